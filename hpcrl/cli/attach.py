@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _attach(arguments: argparse.Namespace) -> int:
-    from hpcrl.launch.manage.attach import attach
+    from hpcrl.launch.attach.attach import attach
 
     run = named_run(arguments)
     attach(run, arguments.node, arguments.role, arguments.command)

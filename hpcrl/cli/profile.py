@@ -14,7 +14,7 @@ _LISTED = 25
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from hpcrl.launch.manage.profile import PROFILED_ROLES
+    from hpcrl.launch.attach.profile import PROFILED_ROLES
 
     add_run(parser)
     parser.epilog = "py-spy (pip install 'hpcrl[profile]') samples it 100 times per second; it runs on meanwhile."
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _profile(arguments: argparse.Namespace) -> int:
-    from hpcrl.launch.manage.profile import busiest, sample
+    from hpcrl.launch.attach.profile import busiest, sample
 
     run, top = named_run(arguments), arguments.format == "top"
     kind = "raw" if top else arguments.format

@@ -14,7 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _stacks(arguments: argparse.Namespace) -> int:
-    from hpcrl.launch.manage.stacks import stacks
+    from hpcrl.launch.attach.stacks import stacks
 
     for process, text in stacks(named_run(arguments)).items():
         print(printable(f"== {process}\n{text}"))

@@ -22,16 +22,15 @@ from hpcrl.config.rules import megatron_layouts as layouts
 from hpcrl.config.rules import rewards as scoring
 from hpcrl.config.rules.combinations import impossible
 from hpcrl.config.validate import build
-from tests.config.rules.alert_cases import OF_ALERTS
 from tests.config.rules.cosmos_cases import COSMOS
 from tests.config.rules.engine_cases import ENGINES
 from tests.config.rules.mode_cases import OF_MODES
+from tests.config.rules.outward_cases import OF_ALERTS, OF_UPLOADS
 from tests.config.rules.own_cases import OURS
 from tests.config.rules.scorer_cases import OF_SCORERS
 from tests.config.rules.skyrl_cases import ALGORITHM, BASE, COLOCATED, CRITIC, ENGINE, PLACEMENT, SKYRL, Case
 from tests.config.rules.test_megatron_layouts import CASES as LAYOUTS
 from tests.config.rules.test_training import CASES as TRAINER
-from tests.config.rules.upload_cases import OF_UPLOADS
 
 
 def found(settings: dict[str, Any]) -> list[Problem]:

@@ -10,11 +10,11 @@ import pytest
 
 from hpcrl.errors import RunError, SubmitError
 from hpcrl.launch import scheduler
+from hpcrl.launch.attach.stacks import stacks
 from hpcrl.launch.manage import poll as poll_module
 from hpcrl.launch.manage import registry
 from hpcrl.launch.manage.poll import RunPoller
 from hpcrl.launch.manage.registry import all_runs, find_run, known_states, states_of
-from hpcrl.launch.manage.stacks import stacks
 from hpcrl.rundir.commit import write_text
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import open_attempt, report_outcome

@@ -1,6 +1,6 @@
 """What `hpcrl attach` starts on a node: it takes over the environment of a process of the run there, and becomes the command.
 
-python -m hpcrl.launch.manage.attach_remote RUN_DIRECTORY ATTEMPT NODE_INDEX ROLE [COMMAND ...]
+python -m hpcrl.launch.attach.remote RUN_DIRECTORY ATTEMPT NODE_INDEX ROLE [COMMAND ...]
 """
 
 from __future__ import annotations

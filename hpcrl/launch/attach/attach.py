@@ -33,7 +33,7 @@ def attach(run: Run, node: str | None, role: str | None, command: Sequence[str])
     plan, hosts = make_plan(Config.from_toml([run.config])), read_attempts(run)[-1].hosts
     chosen = choose(plan, hosts, node, role)
     inside = [
-        sys.executable, "-m", "hpcrl.launch.manage.attach_remote", str(run.path), str(state.attempt), str(chosen.index), chosen.role, *command,
+        sys.executable, "-m", "hpcrl.launch.attach.remote", str(run.path), str(state.attempt), str(chosen.index), chosen.role, *command,
     ]  # fmt: skip
     sys.stdout.flush()
     terminal = ["--pty"] if os.isatty(0) and os.isatty(1) else []

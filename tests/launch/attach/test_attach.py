@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from hpcrl.errors import RunError
-from hpcrl.launch.manage.attach import choose
-from hpcrl.launch.manage.attach_remote import processes
+from hpcrl.launch.attach.attach import choose
+from hpcrl.launch.attach.remote import processes
 from hpcrl.launch.nodes import Node
 from hpcrl.rundir.layout import Run
 
@@ -45,7 +45,7 @@ def test_processes_of_an_attempt_and_a_command_beside_them(tmp_path: Path) -> No
         process.stdout.readline()
         assert list(processes(run, 3)) == [process.pid]
         assert processes(run, 2) == {}
-        command = [sys.executable, "-m", "hpcrl.launch.manage.attach_remote", str(run.path), "3", "0"]
+        command = [sys.executable, "-m", "hpcrl.launch.attach.remote", str(run.path), "3", "0"]
         said = subprocess.run([*command, "trainer", "sh", "-c", "echo $MINE; pwd"], capture_output=True, text=True)
         assert said.stdout == f"kept\n{run.path}\n"
         other = subprocess.run([*command, "rollout", "sh", "-c", "echo .$MINE"], capture_output=True, text=True)

@@ -1,6 +1,6 @@
 """What `hpcrl profile` starts on a node: it finds the process by its heartbeat, has py-spy sample it, and prints the result.
 
-python -m hpcrl.launch.manage.profile_remote RUN_DIRECTORY ATTEMPT PROCESS SECONDS FORMAT IDLE
+python -m hpcrl.launch.attach.profile_remote RUN_DIRECTORY ATTEMPT PROCESS SECONDS FORMAT IDLE
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from hpcrl.errors import RunError
-from hpcrl.launch.manage.attach_remote import processes
+from hpcrl.launch.attach.remote import processes
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.heartbeat import DIRECTORY, read_heartbeats
 

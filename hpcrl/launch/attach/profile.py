@@ -10,7 +10,7 @@ from typing import Literal, get_args
 
 from hpcrl.config import Config
 from hpcrl.errors import RunError
-from hpcrl.launch.manage.attach import on_node, running
+from hpcrl.launch.attach.attach import on_node, running
 from hpcrl.launch.nodes import Node, make_plan
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import read_attempts
@@ -37,7 +37,7 @@ def sample(run: Run, role: ProfiledRole, number: int, seconds: int, form: Format
     plan, hosts = make_plan(Config.from_toml([run.config])), read_attempts(run)[-1].hosts
     process, node = process_of(plan, role, number)
     inside = [
-        sys.executable, "-m", "hpcrl.launch.manage.profile_remote", str(run.path), str(state.attempt), process,
+        sys.executable, "-m", "hpcrl.launch.attach.profile_remote", str(run.path), str(state.attempt), process,
         str(seconds), form, str(int(idle)),
     ]  # fmt: skip
     command, environment = on_node(state, hosts[node.index])

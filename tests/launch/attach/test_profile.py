@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from hpcrl.errors import RunError
-from hpcrl.launch.manage import profile_remote
-from hpcrl.launch.manage.profile import busiest, process_of
+from hpcrl.launch.attach import profile_remote
+from hpcrl.launch.attach.profile import busiest, process_of
 from hpcrl.launch.nodes import Node
 from hpcrl.rundir.layout import Run
 
@@ -77,7 +77,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
 
 
 def ask(run: Run, process: str, form: str = "raw", idle: bool = False) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "hpcrl.launch.manage.profile_remote", str(run.path), "1", process, "1"]
+    command = [sys.executable, "-m", "hpcrl.launch.attach.profile_remote", str(run.path), "1", process, "1"]
     return subprocess.run([*command, form, str(int(idle))], capture_output=True, text=True)
 
 
