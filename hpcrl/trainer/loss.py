@@ -132,6 +132,7 @@ def teacher_divergence(batch: MicroBatch, top_PK: torch.Tensor | None, beta: flo
         beta: as of `jensen_shannon`.
     """
     if top_PK is None:
+        assert batch.lengths == [1], "samples without tokens that their teacher is compared at"
         return torch.zeros_like(batch.loss_mask)
     assert batch.teacher_top is not None
     assert batch.teacher_ids is not None

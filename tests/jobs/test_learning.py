@@ -176,7 +176,7 @@ def test_a_reward_model_learns_from_pairs_and_teaches_sorting(place: Path) -> No
             "trainer.distillation.rollout_top_k_recompute=true",
             "trainer.distillation.include_prompt=true",
         ],
-        "forward_kl": [*FORWARD_KL, "trainer.distillation.loss_weight=1", "trainer.distillation.kl_penalty_coef=0"],
+        "forward_kl": [*FORWARD_KL, "trainer.distillation.loss_weight=1"],
         # the model that is taught is the teacher of all other rows, of which there are none
         "two_teachers": [
             f"trainer.distillation.model_path={QUICKSTART.parent / 'quickstart' / 'model'}",

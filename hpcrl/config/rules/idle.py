@@ -265,6 +265,11 @@ _OF_MODES = (
         ("trainer.distillation",), 'trainer.mode="rl" or "sft"', lambda config: not trains_pairs(config.trainer)
     ),
     Switch(
+        tuple(f"trainer.distillation.{name}" for name in ("use_rewards", "kl_penalty_coef", "kl_discount_factor")),
+        "trainer.distillation.loss_weight below 1",
+        lambda config: config.trainer.distillation.loss_weight < 1,
+    ),
+    Switch(
         tuple(f"trainer.distillation.{name}" for name in _OF_SCORERS),
         "a teacher of its own (trainer.distillation.self_teacher.model unset)",
         lambda config: self_teacher(config.trainer) is None,

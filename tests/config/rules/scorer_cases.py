@@ -48,7 +48,13 @@ OF_SCORERS = [
         "a divergence in the loss teaches without advantages",
         {**TEACHER, f"{DISTILLATION}.kl_penalty_coef": 0.0, f"{DISTILLATION}.top_k": 4},
         f"{DISTILLATION}.kl_penalty_coef", "would make every advantage 0",
-        {**TEACHER, f"{DISTILLATION}.kl_penalty_coef": 0.0, f"{DISTILLATION}.top_k": 4, f"{DISTILLATION}.loss_weight": 1.0},
+        {**TEACHER, f"{DISTILLATION}.kl_penalty_coef": 0.0, f"{DISTILLATION}.top_k": 4, f"{DISTILLATION}.loss_weight": 0.5},
+    ),
+    Case(
+        "without a policy loss there are no advantages",
+        {**TEACHER, f"{DISTILLATION}.use_rewards": True, f"{DISTILLATION}.top_k": 4, f"{DISTILLATION}.loss_weight": 1.0},
+        f"{DISTILLATION}.use_rewards", "has no effect without trainer.distillation.loss_weight below 1",
+        {**TEACHER, f"{DISTILLATION}.use_rewards": True, f"{DISTILLATION}.top_k": 4, f"{DISTILLATION}.loss_weight": 0.9},
     ),
     Case(
         "a critic learns from rewards",

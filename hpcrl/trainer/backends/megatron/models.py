@@ -135,7 +135,7 @@ class LogprobHead(ColumnParallelLinear):
         ids and log-probabilities as of `top_rows`, [P_own, 1 + 2 K].
         """
         forward, group, rows = self.forward_config, self._share.group, packing.own_rows
-        trained, vocabulary = torch.is_grad_enabled(), forward.vocabulary
+        trained = torch.is_grad_enabled()
         told = packing.top_k > 0 and not trained
         assert rows is not None
         if self.sequence_parallel:
@@ -150,15 +150,14 @@ class LogprobHead(ColumnParallelLinear):
             labels.index_select(0, rows),
             forward.temperature,
             forward.chunk_rows,
-            partial(self._share.top_rows, packing.top_k, vocabulary) if told else self._share.rows,
+            partial(self._share.top_rows, packing.top_k, forward.vocabulary) if told else self._share.rows,
             forward.dtype,
             forward.entropy,
             packing.own_mask,
             packing.own_ids if told or trained else None,
         )
-        columns = [
-            column.float() if column.ndim > 1 else column[:, None] for column in found
-        ]  # of ids float32 has every number up to 2^24
+        # of ids float32 has every number up to 2^24
+        columns = [column.float() if column.ndim > 1 else column[:, None] for column in found]
         return among_zeros(torch.cat(columns, -1), rows, len(labels))
 
 
