@@ -156,7 +156,7 @@ def _watch(run: Run, uploaders: list[Uploader]) -> None:
     from hpcrl.launch.manage.registry import known_states
     from hpcrl.upload.send import follow
 
-    poller = RunPoller(run, known_states)
+    poller = RunPoller([run], known_states)
     follow(run, uploaders, _until(poller.over))
     failed = [f"{one.name}: {name}: {why}" for one in uploaders for name, why in one.failed.items()]
     if failed:
