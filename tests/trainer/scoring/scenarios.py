@@ -97,7 +97,7 @@ def averaged(world: World, options: dict[str, Any]) -> None:
     engine.reset_reference(fresh_optimizer=False, rate=0.25)
     saved = Path(options["run"]) / "saved"
     saved.mkdir()
-    engine.save(saved)
+    engine.save(saved, world.control)
     other.restore(saved)
     models = {"policy": engine._model, "average": engine._reference, "restored": other._reference}
     for kind, model in models.items():
