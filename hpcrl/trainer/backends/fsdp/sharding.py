@@ -72,12 +72,14 @@ def _mesh(size: int, world: World) -> DeviceMesh:
     assert world.size % size == 0, f"{world.size} ranks cannot hold copies of {size} ranks each"
     # not init_device_mesh, whose groups have torch's own timeout
     shards, groups = torch.tensor(dist.get_process_group_ranks(world.control)).view(-1, size), list[dist.ProcessGroup]()
-    for rows in (shards.T, shards):
-        mine = next(row for row in rows.tolist() if dist.get_rank() in row)
-        # other models' ranks do not come
-        group = dist.new_group(mine, timeout=world.timeout, use_local_synchronization=True)
-        assert isinstance(group, dist.ProcessGroup)
-        groups.append(group)
+    for rows in (shards.T.tolist(), shards.tolist()):
+        if world.tensors is None:
+            mine, _ = dist.new_subgroups_by_enumeration(rows, timeout=world.timeout)
+        else:  # other ranks do not come; the name that such a group gets counts on that these have made the same groups so far
+            row = next(row for row in rows if dist.get_rank() in row)
+            mine = dist.new_group(row, timeout=world.timeout, use_local_synchronization=True)
+        assert isinstance(mine, dist.ProcessGroup)
+        groups.append(mine)
     return DeviceMesh.from_group(groups, kind, shards, mesh_dim_names=("copies", "shards"))
 
 
