@@ -11,6 +11,7 @@ from hpcrl.config.derive import surplus_groups, uses_reference
 from hpcrl.config.errors import Problem
 from hpcrl.config.fields import Setting, values
 from hpcrl.config.import_path import misnamed
+from hpcrl.config.rules.agents import agents, endpoint, rows_of_samples
 from hpcrl.config.rules.cluster import (
     adapters_of_engines,
     container,
@@ -384,6 +385,7 @@ RULES: tuple[Rule, ...] = (
     turns,
     chat,
     step_wise,
+    rows_of_samples,
     sampling_parameters,
     sampled_distribution,
     dynamic_sampling,
@@ -398,6 +400,8 @@ RULES: tuple[Rule, ...] = (
     overlong,
     remote_reward,
     environments,
+    endpoint,
+    agents,
     adapters_of_engines,
     embedded_engine,
     engine_options,

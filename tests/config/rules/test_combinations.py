@@ -14,13 +14,14 @@ from hpcrl.config import Config
 from hpcrl.config.errors import Problem
 from hpcrl.config.fields import leaves
 from hpcrl.config.load import nested
+from hpcrl.config.rules import agents, generation, idle, ranks, scorers, training
 from hpcrl.config.rules import cluster as site
 from hpcrl.config.rules import combinations as rules
-from hpcrl.config.rules import generation, idle, ranks, scorers, training
 from hpcrl.config.rules import megatron_layouts as layouts
 from hpcrl.config.rules import rewards as scoring
 from hpcrl.config.rules.combinations import impossible
 from hpcrl.config.validate import build
+from tests.config.rules.agent_cases import AGENTS
 from tests.config.rules.cosmos_cases import COSMOS
 from tests.config.rules.engine_cases import ENGINES
 from tests.config.rules.mode_cases import OF_MODES
@@ -35,10 +36,10 @@ def found(settings: dict[str, Any]) -> list[Problem]:
     return impossible(build(Config, nested({**BASE, **settings})))
 
 
-MODULES = (rules, idle, ranks, layouts, generation, scoring, scorers, site, training)
+MODULES = (rules, agents, idle, ranks, layouts, generation, scoring, scorers, site, training)
 
 
-CASES = [*SKYRL, *COSMOS, *ENGINES, *OF_MODES, *OF_SCORERS, *OURS]
+CASES = [*SKYRL, *COSMOS, *ENGINES, *OF_MODES, *OF_SCORERS, *OURS, *AGENTS]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.rule)
