@@ -16,6 +16,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from hpcrl.config import EnvironmentConfig, GeneratorConfig, InferenceEngineConfig, SamplingParams
+from hpcrl.config.sections.environment import AgentConfig, SkyRLGymConfig
 from hpcrl.data.group_file import check_group, write_group
 from hpcrl.envs.base import AgentEnvironment, Endpoint, Messages, Turn
 from hpcrl.errors import ConfigError, RunError
@@ -34,7 +35,9 @@ CONFIG = GeneratorConfig(
     max_turns=6,
     max_input_length=120,
     sampling_params=SamplingParams(max_generate_length=8, temperature=0.8),
-    inference_engine=InferenceEngineConfig(backend="transformers", enable_http_endpoint=True, served_model_name="policy"),
+    inference_engine=InferenceEngineConfig(
+        backend="transformers", enable_http_endpoint=True, served_model_name="policy"
+    ),
 )
 PLAYED: list[Callable[[Messages, Client], Turn]] = []
 
@@ -338,7 +341,11 @@ def test_a_program_that_fails_takes_too_long_or_asks_nothing_has_failed(with_emb
 
     group = played(with_embedded, play, environment=EnvironmentConfig(timeout_seconds=2.0), n_samples=4)
     assert len(group.failures) == 3
-    words = ("raised ZeroDivisionError: no reward", "longer than environment.timeout_seconds (2 s)", "had asked the policy nothing")
+    words = (
+        "raised ZeroDivisionError: no reward",
+        "longer than environment.timeout_seconds (2 s)",
+        "had asked the policy nothing",
+    )
     for word in words:
         assert any(word in failure for failure in group.failures), group.failures
     assert sorted(row.stop_reason == "failed" for row in group.samples) == [False, True, True, True]
@@ -356,7 +363,9 @@ def test_a_client_that_leaves_gets_no_turn(with_embedded: WithEngine[Any]) -> No
         client.say([user("abc")])
         return Turn([], 1.0, True)
 
-    long = replace(CONFIG, sampling_params=SamplingParams(max_generate_length=150, additional_kwargs={"ignore_eos": True}))
+    long = replace(
+        CONFIG, sampling_params=SamplingParams(max_generate_length=150, additional_kwargs={"ignore_eos": True})
+    )
     group = played(with_embedded, play, long)
     assert not group.failures
     assert len(group.rows[0]) == 1
@@ -364,8 +373,45 @@ def test_a_client_that_leaves_gets_no_turn(with_embedded: WithEngine[Any]) -> No
 
 def test_what_is_lacking_is_said(with_embedded: WithEngine[Any]) -> None:
     silent = replace(CONFIG, inference_engine=InferenceEngineConfig(backend="transformers"))
-    with pytest.raises(ConfigError, match="set generator.inference_engine.enable_http_endpoint=true"):
+    with pytest.raises(ConfigError, match=r"set generator\.inference_engine\.enable_http_endpoint=true"):
         played(with_embedded, lambda *_: Turn([], 1.0, True), silent)
     taken = InferenceEngineConfig(enable_http_endpoint=True, http_endpoint_host="203.0.113.7")
-    with pytest.raises(RunError, match="http_endpoint_host.*203.0.113.7: is not to be had"):
+    with pytest.raises(RunError, match=r"http_endpoint_host.*203\.0\.113\.7: is not to be had"):
         played(with_embedded, lambda *_: Turn([], 1.0, True), replace(CONFIG, inference_engine=taken))
+
+
+HANGS = """
+import json, os, sys, time, urllib.request
+body = json.dumps({"model": os.environ["HPCRL_MODEL"], "messages": json.load(open(os.environ["HPCRL_ROW"]))["prompt"]}).encode()
+headers = {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "content-type": "application/json"}
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+said = json.load(urllib.request.urlopen(urllib.request.Request(url, body, headers)))["choices"][0]["message"]["content"]
+try:
+    os.mkdir(sys.argv[1])
+except FileExistsError:
+    json.dump({"reward": len(said) + 1}, open(os.environ["HPCRL_REWARD"], "w"))
+else:
+    time.sleep(60)
+"""
+
+
+def test_a_program_that_hangs_is_ended_and_its_sample_counts_as_the_others(
+    with_embedded: WithEngine[Any], tmp_path: Path
+) -> None:
+    (tmp_path / "agent.py").write_text(HANGS)
+    command = ["python", "-S", str(tmp_path / "agent.py"), str(tmp_path / "taken")]
+    environment = EnvironmentConfig(skyrl_gym=SkyRLGymConfig(agent=AgentConfig(command=command)), timeout_seconds=3.0)
+    item = Work("g7", "train", Prompt("row3", [user("sort: bca")], "agent", {}, "letters"), 3, 40)
+
+    async def generate(engine: Engine) -> Group:
+        async with serving(CONFIG, TOKENIZER, 0) as server:
+            return await GroupGenerator(engine, TOKENIZER, CONFIG, environment, server=server).generate(item)
+
+    group = with_embedded(generate)
+    assert len(group.failures) == 1
+    assert "took longer than environment.timeout_seconds (3 s)" in group.failures[0]
+    rewards = [row.rewards.sum() for row in group.samples if row.stop_reason != "failed"]
+    assert rewards == [
+        len(text) + 1 for row, text in zip(group.samples, group.texts, strict=True) if row.loss_mask.any()
+    ]
+    assert [row.rewards.sum() for row in group.samples if row.stop_reason == "failed"] == [np.mean(rewards)]

@@ -78,7 +78,9 @@ class Adds(AgentEnvironment):
 
         def ask(messages: list[dict[str, Any]]) -> dict[str, Any]:
             body = {"model": endpoint.model, "messages": messages, "tools": TOOLS}
-            (choice,) = httpx.post(f"{endpoint.base_url}/chat/completions", json=body, headers=headers).json()["choices"]
+            (choice,) = httpx.post(f"{endpoint.base_url}/chat/completions", json=body, headers=headers).json()[
+                "choices"
+            ]
             self._told.append(choice)
             return choice["message"]
 

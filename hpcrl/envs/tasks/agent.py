@@ -59,7 +59,7 @@ class Agent(AgentEnvironment):
         Raises:
             UserCodeError: it failed, or left no reward.
         """
-        home = Path(tempfile.mkdtemp(prefix="hpcrl-agent-"))
+        home = Path(tempfile.mkdtemp(prefix="hpcrl-program-"))
         try:
             work, row, reward = home / "work", home / "row.json", home / "reward.json"
             work.mkdir()
@@ -108,9 +108,11 @@ def _reward(path: Path) -> Turn:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         raise UserCodeError(f"its program wrote no reward into the file of HPCRL_REWARD ({error.strerror})") from error
-    with open(descriptor, "rb") as file:
+    try:
         regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
-        content = file.read(LONGEST_FILE + 1) if regular else b""
+        content = os.read(descriptor, LONGEST_FILE + 1) if regular else b""
+    finally:
+        os.close(descriptor)
     try:
         found = json.loads(content) if len(content) <= LONGEST_FILE else None
     except (ValueError, RecursionError):

@@ -16,7 +16,7 @@ from typing import IO, cast
 
 from hpcrl.envs.sandbox import supervisor
 
-CHARACTERS = 4000
+CHARACTERS = 400
 """What is kept of a program's output: its end."""
 
 _LOOK_S = 0.1
