@@ -74,7 +74,7 @@ def environment_class(name: str) -> EnvironmentClass:
 
 def is_agent(environment: object) -> bool:
     """Return whether an environment, or its class, asks the policy itself: an AgentEnvironment, by what it has."""
-    return callable(getattr(environment, "play", None))
+    return callable(getattr(environment, "play", None)) and not callable(getattr(environment, "step", None))
 
 
 def common_extras(environment: EnvironmentConfig, max_turns: int) -> dict[str, Any]:

@@ -39,6 +39,7 @@ CONFIG = GeneratorConfig(
         backend="transformers", enable_http_endpoint=True, served_model_name="policy"
     ),
 )
+HALF = b'{"model": "policy", "messages": [{"role": "user", "content": "\\uD800"}]}'
 PLAYED: list[Callable[[Messages, Client], Turn]] = []
 
 
@@ -54,6 +55,10 @@ class Client:
         headers = {"authorization": f"Bearer {key or self.endpoint.key}"}
         body = {"model": self.endpoint.model, **body}
         return self.http.post(f"{self.endpoint.base_url}/{path}", json=body, headers=headers)
+
+    def post_bytes(self, body: bytes) -> httpx.Response:
+        headers = {"authorization": f"Bearer {self.endpoint.key}"}
+        return self.http.post(f"{self.endpoint.base_url}/chat/completions", content=body, headers=headers)
 
     def chat(self, messages: Messages, **body: Any) -> list[dict[str, Any]]:
         answer = self.post(messages=messages, **body)
@@ -225,6 +230,8 @@ def test_who_may_ask_and_how_much(with_embedded: WithEngine[Any]) -> None:
             "another model": lambda: client.post(messages=messages, model="gpt"),
             "another path": lambda: client.post("embeddings", input="x"),
             "no messages": lambda: client.post(messages=[]),
+            "half a character": lambda: client.post_bytes(HALF),
+            "no JSON": lambda: client.post_bytes(b"{"),
             "an image": lambda: client.post(messages=[{"role": "user", "content": [{"type": "image_url"}]}]),
             "too long a prompt": lambda: client.post(messages=[user("abc" * 200)]),
             "too large a body": lambda: client.post(messages=messages, filler="x" * MAX_BODY),
@@ -242,6 +249,8 @@ def test_who_may_ask_and_how_much(with_embedded: WithEngine[Any]) -> None:
         "another model": 404,
         "another path": 404,
         "no messages": 400,
+        "half a character": 400,
+        "no JSON": 400,
         "an image": 400,
         "too long a prompt": 400,
         "too large a body": 413,

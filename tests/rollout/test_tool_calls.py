@@ -31,6 +31,7 @@ ADD = {"name": "add", "arguments": {"a": 1, "b": 2}}
         ("no call", "no call", []),
         (f"{CALL} <tool_call>nonsense</tool_call>", None, []),
         ('<tool_call>{"name": 3}</tool_call>', None, []),
+        ('<tool_call>{"name": "\\ud800"}</tool_call>', None, []),
         ('<tool_call>{"name": "add", "arguments": "1 2"}</tool_call>', None, []),
         ("<tool_call>[" + "[" * 5000 + "</tool_call>", None, []),
         ('<tool_call>{"name": "add"}', None, []),

@@ -20,6 +20,7 @@ from hpcrl.envs.rewards.weighted import GROUND_TRUTHS, WeightedRewards
 from hpcrl.envs.tools.python import discard_tree
 from hpcrl.envs.tools.supervised import run_supervised
 from hpcrl.errors import UserCodeError
+from hpcrl.types import LARGEST, is_name
 
 LONGEST_FILE = 1 << 16
 """Bytes of a reward file."""
@@ -117,14 +118,17 @@ def _reward(path: Path) -> Turn:
         found = json.loads(content) if len(content) <= LONGEST_FILE else None
     except (ValueError, RecursionError):
         found = None
-    metrics = found.get("metrics", {}) if isinstance(found, dict) else None
-    if not isinstance(metrics, dict) or not all(map(_is_number, [found.get("reward"), *metrics.values()])):
-        raise UserCodeError(
-            'the file of HPCRL_REWARD: expected JSON such as {"reward": 1.0, "metrics": {"turns": 3}}, found '
-            f"{content[:80].decode(errors='replace')!r}"
-        )
-    return Turn([], float(found["reward"]), done=True, metrics=metrics)
+    if isinstance(found, dict) and _is_number(found.get("reward")) and _are_metrics(found.get("metrics", {})):
+        return Turn([], float(found["reward"]), done=True, metrics=found.get("metrics", {}))
+    raise UserCodeError(
+        'the file of HPCRL_REWARD: expected JSON such as {"reward": 1.0, "metrics": {"turns": 3}}, found '
+        f"{content[:80].decode(errors='replace')!r}"
+    )
+
+
+def _are_metrics(value: Any) -> bool:
+    return isinstance(value, dict) and all(is_name(name) and _is_number(one) for name, one in value.items())
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and -LARGEST <= value <= LARGEST

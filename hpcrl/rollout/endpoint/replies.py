@@ -80,7 +80,7 @@ def _message(answer: Answer, name: str, at: int) -> dict[str, Any]:
         {
             "id": f"call_{name}_{at}_{place}",
             "type": "function",
-            "function": {"name": call["name"], "arguments": json.dumps(call["arguments"], ensure_ascii=False)},
+            "function": {"name": call["name"], "arguments": json.dumps(call["arguments"])},
         }
         for place, call in enumerate(answer.calls)
     ]

@@ -120,7 +120,8 @@ def _common(body: dict[str, Any], tokens: Any) -> dict[str, Any]:
 def _object(content: bytes) -> dict[str, Any]:
     try:
         body = json.loads(content)
-        content.decode().encode()
+        if b"\\ud" in content.lower():
+            json.dumps(body, ensure_ascii=False).encode()  # half a character can be written, and has no tokens
     except (ValueError, RecursionError) as error:
         raise BadRequest(f"expected JSON: {error}") from error
     if not isinstance(body, dict):
@@ -149,19 +150,11 @@ def _message(value: Any) -> dict[str, Any]:
 
 def _text(content: Any) -> str:
     if content is None or isinstance(content, str):
-        return _encodable(content or "")
-    parts = [part.get("text") for part in _listed(content) if isinstance(part, dict) and part.get("type") == "text"]
-    if len(parts) != len(content) or not all(isinstance(part, str) for part in parts):
+        return content or ""
+    parts = [part if isinstance(part, dict) else {} for part in _listed(content)]
+    if not all(part.get("type") == "text" and isinstance(part.get("text"), str) for part in parts):
         raise BadRequest("messages: content is a text, or parts of the type text")
-    return _encodable("".join(parts))
-
-
-def _encodable(text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise BadRequest(f"messages: content holds half a character: {error}") from error
-    return text
+    return "".join(part["text"] for part in parts)
 
 
 def _call(value: Any) -> dict[str, Any]:

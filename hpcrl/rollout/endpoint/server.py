@@ -103,22 +103,22 @@ class PolicyServer:
 
     def _of(self, authorization: str) -> Session:
         digest = _digest(authorization.removeprefix("Bearer "))
+        if session := self._sessions.get(digest):
+            return session
         if digest in self._unwanted:
-            raise Declined(429, "session_over", "the run wants no more of this sample", retry=30)
-        if digest not in self._sessions:
-            raise Declined(401, "invalid_api_key", "no sample that is under way has this key")
-        return self._sessions[digest]
+            raise _session_over()
+        raise Declined(401, "invalid_api_key", "no sample that is under way has this key")
 
     async def _answers(self, session: Session, request: Request, receive: Receive) -> list[Answer] | None:
         """Return the choices of a request; None if who has sent it has gone."""
         answering = asyncio.create_task(session.answer(request))
-        gone = asyncio.create_task(receive())
+        gone = asyncio.ensure_future(receive())
         try:
             await asyncio.wait((answering, gone), return_when=asyncio.FIRST_COMPLETED)
             if not answering.done():
                 return None
             if answering.cancelled():
-                raise Declined(429, "session_over", "the run wants no more of this sample", retry=30)
+                raise _session_over()
             return answering.result()
         finally:
             answering.cancel()
@@ -134,6 +134,10 @@ class PolicyServer:
         for event in events(request, answers, name, self._decode):
             await send({"type": "http.response.body", "body": event, "more_body": True})
         return await send({"type": "http.response.body", "body": b""})
+
+
+def _session_over() -> Declined:
+    return Declined(429, "session_over", "the run wants no more of this sample", retry=30)
 
 
 def _digest(key: str) -> bytes:

@@ -24,7 +24,7 @@ from hpcrl.errors import EngineError
 from hpcrl.rollout.endpoint.requests import Declined, Request
 from hpcrl.rollout.endpoint.tool_calls import Call, tool_calls
 from hpcrl.rollout.engines.base import Generation
-from hpcrl.rollout.transcript import Template, Transcript, cut_at_stop
+from hpcrl.rollout.transcript import Template, Transcript
 from hpcrl.runtime.http_server import BadRequest
 from hpcrl.types import StopReason
 
@@ -70,7 +70,7 @@ class Answer:
         """Return what a conversation says after this answer; nothing where it does not go on from it."""
         if isinstance(self.asked, str) or len(messages) <= len(self.asked) + 1:
             return []
-        told = {"role": "assistant", "content": self.content}
+        told: dict[str, Any] = {"role": "assistant", "content": self.content}
         if self.calls:
             told["tool_calls"] = [{"function": call} for call in self.calls]
         known = [*self.asked, told]
@@ -107,7 +107,7 @@ class Session:
         self.ended = threading.Event()
         self._begun = self._open = 0
         self._running = set[asyncio.Task[Any]]()
-        self._templates = dict[str, Template]()
+        self._used: tuple[list[dict[str, Any]], Template] | None = None
         self._allowed, self._counted = AT_ONCE, time.monotonic()
 
     def admit(self) -> None:
@@ -129,19 +129,26 @@ class Session:
         """
         task = asyncio.current_task()
         assert task is not None
-        parent, prompt = self._prompt(request)
-        first = self._reserve(len(prompt), request.n)
-        self._running.add(task)
+        self._check_room(request.n)
+        try:
+            parent, prompt = self._prompt(request)
+        # such as roles that do not take turns, a content that is no text, half a character
+        except (TemplateError, TypeError, ValueError) as error:
+            raise BadRequest(f"the chat template refuses the messages: {error}") from error
+        self._check_length(len(prompt))
+        turns = range(self._begun, self._begun + request.n)
+        self._begun += request.n
         self._open += request.n
+        self._running.add(task)
         try:
             limits = {
                 "max_tokens": min(request.max_tokens or self._longest, self._longest),
                 "stop": [*(self._params.stop or []), *request.stop],
             }
-            turns = range(first, first + request.n)
             said = await asyncio.gather(*(self._say(turn, prompt, limits) for turn in turns))
         except EngineError as error:
             self.failure = error
+            self.ended.set()
             raise
         finally:
             self._open -= request.n
@@ -160,19 +167,19 @@ class Session:
     def _longest(self) -> int:
         return self._params.max_generate_length
 
-    def _reserve(self, length: int, n: int) -> int:
-        """Return the number of the first of `n` turns that may begin."""
-        most, longest = self._config.max_turns, self._config.max_input_length
+    def _check_room(self, n: int) -> None:
+        most = self._config.max_turns
+        if self._begun + n > most:
+            raise Declined(400, "max_turns", f"the sample has no more turns (generator.max_turns = {most})")
+        if self._open and self._open + n > MOST_OPEN:
+            raise Declined(429, "rate_limit_exceeded", f"more than {MOST_OPEN} answers are waited for", retry=1)
+
+    def _check_length(self, length: int) -> None:
+        longest = self._config.max_input_length
         if longest is not None and length > longest:
             self.too_long = True
             reason = f"the prompt has {length} tokens, and generator.max_input_length is {longest}"
             raise Declined(400, "context_length_exceeded", reason)
-        if self._begun + n > most:
-            raise Declined(400, "max_turns", f"the sample has no more turns (generator.max_turns = {most})")
-        if self._open + n > MOST_OPEN:
-            raise Declined(429, "rate_limit_exceeded", f"more than {MOST_OPEN} answers are waited for", retry=1)
-        self._begun += n
-        return self._begun - n
 
     def _prompt(self, request: Request) -> tuple[Answer | None, list[int]]:
         """Return the answer from which a request goes on, if there is one, and the tokens that it wants continued."""
@@ -184,18 +191,12 @@ class Session:
             for one in self.answers
             if one.tools == request.tools and (left := one.left_of(request.messages))
         ]
-        try:
-            if not lefts:
-                return None, template.opening(request.messages)
-            parent, left = min(lefts, key=lambda found: len(found[1]))
-            end = self._config.append_eos_token_after_stop_str_in_multi_turn
-            token_ids = parent.token_ids
-            return parent, token_ids + template.between(token_ids, [dict(one) for one in left], end=end)
-        except (
-            TemplateError,
-            TypeError,
-        ) as error:  # such as roles that do not take turns, or a content that is no text
-            raise BadRequest(f"the chat template refuses the messages: {error}") from error
+        if not lefts:
+            return None, template.opening(request.messages)
+        parent, left = min(lefts, key=lambda found: len(found[1]))
+        end = self._config.append_eos_token_after_stop_str_in_multi_turn
+        token_ids = parent.token_ids
+        return parent, token_ids + template.between(token_ids, [dict(one) for one in left], end=end)
 
     def _completed(self, prompt: str | list[int]) -> tuple[Answer | None, list[int]]:
         template, parent = self._template([]), None
@@ -217,22 +218,20 @@ class Session:
 
     def _template(self, tools: list[dict[str, Any]]) -> Template:
         """Return the chat template with these tools; special tokens that are written in them are refused."""
-        name = json.dumps(tools)
-        if name not in self._templates:
+        if self._used is None or self._used[0] != tools:
             config, options = self._config, self._config.chat_template_kwargs
             special = config.chat_template.allow_special_tokens
             if not special and cut_messages(self._tokenizer, tools) != tools:
                 raise BadRequest("tools: special tokens of the tokenizer are not text")
             own = {**options, "tools": tools} if tools else options
-            self._templates[name] = Template(self._tokenizer, own, special)
-        return self._templates[name]
+            self._used = tools, Template(self._tokenizer, own, special)
+        return self._used[1]
 
     def _answered(self, request: Request, parent: Answer | None, prompt: list[int], said: Generation) -> Answer:
         template, params = self._template(request.tools), self._params
         text = template.text(said.token_ids, params.stop or [], keep=params.include_stop_str_in_output)
         if request.stop:
-            before = template.decoded(said.token_ids[:-1])
-            text = cut_at_stop(text, len(before), request.stop, keep=False)
+            text = min(text, template.text(said.token_ids, request.stop, keep=False), key=len)
         content, calls = text, list[Call]()
         if request.tools:
             content, calls = tool_calls(self._tokenizer, prompt, said.token_ids, text, request.tools)
@@ -281,5 +280,5 @@ class Session:
 
 
 def _shown(message: Mapping[str, Any]) -> str:
-    calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls", [])]
+    calls = [json.dumps(call["function"]) for call in message.get("tool_calls", [])]
     return "\n".join([*([message["content"]] if message["content"] or not calls else []), *calls])

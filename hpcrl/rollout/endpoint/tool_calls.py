@@ -53,7 +53,6 @@ def _read(text: str) -> Call | None:
 
 
 def _checked(value: Any) -> Call | None:
-    if not (isinstance(value, dict) and isinstance(value.get("name"), str)):
-        return None
-    arguments = value.get("arguments", {})
-    return {"name": value["name"], "arguments": arguments} if isinstance(arguments, dict) else None
+    name, arguments = (value.get("name"), value.get("arguments", {})) if isinstance(value, dict) else (None, None)
+    readable = isinstance(name, str) and name.isprintable() and isinstance(arguments, dict)
+    return {"name": name, "arguments": arguments} if readable else None

@@ -113,6 +113,8 @@ def test_rewards_of_a_program() -> None:
         ("echo '[1]' > $HPCRL_REWARD", "expected JSON"),
         ("echo '{}' > $HPCRL_REWARD", "expected JSON"),
         ("echo '{\"reward\": true}' > $HPCRL_REWARD", "expected JSON"),
+        ("echo '{\"reward\": NaN}' > $HPCRL_REWARD", "expected JSON"),
+        ('echo \'{"reward": 1, "metrics": {"": 2}}\' > $HPCRL_REWARD', "expected JSON"),
         ('echo \'{"reward": 1, "metrics": {"a": "b"}}\' > $HPCRL_REWARD', "expected JSON"),
         (f"head -c {LONGEST_FILE + 1} /dev/zero > $HPCRL_REWARD", "expected JSON"),
         (f"{PAYS}; echo what went wrong; exit 7", "ended with exit code 7: what went wrong"),

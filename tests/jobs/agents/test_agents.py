@@ -45,7 +45,7 @@ def test_an_environment_that_asks_the_policy_teaches_it(place: Path) -> None:
     (place / "rows.jsonl").write_text("".join(json.dumps({**row, "env_class": None}) + "\n" for row in rows))
     data = json.dumps([str(place / "rows.jsonl")])
     settings = [
-        *("trainer.run_name=asks", "trainer.max_steps=60", "trainer.eval_interval=60", "trainer.epochs=60"),
+        *("trainer.run_name=asks", "trainer.max_steps=120", "trainer.eval_interval=120", "trainer.epochs=120"),
         *("trainer.train_batch_size=14", "trainer.policy_mini_batch_size=14", f"data.train_data={data}"),
         *(f"data.val_data={data}", "environment.env_class=tests.jobs.agents.guessing:Guessing"),
         *(f"python_path={json.dumps([str(ROOT)])}", "generator.inference_engine.enable_http_endpoint=true"),
@@ -54,7 +54,7 @@ def test_an_environment_that_asks_the_policy_teaches_it(place: Path) -> None:
     done = hpcrl("submit", str(config), "--local", "--follow", *settings, cwd=place, timeout=1800)
     run = Run(place / "runs" / "guess_number" / "asks")
     assert done.returncode == 0, done.stderr + logs_of(run)
-    before, after = eval_score(run, 0), eval_score(run, 60)
+    before, after = eval_score(run, 0), eval_score(run, 120)
     print(f"guess_number by asking: {before:.3f} -> {after:.3f}")
     assert before <= 0.4
     assert after >= 0.8
