@@ -25,6 +25,10 @@ class Declined(Refused):
         self.code, self.retry = code, retry
 
 
+def session_over() -> Declined:
+    return Declined(429, "session_over", "the run wants no more of this sample", retry=30)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """What is to be completed, and how far.

@@ -21,7 +21,7 @@ from hpcrl.data.chat import decoder
 from hpcrl.envs.base import Endpoint
 from hpcrl.errors import EngineError, HpcrlError, RunError
 from hpcrl.rollout.endpoint.replies import events, models, reply
-from hpcrl.rollout.endpoint.requests import Declined, Request, chat_request, completion_request
+from hpcrl.rollout.endpoint.requests import Declined, Request, chat_request, completion_request, session_over
 from hpcrl.rollout.endpoint.session import Answer, Say, Session
 from hpcrl.runtime.http_server import (
     BadRequest,
@@ -106,7 +106,7 @@ class PolicyServer:
         if session := self._sessions.get(digest):
             return session
         if digest in self._unwanted:
-            raise _session_over()
+            raise session_over()
         raise Declined(401, "invalid_api_key", "no sample that is under way has this key")
 
     async def _answers(self, session: Session, request: Request, receive: Receive) -> list[Answer] | None:
@@ -118,7 +118,7 @@ class PolicyServer:
             if not answering.done():
                 return None
             if answering.cancelled():
-                raise _session_over()
+                raise session_over()
             return answering.result()
         finally:
             answering.cancel()
@@ -134,10 +134,6 @@ class PolicyServer:
         for event in events(request, answers, name, self._decode):
             await send({"type": "http.response.body", "body": event, "more_body": True})
         return await send({"type": "http.response.body", "body": b""})
-
-
-def _session_over() -> Declined:
-    return Declined(429, "session_over", "the run wants no more of this sample", retry=30)
 
 
 def _digest(key: str) -> bytes:

@@ -21,7 +21,7 @@ from hpcrl.config import GeneratorConfig, SamplingParams
 from hpcrl.data.chat import cut_messages
 from hpcrl.envs.base import Messages
 from hpcrl.errors import EngineError
-from hpcrl.rollout.endpoint.requests import Declined, Request
+from hpcrl.rollout.endpoint.requests import Declined, Request, session_over
 from hpcrl.rollout.endpoint.tool_calls import Call, tool_calls
 from hpcrl.rollout.engines.base import Generation
 from hpcrl.rollout.transcript import Template, Transcript
@@ -66,7 +66,7 @@ class Answer:
     def token_ids(self) -> list[int]:
         return [*self.prompt, *self.said.token_ids]
 
-    def left_of(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    def left_of(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return what a conversation says after this answer; nothing where it does not go on from it."""
         if isinstance(self.asked, str) or len(messages) <= len(self.asked) + 1:
             return []
@@ -168,6 +168,8 @@ class Session:
         return self._params.max_generate_length
 
     def _check_room(self, n: int) -> None:
+        if self.ended.is_set():
+            raise session_over()
         most = self._config.max_turns
         if self._begun + n > most:
             raise Declined(400, "max_turns", f"the sample has no more turns (generator.max_turns = {most})")
@@ -186,17 +188,13 @@ class Session:
         if request.messages is None:
             return self._completed(request.prompt)
         template = self._template(request.tools)
-        lefts = [
-            (one, left)
-            for one in self.answers
-            if one.tools == request.tools and (left := one.left_of(request.messages))
-        ]
-        if not lefts:
-            return None, template.opening(request.messages)
-        parent, left = min(lefts, key=lambda found: len(found[1]))
         end = self._config.append_eos_token_after_stop_str_in_multi_turn
-        token_ids = parent.token_ids
-        return parent, token_ids + template.between(token_ids, [dict(one) for one in left], end=end)
+        chats = [one for one in self.answers if not isinstance(one.asked, str) and one.tools == request.tools]
+        for parent in sorted(chats, key=lambda one: len(one.asked), reverse=True):  # most often it is the first
+            if left := parent.left_of(request.messages):
+                token_ids = parent.token_ids
+                return parent, token_ids + template.between(token_ids, left, end=end)
+        return None, template.opening(request.messages)
 
     def _completed(self, prompt: str | list[int]) -> tuple[Answer | None, list[int]]:
         template, parent = self._template([]), None

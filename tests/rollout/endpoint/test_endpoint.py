@@ -19,7 +19,7 @@ from hpcrl.config import EnvironmentConfig, GeneratorConfig, InferenceEngineConf
 from hpcrl.config.sections.environment import AgentConfig, SkyRLGymConfig
 from hpcrl.data.group_file import check_group, write_group
 from hpcrl.envs.base import AgentEnvironment, Endpoint, Messages, Turn
-from hpcrl.errors import ConfigError, RunError
+from hpcrl.errors import ConfigError, EngineError, RunError
 from hpcrl.rollout.endpoint.server import serving
 from hpcrl.rollout.endpoint.session import AT_ONCE
 from hpcrl.rollout.engines.base import Engine
@@ -378,6 +378,28 @@ def test_a_client_that_leaves_gets_no_turn(with_embedded: WithEngine[Any]) -> No
     group = played(with_embedded, play, long)
     assert not group.failures
     assert len(group.rows[0]) == 1
+
+
+class Broken:
+    """An engine that has failed."""
+
+    version = 0
+
+    async def generate(self, *_: object) -> list[Any]:
+        raise EngineError("rollout-0: the engine died")
+
+
+def test_an_engine_that_fails_ends_the_group_and_not_the_sample_alone() -> None:
+    heard = list[Any]()
+
+    def play(messages: Messages, client: Client) -> Turn:
+        failed = client.post(messages=messages)
+        heard.extend([failed.status_code, failed.json()["error"]["code"], client.endpoint.ended.is_set()])
+        return Turn([], 1.0, True)
+
+    with pytest.raises(EngineError, match="the engine died"):
+        played(lambda generate: asyncio.run(generate(Broken())), play)
+    assert heard == [500, "engine_failed", True]
 
 
 def test_what_is_lacking_is_said(with_embedded: WithEngine[Any]) -> None:
