@@ -13,6 +13,7 @@ the same bytes each time, and on the same kind of machine the weights are too. T
 
 from __future__ import annotations
 
+import json
 import random
 import runpy
 import sys
@@ -144,6 +145,8 @@ def main(folder: Path) -> None:
     torch.manual_seed(0)
     write_rows(folder / "data" / "train.parquet", draw_rows(2, TRAIN_ROWS))
     write_rows(folder / "data" / "validation.parquet", all_rows())
+    of_agent = [json.dumps({**row, "env_class": "agent"}) for row in all_rows()]
+    (folder / "data" / "agent.jsonl").write_text("\n".join(of_agent) + "\n")
     tokenizer = make_tokenizer()
     model = quickstart["make_model"](tokenizer)
     learn(model, tokenizer)

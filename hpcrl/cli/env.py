@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from hpcrl.text import one_line, printable
 
@@ -63,18 +63,24 @@ def _ls(arguments: argparse.Namespace) -> int:  # noqa: ARG001 - as every comman
 def _try(arguments: argparse.Namespace) -> int:
     from hpcrl.config import Config, EnvironmentConfig
     from hpcrl.envs.base import user_code
-    from hpcrl.envs.registry import common_extras, environment_class
+    from hpcrl.envs.registry import common_extras, environment_class, is_agent
+    from hpcrl.errors import ConfigError
 
     config = Config.from_toml([arguments.config]) if arguments.config else None
     if config is None:
         sys.path.append(os.getcwd())
     made = environment_class(arguments.name)
+    if is_agent(made):
+        raise ConfigError(
+            f"{arguments.name} asks the policy itself, and nobody answers it here; start its program by hand at any server of OpenAI's "
+            "protocol (docs/agents.md)"
+        )
     max_turns = config.generator.max_turns if config else _TURNS
     prompt = _prompt(arguments, config)
     extras = common_extras(config.environment if config else EnvironmentConfig(), max_turns)
     where = f"environment {arguments.name!r}"
     with user_code(where):
-        environment = made({**extras, **prompt.extras})
+        environment = cast("Environment", made({**extras, **prompt.extras}))
     try:
         return _play(environment, where, prompt.messages, max_turns)
     except KeyboardInterrupt:

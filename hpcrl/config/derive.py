@@ -46,11 +46,21 @@ def reward_weights(environment: EnvironmentConfig, kind: Literal["train", "eval"
     return own or environment.reward_function
 
 
+def several_rows(config: ConfigTree) -> bool:
+    """Return whether a sample may be several rows: turns, or conversations that an agent's program has."""
+    return config.generator.step_wise_trajectories or config.generator.inference_engine.enable_http_endpoint
+
+
 def names_own_code(config: ConfigTree) -> bool:
     """Return whether the configuration names code of the user's, or where it is."""
     environment = config.environment
     environments = [environment.env_class or "", *environment.allowed_env_classes]
-    names = [*environments, *environment.reward_function, *environment.eval_reward_function]
+    rewards = [
+        *environment.reward_function,
+        *environment.eval_reward_function,
+        *environment.skyrl_gym.agent.reward_function,
+    ]
+    names = [*environments, *rewards]
     return bool(config.config_class or config.python_path) or any(":" in name for name in names)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -60,6 +61,46 @@ class Environment(Protocol):
 
     def close(self) -> None:
         """Give back what the environment holds; also called when a sample is abandoned half-way."""
+        return
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where the policy answers for one sample, in OpenAI's protocol.
+
+    Attributes:
+        base_url: with /v1.
+        key: of this sample alone.
+        model: its name in requests.
+        ended: set when nothing more is answered: the sample took too long, or the run wants it no more. What plays it is to end then.
+        last_text: returns what the policy said last.
+    """
+
+    base_url: str
+    key: str = field(repr=False)
+    model: str
+    ended: threading.Event
+    last_text: Callable[[], str]
+
+
+class AgentEnvironment(Protocol):
+    """An environment whose own code asks the policy, as often as it likes and with what messages it likes; made as `Environment`.
+
+    Methods are called in the order init, play, close; never from two threads at once. It needs
+    generator.inference_engine.enable_http_endpoint.
+    """
+
+    def init(self, messages: Messages) -> Messages:
+        """Return the messages that `play` gets, usually `messages` themselves."""
+        return messages
+
+    @abstractmethod
+    def play(self, messages: Messages, endpoint: Endpoint) -> Turn:
+        """Ask the policy at the endpoint; return the reward and the metrics of the sample, as a turn that is done."""
+        ...
+
+    def close(self) -> None:
+        """Give back what the environment holds; also called when a sample is abandoned half-way, after `play` has ended."""
         return
 
 

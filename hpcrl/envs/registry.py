@@ -7,12 +7,13 @@ from typing import Any
 
 from hpcrl.config import EnvironmentConfig
 from hpcrl.config.import_path import imported
-from hpcrl.envs.base import Environment
+from hpcrl.envs.base import AgentEnvironment, Environment
 from hpcrl.errors import ConfigError, did_you_mean
 
-EnvironmentClass = Callable[[Mapping[str, Any]], Environment]
+EnvironmentClass = Callable[[Mapping[str, Any]], Environment | AgentEnvironment]
 
 ENVIRONMENTS: dict[str, str] = {
+    "agent": "hpcrl.envs.tasks.agent:Agent",
     "arithmetic": "hpcrl.envs.tasks.arithmetic:Arithmetic",
     "calculator": "hpcrl.envs.tasks.calculator:Calculator",
     "count_letters": "hpcrl.envs.tasks.words:CountLetters",
@@ -34,7 +35,7 @@ ENVIRONMENTS: dict[str, str] = {
 """Where each environment is, imported when it is first wanted; docs/environments has a page on each."""
 
 
-def make_environment(name: str, extras: Mapping[str, Any]) -> Environment:
+def make_environment(name: str, extras: Mapping[str, Any]) -> Environment | AgentEnvironment:
     """Return a new environment for one sample.
 
     Args:
@@ -61,13 +62,19 @@ def environment_class(name: str) -> EnvironmentClass:
     found = imported(f"environment {name!r}", ENVIRONMENTS.get(name, name))
     if not isinstance(found, type):
         raise ConfigError(f"environment {name!r}: module {module_name!r} has no class {class_name!r}")
-    lacking = [method for method in ("init", "step", "close") if not callable(getattr(found, method, None))]
+    turn = "play" if is_agent(found) else "step"
+    lacking = [method for method in ("init", turn, "close") if not callable(getattr(found, method, None))]
     if lacking:
         raise ConfigError(
-            f"environment {name!r} has no method {lacking[0]!r}; expected a class with the methods of hpcrl.envs.base.Environment, which may "
-            "derive from it"
+            f"environment {name!r} has no method {lacking[0]!r}; expected a class with the methods of hpcrl.envs.base.Environment or "
+            "AgentEnvironment, which may derive from it"
         )
     return found
+
+
+def is_agent(environment: object) -> bool:
+    """Return whether an environment, or its class, asks the policy itself: an AgentEnvironment, by what it has."""
+    return callable(getattr(environment, "play", None)) and not callable(getattr(environment, "step", None))
 
 
 def common_extras(environment: EnvironmentConfig, max_turns: int) -> dict[str, Any]:

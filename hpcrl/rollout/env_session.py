@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from hpcrl.config import EnvironmentConfig
 from hpcrl.config.derive import reward_weights
 from hpcrl.config.reward_model import is_rewarded_later, uses_reward_service
-from hpcrl.envs.base import Environment, Messages, Turn, user_code
-from hpcrl.envs.registry import make_environment
+from hpcrl.envs.base import AgentEnvironment, Endpoint, Environment, Messages, Turn, user_code
+from hpcrl.envs.registry import is_agent, make_environment
 from hpcrl.envs.rewards.judged import rewarded_later
 from hpcrl.envs.rewards.remote import Endpoints, RemoteRewards, exported
 from hpcrl.envs.rewards.response import Response, Scorer, truth_of
@@ -24,7 +24,7 @@ from hpcrl.types import LARGEST, LONGEST_NAME, Kind, Work, is_name
 
 R = TypeVar("R")
 
-_NOTHING = Environment.close
+_NOTHING = Environment.close, AgentEnvironment.close
 
 
 def scorer_of(
@@ -99,16 +99,16 @@ class EnvSession:
     ) -> None:
         self._work, self._rewards, self._extras, self._max_tokens = work, rewards, extras, max_tokens
         self._threads = threads
-        self._environment: Environment | None = None
+        self._environment: Environment | AgentEnvironment | None = None
         self._last: Call[Any] | None = None
         who = f"group {work.group_id} (row {work.prompt.uid})"
-        self._where = who if rewards else f"environment {work.prompt.env_class!r}, {who}"
+        self.where = who if rewards else f"environment {work.prompt.env_class!r}, {who}"
 
     def open(self) -> Answer[Messages]:
         """Ask for the messages that start the sample."""
         messages = list(self._work.prompt.messages)
         if self._rewards is not None:
-            return Answer(lambda: messages, None, self._where)
+            return Answer(lambda: messages, None, self.where)
 
         def begin() -> Messages:
             self._environment = make_environment(self._work.prompt.env_class, self._extras)
@@ -120,12 +120,22 @@ class EnvSession:
         """Ask for the answer to the policy's text, which has `n_tokens` tokens."""
         return self._ask(lambda: _checked(self._answer(text, n_tokens)))
 
+    @property
+    def plays(self) -> bool:
+        """Whether its environment, which is made, asks the policy itself."""
+        return is_agent(self._environment)
+
+    def play(self, messages: Messages, endpoint: Endpoint) -> Answer[Turn]:
+        """Ask for the end of a sample that its environment plays."""
+        environment = cast(AgentEnvironment, self._environment)
+        return self._ask(lambda: _checked(environment.play(messages, endpoint)))
+
     def close(self) -> Answer[None] | None:
         """Release what the environment holds; None if there is nothing to wait for. One that is still asked something does so when it is
         done, if ever."""
         if self._threads and self._last and self._threads.give_up(self._last, self._close):
             return None
-        closes = self._environment is not None and getattr(self._environment.close, "__func__", None) is not _NOTHING
+        closes = self._environment is not None and getattr(self._environment.close, "__func__", None) not in _NOTHING
         return self._ask(self._close) if closes else None
 
     def _close(self) -> None:
@@ -135,8 +145,7 @@ class EnvSession:
     def _answer(self, text: str, n_tokens: int) -> Turn:
         prompt = self._work.prompt
         if self._rewards is None:
-            assert self._environment is not None
-            return self._environment.step(text)
+            return cast(Environment, self._environment).step(text)
         return self._rewards(
             Response(
                 text=text,
@@ -150,7 +159,7 @@ class EnvSession:
 
     def _ask(self, function: Callable[[], R]) -> Answer[R]:
         call = self._last = self._threads.call(function) if self._threads else None
-        return Answer(function, call, self._where)
+        return Answer(function, call, self.where)
 
 
 def _checked(turn: Turn) -> Turn:

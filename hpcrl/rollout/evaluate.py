@@ -12,6 +12,7 @@ from hpcrl.config import EnvironmentConfig, GeneratorConfig
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.data.chat import decoder, load_tokenizer
 from hpcrl.data.rollouts import Decode, segments_of
+from hpcrl.rollout.endpoint.server import serving
 from hpcrl.rollout.engines.base import Launched
 from hpcrl.rollout.engines.watchdog import run_watched
 from hpcrl.rollout.generate import Group, GroupGenerator, sample_reward
@@ -48,11 +49,10 @@ async def evaluate(
     """
     engine = launched.connect(version=version)
     tokenizer, dump = load_tokenizer(model, generator.chat_template), directory.eval_dump(version, _REPLICA)
-    decode, groups = decoder(tokenizer), GroupGenerator(engine, tokenizer, generator, environment)
-    settings, finished = generator.inference_engine, 0
+    settings, finished, decode = generator.inference_engine, 0, decoder(tokenizer)
     room = asyncio.Semaphore(max(1, settings.max_num_seqs // generator.eval_n_samples_per_prompt))
 
-    async def generate(item: Work) -> GroupMeta:
+    async def generate(item: Work, groups: GroupGenerator) -> GroupMeta:
         nonlocal finished
         async with room:
             group = await groups.generate(item)
@@ -62,7 +62,9 @@ async def evaluate(
         return group.meta(_REPLICA, str(dump.relative_to(directory.path)))
 
     async def generate_all() -> list[GroupMeta]:
-        return await asyncio.gather(*(generate(item) for item in work))
+        async with serving(generator, tokenizer, _REPLICA) as server:
+            groups = GroupGenerator(engine, tokenizer, generator, environment, server=server)
+            return await asyncio.gather(*(generate(item, groups) for item in work))
 
     stall_s, load_s = settings.stall_timeout_seconds, settings.start_timeout_seconds
     try:

@@ -13,7 +13,7 @@ import asyncio
 import random
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import fmean
@@ -25,12 +25,13 @@ from hpcrl.config import EnvironmentConfig, GeneratorConfig, SamplingParams, eva
 from hpcrl.envs.base import Messages, Turn
 from hpcrl.envs.registry import common_extras
 from hpcrl.envs.rewards.remote import Endpoints
-from hpcrl.errors import DataError, ServiceError, UserCodeError
+from hpcrl.errors import ConfigError, DataError, ServiceError, UserCodeError
+from hpcrl.rollout.endpoint.server import PolicyServer
 from hpcrl.rollout.engines.base import Engine, Generation, engine_sampling
 from hpcrl.rollout.env_session import Answer, EnvSession, scorer_of
 from hpcrl.rollout.lessons import Lessons, Told
 from hpcrl.rollout.threads import CallThreads
-from hpcrl.rollout.transcript import HALF_A_CHARACTER, Template, Transcript, cut_at_stop
+from hpcrl.rollout.transcript import Template, Transcript
 from hpcrl.rollout.turns import Turns
 from hpcrl.types import LONGEST_FAILURE, GroupMeta, Kind, Sample, StopReason, Work, plain_text
 
@@ -152,10 +153,11 @@ class _Episode:
     stop_reason: StopReason = "stop"
     failure: str | None = None
 
-    async def say(self, turn: int, prompt: Sequence[int]) -> list[Generation]:
-        """Return what the policy says next."""
+    async def say(self, turn: int, prompt: Sequence[int], limits: Mapping[str, Any] | None = None) -> Generation:
+        """Return what the policy says next; `limits` take the place of sampling parameters."""
         seed = random.Random(f"turn-{self.seed}-{turn}").getrandbits(31) if turn else self.seed
-        return await self.turns.say(self.number, turn, prompt, 1, seed, self.sampling)
+        (said,) = await self.turns.say(self.number, turn, prompt, 1, seed, {**self.sampling, **(limits or {})})
+        return said
 
     @property
     def transcript(self) -> Transcript:
@@ -180,6 +182,7 @@ class GroupGenerator:
         config: without a `max_input_length` of its own, a sample may become as long as it likes.
         baselines: whether each training group also gets a greedy response, of which only the reward is kept.
         services: returns the reward service that gets the next request; None: the one that the process's variables name.
+        server: at which environments ask the policy themselves; None: there is none.
         lessons: what training groups have for teachers; None: nothing.
 
     Raises:
@@ -195,8 +198,9 @@ class GroupGenerator:
         baselines: bool = False,
         services: Callable[[], Endpoints] | None = None,
         lessons: Lessons | None = None,
+        server: PolicyServer | None = None,
     ) -> None:
-        self._engine, self._config, self._baselines = engine, config, baselines
+        self._engine, self._config, self._baselines, self._server = engine, config, baselines, server
         self._lessons = lessons or Lessons()
         special = config.chat_template.allow_special_tokens
         self._template, self._vocabulary = Template(tokenizer, config.chat_template_kwargs, special), len(tokenizer)
@@ -292,7 +296,7 @@ class GroupGenerator:
         """Return the first turns from one request, which ends with the longest, where no sample goes on after it."""
         prompt, first = episodes[0].transcript.token_ids, episodes[0]
         alike = all(episode.transcript.token_ids == prompt and not episode.failure for episode in episodes)
-        if self._config.max_turns > 1 or not alike or self._too_long(first, prompt):
+        if self._config.max_turns > 1 or not alike or first.session.plays or self._too_long(first, prompt):
             return None
         return await first.turns.say(0, 0, prompt, len(episodes), first.seed, first.sampling)
 
@@ -304,6 +308,9 @@ class GroupGenerator:
 
     async def _turns(self, episode: _Episode, kind: Kind) -> None:
         """Play a sample to its end."""
+        if episode.session.plays:
+            await self._play(episode, self._params[kind])
+            return
         prompt = episode.transcript.token_ids
         for turn in range(self._config.max_turns):
             if episode.failure or self._too_long(episode, prompt):
@@ -311,7 +318,7 @@ class GroupGenerator:
             if turn and self._config.step_wise_trajectories:
                 episode.transcripts.append(Transcript(prompt))
             episode.transcript.add_context(prompt[len(episode.transcript.token_ids) :])
-            (said,) = await episode.say(turn, prompt)
+            said = await episode.say(turn, prompt)
             answer = await self._answer(episode, self._ask(episode, said, kind))
             if answer is None or answer.done or turn + 1 == self._config.max_turns:
                 self._say(episode.transcript, said, answer, over=True)
@@ -322,6 +329,35 @@ class GroupGenerator:
             except DataError as error:  # what the environment said has no tokens
                 episode.failure = _told(error)
                 return
+
+    async def _play(self, episode: _Episode, params: SamplingParams) -> None:
+        """Let a sample's environment ask the policy itself."""
+        if self._server is None or self._threads is None:
+            raise ConfigError(
+                f"{episode.session.where}: it asks the policy itself; set generator.inference_engine.enable_http_endpoint=true, and "
+                "environment.skyrl_gym.max_env_workers above 0"
+            )
+        async with self._server.session(episode.say, params) as (session, endpoint):
+            answer = await self._heard(episode, episode.session.play(episode.past, endpoint))
+        if session.failure:
+            raise session.failure
+        episode.messages, episode.stop_reason = session.conversation(episode.past), session.stop_reason
+        if not session.answers:
+            episode.failure = episode.failure or f"{episode.session.where}: it ended and had asked the policy nothing"
+            return
+        episode.transcripts = session.transcripts()
+        if answer is not None:
+            episode.transcript.add_reward(answer.reward)
+
+    async def _heard(self, episode: _Episode, asked: Answer[Turn]) -> Turn | None:
+        """Return the environment's answer; None where it failed."""
+        try:
+            answer = await asked.result()
+        except _FAILURES as error:
+            episode.failure = _told(error)
+            return None
+        episode.metrics |= answer.metrics
+        return answer
 
     def _too_long(self, episode: _Episode, prompt: Sequence[int]) -> bool:
         longest = self._config.max_input_length
@@ -346,14 +382,10 @@ class GroupGenerator:
         return episode.session.step(text, len(said.token_ids))
 
     async def _answer(self, episode: _Episode, asked: Answer[Turn]) -> Turn | None:
-        """Return the environment's answer; None where it failed."""
-        text = episode.messages[-1]["content"]
-        try:
-            answer = await asked.result()
-        except _FAILURES as error:
-            episode.failure = _told(error)
+        """Return the environment's answer to the policy's text; None where it failed."""
+        text, answer = episode.messages[-1]["content"], await self._heard(episode, asked)
+        if answer is None:
             return None
-        episode.metrics |= answer.metrics
         if answer.action is not None:
             episode.messages[-1]["content"] = answer.action
         episode.messages += answer.observations
@@ -385,18 +417,12 @@ class GroupGenerator:
         """Return the tokens between what the policy said and what it says next."""
         if not self._config.use_conversation_multi_turn:
             return self._template.encoded("".join(message["content"] for message in observations))
-        ending = self._template.ending
-        ended = not ending or transcript.token_ids[-1] == ending[-1]
-        left = [] if ended or not self._config.append_eos_token_after_stop_str_in_multi_turn else ending
-        return left + self._template.following(observations)
+        end = self._config.append_eos_token_after_stop_str_in_multi_turn
+        return self._template.between(transcript.token_ids, observations, end=end)
 
     def _text(self, token_ids: list[int], params: SamplingParams) -> str:
         """Return a response as the environment sees it: without special tokens, and up to the stop text that ended it."""
-        text = self._template.decoded(token_ids)
-        if not params.stop:
-            return text
-        before = self._template.decoded(token_ids[:-1]).rstrip(HALF_A_CHARACTER)
-        return cut_at_stop(text, len(before), params.stop, keep=params.include_stop_str_in_output)
+        return self._template.text(token_ids, params.stop or [], keep=params.include_stop_str_in_output)
 
 
 def _told(error: Exception) -> str:

@@ -50,6 +50,14 @@ class Template:
         """Return the text without special tokens."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
+    def text(self, token_ids: Sequence[int], stop: Sequence[str], *, keep: bool) -> str:
+        """Return a response without special tokens, and up to the stop text that ended it; arguments as in `cut_at_stop`."""
+        text = self.decoded(token_ids)
+        if not stop:
+            return text
+        before = self.decoded(token_ids[:-1]).rstrip(HALF_A_CHARACTER)
+        return cut_at_stop(text, len(before), stop, keep=keep)
+
     @property
     def eos(self) -> int | None:
         return cast("int | None", self._tokenizer.eos_token_id)
@@ -74,6 +82,16 @@ class Template:
                 f"before {[message['role'] for message in observations]} with {token_ids[: len(ending)]}; use another template"
             )
         return token_ids[len(ending) :]
+
+    def between(self, token_ids: Sequence[int], observations: Messages, *, end: bool) -> list[int]:
+        """Return what stands between the policy's turn, the last of `token_ids`, and what it says next.
+
+        Args:
+            end: whether a turn that the policy did not end itself is ended as the template does it.
+        """
+        ending = self.ending
+        ended = not ending or token_ids[-1] == ending[-1]
+        return ([] if ended or not end else ending) + self.following(observations)
 
     def _after(self, observations: Messages, *, prompt: bool) -> str:
         messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SAID}, *observations]

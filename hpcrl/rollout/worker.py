@@ -29,6 +29,7 @@ from hpcrl.errors import CommitError, EngineError
 from hpcrl.observe.metrics import MetricsWriter
 from hpcrl.observe.timeline import IDLE, Timeline
 from hpcrl.rollout.copies import NodeCopies
+from hpcrl.rollout.endpoint.server import serving
 from hpcrl.rollout.engines.base import Engine, Launched
 from hpcrl.rollout.engines.watchdog import run_watched
 from hpcrl.rollout.evaluate import evaluated_text
@@ -102,12 +103,20 @@ async def work(
 ) -> None:
     """Work with an engine that is ready until the controller says stop; as `Worker.run`."""
     engine = launched.connect(replica=options.name)
-    generator = GroupGenerator(
-        engine, tokenizer, config, environment, options.baselines, options.rewards, options.lessons
-    )
     gc.freeze()  # what is loaded stays, and to look through it for garbage takes a quarter of a second each time
     try:
-        await Worker(options, launched, engine, generator, process_status, decoder(tokenizer)).run()
+        async with serving(config, tokenizer, options.replica) as server:
+            generator = GroupGenerator(
+                engine,
+                tokenizer,
+                config,
+                environment,
+                options.baselines,
+                options.rewards,
+                options.lessons,
+                server,
+            )
+            await Worker(options, launched, engine, generator, process_status, decoder(tokenizer)).run()
     finally:
         await engine.close()
 

@@ -23,6 +23,7 @@ Handler = Callable[[Any], Awaitable[dict[str, Any]]]
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
 MAX_BODY = 16 << 20
 IDLE_S = 40.0  # a connection on which nothing is asked ends after this time, and at most as long again
 
@@ -122,7 +123,7 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http", scope["type"]
-        given = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        given = headers_of(scope)
         try:
             body = await self._body(scope["path"], given, receive)
         except Refused as refusal:
@@ -139,14 +140,7 @@ class Guard:
     async def _body(self, path: str, given: Mapping[str, str], receive: Receive) -> bytes:
         """Return the body of a request that is admitted."""
         self._proof.expect(given)
-        body = b""
-        while True:
-            message = await receive()
-            body += message.get("body", b"")
-            if len(body) > MAX_BODY:
-                raise Refused(413, f"request larger than {MAX_BODY} bytes")
-            if not message.get("more_body", False):
-                break
+        body = await read_body(receive)
         self._proof.admit(path, given, body)
         return body
 
@@ -164,13 +158,37 @@ class Guard:
 
     async def _send(self, send: Send, status: int, answer: dict[str, Any], given: Mapping[str, str] | None) -> None:
         """Send an answer, with its proof where it is to a request that was admitted."""
-        body = json.dumps(answer, ensure_ascii=False, separators=(",", ":")).encode()
-        fields = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-        if given is not None:
-            proof = self._proof.of_answer(given, status, body)
-            fields += [(name.encode(), value.encode()) for name, value in proof.items()]
-        await send({"type": "http.response.start", "status": status, "headers": fields})
-        await send({"type": "http.response.body", "body": body})
+        body = json_body(answer)
+        proof = {} if given is None else self._proof.of_answer(given, status, body)
+        await send_body(send, status, body, {"content-type": "application/json", **proof})
+
+
+def headers_of(scope: Scope) -> dict[str, str]:
+    return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+
+
+async def read_body(receive: Receive) -> bytes:
+    """Return the body of a request; Refused with 413 where it is larger than MAX_BODY."""
+    body = b""
+    while True:
+        message = await receive()
+        body += message.get("body", b"")
+        if len(body) > MAX_BODY:
+            raise Refused(413, f"request larger than {MAX_BODY} bytes")
+        if not message.get("more_body", False):
+            return body
+
+
+def json_body(answer: Mapping[str, Any]) -> bytes:
+    return json.dumps(answer, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+async def send_body(send: Send, status: int, body: bytes, headers: Mapping[str, str]) -> None:
+    """Send an answer."""
+    fields = {**headers, "content-length": str(len(body))}
+    encoded = [(name.encode(), value.encode()) for name, value in fields.items()]
+    await send({"type": "http.response.start", "status": status, "headers": encoded})
+    await send({"type": "http.response.body", "body": body})
 
 
 def bind(address: str, port: int = 0) -> socket.socket:
@@ -211,7 +229,7 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def serve(app: Guard, listener: socket.socket, until: Awaitable[None]) -> None:
+async def serve(app: App, listener: socket.socket, until: Awaitable[object]) -> None:
     """Serve `app` until `until` is done. Signals stay with the caller."""
     server = _Server(
         uvicorn.Config(

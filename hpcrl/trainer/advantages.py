@@ -222,8 +222,8 @@ def build_estimator(algorithm: AlgorithmConfig) -> partial[torch.Tensor]:
 def _require_one_row(batch: Batch) -> None:
     if any(count != 1 for group in batch.groups for count in group.rows):
         raise ConfigError(
-            "generator.step_wise_trajectories: gae, reinforce++ and other estimators that are marked per_token follow rewards from "
-            "token to token, and each row has one turn only; choose an advantage_estimator such as grpo or rloo"
+            "generator.step_wise_trajectories or enable_http_endpoint: gae, reinforce++ and other estimators that are marked per_token "
+            "follow rewards from token to token, and a sample has several rows; choose an advantage_estimator such as grpo or rloo"
         )
 
 

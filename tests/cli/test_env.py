@@ -134,6 +134,7 @@ def test_a_users_own_with_its_configuration(own: Path) -> None:
         (("guess_numbers",), 2, "unknown environment 'guess_numbers'; did you mean guess_number"),
         (("nowhere:Env", "--data", "rows.jsonl"), 2, "cannot import 'nowhere'"),
         (("hpcrl.envs.tasks.rewarded:GSM8K",), 4, "GSM8K has no example rows; name a dataset: --data FILE"),
+        (("agent",), 2, "agent asks the policy itself"),
         (("gsm8k", "--sample", "99"), 4, "--sample 99: "),
         (("gsm8k", "--sample", "99"), 4, "has rows 0 to 5"),
         (("gsm8k", "--sample", "-1"), 4, "has rows from 0 on"),

@@ -75,8 +75,8 @@ def test_users_own_class():
     ("name", "message"),
     [
         ("sort_leters", "did you mean sort_letters"),
-        ("chess", "known: arithmetic, calculator, .*, sort_letters"),
-        ("", "known: arithmetic"),
+        ("chess", "known: agent, arithmetic, .*, sort_letters"),
+        ("", "known: agent"),
         ("no_such_module:Env", "cannot import 'no_such_module'"),
         ("broken_env:Env", "a_package_that_is_not_there"),
         ("shouting_env:Whisper", "no class 'Whisper'"),

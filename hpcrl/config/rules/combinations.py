@@ -11,6 +11,7 @@ from hpcrl.config.derive import surplus_groups, uses_reference
 from hpcrl.config.errors import Problem
 from hpcrl.config.fields import Setting, values
 from hpcrl.config.import_path import misnamed
+from hpcrl.config.rules.agents import agents, endpoint, rows_of_samples
 from hpcrl.config.rules.alerts import alerts
 from hpcrl.config.rules.cluster import (
     adapters_of_engines,
@@ -394,6 +395,7 @@ RULES: tuple[Rule, ...] = (
     turns,
     chat,
     step_wise,
+    rows_of_samples,
     sampling_parameters,
     sampled_distribution,
     dynamic_sampling,
@@ -412,6 +414,8 @@ RULES: tuple[Rule, ...] = (
     remote_reward,
     scoring_reward_model,
     environments,
+    endpoint,
+    agents,
     adapters_of_engines,
     embedded_engine,
     engine_options,

@@ -90,28 +90,13 @@ def chat(config: ConfigTree) -> Iterator[Problem]:
 
 
 def step_wise(config: ConfigTree) -> Iterator[Problem]:
-    path, generator, algorithm = "generator.step_wise_trajectories", config.generator, config.trainer.algorithm
+    path, generator = "generator.step_wise_trajectories", config.generator
     if not generator.step_wise_trajectories:
         return
     if generator.max_turns == 1:
         yield Problem(path, "has no effect with generator.max_turns=1; leave it out, or raise max_turns")
     if not generator.use_conversation_multi_turn:
         yield Problem(path, "needs generator.use_conversation_multi_turn=true, where each turn is a message of its own")
-    if algorithm.advantage_estimator in ("gae", "reinforce++"):
-        yield Problem(
-            path,
-            f"does not work with trainer.algorithm.advantage_estimator={algorithm.advantage_estimator}, which needs the whole sample",
-        )
-    if config.trainer.critic.model.path is not None:
-        yield Problem(
-            path,
-            "does not work with trainer.critic.model.path: a critic learns from whole samples; leave one of them out",
-        )
-    if algorithm.min_filter_prefix_tokens is not None:
-        yield Problem(
-            path,
-            "does not work with trainer.algorithm.min_filter_prefix_tokens, which compares whole samples; leave one of them out",
-        )
 
 
 def dynamic_sampling(config: ConfigTree) -> Iterator[Problem]:

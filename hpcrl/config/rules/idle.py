@@ -383,6 +383,14 @@ _OTHERS = (
         "trainer.alerts.rules",
         lambda config: bool(config.trainer.alerts.rules),
     ),
+    Switch(
+        tuple(
+            f"generator.inference_engine.{name}"
+            for name in ("http_endpoint_host", "http_endpoint_port", "served_model_name")
+        ),
+        "generator.inference_engine.enable_http_endpoint=true",
+        lambda config: config.generator.inference_engine.enable_http_endpoint,
+    ),
     Switch(("data.shuffle_seed",), "data.shuffle=true", lambda config: config.data.shuffle),
     Switch(("data.prefetch_factor",), "data.num_workers", lambda config: config.data.num_workers > 0),
     Switch(("environment.overlong_reward",), "overlong in environment.reward_function", _penalizes_length),

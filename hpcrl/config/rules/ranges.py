@@ -160,6 +160,7 @@ RANGES: dict[str, Range] = {
     "rope_theta": _POSITIVE,
     "weight_transfer_threshold_cuda_ipc_GB": _POSITIVE,
     "probe_tolerance": _POSITIVE,
+    "http_endpoint_port": Range(1, 65535),
     "max_num_batched_tokens": _COUNT,
     "max_num_seqs": _COUNT,
     "gpu_memory_utilization": _SHARE_ABOVE_0,

@@ -14,6 +14,7 @@ from hpcrl.config.derive import (
     ref_model_parallel_size,
     ref_ranks,
     samples_per_prompt,
+    several_rows,
     trainer_ranks,
     trains_pairs,
 )
@@ -62,7 +63,7 @@ def parallel_sizes(config: ConfigTree) -> Iterator[Problem]:
 
 
 def equal_shares(config: ConfigTree) -> Iterator[Problem]:
-    if config.generator.step_wise_trajectories:  # how many turns samples have is not known
+    if several_rows(config):  # how many is not known
         return
     samples, models = samples_per_prompt(config), _roles(config.trainer)
     for role, mini in _mini_batches(config.trainer).items():

@@ -148,11 +148,6 @@ def own_teacher(config: ConfigTree) -> Iterator[Problem]:
         )
     if "{answer}" not in distillation.self_teacher.template:
         yield Problem(f"{path}.template", "expected a text with {answer}, the answer that is shown")
-    if config.generator.step_wise_trajectories:
-        yield Problem(
-            f"{path}.model",
-            "expected none with generator.step_wise_trajectories, where each turn has a prompt of its own",
-        )
     if distillation.include_prompt:
         yield Problem(f"{_TEACHER}.include_prompt", f"expected false with {path}.model, whose prompts are others")
     if model != "policy" and not (trainer.placement.colocate_policy_ref or trainer.placement.colocate_all):

@@ -20,6 +20,7 @@ CLASSIFIER = "ForSequenceClassification"
 """How the names of transformers' classes end that a reward model can be of."""
 
 ENVIRONMENTS = (
+    "agent",
     "arithmetic",
     "calculator",
     "count_letters",
@@ -81,6 +82,18 @@ class PythonToolConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AgentConfig:
+    command: list[Location] = field(default_factory=list)
+    """agent: the program and its arguments; it asks the policy as OpenAI's clients do, and is started for each sample."""
+
+    reward: Literal["file", "exit_code"] = "file"
+    """agent: where the reward is: in the file that HPCRL_REWARD names, or 1 for exit code 0 and else 0. With file, another exit code is a failure."""
+
+    reward_function: dict[str, float] = field(default_factory=dict)
+    """agent: named rewards and their weights, as of environment.reward_function, which judge what the policy said last, instead of the program."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class SkyRLGymConfig:
     max_env_workers: int = 32
     """Environments of one replica that step at the same time, in threads; 0: one after the other, without threads."""
@@ -92,6 +105,8 @@ class SkyRLGymConfig:
     search: SearchConfig = field(default_factory=SearchConfig)
 
     python_tool: PythonToolConfig = field(default_factory=PythonToolConfig)
+
+    agent: AgentConfig = field(default_factory=AgentConfig)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -83,6 +83,18 @@ class InferenceEngineConfig:
     max_num_seqs: int = 1024
     """Sequences that the engine decodes together."""
 
+    enable_http_endpoint: bool = False
+    """Let environments ask the policy themselves, as env_class = "agent" does: each rollout worker serves OpenAI's protocol, with a key for each sample, and keeps the tokens of what it answered for training."""
+
+    http_endpoint_host: str = "127.0.0.1"
+    """Address at which it listens, on the node of each replica: one address, which the agents' programs reach."""
+
+    http_endpoint_port: int | None = None
+    """Port of the first replica; each further one has the next. Unset: each finds a free one."""
+
+    served_model_name: str | None = None
+    """Name of the policy in requests; unset: trainer.policy.model.path."""
+
     engine_init_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further options of the vLLM server, by their names there."""
 

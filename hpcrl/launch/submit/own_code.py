@@ -48,10 +48,13 @@ def _named(config: Config) -> Iterator[tuple[str, str, Callable[[], object]]]:
     for name in environment.allowed_env_classes:
         if ":" in name:
             yield "environment.allowed_env_classes", name, lambda name=name: environment_class(name)
-    for setting in ("reward_function", "eval_reward_function"):
-        for name in getattr(environment, setting):
+    for path, names in (
+        ("environment.reward_function", environment.reward_function),
+        ("environment.eval_reward_function", environment.eval_reward_function),
+        ("environment.skyrl_gym.agent.reward_function", environment.skyrl_gym.agent.reward_function),
+    ):
+        for name in names:
             if ":" in name:
-                path = f"environment.{setting}"
                 yield path, name, lambda path=path, name=name: find(path, name, {})
     for name in trackers_of(config.trainer.logger):
         if ":" in name:

@@ -12,6 +12,7 @@ from tests.config.convert.skyrl_material import load
 BASE = (
     "data.train_data=\"['$HOME/t.parquet']\" data.val_data=\"['$HOME/v.parquet']\" trainer.policy.model.path=org/model "
 )
+ENGINE = "generator.inference_engine."
 MAIN = "uv run --isolated --with 'x==1' -m skyrl.train.entrypoints.main_base "
 
 
@@ -62,6 +63,10 @@ VALID = {
         script("trainer.policy.model.lora.rank=8 trainer.policy.model.lora.alpha=32 trainer.policy.optimizer_config.lr=3e-5"),
         {"trainer.policy.model.lora.rank": 8, "trainer.policy.model.lora.alpha": 32.0},
     ),
+    "an endpoint": (
+        script(f"{ENGINE}enable_http_endpoint=true {ENGINE}http_endpoint_port=9000 {ENGINE}served_model_name=x"),
+        {ENGINE + "enable_http_endpoint": True, ENGINE + "http_endpoint_port": 9000, ENGINE + "served_model_name": "x"},
+    ),
 }  # fmt: skip
 
 REFUSED = {
@@ -79,7 +84,6 @@ REFUSED = {
     ),
     "a setting of other code": (script("generator.my_own_limit=3"), "unconverted.generator.my_own_limit"),
     "engines of others": (script("generator.inference_engine.run_engines_locally=false"), "run_engines_locally"),
-    "an endpoint": (script("generator.inference_engine.enable_http_endpoint=true"), "enable_http_endpoint"),
     "a command's output": (script("trainer.train_batch_size=$(nproc)"), "$(nproc) is known only where the script runs"),
     "a variable of nobody": (script("trainer.train_batch_size=$BATCH"), "$BATCH is known only where the script runs"),
     "further words": (script("$(cat more.txt)"), "$(cat more.txt) is known only where the script runs"),

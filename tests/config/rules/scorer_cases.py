@@ -143,7 +143,7 @@ OF_SCORERS = [
     Case(
         "a turn has no hint",
         {**OWN, **STEP_WISE},
-        f"{SELF}.model", "expected none with generator.step_wise_trajectories",
+        "generator.step_wise_trajectories", "does not work with trainer.distillation.self_teacher.model",
         {**TEACHER, **STEP_WISE},
     ),
     Case(

@@ -14,16 +14,16 @@ from hpcrl.config import Config
 from hpcrl.config.errors import Problem
 from hpcrl.config.fields import leaves
 from hpcrl.config.load import nested
+from hpcrl.config.rules import agents, generation, idle, ranks, scorers, training, uploads
 from hpcrl.config.rules import alerts as alerting
 from hpcrl.config.rules import cluster as site
 from hpcrl.config.rules import combinations as rules
-from hpcrl.config.rules import generation, idle, ranks, scorers, training, uploads
 from hpcrl.config.rules import megatron_layouts as layouts
 from hpcrl.config.rules import rewards as scoring
 from hpcrl.config.rules.combinations import impossible
 from hpcrl.config.validate import build
 from tests.config.rules.cosmos_cases import COSMOS
-from tests.config.rules.engine_cases import ENGINES
+from tests.config.rules.engine_cases import AGENTS, ENGINES
 from tests.config.rules.mode_cases import OF_MODES
 from tests.config.rules.outward_cases import OF_ALERTS, OF_UPLOADS
 from tests.config.rules.own_cases import OURS
@@ -37,10 +37,10 @@ def found(settings: dict[str, Any]) -> list[Problem]:
     return impossible(build(Config, nested({**BASE, **settings})))
 
 
-MODULES = (rules, alerting, idle, ranks, layouts, generation, scoring, scorers, site, training, uploads)
+MODULES = (rules, agents, alerting, idle, ranks, layouts, generation, scoring, scorers, site, training, uploads)
 
 
-CASES = [*SKYRL, *COSMOS, *ENGINES, *OF_MODES, *OF_SCORERS, *OF_ALERTS, *OURS, *OF_UPLOADS]
+CASES = [*SKYRL, *COSMOS, *ENGINES, *OF_MODES, *OF_SCORERS, *OF_ALERTS, *OURS, *OF_UPLOADS, *AGENTS]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.rule)

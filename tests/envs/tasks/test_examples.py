@@ -89,6 +89,9 @@ SOLUTIONS: dict[str, Callable[[dict[str, Any]], str | None]] = {
 }
 """What a policy says that is right at once."""
 
+OF_OTHERS = ("agent", "llm_as_a_judge")
+"""Environments in which something else than hpcrl judges."""
+
 
 @pytest.mark.parametrize("name", sorted(SOLUTIONS))
 def test_example_rows_can_be_solved(name: str, config: EnvironmentConfig) -> None:
@@ -104,8 +107,8 @@ def test_example_rows_can_be_solved(name: str, config: EnvironmentConfig) -> Non
 
 
 def test_every_environment_has_example_rows(config: EnvironmentConfig) -> None:
-    assert sorted({*SOLUTIONS, "llm_as_a_judge"}) == sorted(ENVIRONMENTS)
-    assert len(examples("llm_as_a_judge", config)) == 4
+    assert sorted({*SOLUTIONS, *OF_OTHERS}) == sorted(ENVIRONMENTS)
+    assert [len(examples(name, config)) for name in OF_OTHERS] == [4, 4]
 
 
 def test_the_corpus_answers_the_example_rows_of_search(config: EnvironmentConfig) -> None:

@@ -58,7 +58,6 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     _ENGINE + "run_engines_locally": (True,),
     _ENGINE + "external_proxy_url": (None,),
     _ENGINE + "external_server_urls": (None, []),
-    _ENGINE + "enable_http_endpoint": (False,),
     "generator.sampling_params.logprobs": (None, 0, 1),
     "generator.eval_sampling_params.logprobs": (None, 0, 1),
 }

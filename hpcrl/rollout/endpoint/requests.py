@@ -1,0 +1,184 @@
+"""What requests in OpenAI's protocol ask for."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from hpcrl.runtime.http_server import BadRequest, Refused
+
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+_MOST_CHOICES = 128
+
+
+class Declined(Refused):
+    """A request that is understood, and not answered.
+
+    Args:
+        code: as OpenAI's clients look at it.
+        retry: seconds after which it may be sent again; None: never.
+    """
+
+    def __init__(self, status: int, code: str, reason: str, retry: int | None = None) -> None:
+        super().__init__(status, reason)
+        self.code, self.retry = code, retry
+
+
+def session_over() -> Declined:
+    return Declined(429, "session_over", "the run wants no more of this sample", retry=30)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What is to be completed, and how far.
+
+    Attributes:
+        messages: of a chat, as a chat template takes them; None: a text is completed.
+        prompt: that text, or its token ids.
+        max_tokens: None: as many as the run lets a turn have.
+        stop: further texts that end a response, which does not show them.
+        stream: whether the answer is sent as events; usage is one of them if `usage`.
+        echoes: whether the answers have log-probabilities.
+    """
+
+    model: str
+    messages: list[dict[str, Any]] | None = None
+    prompt: str | list[int] = ""
+    tools: list[dict[str, Any]]
+    n: int
+    max_tokens: int | None
+    stop: list[str]
+    stream: bool
+    usage: bool
+    logprobs: bool
+
+
+def chat_request(content: bytes) -> Request:
+    """Return what a body of /v1/chat/completions asks for.
+
+    Raises:
+        BadRequest: it is not as expected.
+    """
+    body = _object(content)
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise BadRequest("messages: expected a list of chat messages")
+    if body.get("top_logprobs"):
+        raise BadRequest("top_logprobs: only the tokens that were chosen have log-probabilities here")
+    tools = body.get("tools") or []
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise BadRequest("tools: expected a list of objects")
+    if body.get("tool_choice") not in (None, "auto", "none"):
+        raise BadRequest('tool_choice: expected "auto" or "none"; the policy decides')
+    if body.get("response_format", {"type": "text"}) != {"type": "text"}:
+        raise BadRequest("response_format: only text")
+    tokens = body.get("max_completion_tokens", body.get("max_tokens"))
+    return Request(
+        messages=[_message(message) for message in messages],
+        tools=[] if body.get("tool_choice") == "none" else tools,
+        logprobs=bool(body.get("logprobs")),
+        **_common(body, tokens),
+    )
+
+
+def completion_request(content: bytes) -> Request:
+    """Return what a body of /v1/completions asks for; as `chat_request`."""
+    body = _object(content)
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
+        prompt = prompt[0]
+    tokens = isinstance(prompt, list) and prompt and all(_is_number(one) for one in prompt)
+    if not prompt or not (isinstance(prompt, str) or tokens):
+        raise BadRequest("prompt: expected one text, or a list of token ids")
+    if body.get("echo") or body.get("suffix"):
+        raise BadRequest("echo and suffix are not supported")
+    if (body.get("logprobs") or 0) > 1:
+        raise BadRequest("logprobs: only the tokens that were chosen have log-probabilities here; expected 0 or 1")
+    logprobs = body.get("logprobs") is not None
+    return Request(prompt=prompt, tools=[], logprobs=logprobs, **_common(body, body.get("max_tokens")))
+
+
+def _common(body: dict[str, Any], tokens: Any) -> dict[str, Any]:
+    n, stop = body.get("n") or 1, body.get("stop") or []
+    if not _is_number(n) or not 1 <= n <= _MOST_CHOICES:
+        raise BadRequest(f"n: expected 1 to {_MOST_CHOICES}")
+    if tokens is not None and (not _is_number(tokens) or tokens < 1):
+        raise BadRequest("max_tokens: expected a number of at least 1")
+    stop = [stop] if isinstance(stop, str) else stop
+    if not isinstance(stop, list) or not all(isinstance(one, str) and one for one in stop):
+        raise BadRequest("stop: expected texts")
+    if not isinstance(body.get("model"), str):
+        raise BadRequest("model: expected a name")
+    options = body.get("stream_options") or {}
+    return {
+        "model": body["model"],
+        "n": n,
+        "max_tokens": tokens,
+        "stop": stop,
+        "stream": bool(body.get("stream")),
+        "usage": isinstance(options, dict) and bool(options.get("include_usage")),
+    }
+
+
+def _object(content: bytes) -> dict[str, Any]:
+    try:
+        body = json.loads(content)
+        if b"\\ud" in content.lower():
+            json.dumps(body, ensure_ascii=False).encode()  # half a character can be written, and has no tokens
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(f"expected JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise BadRequest("expected a JSON object")
+    return body
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _message(value: Any) -> dict[str, Any]:
+    """Return a message as chat templates take it: content is a text, arguments of calls are objects."""
+    if not isinstance(value, dict) or value.get("role") not in _ROLES:
+        raise BadRequest(f"messages: expected objects with a role, one of {', '.join(_ROLES)}")
+    message: dict[str, Any] = {"role": _ROLES[value["role"]], "content": _text(value.get("content"))}
+    for name in ("name", "tool_call_id"):
+        if value.get(name) is not None:
+            if not isinstance(value[name], str):
+                raise BadRequest(f"messages: {name} is a text")
+            message[name] = value[name]
+    if value.get("tool_calls"):
+        message["tool_calls"] = [_call(one) for one in _listed(value["tool_calls"])]
+    return message
+
+
+def _text(content: Any) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts = [part if isinstance(part, dict) else {} for part in _listed(content)]
+    if not all(part.get("type") == "text" and isinstance(part.get("text"), str) for part in parts):
+        raise BadRequest("messages: content is a text, or parts of the type text")
+    return "".join(part["text"] for part in parts)
+
+
+def _call(value: Any) -> dict[str, Any]:
+    function = value.get("function") if isinstance(value, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise BadRequest("messages: tool_calls are objects with a function that has a name and arguments")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError) as error:
+            raise BadRequest(f"messages: arguments of a tool call are no JSON: {error}") from error
+    return {
+        "id": str(value.get("id") or ""),
+        "type": "function",
+        "function": {"name": function["name"], "arguments": arguments},
+    }
+
+
+def _listed(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise BadRequest("messages: expected a list")
+    return value

@@ -1,0 +1,282 @@
+"""What the program of one sample has asked, and what the policy has said: the rows of the sample.
+
+A conversation that goes on from an answer has the tokens of that answer and all before it, exactly; only what is new is tokenized. One
+that says its past otherwise than it was begins anew, and becomes a further row. So answers form trees, and each path from a root to a
+leaf is a row, in which each token is trained that no earlier row has trained.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import TemplateError
+
+from hpcrl.config import GeneratorConfig, SamplingParams
+from hpcrl.data.chat import cut_messages
+from hpcrl.envs.base import Messages
+from hpcrl.errors import EngineError
+from hpcrl.rollout.endpoint.requests import Declined, Request, session_over
+from hpcrl.rollout.endpoint.tool_calls import Call, tool_calls
+from hpcrl.rollout.engines.base import Generation
+from hpcrl.rollout.transcript import Template, Transcript
+from hpcrl.runtime.http_server import BadRequest
+from hpcrl.types import StopReason
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Say = Callable[[int, Sequence[int], Mapping[str, Any]], Awaitable[Generation]]
+"""Has the policy continue a prompt: the number of its turn, token ids, and what of the sampling is otherwise than the run's."""
+
+MOST_OPEN = 32
+"""Requests of a session that wait for an answer at a time, each choice counted."""
+
+PER_SECOND, AT_ONCE = 50.0, 100.0
+"""Requests that a session may make, answered or not: on average, and in a burst."""
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """What the policy said to a request.
+
+    Attributes:
+        prompt: token ids that it continued.
+        text: what it says, tool calls included.
+        content, calls: the same as the client was told it.
+        parent: the answer from which the conversation went on.
+        asked: messages of the request; or the text that was completed.
+    """
+
+    prompt: list[int]
+    said: Generation
+    text: str
+    content: str
+    calls: list[Call]
+    parent: Answer | None
+    asked: list[dict[str, Any]] | str
+    tools: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [*self.prompt, *self.said.token_ids]
+
+    def left_of(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return what a conversation says after this answer; nothing where it does not go on from it."""
+        if isinstance(self.asked, str) or len(messages) <= len(self.asked) + 1:
+            return []
+        told: dict[str, Any] = {"role": "assistant", "content": self.content}
+        if self.calls:
+            told["tool_calls"] = [{"function": call} for call in self.calls]
+        known = [*self.asked, told]
+        same = all(_plain(one) == _plain(other) for one, other in zip(known, messages, strict=False))
+        return messages[len(known) :] if same else []
+
+
+def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message without what clients make up: the names of calls."""
+    calls = [call["function"] for call in message.get("tool_calls", [])]
+    return {**{name: value for name, value in message.items() if name != "tool_call_id"}, "tool_calls": calls}
+
+
+class Session:
+    """The policy for one sample.
+
+    Args:
+        params: the run's sampling.
+
+    Attributes:
+        answers: of the policy, in the order in which they came.
+        too_long: whether a request was declined since its prompt was longer than generator.max_input_length.
+        ended: set when no more is answered.
+        failure: of the engine.
+    """
+
+    def __init__(
+        self, say: Say, tokenizer: PreTrainedTokenizerBase, config: GeneratorConfig, params: SamplingParams
+    ) -> None:
+        self._say, self._tokenizer, self._config, self._params = say, tokenizer, config, params
+        self.answers = list[Answer]()
+        self.too_long = False
+        self.failure: EngineError | None = None
+        self.ended = threading.Event()
+        self._begun = self._open = 0
+        self._running = set[asyncio.Task[Any]]()
+        self._used: tuple[list[dict[str, Any]], Template] | None = None
+        self._allowed, self._counted = AT_ONCE, time.monotonic()
+
+    def admit(self) -> None:
+        """Count a request; Declined where there are too many."""
+        now = time.monotonic()
+        self._allowed = min(AT_ONCE, self._allowed + (now - self._counted) * PER_SECOND) - 1
+        self._counted = now
+        if self._allowed < 0:
+            self._allowed += 1
+            raise Declined(429, "rate_limit_exceeded", f"more than {PER_SECOND:g} requests per second", retry=1)
+
+    async def answer(self, request: Request) -> list[Answer]:
+        """Return the choices of a request.
+
+        Raises:
+            BadRequest, HpcrlError: the chat template refuses the messages, or they have no tokens.
+            Declined: the sample may have no more turns, or none of this length, or not now.
+            EngineError: the engine failed.
+        """
+        task = asyncio.current_task()
+        assert task is not None
+        self._check_room(request.n)
+        try:
+            parent, prompt = self._prompt(request)
+        # such as roles that do not take turns, a content that is no text, half a character
+        except (TemplateError, TypeError, ValueError) as error:
+            raise BadRequest(f"the chat template refuses the messages: {error}") from error
+        self._check_length(len(prompt))
+        turns = range(self._begun, self._begun + request.n)
+        self._begun += request.n
+        self._open += request.n
+        self._running.add(task)
+        try:
+            limits = {
+                "max_tokens": min(request.max_tokens or self._longest, self._longest),
+                "stop": [*(self._params.stop or []), *request.stop],
+            }
+            said = await asyncio.gather(*(self._say(turn, prompt, limits) for turn in turns))
+        except EngineError as error:
+            self.failure = error
+            self.ended.set()
+            raise
+        finally:
+            self._open -= request.n
+            self._running.discard(task)
+        answers = [self._answered(request, parent, prompt, one) for one in said]
+        self.answers += answers
+        return answers
+
+    def end(self) -> None:
+        """Answer no more."""
+        self.ended.set()
+        for task in self._running:
+            task.cancel()
+
+    @property
+    def _longest(self) -> int:
+        return self._params.max_generate_length
+
+    def _check_room(self, n: int) -> None:
+        if self.ended.is_set():
+            raise session_over()
+        most = self._config.max_turns
+        if self._begun + n > most:
+            raise Declined(400, "max_turns", f"the sample has no more turns (generator.max_turns = {most})")
+        if self._open and self._open + n > MOST_OPEN:
+            raise Declined(429, "rate_limit_exceeded", f"more than {MOST_OPEN} answers are waited for", retry=1)
+
+    def _check_length(self, length: int) -> None:
+        longest = self._config.max_input_length
+        if longest is not None and length > longest:
+            self.too_long = True
+            reason = f"the prompt has {length} tokens, and generator.max_input_length is {longest}"
+            raise Declined(400, "context_length_exceeded", reason)
+
+    def _prompt(self, request: Request) -> tuple[Answer | None, list[int]]:
+        """Return the answer from which a request goes on, if there is one, and the tokens that it wants continued."""
+        if request.messages is None:
+            return self._completed(request.prompt)
+        template = self._template(request.tools)
+        end = self._config.append_eos_token_after_stop_str_in_multi_turn
+        chats = [one for one in self.answers if not isinstance(one.asked, str) and one.tools == request.tools]
+        for parent in sorted(chats, key=lambda one: len(one.asked), reverse=True):  # most often it is the first
+            if left := parent.left_of(request.messages):
+                token_ids = parent.token_ids
+                return parent, token_ids + template.between(token_ids, left, end=end)
+        return None, template.opening(request.messages)
+
+    def _completed(self, prompt: str | list[int]) -> tuple[Answer | None, list[int]]:
+        template, parent = self._template([]), None
+        if isinstance(prompt, list):
+            known = [
+                one for one in self.answers if prompt[: len(one.prompt) + len(one.said.token_ids)] == one.token_ids
+            ]
+            if max(prompt) >= len(self._tokenizer) or min(prompt) < 0:
+                raise BadRequest(f"prompt: expected token ids below {len(self._tokenizer)}")
+            return max(known, key=lambda one: len(one.prompt), default=None), prompt
+        texts = [(one, one.asked + one.text) for one in self.answers if isinstance(one.asked, str)]
+        parent, before = max(
+            (found for found in texts if prompt.startswith(found[1])),
+            key=lambda found: len(found[1]),
+            default=(None, ""),
+        )
+        new = template.encoded(prompt[len(before) :])
+        return parent, [*(parent.token_ids if parent else []), *new]
+
+    def _template(self, tools: list[dict[str, Any]]) -> Template:
+        """Return the chat template with these tools; special tokens that are written in them are refused."""
+        if self._used is None or self._used[0] != tools:
+            config, options = self._config, self._config.chat_template_kwargs
+            special = config.chat_template.allow_special_tokens
+            if not special and cut_messages(self._tokenizer, tools) != tools:
+                raise BadRequest("tools: special tokens of the tokenizer are not text")
+            own = {**options, "tools": tools} if tools else options
+            self._used = tools, Template(self._tokenizer, own, special)
+        return self._used[1]
+
+    def _answered(self, request: Request, parent: Answer | None, prompt: list[int], said: Generation) -> Answer:
+        template, params = self._template(request.tools), self._params
+        text = template.text(said.token_ids, params.stop or [], keep=params.include_stop_str_in_output)
+        if request.stop:
+            text = min(text, template.text(said.token_ids, request.stop, keep=False), key=len)
+        content, calls = text, list[Call]()
+        if request.tools:
+            content, calls = tool_calls(self._tokenizer, prompt, said.token_ids, text, request.tools)
+        asked = request.messages
+        if asked is None:
+            asked = request.prompt if isinstance(request.prompt, str) else template.decoded(request.prompt)
+        return Answer(prompt, said, text, content, calls, parent, asked, request.tools)
+
+    def last_text(self) -> str:
+        """Return what the policy said last; nothing if nothing was asked."""
+        return self.answers[-1].text if self.answers else ""
+
+    @property
+    def stop_reason(self) -> StopReason:
+        return "length" if self.too_long or not self.answers else self.answers[-1].said.stop_reason
+
+    def transcripts(self) -> list[Transcript]:
+        """Return the rows; the last one ends with the last answer."""
+        parents, trained, rows = {one.parent for one in self.answers}, set[Answer](), list[Transcript]()
+        for leaf in self.answers:
+            if leaf in parents:
+                continue
+            path = [leaf]
+            while (parent := path[-1].parent) is not None:
+                path.append(parent)
+            row = Transcript(path[-1].prompt)
+            for one in reversed(path):
+                row.add_context(one.prompt[len(row.token_ids) :])
+                if one in trained:
+                    row.add_context(one.said.token_ids)
+                else:
+                    row.add_response(one.said)
+            trained.update(path)
+            rows.append(row)
+        return rows
+
+    def conversation(self, opening: Messages) -> Messages:
+        """Return what was said in the last row after the messages that its prompt has."""
+        if not self.answers:
+            return []
+        last = self.answers[-1]
+        asked = [{"role": "user", "content": last.asked}] if isinstance(last.asked, str) else last.asked
+        shown = [{"role": one["role"], "content": _shown(one)} for one in asked]
+        begins = shown[: len(opening)] == [dict(one) for one in opening]
+        return [*(shown[len(opening) :] if begins else shown), {"role": "assistant", "content": last.text}]
+
+
+def _shown(message: Mapping[str, Any]) -> str:
+    calls = [json.dumps(call["function"]) for call in message.get("tool_calls", [])]
+    return "\n".join([*([message["content"]] if message["content"] or not calls else []), *calls])

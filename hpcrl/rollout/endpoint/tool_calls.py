@@ -1,0 +1,58 @@
+"""Finds the tool calls in what the policy says."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Call = dict[str, Any]
+"""`name`, and `arguments` as an object."""
+
+_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+
+
+def tool_calls(
+    tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], said: Sequence[int], text: str, tools: list[Any]
+) -> tuple[str, list[Call]]:
+    """Return what a response says beside its tool calls, and the calls; where a call cannot be read, the whole text and none.
+
+    A tokenizer that has a response template of transformers says how its model writes calls. Otherwise they are sought as Hermes and
+    Qwen models write them: an object with `name` and `arguments` between <tool_call> and </tool_call>.
+
+    Args:
+        prompt, said: token ids.
+        text: what `said` says.
+        tools: as the request names them.
+    """
+    if getattr(tokenizer, "response_template", None) is None:
+        parts = _CALL.split(text)
+        found = [_read(part) for part in parts[1::2]]
+        content = "".join(parts[::2]).strip()
+    else:
+        try:
+            message = tokenizer.parse_response(list(said), prefix=list(prompt), tools=tools)
+        except (ValueError, KeyError):  # a response that is not as the template says
+            return text, []
+        assert isinstance(message, dict)
+        found = [_checked(one.get("function")) for one in message.get("tool_calls") or []]
+        content = str(message.get("content") or "")
+    calls = [one for one in found if one is not None]
+    return (content, calls) if calls and len(calls) == len(found) else (text, [])
+
+
+def _read(text: str) -> Call | None:
+    try:
+        return _checked(json.loads(text))
+    except (ValueError, RecursionError):
+        return None
+
+
+def _checked(value: Any) -> Call | None:
+    name, arguments = (value.get("name"), value.get("arguments", {})) if isinstance(value, dict) else (None, None)
+    readable = isinstance(name, str) and name.isprintable() and isinstance(arguments, dict)
+    return {"name": name, "arguments": arguments} if readable else None

@@ -1,0 +1,60 @@
+"""Whole runs whose environments ask the policy at its endpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hpcrl.data.group_file import check_group, read_group
+from hpcrl.rundir.layout import Run
+from tests.jobs.small_run import curve, hpcrl, logs_of
+from tests.jobs.test_learning import eval_score
+from tests.paths import CONFIGS, ROOT
+
+ONE_TURN_EACH = ("trainer.train_batch_size=2", "trainer.policy_mini_batch_size=2", "generator.n_samples_per_prompt=2")
+
+
+@pytest.mark.faults_slow
+def test_a_program_with_the_client_of_openai_is_trained(place: Path) -> None:
+    """configs/guess_number_agent.toml, two steps of four samples: rows, rewards and metrics are those of the game, and no key is left anywhere."""
+    pytest.importorskip("openai")
+    settings = ["trainer.run_name=agent", "trainer.max_steps=2", "trainer.eval_interval=0", *ONE_TURN_EACH]
+    config = CONFIGS / "guess_number_agent.toml"
+    done = hpcrl("submit", str(config), "--local", "--follow", *settings, cwd=place, timeout=300)
+    run = Run(place / "runs" / "guess_number_agent" / "agent")
+    assert done.returncode == 0, done.stderr + logs_of(run)
+    assert set(curve(run, "environment/guesses")) == {1, 2}
+    assert set(curve(run, "generate/failed_samples").values()) <= {0.0}
+    for path in run.samples.rglob("*.safetensors"):
+        rows, meta = read_group(path), check_group(path)
+        assert meta.rows == [1, 1]
+        for row, metrics, reward in zip(rows, meta.env_metrics, meta.rewards, strict=True):
+            turns = int((row.loss_mask[1:] > row.loss_mask[:-1]).sum())
+            assert turns == metrics["guesses"], "each guess goes on from the one before"
+            assert reward == metrics["found"]
+    texts = [path.read_bytes() for path in run.path.rglob("*") if path.is_file() and "code" not in path.parts]
+    assert not any(b"OPENAI_API_KEY" in text or b"Bearer " in text for text in texts)
+
+
+@pytest.mark.slow
+def test_an_environment_that_asks_the_policy_teaches_it(place: Path) -> None:
+    """The game of configs/guess_number.toml over HTTP: it finds its number as often as when the environment is stepped."""
+    rows = [json.loads(line) for line in (CONFIGS / "guess_number" / "data" / "agent.jsonl").read_text().splitlines()]
+    (place / "rows.jsonl").write_text("".join(json.dumps({**row, "env_class": None}) + "\n" for row in rows))
+    data = json.dumps([str(place / "rows.jsonl")])
+    settings = [
+        *("trainer.run_name=asks", "trainer.max_steps=120", "trainer.eval_interval=120", "trainer.epochs=120"),
+        *("trainer.train_batch_size=14", "trainer.policy_mini_batch_size=14", f"data.train_data={data}"),
+        *(f"data.val_data={data}", "environment.env_class=tests.jobs.agents.guessing:Guessing"),
+        *(f"python_path={json.dumps([str(ROOT)])}", "generator.inference_engine.enable_http_endpoint=true"),
+    ]
+    config = CONFIGS / "guess_number.toml"
+    done = hpcrl("submit", str(config), "--local", "--follow", *settings, cwd=place, timeout=1800)
+    run = Run(place / "runs" / "guess_number" / "asks")
+    assert done.returncode == 0, done.stderr + logs_of(run)
+    before, after = eval_score(run, 0), eval_score(run, 120)
+    print(f"guess_number by asking: {before:.3f} -> {after:.3f}")
+    assert before <= 0.4
+    assert after >= 0.8
