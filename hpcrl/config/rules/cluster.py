@@ -15,9 +15,9 @@ from hpcrl.config.derive import (
     has_own_critic,
     max_replicas,
     replicas_per_node,
-    takes_whole_nodes,
 )
 from hpcrl.config.errors import Problem
+from hpcrl.config.node_share import takes_whole_nodes
 from hpcrl.config.sections.generator import InferenceEngineConfig
 from hpcrl.config.sections.tree import ConfigTree
 

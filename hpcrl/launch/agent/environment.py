@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from hpcrl.config import Config, engine_gpus
-from hpcrl.config.derive import of_each_replica
+from hpcrl.config.node_share import of_each_replica
 from hpcrl.config.scorers import teacher_layout
 from hpcrl.config.sections.megatron import MegatronModelConfig
 from hpcrl.launch.agent.devices import visible_devices

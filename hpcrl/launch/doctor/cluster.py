@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-from hpcrl.config.derive import has_scarce_cores, takes_whole_nodes
+from hpcrl.config.node_share import has_scarce_cores, takes_whole_nodes
 from hpcrl.config.sections.slurm import SlurmConfig
 from hpcrl.launch.doctor.finding import Finding, error, ok, warning
 

@@ -17,7 +17,8 @@ from submitit.core.core import Job
 from submitit.core.utils import DelayedSubmission, FailedJobError, FailedSubmissionError, JobPaths
 
 from hpcrl.config import Config, ElasticConfig, SlurmConfig, engine_gpus
-from hpcrl.config.derive import gpu_count, of_each_replica, takes_whole_nodes
+from hpcrl.config.derive import gpu_count
+from hpcrl.config.node_share import of_each_replica, takes_whole_nodes
 from hpcrl.config.sections.slurm import UploadJobConfig
 from hpcrl.errors import SubmitError
 from hpcrl.launch.container import Starter, seen_by

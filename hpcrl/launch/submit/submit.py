@@ -25,7 +25,7 @@ from submitit.core.utils import FailedJobError, FailedSubmissionError
 
 import hpcrl
 from hpcrl.config import Config
-from hpcrl.config.derive import pool_has_scarce_cores
+from hpcrl.config.node_share import pool_has_scarce_cores
 from hpcrl.errors import RunError, SubmitError
 from hpcrl.launch.agent import agent, pool
 from hpcrl.launch.doctor.cluster import of_request

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hpcrl.config import Config
-from hpcrl.config.derive import pool_has_scarce_cores
+from hpcrl.config.node_share import pool_has_scarce_cores
 from hpcrl.launch.doctor.cluster import of_request
 from hpcrl.launch.nodes import describe_plan, make_plan
 from hpcrl.launch.submit.executors import Element, Submission, batch_scripts
