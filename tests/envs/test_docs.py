@@ -99,7 +99,9 @@ def test_the_limits_in_the_pages_of_environments_are_those_of_the_code() -> None
     assert "for two minutes" in judge
 
 
-@pytest.mark.parametrize("page", sorted((PATH / "environments").glob("*.md")), ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page", [PATH / "agents.md", *sorted((PATH / "environments").glob("*.md"))], ids=lambda page: page.stem
+)
 def test_configurations_of_the_pages_of_environments_load(page: Path, tmp_path: Path) -> None:
     for text in re.findall(r"^```toml\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
         (tmp_path / "base.toml").write_text(NEEDED)

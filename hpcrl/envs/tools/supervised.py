@@ -58,13 +58,19 @@ def run_supervised(
         text = _read(output, ended)
         return Finished(None if ended.is_set() else process.wait(), text)
     finally:
-        process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(_KILL_S)
+        _end(process)
+        output.close()
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a supervisor, which ends its program; and the group of both, where it has not done so."""
+    process.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(_KILL_S)
+    if process.returncode is None or process.returncode < 0:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        output.close()
 
 
 def _read(output: IO[bytes], ended: threading.Event) -> str:

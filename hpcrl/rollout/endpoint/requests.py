@@ -71,14 +71,14 @@ def chat_request(content: bytes) -> Request:
         raise BadRequest("tools: expected a list of objects")
     if body.get("tool_choice") not in (None, "auto", "none"):
         raise BadRequest('tool_choice: expected "auto" or "none"; the policy decides')
-    if body.get("response_format", {"type": "text"}) != {"type": "text"}:
+    if body.get("response_format") not in (None, {"type": "text"}):
         raise BadRequest("response_format: only text")
-    tokens = body.get("max_completion_tokens", body.get("max_tokens"))
+    tokens = body.get("max_completion_tokens")
     return Request(
         messages=[_message(message) for message in messages],
         tools=[] if body.get("tool_choice") == "none" else tools,
         logprobs=bool(body.get("logprobs")),
-        **_common(body, tokens),
+        **_common(body, body.get("max_tokens") if tokens is None else tokens),
     )
 
 
@@ -93,7 +93,7 @@ def completion_request(content: bytes) -> Request:
         raise BadRequest("prompt: expected one text, or a list of token ids")
     if body.get("echo") or body.get("suffix"):
         raise BadRequest("echo and suffix are not supported")
-    if (body.get("logprobs") or 0) > 1:
+    if body.get("logprobs") not in (None, 0, 1):
         raise BadRequest("logprobs: only the tokens that were chosen have log-probabilities here; expected 0 or 1")
     logprobs = body.get("logprobs") is not None
     return Request(prompt=prompt, tools=[], logprobs=logprobs, **_common(body, body.get("max_tokens")))
@@ -139,9 +139,10 @@ def _is_number(value: Any) -> bool:
 
 def _message(value: Any) -> dict[str, Any]:
     """Return a message as chat templates take it: content is a text, arguments of calls are objects."""
-    if not isinstance(value, dict) or value.get("role") not in _ROLES:
+    role = value.get("role") if isinstance(value, dict) else None
+    if not isinstance(role, str) or role not in _ROLES:
         raise BadRequest(f"messages: expected objects with a role, one of {', '.join(_ROLES)}")
-    message: dict[str, Any] = {"role": _ROLES[value["role"]], "content": _text(value.get("content"))}
+    message: dict[str, Any] = {"role": _ROLES[role], "content": _text(value.get("content"))}
     for name in ("name", "tool_call_id"):
         if value.get(name) is not None:
             if not isinstance(value[name], str):

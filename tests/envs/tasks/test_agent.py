@@ -151,6 +151,14 @@ def test_what_a_program_leaves_behind_is_ended() -> None:
     assert running(mark) == []
 
 
+def test_a_program_that_kills_its_supervisor_is_ended_with_its_group() -> None:
+    mark, ended = f"96{os.getpid()}", threading.Event()
+    threading.Timer(0.5, ended.set).start()
+    with pytest.raises(UserCodeError, match="its program was ended"):
+        agent(f"kill -9 $PPID; sleep {mark} & sleep {mark}").play(MESSAGES, endpoint(ended))
+    assert running(mark) == []
+
+
 def test_a_program_is_ended_with_all_it_started_when_its_sample_is_over() -> None:
     mark, ended = f"97{os.getpid()}", threading.Event()
     timer = threading.Timer(0.5, ended.set)

@@ -27,7 +27,9 @@ def test_a_program_with_the_client_of_openai_is_trained(place: Path) -> None:
     assert done.returncode == 0, done.stderr + logs_of(run)
     assert set(curve(run, "environment/guesses")) == {1, 2}
     assert set(curve(run, "generate/failed_samples").values()) <= {0.0}
-    for path in run.samples.rglob("*.safetensors"):
+    groups = list(run.samples.rglob("*.safetensors"))
+    assert groups
+    for path in groups:
         rows, meta = read_group(path), check_group(path)
         assert meta.rows == [1, 1]
         for row, metrics, reward in zip(rows, meta.env_metrics, meta.rewards, strict=True):

@@ -1,0 +1,51 @@
+"""The environment of docs/agents.md plays, with OpenAI's own client."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcrl.config import EnvironmentConfig, GeneratorConfig, InferenceEngineConfig
+from hpcrl.rollout.endpoint import session
+from hpcrl.rollout.endpoint.server import serving
+from hpcrl.rollout.generate import GroupGenerator
+from hpcrl.runtime.http_server import MAX_BODY
+from hpcrl.types import Prompt, Work
+from tests.paths import ROOT
+from tests.rollout.test_transcript import Script, ended, text, tokenizer_of, user
+
+PAGE = (ROOT / "docs" / "agents.md").read_text(encoding="utf-8")
+
+
+def test_the_environment_of_the_page_plays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("openai")
+    _, code = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    (tmp_path / "debating.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    tokenizer = tokenizer_of("chatml")
+    engine = Script([ended(tokenizer, "3"), ended(tokenizer, "no, 4")])
+    served = InferenceEngineConfig(enable_http_endpoint=True, served_model_name="m")
+    config = GeneratorConfig(max_turns=2, inference_engine=served)
+    work = Work("g", "train", Prompt("0", user("2+2"), "debating:Debate", {"reward_spec": {"ground_truth": "4"}}), 1, 5)
+
+    async def play() -> Any:
+        async with serving(config, tokenizer, 0) as server:
+            generator = GroupGenerator(engine, tokenizer, config, EnvironmentConfig(), server=server)  # type: ignore[arg-type]
+            return await generator.generate(work)
+
+    group = asyncio.run(play())
+    sys.modules.pop("debating")
+    assert not group.failures
+    assert [row.rewards.sum() for row in group.rows[0]] == [0.0, 1.0]
+    assert "Somebody says: 3 Is that right?" in text(tokenizer, engine.prompts[1])
+
+
+def test_the_limits_of_the_page_are_those_of_the_code() -> None:
+    assert f"more than {MAX_BODY >> 20} MiB" in PAGE
+    assert f"more than {session.PER_SECOND:g} requests per second, {session.AT_ONCE:g} in a burst" in PAGE
+    assert f"more than {session.MOST_OPEN} answers waited for" in PAGE
