@@ -70,7 +70,10 @@ def main(path: str) -> None:
     service = Service(run, attempt, schedule(config, steps), train, validation, rows, scores)
     gc.freeze()  # the prompts stay, and to look through them for garbage takes long
     with trackers, closing(Timeline(run, "controller", attempt)) as timeline:
-        asyncio.run(answer(run, attempt, status, Api(service, config.slurm.patience.save_seconds, timeline)))
+        api = Api(
+            service, config.slurm.patience.save_seconds, timeline, colocated=config.trainer.placement.colocate_all
+        )
+        asyncio.run(answer(run, attempt, status, api))
 
 
 def load(config: Config, status: StatusWriter) -> tuple[list[Prompt], list[Prompt]]:

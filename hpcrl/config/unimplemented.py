@@ -44,9 +44,7 @@ UNIMPLEMENTED: dict[str, Unimplemented] = {
     "trainer.sequence_parallel_backend": _PARALLEL,
     "trainer.placement.critic_num_nodes": Unimplemented("a critic on GPUs of its own"),
     "trainer.placement.critic_num_gpus_per_node": Unimplemented("a critic on GPUs of its own"),
-    "trainer.placement.colocate_all": Unimplemented("colocated engines"),
     "trainer.policy.model.lora.adapter_names": Unimplemented("diffusion models"),
-    "trainer.policy.optimizer_config.offload_after_step": Unimplemented("colocated engines"),
     "trainer.policy.fsdp_config.mixed_precision.param_dtype": Unimplemented("loss scaling", ("fp32",)),
     "trainer.policy.low_precision": _PRECISION,
     "trainer.policy.diffusers": Unimplemented("diffusion models"),
@@ -58,7 +56,6 @@ UNIMPLEMENTED: dict[str, Unimplemented] = {
     "trainer.policy.record_memory": _TRACKING,
     "trainer.ref.sequence_parallel_size": _PARALLEL,
     "trainer.critic.model.lora.adapter_names": Unimplemented("diffusion models"),
-    "trainer.critic.optimizer_config.offload_after_step": Unimplemented("colocated engines"),
     "trainer.critic.fsdp_config.mixed_precision.param_dtype": Unimplemented("loss scaling", ("fp32",)),
     "trainer.critic.sequence_parallel_size": _PARALLEL,
     **{f"trainer.distillation.{name}": _DISTILLATION for name in ("include_prompt", "top_k_from_teacher")},
@@ -77,7 +74,7 @@ UNIMPLEMENTED: dict[str, Unimplemented] = {
     "generator.inference_engine.data_parallel_size": _ENGINE,
     "generator.inference_engine.expert_parallel_size": _ENGINE,
     "generator.inference_engine.weight_sync_backend": Unimplemented("weights pushed over NCCL"),
-    "generator.inference_engine.weight_transfer_threshold_cuda_ipc_GB": Unimplemented("colocated engines"),
+    "generator.inference_engine.weight_transfer_threshold_cuda_ipc_GB": Unimplemented("weights handed over on the GPU"),
     "vla": Unimplemented("vision-language-action models"),
 }
 

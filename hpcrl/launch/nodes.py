@@ -20,7 +20,7 @@ class Node:
 
     Attributes:
         ranks: trainer processes, one device each; 0 on a rollout node.
-        replicas: numbers of the engines on this node.
+        replicas: numbers of the engines on this node; beside ranks they have the same devices.
         gpus: devices that the node uses; 0 where it computes on the CPU.
         gpu_offset: devices that the nodes before it use, for when all of them share one machine.
         services: numbers of the reward model's services on this node.
@@ -65,10 +65,12 @@ def make_plan(config: Config) -> list[Node]:
         nodes.append(Node(len(nodes), role, ranks, tuple(replicas), gpus, offset, *workers))
         offset += gpus
 
-    for _ in range(placement.policy_num_nodes):
-        add("trainer", placement.policy_num_gpus_per_node, ranks=placement.policy_num_gpus_per_node)
-    width = replicas_per_node(config)
-    for first in range(0, engine.num_engines if has_engines(config) else 0, width):
+    ranks, width = placement.policy_num_gpus_per_node, replicas_per_node(config)
+    beside = ranks // engine_gpus(engine) if placement.colocate_all else 0
+    for node in range(placement.policy_num_nodes):
+        add("trainer", ranks, ranks=ranks, replicas=range(node * beside, (node + 1) * beside))
+    apart = engine.num_engines if has_engines(config) and not placement.colocate_all else 0
+    for first in range(0, apart, width):
         replicas = range(first, min(first + width, engine.num_engines))
         add("rollout", len(replicas) * engine_gpus(engine), replicas=replicas)
     services, width = range(reward_services(config)), services_per_node(config)
@@ -100,7 +102,8 @@ def describe_plan(plan: list[Node]) -> list[str]:
         devices = f", {node.gpus} GPU(s)" if node.gpus else ""
         if node.role == "trainer":
             also = " and the controller" if node.index == 0 else ""
-            lines.append(f"node {node.index}: trainer, {node.ranks} rank(s){also}{devices}")
+            turns = f", in turns with {', '.join(node.workers)}" if node.replicas else ""
+            lines.append(f"node {node.index}: trainer, {node.ranks} rank(s){turns}{also}{devices}")
         else:
             each = f", {node.scorer_ranks} rank(s) each" if node.scorers else ""
             lines.append(f"node {node.index}: {', '.join(node.workers)}{each}{devices}")

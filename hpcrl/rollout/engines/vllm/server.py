@@ -70,6 +70,7 @@ class ServerOptions:
         rope_scaling, rope_theta: replace the model's rotary positions; empty and None: the model's own.
         lora_rank: largest rank of the adapters that it loads; 0: it gets whole policies.
         lora_slots: adapters that requests may use at the same time.
+        sleeps: whether it leaves its GPUs to the trainer in between.
     """
 
     model: Pretrained
@@ -84,6 +85,7 @@ class ServerOptions:
     rope_theta: float | None = None
     lora_rank: int = 0
     lora_slots: int = 1
+    sleeps: bool = False
 
 
 class Server(Launched):
@@ -98,7 +100,7 @@ class Server(Launched):
     """
 
     def __init__(self, options: ServerOptions, directory: Path, log: Path) -> None:
-        self._log, self._keep_cache = log, options.engine.keep_cache_on_update
+        self._log, self._options = log, options
         self.socket = directory / "http"
         self._headers = bearer(read_token_file(options.token_file), options.run_name)
         make_directory(log.parent)
@@ -145,7 +147,11 @@ class Server(Launched):
             EngineClient,  # torch, which takes seconds to import, while the server starts
         )
 
-        return EngineClient(self.socket, self._headers, version, replica=replica, keep_cache=self._keep_cache)
+        engine, level = self._options.engine, 1 if self._options.lora_rank else 2
+        return EngineClient(
+            self.socket, self._headers, version, replica=replica, keep_cache=engine.keep_cache_on_update,
+            sleep_level=level, share=engine.gpu_memory_utilization,
+        )  # fmt: skip
 
     def failure(self, what: str) -> EngineError:
         """Return the error that its log shows first, and the end of the log."""
@@ -197,6 +203,8 @@ def _command(options: ServerOptions, socket: Path) -> list[str]:
         "max-num-seqs": engine.max_num_seqs,
         "enforce-eager": runs_eagerly(engine, on_cpu=options.on_cpu),
         "gpu-memory-utilization": engine.gpu_memory_utilization,
+        # vLLM's build for CPUs refuses the option, and takes the calls as if it had it
+        "enable-sleep-mode": True if options.sleeps and not options.on_cpu else None,
         "logprobs-mode": "processed_logprobs",  # of the distribution that is sampled from: after temperature, top_k, top_p, ...
         "max-logprobs": MOST_KEPT,
         "weight-transfer-config": {"backend": BACKEND},
@@ -302,4 +310,5 @@ def server_options(run: Run, config: Config) -> ServerOptions:
         rope_theta=rope_theta,
         lora_rank=largest_rank(config.trainer.policy.model.lora) if loads_adapters(config) else 0,
         lora_slots=kept_versions(config.trainer),
+        sleeps=config.trainer.placement.colocate_all,
     )
