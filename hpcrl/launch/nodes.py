@@ -103,7 +103,7 @@ def describe_plan(plan: list[Node]) -> list[str]:
         if node.role == "trainer":
             also = " and the controller" if node.index == 0 else ""
             turns = f", in turns with {', '.join(node.workers)}" if node.replicas else ""
-            lines.append(f"node {node.index}: trainer, {node.ranks} rank(s){turns}{also}{devices}")
+            lines.append(f"node {node.index}: trainer, {node.ranks} rank(s){also}{turns}{devices}")
         else:
             each = f", {node.scorer_ranks} rank(s) each" if node.scorers else ""
             lines.append(f"node {node.index}: {', '.join(node.workers)}{each}{devices}")

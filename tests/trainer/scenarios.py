@@ -109,6 +109,9 @@ def train_steps(
     trained = []
     limit = MicroBatchLimit(options["micro"], options.get("tokens"))
     for step in steps:
+        if options.get("turns"):
+            engine.to_host()
+            engine.to_device()
         batch = Batch.from_json(read_json(run.batch(step)))
         minis = loaded(run, batch, ALGORITHM, 2, world, limit)
         for mini in minis:
