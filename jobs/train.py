@@ -115,8 +115,7 @@ def train(
     """Train to the end of the run; raises Stopping once all that was trained up to a stop request is committed."""
     trainer, policy, consensus, start = config.trainer, learner.policy, learner.consensus, learner.start
     step, stopping = start.step, None
-    engines, colocated = (policy, learner.critic), trainer.placement.colocate_all
-    turns = DeviceTurns(engines, learner.world.device, colocated=colocated)
+    turns = DeviceTurns([policy, learner.critic], learner.world.device, colocated=trainer.placement.colocate_all)
     turns.end(timer)
     total, epoch = controller.start(step)
     save_interval, export_interval = checkpoint_interval(trainer, epoch), trainer.hf_save_interval
@@ -135,8 +134,7 @@ def train(
             if (weights or is_offline(trainer)) and not consensus.asked("publish"):  # else the next attempt does it
                 with timer("sync_weights"):
                     metrics |= publisher.publish(policy, step) if weights else {}
-                metrics |= turns.end(timer)
-                with timer("sync_weights"):
+                    metrics |= turns.end(timer)
                     controller.published(step, weights)
                     publisher.retire()
             learner.reset_reference(step, epoch, timer)

@@ -204,6 +204,7 @@ class Worker:
         self._note_phase()
         await self._engine.sleep()
         asleep = time.monotonic()
+        self._tell_state()
         while self._stop is None and self._must_sleep:
             answer = await self._call("turn")
             self._stop, self._must_sleep = answer["stop"] or self._stop, not answer["turn"]
@@ -211,6 +212,7 @@ class Worker:
         seconds = {"weights/sleep_seconds": asleep - began, "generate/asleep_seconds": time.monotonic() - asleep}
         self._rollout_metrics.add(seconds)
         self._updating = None
+        self._tell_state()
 
     def _note_phase(self) -> None:
         """Note in the timeline what the engine does: it takes in weights, or else generates, or else waits for weights or work."""
@@ -357,12 +359,16 @@ class Worker:
 
     async def _report(self) -> None:
         while True:
-            running, version = len(self._flight), self._engine.version
-            idle = _ASLEEP if self._updating == _ASLEEP else f"ready v{version}"
-            state = f"generating {running} groups" if running else idle
-            self._status.write(state, version=version, groups=running, **self._rollout_metrics.values())
+            state, version = self._tell_state(), self._engine.version
             self._note_answer(await self._call("report", version=version, state=state, holding=self._holding()))
             await asyncio.sleep(RENEW_S)
+
+    def _tell_state(self) -> str:
+        running, version = len(self._flight), self._engine.version
+        idle = _ASLEEP if self._updating == _ASLEEP else f"ready v{version}"
+        state = f"generating {running} groups" if running else idle
+        self._status.write(state, version=version, groups=running, **self._rollout_metrics.values())
+        return state
 
     async def _adapt_limit(self) -> None:
         while True:

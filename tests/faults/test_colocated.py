@@ -24,7 +24,8 @@ pytestmark = [pytest.mark.nodes(1), pytest.mark.faults_slow]
 def until_it_trains(scenario: Scenario, run: Run) -> None:
     """Return when the trainer is in the middle of step 4, where a fault point holds it."""
     log = run.log(1, "trainer-0")
-    scenario.wait(lambda: IN_STEP_4.partition("@")[0] in log.read_text(), "the middle of step 4", START_S, run)
+    held = f"fault point {IN_STEP_4.partition('@')[0]}"
+    scenario.wait(lambda: log.exists() and held in log.read_text(), "the middle of step 4", START_S, run)
     assert state_of(run, "rollout-0") == "asleep"
 
 

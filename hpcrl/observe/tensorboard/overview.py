@@ -17,7 +17,7 @@ from hpcrl.observe.summary import STEP_SECONDS
 ATTEMPT = "resilience/attempt"
 SHARE = "time_share/"
 _TIMING, _WAITING = "timing/", "timing/wait_for_generation_buffer"
-_PARTS_OF_OTHERS = (STEP_SECONDS, "timing/publish_weights")
+_PARTS_OF_OTHERS = (STEP_SECONDS, "timing/publish_weights", "timing/offload")
 _ALWAYS = ("reward/", "eval/")
 _OF_THE_CONFIGURATION = ("trainer/global_step", "trainer/total_steps", "trainer/steps_per_epoch")
 

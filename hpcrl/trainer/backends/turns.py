@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from hpcrl.errors import RunError
-from hpcrl.trainer.metrics import PhaseTimer
+
+Timer = Callable[[str], AbstractContextManager[None]]
+"""Measures a phase by its name."""
 
 
 @runtime_checkable
@@ -40,7 +43,7 @@ class DeviceTurns:
                 assert isinstance(engine, LeavesDevice), f"{type(engine).__name__} cannot leave its device"
                 self._engines.append(engine)
 
-    def end(self, timer: PhaseTimer) -> dict[str, float]:
+    def end(self, timer: Timer) -> dict[str, float]:
         """Leave the device to engines; return metrics. Who tells them that they may wake does so afterwards."""
         if not self._engines or self._away:
             return {}
@@ -52,7 +55,7 @@ class DeviceTurns:
         self._away = True
         return self._used("trainer_away")
 
-    def begin(self, timer: PhaseTimer) -> dict[str, float]:
+    def begin(self, timer: Timer) -> dict[str, float]:
         """Take the device again, all engines of which sleep; return metrics.
 
         Raises:

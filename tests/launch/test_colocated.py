@@ -13,12 +13,16 @@ from hpcrl.observe.timeline import Span, read_spans
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.process_status import read_process_status
 from hpcrl.types import Sample
+from tests.jobs.conftest import place as of_jobs
 from tests.jobs.small_run import SMALL, curve, finish, hpcrl, kill, logs_of, pid_of, trained_groups, wait_for
 from tests.jobs.test_distillation import submit
+
+place = of_jobs
 
 pytestmark = pytest.mark.slow
 
 COLOCATED = "trainer.placement.colocate_all=true"
+KEPT = [*SMALL, "trainer.ckpt_interval=4"]  # samples are kept, too
 CURVES = ("policy/final_loss", "policy/policy_kl", "policy/grad_norm", "reward/avg_raw_reward", "eval/all/avg_score")
 AT_WORK = {"generate", "evaluate", "update_weights"}
 TRAINING = {"load_samples", "fwd_logprobs_values_reward", "policy_train", "sync_weights", "onload", "offload"}
@@ -59,9 +63,9 @@ def assert_in_turns(run: Run) -> None:
     ids=["embedded", "vllm", "two-of-both"],
 )
 def test_it_is_the_run_with_nodes_apart(place: Path, settings: list[str]) -> None:
-    together = submit(place, "together", *SMALL, *settings, COLOCATED)
+    together = submit(place, "together", *KEPT, *settings, COLOCATED)
     assert finish(together, 1) == "done", logs_of(together)
-    apart = submit(place, "apart", *SMALL, *settings)
+    apart = submit(place, "apart", *KEPT, *settings)
     assert finish(apart, 1) == "done", logs_of(apart)
     assert trained_groups(together) == trained_groups(apart)
     for one, other in zip(samples_of(together), samples_of(apart), strict=True):
