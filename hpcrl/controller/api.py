@@ -16,7 +16,7 @@ from hpcrl.rundir.commit import discard
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.controller_client import FINISHED
 from hpcrl.runtime.http_server import Route
-from hpcrl.runtime.process_status import trainer_left
+from hpcrl.runtime.process_status import GIVEN_UP, RENEW_S, read_process_status, trainer_left
 from hpcrl.runtime.signals import stop_asked
 from hpcrl.types import Work
 
@@ -43,6 +43,7 @@ class Api:
         self._waiting: dict[str, asyncio.Future[list[Work]]] = {}
         self._colocated, self._turns = colocated, Turns()
         self._told: tuple[int | None, bool] = None, False
+        self._looked = time.monotonic()
         self._trainer_got_end = False
         self._reading: tuple[int, asyncio.Task[History]] | None = None
 
@@ -198,6 +199,7 @@ class Api:
                 self._answer(name)
                 say(f"{name} is silent; its groups go to others")
                 await self._notify()
+            await self._forget_given_up(run, attempt)
             for name in service.scores.expire():
                 say(f"{name} is silent; its groups go to others")
                 await self._notify()
@@ -210,6 +212,17 @@ class Api:
                     discard(run.turns)
                     return
             await asyncio.sleep(TICK_S)
+
+    async def _forget_given_up(self, run: Run, attempt: int) -> None:
+        """Hold the trainer back no longer for engines of workers that their agents have given up, where the news of it got lost."""
+        if not (self._turns.awake and self._trains()) or time.monotonic() - self._looked < RENEW_S:
+            return
+        self._looked = time.monotonic()
+        for name in list(self._turns.awake):
+            status = read_process_status(run, name, attempt)
+            if status and status.state.startswith(GIVEN_UP):
+                self._turns.leave(name)
+                await self._notify()
 
     async def _stop_trainer(self, run: Run, attempt: int) -> None:
         """Let the trainer save: the agent ends it as soon as this process fails."""

@@ -15,6 +15,7 @@ from hpcrl.controller.replicas import Turns
 from hpcrl.rundir.commit import write_json
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.controller_client import Controller
+from hpcrl.runtime.process_status import GIVEN_UP, StatusWriter
 from hpcrl.types import Work
 from tests.controller.test_api import SCHEDULE, end, finish, make_run, serve_attempt, work_of
 
@@ -117,6 +118,20 @@ def test_the_trainer_waits_for_an_engine_that_still_starts_and_not_for_one_that_
     trainer.call("published", version=1)
     assert again.result(15)["turn"]
     assert sleeps.result(15)["turn"]
+
+
+def test_a_worker_that_is_given_up_holds_nobody_back(run: Run, sides: list[Side]) -> None:
+    """Though what its agent told the controller got lost."""
+    trainer, first, second = sides
+    trainer.call("start", step=0)
+    assert first.turn(FIRST).result(15)["turn"]
+    assert second.turn(SECOND).result(15)["turn"]
+    generate(run, first, FIRST)
+    first.turn(FIRST)
+    batch = trainer.ask("next", step=1, wait=20.0)
+    assert waits(batch)
+    StatusWriter(run, SECOND, 1).write(f"{GIVEN_UP}: it cannot load its model")
+    assert batch.result(25)["path"]
 
 
 def test_who_asks_sleeps_though_the_answer_got_lost(run: Run, sides: list[Side]) -> None:
