@@ -228,7 +228,6 @@ def test_logprobs_are_always_returned(value: str, kind: str) -> None:
         ("trainer.export_path=/exports", "dropped"),
         ("trainer.log_path=/tmp", "dropped"),
         ("trainer.policy.model.lora.lora_sync_path=/tmp", "dropped"),
-        ("trainer.policy.optimizer_config.offload_after_step=false", "mapped"),
         (ENGINE + "weight_transfer_threshold_cuda_ipc_GB=2.0", "dropped"),
         ("trainer.critic.optimizer_config.lr=1e-5", "dropped"),
         ("trainer.policy.megatron_config.tensor_model_parallel_size=2", "dropped"),
@@ -265,6 +264,30 @@ def test_what_becomes_of_a_setting_without_a_counterpart(word: str, kind: str) -
     assert found, [str(entry) for entry in conversion.entries]
     assert found[0].message
     assert ("conflict" in {entry.kind for entry in conversion.entries}) == (kind == "conflict")
+
+
+@pytest.mark.parametrize(
+    ("words", "shared"),
+    [
+        ([], True),
+        (
+            [
+                "trainer.placement.policy_num_gpus_per_node=4",
+                ENGINE + "num_engines=2",
+                ENGINE + "tensor_parallel_size=2",
+            ],
+            True,
+        ),
+        ([ENGINE + "num_engines=2"], False),
+        (["trainer.strategy=megatron"], False),
+        (["trainer.placement.colocate_all=false"], False),
+    ],
+)
+def test_trainer_and_engines_share_gpus_where_they_did_and_can(words: list[str], shared: bool) -> None:
+    offload = "trainer.policy.optimizer_config.offload_after_step"
+    conversion = command(*words, f"{offload}=false")
+    assert conversion.values["trainer.placement.colocate_all"] is shared
+    assert kinds(conversion, offload) == {"mapped" if shared else "dropped"}
 
 
 def test_substitutes_are_written() -> None:
