@@ -213,7 +213,7 @@ def _turns(config: Config, found: Estimate, memory: tuple[float | None, str], un
         for turn in turns(config, found, device):
             both = f"{turn.trainer / unit:,.2f} of the trainer and {turn.engine / unit:,.2f} of the engine"
             yield f"  in the {turn.whose}'s turn {both}"
-            yield f"  {_of_device(turn.trainer + turn.engine, memory, unit)}"
+            yield _of_device(turn.trainer + turn.engine, memory, unit)
     yield f"  host memory for what leaves the device in the engine's turn: {on_host(config, found) / unit:,.2f} for each rank"
 
 

@@ -266,30 +266,6 @@ def test_what_becomes_of_a_setting_without_a_counterpart(word: str, kind: str) -
     assert ("conflict" in {entry.kind for entry in conversion.entries}) == (kind == "conflict")
 
 
-@pytest.mark.parametrize(
-    ("words", "shared"),
-    [
-        ([], True),
-        (
-            [
-                "trainer.placement.policy_num_gpus_per_node=4",
-                ENGINE + "num_engines=2",
-                ENGINE + "tensor_parallel_size=2",
-            ],
-            True,
-        ),
-        ([ENGINE + "num_engines=2"], False),
-        (["trainer.strategy=megatron"], False),
-        (["trainer.placement.colocate_all=false"], False),
-    ],
-)
-def test_trainer_and_engines_share_gpus_where_they_did_and_can(words: list[str], shared: bool) -> None:
-    offload = "trainer.policy.optimizer_config.offload_after_step"
-    conversion = command(*words, f"{offload}=false")
-    assert conversion.values["trainer.placement.colocate_all"] is shared
-    assert kinds(conversion, offload) == {"mapped" if shared else "dropped"}
-
-
 def test_substitutes_are_written() -> None:
     conversion = command("trainer.strategy=deepspeed", "generator.backend=sglang")
     assert conversion.values["trainer.strategy"] == "fsdp2"
