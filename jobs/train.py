@@ -115,7 +115,7 @@ def train(
     """Train to the end of the run; raises Stopping once all that was trained up to a stop request is committed."""
     trainer, policy, consensus, start = config.trainer, learner.policy, learner.consensus, learner.start
     step, stopping = start.step, None
-    turns = DeviceTurns([policy, learner.critic], learner.world.device, colocated=trainer.placement.colocate_all)
+    turns = DeviceTurns([policy, learner.critic], learner.world, colocated=trainer.placement.colocate_all)
     turns.end(timer)
     total, epoch = controller.start(step)
     save_interval, export_interval = checkpoint_interval(trainer, epoch), trainer.hf_save_interval

@@ -23,6 +23,8 @@ from hpcrl.config.scorers import trainer_has_reference
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.config.sections.tree import ConfigTree
 
+_COLOCATED = "trainer.placement.colocate_all"
+
 
 def _roles(trainer: TrainerConfig) -> dict[str, tuple[int, int]]:
     """Return ranks, and ranks that share each sample, of the models that there are."""
@@ -107,9 +109,6 @@ def shared_gpus(config: ConfigTree) -> Iterator[Problem]:
                     f"{own} differs from the policy's {policy}, whose GPUs it shares; leave it out or set "
                     f"trainer.placement.{switch}=false",
                 )
-
-
-_COLOCATED = "trainer.placement.colocate_all"
 
 
 def colocated_engines(config: ConfigTree) -> Iterator[Problem]:

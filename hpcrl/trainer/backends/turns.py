@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from hpcrl.errors import RunError
+from hpcrl.trainer.distributed import World
 
 Timer = Callable[[str], AbstractContextManager[None]]
 """Measures a phase by its name."""
@@ -32,19 +33,18 @@ class DeviceTurns:
 
     Args:
         engines: what is trained; None where something is not.
-        device: of this rank.
     """
 
-    def __init__(self, engines: Iterable[Any], device: torch.device, *, colocated: bool) -> None:
+    def __init__(self, engines: Iterable[Any], world: World, *, colocated: bool) -> None:
         self._engines = list[LeavesDevice]()
-        self._device, self._away = device, False
+        self._world, self._device, self._away = world, world.device, False
         for engine in engines if colocated else ():
             if engine is not None:
                 assert isinstance(engine, LeavesDevice), f"{type(engine).__name__} cannot leave its device"
                 self._engines.append(engine)
 
     def end(self, timer: Timer) -> dict[str, float]:
-        """Leave the device to engines; return metrics. Who tells them that they may wake does so afterwards."""
+        """Leave the devices of all ranks to engines, which may be told so when this returns; return metrics."""
         if not self._engines or self._away:
             return {}
         with timer("offload"):
@@ -52,6 +52,7 @@ class DeviceTurns:
                 engine.to_host()
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()
+            self._world.barrier()  # an engine may have the devices of several ranks, and rank 0 speaks for all
         self._away = True
         return self._used("trainer_away")
 
