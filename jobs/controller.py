@@ -78,7 +78,10 @@ def main(path: str) -> None:
     service = Service(run, attempt, schedule(config, steps), train, validation, rows, scores)
     gc.freeze()  # the prompts stay, and to look through them for garbage takes long
     with Followers(run, attempt, beside), closing(Timeline(run, "controller", attempt)) as timeline:
-        asyncio.run(answer(run, attempt, status, Api(service, config.slurm.patience.save_seconds, timeline)))
+        api = Api(
+            service, config.slurm.patience.save_seconds, timeline, colocated=config.trainer.placement.colocate_all
+        )
+        asyncio.run(answer(run, attempt, status, api))
 
 
 def judged_rewards(config: Config) -> JudgedRewards | None:

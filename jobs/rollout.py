@@ -1,7 +1,7 @@
 """One rollout worker of a run: python jobs/rollout.py RUN
 
 consumes   work of the controller, weights/v<k>, the initial model
-waits for  its own engine, then the reward services of the run, then the controller
+waits for  its turn, where its engine shares the trainer's devices; its engine, then the reward services of the run, then the controller
 produces   samples/<replica>/, evals/v<k>/<replica>.jsonl and .rows, metrics/rollout-<replica>.jsonl, timeline/
 ends       with 0 when the controller says stop or on SIGTERM; with the exit code of hpcrl/errors.py otherwise: ConfigError,
            DataError and UserCodeError would end every replica, all else concerns this one. The engine never outlives it
@@ -57,6 +57,9 @@ def serve(
     """Start the engine, work with it until the run ends, and end it."""
     start_s = config.generator.inference_engine.start_timeout_seconds
     copies = weight_copy_dir(config.generator.inference_engine)  # with the TMPDIR of the node, not this process's own
+    colocated = config.trainer.placement.colocate_all
+    if colocated and not has_turn(run, attempt, f"rollout-{replica}", status):
+        return
     with ExitStack() as stack:
         engine = stack.enter_context(launched(run, config, run.log(attempt, f"engine-{replica}")))
         # what follows takes seconds to import, while the engine starts
@@ -79,9 +82,20 @@ def serve(
             options = replace(options, rewards=rewards.choose)
         heartbeat.beat("serve")
         controller = stack.enter_context(closing(Controller(run, attempt)))
-        stack.callback(controller.leave, options.name)
+        if not colocated:  # else its agent tells, once this process has ended and its memory is free
+            stack.callback(controller.leave, options.name)
         generator = replace(config.generator, max_input_length=max_input_length(config.generator, config.trainer))
         asyncio.run(work(options, engine, tokenizer, generator, config.environment, status))
+
+
+def has_turn(run: Run, attempt: int, name: str, status: StatusWriter) -> bool:
+    """Wait until an engine may be started on the devices that it shares with the trainer; return whether it may, and not the run has ended."""
+    with closing(Controller(run, attempt)) as controller:
+        while True:
+            status.write("waiting for its turn")
+            answer = controller.call("turn", worker=name)
+            if answer["stop"] or answer["turn"]:
+                return answer["turn"]
 
 
 def worker_options(run: Run, config: Config, attempt: int, replica: int) -> WorkerOptions:

@@ -1,7 +1,7 @@
 """The trainer: one process per rank, started by torchrun where there are several, with the run directory as only argument.
 
 consumes   config.toml, batches/, samples/ or dataset/, checkpoints/
-waits for  the controller's next batch
+waits for  the controller's next batch; where engines have the same devices, these are theirs meanwhile
 produces   weights/v<step> after every step that engines get, checkpoints/, exports/, metrics/trainer.jsonl, timeline/
 ends       with 0 when the steps are done or it was asked to stop, and then all that it trained is committed, up to the last optimizer step
 """
@@ -43,6 +43,7 @@ from hpcrl.observe.timeline import Timeline
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.heartbeat import Heartbeat
 from hpcrl.trainer.backends.schedule import is_due
+from hpcrl.trainer.backends.turns import DeviceTurns
 from hpcrl.trainer.controller_client import PROCESS, ControllerClient
 from hpcrl.trainer.critic.ranks import ModelRanks
 from hpcrl.trainer.distributed import World, end_rank, joined
@@ -116,6 +117,8 @@ def train(
     """Train to the end of the run; raises Stopping once all that was trained up to a stop request is committed."""
     trainer, policy, consensus, start = config.trainer, learner.policy, learner.consensus, learner.start
     step, stopping = start.step, None
+    turns = DeviceTurns([policy, learner.critic], learner.world, colocated=trainer.placement.colocate_all)
+    turns.end(timer)
     total, epoch = controller.start(step)
     save_interval, export_interval = checkpoint_interval(trainer, epoch), trainer.hf_save_interval
     learner.schedule(total)
@@ -127,12 +130,13 @@ def train(
             controller.measured(step, losses | describe_times(timer.between()))
         while (batch := controller.next(step, timer)) is not None:
             controller.report(f"step {batch.step}/{total}", step=batch.step, total=total)
-            metrics = learner.train(batch, timer)
+            metrics = turns.begin(timer) | learner.train(batch, timer)
             step = batch.step
             weights = publishes(trainer, step, total)
             if (weights or is_offline(trainer)) and not consensus.asked("publish"):  # else the next attempt does it
                 with timer("sync_weights"):
                     metrics |= publisher.publish(policy, step) if weights else {}
+                    metrics |= turns.end(timer)
                     controller.published(step, weights)
                     publisher.retire()
             learner.reset_reference(step, epoch, timer)

@@ -16,7 +16,8 @@ from hpcrl.config.validate import build
 from hpcrl.data.chat import load_tokenizer
 from hpcrl.rollout.engines.vllm.client import EngineClient
 from hpcrl.rollout.engines.vllm.server import Server, ServerOptions
-from hpcrl.rollout.generate import Group, GroupGenerator
+from hpcrl.rollout.generate import GroupGenerator
+from hpcrl.rollout.group import Group
 from hpcrl.rundir.commit import write_text
 from hpcrl.runtime.scratch import Scratch
 from hpcrl.runtime.token import bearer

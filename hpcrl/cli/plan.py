@@ -197,12 +197,30 @@ def _memory(config: Config, found: Estimate) -> Iterator[str]:
     yield from _table(found.needs, unit)
     resident = sum(need.resident for need in found.needs.values())
     yield f"  in all {found.total / unit:,.2f}: {resident / unit:,.2f} stay all the time, {(found.total - resident) / unit:,.2f} more while the model that needs most is computed"
-    yield _of_device(found.total, memory_of_rank(config, critic_nodes(trainer)[1] if apart else None), unit)
+    memory = memory_of_rank(config, critic_nodes(trainer)[1] if apart else None)
+    if trainer.placement.colocate_all and gpu_count(config.slurm) > 0:
+        yield from _turns(config, found, memory, unit)
+    else:
+        yield _of_device(found.total, memory, unit)
     exact = "weights" if trainer.strategy == "megatron" else "weights, gradients and optimizer"
     yield (
         f"  {exact} are exact, the other rows estimates; temporary memory of kernels, communication and allocator is in none of them: "
         "leave a tenth free"
     )
+
+
+def _turns(config: Config, found: Estimate, memory: tuple[float | None, str], unit: int) -> Iterator[str]:
+    from hpcrl.planning.turns import on_host, turns
+
+    device, source = memory
+    if device is None:
+        yield f"  in turns with an engine, on a device whose memory is unknown ({source})"
+    else:
+        for turn in turns(config, found, device):
+            both = f"{turn.trainer / unit:,.2f} of the trainer and {turn.engine / unit:,.2f} of the engine"
+            yield f"  in the {turn.whose}'s turn {both}"
+            yield _of_device(turn.trainer + turn.engine, memory, unit)
+    yield f"  host memory for what leaves the device in the engine's turn: {on_host(config, found) / unit:,.2f} for each rank"
 
 
 def _of_device(total: int, memory: tuple[float | None, str], unit: int) -> str:

@@ -39,9 +39,7 @@ _ENGINE = Unimplemented("further engine options")
 UNIMPLEMENTED: dict[str, Unimplemented] = {
     "trainer.strategy": Unimplemented("FSDP1", ("megatron",)),
     "trainer.sequence_parallel_backend": _PARALLEL,
-    "trainer.placement.colocate_all": Unimplemented("colocated engines"),
     "trainer.policy.model.lora.adapter_names": Unimplemented("diffusion models"),
-    "trainer.policy.optimizer_config.offload_after_step": Unimplemented("colocated engines"),
     "trainer.policy.fsdp_config.mixed_precision.param_dtype": Unimplemented("loss scaling", ("fp32",)),
     "trainer.policy.low_precision": _PRECISION,
     "trainer.policy.diffusers": Unimplemented("diffusion models"),
@@ -52,7 +50,6 @@ UNIMPLEMENTED: dict[str, Unimplemented] = {
     "trainer.policy.enable_liger_kernel": _SPEED,
     "trainer.ref.sequence_parallel_size": _PARALLEL,
     "trainer.critic.model.lora.adapter_names": Unimplemented("diffusion models"),
-    "trainer.critic.optimizer_config.offload_after_step": Unimplemented("colocated engines"),
     "trainer.critic.fsdp_config.mixed_precision.param_dtype": Unimplemented("loss scaling", ("fp32",)),
     "trainer.critic.sequence_parallel_size": _PARALLEL,
     "trainer.flash_attn_version": Unimplemented("a choice between versions of FlashAttention", result=False),
@@ -61,7 +58,7 @@ UNIMPLEMENTED: dict[str, Unimplemented] = {
     "generator.inference_engine.data_parallel_size": _ENGINE,
     "generator.inference_engine.expert_parallel_size": _ENGINE,
     "generator.inference_engine.weight_sync_backend": Unimplemented("weights pushed over NCCL"),
-    "generator.inference_engine.weight_transfer_threshold_cuda_ipc_GB": Unimplemented("colocated engines"),
+    "generator.inference_engine.weight_transfer_threshold_cuda_ipc_GB": Unimplemented("weights handed over on the GPU"),
     "vla": Unimplemented("vision-language-action models"),
 }
 

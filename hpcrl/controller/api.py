@@ -9,14 +9,14 @@ from collections.abc import Callable
 from typing import Any
 
 from hpcrl.controller.recovery import History
-from hpcrl.controller.replicas import TICK_S, ReplicaHealth
+from hpcrl.controller.replicas import TICK_S, ReplicaHealth, Turns
 from hpcrl.controller.service import Service
-from hpcrl.observe.timeline import Timeline
+from hpcrl.observe.timeline import IDLE, LOAD, Timeline
 from hpcrl.rundir.commit import discard
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.controller_client import FINISHED
 from hpcrl.runtime.http_server import Route
-from hpcrl.runtime.process_status import trainer_left
+from hpcrl.runtime.process_status import GIVEN_UP, RENEW_S, read_process_status, trainer_left
 from hpcrl.runtime.signals import stop_asked
 from hpcrl.types import Work
 
@@ -31,14 +31,19 @@ class Api:
     Args:
         save_seconds: how long a trainer may take to save where the run cannot go on; 0: as long as it likes.
         timeline: of this process; None: nobody looks at one.
+        colocated: whether trainer and engines take turns.
     """
 
-    def __init__(self, service: Service, save_seconds: float, timeline: Timeline | None = None) -> None:
+    def __init__(
+        self, service: Service, save_seconds: float, timeline: Timeline | None = None, *, colocated: bool = False
+    ) -> None:
         self._service, self._save_seconds, self._timeline = service, save_seconds, timeline
         self._schemas = service.schemas()
         self._changed = asyncio.Condition()
         self._waiting: dict[str, asyncio.Future[list[Work]]] = {}
-        self._version: int | None = None
+        self._colocated, self._turns = colocated, Turns()
+        self._told: tuple[int | None, bool] = None, False
+        self._looked = time.monotonic()
         self._trainer_got_end = False
         self._reading: tuple[int, asyncio.Task[History]] | None = None
 
@@ -46,6 +51,7 @@ class Api:
         handlers = (
             self.report,
             self.claim,
+            self.turn,
             self.complete,
             self.leave,
             self.start,
@@ -71,14 +77,30 @@ class Api:
         worker = service.seen(name, version, "waiting")
         service.reconcile(name, version, body["holding"])
         work = service.claim(name, version, body["capacity"])
-        if not work and not service.stop and (service.version or 0) <= version:
+        if not work and not service.stop and (service.version or 0) <= version and not self._trains():
             work = await self._work(name, version, body["capacity"])
         else:
             self._hand_out()  # what an answer that got lost had assigned to this worker
         worker.stop_sent = service.stop is not None
         unwanted = service.unwanted(body["holding"])
         given = [item.to_json() for item in work]
-        return {"stop": service.stop, "version": service.version, "work": given, "unwanted": unwanted}
+        return {
+            "stop": service.stop,
+            "version": service.version,
+            "work": given,
+            "unwanted": unwanted,
+            "sleep": self._trains(),
+        }
+
+    async def turn(self, body: dict[str, Any]) -> dict[str, Any]:
+        service, name, deadline = self._service, body["worker"], time.monotonic() + WAIT_S
+        request, granted = self._turns.ask(name), False
+        await self._notify()  # the trainer may have waited for this engine
+        while not service.stop and time.monotonic() < deadline:
+            if service.phase not in (IDLE, LOAD) and (granted := self._turns.grant(name, request)):
+                break
+            await self._wait(deadline)
+        return {"stop": service.stop, "version": service.version, "turn": granted}
 
     async def complete(self, body: dict[str, Any]) -> dict[str, Any]:
         groups = self._schemas.groups(body["groups"])
@@ -88,10 +110,11 @@ class Api:
 
     async def leave(self, body: dict[str, Any]) -> dict[str, Any]:
         groups = self._service.leave(body["worker"])
+        self._turns.leave(body["worker"])
         self._answer(body["worker"])
         if groups and not self._service.stop:
             print(f"{body['worker']} leaves; {groups} groups of it go to others", flush=True)
-            await self._notify()
+        await self._notify()
         return {}
 
     async def start(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -121,10 +144,10 @@ class Api:
             service.check_trained()
             self._trainer_got_end = True
             return {"stop": FINISHED, "path": None}
-        path = service.batch(step)
+        path = self._batch(step)
         while path is None and not service.stop and time.monotonic() < deadline:
             await self._wait(deadline)
-            path = service.batch(step)
+            path = self._batch(step)
         return {"stop": service.stop, "path": None if service.stop else path}
 
     async def committed(self, body: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG002
@@ -178,6 +201,7 @@ class Api:
                 self._answer(name)
                 say(f"{name} is silent; its groups go to others")
                 await self._notify()
+            await self._forget_given_up(run, attempt)
             for name in service.scores.expire():
                 say(f"{name} is silent; its groups go to others")
                 await self._notify()
@@ -191,12 +215,31 @@ class Api:
                     return
             await asyncio.sleep(TICK_S)
 
+    async def _forget_given_up(self, run: Run, attempt: int) -> None:
+        """Hold the trainer back no longer for engines of workers that their agents have given up, where the news of it got lost."""
+        if not (self._turns.awake and self._trains()) or time.monotonic() - self._looked < RENEW_S:
+            return
+        self._looked = time.monotonic()
+        for name in list(self._turns.awake):
+            status = read_process_status(run, name, attempt)
+            if status and status.state.startswith(GIVEN_UP):
+                self._turns.leave(name)
+                await self._notify()
+
     async def _stop_trainer(self, run: Run, attempt: int) -> None:
         """Let the trainer save: the agent ends it as soon as this process fails."""
         await self.end("failed")
         deadline = time.monotonic() + (self._save_seconds or math.inf)
         while not trainer_left(run, attempt) and time.monotonic() < deadline:
             await asyncio.sleep(TICK_S)
+
+    def _trains(self) -> bool:
+        """Return whether it is the trainer's turn on the devices that it shares with engines."""
+        return self._colocated and self._service.phase == IDLE and not self._service.stop
+
+    def _batch(self, step: int) -> str | None:
+        """Return the path of a batch that may be trained now: no engine is awake on the trainer's devices."""
+        return None if self._turns.awake else self._service.batch(step)
 
     def _hand_out(self) -> None:
         for name, work in self._service.assignments():
@@ -223,8 +266,9 @@ class Api:
         service = self._service
         if self._timeline:
             self._timeline.enter(service.phase)
-        if service.stop or service.version != self._version:
-            self._version = service.version
+        news = service.version, self._trains()
+        if service.stop or news != self._told:
+            self._told = news
             for name in list(self._waiting):
                 self._answer(name)
         self._hand_out()

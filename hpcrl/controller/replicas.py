@@ -1,4 +1,4 @@
-"""Which rollout workers and scorers there are: who calls, who has fallen silent or left, and when there are too few to go on."""
+"""Which rollout workers and scorers there are: who calls, who has fallen silent or left, whose engines are awake, and when there are too few to go on."""
 
 from __future__ import annotations
 
@@ -66,6 +66,40 @@ class WorkerRegistry:
         """Return the workers that have not called for too long."""
         now = self.clock.now()
         return [name for name, worker in self.workers.items() if now - worker.seen > SILENCE_S]
+
+
+class Turns:
+    """Which engines have the devices that they share with the trainer (trainer.placement.colocate_all); none where they share none.
+
+    A worker that asks for its turn says by it that its engine sleeps, or has not been started. One that has ended has none any more, as its agent
+    tells; a silent one may still have one, and is waited for until its agent has ended it.
+
+    Attributes:
+        awake: workers whose engines are awake, or being started.
+    """
+
+    def __init__(self) -> None:
+        self.awake: set[str] = set()
+        self._asking: dict[str, object] = {}
+
+    def ask(self, name: str) -> object:
+        """A worker asks for its turn; return what `grant` knows this request by. Earlier ones of the worker are void."""
+        self.awake.discard(name)
+        self._asking[name] = request = object()
+        return request
+
+    def grant(self, name: str, request: object) -> bool:
+        """Let a worker's engine wake, or start, if the worker still waits for this request's answer; return whether it does."""
+        if self._asking.get(name) is not request:
+            return False
+        del self._asking[name]
+        self.awake.add(name)
+        return True
+
+    def leave(self, name: str) -> None:
+        """A worker has ended."""
+        self.awake.discard(name)
+        self._asking.pop(name, None)
 
 
 @dataclass(frozen=True)

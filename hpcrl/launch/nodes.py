@@ -22,7 +22,7 @@ class Node:
         ranks: trainer processes, one device each; 0 on a rollout node.
         first_rank: number of the first of them among all.
         critic: whether these train the critic alone.
-        replicas: numbers of the engines on this node.
+        replicas: numbers of the engines on this node; beside ranks they have the same devices.
         gpus: devices that the node uses; 0 where it computes on the CPU.
         gpu_offset: devices that the nodes before it use, for when all of them share one machine.
         services: numbers of the reward model's services on this node.
@@ -77,13 +77,15 @@ def make_plan(config: Config) -> list[Node]:
         nodes.append(Node(len(nodes), role, ranks, tuple(replicas), gpus, offset, *workers, first_rank, critic))
         offset += gpus
 
-    for _ in range(trainer.placement.policy_num_nodes):
-        add("trainer", ranks := trainer.placement.policy_num_gpus_per_node, ranks=ranks)
+    ranks, width = trainer.placement.policy_num_gpus_per_node, replicas_per_node(config)
+    beside = ranks // engine_gpus(engine) if trainer.placement.colocate_all else 0
+    for node in range(trainer.placement.policy_num_nodes):
+        add("trainer", ranks, ranks=ranks, replicas=range(node * beside, (node + 1) * beside))
     number, ranks = critic_nodes(trainer)
     for _ in range(number if has_own_critic(trainer) else 0):
         add("trainer", ranks, ranks=ranks, critic=True)
-    width = replicas_per_node(config)
-    for first in range(0, engine.num_engines if has_engines(config) else 0, width):
+    apart = engine.num_engines if has_engines(config) and not trainer.placement.colocate_all else 0
+    for first in range(0, apart, width):
         replicas = range(first, min(first + width, engine.num_engines))
         add("rollout", len(replicas) * engine_gpus(engine), replicas=replicas)
     services, width = range(reward_services(config)), services_per_node(config)
@@ -121,8 +123,9 @@ def describe_plan(plan: list[Node]) -> list[str]:
         devices = f", {node.gpus} GPU(s)" if node.gpus else ""
         if node.role == "trainer":
             also = " and the controller" if node.index == 0 else ""
+            turns = f", in turns with {', '.join(node.workers)}" if node.replicas else ""
             what = f"critic, {_numbered(node)}" if node.critic else f"trainer, {node.ranks} rank(s)"
-            lines.append(f"node {node.index}: {what}{also}{devices}")
+            lines.append(f"node {node.index}: {what}{also}{turns}{devices}")
         else:
             each = f", {node.scorer_ranks} rank(s) each" if node.scorers else ""
             lines.append(f"node {node.index}: {', '.join(node.workers)}{each}{devices}")

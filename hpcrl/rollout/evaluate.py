@@ -15,7 +15,8 @@ from hpcrl.data.rollouts import Decode, segments_of
 from hpcrl.rollout.endpoint.server import serving
 from hpcrl.rollout.engines.base import Launched
 from hpcrl.rollout.engines.watchdog import run_watched
-from hpcrl.rollout.generate import Group, GroupGenerator, sample_reward
+from hpcrl.rollout.generate import GroupGenerator
+from hpcrl.rollout.group import Group, sample_reward
 from hpcrl.rollout.threads import in_thread
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.records import append_text

@@ -15,11 +15,8 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from hpcrl.config import EnvironmentConfig, GeneratorConfig, SamplingParams, eval_sampling
 from hpcrl.envs.base import Messages, Turn
@@ -29,100 +26,17 @@ from hpcrl.errors import ConfigError, DataError, ServiceError, UserCodeError
 from hpcrl.rollout.endpoint.server import PolicyServer
 from hpcrl.rollout.engines.base import Engine, Generation, engine_sampling
 from hpcrl.rollout.env_session import Answer, EnvSession, scorer_of
+from hpcrl.rollout.group import Group, Row, apply_stop_reason, neutralize_failed, sample_reward
 from hpcrl.rollout.lessons import Lessons, Told
 from hpcrl.rollout.threads import CallThreads
 from hpcrl.rollout.transcript import Template, Transcript
 from hpcrl.rollout.turns import Turns
-from hpcrl.types import LONGEST_FAILURE, GroupMeta, Kind, Sample, StopReason, Work, plain_text
+from hpcrl.types import LONGEST_FAILURE, Kind, StopReason, Work, plain_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Row = Sample[np.ndarray]
 _FAILURES = (UserCodeError, ServiceError)  # of one sample; any other error would come again with the next
-
-
-@dataclass(frozen=True)
-class Group:
-    """The finished samples of one prompt.
-
-    Attributes:
-        rows: of each sample: itself, or with step-wise trajectories its turns.
-        version: that the engine held when the group began.
-        conversations: what was said in each sample after its prompt, as chat messages.
-        raw_rewards: of each sample from its environment, before rules on its stop reason and on failures.
-        failures: what went wrong in samples whose environment failed.
-        seconds: from claim to the last token.
-        baseline: reward of the greedy response; None where there is none.
-        kept_tokens: that the policy chose for those who had begun the group before.
-        judged: each sample as a reward model that scores finished groups reads it, from its prompt on; empty: there is none.
-    """
-
-    work: Work
-    version: int
-    rows: list[list[Row]]
-    conversations: list[Messages]
-    raw_rewards: list[float]
-    failures: list[str]
-    seconds: float
-    baseline: float | None = None
-    kept_tokens: int = 0
-    judged: list[Messages] = field(default_factory=list)
-
-    @cached_property
-    def samples(self) -> list[Row]:
-        """All rows, as they lie in the group's file."""
-        return [row for rows in self.rows for row in rows]
-
-    @property
-    def texts(self) -> list[str]:
-        """What the policy said last in each sample, as the environment saw it."""
-        said = ([m["content"] for m in messages if m["role"] == "assistant"] for messages in self.conversations)
-        return [texts[-1] if texts else "" for texts in said]
-
-    @property
-    def oldest_version(self) -> int:
-        chosen = np.concatenate([_chosen(sample) for sample in self.samples])
-        return int(chosen.min()) if len(chosen) else self.version
-
-    @property
-    def newest_version(self) -> int:
-        return max(self.version, *(int(sample.versions.max()) for sample in self.samples))
-
-    @cached_property
-    def response_lengths(self) -> list[int]:
-        """Tokens of each sample that the policy chose, trained or not."""
-        return [sum(len(_chosen(row)) for row in rows) for rows in self.rows]
-
-    def meta(self, replica: int, path: str) -> GroupMeta:
-        return GroupMeta(
-            group_id=self.work.group_id,
-            kind=self.work.kind,
-            replica=replica,
-            path=path,
-            rewards=[sample_reward(rows) for rows in self.rows],
-            lengths=[len(sample.token_ids) for sample in self.samples],
-            response_lengths=self.response_lengths,
-            stop_reasons=[rows[-1].stop_reason for rows in self.rows],
-            oldest_version=self.oldest_version,
-            newest_version=self.newest_version,
-            data_source=self.work.prompt.data_source,
-            seconds=self.seconds,
-            env_metrics=[rows[-1].env_metrics for rows in self.rows],
-            raw_rewards=self.raw_rewards,
-            baseline=self.baseline,
-            failures=self.failures,
-            rows=[len(rows) for rows in self.rows],
-        )
-
-
-def sample_reward(rows: Sequence[Row]) -> float:
-    """Return the reward of a sample: the outcome, which its last row has."""
-    return float(rows[-1].rewards.sum())
-
-
-def _chosen(sample: Row) -> np.ndarray:
-    return sample.versions[sample.versions >= 0]
 
 
 @dataclass
@@ -428,28 +342,3 @@ class GroupGenerator:
 def _told(error: Exception) -> str:
     """Return what is told of a failure; a user's code may have put anything into its exception."""
     return plain_text(str(error), LONGEST_FAILURE)
-
-
-def apply_stop_reason(sample: Row, config: GeneratorConfig) -> Row:
-    """Return the sample with what becomes of one that did not end by itself, or whose environment failed."""
-    failed = sample.stop_reason == "failed"
-    if sample.stop_reason == "stop":
-        return sample
-    if failed or config.zero_reward_on_non_stop:
-        sample = replace(sample, rewards=np.zeros_like(sample.rewards))
-    if failed or config.apply_overlong_filtering:
-        sample = replace(sample, loss_mask=np.zeros_like(sample.loss_mask))
-    return sample
-
-
-def neutralize_failed(samples: Sequence[list[Row]]) -> list[list[Row]]:
-    """Return the samples of a group, each as its rows, with the failed ones given the mean reward of the others, so that they move no baseline."""
-    rewards = [sample_reward(rows) for rows in samples if rows[-1].stop_reason != "failed"]
-    mean = fmean(rewards) if rewards else 0.0
-
-    def neutral(rows: list[Row]) -> list[Row]:
-        rewards_T = np.zeros_like(rows[-1].rewards)
-        rewards_T[-1] = mean
-        return [*rows[:-1], replace(rows[-1], rewards=rewards_T)]
-
-    return [neutral(rows) if rows[-1].stop_reason == "failed" else rows for rows in samples]

@@ -6,6 +6,8 @@
 
 Work of a claim begins before a newer version that the same answer names is loaded: it was assigned for the version that the engine holds.
 Running training groups go on meanwhile, as `Engine.update_weights` says; running evaluation is waited for, since a score belongs to one version.
+Where an answer says that the trainer waits for the devices, the engine sleeps as soon as all that it has generated is handed over, until there is a
+newer version and the controller says that it may wake.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ from hpcrl.rollout.engines.base import Engine, Launched
 from hpcrl.rollout.engines.watchdog import run_watched
 from hpcrl.rollout.evaluate import evaluated_text
 from hpcrl.rollout.fetch import fetch
-from hpcrl.rollout.generate import Group, GroupGenerator
+from hpcrl.rollout.generate import GroupGenerator
+from hpcrl.rollout.group import Group
 from hpcrl.rollout.lessons import Lessons
 from hpcrl.rollout.limiter import ConcurrencyLimiter
 from hpcrl.rollout.metrics import RolloutMetrics
@@ -51,7 +54,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _LOAD_S = 1.0
-_TAKES_IN = "update_weights"
+_TAKES_IN, _ASLEEP = "update_weights", "asleep"
 
 
 @dataclass(frozen=True)
@@ -148,6 +151,7 @@ class Worker:
         self._updating: str | None = None
         self._weights = engine.version, ""  # what it is proven to hold, and the digest of that
         self._stop: str | None = None
+        self._must_sleep = False
         self._news = asyncio.Event()
 
     async def run(self) -> None:
@@ -175,12 +179,15 @@ class Worker:
         update: asyncio.Task[None] | None = None
         delivery: asyncio.Task[None] | None = None
         while self._stop is None:
+            if self._must_sleep and not (self._flight or self._finished or update or delivery):
+                await self._sleep()
+                continue
             free, behind = self._free(), self._newest > self._engine.version or self._lacks_first
             evaluating = any(item.kind == "eval" for item in self._flight.values())
             # a claim under way may be answered with work for the version at hand; with news it is answered at once
             if behind and self._metrics and update is None and claim is None and not evaluating:
                 update = asyncio.create_task(self._update(self._newest))
-            if not behind and claim is None and free > 0:
+            if not behind and claim is None and free > 0 and not self._must_sleep:
                 claim = asyncio.create_task(self._claim(free))
             news = asyncio.create_task(self._news.wait())
             waited = [task for task in (news, claim, update, delivery, *self._flight) if task is not None]
@@ -200,10 +207,27 @@ class Worker:
             if claim is not None and claim.done():
                 answer, claim = claim.result(), None
                 self._note_answer(answer)
+                self._must_sleep = answer["sleep"]
                 self._begin([Work.from_json(item) for item in answer["work"]])
         while delivery := delivery or self._deliver():
             await delivery
             delivery = None
+
+    async def _sleep(self) -> None:
+        """Let the engine sleep while the trainer has its devices, and return when it may wake, with the next version."""
+        began, self._updating = time.monotonic(), _ASLEEP
+        self._note_phase()
+        await self._engine.sleep()
+        asleep = time.monotonic()
+        self._tell_state()
+        while self._stop is None and self._must_sleep:
+            answer = await self._call("turn")
+            self._stop, self._must_sleep = answer["stop"] or self._stop, not answer["turn"]
+            self._newest = max(self._newest, answer["version"] or 0)
+        seconds = {"weights/sleep_seconds": asleep - began, "generate/asleep_seconds": time.monotonic() - asleep}
+        self._rollout_metrics.add(seconds)
+        self._updating = None
+        self._tell_state()
 
     def _note_phase(self) -> None:
         """Note in the timeline what the engine does: it takes in weights, or else generates, or else waits for weights or work."""
@@ -352,11 +376,16 @@ class Worker:
 
     async def _report(self) -> None:
         while True:
-            running, version = len(self._flight), self._engine.version
-            state = f"generating {running} groups" if running else f"ready v{version}"
-            self._status.write(state, version=version, groups=running, **self._rollout_metrics.values())
+            state, version = self._tell_state(), self._engine.version
             self._note_answer(await self._call("report", version=version, state=state, holding=self._holding()))
             await asyncio.sleep(RENEW_S)
+
+    def _tell_state(self) -> str:
+        running, version = len(self._flight), self._engine.version
+        idle = _ASLEEP if self._updating == _ASLEEP else f"ready v{version}"
+        state = f"generating {running} groups" if running else idle
+        self._status.write(state, version=version, groups=running, **self._rollout_metrics.values())
+        return state
 
     async def _adapt_limit(self) -> None:
         while True:

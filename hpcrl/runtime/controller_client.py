@@ -4,7 +4,8 @@ Controller routes, all POST, all JSON (`worker` is a process status name such as
 
     /report      {worker, version, state, holding?} -> {stop, version, unwanted}
     /claim      {worker, version, capacity, holding: [group_id]}
-                                                   -> {stop, version, unwanted, work: [Work]}    waits up to 10 s for work or a newer version
+                                                   -> {stop, version, unwanted, sleep, work: [Work]}    waits up to 10 s for work or a newer version
+    /turn       {worker}                           -> {stop, version, turn}              its engine sleeps: waits up to 10 s until it may wake
     /complete   {worker, groups: [GroupMeta]}      -> {accepted: [group_id], rejected: {group_id: reason}}
     /leave      {worker}                           -> {}                                 it, or a scorer, ends, or was seen to end: its groups go to others
     /start      {step}                             -> {total_steps, steps_per_epoch}     trainer: training continues after `step`; null, null: ask again
@@ -22,6 +23,8 @@ What each field may hold, hpcrl/controller/schema.py says; a message that is ref
 `unwanted` names need not be finished any more.
 `version` in an answer is what a worker should load before it claims again, null while the trainer has not started.
 `stop` is null, or why the run ends.
+`sleep` is true where trainer and engines share devices and the trainer waits for this engine: the worker finishes what it holds, puts the engine
+to sleep, and asks for its /turn, as one does before it starts its engine. The trainer gets its batch when no engine is awake.
 """
 
 from __future__ import annotations

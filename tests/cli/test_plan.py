@@ -166,6 +166,32 @@ def test_memory_of_this_machines_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert memory_of_rank(config({"slurm.gpus_per_node": 2}))[0] is None
 
 
+def test_trainer_and_engine_in_turns() -> None:
+    """Each turn has to fit: what the trainer needs beside an engine that sleeps, and the engine's share beside what the trainer keeps."""
+    both = {
+        "trainer.placement.colocate_all": True,
+        "slurm.gpus_per_node": 1,
+        "slurm.gpu_memory_gb": 8,
+    }
+
+    def told(**settings: Any) -> list[str]:
+        lines = list(plan_lines(config({**both, **{name.replace("__", "."): v for name, v in settings.items()}})))
+        assert lines[0] == "node 0: trainer, 1 rank(s) and the controller, in turns with rollout-0, 1 GPU(s)"
+        return [line for line in lines if "turn" in line or "of the device" in line]
+
+    _, trains, room, generates, _, host = told()
+    assert trains.startswith("  in the trainer's turn ")
+    assert trains.endswith(" 2,048.00 of the engine")
+    assert room.endswith(" left")
+    assert generates == "  in the engine's turn 1,024.00 of the trainer and 6,553.60 of the engine"
+    moments = told(trainer__policy__optimizer_config__offload_after_step=False)
+    assert moments[3] != generates, "its moments stay"
+    assert float(moments[-1].split()[-4]) < float(host.split()[-4])
+    greedy = told(generator__inference_engine__gpu_memory_utilization=0.95)
+    assert "warning: 614.40 too few" in greedy[4]
+    assert "unknown" in told(slurm__gpu_memory_gb=None)[1]
+
+
 def test_the_plan_of_the_quickstart(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(QUICKSTART), "slurm.mem_gb=2"]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -73,6 +73,8 @@ def serve_attempt(
     schedule: Schedule = SCHEDULE,
     failed: list[HpcrlError] | None = None,
     scores: ScoreQueue | None = None,
+    *,
+    colocated: bool = False,
 ) -> Served:
     """Start a controller in a thread; it ends as in a run, when the run has finished or failed; `failed` receives the error."""
     listener = bind("127.0.0.1")
@@ -80,7 +82,8 @@ def serve_attempt(
     StatusWriter(run, "controller", attempt).write("serving", url=url)
 
     async def main() -> None:
-        api = Api(Service(run, attempt, schedule, prompts(5), prompts(3), scores=scores), save_seconds=60)
+        service = Service(run, attempt, schedule, prompts(5), prompts(3), scores=scores)
+        api = Api(service, save_seconds=60, colocated=colocated)
         app = Guard(api.routes(), Signed(read_token(run), run.name, attempt))
         try:
             await serve(app, listener, api.watch(run, attempt, print))

@@ -125,6 +125,48 @@ def test_each_scorer_has_the_devices_of_its_ranks(tmp_path: Path) -> None:
     assert given[0]["OMP_NUM_THREADS"] == "4"
 
 
+COLOCATED = [
+    "trainer.placement.colocate_all=true",
+    "trainer.placement.policy_num_nodes=2",
+    "trainer.placement.policy_num_gpus_per_node=4",
+    "generator.inference_engine.num_engines=4",
+    "generator.inference_engine.backend=vllm",
+    "generator.inference_engine.tensor_parallel_size=2",
+    "slurm.gpus_per_node=4",
+    "slurm.cpus_per_task=16",
+]
+
+
+def test_colocated_engines_are_on_the_nodes_and_devices_of_the_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    config = Config.from_toml([QUICKSTART], COLOCATED)
+    nodes = make_plan(config)
+    assert [(node.role, node.ranks, node.replicas, node.gpus, node.gpu_offset) for node in nodes] == [
+        ("trainer", 4, (0, 1), 4, 0),
+        ("trainer", 4, (2, 3), 4, 4),
+    ]
+    assert needed_nodes(nodes) == [0, 1], "neither can be lost"
+    assert describe_plan(nodes) == [
+        "node 0: trainer, 4 rank(s) and the controller, in turns with rollout-0, rollout-1, 4 GPU(s)",
+        "node 1: trainer, 4 rank(s), in turns with rollout-2, rollout-3, 4 GPU(s)",
+    ]
+    environments = Environments(config, nodes[1], 1, "127.0.0.1", None, tmp_path, False)
+    given = {name: environments.of(name) for name in ("trainer-1", "rollout-2", "rollout-3")}
+    assert [one["CUDA_VISIBLE_DEVICES"] for one in given.values()] == ["0,1,2,3", "0,1", "2,3"]
+    assert {one["OMP_NUM_THREADS"] for one in given.values()} == {"4"}, "replicas have the cores of ranks that wait"
+    assert "PYTORCH_ALLOC_CONF" not in given["rollout-2"], "with which vLLM's engines cannot sleep"
+
+
+def test_a_colocated_run_asks_for_the_nodes_of_the_trainer_alone(tmp_path: Path) -> None:
+    settings = [*COLOCATED, *REWARD]
+    config = Config.from_toml([QUICKSTART, ROOT / "slurm" / "sites" / "devcluster.toml"], settings)
+    (script,) = batch_scripts(Submission(tmp_path / "project" / ".slurm" / "mine", [Element("mine", config, [])]))
+    assert "#SBATCH --nodes=3" in script, "the reward model has one of its own"
+    assert "--no-kill" not in script
+
+
 def test_a_lost_replica_is_no_loss_but_a_lost_reward_model_is(tmp_path: Path) -> None:
     """Slurm keeps the job of a run that has replicas elsewhere; with one of them it has none left."""
     for engines, kept in ((1, False), (2, True)):

@@ -26,7 +26,8 @@ class Anything(Schema):
 
 
 class FakeController:
-    """Set `work`, `version`, `stop`, `unwanted` and `claim_takes`, in seconds; look at `completed`, `claims`, `process statuses` and `left`.
+    """Set `work`, `version`, `stop`, `unwanted`, `trains` and `claim_takes`, in seconds; look at `completed`, `claims`, `turns`, `process statuses`
+    and `left`.
 
     What is in `again` is given to the first worker that says it holds something.
     """
@@ -36,6 +37,8 @@ class FakeController:
         self.work: deque[Work] = deque()
         self.version = 0
         self.stop: str | None = None
+        self.trains = False
+        self.turns = 0
         self.claim_takes = 0.0
         self.again: deque[Work] = deque()
         self.completed: list[GroupMeta] = []
@@ -49,12 +52,18 @@ class FakeController:
             self.work.append(self.again.popleft())
         deadline = time.monotonic() + 1.0
         while not (self.work and body["capacity"]) and not self.stop and self.version <= body["version"]:
-            if time.monotonic() > deadline:
+            if self.trains or time.monotonic() > deadline:
                 break
             await asyncio.sleep(0.02)
         await asyncio.sleep(self.claim_takes)
         work = [self.work.popleft().to_json() for _ in range(min(body["capacity"], len(self.work)))]
-        return {"stop": self.stop, "version": self.version, "work": work, "unwanted": self.unwanted}
+        answer = {"stop": self.stop, "version": self.version, "work": work, "unwanted": self.unwanted}
+        return answer | {"sleep": self.trains}
+
+    async def turn(self, body: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG002
+        self.turns += 1
+        await asyncio.sleep(0.05)
+        return {"stop": self.stop, "version": self.version, "turn": not self.trains}
 
     async def complete(self, body: dict[str, Any]) -> dict[str, Any]:
         groups = [GroupMeta.from_json(value) for value in body["groups"]]
@@ -71,7 +80,7 @@ class FakeController:
 
     @contextmanager
     def served(self, run: Run, attempt: int) -> Iterator[FakeController]:
-        handlers = (self.claim, self.complete, self.report, self.leave)
+        handlers = (self.claim, self.turn, self.complete, self.report, self.leave)
         routes = {f"/{handler.__name__}": Route(handler, Anything()) for handler in handlers}
         listener, over = bind("127.0.0.1"), threading.Event()
         serving = serve(

@@ -14,7 +14,8 @@ from hpcrl.config.sections.generator import EvalSamplingParams
 from hpcrl.envs.rewards.response import Response
 from hpcrl.errors import ConfigError, DataError, HpcrlError
 from hpcrl.rollout.engines.vllm.client import EngineClient
-from hpcrl.rollout.generate import Group, GroupGenerator
+from hpcrl.rollout.generate import GroupGenerator
+from hpcrl.rollout.group import Group
 from hpcrl.types import Prompt, Work
 from tests.envs.server import Asked, serving
 from tests.rollout.conftest import WithEngine

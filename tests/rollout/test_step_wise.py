@@ -14,7 +14,7 @@ from hpcrl.data.group_file import check_group, read_group, write_group
 from hpcrl.data.rollouts import evaluated_samples, read_trained
 from hpcrl.envs.base import Turn
 from hpcrl.rollout.evaluate import evaluated_text
-from hpcrl.rollout.generate import Group, neutralize_failed
+from hpcrl.rollout.group import Group, neutralize_failed
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.records import append_text
 from tests.rollout.conftest import WithEngine

@@ -17,7 +17,8 @@ from hpcrl.config.sections.environment import ScoringRewardModelConfig
 from hpcrl.envs.base import Messages, Turn
 from hpcrl.errors import ConfigError
 from hpcrl.rollout.engines.base import Generation
-from hpcrl.rollout.generate import Group, GroupGenerator
+from hpcrl.rollout.generate import GroupGenerator
+from hpcrl.rollout.group import Group
 from hpcrl.rollout.transcript import Template
 from hpcrl.types import Prompt, Sample, Work
 

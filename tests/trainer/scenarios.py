@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -30,10 +31,11 @@ from hpcrl.trainer.advantages import KlRewardPenalty, estimate_advantages
 from hpcrl.trainer.backends.base import UpdateResult
 from hpcrl.trainer.backends.fsdp import sharding
 from hpcrl.trainer.backends.fsdp.engine import FsdpEngine, FsdpPolicy
+from hpcrl.trainer.backends.turns import DeviceTurns
 from hpcrl.trainer.batching import MicroBatchLimit, mini_batches
 from hpcrl.trainer.distributed import World, check_all_reduce, joined
 from hpcrl.trainer.loss import build_objective, build_reduction
-from hpcrl.trainer.metrics import describe_updates
+from hpcrl.trainer.metrics import PhaseTimer, describe_updates
 from hpcrl.trainer.packing import MiniBatch
 from hpcrl.trainer.samples import load_samples
 from hpcrl.trainer.saving.checkpoint import Checkpoints
@@ -110,6 +112,9 @@ def train_steps(
     trained = []
     limit = MicroBatchLimit(options["micro"], options.get("tokens"))
     for step in steps:
+        if options.get("turns"):
+            engine.to_host()
+            engine.to_device()
         batch = Batch.from_json(read_json(run.batch(step)))
         minis = loaded(run, batch, ALGORITHM, 2, world, limit)
         for mini in minis:
@@ -354,8 +359,39 @@ def summing(world: World, options: dict[str, Any]) -> None:
     check_all_reduce(replace(world, rank=7) if world.rank == options.get("wrong") else world)
 
 
+class Leaving:
+    """What takes so long to leave its device."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds, self.calls = seconds, list[str]()
+
+    def to_host(self) -> None:
+        time.sleep(self._seconds)
+        self.calls.append("to_host")
+
+    def to_device(self) -> None:
+        self.calls.append("to_device")
+
+
+def turning(world: World, options: dict[str, Any]) -> None:
+    """The last rank leaves its device late."""
+    model = Leaving(1.0 if world.rank == world.size - 1 else 0.0)
+    turns, timer = DeviceTurns([model, None], world, colocated=True), PhaseTimer()
+    began = time.monotonic()
+    turns.end(timer)
+    left = time.monotonic() - began
+    turns.end(timer)
+    turns.begin(timer)
+    turns.begin(timer)
+    if world.first:
+        apart = DeviceTurns([object()], world, colocated=False).end(timer) or None
+        facts = {"left": left, "calls": model.calls, "apart": apart, "phases": sorted(timer.between())}
+        Path(options["out"]).write_text(json.dumps(facts))
+
+
 SCENARIOS = {
     "summing": summing,
+    "turning": turning,
     "variants": variants,
     "poisoned": poisoned,
     "worth": worth,

@@ -113,12 +113,17 @@ def _penalizes_length(config: ConfigTree) -> bool:
     return any("overlong" in reward_weights(config.environment, kind) for kind in ("train", "eval"))
 
 
-def _of_optimizer(role: str) -> tuple[Switch, Switch]:
+def _of_optimizer(role: str) -> tuple[Switch, ...]:
     def optimizer(config: ConfigTree) -> OptimizerConfig:
         return getattr(config.trainer, role).optimizer_config
 
     path = f"trainer.{role}.optimizer_config."
     return (
+        Switch(
+            (f"{path}offload_after_step",),
+            "trainer.placement.colocate_all",
+            lambda config: config.trainer.placement.colocate_all,
+        ),
         Switch(
             (f"{path}decay_ratio", f"{path}min_lr_factor"),
             f"a {path}scheduler that falls",

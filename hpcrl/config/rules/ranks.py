@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from hpcrl.config.derive import (
     critic_model_parallel_size,
     critic_ranks,
+    engine_gpus,
     has_own_critic,
     is_offline,
     model_parallel_size,
@@ -23,6 +24,8 @@ from hpcrl.config.rules.megatron_layouts import shared_sample
 from hpcrl.config.scorers import trainer_has_reference
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.config.sections.tree import ConfigTree
+
+_COLOCATED = "trainer.placement.colocate_all"
 
 
 def _roles(trainer: TrainerConfig) -> dict[str, tuple[int, int]]:
@@ -125,16 +128,39 @@ def colocated_engines(config: ConfigTree) -> Iterator[Problem]:
     engine, trainer = config.generator.inference_engine, config.trainer
     if not trainer.placement.colocate_all:
         return
+    if is_offline(trainer):
+        yield Problem(
+            _COLOCATED,
+            f'has no effect with trainer.mode="{trainer.mode}", whose steps wait for no engine; leave it out',
+        )
+        return
     sizes = (engine.tensor_parallel_size, engine.pipeline_parallel_size, engine.data_parallel_size)
     engines = engine.num_engines * math.prod(sizes)
     if engines != trainer_ranks(trainer):
         yield Problem(
-            "trainer.placement.colocate_all",
+            _COLOCATED,
             f"the engines use {engines} GPUs (num_engines x tensor, pipeline and data parallel size), the trainer "
             f"{trainer_ranks(trainer)}; make them equal",
         )
+    elif trainer.placement.policy_num_gpus_per_node % engine_gpus(engine):
+        yield Problem(
+            "generator.inference_engine.tensor_parallel_size",
+            f"with {_COLOCATED} the GPUs of a replica, {engine_gpus(engine)}, must divide those that the trainer has on a node, "
+            f"{trainer.placement.policy_num_gpus_per_node} (trainer.placement.policy_num_gpus_per_node)",
+        )
     if trainer.fully_async.max_staleness_steps:
         yield Problem(
-            "trainer.placement.colocate_all",
+            _COLOCATED,
             "trainer and engines take turns on their GPUs, so trainer.fully_async.max_staleness_steps must be 0",
         )
+    if trainer.strategy == "megatron":
+        yield Problem(
+            _COLOCATED,
+            "the buffers of Megatron-core's parameters and gradients do not leave their GPUs; use trainer.strategy=fsdp2, or set it to false",
+        )
+    for path, value in (
+        ("slurm.elastic.replicas", config.slurm.elastic.replicas),
+        ("slurm.replicas_per_node", config.slurm.replicas_per_node),
+    ):
+        if value:
+            yield Problem(path, f"engines are on the trainer's nodes, all of them ({_COLOCATED}); leave it out")

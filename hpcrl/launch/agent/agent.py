@@ -2,7 +2,8 @@
 
 It takes its role from the plan by its node id, starts that role's processes, supervises them, and ends when the attempt has an outcome:
 
-    trainer node    torchrun jobs/train.py (one rank: without torchrun); on node 0 also jobs/controller.py
+    trainer node    torchrun jobs/train.py (one rank: without torchrun); on node 0 also jobs/controller.py; where engines have the trainer's
+                    devices, jobs/rollout.py as on a rollout node
     rollout node    jobs/rollout.py, one per replica; one that fails is started again
     reward node     jobs/reward.py, one per service of the reward model; one that fails is started again, and ends the attempt when it fails
                     too often

@@ -53,7 +53,9 @@ class Environments:
         # glibc gives threads heaps of their own, eight per core, each of which keeps what was freed in it
         environment.setdefault("MALLOC_ARENA_MAX", "2")
         if self._cpus:
-            processes = max(1, node.ranks + len(node.workers) * node.scorer_ranks)
+            workers = len(node.workers) * node.scorer_ranks
+            # those of a node with both take turns
+            processes = max(node.ranks, workers) if node.replicas else node.ranks + workers
             environment["OMP_NUM_THREADS"] = str(max(1, self._cpus // processes))
         if node.gpus:
             mine = visible_devices(node, self._shared)

@@ -33,7 +33,7 @@ def attach(run: Run, node: str | None, role: str | None, command: Sequence[str])
     plan, hosts = make_plan(Config.from_toml([run.config])), read_attempts(run)[-1].hosts
     chosen = choose(plan, hosts, node, role)
     inside = [
-        sys.executable, "-m", "hpcrl.launch.attach.remote", str(run.path), str(state.attempt), str(chosen.index), chosen.role, *command,
+        sys.executable, "-m", "hpcrl.launch.attach.remote", str(run.path), str(state.attempt), str(chosen.index), role or chosen.role, *command,
     ]  # fmt: skip
     sys.stdout.flush()
     terminal = ["--pty"] if os.isatty(0) and os.isatty(1) else []
@@ -75,7 +75,8 @@ def choose(plan: Sequence[Node], hosts: Sequence[str], node: str | None, role: s
     fitting = [
         one
         for one in plan
-        if (role is None or one.role == role) and (node is None or node in (str(one.index), hosts[one.index]))
+        if (role in (None, one.role) or (role == "rollout" and one.replicas))
+        and (node is None or node in (str(one.index), hosts[one.index]))
     ]
     if not fitting:
         listed = ", ".join(f"{one.index} {hosts[one.index]} ({one.role})" for one in plan)

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.rundir.commit import write_text
+from hpcrl.runtime.gpu_memory import nvidia_smi
 from hpcrl.runtime.scratch import remove_abandoned
 
 PACKAGES = ("hpcrl", "torch", "vllm", "transformers", "safetensors", "submitit", "pydantic", "tensorboard", "numpy")
@@ -122,7 +123,7 @@ def filesystem(path: Path, mountinfo: str) -> str:
 def gpus_here() -> list[dict[str, str]]:
     """Return index, uuid, name, driver and memory of the GPUs that this process may use."""
     names = ("index", "uuid", "name", "driver", "memory")
-    rows = [line.split(", ") for line in _nvidia_smi("gpu=index,uuid,name,driver_version,memory.total")]
+    rows = [line.split(", ") for line in nvidia_smi("gpu=index,uuid,name,driver_version,memory.total")]
     return [dict(zip(names, row, strict=True)) for row in rows if len(row) == len(names)]
 
 
@@ -140,7 +141,7 @@ def gpu_processes(gpus: Sequence[Mapping[str, str]], devices: Sequence[str]) -> 
         if gpu["index"] == device or gpu["uuid"].startswith(device)
     }
     found = []
-    for line in _nvidia_smi("compute-apps=gpu_uuid,pid,used_memory,process_name"):
+    for line in nvidia_smi("compute-apps=gpu_uuid,pid,used_memory,process_name"):
         uuid, pid, memory, name = (*line.split(", ", 3), "", "", "")[:4]
         if uuid in mine and pid.isdecimal():
             size = re.fullmatch(r"(\d+) MiB", memory)
@@ -153,15 +154,6 @@ def gpu_processes(gpus: Sequence[Mapping[str, str]], devices: Sequence[str]) -> 
             }
             found.append(one)
     return found
-
-
-def _nvidia_smi(query: str) -> list[str]:
-    try:
-        command = ["nvidia-smi", f"--query-{query}", "--format=csv,noheader"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return done.stdout.splitlines() if done.returncode == 0 else []
 
 
 def _owner(pid: str) -> str:

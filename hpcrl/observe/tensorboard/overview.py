@@ -17,7 +17,7 @@ from hpcrl.observe.summary import STEP_SECONDS
 ATTEMPT = "resilience/attempt"
 SHARE = "time_share/"
 _TIMING, _WAITING = "timing/", "timing/wait_for_generation_buffer"
-_PARTS_OF_OTHERS = (STEP_SECONDS, "timing/publish_weights")
+_PARTS_OF_OTHERS = (STEP_SECONDS, "timing/publish_weights", "timing/offload")
 _WAITS_FOR_POLICY = "timing/wait_for_policy"
 _OF_CRITICS_RANKS = (_WAITS_FOR_POLICY, "timing/critic_train")  # at the same time, where it has ranks of its own
 _ALWAYS = ("reward/", "eval/")

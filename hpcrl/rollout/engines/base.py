@@ -138,10 +138,19 @@ class Engine(ABC):
 
         Running requests go on with the new weights. Their key-value caches are dropped and computed again, so that each token's logprob
         belongs to exactly one version; unless they are to keep them. Where a version is an adapter, an engine may let them go on with the
-        adapter that they began with instead, and then does not pause.
+        adapter that they began with instead, and then does not pause. An engine that sleeps wakes: its weights before it loads, its caches
+        afterwards, and there are seconds of that too.
 
         Raises:
             EngineError: the engine could not load them, or a rank of it holds others. It is unusable then.
+        """
+
+    @abstractmethod
+    async def sleep(self) -> None:
+        """Leave the memory of its devices to others until `update_weights`. Nothing is being generated, and nothing is asked meanwhile.
+
+        Raises:
+            EngineError: it could not.
         """
 
     @abstractmethod

@@ -71,7 +71,7 @@ NOT_AS_RL = {
     "03_sft_pp2_cp2_qwen2.5-7b": ["unconverted.policy.parallelism.dp_shard_size"],
     "04_distill_deepmath_qwen3-8b": [],
     "05_grpo_multiturn_qwen2.5-3b": ["unconverted.rollout.multi_turn_config.enable"],
-    "10_vla_openvla-oft_libero": ["vla.enable", "trainer.placement.colocate_all"],
+    "10_vla_openvla-oft_libero": ["vla.enable"],
     "12_sft_moe_deepseek-v3_pp4_ep64": [],
     "gym_cartpole": ["unconverted.train.train_policy.trainer_type", "unconverted.rollout.backend", "data.train_data"],
     "trtllm_backend": ["unconverted.rollout.backend"],
@@ -197,6 +197,18 @@ def test_one_profiler_at_a_time() -> None:
     assert [entry.kind for entry in both.entries if entry.source == "profiler.enable_profiler"] == ["dropped"]
     alone = of({"profiler": {"enable_profiler": True}})
     assert alone.values["trainer.profiler.enable"] is True
+
+
+def test_engines_on_the_policys_gpus() -> None:
+    tree = {
+        "mode": "colocated",
+        "train": {"train_policy": {"type": "grpo", "dataset": {"name": "d"}}},
+        "policy": {"model_name_or_path": "m", **one_replica(dp_shard_size=4)},
+        "rollout": {"parallelism": {"tp_size": 2, "dp_shard_size": 1}},
+    }
+    values = of(tree).values
+    assert values["trainer.placement.colocate_all"] is True
+    assert values["generator.inference_engine.num_engines"] == 2
 
 
 def test_robots() -> None:

@@ -7,12 +7,11 @@ import pytest
 from hpcrl.config import Config
 from hpcrl.config.convert.skyrl.convert import convert_script
 from hpcrl.errors import ConfigError
-from tests.config.convert.skyrl_material import load
+from tests.config.convert.skyrl_material import ENGINE, command, kinds, load
 
 BASE = (
     "data.train_data=\"['$HOME/t.parquet']\" data.val_data=\"['$HOME/v.parquet']\" trainer.policy.model.path=org/model "
 )
-ENGINE = "generator.inference_engine."
 MAIN = "uv run --isolated --with 'x==1' -m skyrl.train.entrypoints.main_base "
 
 
@@ -124,3 +123,27 @@ def test_settings_that_are_settled_by_hand_are_accepted(tmp_path: Path) -> None:
         "\n".join(line for line in text.splitlines() if not line.startswith('"mine.main"'))
     )
     assert Config.from_toml([tmp_path / "settled.toml"]).environment.env_class is None
+
+
+@pytest.mark.parametrize(
+    ("words", "shared"),
+    [
+        ([], True),
+        (
+            [
+                "trainer.placement.policy_num_gpus_per_node=4",
+                ENGINE + "num_engines=2",
+                ENGINE + "tensor_parallel_size=2",
+            ],
+            True,
+        ),
+        ([ENGINE + "num_engines=2"], False),
+        (["trainer.strategy=megatron"], False),
+        (["trainer.placement.colocate_all=false"], False),
+    ],
+)
+def test_trainer_and_engines_share_gpus_where_they_did_and_can(words: list[str], shared: bool) -> None:
+    offload = "trainer.policy.optimizer_config.offload_after_step"
+    conversion = command(*words, f"{offload}=false")
+    assert conversion.values["trainer.placement.colocate_all"] is shared
+    assert kinds(conversion, offload) == {"mapped" if shared else "dropped"}

@@ -40,7 +40,7 @@ def test_the_overview_page_says_what_the_run_did() -> None:
     assert values["trainer.algorithm.loss_reduction"] == "sequence_mean"  # the old formula
     assert values["trainer.algorithm.policy_loss_type"] == "regular"
     assert values["trainer.algorithm.kl_estimator_type"] == "k3"
-    assert values["trainer.placement.colocate_all"] is False
+    assert values["trainer.placement.colocate_all"] is True
     assert values["trainer.ref.fsdp_config.cpu_offload"] is True
     assert values["generator.inference_engine.weight_sync_backend"] == "filesystem"
     assert values["trainer.logger"] == "wandb"
@@ -228,7 +228,7 @@ def test_logprobs_are_always_returned(value: str, kind: str) -> None:
         ("trainer.export_path=/exports", "dropped"),
         ("trainer.log_path=/tmp", "dropped"),
         ("trainer.policy.model.lora.lora_sync_path=/tmp", "dropped"),
-        ("trainer.policy.optimizer_config.offload_after_step=false", "dropped"),
+        (ENGINE + "weight_transfer_threshold_cuda_ipc_GB=2.0", "dropped"),
         ("trainer.critic.optimizer_config.lr=1e-5", "dropped"),
         ("trainer.policy.megatron_config.tensor_model_parallel_size=2", "dropped"),
         ("trainer.fully_async.max_staleness_steps=2", "dropped"),

@@ -179,6 +179,33 @@ SKYRL = [
         {**COLOCATED, **FOUR_GPUS, f"{ENGINE}.num_engines": 2, f"{ENGINE}.tensor_parallel_size": 2},
     ),
     Case(
+        "a colocated replica is on one node",
+        {**COLOCATED, f"{PLACEMENT}.policy_num_nodes": 2, f"{PLACEMENT}.policy_num_gpus_per_node": 3, f"{ENGINE}.num_engines": 3, f"{ENGINE}.tensor_parallel_size": 2,
+         "trainer.train_batch_size": 768, "trainer.policy_mini_batch_size": 768},
+        f"{ENGINE}.tensor_parallel_size", "must divide those that the trainer has on a node, 3",
+        {**COLOCATED, f"{PLACEMENT}.policy_num_nodes": 2, f"{PLACEMENT}.policy_num_gpus_per_node": 2, f"{ENGINE}.num_engines": 2, f"{ENGINE}.tensor_parallel_size": 2},
+    ),
+    Case(
+        "what learns from datasets waits for no engine",
+        {**COLOCATED, **SFT}, f"{PLACEMENT}.colocate_all", 'no effect with trainer.mode="sft"',
+        SFT,
+    ),
+    Case(
+        "Megatron-core's models stay on their GPUs",
+        {**COLOCATED, **NO_KL, "trainer.strategy": "megatron"}, f"{PLACEMENT}.colocate_all", "use trainer.strategy=fsdp2",
+        {**NO_KL, "trainer.strategy": "megatron"},
+    ),
+    Case(
+        "no replicas come and go beside the trainer",
+        {**COLOCATED, "slurm.elastic.replicas": 1}, "slurm.elastic.replicas", "engines are on the trainer's nodes",
+        {"slurm.elastic.replicas": 1},
+    ),
+    Case(
+        "an optimizer's state leaves the GPU for engines alone",
+        {f"{OPTIMIZER}.offload_after_step": False}, f"{OPTIMIZER}.offload_after_step", "no effect without trainer.placement.colocate_all",
+        {**COLOCATED, f"{OPTIMIZER}.offload_after_step": False},
+    ),
+    Case(
         "a colocated critic has the policy's GPUs",
         {**COLOCATED, **CRITIC, f"{PLACEMENT}.critic_num_gpus_per_node": 2},
         f"{PLACEMENT}.critic_num_gpus_per_node", "leave it out or set trainer.placement.colocate_all=false",

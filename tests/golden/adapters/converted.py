@@ -34,8 +34,8 @@ _COSMOS_BASE: dict[str, Any] = {
 def skyrl(overrides: Mapping[str, Any], *, checked: bool = True) -> Config:
     """Return what SkyRL's overrides become.
 
-    Where SkyRL lets trainer and engines share GPUs, its default, the converter gives engines nodes of their own; that sharing would
-    work is checked too, because SkyRL checks it. Features that are still to be built refuse nothing here.
+    Where SkyRL lets trainer and engines share GPUs, its default, and they cannot here, the converter gives engines nodes of their own; that
+    sharing would work is checked too, because SkyRL checks it. Features that are still to be built refuse nothing here.
 
     Args:
         overrides: dotted names to values, YAML where they are text.

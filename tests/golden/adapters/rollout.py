@@ -13,7 +13,8 @@ from hpcrl.config import GeneratorConfig
 from hpcrl.controller.metrics import batch_metrics
 from hpcrl.envs.base import Messages, Turn
 from hpcrl.rollout.engines.base import Generation, engine_sampling
-from hpcrl.rollout.generate import Group, GroupGenerator, apply_stop_reason
+from hpcrl.rollout.generate import GroupGenerator
+from hpcrl.rollout.group import Group, apply_stop_reason
 from hpcrl.rollout.transcript import Transcript
 from hpcrl.types import Batch, Prompt, Sample, Work
 from tests.golden.adapters.converted import skyrl

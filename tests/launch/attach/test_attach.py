@@ -24,6 +24,8 @@ def test_node_by_role_name_and_number() -> None:
     assert choose(PLAN, HOSTS, None, None).index == 0
     assert choose(PLAN, HOSTS, None, "rollout").index == 2
     assert choose(PLAN, HOSTS, None, "reward").index == 3
+    both = [Node(0, "trainer", 1, (0,), 0, 0)]
+    assert choose(both, HOSTS, None, "rollout").role == "trainer", "engines that take turns with it are there"
     assert choose(PLAN, HOSTS, "b", None).index == choose(PLAN, HOSTS, "1", "trainer").index == 1
     with pytest.raises(
         RunError, match=r"no rollout node b; it has 0 a \(trainer\), 1 b \(trainer\), 2 c \(rollout\), 3 d"

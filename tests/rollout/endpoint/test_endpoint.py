@@ -24,7 +24,8 @@ from hpcrl.rollout.endpoint.server import serving
 from hpcrl.rollout.endpoint.session import AT_ONCE
 from hpcrl.rollout.engines.base import Engine
 from hpcrl.rollout.engines.embedded.launch import Embedded
-from hpcrl.rollout.generate import Group, GroupGenerator
+from hpcrl.rollout.generate import GroupGenerator
+from hpcrl.rollout.group import Group
 from hpcrl.runtime.http_server import MAX_BODY
 from hpcrl.types import Prompt, Work
 from tests.rollout.conftest import WithEngine, runner

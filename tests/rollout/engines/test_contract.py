@@ -136,6 +136,21 @@ def test_new_weights_answer_the_same_prompt(with_each_engine: WithEngine[Any], m
     with_each_engine(play)
 
 
+def test_an_engine_that_has_slept_wakes_with_new_weights(with_each_engine: WithEngine[Any], models: list[Path]) -> None:
+    async def play(engine: Engine) -> None:
+        for version, model in enumerate([models[1], models[2]], 1):
+            await engine.generate(LONG_PROMPT, 2, 8, WHOLE)
+            await engine.sleep()
+            assert not engine.waiting
+            seconds = await engine.update_weights(as_version(model, version))
+            assert 0 < seconds["weights/wake_seconds"] < seconds["weights/pause_seconds"]
+            for said in await engine.generate(LONG_PROMPT, 2, 8, WHOLE):
+                assert_close(said, model, LONG_PROMPT)
+        assert "weights/wake_seconds" not in await engine.update_weights(as_version(models[0], 3))
+
+    with_each_engine(play)
+
+
 async def updated_while_running(engine: Engine, weights: Path) -> list[Generation]:
     newer = as_version(weights, 1)
     sampling = {"temperature": 1.0, "max_tokens": LENGTH, "ignore_eos": True}

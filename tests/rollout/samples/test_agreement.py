@@ -30,7 +30,8 @@ from hpcrl.data.group_file import read_group, write_group
 from hpcrl.errors import ConfigError
 from hpcrl.rollout.engines.base import Engine, Launched
 from hpcrl.rollout.engines.vllm.server import Server
-from hpcrl.rollout.generate import Group, GroupGenerator
+from hpcrl.rollout.generate import GroupGenerator
+from hpcrl.rollout.group import Group
 from hpcrl.rollout.lessons import Lessons
 from hpcrl.runtime.heartbeat import Heartbeat
 from hpcrl.runtime.signals import StopSignal

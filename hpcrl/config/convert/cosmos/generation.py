@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import PurePosixPath
 from typing import Any
@@ -37,6 +38,10 @@ def kind_of_run(source: Resolved, values: dict[str, Any]) -> Iterator[Entry]:
     if not is_grpo(source):
         return
     values["trainer.placement.colocate_all"] = source["mode"] != "disaggregated"
+    if values["trainer.placement.colocate_all"]:  # each of its processes generates too
+        ranks = math.prod(values[f"trainer.placement.policy_num_{what}"] for what in ("nodes", "gpus_per_node"))
+        width = math.prod(max(1, source[f"rollout.parallelism.{size}_size"]) for size in ("tp", "pp", "dp_shard"))
+        values[f"{_ENGINE}.num_engines"] = max(1, ranks // width)
     if backend in ("vllm", "vllm_async"):
         values[f"{_ENGINE}.backend"] = "vllm"
     elif backend not in _NO_ENGINES:

@@ -7,7 +7,7 @@ What counts is what the source's run did:
   (ranks, tensor parallelism, graphs, loss_reduction). A YAML file is of the old layout if it has a name that only that layout has; a
   command line only if it has one that the present SkyRL refuses, because flat `generator.` names are still taken with the new defaults.
 * Defaults that differ on purpose (`unimplemented.DIFFERENT_DEFAULTS`) stay as they are here: names, trackers, how weights reach the engines. Colocation is
-  SkyRL's default; here trainer and engines get nodes of their own, which costs nodes and changes no result.
+  SkyRL's default, and is written; where it cannot be, with Megatron-core, trainer and engines get nodes of their own, which costs nodes and changes no result.
 * The old policy loss was a mean over samples of token means; a file of the old layout that names neither the loss's reduction nor its
   new name gets loss_reduction = "sequence_mean". In SkyRL "token_mean" is a mean per micro-batch; here it is of the whole mini-batch.
 * Settings without effect in the source are dropped: a critic's without a critic, Megatron's with FSDP, fully asynchronous ones in
@@ -32,6 +32,7 @@ from hpcrl.config.convert.skyrl.translate import (
     colocate_all,
     has_critic,
     has_reference,
+    is_colocated,
     is_fully_async,
     left_out_cap,
     location,
@@ -62,7 +63,6 @@ _OFFLOADED = (
     "trainer.policy.optimizer_config.offload_after_step",
     "trainer.critic.optimizer_config.offload_after_step",
 )
-_ONLY_COLOCATED = (*_OFFLOADED, _ENGINE + "weight_transfer_threshold_cuda_ipc_GB")
 _CRITICS = (
     "trainer.critic.",
     "trainer.critic_mini_batch_size",
@@ -225,8 +225,10 @@ def _without_effect(source: Source, path: str) -> str | None:
         return "had no effect with one turn, without stop texts and with the model's own chat template"
     if path == _TRAIN + "repetition_penalty":
         return "SkyRL never hands it to the engine, and hpcrl refuses it in training"
-    if path in _ONLY_COLOCATED:
+    if path in _OFFLOADED and not is_colocated(source):
         return "has an effect only where trainer and engines share GPUs"
+    if path == _ENGINE + "weight_transfer_threshold_cuda_ipc_GB":
+        return "weights reach the engines through files"
     return None
 
 

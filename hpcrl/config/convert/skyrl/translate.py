@@ -179,12 +179,26 @@ def _both_models(last: str) -> Translation:
     return both
 
 
+def is_colocated(source: Source) -> bool:
+    """Whether trainer and engines share GPUs here too."""
+    return source[_PLACEMENT + "colocate_all"] is True and _cannot_share(source) is None
+
+
+def _cannot_share(source: Source) -> str | None:
+    if source["trainer.strategy"] == "megatron":
+        return "Megatron-core's models cannot leave their GPUs here"
+    nodes, gpus = (source.number(f"{_PLACEMENT}policy_num_{what}") for what in ("nodes", "gpus_per_node"))
+    width = source.number(_ENGINE + "tensor_parallel_size")
+    fits = nodes * gpus == source.number(_ENGINE + "num_engines") * width and gpus % max(1, width) == 0
+    return None if fits else "trainer and engines have different numbers of GPUs"
+
+
 def colocate_all(source: Source, conversion: Conversion, path: str) -> None:
-    """Give engines nodes of their own; also called where the setting is left out, because SkyRL colocates by default."""
+    """Also called where the setting is left out, because SkyRL colocates by default. Where it cannot be, engines get nodes of their own."""
     name, value = source.names.get(path, path), source[path]
-    if value is not True:
+    if value is not True or is_colocated(source):
         conversion.values[path] = value
-        conversion.note("mapped", name, path)
+        conversion.note("mapped", name, path, "" if path in source.given else "left out: SkyRL's default, true")
         return
     conversion.values[path] = False
     nodes, gpus = (source.number(f"{_PLACEMENT}policy_num_{what}") for what in ("nodes", "gpus_per_node"))
@@ -193,7 +207,7 @@ def colocate_all(source: Source, conversion: Conversion, path: str) -> None:
         "translated",
         name,
         path,
-        f"true{'' if path in source.given else ' by default'}: trainer and engines do not share GPUs here; the trainer has {nodes} x {gpus} GPUs, "
+        f"true{'' if path in source.given else ' by default'}, but {_cannot_share(source)}; the trainer has {nodes} x {gpus} GPUs, "
         f"{engines} replica(s) of {parallel} GPU(s) have nodes of their own, so that the run needs more nodes than in SkyRL",
     )
 

@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedModel
@@ -24,7 +24,7 @@ from hpcrl.rollout.engines.proof import check_probe, check_ranks, difference, to
 from hpcrl.rollout.limiter import Load
 from hpcrl.rollout.threads import in_thread
 
-_UPDATE = "update_weights"
+_UPDATE, _SLEEP = "update_weights", "sleep"
 
 
 class EmbeddedEngine(Engine):
@@ -43,6 +43,7 @@ class EmbeddedEngine(Engine):
         self._who = f"the inference engine of {replica}" if replica else "the inference engine"
         self._waiting, self.answered = Counter[str](), 0
         self._named: dict[str, tuple[Request, set[int]]] = {}
+        self._device, self._asleep = model.device, False
         self.version = compute.version
 
     @property
@@ -51,7 +52,7 @@ class EmbeddedEngine(Engine):
 
     @property
     def loading(self) -> bool:
-        return self._waiting[_UPDATE] > 0
+        return self._waiting[_UPDATE] + self._waiting[_SLEEP] > 0
 
     @contextmanager
     def _asked(self, what: str) -> Iterator[None]:
@@ -110,13 +111,16 @@ class EmbeddedEngine(Engine):
     async def update_weights(self, weights: PublishedWeights) -> dict[str, float]:
         def take() -> dict[str, float]:
             started = time.monotonic()
+            woke = self._wake()
+            loading = time.monotonic()
             replace = replace_adapter if weights.adapter else replace_weights
             replace(self._model, tensors, weights.path)
             loaded = time.monotonic()
             self._compute.version = weights.version
             if not self._keep_cache:
                 self._compute.recompute()
-            return {"weights/pause_seconds": time.monotonic() - started, "weights/load_seconds": loaded - started}
+            pause, load = time.monotonic() - started, loaded - loading
+            return {"weights/pause_seconds": pause, "weights/load_seconds": load, **woke}
 
         with self._asked(_UPDATE):
             tensors, proof = await in_thread(read_tensors, weights)
@@ -124,6 +128,24 @@ class EmbeddedEngine(Engine):
             metrics = await asyncio.wrap_future(self._compute.between_tokens(take))
         self.version = weights.version
         return metrics
+
+    async def sleep(self) -> None:
+        def rest() -> None:
+            cast(Any, self._model).to("cpu")  # caches have gone with the rows that they were of
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()
+
+        with self._asked(_SLEEP):
+            await asyncio.wrap_future(self._compute.between_tokens(rest))
+        self._asleep = True
+
+    def _wake(self) -> dict[str, float]:
+        if not self._asleep:
+            return {}
+        started = time.monotonic()
+        cast(Any, self._model).to(self._device)
+        self._asleep = False
+        return {"weights/wake_seconds": time.monotonic() - started}
 
     async def probe(self, weights: PublishedWeights, dtype: str, allowed: float | None) -> float | None:
         probe = weights.probe

@@ -19,13 +19,16 @@ from hpcrl.rollout.engines.base import Engine, Generation, leaves_out
 from hpcrl.rollout.engines.proof import check_probe, check_ranks, difference, tolerance
 from hpcrl.rollout.engines.vllm.middleware import ENDED, LEFT_OUT, PATH, TOKEN_ID
 from hpcrl.rollout.limiter import Load
+from hpcrl.rollout.threads import in_thread
+from hpcrl.runtime.gpu_memory import describe_memory
 
 _TOKENS = "vllm:generation_tokens_total"
 _USAGE, _QUEUED = "vllm:kv_cache_usage_perc", "vllm:num_requests_waiting"
 _PREEMPTED = "vllm:num_preemptions_total"
 _PROOF, _ADAPTER_PROOF = "weight_proof", "adapter_proof"  # of vLLM's workers (weight_engine.WeightProof)
 _ADD_ADAPTER, _DROP_ADAPTER = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
-_LOADING = ("/start_weight_update", "/update_weights", "/finish_weight_update", _ADD_ADAPTER)
+_SLEEP, _WAKE = "/sleep", "/wake_up"
+_LOADING = ("/start_weight_update", "/update_weights", "/finish_weight_update", _ADD_ADAPTER, _SLEEP, _WAKE)
 _NAMED = "generate-tokens-"  # what vLLM puts before a request's id
 _AT_ONCE_S = 5.0  # of what the server answers whatever the engine does
 _GREEDY = 1e-5  # vLLM samples greedily at temperatures below
@@ -100,10 +103,20 @@ class EngineClient(Engine):
         headers: sent with every request; they carry the token.
         keep_cache: whether running requests keep their key-value caches over an update (generator.inference_engine.keep_cache_on_update).
         replica: name in errors.
+        sleep_level: vLLM's: 1 keeps the weights in host memory while the engine sleeps, 2 forgets them, as all of them come with the next version.
+        share: of a GPU's memory that it has when it is awake, for errors.
     """
 
     def __init__(
-        self, socket: Path, headers: Mapping[str, str], version: int = 0, *, replica: str = "", keep_cache: bool = False
+        self,
+        socket: Path,
+        headers: Mapping[str, str],
+        version: int = 0,
+        *,
+        replica: str = "",
+        keep_cache: bool = False,
+        sleep_level: int = 2,
+        share: float = 1.0,
     ) -> None:
         self._who = f"the inference engine of {replica}" if replica else "the inference engine"
         # each request has a connection of its own, which costs next to nothing on a unix socket: the server closes one that was idle
@@ -115,6 +128,7 @@ class EngineClient(Engine):
             transport=transport, base_url="http://engine", headers=dict(headers), timeout=None
         )
         self.version, self._keep_cache = version, keep_cache
+        self._sleep_level, self._share, self._asleep = sleep_level, share, False
         self._updates = self._dropped = 0
         self.answered = 0
         self._waiting: Counter[str] = Counter()
@@ -189,12 +203,14 @@ class EngineClient(Engine):
             return await self._load_adapter(weights)
         version = weights.version
         started = time.monotonic()
+        woke = await self._wake("weights")
         await self._call("POST", "/pause", params={"mode": "keep", "clear_cache": "false"})
         loading = time.monotonic()
         await self._call("POST", "/start_weight_update")
         await self._call("POST", "/update_weights", json={"update_info": {"path": str(weights.path)}})
         await self._call("POST", "/finish_weight_update", json={"weight_version": str(version)})
         loaded = time.monotonic() - loading
+        woke += await self._wake("kv_cache")
         if (held := await self.weight_version()) != str(version):
             raise EngineError(f"{self._who} was given the weights of version {version} and says that it holds {held!r}")
         check_ranks(await self._on_each_rank(_PROOF), weights, self._who)
@@ -208,15 +224,43 @@ class EngineClient(Engine):
             self._dropped = sum(map(len, counts.values()))
             await self.reset_cache()
         await self._call("POST", "/resume")
-        return {"weights/pause_seconds": time.monotonic() - started, "weights/load_seconds": loaded}
+        return {
+            "weights/pause_seconds": time.monotonic() - started,
+            "weights/load_seconds": loaded,
+            **self._woken(woke),
+        }
+
+    async def sleep(self) -> None:
+        await self._call("POST", _SLEEP, params={"level": str(self._sleep_level)})
+        self._asleep = True
+
+    async def _wake(self, part: str) -> float:
+        """Bring one of vLLM's two kinds of memory back, where the engine sleeps; return the seconds that it took."""
+        if not self._asleep:
+            return 0.0
+        started = time.monotonic()
+        try:
+            await self._call("POST", _WAKE, params={"tags": part})
+        except EngineError as error:
+            found = await in_thread(describe_memory)
+            raise EngineError(
+                f"{self._who} does not wake (its {part}); it wants {self._share:.0%} of each of its GPUs "
+                f"(generator.inference_engine.gpu_memory_utilization){found}: {error}"
+            ) from error
+        return time.monotonic() - started
+
+    def _woken(self, seconds: float) -> dict[str, float]:
+        woke, self._asleep = self._asleep, False
+        return {"weights/wake_seconds": seconds} if woke else {}
 
     async def _load_adapter(self, weights: PublishedWeights) -> dict[str, float]:
         """Load a version beside those that there are: what runs goes on with the adapter that it began with."""
         started = time.monotonic()
+        woke = await self._wake("weights") + await self._wake("kv_cache")
         await self._call(
             "POST", _ADD_ADAPTER, json={"lora_name": _name(weights.version), "lora_path": str(weights.path)}
         )
-        loaded = time.monotonic() - started
+        loaded = time.monotonic() - started - woke
         number = max((await self._on_each_rank("list_loras"))[0])  # vLLM counts them
         check_ranks(await self._on_each_rank(_ADAPTER_PROOF, str(weights.path), number), weights, self._who)
         used = {running.version for running in self._running.values()}
@@ -226,7 +270,7 @@ class EngineClient(Engine):
         self._adapters[weights.version] = number
         self.version = weights.version
         self._updates += 1
-        return {"weights/pause_seconds": 0.0, "weights/load_seconds": loaded}
+        return {"weights/pause_seconds": 0.0, "weights/load_seconds": loaded, **self._woken(woke)}
 
     async def _on_each_rank(self, method: str, *args: Any) -> list[Any]:
         return (await self._call("POST", "/collective_rpc", json={"method": method, "args": args}))["results"]

@@ -72,6 +72,7 @@ class ServerOptions:
         lora_rank: largest rank of the adapters that it loads; 0: it gets whole policies.
         lora_slots: adapters that requests may use at the same time.
         recorded_iterations: that it has Nsight Systems record, under which this process runs; 0: none.
+        sleeps: whether it leaves its GPUs to the trainer in between.
     """
 
     model: Pretrained
@@ -87,6 +88,7 @@ class ServerOptions:
     lora_rank: int = 0
     lora_slots: int = 1
     recorded_iterations: int = 0
+    sleeps: bool = False
 
 
 class Server(Launched):
@@ -101,7 +103,7 @@ class Server(Launched):
     """
 
     def __init__(self, options: ServerOptions, directory: Path, log: Path) -> None:
-        self._log, self._keep_cache = log, options.engine.keep_cache_on_update
+        self._log, self._options = log, options
         self._recorded = options.recorded_iterations > 0
         self.socket = directory / "http"
         self._headers = bearer(read_token_file(options.token_file), options.run_name)
@@ -151,7 +153,11 @@ class Server(Launched):
             EngineClient,  # torch, which takes seconds to import, while the server starts
         )
 
-        return EngineClient(self.socket, self._headers, version, replica=replica, keep_cache=self._keep_cache)
+        engine, level = self._options.engine, 1 if self._options.lora_rank else 2
+        return EngineClient(
+            self.socket, self._headers, version, replica=replica, keep_cache=engine.keep_cache_on_update,
+            sleep_level=level, share=engine.gpu_memory_utilization,
+        )  # fmt: skip
 
     def failure(self, what: str) -> EngineError:
         """Return the error that its log shows first, and the end of the log."""
@@ -203,6 +209,8 @@ def _command(options: ServerOptions, socket: Path) -> list[str]:
         "max-num-seqs": engine.max_num_seqs,
         "enforce-eager": runs_eagerly(engine, on_cpu=options.on_cpu),
         "gpu-memory-utilization": engine.gpu_memory_utilization,
+        # vLLM's build for CPUs refuses the option, and takes the calls as if it had it
+        "enable-sleep-mode": True if options.sleeps and not options.on_cpu else None,
         "logprobs-mode": "processed_logprobs",  # of the distribution that is sampled from: after temperature, top_k, top_p, ...
         "max-logprobs": MOST_KEPT,
         "weight-transfer-config": {"backend": BACKEND},
@@ -312,4 +320,5 @@ def server_options(run: Run, config: Config) -> ServerOptions:
         lora_rank=largest_rank(config.trainer.policy.model.lora) if loads_adapters(config) else 0,
         lora_slots=kept_versions(config.trainer),
         recorded_iterations=config.trainer.profiler.nsys_engine_iterations,
+        sleeps=config.trainer.placement.colocate_all,
     )

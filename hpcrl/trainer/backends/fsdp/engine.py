@@ -42,6 +42,7 @@ from hpcrl.trainer.backends.reference import (
 )
 from hpcrl.trainer.backends.schedule import lr_factor
 from hpcrl.trainer.backends.shares import read, write_folders
+from hpcrl.trainer.backends.turns import moments_to_host
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.models.adapter import Adapter
 from hpcrl.trainer.models.forward import DTYPES, at_temperature, forward_config
@@ -74,6 +75,7 @@ class FsdpEngine(Generic[Model]):
         self._model, self._world, self.data = model, world, world
         self._optimizer_config: OptimizerConfig = section.optimizer_config
         self._stager: DefaultStager | None = None
+        self._away: tuple[list[PackedModel], list[tuple[dict[str, Any], str]]] = [], []
         self._lora = section.model.lora
         self.updates = 0
         self._total_updates = 0
@@ -126,6 +128,24 @@ class FsdpEngine(Generic[Model]):
         squared = torch.stack(norms).square().sum()
         dist.all_reduce(squared, group=one_copy(self._model, self._world))
         return squared.sqrt().item()
+
+    def to_host(self) -> None:
+        # those of cpu_offload are there
+        models = [each for each in self._models() if next(each.parameters()).device.type == self._world.device.type]
+        for model in models:
+            model.to("cpu")
+        self._away = models, moments_to_host(self._optimizer) if self._optimizer_config.offload_after_step else []
+
+    def to_device(self) -> None:
+        models, moments = self._away
+        for model in models:
+            model.to(self._world.device)
+        for state, name in moments:
+            state[name] = state[name].to(self._world.device)
+        self._away = [], []
+
+    def _models(self) -> list[PackedModel]:
+        return [self._model]
 
     def save(self, directory: Path, group: dist.ProcessGroup) -> None:
         write_folders(self._states(), directory, group)
@@ -306,6 +326,9 @@ class FsdpPolicy(FsdpExported[PackedPolicy]):
         else:
             assert self._reference is not None, "this engine was made without a reference"
             yield from self._each_without_gradient(self._reference, batches)
+
+    def _models(self) -> list[PackedModel]:
+        return [self._model, *([self._reference] if self._reference is not None else [])]
 
     def _without_adapters(self) -> dict[str, torch.Tensor]:
         """Return what is trained as it is before training: with its first values, and B, where it is not taken from the weights, 0."""

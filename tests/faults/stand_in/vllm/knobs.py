@@ -5,6 +5,7 @@
 latency_s        seconds from a request to its answer
 start_s          seconds before the server answers at all
 out_of_memory    the engine cannot load its model
+short_of_memory  it sleeps, and cannot wake
 flood_mb         megabytes that it writes to its log at each request
 stale            the engine goes on to say the version that it had before an update
 """

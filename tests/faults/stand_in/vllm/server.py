@@ -83,6 +83,7 @@ class Engine:
         self.going = asyncio.Event()
         self.going.set()
         self.running = self.tokens = 0
+        self.asleep: set[str] = set()
         self.output_processor = Waiting()
         self.manifest: dict[str, Any] = {}
 
@@ -104,6 +105,8 @@ class Engine:
         return await answer
 
     async def generate(self, request: Request) -> Response:
+        if self.asleep:
+            return JSONResponse({"error": "it sleeps"}, 500)
         asked = await request.json()
         params = asked["sampling_params"]
         if "prompt_logprobs" in params:
@@ -156,7 +159,19 @@ class Engine:
     async def start_update(self, _: Request) -> Response:
         return JSONResponse({})
 
+    async def sleep(self, _: Request) -> Response:
+        self.asleep = {"weights", "kv_cache"}
+        return Response()
+
+    async def wake_up(self, request: Request) -> Response:
+        if knob("short_of_memory", False):
+            return JSONResponse({"error": "CUDA Error: out of memory"}, 500)
+        self.asleep -= set(request.query_params.getlist("tags"))
+        return Response()
+
     async def update(self, request: Request) -> Response:
+        if "weights" in self.asleep:
+            return JSONResponse({"error": "it has no memory for weights"}, 500)
         self.manifest = json.loads((Path((await request.json())["update_info"]["path"]) / "manifest.json").read_text())
         return JSONResponse({})
 
@@ -196,6 +211,8 @@ class Engine:
                 Route("/inference/v1/generate", self.generate, methods=post),
                 Route("/pause", self.pause, methods=post),
                 Route("/resume", self.resume, methods=post),
+                Route("/sleep", self.sleep, methods=post),
+                Route("/wake_up", self.wake_up, methods=post),
                 Route("/start_weight_update", self.start_update, methods=post),
                 Route("/update_weights", self.update, methods=post),
                 Route("/finish_weight_update", self.finish_update, methods=post),

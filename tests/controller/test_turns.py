@@ -1,0 +1,164 @@
+"""Whose turn it is on devices that trainer and engines share: the trainer gets a batch when all engines sleep, engines wake when it has published."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcrl.controller.replicas import Turns
+from hpcrl.rundir.commit import write_json
+from hpcrl.rundir.layout import Run
+from hpcrl.runtime.controller_client import Controller
+from hpcrl.runtime.process_status import GIVEN_UP, StatusWriter
+from hpcrl.types import Work
+from tests.controller.test_api import SCHEDULE, end, finish, make_run, serve_attempt, work_of
+
+SYNCHRONOUS = replace(SCHEDULE, eval_before_train=False)
+FIRST, SECOND = "rollout-0", "rollout-1"
+
+
+class Side:
+    """Calls of one process after the other, each in a thread: the answer to one that waits is a future."""
+
+    def __init__(self, run: Run) -> None:
+        self._controller, self._thread = Controller(run, 1, patience_s=10), ThreadPoolExecutor(1)
+
+    def ask(self, route: str, **payload: Any) -> Future[dict[str, Any]]:
+        return self._thread.submit(self._controller.call, route, **payload)
+
+    def call(self, route: str, **payload: Any) -> dict[str, Any]:
+        return self.ask(route, **payload).result(15)
+
+    def turn(self, worker: str) -> Future[dict[str, Any]]:
+        return self.ask("turn", worker=worker)
+
+    def claim(self, worker: str, version: int = 0) -> Future[dict[str, Any]]:
+        return self.ask("claim", worker=worker, version=version, capacity=4, holding=[])
+
+    def close(self) -> None:
+        self._controller.close()
+        self._thread.shutdown()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    run = make_run(tmp_path / "project" / "run")
+    served = serve_attempt(run, 1, SYNCHRONOUS, colocated=True)
+    yield run
+    end(run, 1, served)
+
+
+@pytest.fixture
+def sides(run: Run) -> Iterator[list[Side]]:
+    """The trainer's side, and those of two workers."""
+    sides = [Side(run) for _ in range(3)]
+    yield sides
+    for side in sides:
+        side.close()
+
+
+def generate(run: Run, worker: Side, name: str) -> None:
+    """Finish all groups of the step at hand."""
+    complete(run, worker, name, work_of(worker.claim(name).result(15)))
+
+
+def complete(run: Run, worker: Side, name: str, work: list[Work]) -> None:
+    worker.call("complete", worker=name, groups=[finish(run, item, 0).to_json() for item in work])
+
+
+def waits(answer: Future[dict[str, Any]]) -> bool:
+    time.sleep(0.3)
+    return not answer.done()
+
+
+def test_trainer_and_engines_take_turns(run: Run, sides: list[Side]) -> None:
+    trainer, first, second = sides
+    asked = first.turn(FIRST)
+    assert waits(asked), "the trainer loads, and has the devices meanwhile"
+    trainer.call("start", step=0)
+    assert asked.result(15)["turn"]
+    assert second.turn(SECOND).result(15)["turn"]
+    work = work_of(first.claim(FIRST).result(15))
+    claimed = second.claim(SECOND)
+    assert waits(claimed)
+    complete(run, first, FIRST, work)
+    assert claimed.result(15)["sleep"], "it is told at once"
+    batch = trainer.ask("next", step=1, wait=10.0)
+    assert waits(batch), "both are awake"
+    sleeps = first.turn(FIRST)
+    assert waits(batch), "the second one is"
+    others = second.turn(SECOND)
+    assert batch.result(15)["path"] == "batches/s000001.json"
+    assert waits(sleeps)
+    trainer.call("published", version=1)
+    assert [each.result(15) for each in (sleeps, others)] == [{"stop": None, "version": 1, "turn": True}] * 2
+
+
+def test_the_trainer_waits_for_an_engine_that_still_starts_and_not_for_one_that_has_ended(
+    run: Run, sides: list[Side]
+) -> None:
+    trainer, first, second = sides
+    trainer.call("start", step=0)
+    assert first.turn(FIRST).result(15)["turn"]
+    assert second.turn(SECOND).result(15)["turn"], "it starts, and says nothing for a while"
+    generate(run, first, FIRST)
+    sleeps = first.turn(FIRST)
+    batch = trainer.ask("next", step=1, wait=10.0)
+    assert waits(batch)
+    second.call("leave", worker=SECOND)
+    assert batch.result(15)["path"]
+    again = second.turn(SECOND)
+    assert waits(again), "started anew, it waits before it loads its model"
+    trainer.call("published", version=1)
+    assert again.result(15)["turn"]
+    assert sleeps.result(15)["turn"]
+
+
+def test_a_worker_that_is_given_up_holds_nobody_back(run: Run, sides: list[Side]) -> None:
+    """Though what its agent told the controller got lost."""
+    trainer, first, second = sides
+    trainer.call("start", step=0)
+    assert first.turn(FIRST).result(15)["turn"]
+    assert second.turn(SECOND).result(15)["turn"]
+    generate(run, first, FIRST)
+    first.turn(FIRST)
+    batch = trainer.ask("next", step=1, wait=20.0)
+    assert waits(batch)
+    StatusWriter(run, SECOND, 1).write(f"{GIVEN_UP}: it cannot load its model")
+    assert batch.result(25)["path"]
+
+
+def test_who_asks_sleeps_though_the_answer_got_lost(run: Run, sides: list[Side]) -> None:
+    trainer, first, _ = sides
+    trainer.call("start", step=0)
+    assert first.turn(FIRST).result(15)["turn"]
+    generate(run, first, FIRST)
+    first.turn(FIRST)
+    assert trainer.call("next", step=1)["path"]
+    trainer.call("published", version=1)
+    assert first.turn(FIRST).result(15)["turn"], "asked once more"
+
+
+def test_nobody_waits_for_a_turn_when_the_run_stops(run: Run, sides: list[Side]) -> None:
+    asked = sides[1].turn(FIRST)
+    assert waits(asked)
+    write_json(run.stop, {"attempt": 1, "reason": "finished"})
+    assert asked.result(15) == {"stop": "finished", "version": None, "turn": False}
+
+
+def test_a_request_of_a_process_that_has_ended_gives_nobody_a_turn() -> None:
+    turns = Turns()
+    old = turns.ask(FIRST)
+    turns.leave(FIRST)
+    assert not turns.grant(FIRST, old)
+    new = turns.ask(FIRST)
+    assert not turns.grant(FIRST, old)
+    assert turns.awake == set()
+    assert turns.grant(FIRST, new)
+    assert turns.awake == {FIRST}

@@ -1,0 +1,15 @@
+"""The trainer's side of turns: rank 0 may say that engines have the devices when all ranks have left theirs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.trainer.ranks import Ranks
+
+
+def test_a_turn_ends_when_all_ranks_have_left_their_devices(tmp_path: Path, two: Ranks) -> None:
+    two.play([("scenarios:turning", {"out": str(tmp_path / "facts.json")})])
+    facts = json.loads((tmp_path / "facts.json").read_text())
+    assert facts.pop("left") >= 1.0
+    assert facts == {"calls": ["to_host", "to_device"], "apart": None, "phases": ["offload", "onload"]}
