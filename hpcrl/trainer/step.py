@@ -72,6 +72,7 @@ class Learner:
         batch: the last one of which optimizer steps were made; None before the first.
         partial: that batch, where they are not all made.
         histograms: of the last batch.
+        world: all trainer ranks.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class Learner:
         validation: Validation | None = None,
     ) -> None:
         self.policy, self.critic, self.consensus, self.start = policy, critic, consensus, start
-        self._ranks, self._world = ranks, ranks.everyone
+        self._ranks, self.world = ranks, ranks.everyone
         self.kl_penalty = KlRewardPenalty(trainer.algorithm, start.extra_state)
         self.batch: Batch | None = None
         self.partial: PartialBatch | None = None
@@ -133,10 +134,10 @@ class Learner:
 
     def validate(self, step: int, total: int, timer: PhaseTimer) -> dict[str, float]:
         """Return the loss of the validation sets after `step`, where that is due; errors as of `Validation.losses`."""
-        if self._validation is None or not self._validation.is_due(step, total, self._world):
+        if self._validation is None or not self._validation.is_due(step, total, self.world):
             return {}
         with timer("eval"):
-            return self._validation.losses(self.policy, step, self._world, self.consensus)
+            return self._validation.losses(self.policy, step, self.world, self.consensus)
 
     def cost(self, batch: Batch, seconds: dict[str, float]) -> dict[str, float]:
         """Return what the batch that was trained last has cost, in which `seconds` by phase; nothing on ranks without the policy."""
@@ -168,11 +169,11 @@ class Learner:
                             totals = todo.engine.forward_backward(micro_batches, todo.objective)
                             sums = sum_over_ranks(totals, todo.engine.data)
                             if todo.engine is self.policy and not todo.done and not self._offline:
-                                self._mismatch.check(batch.step, sums, speaks=self._world.first)
+                                self._mismatch.check(batch.step, sums, speaks=self.world.first)
                             # without a trained token, momentum and weight decay alone would move the model
                             report = todo.engine.step() if mini.tokens else todo.engine.skip()
                             todo.done.append(UpdateResult(sums, report))
-                            self._random = random_state(self._world.device)
+                            self._random = random_state(self.world.device)
                             self.consensus.mark_progress()
         if not self._ranks.policy:
             return {}
@@ -277,7 +278,7 @@ class Learner:
         """Return the batch as an earlier attempt left it between two optimizer steps; None where none has begun it."""
         if self._begun is None:
             return None
-        work = read_partial_batch(self._begun, self._trainer, batch, minis, self._data, self._world)
+        work = read_partial_batch(self._begun, self._trainer, batch, minis, self._data, self.world)
         timer.resume(work.seconds if self._ranks.policy else {})
         self._begun = None
         return work
@@ -316,14 +317,14 @@ class Learner:
     @contextmanager
     def _undone_if_stopped(self, batch: Batch, timer: PhaseTimer) -> Iterator[None]:
         """Leave the state after the last whole optimizer step, where ranks agree to stop inside of a batch."""
-        coefficient, self._random = self.kl_penalty.coefficient, random_state(self._world.device)
+        coefficient, self._random = self.kl_penalty.coefficient, random_state(self.world.device)
         try:
             yield
         except Stopping:
             for engine in (self.policy, self.critic):
                 if engine is not None:
                     engine.skip()
-            set_random_state(self._random, self._world.device)
+            set_random_state(self._random, self.world.device)
             if self.partial is not None and self.partial.updates:
                 self.batch, self.partial.seconds = batch, timer.lap()
             else:

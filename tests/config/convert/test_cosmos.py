@@ -199,18 +199,6 @@ def test_one_profiler_at_a_time() -> None:
     assert alone.values["trainer.profiler.enable"] is True
 
 
-def test_engines_on_the_policys_gpus() -> None:
-    tree = {
-        "mode": "colocated",
-        "train": {"train_policy": {"type": "grpo", "dataset": {"name": "d"}}},
-        "policy": {"model_name_or_path": "m", **one_replica(dp_shard_size=4)},
-        "rollout": {"parallelism": {"tp_size": 2, "dp_shard_size": 1}},
-    }
-    values = of(tree).values
-    assert values["trainer.placement.colocate_all"] is True
-    assert values["generator.inference_engine.num_engines"] == 2
-
-
 def test_robots() -> None:
     conversion = converted("10")
     values = conversion.values

@@ -299,3 +299,15 @@ def test_a_teacher_whose_ranks_share_its_layers() -> None:
     plain = distilled(tp_size=1, pp_size=1, dp_shard_size=2).values
     assert plain[f"{own}.placement.fsdp_size"] == 2
     assert f"{own}.backend" not in plain
+
+
+def test_engines_on_the_policys_gpus() -> None:
+    tree = {
+        "mode": "colocated",
+        "train": {"train_policy": {"type": "grpo", "dataset": {"name": "d"}}},
+        "policy": {"model_name_or_path": "m", **one_replica(dp_shard_size=4)},
+        "rollout": {"parallelism": {"tp_size": 2, "dp_shard_size": 1}},
+    }
+    values = of(tree).values
+    assert values["trainer.placement.colocate_all"] is True
+    assert values["generator.inference_engine.num_engines"] == 2
