@@ -12,6 +12,7 @@ from hpcrl.config import Config
 from hpcrl.config.scorers import scorer_sets
 from hpcrl.errors import EngineError
 from hpcrl.launch.nodes import make_plan
+from hpcrl.rollout.engines.base import Engine
 from hpcrl.rollout.engines.vllm.server import Server
 from hpcrl.rollout.engines.vllm.teacher import EngineTeacher, row_scores, teacher_options
 from hpcrl.rundir.commit import write_text
@@ -19,15 +20,27 @@ from hpcrl.trainer.distributed import World
 from hpcrl.trainer.scoring.model import ScoringModel
 from hpcrl.types import Sample
 from tests.paths import QUICKSTART
+from tests.rollout.conftest import WithEngine
 from tests.trainer.material import make_batch, make_run
 
 SECTION = "trainer.distillation"
 OFF = "trainer.algorithm.use_kl_loss=false"
 
 
+@pytest.fixture
+def awake(server: Server, with_engine: WithEngine[None]) -> Server:
+    """The server of all tests; one whose weights were refused has left it paused."""
+
+    async def nothing(_engine: Engine) -> None:
+        pass
+
+    with_engine(nothing)
+    return server
+
+
 @pytest.mark.parametrize("top_k", [0, 5])
 def test_an_engine_says_what_fsdp2_says(
-    top_k: int, server: Server, models: list[Path], tmp_path: Path, alone: World
+    top_k: int, awake: Server, models: list[Path], tmp_path: Path, alone: World
 ) -> None:
     run = make_run(tmp_path / "run")
     settings = [OFF, f"{SECTION}.enable=true", f"{SECTION}.model_path={models[0]}", f"{SECTION}.top_k={top_k}"]
@@ -37,7 +50,7 @@ def test_an_engine_says_what_fsdp2_says(
     batch = make_batch(run, 1, groups=3, size=3)
     expected = ScoringModel(run, config, scorer_sets(config)[0], alone).scores(batch.groups, lambda: None)
     beats = list[int]()
-    found = EngineTeacher(run, server, top_k).scores(batch.groups, lambda: beats.append(1))
+    found = EngineTeacher(run, awake, top_k).scores(batch.groups, lambda: beats.append(1))
     assert len(beats) == 9
     assert found.keys() == expected.keys()
     for name, rows in expected.items():
@@ -54,10 +67,10 @@ def test_an_engine_says_what_fsdp2_says(
                 assert own.top_ids is None
 
 
-def test_a_row_that_the_engine_refuses_is_an_error(server: Server, tmp_path: Path) -> None:
+def test_a_row_that_the_engine_refuses_is_an_error(awake: Server, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     (group,) = make_batch(run, 1, groups=1, size=1).groups
-    teacher = EngineTeacher(run, server, 100_000)
+    teacher = EngineTeacher(run, awake, 100_000)
     with pytest.raises(EngineError, match="refused /inference/v1/generate"):
         teacher.scores([group], lambda: None)
 
