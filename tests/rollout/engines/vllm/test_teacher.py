@@ -16,12 +16,11 @@ from hpcrl.rollout.engines.base import Engine
 from hpcrl.rollout.engines.vllm.server import Server
 from hpcrl.rollout.engines.vllm.teacher import EngineTeacher, row_scores, teacher_options
 from hpcrl.rundir.commit import write_text
-from hpcrl.trainer.distributed import World
 from hpcrl.trainer.scoring.model import ScoringModel
 from hpcrl.types import Sample
 from tests.paths import QUICKSTART
 from tests.rollout.conftest import WithEngine
-from tests.trainer.material import make_batch, make_run
+from tests.trainer.material import make_batch, make_run, world_of_one
 
 SECTION = "trainer.distillation"
 OFF = "trainer.algorithm.use_kl_loss=false"
@@ -39,16 +38,15 @@ def awake(server: Server, with_engine: WithEngine[None]) -> Server:
 
 
 @pytest.mark.parametrize("top_k", [0, 5])
-def test_an_engine_says_what_fsdp2_says(
-    top_k: int, awake: Server, models: list[Path], tmp_path: Path, alone: World
-) -> None:
+def test_an_engine_says_what_fsdp2_says(top_k: int, awake: Server, models: list[Path], tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     settings = [OFF, f"{SECTION}.enable=true", f"{SECTION}.model_path={models[0]}", f"{SECTION}.top_k={top_k}"]
     fp32 = f"{SECTION}.fsdp_config.mixed_precision.param_dtype=fp32"
     config = Config.from_toml([QUICKSTART], [*settings, fp32])
     write_text(run.config, config.to_toml())
     batch = make_batch(run, 1, groups=3, size=3)
-    expected = ScoringModel(run, config, scorer_sets(config)[0], alone).scores(batch.groups, lambda: None)
+    with world_of_one() as world:  # for this test alone: others of this process have their own
+        expected = ScoringModel(run, config, scorer_sets(config)[0], world).scores(batch.groups, lambda: None)
     beats = list[int]()
     found = EngineTeacher(run, awake, top_k).scores(batch.groups, lambda: beats.append(1))
     assert len(beats) == 9
