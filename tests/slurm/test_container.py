@@ -144,4 +144,4 @@ def test_a_run_and_its_pool_live_requeue_and_end_in_a_container(cluster: DevClus
     assert modules.count("submitit.core._submit") >= 3
     assert "hpcrl.launch.requeue.elastic" in modules
     started = run.log(1, "agent-0").read_text()
-    assert f"starting trainer-0: {sys.executable} {run.path}/code/jobs/train.py" in started
+    assert f"starting trainer-0: {sys.executable} -u {run.path}/code/jobs/train.py" in started
