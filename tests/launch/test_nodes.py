@@ -99,7 +99,7 @@ def test_a_critic_of_its_own_comes_after_the_policy() -> None:
         ("trainer", True, 2, 6, 2),
         ("rollout", False, 0, 8, 4),
     ]
-    assert needed_nodes(nodes) == [0, 1, 2]
+    assert needed_nodes(nodes, 0) == [0, 1, 2, 3], "the only node with replicas too"
     assert describe_plan(nodes)[2] == "node 2: critic, ranks 6 to 7, 2 GPU(s)"
 
 
@@ -147,7 +147,7 @@ def test_colocated_engines_are_on_the_nodes_and_devices_of_the_trainer(
         ("trainer", 4, (0, 1), 4, 0),
         ("trainer", 4, (2, 3), 4, 4),
     ]
-    assert needed_nodes(nodes) == [0, 1], "neither can be lost"
+    assert needed_nodes(nodes, 0) == [0, 1], "neither can be lost"
     assert describe_plan(nodes) == [
         "node 0: trainer, 4 rank(s) and the controller, in turns with rollout-0, rollout-1, 4 GPU(s)",
         "node 1: trainer, 4 rank(s), in turns with rollout-2, rollout-3, 4 GPU(s)",
@@ -162,7 +162,7 @@ def test_colocated_engines_are_on_the_nodes_and_devices_of_the_trainer(
 def test_a_colocated_run_asks_for_the_nodes_of_the_trainer_alone(tmp_path: Path) -> None:
     settings = [*COLOCATED, *REWARD]
     config = Config.from_toml([QUICKSTART, ROOT / "slurm" / "sites" / "devcluster.toml"], settings)
-    (script,) = batch_scripts(Submission(tmp_path / "project" / ".slurm" / "mine", [Element("mine", config, [])]))
+    (script,) = batch_scripts(Submission(tmp_path / "project" / ".slurm" / "mine", [Element("mine", config, [])])).values()
     assert "#SBATCH --nodes=3" in script, "the reward model has one of its own"
     assert "--no-kill" not in script
 
@@ -173,7 +173,7 @@ def test_a_lost_replica_is_no_loss_but_a_lost_reward_model_is(tmp_path: Path) ->
         settings = [*REWARD, f"generator.inference_engine.num_engines={engines}"]
         config = Config.from_toml([QUICKSTART, ROOT / "slurm" / "sites" / "devcluster.toml"], settings)
         folder = tmp_path / "project" / ".slurm" / "mine"
-        (script,) = batch_scripts(Submission(folder, [Element("mine", config, [])])).values()
+        (script,) = batch_scripts(Submission(folder, [Element("mine", config, [])])).values().values()
         assert ("--no-kill" in script) == kept
         assert f"#SBATCH --nodes={engines + 2}" in script
 
