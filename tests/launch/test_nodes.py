@@ -173,7 +173,7 @@ def test_a_lost_replica_is_no_loss_but_a_lost_reward_model_is(tmp_path: Path) ->
         settings = [*REWARD, f"generator.inference_engine.num_engines={engines}"]
         config = Config.from_toml([QUICKSTART, ROOT / "slurm" / "sites" / "devcluster.toml"], settings)
         folder = tmp_path / "project" / ".slurm" / "mine"
-        (script,) = batch_scripts(Submission(folder, [Element("mine", config, [])])).values().values()
+        (script,) = batch_scripts(Submission(folder, [Element("mine", config, [])])).values()
         assert ("--no-kill" in script) == kept
         assert f"#SBATCH --nodes={engines + 2}" in script
 

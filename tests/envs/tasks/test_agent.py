@@ -156,6 +156,9 @@ def test_a_program_that_kills_its_supervisor_is_ended_with_its_group() -> None:
     threading.Timer(0.5, ended.set).start()
     with pytest.raises(UserCodeError, match="its program was ended"):
         agent(f"kill -9 $PPID; sleep {mark} & sleep {mark}").play(MESSAGES, endpoint(ended))
+    deadline = time.monotonic() + 10  # nobody waits for them, and a process that is killed ends a moment later
+    while running(mark) and time.monotonic() < deadline:
+        time.sleep(0.01)
     assert running(mark) == []
 
 
