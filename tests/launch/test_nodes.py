@@ -162,7 +162,9 @@ def test_colocated_engines_are_on_the_nodes_and_devices_of_the_trainer(
 def test_a_colocated_run_asks_for_the_nodes_of_the_trainer_alone(tmp_path: Path) -> None:
     settings = [*COLOCATED, *REWARD]
     config = Config.from_toml([QUICKSTART, ROOT / "slurm" / "sites" / "devcluster.toml"], settings)
-    (script,) = batch_scripts(Submission(tmp_path / "project" / ".slurm" / "mine", [Element("mine", config, [])])).values()
+    (script,) = batch_scripts(
+        Submission(tmp_path / "project" / ".slurm" / "mine", [Element("mine", config, [])])
+    ).values()
     assert "#SBATCH --nodes=3" in script, "the reward model has one of its own"
     assert "--no-kill" not in script
 
