@@ -20,6 +20,7 @@ from hpcrl.rundir.commit import write_json
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.records import as_record, read_object
 from hpcrl.runtime.heartbeat import Heartbeat
+from hpcrl.runtime.memory import resident_with_children
 
 CONTROLLER = "controller"
 RENEW_S = 5.0
@@ -83,7 +84,9 @@ class StatusWriter:
         self._written, self._renewed = (state, facts), now
         try:
             host, pid = socket.gethostname(), os.getpid()
-            self._write(ProcessStatus(self._process, self._attempt, state, facts, host, pid, now, resident_bytes(pid)))
+            self._write(
+                ProcessStatus(self._process, self._attempt, state, facts, host, pid, now, resident_with_children(pid))
+            )
         except OSError as error:
             if not self._refused:
                 print(f"{self._path} could not be written: {error.strerror}; `hpcrl status` may not show this process")
@@ -95,16 +98,6 @@ class StatusWriter:
                 return  # this process was thought dead, and another has its place
         fault("process_status")
         write_json(self._path, asdict(process_status))
-
-
-def resident_bytes(pid: int) -> int:
-    """Return the memory of a process and of those below it; 0 of one that has ended."""
-    total = 0
-    with suppress(OSError, ValueError, IndexError):  # it ends meanwhile, or the kernel does not tell
-        total = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        for task in os.listdir(f"/proc/{pid}/task"):
-            total += sum(map(resident_bytes, map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split())))
-    return total
 
 
 def read_process_status(run: Run, process: str, attempt: int) -> ProcessStatus | None:

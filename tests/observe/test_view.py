@@ -19,7 +19,8 @@ from hpcrl.rundir.commit import write_json, write_text
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import open_attempt, report_outcome
 from hpcrl.rundir.starts import note
-from hpcrl.runtime.process_status import StatusWriter, resident_bytes
+from hpcrl.runtime.memory import resident_with_children
+from hpcrl.runtime.process_status import StatusWriter
 from hpcrl.units import duration
 
 
@@ -156,15 +157,15 @@ def test_a_silent_process_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_memory_of_a_process_and_of_those_below_it() -> None:
-    alone = resident_bytes(os.getpid())
+    alone = resident_with_children(os.getpid())
     command = [sys.executable, "-c", "x = bytearray(1 << 26); print(flush=True); input()"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as below:
         assert below.stdout
         below.stdout.readline()
-        assert resident_bytes(below.pid) > 1 << 26
-        assert resident_bytes(os.getpid()) > alone + (1 << 26)
+        assert resident_with_children(below.pid) > 1 << 26
+        assert resident_with_children(os.getpid()) > alone + (1 << 26)
         below.communicate(b"\n")
-    assert resident_bytes(below.pid) == 0
+    assert resident_with_children(below.pid) == 0
 
 
 def steps(*seconds: float, attempt: int = 1, first: int = 1) -> list[tuple[int, int, float]]:

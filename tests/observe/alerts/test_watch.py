@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import open_attempt
 from hpcrl.runtime.followers import Followers
 from hpcrl.runtime.signals import stop_asked, stop_cause
+from tests.observe.test_trackers import wait
 from tests.paths import QUICKSTART, ROOT
 
 ENTROPY, STEP = "policy/policy_entropy", "timing/step"
@@ -285,13 +286,6 @@ def test_the_process_beside_the_controller(run: Run, monkeypatch: pytest.MonkeyP
     request = read_json(run.stop)
     assert request is not None
     assert request["cause"] == f"alert low: {FOUND}"
-
-
-def wait(what: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not what():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 def test_no_rules_no_process(run: Run) -> None:
