@@ -40,7 +40,7 @@ _WHOLE: dict[str, Any] = {
     "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
     "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 4096, "tie_word_embeddings": True,
 }  # fmt: skip
-_TINY = _WHOLE | {
+_TINY: dict[str, Any] = _WHOLE | {
     "vocab_size": 512, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16,
 }  # fmt: skip
@@ -49,8 +49,8 @@ _TINY = _WHOLE | {
 def make_model(place: Path, *, tiny: bool) -> None:
     config = Qwen3Config(**(_TINY if tiny else _WHOLE))
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = Qwen3ForCausalLM(config).to(torch.bfloat16)
-    model.save_pretrained(place)
+        model = Qwen3ForCausalLM(config)
+    model.bfloat16().save_pretrained(place)
 
 
 def make_batch(tokens: int, sample: int, vocabulary: int, weight: float) -> MicroBatch:

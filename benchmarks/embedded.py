@@ -56,11 +56,11 @@ def ways(given: list[list[int]]) -> Mapping[str, Callable[[], int]]:
         return asyncio.run(play())
 
     def generate() -> int:
-        said = own.generate(batch, attention_mask=torch.ones_like(batch), generation_config=sampled)
+        said = own.generate(batch, attention_mask=torch.ones_like(batch), generation_config=sampled)  # pyright: ignore[reportCallIssue]
         return int((said[:, batch.shape[1] :] != 0).sum())
 
     def generate_batch() -> int:
-        found = own.generate_batch(
+        found = own.generate_batch(  # pyright: ignore[reportCallIssue]
             batch.tolist(), generation_config=sampled, continuous_batching_config=bounded, persistent_manager=True
         )
         return sum(len(one.generated_tokens) for one in found.values())

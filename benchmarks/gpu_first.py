@@ -193,7 +193,7 @@ def engine(machine: Machine) -> Found:
 
 def _part(batch: MicroBatch, number: int, sample: int) -> MicroBatch:
     part = slice(number * sample, (number + 1) * sample)
-    columns = {
+    columns: dict[str, Any] = {
         name: value[part]
         for name, value in vars(batch).items()
         if isinstance(value, torch.Tensor) and name not in ("cu_seqlens", "head_rows")

@@ -92,10 +92,12 @@ def loss(case: Case) -> Callable[[int], None]:
 
     def run(tokens: int) -> None:
         lengths = [min(_SAMPLE, tokens)] * max(1, tokens // _SAMPLE)
-        given = [values[:tokens] for values in (logprobs_P, *near_P, advantages_P, mask_P)]
-        loss_P, _ = policy_loss(Tokens(*given, torch.tensor(lengths, device=case.device)))
+        now, old, rollout, advantages, mask = (
+            values[:tokens] for values in (logprobs_P, *near_P, advantages_P, mask_P)
+        )
+        loss_P, _ = policy_loss(Tokens(now, old, rollout, advantages, mask, torch.tensor(lengths, device=case.device)))
         if case.backward:
-            weighted_sum(loss_P, given[-1] / tokens).backward()
+            weighted_sum(loss_P, mask / tokens).backward()
             logprobs_P.grad = None
 
     return run

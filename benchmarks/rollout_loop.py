@@ -73,8 +73,13 @@ class Instant(Engine, Launched):
         said = [[*drawn.choices(_LETTERS, k=5), _EOS] for _ in range(n_samples)]
         return [Generation(token_ids, [-0.5] * 6, "stop", [self.version] * 6) for token_ids in said]
 
+    async def top_tokens(self, token_ids: Sequence[int], count: int) -> list[list[int]]:
+        raise EngineError("this engine has no probabilities")
+
     async def ended(self) -> dict[str, dict[int, Generation]]:
         return {}
+
+    async def sleep(self) -> None: ...
 
     async def update_weights(self, weights: PublishedWeights) -> dict[str, float]:
         self.version = weights.version

@@ -51,7 +51,7 @@ def train_with_hpcrl(model: Path, batches: list[list[list[int]]]) -> Taken:
     from hpcrl.config.validate import build
     from hpcrl.trainer.backends.build import build_policy
     from hpcrl.trainer.distributed import joined
-    from hpcrl.trainer.loss import build_likelihood_objective
+    from hpcrl.trainer.offline.likelihood import build_likelihood_objective
 
     optimizer = {"lr": _LR, "weight_decay": 0.0}
     table = {
@@ -62,7 +62,7 @@ def train_with_hpcrl(model: Path, batches: list[list[list[int]]]) -> Taken:
     config, taken = build(TrainerConfig, table), Taken([], [], [], [])
     os.environ |= ALONE
     with joined() as world:
-        policy, objective = build_policy(config, 1.0, world), build_likelihood_objective()
+        policy, objective = build_policy(config, 1.0, world), build_likelihood_objective(config.distillation)
         policy.schedule(len(batches))
         for batch in batches:
             began = monotonic()
@@ -108,8 +108,8 @@ def train_with_trl(model: Path, batches: list[list[list[int]]], output: Path, wa
     import sys
 
     sys.modules["vllm"] = None  # pyright: ignore[reportArgumentType]  as where it is not installed: TRL would import it
-    from datasets import Dataset
-    from trl import SFTConfig, SFTTrainer
+    from datasets import Dataset  # pyright: ignore[reportMissingImports]
+    from trl import SFTConfig, SFTTrainer  # pyright: ignore[reportMissingImports]
 
     from benchmarks.peers.step_times import StepTimes
 

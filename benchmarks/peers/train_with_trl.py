@@ -23,8 +23,8 @@ from hpcrl.config import Config
 def train(work: Work, engine: str, output: Path) -> None:
     if engine != "vllm":
         sys.modules["vllm"] = None  # pyright: ignore[reportArgumentType]  as where it is not installed: TRL would import it
-    from datasets import Dataset
-    from trl import GRPOConfig, GRPOTrainer
+    from datasets import Dataset  # pyright: ignore[reportMissingImports]
+    from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 
     from benchmarks.peers.step_times import StepTimes
 

@@ -151,8 +151,8 @@ def train_with_trl(model: Path, batches: list[list[Answer]], output: Path) -> Ta
     import sys
 
     sys.modules["vllm"] = None  # pyright: ignore[reportArgumentType]  as where it is not installed: TRL would import it
-    from datasets import Dataset
-    from trl import GRPOConfig, GRPOTrainer
+    from datasets import Dataset  # pyright: ignore[reportMissingImports]
+    from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 
     from benchmarks.peers.step_times import StepTimes
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from hpcrl.config import Config, eval_sampling, order_seed, total_steps
 from hpcrl.config.derive import policy_model
@@ -16,6 +16,7 @@ from hpcrl.controller.prompt_stream import PromptStream
 from hpcrl.data.chat import load_tokenizer, prompt_ids, token_counter
 from hpcrl.data.datasets import load_dataset
 from hpcrl.data.prompts import drop_long
+from hpcrl.envs.base import Environment
 from hpcrl.envs.registry import common_extras, make_environment
 from hpcrl.types import Prompt
 
@@ -65,7 +66,7 @@ class Work:
     def reward(self, prompt: Prompt, text: str) -> float:
         """Return what hpcrl's environment gives for the answer."""
         extras = common_extras(self.config.environment, self.config.generator.max_turns)
-        environment = make_environment(prompt.env_class, {**extras, **prompt.extras})
+        environment = cast(Environment, make_environment(prompt.env_class, {**extras, **prompt.extras}))
         environment.init(prompt.messages)
         try:
             return environment.step(text).reward
@@ -85,7 +86,7 @@ class Work:
         was_training = model.training
         model.eval()
         longest = eval_sampling(generator).max_generate_length
-        found = model.generate(
+        found = model.generate(  # pyright: ignore[reportCallIssue]
             input_ids=ids.to(model.device),
             attention_mask=mask.to(model.device),
             do_sample=False,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -16,6 +17,11 @@ from tests.observe.report_material import HOSTILE, made, write_dump, write_evalu
 
 pytestmark = pytest.mark.slow
 _READY = "return document.querySelectorAll('main > section').length === 7"
+_NEXT_FRAME = """
+const began = performance.now(), frame = () => new Promise((shown) => requestAnimationFrame(shown));
+return (async () => { eval(arguments[0]); await frame(); await frame(); return performance.now() - began; })()
+"""
+_FLUID_MS = 250
 _WIDE = "return document.documentElement.scrollWidth <= document.documentElement.clientWidth"
 
 
@@ -136,6 +142,30 @@ def test_what_differs_between_runs(window: Browser, pages: dict[str, str]) -> No
     assert window.run(rows) == ["trainer.max_steps\t40\t30"]
     window.click("#configuration input[type=checkbox]")
     assert len(window.run(rows)) > 20
+
+
+def test_a_thousand_steps_and_fifty_thousand_samples_stay_fluid(window: Browser, tmp_path: Path) -> None:
+    run, page = made(tmp_path, "long", 1000, metrics=100, ranks=8, replicas=8), tmp_path / "long.html"
+    for step in range(1, 1001):
+        write_step(run, step, [(step + at) % 50 / 49 for at in range(50)])
+    assert main(["report", "long", "--root", str(tmp_path), "-o", str(page)]) == 0
+    window.open(page.as_uri())
+    window.wait(_READY)
+    told = "one.dispatchEvent(new Event('input')); one.dispatchEvent(new Event('change'))"
+    actions = {
+        "scroll": "scrollBy(0, 400 * (window.turn = -(window.turn || 1)))",
+        "zoom": "document.querySelector('#timeline canvas').dispatchEvent(new KeyboardEvent('keydown', {key: '+', bubbles: true}))",
+        "move": "document.querySelector('#timeline canvas').dispatchEvent(new KeyboardEvent('keydown', {key: 'ArrowRight', bubbles: true}))",
+        "find": f"const one = document.querySelector('#curves input[type=search]'); one.value = 'metric_' + (window.turn = (window.turn || 0) + 1); {told}",
+        "smooth": f"const one = document.querySelector('#curves input[type=range]'); one.value = 0.1 + one.value % 0.5; {told}",
+        "samples": "document.querySelector('#samples button[aria-label=earlier]').click()",
+    }
+    for name, action in actions.items():
+        section = {"zoom": "timeline", "move": "timeline", "samples": "samples"}.get(name, "curves")
+        window.run("document.getElementById(arguments[0]).scrollIntoView()", section)
+        took = median(window.run(_NEXT_FRAME, action) for _ in range(7))
+        assert took < _FLUID_MS, f"{name}: {took:.0f} ms"
+    assert window.errors() == []
 
 
 def test_a_live_page_takes_in_what_is_new(window: Browser, tmp_path: Path) -> None:
