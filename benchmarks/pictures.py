@@ -1,13 +1,12 @@
 """Pictures of what TensorBoard and reports show of runs, for README and docs: a headless Chromium, each page once.
 
-python benchmarks/pictures.py FOLDER RUN...    wants Chromium, Debian's package chromium, and RUN as `hpcrl tensorboard` takes it
+python benchmarks/pictures.py FOLDER RUN... [--only NAME...]    wants Chromium (`make chromium`), and RUN as `hpcrl tensorboard` takes it
 """
 
 from __future__ import annotations
 
 import argparse
 import shlex
-import shutil
 import socket
 import subprocess
 import sys
@@ -19,31 +18,34 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from benchmarks.browser import Browser, browser
+
 PAGES = {"overview": "custom_scalars", "histograms": "histograms", "texts": "text", "hyperparameters": "hparams"}
-REPORT = "report"
-_START_S, _DRAW_S = 60.0, 20.0
-_LOW, _HIGH = (1080, 700), (1080, 1180)
+REPORT = {"report": "overview", "report-curves": "curves", "report-timeline": "timeline", "report-samples": "samples"}
+_START_S, _DRAW_S = 60.0, 5.0
+_SIZE = (1080, 900)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("runs", nargs="+")
-    parser.add_argument("--only", choices=[*PAGES, REPORT], nargs="*", default=[*PAGES, REPORT])
+    parser.add_argument("--only", choices=[*PAGES, *REPORT], nargs="*", default=[*PAGES, *REPORT])
     arguments = parser.parse_args()
-    chromium = shutil.which("chromium")
-    if chromium is None:
-        sys.exit("no chromium here; on Debian: apt-get install chromium")
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    if REPORT in arguments.only:
-        with tempfile.TemporaryDirectory() as place:
-            page = Path(place, "report.html")
-            hpcrl("report", *arguments.runs, "-o", str(page))
-            draw(chromium, page.as_uri(), arguments.folder / "report.png", _HIGH)
-    if pages := {page: PAGES[page] for page in arguments.only if page in PAGES}:
-        with serving(arguments.runs) as url:
-            for page, anchor in pages.items():
-                draw(chromium, f"{url}/#{anchor}", arguments.folder / f"tensorboard-{page}.png", _LOW)
+    sections = {name: REPORT[name] for name in arguments.only if name in REPORT}
+    pages = {page: PAGES[page] for page in arguments.only if page in PAGES}
+    with browser() as window:
+        if sections:
+            with tempfile.TemporaryDirectory() as place:
+                report = Path(place, "report.html")
+                hpcrl("report", *arguments.runs, "-o", str(report))
+                for name, section in sections.items():
+                    draw(window, report.as_uri(), arguments.folder / f"{name}.png", section)
+        if pages:
+            with serving(arguments.runs) as url:
+                for page, anchor in pages.items():
+                    draw(window, f"{url}/#{anchor}", arguments.folder / f"tensorboard-{page}.png")
 
 
 def hpcrl(*words: str) -> str:
@@ -81,19 +83,13 @@ def wait(url: str) -> None:
     sys.exit(f"nothing at {url} after {_START_S:.0f} s")
 
 
-def draw(chromium: str, url: str, picture: Path, size: tuple[int, int]) -> None:
-    width, height = size
-    options = [
-        "--headless=new",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--hide-scrollbars",
-        f"--window-size={width},{height}",
-    ]
-    budget = f"--virtual-time-budget={1000 * _DRAW_S:.0f}"
-    subprocess.run(
-        [chromium, *options, budget, f"--screenshot={picture}", url], check=True, capture_output=True, timeout=120
-    )
+def draw(window: Browser, url: str, picture: Path, section: str = "") -> None:
+    window.open(url, *_SIZE)
+    time.sleep(_DRAW_S)
+    if section:
+        window.run("document.getElementById(arguments[0]).scrollIntoView()", section)
+        time.sleep(1.0)
+    window.screenshot(picture)
     print(picture, picture.stat().st_size)
 
 

@@ -21,4 +21,6 @@ def test_what_a_benchmark_imports_is_there(program: Path) -> None:
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in ("hpcrl", "benchmarks"):
             module = import_module(node.module)
             for name in node.names:
-                assert hasattr(module, name.name) or find_spec(f"{node.module}.{name.name}"), f"{node.module}: {name.name}"
+                assert hasattr(module, name.name) or find_spec(f"{node.module}.{name.name}"), (
+                    f"{node.module}: {name.name}"
+                )

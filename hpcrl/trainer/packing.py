@@ -30,6 +30,7 @@ class Scores:
 
     Attributes:
         old_logprobs, ref_logprobs: float32, of the policy before the update and of the reference.
+        entropies: float32, of the policy before the update, where it is dumped.
         values: float32, what the critic expected before the token.
         penalties: float64, subtracted from the token's reward.
         advantages: float32.
@@ -41,6 +42,7 @@ class Scores:
 
     old_logprobs: torch.Tensor | None = None
     ref_logprobs: torch.Tensor | None = None
+    entropies: torch.Tensor | None = None
     teacher_logprobs: torch.Tensor | None = None
     teacher_ids: torch.Tensor | None = None
     teacher_top: torch.Tensor | None = None

@@ -160,6 +160,7 @@ class Learner:
                 mini.samples.complete_rollout()
             if self._trainer.dump_data_batch:
                 with timer("dump_data_batch"):
+                    self._measure_entropies(minis)
                     self._dumps.write(batch, minis, self._data)
             with self._apart("update", timer, partial(self._tell_updates, work, timer)):
                 for todo in self._updates(work, timer):
@@ -222,6 +223,12 @@ class Learner:
             if distillation.enable:
                 metrics |= subtract_divergence(samples, distillation, algorithm, data.sum)
         return metrics, advantages
+
+    def _measure_entropies(self, minis: list[MiniBatch]) -> None:
+        """Fill in entropies of the policy before the update; after some updates of a batch, they are there already."""
+        for mini in minis if self._ranks.policy and not self._offline else []:
+            if mini.samples.scores.entropies is None:
+                mini.samples.scores.entropies = mini.scored(self.policy.entropies)
 
     def _score(self, mini: MiniBatch, *, first: bool) -> None:
         algorithm, scores = self._trainer.algorithm, mini.samples.scores

@@ -139,11 +139,12 @@ def write_step(
 
 
 def write_dump(run: Run, step: int, meta: GroupMeta) -> None:
-    """Write what the trainer dumps of a group: advantages 0.25 for the first sample, 1.25 for the second; old log-probabilities -0.75."""
+    """Write what the trainer dumps of a group: advantages 0.25 for the first sample, 1.25 for the second; entropies 0.7, old log-probabilities -0.75."""
     begin(run.dump(step), 2)
     advantages = [np.full(length, at + 0.25, np.float32) for at, length in enumerate(meta.lengths)]
     tensors = {
         "advantages": np.concatenate(advantages),
+        "entropies": np.full(sum(meta.lengths), 0.7, np.float32),
         "old_logprobs": np.full(sum(meta.lengths), -0.75, np.float32),
         "lengths": np.array(meta.lengths),
         "groups": np.zeros(len(meta.lengths), np.int64),

@@ -79,6 +79,7 @@ def test_what_is_known_of_each_token(run: Run) -> None:
         "logprob": [None] * 4 + [-0.5] * 6,
         "version": [None] * 4 + [18] * 6,
         "advantage": [None] * 4 + [0.25] * 6,
+        "entropy": [None] * 4 + [0.7] * 6,
         "mismatch": [None] * 4 + [-0.25] * 6,
     }
     assert row["rewards"] == {9: 1}

@@ -9,10 +9,10 @@ from statistics import median
 
 import pytest
 
+from benchmarks.browser import KEYS, Browser, browser
 from hpcrl.cli.main import main
 from hpcrl.observe.metrics import MetricsWriter
 from hpcrl.observe.report.live import LiveReport
-from tests.observe.browser import KEYS, Browser, browser
 from tests.observe.report_material import HOSTILE, made, write_dump, write_evaluation, write_step
 
 pytestmark = pytest.mark.slow
@@ -81,7 +81,7 @@ def test_colours_of_tokens(window: Browser, pages: dict[str, str]) -> None:
     colours = "return [...document.querySelectorAll('#samples .tokens span')].map((one) => one.style.background).filter(Boolean)"
     assert len(window.run(colours)) == 12
     choose = "const chosen = [...document.querySelectorAll('#samples select')].at(-1); chosen.value = arguments[0]; chosen.dispatchEvent(new Event('change'))"
-    for name in ("advantage", "mismatch", "version", "mask"):
+    for name in ("advantage", "entropy", "mismatch", "version", "mask"):
         window.run(choose, name)
         assert len(window.run(colours)) == 12, name
     window.run(choose, "none")
@@ -164,7 +164,8 @@ def test_a_thousand_steps_and_fifty_thousand_samples_stay_fluid(window: Browser,
         section = {"zoom": "timeline", "move": "timeline", "samples": "samples"}.get(name, "curves")
         window.run("document.getElementById(arguments[0]).scrollIntoView()", section)
         took = median(window.run(_NEXT_FRAME, action) for _ in range(7))
-        assert took < _FLUID_MS, f"{name}: {took:.0f} ms"
+        print(f"{name}: {took:.0f} ms")
+        assert took < _FLUID_MS, name
     assert window.errors() == []
 
 

@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from hpcrl.algorithms.kl import adapted
 from hpcrl.algorithms.losses import Tokens, Values
@@ -37,6 +40,7 @@ from tests.trainer.scenarios import make_engine
 OWN = f"{__name__}:recorded"
 WARNED = MismatchLimit(0.3, "warn")  # samples are made up
 MOST_CALLS = 4
+TEMPERATURE = 0.9  # of make_engine
 stacks: list[list[str]] = []
 
 
@@ -65,13 +69,16 @@ def learner(
     limits: tuple[int, int],
     algorithm: dict[str, Any],
     mismatch: MismatchLimit = WARNED,
+    dumped: bool = False,
 ) -> Learner:
     """Return what trains batches of two groups in two mini-batches; limits: samples in training and in scoring."""
     changes = {"algorithm": {"advantage_estimator": "grpo", **algorithm}, "train_batch_size": 2}
     sizes = {"policy_mini_batch_size": 1, "micro_train_batch_size_per_gpu": limits[0]}
-    sizes["micro_forward_batch_size_per_gpu"] = limits[1]
+    sizes |= {"micro_forward_batch_size_per_gpu": limits[1], "dump_data_batch": dumped}
     trainer = section(str(model_path), {"trainer": {**changes, **sizes}})
-    engine = make_engine(world, str(model_path), {"trainer": {"algorithm": changes["algorithm"]}})
+    engine = make_engine(
+        world, str(model_path), {"trainer": {"algorithm": changes["algorithm"], "dump_data_batch": dumped}}
+    )
     consensus = StopConsensus(world, StopSignal(), Heartbeat(run, 1, "rank-0"))
     return Learner(
         run, ModelRanks(world, world), trainer, engine, None,
@@ -189,3 +196,19 @@ def test_a_step_in_the_log() -> None:
         "timing/step": 7.84,
     }
     assert step_line(12, 128, metrics) == "step 12/128: reward 0.4125, loss -0.00312, grad norm 1.5, 7.8 s"
+
+
+def test_a_dump_has_the_entropy_of_the_policy_before_the_update(run: Run, alone: World, model_path: Path) -> None:
+    trained = learner(run, alone, model_path, (2, 2), {}, dumped=True)
+    batch, before = make_batch(run, step=1, groups=2, size=3), AutoModelForCausalLM.from_pretrained(model_path)
+    trained.train(batch, PhaseTimer())
+    for number in range(2):
+        found = load_file(run.dump(1) / f"mini-{number}-rank-0.safetensors")
+        for part in zip(
+            *(found[name].split(found["lengths"].tolist()) for name in ("token_ids", "loss_mask", "entropies")),
+            strict=True,
+        ):
+            ids_T, mask_T, entropies_T = part
+            with torch.no_grad():
+                distribution = torch.distributions.Categorical(logits=before(ids_T[None]).logits[0] / TEMPERATURE)
+            torch.testing.assert_close(entropies_T, distribution.entropy() * mask_T, rtol=1e-4, atol=1e-5)

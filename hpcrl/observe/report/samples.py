@@ -1,7 +1,7 @@
 """Samples as a report has them: the text of each token, with what is known of it.
 
-Log-probability, mask and version are in the samples' files, which a run keeps for its last steps; advantages, and how far engine and
-trainer are apart, only in what `trainer.dump_data_batch` writes.
+Log-probability, mask and version are in the samples' files, which a run keeps for its last steps; advantages, entropies, and how far
+engine and trainer are apart, only in what `trainer.dump_data_batch` writes.
 """
 
 from __future__ import annotations
@@ -132,6 +132,8 @@ def _row(row: Sample[np.ndarray], dumped: dict[str, np.ndarray], decode: Decode 
     }
     if "advantages" in dumped:
         columns["advantage"] = _column(dumped["advantages"][:size], row.loss_mask[:size] > 0)
+    if "entropies" in dumped:
+        columns["entropy"] = _column(dumped["entropies"][:size], row.loss_mask[:size] > 0)
     if "old_logprobs" in dumped:
         apart = dumped["old_logprobs"][:size] - row.rollout_logprobs[:size]
         columns["mismatch"] = _column(apart, chosen)
@@ -185,7 +187,7 @@ def _rows_of_dump(path: Path, place: int) -> Iterator[tuple[int, dict[str, np.nd
     try:
         with safe_open(path, framework="numpy") as file:
             named = {name: file.get_tensor(name) for name in ("lengths", "groups", "samples")}
-            names = [name for name in ("advantages", "old_logprobs") if name in file.keys()]  # noqa: SIM118
+            names = [name for name in ("advantages", "entropies", "old_logprobs") if name in file.keys()]  # noqa: SIM118
             if place not in named["groups"]:
                 return
             columns = {name: file.get_tensor(name) for name in names}

@@ -140,6 +140,10 @@ class PolicyEngine(Engine, Protocol):
         """Yield [P] log-probabilities of the labels, of the policy or of the reference, without gradient."""
         ...
 
+    def entropies(self, batches: MicroBatches) -> Iterator[torch.Tensor]:
+        """Yield [P] entropies of the policy at each token in nats, without gradient; 0 unless trainer.dump_data_batch."""
+        ...
+
     def top_logprobs(
         self, batches: MicroBatches, *, reference: bool = False
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:

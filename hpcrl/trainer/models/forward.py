@@ -34,6 +34,7 @@ class ForwardConfig:
         compiled: log-probabilities and entropies are computed by compiled code.
         dtype: of the logits from which log-probabilities are computed.
         entropy_loss: the loss has an entropy term, so that entropies are differentiable in training.
+        scored_entropy: scoring computes entropies too.
         vocabulary: tokens that the policy knows, where the model's head may have more; None: those of the head.
     """
 
@@ -44,13 +45,14 @@ class ForwardConfig:
     compiled: bool = False
     dtype: torch.dtype = torch.float32
     entropy_loss: bool = True
+    scored_entropy: bool = False
     vocabulary: int | None = None
 
     @property
     def entropy(self) -> Entropy:
-        """What entropies are for in the pass that runs now: scoring, without gradient, asks for none."""
+        """What entropies are for in the pass that runs now: scoring, without gradient, asks for none, unless `scored_entropy`."""
         if not torch.is_grad_enabled():
-            return "none"
+            return "metric" if self.scored_entropy else "none"
         return "trained" if self.entropy_loss else "metric"
 
 
@@ -77,6 +79,7 @@ def forward_config(trainer: TrainerConfig, temperature: float = 1.0) -> ForwardC
         compiled=trainer.policy.use_torch_compile,
         dtype=DTYPES[trainer.algorithm.logprob_dtype],
         entropy_loss=trainer.algorithm.use_entropy_loss,
+        scored_entropy=trainer.dump_data_batch,
     )
 
 

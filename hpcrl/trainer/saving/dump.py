@@ -6,7 +6,8 @@
 
 Each file has the tensors of a MicroBatch (hpcrl/types.py) of all these samples, [P] for P tokens (sampling_mask [P, K], head_rows [R]): entry p of all
 but token_ids and positions is about the token after token p. What does not exist, such as old_logprobs where the policy is its own old policy or
-values without a critic, is not in the file. Beside them there are `teacher_logprobs` [P] where there is a teacher, `rewards` [P], from which advantages were estimated, and for B samples
+values without a critic, is not in the file. Beside them there are `teacher_logprobs` [P] where there is a teacher, `entropies` [P] of the policy in nats where samples
+were generated, `rewards` [P], from which advantages were estimated, and for B samples
 `lengths`, `groups` (places in batches/s000042.json) and `samples` (rows of the group's file), [B]; the header has `group_ids`, a JSON list of
 B texts.
 """
@@ -101,11 +102,12 @@ def _tensors(samples: PackedSamples) -> dict[str, torch.Tensor]:
     packed, size = samples.whole(), len(samples.token_ids)  # 0 without samples, which `whole` gives a token
     columns = {name: value[:size] for name, value in vars(packed).items() if isinstance(value, torch.Tensor)}
     penalties_P = samples.scores.penalties
-    teacher_P = samples.scores.teacher_logprobs
     rewards_P = samples.rewards if penalties_P is None else (samples.rewards.double() - penalties_P).float()
     return {
         **{name: value.contiguous() for name, value in columns.items()},
-        **({} if teacher_P is None else {"teacher_logprobs": teacher_P}),
+        **{
+            name: value for name, value in samples.scores.present().items() if name in ("entropies", "teacher_logprobs")
+        },
         "rewards": rewards_P,
         "lengths": torch.tensor(samples.lengths, dtype=torch.int64),
         "groups": torch.tensor([ref.group for ref in samples.refs], dtype=torch.int64),

@@ -28,7 +28,7 @@ from hpcrl.types import Batch
 from tests.trainer.material import load, make_batch, make_run, views
 from tests.trainer.ranks import Ranks
 
-OPTIONAL = {"old_logprobs", "ref_logprobs", "values", "returns"}
+OPTIONAL = {"old_logprobs", "ref_logprobs", "entropies", "values", "returns"}
 
 
 @pytest.fixture
@@ -43,6 +43,7 @@ def minis_of(run: Run, batch: Batch, world: World) -> list[MiniBatch]:
     estimate_advantages(batch, [mini.samples for mini in minis], algorithm, world.sum)
     scores, size = minis[-1].samples.scores, len(minis[-1].samples.token_ids)
     scores.old_logprobs, scores.ref_logprobs = -torch.rand(size), -torch.rand(size)
+    scores.entropies = torch.rand(size)
     scores.values, scores.returns = torch.rand(size), torch.rand(size)
     return minis
 
@@ -73,7 +74,7 @@ def test_a_dump_has_every_token(run: Run, alone: World) -> None:
             assert torch.equal(part["rollout_logprobs"][:-1], sample.rollout_logprobs[1:])
             assert torch.equal(part["advantages"], row.of(mini.samples.scores.advantages))
             assert torch.equal(part["weights"][:-1], row.weight * sample.loss_mask[1:])
-            for name in present & {"old_logprobs", "ref_logprobs", "values"}:
+            for name in present & {"old_logprobs", "ref_logprobs", "entropies", "values"}:
                 assert torch.equal(part[name], row.of(mini.samples.scores.present()[name]))
             assert all(part[name][-1] == 0 for name in ("loss_mask", "weights", "rewards", "advantages"))
 

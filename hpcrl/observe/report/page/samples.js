@@ -1,7 +1,8 @@
 // Samples: what was said, and what is known of each token, as its colour.
 
 const SCALES = {
-  logprob: { title: "log-probability", low: "unlikely", high: "certain", of: (value) => Math.min(1, -value / 6), colour: (share) => `rgba(217, 79, 79, ${0.75 * share})`, ends: ["certain", "unlikely: -6 nats"] },
+  logprob: { title: "log-probability", of: (value) => Math.min(1, -value / 6), hue: "217, 79, 79", ends: ["certain", "unlikely: -6 nats"] },
+  entropy: { title: "entropy", of: (value) => Math.min(1, value / 3), hue: "138, 84, 204", ends: ["certain", "3 nats"] },
   advantage: { title: "advantage", signed: true, ends: ["negative", "positive"] },
   mismatch: { title: "mismatch: log-probability, trainer minus engine", signed: true, ends: ["engine higher", "trainer higher"] },
   version: { title: "version of the policy", ends: ["oldest", "newest"] },
@@ -11,7 +12,7 @@ const SCALES = {
 function tokenColours(name, rows) {
   const scale = SCALES[name], values = rows.flatMap((row) => row.columns[name] || []).filter((value) => value != null);
   if (!scale || !values.length) return null;
-  if (scale.of) return (value) => scale.colour(scale.of(value));
+  if (scale.of) return (value) => `rgba(${scale.hue}, ${0.75 * scale.of(value)})`;
   const largest = Math.max(...values.map(Math.abs)) || 1, least = Math.min(...values), greatest = Math.max(...values);
   if (scale.signed) return (value) => (value >= 0 ? `rgba(46, 158, 104, ${0.8 * value / largest})` : `rgba(217, 79, 79, ${-0.8 * value / largest})`);
   return (value) => `rgba(59, 111, 216, ${0.15 + 0.6 * (greatest === least ? 0 : (value - least) / (greatest - least))})`;
@@ -67,7 +68,7 @@ function samplesSection() {
       there.size && SCALES[state.colour] ? scaleLegend(state.colour) : null);
     const sign = { "best first": -1, "worst first": 1 }[state.order] || 0;
     const ordered = [...(set?.samples || [])].sort((left, right) => sign * (left.reward - right.reward));
-    const missing = there.size && !there.has("advantage") ? "Advantages, and how far engine and trainer are apart, are there with trainer.dump_data_batch = true." : "";
+    const missing = there.size && !there.has("advantage") ? "Advantages, entropies, and how far engine and trainer are apart, are there with trainer.dump_data_batch = true." : "";
     return shown.replaceChildren(tools, el("p", { class: "faint" }, [samples.note, missing].filter(Boolean).join(" ")), ...ordered.map((sample) => sampleBox(sample, state.colour)));
   };
   if (!DATA.runs[0].samples?.trained.length) state.kind = "evaluated";
@@ -77,6 +78,6 @@ function samplesSection() {
 
 function scaleLegend(name) {
   const scale = SCALES[name], [low, high] = scale.ends;
-  const back = scale.of ? "linear-gradient(90deg, transparent, rgba(217,79,79,.75))" : scale.signed ? "linear-gradient(90deg, rgba(217,79,79,.8), transparent, rgba(46,158,104,.8))" : "linear-gradient(90deg, rgba(59,111,216,.15), rgba(59,111,216,.75))";
+  const back = scale.of ? `linear-gradient(90deg, transparent, rgba(${scale.hue}, .75))` : scale.signed ? "linear-gradient(90deg, rgba(217,79,79,.8), transparent, rgba(46,158,104,.8))" : "linear-gradient(90deg, rgba(59,111,216,.15), rgba(59,111,216,.75))";
   return el("span", { class: "scale" }, low, el("i", { style: `background:${back}` }), high);
 }

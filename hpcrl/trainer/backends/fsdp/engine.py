@@ -309,6 +309,9 @@ class FsdpPolicy(FsdpExported[PackedPolicy]):
     def logprobs(self, batches: MicroBatches, *, reference: bool = False) -> Iterator[torch.Tensor]:
         return (logprobs_P for logprobs_P, *_ in self._outputs(batches, reference=reference))
 
+    def entropies(self, batches: MicroBatches) -> Iterator[torch.Tensor]:
+        return (entropies_P for _, entropies_P, *_ in self._outputs(batches, reference=False))
+
     def top_logprobs(
         self, batches: MicroBatches, *, reference: bool = False
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:

@@ -237,6 +237,9 @@ class MegatronPolicy(MegatronExported[PolicyModel]):
     def logprobs(self, batches: MicroBatches, *, reference: bool = False) -> Iterator[torch.Tensor]:
         return self._outputs(Pipeline.first_output, batches, reference=reference)
 
+    def entropies(self, batches: MicroBatches) -> Iterator[torch.Tensor]:
+        return self._outputs(Pipeline.second_output, batches, reference=False)
+
     def top_logprobs(
         self, batches: MicroBatches, *, reference: bool = False
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:

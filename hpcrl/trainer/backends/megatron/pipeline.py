@@ -67,6 +67,10 @@ class Pipeline:
 
         return self._forward(batches, lambda batch, values_KP: of(batch, values_KP[0]), lambda _: ())
 
+    def second_output(self, batches: MicroBatches) -> Iterator[torch.Tensor]:
+        """Yield the second output for each micro-batch, [P] on every stage, without gradient."""
+        return self._forward(batches, lambda _, values_KP: values_KP[1], lambda _: ())
+
     def top_outputs(self, batches: MicroBatches) -> Iterator[torch.Tensor]:
         """Yield all outputs for each micro-batch that asks for `top_k`, [1 + 2 top_k, P] on every stage, without gradient."""
         return self._forward(batches, lambda _, values_KP: values_KP, lambda batch: (1 + 2 * batch.top_k,))

@@ -76,6 +76,7 @@ DEFAULTS: dict[str, Any] = {
     "policy_mini_batch_size": 2,
     "critic_mini_batch_size": 2,
     "gradient_checkpointing": False,
+    "dump_data_batch": True,
     "seed": 5,
 }
 
@@ -232,10 +233,12 @@ class PolicyWay(Way):
         minis = loaded(self.run, batch, ALGORITHM, 2, self.engine.data, self.limit)
         for mini in minis:
             score(self.engine, mini, MicroBatchLimit(4, self.limit.tokens), old=True, reference=True)
+            mini.samples.scores.entropies = mini.scored(self.engine.entropies)
             for row in views([mini.samples]):
                 place, scores = f"{row.ref.group}.{row.ref.index}", mini.samples.scores
                 self.of_samples[f"{step}.policy.{place}"] = row.of(scores.old_logprobs).clone()
                 self.of_samples[f"{step}.reference.{place}"] = row.of(scores.ref_logprobs).clone()
+                self.of_samples[f"{step}.entropy.{place}"] = row.of(scores.entropies).clone()
         distillation = self.trainer.distillation
         if distillation.enable:
             for mini in minis:
