@@ -180,7 +180,7 @@ _TABLE: tuple[tuple[Effect, str], ...] = (
         """
         trainer.policy.fsdp_config trainer.ref.fsdp_config trainer.critic.fsdp_config trainer.deterministic
         trainer.sequence_parallel_backend trainer.policy.use_torch_compile trainer.policy.compile_model
-        trainer.policy.async_tensor_parallel trainer.policy.activation_offload trainer.policy.enable_liger_kernel
+        trainer.policy.activation_offload trainer.policy.enable_liger_kernel
         trainer.gradient_checkpointing trainer.gradient_checkpointing_use_reentrant trainer.flash_attn
         trainer.flash_attn_version trainer.micro_train_batch_size_per_gpu trainer.micro_forward_batch_size_per_gpu
         trainer.max_tokens_per_micro_batch trainer.logprobs_chunk_size trainer.use_sample_packing

@@ -32,25 +32,20 @@ class Unimplemented:
 
 _PARALLEL = Unimplemented("sequence parallelism")
 _PRECISION = Unimplemented("low-precision training")
-_SPEED = Unimplemented("compiled and offloaded training", result=False)
+_SPEED = Unimplemented("offloaded activations and Liger kernels", result=False)
 _ENGINE = Unimplemented("further engine options")
 
 
 UNIMPLEMENTED: dict[str, Unimplemented] = {
-    "trainer.strategy": Unimplemented("FSDP1", ("megatron",)),
     "trainer.sequence_parallel_backend": _PARALLEL,
     "trainer.policy.model.lora.adapter_names": Unimplemented("diffusion models"),
-    "trainer.policy.fsdp_config.mixed_precision.param_dtype": Unimplemented("loss scaling", ("fp32",)),
     "trainer.policy.low_precision": _PRECISION,
     "trainer.policy.diffusers": Unimplemented("diffusion models"),
     "trainer.policy.sequence_parallel_size": _PARALLEL,
-    "trainer.policy.compile_model": _SPEED,
-    "trainer.policy.async_tensor_parallel": _SPEED,
     "trainer.policy.activation_offload": _SPEED,
     "trainer.policy.enable_liger_kernel": _SPEED,
     "trainer.ref.sequence_parallel_size": _PARALLEL,
     "trainer.critic.model.lora.adapter_names": Unimplemented("diffusion models"),
-    "trainer.critic.fsdp_config.mixed_precision.param_dtype": Unimplemented("loss scaling", ("fp32",)),
     "trainer.critic.sequence_parallel_size": _PARALLEL,
     "trainer.flash_attn_version": Unimplemented("a choice between versions of FlashAttention", result=False),
     "generator.inference_engine.quantization": Unimplemented("engines that quantize weights as they arrive"),

@@ -42,12 +42,14 @@ def test_every_problem_is_reported_at_once(tmp_path: Path) -> None:
 
 
 def test_wrong_types_hide_neither_impossible_values_nor_what_waits(tmp_path: Path) -> None:
-    lines = problems(tmp_path, "trainer.seed=x", "trainer.epochs=0", "trainer.strategy=fsdp", "trainer.epoch=1")
+    lines = problems(
+        tmp_path, "trainer.seed=x", "trainer.epochs=0", "trainer.policy.activation_offload=true", "trainer.epoch=1"
+    )
     assert [line.split(": ")[1] for line in lines] == [
         "trainer.epoch",
         "trainer.seed",
         "trainer.epochs",
-        "trainer.strategy",
+        "trainer.policy.activation_offload",
     ]
 
 
@@ -95,7 +97,7 @@ def test_a_key_that_is_set_twice_is_called_so(tmp_path: Path) -> None:
         ("slurm.extra=3", "slurm.extra: expected a table"),
         ("trainer.epochs={a=1}", "trainer.epochs: expected a whole number, found a table"),
         ("trainer.resume_mode=latst", 'expected one of "latest", "none", "from_path", found "latst" (text)'),
-        ("trainer.strategy=ddp", 'trainer.strategy: expected one of "fsdp2", "fsdp", "megatron", found "ddp" (text)'),
+        ("trainer.strategy=ddp", 'trainer.strategy: expected one of "fsdp2", "megatron", found "ddp" (text)'),
         (
             "data.train_data=[2024-01-01]",
             'data.train_data[0]: expected text, a number, a list or a table, found "2024-01-01" (date); quote it',

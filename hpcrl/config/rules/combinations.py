@@ -72,7 +72,6 @@ from hpcrl.config.rules.training import (
     reward_models,
     rotary_positions,
     sharding,
-    strategy,
     units,
     without_effect,
 )
@@ -120,14 +119,6 @@ def _loggers(config: ConfigTree) -> Iterator[Problem]:
     logger = config.trainer.logger
     for name in [logger] if isinstance(logger, str) else logger:
         yield from misnamed("trainer.logger", name, LOGGERS, "some of")
-
-
-def _compilation(config: ConfigTree) -> Iterator[Problem]:
-    policy = config.trainer.policy
-    if policy.async_tensor_parallel and not policy.compile_model:
-        yield Problem("trainer.policy.async_tensor_parallel", "needs trainer.policy.compile_model=true")
-    if policy.model.lora.rank and policy.compile_model:
-        yield Problem("trainer.policy.compile_model", "does not work with LoRA; set it to false")
 
 
 def _lora(config: ConfigTree) -> Iterator[Problem]:
@@ -370,11 +361,9 @@ RULES: tuple[Rule, ...] = (
     critic_apart,
     shared_gpus,
     *_CALCULATING,
-    strategy,
     without_effect,
     pipeline,
     reference_layout,
-    _compilation,
     _lora,
     _low_precision,
     _warm_up,

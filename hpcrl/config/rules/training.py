@@ -144,6 +144,7 @@ _OF_FSDP = {
     "ref.sequence_parallel_size": ", and see trainer.ref.megatron_config.context_parallel_size",
     "critic.sequence_parallel_size": ": a critic is split as trainer.policy.megatron_config",
     "policy.use_torch_compile": "",
+    "policy.compile_model": "",
     "policy.optimizer_config.implementation": ": the optimizer is Megatron-core's",
     "critic.optimizer_config.implementation": ": the optimizer is Megatron-core's",
     "use_sample_packing": ": samples are always packed",
@@ -151,17 +152,6 @@ _OF_FSDP = {
     "gradient_checkpointing_use_reentrant": ", and see trainer.policy.megatron_config.transformer_config_kwargs",
 }
 _OF_MEGATRON = {"policy.megatron_config": "", "ref.megatron_config": ""}
-
-
-def strategy(config: ConfigTree) -> Iterator[Problem]:
-    trainer = config.trainer
-    if trainer.strategy == "fsdp":
-        for name in ("policy", "critic"):
-            if getattr(trainer, name).fsdp_config.cpu_offload:
-                yield Problem(
-                    f"trainer.{name}.fsdp_config.cpu_offload",
-                    "FSDP1 cannot train offloaded parameters; use trainer.strategy=fsdp2",
-                )
 
 
 def without_effect(config: ConfigTree) -> Iterator[Problem]:

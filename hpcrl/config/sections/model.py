@@ -262,10 +262,7 @@ class PolicyConfig:
     """Compile the chunked computation of log-probabilities and entropy."""
 
     compile_model: bool = False
-    """Compile the model's forward and backward pass with torch.compile."""
-
-    async_tensor_parallel: bool = False
-    """Overlap the communication of tensor parallelism with computation; needs compile_model=true."""
+    """Compile the layers of policy and reference with torch.compile: the first passes take minutes, later ones less time; FSDP2 only."""
 
     activation_offload: bool = False
     """Move activations to host memory between forward and backward."""

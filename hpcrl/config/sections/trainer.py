@@ -140,7 +140,7 @@ class TrainerConfig:
     mode: Literal["rl", "sft", "dpo", "reward_model"] = "rl"
     """Learn from rewards, from given conversations and texts (supervised fine-tuning), or from pairs of answers of which one is preferred: a policy (DPO), or a reward model."""
 
-    strategy: Literal["fsdp2", "fsdp", "megatron"] = "fsdp2"
+    strategy: Literal["fsdp2", "megatron"] = "fsdp2"
     """Training backend."""
 
     sequence_parallel_backend: Literal["ulysses"] = "ulysses"

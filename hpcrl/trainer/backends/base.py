@@ -39,11 +39,13 @@ class StepReport:
         grad_norm: norm of all gradients together, before clipping.
         lr: learning rate of this step.
         skipped: nothing was updated: the norm was not finite, or no token was trained.
+        loss_scale: by which the loss was multiplied, so that no gradient became 0 in float16.
     """
 
     grad_norm: float
     lr: float
     skipped: bool
+    loss_scale: float = 1.0
 
 
 @dataclass(frozen=True)

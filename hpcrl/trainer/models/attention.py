@@ -82,6 +82,7 @@ class PackedSequences:
         return flat if self.slots is None else flat[self.slots]
 
 
+@torch.compiler.disable  # compiled code would be compiled again for each list of lengths
 def packed_attention(
     module: nn.Module,
     query: torch.Tensor,

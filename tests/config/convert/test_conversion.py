@@ -18,7 +18,7 @@ VALUES = {
     "data.train_data": ["t.parquet"],
     "trainer.policy.model.path": "m",
     "trainer.eval_interval": 0,
-    "trainer.policy.compile_model": True,
+    "trainer.policy.activation_offload": True,
     "trainer.critic.model.path": "c",
     "generator.n_samples_per_prompt": 4,
     "generator.inference_engine.engine_init_kwargs": {"a-b": [1, "x"], "nested": {"t": True}},
@@ -32,7 +32,7 @@ def test_what_is_not_implemented_yet_is_written_unless_it_changes_nothing_that_i
     text = conversion.to_toml()
     assert tomli.loads(re.sub(r"^# (?=\w+ = )", "", text, flags=re.MULTILINE)) == nested(VALUES)
     active = tomli.loads(text)
-    assert "compile_model" not in active["trainer"]["policy"]
+    assert "activation_offload" not in active["trainer"]["policy"]
     assert active["trainer"]["policy"]["low_precision"] == {"fp8": True}
     assert text.index("[generator]") < text.index("[generator.inference_engine]")
 
@@ -41,12 +41,15 @@ def test_what_is_not_implemented_yet_is_refused(tmp_path: Path) -> None:
     words = [
         "data.train_data=[t.parquet]",
         "trainer.policy.model.path=m",
-        "trainer.strategy=fsdp",
+        "trainer.policy.sequence_parallel_size=2",
     ]
     message = _refusal(
         convert_overrides([*words, "trainer.logger=wandb", "trainer.eval_interval=-1"], "a command"), tmp_path
     )
-    assert 'trainer.strategy: "fsdp" (text) is not implemented yet (FSDP1' in message
+    assert (
+        "trainer.policy.sequence_parallel_size: 2 (whole number) is not implemented yet (sequence parallelism"
+        in message
+    )
     assert "trainer.logger" not in message
 
 

@@ -70,7 +70,6 @@ VALID = {
 
 REFUSED = {
     "lora by eva": (script("trainer.policy.model.lora.rank=8 trainer.policy.model.lora.init_method=eva"), 'model.lora.init_method: adapters are made when a run starts'),
-    "FSDP1": (script("trainer.strategy=fsdp"), 'trainer.strategy: "fsdp"'),
     "a program of its own": (script("", "", "python -m mine.main "), "unconverted.mine.main: a program of its own"),
     "a file of its own": (script("", "", "python train/mine.py "), "unconverted.train/mine.py: a program of its own"),
     "another script": (script("trainer.epochs=2", "", "bash other/run.sh "), "unconverted.other/run.sh: a script of its own"),

@@ -34,16 +34,6 @@ COSMOS = [
         {f"{CORRECTION}.token_tis_ratio_drop_high": 2.0, f"{CORRECTION}.tis_ratio_type": "token"},
     ),
     Case(
-        "asynchronous tensor parallelism needs compilation",
-        {"trainer.policy.async_tensor_parallel": True}, "trainer.policy.async_tensor_parallel", "needs trainer.policy.compile_model=true",
-        {"trainer.policy.async_tensor_parallel": True, "trainer.policy.compile_model": True},
-    ),
-    Case(
-        "LoRA is not compiled",
-        {f"{LORA}.rank": 8, "trainer.policy.compile_model": True}, "trainer.policy.compile_model", "set it to false",
-        {f"{LORA}.rank": 8},
-    ),
-    Case(
         "adapters that begin at 0 stay there",
         {f"{LORA}.rank": 8, f"{LORA}.init_method": "zero"}, f"{LORA}.init_method", "no gradient would reach either",
         {f"{LORA}.rank": 8, f"{LORA}.init_method": "xavier"},

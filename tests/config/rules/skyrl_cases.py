@@ -131,12 +131,6 @@ SKYRL = [
         {f"{ALGORITHM}.kl_ctrl.type": "adaptive", f"{ALGORITHM}.use_kl_in_reward": True, **NO_KL},
     ),
     Case(
-        "FSDP1 cannot offload what it trains",
-        {"trainer.strategy": "fsdp", "trainer.policy.fsdp_config.cpu_offload": True},
-        "trainer.policy.fsdp_config.cpu_offload", "use trainer.strategy=fsdp2",
-        {"trainer.strategy": "fsdp", "trainer.ref.fsdp_config.cpu_offload": True},
-    ),
-    Case(
         "checkpoints are kept",
         {"trainer.max_ckpts_to_keep": 0}, "trainer.max_ckpts_to_keep", "trainer.ckpt_interval=0 writes none",
         {"trainer.max_ckpts_to_keep": -1},

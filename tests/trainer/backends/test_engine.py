@@ -82,6 +82,7 @@ VARIANTS: dict[int, dict[str, dict[str, Any]]] = {
             },
         ),
         "two-ranks-bf16": fsdp(mixed_precision={"param_dtype": "bf16"}),
+        "two-ranks-fp16": fsdp(mixed_precision={"param_dtype": "fp16"}),
         "master-bf16": fsdp(mixed_precision={"param_dtype": "bf16", "master_dtype": "bf16"}),
     },
     4: {
@@ -90,7 +91,15 @@ VARIANTS: dict[int, dict[str, dict[str, Any]]] = {
         "resharded-over-two": fsdp(1, reshard_after_forward=2),
     },
 }
-APART = {"two-ranks-bf16", "master-bf16", "bf16-logprobs", "adam", "two-ranks-frozen", "frozen-reentrant"}
+APART = {
+    "two-ranks-bf16",
+    "two-ranks-fp16",
+    "master-bf16",
+    "bf16-logprobs",
+    "adam",
+    "two-ranks-frozen",
+    "frozen-reentrant",
+}
 EXACT = [name for variants in VARIANTS.values() for name in variants if name not in APART]
 
 
@@ -208,6 +217,26 @@ def test_frozen_parameters_stay(results: Path, model_path: Path, name: str) -> N
     assert "model.layers.0.mlp.up_proj.weight" in trained
 
 
+@pytest.mark.faults_slow
+def test_compiled_layers_are_the_same(results: Path, truth: Truth, model_path: Path, alone: World, two: Ranks) -> None:
+    lora = {"model": {"lora": {"rank": 4}}}
+    ways = {
+        "compiled": variant(4, gradient_checkpointing=True, policy={"compile_model": True}),
+        "adapted": variant(4, policy=lora),
+        "adapted-compiled": variant(4, policy={**lora, "compile_model": True}),
+    }
+    options = {"model": str(model_path), "run": str(results / "run"), "out": str(results), "variants": ways}
+    scenarios.variants(alone, options)
+    expect_same(results, truth, "compiled")
+    two.play(
+        [("scenarios:variants", {**options, "variants": {"two-compiled": variant(2, policy={"compile_model": True})}})]
+    )
+    expect_same(results, truth, "two-compiled")
+    plain, compiled = (json.loads((results / f"{name}.json").read_text()) for name in ("adapted", "adapted-compiled"))
+    for name in ("final_loss", "grad_norm"):
+        assert [each[name] for each in compiled] == pytest.approx([each[name] for each in plain], rel=1e-5, abs=1e-6)
+
+
 def expect_same(results: Path, truth: Truth, name: str) -> None:
     updates = json.loads((results / f"{name}.json").read_text())
     assert [u["final_loss"] for u in updates] == pytest.approx(truth.losses, abs=1e-5)
@@ -231,6 +260,12 @@ def test_bf16_keeps_fp32_parameters_and_stays_close(results: Path, truth: Truth)
     assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
     updates = json.loads((results / "two-ranks-bf16.json").read_text())
     assert [u["final_loss"] for u in updates] == pytest.approx(truth.losses, abs=0.05)
+
+
+def test_fp16_stays_closer_and_its_gradients_are_scaled_back(results: Path, truth: Truth) -> None:
+    updates = json.loads((results / "two-ranks-fp16.json").read_text())
+    assert [u["final_loss"] for u in updates] == pytest.approx(truth.losses, abs=0.005)
+    assert [u["grad_norm"] for u in updates] == pytest.approx(truth.norms, rel=0.05)
 
 
 def test_bf16_logprobs_stay_close_and_are_compared_with_such(results: Path, truth: Truth) -> None:

@@ -260,6 +260,8 @@ def _megatron(source: Resolved, values: dict[str, Any]) -> Iterator[Entry]:
     values["trainer.strategy"] = "megatron"
     values[f"{_MEGATRON}.context_parallel_size"] = source[f"{_PARALLELISM}.cp_size"]
     yield from _megatron_types(values)
+    if values.pop("trainer.policy.compile_model", False):
+        yield Entry("dropped", "train.compile", "", "Megatron-core fuses its layers' operations itself")
     schedule = f"{_MEGATRON}.pipeline_schedule"
     if values.get(schedule) == "GPipe":
         values[schedule] = "1F1B"

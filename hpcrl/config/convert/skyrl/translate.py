@@ -107,6 +107,15 @@ def _instead(old: str, new: str) -> Translation:
     return instead
 
 
+def strategy(source: Source, conversion: Conversion, path: str) -> None:
+    if source.given[path] == "fsdp":
+        conversion.values[path] = "fsdp2"
+        message = "FSDP2 shards the same parameters, offloads what FSDP1 cannot, and is what torch still works on"
+        conversion.note("translated", source.names[path], path, message)
+    else:
+        _instead("deepspeed", "fsdp2")(source, conversion, path)
+
+
 def weight_sync_backend(source: Source, conversion: Conversion, path: str) -> None:
     conversion.values[path] = "filesystem"
     conversion.note(
@@ -308,7 +317,7 @@ TRANSLATIONS: dict[str, Translation] = {
     "trainer.project_name": name_of_directory,
     "trainer.run_name": name_of_directory,
     "trainer.logger": logger,
-    "trainer.strategy": _instead("deepspeed", "fsdp2"),
+    "trainer.strategy": strategy,
     "trainer.bf16": bf16,
     "trainer.resume_mode": resume_mode,
     "trainer.resume_path": resume_path,

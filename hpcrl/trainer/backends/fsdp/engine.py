@@ -33,6 +33,7 @@ from hpcrl.trainer.backends.fsdp.model import (
     load_model,
     own_state,
 )
+from hpcrl.trainer.backends.fsdp.optimizer import LossScale, adam_settings
 from hpcrl.trainer.backends.fsdp.sharding import copy_parameters, local, one_copy, whole
 from hpcrl.trainer.backends.reference import (
     REFERENCE,
@@ -77,6 +78,7 @@ class FsdpEngine(Generic[Model]):
         self._stager: DefaultStager | None = None
         self._away: tuple[list[PackedModel], list[tuple[dict[str, Any], str]]] = [], []
         self._lora = section.model.lora
+        self._scale = LossScale.of(section.fsdp_config.mixed_precision.param_dtype)
         self.updates = 0
         self._total_updates = 0
         if trainer.gradient_checkpointing:
@@ -95,25 +97,28 @@ class FsdpEngine(Generic[Model]):
         for batch in batches:
             batch = batch.to(self._world.device)
             loss, sums = objective(batch, *self._model.run(batch))
-            loss.backward()
+            (loss * self._scale.value if self._scale.changes else loss).backward()
             merge(totals, sums)
         return totals
 
     def step(self) -> StepReport:
         optimizer, lr = self._optimizer_config, self._lr()
         gradients = [local(p.grad) for p in self._model.parameters() if p.grad is not None]
-        norm = self._norm(gradients)
+        scale = self._scale.value
+        norm = self._norm(gradients) / scale
         finite = math.isfinite(norm)
+        self._scale.follow(finite)
         if finite:
-            if 0 < optimizer.max_grad_norm < norm:
+            clips = 0 < optimizer.max_grad_norm < norm
+            if clips or scale != 1.0:
                 for gradient in gradients:
-                    gradient.mul_(optimizer.max_grad_norm / norm)
+                    gradient.mul_((optimizer.max_grad_norm / norm if clips else 1.0) / scale)
             for group in self._optimizer.param_groups:
                 group["lr"] = lr
             self._optimizer.step()
             self.updates += 1
         self._optimizer.zero_grad(set_to_none=True)
-        return StepReport(norm, lr, skipped=not finite)
+        return StepReport(norm, lr, skipped=not finite, loss_scale=scale)
 
     def skip(self) -> StepReport:
         self._optimizer.zero_grad(set_to_none=True)
@@ -162,6 +167,7 @@ class FsdpEngine(Generic[Model]):
         state = self._state()
         read(state, directory, self._world)
         self.updates = int(state["updates"])
+        self._scale.restore(state)
 
     def restore_weights(self, directory: Path) -> None:
         read({"model": self._saved()}, directory, self._world)
@@ -176,7 +182,12 @@ class FsdpEngine(Generic[Model]):
             forget_moments(self._optimizer)  # which that makes by a step without gradients, and counts
         model, named = self._saved(), self._model.named_parameters()
         moments = {name: self._optimizer.state[each] for name, each in named if each.requires_grad}
-        return {"model": model, "optimizer": {"state": moments}, "updates": torch.tensor(self.updates)}
+        return {
+            "model": model,
+            "optimizer": {"state": moments},
+            "updates": torch.tensor(self.updates),
+            **self._scale.state(),
+        }
 
     def _saved(self) -> dict[str, torch.Tensor]:
         """Return the part of a model's state that changes: with LoRA what is trained."""
@@ -289,8 +300,9 @@ class FsdpPolicy(FsdpExported[PackedPolicy]):
     def __init__(self, trainer: TrainerConfig, temperature: float, world: World) -> None:
         forward, section, source = forward_config(trainer, temperature), trainer.policy, policy_source(trainer)
         model = load_model(
-            PackedPolicy, source, section.fsdp_config, forward, world, trained=section, seed=trainer.seed
-        )
+            PackedPolicy, source, section.fsdp_config, forward, world,
+            trained=section, seed=trainer.seed, compiled=section.compile_model,
+        )  # fmt: skip
         super().__init__(model, source, section, trainer, world)
         self._reference: PackedPolicy | None = None
         self._reference_is_base = reference_is_base(trainer)
@@ -298,8 +310,9 @@ class FsdpPolicy(FsdpExported[PackedPolicy]):
             known = replace(forward, vocabulary=model.head.out_features)
             averaged = self_teacher(trainer) == "ema"
             self._reference = load_model(
-                PackedPolicy, reference_source(trainer), ref_sharding(trainer), known, world, averaged=averaged
-            )
+                PackedPolicy, reference_source(trainer), ref_sharding(trainer), known, world,
+                averaged=averaged, compiled=section.compile_model,
+            )  # fmt: skip
             if reference_follows(trainer):
                 require_same_shape(self._reference, model)
         self._reference_values = self._without_adapters() if reference_has_values(trainer) else {}
@@ -426,16 +439,3 @@ class FsdpCritic(FsdpEngine[PackedCritic]):
 
     def values(self, batches: MicroBatches) -> Iterator[torch.Tensor]:
         return (values_P for values_P, *_ in self._each_without_gradient(self._model, batches))
-
-
-def adam_settings(optimizer: OptimizerConfig) -> dict[str, Any]:
-    """Return what torch.optim.Adam is made with."""
-    return {
-        "lr": optimizer.lr,
-        "betas": tuple(optimizer.adam_betas),
-        "eps": optimizer.eps,
-        "weight_decay": optimizer.weight_decay,
-        "decoupled_weight_decay": optimizer.name == "AdamW",
-        "fused": optimizer.implementation == "fused",
-        "foreach": optimizer.implementation == "foreach",
-    }

@@ -27,7 +27,7 @@ from hpcrl.trainer.advantages import estimate_advantages
 from hpcrl.trainer.backends.base import Objective, UpdateResult
 from hpcrl.trainer.backends.build import build_critic, build_policy
 from hpcrl.trainer.backends.fsdp import sharding
-from hpcrl.trainer.backends.fsdp.engine import adam_settings
+from hpcrl.trainer.backends.fsdp.optimizer import adam_settings
 from hpcrl.trainer.backends.megatron.adapters.whole import merging, whole_adapters
 from hpcrl.trainer.backends.megatron.engine import MegatronEngine
 from hpcrl.trainer.batching import MicroBatchLimit
