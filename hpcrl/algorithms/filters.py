@@ -20,15 +20,26 @@ def filter_values(group: GroupMeta, metrics: Sequence[str]) -> list[float]:
     """
     if not metrics:
         return group.rewards
-    reported = {name for sample in group.env_metrics for name in sample}
-    for name in metrics:
-        if name not in reported:
-            there = f"it reports {', '.join(sorted(reported))}" if reported else "it reports none"
-            raise DataError(
-                f"group {group.group_id} (data source {group.data_source}): no sample has the metric {name!r}, which "
-                f"trainer.algorithm.filter_reward_metric names; name metrics that the environment reports: {there}"
-            )
-    return [sum(sample.get(name, 0.0) for name in metrics) for sample in group.env_metrics]
+    named = [reported(group, name, "filter_reward_metric") for name in metrics]
+    return [sum(values) for values in zip(*named, strict=True)]
+
+
+def reported(group: GroupMeta, name: str, setting: str) -> list[float]:
+    """Return what the environment reports of each sample under a name; 0 where it does of others of the group alone.
+
+    Args:
+        setting: of trainer.algorithm, that names it.
+
+    Raises:
+        DataError: no sample of the group reports it.
+    """
+    there = sorted({known for sample in group.env_metrics for known in sample})
+    if name not in there:
+        raise DataError(
+            f"group {group.group_id} (data source {group.data_source}): no sample has the metric {name!r}, which "
+            f"trainer.algorithm.{setting} names; name metrics that the environment reports: it reports {', '.join(there) or 'none'}"
+        )
+    return [sample.get(name, 0.0) for sample in group.env_metrics]
 
 
 def varied(values: Sequence[float]) -> bool:
