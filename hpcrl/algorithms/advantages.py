@@ -35,7 +35,8 @@ class AdvantageInputs:
         groups_B: [B] int64, the number of each sample's group.
         values_P: [P] float64, what a critic expected before each token; None without one.
         baselines_B: [B] float64, the reward of the greedy response to each sample's prompt; None without these.
-        named_B: [B] float64 each, the rewards that trainer.algorithm.gdpo.rewards names, unweighted; None without these.
+        named_B: [B] float64 each, the rewards that trainer.algorithm.gdpo.rewards names, unweighted; None without these, and for estimators
+            that are marked `per_token`.
         total: gives the sum over all ranks of a tensor; the tensor itself where every sample is here.
     """
 
@@ -57,6 +58,8 @@ class AdvantageInputs:
         assert self.baselines_B is None or self.baselines_B.shape == self.groups_B.shape, (
             f"{len(self.baselines_B)} baselines for {len(self.lengths)} samples"
         )
+        for name, rewards_B in (self.named_B or {}).items():
+            assert rewards_B.shape == self.groups_B.shape, f"{len(rewards_B)} of {name} for {len(self.lengths)} samples"
 
     def by_sample(self, values_P: torch.Tensor) -> torch.Tensor:
         """Return the sum over each sample's entries, [B]."""

@@ -55,9 +55,8 @@ def build_objective(algorithm: AlgorithmConfig, distillation: DistillationConfig
     """Return what turns a micro-batch and the policy's log-probabilities into loss and metric sums.
 
     Without old log-probabilities, and without what they are estimated by, the policy is its own old policy: exact where a batch makes one optimizer
-    step. Where the micro-batch has the
-    tokens to compare with a teacher at, the divergence over these is subtracted from advantages here, because it is differentiated itself, and is
-    a term of the loss beside the policy loss as far as trainer.distillation.loss_weight says.
+    step. Where the micro-batch has the tokens to compare with a teacher at, the divergence over these is subtracted from advantages here, because
+    it is differentiated itself, and is a term of the loss beside the policy loss as far as trainer.distillation.loss_weight says.
 
     Args:
         distillation: None without a teacher.

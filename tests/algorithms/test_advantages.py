@@ -315,6 +315,8 @@ def test_shapes_are_checked() -> None:
         AdvantageInputs(ones, ones, [2, 1], torch.tensor([0]))
     with pytest.raises(AssertionError, match="1 baselines for 2 samples"):
         AdvantageInputs(ones, ones, [2, 1], torch.tensor([0, 0]), baselines_B=ones[:1])
+    with pytest.raises(AssertionError, match="3 of form for 2 samples"):
+        AdvantageInputs(ones, ones, [2, 1], torch.tensor([0, 0]), named_B={"form": ones})
 
 
 @pytest.mark.parametrize(
