@@ -179,8 +179,8 @@ class VESPOConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DROConfig:
-    beta: float = 0.05
-    """dro: weight of the squared logarithm of the probability ratio to the rollout, half of which is added to the loss (arXiv:2405.19107)."""
+    beta: float = 1.0
+    """dro: weight of the squared logarithm of the probability ratio to the rollout, half of which is added to the loss (arXiv:2405.19107); a token is drawn to the logarithm A / beta, so that it belongs to the size of the advantages, about 1 with grpo."""
 
 
 @dataclass(frozen=True, kw_only=True)
