@@ -16,11 +16,11 @@ from hpcrl.algorithms.advantages import (
     normalize,
 )
 from hpcrl.algorithms.distillation import teacher_advantages
-from hpcrl.algorithms.filters import reported
+from hpcrl.algorithms.filters import named_rewards
 from hpcrl.algorithms.kl import KL_ESTIMATORS, adapted, k1
 from hpcrl.algorithms.settings import configured
 from hpcrl.config.derive import needs_baselines
-from hpcrl.config.sections.algorithm import OWN_REWARD, AlgorithmConfig
+from hpcrl.config.sections.algorithm import AlgorithmConfig
 from hpcrl.config.sections.distillation import DistillationConfig
 from hpcrl.errors import ConfigError, DataError
 from hpcrl.trainer.batching import trained_groups
@@ -302,22 +302,12 @@ def _baselines(batch: Batch, places: Sequence[tuple[int, int]], algorithm: Algor
 
 
 def _named_rewards(groups: Sequence[GroupMeta], algorithm: AlgorithmConfig) -> dict[str, torch.Tensor] | None:
-    """Return the rewards of each sample of these groups that gdpo.rewards names, [B] each; a failed sample has the mean of its group's others.
-
-    Raises:
-        DataError: no sample of a group has one of them.
-    """
-    if not algorithm.gdpo.rewards:
-        return None
-    found: dict[str, list[float]] = {name: [] for name in algorithm.gdpo.rewards}
-    for name, values in found.items():
-        for group in groups:
-            own = group.rewards if name == OWN_REWARD else reported(group, name, "gdpo.rewards")
-            whole = [why != "failed" for why in group.stop_reasons]
-            counted = [value for value, kept in zip(own, whole, strict=True) if kept]
-            mean = sum(counted) / max(len(counted), 1)
-            values += [value if kept else mean for value, kept in zip(own, whole, strict=True)]
-    return {name: torch.tensor(values, dtype=torch.float64) for name, values in found.items()}
+    """Return the rewards of each sample of these groups that gdpo.rewards names, [B] each; None where it names none."""
+    found = {
+        name: torch.tensor([value for group in groups for value in named_rewards(group, name)], dtype=torch.float64)
+        for name in algorithm.gdpo.rewards
+    }
+    return found or None
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
