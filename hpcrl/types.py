@@ -263,13 +263,15 @@ class MicroBatch:
         values, returns: [P] float32, what a critic expected before the token and what it should have; None without one.
         margins: [P] float32, the margin of a pair at the end of its chosen answer; None where no scores are trained.
         current: [P] float32, 1 where the token is trained and was chosen by the version that the step begins with; None: nowhere.
+        staleness: [P] float32, how many versions older than that the one is which chose the token; None where old log-probabilities are not estimated by it.
+        observation_weights: [P] float32, weights of the tokens of the environment in the mean over those of a mini-batch, 0 elsewhere; None where none is learned.
         sampling_mask: [P, K] int32, the tokens that the token was sampled among, padded with -1; all of a row -1: the whole vocabulary.
             None: all rows are such.
         teacher_ids, teacher_top: [P, K] int32 and float32, tokens in the token's place that policy and teacher are compared at, and their
             log-probabilities by the teacher; ids of -1 where there is no teacher. None without one whose divergence is taken over several tokens.
         top_k: most probable tokens that a pass without gradient tells of at each place, or as many of `teacher_ids` if there are these.
         head_rows: [R] int64, ascending: the entries of which a policy's head computes anything, all other outputs are 0; those of
-            trained tokens where it is not given.
+            trained tokens, and of the environment's that are learned, where it is not given.
     """
 
     token_ids: torch.Tensor
@@ -287,6 +289,8 @@ class MicroBatch:
     returns: torch.Tensor | None = None
     margins: torch.Tensor | None = None
     current: torch.Tensor | None = None
+    staleness: torch.Tensor | None = None
+    observation_weights: torch.Tensor | None = None
     sampling_mask: torch.Tensor | None = None
     teacher_ids: torch.Tensor | None = None
     teacher_top: torch.Tensor | None = None
@@ -300,7 +304,10 @@ class MicroBatch:
 
             self.cu_seqlens = torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32)
         if self.head_rows is None:
-            self.head_rows = self.loss_mask.nonzero()[:, 0]
+            learned_P = (
+                self.loss_mask if self.observation_weights is None else self.loss_mask + self.observation_weights
+            )
+            self.head_rows = learned_P.nonzero()[:, 0]
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return it with all tensors on `device`; see `to_device`."""

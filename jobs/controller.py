@@ -171,6 +171,7 @@ def schedule(config: Config, steps: int) -> Schedule:
             algorithm.filter_reward_metric,
             trainer.seed,
             later=[REWARD_MODEL] if scoring_reward_model(config) else [],
+            rewards=algorithm.gdpo.rewards,
         ),
         baselines=needs_baselines(algorithm),
         min_replicas=MinReplicas(

@@ -6,7 +6,7 @@ An estimator sees samples laid end to end, as `AdvantageInputs`, and returns one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -35,6 +35,8 @@ class AdvantageInputs:
         groups_B: [B] int64, the number of each sample's group.
         values_P: [P] float64, what a critic expected before each token; None without one.
         baselines_B: [B] float64, the reward of the greedy response to each sample's prompt; None without these.
+        named_B: [B] float64 each, the rewards that trainer.algorithm.gdpo.rewards names, unweighted; None without these, and for estimators
+            that are marked `per_token`.
         total: gives the sum over all ranks of a tensor; the tensor itself where every sample is here.
     """
 
@@ -44,6 +46,7 @@ class AdvantageInputs:
     groups_B: torch.Tensor
     values_P: torch.Tensor | None = None
     baselines_B: torch.Tensor | None = None
+    named_B: Mapping[str, torch.Tensor] | None = None
     total: Callable[[torch.Tensor], torch.Tensor] = _all_here
 
     def __post_init__(self) -> None:
@@ -55,6 +58,8 @@ class AdvantageInputs:
         assert self.baselines_B is None or self.baselines_B.shape == self.groups_B.shape, (
             f"{len(self.baselines_B)} baselines for {len(self.lengths)} samples"
         )
+        for name, rewards_B in (self.named_B or {}).items():
+            assert rewards_B.shape == self.groups_B.shape, f"{len(rewards_B)} of {name} for {len(self.lengths)} samples"
 
     def by_sample(self, values_P: torch.Tensor) -> torch.Tensor:
         """Return the sum over each sample's entries, [B]."""
@@ -99,11 +104,18 @@ class _Groups:
     means_B: torch.Tensor
 
 
-def _groups(inputs: AdvantageInputs) -> _Groups:
-    rewards_B = inputs.by_sample(inputs.rewards_P)
+def _groups(inputs: AdvantageInputs, rewards_B: torch.Tensor | None = None) -> _Groups:
+    rewards_B = inputs.by_sample(inputs.rewards_P) if rewards_B is None else rewards_B
     sizes_B = inputs.by_group(torch.ones_like(rewards_B))
     means_B = torch.where(sizes_B > 1, inputs.by_group(rewards_B) / sizes_B, 0.0)
     return _Groups(rewards_B, sizes_B, means_B)
+
+
+def _standardized(inputs: AdvantageInputs, groups: _Groups) -> torch.Tensor:
+    """Return (r - mean) / (std + 1e-6) of each sample in its group, [B], with the unbiased standard deviation, 1 in a group of one."""
+    centered_B = groups.rewards_B - groups.means_B
+    variance_B = inputs.by_group(centered_B.square()) / (groups.sizes_B - 1).clamp(min=1)
+    return centered_B / (torch.where(groups.sizes_B > 1, variance_B.sqrt(), 1.0) + _EPSILON)
 
 
 def grpo(inputs: AdvantageInputs, *, grpo_norm_by_std: bool) -> torch.Tensor:
@@ -114,11 +126,25 @@ def grpo(inputs: AdvantageInputs, *, grpo_norm_by_std: bool) -> torch.Tensor:
     and std 1.
     """
     groups = _groups(inputs)
-    centered_B = groups.rewards_B - groups.means_B
-    if grpo_norm_by_std:
-        variance_B = inputs.by_group(centered_B.square()) / (groups.sizes_B - 1).clamp(min=1)
-        centered_B = centered_B / (torch.where(groups.sizes_B > 1, variance_B.sqrt(), 1.0) + _EPSILON)
-    return inputs.to_entries(centered_B)
+    return inputs.to_entries(_standardized(inputs, groups) if grpo_norm_by_std else groups.rewards_B - groups.means_B)
+
+
+def gdpo(inputs: AdvantageInputs, *, rewards: Mapping[str, float]) -> torch.Tensor:
+    """Return the weighted sum of several rewards, each standardized in its group by itself, whitened over the batch.
+
+    GDPO (arXiv:2601.05242, section 3): as grpo for each reward by itself, so that combinations of rewards which have the same sum
+    are not worth the same; then (a - mean) / std over the samples of the batch, so that the scale does not grow with the number of
+    rewards. Only samples with a trained token count there.
+
+    Args:
+        rewards: name of each of `inputs.named_B` to its weight.
+    """
+    assert inputs.named_B is not None, "gdpo needs the rewards that trainer.algorithm.gdpo.rewards names"
+    summed_B = torch.zeros(len(inputs.lengths), dtype=inputs.rewards_P.dtype)
+    for name, weight in rewards.items():
+        summed_B += weight * _standardized(inputs, _groups(inputs, inputs.named_B[name]))
+    trained_B = (inputs.by_sample(inputs.mask_P) > 0).to(summed_B.dtype)
+    return inputs.to_entries(whiten(summed_B, trained_B, inputs.total))
 
 
 def rloo(inputs: AdvantageInputs) -> torch.Tensor:
@@ -249,6 +275,7 @@ ESTIMATORS: dict[str, Estimator] = {
     "maxrl": maxrl,
     "opo": opo,
     "remax": remax,
+    "gdpo": gdpo,
     "reinforce++": reinforce_plus_plus,
     "reinforce++_baseline": reinforce_plus_plus_baseline,
     "gae": gae,

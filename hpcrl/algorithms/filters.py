@@ -1,9 +1,11 @@
-"""Which groups are worth training."""
+"""What rewards of a group are named, and which groups are worth training."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import fmean
 
+from hpcrl.config.sections.algorithm import OWN_REWARD
 from hpcrl.errors import DataError
 from hpcrl.types import GroupMeta
 
@@ -20,15 +22,40 @@ def filter_values(group: GroupMeta, metrics: Sequence[str]) -> list[float]:
     """
     if not metrics:
         return group.rewards
-    reported = {name for sample in group.env_metrics for name in sample}
-    for name in metrics:
-        if name not in reported:
-            there = f"it reports {', '.join(sorted(reported))}" if reported else "it reports none"
-            raise DataError(
-                f"group {group.group_id} (data source {group.data_source}): no sample has the metric {name!r}, which "
-                f"trainer.algorithm.filter_reward_metric names; name metrics that the environment reports: {there}"
-            )
-    return [sum(sample.get(name, 0.0) for name in metrics) for sample in group.env_metrics]
+    named = [reported(group, name, "filter_reward_metric") for name in metrics]
+    return [sum(values) for values in zip(*named, strict=True)]
+
+
+def reported(group: GroupMeta, name: str, setting: str) -> list[float]:
+    """Return what the environment reports of each sample under a name; 0 where it does of others of the group alone, or all have failed.
+
+    Args:
+        setting: of trainer.algorithm, that names it.
+
+    Raises:
+        DataError: no sample of the group reports it.
+    """
+    samples = group.env_metrics or [{} for _ in group.rewards]
+    there = sorted({known for sample in samples for known in sample})
+    if name not in there and any(reason != "failed" for reason in group.stop_reasons):
+        raise DataError(
+            f"group {group.group_id} (data source {group.data_source}): no sample has the metric {name!r}, which "
+            f"trainer.algorithm.{setting} names; name metrics that the environment reports: it reports {', '.join(there) or 'none'}"
+        )
+    return [sample.get(name, 0.0) for sample in samples]
+
+
+def named_rewards(group: GroupMeta, name: str) -> list[float]:
+    """Return a reward that gdpo.rewards names, of each sample; one whose environment failed has the mean of the others, so that it moves no baseline.
+
+    Raises:
+        DataError: no sample of the group has it.
+    """
+    values = group.rewards if name == OWN_REWARD else reported(group, name, "gdpo.rewards")
+    failed = [reason == "failed" for reason in group.stop_reasons]
+    others = [value for value, out in zip(values, failed, strict=True) if not out]
+    mean = fmean(others) if others else 0.0
+    return [mean if out else value for value, out in zip(values, failed, strict=True)]
 
 
 def varied(values: Sequence[float]) -> bool:

@@ -2,7 +2,7 @@
 
 A loss gives [P] values and the sums of its own metrics over the mask. It neither divides nor knows the mini-batch: who calls it
 multiplies by the weights of hpcrl/algorithms/reductions.py and adds everything up, so that nothing depends on packing, micro-batch
-size or number of ranks. The exceptions are clip_cov and kl_cov, which compare a token with the others of its micro-batch.
+size or number of ranks. The exceptions are clip_cov, kl_cov and m2po, which compare a token with the others of its micro-batch.
 
 A loss's other parameters are its settings (hpcrl/algorithms/settings.py). A user's own has the same signature, and is named as
 "package.module:function".
@@ -10,6 +10,7 @@ A loss's other parameters are its settings (hpcrl/algorithms/settings.py). A use
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 
@@ -18,6 +19,7 @@ import torch
 _MAX_LOG_RATIO = 20.0
 _MAX_LOG_SAMPLE_RATIO = 10.0
 _LEAST_PROBABILITY = 1e-8
+_LEAST_LOG_WEIGHT = math.log(1e-8)
 
 Values = tuple[torch.Tensor, dict[str, torch.Tensor]]
 Loss = Callable[..., Values]
@@ -247,7 +249,12 @@ def dppo(tokens: Tokens, *, dppo_type: str, delta_low: float, delta_high: float)
     Returns:
         loss [P], and the sum of `clip_ratio`: tokens that count nothing.
     """
-    divergence_P = _binary_divergence(tokens.logprobs.detach(), tokens.rollout_logprobs, dppo_type)
+    assert dppo_type in ("binary_tv", "binary_kl"), f"no divergence {dppo_type}"
+    logprobs_P, rollout_P = tokens.logprobs.detach(), tokens.rollout_logprobs
+    if dppo_type == "binary_tv":
+        divergence_P = (logprobs_P.clamp(max=0).exp() - rollout_P.clamp(max=0).exp()).abs()
+    else:
+        divergence_P = binary_kl(rollout_P, logprobs_P)
     risen_P, fallen_P = tokens.logprobs > tokens.rollout_logprobs, tokens.logprobs < tokens.rollout_logprobs
     out_P = (tokens.advantages > 0) & risen_P & (divergence_P > delta_high)
     out_P = out_P | ((tokens.advantages < 0) & fallen_P & (divergence_P > delta_low))
@@ -282,15 +289,63 @@ def gmpo(tokens: Tokens, *, log_clip_low: float, log_clip_high: float) -> Values
     return loss_P, {"clip_ratio": masked_sum((clipped_P != log_ratio_P).float(), tokens.mask)}
 
 
-def _binary_divergence(logprobs_P: torch.Tensor, rollout_logprobs_P: torch.Tensor, dppo_type: str) -> torch.Tensor:
-    """Return the divergence from the rollout's distribution over two outcomes, this token or any other, to the policy's, [P]."""
-    log_P, rollout_log_P = logprobs_P.clamp(max=0), rollout_logprobs_P.clamp(max=0)
-    chosen_P, rollout_P = log_P.exp(), rollout_log_P.exp()
-    if dppo_type == "binary_tv":
-        return (chosen_P - rollout_P).abs()
-    assert dppo_type == "binary_kl", f"no divergence {dppo_type}"
-    other_P, rollout_other_P = (-torch.expm1(log).clamp(max=-_LEAST_PROBABILITY) for log in (log_P, rollout_log_P))
-    return rollout_P * (rollout_log_P - log_P) + rollout_other_P * (rollout_other_P / other_P).log()
+def vespo(tokens: Tokens, *, k_pos: float, lambda_pos: float, k_neg: float, lambda_neg: float) -> Values:
+    """Return the loss weighted smoothly by the ratio of whole samples (VESPO, arXiv:2602.10693): -stop(phi(W)) A log pi.
+
+    W is the product over the sample of pi / pi_rollout, from 1e-8 to exp(20), and phi(W) = W^k exp(lambda (1 - W)), which is 1 at
+    W = 1, with k_pos and lambda_pos where A >= 0, else k_neg and lambda_neg: samples far from the rollout fade out, those that have
+    become rare slowly, those that have become frequent fast. Nothing is clipped.
+
+    Returns:
+        loss [P], and the sum of `sample_weight`, phi(W).
+    """
+    difference_P = (tokens.logprobs.detach() - tokens.rollout_logprobs).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    log_B = sample_sums(difference_P, tokens.mask, tokens.lengths).clamp(_LEAST_LOG_WEIGHT, _MAX_LOG_RATIO)
+    log_P, better_P = spread(log_B, tokens.lengths, len(difference_P)), tokens.advantages >= 0
+    k_P, lambda_P = torch.where(better_P, k_pos, k_neg), torch.where(better_P, lambda_pos, lambda_neg)
+    weight_P = (k_P * log_P + lambda_P * (1 - log_P.exp())).exp()
+    loss_P = -weight_P * tokens.advantages * tokens.logprobs
+    return loss_P, {"sample_weight": masked_sum(weight_P, tokens.mask)}
+
+
+def dro(tokens: Tokens, *, beta: float) -> Values:
+    """Return -(A log pi - beta / 2 (log pi - log pi_rollout)^2) (DRO, arXiv:2405.19107 and 2501.12599, per token as in Tinker).
+
+    The policy gradient of samples of any origin, held near the policy that they come from by a squared penalty in place of a ratio.
+    The source fits a value beside it; here the advantage estimator's baseline stands for it.
+
+    Returns:
+        loss [P], and the sum of `squared_log_ratio`, (log pi - log pi_rollout)^2.
+    """
+    squared_P = (tokens.logprobs - tokens.rollout_logprobs).square()
+    loss_P = beta / 2 * squared_P - tokens.advantages * tokens.logprobs
+    return loss_P, {"squared_log_ratio": masked_sum(squared_P.detach(), tokens.mask)}
+
+
+def m2po(tokens: Tokens, *, threshold: float) -> Values:
+    """Return -r A without the tokens that have gone farthest from the rollout (M2PO, arXiv:2510.01161, algorithm 1).
+
+    r = pi / pi_rollout. Among the tokens that PPO might clip, those with A > 0 and r > 1 or A < 0 and r < 1, as many of largest
+    (log r)^2 count nothing as it takes for its mean over the others to be at most `threshold`. The paper sorts the tokens of a
+    mini-batch, this one those of a micro-batch.
+
+    Returns:
+        loss [P], and the sum of `clip_ratio`: tokens that count nothing.
+    """
+    log_P = (tokens.logprobs.detach() - tokens.rollout_logprobs).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    pushed_P = (tokens.mask > 0) & (tokens.advantages * log_P > 0)
+    squared_P = torch.where(pushed_P, log_P.square(), torch.inf)
+    means_P = squared_P.sort().values.double().cumsum(0) / torch.arange(1, len(log_P) + 1, device=log_P.device)
+    out_P = pushed_P & (squared_P.argsort().argsort() >= (means_P <= threshold).sum())
+    loss_P = -ratio(tokens.logprobs, tokens.rollout_logprobs) * tokens.advantages
+    return torch.where(out_P, 0.0, loss_P), {"clip_ratio": masked_sum(out_P.float(), tokens.mask)}
+
+
+def binary_kl(logprobs_P: torch.Tensor, other_logprobs_P: torch.Tensor) -> torch.Tensor:
+    """Return KL(first || other) over two outcomes, this token or any other, [P]."""
+    log_P, other_log_P = logprobs_P.clamp(max=0), other_logprobs_P.clamp(max=0)
+    rest_P, other_rest_P = (-torch.expm1(log).clamp(max=-_LEAST_PROBABILITY) for log in (log_P, other_log_P))
+    return log_P.exp() * (log_P - other_log_P) + rest_P * (rest_P / other_rest_P).log()
 
 
 def _clipped(tokens: Tokens, ratio_P: torch.Tensor, low: float, high: float) -> Values:
@@ -328,4 +383,7 @@ POLICY_LOSSES: dict[str, Loss] = {
     "dppo": dppo,
     "gpg": gpg,
     "gmpo": gmpo,
+    "vespo": vespo,
+    "dro": dro,
+    "m2po": m2po,
 }

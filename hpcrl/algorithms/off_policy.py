@@ -12,7 +12,16 @@ from dataclasses import dataclass
 
 import torch
 
-from hpcrl.algorithms.losses import Tokens, bounded_exp, masked_sum, ratio, sample_means, sample_sums, spread
+from hpcrl.algorithms.losses import (
+    Tokens,
+    binary_kl,
+    bounded_exp,
+    masked_sum,
+    ratio,
+    sample_means,
+    sample_sums,
+    spread,
+)
 from hpcrl.config.sections.algorithm import OffPolicyCorrectionConfig
 
 PER_SAMPLE = frozenset(
@@ -46,6 +55,22 @@ class Correction:
         return torch.where(self.mask > 0, weighted_P, 0.0)
 
 
+def proximal_logprobs(
+    logprobs_P: torch.Tensor, rollout_logprobs_P: torch.Tensor, staleness_P: torch.Tensor
+) -> torch.Tensor:
+    """Return an estimate of the old policy's log-probabilities, [P], without a pass of its own (A-3PO, arXiv:2512.06547).
+
+    log pi_rollout + d / (d + 1) (log pi - log pi_rollout): the policy is taken to move by the same in each step, and the update to
+    be one more of the d that lie between the version which chose the token and the one which the step begins with.
+
+    Args:
+        logprobs_P: of the policy that is updated, without gradient.
+        staleness_P: d, at least 0.
+    """
+    share_P = staleness_P / (staleness_P + 1)
+    return rollout_logprobs_P + share_P * (logprobs_P - rollout_logprobs_P)
+
+
 def is_enabled(settings: OffPolicyCorrectionConfig) -> bool:
     """Return whether any correction is switched on."""
     names = ("tis_ratio_type", "sequence_mask_metric", "negative_sample_mask_delta", *_THRESHOLDS)
@@ -57,6 +82,7 @@ _THRESHOLDS = (
     "outlier_token_is_threshold_high",
     "token_mask_is_threshold_low",
     "token_mask_is_threshold_high",
+    "token_mask_kl_threshold",
 )
 
 
@@ -67,6 +93,7 @@ def correct(tokens: Tokens, settings: OffPolicyCorrectionConfig) -> Correction:
     _describe(ratio_P, tokens.mask, sums)
     mask_P = _without_outliers(ratio_P, tokens, tokens.mask, settings, sums)
     mask_P = _without_tokens(ratio_P, mask_P, settings, sums)
+    mask_P = _without_divergent_tokens(tokens, mask_P, settings, sums)
     weights_P = _truncated_weights(ratio_P, tokens, mask_P, settings, sums)
     mask_P = _without_samples(tokens, mask_P, settings, sums)
     mask_P = _without_negative_samples(tokens, mask_P, settings, sums)
@@ -105,6 +132,21 @@ def _without_tokens(
         return mask_P
     out_P = (ratio_P < low) | (ratio_P > high)
     sums["token_mask_ratio"] = masked_sum(out_P.float(), mask_P)
+    return mask_P.masked_fill(out_P, 0.0)
+
+
+def _without_divergent_tokens(
+    tokens: Tokens, mask_P: torch.Tensor, settings: OffPolicyCorrectionConfig, sums: dict[str, torch.Tensor]
+) -> torch.Tensor:
+    """Leave out tokens with a binary KL divergence between old policy and rollout, in one direction or the other, above the bound.
+
+    KPop (https://ringtech.notion.site/kpop). Unlike bounds on the ratio, it lets rare tokens differ by more than frequent ones.
+    """
+    if (bound := settings.token_mask_kl_threshold) is None:
+        return mask_P
+    old_P, rollout_P = tokens.old_logprobs, tokens.rollout_logprobs
+    out_P = torch.maximum(binary_kl(old_P, rollout_P), binary_kl(rollout_P, old_P)) > bound
+    sums["token_mask_kl_ratio"] = masked_sum(out_P.float(), mask_P)
     return mask_P.masked_fill(out_P, 0.0)
 
 

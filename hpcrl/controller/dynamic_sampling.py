@@ -13,8 +13,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
-from hpcrl.algorithms.filters import filter_values, varied
-from hpcrl.config.sections.algorithm import DynamicSamplingConfig
+from hpcrl.algorithms.filters import filter_values, named_rewards, varied
+from hpcrl.config.sections.algorithm import OWN_REWARD, DynamicSamplingConfig
 from hpcrl.types import GroupMeta
 
 _SECTION = "trainer.algorithm.dynamic_sampling"
@@ -29,12 +29,15 @@ class DynamicSampling:
         metrics: `trainer.algorithm.filter_reward_metric`.
         seed: `trainer.seed`.
         later: metrics that groups have only when they are scored.
+        rewards: names in `trainer.algorithm.gdpo.rewards`, which all groups must have: one that nobody reports is found with the first
+            finished group, not when a whole batch is to be trained.
     """
 
     config: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
     metrics: Sequence[str] = ()
     seed: int = 0
     later: Collection[str] = ()
+    rewards: Collection[str] = ()
 
     def is_good(self, group: GroupMeta) -> bool:
         """Return whether samples of the group differ in what they are judged by; a group of one sample is always good.
@@ -45,15 +48,18 @@ class DynamicSampling:
         return varied(filter_values(group, self.metrics))
 
     def can_judge(self, group: GroupMeta) -> bool:
-        """Return whether the group has all metrics that a finished one has."""
-        return all(any(name in one for one in group.env_metrics) for name in self.metrics if name not in self.later)
+        """Return whether the group has all metrics and rewards that a finished one has."""
+        asked = {*self.metrics, *self.rewards} - {*self.later, OWN_REWARD}
+        return all(any(name in one for one in group.env_metrics) for name in asked)
 
     def keeps(self, group: GroupMeta) -> bool:
         """Return whether a finished group may train.
 
         Raises:
-            DataError: the group lacks one of the metrics.
+            DataError: the group lacks one of the metrics or rewards.
         """
+        for name in self.rewards:
+            named_rewards(group, name)
         return self.config.type != "filter" or self.is_good(group)
 
     def worth(self, group: GroupMeta) -> float:

@@ -16,6 +16,7 @@ from hpcrl.algorithms.advantages import (
     normalize,
 )
 from hpcrl.algorithms.distillation import teacher_advantages
+from hpcrl.algorithms.filters import named_rewards
 from hpcrl.algorithms.kl import KL_ESTIMATORS, adapted, k1
 from hpcrl.algorithms.settings import configured
 from hpcrl.config.derive import needs_baselines
@@ -24,7 +25,7 @@ from hpcrl.config.sections.distillation import DistillationConfig
 from hpcrl.errors import ConfigError, DataError
 from hpcrl.trainer.batching import trained_groups
 from hpcrl.trainer.packing import PackedSamples
-from hpcrl.types import Batch
+from hpcrl.types import Batch, GroupMeta
 
 Sum = Callable[[Sequence[float]], list[float]]
 """Gives the element-wise sums over all ranks: World.sum, or `list` where there is one rank."""
@@ -129,7 +130,7 @@ def estimate_advantages(
 
     Raises:
         ConfigError: a user's own estimator cannot be found, or the estimator needs all tokens of a response in one sample.
-        DataError: a group lacks a greedy response that it is to be compared with, or a metric of filter_reward_metric.
+        DataError: a group lacks a greedy response that it is to be compared with, or a metric of filter_reward_metric or gdpo.rewards.
     """
     estimator = build_estimator(algorithm)
 
@@ -283,6 +284,7 @@ def _by_sample(
         lengths=[1] * len(places),
         groups_B=torch.tensor([group for group, _ in places], dtype=torch.int64),
         baselines_B=_baselines(batch, places, algorithm) if needs_baselines(algorithm) else None,
+        named_B=_named_rewards([batch.groups[group] for group in groups], algorithm),
     )
     return estimator(inputs)[mine]
 
@@ -297,6 +299,15 @@ def _baselines(batch: Batch, places: Sequence[tuple[int, int]], algorithm: Algor
                 "group is generated again"
             )
     return torch.tensor([batch.groups[group].baseline for group, _ in places], dtype=torch.float64)
+
+
+def _named_rewards(groups: Sequence[GroupMeta], algorithm: AlgorithmConfig) -> dict[str, torch.Tensor] | None:
+    """Return the rewards of each sample of these groups that gdpo.rewards names, [B] each; None where it names none."""
+    found = {
+        name: torch.tensor([value for group in groups for value in named_rewards(group, name)], dtype=torch.float64)
+        for name in algorithm.gdpo.rewards
+    }
+    return found or None
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:

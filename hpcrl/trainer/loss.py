@@ -12,8 +12,8 @@ import torch
 
 from hpcrl.algorithms.distillation import jensen_shannon, teacher_advantages
 from hpcrl.algorithms.kl import KL_ESTIMATORS
-from hpcrl.algorithms.losses import POLICY_LOSSES, Tokens, Values, masked_sum, ratio, sample_sums
-from hpcrl.algorithms.off_policy import correct, is_enabled
+from hpcrl.algorithms.losses import POLICY_LOSSES, Tokens, Values, masked_sum, ratio, sample_sums, widened
+from hpcrl.algorithms.off_policy import correct, is_enabled, proximal_logprobs
 from hpcrl.algorithms.reductions import Reduction, weighted_sum
 from hpcrl.algorithms.settings import configured
 from hpcrl.config.sections.algorithm import AlgorithmConfig
@@ -54,9 +54,9 @@ def build_policy_loss(algorithm: AlgorithmConfig) -> partial[Values]:
 def build_objective(algorithm: AlgorithmConfig, distillation: DistillationConfig | None = None) -> Objective:
     """Return what turns a micro-batch and the policy's log-probabilities into loss and metric sums.
 
-    Without old log-probabilities the policy is its own old policy: exact where a batch makes one optimizer step. Where the micro-batch has the
-    tokens to compare with a teacher at, the divergence over these is subtracted from advantages here, because it is differentiated itself, and is
-    a term of the loss beside the policy loss as far as trainer.distillation.loss_weight says.
+    Without old log-probabilities, and without what they are estimated by, the policy is its own old policy: exact where a batch makes one optimizer
+    step. Where the micro-batch has the tokens to compare with a teacher at, the divergence over these is subtracted from advantages here, because
+    it is differentiated itself, and is a term of the loss beside the policy loss as far as trainer.distillation.loss_weight says.
 
     Args:
         distillation: None without a teacher.
@@ -74,8 +74,7 @@ def build_objective(algorithm: AlgorithmConfig, distillation: DistillationConfig
         if distillation is not None and distillation.enable and distillation.top_k:
             divergence_P = teacher_divergence(batch, top_PK, distillation.jsd_beta)
             advantages_P = _less(batch, divergence_P, distillation)
-        old_P = logprobs_P.detach() if batch.old_logprobs is None else batch.old_logprobs
-        old_P = batch.rollout_logprobs if algorithm.use_rollout_logprobs_for_loss else old_P
+        old_P = batch.rollout_logprobs if algorithm.use_rollout_logprobs_for_loss else _old_logprobs(batch, logprobs_P)
         mask_P = batch.loss_mask
         tokens = Tokens(logprobs_P, old_P, batch.rollout_logprobs, advantages_P, mask_P, batch.cu_seqlens.diff())
         loss_P, metrics = policy_loss(tokens)
@@ -110,6 +109,15 @@ def build_objective(algorithm: AlgorithmConfig, distillation: DistillationConfig
         return loss, {name: value.detach() for name, value in sums.items()}
 
     return objective
+
+
+def _old_logprobs(batch: MicroBatch, logprobs_P: torch.Tensor) -> torch.Tensor:
+    """Return log-probabilities of the policy that the update began with, [P]: given, estimated, or those of the policy itself."""
+    if batch.old_logprobs is not None:
+        return batch.old_logprobs
+    if batch.staleness is not None:
+        return proximal_logprobs(widened(logprobs_P.detach()), batch.rollout_logprobs, batch.staleness)
+    return logprobs_P.detach()
 
 
 def _binned(difference_P: torch.Tensor, mask_P: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -157,7 +165,7 @@ def _less(batch: MicroBatch, divergence_P: torch.Tensor, distillation: Distillat
 def _added_terms(
     algorithm: AlgorithmConfig, batch: MicroBatch, tokens: Tokens, entropies_P: torch.Tensor, loss: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the loss with entropy, KL and likelihood of positive samples, as far as they are switched on, and their metrics."""
+    """Return the loss with entropy, KL and likelihood of positive samples and of observations, as far as they are switched on, and their metrics."""
     sums: dict[str, torch.Tensor] = {}
     if algorithm.use_entropy_loss:
         loss = loss - algorithm.entropy_loss_coef * weighted_sum(entropies_P, batch.weights)
@@ -171,4 +179,9 @@ def _added_terms(
         likelihood = weighted_sum(-tokens.logprobs, batch.nll_weights)
         loss = loss + algorithm.positive_nll_coef * likelihood
         sums["positive_nll"] = likelihood
+    if algorithm.observation_nll_coef is not None:
+        assert batch.observation_weights is not None
+        likelihood = weighted_sum(-tokens.logprobs, batch.observation_weights)
+        loss = loss + algorithm.observation_nll_coef * likelihood
+        sums["observation_nll"] = likelihood
     return loss, sums

@@ -176,7 +176,7 @@ def _describe_update(update: UpdateResult) -> dict[str, float]:
     described |= {"policy/policy_kl": sums["policy_kl"] / count} if "policy_kl" in sums else {}
     pairs = max(sums.get("pairs", 0.0), 1.0)
     described |= {name.removeprefix(PER_PAIR): sums[name] / pairs for name in sums if name.startswith(PER_PAIR)}
-    return described | ({"policy/positive_nll": sums["positive_nll"]} if "positive_nll" in sums else {})
+    return described | {f"policy/{name}": sums[name] for name in ("positive_nll", "observation_nll") if name in sums}
 
 
 def loss_metrics(sums: Mapping[str, float]) -> dict[str, float]:

@@ -31,6 +31,7 @@ class Scores:
     Attributes:
         old_logprobs, ref_logprobs: float32, of the policy before the update and of the reference.
         entropies: float32, of the policy before the update, where it is dumped.
+        staleness: float32, as of PackedSamples, where old log-probabilities are estimated by it.
         values: float32, what the critic expected before the token.
         penalties: float64, subtracted from the token's reward.
         advantages: float32.
@@ -46,6 +47,7 @@ class Scores:
     teacher_logprobs: torch.Tensor | None = None
     teacher_ids: torch.Tensor | None = None
     teacher_top: torch.Tensor | None = None
+    staleness: torch.Tensor | None = None
     values: torch.Tensor | None = None
     penalties: torch.Tensor | None = None
     advantages: torch.Tensor | None = None
@@ -73,9 +75,11 @@ class PackedSamples:
         nll_weights: of the negative log-likelihood of each trained token, by sample; 0 without a positive reward.
         left_out: tokens that the policy chose but that are not trained, because they begin several responses of a group.
         unscored: samples that are not trained because a scorer failed at them.
-        current: [P] float32, 1 where the token is trained and was chosen by the version that the step begins with.
+        staleness: [P] float32, how many versions older the one is which chose the token than that which the step begins with; -1: not known.
         sampling_mask: whose counts are [P]; None where all tokens were sampled among the whole vocabulary.
         hints: of each sample; None where it has none.
+        observations: [P] float32, 1 where the token is one of the environment that is learned; None: none is.
+        observation_weight: of each of them in the loss.
     """
 
     refs: list[SampleRef]
@@ -85,7 +89,7 @@ class PackedSamples:
     loss_mask: torch.Tensor
     rollout_logprobs: torch.Tensor
     rewards: torch.Tensor
-    current: torch.Tensor
+    staleness: torch.Tensor
     sampling_mask: SamplingMask | None = None
     hints: list[Hint | None] = field(default_factory=list)
     left_out: int = 0
@@ -93,6 +97,8 @@ class PackedSamples:
     scores: Scores = field(default_factory=Scores)
     weights: list[float] = field(default_factory=list)
     nll_weights: list[float] = field(default_factory=list)
+    observations: torch.Tensor | None = None
+    observation_weight: float = 0.0
 
     def __post_init__(self) -> None:
         self._offsets = [0, *accumulate(self.lengths)]
@@ -128,6 +134,7 @@ class PackedSamples:
         def slice_of(column_P: torch.Tensor | None) -> torch.Tensor | None:
             return None if column_P is None else column_P[tokens]
 
+        observed_P = slice_of(self.observations)
         return MicroBatch(
             token_ids=self.token_ids[tokens],
             positions=torch.arange(len(mask_P)) - starts_B.repeat_interleave(lengths_B),
@@ -145,7 +152,9 @@ class PackedSamples:
             margins=slice_of(scores.margins),
             teacher_ids=slice_of(scores.teacher_ids),
             teacher_top=slice_of(scores.teacher_top),
-            current=self.current[tokens],
+            current=mask_P * (self.staleness[tokens] == 0),
+            staleness=slice_of(scores.staleness),
+            observation_weights=None if observed_P is None else self.observation_weight * observed_P,
             sampling_mask=None if self.sampling_mask is None else padded_mask(self.sampling_mask, tokens),
         )
 
@@ -203,7 +212,7 @@ def pack(
         loss_mask=loss_mask,
         rollout_logprobs=shifted(joined(sample.rollout_logprobs for sample in samples)),
         rewards=shifted(joined(sample.rewards for sample in samples)),
-        current=loss_mask * (versions == (-1 if version is None else version)),
+        staleness=torch.full_like(loss_mask, -1) if version is None else (version - versions).float(),
         sampling_mask=_joined_mask(samples),
         hints=[sample.hint for sample in samples],
         left_out=left_out,
@@ -246,6 +255,8 @@ def untrained_micro_batch(token_ids: Sequence[int]) -> MicroBatch:
         returns=zeros,
         margins=zeros,
         current=zeros,
+        staleness=zeros,
+        observation_weights=zeros,
         head_rows=torch.arange(len(ids)),
     )
 
@@ -374,7 +385,7 @@ def _gathered(minis: Sequence[MiniBatch], refs: Sequence[SampleRef]) -> PackedSa
         loss_mask=joined(lambda samples: samples.loss_mask),
         rollout_logprobs=joined(lambda samples: samples.rollout_logprobs),
         rewards=joined(lambda samples: samples.rewards),
-        current=joined(lambda samples: samples.current),
+        staleness=joined(lambda samples: samples.staleness),
         scores=Scores(
             values=optional(lambda samples: samples.scores.values),
             returns=optional(lambda samples: samples.scores.returns),
@@ -391,13 +402,14 @@ def set_loss_weights(minis: Sequence[MiniBatch], batch: Batch, data: World, redu
         for ref, length in zip(mini.samples.refs, lengths[number], strict=True):
             per_group[ref.group] += length
             positive[number] += length if rewarded[ref.group][ref.index] else 0
-    without = [count for mini in minis for count in (mini.samples.left_out, mini.samples.unscored)]
-    sums = iter([round(count) for count in data.sum([*per_group, *positive, *without])])
-    per_group, positive, without = (list(islice(sums, len(own))) for own in (per_group, positive, without))
+    others = [count for mini in minis for count in _other_counts(mini.samples)]
+    sums = iter([round(count) for count in data.sum([*per_group, *positive, *others])])
+    per_group, positive, others = (list(islice(sums, len(own))) for own in (per_group, positive, others))
     for number, (mini, own, likelihood) in enumerate(zip(minis, lengths, positive, strict=True)):
         groups = mini.plan.groups
         mini.tokens = sum(per_group[group] for group in groups)
-        mini.left_out, mini.unscored = without[2 * number : 2 * number + 2]
+        mini.left_out, mini.unscored, observed = others[3 * number : 3 * number + 3]
+        mini.samples.observation_weight = 1 / max(observed, 1)
         used = sum(bool(part) for parts in mini.plan.train for part in parts)
         for part in mini.plan.train[mini.rank]:
             micro_tokens = sum(own[at] for at in part)
@@ -415,3 +427,8 @@ def set_loss_weights(minis: Sequence[MiniBatch], batch: Batch, data: World, redu
                 mini.samples.weights[at] = sample_weight(reduction, counts)
                 positive_sample = own[at] and rewarded[ref.group][ref.index]
                 mini.samples.nll_weights[at] = 1 / likelihood if positive_sample else 0.0
+
+
+def _other_counts(samples: PackedSamples) -> tuple[int, int, int]:
+    observed = 0 if samples.observations is None else int(samples.observations.sum())
+    return samples.left_out, samples.unscored, observed

@@ -46,11 +46,11 @@ def load_mini_batches(
     trained, minis, prompts = set(trained_groups(batch, algorithm)), [], learns_prompts(trainer.distillation)
     own_tokens = self_teacher(trainer) is not None and not trainer.distillation.top_k_from_teacher
     top_ids = trainer.distillation.top_k if own_tokens else 0
+    observed = algorithm.observation_nll_coef is not None
     for refs in mini_batches(batch, trainer.policy_mini_batch_size):
         plan = planned([ref for ref in refs if ref.group in trained], data.size, limits, pairs=trains_pairs(trainer))
-        samples = load_samples(
-            run, batch, plan.shares[data.rank], algorithm.min_filter_prefix_tokens, prompts=prompts, top_ids=top_ids
-        )
+        refs, least = plan.shares[data.rank], algorithm.min_filter_prefix_tokens
+        samples = load_samples(run, batch, refs, least, prompts=prompts, top_ids=top_ids, observed=observed)
         minis.append(MiniBatch(plan, samples, data.rank))
     set_loss_weights(minis, batch, data, reduction)
     unscored, all_samples = sum(mini.unscored for mini in minis), sum(mini.plan.samples for mini in minis)
@@ -70,6 +70,7 @@ def load_samples(
     *,
     prompts: bool = False,
     top_ids: int = 0,
+    observed: bool = False,
 ) -> PackedSamples:
     """Read these samples and pack them in the order of `refs`; of a file no more is read than the samples wanted.
 
@@ -78,6 +79,7 @@ def load_samples(
             (hpcrl/algorithms/prefixes.py), for which whole groups are read; None: all are trained.
         prompts: tokens that the policy did not choose are trained too; their rollout log-probabilities are NaN.
         top_ids: as many of the policy's most probable tokens are to be scored by a teacher, [P, K]; -1 where they are not known.
+        observed: what the environment said is learned too.
 
     Raises:
         DataError: a file of samples or scores is missing or damaged, or is no longer the one that the batch was composed of.
@@ -103,6 +105,8 @@ def load_samples(
         samples[ref.group, ref.index] = replace(sample, loss_mask=torch.zeros_like(sample.loss_mask))
     packed = pack([samples[ref.group, ref.index] for ref in refs], refs, left_out, batch.step - 1)
     packed.scores, packed.unscored = scores, len(unscored)
+    if observed:
+        packed.observations = observations([samples[ref.group, ref.index] for ref in refs])
     if top_ids:
         packed.scores.teacher_ids = joined_top_ids([samples[ref.group, ref.index] for ref in refs], top_ids)
     return packed
@@ -116,6 +120,20 @@ def joined_top_ids(samples: Sequence[Sample], count: int) -> torch.Tensor:
         if sample.top_ids is not None and sample.top_ids.shape[1] >= count:
             ids_TK[:-1] = sample.top_ids[1:, :count]
         parts.append(ids_TK)
+    return torch.cat(parts)
+
+
+def observations(samples: Sequence[Sample]) -> torch.Tensor:
+    """Return 1 in the place of each token of the environment, laid out and shifted as `pack` does, [P] float32.
+
+    Those are the tokens that no policy chose after the first one that it did, what the chat template puts between turns included. A
+    sample of which nothing is trained has none.
+    """
+    parts = [torch.zeros(0)]
+    for sample in samples:
+        chosen_T = sample.versions >= 0
+        observed_T = (chosen_T.cumsum(0) > 0) & ~chosen_T & (sample.loss_mask > 0).any()
+        parts.append(observed_T.roll(-1).index_fill_(0, torch.tensor(len(observed_T) - 1), False).float())
     return torch.cat(parts)
 
 

@@ -238,7 +238,10 @@ class Learner:
         old = old or self._trainer.distillation.enable
         here = self._ranks.policy
         if here and old and not algorithm.use_rollout_logprobs_for_loss and not self._offline:
-            scores.old_logprobs = mini.scored(self.policy.logprobs, before)
+            if algorithm.approximate_old_logprobs:
+                scores.staleness = mini.samples.staleness.clamp(min=0)
+            else:
+                scores.old_logprobs = mini.scored(self.policy.logprobs, before)
         if here and trainer_has_reference(self._trainer) and compares_with_reference(self._trainer):
             scores.ref_logprobs = mini.scored(partial(self.policy.logprobs, reference=True), before)
         if here and teaches_rows(self._trainer):

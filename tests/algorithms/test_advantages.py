@@ -22,6 +22,7 @@ from hpcrl.algorithms.advantages import (
 from hpcrl.algorithms.filters import varied
 from hpcrl.algorithms.settings import configured
 from hpcrl.config import AlgorithmConfig
+from hpcrl.config.sections.algorithm import GDPOConfig
 
 GROUPS = [0, 0, 0, 1, 1, 2, 2, 2, 2]
 REWARDS = [1.0, 0.0, 0.25, 3.0, 1.0, 0.5, 0.5, 2.0, 0.0]
@@ -29,7 +30,8 @@ TOKENS = [3, 1, 4, 2, 5, 1, 6, 2, 3]
 NAMES = list(ESTIMATORS)
 BY_SAMPLE = [name for name in NAMES if not is_per_token(ESTIMATORS[name])]
 BASELINES = {0: 0.5, 1: -1.0, 2: 0.125}  # of each group
-BY_GROUP = ["grpo", "rloo", "opo", "reinforce++_baseline"]
+BY_GROUP = ["grpo", "rloo", "opo", "reinforce++_baseline", "gdpo"]
+NAMED = {"reward": 1.0, "length": 0.5}  # the rewards of gdpo
 
 
 def inputs(
@@ -58,12 +60,19 @@ def inputs(
         groups_B=torch.tensor(groups),
         values_P=torch.randn(sum(lengths), generator=generator, dtype=torch.float64),
         baselines_B=torch.tensor([baselines[group] for group in groups], dtype=torch.float64),
+        named_B=named(rewards, tokens),
     )
+
+
+def named(rewards: Sequence[float], tokens: Sequence[int]) -> dict[str, torch.Tensor]:
+    """Return two rewards of each sample."""
+    return {"reward": torch.tensor(rewards, dtype=torch.float64), "length": torch.tensor(tokens, dtype=torch.float64)}
 
 
 def estimate(name: str, given: AdvantageInputs, **settings: Any) -> list[torch.Tensor]:
     """Return the advantages of each sample's trained tokens."""
-    advantages_P = configured("advantage_estimator", name, ESTIMATORS, AlgorithmConfig(**settings))(given)
+    algorithm = AlgorithmConfig(gdpo=GDPOConfig(rewards=NAMED), **settings)
+    advantages_P = configured("advantage_estimator", name, ESTIMATORS, algorithm)(given)
     assert advantages_P.isfinite().all()
     assert advantages_P[given.mask_P == 0].abs().sum() == 0
     lengths = list(given.lengths)
@@ -117,6 +126,38 @@ def test_whitened_group_advantages() -> None:
         for r, mean, n in zip(REWARDS, means, TOKENS, strict=True)
     ]
     close(estimate("reinforce++_baseline", inputs()), expected)
+
+
+def test_gdpo_standardizes_each_reward_by_itself_and_whitens_the_sum_over_samples() -> None:
+    summed = []
+    for reward, group, count in zip(REWARDS, GROUPS, TOKENS, strict=True):
+        members = [at for at, other in enumerate(GROUPS) if other == group]
+        rewards, lengths = [REWARDS[at] for at in members], [float(TOKENS[at]) for at in members]
+        parts = [(reward, rewards), (count, lengths)]
+        standard = [(one - fmean(own)) / (stdev(own) + 1e-6) for one, own in parts]
+        summed.append(standard[0] * NAMED["reward"] + standard[1] * NAMED["length"])
+    scale = math.sqrt(stdev(summed) ** 2 + 1e-8)
+    expected = [[(one - fmean(summed)) / scale] * n for one, n in zip(summed, TOKENS, strict=True)]
+    close(estimate("gdpo", inputs()), expected)
+    with pytest.raises(AssertionError, match="the rewards that"):
+        estimate("gdpo", replace(inputs(), named_B=None))
+
+
+def test_gdpo_tells_combinations_of_rewards_with_one_sum_apart() -> None:
+    """The paper's point: grpo gives (1, 0) and (0, 1) the same, though one of the rewards is rare."""
+    right, form = [1.0, 0.0, 0.0, 0.0, 0.0, 0.0], [0.0, 1.0, 1.0, 1.0, 1.0, 0.0]
+    both = [one + other for one, other in zip(right, form, strict=True)]
+    given = inputs(both, [0] * 6, [2] * 6)
+    given = replace(given, named_B={"reward": torch.tensor(right).double(), "length": torch.tensor(form).double()})
+    by_sum = [part[0].item() for part in estimate("grpo", given)]
+    apart = [part[0].item() for part in estimate("gdpo", given)]
+    assert by_sum[0] == by_sum[1]
+    assert apart[0] > apart[1] > apart[5]
+
+
+def test_gdpo_without_any_difference_is_0() -> None:
+    given = inputs([0.1] * 9, tokens=[2] * 9)
+    assert max(part.abs().max().item() for part in estimate("gdpo", given)) < 1e-6
 
 
 def test_discounted_returns_by_hand() -> None:
@@ -200,8 +241,10 @@ def test_one_entry_per_sample_says_the_same(name: str) -> None:
         lengths=[1] * len(GROUPS),
         groups_B=torch.tensor(GROUPS),
         baselines_B=inputs().baselines_B,
+        named_B=inputs().named_B,
     )
-    values = configured("advantage_estimator", name, ESTIMATORS, AlgorithmConfig())(whole)
+    algorithm = AlgorithmConfig(gdpo=GDPOConfig(rewards=NAMED))
+    values = configured("advantage_estimator", name, ESTIMATORS, algorithm)(whole)
     close(estimate(name, inputs()), [[value] * n for value, n in zip(values.tolist(), TOKENS, strict=True)])
 
 
@@ -214,7 +257,7 @@ def test_what_all_rewards_of_a_group_share_does_not_matter(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "power"),
-    [("grpo", 0), ("rloo", 1), ("opo", 1), ("maxrl", 0), ("reinforce++", 0), ("reinforce++_baseline", 0)],
+    [("grpo", 0), ("gdpo", 0), ("rloo", 1), ("opo", 1), ("maxrl", 0), ("reinforce++", 0), ("reinforce++_baseline", 0)],
 )
 def test_the_scale_of_rewards(name: str, power: int) -> None:
     scaled = estimate(name, inputs([r * 8 for r in REWARDS]))
@@ -222,7 +265,7 @@ def test_the_scale_of_rewards(name: str, power: int) -> None:
         torch.testing.assert_close(one, other * 8**power, rtol=1e-4, atol=1e-6)  # but for the epsilons
 
 
-@pytest.mark.parametrize("name", [*BY_GROUP, "maxrl", "reinforce++"])
+@pytest.mark.parametrize("name", [*BY_GROUP[:-1], "maxrl", "reinforce++"])
 def test_equal_rewards_teach_nothing(name: str) -> None:
     for part in estimate(name, inputs([0.1] * 9)):
         assert part.abs().max() < 1e-6
@@ -254,7 +297,8 @@ def test_samples_without_a_trained_token_are_harmless(name: str, tokens: list[in
 @pytest.mark.parametrize("name", NAMES)
 def test_a_rank_without_samples(name: str) -> None:
     empty = torch.zeros(0, dtype=torch.float64)
-    assert estimate(name, AdvantageInputs(empty, empty, [], torch.zeros(0, dtype=torch.int64), empty, empty)) == []
+    none = AdvantageInputs(empty, empty, [], torch.zeros(0, dtype=torch.int64), empty, empty, named([], []))
+    assert estimate(name, none) == []
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -271,6 +315,8 @@ def test_shapes_are_checked() -> None:
         AdvantageInputs(ones, ones, [2, 1], torch.tensor([0]))
     with pytest.raises(AssertionError, match="1 baselines for 2 samples"):
         AdvantageInputs(ones, ones, [2, 1], torch.tensor([0, 0]), baselines_B=ones[:1])
+    with pytest.raises(AssertionError, match="3 of form for 2 samples"):
+        AdvantageInputs(ones, ones, [2, 1], torch.tensor([0, 0]), named_B={"form": ones})
 
 
 @pytest.mark.parametrize(

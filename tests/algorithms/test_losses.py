@@ -20,7 +20,7 @@ from hpcrl.errors import ConfigError
 from hpcrl.trainer.loss import build_objective, build_policy_loss
 from tests.algorithms.material import Sample, joined, make_samples, micro_batch, run, tokens_of, weights_of
 
-OF_A_MICRO_BATCH = {"clip_cov", "kl_cov"}  # they compare a token with the others of its micro-batch
+OF_A_MICRO_BATCH = {"clip_cov", "kl_cov", "m2po"}  # they compare a token with the others of its micro-batch
 BY_TOKEN = sorted(set(POLICY_LOSSES) - OF_A_MICRO_BATCH)
 REDUCTIONS = sorted(set(get_args(get_type_hints(AlgorithmConfig)["loss_reduction"])) - {"token_mean_legacy"})
 EVERYTHING: dict[str, Any] = {
@@ -35,6 +35,7 @@ CORRECTIONS: dict[str, dict[str, Any]] = {
     "product": {"sequence_mask_metric": "product", "product_mask_low": 0.6, "product_mask_high": 1.5},
     "outliers": {"outlier_token_is_threshold_low": 0.5, "outlier_token_is_threshold_high": 1.8},
     "tokens": {"token_mask_is_threshold_low": 0.7, "token_mask_is_threshold_high": 1.5},
+    "divergent": {"token_mask_kl_threshold": 0.01},
     "negative": {"negative_sample_mask_delta": 0.01},
 }
 CORRECTION = CORRECTIONS["token"] | CORRECTIONS["geometric"]
@@ -109,7 +110,7 @@ def test_gradients_are_those_of_the_value(loss: str) -> None:
     )
     policy_loss = build_policy_loss(algorithm)
     (sample,) = make_samples([6], seed=3, spread=0.05)
-    stopped = loss in ("cispo", "rollout_is", "gspo")
+    stopped = loss in ("cispo", "rollout_is", "gspo", "vespo")
 
     def value(logprobs: torch.Tensor) -> torch.Tensor:
         torch.manual_seed(0)  # clip_cov draws tokens
@@ -121,13 +122,15 @@ def test_gradients_are_those_of_the_value(loss: str) -> None:
         assert torch.autograd.gradcheck(value, (leaf,), eps=1e-6, atol=1e-8)
         return
     (gradient,) = torch.autograd.grad(value(leaf), leaf)
-    ratio = (sample.logprobs - (sample.rollout_logprobs if loss == "rollout_is" else sample.old_logprobs)).exp()
+    before = sample.rollout_logprobs if loss in ("rollout_is", "vespo") else sample.old_logprobs
+    ratio, kept, least = (sample.logprobs - before).exp(), sample.mask > 0, {"cispo": 1.0, "vespo": 0.0}.get(loss, 0.8)
     if loss == "gspo":
-        kept = sample.mask > 0
-        ratio = (sample.logprobs - sample.old_logprobs)[kept].mean().exp().expand_as(ratio)
-    torch.testing.assert_close(
-        gradient, -ratio.clamp(0.8 if loss != "cispo" else 1.0) * sample.advantages * sample.mask
-    )
+        ratio = (sample.logprobs - before)[kept].mean().exp().expand_as(ratio)
+    if loss == "vespo":
+        k, rate = (2, 3) if sample.advantages[0] >= 0 else (3, 2)
+        whole = ratio[kept].prod()
+        ratio = (whole**k * torch.exp(rate * (1 - whole))).expand_as(ratio)
+    torch.testing.assert_close(gradient, -ratio.clamp(least) * sample.advantages * sample.mask)
 
 
 @pytest.mark.parametrize("name", KL_ESTIMATORS)
@@ -185,7 +188,7 @@ def test_everything_is_finite(loss: str, case: str, dtype: torch.dtype) -> None:
     samples = extreme(case, dtype)
     correction = {
         **CORRECTION, "tis_ratio_type": "sequence", "negative_sample_mask_delta": 0.1, "outlier_token_is_threshold_low": 1e-9,
-        "token_mask_is_threshold_low": 0.0, "token_mask_is_threshold_high": 1e9,
+        "token_mask_is_threshold_low": 0.0, "token_mask_is_threshold_high": 1e9, "token_mask_kl_threshold": 1e-3,
     }  # fmt: skip
     algorithm = {**EVERYTHING, "policy_loss_type": loss, "off_policy_correction": correction}
     for name in (*REDUCTIONS, "token_mean_legacy"):

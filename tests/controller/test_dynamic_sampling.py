@@ -34,6 +34,10 @@ def run(tmp_path: Path) -> Run:
     return make_run(tmp_path / "project" / "run")
 
 
+def rewarded_by(*names: str) -> Schedule:
+    return replace(SCHEDULE, eval_interval=0, sampling=DynamicSampling(rewards=names))
+
+
 def schedule(kind: str | None = "filter", metrics: tuple[str, ...] = (), **changes: Any) -> Schedule:
     settings = {name: changes.pop(name) for name in ("max_sample_batches", "min_replace_ratio") if name in changes}
     sampling = DynamicSampling(DynamicSamplingConfig(type=kind, **settings), metrics, seed=1)
@@ -134,6 +138,21 @@ def test_a_metric_that_nobody_reports_ends_the_run(run: Run, kind: str, reported
     right = [{"accuracy": 1.0}, {"accuracy": 0.0}]
     assert again.complete([group(run, item, 0, GOOD, env_metrics=right) for item in work]) == {}
     assert again.batch(1)
+
+
+def test_a_reward_of_gdpo_that_nobody_reports_is_found_with_the_first_group(run: Run) -> None:
+    controller = Service(run, 1, rewarded_by("reward", "acuracy"), prompts(9), [])
+    controller.start(0)
+    work = controller.claim("rollout-0", 0, 2)
+    failed = {"env_metrics": [{}, {}], "stop_reasons": ["failed", "failed"], "failures": ["it raised"] * 2}
+    assert controller.complete([group(run, work[0], 0, GOOD, **failed)]) == {}
+    assert controller.failure is None, "where all failed, nobody knows what would have been reported"
+    assert controller.complete([group(run, work[1], 0, GOOD, env_metrics=[{"accuracy": 1.0}, {}])]) == {}
+    assert "'acuracy', which trainer.algorithm.gdpo.rewards names" in str(controller.failure)
+    assert "it reports accuracy" in str(controller.failure)
+    again = Service(run, 2, rewarded_by("reward", "accuracy"), prompts(9), [])
+    again.start(0)
+    assert again.failure is None
 
 
 def test_batches_that_cannot_be_judged_by_the_metrics_of_now_are_made_anew(run: Run) -> None:

@@ -30,6 +30,7 @@ GAE = [
     "trainer.critic.fsdp_config.mixed_precision.param_dtype=fp32",
     "trainer.critic_mini_batch_size=32",
 ]
+STALE = ["trainer.fully_async.max_staleness_steps=2"]
 FORWARD_KL = ["trainer.distillation.top_k=4", "trainer.distillation.jsd_beta=0"]
 
 FAMILIES = {
@@ -42,6 +43,22 @@ FAMILIES = {
     "gae": GAE,
     "gae_critic_apart": [*GAE, "trainer.placement.critic_num_nodes=1"],
     "sapo": [f"{ALGORITHM}policy_loss_type=sapo", f"{ALGORITHM}loss_reduction=sequence_mean"],
+    "gdpo": [
+        f"{ALGORITHM}advantage_estimator=gdpo",
+        f"{ALGORITHM}gdpo.rewards={{reward = 1.0, letters_in_place = 0.5}}",
+    ],
+    "vespo": [
+        f"{ALGORITHM}policy_loss_type=vespo",
+        f"{ALGORITHM}off_policy_correction.token_mask_kl_threshold=0.1",
+        *STALE,
+    ],
+    "dro": [f"{ALGORITHM}policy_loss_type=dro", *STALE],
+    "m2po": [f"{ALGORITHM}policy_loss_type=m2po", *STALE],
+    "a3po": [
+        f"{ALGORITHM}approximate_old_logprobs=true",
+        f"{ALGORITHM}off_policy_correction.tis_ratio_type=token",
+        *STALE,
+    ],
     "lora": ["trainer.policy.model.lora.rank=8", "trainer.policy.optimizer_config.lr=2e-3"],
     "lora_full_rank": [
         "trainer.policy.model.lora.rank=64",
@@ -199,17 +216,24 @@ def test_a_teacher_teaches_sorting(place: Path, name: str, settings: list[str]) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("step_wise", "engine"), [(False, "vllm"), (True, "transformers")])
-def test_several_turns_are_learned(place: Path, step_wise: bool, engine: str) -> None:
+@pytest.mark.parametrize(
+    ("own", "engine"),
+    [
+        ([], "vllm"),
+        (["generator.step_wise_trajectories=true"], "transformers"),
+        ([f"{ALGORITHM}observation_nll_coef=0.05"], "transformers"),
+    ],
+    ids=["whole", "step_wise", "echo"],
+)
+def test_several_turns_are_learned(place: Path, own: list[str], engine: str) -> None:
     """From the stubborn start model to one that finds its number by what it was answered."""
     config = QUICKSTART.with_name("guess_number.toml")
-    settings = ["trainer.run_name=learns", f"generator.inference_engine.backend={engine}"]
-    settings += [f"generator.step_wise_trajectories={str(step_wise).lower()}"]
+    settings = ["trainer.run_name=learns", f"generator.inference_engine.backend={engine}", *own]
     done = hpcrl("submit", str(config), "--local", "--follow", *settings, cwd=place, timeout=1800)
     run = Run(place / "runs" / "guess_number" / "learns")
     assert done.returncode == 0, done.stderr + logs_of(run)
     before, after = eval_score(run, 0), eval_score(run, 50)
-    print(f"guess_number{', each turn on its own' if step_wise else ''}: {before:.3f} -> {after:.3f}")
+    print(f"guess_number {' '.join(own)}: {before:.3f} -> {after:.3f}")
     assert before <= 0.4
     assert after >= 0.8
 

@@ -36,7 +36,8 @@ EQUAL = 1  # a group whose rewards are all equal
 MUTED = (2, 0)  # a sample without a trained token, as overlong filtering leaves it
 OWN = "tests.trainer.test_advantages"
 SETTINGS: dict[str, dict[str, Any]] = {
-    **{name: {"advantage_estimator": name, "gamma": 0.9} for name in ESTIMATORS if name != "gae"},
+    **{name: {"advantage_estimator": name, "gamma": 0.9} for name in ESTIMATORS if name not in ("gae", "gdpo")},
+    "gdpo": {"advantage_estimator": "gdpo", "gdpo": {"rewards": {"reward": 1.0, "form": 0.5}}},
     "normalized": {"advantage_batch_normalize": True},
     "clipped": {"advantage_clip_low": -0.25, "advantage_clip_high": 0.5, "grpo_norm_by_std": False},
     "clipped above": {"advantage_clip_high": 0.5},
@@ -75,7 +76,9 @@ def some_batch(path: Path) -> tuple[Run, Batch]:
             samples[MUTED[1]].loss_mask.zero_()
         if at == EQUAL:
             group.rewards[:] = [0.3] * 4
-        batch.groups[at] = write_group(run.path / group.path, samples, replace(group, baseline=0.1 * at))
+        reported = [{"form": float((at + number) % 3)} for number in range(4)]
+        meta = replace(group, baseline=0.1 * at, env_metrics=reported)
+        batch.groups[at] = write_group(run.path / group.path, samples, meta)
     write_json(run.batch(1), batch.to_json())
     return run, batch
 
@@ -215,6 +218,43 @@ def test_the_filter_judges_by_what_the_environment_reports(tmp_path: Path) -> No
     with pytest.raises(DataError, match=r"g1-0.*'acuracy'.*it reports accuracy, form"):
         found("accuracy", "acuracy")
     assert trained_groups(batch, AlgorithmConfig(filter_reward_metric=["acuracy"])) == [0, 1, 2, 3]
+
+
+def test_several_rewards_of_a_sample_are_those_that_the_environment_reports(tmp_path: Path) -> None:
+    run, batch = some_batch(tmp_path / "run")
+    gdpo = {"advantage_estimator": "gdpo", "gdpo": {"rewards": {"reward": 1.0, "form": 0.5}}}
+    rows, _ = one_rank(run, batch, **gdpo)
+    summed = []
+    for group in batch.groups:
+        forms = [sample["form"] for sample in group.env_metrics]
+        for reward, form in zip(group.rewards, forms, strict=True):
+            parts = (
+                (reward - fmean(group.rewards)) / (stdev(group.rewards) + 1e-6),
+                (form - fmean(forms)) / stdev(forms),
+            )
+            summed.append(parts[0] + 0.5 * parts[1])
+    counted = [one for at, one in enumerate(summed) if at != 4 * MUTED[0] + MUTED[1]]
+    expected = [(one - fmean(counted)) / stdev(counted) for one in summed]
+    for row, worth_of_it in zip(rows, expected, strict=True):
+        assert of(row)[mask(row)].tolist() == pytest.approx([worth_of_it] * row.trained, rel=1e-4, abs=1e-4)
+    assert any(of(row).any() for row in rows[4 * EQUAL : 4 * EQUAL + 4]), "its rewards are equal, the others are not"
+    misnamed = {"advantage_estimator": "gdpo", "gdpo": {"rewards": {"reward": 1.0, "from": 0.5}}}
+    with pytest.raises(
+        DataError,
+        match=r"no sample has the metric 'from', which trainer.algorithm.gdpo.rewards names; .* it reports form",
+    ):
+        one_rank(run, batch, **misnamed)
+
+
+def test_a_sample_whose_environment_failed_moves_none_of_several_rewards(tmp_path: Path) -> None:
+    run, batch = some_batch(tmp_path / "run")
+    gdpo = {"advantage_estimator": "gdpo", "gdpo": {"rewards": {"form": 1.0}}}
+    group = batch.groups[0]
+    reported = [{"form": 1.0}, {"form": 0.0}, {}, {"form": 0.5}]
+    batch.groups[0] = replace(group, stop_reasons=["stop", "stop", "failed", "stop"], env_metrics=reported)
+    failed = [of(row)[mask(row)][0].item() for row in one_rank(run, batch, **gdpo)[0][:4]]
+    batch.groups[0] = replace(group, env_metrics=[{"form": 1.0}, {"form": 0.0}, {"form": 0.5}, {"form": 0.5}])
+    assert failed == pytest.approx([of(row)[mask(row)][0].item() for row in one_rank(run, batch, **gdpo)[0][:4]])
 
 
 def test_remax_compares_with_the_greedy_response(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from tests.trainer.ranks import Ranks
 CORRECTIONS: dict[str, dict[str, Any]] = {
     "token": {"tis_ratio_type": "token", "token_mask_is_threshold_low": 0.1, "token_mask_is_threshold_high": 3.0},
     "dropped": {"tis_ratio_type": "token", "token_tis_ratio_drop_high": 1.5},
+    "divergent": {"token_mask_kl_threshold": 0.5},
     "sequence": {"tis_ratio_type": "sequence", "sequence_mask_metric": "product", "product_mask_low": 0.001},
     "outliers": {
         "outlier_token_is_threshold_high": 1.5,
@@ -26,7 +27,13 @@ CORRECTIONS: dict[str, dict[str, Any]] = {
         "negative_sample_mask_delta": 0.001,
     },
 }
-LOSSES = {"token": "regular", "dropped": "cross_entropy", "sequence": "regular", "outliers": "rollout_is"}
+LOSSES = {
+    "token": "regular",
+    "divergent": "regular",
+    "dropped": "cross_entropy",
+    "sequence": "regular",
+    "outliers": "rollout_is",
+}
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "gspo": {"policy_loss_type": "gspo", "loss_reduction": "sequence_mean"},
     "sapo": {"policy_loss_type": "sapo", "loss_reduction": "seq_mean_token_sum_norm", "kl_estimator_type": "k2"},
@@ -46,11 +53,13 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "dppo": {"policy_loss_type": "dppo", "dppo": {"delta_high": 0.001, "delta_low": 0.001}},
     "gmpo": {"policy_loss_type": "gmpo", "loss_reduction": "sequence_mean", "gmpo": {"log_clip_high": 0.001}},
     "gpg": {"policy_loss_type": "gpg"},
+    "vespo": {"policy_loss_type": "vespo", "loss_reduction": "seq_mean_token_sum"},
+    "dro": {"policy_loss_type": "dro", "observation_nll_coef": 0.5},
     "rollout": {"policy_loss_type": "regular", "use_rollout_logprobs_for_loss": True},
     **{name: {"off_policy_correction": table, "policy_loss_type": LOSSES[name]} for name, table in CORRECTIONS.items()},
     "legacy": {"loss_reduction": "token_mean_legacy"},
 }
-OF_A_MICRO_BATCH = {"clip_cov", "kl_cov"}  # they compare a token with the others of its micro-batch
+OF_A_MICRO_BATCH = {"clip_cov", "kl_cov", "m2po"}  # they compare a token with the others of its micro-batch
 WAYS: dict[str, tuple[int, int, int | None]] = {
     "together": (1, 64, None),
     "one by one": (1, 1, None),
@@ -105,11 +114,16 @@ def test_corrections_are_reported(results: dict[str, Any]) -> None:
     general = {"is_ratio_mean", "is_ratio_std", "is_ratio_max", "is_ratio_min", "ratio", "clip_ratio"}
     assert set(metrics("token")) == general | {"tis_token_clip_high_ratio", "token_mask_ratio"}
     assert set(metrics("dropped")) == general | {"tis_token_drop_high_ratio"}
+    assert set(metrics("divergent")) == general | {"token_mask_kl_ratio"}
+    assert set(metrics("vespo")) == {"ratio", "sample_weight"}
+    assert set(metrics("dro")) == {"ratio", "squared_log_ratio"}
+    assert results["together"]["dro"][0]["policy/observation_nll"] > 0
     assert set(metrics("likelihood")) == {"ratio", "importance_ratio"}
     assert {"tis_seq_clip_high_ratio", "product_sequence_mask_masked_ratio"} < set(metrics("sequence"))
     assert {"outlier_seq_masked_ratio", "geo_sequence_mask_masked_ratio"} < set(metrics("outliers"))
     for name in CORRECTIONS:
         assert metrics(name)["is_ratio_min"] < metrics(name)["is_ratio_mean"] < metrics(name)["is_ratio_max"]
     assert 0 < metrics("token")["token_mask_ratio"] < 1
+    assert 0 < metrics("divergent")["token_mask_kl_ratio"] < 1
     assert 0 < metrics("dppo")["clip_ratio"] < 1
     assert 0 < metrics("sequence")["product_sequence_mask_masked_ratio"] <= 1

@@ -14,7 +14,7 @@ from hpcrl.rundir.layout import Run
 from hpcrl.trainer.batching import MicroBatchLimit, SampleRef, assign_to_ranks, mini_batches, plan_mini_batch
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.packing import MiniBatch, Scores, pack, set_loss_weights
-from hpcrl.trainer.samples import load_samples
+from hpcrl.trainer.samples import load_samples, observations
 from hpcrl.types import Batch, Sample, SamplingMask
 from tests.trainer.material import load, make_batch, make_run, make_sample, views
 
@@ -83,7 +83,26 @@ def test_tokens_of_the_version_that_a_step_begins_with() -> None:
     versions = torch.tensor([-1, 3, 4, 4, 4]).int()
     mixed = replace(sample([1, 2, 3, 4, 5], [0, 1, 1, 0, 1]), versions=versions)
     assert pack([mixed, mixed], version=4).whole().current.tolist() == [0, 1, 0, 1, 0] * 2
-    assert not pack([mixed]).current.any()
+    assert not pack([mixed]).whole().current.any()
+    packed = pack([mixed, mixed], version=6)
+    assert packed.staleness[[0, 1, 3, 5]].tolist() == [3, 2, 2, 3]
+    assert packed.whole().staleness is None, "old log-probabilities are not estimated by it"
+    packed.scores.staleness = packed.staleness
+    assert packed.micro_batch(range(1, 2)).staleness.tolist() == packed.staleness[5:].tolist()
+
+
+def test_observations_are_what_no_policy_chose_between_its_turns() -> None:
+    versions = torch.tensor([-1, -1, 0, 0, -1, -1, 1, -1]).int()
+    played = replace(sample([1, 2, 3, 4, 5, 6, 7, 8], [0, 0, 1, 0, 0, 0, 1, 0]), versions=versions)
+    muted = replace(played, loss_mask=torch.zeros(8))
+    packed = pack([played, muted, sample([14, 15], [0, 1])])
+    packed.observations = observations([played, muted, sample([14, 15], [0, 1])])
+    assert packed.observations.tolist() == [0, 0, 0, 1, 1, 0, 1, 0] + [0] * 10
+    packed.observation_weight = 0.25
+    batch = packed.whole()
+    assert batch.observation_weights is not None
+    assert batch.observation_weights.tolist() == [0, 0, 0, 0.25, 0.25, 0, 0.25, 0] + [0] * 10
+    assert batch.head_rows.tolist() == [1, 3, 4, 5, 6, 16], "the head is computed for them too"
 
 
 def test_weights_are_those_of_the_sample_where_its_tokens_are_trained() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from hpcrl.rundir.layout import Run
 from hpcrl.runtime.heartbeat import Heartbeat
 from hpcrl.runtime.signals import StopSignal
 from hpcrl.trainer.advantages import KlRewardPenalty
+from hpcrl.trainer.backends.fsdp.engine import FsdpPolicy
 from hpcrl.trainer.batching import micro_batch_limits
 from hpcrl.trainer.critic.ranks import ModelRanks
 from hpcrl.trainer.distributed import World
@@ -107,6 +109,48 @@ def test_another_limit_in_scoring_changes_nothing(run: Run, alone: World, model_
     )
     for name, value in expected.items():
         assert found[name] == pytest.approx(value, abs=1e-5), name
+
+
+class Counted(FsdpPolicy):
+    """Counts the passes that score samples."""
+
+    passes: int = 0
+
+    def logprobs(self, batches: Any, *, reference: bool = False) -> Iterator[torch.Tensor]:
+        self.passes += 1
+        return super().logprobs(batches, reference=reference)
+
+
+def test_old_logprobs_of_later_mini_batches_are_estimated_without_a_pass(
+    run: Run, alone: World, model_path: Path
+) -> None:
+    batch = make_batch(run, step=3, groups=2, size=3)  # by version 0: two steps old
+    found, passes = {}, {}
+    for estimated in (False, True):
+        own = learner(run, alone, model_path, (2, 2), {"use_kl_loss": False, "approximate_old_logprobs": estimated})
+        own.policy.__class__ = Counted
+        found[estimated] = own.train(batch, PhaseTimer())
+        assert isinstance(own.policy, Counted)
+        passes[estimated] = own.policy.passes
+    assert passes == {False: 1, True: 0}, "the first of two mini-batches meets the old policy itself"
+    mean, exact = (found[estimated]["policy/loss_metrics/ratio"] for estimated in (True, False))
+    assert mean != pytest.approx(exact, abs=1e-3)
+    assert found[True]["policy/grad_norm"] > 0
+
+
+def test_what_the_environment_answers_is_learned_too(run: Run, alone: World, model_path: Path) -> None:
+    """Its likelihood alone is trained where advantages are 0: it rises."""
+    batch = make_batch(run, step=1, groups=2, size=3)
+    for group in batch.groups:
+        group.rewards[:] = [1.0] * 3
+    settings = {"use_kl_loss": False, "observation_nll_coef": 1.0, "policy_loss_type": "gpg"}
+    own = learner(run, alone, model_path, (2, 2), settings)
+    losses = [own.train(batch, PhaseTimer())["policy/observation_nll"] for _ in range(3)]
+    assert losses[0] > losses[1] > losses[2] > 0
+    silent = learner(run, alone, model_path, (2, 2), {**settings, "observation_nll_coef": None})
+    described = silent.train(batch, PhaseTimer())
+    assert "policy/observation_nll" not in described
+    assert described["policy/grad_norm"] == 0
 
 
 def test_log_probabilities_of_another_model_end_the_run_before_it_trains_on_them(

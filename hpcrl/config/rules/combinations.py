@@ -30,6 +30,7 @@ from hpcrl.config.rules.generation import (
     chat,
     datasets,
     dynamic_sampling,
+    learned_observations,
     lengths,
     sampled_distribution,
     sampling_parameters,
@@ -56,6 +57,7 @@ from hpcrl.config.rules.rewards import (
     remote_reward,
     reward_names,
     scoring_reward_model,
+    several_rewards,
 )
 from hpcrl.config.rules.scorers import (
     enough_scorers,
@@ -66,6 +68,7 @@ from hpcrl.config.rules.scorers import (
     tokens_of_the_policy,
 )
 from hpcrl.config.rules.training import (
+    estimated_old_logprobs,
     frozen,
     preference_losses,
     profiles,
@@ -239,10 +242,10 @@ def _off_policy(config: ConfigTree) -> Iterator[Problem]:
         low, high = getattr(correction, f"{name}_low"), getattr(correction, f"{name}_high")
         if low is not None and high is not None and low > high:
             yield Problem(f"{path}.{name}_low", f"expected at most {name}_high ({high}), found {low}")
-    if correction.tis_ratio_type is not None and algorithm.policy_loss_type == "dppo":
+    if correction.tis_ratio_type is not None and algorithm.policy_loss_type in ("dppo", "vespo", "m2po"):
         yield Problem(
             f"{path}.tis_ratio_type",
-            "the loss dppo has the ratio to the rollout already, which would count twice; leave it out",
+            f"the loss {algorithm.policy_loss_type} has the ratio to the rollout already, which would count twice; leave it out",
         )
     enabled = [name for name, value in vars(correction).items() if name in _CORRECTIONS and value is not None]
     if enabled and algorithm.use_rollout_logprobs_for_loss:
@@ -261,6 +264,7 @@ _CORRECTIONS = {
     "outlier_token_is_threshold_high",
     "token_mask_is_threshold_low",
     "token_mask_is_threshold_high",
+    "token_mask_kl_threshold",
 }
 
 
@@ -376,12 +380,14 @@ RULES: tuple[Rule, ...] = (
     _critic,
     _reference,
     _off_policy,
+    estimated_old_logprobs,
     _bounds,
     not_switched_on,
     _checkpoints,
     uploads,
     lengths,
     turns,
+    learned_observations,
     chat,
     step_wise,
     rows_of_samples,
@@ -398,6 +404,7 @@ RULES: tuple[Rule, ...] = (
     _diffusion,
     reward_names,
     filter_metrics,
+    several_rewards,
     one_reward_source,
     overlong,
     remote_reward,

@@ -78,6 +78,22 @@ def turns(config: ConfigTree) -> Iterator[Problem]:
         )
 
 
+def learned_observations(config: ConfigTree) -> Iterator[Problem]:
+    path, generator = "trainer.algorithm.observation_nll_coef", config.generator
+    if config.trainer.algorithm.observation_nll_coef is None:
+        return
+    if generator.step_wise_trajectories:
+        yield Problem(
+            path,
+            "has no effect with generator.step_wise_trajectories, where what the environment answers belongs to the prompt of the next turn; leave one of them out",
+        )
+    if generator.max_turns == 1 and not generator.inference_engine.enable_http_endpoint:
+        yield Problem(
+            path,
+            "has no effect with generator.max_turns=1, where nothing is answered; leave it out, or raise max_turns",
+        )
+
+
 def chat(config: ConfigTree) -> Iterator[Problem]:
     template = config.generator.chat_template
     if template.source == "file" and not template.name_or_path:

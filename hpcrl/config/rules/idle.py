@@ -15,7 +15,7 @@ from hpcrl.config.derive import has_engines, is_offline, reward_weights, self_te
 from hpcrl.config.errors import Problem
 from hpcrl.config.fields import values
 from hpcrl.config.scorers import scorer_sets
-from hpcrl.config.sections.algorithm import AlgorithmConfig
+from hpcrl.config.sections.algorithm import POLICY_LOSSES, AlgorithmConfig
 from hpcrl.config.sections.distillation import DistillationConfig
 from hpcrl.config.sections.environment import RewardServiceConfig, ScoringRewardModelConfig
 from hpcrl.config.sections.model import OptimizerConfig, ShardingConfig
@@ -58,13 +58,8 @@ READ_BY_LOSSES: dict[str, tuple[str, ...]] = {
     "eps_clip_low": ("regular", "dual_clip", "gspo", "rollout_is", "clip_cov"),
     "eps_clip_high": ("regular", "dual_clip", "gspo", "rollout_is", "clip_cov"),
     "clip_ratio_c": ("dual_clip",),
-    "sapo": ("sapo",),
-    "cispo": ("cispo",),
-    "clip_cov": ("clip_cov",),
-    "kl_cov": ("kl_cov",),
     "aipo_rho": ("aipo",),
-    "dppo": ("dppo",),
-    "gmpo": ("gmpo",),
+    **{one.name: (one.name,) for one in fields(AlgorithmConfig) if one.name in POLICY_LOSSES},
 }
 """Settings and sections of trainer.algorithm to the losses that read them."""
 
@@ -90,6 +85,10 @@ def _is_loss(*losses: str) -> Callable[[ConfigTree], bool]:
 
 def _discounts(config: ConfigTree) -> bool:
     return config.trainer.algorithm.advantage_estimator in ("gae", "reinforce++") or _has_critic(config)
+
+
+def _uses_gdpo(config: ConfigTree) -> bool:
+    return config.trainer.algorithm.advantage_estimator == "gdpo"
 
 
 def _has_critic(config: ConfigTree) -> bool:
@@ -149,6 +148,7 @@ _OF_ALGORITHM = (
         f"{_ALGORITHM}advantage_estimator=grpo",
         lambda config: config.trainer.algorithm.advantage_estimator == "grpo",
     ),
+    Switch((f"{_ALGORITHM}gdpo",), f"{_ALGORITHM}advantage_estimator=gdpo", _uses_gdpo),
     Switch(
         (f"{_ALGORITHM}entropy_loss_coef",),
         f"{_ALGORITHM}use_entropy_loss=true",

@@ -9,6 +9,7 @@ from hpcrl.config.errors import Problem
 from hpcrl.config.import_path import misnamed
 from hpcrl.config.reward_model import reward_functions, uses_reward_service
 from hpcrl.config.scorers import rewards_count
+from hpcrl.config.sections.algorithm import OWN_REWARD
 from hpcrl.config.sections.environment import (
     ENVIRONMENTS,
     OVERALL,
@@ -42,12 +43,38 @@ def filter_metrics(config: ConfigTree) -> Iterator[Problem]:
     setting = "environment.remote_reward.reward_function" if remote else "environment.reward_function"
     if environment.reward_model.model is not None and (rewards or not environment.reward_model.use_environment):
         rewards = {**rewards, REWARD_MODEL: environment.reward_model.weight}
-    unknown = [name for name in config.trainer.algorithm.filter_reward_metric if name not in rewards]
-    if rewards and unknown:
+    algorithm = config.trainer.algorithm
+    named = {"filter_reward_metric": algorithm.filter_reward_metric}
+    named["gdpo.rewards"] = [name for name in algorithm.gdpo.rewards if name != OWN_REWARD]
+    for path, names in named.items():
+        unknown = [name for name in names if name not in rewards]
+        if rewards and unknown:
+            yield Problem(
+                f"trainer.algorithm.{path}",
+                f'"{unknown[0]}" is not in {setting}, whose rewards are {", ".join(rewards)}; '
+                "list it there, with weight 0 if it is not to count",
+            )
+
+
+def several_rewards(config: ConfigTree) -> Iterator[Problem]:
+    """What gdpo needs, and what changes the one reward that it does not look at."""
+    algorithm, path = config.trainer.algorithm, "trainer.algorithm.gdpo.rewards"
+    if algorithm.advantage_estimator != "gdpo":
+        return
+    if not any(algorithm.gdpo.rewards.values()):
         yield Problem(
-            "trainer.algorithm.filter_reward_metric",
-            f'"{unknown[0]}" is not in {setting}, whose rewards are {", ".join(rewards)}; '
-            "list it there, with weight 0 if it is not to count",
+            path,
+            "required with trainer.algorithm.advantage_estimator=gdpo: named rewards, or metrics that the environment reports, with "
+            "weights that are not all 0, such as {correct = 1.0, format = 0.3}",
+        )
+    changing = {
+        "trainer.algorithm.use_kl_in_reward": algorithm.use_kl_in_reward,
+        "generator.zero_reward_on_non_stop": config.generator.zero_reward_on_non_stop,
+    }
+    for setting in (name for name, used in changing.items() if used):
+        yield Problem(
+            setting,
+            f"changes the reward of a sample alone, and trainer.algorithm.advantage_estimator=gdpo looks at all of {path}; set it to false",
         )
 
 

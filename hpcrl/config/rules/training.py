@@ -136,6 +136,28 @@ def reward_models(config: ConfigTree) -> Iterator[Problem]:
         )
 
 
+def estimated_old_logprobs(config: ConfigTree) -> Iterator[Problem]:
+    path, trainer = "trainer.algorithm.approximate_old_logprobs", config.trainer
+    algorithm = trainer.algorithm
+    if not algorithm.approximate_old_logprobs:
+        return
+    if algorithm.use_rollout_logprobs_for_loss:
+        yield Problem(
+            path,
+            "has no effect with trainer.algorithm.use_rollout_logprobs_for_loss, where the rollout's take their place; leave one of them out",
+        )
+    elif trainer.policy_mini_batch_size >= trainer.train_batch_size and trainer.update_epochs_per_batch == 1:
+        yield Problem(
+            path,
+            "has no effect where a batch makes one optimizer step, which needs no old log-probabilities; leave it out, or lower "
+            f"trainer.policy_mini_batch_size ({trainer.policy_mini_batch_size})",
+        )
+    needing = {"trainer.algorithm.use_kl_in_reward": algorithm.use_kl_in_reward}
+    needing["trainer.distillation.enable"] = trainer.distillation.enable
+    for setting in (name for name, used in needing.items() if used):
+        yield Problem(path, f"{setting} needs them before the policy is updated; leave one of them out")
+
+
 _OF_FSDP = {
     "policy.fsdp_config": ", and see trainer.policy.megatron_config, whose dtype is the type of computation",
     "ref.fsdp_config": ", and see trainer.ref.megatron_config",

@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 LogprobDtype = Literal["fp32", "bf16", "fp16"]
-ADVANTAGE_ESTIMATORS = ("grpo", "rloo", "maxrl", "opo", "remax", "reinforce++", "reinforce++_baseline", "gae")
+OWN_REWARD = "reward"
+"""In gdpo.rewards: the reward of the sample itself."""
+ADVANTAGE_ESTIMATORS = ("grpo", "rloo", "maxrl", "opo", "remax", "gdpo", "reinforce++", "reinforce++_baseline", "gae")
 POLICY_LOSSES = (
     "regular",
     "dual_clip",
@@ -22,6 +24,9 @@ POLICY_LOSSES = (
     "dppo",
     "gpg",
     "gmpo",
+    "vespo",
+    "dro",
+    "m2po",
 )
 
 
@@ -77,6 +82,9 @@ class OffPolicyCorrectionConfig:
 
     token_mask_is_threshold_high: float | None = None
     """Leave out tokens whose ratio is above this; needs the lower bound too."""
+
+    token_mask_kl_threshold: float | None = None
+    """Leave out tokens whose binary KL divergence between old policy and rollout, of this token against all others, is above this in one direction or the other, in nats (KPop, whose authors use 0.1); unset: none."""
 
     negative_sample_mask_delta: float | None = None
     """Leave out samples of negative advantage whose log-probability fell by more than this, in nats per token on average, since the old policy, or since the rollout with tis_ratio_type (DeepSeek-V3.2); unset: none."""
@@ -155,9 +163,42 @@ class GMPOConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class VESPOConfig:
+    k_pos: float = 2.0
+    """vespo: exponent of a sample's probability ratio to the rollout in its weight, for advantages that are not negative; the larger it is, the less count samples that have become rare (arXiv:2602.10693)."""
+
+    lambda_pos: float = 3.0
+    """vespo: rate at which the weight falls for these where the ratio is large."""
+
+    k_neg: float = 3.0
+    """vespo: the exponent for negative advantages."""
+
+    lambda_neg: float = 2.0
+    """vespo: the rate for negative advantages."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DROConfig:
+    beta: float = 1.0
+    """dro: weight of the squared logarithm of the probability ratio to the rollout, half of which is added to the loss (arXiv:2405.19107); a token is drawn to the logarithm A / beta, so that it belongs to the size of the advantages, about 1 with grpo."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class M2POConfig:
+    threshold: float = 0.04
+    """m2po: what the mean of the squared logarithms of probability ratios to the rollout may be at most, over tokens that move away from it; the largest are left out until it is (arXiv:2510.01161)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GDPOConfig:
+    rewards: dict[str, float] = field(default_factory=dict)
+    """gdpo: named rewards, or metrics of the environment, with their weights, such as {correct = 1.0, format = 0.3}; `reward` is that of the sample itself. An advantage estimator of your own finds them in `named_B`."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig:
     advantage_estimator: str = "grpo"
-    """How rewards become advantages: grpo (against the group's mean, arXiv:2402.03300), rloo (against the mean of the group's other samples, arXiv:2402.14740), maxrl (as grpo, but divided by the mean of the group, arXiv:2602.02710), opo (against the group's mean weighted by length, arXiv:2505.23585), remax (against the greedy response to the same prompt, which is generated beside the group, arXiv:2310.10505), reinforce++ (rewards from each token on, discounted, standardized over the batch, arXiv:2501.03262), reinforce++_baseline (against the group's mean, standardized over the batch), gae (against a critic, arXiv:1506.02438), or your own as "package.module:function"."""
+    """How rewards become advantages: grpo (against the group's mean, arXiv:2402.03300), rloo (against the mean of the group's other samples, arXiv:2402.14740), maxrl (as grpo, but divided by the mean of the group, arXiv:2602.02710), opo (against the group's mean weighted by length, arXiv:2505.23585), remax (against the greedy response to the same prompt, which is generated beside the group, arXiv:2310.10505), gdpo (several rewards, each against its group's mean by itself, arXiv:2601.05242), reinforce++ (rewards from each token on, discounted, standardized over the batch, arXiv:2501.03262), reinforce++_baseline (against the group's mean, standardized over the batch), gae (against a critic, arXiv:1506.02438), or your own as "package.module:function"."""
 
     grpo_norm_by_std: bool = True
     """grpo: divide a group's advantages by the standard deviation of its rewards (false: Dr.GRPO, arXiv:2503.20783)."""
@@ -178,7 +219,7 @@ class AlgorithmConfig:
     """gae, and what a critic learns: lambda; 1: advantages from all later rewards, 0: from the next value alone."""
 
     policy_loss_type: str = "regular"
-    """Policy loss: regular (the clipped surrogate of PPO, arXiv:1707.06347), dual_clip (also bounded for negative advantages, arXiv:1912.09729), gspo (one ratio per sample, arXiv:2507.18071), sapo (a soft gate, arXiv:2511.20347), cispo (clipped weights, arXiv:2506.13585), rollout_is (ratio to the rollout, out of bounds: no weight), clip_cov and kl_cov (arXiv:2505.22617), aipo (ratio bounded on one side, arXiv:2505.24034), dppo (ratio to the rollout, inside a bound on the divergence, arXiv:2602.04879), gmpo (geometric mean of a sample's ratios, arXiv:2507.20673; the paper's loss_reduction is sequence_mean), gpg (no ratio, arXiv:2504.02546), importance_sampling (the plain ratio), cross_entropy (likelihood, without advantages), or your own as "package.module:function"."""
+    """Policy loss: regular (the clipped surrogate of PPO, arXiv:1707.06347), dual_clip (also bounded for negative advantages, arXiv:1912.09729), gspo (one ratio per sample, arXiv:2507.18071), sapo (a soft gate, arXiv:2511.20347), cispo (clipped weights, arXiv:2506.13585), rollout_is (ratio to the rollout, out of bounds: no weight), clip_cov and kl_cov (arXiv:2505.22617), aipo (ratio bounded on one side, arXiv:2505.24034), dppo (ratio to the rollout, inside a bound on the divergence, arXiv:2602.04879), gmpo (geometric mean of a sample's ratios, arXiv:2507.20673; the paper's loss_reduction is sequence_mean), vespo (a smooth weight by the ratio of whole samples, arXiv:2602.10693), dro (no ratio, and a squared penalty, arXiv:2405.19107), m2po (the ratio to the rollout, without outliers, arXiv:2510.01161), gpg (no ratio, arXiv:2504.02546), importance_sampling (the plain ratio), cross_entropy (likelihood, without advantages), or your own as "package.module:function"."""
 
     loss_reduction: Literal[
         "token_mean",
@@ -213,8 +254,14 @@ class AlgorithmConfig:
     positive_nll_coef: float | None = None
     """Weight of the negative log-likelihood, as a mean over tokens, of samples with positive reward, which is added to the loss (VAPO, arXiv:2504.05118); unset: none."""
 
+    observation_nll_coef: float | None = None
+    """Weight of the negative log-likelihood, as a mean over tokens, of what the environment answers between turns, which is added to the loss (ECHO, arXiv:2605.24517, whose authors use 0.05); unset: none."""
+
     use_rollout_logprobs_for_loss: bool = False
     """Use the rollout's log-probabilities as the old policy's; saves a forward pass."""
+
+    approximate_old_logprobs: bool = False
+    """Estimate the old policy's log-probabilities, between those of rollout and policy by the age of the version that chose the token (A-3PO, arXiv:2512.06547), where a forward pass would compute them: where a batch makes several optimizer steps."""
 
     use_kl_loss: bool = True
     """Add the KL divergence from the reference model to the loss; excludes use_kl_in_reward, and costs a second model as that does."""
@@ -281,3 +328,11 @@ class AlgorithmConfig:
     dppo: DPPOConfig = field(default_factory=DPPOConfig)
 
     gmpo: GMPOConfig = field(default_factory=GMPOConfig)
+
+    vespo: VESPOConfig = field(default_factory=VESPOConfig)
+
+    dro: DROConfig = field(default_factory=DROConfig)
+
+    m2po: M2POConfig = field(default_factory=M2POConfig)
+
+    gdpo: GDPOConfig = field(default_factory=GDPOConfig)

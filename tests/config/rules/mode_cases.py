@@ -1,8 +1,24 @@
-"""Combinations of trainer.mode with settings of other modes."""
+"""Combinations of trainer.mode with settings of other modes, and of algorithms that want something of other settings."""
 
 from __future__ import annotations
 
-from tests.config.rules.skyrl_cases import ALGORITHM, DPO, FOUR_GPUS, LORA, REWARD_MODEL, SFT, Case
+from tests.config.rules.skyrl_cases import (
+    ALGORITHM,
+    CORRECTION,
+    DPO,
+    ENGINE,
+    FOUR_GPUS,
+    LORA,
+    NO_KL,
+    REWARD_MODEL,
+    SFT,
+    STEP_WISE,
+    Case,
+)
+
+ESTIMATED = {f"{ALGORITHM}.approximate_old_logprobs": True}
+OBSERVED = {f"{ALGORITHM}.observation_nll_coef": 0.05}
+GDPO = {f"{ALGORITHM}.advantage_estimator": "gdpo", f"{ALGORITHM}.gdpo.rewards": {"correct": 1.0, "format": 0.3}}
 
 OF_MODES = [
     Case(
@@ -148,5 +164,80 @@ OF_MODES = [
         {**SFT, "slurm.elastic.replicas": 2},
         "slurm.elastic.replicas", 'has no effect without data.val_prompts, or trainer.mode="rl"',
         {"slurm.elastic.replicas": 2},
+    ),
+]  # fmt: skip
+
+OF_ALGORITHMS = [
+    Case(
+        "vespo has its own importance ratio",
+        {f"{CORRECTION}.tis_ratio_type": "sequence", f"{ALGORITHM}.policy_loss_type": "vespo"},
+        f"{CORRECTION}.tis_ratio_type", "the loss vespo has the ratio to the rollout already",
+        {f"{CORRECTION}.token_mask_kl_threshold": 0.1, f"{ALGORITHM}.policy_loss_type": "vespo"},
+    ),
+    Case(
+        "a mask by divergence wants two distributions",
+        {f"{CORRECTION}.token_mask_kl_threshold": 0.1, f"{ALGORITHM}.use_rollout_logprobs_for_loss": True},
+        f"{CORRECTION}.token_mask_kl_threshold", "old and rollout log-probabilities are the same",
+        {f"{CORRECTION}.token_mask_kl_threshold": 0.1},
+    ),
+    Case(
+        "a section of a loss wants that loss, a new one too",
+        {f"{ALGORITHM}.dro.beta": 0.1},
+        f"{ALGORITHM}.dro.beta", "policy_loss_type=dro",
+        {f"{ALGORITHM}.dro.beta": 0.1, f"{ALGORITHM}.policy_loss_type": "dro"},
+    ),
+    Case(
+        "gdpo wants rewards",
+        {f"{ALGORITHM}.advantage_estimator": "gdpo"},
+        f"{ALGORITHM}.gdpo.rewards", "such as {correct = 1.0, format = 0.3}",
+        GDPO,
+    ),
+    Case(
+        "rewards of gdpo want gdpo, or an estimator of the user's own",
+        {f"{ALGORITHM}.gdpo.rewards": {"correct": 1.0}},
+        f"{ALGORITHM}.gdpo.rewards", "has no effect without trainer.algorithm.advantage_estimator=gdpo",
+        {f"{ALGORITHM}.gdpo.rewards": {"correct": 1.0}, f"{ALGORITHM}.advantage_estimator": "mine:estimator"},
+    ),
+    Case(
+        "rewards of gdpo are among those that are given",
+        {**GDPO, "environment.reward_function": {"gsm8k": 1.0, "format": 0.3}},
+        f"{ALGORITHM}.gdpo.rewards", '"correct" is not in environment.reward_function, whose rewards are gsm8k, format',
+        {**GDPO, "environment.reward_function": {"gsm8k": 1.0, "format": 0.3}, f"{ALGORITHM}.gdpo.rewards": {"reward": 1.0, "format": 0.3}},
+    ),
+    Case(
+        "gdpo does not look at the reward of a sample",
+        {**GDPO, "generator.zero_reward_on_non_stop": True},
+        "generator.zero_reward_on_non_stop", "gdpo looks at all of trainer.algorithm.gdpo.rewards",
+        GDPO,
+    ),
+    Case(
+        "there are several turns where observations are learned",
+        OBSERVED,
+        f"{ALGORITHM}.observation_nll_coef", "has no effect with generator.max_turns=1",
+        {**OBSERVED, "generator.max_turns": 3},
+    ),
+    Case(
+        "agents are answered too",
+        {**OBSERVED, **STEP_WISE},
+        f"{ALGORITHM}.observation_nll_coef", "has no effect with generator.step_wise_trajectories",
+        {**OBSERVED, f"{ENGINE}.enable_http_endpoint": True},
+    ),
+    Case(
+        "old log-probabilities are estimated where they would be computed",
+        {**ESTIMATED, "trainer.train_batch_size": 256},
+        f"{ALGORITHM}.approximate_old_logprobs", "lower trainer.policy_mini_batch_size (256)",
+        {**ESTIMATED, "trainer.train_batch_size": 256, "trainer.update_epochs_per_batch": 2},
+    ),
+    Case(
+        "old log-probabilities are estimated or the rollout's",
+        {**ESTIMATED, f"{ALGORITHM}.use_rollout_logprobs_for_loss": True},
+        f"{ALGORITHM}.approximate_old_logprobs", "where the rollout's take their place",
+        ESTIMATED,
+    ),
+    Case(
+        "a penalty on rewards wants old log-probabilities before the update",
+        {**ESTIMATED, **NO_KL, f"{ALGORITHM}.use_kl_in_reward": True},
+        f"{ALGORITHM}.approximate_old_logprobs", "trainer.algorithm.use_kl_in_reward needs them before the policy is updated",
+        {**ESTIMATED, f"{CORRECTION}.tis_ratio_type": "token"},
     ),
 ]  # fmt: skip

@@ -24,7 +24,7 @@ from hpcrl.config.rules.combinations import impossible
 from hpcrl.config.validate import build
 from tests.config.rules.cosmos_cases import COSMOS
 from tests.config.rules.engine_cases import AGENTS, ENGINES
-from tests.config.rules.mode_cases import OF_MODES
+from tests.config.rules.mode_cases import OF_ALGORITHMS, OF_MODES
 from tests.config.rules.outward_cases import OF_ALERTS, OF_UPLOADS
 from tests.config.rules.own_cases import OURS
 from tests.config.rules.scorer_cases import OF_SCORERS
@@ -40,7 +40,7 @@ def found(settings: dict[str, Any]) -> list[Problem]:
 MODULES = (rules, agents, alerting, idle, ranks, layouts, generation, scoring, scorers, site, training, uploads)
 
 
-CASES = [*SKYRL, *COSMOS, *ENGINES, *OF_MODES, *OF_SCORERS, *OF_ALERTS, *OURS, *OF_UPLOADS, *AGENTS]
+CASES = [*SKYRL, *COSMOS, *ENGINES, *OF_MODES, *OF_ALGORITHMS, *OF_SCORERS, *OF_ALERTS, *OURS, *OF_UPLOADS, *AGENTS]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.rule)

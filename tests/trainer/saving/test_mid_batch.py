@@ -45,7 +45,7 @@ CRITIC = {
         "algorithm": {"advantage_estimator": "gae", "lambd": 0.8, "gamma": 0.9},
     }
 }
-# leaves tokens out that it draws at random
+# leaves tokens out that it draws at random; old log-probabilities are estimated by ages of tokens, which a checkpoint keeps
 RANDOM = {
     "trainer": {
         "policy_mini_batch_size": 1,
@@ -53,6 +53,10 @@ RANDOM = {
         "dump_data_batch": False,
         "algorithm": {
             "policy_loss_type": "clip_cov",
+            "approximate_old_logprobs": True,
+            "use_kl_loss": True,
+            "use_kl_in_reward": False,
+            "kl_ctrl": {"type": "fixed", "kl_target": 0.1, "horizon": 10000},
             "clip_cov": {"clip_ratio": 0.4, "clip_cov_lb": -5.0, "clip_cov_ub": 5.0},
         },
     }
