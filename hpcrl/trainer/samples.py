@@ -46,11 +46,12 @@ def load_mini_batches(
     trained, minis, prompts = set(trained_groups(batch, algorithm)), [], learns_prompts(trainer.distillation)
     own_tokens = self_teacher(trainer) is not None and not trainer.distillation.top_k_from_teacher
     top_ids = trainer.distillation.top_k if own_tokens else 0
-    for refs in mini_batches(batch, trainer.policy_mini_batch_size):
+    for refs in mini_batches(batch, trainer.policy_mini_batch_size, shared=limits[0].shared):
         plan = planned([ref for ref in refs if ref.group in trained], data.size, limits, pairs=trains_pairs(trainer))
         samples = load_samples(
-            run, batch, plan.shares[data.rank], algorithm.min_filter_prefix_tokens, prompts=prompts, top_ids=top_ids
-        )
+            run, batch, plan.shares[data.rank], algorithm.min_filter_prefix_tokens, prompts=prompts, top_ids=top_ids,
+            shared=limits[0].shared,
+        )  # fmt: skip
         minis.append(MiniBatch(plan, samples, data.rank))
     set_loss_weights(minis, batch, data, reduction)
     unscored, all_samples = sum(mini.unscored for mini in minis), sum(mini.plan.samples for mini in minis)
@@ -70,6 +71,7 @@ def load_samples(
     *,
     prompts: bool = False,
     top_ids: int = 0,
+    shared: bool = False,
 ) -> PackedSamples:
     """Read these samples and pack them in the order of `refs`; of a file no more is read than the samples wanted.
 
@@ -78,6 +80,7 @@ def load_samples(
             (hpcrl/algorithms/prefixes.py), for which whole groups are read; None: all are trained.
         prompts: tokens that the policy did not choose are trained too; their rollout log-probabilities are NaN.
         top_ids: as many of the policy's most probable tokens are to be scored by a teacher, [P, K]; -1 where they are not known.
+        shared: as of MicroBatchLimit.
 
     Raises:
         DataError: a file of samples or scores is missing or damaged, or is no longer the one that the batch was composed of.
@@ -103,6 +106,8 @@ def load_samples(
         samples[ref.group, ref.index] = replace(sample, loss_mask=torch.zeros_like(sample.loss_mask))
     packed = pack([samples[ref.group, ref.index] for ref in refs], refs, left_out, batch.step - 1)
     packed.scores, packed.unscored = scores, len(unscored)
+    if shared:
+        packed.share_prefixes()
     if top_ids:
         packed.scores.teacher_ids = joined_top_ids([samples[ref.group, ref.index] for ref in refs], top_ids)
     return packed

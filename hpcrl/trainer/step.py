@@ -177,8 +177,8 @@ class Learner:
                             self.consensus.mark_progress()
         if not self._ranks.policy:
             return {}
-        lengths = [ref.length for mini in minis for share in mini.plan.shares for ref in share]
-        flops = self._model_flops.training(lengths, sum(mini.tokens for mini in minis))
+        lengths, computed = [mini.plan.lengths for mini in minis], [mini.plan.computed for mini in minis]
+        flops = self._model_flops.training(sum(lengths, []), sum(mini.tokens for mini in minis), sum(computed, []))
         self._flops = self._trainer.update_epochs_per_batch * flops
         if not self._offline:
             advantages = advantage_histogram(minis, self._data)
