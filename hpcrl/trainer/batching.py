@@ -87,10 +87,9 @@ def samples_of(at: int, group: GroupMeta, *, shared: bool) -> list[SampleRef]:
 
 def computed(refs: Sequence[SampleRef]) -> list[int]:
     """Return how many tokens of each sample of a micro-batch are computed: without those that it shares with the sample before it."""
-    before = [None, *refs[:-1]]
     return [
         ref.length - (min(ref.shared, ref.length - 1) if last is not None and ref.follows(last) else 0)
-        for last, ref in zip(before, refs, strict=True)
+        for last, ref in zip([None, *refs], refs, strict=False)
     ]
 
 
