@@ -181,7 +181,9 @@ def main() -> None:
         "activations, MiB": {kind: activations[kind] / 2**20 for kind in _KINDS},
         "peak of a pass, MiB": {kind: peaks[kind] / 2**20 for kind in _KINDS},
     }
-    print(f"{arguments.samples} samples of a prompt of {arguments.prompt} tokens and {arguments.answer} more, {tokens} tokens in all")
+    print(
+        f"{arguments.samples} samples of a prompt of {arguments.prompt} tokens and {arguments.answer} more, {tokens} tokens in all"
+    )
     print(json.dumps({name: {kind: round(value, 1) for kind, value in row.items()} for name, row in rows.items()}))
     print("| | whole | shared | shared / whole |\n|---|---|---|---|")
     for name, row in rows.items():

@@ -99,7 +99,9 @@ def describe_mini_batches(minis: Sequence[MiniBatch]) -> dict[str, float]:
     share of tokens that are computed as those of another sample (trainer.shared_prefixes)."""
     waits = [idle_share(mini.plan.shares, mini.plan.train) for mini in minis]
     unscored = sum(mini.unscored for mini in minis)
-    tokens, computed = (sum(map(sum, parts)) for parts in zip(*((mini.plan.lengths, mini.plan.computed) for mini in minis), strict=True))
+    tokens, computed = (
+        sum(map(sum, parts)) for parts in zip(*((mini.plan.lengths, mini.plan.computed) for mini in minis), strict=True)
+    )
     return {
         "throughput/idle_share": sum(waits) / len(waits),
         "policy/shared_prefix_tokens": float(sum(mini.left_out for mini in minis)),

@@ -3,7 +3,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import chain, product
 
 import pytest
 from hypothesis import given
@@ -203,17 +203,17 @@ def test_what_samples_share_is_counted_once_where_they_are_together() -> None:
 def test_metadata_say_what_is_shared() -> None:
     known = replace(meta([8, 9]), shared=[0, 7])
     batch = Batch(1, [known, meta([5, 5])], 2)
-    assert mini_batches(batch, 2) == [refs_of([8, 9]) + [SampleRef(1, 0, 5), SampleRef(1, 1, 5)]]
+    assert mini_batches(batch, 2) == [[*refs_of([8, 9]), SampleRef(1, 0, 5), SampleRef(1, 1, 5)]]
     assert mini_batches(batch, 2, shared=True)[0][:2] == [SampleRef(0, 0, 8), SampleRef(0, 1, 9, 7)]
 
 
 def test_a_group_is_one_micro_batch_where_it_fits() -> None:
     groups = [group_of(at, 512, [128] * 8) for at in range(4)]
-    plan = planned(sum(groups, []), 2, sharing(1536))
-    assert sorted(sum(parts_of(plan), []), key=lambda part: part[0].group) == groups
+    plan = planned(list(chain(*groups)), 2, sharing(1536))
+    assert sorted(chain(*parts_of(plan)), key=lambda part: part[0].group) == groups
     assert plan.computed == [640, *[128] * 7] * 4
     assert plan.train == plan.score
-    halves = planned(sum(groups, []), 2, sharing(1100))
+    halves = planned(list(chain(*groups)), 2, sharing(1100))
     assert sorted(len(part) for parts in parts_of(halves) for part in parts) == [4] * 8
 
 
@@ -243,9 +243,9 @@ def test_micro_batches_of_shared_prefixes_hold_every_sample_once(
         sorted(share, key=refs.index) for share in plan.shares
     ]
     for one in (plan, kept):
-        assert sorted(sum(one.shares, []), key=refs.index) == refs
+        assert sorted(chain(*one.shares), key=refs.index) == refs
         assert len({len(parts) for parts in one.train}) == 1
         for share, parts in zip(one.shares, one.train, strict=True):
             assert [at for part in parts for at in part] == list(range(len(share)))
-        for part in sum(parts_of(one), []):
+        for part in chain(*parts_of(one)):
             assert len(part) < 2 or sum(computed(part)) <= tokens

@@ -48,7 +48,11 @@ CRITICS: dict[int, dict[str, dict[str, Any]]] = {
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory, model_path: Path, alone: World, two: Ranks) -> Path:
     path = tmp_path_factory.mktemp("shared")
-    options = {"model": str(model_path), "run": str(run_of_two(path / "run", GROUPS, SIZE, alike=5).path), "out": str(path)}
+    options = {
+        "model": str(model_path),
+        "run": str(run_of_two(path / "run", GROUPS, SIZE, alike=5).path),
+        "out": str(path),
+    }
     policies, critics = (
         {ranks: {**options, "variants": found[ranks]} for ranks in (1, 2)} for found in (VARIANTS, CRITICS)
     )

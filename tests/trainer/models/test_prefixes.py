@@ -40,7 +40,7 @@ ALGORITHM = build(
 A, B, C, D, E = (list(range(start, start + 5)) for start in (1, 6, 11, 16, 21))
 TREES = {
     "a group": [A + B, A + C, A + D + E, A + E],
-    "two groups, and what they begin with": [[1, 2] + A, [1, 2] + B, [1, 2, 3] + C, [1, 2, 3] + D],
+    "two groups, and what they begin with": [[1, 2, *A], [1, 2, *B], [1, 2, 3, *C], [1, 2, 3, *D]],
     "turns of two responses": [A + B, A + B + C + D, A + B + C + D + E, A + E, A + E + B],
     "branches within branches": [A + B + C, A + B + D, A + B + D + E, A + C, A + C + D, B],
     "equal samples": [A + B, A + B, A + B],
@@ -166,7 +166,9 @@ def test_experts_choose_tokens_one_by_one() -> None:
 
 def test_values_and_scores() -> None:
     tree = TREES["a sample begins another one"]
-    body = AutoModel.from_config(AutoConfig.for_model("qwen3", **SIZES), attn_implementation=PACKED, dtype=torch.float32)
+    body = AutoModel.from_config(
+        AutoConfig.for_model("qwen3", **SIZES), attn_implementation=PACKED, dtype=torch.float32
+    )
     body.add_module("head", nn.Linear(SIZES["hidden_size"], 1, bias=False))
     body.get_output_embeddings = lambda: body.head
     assert expect_same(PackedCritic(body, FORWARD), tree)
@@ -192,7 +194,9 @@ def test_fewer_operations() -> None:
         return counter.get_total_flops()
 
     whole, shared = map(operations, both(tree))
-    assert shared < 0.55 * whole, "65 of 165 tokens are left; the heads of 156 are not, nor is attention of them to the prompt"
+    assert shared < 0.55 * whole, (
+        "65 of 165 tokens are left; the heads of 156 are not, nor is attention of them to the prompt"
+    )
 
 
 def test_gradients_of_many_samples_are_rounded_once() -> None:
@@ -204,7 +208,9 @@ def test_gradients_of_many_samples_are_rounded_once() -> None:
 
 def test_other_layers_are_refused() -> None:
     kinds = ["linear_attention", "full_attention"]
-    config = AutoConfig.for_model("qwen3_next", **SIZES, **EXPERTS, layer_types=kinds, linear_num_value_heads=2, linear_num_key_heads=2)
+    config = AutoConfig.for_model(
+        "qwen3_next", **SIZES, **EXPERTS, layer_types=kinds, linear_num_value_heads=2, linear_num_key_heads=2
+    )
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     with pytest.raises(DataError, match=r"shared_prefixes: Qwen3Next.* \(linear_attention, Conv1d\)"):
