@@ -13,6 +13,7 @@ import torch
 from hpcrl.rundir.layout import Run
 from hpcrl.trainer.batching import MicroBatchLimit
 from hpcrl.trainer.distributed import World
+from hpcrl.trainer.metrics import describe_mini_batches
 from hpcrl.types import Batch
 from tests.trainer import critic_scenarios, scenarios, test_critic
 from tests.trainer.backends.test_engine import GROUPS, SIZE, expect_same, true, variant
@@ -76,6 +77,9 @@ def test_prefixes_are_shared_at_all(results: Path, alone: World) -> None:
         computed = sum(len(one.prefixes.kept) for one in batches if one.prefixes)
         assert computed == sum(other.plan.computed), "metadata say what tokens say"
         assert not any(one.prefixes for one in mini.micro_batches())
+    computed, tokens = (sum(sum(getattr(mini.plan, name)) for mini in shared) for name in ("computed", "lengths"))
+    assert describe_mini_batches(shared)["throughput/shared_token_share"] == pytest.approx(1 - computed / tokens)
+    assert "throughput/shared_token_share" not in describe_mini_batches(whole)
 
 
 @pytest.mark.parametrize("name", ["alone", "recomputed", "without flash", "two ranks", "reentrant"])

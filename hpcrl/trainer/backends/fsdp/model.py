@@ -41,16 +41,17 @@ class PackedModel(nn.Module):
 
     def hidden(self, token_ids: torch.Tensor, positions: torch.Tensor, sequences: Packed) -> torch.Tensor:
         """Return the last hidden states of the tokens that are computed, a row for each."""
-        packing = self._packing
-        if packing:
-            ids, places = (sequences.computed(values_P).unsqueeze(0) for values_P in (token_ids, positions))
-        else:
-            assert isinstance(sequences, PackedSequences), "padded rows have no prefixes in common"
-            ids, places = sequences.rows(token_ids), sequences.rows(positions)
-        hidden = self.model.base_model(
-            input_ids=ids, position_ids=places, use_cache=False, packed=sequences if packing else None
-        ).last_hidden_state
-        return hidden[0] if packing else sequences.flat(hidden)
+        inputs = (token_ids, positions)
+        if self._packing:
+            ids, places = (sequences.computed(values_P).unsqueeze(0) for values_P in inputs)
+            return self._body(ids, places, sequences)[0]
+        assert isinstance(sequences, PackedSequences), "padded rows have no tokens in common"
+        ids, places = (sequences.rows(values_P) for values_P in inputs)
+        return sequences.flat(self._body(ids, places, None))
+
+    def _body(self, ids: torch.Tensor, places: torch.Tensor, packed: Packed | None) -> torch.Tensor:
+        body = self.model.base_model
+        return body(input_ids=ids, position_ids=places, use_cache=False, packed=packed).last_hidden_state
 
     @property
     def head(self) -> nn.Linear:
