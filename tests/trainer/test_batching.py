@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import chain, product
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpcrl.trainer.batching import (
@@ -226,6 +226,7 @@ def test_groups_are_cut_where_there_are_more_ranks(ranks: int, rows: int) -> Non
     assert sum(plan.computed) == 16 * 128 + 16 // rows * 512
 
 
+@settings(deadline=None)
 @given(
     groups=st.lists(
         st.tuples(st.integers(1, 20), st.lists(st.integers(1, 20), min_size=1, max_size=6)), min_size=1, max_size=6

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -122,6 +122,7 @@ def test_tokens_are_laid_out_once() -> None:
     assert both(TREES["one sample"])[1].prefixes is None
 
 
+@settings(deadline=None)
 @given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=8), min_size=1, max_size=8))
 def test_every_token_has_the_place_of_its_own_path(rows: list[list[int]]) -> None:
     ids, lengths = torch.tensor([one for row in rows for one in row]), list(map(len, rows))
@@ -147,6 +148,7 @@ def test_loss_and_gradients_are_those_of_whole_samples(tree: str, attention: str
     assert expect_same(policy(attention=attention), TREES[tree]) == (tree != "samples of one token")
 
 
+@settings(deadline=None, max_examples=50)
 @given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=10), min_size=1, max_size=6))
 def test_loss_and_gradients_of_any_tree(rows: list[list[int]]) -> None:
     expect_same(policy(), rows)
