@@ -19,6 +19,7 @@ import time
 import warnings
 from collections.abc import Callable
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -43,6 +44,8 @@ from hpcrl.trainer.loss import build_objective
 from hpcrl.trainer.models.attention import PackedSequences, attend
 from hpcrl.trainer.models.flops import ModelFlops, peak_tflops
 from hpcrl.trainer.models.logprobs import compiled_rows, plain_rows, token_logprobs
+from hpcrl.trainer.models.prefixes import shared_prefixes
+from hpcrl.trainer.models.tree import PrefixTree
 from hpcrl.trainer.saving.publish import Publisher
 from hpcrl.types import MicroBatch
 
@@ -124,6 +127,38 @@ def attention(machine: Machine) -> Found:
                 round(((got.float() - exact).abs().max() / exact.abs().max()).item(), 5)
                 for exact, got in zip(*outputs, strict=True)
             ]
+    return found
+
+
+def prefixes(machine: Machine) -> Found:
+    """The same where prefixes are computed once: against whole samples in float32, which have copies of them. The last but one has one token of its own."""
+    lengths, common = [130, 140, 90, 90, 70], [0, 120, 64, 90, 0]
+    shared = shared_prefixes(lengths, common)
+    assert shared is not None
+    shared, found = shared.to(machine.device), Found()
+    bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=machine.device)
+    whole, tree = PackedSequences.of(lengths, bounds), PrefixTree(lengths, bounds, shared)
+    head = 16 if machine.tiny else 128
+    for groups in (1, 2) if machine.tiny else (1, 4, 8):
+        torch.manual_seed(0)
+        heads, outputs = (
+            [
+                torch.randn(len(shared.kept), count, head, device=machine.device)
+                for count in (8, 8 // groups, 8 // groups)
+            ],
+            [],
+        )
+        for dtype, packed in ((torch.float32, whole), (torch.bfloat16, tree)):
+            given = [values.to(dtype, copy=True).requires_grad_() for values in heads]
+            query, key, value = (values[shared.places] for values in given) if packed is whole else given
+            output = packed.attend(query, key, value, None, packed is tree)
+            output = output[shared.kept] if packed is whole else output
+            output.float().square().sum().backward()
+            outputs.append([output.detach(), *(values.grad for values in given)])
+        found[f"{groups} queries per key"] = [
+            round(((got.float() - exact).abs().max() / exact.abs().max()).item(), 5)
+            for exact, got in zip(*outputs, strict=True)
+        ]
     return found
 
 
@@ -322,6 +357,7 @@ CHECKS: dict[str, Callable[[Machine], Found]] = {
     for check in (
         versions,
         attention,
+        prefixes,
         attention_speed,
         head,
         engine,

@@ -145,6 +145,7 @@ class GroupMeta:
         rows: how many each sample has; empty: one.
         digest: of what its file says of the rows, with a checksum of each; empty: nothing knows it, as of groups that have no file.
         scores: digests of what scorers say of the group, by the names of their models; of a batch's groups alone.
+        shared: of each row, with how many tokens it begins as the row before it does; empty: not known.
         model_rewards: what a reward model that runs as a scorer adds to the reward of each sample, in `rewards` by then; None: it failed at the
             sample, which is not trained. Empty: there is none, or it has not said yet.
         row: which row of the dataset at `path` its only sample is, or the pair of its two; None: `path` is a file of its own.
@@ -171,6 +172,7 @@ class GroupMeta:
     row: int | None = None
     scores: dict[str, str] = field(default_factory=dict)
     model_rewards: list[float | None] = field(default_factory=list)
+    shared: list[int] = field(default_factory=list)
 
     @property
     def owners(self) -> list[int]:
@@ -243,6 +245,30 @@ class Batch:
         return cls(**{**value, "groups": [GroupMeta.from_json(group) for group in value["groups"]]})
 
 
+@dataclass(frozen=True)
+class SharedPrefixes:
+    """Which tokens of a micro-batch are computed where what samples begin with is computed once: D of its P tokens.
+
+    A sample shares prefixes with the one before it, and through this with others, so that samples are the paths of trees.
+
+    Attributes:
+        lengths: of each sample, the tokens behind those that it begins with as the sample before it does; at least 1. They sum to D.
+        cu_lengths: [B + 1] int32, cumulative lengths from 0.
+        kept: [D] int64, ascending: the tokens that are computed.
+        places: [P] int64, which of those a token is, or is the same as.
+    """
+
+    lengths: list[int]
+    cu_lengths: torch.Tensor
+    kept: torch.Tensor
+    places: torch.Tensor
+
+    def to(self, device: torch.device) -> SharedPrefixes:
+        """Return it with all tensors on `device`; see `to_device`."""
+        tensors = {name: value for name, value in vars(self).items() if name != "lengths"}
+        return replace(self, **{name: to_device(value, device) for name, value in tensors.items()})
+
+
 @dataclass
 class MicroBatch:
     """Samples laid end to end for one forward and backward. Labels are shifted once, in packing.
@@ -272,6 +298,7 @@ class MicroBatch:
         top_k: most probable tokens that a pass without gradient tells of at each place, or as many of `teacher_ids` if there are these.
         head_rows: [R] int64, ascending: the entries of which a policy's head computes anything, all other outputs are 0; those of
             trained tokens, and of the environment's that are learned, where it is not given.
+        prefixes: None: each sample is computed whole.
     """
 
     token_ids: torch.Tensor
@@ -297,6 +324,7 @@ class MicroBatch:
     top_k: int = 0
     cu_seqlens: torch.Tensor = None  # pyright: ignore[reportAssignmentType]
     head_rows: torch.Tensor = None  # pyright: ignore[reportAssignmentType]
+    prefixes: SharedPrefixes | None = None
 
     def __post_init__(self) -> None:
         if self.cu_seqlens is None:
@@ -311,9 +339,10 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return it with all tensors on `device`; see `to_device`."""
-        others = ("lengths", "top_k")
+        others = ("lengths", "top_k", "prefixes")
         tensors = {name: value for name, value in vars(self).items() if name not in others and value is not None}
-        return replace(self, **{name: to_device(value, device) for name, value in tensors.items()})
+        prefixes = self.prefixes.to(device) if self.prefixes else None
+        return replace(self, prefixes=prefixes, **{name: to_device(value, device) for name, value in tensors.items()})
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

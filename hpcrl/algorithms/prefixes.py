@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby, pairwise
 
+import numpy as np
+
 from hpcrl.algorithms.filters import varied
 
 
@@ -23,7 +25,8 @@ def maximal_prefixes(responses: Sequence[Sequence[int]], least: int) -> list[tup
     """
     order = sorted(range(len(responses)), key=lambda at: list(responses[at]))
     # among sorted responses, those with a prefix in common are neighbours
-    shared = [_common(responses[one], responses[other]) for one, other in pairwise(order)]
+    arrays = [np.asarray(response) for response in responses]
+    shared = [common_prefix(arrays[one], arrays[other]) for one, other in pairwise(order)]
     runs = [(length, len(list(run))) for length, run in groupby(shared)]
     found, begin = [], 0
     for at, (length, size) in enumerate(runs):
@@ -52,7 +55,8 @@ def shared_prefixes(responses: Sequence[Sequence[int]], rewards: Sequence[float]
     return left_out
 
 
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return how many tokens two responses share at their beginning."""
-    both = zip(one, other, strict=False)
-    return next((at for at, (a, b) in enumerate(both) if a != b), min(len(one), len(other)))
+def common_prefix(one: np.ndarray, other: np.ndarray) -> int:
+    """Return with how many tokens two rows, or responses, begin alike."""
+    size = min(len(one), len(other))
+    different = np.flatnonzero(one[:size] != other[:size])
+    return int(different[0]) if len(different) else size

@@ -67,6 +67,7 @@ def plan_lines(config: Config) -> Iterator[str]:
     from hpcrl.launch.nodes import describe_plan, describe_pool, make_plan
     from hpcrl.launch.submit.models import check_layouts, folder_of
     from hpcrl.planning.disk import describe_disk
+    from hpcrl.planning.prefixes import describe_prefixes
     from hpcrl.planning.rank_groups import describe_ranks
 
     raise_together(list(check_layouts(config)), lambda _: None, DataError)
@@ -77,6 +78,7 @@ def plan_lines(config: Config) -> Iterator[str]:
     if config.trainer.strategy == "megatron":
         yield from _layers(config)
     yield ""
+    yield from describe_prefixes(config)
     yield from _models(config)
     yield from _served(config)
     yield ""

@@ -258,6 +258,8 @@ class Schemas:
                 raise _wrong(within + one, f"{samples} entries, one per sample, or none", group[one])
         if len(group["lengths"]) != (sum(rows) if rows else samples):
             raise _wrong(f"{within}lengths", "one entry per row", group["lengths"])
+        if group.get("shared") and len(group["shared"]) != len(group["lengths"]):
+            raise _wrong(f"{within}shared", "one entry per row, or none", group["shared"])
         if len(group.get("failures", ())) > samples + 1:
             raise _wrong(f"{within}failures", f"at most one per sample, {samples}, and one more", group["failures"])
         if group["oldest_version"] > group["newest_version"]:
@@ -299,6 +301,7 @@ def _group_schema(replicas: int, total_steps: int) -> Schema:
         "row": Value("null", lambda value: value is None),  # workers generate what they report
         "scores": Value("an empty object", lambda value: value == {}),  # scorers say what they are
         "model_rewards": Value("an empty list", lambda value: value == []),
+        "shared": lengths,
     }
     optional = {
         one.name for one in fields(GroupMeta) if one.default is not MISSING or one.default_factory is not MISSING

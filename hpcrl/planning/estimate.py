@@ -28,6 +28,7 @@ from hpcrl.planning.memory import (
     Need,
     Shapes,
     activations,
+    copied_keys,
     fsdp_gathered,
     fsdp_state,
     logprob_buffer,
@@ -37,6 +38,7 @@ from hpcrl.planning.memory import (
     shard,
 )
 from hpcrl.planning.partition import StageParameters, stage_parameters
+from hpcrl.planning.prefixes import shared_prompt
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,10 @@ def _fsdp(config: Config, models: Mapping[str, Shapes], which: range, on_node: i
                 layers=shapes.width.layers,
             )
             kept += merged_experts(shapes.weights, precision.param_dtype, recompute=trainer.gradient_checkpointing)
+            if group := shared_prompt(config):
+                copied = tokens * (group.whole - group.computed) // group.computed
+                size, recompute = BYTES[precision.param_dtype], trainer.gradient_checkpointing
+                kept += copied_keys(shapes.width, copied, size, recompute=recompute)
             need = replace(need, activations=kept)
         if role != "critic" and not trains_reward_model(trainer):
             need = replace(need, logprobs=_logprobs(trainer, tokens, shapes.width.vocabulary))

@@ -244,6 +244,16 @@ def activations(
     return tokens * (kept * passes + min(every, layers) * one)
 
 
+def copied_keys(width: Width, tokens: int, size: int, *, recompute: bool) -> int:
+    """Return the bytes of copies of keys and values, which samples have of prefixes that are computed once.
+
+    Args:
+        tokens: that are copied, of the largest micro-batch.
+        size: bytes of a number.
+    """
+    return 2 * width.kv_heads * width.head * size * tokens * (1 if recompute else width.layers)
+
+
 def merged_experts(weights: Sequence[Weight], dtype: str, *, recompute: bool) -> int:
     """Return the bytes of experts that are merged with their adapters to compute with them, and of their gradient, one layer at a time.
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from statistics import fmean
 
 import numpy as np
 
+from hpcrl.algorithms.prefixes import common_prefix
 from hpcrl.config import GeneratorConfig
 from hpcrl.envs.base import Messages
 from hpcrl.types import GroupMeta, Sample, Work
@@ -87,6 +89,7 @@ class Group:
             baseline=self.baseline,
             failures=self.failures,
             rows=[len(rows) for rows in self.rows],
+            shared=[0, *(common_prefix(one.token_ids, other.token_ids) for one, other in pairwise(self.samples))],
         )
 
 

@@ -15,7 +15,7 @@ from itertools import accumulate
 from hpcrl.algorithms.filters import filter_values, varied
 from hpcrl.config.sections.algorithm import AlgorithmConfig
 from hpcrl.config.sections.trainer import TrainerConfig
-from hpcrl.types import Batch
+from hpcrl.types import Batch, GroupMeta
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,19 @@ class SampleRef:
     """A sample by its place: sample `index` of group `group` of the batch, `length` tokens long.
 
     With generator.step_wise_trajectories a turn of a response is a sample here, and in all of the trainer.
+
+    Attributes:
+        shared: with so many tokens it begins as the one before it in its group does; 0: they are computed for each, or not known.
     """
 
     group: int
     index: int
     length: int
+    shared: int = 0
+
+    def follows(self, other: SampleRef) -> bool:
+        """Return whether it is the next one of the same group."""
+        return (self.group, self.index) == (other.group, other.index + 1)
 
 
 @dataclass(frozen=True)
@@ -35,10 +43,14 @@ class MicroBatchLimit:
     """What a micro-batch holds at most: `samples` samples or, where `tokens` is given, that many tokens instead.
 
     A sample of more tokens than that is a micro-batch of its own.
+
+    Attributes:
+        shared: what its samples begin with alike is computed once, and counted once among the tokens.
     """
 
     samples: int
     tokens: int | None = None
+    shared: bool = False
 
 
 Limits = tuple[MicroBatchLimit, MicroBatchLimit]
@@ -50,17 +62,34 @@ def longest_first(ref: SampleRef) -> tuple[int, int, int]:
     return -ref.length, ref.group, ref.index
 
 
-def mini_batches(batch: Batch, size: int) -> list[list[SampleRef]]:
-    """Return the samples of each optimizer step: consecutive slices of `size` groups, the last one maybe smaller."""
+def mini_batches(batch: Batch, size: int, *, shared: bool = False) -> list[list[SampleRef]]:
+    """Return the samples of each optimizer step: consecutive slices of `size` groups, the last one maybe smaller.
+
+    Args:
+        shared: as of MicroBatchLimit.
+    """
     assert size > 0
     return [
         [
-            SampleRef(at, index, length)
-            for at in range(start, end)
-            for index, length in enumerate(batch.groups[at].lengths)
+            ref
+            for at in range(start, min(start + size, len(batch.groups)))
+            for ref in samples_of(at, batch.groups[at], shared=shared)
         ]
         for start in range(0, len(batch.groups), size)
-        for end in [min(start + size, len(batch.groups))]
+    ]
+
+
+def samples_of(at: int, group: GroupMeta, *, shared: bool) -> list[SampleRef]:
+    """Return the samples of group `at`; `shared` as of MicroBatchLimit."""
+    known = group.shared if shared and group.shared else [0] * len(group.lengths)
+    return [SampleRef(at, *row) for row in zip(range(len(known)), group.lengths, known, strict=True)]
+
+
+def computed(refs: Sequence[SampleRef]) -> list[int]:
+    """Return how many tokens of each sample of a micro-batch are computed: without those that it shares with the sample before it."""
+    return [
+        ref.length - (min(ref.shared, ref.length - 1) if last is not None and ref.follows(last) else 0)
+        for last, ref in zip([None, *refs], refs, strict=False)
     ]
 
 
@@ -144,7 +173,7 @@ def idle_share(shares: Sequence[Sequence[SampleRef]], micro_batches: Sequence[Se
         micro_batches: of all ranks, as `split_micro_batches` gives them.
     """
     sums = [
-        [sum(share[at].length for at in part) for part in parts]
+        [sum(computed([share[at] for at in part])) for part in parts]
         for share, parts in zip(shares, micro_batches, strict=True)
     ]
     slots = len(shares) * sum(max(same) for same in zip(*sums, strict=True))
@@ -173,6 +202,21 @@ class MiniBatchPlan:
     def samples(self) -> int:
         return sum(map(len, self.shares))
 
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each sample of all ranks."""
+        return [ref.length for share in self.shares for ref in share]
+
+    @property
+    def computed(self) -> list[int]:
+        """How many tokens of each sample of all ranks are computed where it is trained."""
+        return [
+            count
+            for share, parts in zip(self.shares, self.train, strict=True)
+            for part in parts
+            for count in computed(share[part.start : part.stop])
+        ]
+
 
 def plan_mini_batch(
     shares: Sequence[Sequence[SampleRef]], train: MicroBatchLimit, score: MicroBatchLimit
@@ -196,26 +240,73 @@ def planned(refs: Sequence[SampleRef], ranks: int, limits: Limits, *, pairs: boo
         limits: of micro-batches.
         pairs: the samples of a group stay together, in one micro-batch and in their order, and limits count groups.
     """
-    if pairs:
-        return _plan_whole_groups(refs, ranks, limits)
-    return plan_mini_batch(assign_to_ranks(refs, ranks, limits[0]), *limits)
+    if not pairs and not limits[0].shared:
+        return plan_mini_batch(assign_to_ranks(refs, ranks, limits[0]), *limits)
+    units = _units(_runs(refs, None, len(refs))) if pairs else _fairest(refs, ranks, limits[0].tokens)
+    return _plan_units(assign_to_ranks(list(units), ranks, limits[0]), units, limits)
 
 
-def _plan_whole_groups(refs: Sequence[SampleRef], ranks: int, limits: Limits) -> MiniBatchPlan:
-    groups: dict[int, list[SampleRef]] = {}
-    for ref in refs:
-        groups.setdefault(ref.group, []).append(ref)
-    units = [SampleRef(group, 0, sum(ref.length for ref in own)) for group, own in groups.items()]
-    plan = plan_mini_batch(assign_to_ranks(units, ranks, limits[0]), *limits)
-    ends = [[0, *accumulate(len(groups[unit.group]) for unit in share)] for share in plan.shares]
+def plan_shares(shares: Sequence[Sequence[SampleRef]], limits: Limits) -> MiniBatchPlan:
+    """Return the micro-batches of samples that stay on their ranks."""
+    if not limits[0].shared:
+        return plan_mini_batch([sorted(share, key=longest_first) for share in shares], *limits)
+    units = [_units(_runs(share, limits[0].tokens, len(share))) for share in shares]
+    everyone = {unit: run for own in units for unit, run in own.items()}
+    return _plan_units([sorted(own, key=longest_first) for own in units], everyone, limits)
+
+
+Units = dict[SampleRef, list[SampleRef]]
+"""Samples of a group that follow one another, and stay together, by what stands for them: the first one, as long as they are together."""
+
+
+def _units(runs: Sequence[list[SampleRef]]) -> Units:
+    return {SampleRef(run[0].group, run[0].index, sum(computed(run))): run for run in runs}
+
+
+def _runs(refs: Sequence[SampleRef], tokens: int | None, rows: int) -> list[list[SampleRef]]:
+    """Return the samples of each group, cut where one does not follow another, or there would be more than so many tokens or samples."""
+    runs: list[list[SampleRef]] = []
+    size = 0
+    for ref in sorted(refs, key=lambda ref: (ref.group, ref.index)):
+        size += computed([*runs[-1][-1:], ref])[-1] if runs else 0
+        fits = tokens is None or size <= tokens
+        if runs and ref.follows(runs[-1][-1]) and len(runs[-1]) < rows and fits:
+            runs[-1].append(ref)
+        else:
+            runs.append([ref])
+            size = ref.length
+    return runs
+
+
+def _fairest(refs: Sequence[SampleRef], ranks: int, tokens: int | None) -> Units:
+    """Return groups whole, halved, or cut into four and so on, so that the share of the rank that has most is smallest.
+
+    Each part computes anew what its group begins with.
+    """
+    rows = max((ref.index for ref in refs), default=0) + 1
+    sizes = [rows]
+    while sizes[-1] > 1:
+        sizes.append(-(-sizes[-1] // 2))
+    cuts = [_units(_runs(refs, tokens, size)) for size in sizes]
+
+    def largest(units: Units) -> int:
+        lengths = [unit.length for unit in units]
+        return max(sum(lengths[at] for at in part) for part in balanced(lengths, ranks))
+
+    return min(cuts, key=largest)
+
+
+def _plan_units(shares: Sequence[Sequence[SampleRef]], units: Units, limits: Limits) -> MiniBatchPlan:
+    plan = plan_mini_batch(shares, *limits)
+    ends = [[0, *accumulate(len(units[unit]) for unit in share)] for share in plan.shares]
 
     def of_samples(parts: Sequence[Sequence[range]]) -> list[list[range]]:
         return [
             [range(own[part.start], own[part.stop]) for part in each] for own, each in zip(ends, parts, strict=True)
         ]
 
-    shares = [[ref for unit in share for ref in groups[unit.group]] for share in plan.shares]
-    return MiniBatchPlan(shares, of_samples(plan.train), of_samples(plan.score))
+    whole = [[ref for unit in share for ref in units[unit]] for share in plan.shares]
+    return MiniBatchPlan(whole, of_samples(plan.train), of_samples(plan.score))
 
 
 def consecutive(parts: Sequence[Sequence[int]]) -> list[range]:
@@ -242,4 +333,5 @@ def micro_batch_limits(trainer: TrainerConfig, tokens: int | None) -> Limits:
     """Return them, with `tokens` as hpcrl.config.derive.micro_batch_tokens finds them."""
     train = trainer.micro_train_batch_size_per_gpu or 1
     score = trainer.micro_forward_batch_size_per_gpu or train
-    return MicroBatchLimit(train, tokens), MicroBatchLimit(score, tokens)
+    shared = trainer.shared_prefixes
+    return MicroBatchLimit(train, tokens, shared), MicroBatchLimit(score, tokens, shared)

@@ -17,10 +17,10 @@ from hpcrl.trainer.batching import (
     Limits,
     MiniBatchPlan,
     SampleRef,
-    longest_first,
-    plan_mini_batch,
+    plan_shares,
 )
 from hpcrl.trainer.distributed import World
+from hpcrl.trainer.models.prefixes import common_prefixes, shared_prefixes
 from hpcrl.types import Batch, Hint, MicroBatch, Sample, SamplingMask
 
 
@@ -80,6 +80,7 @@ class PackedSamples:
         hints: of each sample; None where it has none.
         observations: [P] float32, 1 where the token is one of the environment that is learned; None: none is.
         observation_weight: of each of them in the loss.
+        common: with how many tokens each sample begins as the one before it does; empty: what they have in common is computed for each.
     """
 
     refs: list[SampleRef]
@@ -92,6 +93,7 @@ class PackedSamples:
     staleness: torch.Tensor
     sampling_mask: SamplingMask | None = None
     hints: list[Hint | None] = field(default_factory=list)
+    common: list[int] = field(default_factory=list)
     left_out: int = 0
     unscored: int = 0
     scores: Scores = field(default_factory=Scores)
@@ -110,6 +112,10 @@ class PackedSamples:
         """Trained tokens of each sample."""
         sums = [0.0, *self.loss_mask.double().cumsum(0).tolist()]
         return [round(sums[end] - sums[start]) for start, end in pairwise(self._offsets)]
+
+    def share_prefixes(self) -> None:
+        """Let micro-batches compute once what their samples begin with alike."""
+        self.common = common_prefixes(self.token_ids, self.lengths)
 
     def tokens_of(self, part: range) -> slice:
         """Return where the tokens of consecutive samples are."""
@@ -156,6 +162,7 @@ class PackedSamples:
             staleness=slice_of(scores.staleness),
             observation_weights=None if observed_P is None else self.observation_weight * observed_P,
             sampling_mask=None if self.sampling_mask is None else padded_mask(self.sampling_mask, tokens),
+            prefixes=shared_prefixes(lengths, self.common[part.start : part.stop]) if self.common else None,
         )
 
     def complete_rollout(self) -> None:
@@ -354,11 +361,14 @@ def regrouped(
     for start in range(0, len(batch.groups), size):
         chosen = range(start, start + size)
         shares = [
-            sorted((ref for mini in minis for ref in mini.plan.shares[rank] if ref.group in chosen), key=longest_first)
+            [ref for mini in minis for ref in mini.plan.shares[rank] if ref.group in chosen]
             for rank in range(data.size)
         ]
-        plan = plan_mini_batch(shares, *limits)
-        found.append(MiniBatch(plan, _gathered(minis, plan.shares[data.rank]), data.rank))
+        plan = plan_shares(shares, limits)
+        samples = _gathered(minis, plan.shares[data.rank])
+        if limits[0].shared:
+            samples.share_prefixes()
+        found.append(MiniBatch(plan, samples, data.rank))
     set_loss_weights(found, batch, data, reduction)
     return found
 

@@ -47,10 +47,12 @@ def load_mini_batches(
     own_tokens = self_teacher(trainer) is not None and not trainer.distillation.top_k_from_teacher
     top_ids = trainer.distillation.top_k if own_tokens else 0
     observed = algorithm.observation_nll_coef is not None
-    for refs in mini_batches(batch, trainer.policy_mini_batch_size):
+    for refs in mini_batches(batch, trainer.policy_mini_batch_size, shared=limits[0].shared):
         plan = planned([ref for ref in refs if ref.group in trained], data.size, limits, pairs=trains_pairs(trainer))
-        refs, least = plan.shares[data.rank], algorithm.min_filter_prefix_tokens
-        samples = load_samples(run, batch, refs, least, prompts=prompts, top_ids=top_ids, observed=observed)
+        samples = load_samples(
+            run, batch, plan.shares[data.rank], algorithm.min_filter_prefix_tokens, prompts=prompts, top_ids=top_ids,
+            observed=observed, shared=limits[0].shared,
+        )  # fmt: skip
         minis.append(MiniBatch(plan, samples, data.rank))
     set_loss_weights(minis, batch, data, reduction)
     unscored, all_samples = sum(mini.unscored for mini in minis), sum(mini.plan.samples for mini in minis)
@@ -71,6 +73,7 @@ def load_samples(
     prompts: bool = False,
     top_ids: int = 0,
     observed: bool = False,
+    shared: bool = False,
 ) -> PackedSamples:
     """Read these samples and pack them in the order of `refs`; of a file no more is read than the samples wanted.
 
@@ -80,6 +83,7 @@ def load_samples(
         prompts: tokens that the policy did not choose are trained too; their rollout log-probabilities are NaN.
         top_ids: as many of the policy's most probable tokens are to be scored by a teacher, [P, K]; -1 where they are not known.
         observed: what the environment said is learned too.
+        shared: as of MicroBatchLimit.
 
     Raises:
         DataError: a file of samples or scores is missing or damaged, or is no longer the one that the batch was composed of.
@@ -107,6 +111,8 @@ def load_samples(
     packed.scores, packed.unscored = scores, len(unscored)
     if observed:
         packed.observations = observations([samples[ref.group, ref.index] for ref in refs])
+    if shared:
+        packed.share_prefixes()
     if top_ids:
         packed.scores.teacher_ids = joined_top_ids([samples[ref.group, ref.index] for ref in refs], top_ids)
     return packed

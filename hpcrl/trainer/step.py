@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import chain
 
 import torch
 
@@ -178,8 +179,11 @@ class Learner:
                             self.consensus.mark_progress()
         if not self._ranks.policy:
             return {}
-        lengths = [ref.length for mini in minis for share in mini.plan.shares for ref in share]
-        flops = self._model_flops.training(lengths, sum(mini.tokens for mini in minis))
+        lengths, computed = (
+            list(chain.from_iterable(of_minis))
+            for of_minis in ([mini.plan.lengths for mini in minis], [mini.plan.computed for mini in minis])
+        )
+        flops = self._model_flops.training(lengths, sum(mini.tokens for mini in minis), computed)
         self._flops = self._trainer.update_epochs_per_batch * flops
         if not self._offline:
             advantages = advantage_histogram(minis, self._data)

@@ -21,7 +21,10 @@ from hpcrl.config.load import nested
 from hpcrl.config.validate import build
 from hpcrl.errors import DataError
 from hpcrl.planning.devices import memory_of_rank
+from hpcrl.planning.estimate import estimate
+from hpcrl.planning.prefixes import describe_prefixes
 from hpcrl.planning.rank_groups import describe_ranks
+from hpcrl.planning.shapes import model_shapes
 from tests import hub as stand_in
 from tests.paths import CONFIGS, ROOT
 
@@ -46,6 +49,29 @@ def sizes(tensor: int, pipeline: int = 1, **others: Any) -> dict[str, Any]:
         f"{POLICY}.pipeline_model_parallel_size": pipeline,
         **{f"{POLICY}.{name}": value for name, value in others.items()},
     }
+
+
+def test_what_shared_prefixes_save() -> None:
+    settings = {
+        "trainer.max_prompt_length": 512, "generator.sampling_params.max_generate_length": 128, "generator.n_samples_per_prompt": 8,
+        "trainer.max_tokens_per_micro_batch": 2048, "trainer.gradient_checkpointing": False,
+    }  # fmt: skip
+    shared = {**settings, "trainer.shared_prefixes": True}
+    assert list(describe_prefixes(config(settings))) == []
+    (line, _) = describe_prefixes(config(shared))
+    assert (
+        "a group of 8 samples, a prompt of 512 tokens and 128 more in each, 1,536 of 5,120 tokens are computed, 3.33 times fewer, in 1 m"
+        in line
+    )
+    (cut, _) = describe_prefixes(config({**shared, "trainer.max_tokens_per_micro_batch": 1100}))
+    assert "2,048 of 5,120 tokens are computed, 2.50 times fewer, in 2 micro-batch(es)" in cut
+    models = model_shapes(config(shared).trainer, lambda _: MODEL)
+    plain, more = (estimate(config(each), models).needs["policy"].activations for each in (settings, shared))
+    width = models["policy"].width
+    copied = 2048 * (5120 - 1536) // 1536
+    assert more - plain == copied * width.layers * 2 * width.kv_heads * width.head * 2, (
+        "copies of keys and values in bf16"
+    )
 
 
 def test_ranks_of_fsdp2() -> None:

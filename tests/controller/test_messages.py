@@ -89,6 +89,8 @@ def test_a_claim(changes: dict[str, Any], said: str) -> None:
         ({"lengths": [-5, 5]}, "lengths': expected a list of whole numbers from 0 to"),
         ({"lengths": [5, 5, 5]}, "lengths': expected one entry per row"),
         ({"rows": [2, 1]}, "lengths': expected one entry per row"),
+        ({"shared": [0]}, "shared': expected one entry per row, or none, found [0]"),
+        ({"shared": [0, -1]}, "shared': expected a list of whole numbers from 0 to"),
         ({"response_lengths": [2.0, 1]}, "response_lengths'"),
         ({"stop_reasons": ["stop", None]}, "stop_reasons': expected a list of names"),
         ({"env_metrics": [{"x": float("inf")}, {}]}, "env_metrics'"),

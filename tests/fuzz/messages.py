@@ -157,10 +157,11 @@ class Controller:
             n = SAMPLES if group["kind"] == "train" else 1
             numbers = [*group["rewards"], *group.get("raw_rewards", ()), group["seconds"]]
             numbers += [value for sample in group.get("env_metrics", ()) for value in sample.values()]
-            lengths = group["lengths"] + group["response_lengths"]
+            lengths = group["lengths"] + group["response_lengths"] + group.get("shared", [])
             versions = [0, group["oldest_version"], group["newest_version"], self.service.version or 0]
             fit = len(group["rewards"]) == len(group["response_lengths"]) == n
             fit = fit and len(group["lengths"]) == sum(group.get("rows") or [1] * n)
+            fit = fit and len(group.get("shared") or group["lengths"]) == len(group["lengths"])
             if not (
                 fit and all(abs(one) <= 1e30 for one in numbers) and min(lengths) >= 0 and versions == sorted(versions)
             ):
@@ -242,6 +243,7 @@ def finished(work: dict[str, Any], version: int, scene: Scene, number: int = 0) 
         "baseline": 0.5 if scene.baselines else None,
         "failures": [],
         "rows": [1] * n,
+        "shared": [0] * n,
     }
 
 
@@ -316,7 +318,7 @@ class Player:
         group["newest_version"] = version
         if chance.random() < 0.2:
             rows = [chance.randrange(1, 3) for _ in group["rows"]]
-            group |= {"rows": rows, "lengths": [3] * sum(rows), "failures": ["it raised"]}
+            group |= {"rows": rows, "lengths": [3] * sum(rows), "shared": [2] * sum(rows), "failures": ["it raised"]}
         return group
 
 

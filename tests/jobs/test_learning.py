@@ -65,6 +65,7 @@ FAMILIES = {
         "trainer.policy.model.lora.alpha=64",
         "trainer.policy.optimizer_config.lr=1e-3",
     ],
+    "shared_prefixes": ["trainer.shared_prefixes=true", "trainer.max_tokens_per_micro_batch=512"],
     "self_distillation": [
         NO_REFERENCE,
         "trainer.distillation.enable=true",

@@ -80,6 +80,12 @@ def test_meta_counts_samples_and_says_which_rows_they_have() -> None:
     assert meta.lengths == [len(row.token_ids) for row in group.samples]
     assert meta.response_lengths == [sum(int(row.loss_mask.sum()) for row in group.samples)]
     assert (meta.stop_reasons, len(meta.env_metrics)) == (["stop"], 1)
+    first, second, third = (row.token_ids.tolist() for row in group.samples)
+    assert meta.shared[0] == 0
+    for size, one, other in zip(meta.shared[1:], (first, second), (second, third), strict=True):
+        assert one[:size] == other[:size]
+        assert 0 < size < len(other)
+        assert size == len(one) or one[size] != other[size]
     group.samples[0].versions[-1] = 1
     assert (group.meta(0, "path").oldest_version, group.meta(0, "path").newest_version) == (1, 3)
     assert replace(meta, rows=[]).owners == [0]

@@ -95,7 +95,7 @@ def one_batch(world: World, options: dict[str, Any]) -> None:
     batch = Batch.from_json(read_json(run.batch(1)))
     for name, variant in options["variants"].items():
         trainer = section(options["model"], variant)
-        limit = MicroBatchLimit(variant["micro"], variant.get("tokens"))
+        limit = MicroBatchLimit(variant["micro"], variant.get("tokens"), variant.get("shared", False))
         critic = make_critic(world, trainer)
         tensors = {f"initial.{key}": value for key, value in parameters(critic).items()}
         minis = appraised(critic, run, batch, trainer, limit, world)

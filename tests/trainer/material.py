@@ -24,6 +24,7 @@ from hpcrl.rundir.layout import Run
 from hpcrl.trainer.backends.base import Engine, Objective, PolicyEngine, UpdateResult
 from hpcrl.trainer.batching import MicroBatchLimit, SampleRef, consecutive, split_micro_batches
 from hpcrl.trainer.distributed import World, joined
+from hpcrl.trainer.models.prefixes import common_prefixes
 from hpcrl.trainer.packing import MiniBatch, PackedSamples
 from hpcrl.trainer.samples import load_mini_batches
 from hpcrl.trainer.step import sum_over_ranks
@@ -68,11 +69,12 @@ def with_mask(sample: Sample) -> Sample:
     )
 
 
-def make_batch(run: Run, step: int, groups: int, size: int, *, masked: bool = False) -> Batch:
+def make_batch(run: Run, step: int, groups: int, size: int, *, masked: bool = False, alike: int = 0) -> Batch:
     """Write random groups and their batch into the run directory; the same for the same step.
 
     Args:
         masked: every second group has sampling masks.
+        alike: with so many tokens at least all samples of a group begin alike.
     """
     generator = torch.Generator().manual_seed(step)
     metas = []
@@ -82,6 +84,8 @@ def make_batch(run: Run, step: int, groups: int, size: int, *, masked: bool = Fa
         samples = [make_sample(generator, length, prompt=3) for length in lengths]
         for sample, reward in zip(samples, rewards, strict=True):
             sample.rewards[-1] = reward
+        for sample in samples:
+            sample.token_ids[:alike] = samples[0].token_ids[:alike]
         if masked and number % 2 == 0:
             samples = [with_mask(sample) for sample in samples]
         meta = GroupMeta(
@@ -97,6 +101,7 @@ def make_batch(run: Run, step: int, groups: int, size: int, *, masked: bool = Fa
             newest_version=step - 1,
             data_source="random",
             seconds=1.0,
+            shared=common_prefixes(torch.cat([sample.token_ids for sample in samples]), lengths) if alike else [],
         )
         metas.append(write_group(run.path / meta.path, samples, meta))
     batch = Batch(step, metas, cursor=step * groups)
@@ -231,11 +236,11 @@ def make_run(path: Path) -> Run:
     return Run.open(path)
 
 
-def run_of_two(path: Path, groups: int, size: int) -> Run:
-    """Return a run that has the batches of its first two steps."""
+def run_of_two(path: Path, groups: int, size: int, *, alike: int = 0) -> Run:
+    """Return a run that has the batches of its first two steps; arguments as of `make_batch`."""
     run = make_run(path)
     for step in (1, 2):
-        make_batch(run, step, groups, size)
+        make_batch(run, step, groups, size, alike=alike)
     return run
 
 

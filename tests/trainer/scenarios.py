@@ -110,7 +110,7 @@ def train_steps(
 ) -> list[UpdateResult]:
     """Train batches with two mini-batches of two groups each, scoring old and reference log-probabilities first."""
     trained = []
-    limit = MicroBatchLimit(options["micro"], options.get("tokens"))
+    limit = MicroBatchLimit(options["micro"], options.get("tokens"), options.get("shared", False))
     for step in steps:
         if options.get("turns"):
             engine.to_host()

@@ -2,19 +2,23 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from itertools import product
+from dataclasses import replace
+from itertools import chain, product
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpcrl.trainer.batching import (
     MicroBatchLimit,
+    MiniBatchPlan,
     SampleRef,
     assign_to_ranks,
     balanced,
+    computed,
     idle_share,
     mini_batches,
+    plan_shares,
     planned,
     split_micro_batches,
 )
@@ -170,3 +174,79 @@ def test_ranks_wait_less_with_a_token_limit() -> None:
     assert by_tokens < 0.05
     assert idle_share([[], []], [[[]], [[]]]) == 0
     assert idle_share([refs_of([3]), refs_of([1])], [[[0]], [[0]]]) == pytest.approx(1 / 3)
+
+
+def group_of(at: int, prompt: int, answers: Sequence[int]) -> list[SampleRef]:
+    return [SampleRef(at, index, prompt + answer, prompt if index else 0) for index, answer in enumerate(answers)]
+
+
+def parts_of(plan: MiniBatchPlan) -> list[list[list[SampleRef]]]:
+    """Return the samples of each micro-batch of each rank."""
+    return [
+        [share[part.start : part.stop] for part in parts] for share, parts in zip(plan.shares, plan.train, strict=True)
+    ]
+
+
+def sharing(tokens: int) -> tuple[MicroBatchLimit, MicroBatchLimit]:
+    return MicroBatchLimit(1, tokens, True), MicroBatchLimit(1, tokens, True)
+
+
+def test_what_samples_share_is_counted_once_where_they_are_together() -> None:
+    first, second = group_of(0, 100, [5, 6, 7]), group_of(1, 50, [1, 2])
+    assert computed([*first, *second]) == [105, 6, 7, 51, 2]
+    assert computed(first[1:]) == [106, 7], "the first of a micro-batch has no sample before it"
+    assert computed([first[0], first[2]]) == [105, 107]
+    assert computed([SampleRef(0, 0, 9), SampleRef(0, 1, 9, 9)]) == [9, 1], "a last token is computed"
+    assert computed([]) == []
+
+
+def test_metadata_say_what_is_shared() -> None:
+    known = replace(meta([8, 9]), shared=[0, 7])
+    batch = Batch(1, [known, meta([5, 5])], 2)
+    assert mini_batches(batch, 2) == [[*refs_of([8, 9]), SampleRef(1, 0, 5), SampleRef(1, 1, 5)]]
+    assert mini_batches(batch, 2, shared=True)[0][:2] == [SampleRef(0, 0, 8), SampleRef(0, 1, 9, 7)]
+
+
+def test_a_group_is_one_micro_batch_where_it_fits() -> None:
+    groups = [group_of(at, 512, [128] * 8) for at in range(4)]
+    plan = planned(list(chain(*groups)), 2, sharing(1536))
+    assert sorted(chain(*parts_of(plan)), key=lambda part: part[0].group) == groups
+    assert plan.computed == [640, *[128] * 7] * 4
+    assert plan.train == plan.score
+    halves = planned(list(chain(*groups)), 2, sharing(1100))
+    assert sorted(len(part) for parts in parts_of(halves) for part in parts) == [4] * 8
+
+
+@pytest.mark.parametrize(("ranks", "rows"), [(1, 8), (2, 8), (4, 4), (8, 2), (16, 1)])
+def test_groups_are_cut_where_there_are_more_ranks(ranks: int, rows: int) -> None:
+    """Two groups of eight."""
+    plan = planned([*group_of(0, 512, [128] * 8), *group_of(1, 512, [128] * 8)], ranks, sharing(10000))
+    assert all(len(share) == 16 // ranks for share in plan.shares)
+    assert {len({ref.group for ref in share}) for share in plan.shares} == {2 if ranks == 1 else 1}
+    assert sum(plan.computed) == 16 * 128 + 16 // rows * 512
+
+
+@settings(deadline=None)
+@given(
+    groups=st.lists(
+        st.tuples(st.integers(1, 20), st.lists(st.integers(1, 20), min_size=1, max_size=6)), min_size=1, max_size=6
+    ),
+    ranks=st.integers(1, 4),
+    tokens=st.integers(1, 80),
+)
+def test_micro_batches_of_shared_prefixes_hold_every_sample_once(
+    groups: list[tuple[int, list[int]]], ranks: int, tokens: int
+) -> None:
+    refs = [ref for at, (prompt, answers) in enumerate(groups) for ref in group_of(at, prompt, answers)]
+    plan = planned(refs, ranks, sharing(tokens))
+    kept = plan_shares(plan.shares, sharing(tokens))
+    assert [sorted(share, key=refs.index) for share in kept.shares] == [
+        sorted(share, key=refs.index) for share in plan.shares
+    ]
+    for one in (plan, kept):
+        assert sorted(chain(*one.shares), key=refs.index) == refs
+        assert len({len(parts) for parts in one.train}) == 1
+        for share, parts in zip(one.shares, one.train, strict=True):
+            assert [at for part in parts for at in part] == list(range(len(share)))
+        for part in chain(*parts_of(one)):
+            assert len(part) < 2 or sum(computed(part)) <= tokens

@@ -75,6 +75,7 @@ from hpcrl.config.rules.training import (
     reward_models,
     rotary_positions,
     sharding,
+    shared_prefixes,
     units,
     without_effect,
 )
@@ -365,6 +366,7 @@ RULES: tuple[Rule, ...] = (
     critic_apart,
     shared_gpus,
     *_CALCULATING,
+    shared_prefixes,
     without_effect,
     pipeline,
     reference_layout,

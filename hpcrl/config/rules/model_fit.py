@@ -1,4 +1,4 @@
-"""Whether a model can be laid out over Megatron-core's ranks, by the entries of its config.json."""
+"""Whether a model can be laid out over Megatron-core's ranks, and share prefixes, by the entries of its config.json."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from hpcrl.config.rules.megatron_groups import expert_tensor_size, given_stages,
 from hpcrl.config.sections.megatron import MegatronModelConfig
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_ATTENTION = {"full_attention", "sliding_attention", "attention"}
 _MOST_NAMED = 12
 
 
@@ -39,6 +40,13 @@ def text_entries(entries: Mapping[str, Any]) -> Mapping[str, Any]:
 def experts_of(entries: Mapping[str, Any]) -> int:
     """Return how many experts a layer has, not counting shared ones; 0: none."""
     return next((count for name in _EXPERTS if (count := _count(entries, name))), 0)
+
+
+def other_layers(entries: Mapping[str, Any]) -> list[str]:
+    """Return the kinds of layers that are no attention, and carry a state from token to token, as far as config.json names them."""
+    entries = text_entries(entries)
+    kinds = entries.get("layer_types") or entries.get("layers_block_type") or ()
+    return sorted({str(kind) for kind in kinds} - _ATTENTION)
 
 
 def _count(entries: Mapping[str, Any], name: str) -> int:

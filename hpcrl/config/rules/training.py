@@ -13,8 +13,10 @@ from hpcrl.config.derive import (
     critic_ranks,
     gpu_count,
     has_own_critic,
+    micro_batch_tokens,
     ref_ranks,
     trainer_ranks,
+    trains_pairs,
 )
 from hpcrl.config.errors import Problem, shown
 from hpcrl.config.reward_model import trains_reward_model
@@ -174,6 +176,26 @@ _OF_FSDP = {
     "gradient_checkpointing_use_reentrant": ", and see trainer.policy.megatron_config.transformer_config_kwargs",
 }
 _OF_MEGATRON = {"policy.megatron_config": "", "ref.megatron_config": ""}
+
+
+def shared_prefixes(config: ConfigTree) -> Iterator[Problem]:
+    path, trainer = "trainer.shared_prefixes", config.trainer
+    if not trainer.shared_prefixes:
+        return
+    if trainer.strategy == "megatron":
+        yield Problem(path, "Megatron-core computes each sample whole; set it to false, or use trainer.strategy=fsdp2")
+    if not trainer.use_sample_packing:
+        yield Problem(path, "padded rows have no tokens in common; set trainer.use_sample_packing to true")
+    if micro_batch_tokens(config) is None and not trains_pairs(trainer):
+        yield Problem(
+            path,
+            "keeps the samples of a group together in micro-batches that are limited by tokens; set trainer.max_tokens_per_micro_batch",
+        )
+    compiled = {"policy": trainer.policy.compile_model, "distillation": trainer.distillation.compile_model}
+    for name in (name for name, chosen in compiled.items() if chosen):
+        yield Problem(
+            path, f"layers would be compiled anew for each micro-batch; set trainer.{name}.compile_model to false"
+        )
 
 
 def without_effect(config: ConfigTree) -> Iterator[Problem]:

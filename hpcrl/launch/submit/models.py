@@ -15,7 +15,7 @@ from hpcrl.config import Config
 from hpcrl.config.derive import critic_model, model_config_kwargs, models_of, policy_model, ref_model
 from hpcrl.config.errors import Problem
 from hpcrl.config.reward_model import reward_services
-from hpcrl.config.rules.model_fit import misfits
+from hpcrl.config.rules.model_fit import misfits, other_layers
 from hpcrl.config.scorers import scorer_sets, teacher_layout, teacher_models, trainer_has_reference
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.config.sections.trainer import TrainerConfig
@@ -93,6 +93,20 @@ def check_layouts(config: Config) -> Iterator[Problem]:
         if entries is not None:
             sizes = getattr(config.trainer, section).megatron_config
             yield from misfits(f"trainer.{section}.megatron_config", sizes, {**entries, **changes}, whose)
+
+
+def check_prefixes(config: Config) -> Iterator[Problem]:
+    """Yield the models of which samples cannot share prefixes."""
+    if not config.trainer.shared_prefixes:
+        return
+    for role, model in models_of(config.trainer).items():
+        others = other_layers(entries_of(model) or {})
+        if others:
+            yield Problem(
+                "trainer.shared_prefixes",
+                f"{model} (trainer.{role}) has layers that carry a state from token to token ({', '.join(others)}), and each sample needs its "
+                "own; set it to false",
+            )
 
 
 def unchecked_models(config: Config) -> Iterator[str]:

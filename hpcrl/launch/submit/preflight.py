@@ -30,7 +30,15 @@ from hpcrl.data.weight_files import ADAPTER_FILE
 from hpcrl.envs.registry import environment_class
 from hpcrl.errors import ConfigError, DataError
 from hpcrl.launch.submit.engine import check_engine, merged_for_engines
-from hpcrl.launch.submit.models import MODEL_FILE, check_layouts, entries_of, folder_of, is_local, unchecked_models
+from hpcrl.launch.submit.models import (
+    MODEL_FILE,
+    check_layouts,
+    check_prefixes,
+    entries_of,
+    folder_of,
+    is_local,
+    unchecked_models,
+)
 from hpcrl.launch.submit.own_code import check_own_code, missing_package, not_tried
 from hpcrl.launch.submit.uploads import check_uploads, missing_secrets
 from hpcrl.rundir.commit import is_committed
@@ -72,7 +80,7 @@ def look(config: Config) -> tuple[list[Problem], list[str]]:
     of_data, warnings_of_data = _of_datasets(config)
     of_alerts, warnings_of_alerts = _of_alerts(config.trainer.alerts)
     problems += [*of_code, *of_alerts, *of_data, *_of_environments(config), *_of_models(config), *check_engine(config)]
-    problems += check_uploads(config)
+    problems += [*check_uploads(config), *check_prefixes(config)]
     try:
         chat_template(config.generator.chat_template)
     except ConfigError as error:

@@ -1,7 +1,8 @@
 """Attention over packed samples: causal within each sample, nothing across samples, and no [P, P] mask anywhere.
 
 A transformers model built with `attn_implementation=PACKED` calls `packed_attention` in every layer. The model's forward is given
-`packed=PackedSequences.of(lengths, cu_seqlens)`, which transformers hands through to it; or `packed=None` for rows that are padded on the right.
+`packed=PackedSequences.of(lengths, cu_seqlens)`, or the PrefixTree of tree.py, which transformers hands through to it; or `packed=None`
+for rows that are padded on the right.
 PADDED is the same without any flash attention kernel.
 """
 
@@ -12,7 +13,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -28,6 +29,34 @@ PADDED = "hpcrl_padded"
 # pairs of tokens times columns of all heads: what a CPU core computes while calling the kernel for one sample costs about as much
 _CALL = 300_000
 _NO_FLASH = [SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+class Packed(Protocol):
+    """Samples that lie end to end, P tokens.
+
+    Attributes:
+        cu_seqlens: [B + 1] int32, cumulative lengths of the whole samples from 0.
+    """
+
+    @property
+    def cu_seqlens(self) -> torch.Tensor: ...
+
+    @property
+    def max_seqlen(self) -> int: ...
+
+    def computed(self, values_P: torch.Tensor) -> torch.Tensor:
+        """Return [D, ...] of [P, ...]: what speaks about the tokens that are computed."""
+        ...
+
+    def spread(self, values_D: torch.Tensor, at_R: torch.Tensor | None = None) -> torch.Tensor:
+        """Return [R, ...] of [D, ...]: what belongs to these of the P tokens, or to all."""
+        ...
+
+    def attend(
+        self, query_DHN: torch.Tensor, key_DHN: torch.Tensor, value_DHN: torch.Tensor, scale: float | None, flash: bool
+    ) -> torch.Tensor:
+        """Return the attention output [D, H, N], causal within each sample; there may be fewer heads in key and value."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -81,6 +110,17 @@ class PackedSequences:
         flat = rows.flatten(0, 1)
         return flat if self.slots is None else flat[self.slots]
 
+    def computed(self, values_P: torch.Tensor) -> torch.Tensor:
+        return values_P
+
+    def spread(self, values_P: torch.Tensor, at_R: torch.Tensor | None = None) -> torch.Tensor:
+        return values_P if at_R is None else values_P.index_select(0, at_R)
+
+    def attend(
+        self, query_PHN: torch.Tensor, key_PHN: torch.Tensor, value_PHN: torch.Tensor, scale: float | None, flash: bool
+    ) -> torch.Tensor:
+        return attend(query_PHN, key_PHN, value_PHN, self, scale, flash)
+
 
 @torch.compiler.disable  # compiled code would be compiled again for each list of lengths
 def packed_attention(
@@ -90,13 +130,13 @@ def packed_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    packed: PackedSequences | None,
+    packed: Packed | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     flash: bool = True,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Return the attention output [1, P, H, D] for query [1, H, P, D], key and value [1, Hkv, P, D].
+    """Return the attention output [1, P, H, D] for query [1, H, P, D], key and value [1, Hkv, P, D], of the tokens that are computed.
 
     Without `packed`: [B, T, H, D] for rows [B, H, T, D], which may be padded on the right.
 
@@ -115,10 +155,10 @@ def packed_attention(
             f"{type(module).__name__} needs {', '.join(sorted(unsupported))}: not supported, use another model"
         )
     if packed is None:
-        return _causal(query, key, value, scaling, flash).transpose(1, 2), None
+        return causal(query, key, value, scaling, flash).transpose(1, 2), None
     assert query.shape[0] == 1, f"packed micro-batches are one row, not {query.shape[0]}"
     query_PHD, key_PHD, value_PHD = (heads[0].transpose(0, 1) for heads in (query, key, value))
-    return attend(query_PHD, key_PHD, value_PHD, packed, scaling, flash).unsqueeze(0), None
+    return packed.attend(query_PHD, key_PHD, value_PHD, scaling, flash).unsqueeze(0), None
 
 
 def attend(
@@ -130,42 +170,56 @@ def attend(
     flash: bool = True,
 ) -> torch.Tensor:
     """Return the attention output [P, H, D], causal within each packed sample; there may be fewer heads in key and value."""
-    # flash attention knows half precision only
-    if flash and query_PHD.is_cuda and query_PHD.dtype in (torch.bfloat16, torch.float16):
-        return _varlen(query_PHD, key_PHD, value_PHD, packed, scale)
+    if has_varlen(query_PHD, flash):
+        bounds, longest = packed.cu_seqlens, packed.max_seqlen
+        return varlen(query_PHD, key_PHD, value_PHD, bounds, bounds, longest, longest, scale)
     if query_PHD.device.type == "cpu" and packed.padded_pairs * query_PHD[0].numel() > _CALL:
         of_samples = (
             heads_PHD[None].transpose(1, 2).split(list(packed.lengths), 2)
             for heads_PHD in (query_PHD, key_PHD, value_PHD)
         )
-        outputs = (_causal(query, key, value, scale, flash) for query, key, value in zip(*of_samples, strict=True))
+        outputs = (causal(query, key, value, scale, flash) for query, key, value in zip(*of_samples, strict=True))
         return torch.cat([output[0].transpose(0, 1) for output in outputs])
     query, key, value = (packed.rows(head_PHD).transpose(1, 2) for head_PHD in (query_PHD, key_PHD, value_PHD))
-    return packed.flat(_causal(query, key, value, scale, flash).transpose(1, 2))
+    return packed.flat(causal(query, key, value, scale, flash).transpose(1, 2))
 
 
-def _varlen(
-    query_PHD: torch.Tensor,
+def has_varlen(query_PHD: torch.Tensor, flash: bool) -> bool:
+    """Return whether there is flash attention for these queries, which knows half precision on GPUs only."""
+    return flash and query_PHD.is_cuda and query_PHD.dtype in (torch.bfloat16, torch.float16)
+
+
+def varlen(
+    query_QHD: torch.Tensor,
     key_PHD: torch.Tensor,
     value_PHD: torch.Tensor,
-    packed: PackedSequences,
+    cu_queries: torch.Tensor,
+    cu_keys: torch.Tensor,
+    most_queries: int,
+    most_keys: int,
     scale: float | None,
 ) -> torch.Tensor:
+    """Return the attention output [Q, H, D] by flash attention; where a sample has fewer queries than keys, they are those of its last tokens.
+
+    Args:
+        cu_queries, cu_keys: [B + 1] int32, cumulative numbers of each sample's queries and keys from 0.
+        most_queries, most_keys: of a sample.
+    """
     from torch.nn.attention.varlen import varlen_attn
 
-    times = query_PHD.shape[1] // key_PHD.shape[1]
+    times = query_QHD.shape[1] // key_PHD.shape[1]
     options: dict[str, Any] = {"enable_gqa": times > 1}
     if "enable_gqa" not in signature(varlen_attn).parameters:  # torch 2.11 wants as many heads everywhere
         options = {}
         key_PHD, value_PHD = (heads_PHD.repeat_interleave(times, 1) for heads_PHD in (key_PHD, value_PHD))
     output = varlen_attn(
-        query_PHD,
+        query_QHD,
         key_PHD,
         value_PHD,
-        packed.cu_seqlens,
-        packed.cu_seqlens,
-        packed.max_seqlen,
-        packed.max_seqlen,
+        cu_queries,
+        cu_keys,
+        most_queries,
+        most_keys,
         scale=scale,
         window_size=(-1, 0),
         **options,
@@ -174,16 +228,26 @@ def _varlen(
     return output
 
 
-def _causal(
-    query_BHTD: torch.Tensor, key_BHTD: torch.Tensor, value_BHTD: torch.Tensor, scale: float | None, flash: bool
+def causal(
+    query_BHTD: torch.Tensor,
+    key_BHTD: torch.Tensor,
+    value_BHTD: torch.Tensor,
+    scale: float | None,
+    flash: bool,
+    mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Causal attention over right-padded rows: a token never looks at what follows it, so the padding needs no mask."""
+    """Causal attention over right-padded rows: a token never looks at what follows it, so the padding needs no mask.
+
+    Args:
+        mask: added to the scores, where there are fewer queries than keys.
+    """
     with nullcontext() if flash else sdpa_kernel(_NO_FLASH):
         return scaled_dot_product_attention(
             query_BHTD,
             key_BHTD,
             value_BHTD,
-            is_causal=True,
+            attn_mask=mask,
+            is_causal=mask is None,
             scale=scale,
             enable_gqa=query_BHTD.shape[1] != key_BHTD.shape[1],
         )

@@ -8,7 +8,7 @@ causal, as in T. Dao, arXiv:2307.08691, section 4.1).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -72,14 +72,18 @@ class ModelFlops:
             not head.weight.requires_grad,
         )
 
-    def training(self, lengths: Iterable[int], trained: int) -> float:
+    def training(self, lengths: Sequence[int], trained: int, computed: Sequence[int] | None = None) -> float:
         """Return the operations of a forward and backward pass over samples of so many tokens.
 
         Args:
             trained: tokens of them all that are trained.
+            computed: of each sample, its last tokens, where the others are also those of another sample and computed there; None: all.
         """
         of_token = 6.0 * self.parameters - 2.0 * self.frozen
-        body = sum(of_token * length + 6.0 * self.attention * length**2 for length in lengths)
+        body = sum(
+            of_token * count + 6.0 * self.attention * (length**2 - (length - count) ** 2)
+            for length, count in zip(lengths, lengths if computed is None else computed, strict=True)
+        )
         return body + (4.0 if self.frozen_head else 6.0) * self.head * trained
 
 

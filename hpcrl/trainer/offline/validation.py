@@ -117,6 +117,8 @@ class Validation:
         own = plan.shares[data.rank]
         read = {at: rows[at][0].read(rows[at][1]) for at in {ref.group for ref in own}}
         samples = pack([as_tensors(read[ref.group][ref.index]) for ref in own], own)
+        if self.limits[0].shared:
+            samples.share_prefixes()
         mini = MiniBatch(plan, samples, data.rank)
         if self.reference:
             samples.scores.ref_logprobs = mini.scored(partial(policy.logprobs, reference=True), before)

@@ -13,7 +13,7 @@ import torch
 from hpcrl.config.derive import self_teacher
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.trainer.backends.base import PolicyEngine
-from hpcrl.trainer.batching import Limits, SampleRef, longest_first, plan_mini_batch
+from hpcrl.trainer.batching import Limits, SampleRef, plan_shares
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.packing import Before, MiniBatch, PackedSamples, pack
 from hpcrl.types import Hint, Sample, SamplingMask
@@ -76,11 +76,12 @@ def with_hints(mini: MiniBatch, data: World, limits: Limits) -> MiniBatch:
         lengths = {place: _length(samples.hints[at], samples.lengths[at]) for place, at in hinted.items()}
         return [[*place, length] for place, length in lengths.items()]
 
-    shares = [sorted((SampleRef(*ref) for ref in share), key=longest_first) for share in data.all_gather(own)]
-    plan = plan_mini_batch(shares, *limits)
+    plan = plan_shares([[SampleRef(*ref) for ref in share] for share in data.all_gather(own)], limits)
     refs = plan.shares[data.rank]
     found = [_hinted(samples, hinted[ref.group, ref.index]) for ref in refs]
     packed = pack(found, refs)
+    if limits[0].shared:
+        packed.share_prefixes()
     return MiniBatch(plan, packed, data.rank)
 
 

@@ -17,14 +17,7 @@ from hpcrl.data.score_file import RowScores
 from hpcrl.errors import DataError
 from hpcrl.rundir.layout import Run
 from hpcrl.trainer.backends.fsdp.model import PackedModel, PackedPolicy, free_gathered, load_model
-from hpcrl.trainer.batching import (
-    MicroBatchLimit,
-    SampleRef,
-    balanced,
-    longest_first,
-    micro_batch_limits,
-    plan_mini_batch,
-)
+from hpcrl.trainer.batching import MicroBatchLimit, balanced, micro_batch_limits, plan_shares, samples_of
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.models.forward import forward_config
 from hpcrl.trainer.models.hf import ModelSource, policy_source, scorer_source
@@ -50,8 +43,10 @@ class ScoringModel:
         self._limits = micro_batch_limits(trainer, micro_batch_tokens(config))
         self._prompts, self._top_k, self._given_ids = learns_prompts(own), 0, 0
         if scorers.role == TEACHER:
-            forward = replace(forward, packing=own.use_sample_packing)
-            limit = MicroBatchLimit(own.micro_batch_size_per_gpu, own.max_tokens_per_micro_batch)
+            shared, tokens = forward.shared_prefixes, own.max_tokens_per_micro_batch
+            shared = shared and own.use_sample_packing and tokens is not None and own.backend == "fsdp2"
+            forward = replace(forward, packing=own.use_sample_packing, shared_prefixes=shared)
+            limit = MicroBatchLimit(own.micro_batch_size_per_gpu, tokens, shared)
             self._limits = limit, limit
             world.rank0_broadcast(lambda: require_same_vocabulary(scorers.model, policy_model(trainer), config))
         self._data, self._logprobs = world, None
@@ -86,13 +81,12 @@ class ScoringModel:
         """
         rank = self._data.rank
         parts = balanced([sum(group.lengths) for group in groups], self._data.size)
-        shares = [
-            sorted((SampleRef(at, row, length) for at in part for row, length in enumerate(groups[at].lengths)), key=longest_first)
-            for part in parts
-        ]  # fmt: skip
-        plan = plan_mini_batch(shares, *self._limits)
-        batch = Batch(1, list(groups), 0)
-        samples = load_samples(self._run, batch, plan.shares[rank], prompts=self._prompts, top_ids=self._given_ids)
+        shared = self._limits[0].shared
+        shares = [[ref for at in part for ref in samples_of(at, groups[at], shared=shared)] for part in parts]
+        plan, batch = plan_shares(shares, self._limits), Batch(1, list(groups), 0)
+        samples = load_samples(
+            self._run, batch, plan.shares[rank], prompts=self._prompts, top_ids=self._given_ids, shared=shared
+        )
         stream = MicroBatchStream(samples, plan.score[rank], before, self._top_k)
         if self._logprobs is None:
             columns = outputs(self._model, stream, self._world.device)

@@ -18,7 +18,27 @@ from tests.config.rules.skyrl_cases import (
 
 FILTERS = {f"{ALGORITHM}.zero_variance_filter": True}
 
+PREFIXES = {"trainer.shared_prefixes": True, "trainer.max_tokens_per_micro_batch": 4096}
+
 OURS = [
+    Case(
+        "samples share prefixes with FSDP2",
+        {**PREFIXES, "trainer.strategy": "megatron", **FOUR_GPUS, f"{ALGORITHM}.use_kl_loss": False},
+        "trainer.shared_prefixes", "Megatron-core computes each sample whole; set it to false, or use trainer.strategy=fsdp2",
+        {**PREFIXES, **FOUR_GPUS, f"{ALGORITHM}.use_kl_loss": False},
+    ),
+    Case(
+        "padded rows share nothing",
+        {**PREFIXES, "trainer.use_sample_packing": False},
+        "trainer.shared_prefixes", "padded rows have no tokens in common; set trainer.use_sample_packing to true",
+        PREFIXES,
+    ),
+    Case(
+        "a group stays together as far as its tokens let it",
+        {"trainer.shared_prefixes": True, "trainer.micro_train_batch_size_per_gpu": 8},
+        "trainer.shared_prefixes", "micro-batches that are limited by tokens; set trainer.max_tokens_per_micro_batch",
+        PREFIXES,
+    ),
     Case(
         "adapters are there before the data",
         {f"{LORA}.rank": 8, f"{LORA}.init_method": "eva"}, f"{LORA}.init_method", "use pissa or olora, which need the weights alone",

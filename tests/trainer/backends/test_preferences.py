@@ -134,6 +134,7 @@ PACKINGS = {
     "several pairs per pass": {"micro_train_batch_size_per_gpu": 3, "micro_forward_batch_size_per_gpu": 2},
     "all at once": {"max_tokens_per_micro_batch": 1000},
     "padded": {"max_tokens_per_micro_batch": 60, "use_sample_packing": False},
+    "prompts computed once": {"max_tokens_per_micro_batch": 60, "shared_prefixes": True},
 }
 
 

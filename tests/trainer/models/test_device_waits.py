@@ -6,6 +6,7 @@ No GPU is needed: on the meta device, whatever would need a value on the host ra
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from hpcrl.trainer.backends.fsdp.model import PackedPolicy
 from hpcrl.trainer.loss import build_objective
 from hpcrl.trainer.models.attention import PACKED
 from hpcrl.trainer.models.forward import ForwardConfig
+from hpcrl.trainer.models.prefixes import shared_prefixes
 from hpcrl.trainer.offline.preferences import build_preference_objective
 from hpcrl.types import MicroBatch
 
@@ -99,6 +101,17 @@ def test_no_micro_batch_waits(loss: str, correction: dict[str, Any]) -> None:
         "positive_nll_coef": 0.1,
     }  # fmt: skip
     model, batch, objective = policy(), micro_batch(), build_objective(build(AlgorithmConfig, section))
+    found: list[str] = []
+    with Copies(found), Made(found):
+        objective(batch, *model.run(batch))[0].backward()
+    assert found == []
+
+
+def test_no_micro_batch_of_shared_prefixes_waits() -> None:
+    model, batch, objective = policy(), micro_batch(), build_objective(AlgorithmConfig(use_kl_loss=False))
+    prefixes = shared_prefixes(LENGTHS, [0, 3])
+    assert prefixes is not None
+    batch = replace(batch, prefixes=prefixes.to(META))
     found: list[str] = []
     with Copies(found), Made(found):
         objective(batch, *model.run(batch))[0].backward()

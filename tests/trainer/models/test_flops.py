@@ -53,6 +53,12 @@ def test_samples_add_up_and_attention_grows_with_the_square() -> None:
     assert flops.training([3, 5], 3) == one_by_one == 6 * 10 * 8 + 6 * 7 * 3 + 6 * 4 * (9 + 25)
 
 
+def test_what_is_computed_once_counts_once() -> None:
+    """Two tokens of the second sample are those of the first one; its last three attend to them nevertheless."""
+    flops = ModelFlops(parameters=10.0, head=7, attention=4)
+    assert flops.training([3, 5], 3, [3, 3]) == 6 * 10 * 6 + 6 * 7 * 3 + 6 * 4 * (9 + 25 - 4)
+
+
 def test_experts_as_torch_counts() -> None:
     model, length = model_of("qwen3_moe", **EXPERTS), 100
     model.set_experts_implementation("eager")  # what torch's grouped products do, its counter does not know

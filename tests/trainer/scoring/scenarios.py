@@ -62,7 +62,7 @@ def hinted(world: World, options: dict[str, Any]) -> None:
     trainer = build(
         TrainerConfig, {"policy": {"model": {"path": options["model"]}}, "policy_mini_batch_size": 4, **section}
     )
-    file, limit = read_batch(run.batch(1)), MicroBatchLimit(2)
+    file, limit = read_batch(run.batch(1)), MicroBatchLimit(2, options.get("tokens"), options.get("shared", False))
     assert file is not None
     (mini,) = load_mini_batches(run, file.batch, trainer, (limit, limit), world, Reduction())
     score(engine, mini, limit, old=True, reference=False)

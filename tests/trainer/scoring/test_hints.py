@@ -100,6 +100,26 @@ def test_the_answers_tokens_are_judged_behind_the_hint(
     assert told["hinted"].item() == pytest.approx(6 / 12)
 
 
+def test_hints_are_shared(tmp_path: Path, alone: World, model_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    batch = make_batch(run, 1, groups=4, size=3, masked=True, alike=5)
+    hint = Hint(torch.arange(6), 3)
+    groups = [
+        write_group(
+            run.path / meta.path,
+            [replace(one, hint=hint) for one in read_group(run.path / meta.path)],
+            replace(meta, digest=""),
+        )
+        for meta in batch.groups
+    ]
+    write_batch(run, Batch(1, groups, 4), "")
+    found = []
+    for shared in (False, True):
+        scenarios.hinted(alone, {**options(run, model_path, tmp_path, top_k=3), "tokens": 40, "shared": shared})
+        found.append(load_file(tmp_path / "0.safetensors"))
+    torch.testing.assert_close(found[1], found[0], atol=1e-5, rtol=1e-5)
+
+
 def test_one_token_of_each_place_is_enough(run: Run, tmp_path: Path, alone: World, model_path: Path) -> None:
     scenarios.hinted(alone, options(run, model_path, tmp_path, top_k=3))
     several = load_file(tmp_path / "0.safetensors")

@@ -96,6 +96,29 @@ def test_scorers_find_what_the_trainer_finds_beside_the_policy(
         torch.testing.assert_close(together[f"{name}.{row}"], values_T, atol=1e-6, rtol=1e-6)
 
 
+def test_scorers_share_prefixes(tmp_path: Path, alone: World) -> None:
+    apart = ["trainer.placement.colocate_policy_ref=false", "trainer.max_tokens_per_micro_batch=40"]
+    run = configured(tmp_path / "run", *apart)
+    batch = make_batch(run, 2, groups=4, size=3, alike=5)
+    found, tokens = [], [0, 0]
+    for shared in (False, True):
+        config = Config.from_toml([run.config], [f"trainer.shared_prefixes={str(shared).lower()}"])
+        model = ScoringModel(run, config, scorer_sets(config)[0], alone)
+
+        def count(_: object, given: tuple[torch.Tensor], *__: object, shared: bool = shared) -> None:
+            tokens[shared] += given[0].numel()
+
+        model._model.model.get_input_embeddings().register_forward_hook(count)
+        found.append(model.scores(batch.groups, lambda: None))
+    for group in batch.groups:
+        for one, other in zip(*(scores[group.group_id] for scores in found), strict=True):
+            np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+    assert tokens[0] == sum(sum(group.lengths) for group in batch.groups)
+    assert tokens[1] <= tokens[0] - 4 * 2 * 4, (
+        "four tokens at least of two samples of each group, whose last one is its own"
+    )
+
+
 @pytest.mark.parametrize("chunk", [3, 1024])
 def test_the_most_probable_tokens_are_those_of_the_teacher(chunk: int, tmp_path: Path, alone: World) -> None:
     settings = ["trainer.distillation.top_k=5", f"trainer.logprobs_chunk_size={chunk}"]

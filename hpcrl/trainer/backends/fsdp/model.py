@@ -15,11 +15,12 @@ from transformers import PreTrainedModel
 from hpcrl.config.sections.model import CriticConfig, FSDPConfig, PolicyConfig
 from hpcrl.trainer.backends.fsdp.sharding import set_whole, shard, units
 from hpcrl.trainer.distributed import World
-from hpcrl.trainer.models.attention import PACKED, PADDED, PackedSequences
+from hpcrl.trainer.models.attention import PACKED, PADDED, Packed, PackedSequences
 from hpcrl.trainer.models.forward import DTYPES, ForwardConfig, score_places
 from hpcrl.trainer.models.hf import ModelSource
 from hpcrl.trainer.models.logprobs import among_zeros, compiled_rows, plain_rows, token_logprobs, top_rows
 from hpcrl.trainer.models.trained import mark_trained
+from hpcrl.trainer.models.tree import PrefixTree, require_attention_only
 from hpcrl.types import MicroBatch
 
 
@@ -38,16 +39,19 @@ class PackedModel(nn.Module):
         self.model = model
         self._packing = packing
 
-    def hidden(self, token_ids: torch.Tensor, positions: torch.Tensor, sequences: PackedSequences) -> torch.Tensor:
-        """Return the last hidden states, [P, D]."""
-        packing = self._packing
-        ids, places = (
-            values_P.unsqueeze(0) if packing else sequences.rows(values_P) for values_P in (token_ids, positions)
-        )
-        hidden = self.model.base_model(
-            input_ids=ids, position_ids=places, use_cache=False, packed=sequences if packing else None
-        ).last_hidden_state
-        return hidden[0] if packing else sequences.flat(hidden)
+    def hidden(self, token_ids: torch.Tensor, positions: torch.Tensor, sequences: Packed) -> torch.Tensor:
+        """Return the last hidden states of the tokens that are computed, a row for each."""
+        inputs = (token_ids, positions)
+        if self._packing:
+            ids, places = (sequences.computed(values_P).unsqueeze(0) for values_P in inputs)
+            return self._body(ids, places, sequences)[0]
+        assert isinstance(sequences, PackedSequences), "padded rows have no tokens in common"
+        ids, places = (sequences.rows(values_P) for values_P in inputs)
+        return sequences.flat(self._body(ids, places, None))
+
+    def _body(self, ids: torch.Tensor, places: torch.Tensor, packed: Packed | None) -> torch.Tensor:
+        body = self.model.base_model
+        return body(input_ids=ids, position_ids=places, use_cache=False, packed=packed).last_hidden_state
 
     @property
     def head(self) -> nn.Linear:
@@ -57,7 +61,10 @@ class PackedModel(nn.Module):
 
     def run(self, batch: MicroBatch) -> tuple[torch.Tensor, ...]:
         """Return the outputs for a micro-batch on the model's device, [P] each."""
-        sequences = PackedSequences.of(batch.lengths, batch.cu_seqlens)
+        if batch.prefixes is None:
+            sequences = PackedSequences.of(batch.lengths, batch.cu_seqlens)
+        else:
+            sequences = PrefixTree(batch.lengths, batch.cu_seqlens, batch.prefixes)
         return self(
             batch.token_ids,
             batch.positions,
@@ -83,7 +90,7 @@ class PackedPolicy(PackedModel):
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         labels: torch.Tensor,
-        sequences: PackedSequences,
+        sequences: Packed,
         head_rows: torch.Tensor,
         sampling_mask: torch.Tensor | None,
         teacher_ids: torch.Tensor | None = None,
@@ -93,11 +100,11 @@ class PackedPolicy(PackedModel):
 
         With gradients those of `teacher_ids` too, [P, K]. Without them, where `top_k` asks, the outputs are those of `top_rows`.
         """
-        hidden_PD, forward = self.hidden(token_ids, positions, sequences), self.forward_config
+        hidden, forward = self.hidden(token_ids, positions, sequences), self.forward_config
         trained = torch.is_grad_enabled()
         told = top_k > 0 and not trained
         found = token_logprobs(
-            hidden_PD.index_select(0, head_rows),
+            sequences.spread(hidden, head_rows),
             self.head.weight,
             labels.index_select(0, head_rows),
             forward.temperature,
@@ -122,12 +129,12 @@ class PackedCritic(PackedModel):
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         _labels: torch.Tensor,
-        sequences: PackedSequences,
+        sequences: Packed,
         *_: object,
     ) -> tuple[torch.Tensor]:
         """Return the value at each position, [P] float32: what is expected before the next token is known."""
-        hidden_PD = self.hidden(token_ids, positions, sequences)
-        return (hidden_PD.float() @ self.head.weight[0].float(),)
+        hidden = self.hidden(token_ids, positions, sequences)
+        return (sequences.spread(hidden.float() @ self.head.weight[0].float()),)
 
 
 class PackedRewardModel(PackedModel):
@@ -142,21 +149,21 @@ class PackedRewardModel(PackedModel):
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         _labels: torch.Tensor,
-        sequences: PackedSequences,
+        sequences: Packed,
         *_: object,
     ) -> tuple[torch.Tensor]:
         """Return the score of each sample at its last position, and 0 at all others, [P] float32."""
-        hidden_PD = self.hidden(token_ids, positions, sequences)
+        hidden = self.hidden(token_ids, positions, sequences)
         ends_B, last_B = score_places(token_ids, sequences.cu_seqlens, self._padding)
-        scores_B = hidden_PD.index_select(0, last_B).float() @ self.head.weight[0].float()
+        scores_B = sequences.spread(hidden, last_B).float() @ self.head.weight[0].float()
         return (among_zeros(scores_B, ends_B, len(token_ids)),)
 
 
-Packed = TypeVar("Packed", PackedPolicy, PackedCritic, PackedRewardModel)
+AnyPacked = TypeVar("AnyPacked", PackedPolicy, PackedCritic, PackedRewardModel)
 
 
 def load_model(
-    packed: Callable[[PreTrainedModel, ForwardConfig], Packed],
+    packed: Callable[[PreTrainedModel, ForwardConfig], AnyPacked],
     source: ModelSource,
     fsdp: FSDPConfig,
     forward: ForwardConfig,
@@ -166,7 +173,7 @@ def load_model(
     *,
     averaged: bool = False,
     compiled: bool = False,
-) -> Packed:
+) -> AnyPacked:
     """Return the model of `source`, sharded; rank 0 reads it, in the type of its files, and each rank casts its shards.
 
     Args:
@@ -196,6 +203,8 @@ def load_model(
     # the others wait with the patience of control messages, which is longer than a collective's
     types = world.rank0_broadcast(read)
     empty = source.empty(dtype, attention)
+    if forward.shared_prefixes:
+        require_attention_only(empty)
     for module in empty.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0  # old and new log-probabilities of a policy must come from the same function

@@ -1,0 +1,117 @@
+"""Attention and hidden states of packed samples whose common prefixes exist once: the G samples of a prompt of P tokens, with R more each, are
+P + G R tokens of G (P + R).
+
+Embeddings, linear layers, norms and MLPs run over the tokens that are left, at the positions that they have in their samples. In attention a
+token asks for the keys and values of its own sample, some of which belong to samples before it. Hidden states are laid out as the samples
+are before heads and losses see them, so that these know nothing of it, and gradients of all samples add up in what they share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from hpcrl.config.rules.model_fit import other_layers
+from hpcrl.errors import DataError
+from hpcrl.trainer.models.attention import causal, has_varlen, varlen
+from hpcrl.types import SharedPrefixes
+
+
+@dataclass(frozen=True)
+class PrefixTree:
+    """Packed samples, as PackedSequences are, of which only the D tokens exist that `prefixes` keeps.
+
+    Attributes:
+        lengths: tokens of each whole sample.
+        cu_seqlens: [B + 1] int32, cumulative lengths from 0.
+    """
+
+    lengths: Sequence[int]
+    cu_seqlens: torch.Tensor
+    prefixes: SharedPrefixes
+    _masks: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict, compare=False)
+
+    @property
+    def max_seqlen(self) -> int:
+        return max(self.lengths)
+
+    def computed(self, values_P: torch.Tensor) -> torch.Tensor:
+        """Return [D, ...] of [P, ...]: what speaks about the tokens that are computed."""
+        return values_P.index_select(0, self.prefixes.kept)
+
+    def spread(self, values_D: torch.Tensor, at_R: torch.Tensor | None = None) -> torch.Tensor:
+        """Return [R, ...] of [D, ...]: what belongs to these of the P tokens, or to all."""
+        places_P = self.prefixes.places
+        return gathered(values_D, places_P if at_R is None else places_P.index_select(0, at_R))
+
+    def attend(
+        self, query_DHN: torch.Tensor, key_DHN: torch.Tensor, value_DHN: torch.Tensor, scale: float | None, flash: bool
+    ) -> torch.Tensor:
+        """Return the attention output [D, H, N], causal within each whole sample; there may be fewer heads in key and value.
+
+        Linear layers dominate where prefixes are worth sharing, so that each sample has copies of its keys and values: then
+        kernels for samples of different lengths are all that is needed. They take the queries for the last ones of a sample.
+        """
+        own, bounds = self.prefixes.lengths, (self.prefixes.cu_lengths, self.cu_seqlens)
+        key_PHN, value_PHN = self.spread(key_DHN), self.spread(value_DHN)
+        if has_varlen(query_DHN, flash):
+            return varlen(query_DHN, key_PHN, value_PHN, *bounds, max(own), self.max_seqlen, scale)
+        of_samples = zip(
+            *(
+                heads[None].transpose(1, 2).split(list(sizes), 2)
+                for heads, sizes in ((query_DHN, own), (key_PHN, self.lengths), (value_PHN, self.lengths))
+            ),
+            strict=True,
+        )
+        outputs = [causal(query, key, value, scale, flash, self._mask(query, key)) for query, key, value in of_samples]
+        return torch.cat([output[0].transpose(0, 1) for output in outputs])
+
+    def _mask(self, query_1HTN: torch.Tensor, key_1HTN: torch.Tensor) -> torch.Tensor | None:
+        """Return what is added to the scores of the last tokens of a sample, one tensor in all layers; None: the sample has no other tokens."""
+        own, length = query_1HTN.shape[2], key_1HTN.shape[2]
+        if own == length:
+            return None
+        if (own, length) not in self._masks:
+            below = torch.full((own, length), -torch.inf, dtype=query_1HTN.dtype, device=query_1HTN.device)
+            self._masks[own, length] = below.triu(length - own + 1)
+        return self._masks[own, length]
+
+
+def gathered(values_D: torch.Tensor, places_R: torch.Tensor) -> torch.Tensor:
+    """Return values_D[places_R]; gradients are added up in float32 and rounded once, not once per sample."""
+    found: Any = _Gathered.apply(values_D, places_R)
+    return found
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values_D: torch.Tensor, places_R: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.save_for_backward(places_R)
+        ctx.size = len(values_D)
+        return values_D.index_select(0, places_R)
+
+    @staticmethod
+    def backward(ctx: Any, gradient_R: torch.Tensor) -> tuple[torch.Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (places_R,) = ctx.saved_tensors
+        dtype = torch.promote_types(gradient_R.dtype, torch.float32)
+        sums_D = gradient_R.new_zeros(ctx.size, *gradient_R.shape[1:], dtype=dtype)
+        return sums_D.index_add_(0, places_R, gradient_R.to(dtype)).to(gradient_R.dtype), None
+
+
+def require_attention_only(model: PreTrainedModel) -> None:
+    """Look whether nothing but attention lets one token of a model depend on another.
+
+    Raises:
+        DataError: it has layers of another kind.
+    """
+    others = other_layers(model.config.to_dict())
+    others += sorted({type(module).__name__ for module in model.modules() if isinstance(module, torch.nn.Conv1d)})
+    if others:
+        raise DataError(
+            f"trainer.shared_prefixes: {type(model).__name__} has layers that carry a state from token to token ({', '.join(others)}), and each "
+            "sample needs its own; set it to false"
+        )
