@@ -83,7 +83,8 @@ def engine(device: str, sizes: str) -> Iterator[PolicyEngine]:
     dtype = "bf16" if device == "cuda" else "fp32"
     with tempfile.TemporaryDirectory() as place, joined() as world:
         torch.manual_seed(0)
-        Qwen3ForCausalLM(config).to(torch.bfloat16 if device == "cuda" else torch.float32).save_pretrained(place)
+        model = Qwen3ForCausalLM(config)
+        (model.bfloat16() if device == "cuda" else model.float()).save_pretrained(place)
         table = {
             "policy": {"model": {"path": place}, "fsdp_config": {"mixed_precision": {"param_dtype": dtype}}},
             "algorithm": {"use_kl_loss": False},
