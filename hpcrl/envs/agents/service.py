@@ -52,8 +52,8 @@ class AgentService:
     def __init__(self, config: AgentServiceConfig, seconds: float) -> None:
         self._url, self._seconds = httpx.URL(config.url or ""), seconds
         self._who = f"the agent service at {self._url.scheme}://{self._url.netloc.decode()}{self._url.path} ({SETTING})"
-        token = service_token(config.token_file) if config.token_file else None
-        self._headers = {"authorization": f"Bearer {token}"} if token else {}
+        self._token = service_token(config.token_file) if config.token_file else None
+        self._headers = {"authorization": f"Bearer {self._token}"} if self._token else {}
 
     def play(self, row: Mapping[str, Any], endpoint: Endpoint) -> Turn:
         """Have a sample played, and return its score.
@@ -68,7 +68,7 @@ class AgentService:
         session, scored = secrets.token_hex(16), endpoint.expect_score()
         asked = {"session": session, "base_url": endpoint.base_url, "api_key": endpoint.key, "model": endpoint.model}
         body = {**asked, "timeout_seconds": self._seconds or None, "row": dict(row)}
-        asking = _in_background(self._ask(json.dumps(body, ensure_ascii=False).encode()))
+        asking = _in_background(self._ask(json.dumps(body, ensure_ascii=False).encode(), endpoint.key))
         try:
             waiting: set[Future[Any]] = {asking, scored}
             while not endpoint.ended.is_set():
@@ -84,7 +84,7 @@ class AgentService:
         finally:
             asking.cancel()
 
-    async def _ask(self, body: bytes) -> Turn | None:
+    async def _ask(self, body: bytes, key: str) -> Turn | None:
         """Have the service begin, and return the score that it answers with; None: it will post one.
 
         What it may have begun is not asked again: there would be two agents for one sample.
@@ -94,7 +94,7 @@ class AgentService:
             tries += 1
             try:
                 status, content = await self._request("POST", self._url, body)
-                problem = f"it answered {status} {content.decode(errors='replace').strip()[:300]!r}"
+                problem = f"it answered {status} {self._shown(content, key)}"
             except (httpx.ConnectError, httpx.ConnectTimeout) as error:
                 status, content, problem = 503, b"", f"it cannot be reached ({error})"
             except httpx.TransportError as error:
@@ -114,6 +114,13 @@ class AgentService:
         if turn is None:
             raise ServiceError(f"{self._who}: expected 200 and {EXPECTED}, or 202; {problem}")
         return turn
+
+    def _shown(self, content: bytes, key: str) -> str:
+        """Return the beginning of an answer, without secrets, which it may repeat."""
+        text = content.decode(errors="replace").strip()
+        for secret in (key, self._token):
+            text = text.replace(secret, "…") if secret else text
+        return repr(text[:300])
 
     async def _forget(self, session: str) -> None:
         """Tell the service that a sample is over. One that does not listen learns it from the endpoint, which refuses the key."""

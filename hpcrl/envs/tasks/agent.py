@@ -84,7 +84,8 @@ class Agent(AgentEnvironment):
         if self._config.reward == "exit_code" and not self._config.reward_function:
             return Turn([], float(ran.code == 0), done=True)
         if ran.code != 0:
-            raise UserCodeError(f"its program ended with exit code {ran.code}: {ran.output or 'it printed nothing'}")
+            printed = ran.output.replace(endpoint.key, "…") or "it printed nothing"
+            raise UserCodeError(f"its program ended with exit code {ran.code}: {printed}")
         return self._judged(row["prompt"], endpoint) if self._config.reward_function else _reward(reward)
 
     def _judged(self, messages: Messages, endpoint: Endpoint) -> Turn:

@@ -129,6 +129,11 @@ def test_a_program_without_a_reward_has_failed(script: str, words: str) -> None:
     assert homes() == []
 
 
+def test_a_key_that_a_program_prints_is_not_repeated() -> None:
+    with pytest.raises(UserCodeError, match=r"exit code 3: my key is …$"):
+        played("echo my key is $OPENAI_API_KEY; exit 3")
+
+
 def test_a_program_that_is_not_there() -> None:
     gym = SkyRLGymConfig(agent=AgentConfig(command=["no-such-program"]))
     made = make_environment("agent", common_extras(EnvironmentConfig(skyrl_gym=gym), 4))
