@@ -1,0 +1,60 @@
+"""Environments of other packages, unchanged, with the policy of a run behind them; `make agents` installs those packages."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from hpcrl.data.group_file import check_group, read_group
+from hpcrl.rundir.layout import Run
+from tests.jobs.small_run import curve, hpcrl, logs_of
+from tests.paths import CONFIGS, QUICKSTART, ROOT
+
+PYTHON = Path(os.environ.get("HPCRL_AGENTS_PYTHON", ROOT / ".venv-agents" / "bin" / "python"))
+LOCAL = {
+    "taskset": {"id": "sort-letters-v1"},
+    "agent": {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}},
+}
+SORTING = Path(__file__).parent / "sorting"
+SMALL = (
+    *("trainer.train_batch_size=2", "trainer.policy_mini_batch_size=2", "generator.n_samples_per_prompt=2"),
+    *("trainer.max_steps=2", "trainer.eval_interval=0", "generator.inference_engine.enable_http_endpoint=true"),
+    *("generator.inference_engine.served_model_name=policy", "environment.skyrl_gym.max_env_workers=2"),
+)
+
+
+def trained(place: Path, monkeypatch: pytest.MonkeyPatch, name: str, program: str, rows: str, *settings: str) -> Run:
+    """Return a run of two steps whose samples a program of the other Python has played."""
+    monkeypatch.setenv("PATH", f"{PYTHON.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", str(SORTING))
+    made = subprocess.run([PYTHON, CONFIGS / "agents" / program, rows], capture_output=True, text=True, check=True)
+    (place / "rows.jsonl").write_text(made.stdout)
+    command = json.dumps([str(PYTHON), str(CONFIGS / "agents" / program)])
+    chosen = [
+        *(f"trainer.run_name={name}", f"environment.skyrl_gym.agent.command={command}"),
+        *(f"data.train_data={json.dumps([str(place / 'rows.jsonl')])}", "data.val_data=[]"),
+    ]
+    done = hpcrl("submit", str(QUICKSTART), "--local", "--follow", *chosen, *SMALL, *settings, cwd=place, timeout=900)
+    run = Run(place / "runs" / "quickstart" / name)
+    assert done.returncode == 0, done.stderr + logs_of(run)
+    assert set(curve(run, "generate/failed_samples").values()) <= {0.0}
+    return run
+
+
+@pytest.mark.agents
+def test_an_environment_of_verifiers(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own harness asks, its own rubric scores; the rows have what was said, and nothing else."""
+    run = trained(place, monkeypatch, "verifiers", "verifiers_agent.py", json.dumps(LOCAL))
+    assert set(curve(run, "environment/letters_in_place")) == {1, 2}
+    groups = list(run.samples.rglob("*.safetensors"))
+    assert len(groups) >= 4
+    for path in groups:
+        rows, meta = read_group(path), check_group(path)
+        assert meta.rows == [1, 1]
+        for row, metrics, reward in zip(rows, meta.env_metrics, meta.rewards, strict=True):
+            assert row.loss_mask.sum() > 0
+            assert (reward == 1.0) == (metrics["letters_in_place"] == 1.0)
