@@ -120,10 +120,10 @@ def on(engine: Hesitates) -> WithEngine[Group]:
     return lambda generate: asyncio.run(generate(engine))
 
 
-def asked(client: Client, messages: Messages) -> Any:
+def asked(client: Client, messages: Messages, **more: Any) -> Any:
     """Return a request whose answer is read as it comes."""
     headers = {"authorization": f"Bearer {client.endpoint.key}"}
-    body = {"model": "policy", "messages": messages, "stream": True}
+    body = {"model": "policy", "messages": messages, "stream": True, **more}
     return client.http.stream("POST", f"{client.endpoint.base_url}/chat/completions", json=body, headers=headers)
 
 
