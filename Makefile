@@ -39,7 +39,7 @@ trackers:
 # Only the programs that they start use that environment: verifiers wants an older client of OpenAI than the lock has.
 agents: $(VENV)/installed
 	$(PYTHON) -m venv $(VENV)-agents
-	$(VENV)-agents/bin/pip install --quiet verifiers==0.4.0 uv
+	$(VENV)-agents/bin/pip install --quiet verifiers==0.4.0 openenv==0.10.0 uv
 	HPCRL_AGENTS_PYTHON=$(CURDIR)/$(VENV)-agents/bin/python $(BIN)/pytest -m agents tests/jobs/agents
 
 faults: $(VENV)/installed slurm

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -27,12 +29,9 @@ SMALL = (
 )
 
 
-def trained(place: Path, monkeypatch: pytest.MonkeyPatch, name: str, program: str, rows: str, *settings: str) -> Run:
+def trained(place: Path, name: str, program: str, rows: str, *settings: str) -> Run:
     """Return a run of two steps whose samples a program of the other Python has played."""
-    monkeypatch.setenv("PATH", f"{PYTHON.parent}:{os.environ['PATH']}")
-    monkeypatch.setenv("PYTHONPATH", str(SORTING))
-    made = subprocess.run([PYTHON, CONFIGS / "agents" / program, rows], capture_output=True, text=True, check=True)
-    (place / "rows.jsonl").write_text(made.stdout)
+    (place / "rows.jsonl").write_text(rows)
     command = json.dumps([str(PYTHON), str(CONFIGS / "agents" / program)])
     chosen = [
         *(f"trainer.run_name={name}", f"environment.skyrl_gym.agent.command={command}"),
@@ -45,10 +44,19 @@ def trained(place: Path, monkeypatch: pytest.MonkeyPatch, name: str, program: st
     return run
 
 
+@pytest.fixture
+def in_their_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{PYTHON.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", str(SORTING))
+
+
 @pytest.mark.agents
-def test_an_environment_of_verifiers(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("in_their_environment")
+def test_an_environment_of_verifiers(place: Path) -> None:
     """Its own harness asks, its own rubric scores; the rows have what was said, and nothing else."""
-    run = trained(place, monkeypatch, "verifiers", "verifiers_agent.py", json.dumps(LOCAL))
+    program = [PYTHON, CONFIGS / "agents" / "verifiers_agent.py", json.dumps(LOCAL)]
+    made = subprocess.run(program, capture_output=True, text=True, check=True)
+    run = trained(place, "verifiers", "verifiers_agent.py", made.stdout)
     assert set(curve(run, "environment/letters_in_place")) == {1, 2}
     groups = list(run.samples.rglob("*.safetensors"))
     assert len(groups) >= 4
@@ -58,3 +66,40 @@ def test_an_environment_of_verifiers(place: Path, monkeypatch: pytest.MonkeyPatc
         for row, metrics, reward in zip(rows, meta.env_metrics, meta.rewards, strict=True):
             assert row.loss_mask.sum() > 0
             assert (reward == 1.0) == (metrics["letters_in_place"] == 1.0)
+
+
+@contextmanager
+def openenv_server() -> Iterator[str]:
+    """Run an OpenEnv server of the other Python; yield its address."""
+    server = subprocess.Popen([PYTHON, SORTING / "openenv_server.py"], stdout=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout is not None
+        yield server.stdout.readline().strip()
+        assert server.poll() is None
+    finally:
+        server.terminate()
+        server.wait(20)
+
+
+@pytest.mark.agents
+@pytest.mark.usefixtures("in_their_environment")
+def test_an_environment_of_openenv(place: Path) -> None:
+    """Its server steps and rewards; the turns of an episode are one row."""
+    with openenv_server() as url:
+        rows = [
+            {
+                "prompt": [{"role": "system", "content": "sort"}],
+                "env_class": "agent",
+                "openenv": {"base_url": url, "reset": {"word": word}, "shows": "text", "says": "answer"},
+            }
+            for word in ("llabk", "cabde", "gfeda", "mbnac")
+        ]
+        written = "".join(json.dumps(row) + "\n" for row in rows)
+        turns = ("generator.max_turns=3", "generator.max_input_length=64", "trainer.max_prompt_length=32")
+        run = trained(place, "openenv", "openenv_agent.py", written, *turns)
+    assert set(curve(run, "environment/steps")) == {1, 2}
+    for path in run.samples.rglob("*.safetensors"):
+        rows, meta = read_group(path), check_group(path)
+        assert meta.rows == [1, 1]
+        for row, metrics in zip(rows, meta.env_metrics, strict=True):
+            assert int((row.loss_mask[1:] > row.loss_mask[:-1]).sum()) == metrics["steps"]
