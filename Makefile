@@ -36,11 +36,13 @@ trackers:
 	$(VENV)-trackers/bin/pip install --quiet -e '.[wandb,mlflow,swanlab,trackio]' pytest
 	$(VENV)-trackers/bin/python -m pytest -m trackers --confcutdir tests/observe tests/observe/test_tracker_packages.py
 
-# Only the programs that they start use that environment: verifiers wants an older client of OpenAI than the lock has.
+# In environments of their own, which only the programs that are started use: each wants other versions than the other, and the lock.
 agents: $(VENV)/installed
-	$(PYTHON) -m venv $(VENV)-agents
-	$(VENV)-agents/bin/pip install --quiet verifiers==0.4.0 openenv==0.10.0 uv
-	HPCRL_AGENTS_PYTHON=$(CURDIR)/$(VENV)-agents/bin/python $(BIN)/pytest -m agents tests/jobs/agents
+	$(PYTHON) -m venv $(VENV)-agents/verifiers
+	$(VENV)-agents/verifiers/bin/pip install --quiet verifiers==0.4.0 uv
+	$(PYTHON) -m venv $(VENV)-agents/openenv
+	$(VENV)-agents/openenv/bin/pip install --quiet openenv==0.10.0
+	HPCRL_AGENTS=$(abspath $(VENV)-agents) $(BIN)/pytest -m agents tests/jobs/agents
 
 faults: $(VENV)/installed slurm
 	$(BIN)/pytest -m "not soak and not slow" tests/faults $(FAULTS)

@@ -16,7 +16,7 @@ from hpcrl.rundir.layout import Run
 from tests.jobs.small_run import curve, hpcrl, logs_of
 from tests.paths import CONFIGS, QUICKSTART, ROOT
 
-PYTHON = Path(os.environ.get("HPCRL_AGENTS_PYTHON", ROOT / ".venv-agents" / "bin" / "python"))
+ENVIRONMENTS = Path(os.environ.get("HPCRL_AGENTS", ROOT / ".venv-agents"))
 LOCAL = {
     "taskset": {"id": "sort-letters-v1"},
     "agent": {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}},
@@ -29,10 +29,10 @@ SMALL = (
 )
 
 
-def trained(place: Path, name: str, program: str, rows: str, *settings: str) -> Run:
-    """Return a run of two steps whose samples a program of the other Python has played."""
+def trained(place: Path, name: str, python: Path, rows: str, *settings: str) -> Run:
+    """Return a run of two steps whose samples a program of a package's own Python has played."""
     (place / "rows.jsonl").write_text(rows)
-    command = json.dumps([str(PYTHON), str(CONFIGS / "agents" / program)])
+    command = json.dumps([str(python), str(CONFIGS / "agents" / f"{name}_agent.py")])
     chosen = [
         *(f"trainer.run_name={name}", f"environment.skyrl_gym.agent.command={command}"),
         *(f"data.train_data={json.dumps([str(place / 'rows.jsonl')])}", "data.val_data=[]"),
@@ -45,18 +45,21 @@ def trained(place: Path, name: str, program: str, rows: str, *settings: str) -> 
 
 
 @pytest.fixture
-def in_their_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", f"{PYTHON.parent}:{os.environ['PATH']}")
+def python(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The Python that has a package; its programs are found, and modules of this test."""
+    found = ENVIRONMENTS / request.param / "bin" / "python"
+    monkeypatch.setenv("PATH", f"{found.parent}:{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", str(SORTING))
+    return found
 
 
 @pytest.mark.agents
-@pytest.mark.usefixtures("in_their_environment")
-def test_an_environment_of_verifiers(place: Path) -> None:
+@pytest.mark.parametrize("python", ["verifiers"], indirect=True)
+def test_an_environment_of_verifiers(place: Path, python: Path) -> None:
     """Its own harness asks, its own rubric scores; the rows have what was said, and nothing else."""
-    program = [PYTHON, CONFIGS / "agents" / "verifiers_agent.py", json.dumps(LOCAL)]
+    program = [python, CONFIGS / "agents" / "verifiers_agent.py", json.dumps(LOCAL)]
     made = subprocess.run(program, capture_output=True, text=True, check=True)
-    run = trained(place, "verifiers", "verifiers_agent.py", made.stdout)
+    run = trained(place, "verifiers", python, made.stdout)
     assert set(curve(run, "environment/letters_in_place")) == {1, 2}
     groups = list(run.samples.rglob("*.safetensors"))
     assert len(groups) >= 4
@@ -69,9 +72,9 @@ def test_an_environment_of_verifiers(place: Path) -> None:
 
 
 @contextmanager
-def openenv_server() -> Iterator[str]:
-    """Run an OpenEnv server of the other Python; yield its address."""
-    server = subprocess.Popen([PYTHON, SORTING / "openenv_server.py"], stdout=subprocess.PIPE, text=True)
+def openenv_server(python: Path) -> Iterator[str]:
+    """Run an OpenEnv server; yield its address."""
+    server = subprocess.Popen([python, SORTING / "openenv_server.py"], stdout=subprocess.PIPE, text=True)
     try:
         assert server.stdout is not None
         yield server.stdout.readline().strip()
@@ -82,10 +85,10 @@ def openenv_server() -> Iterator[str]:
 
 
 @pytest.mark.agents
-@pytest.mark.usefixtures("in_their_environment")
-def test_an_environment_of_openenv(place: Path) -> None:
+@pytest.mark.parametrize("python", ["openenv"], indirect=True)
+def test_an_environment_of_openenv(place: Path, python: Path) -> None:
     """Its server steps and rewards; the turns of an episode are one row."""
-    with openenv_server() as url:
+    with openenv_server(python) as url:
         rows = [
             {
                 "prompt": [{"role": "system", "content": "sort"}],
@@ -96,7 +99,7 @@ def test_an_environment_of_openenv(place: Path) -> None:
         ]
         written = "".join(json.dumps(row) + "\n" for row in rows)
         turns = ("generator.max_turns=3", "generator.max_input_length=64", "trainer.max_prompt_length=32")
-        run = trained(place, "openenv", "openenv_agent.py", written, *turns)
+        run = trained(place, "openenv", python, written, *turns)
     assert set(curve(run, "environment/steps")) == {1, 2}
     for path in run.samples.rglob("*.safetensors"):
         rows, meta = read_group(path), check_group(path)

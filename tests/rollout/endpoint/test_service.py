@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import httpx
+import pytest
 
 from hpcrl.config import EnvironmentConfig
 from hpcrl.config.sections.environment import AgentConfig, AgentServiceConfig, SkyRLGymConfig
@@ -136,3 +139,18 @@ def test_only_a_service_scores(with_embedded: WithEngine[Any]) -> None:  # noqa:
     group = played(with_embedded, play)
     assert not group.failures
     assert [len(chosen(row)) for row in group.rows[0]] == [1]
+
+
+def test_the_endpoint_may_be_at_its_nodes_address(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By which the run's other servers are reached, so that a service on another node reaches it too."""
+    monkeypatch.setenv("HPCRL_ADDRESS", "127.0.0.2")
+    served = replace(CONFIG, inference_engine=replace(CONFIG.inference_engine, http_endpoint_host="node"))
+
+    async def begin() -> None:
+        async with serving(served, TOKENIZER, 0):
+            pass
+
+    asyncio.run(begin())
+    assert "the policy answers at http://127.0.0.2:" in capsys.readouterr().out
