@@ -163,7 +163,9 @@ class _Background:
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
         direct = {f"all://{host}": None for host in _LOOPBACK}  # a proxy in the environment is used for other hosts
-        limits = httpx.Limits(max_connections=None)
+        # each request has a connection of its own: one that was idle may be closed at the moment at which it is used again, and what was
+        # asked on it then counts as begun
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         self.client = httpx.AsyncClient(timeout=httpx.Timeout(None, connect=_CONNECT_S), limits=limits, mounts=direct)
         threading.Thread(target=self.loop.run_forever, name="agent-services", daemon=True).start()
 

@@ -60,7 +60,8 @@ for source, target, mode in binds:
     lines += [f"mkdir -p {{root}}{{target}}", f"mount --bind {{source}} {{root}}{{target}}"]
     lines += [f"mount -o remount,bind,ro {{root}}{{target}}"] * (mode == "ro")
 lines.append(f'exec chroot {{root}} sh -c \\'cd "$0" && exec "$@"\\' {{directory}} "$@"')
-os.execvpe("unshare", ["unshare", "--mount", "bash", "-c", "\\n".join(lines), name, *command], {{**told, "PATH": "/usr/sbin:/usr/bin:/bin"}})
+as_root = ["--map-root-user"] if os.geteuid() else []
+os.execvpe("unshare", ["unshare", *as_root, "--mount", "bash", "-c", "\\n".join(lines), name, *command], {{**told, "PATH": "/usr/sbin:/usr/bin:/bin"}})
 """
 
 

@@ -68,11 +68,9 @@ def test_an_environment_that_asks_the_policy_teaches_it(place: Path) -> None:
 
 
 @contextmanager
-def quickstart_service() -> Iterator[str]:
-    """Run configs/quickstart/service.py; yield its address."""
-    service = subprocess.Popen(
-        [sys.executable, str(CONFIGS / "quickstart" / "service.py")], stdout=subprocess.PIPE, text=True
-    )
+def running(program: Path) -> Iterator[str]:
+    """Run a service; yield its address."""
+    service = subprocess.Popen([sys.executable, str(program)], stdout=subprocess.PIPE, text=True)
     try:
         assert service.stdout is not None
         yield service.stdout.readline().strip()
@@ -91,7 +89,7 @@ def test_a_service_that_plays_teaches_the_policy(place: Path) -> None:
         rows = pq.read_table(CONFIGS / "quickstart" / "data" / f"{name}.parquet").drop(["env_class"]).to_pylist()
         paths[name] = place / f"{name}.jsonl"
         paths[name].write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with quickstart_service() as url:
+    with running(CONFIGS / "quickstart" / "service.py") as url:
         settings = [
             *("trainer.run_name=service", "trainer.eval_interval=30", "environment.env_class=agent"),
             f"data.train_data={json.dumps([str(paths['train'])])}",
@@ -107,3 +105,28 @@ def test_a_service_that_plays_teaches_the_policy(place: Path) -> None:
     assert set(curve(run, "generate/failed_samples").values()) <= {0.0}
     assert before < 0.5
     assert after > 0.9
+
+
+@pytest.mark.slow
+def test_a_service_with_two_branches_of_several_turns_teaches_the_policy(place: Path) -> None:
+    """The game of guess_number for two numbers from one first guess, whose tokens are trained once; scores are posted."""
+    pytest.importorskip("openai")
+    data = json.dumps([str(CONFIGS / "guess_number" / "data" / "agent.jsonl")])
+    with running(Path(__file__).parent / "branching_service.py") as url:
+        settings = [
+            *("trainer.run_name=branches", "trainer.max_steps=120", "trainer.eval_interval=120", "trainer.epochs=120"),
+            *("trainer.train_batch_size=14", "trainer.policy_mini_batch_size=14", "generator.max_turns=5"),
+            *(f"data.train_data={data}", f"data.val_data={data}", "environment.env_class=agent"),
+            f"environment.skyrl_gym.agent.service.url={url}",
+            "generator.inference_engine.enable_http_endpoint=true",
+        ]
+        config = CONFIGS / "guess_number.toml"
+        done = hpcrl("submit", str(config), "--local", "--follow", *settings, cwd=place, timeout=2400)
+    run = Run(place / "runs" / "guess_number" / "branches")
+    assert done.returncode == 0, done.stderr + logs_of(run)
+    before, after = eval_score(run, 0), eval_score(run, 120)
+    print(f"guess_number by a service, two branches: {before:.3f} -> {after:.3f}")
+    rows = [count for path in run.samples.rglob("*.safetensors") for count in check_group(path).rows or []]
+    assert set(rows) == {1, 2}
+    assert before <= 0.4
+    assert after >= 0.8
