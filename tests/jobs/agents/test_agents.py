@@ -127,6 +127,6 @@ def test_a_service_with_two_branches_of_several_turns_teaches_the_policy(place: 
     before, after = eval_score(run, 0), eval_score(run, 120)
     print(f"guess_number by a service, two branches: {before:.3f} -> {after:.3f}")
     rows = [count for path in run.samples.rglob("*.safetensors") for count in check_group(path).rows or []]
-    assert set(rows) == {1, 2}
+    assert {1, 2} <= set(rows), "more where both branches have said the same so far: they go on from one of the answers"
     assert before <= 0.4
     assert after >= 0.8
