@@ -12,14 +12,18 @@ from typing import Any
 import httpx
 import pytest
 
-from hpcrl.config import SamplingParams
+from hpcrl.config import EnvironmentConfig, SamplingParams
 from hpcrl.envs.base import Messages, Turn
 from hpcrl.errors import EngineError
+from hpcrl.rollout.endpoint.server import serving
 from hpcrl.rollout.engines.base import Generation, Heard
+from hpcrl.rollout.generate import GroupGenerator
 from hpcrl.rollout.group import Group
+from hpcrl.types import Prompt, Work
 from tests.rollout.conftest import WithEngine
 from tests.rollout.endpoint.test_endpoint import (
     CONFIG,
+    PLAYED,
     TOKENIZER,
     Client,
     chosen,
@@ -178,6 +182,33 @@ def test_an_engine_that_fails_in_the_middle_is_told_of_in_an_event() -> None:
         played(on(engine), play)
     error = json.loads([line for line in lines if line][-1].removeprefix("data: "))["error"]
     assert (error["code"], "the engine died" in error["message"]) == ("engine_failed", True)
+
+
+def test_a_stream_whose_sample_nobody_wants_ends_with_an_error() -> None:
+    engine, lines, begun, over = Hesitates("abc"), list[str](), threading.Event(), threading.Event()
+
+    def play(messages: Messages, client: Client) -> Turn:
+        with asked(client, messages) as answer:
+            for line in answer.iter_lines():
+                lines.append(line)
+                begun.set()
+        over.set()
+        return Turn([], 1.0, True)
+
+    async def stop() -> None:
+        item = Work("g7", "train", Prompt("row3", [user("abc")], f"{Client.__module__}:Plays", {}, "letters"), 1, 40)
+        async with serving(CONFIG, TOKENIZER, 0) as server:
+            generator = GroupGenerator(engine, TOKENIZER, CONFIG, EnvironmentConfig(), server=server)  # type: ignore[arg-type]
+            group = asyncio.create_task(generator.generate(item))
+            while not begun.is_set():
+                await asyncio.sleep(0.01)
+            group.cancel()
+            while not over.is_set():
+                await asyncio.sleep(0.01)
+
+    PLAYED.append(play)
+    asyncio.run(stop())
+    assert json.loads([line for line in lines if line][-1].removeprefix("data: "))["error"]["code"] == "session_over"
 
 
 def test_what_is_refused_before_it_is_begun_has_a_status(with_embedded: WithEngine[Any]) -> None:  # noqa: F811
