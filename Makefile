@@ -2,6 +2,7 @@
 # make test    install what is needed (with Slurm, where this is root on Debian or Ubuntu) and run all tests
 # make learn   each family of algorithms learns the quickstart's task, and other whole training runs, minutes each; reports in a browser
 # make trackers  install the packages of trackers and send a run to each
+# make agents  install packages of environments that ask an endpoint and train with one
 # make faults  all failure scenarios on a real Slurm, also those that `make test` leaves out: more than an hour
 # make soak    a thousand processes of three runs killed, one after the other: hours; HPCRL_SOAK=300: so many; and 10,000 steps of one run
 # make fuzz    a million messages to the controller and a million configurations, half an hour; HPCRL_FUZZ=1000: as many of each
@@ -18,7 +19,7 @@ TORCH_CPU ?= https://download.pytorch.org/whl/cpu
 FAULTS    := $(shell grep -rl 'mark\.faults_slow' tests --include='test_*.py' | grep -v '^tests/faults/')
 PIP       := $(BIN)/pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test learn trackers faults soak fuzz check format slurm chromium
+.PHONY: demo test learn trackers agents faults soak fuzz check format slurm chromium
 demo: $(VENV)/$(if $(filter vllm,$(ENGINE)),installed,embedded)
 	$(BIN)/hpcrl submit configs/quickstart.toml generator.inference_engine.backend=$(ENGINE) --local --follow
 
@@ -34,6 +35,14 @@ trackers:
 	$(PYTHON) -m venv $(VENV)-trackers
 	$(VENV)-trackers/bin/pip install --quiet -e '.[wandb,mlflow,swanlab,trackio]' pytest
 	$(VENV)-trackers/bin/python -m pytest -m trackers --confcutdir tests/observe tests/observe/test_tracker_packages.py
+
+# In environments of their own, which only the programs that are started use: each wants other versions than the other, and the lock.
+agents: $(VENV)/installed
+	$(PYTHON) -m venv $(VENV)-agents/verifiers
+	$(VENV)-agents/verifiers/bin/pip install --quiet verifiers==0.4.0 uv
+	$(PYTHON) -m venv $(VENV)-agents/openenv
+	$(VENV)-agents/openenv/bin/pip install --quiet openenv==0.10.0
+	HPCRL_AGENTS=$(abspath $(VENV)-agents) $(BIN)/pytest -m agents tests/jobs/agents
 
 faults: $(VENV)/installed slurm
 	$(BIN)/pytest -m "not soak and not slow" tests/faults $(FAULTS)

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 from hpcrl.config import Config
 from hpcrl.config.derive import policy_model, publishes
 from hpcrl.errors import EngineError
-from hpcrl.rollout.engines.base import Engine, Generation, Launched
+from hpcrl.rollout.engines.base import Engine, Generation, Heard, Launched
 from hpcrl.rollout.limiter import Load
 from hpcrl.rundir.commit import committed_directory, read_json, write_text
 from hpcrl.rundir.layout import Run
@@ -67,6 +67,7 @@ class Instant(Engine, Launched):
         seed: int | None,
         sampling: Mapping[str, Any],
         name: str | None = None,
+        heard: Heard | None = None,
     ) -> list[Generation]:
         self.answered += 1
         drawn = random.Random(seed)

@@ -9,6 +9,7 @@ ends       with 0 when all prompts are evaluated; with the exit code of hpcrl/er
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
 import time
@@ -17,8 +18,10 @@ from typing import Any
 
 from hpcrl.config import Config, sampling_seed
 from hpcrl.config.derive import max_input_length, policy_model
+from hpcrl.config.sections.generator import NODE
 from hpcrl.controller.evaluation import evaluation_work
 from hpcrl.errors import HpcrlError
+from hpcrl.launch.agent.network import node_address
 from hpcrl.observe.eval_report import write_results
 from hpcrl.observe.scores import results_of
 from hpcrl.rollout.engines.base import Launched
@@ -60,6 +63,8 @@ def evaluate(
     kept = drop_long(prompts, count_tokens, trainer.max_prompt_length)
     seed = sampling_seed(generator.inference_engine, trainer)
     work = evaluation_work(kept, version, generator.eval_n_samples_per_prompt, seed)
+    if generator.inference_engine.http_endpoint_host == NODE:
+        os.environ["HPCRL_ADDRESS"] = node_address(config.slurm.network_interface)
     engine.wait_ready(generator.inference_engine.start_timeout_seconds, lambda: status.write("starting engine"))
     began = time.monotonic()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -74,6 +75,7 @@ class Endpoint:
         model: its name in requests.
         ended: set when nothing more is answered: the sample took too long, or the run wants it no more. What plays it is to end then.
         last_text: returns what the policy said last.
+        expect_score: has the sample scored by whoever has its key, at POST <base_url>/score; returns what then has the score.
     """
 
     base_url: str
@@ -81,6 +83,7 @@ class Endpoint:
     model: str
     ended: threading.Event
     last_text: Callable[[], str]
+    expect_score: Callable[[], Future[Turn]]
 
 
 class AgentEnvironment(Protocol):

@@ -24,7 +24,7 @@ from hpcrl.envs.registry import common_extras
 from hpcrl.envs.rewards.remote import Endpoints
 from hpcrl.errors import ConfigError, DataError, ServiceError, UserCodeError
 from hpcrl.rollout.endpoint.server import PolicyServer
-from hpcrl.rollout.engines.base import Engine, Generation, engine_sampling
+from hpcrl.rollout.engines.base import Engine, Generation, Heard, engine_sampling
 from hpcrl.rollout.env_session import Answer, EnvSession, scorer_of
 from hpcrl.rollout.group import Group, Row, apply_stop_reason, neutralize_failed, sample_reward
 from hpcrl.rollout.lessons import Lessons, Told
@@ -67,10 +67,17 @@ class _Episode:
     stop_reason: StopReason = "stop"
     failure: str | None = None
 
-    async def say(self, turn: int, prompt: Sequence[int], limits: Mapping[str, Any] | None = None) -> Generation:
-        """Return what the policy says next; `limits` take the place of sampling parameters."""
+    async def say(
+        self,
+        turn: int,
+        prompt: Sequence[int],
+        limits: Mapping[str, Any] | None = None,
+        heard: Heard | None = None,
+    ) -> Generation:
+        """Return what the policy says next; `limits` take the place of sampling parameters, and `heard` is as of `Engine.generate`."""
         seed = random.Random(f"turn-{self.seed}-{turn}").getrandbits(31) if turn else self.seed
-        (said,) = await self.turns.say(self.number, turn, prompt, 1, seed, {**self.sampling, **(limits or {})})
+        sampling = {**self.sampling, **(limits or {})}
+        (said,) = await self.turns.say(self.number, turn, prompt, 1, seed, sampling, heard)
         return said
 
     @property

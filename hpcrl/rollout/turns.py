@@ -18,7 +18,7 @@ from typing import Any
 
 from hpcrl.data.kept_files import read_turns, turn_file
 from hpcrl.errors import EngineError
-from hpcrl.rollout.engines.base import Engine, Generation
+from hpcrl.rollout.engines.base import Engine, Generation, Heard
 from hpcrl.rollout.threads import in_thread
 from hpcrl.rundir.checked_lines import append_lines
 from hpcrl.rundir.commit import digest_of
@@ -75,23 +75,32 @@ class Turns:
         self._written = set[tuple[_Call, int]]()
 
     async def say(
-        self, first: int, turn: int, prompt: Sequence[int], n: int, seed: int, sampling: Mapping[str, Any]
+        self,
+        first: int,
+        turn: int,
+        prompt: Sequence[int],
+        n: int,
+        seed: int,
+        sampling: Mapping[str, Any],
+        heard: Heard | None = None,
     ) -> list[Generation]:
-        """Return a turn of `n` samples from `first` on, found or as `Engine.generate` returns them."""
+        """Return a turn of `n` samples from `first` on, found or as `Engine.generate` returns them; `heard` as there."""
         call = _Call(first, turn, list(prompt), seed, sampling)  # what is given grows with the sample
         said = {at: self._found[key] for at in range(n if self._found else 0) if (key := call.key(at)) in self._found}
         if not said:
-            return await self._generate(call, n)
+            return await self._generate(call, n, heard)
+        if heard:
+            heard(said[0].token_ids, said[0].logprobs)
         self.kept_tokens += sum(len(one.token_ids) for one in said.values())
         left = [_Call(first + at, turn, call.prompt, seed + at, sampling) for at in range(n) if at not in said]
         new = iter(await asyncio.gather(*(self._generate(one, 1) for one in left)))
         return [said[at] if at in said else next(new)[0] for at in range(n)]
 
-    async def _generate(self, call: _Call, n: int) -> list[Generation]:
+    async def _generate(self, call: _Call, n: int, heard: Heard | None = None) -> list[Generation]:
         name = f"{self._group_id}/{next(_CALLS)}"
         self._calls[name] = call
         try:
-            said = await self._engine.generate(call.prompt, n, call.seed, call.sampling, name)
+            said = await self._engine.generate(call.prompt, n, call.seed, call.sampling, name, heard)
         finally:
             del self._calls[name]
         self._ended |= {(call, at): one for at, one in enumerate(said)}

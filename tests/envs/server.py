@@ -14,6 +14,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Asked:
+    method: str
     path: str
     headers: Message
     body: bytes
@@ -47,8 +48,8 @@ def serving(answer: Answer) -> Iterator[Server]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["content-length"]))
-            asked = Asked(self.path, self.headers, body)
+            body = self.rfile.read(int(self.headers["content-length"] or 0))
+            asked = Asked(self.command, self.path, self.headers, body)
             server.asked.append(asked)
             found = answer(asked)
             if isinstance(found, Raw):
@@ -61,6 +62,8 @@ def serving(answer: Answer) -> Iterator[Server]:
             self.send_header("content-length", str(len(content)))
             self.end_headers()
             self.wfile.write(content)
+
+        do_DELETE = do_POST
 
         def log_message(self, format: str, *args: Any) -> None:
             pass

@@ -16,7 +16,7 @@ from hpcrl.config import EnvironmentConfig, GeneratorConfig, SamplingParams
 from hpcrl.config.sections.environment import ScoringRewardModelConfig
 from hpcrl.envs.base import Messages, Turn
 from hpcrl.errors import ConfigError
-from hpcrl.rollout.engines.base import Generation
+from hpcrl.rollout.engines.base import Generation, Heard
 from hpcrl.rollout.generate import GroupGenerator
 from hpcrl.rollout.group import Group
 from hpcrl.rollout.transcript import Template
@@ -51,12 +51,17 @@ class Script:
     def __init__(self, turns: Sequence[tuple[list[int], str]]) -> None:
         self._turns, self.prompts, self.seeds = iter(turns), list[list[int]](), list[int]()
 
-    async def generate(self, prompt_ids: list[int], n_samples: int, seed: int, *_: object) -> list[Generation]:
+    async def generate(
+        self, prompt_ids: list[int], n_samples: int, seed: int, _sampling: Any, _name: Any, heard: Heard | None
+    ) -> list[Generation]:
         assert n_samples == 1
         self.prompts.append(list(prompt_ids))
         self.seeds.append(seed)
         token_ids, reason = next(self._turns)
         logprobs = [-0.5 - at for at in range(len(token_ids))]
+        if heard:
+            for token_id, logprob in zip(token_ids, logprobs, strict=True):
+                heard([token_id], [logprob])
         return [Generation(token_ids, logprobs, reason, [self.version] * len(token_ids))]  # type: ignore[arg-type]
 
 

@@ -272,6 +272,20 @@ def test_damaged_lines_are_generated_again(run: Run, capsys: pytest.CaptureFixtu
     assert "1 of its lines are damaged" in capsys.readouterr().out
 
 
+def test_a_turn_that_is_found_is_heard(run: Run) -> None:
+    said, heard = Generation([5, 1], [-1.0, -2.0], "stop", [3, 3]), list[Any]()
+
+    async def play() -> list[Generation]:
+        await left_by(run, said)
+        turns = await KeptTurns(run, "rollout-1", Says(said, 3)).begin(left(run, work("Talks")))  # type: ignore[arg-type]
+        found = await turns.say(0, 0, PROMPT, 1, 7, WHOLE, lambda *piece: heard.append(piece))
+        assert turns.kept_tokens == 2
+        return found
+
+    assert asyncio.run(play()) == [said]
+    assert heard == [(said.token_ids, said.logprobs)]
+
+
 def test_short_groups_leave_no_files(run: Run) -> None:
     """Only what takes longer than some seconds is written while it is under way."""
 

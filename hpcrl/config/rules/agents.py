@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from urllib.parse import urlsplit
 
 from hpcrl.config.derive import several_rows
 from hpcrl.config.errors import Problem
 from hpcrl.config.import_path import misnamed
-from hpcrl.config.sections.environment import REWARDS
+from hpcrl.config.rules.cluster import mount_problems
+from hpcrl.config.sections.environment import REWARDS, AgentConfig
 from hpcrl.config.sections.tree import ConfigTree
 
 _ENDPOINT = "generator.inference_engine.enable_http_endpoint"
 _AGENT = "environment.skyrl_gym.agent"
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _OF_MESSAGES = tuple(name for name in REWARDS if name != "overlong")  # which is about all that was said
 
 
@@ -39,10 +42,15 @@ def agents(config: ConfigTree) -> Iterator[Problem]:
         )
     if agent.reward_function and agent.reward == "exit_code":
         yield Problem(f"{_AGENT}.reward", "reward_function judges, not the exit code; leave one of them out")
+    yield from _service(config)
+    yield from _container(agent)
     if config.environment.env_class != "agent":
         return
-    if not agent.command:
-        yield Problem(f"{_AGENT}.command", 'required by agent: the program, such as ["python", "./agent.py"]')
+    if not agent.command and not agent.service.url:
+        yield Problem(
+            f"{_AGENT}.command",
+            'required by agent: the program, such as ["python", "./agent.py"]; or set service.url to have a service asked',
+        )
     if not generator.inference_engine.enable_http_endpoint:
         yield Problem(_ENDPOINT, "required by agent, whose programs ask the policy there; set it to true")
     if generator.step_wise_trajectories:
@@ -54,6 +62,49 @@ def agents(config: ConfigTree) -> Iterator[Problem]:
         yield Problem(
             "generator.use_conversation_multi_turn", "agent asks with messages, each of its own; leave it out"
         )
+
+
+def _service(config: ConfigTree) -> Iterator[Problem]:
+    agent, host = config.environment.skyrl_gym.agent, config.generator.inference_engine.http_endpoint_host
+    if not agent.service.url:
+        if agent.service.token_file:
+            yield Problem(
+                f"{_AGENT}.service.token_file", "has no effect without service.url; leave it out, or set that"
+            )
+        return
+    address = urlsplit(agent.service.url)
+    if address.scheme not in ("http", "https") or not address.hostname or "@" in address.netloc:
+        yield Problem(
+            f"{_AGENT}.service.url",
+            f'expected an address such as "http://host:8080/play", without a password, found "{agent.service.url}"',
+        )
+    elif host in _LOOPBACK and address.hostname not in _LOOPBACK:
+        yield Problem(
+            "generator.inference_engine.http_endpoint_host",
+            f'{address.hostname} ({_AGENT}.service.url) does not reach the policy at {host}; set it to "node"',
+        )
+    others = {"command": agent.command, "reward_function": agent.reward_function, "reward": agent.reward != "file"}
+    for name in (name for name, found in others.items() if found):
+        yield Problem(f"{_AGENT}.{name}", "a service plays and scores (service.url); leave one of them out")
+
+
+def _container(agent: AgentConfig) -> Iterator[Problem]:
+    container, section = agent.container, f"{_AGENT}.container"
+    if container.kind == "none":
+        for name in ("image", "mounts", "env", "arguments"):
+            if getattr(container, name):
+                yield Problem(f"{section}.{name}", f"has no effect without {section}.kind; leave it out, or set that")
+        return
+    if not container.image:
+        yield Problem(f"{section}.image", f"set it: {section}.kind is {container.kind}")
+    if agent.service.url:
+        yield Problem(
+            f"{section}.kind", "programs are started in it, and a service is asked (service.url); leave it out"
+        )
+    yield from mount_problems(f"{section}.mounts", container.mounts)
+    for name in container.env:
+        if not name.isidentifier():
+            yield Problem(f"{section}.env", f"expected names of variables, found {name!r}")
 
 
 def rows_of_samples(config: ConfigTree) -> Iterator[Problem]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 
 from hpcrl.config.adapters import largest_rank, loads_adapters
@@ -171,10 +171,14 @@ def container(config: ConfigTree) -> Iterator[Problem]:
         yield Problem("slurm.container.kind", 'set it to "apptainer" or "pyxis", or leave out slurm.container.image')
     elif container.kind != "none" and not container.image:
         yield Problem("slurm.container.image", f"set it: slurm.container.kind is {container.kind}")
-    for mount in container.mounts:
+    yield from mount_problems("slurm.container.mounts", container.mounts)
+
+
+def mount_problems(setting: str, mounts: Sequence[str]) -> Iterator[Problem]:
+    for mount in mounts:
         if not mount.startswith("/") or "," in mount or mount.count(":") > 2:
             expected = "expected SOURCE, SOURCE:TARGET or SOURCE:TARGET:ro with absolute paths without commas"
-            yield Problem("slurm.container.mounts", f"{expected}, found {mount!r}")
+            yield Problem(setting, f"{expected}, found {mount!r}")
 
 
 def counted_gpus(config: ConfigTree) -> Iterator[Problem]:

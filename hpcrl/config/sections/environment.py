@@ -82,9 +82,40 @@ class PythonToolConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AgentServiceConfig:
+    url: str | None = None
+    """agent: address of a service that keeps agents running, such as http://host:8080/play, which is asked to play samples instead of starting command; docs/agents.md has the protocol."""
+
+    token_file: Location | None = None
+    """agent: file, readable on the rollout nodes by its owner alone, with the token that the service gets as `Authorization: Bearer`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentContainerConfig:
+    kind: Literal["none", "apptainer", "enroot"] = "none"
+    """agent: program that starts command in a container; none: it runs as it is."""
+
+    image: Location | None = None
+    """agent: image of the container: a .sif file or a .sqsh file, or what else Apptainer or Enroot takes."""
+
+    mounts: list[str] = field(default_factory=list)
+    """agent: directories of the node that the program sees, SOURCE or SOURCE:TARGET or SOURCE:TARGET:ro; its own directory is seen without."""
+
+    env: list[str] = field(default_factory=list)
+    """agent: names of variables of the rollout worker that the program has as well."""
+
+    arguments: list[str] = field(default_factory=list)
+    """agent: further options of `apptainer exec` or `enroot start`, such as "--nv"."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class AgentConfig:
     command: list[Location] = field(default_factory=list)
     """agent: the program and its arguments; it asks the policy as OpenAI's clients do, and is started for each sample."""
+
+    container: AgentContainerConfig = field(default_factory=AgentContainerConfig)
+
+    service: AgentServiceConfig = field(default_factory=AgentServiceConfig)
 
     reward: Literal["file", "exit_code"] = "file"
     """agent: where the reward is: in the file that HPCRL_REWARD names, or 1 for exit code 0 and else 0. With file, another exit code is a failure."""

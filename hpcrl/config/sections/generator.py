@@ -7,6 +7,9 @@ from typing import Any, Literal
 
 from hpcrl.config.fields import Location
 
+NODE = "node"
+"""The endpoint listens at the address of its node."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class InferenceEngineConfig:
@@ -87,7 +90,7 @@ class InferenceEngineConfig:
     """Let environments ask the policy themselves, as env_class = "agent" does: each rollout worker serves OpenAI's protocol, with a key for each sample, and keeps the tokens of what it answered for training."""
 
     http_endpoint_host: str = "127.0.0.1"
-    """Address at which it listens, on the node of each replica: one address, which the agents' programs reach."""
+    """Address at which it listens, on the node of each replica: one address, which agents reach; node: the node's own, by which the run's other servers are reached too (slurm.network_interface), for agents on other nodes."""
 
     http_endpoint_port: int | None = None
     """Port of the first replica; each further one has the next. Unset: each finds a free one."""

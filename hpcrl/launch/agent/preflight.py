@@ -39,6 +39,7 @@ def check_node(run: Run, config: Config, node: Node, context: NodeContext, sizes
         named=not (context.local or config.slurm.network_interface),
         requeues=node.index == 0 and not context.local and config.slurm.container.host_python is None,
         nsys=records_ranks(profiler, node) or records_engines(profiler, node),
+        containers=config.environment.skyrl_gym.agent.container.kind if node.replicas else "none",
         rooms=rooms(run, config, sizes),
     )
     findings = list(of_node(_facts(run, node, context, _copies(config, node)), purpose))

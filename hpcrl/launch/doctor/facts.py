@@ -50,6 +50,7 @@ class Purpose:
         named: whether other nodes reach it by its name.
         requeues: whether a job is requeued from there.
         nsys: whether Nsight Systems records its processes.
+        containers: program that starts containers of agents there; none: there are no such.
         rooms: what it will write, by the name of the place, as far as that is known.
     """
 
@@ -58,6 +59,7 @@ class Purpose:
     named: bool = True
     requeues: bool = False
     nsys: bool = False
+    containers: str = "none"
     rooms: Mapping[str, Room] = field(default_factory=dict)
 
 
@@ -74,6 +76,9 @@ def of_node(facts: Mapping[str, Any], purpose: Purpose) -> Iterator[Finding]:
     if purpose.nsys and not facts["nsys"]:
         remedy = "trainer.profiler.enable_nsys starts processes under it: load the module that has it in slurm.setup (nsight-systems, cuda), or add its bin to PATH there"
         yield error("nsys", f"not on the PATH of {host} ({facts['path']})", remedy)
+    if purpose.containers != "none" and purpose.containers not in facts["containers"]:
+        remedy = "environment.skyrl_gym.agent.container.kind starts agents with it: load the module that has it in slurm.setup, or add its bin to PATH there"
+        yield error(purpose.containers, f"not on the PATH of {host} ({facts['path']})", remedy)
     if facts["abandoned"]:
         yield ok("left over", f"removed on {host}, of processes that were killed: {', '.join(facts['abandoned'])}")
     yield from of_gpus(facts, purpose.gpus, purpose.engines)

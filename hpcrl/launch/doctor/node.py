@@ -32,6 +32,7 @@ from hpcrl.runtime.gpu_memory import nvidia_smi
 from hpcrl.runtime.scratch import remove_abandoned
 
 PACKAGES = ("hpcrl", "torch", "vllm", "transformers", "safetensors", "submitit", "pydantic", "tensorboard", "numpy")
+CONTAINERS = ("apptainer", "enroot")  # programs that start them
 _POLL_S = 0.02
 _TORCH_S = 600.0  # to import it from a shared filesystem that many nodes read at the same time
 
@@ -78,6 +79,7 @@ def facts(
         "abandoned": [str(path) for path in abandoned],
         "scontrol": shutil.which("scontrol") is not None,
         "nsys": shutil.which("nsys"),
+        "containers": [name for name in CONTAINERS if shutil.which(name)],
         "path": os.environ.get("PATH", ""),
     }
 

@@ -113,6 +113,11 @@ def _of_environments(config: Config) -> Iterator[Problem]:
         yield Problem("environment.skyrl_gym.text2sql.db_path", f"no folder {gym.text2sql.db_path}")
     if gym.search.corpus and not Path(gym.search.corpus).is_file():
         yield Problem("environment.skyrl_gym.search.corpus", f"no file {gym.search.corpus}")
+    image, token = gym.agent.container.image, gym.agent.service.token_file
+    if image and image.startswith("/") and not Path(image).exists():
+        yield Problem("environment.skyrl_gym.agent.container.image", f"no image {image}")
+    if token and not os.access(Path(token).expanduser(), os.R_OK):
+        yield Problem("environment.skyrl_gym.agent.service.token_file", f"no file {token} that can be read")
 
 
 def _of_reward_model(section: str, path: str | None, revision: str | None, template: str | None) -> Iterator[Problem]:

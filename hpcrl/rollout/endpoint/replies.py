@@ -1,10 +1,12 @@
-"""Answers in OpenAI's protocol, whole and as events."""
+"""Answers in OpenAI's protocol, whole and as events while they are generated."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 from hpcrl.rollout.endpoint.requests import Request
@@ -26,8 +28,8 @@ def reply(request: Request, answers: Sequence[Answer], name: str, decode: Decode
         {
             "index": at,
             "finish_reason": _finish_reason(one),
-            "logprobs": _logprobs(one, chat, decode) if request.logprobs else None,
-            **({"message": _message(one, name, at)} if chat else {"text": one.text}),
+            "logprobs": _logprobs(request, one.said.token_ids, one.said.logprobs, decode),
+            **({"message": _message(one, name, at)} if chat else {"text": one.content}),
         }
         for at, one in enumerate(answers)
     ]
@@ -35,33 +37,52 @@ def reply(request: Request, answers: Sequence[Answer], name: str, decode: Decode
     return {**_head(request, name, kind), "choices": choices, "usage": _usage(answers)}
 
 
-def events(request: Request, answers: Sequence[Answer], name: str, decode: Decode) -> Iterator[bytes]:
-    """Return the same as server-sent events; each choice comes whole, as engines tell of it when it has ended."""
-    whole = reply(request, answers, name, decode)
-    chat = request.messages is not None
-    head = _head(request, name, "chat.completion.chunk" if chat else "text_completion")
-    for choice in whole["choices"]:
-        reason = choice.pop("finish_reason")
-        if chat:
-            delta = choice.pop("message")
-            for at, call in enumerate(delta.get("tool_calls") or []):
-                call["index"] = at
-            yield _event({**head, "choices": [{**choice, "delta": delta, "finish_reason": None}]})
-            choice = {"index": choice["index"], "delta": {}}
-        else:
-            yield _event({**head, "choices": [{**choice, "finish_reason": None}]})
-            choice = {"index": choice["index"], "text": ""}
-        yield _event({**head, "choices": [{**choice, "finish_reason": reason}]})
-    if request.usage:
-        yield _event({**head, "choices": [], "usage": whole["usage"]})
-    yield b"data: [DONE]\n\n"
+class Events:
+    """The same as server-sent events: pieces as they come, and an end; together they say what `reply` says."""
+
+    def __init__(self, request: Request, name: str, decode: Decode) -> None:
+        self._request, self._name, self._decode = request, name, decode
+        self._chat = request.messages is not None
+        self._head = _head(request, name, "chat.completion.chunk" if self._chat else "text_completion")
+        self._told, self._offsets = Counter[int](), Counter[int]()
+
+    def piece(self, number: int, text: str, token_ids: Sequence[int], logprobs: Sequence[float]) -> bytes:
+        """Return the event of a piece of a choice; none where there is nothing to tell."""
+        if not text and not self._request.logprobs:
+            return b""
+        told = _logprobs(self._request, token_ids, logprobs, self._decode, self._offsets[number])
+        if told and not self._chat:
+            self._offsets[number] += sum(map(len, told["tokens"]))
+        return self._choice(number, text, told)
+
+    def end(self, answers: Sequence[Answer]) -> Iterator[bytes]:
+        """Return the events of what has not been told of whole answers."""
+        for number, one in enumerate(answers):
+            rest, message = one.content[self._told[number] :], _message(one, self._name, number)
+            calls = [{"index": at, **call} for at, call in enumerate(message.get("tool_calls", []))]
+            if rest or calls or number not in self._told:
+                yield self._choice(number, rest, None, {"tool_calls": calls} if calls else {})
+            nothing: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
+            yield self._event([{"index": number, **nothing, "logprobs": None, "finish_reason": _finish_reason(one)}])
+        if self._request.usage:
+            yield self._event([], usage=_usage(answers))
+        yield b"data: [DONE]\n\n"
+
+    def _choice(self, number: int, text: str, logprobs: Any, more: dict[str, Any] | None = None) -> bytes:
+        role = {} if number in self._told else {"role": "assistant"}
+        self._told[number] += len(text)
+        said = {"delta": {**role, "content": text, **(more or {})}} if self._chat else {"text": text}
+        return self._event([{"index": number, **said, "logprobs": logprobs, "finish_reason": None}])
+
+    def _event(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
+        return event({**self._head, "choices": choices, **more})
 
 
 def models(name: str) -> dict[str, Any]:
     return {"object": "list", "data": [{"id": name, "object": "model", "created": 0, "owned_by": "hpcrl"}]}
 
 
-def _event(content: dict[str, Any]) -> bytes:
+def event(content: Mapping[str, Any]) -> bytes:
     return b"data: " + json_body(content) + b"\n\n"
 
 
@@ -88,16 +109,25 @@ def _message(answer: Answer, name: str, at: int) -> dict[str, Any]:
     return {**message, "tool_calls": calls} if calls else message
 
 
-def _logprobs(answer: Answer, chat: bool, decode: Decode) -> dict[str, Any]:
-    texts = [decode([token_id]) for token_id in answer.said.token_ids]
-    if chat:
+def _logprobs(
+    request: Request, token_ids: Sequence[int], logprobs: Sequence[float], decode: Decode, offset: int = 0
+) -> dict[str, Any] | None:
+    """Return what is told of tokens; None where nobody asks.
+
+    Args:
+        offset: of the first of them in the text, in characters.
+    """
+    if not request.logprobs:
+        return None
+    texts = [decode([token_id]) for token_id in token_ids]
+    if request.messages is not None:
         tokens = [
             {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
-            for text, logprob in zip(texts, answer.said.logprobs, strict=True)
+            for text, logprob in zip(texts, logprobs, strict=True)
         ]
         return {"content": tokens, "refusal": None}
-    offsets = [sum(map(len, texts[:at])) for at in range(len(texts))]
-    return {"tokens": texts, "token_logprobs": answer.said.logprobs, "text_offset": offsets, "top_logprobs": None}
+    offsets = list(accumulate(map(len, texts), initial=offset))[:-1]
+    return {"tokens": texts, "token_logprobs": list(logprobs), "text_offset": offsets, "top_logprobs": None}
 
 
 def _usage(answers: Sequence[Answer]) -> dict[str, int]:

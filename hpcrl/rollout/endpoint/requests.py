@@ -29,6 +29,10 @@ def session_over() -> Declined:
     return Declined(429, "session_over", "the run wants no more of this sample", retry=30)
 
 
+def session_ended() -> Declined:
+    return Declined(401, "session_ended", "the sample of this key is over: it was scored, has failed, or took too long")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """What is to be completed, and how far.

@@ -1,6 +1,6 @@
 """OpenAI's protocol for the policy that a replica holds: a server in the rollout worker, which answers those who have the key of a sample.
 
-    POST /v1/chat/completions, /v1/completions      GET /v1/models
+    POST /v1/chat/completions, /v1/completions, /v1/score      GET /v1/models
 
 A key is a session, which is one sample while its environment plays it; it shows in no file and no log.
 """
@@ -9,20 +9,28 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
 import secrets
 import socket
-from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hpcrl.config import GeneratorConfig, SamplingParams
+from hpcrl.config.sections.generator import NODE
 from hpcrl.data.chat import decoder
 from hpcrl.envs.base import Endpoint
 from hpcrl.errors import EngineError, HpcrlError, RunError
-from hpcrl.rollout.endpoint.replies import events, models, reply
-from hpcrl.rollout.endpoint.requests import Declined, Request, chat_request, completion_request, session_over
-from hpcrl.rollout.endpoint.session import Answer, Say, Session
+from hpcrl.rollout.endpoint.replies import Events, event, models, reply
+from hpcrl.rollout.endpoint.requests import (
+    Declined,
+    Request,
+    chat_request,
+    completion_request,
+    session_ended,
+    session_over,
+)
+from hpcrl.rollout.endpoint.session import Say, Session
 from hpcrl.runtime.http_server import (
     BadRequest,
     Receive,
@@ -44,8 +52,9 @@ _PARSERS: dict[str, Callable[[bytes], Request]] = {
     "/v1/chat/completions": chat_request,
     "/v1/completions": completion_request,
 }
-_MODELS = "/v1/models"
-_UNWANTED = 4096  # keys of samples that were given up, whose programs are told so
+_MODELS, _SCORE = "/v1/models", "/v1/score"
+_JSON = {"content-type": "application/json"}
+_OVER = 4096  # keys of samples that are over, whose programs are told so
 _SHUT_S = 5.0
 
 
@@ -61,79 +70,109 @@ class PolicyServer:
         self._tokenizer, self._config, self._url, self._model = tokenizer, config, url, model
         self._decode = decoder(tokenizer)
         self._sessions = dict[bytes, Session]()
-        self._unwanted = deque[bytes](maxlen=_UNWANTED)
+        self._over = dict[bytes, Callable[[], Declined]]()
 
     @asynccontextmanager
     async def session(self, say: Say, params: SamplingParams) -> AsyncIterator[tuple[Session, Endpoint]]:
         """Have a session as long as the block lasts, and where it is reached."""
         session, key = Session(say, self._tokenizer, self._config, params), secrets.token_urlsafe(32)
         self._sessions[_digest(key)] = session
+        reason = session_ended
         try:
-            yield session, Endpoint(self._url, key, self._model, session.ended, session.last_text)
+            yield session, Endpoint(self._url, key, self._model, session.ended, session.last_text, session.expect_score)
         except asyncio.CancelledError:
-            self._unwanted.append(_digest(key))
+            reason = session_over
             raise
         finally:
             del self._sessions[_digest(key)]
+            self._over[_digest(key)] = reason
+            while len(self._over) > _OVER:
+                del self._over[next(iter(self._over))]
             session.end()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http", scope["type"]
+        stream = _EventStream(send)
         try:
             session = self._of(headers_of(scope).get("authorization", ""))
             session.admit()
             if (scope["method"], scope["path"]) == ("GET", _MODELS):
-                return await send_body(send, 200, json_body(models(self._model)), {"content-type": "application/json"})
+                return await send_body(send, 200, json_body(models(self._model)), _JSON)
+            if (scope["method"], scope["path"]) == ("POST", _SCORE):
+                session.take_score(await read_body(receive))
+                return await send_body(send, 200, json_body({}), _JSON)
             parser = _PARSERS.get(scope["path"])
             if parser is None or scope["method"] != "POST":
-                raise Declined(404, "not_found", f"expected GET {_MODELS}, or POST {' or '.join(_PARSERS)}")
+                raise Declined(404, "not_found", f"expected GET {_MODELS}, or POST {', '.join([*_PARSERS, _SCORE])}")
             request = parser(await read_body(receive))
             if request.model != self._model:
                 raise Declined(404, "model_not_found", f"there is only the model {self._model!r}")
-            answers = await self._answers(session, request, receive)
+            await self._answer(session, request, receive, send, stream)
         except Refused as refusal:
-            return await _refuse(send, refusal)
+            await _refuse(send, stream, refusal)
         except (BadRequest, HpcrlError) as error:
             broken = isinstance(error, EngineError)
             code = "engine_failed" if broken else "invalid_request"
-            return await _refuse(send, Declined(500 if broken else 400, code, str(error)))
-        if answers is not None:
-            await self._send(send, request, answers)
+            await _refuse(send, stream, Declined(500 if broken else 400, code, str(error)))
         return None
 
     def _of(self, authorization: str) -> Session:
         digest = _digest(authorization.removeprefix("Bearer "))
         if session := self._sessions.get(digest):
             return session
-        if digest in self._unwanted:
-            raise session_over()
+        if reason := self._over.get(digest):
+            raise reason()
         raise Declined(401, "invalid_api_key", "no sample that is under way has this key")
 
-    async def _answers(self, session: Session, request: Request, receive: Receive) -> list[Answer] | None:
-        """Return the choices of a request; None if who has sent it has gone."""
-        answering = asyncio.create_task(session.answer(request))
+    async def _answer(
+        self, session: Session, request: Request, receive: Receive, send: Send, stream: _EventStream
+    ) -> None:
+        """Answer a request, unless who has sent it goes."""
+        name = f"{'chatcmpl' if request.messages is not None else 'cmpl'}-{secrets.token_hex(8)}"
+        events, coming = Events(request, name, self._decode), asyncio.Queue[bytes | None]()
+
+        def tell(*piece: Any) -> None:
+            coming.put_nowait(events.piece(*piece))
+
+        answering = asyncio.create_task(session.answer(request, tell if request.stream else None))
         gone = asyncio.ensure_future(receive())
+        for end in (answering, gone):
+            end.add_done_callback(lambda _: coming.put_nowait(None))
         try:
-            await asyncio.wait((answering, gone), return_when=asyncio.FIRST_COMPLETED)
+            while (piece := await coming.get()) is not None:
+                await stream.send(piece)
             if not answering.done():
                 return None
             if answering.cancelled():
                 raise session_over()
-            return answering.result()
+            answers = answering.result()
         finally:
             answering.cancel()
             gone.cancel()
-
-    async def _send(self, send: Send, request: Request, answers: list[Answer]) -> None:
-        name = f"{'chatcmpl' if request.messages is not None else 'cmpl'}-{secrets.token_hex(8)}"
         if not request.stream:
-            body = json_body(reply(request, answers, name, self._decode))
-            return await send_body(send, 200, body, {"content-type": "application/json"})
-        kind = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
-        await send({"type": "http.response.start", "status": 200, "headers": kind})
-        for event in events(request, answers, name, self._decode):
-            await send({"type": "http.response.body", "body": event, "more_body": True})
-        return await send({"type": "http.response.body", "body": b""})
+            return await send_body(send, 200, json_body(reply(request, answers, name, self._decode)), _JSON)
+        for piece in events.end(answers):
+            await stream.send(piece)
+        return await stream.end()
+
+
+class _EventStream:
+    """An answer in server-sent events, which begins with the first of them."""
+
+    def __init__(self, send: Send) -> None:
+        self._send, self.begun = send, False
+
+    async def send(self, event: bytes) -> None:
+        if not event:
+            return
+        if not self.begun:
+            self.begun = True
+            kind = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
+            await self._send({"type": "http.response.start", "status": 200, "headers": kind})
+        await self._send({"type": "http.response.body", "body": event, "more_body": True})
+
+    async def end(self) -> None:
+        await self._send({"type": "http.response.body", "body": b""})
 
 
 def _digest(key: str) -> bytes:
@@ -141,11 +180,14 @@ def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()
 
 
-async def _refuse(send: Send, refusal: Refused) -> None:
+async def _refuse(send: Send, stream: _EventStream, refusal: Refused) -> None:
     code, retry = (refusal.code, refusal.retry) if isinstance(refusal, Declined) else (None, None)
     error = {"message": str(refusal), "type": "invalid_request_error", "param": None, "code": code}
-    headers = {"content-type": "application/json", **({"retry-after": str(retry)} if retry else {})}
-    await send_body(send, refusal.status, json_body({"error": error}), headers)
+    if stream.begun:  # its status was said before there was an error
+        await stream.send(event({"error": error}))
+        return await stream.end()
+    headers = {**_JSON, **({"retry-after": str(retry)} if retry else {})}
+    return await send_body(send, refusal.status, json_body({"error": error}), headers)
 
 
 @asynccontextmanager
@@ -161,7 +203,10 @@ async def serving(
     if not engine.enable_http_endpoint:
         yield None
         return
-    listener = _listen(engine.http_endpoint_host, engine.http_endpoint_port, replica)
+    own = engine.http_endpoint_host == NODE
+    listener = _listen(
+        os.environ["HPCRL_ADDRESS"] if own else engine.http_endpoint_host, engine.http_endpoint_port, replica
+    )
     host, port = listener.getsockname()[:2]
     model = engine.served_model_name or tokenizer.name_or_path
     server, done = PolicyServer(tokenizer, config, f"http://{host}:{port}/v1", model), asyncio.Event()

@@ -12,6 +12,7 @@ import json
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -19,11 +20,13 @@ from jinja2 import TemplateError
 
 from hpcrl.config import GeneratorConfig, SamplingParams
 from hpcrl.data.chat import cut_messages
-from hpcrl.envs.base import Messages
+from hpcrl.envs.agents.score import EXPECTED, read_score
+from hpcrl.envs.base import Messages, Turn
 from hpcrl.errors import EngineError
+from hpcrl.rollout.endpoint.pieces import TextInPieces
 from hpcrl.rollout.endpoint.requests import Declined, Request, session_over
-from hpcrl.rollout.endpoint.tool_calls import Call, tool_calls
-from hpcrl.rollout.engines.base import Generation
+from hpcrl.rollout.endpoint.tool_calls import Call, first_of_calls, tool_calls
+from hpcrl.rollout.engines.base import Generation, Heard
 from hpcrl.rollout.transcript import Template, Transcript
 from hpcrl.runtime.http_server import BadRequest
 from hpcrl.types import StopReason
@@ -31,8 +34,12 @@ from hpcrl.types import StopReason
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Say = Callable[[int, Sequence[int], Mapping[str, Any]], Awaitable[Generation]]
-"""Has the policy continue a prompt: the number of its turn, token ids, and what of the sampling is otherwise than the run's."""
+Say = Callable[[int, Sequence[int], Mapping[str, Any], Heard | None], Awaitable[Generation]]
+"""Has the policy continue a prompt: the number of its turn, token ids, what of the sampling is otherwise than the run's, and who hears of
+tokens as they come."""
+
+Tell = Callable[[int, str, Sequence[int], Sequence[float]], None]
+"""Tells a client of a piece of an answer: the number of the choice, text, and what it came with: token ids and their log-probabilities."""
 
 MOST_OPEN = 32
 """Requests of a session that wait for an answer at a time, each choice counted."""
@@ -78,6 +85,10 @@ class Answer:
         return messages[len(known) :] if same else []
 
 
+def _hearing(tell: Tell, number: int, text: TextInPieces) -> Heard:
+    return lambda token_ids, logprobs: tell(number, text.add(token_ids), token_ids, logprobs)
+
+
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a message without what clients make up: the names of calls."""
     calls = [call["function"] for call in message.get("tool_calls", [])]
@@ -95,6 +106,7 @@ class Session:
         too_long: whether a request was declined since its prompt was longer than generator.max_input_length.
         ended: set when no more is answered.
         failure: of the engine.
+        score: what the sample is worth, where somebody waits for it to be posted.
     """
 
     def __init__(
@@ -104,6 +116,7 @@ class Session:
         self.answers = list[Answer]()
         self.too_long = False
         self.failure: EngineError | None = None
+        self.score: Future[Turn] | None = None
         self.ended = threading.Event()
         self._begun = self._open = 0
         self._running = set[asyncio.Task[Any]]()
@@ -119,8 +132,11 @@ class Session:
             self._allowed += 1
             raise Declined(429, "rate_limit_exceeded", f"more than {PER_SECOND:g} requests per second", retry=1)
 
-    async def answer(self, request: Request) -> list[Answer]:
+    async def answer(self, request: Request, tell: Tell | None = None) -> list[Answer]:
         """Return the choices of a request.
+
+        Args:
+            tell: called with pieces of them as they come, with all tokens and with text that their contents begin with.
 
         Raises:
             BadRequest, HpcrlError: the chat template refuses the messages, or they have no tokens.
@@ -145,7 +161,9 @@ class Session:
                 "max_tokens": min(request.max_tokens or self._longest, self._longest),
                 "stop": [*(self._params.stop or []), *request.stop],
             }
-            said = await asyncio.gather(*(self._say(turn, prompt, limits) for turn in turns))
+            texts = [self._pieces(request, limits["stop"]) for _ in turns]
+            heard = [tell and _hearing(tell, at, text) for at, text in enumerate(texts)]
+            said = await asyncio.gather(*(self._say(turn, prompt, limits, heard[at]) for at, turn in enumerate(turns)))
         except EngineError as error:
             self.failure = error
             self.ended.set()
@@ -153,9 +171,31 @@ class Session:
         finally:
             self._open -= request.n
             self._running.discard(task)
-        answers = [self._answered(request, parent, prompt, one) for one in said]
+        told = [text.told for text in texts]
+        answers = [self._answered(request, parent, prompt, *one) for one in zip(said, told, strict=True)]
         self.answers += answers
         return answers
+
+    def expect_score(self) -> Future[Turn]:
+        """Let the sample be scored by whoever has its key; as of `Endpoint`."""
+        self.score = Future()
+        return self.score
+
+    def take_score(self, content: bytes) -> None:
+        """Take the score that a request has.
+
+        Raises:
+            BadRequest: it is none.
+            Declined: nobody waits for one, or there is one already.
+        """
+        if self.score is None:
+            raise Declined(404, "not_found", "the reward of this sample comes from elsewhere")
+        turn = read_score(content)
+        if turn is None:
+            raise BadRequest(f"expected {EXPECTED}")
+        if self.score.done():
+            raise Declined(409, "scored", "the sample has a score already")
+        self.score.set_result(turn)
 
     def end(self) -> None:
         """Answer no more."""
@@ -205,7 +245,7 @@ class Session:
             if max(prompt) >= len(self._tokenizer) or min(prompt) < 0:
                 raise BadRequest(f"prompt: expected token ids below {len(self._tokenizer)}")
             return max(known, key=lambda one: len(one.prompt), default=None), prompt
-        texts = [(one, one.asked + one.text) for one in self.answers if isinstance(one.asked, str)]
+        texts = [(one, one.asked + one.content) for one in self.answers if isinstance(one.asked, str)]
         parent, before = max(
             (found for found in texts if prompt.startswith(found[1])),
             key=lambda found: len(found[1]),
@@ -225,7 +265,13 @@ class Session:
             self._used = tools, Template(self._tokenizer, own, special)
         return self._used[1]
 
-    def _answered(self, request: Request, parent: Answer | None, prompt: list[int], said: Generation) -> Answer:
+    def _pieces(self, request: Request, stop: list[str]) -> TextInPieces:
+        marks = [*stop, first_of_calls(self._tokenizer)] if request.tools else stop
+        return TextInPieces(self._template(request.tools).decoded, marks, trims=bool(request.tools))
+
+    def _answered(
+        self, request: Request, parent: Answer | None, prompt: list[int], said: Generation, told: str
+    ) -> Answer:
         template, params = self._template(request.tools), self._params
         text = template.text(said.token_ids, params.stop or [], keep=params.include_stop_str_in_output)
         if request.stop:
@@ -233,6 +279,8 @@ class Session:
         content, calls = text, list[Call]()
         if request.tools:
             content, calls = tool_calls(self._tokenizer, prompt, said.token_ids, text, request.tools)
+        if not content.startswith(told):  # a tokenizer that writes a text otherwise once more follows
+            content = told
         asked = request.messages
         if asked is None:
             asked = request.prompt if isinstance(request.prompt, str) else template.decoded(request.prompt)

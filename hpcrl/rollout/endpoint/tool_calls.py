@@ -16,6 +16,11 @@ Call = dict[str, Any]
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 
 
+def first_of_calls(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the text that a call begins with: what comes before it is content, and nothing is if it is empty."""
+    return "<tool_call>" if getattr(tokenizer, "response_template", None) is None else ""
+
+
 def tool_calls(
     tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], said: Sequence[int], text: str, tools: list[Any]
 ) -> tuple[str, list[Call]]:
@@ -32,7 +37,7 @@ def tool_calls(
     if getattr(tokenizer, "response_template", None) is None:
         parts = _CALL.split(text)
         found = [_read(part) for part in parts[1::2]]
-        content = "".join(parts[::2]).strip()
+        content = "".join(parts[::2]).rstrip()
     else:
         try:
             message = tokenizer.parse_response(list(said), prefix=list(prompt), tools=tools)

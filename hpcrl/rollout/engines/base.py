@@ -41,6 +41,10 @@ class Generation:
     top_ids: list[list[int]] | None = None
 
 
+Heard = Callable[[Sequence[int], Sequence[float]], None]
+"""Hears of the next tokens of a response, and their log-probabilities, as soon as they are there."""
+
+
 def engine_sampling(params: SamplingParams, kind: Kind, vocabulary: int, top_ids: int = 0) -> dict[str, Any]:
     """Return the configured sampling under vLLM's names, which all engines take.
 
@@ -99,12 +103,14 @@ class Engine(ABC):
         seed: int | None,
         sampling: Mapping[str, Any],
         name: str | None = None,
+        heard: Heard | None = None,
     ) -> list[Generation]:
         """Return `n_samples` responses to one prompt; sample i depends on the weights, the prompt, `sampling` and seed + i.
 
         Args:
             sampling: as `engine_sampling` names it.
             name: of the call, by which `ended` tells of it; no other call has it.
+            heard: called in the event loop with all tokens of a call with one sample, piece by piece, before it returns.
 
         Raises:
             EngineError: the engine refused the request or failed.

@@ -72,6 +72,9 @@ ENGINES = [
 ENDPOINT = f"{ENGINE}.enable_http_endpoint"
 COMMAND = {f"{GYM}.agent.command": ["python", "agent.py"]}
 AGENT = {"environment.env_class": "agent", ENDPOINT: True, "generator.max_turns": 3, **COMMAND}
+URL, BOX, HOST = "http://127.0.0.1:8080/play", f"{GYM}.agent.container", "generator.inference_engine.http_endpoint_host"
+SERVED = {"environment.env_class": "agent", ENDPOINT: True, f"{GYM}.agent.service.url": URL}
+BOXED = {**AGENT, f"{BOX}.kind": "apptainer", f"{BOX}.image": "/a.sif"}
 
 AGENTS = [
     Case(
@@ -109,6 +112,46 @@ AGENTS = [
         {**AGENT, f"{GYM}.agent.reward": "exit_code", f"{GYM}.agent.reward_function": {"gsm8k": 1.0}},
         f"{GYM}.agent.reward", "not the exit code", {**AGENT, f"{GYM}.agent.reward": "exit_code"},
     ),
+    Case(
+        "an agent is a program or a service",
+        {**AGENT, f"{GYM}.agent.service.url": URL}, f"{GYM}.agent.command", "a service plays and scores", SERVED,
+    ),
+    Case(
+        "a service scores itself",
+        {**SERVED, f"{GYM}.agent.reward_function": {"gsm8k": 1.0}}, f"{GYM}.agent.reward_function", "a service plays and scores", SERVED,
+    ),
+    Case(
+        "a service has an address",
+        {**SERVED, f"{GYM}.agent.service.url": "http://me:secret@host/play"}, f"{GYM}.agent.service.url", "without a password",
+        SERVED,
+    ),
+    Case(
+        "a service on another node reaches the policy",
+        {**SERVED, f"{GYM}.agent.service.url": "http://agents:8080/play"}, HOST, 'agents (environment.skyrl_gym.agent.service.url) does not reach the policy at 127.0.0.1; set it to "node"',
+        {**SERVED, f"{GYM}.agent.service.url": "http://agents:8080/play", HOST: "node"},
+    ),
+    Case(
+        "a token is for a service",
+        {**AGENT, f"{GYM}.agent.service.token_file": "/t"}, f"{GYM}.agent.service.token_file", "no effect without service.url",
+        {**SERVED, f"{GYM}.agent.service.token_file": "/t"},
+    ),
+    Case(
+        "a container has an image",
+        {**AGENT, f"{BOX}.kind": "apptainer"}, f"{BOX}.image", "set it: ", {**AGENT, f"{BOX}.kind": "apptainer", f"{BOX}.image": "/a.sif"},
+    ),
+    Case(
+        "an image is for a container",
+        {**AGENT, f"{BOX}.image": "/a.sif"}, f"{BOX}.image", "no effect without", {**AGENT, f"{BOX}.kind": "enroot", f"{BOX}.image": "/a.sqsh"},
+    ),
+    Case(
+        "a service is in no container of hpcrl's",
+        {**SERVED, f"{BOX}.kind": "apptainer", f"{BOX}.image": "/a.sif"}, f"{BOX}.kind", "a service is asked", SERVED,
+    ),
+    Case(
+        "mounts are paths",
+        {**BOXED, f"{BOX}.mounts": ["data"]}, f"{BOX}.mounts", "absolute paths", {**BOXED, f"{BOX}.mounts": ["/data:/data:ro"]},
+    ),
+    Case("variables have names", {**BOXED, f"{BOX}.env": ["A=1"]}, f"{BOX}.env", "names of variables", {**BOXED, f"{BOX}.env": ["A"]}),
     Case(
         "an agent's samples have no critic",
         {**AGENT, **CRITIC}, ENDPOINT, "does not work with trainer.critic.model.path", AGENT,

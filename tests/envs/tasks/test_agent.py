@@ -7,6 +7,7 @@ import os
 import tempfile
 import threading
 import time
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ import pytest
 
 from hpcrl.config import EnvironmentConfig
 from hpcrl.config.sections.environment import AgentConfig, SkyRLGymConfig
+from hpcrl.envs.agents.score import LONGEST_SCORE
 from hpcrl.envs.base import Endpoint, Turn
 from hpcrl.envs.registry import common_extras, make_environment
-from hpcrl.envs.tasks.agent import LONGEST_FILE, Agent
+from hpcrl.envs.tasks.agent import Agent
 from hpcrl.errors import DataError, UserCodeError
 
 MESSAGES = [{"role": "user", "content": "sort: cba — é"}]
@@ -25,7 +27,7 @@ PAYS = "echo '{\"reward\": 0.5}' > $HPCRL_REWARD"
 
 
 def endpoint(ended: threading.Event | None = None, said: str = "") -> Endpoint:
-    return Endpoint("http://127.0.0.1:9/v1", KEY, "policy", ended or threading.Event(), lambda: said)
+    return Endpoint("http://127.0.0.1:9/v1", KEY, "policy", ended or threading.Event(), lambda: said, Future)
 
 
 def agent(script: str, **settings: Any) -> Agent:
@@ -116,7 +118,7 @@ def test_rewards_of_a_program() -> None:
         ("echo '{\"reward\": NaN}' > $HPCRL_REWARD", "expected JSON"),
         ('echo \'{"reward": 1, "metrics": {"": 2}}\' > $HPCRL_REWARD', "expected JSON"),
         ('echo \'{"reward": 1, "metrics": {"a": "b"}}\' > $HPCRL_REWARD', "expected JSON"),
-        (f"head -c {LONGEST_FILE + 1} /dev/zero > $HPCRL_REWARD", "expected JSON"),
+        (f"head -c {LONGEST_SCORE + 1} /dev/zero > $HPCRL_REWARD", "expected JSON"),
         (f"{PAYS}; echo what went wrong; exit 7", "ended with exit code 7: what went wrong"),
         ("kill -9 $$", "ended with exit code 137: it printed nothing"),
     ],
@@ -125,6 +127,11 @@ def test_a_program_without_a_reward_has_failed(script: str, words: str) -> None:
     with pytest.raises(UserCodeError, match=words):
         played(script)
     assert homes() == []
+
+
+def test_a_key_that_a_program_prints_is_not_repeated() -> None:
+    with pytest.raises(UserCodeError, match=r"exit code 3: my key is …$"):
+        played("echo my key is $OPENAI_API_KEY; exit 3")
 
 
 def test_a_program_that_is_not_there() -> None:

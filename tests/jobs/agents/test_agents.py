@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
 from hpcrl.data.group_file import check_group, read_group
 from hpcrl.rundir.layout import Run
 from tests.jobs.small_run import curve, hpcrl, logs_of
 from tests.jobs.test_learning import eval_score
-from tests.paths import CONFIGS, ROOT
+from tests.paths import CONFIGS, QUICKSTART, ROOT
 
 ONE_TURN_EACH = ("trainer.train_batch_size=2", "trainer.policy_mini_batch_size=2", "generator.n_samples_per_prompt=2")
 
@@ -58,5 +63,70 @@ def test_an_environment_that_asks_the_policy_teaches_it(place: Path) -> None:
     assert done.returncode == 0, done.stderr + logs_of(run)
     before, after = eval_score(run, 0), eval_score(run, 120)
     print(f"guess_number by asking: {before:.3f} -> {after:.3f}")
+    assert before <= 0.4
+    assert after >= 0.8
+
+
+@contextmanager
+def running(program: Path) -> Iterator[str]:
+    """Run a service; yield its address."""
+    service = subprocess.Popen([sys.executable, str(program)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert service.stdout is not None
+        yield service.stdout.readline().strip()
+        assert service.poll() is None
+    finally:
+        service.terminate()
+        service.wait(10)
+
+
+@pytest.mark.slow
+def test_a_service_that_plays_teaches_the_policy(place: Path) -> None:
+    """The quickstart's task, asked and scored by a service with OpenAI's client: as much is learned as from the environment."""
+    pytest.importorskip("openai")
+    paths = {}
+    for name in ("train", "validation"):
+        rows = pq.read_table(CONFIGS / "quickstart" / "data" / f"{name}.parquet").drop(["env_class"]).to_pylist()
+        paths[name] = place / f"{name}.jsonl"
+        paths[name].write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with running(CONFIGS / "quickstart" / "service.py") as url:
+        settings = [
+            *("trainer.run_name=service", "trainer.eval_interval=30", "environment.env_class=agent"),
+            f"data.train_data={json.dumps([str(paths['train'])])}",
+            f"data.val_data={json.dumps([str(paths['validation'])])}",
+            f"environment.skyrl_gym.agent.service.url={url}",
+            "generator.inference_engine.enable_http_endpoint=true",
+        ]
+        done = hpcrl("submit", str(QUICKSTART), "--local", "--follow", *settings, cwd=place, timeout=2400)
+    run = Run(place / "runs" / "quickstart" / "service")
+    assert done.returncode == 0, done.stderr + logs_of(run)
+    before, after = eval_score(run, 0), eval_score(run, 30)
+    print(f"quickstart by a service: {before:.3f} -> {after:.3f}")
+    assert set(curve(run, "generate/failed_samples").values()) <= {0.0}
+    assert before < 0.5
+    assert after > 0.9
+
+
+@pytest.mark.slow
+def test_a_service_with_two_branches_of_several_turns_teaches_the_policy(place: Path) -> None:
+    """The game of guess_number for two numbers from one first guess, whose tokens are trained once; scores are posted."""
+    pytest.importorskip("openai")
+    data = json.dumps([str(CONFIGS / "guess_number" / "data" / "agent.jsonl")])
+    with running(Path(__file__).parent / "branching_service.py") as url:
+        settings = [
+            *("trainer.run_name=branches", "trainer.max_steps=120", "trainer.eval_interval=120", "trainer.epochs=120"),
+            *("trainer.train_batch_size=14", "trainer.policy_mini_batch_size=14", "generator.max_turns=5"),
+            *(f"data.train_data={data}", f"data.val_data={data}", "environment.env_class=agent"),
+            f"environment.skyrl_gym.agent.service.url={url}",
+            "generator.inference_engine.enable_http_endpoint=true",
+        ]
+        config = CONFIGS / "guess_number.toml"
+        done = hpcrl("submit", str(config), "--local", "--follow", *settings, cwd=place, timeout=2400)
+    run = Run(place / "runs" / "guess_number" / "branches")
+    assert done.returncode == 0, done.stderr + logs_of(run)
+    before, after = eval_score(run, 0), eval_score(run, 120)
+    print(f"guess_number by a service, two branches: {before:.3f} -> {after:.3f}")
+    rows = [count for path in run.samples.rglob("*.safetensors") for count in check_group(path).rows or []]
+    assert {1, 2} <= set(rows), "more where both branches have said the same so far: they go on from one of the answers"
     assert before <= 0.4
     assert after >= 0.8

@@ -182,3 +182,17 @@ def test_torchs_part_runs_without_a_gpu() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
     found = json.loads(done.stdout)
     assert (found["devices"], found["matmul"]) == (0, [])
+
+
+def test_a_node_without_what_starts_agents_containers_is_refused(machine: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    box = "environment.skyrl_gym.agent.container"
+    config = Config.from_toml([QUICKSTART], [f"{box}.kind=apptainer", f"{box}.image=/agents.sif"])
+    machine.setenv("PATH", "/usr/bin:/bin")
+    with pytest.raises(
+        DeviceError, match=r"not on the PATH of .*/usr/bin:/bin\): .*agent\.container\.kind.*slurm\.setup"
+    ):
+        check(tmp_path, config=config)
+    check(tmp_path, Node(0, "trainer", 1, (), 0, 0), config=config)  # starts no agents
+    write_text(tmp_path / "apptainer", "#!/bin/sh\n", mode=0o700)
+    machine.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    check(tmp_path, config=config)

@@ -156,7 +156,7 @@ def levels(facts: dict[str, Any], purpose: Purpose = ON_SLURM) -> dict[str, str]
 def test_limits_and_network() -> None:
     well: dict[str, Any] = {
         "host": "n1", "address": "10.0.0.1", "places": {}, "open_files": 65536, "locked_memory": -1, "ephemeral": [32768, 60999],
-        "gpus": [], "devices": [], "torch": None, "scontrol": True, "nsys": None, "path": "/bin", "abandoned": [],
+        "gpus": [], "devices": [], "torch": None, "scontrol": True, "nsys": None, "containers": ["enroot"], "path": "/bin", "abandoned": [],
     }  # fmt: skip
     assert set(levels(well).values()) == {"ok"}
     assert levels({**well, "open_files": 256})["open files"] == "error"
@@ -168,6 +168,8 @@ def test_limits_and_network() -> None:
     assert "network" not in levels({**well, "address": "127.0.1.1"}, Purpose(named=False))
     assert levels({**well, "scontrol": False})["scontrol"] == "warning"
     assert "scontrol" not in levels({**well, "scontrol": False}, Purpose())
+    assert levels(well, Purpose(containers="apptainer"))["apptainer"] == "error"
+    assert set(levels(well, Purpose(containers="enroot")).values()) == {"ok"}
     assert levels({**well, "abandoned": ["/tmp/hpcrl-agent-x"]})["left over"] == "ok"
     assert levels({**well, "ephemeral": [9000, 65535]})["network"] == "warning"
 

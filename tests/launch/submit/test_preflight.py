@@ -224,3 +224,18 @@ def test_who_is_told_of_alerts(tmp_path: Path) -> None:
     assert not any(
         "alerts" in line for line in check_files(Config.from_toml([QUICKSTART], [low, f"{alerts}.command=['true']"]))
     )
+
+
+def test_files_of_agents_are_there(tmp_path: Path) -> None:
+    agent, endpoint = "environment.skyrl_gym.agent", "generator.inference_engine.enable_http_endpoint=true"
+    image, token = tmp_path / "agent.sif", tmp_path / "token"
+    boxed = [f"{agent}.container.kind=apptainer", f"{agent}.container.image={image}"]
+    served = [f"{agent}.service.url=http://127.0.0.1:9/play", f"{agent}.service.token_file={token}", endpoint]
+    for path, setting, settings in (
+        (image, "container.image: no image", boxed),
+        (token, "service.token_file: no file", served),
+    ):
+        with pytest.raises(DataError, match=rf"{agent}\.{setting} {path}"):
+            check_files(Config.from_toml([QUICKSTART], settings))
+        path.write_text("x")
+        check_files(Config.from_toml([QUICKSTART], settings))

@@ -261,7 +261,7 @@ def test_who_may_ask_and_how_much(with_embedded: WithEngine[Any]) -> None:
     assert group.samples[0].stop_reason == "length", "a prompt was too long"
 
     def late(messages: Messages, client: Client) -> Turn:
-        assert client.post(key=keys[0], messages=messages).status_code == 401, "the key of a sample that is over"
+        assert client.post(key=keys[0], messages=messages).status_code == 401, "the key of another server's sample"
         client.say(messages)
         return Turn([], 1.0, True)
 

@@ -68,20 +68,35 @@ def test_a_response_template_says_how_calls_are_written() -> None:
     assert tool_calls(tokenizer, prompt, ids, "so [CALL]{oh[/CALL]", TOOLS) == ("so [CALL]{oh[/CALL]", [])
 
 
+def joined(events: str) -> dict[str, Any]:
+    """Return the choice that events are of; no piece of its text has anything of a call."""
+    lines = [line.removeprefix("data: ") for line in events.splitlines() if line.startswith("data: {")]
+    choices = [json.loads(line)["choices"][0] for line in lines]
+    deltas = [choice["delta"] for choice in choices]
+    texts = [delta.get("content", "") for delta in deltas]
+    assert not any("<" in text for text in texts)
+    message: dict[str, Any] = {"role": deltas[0]["role"], "content": "".join(texts)}
+    calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
+    assert [call.pop("index") for call in calls] == list(range(len(calls)))
+    return {
+        "message": {**message, **({"tool_calls": calls} if calls else {})},
+        "finish_reason": choices[-1]["finish_reason"],
+    }
+
+
 class Adds(AgentEnvironment):
     """Lets the policy call a tool, and tells it what came out."""
 
     def __init__(self, extras: Any) -> None:
-        self._told = extras["told"]
+        self._told, self._streams = extras["told"], extras["streams"]
 
     def play(self, messages: Messages, endpoint: Endpoint) -> Turn:
         headers = {"authorization": f"Bearer {endpoint.key}"}
 
         def ask(messages: list[dict[str, Any]]) -> dict[str, Any]:
-            body = {"model": endpoint.model, "messages": messages, "tools": TOOLS}
-            (choice,) = httpx.post(f"{endpoint.base_url}/chat/completions", json=body, headers=headers).json()[
-                "choices"
-            ]
+            body = {"model": endpoint.model, "messages": messages, "tools": TOOLS, "stream": self._streams}
+            answer = httpx.post(f"{endpoint.base_url}/chat/completions", json=body, headers=headers)
+            choice = joined(answer.text) if self._streams else answer.json()["choices"][0]
             self._told.append(choice)
             return choice["message"]
 
@@ -93,13 +108,16 @@ class Adds(AgentEnvironment):
         return Turn([], 1.0, True)
 
 
-def test_a_tool_is_called_and_its_result_follows_the_tokens_of_the_call() -> None:
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_tool_is_called_and_its_result_follows_the_tokens_of_the_call(streams: bool) -> None:
     tokenizer = tokenizer_of("chatml")
     tokenizer.chat_template = "{%- if tools -%}{{ tools | tojson }}{%- endif -%}" + tokenizer.chat_template
     engine, told = Script([ended(tokenizer, f"so {CALL}"), ended(tokenizer, "3")]), list[dict[str, Any]]()
     served = InferenceEngineConfig(enable_http_endpoint=True, served_model_name="m")
     config = GeneratorConfig(max_turns=3, max_input_length=4000, inference_engine=served)
-    work = Work("g", "train", Prompt("0", user("add"), f"{__name__}:Adds", {"told": told}), 1, seed=5)
+    work = Work(
+        "g", "train", Prompt("0", user("add"), f"{__name__}:Adds", {"told": told, "streams": streams}), 1, seed=5
+    )
 
     async def play() -> Any:
         async with serving(config, tokenizer, 0) as server:

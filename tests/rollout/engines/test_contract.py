@@ -186,3 +186,28 @@ def test_running_requests_go_on_under_new_weights(with_each_engine: WithEngine[A
         assert 0 < switch < LENGTH
         assert old[:switch].all()
         assert new[switch:].all()
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 3, "logprobs": 3}, {"stop": ["bc"], "max_tokens": 200}])
+def test_tokens_are_heard_as_they_come(with_each_engine: WithEngine[Any], options: dict[str, Any]) -> None:
+    """Piece by piece, with the log-probabilities of the end, and the response is the one that nobody hears."""
+    pieces = list[tuple[list[int], list[float]]]()
+    sampling = {**WHOLE, "ignore_eos": True, **options}
+
+    async def play(engine: Engine) -> None:
+        (silent,) = await engine.generate(PROMPT, 1, 4, sampling)
+        (heard,) = await engine.generate(
+            PROMPT, 1, 4, sampling, None, lambda ids, logprobs: pieces.append((list(ids), list(logprobs)))
+        )
+        assert (heard.token_ids, heard.stop_reason, heard.versions) == (
+            silent.token_ids,
+            silent.stop_reason,
+            silent.versions,
+        )
+        assert heard.sampling_mask == silent.sampling_mask
+        torch.testing.assert_close(heard.logprobs, silent.logprobs, atol=1e-4, rtol=0)
+        assert [token for ids, _ in pieces for token in ids] == heard.token_ids
+        assert [one for _, logprobs in pieces for one in logprobs] == heard.logprobs
+        assert len(pieces) > 3
+
+    with_each_engine(play)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from hpcrl.rollout.engines.base import Generation
+from hpcrl.rollout.engines.base import Generation, Heard
 from hpcrl.rollout.engines.embedded.cache import ColumnCache, Columns
 from hpcrl.rollout.engines.embedded.sampling import Choice, RowSampling, Sampling, choose, penalised
 from hpcrl.types import StopReason
@@ -32,6 +32,7 @@ class Request:
         limit: tokens of each response at most.
         responses: set when all have ended.
         ended: those that have, by their number.
+        heard: called with each token of the only sample, in the thread that computes.
         abandoned: whether nobody waits for them any more.
     """
 
@@ -41,6 +42,7 @@ class Request:
     limit: int
     responses: Future[list[Generation]] = field(default_factory=Future)
     ended: dict[int, Generation] = field(default_factory=dict)
+    heard: Heard | None = None
     abandoned: bool = False
 
     def end(self, number: int, said: Generation) -> None:
@@ -291,7 +293,10 @@ class Batch:
             self.tokens += 1
             if row.request.abandoned:
                 self._rows[at] = None
-            elif stop or (row.request.sampling.stop and self._says_stop(at, row)):
+                continue
+            if row.request.heard:
+                self._tell(at, row.request.heard)
+            if stop or (row.request.sampling.stop and self._says_stop(at, row)):
                 ended[at] = "stop"
             elif full:
                 ended[at] = "length"
@@ -299,6 +304,13 @@ class Batch:
             self._hand_over(ended)
         if not self.living:
             self._rows, self._columns, self._offset = [], None, 0
+
+    def _tell(self, at: int, heard: Heard) -> None:
+        """Let a row's newest token be heard of."""
+        columns = self._columns
+        assert columns is not None
+        newest = at, columns.width - 1
+        heard([int(columns.tokens[newest])], [float(columns.logprobs[newest])])
 
     def _hand_over(self, ended: dict[int, StopReason]) -> None:
         columns, index = self._columns, list(ended)

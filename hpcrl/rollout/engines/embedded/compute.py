@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TypeVar
 
-from hpcrl.rollout.engines.base import Generation
+from hpcrl.rollout.engines.base import Generation, Heard
 from hpcrl.rollout.engines.embedded.batch import Batch, Request
 from hpcrl.rollout.engines.embedded.sampling import Sampling
 
@@ -69,13 +69,15 @@ class Compute:
         rows, longest = self._batch.size
         return max(rows / self.limits.rows, rows * longest / self.limits.places)
 
-    def generate(self, prompt: list[int], seeds: list[int], sampling: Sampling) -> Request:
+    def generate(self, prompt: list[int], seeds: list[int], sampling: Sampling, heard: Heard | None = None) -> Request:
         """Generate a response for each seed.
 
         Args:
             prompt: shorter than `Limits.length`.
+            heard: as of `Request`.
         """
-        request = Request(prompt, seeds, sampling, min(sampling.max_tokens, self.limits.length - len(prompt)))
+        limit = min(sampling.max_tokens, self.limits.length - len(prompt))
+        request = Request(prompt, seeds, sampling, limit, heard=heard)
         with self._news:
             if not self._unable(request.responses):
                 self._pending.add(request.responses)

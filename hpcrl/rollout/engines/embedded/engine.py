@@ -7,7 +7,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, cast
 
 import torch
@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from hpcrl.data.weight_files import Probe, PublishedWeights
 from hpcrl.errors import EngineError
-from hpcrl.rollout.engines.base import Engine, Generation
+from hpcrl.rollout.engines.base import Engine, Generation, Heard
 from hpcrl.rollout.engines.embedded.batch import Request
 from hpcrl.rollout.engines.embedded.compute import Compute
 from hpcrl.rollout.engines.embedded.model import read_tensors, replace_adapter, replace_weights
@@ -72,6 +72,7 @@ class EmbeddedEngine(Engine):
         seed: int | None,
         sampling: Mapping[str, Any],
         name: str | None = None,
+        heard: Heard | None = None,
     ) -> list[Generation]:
         asked = Sampling.of({name: value for name, value in sampling.items() if name != "seed"})
         room = self._compute.limits.length
@@ -82,7 +83,7 @@ class EmbeddedEngine(Engine):
         first = secrets.randbits(31) if seed is None else seed
         seeds = [first + number for number in range(1 if asked.greedy else n_samples)]
         with self._asked("generate"):
-            request = self._compute.generate(list(prompt_ids), seeds, asked)
+            request = self._compute.generate(list(prompt_ids), seeds, asked, heard and _in_loop(heard))
             if name is not None:
                 self._named[name] = request, set()
             try:
@@ -179,3 +180,14 @@ class EmbeddedEngine(Engine):
 
     async def close(self) -> None:
         pass
+
+
+def _in_loop(heard: Heard) -> Heard:
+    """Return what has the running loop call `heard`, from any thread."""
+    loop = asyncio.get_running_loop()
+
+    def tell(token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
+        with suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(heard, token_ids, logprobs)
+
+    return tell

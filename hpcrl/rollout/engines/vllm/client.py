@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 import uuid
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ import httpx
 
 from hpcrl.data.weight_files import PublishedWeights
 from hpcrl.errors import EngineError
-from hpcrl.rollout.engines.base import Engine, Generation, leaves_out
+from hpcrl.rollout.engines.base import Engine, Generation, Heard, leaves_out
 from hpcrl.rollout.engines.proof import check_probe, check_ranks, difference, tolerance
 from hpcrl.rollout.engines.vllm.middleware import ENDED, LEFT_OUT, PATH, TOKEN_ID
 from hpcrl.rollout.limiter import Load
@@ -27,6 +29,7 @@ _USAGE, _QUEUED = "vllm:kv_cache_usage_perc", "vllm:num_requests_waiting"
 _PREEMPTED = "vllm:num_preemptions_total"
 _PROOF, _ADAPTER_PROOF = "weight_proof", "adapter_proof"  # of vLLM's workers (weight_engine.WeightProof)
 _ADD_ADAPTER, _DROP_ADAPTER = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+_GENERATE = "/inference/v1/generate"
 _SLEEP, _WAKE = "/sleep", "/wake_up"
 _LOADING = ("/start_weight_update", "/update_weights", "/finish_weight_update", _ADD_ADAPTER, _SLEEP, _WAKE)
 _NAMED = "generate-tokens-"  # what vLLM puts before a request's id
@@ -63,18 +66,24 @@ class _Running:
         return (versions + [version] * count)[:count]
 
 
+def _chosen(content: Sequence[Mapping[str, Any]], masked: bool) -> tuple[list[float], list[list[int]] | None]:
+    """Return the log-probabilities of tokens, and their sampling masks."""
+    logprobs = [token["logprob"] for token in content]
+    if not masked:
+        return logprobs, None
+    kept = [[top for top in token["top_logprobs"] if top["logprob"] > LEFT_OUT] for token in content]
+    masks = [[int(top["token"].removeprefix(TOKEN_ID)) for top in tops] for tops in kept]
+    # top_k keeps all tokens that share the last place, of which the answer may lack some: with its probability relative to those
+    # that it has, a token has the same here and in the trainer
+    totals = [math.log(math.fsum(math.exp(top["logprob"]) for top in tops)) for tops in kept]
+    return [logprob - total for logprob, total in zip(logprobs, totals, strict=True)], masks
+
+
 def _generation(choice: Mapping[str, Any], running: _Running) -> Generation:
-    content = choice["logprobs"]["content"]
-    logprobs, masks, top_ids = [token["logprob"] for token in content], None, None
+    content, top_ids = choice["logprobs"]["content"], None
+    logprobs, masks = _chosen(content, running.masked)
     if running.top:
         top_ids = [_most_probable(token["top_logprobs"], running.top) for token in content]
-    if running.masked:
-        kept = [[top for top in token["top_logprobs"] if top["logprob"] > LEFT_OUT] for token in content]
-        masks = [[int(top["token"].removeprefix(TOKEN_ID)) for top in tops] for tops in kept]
-        # top_k keeps all tokens that share the last place, of which the answer may lack some: with its probability relative to those
-        # that it has, a token has the same here and in the trainer
-        totals = [math.log(math.fsum(math.exp(top["logprob"]) for top in tops)) for tops in kept]
-        logprobs = [logprob - total for logprob, total in zip(logprobs, totals, strict=True)]
     return Generation(
         token_ids=choice["token_ids"],
         logprobs=logprobs,
@@ -150,6 +159,7 @@ class EngineClient(Engine):
         seed: int | None,
         sampling: Mapping[str, Any],
         name: str | None = None,
+        heard: Heard | None = None,
     ) -> list[Generation]:
         greedy = sampling.get("temperature", 1.0) < _GREEDY  # the engine refuses to repeat itself
         asked = 1 if greedy else n_samples
@@ -166,19 +176,36 @@ class EngineClient(Engine):
             name, told > 0 and masked, 0 if masked else told, self.version
         )
         try:
-            answer = await self._call("POST", "/inference/v1/generate", json=request)
+            choices = await (self._listen(request, running, heard) if heard else self._choices(request))
         finally:
             del self._running[_NAMED + request_id]
-        choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+        choices = sorted(choices, key=lambda choice: choice["index"])
         assert len(choices) == asked, f"asked for {asked} samples, got {len(choices)}"
         said = [_generation(choice, running) for choice in choices]
         return said * n_samples if greedy else said
+
+    async def _choices(self, request: dict[str, Any]) -> list[dict[str, Any]]:
+        return (await self._call("POST", _GENERATE, json=request))["choices"]
+
+    async def _listen(self, request: dict[str, Any], running: _Running, heard: Heard) -> list[dict[str, Any]]:
+        """Return the only choice of a request, whose tokens are heard as they come."""
+        content, whole = list[dict[str, Any]](), {"index": 0, "token_ids": [], "finish_reason": None}
+        async for event in self._events(_GENERATE, {**request, "stream": True}):
+            for piece in event["choices"]:
+                tokens = piece["logprobs"]["content"]
+                heard(piece["token_ids"], _chosen(tokens, running.masked)[0])
+                whole["token_ids"] += piece["token_ids"]
+                whole["finish_reason"] = piece["finish_reason"]
+                content += tokens
+        if whole["finish_reason"] is None:
+            raise EngineError(f"the inference engine ended its answer to {_GENERATE} before it was whole")
+        return [{**whole, "logprobs": {"content": content}}]
 
     async def top_tokens(self, token_ids: Sequence[int], count: int) -> list[list[int]]:
         *before, _ = token_ids  # whose own place is that of the token which is sampled
         params = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": count, "logprobs": count, "detokenize": False}
         request = {"token_ids": before, "sampling_params": params, **self._adapter()}
-        answer = await self._call("POST", "/inference/v1/generate", json=request)
+        answer = await self._call("POST", _GENERATE, json=request)
         found = list[list[int]]()
         for place in answer["prompt_logprobs"][1:]:
             ordered = sorted(place, key=lambda token: -place[token]["logprob"])
@@ -280,7 +307,7 @@ class EngineClient(Engine):
             return None
         params = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
         request = {"token_ids": weights.probe.token_ids, "sampling_params": params, **self._adapter()}
-        answer = await self._call("POST", "/inference/v1/generate", json=request)
+        answer = await self._call("POST", _GENERATE, json=request)
         places = zip(weights.probe.token_ids[1:], answer["prompt_logprobs"][1:], strict=True)
         found = difference(weights.probe, [(place or {})[str(token)]["logprob"] for token, place in places])
         check_probe(found, tolerance(weights.probe, dtype, allowed), weights.version, self._who)
@@ -339,18 +366,37 @@ class EngineClient(Engine):
         """
         params = {"prompt_logprobs": top_k, "max_tokens": 1, "detokenize": False}
         request = {"request_id": uuid.uuid4().hex, "token_ids": list(token_ids), "sampling_params": params}
-        answer = await self._call("POST", "/inference/v1/generate", json=request)
+        answer = await self._call("POST", _GENERATE, json=request)
         return answer["prompt_logprobs"]
 
-    async def _call(self, method: str, path: str, **request: Any) -> dict[str, Any]:
+    @asynccontextmanager
+    async def _asked(self, method: str, path: str, **request: Any) -> AsyncIterator[httpx.Response]:
+        """Have the answer to a request, whose body is yet to be read."""
         self._waiting[path] += 1
         try:
-            answer = await self._http.request(method, path, **request)
+            async with self._http.stream(method, path, **request) as answer:
+                if answer.status_code != 200:
+                    await answer.aread()
+                    raise EngineError(f"the inference engine refused {path} ({answer.status_code}): {answer.text}")
+                yield answer
         except httpx.TransportError as error:
             raise EngineError(f"the inference engine does not answer {path}: {error!r}") from error
         finally:
             self._waiting[path] -= 1
             self.answered += 1
-        if answer.status_code != 200:
-            raise EngineError(f"the inference engine refused {path} ({answer.status_code}): {answer.text}")
-        return answer.json() if answer.headers.get("content-type") == "application/json" else {}
+
+    async def _call(self, method: str, path: str, **request: Any) -> dict[str, Any]:
+        async with self._asked(method, path, **request) as answer:
+            content = await answer.aread()
+            return json.loads(content) if answer.headers.get("content-type") == "application/json" else {}
+
+    async def _events(self, path: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        """Return the events of an answer as they come."""
+        async with self._asked("POST", path, json=body) as answer:
+            async for line in answer.aiter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                event = json.loads(line.removeprefix("data: "))
+                if "error" in event:
+                    raise EngineError(f"the inference engine failed in {path}: {event['error']}")
+                yield event

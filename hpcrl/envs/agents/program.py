@@ -1,0 +1,78 @@
+"""A program that is started for a sample, as it is or in a container."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from hpcrl.config.sections.environment import AgentContainerConfig
+from hpcrl.envs.base import Endpoint
+
+_KEPT_BACK = ("HPCRL_", "REMOTE_REWARD_")
+_HANDED_ON = "APPTAINERENV_"  # what Apptainer hands on under the name without it
+_IN_DIRECTORY = ("sh", "-c", 'cd "$0" && exec "$@"')
+
+
+def variables(endpoint: Endpoint) -> dict[str, str]:
+    """Return the environment of a program that asks at an endpoint: this process's own, without what concerns the run.
+
+    `python` is the Python of the run, and no proxy stands between the program and the policy.
+    """
+    own = {name: value for name, value in os.environ.items() if not name.startswith(_KEPT_BACK)}
+    path = os.pathsep.join([os.path.dirname(sys.executable), own.get("PATH", os.defpath)])
+    return {**own, "PATH": path, **_direct(own, endpoint), **_asked(endpoint)}
+
+
+def contained(
+    container: AgentContainerConfig,
+    command: Sequence[str],
+    directory: Path,
+    endpoint: Endpoint,
+    files: Mapping[str, str],
+    own: Mapping[str, str] = os.environ,
+) -> tuple[list[str], dict[str, str]]:
+    """Return the command that runs a program in a container, and the environment to run it in.
+
+    The program sees the image, the directory of its sample at the same place, and what is mounted; and of the environment what it is told
+    here and what `container.env` names. What it is told stands in no argument, which others on the node could read.
+
+    Args:
+        directory: of the sample; the program begins in `work` in it.
+        files: variables that name files of the sample.
+        own: this process's environment.
+    """
+    kept = {name: own[name] for name in container.env if name in own}
+    told = {**kept, **_direct(kept, endpoint), **_asked(endpoint), **files}
+    work = str(directory / "work")
+    seen = [_parts(mount) for mount in (str(directory), *container.mounts)]
+    outside = {name: value for name, value in own.items() if not name.startswith((*_KEPT_BACK, _HANDED_ON))}
+    if container.kind == "apptainer":
+        binds = [f"--bind={source}:{target}:{mode}" for source, target, mode in seen]
+        start = ["apptainer", "exec", "--containall", "--cleanenv", f"--pwd={work}", *binds, *container.arguments]
+        handed = {f"{_HANDED_ON}{name}": value for name, value in told.items()}
+        return [*start, container.image or "", *command], {**outside, **handed}
+    mounts = [f"{source}:{target}:none:x-create=auto,rbind,{mode}" for source, target, mode in seen]
+    options = [word for mount in mounts for word in ("--mount", mount)]
+    options += [word for name in told for word in ("--env", name)]  # whose values enroot has from its own environment
+    start = ["enroot", "start", *options, *container.arguments, container.image or ""]
+    return [*start, *_IN_DIRECTORY, work, *command], {**outside, **told}
+
+
+def _parts(mount: str) -> tuple[str, str, str]:
+    """Return source, target and mode of SOURCE, SOURCE:TARGET or SOURCE:TARGET:ro."""
+    source, _, rest = mount.partition(":")
+    target, _, mode = rest.partition(":")
+    return source, target or source, mode or "rw"
+
+
+def _asked(endpoint: Endpoint) -> dict[str, str]:
+    return {"OPENAI_BASE_URL": endpoint.base_url, "OPENAI_API_KEY": endpoint.key, "HPCRL_MODEL": endpoint.model}
+
+
+def _direct(own: Mapping[str, str], endpoint: Endpoint) -> dict[str, str]:
+    """Return the variables that keep proxies from standing between a program and an endpoint."""
+    direct = ",".join(filter(None, [own.get("no_proxy") or own.get("NO_PROXY"), urlsplit(endpoint.base_url).hostname]))
+    return {"no_proxy": direct, "NO_PROXY": direct}

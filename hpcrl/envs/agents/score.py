@@ -1,0 +1,33 @@
+"""What an agent program or service says of a sample in the end."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from hpcrl.envs.base import Turn
+from hpcrl.types import LARGEST, is_name
+
+LONGEST_SCORE = 1 << 16
+"""Bytes."""
+
+EXPECTED = 'JSON such as {"reward": 1.0, "metrics": {"turns": 3}}'
+
+
+def read_score(content: bytes) -> Turn | None:
+    """Return the end of a sample: its `reward`, and its `metrics` where there are some; None for anything else, or what is too long."""
+    try:
+        found = json.loads(content) if len(content) <= LONGEST_SCORE else None
+    except (ValueError, RecursionError):
+        return None
+    if isinstance(found, dict) and _is_number(found.get("reward")) and _are_metrics(found.get("metrics", {})):
+        return Turn([], float(found["reward"]), done=True, metrics=found.get("metrics", {}))
+    return None
+
+
+def _are_metrics(value: Any) -> bool:
+    return isinstance(value, dict) and all(is_name(name) and _is_number(one) for name, one in value.items())
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and -LARGEST <= value <= LARGEST

@@ -1,0 +1,187 @@
+"""A service that keeps agents running and is asked to play samples; docs/agents.md has the protocol.
+
+POST <url>             {session, base_url, api_key, model, timeout_seconds, row} -> 200 with the score; or 202, and the score comes
+                       to POST <base_url>/score
+DELETE <url>/<session> the sample is over without a score
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import secrets
+import threading
+import time
+from collections.abc import Coroutine, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+
+from hpcrl.config.sections.environment import AgentServiceConfig
+from hpcrl.envs.agents.score import EXPECTED, LONGEST_SCORE, read_score
+from hpcrl.envs.base import Endpoint, Turn
+from hpcrl.errors import ConfigError, ServiceError, UserCodeError
+
+R = TypeVar("R")
+
+SETTING = "environment.skyrl_gym.agent.service"
+_ACCEPTED, _NOT_NOW = 202, (429, 503)
+_CONNECT_S, _FIRST_WAIT_S, _LONGEST_WAIT_S = 10.0, 0.5, 8.0
+_PATIENCE = 0.2  # of the time that a sample has, with a service that cannot begin
+_LONG_S = 600.0  # where it has any time
+_LOOK_S = 0.1
+_FORGET_S = 5.0
+_LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
+
+
+class AgentService:
+    """The service that a configuration names.
+
+    Args:
+        seconds: that a sample may take; 0: any time.
+
+    Raises:
+        ConfigError: the file with its token cannot be used.
+    """
+
+    def __init__(self, config: AgentServiceConfig, seconds: float) -> None:
+        self._url, self._seconds = httpx.URL(config.url or ""), seconds
+        self._who = f"the agent service at {self._url.scheme}://{self._url.netloc.decode()}{self._url.path} ({SETTING})"
+        self._token = service_token(config.token_file) if config.token_file else None
+        self._headers = {"authorization": f"Bearer {self._token}"} if self._token else {}
+
+    def play(self, row: Mapping[str, Any], endpoint: Endpoint) -> Turn:
+        """Have a sample played, and return its score.
+
+        Args:
+            row: what the service is told of the sample.
+
+        Raises:
+            ServiceError: the service does not play it.
+            UserCodeError: the sample was over before it had a score.
+        """
+        session, scored = secrets.token_hex(16), endpoint.expect_score()
+        asked = {"session": session, "base_url": endpoint.base_url, "api_key": endpoint.key, "model": endpoint.model}
+        body = {**asked, "timeout_seconds": self._seconds or None, "row": dict(row)}
+        asking = _in_background(self._ask(json.dumps(body, ensure_ascii=False).encode(), endpoint.key))
+        try:
+            waiting: set[Future[Any]] = {asking, scored}
+            while not endpoint.ended.is_set():
+                wait(waiting, _LOOK_S, FIRST_COMPLETED)
+                if scored.done():
+                    return scored.result()
+                if asking in waiting and asking.done():
+                    if turn := asking.result():
+                        return turn
+                    waiting.remove(asking)
+            _in_background(self._forget(session))
+            raise UserCodeError(f"{self._who} had not scored the sample when it was over")
+        finally:
+            asking.cancel()
+
+    async def _ask(self, body: bytes, key: str) -> Turn | None:
+        """Have the service begin, and return the score that it answers with; None: it will post one.
+
+        What it may have begun is not asked again: there would be two agents for one sample.
+        """
+        started, pause, tries = time.monotonic(), _FIRST_WAIT_S, 0
+        while True:
+            tries += 1
+            try:
+                status, content = await self._request("POST", self._url, body)
+                problem = f"it answered {status} {self._shown(content, key)}"
+            except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+                status, content, problem = 503, b"", f"it cannot be reached ({error})"
+            except httpx.TransportError as error:
+                raise ServiceError(f"{self._who} ended the connection without an answer ({error!r})") from error
+            if status not in _NOT_NOW:
+                return self._read(status, content, problem)
+            seconds = time.monotonic() - started
+            if seconds + pause > _PATIENCE * (self._seconds or _LONG_S):
+                raise ServiceError(f"{self._who}: {problem}, after {tries} tries in {seconds:.0f} s")
+            await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # samples that began together do not return so
+            pause = min(_LONGEST_WAIT_S, 2 * pause)
+
+    def _read(self, status: int, content: bytes, problem: str) -> Turn | None:
+        if status == _ACCEPTED:
+            return None
+        turn = read_score(content) if status == 200 else None
+        if turn is None:
+            raise ServiceError(f"{self._who}: expected 200 and {EXPECTED}, or 202; {problem}")
+        return turn
+
+    def _shown(self, content: bytes, key: str) -> str:
+        """Return the beginning of an answer, without secrets, which it may repeat."""
+        text = content.decode(errors="replace").strip()
+        for secret in (key, self._token):
+            text = text.replace(secret, "…") if secret else text
+        return repr(text[:300])
+
+    async def _forget(self, session: str) -> None:
+        """Tell the service that a sample is over. One that does not listen learns it from the endpoint, which refuses the key."""
+        with suppress(httpx.TransportError, asyncio.TimeoutError):
+            where = self._url.copy_with(path=f"{self._url.path.rstrip('/')}/{session}")
+            await asyncio.wait_for(self._request("DELETE", where), _FORGET_S)
+
+    async def _request(self, method: str, url: httpx.URL, body: bytes | None = None) -> tuple[int, bytes]:
+        headers = {**self._headers, **({"content-type": "application/json"} if body else {})}
+        async with _background().client.stream(method, url, content=body, headers=headers) as answer:
+            content = b""
+            async for piece in answer.aiter_bytes():
+                content += piece
+                if len(content) > LONGEST_SCORE:
+                    break
+            return answer.status_code, content
+
+
+def service_token(name: str) -> str:
+    """Return the token in a file.
+
+    Raises:
+        ConfigError: it cannot be read, is empty, or others can read it.
+    """
+    path = Path(name).expanduser()
+    try:
+        others, token = path.stat().st_mode & 0o077, path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{SETTING}.token_file: {path} cannot be read ({error})") from error
+    if others:
+        raise ConfigError(f"{SETTING}.token_file: others can read {path}; run `chmod 600 {path}`")
+    if not token.isascii() or not token.isprintable() or not token:
+        raise ConfigError(f"{SETTING}.token_file: {path} holds no token; expected one line of printable ASCII")
+    return token
+
+
+class _Background:
+    """A thread with an event loop, in which requests can be given up; one for all threads of the process that wait for services."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        direct = {f"all://{host}": None for host in _LOOPBACK}  # a proxy in the environment is used for other hosts
+        # each request has a connection of its own: one that was idle may be closed at the moment at which it is used again, and what was
+        # asked on it then counts as begun
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        self.client = httpx.AsyncClient(timeout=httpx.Timeout(None, connect=_CONNECT_S), limits=limits, mounts=direct)
+        threading.Thread(target=self.loop.run_forever, name="agent-services", daemon=True).start()
+
+
+_starting = threading.Lock()
+
+
+@cache
+def _made() -> _Background:
+    return _Background()
+
+
+def _background() -> _Background:
+    with _starting:
+        return _made()
+
+
+def _in_background(coroutine: Coroutine[Any, Any, R]) -> Future[R]:
+    return asyncio.run_coroutine_threadsafe(coroutine, _background().loop)

@@ -1,0 +1,114 @@
+"""Programs of agents in containers: how they are started, what they see, and that no key is among the arguments.
+
+A program stands in for apptainer and for enroot. It notes its arguments, reads them as those do, and runs the command where it sees, of this
+machine, only what is mounted and the directories of the operating system, with the variables that are handed on and no others.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcrl.config import EnvironmentConfig
+from hpcrl.config.sections.environment import AgentConfig, AgentContainerConfig, SkyRLGymConfig
+from hpcrl.envs.base import Turn
+from hpcrl.envs.registry import common_extras, make_environment
+from hpcrl.envs.tasks.agent import Agent
+from hpcrl.errors import UserCodeError
+from hpcrl.rundir.commit import write_text
+from tests.envs.tasks.test_agent import KEY, MESSAGES, PAYS, endpoint, homes
+
+STAND_IN = """#!{python} -IS
+import json, os, sys, tempfile
+
+name, arguments = os.path.basename(sys.argv[0]), sys.argv[1:]
+assert arguments.pop(0) == {{"apptainer": "exec", "enroot": "start"}}[name], sys.argv
+with open({log!r}, "a") as file:
+    file.write(json.dumps(sys.argv) + "\\n")
+options = []
+while arguments[0].startswith("--"):
+    option, _, value = arguments.pop(0).partition("=")
+    if name == "enroot" and option in ("--mount", "--env"):
+        value = arguments.pop(0)
+    options.append((option, value))
+image, *command = arguments
+assert image == "/images/agent", image
+given = {{option: [value for one, value in options if one == option] for option, _ in options}}
+if name == "apptainer":
+    assert "--containall" in given and "--cleanenv" in given, given
+    told = {{key[13:]: value for key, value in os.environ.items() if key.startswith("APPTAINERENV_")}}
+    binds = [one.split(":") for one in given["--bind"]]
+    directory = given["--pwd"][0]
+else:
+    told = {{key: os.environ[key] for key in given["--env"]}}
+    binds = []
+    for one in given["--mount"]:
+        source, target, kind, flags = one.split(":")
+        assert (kind, flags.split(",")[:2]) == ("none", ["x-create=auto", "rbind"]), one
+        binds.append([source, target, flags.split(",")[2]])
+    directory = "/"
+root = tempfile.mkdtemp()
+lines = ["set -e", "mount --make-rprivate /", f"mount -t tmpfs none {{root}}", f"mkdir {{root}}/tmp"]
+for path in ("/usr", "/bin", "/lib", "/lib64", "/etc"):
+    lines += [f"mkdir -p {{root}}{{path}}", f"mount --rbind {{path}} {{root}}{{path}}"]
+for source, target, mode in binds:
+    lines += [f"mkdir -p {{root}}{{target}}", f"mount --bind {{source}} {{root}}{{target}}"]
+    lines += [f"mount -o remount,bind,ro {{root}}{{target}}"] * (mode == "ro")
+lines.append(f'exec chroot {{root}} sh -c \\'cd "$0" && exec "$@"\\' {{directory}} "$@"')
+as_root = ["--map-root-user"] if os.geteuid() else []
+os.execvpe("unshare", ["unshare", *as_root, "--mount", "bash", "-c", "\\n".join(lines), name, *command], {{**told, "PATH": "/usr/sbin:/usr/bin:/bin"}})
+"""
+
+
+@pytest.fixture(params=["apptainer", "enroot"])
+def kind(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    program = tmp_path / "bin" / request.param
+    write_text(program, STAND_IN.format(python=sys.executable, log=str(tmp_path / "calls")), mode=0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    return request.param
+
+
+def played(kind: str, script: str, **settings: Any) -> Turn:
+    container = AgentContainerConfig(kind=kind, image="/images/agent", **settings)  # type: ignore[arg-type]
+    gym = SkyRLGymConfig(agent=AgentConfig(command=["sh", "-c", script], container=container))
+    made = make_environment("agent", common_extras(EnvironmentConfig(skyrl_gym=gym), 4))
+    assert isinstance(made, Agent)
+    return made.play(MESSAGES, endpoint())
+
+
+def test_what_a_program_sees_in_a_container(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("data", "out"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "data" / "a").write_text("seen")
+    monkeypatch.setenv("SECRET", "of the account")
+    monkeypatch.setenv("WANTED", "kept")
+    monkeypatch.setenv("http_proxy", "http://proxy:3128")
+    mounts = [f"{tmp_path}/data:/data:ro", f"{tmp_path}/out"]
+    out = tmp_path / "out"
+    script = f"env > {out}/env; pwd > {out}/pwd; cat $HPCRL_ROW > {out}/row; cat /data/a > {out}/a; ls {tmp_path} > {out}/ls; "
+    script += f"! touch /data/b && {PAYS}"
+    assert played(kind, script, mounts=mounts, env=["WANTED", "NOT_THERE"]) == Turn([], 0.5, True)
+    variables = dict(line.partition("=")[::2] for line in (out / "env").read_text().splitlines())
+    assert variables["OPENAI_API_KEY"] == KEY
+    assert variables["OPENAI_BASE_URL"] == "http://127.0.0.1:9/v1"
+    assert variables["no_proxy"] == "127.0.0.1"
+    assert variables["WANTED"] == "kept"
+    assert not {"SECRET", "http_proxy", "NOT_THERE"} & set(variables)
+    assert json.loads((out / "row").read_text())["prompt"] == MESSAGES
+    assert (out / "pwd").read_text().strip().endswith("/work")
+    assert (out / "a").read_text() == "seen"
+    assert (out / "ls").read_text().split() == ["out"]
+    assert homes() == []
+    (call,) = (tmp_path / "calls").read_text().splitlines()
+    assert KEY not in call
+
+
+def test_a_program_that_fails_in_a_container_says_so(kind: str) -> None:
+    with pytest.raises(UserCodeError, match="exit code 7: no such tool"):
+        played(kind, "echo no such tool; exit 7", arguments=["--nv"] if kind == "apptainer" else ["--rw"])
+    assert homes() == []
