@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hpcrl.config import Config
-from hpcrl.config.adapters import begins_with_model
+from hpcrl.config.adapters import engines_begin_with_model
 from hpcrl.config.derive import max_input_length, names_own_code, needs_baselines, policy_model, surplus_groups
 from hpcrl.config.reward_model import reward_services
 from hpcrl.errors import HpcrlError
@@ -61,7 +61,7 @@ def serve(
     if colocated and not has_turn(run, attempt, f"rollout-{replica}", status):
         return
     with ExitStack() as stack:
-        engine = stack.enter_context(launched(run, config, run.log(attempt, f"engine-{replica}")))
+        engine = stack.enter_context(launched(run, config, run.log(attempt, f"engine-{replica}"), replica))
         # what follows takes seconds to import, while the engine starts
         from hpcrl.data.chat import load_tokenizer, without_torch
         from hpcrl.rollout.copies import NodeCopies
@@ -113,9 +113,9 @@ def worker_options(run: Run, config: Config, attempt: int, replica: int) -> Work
         baselines=needs_baselines(config.trainer.algorithm),
         stall_s=engine.stall_timeout_seconds,
         load_s=engine.start_timeout_seconds,
-        engine_dtype=engine.model_dtype,
+        engine_dtype=engine.quantization or engine.model_dtype,
         probe_tolerance=engine.probe_tolerance,
-        from_model=begins_with_model(config.trainer),
+        from_model=engines_begin_with_model(config),
         lessons=Lessons.of(config.trainer),
     )
 

@@ -313,7 +313,7 @@ def ref_ranks(trainer: TrainerConfig) -> int:
 
 def engine_gpus(engine: InferenceEngineConfig) -> int:
     """Return the GPUs of one replica."""
-    return engine.tensor_parallel_size * engine.pipeline_parallel_size
+    return engine.tensor_parallel_size * engine.pipeline_parallel_size * engine.data_parallel_size
 
 
 def runs_eagerly(engine: InferenceEngineConfig, *, on_cpu: bool) -> bool:

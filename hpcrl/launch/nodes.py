@@ -23,6 +23,7 @@ class Node:
         first_rank: number of the first of them among all.
         critic: whether these train the critic alone.
         replicas: numbers of the engines on this node; beside ranks they have the same devices.
+        elsewhere: whether their engines are on no node of the run, and only their rollout workers are here.
         gpus: devices that the node uses; 0 where it computes on the CPU.
         gpu_offset: devices that the nodes before it use, for when all of them share one machine.
         services: numbers of the reward model's services on this node.
@@ -45,6 +46,7 @@ class Node:
     torchrun: bool = False
     first_rank: int = 0
     critic: bool = False
+    elsewhere: bool = False
 
     @property
     def workers(self) -> list[str]:
@@ -73,19 +75,20 @@ def make_plan(config: Config) -> list[Node]:
     ) -> None:
         nonlocal offset
         gpus, workers = devices if on_gpu else 0, (tuple(services), tuple(scorers), scorer_ranks, spare, torchrun)
-        first_rank = sum(node.ranks for node in nodes)
-        nodes.append(Node(len(nodes), role, ranks, tuple(replicas), gpus, offset, *workers, first_rank, critic))
+        first_rank, elsewhere = sum(node.ranks for node in nodes), bool(engine.remote_urls)
+        nodes.append(
+            Node(len(nodes), role, ranks, tuple(replicas), gpus, offset, *workers, first_rank, critic, elsewhere)
+        )
         offset += gpus
 
     ranks, width = trainer.placement.policy_num_gpus_per_node, replicas_per_node(config)
-    beside = ranks // engine_gpus(engine) if trainer.placement.colocate_all else 0
     for node in range(trainer.placement.policy_num_nodes):
-        add("trainer", ranks, ranks=ranks, replicas=range(node * beside, (node + 1) * beside))
+        add("trainer", ranks, ranks=ranks, replicas=_beside(config, node))
     number, ranks = critic_nodes(trainer)
     for _ in range(number if has_own_critic(trainer) else 0):
         add("trainer", ranks, ranks=ranks, critic=True)
-    apart = engine.num_engines if has_engines(config) and not trainer.placement.colocate_all else 0
-    for first in range(0, apart, width):
+    apart = has_engines(config) and not (trainer.placement.colocate_all or engine.remote_urls)
+    for first in range(0, engine.num_engines if apart else 0, width):
         replicas = range(first, min(first + width, engine.num_engines))
         add("rollout", len(replicas) * engine_gpus(engine), replicas=replicas)
     services, width = range(reward_services(config)), services_per_node(config)
@@ -100,6 +103,15 @@ def make_plan(config: Config) -> list[Node]:
             add("scorer", len(own) * each.ranks, scorers=own, scorer_ranks=each.ranks, spare=spare, torchrun=torchrun)
         first += each.replicas
     return nodes
+
+
+def _beside(config: Config, node: int) -> range:
+    """Return the replicas on one of the policy's nodes."""
+    engine, placement = config.generator.inference_engine, config.trainer.placement
+    if engine.remote_urls and has_engines(config):
+        return range(node, engine.num_engines, placement.policy_num_nodes)
+    width = placement.policy_num_gpus_per_node // engine_gpus(engine) if placement.colocate_all else 0
+    return range(node * width, (node + 1) * width)
 
 
 def trainer_nodes(plan: list[Node]) -> int:
@@ -123,7 +135,8 @@ def describe_plan(plan: list[Node]) -> list[str]:
         devices = f", {node.gpus} GPU(s)" if node.gpus else ""
         if node.role == "trainer":
             also = " and the controller" if node.index == 0 else ""
-            turns = f", in turns with {', '.join(node.workers)}" if node.replicas else ""
+            joined = "in turns with" if not node.elsewhere else "and, for engines elsewhere,"
+            turns = f", {joined} {', '.join(node.workers)}" if node.replicas else ""
             what = f"critic, {_numbered(node)}" if node.critic else f"trainer, {node.ranks} rank(s)"
             lines.append(f"node {node.index}: {what}{also}{turns}{devices}")
         else:

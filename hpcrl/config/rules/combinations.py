@@ -23,6 +23,8 @@ from hpcrl.config.rules.cluster import (
     enough_replicas,
     flash_infer,
     gpus_of_nodes,
+    quantized_engines,
+    remote_engines,
     sbatch_options,
     time_to_save,
 )
@@ -419,6 +421,8 @@ RULES: tuple[Rule, ...] = (
     adapters_of_engines,
     embedded_engine,
     engine_options,
+    quantized_engines,
+    remote_engines,
     copies_of_weights,
     flash_infer,
     enough_replicas,

@@ -55,7 +55,8 @@ class Environments:
         if self._cpus:
             workers = len(node.workers) * node.scorer_ranks
             # those of a node with both take turns
-            processes = max(node.ranks, workers) if node.replicas else node.ranks + workers
+            turns = node.replicas and not node.elsewhere
+            processes = max(node.ranks, workers) if turns else node.ranks + workers
             environment["OMP_NUM_THREADS"] = str(max(1, self._cpus // processes))
         if node.gpus:
             mine = visible_devices(node, self._shared)
@@ -64,7 +65,7 @@ class Environments:
                 mine = mine[position * width : (position + 1) * width]
             else:
                 mine = mine[: node.ranks]
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
+            environment["CUDA_VISIBLE_DEVICES"] = "" if name in node.workers and node.elsewhere else ",".join(mine)
         if (name.startswith("trainer-") and self._ordered) or (name.startswith("scorer-") and self._teacher_ordered):
             environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         told = "PYTORCH_CUDA_ALLOC_CONF" in environment  # its former name

@@ -13,11 +13,12 @@ from hpcrl.runtime.scratch import Scratch
 
 
 @contextmanager
-def launched(run: Run, config: Config, log: Path) -> Iterator[Launched]:
+def launched(run: Run, config: Config, log: Path, replica: int = 0, *, trains: bool = True) -> Iterator[Launched]:
     """Have the engine of one replica, which is being started, within the `with` statement. Temporary files of this process go when it ends.
 
     Args:
         log: file of what the engine's own processes say.
+        trains: whether versions are loaded; else its weights are the model's, and stay as they are.
     """
     with ExitStack() as stack:
         scratch = Scratch("engine")
@@ -26,6 +27,10 @@ def launched(run: Run, config: Config, log: Path) -> Iterator[Launched]:
             from hpcrl.rollout.engines.embedded.launch import Embedded, embedded_options
 
             engine = Embedded(embedded_options(config))
+        elif config.generator.inference_engine.remote_urls:
+            from hpcrl.rollout.engines.vllm.remote import Remote, remote_options
+
+            engine = Remote(remote_options(config, f"{log.stem} of {run.path}", replica, trains=trains))
         else:
             from hpcrl.rollout.engines.vllm.server import Server, server_options
 

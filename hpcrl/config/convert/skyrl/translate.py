@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -179,6 +180,11 @@ def _both_models(last: str) -> Translation:
     return both
 
 
+def engine_width(source: Source) -> int:
+    """Return the GPUs of an engine."""
+    return math.prod(source.number(f"{_ENGINE}{kind}_parallel_size") for kind in ("tensor", "pipeline", "data"))
+
+
 def is_colocated(source: Source) -> bool:
     """Whether trainer and engines share GPUs here too."""
     return source[_PLACEMENT + "colocate_all"] is True and _cannot_share(source) is None
@@ -188,7 +194,7 @@ def _cannot_share(source: Source) -> str | None:
     if source["trainer.strategy"] == "megatron":
         return "Megatron-core's models cannot leave their GPUs here"
     nodes, gpus = (source.number(f"{_PLACEMENT}policy_num_{what}") for what in ("nodes", "gpus_per_node"))
-    width = source.number(_ENGINE + "tensor_parallel_size")
+    width = engine_width(source)
     fits = nodes * gpus == source.number(_ENGINE + "num_engines") * width and gpus % max(1, width) == 0
     return None if fits else "trainer and engines have different numbers of GPUs"
 
@@ -202,7 +208,7 @@ def colocate_all(source: Source, conversion: Conversion, path: str) -> None:
         return
     conversion.values[path] = False
     nodes, gpus = (source.number(f"{_PLACEMENT}policy_num_{what}") for what in ("nodes", "gpus_per_node"))
-    engines, parallel = source.number(_ENGINE + "num_engines"), source.number(_ENGINE + "tensor_parallel_size")
+    engines, parallel = source.number(_ENGINE + "num_engines"), engine_width(source)
     conversion.note(
         "translated",
         name,
