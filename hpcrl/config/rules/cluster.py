@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
+from typing import Any
 
 from hpcrl.config.adapters import largest_rank, loads_adapters
 from hpcrl.config.derive import (
@@ -19,6 +20,7 @@ from hpcrl.config.derive import (
 )
 from hpcrl.config.errors import Problem
 from hpcrl.config.node_share import takes_whole_nodes
+from hpcrl.config.sections.distillation import TeacherEngineConfig
 from hpcrl.config.sections.generator import InferenceEngineConfig
 from hpcrl.config.sections.tree import ConfigTree
 
@@ -27,6 +29,8 @@ _ENGINE_NAMES = {field.name: field.name for field in fields(InferenceEngineConfi
     "enable_expert_parallel": "expert_parallel_size",
     "data_parallel_size_local": "data_parallel_size",
 }
+_TEACHER_NAMES = {field.name: field.name for field in fields(TeacherEngineConfig)} | {"dtype": "model_dtype"}
+_SIZES = {"pipeline_parallel_size", "data_parallel_size", "prefill_context_parallel_size", "enable_expert_parallel"}
 _ENGINE_OWN = {"uds", "host", "port", "middleware", "model", "max_model_len", "logprobs_mode", "api_key", "config"}
 _ENGINE_OWN |= {
     "weight_transfer_config",
@@ -70,16 +74,32 @@ def engine_options(config: ConfigTree) -> Iterator[Problem]:
             f"{path}.max_num_batched_tokens",
             f"expected at least {path}.max_num_seqs ({engine.max_num_seqs}), found {engine.max_num_batched_tokens}",
         )
-    if not isinstance(engine.engine_init_kwargs.get("hf_overrides", {}), dict):
+    yield from _further_options(path, engine.engine_init_kwargs, _ENGINE_NAMES)
+    distillation = config.trainer.distillation
+    if distillation.enable and distillation.backend == "vllm":
+        yield from _further_options(
+            "trainer.distillation.engine", distillation.engine.engine_init_kwargs, _TEACHER_NAMES
+        )
+
+
+def _further_options(path: str, given: Mapping[str, Any], settings: Mapping[str, str]) -> Iterator[Problem]:
+    """Look at options of vLLM's by their names there.
+
+    Args:
+        path: of the section that has them.
+        settings: option -> setting of this section.
+    """
+    if not isinstance(given.get("hf_overrides", {}), dict):
         yield Problem(
             f"{path}.engine_init_kwargs.hf_overrides", "expected a table of entries of the model's config.json"
         )
-    for name in engine.engine_init_kwargs:
+    known = settings.keys() | _ENGINE_OWN | _SIZES
+    for name in given:
         option = name.replace("-", "_").partition(".")[0]
-        option = option if option in {*_ENGINE_NAMES, *_ENGINE_OWN} else option.removeprefix("no_")
-        if own := _ENGINE_NAMES.get(option):
+        option = option if option in known else option.removeprefix("no_")
+        if own := settings.get(option):
             yield Problem(f"{path}.engine_init_kwargs.{name}", f"set {path}.{own} instead")
-        elif option in _ENGINE_OWN or option.startswith("data_parallel_"):
+        elif option in known or option.startswith("data_parallel_"):
             yield Problem(
                 f"{path}.engine_init_kwargs.{name}", "hpcrl sets this option of the server itself; leave it out"
             )

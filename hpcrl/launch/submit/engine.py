@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from hpcrl.config import Config, engine_rope
+from hpcrl.config import Config, InferenceEngineConfig, engine_rope
 from hpcrl.config.adapters import engines_load, loads_adapters
 from hpcrl.config.derive import (
     has_engines,
@@ -22,7 +22,7 @@ from hpcrl.config.derive import (
     policy_model,
 )
 from hpcrl.config.errors import Problem
-from hpcrl.config.rules.model_fit import text_entries
+from hpcrl.config.rules.model_fit import experts_of, text_entries
 from hpcrl.errors import did_you_mean
 from hpcrl.launch.submit.models import entries_of
 
@@ -56,13 +56,41 @@ def check_engine(config: Config) -> Iterator[Problem]:
             "generator.inference_engine.backend",
             "vllm is not installed here; install it (docs/installation.md), or set transformers, an engine that needs nothing else",
         )
-    given = engine.engine_init_kwargs
+    yield from _unknown("generator.inference_engine", engine.engine_init_kwargs)
+    distillation = config.trainer.distillation
+    if distillation.enable and distillation.backend == "vllm":
+        yield from _unknown("trainer.distillation.engine", distillation.engine.engine_init_kwargs)
+    if entries is not None and engine.backend == "vllm":
+        yield from _sizes(engine, text_entries(entries), config.trainer.policy.model.path)
+
+
+def _unknown(path: str, given: Mapping[str, Any]) -> Iterator[Problem]:
     known = vllm_options() if given else frozenset[str]()
     for name in given if known else ():
         own = name.replace("-", "_").partition(".")[0]
         if own not in known and own.removeprefix("no_") not in known:
-            path = f"generator.inference_engine.engine_init_kwargs.{name}"
-            yield Problem(path, f"the vLLM that is installed here has no option {name!r}{did_you_mean(own, known)}")
+            near = did_you_mean(own, known)
+            yield Problem(
+                f"{path}.engine_init_kwargs.{name}", f"the vLLM that is installed here has no option {name!r}{near}"
+            )
+
+
+def _sizes(engine: InferenceEngineConfig, entries: Mapping[str, Any], model: str) -> Iterator[Problem]:
+    """Yield sizes that a model cannot be shared by."""
+    path, of = "generator.inference_engine", f"of the model at {model} (its config.json)"
+    heads, layers = entries.get("num_attention_heads"), entries.get("num_hidden_layers")
+    if isinstance(heads, int) and heads % engine.tensor_parallel_size:
+        yield Problem(
+            f"{path}.tensor_parallel_size",
+            f"expected a divisor of {heads}, the attention heads {of}, found {engine.tensor_parallel_size}",
+        )
+    if isinstance(layers, int) and layers < engine.pipeline_parallel_size:
+        yield Problem(
+            f"{path}.pipeline_parallel_size",
+            f"expected at most {layers}, the layers {of}, found {engine.pipeline_parallel_size}",
+        )
+    if engine.expert_parallel_size > 1 and not experts_of(entries):
+        yield Problem(f"{path}.expert_parallel_size", f"expected 1, as there are no experts {of}; leave it out")
 
 
 def _adapters(config: Config, entries: Mapping[str, Any]) -> Iterator[Problem]:

@@ -185,6 +185,10 @@ def engine_width(source: Source) -> int:
     return math.prod(source.number(f"{_ENGINE}{kind}_parallel_size") for kind in ("tensor", "pipeline", "data"))
 
 
+def _engines_of_others(source: Source) -> bool:
+    return source[_ENGINE + "run_engines_locally"] is False or bool(source[_ENGINE + "external_server_urls"])
+
+
 def is_colocated(source: Source) -> bool:
     """Whether trainer and engines share GPUs here too."""
     return source[_PLACEMENT + "colocate_all"] is True and _cannot_share(source) is None
@@ -193,6 +197,8 @@ def is_colocated(source: Source) -> bool:
 def _cannot_share(source: Source) -> str | None:
     if source["trainer.strategy"] == "megatron":
         return "Megatron-core's models cannot leave their GPUs here"
+    if _engines_of_others(source):
+        return "its engines are those that somebody else started"
     nodes, gpus = (source.number(f"{_PLACEMENT}policy_num_{what}") for what in ("nodes", "gpus_per_node"))
     width = engine_width(source)
     fits = nodes * gpus == source.number(_ENGINE + "num_engines") * width and gpus % max(1, width) == 0
@@ -209,6 +215,9 @@ def colocate_all(source: Source, conversion: Conversion, path: str) -> None:
     conversion.values[path] = False
     nodes, gpus = (source.number(f"{_PLACEMENT}policy_num_{what}") for what in ("nodes", "gpus_per_node"))
     engines, parallel = source.number(_ENGINE + "num_engines"), engine_width(source)
+    if _engines_of_others(source):
+        conversion.note("translated", name, path, f"true, but {_cannot_share(source)}")
+        return
     conversion.note(
         "translated",
         name,
@@ -310,6 +319,24 @@ def max_input_length(source: Source, conversion: Conversion, path: str) -> None:
     conversion.note("mapped", name, path)
 
 
+def remote_engines(source: Source, conversion: Conversion, path: str) -> None:
+    """Engines of others, which SkyRL asks for where it starts none: each needs hpcrl's part in it, and has a key."""
+    name, target = source.names[path], _ENGINE + "remote_urls"
+    local = source[_ENGINE + "run_engines_locally"] is not False
+    urls = source[_ENGINE + "external_server_urls"] or ([] if local else source[_ENGINE + "remote_urls"])
+    if not urls and not local:
+        conversion.note(
+            "conflict", name, target, f"false, and there are no addresses of engines; name them in {target}"
+        )
+    elif not urls:
+        conversion.note("dropped", name, "", "the run starts its engines, here too")
+    else:
+        conversion.values[target] = [url if "://" in url else f"http://{url}" for url in urls]
+        conversion.values[_ENGINE + "num_engines"] = len(urls)
+        needed = "start each with `hpcrl engine`, and name its key in generator.inference_engine.remote_key_file"
+        conversion.note("translated", name, target, needed)
+
+
 TRANSLATIONS: dict[str, Translation] = {
     "trainer.project_name": name_of_directory,
     "trainer.run_name": name_of_directory,
@@ -331,6 +358,9 @@ TRANSLATIONS: dict[str, Translation] = {
     _PLACEMENT + "ref_num_gpus_per_node": other_placement,
     _PLACEMENT + "critic_num_nodes": other_placement,
     _PLACEMENT + "critic_num_gpus_per_node": other_placement,
+    _ENGINE + "run_engines_locally": remote_engines,
+    _ENGINE + "remote_urls": remote_engines,
+    _ENGINE + "external_server_urls": remote_engines,
     _ENGINE + "backend": _instead("sglang", "vllm"),
     _ENGINE + "weight_sync_backend": weight_sync_backend,
     "generator.max_input_length": max_input_length,

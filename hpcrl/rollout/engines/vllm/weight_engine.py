@@ -69,12 +69,12 @@ class SharedFilesystemEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         weights = PublishedWeights.read(Path(update_info.path))
-        expected = {name for name, _ in self.model.named_parameters()}
+        expected = _parameters(self.model)
         given: dict[str, str] = {}
         with closing(WeightReader(weights.path, list(weights.tensors))) as reader:
             initialize_layerwise_reload(self.model)
             # those of both forms of the layers: what quantizing adds to the one, such as scales, is in no file
-            expected &= {name for name, _ in self.model.named_parameters()}
+            expected &= _parameters(self.model)
             loaded = cast(Any, self.model).load_weights(_noting(reader, given))
         missing = sorted(expected - (loaded or expected))
         if missing:
@@ -112,6 +112,11 @@ class WeightProof:
 
 def _of_rank(worker: Any) -> dict[str, Any]:
     return {"rank": worker.rank, "of": worker.parallel_config.world_size}
+
+
+def _parameters(model: torch.nn.Module) -> set[str]:
+    """Return the names of a model's parameters as `load_weights` tells them: a mixture's without the module in which vLLM keeps its experts."""
+    return {name.replace(".experts.routed_experts.", ".experts.") for name, _ in model.named_parameters()}
 
 
 def _noting(reader: WeightReader, given: dict[str, str]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from hpcrl.config import engine_gpus
 from hpcrl.errors import EngineError
 from hpcrl.rollout.engines.base import Engine, Generation
 from hpcrl.rollout.engines.vllm.client import EngineClient
@@ -35,6 +36,8 @@ from tests.rollout.material import (
 )
 
 WHOLE = {"temperature": 1.0, "max_tokens": 24}
+Parallel = tuple[Server, list[Path], int]
+"""A server, models that it can be, and how many workers it has."""
 
 
 def make_mixture(path: Path, seed: int) -> Path:
@@ -72,6 +75,7 @@ class Layout:
 
 
 LAYOUTS = [
+    Layout("a mixture on one", {}, True),
     Layout("pipeline of two", {"pipeline_parallel_size": 2}),
     Layout("two copies", {"data_parallel_size": 2}),
     Layout("experts whole on two", {"tensor_parallel_size": 2, "expert_parallel_size": 2}, True),
@@ -82,20 +86,20 @@ LAYOUTS = [
 @pytest.fixture(scope="module", params=LAYOUTS, ids=lambda layout: layout.name.replace(" ", "-"))
 def parallel(
     request: pytest.FixtureRequest, token_file: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Server, list[Path]]]:
-    """An engine of two workers, and models that it can be."""
+) -> Iterator[Parallel]:
+    """An engine of one or two workers, and models that it can be."""
     layout, folder = request.param, tmp_path_factory.mktemp("parallel")
     make = make_mixture if layout.mixture else lambda path, seed: make_model(path, seed, kv_heads=2)
     models = [make(folder / str(seed), seed) for seed in (0, 2)]
     given = options(str(models[0]), token_file)
     given = replace(given, engine=replace(given.engine, **layout.sizes))
     with served(given, folder / "engine.log") as server:
-        yield server, models
+        yield server, models, engine_gpus(given.engine)
 
 
 @pytest.mark.slow
-def test_workers_say_what_the_whole_model_does(parallel: tuple[Server, list[Path]]) -> None:
-    server, models = parallel
+def test_workers_say_what_the_whole_model_does(parallel: Parallel) -> None:
+    server, models, _ = parallel
 
     async def play(engine: Engine) -> tuple[list[Generation], list[Generation], list[Generation]]:
         first = await engine.generate(LONG_PROMPT, 4, 3, WHOLE)
@@ -116,15 +120,15 @@ def test_workers_say_what_the_whole_model_does(parallel: tuple[Server, list[Path
 
 
 @pytest.mark.slow
-def test_each_worker_proves_what_it_has_loaded(parallel: tuple[Server, list[Path]], tmp_path: Path) -> None:
-    server, models = parallel
+def test_each_worker_proves_what_it_has_loaded(parallel: Parallel, tmp_path: Path) -> None:
+    server, models, workers = parallel
 
     async def play(engine: EngineClient) -> None:
         weights = publish(models[1], tmp_path / "v000001", 1, probe=probe_of(models[1]))
         await engine.update_weights(weights)
         proofs = await engine._proofs("weight_proof")
         assert [(proof["rank"], proof["of"], proof["digest"]) for proof in proofs] == [
-            (rank, 2, weights.digest) for rank in range(2)
+            (rank, workers, weights.digest) for rank in range(workers)
         ]
         found = await engine.probe(weights, "float32", None)
         assert found is not None
@@ -136,7 +140,7 @@ def test_each_worker_proves_what_it_has_loaded(parallel: tuple[Server, list[Path
         data = bytearray(file.read_bytes())
         data[-1] ^= 1
         file.write_bytes(data)
-        with pytest.raises(EngineError, match=r"rank \d of 2 holds version 1, other tensors than were published"):
+        with pytest.raises(EngineError, match=r"rank \d of \d holds version 1, other tensors than were published"):
             await engine.update_weights(weights)
 
     runner(server, models[0])(play)
