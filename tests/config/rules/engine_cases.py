@@ -5,7 +5,11 @@ from __future__ import annotations
 from tests.config.rules.skyrl_cases import ALGORITHM, CRITIC, ENGINE, FOUR_GPUS, GYM, LORA, SFT, Case
 
 REMOTE = {f"{ENGINE}.remote_urls": ["http://a:8000"]}
-VLLM_TEACHER = {"trainer.distillation.enable": True, "trainer.distillation.model_path": "t", "trainer.distillation.backend": "vllm"}
+VLLM_TEACHER = {
+    "trainer.distillation.enable": True,
+    "trainer.distillation.model_path": "t",
+    "trainer.distillation.backend": "vllm",
+}
 
 ENGINES = [
     Case(

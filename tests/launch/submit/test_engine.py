@@ -123,3 +123,26 @@ def test_a_machine_without_vllm_is_said(monkeypatch: pytest.MonkeyPatch) -> None
     check_files(Config.from_toml([QUICKSTART], [VLLM, *container]))
     monkeypatch.setitem(sys.modules, "torch", None)
     check_files(Config.from_toml([QUICKSTART], [VLLM]))
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("tensor_parallel_size=3", r"tensor_parallel_size: expected a divisor of 2, the attention heads"),
+        ("pipeline_parallel_size=5", r"pipeline_parallel_size: expected at most 2, the layers"),
+        ("expert_parallel_size=2", r"expert_parallel_size: expected 1, as there are no experts"),
+    ],
+)
+def test_sizes_that_a_model_cannot_be_shared_by(setting: str, said: str) -> None:
+    more = ["generator.inference_engine.tensor_parallel_size=2"] if setting.startswith("expert") else []
+    with pytest.raises(DataError, match=said):
+        check_files(Config.from_toml([QUICKSTART], [VLLM, *more, f"generator.inference_engine.{setting}"]))
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+def test_options_of_a_teachers_engine_are_looked_at_too(tmp_path: Path) -> None:
+    teacher = ["enable=true", f"model_path={tmp_path}", "backend=vllm", "engine.engine_init_kwargs.swap_spaces=1"]
+    with pytest.raises(
+        DataError, match=r"trainer\.distillation\.engine\.engine_init_kwargs\.swap_spaces: .* has no option"
+    ):
+        check_files(Config.from_toml([QUICKSTART], [VLLM, *(f"trainer.distillation.{setting}" for setting in teacher)]))

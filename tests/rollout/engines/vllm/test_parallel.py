@@ -70,13 +70,13 @@ def make_mixture(path: Path, seed: int) -> Path:
 @dataclass(frozen=True)
 class Layout:
     name: str
-    sizes: dict[str, int]
+    settings: dict[str, int]
     mixture: bool = False
 
 
 LAYOUTS = [
     Layout("a mixture on one", {}, True),
-    Layout("pipeline of two", {"pipeline_parallel_size": 2}),
+    Layout("pipeline of two", {"pipeline_parallel_size": 2, "enforce_eager": False}),
     Layout("two copies", {"data_parallel_size": 2}),
     Layout("experts whole on two", {"tensor_parallel_size": 2, "expert_parallel_size": 2}, True),
     Layout("two copies that share experts", {"data_parallel_size": 2, "expert_parallel_size": 2}, True),
@@ -92,7 +92,7 @@ def parallel(
     make = make_mixture if layout.mixture else lambda path, seed: make_model(path, seed, kv_heads=2)
     models = [make(folder / str(seed), seed) for seed in (0, 2)]
     given = options(str(models[0]), token_file)
-    given = replace(given, engine=replace(given.engine, **layout.sizes))
+    given = replace(given, engine=replace(given.engine, **layout.settings))
     with served(given, folder / "engine.log") as server:
         yield server, models, engine_gpus(given.engine)
 
