@@ -316,6 +316,12 @@ def engine_gpus(engine: InferenceEngineConfig) -> int:
     return engine.tensor_parallel_size * engine.pipeline_parallel_size * engine.data_parallel_size
 
 
+def engine_nodes(config: ConfigTree) -> int:
+    """Return the nodes of one replica: several where it has more GPUs than a node, of which it then has all."""
+    gpus = gpu_count(config.slurm)
+    return max(1, -(-engine_gpus(config.generator.inference_engine) // gpus)) if gpus else 1
+
+
 def runs_eagerly(engine: InferenceEngineConfig, *, on_cpu: bool) -> bool:
     """Return whether engines run without compiled code and CUDA graphs; where it is not set: if there is no GPU."""
     return on_cpu if engine.enforce_eager is None else engine.enforce_eager

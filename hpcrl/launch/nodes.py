@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hpcrl.config import Config, engine_gpus, replicas_per_node
-from hpcrl.config.derive import critic_nodes, gpu_count, has_engines, has_own_critic
+from hpcrl.config.derive import critic_nodes, engine_nodes, gpu_count, has_engines, has_own_critic
 from hpcrl.config.reward_model import reward_services, services_per_node
 from hpcrl.config.scorers import scorer_sets, scorers_per_node
 
@@ -24,6 +24,7 @@ class Node:
         critic: whether these train the critic alone.
         replicas: numbers of the engines on this node; beside ranks they have the same devices.
         elsewhere: whether their engines are on no node of the run, and only their rollout workers are here.
+        parts: numbers of the parts of engines on this node, where an engine is on several and this is not the first of them.
         gpus: devices that the node uses; 0 where it computes on the CPU.
         gpu_offset: devices that the nodes before it use, for when all of them share one machine.
         services: numbers of the reward model's services on this node.
@@ -47,11 +48,12 @@ class Node:
     first_rank: int = 0
     critic: bool = False
     elsewhere: bool = False
+    parts: tuple[int, ...] = ()
 
     @property
     def workers(self) -> list[str]:
         """Names of the processes that are started again when they fail."""
-        numbers = {"rollout": self.replicas, "reward": self.services, "scorer": self.scorers}
+        numbers = {"rollout": self.replicas, "reward": self.services, "scorer": self.scorers, "part": self.parts}
         return [f"{job}-{number}" for job, own in numbers.items() for number in own]
 
 
@@ -72,12 +74,16 @@ def make_plan(config: Config) -> list[Node]:
         spare: bool = False,
         torchrun: bool = False,
         critic: bool = False,
+        parts: Sequence[int] = (),
     ) -> None:
         nonlocal offset
         gpus, workers = devices if on_gpu else 0, (tuple(services), tuple(scorers), scorer_ranks, spare, torchrun)
         first_rank, elsewhere = sum(node.ranks for node in nodes), bool(engine.remote_urls)
         nodes.append(
-            Node(len(nodes), role, ranks, tuple(replicas), gpus, offset, *workers, first_rank, critic, elsewhere)
+            Node(
+                *(len(nodes), role, ranks, tuple(replicas), gpus, offset, *workers, first_rank, critic, elsewhere),
+                tuple(parts),
+            )
         )
         offset += gpus
 
@@ -87,10 +93,13 @@ def make_plan(config: Config) -> list[Node]:
     number, ranks = critic_nodes(trainer)
     for _ in range(number if has_own_critic(trainer) else 0):
         add("trainer", ranks, ranks=ranks, critic=True)
+    parts = engine_nodes(config)
     apart = has_engines(config) and not (trainer.placement.colocate_all or engine.remote_urls)
     for first in range(0, engine.num_engines if apart else 0, width):
         replicas = range(first, min(first + width, engine.num_engines))
-        add("rollout", len(replicas) * engine_gpus(engine), replicas=replicas)
+        add("rollout", len(replicas) * engine_gpus(engine) // parts, replicas=replicas)
+        for part in range(first * (parts - 1), (first + 1) * (parts - 1)):
+            add("rollout", engine_gpus(engine) // parts, parts=[part])
     services, width = range(reward_services(config)), services_per_node(config)
     for first in services[::width]:
         own = services[first : first + width]
@@ -124,7 +133,7 @@ def needed_nodes(plan: list[Node], pooled: int) -> list[int]:
     Args:
         pooled: replicas of its elastic pool.
     """
-    spare = pooled > 0 or sum(node.role == "rollout" for node in plan) > 1
+    spare = pooled > 0 or sum(bool(node.replicas) for node in plan if node.role == "rollout") > 1
     return [node.index for node in plan if not (spare if node.role == "rollout" else node.spare)]
 
 

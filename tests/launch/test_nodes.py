@@ -232,3 +232,23 @@ def test_a_replica_has_the_devices_of_all_its_copies(tmp_path: Path, monkeypatch
     assert (node.replicas, node.gpus) == ((0, 1), 8)
     environments = Environments(config, node, 1, "127.0.0.1", None, tmp_path, False)
     assert [environments.of(name)["CUDA_VISIBLE_DEVICES"] for name in node.workers] == ["0,1,2,3", "4,5,6,7"]
+
+
+def test_a_replica_on_several_nodes_has_all_of_their_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    engine = "generator.inference_engine"
+    sizes = [f"{engine}.tensor_parallel_size=4", f"{engine}.pipeline_parallel_size=3", f"{engine}.num_engines=2"]
+    config = Config.from_toml([QUICKSTART], [*sizes, f"{engine}.backend=vllm", "slurm.gpus_per_node=4"])
+    nodes = make_plan(config)
+    assert [(node.role, node.workers, node.gpus) for node in nodes[1:]] == [
+        ("rollout", [name], 4) for name in ("rollout-0", "part-0", "part-1", "rollout-1", "part-2", "part-3")
+    ]
+    assert needed_nodes(nodes, 0) == [0], "of two replicas one is left"
+    alone = make_plan(Config.from_toml([QUICKSTART], [*sizes[:2], f"{engine}.backend=vllm", "slurm.gpus_per_node=4"]))
+    assert needed_nodes(alone, 0) == [0, 1, 2, 3], "all of its nodes"
+    for index in (1, 2):
+        environments = Environments(config, nodes[index], 1, "127.0.0.1", None, tmp_path, False)
+        assert environments.of(nodes[index].workers[0])["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
+    copies = [f"{engine}.tensor_parallel_size=2", f"{engine}.data_parallel_size=4", f"{engine}.backend=vllm"]
+    nodes = make_plan(Config.from_toml([QUICKSTART], [*copies, "slurm.gpus_per_node=4"]))
+    assert [node.workers for node in nodes[1:]] == [["rollout-0"], ["part-0"]]

@@ -17,6 +17,7 @@ from hpcrl.config.derive import (
     has_own_critic,
     max_replicas,
     replicas_per_node,
+    runs_eagerly,
 )
 from hpcrl.config.errors import Problem
 from hpcrl.config.node_share import takes_whole_nodes
@@ -112,6 +113,18 @@ def quantized_engines(config: ConfigTree) -> Iterator[Problem]:
     elif engine.quantization and engine.model_dtype == "float32":
         yield Problem(
             path, "needs activations in bfloat16 or float16 (generator.inference_engine.model_dtype), found float32"
+        )
+
+
+def stages_on_processors(config: ConfigTree) -> Iterator[Problem]:
+    engine = config.generator.inference_engine
+    if engine.remote_urls or gpu_count(config.slurm) > 0 or engine.pipeline_parallel_size == 1:
+        return
+    if engine.backend == "vllm" and runs_eagerly(engine, on_cpu=True):
+        yield Problem(
+            "generator.inference_engine.enforce_eager",
+            "without GPUs vLLM 0.31 hands nothing from one pipeline stage to the next where it runs eagerly; set it to false, or leave out "
+            "pipeline_parallel_size",
         )
 
 
@@ -213,12 +226,30 @@ def gpus_of_nodes(config: ConfigTree) -> Iterator[Problem]:
     if config.generator.inference_engine.remote_urls:
         return
     if parallel > gpus:
-        yield Problem(
-            "generator.inference_engine.tensor_parallel_size",
-            f"a replica needs {parallel} GPUs (times pipeline_parallel_size and data_parallel_size), {has}",
-        )
+        yield from _engines_on_several_nodes(config, has)
     elif replicas is not None and parallel >= 1 and replicas_per_node(config) * parallel > gpus:
         yield Problem("slurm.replicas_per_node", f"{replicas} replicas need {replicas * parallel} GPUs, {has}")
+
+
+def _engines_on_several_nodes(config: ConfigTree, has: str) -> Iterator[Problem]:
+    engine, gpus = config.generator.inference_engine, gpu_count(config.slurm)
+    copy = engine.tensor_parallel_size * engine.pipeline_parallel_size
+    if engine_gpus(engine) % gpus or (copy % gpus and gpus % copy):
+        yield Problem(
+            "generator.inference_engine.tensor_parallel_size",
+            f"a replica needs {engine_gpus(engine)} GPUs (times pipeline_parallel_size and data_parallel_size), {has}; on several nodes it has "
+            "all GPUs of each, and on each as much of a copy of the weights, or as many of them",
+        )
+    for name, found in (
+        ("slurm.elastic.replicas", config.slurm.elastic.replicas),
+        ("slurm.replicas_per_node", config.slurm.replicas_per_node),
+        ("generator.inference_engine.weight_copy_dir", config.generator.inference_engine.weight_copy_dir),
+    ):
+        if found:
+            yield Problem(
+                name,
+                f"does not work where a replica is on several nodes: it needs {engine_gpus(engine)} GPUs, {has}; leave it out",
+            )
 
 
 def enough_replicas(config: ConfigTree) -> Iterator[Problem]:

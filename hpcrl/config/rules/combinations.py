@@ -26,6 +26,7 @@ from hpcrl.config.rules.cluster import (
     quantized_engines,
     remote_engines,
     sbatch_options,
+    stages_on_processors,
     time_to_save,
 )
 from hpcrl.config.rules.generation import (
@@ -422,6 +423,7 @@ RULES: tuple[Rule, ...] = (
     embedded_engine,
     engine_options,
     quantized_engines,
+    stages_on_processors,
     remote_engines,
     copies_of_weights,
     flash_infer,

@@ -264,27 +264,6 @@ def test_what_becomes_of_a_setting_without_a_counterpart(word: str, kind: str) -
     assert ("conflict" in {entry.kind for entry in conversion.entries}) == (kind == "conflict")
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("generator.run_engines_locally=false", "generator.remote_inference_engine_urls=['a:1', 'b:1']"),
-        (ENGINE + "external_server_urls=['http://a:1', 'http://b:1']",),
-    ],
-)
-def test_engines_of_others_are_named(words: tuple[str, ...]) -> None:
-    conversion = command(*words)
-    assert conversion.values[ENGINE + "remote_urls"] == ["http://a:1", "http://b:1"]
-    assert conversion.values[ENGINE + "num_engines"] == 2
-    assert conversion.values["trainer.placement.colocate_all"] is False
-    assert "start each with `hpcrl engine`" in str(conversion.entries[0])
-    assert not conversion.incomplete
-
-
-def test_engines_of_several_gpus_have_room_on_a_node() -> None:
-    sizes = [f"{ENGINE}{kind}_parallel_size=2" for kind in ("tensor", "pipeline", "data")]
-    assert command(*sizes).values["slurm.gpus_per_node"] == 8
-
-
 def test_substitutes_are_written() -> None:
     conversion = command("trainer.strategy=deepspeed", "generator.backend=sglang")
     assert conversion.values["trainer.strategy"] == "fsdp2"

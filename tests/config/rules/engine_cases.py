@@ -87,9 +87,21 @@ ENGINES = [
         {f"{ENGINE}.quantization": "fp8", f"{ENGINE}.model_dtype": "float16", "slurm.gpus_per_node": 1},
     ),
     Case(
-        "a replica is on one node",
-        {f"{ENGINE}.data_parallel_size": 4, "slurm.gpus_per_node": 2}, f"{ENGINE}.tensor_parallel_size", "a replica needs 4 GPUs",
-        {f"{ENGINE}.data_parallel_size": 4, "slurm.gpus_per_node": 4},
+        "a node has whole copies of the weights, or a part of one",
+        {f"{ENGINE}.data_parallel_size": 2, f"{ENGINE}.tensor_parallel_size": 6, "slurm.gpus_per_node": 4},
+        f"{ENGINE}.tensor_parallel_size", "a replica needs 12 GPUs",
+        {f"{ENGINE}.data_parallel_size": 6, f"{ENGINE}.tensor_parallel_size": 2, "slurm.gpus_per_node": 4},
+    ),
+    Case(
+        "a pool has replicas of one node",
+        {f"{ENGINE}.tensor_parallel_size": 4, "slurm.gpus_per_node": 2, "slurm.elastic.replicas": 1},
+        "slurm.elastic.replicas", "does not work where a replica is on several nodes",
+        {f"{ENGINE}.tensor_parallel_size": 4, "slurm.gpus_per_node": 2},
+    ),
+    Case(
+        "pipeline stages without GPUs are compiled",
+        {f"{ENGINE}.pipeline_parallel_size": 2}, f"{ENGINE}.enforce_eager", "where it runs eagerly; set it to false",
+        {f"{ENGINE}.pipeline_parallel_size": 2, f"{ENGINE}.enforce_eager": False},
     ),
     Case(
         "a key is for engines of others",

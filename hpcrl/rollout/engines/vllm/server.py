@@ -40,7 +40,7 @@ from hpcrl.config.sections.model import Pretrained, rope_parameters
 from hpcrl.errors import ConfigError, EngineError
 from hpcrl.rollout.engines.base import Engine, Launched
 from hpcrl.rollout.engines.vllm.address import Address, Listen
-from hpcrl.rollout.engines.vllm.main import PARENT
+from hpcrl.rollout.engines.vllm.main import HEADLESS, PARENT
 from hpcrl.rollout.engines.vllm.middleware import LEASED, RUN_NAME, TOKEN_FILE
 from hpcrl.rollout.engines.vllm.plugin import BACKEND, WORKER_EXTENSION
 from hpcrl.rundir.commit import make_directory
@@ -60,6 +60,36 @@ _PREFIX = re.compile(r"^\(\w+ pid=\d+\) (?:[A-Z]+ [\d-]+ [\d:]+ \[[\w.]+:\d+\] ?
 
 
 @dataclass(frozen=True)
+class Part:
+    """One node's part of an engine that is on several.
+
+    Attributes:
+        nodes: that it is on.
+        index: of this one among them; the first has the server.
+        address, port, rpc_port: of the first, where all meet.
+    """
+
+    nodes: int
+    index: int
+    address: str
+    port: int
+    rpc_port: int
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """vLLM's options."""
+        return {
+            "nnodes": self.nodes,
+            "node-rank": self.index,
+            "master-addr": self.address,
+            "master-port": self.port,
+            "data-parallel-rpc-port": self.rpc_port,
+            "distributed-executor-backend": "mp",
+            HEADLESS.removeprefix("--"): True if self.index else None,
+        }
+
+
+@dataclass(frozen=True)
 class ServerOptions:
     """What one replica serves.
 
@@ -75,6 +105,7 @@ class ServerOptions:
         recorded_iterations: that it has Nsight Systems record, under which this process runs; 0: none.
         sleeps: whether it leaves its GPUs to the trainer in between.
         listen: where it serves others than this process, one at a time; None: this one alone, at a socket.
+        part: of an engine on several nodes; None: the whole.
     """
 
     model: Pretrained
@@ -92,6 +123,7 @@ class ServerOptions:
     recorded_iterations: int = 0
     sleeps: bool = False
     listen: Listen | None = None
+    part: Part | None = None
 
 
 class Server(Launched):
@@ -229,6 +261,8 @@ def _command(options: ServerOptions, socket: Path) -> list[str]:
             "max-loras": options.lora_slots,
             "fully-sharded-loras": engine.fully_sharded_loras,
         }
+    if options.part:
+        arguments |= options.part.options
     if options.recorded_iterations:
         window = {"delay_iterations": _UNRECORDED, "max_iterations": options.recorded_iterations}
         arguments["profiler-config"] = {"profiler": "cuda", **window}
@@ -282,9 +316,14 @@ def _environment(options: ServerOptions, directory: Path) -> dict[str, str]:
         RUN_NAME: options.run_name,
         PARENT: str(os.getpid()),
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # see main.py
-        "GLOO_SOCKET_IFNAME": "lo",  # one replica is on one node
+        "GLOO_SOCKET_IFNAME": "lo",  # as a rule a replica is on one node
         "NCCL_SOCKET_IFNAME": "lo",
     }
+    if options.part:  # its processes reach each other over the run's network
+        environment["VLLM_HOST_IP"] = os.environ["HPCRL_ADDRESS"]
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            environment.pop(name)
+            environment |= {name: os.environ[name]} if name in os.environ else {}
     if options.listen:
         environment[LEASED] = "1"
     if options.lora_rank:
