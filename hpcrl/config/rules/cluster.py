@@ -116,13 +116,19 @@ def quantized_engines(config: ConfigTree) -> Iterator[Problem]:
         )
 
 
-def stages_on_processors(config: ConfigTree) -> Iterator[Problem]:
-    engine = config.generator.inference_engine
-    if engine.remote_urls or gpu_count(config.slurm) > 0 or engine.pipeline_parallel_size == 1:
+def engines_on_processors(config: ConfigTree) -> Iterator[Problem]:
+    """What vLLM's build for CPUs ends with at the first request."""
+    path, engine = "generator.inference_engine", config.generator.inference_engine
+    if engine.remote_urls or gpu_count(config.slurm) > 0 or engine.backend != "vllm":
         return
-    if engine.backend == "vllm" and runs_eagerly(engine, on_cpu=True):
+    if engine.expert_parallel_size > 1 and not engine_gpus(engine) % engine.expert_parallel_size:
         yield Problem(
-            "generator.inference_engine.enforce_eager",
+            f"{path}.expert_parallel_size",
+            f"without GPUs vLLM 0.31 needs a part of every expert on each worker: expected 1, found {engine.expert_parallel_size}",
+        )
+    if engine.pipeline_parallel_size > 1 and runs_eagerly(engine, on_cpu=True):
+        yield Problem(
+            f"{path}.enforce_eager",
             "without GPUs vLLM 0.31 hands nothing from one pipeline stage to the next where it runs eagerly; set it to false, or leave out "
             "pipeline_parallel_size",
         )

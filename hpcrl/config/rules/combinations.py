@@ -20,13 +20,13 @@ from hpcrl.config.rules.cluster import (
     counted_gpus,
     embedded_engine,
     engine_options,
+    engines_on_processors,
     enough_replicas,
     flash_infer,
     gpus_of_nodes,
     quantized_engines,
     remote_engines,
     sbatch_options,
-    stages_on_processors,
     time_to_save,
 )
 from hpcrl.config.rules.generation import (
@@ -423,7 +423,7 @@ RULES: tuple[Rule, ...] = (
     embedded_engine,
     engine_options,
     quantized_engines,
-    stages_on_processors,
+    engines_on_processors,
     remote_engines,
     copies_of_weights,
     flash_infer,

@@ -48,6 +48,7 @@ def check_engine(config: Config) -> Iterator[Problem]:
     # where torch is missing too, this is a login node, of which nothing follows for the nodes; nor does it from outside of a container
     if (
         engine.backend == "vllm"
+        and not engine.remote_urls
         and config.slurm.container.kind == "none"
         and find_spec("torch")
         and not find_spec("vllm")

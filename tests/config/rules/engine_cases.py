@@ -61,7 +61,13 @@ ENGINES = [
         "experts are shared by a setting",
         {f"{ENGINE}.engine_init_kwargs": {"enable_expert_parallel": True}},
         f"{ENGINE}.engine_init_kwargs.enable_expert_parallel", f"set {ENGINE}.expert_parallel_size instead",
+        {f"{ENGINE}.data_parallel_size": 2, f"{ENGINE}.expert_parallel_size": 2, "slurm.gpus_per_node": 2},
+    ),
+    Case(
+        "whole experts want GPUs",
         {f"{ENGINE}.data_parallel_size": 2, f"{ENGINE}.expert_parallel_size": 2},
+        f"{ENGINE}.expert_parallel_size", "without GPUs vLLM 0.31 needs a part of every expert",
+        {f"{ENGINE}.data_parallel_size": 2, f"{ENGINE}.expert_parallel_size": 2, "slurm.gpus_per_node": 2},
     ),
     Case(
         "copies of the weights are on this node",

@@ -134,7 +134,8 @@ def test_a_machine_without_vllm_is_said(monkeypatch: pytest.MonkeyPatch) -> None
     ],
 )
 def test_sizes_that_a_model_cannot_be_shared_by(setting: str, said: str) -> None:
-    more = ["generator.inference_engine.tensor_parallel_size=2"] if setting.startswith("expert") else []
+    more = ["slurm.gpus_per_node=5"]
+    more += ["generator.inference_engine.tensor_parallel_size=2"] if setting.startswith("expert") else []
     with pytest.raises(DataError, match=said):
         check_files(Config.from_toml([QUICKSTART], [VLLM, *more, f"generator.inference_engine.{setting}"]))
 

@@ -78,8 +78,8 @@ LAYOUTS = [
     Layout("a mixture on one", {}, True),
     Layout("pipeline of two", {"pipeline_parallel_size": 2, "enforce_eager": False}),
     Layout("two copies", {"data_parallel_size": 2}),
-    Layout("experts whole on two", {"tensor_parallel_size": 2, "expert_parallel_size": 2}, True),
-    Layout("two copies that share experts", {"data_parallel_size": 2, "expert_parallel_size": 2}, True),
+    Layout("a mixture on two", {"tensor_parallel_size": 2}, True),
+    Layout("two copies that share experts", {"data_parallel_size": 2}, True),
 ]
 
 
