@@ -10,9 +10,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from hpcrl.config import Config, InferenceEngineConfig, engine_rope
+from hpcrl.config import Config, engine_rope
 from hpcrl.config.adapters import engines_load, loads_adapters
 from hpcrl.config.derive import (
+    gpu_count,
     has_engines,
     is_offline,
     longest_sample,
@@ -62,7 +63,7 @@ def check_engine(config: Config) -> Iterator[Problem]:
     if distillation.enable and distillation.backend == "vllm":
         yield from _unknown("trainer.distillation.engine", distillation.engine.engine_init_kwargs)
     if entries is not None and engine.backend == "vllm":
-        yield from _sizes(engine, text_entries(entries), config.trainer.policy.model.path)
+        yield from _sizes(config, text_entries(entries))
 
 
 def _unknown(path: str, given: Mapping[str, Any]) -> Iterator[Problem]:
@@ -76,9 +77,10 @@ def _unknown(path: str, given: Mapping[str, Any]) -> Iterator[Problem]:
             )
 
 
-def _sizes(engine: InferenceEngineConfig, entries: Mapping[str, Any], model: str) -> Iterator[Problem]:
+def _sizes(config: Config, entries: Mapping[str, Any]) -> Iterator[Problem]:
     """Yield sizes that a model cannot be shared by."""
-    path, of = "generator.inference_engine", f"of the model at {model} (its config.json)"
+    path, engine = "generator.inference_engine", config.generator.inference_engine
+    of = f"of the model at {config.trainer.policy.model.path} (its config.json)"
     heads, layers = entries.get("num_attention_heads"), entries.get("num_hidden_layers")
     if isinstance(heads, int) and heads % engine.tensor_parallel_size:
         yield Problem(
@@ -89,6 +91,13 @@ def _sizes(engine: InferenceEngineConfig, entries: Mapping[str, Any], model: str
         yield Problem(
             f"{path}.pipeline_parallel_size",
             f"expected at most {layers}, the layers {of}, found {engine.pipeline_parallel_size}",
+        )
+    on_cpu = gpu_count(config.slurm) == 0 and not engine.remote_urls
+    if engine.data_parallel_size > 1 and experts_of(entries) and on_cpu:
+        yield Problem(
+            f"{path}.data_parallel_size",
+            f"without GPUs vLLM 0.31 does not share the experts {of} among copies: expected 1, found {engine.data_parallel_size}; use "
+            "num_engines",
         )
     if engine.expert_parallel_size > 1 and not experts_of(entries):
         yield Problem(f"{path}.expert_parallel_size", f"expected 1, as there are no experts {of}; leave it out")

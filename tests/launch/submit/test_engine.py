@@ -13,7 +13,7 @@ import pytest
 
 from hpcrl.config import Config
 from hpcrl.errors import DataError
-from hpcrl.launch.submit.engine import loads_lora, position_limit, vllm_options
+from hpcrl.launch.submit.engine import check_engine, loads_lora, position_limit, vllm_options
 from hpcrl.launch.submit.preflight import check_files
 from tests.paths import QUICKSTART
 
@@ -147,3 +147,18 @@ def test_options_of_a_teachers_engine_are_looked_at_too(tmp_path: Path) -> None:
         DataError, match=r"trainer\.distillation\.engine\.engine_init_kwargs\.swap_spaces: .* has no option"
     ):
         check_files(Config.from_toml([QUICKSTART], [VLLM, *(f"trainer.distillation.{setting}" for setting in teacher)]))
+
+
+def test_copies_of_a_mixture_want_gpus(tmp_path: Path) -> None:
+    model = tmp_path / "mixture"
+    shutil.copytree(QUICKSTART.parent / "quickstart" / "model", model)
+    entries = json.loads((model / "config.json").read_text()) | {"num_experts": 4}
+    (model / "config.json").write_text(json.dumps(entries))
+    copies = "generator.inference_engine.data_parallel_size=2"
+    given = [VLLM, copies, f"trainer.policy.model.path={model}"]
+    found = list(check_engine(Config.from_toml([QUICKSTART], given)))
+    assert [(problem.path, "use num_engines" in problem.message) for problem in found] == [
+        (copies.partition("=")[0], True)
+    ]
+    assert list(check_engine(Config.from_toml([QUICKSTART], [*given, "slurm.gpus_per_node=2"]))) == []
+    assert list(check_engine(Config.from_toml([QUICKSTART], [VLLM, copies]))) == [], "a dense model"
