@@ -78,13 +78,9 @@ def make_plan(config: Config) -> list[Node]:
     ) -> None:
         nonlocal offset
         gpus, workers = devices if on_gpu else 0, (tuple(services), tuple(scorers), scorer_ranks, spare, torchrun)
-        first_rank, elsewhere = sum(node.ranks for node in nodes), bool(engine.remote_urls)
-        nodes.append(
-            Node(
-                *(len(nodes), role, ranks, tuple(replicas), gpus, offset, *workers, first_rank, critic, elsewhere),
-                tuple(parts),
-            )
-        )
+        elsewhere = bool(engine.remote_urls and replicas)
+        more = sum(node.ranks for node in nodes), critic, elsewhere, tuple(parts)
+        nodes.append(Node(len(nodes), role, ranks, tuple(replicas), gpus, offset, *workers, *more))
         offset += gpus
 
     ranks, width = trainer.placement.policy_num_gpus_per_node, replicas_per_node(config)

@@ -214,6 +214,12 @@ def test_workers_of_engines_elsewhere_are_on_the_trainers_nodes_without_devices(
     assert environments.of("rollout-0")["CUDA_VISIBLE_DEVICES"] == ""
     assert environments.of("trainer-0")["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
     assert environments.of("rollout-0")["OMP_NUM_THREADS"] == "2", "they do not take turns"
+    served = Config.from_toml([QUICKSTART], [*REMOTE, *REWARD])
+    reward = make_plan(served)[2]
+    assert (
+        Environments(served, reward, 1, "127.0.0.1", None, tmp_path, False).of("reward-0")["CUDA_VISIBLE_DEVICES"]
+        == "0"
+    )
     assert describe_plan(nodes)[0] == (
         "node 0: trainer, 4 rank(s) and the controller, and, for engines elsewhere, rollout-0, rollout-2, 4 GPU(s)"
     )

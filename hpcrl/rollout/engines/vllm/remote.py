@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import httpx
 
@@ -112,7 +112,7 @@ class Remote(Launched):
         Raises:
             EngineError: it cannot be used.
         """
-        answer = http.post(LEASE_PATH, headers={OWNER: self._options.owner})
+        answer = http.post(LEASE_PATH, headers={OWNER: quote(self._options.owner, safe=" /")})
         if answer.status_code == 401:
             raise self._refused(f"it refuses the key of {_SECTION}.remote_key_file ({self._options.key_file})")
         if answer.status_code == 409:

@@ -11,10 +11,11 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
-import httpx
 import pytest
 
 from hpcrl.errors import ConfigError, EngineError
@@ -253,15 +254,36 @@ def test_a_plain_server_is_for_evaluation_alone(models: list[Path], tmp_path: Pa
         assert f"it serves {models[0]}, and other is evaluated" in refusal(replace(evaluates, model="other"), 20)
 
 
-def test_what_a_server_without_the_route_of_tokens_is_told() -> None:
-    def answer(request: httpx.Request) -> httpx.Response:
-        models = {"data": [{"id": "m", "root": "m", "max_model_len": MAX_MODEL_LEN}]}
-        return httpx.Response(200, json=models) if request.url.path == "/v1/models" else httpx.Response(404, json={})
+class WithoutTokens(BaseHTTPRequestHandler):
+    """Another server of OpenAI's protocol, whose route for tokens is missing."""
 
-    remote = Remote(asking(Address("http://127.0.0.1:1"), None, trains=False, model="m"))
-    with (
-        httpx.Client(transport=httpx.MockTransport(answer), base_url="http://engine") as http,
-        pytest.raises(EngineError, match=r"start it with `vllm serve MODEL --enable-scale-out`"),
-    ):
-        remote._take(http)
-    assert json.dumps(remote._headers) == "{}"
+    def do_GET(self) -> None:
+        models = {"data": [{"id": "m", "root": "m", "max_model_len": MAX_MODEL_LEN}]}
+        self._answer(200 if self.path == "/v1/models" else 404, models)
+
+    def do_POST(self) -> None:
+        self._answer(404, {})
+
+    def _answer(self, status: int, content: dict[str, Any]) -> None:
+        body = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def test_a_server_without_the_route_of_tokens_is_told_which_option_it_lacks() -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), WithoutTokens) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        address = Address(f"http://127.0.0.1:{server.server_port}")
+        try:
+            said = refusal(asking(address, None, trains=False, model="m"))
+            assert "start it with `vllm serve MODEL --enable-scale-out`" in said
+            assert "it is no server of hpcrl's" in refusal(asking(address, None))
+        finally:
+            server.shutdown()
+            thread.join()
