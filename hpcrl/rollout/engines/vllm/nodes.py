@@ -66,7 +66,9 @@ def start_first(
 
 
 def arrange(run: Run, attempt: int, replica: int, address: str, choose_port: Callable[[str], int]) -> Meeting:
-    """Choose where the next start of an engine meets, and write it down for its other nodes."""
+    """Choose where the next start of an engine meets, and write it down for its other nodes; places of earlier attempts go."""
+    for earlier in range(1, attempt):
+        run.meeting(earlier, replica).unlink(missing_ok=True)
     before = read_meeting(run, attempt, replica)
     meeting = Meeting((before.number if before else 0) + 1, address, choose_port(address), choose_port(address))
     write_json(run.meeting(attempt, replica), asdict(meeting))
@@ -80,6 +82,8 @@ def read_meeting(run: Run, attempt: int, replica: int) -> Meeting | None:
 
 def note_ended(run: Run, attempt: int, part: int, meeting: int) -> None:
     """Write down that a part of an engine has ended, for the first node, and for the process that takes its place."""
+    for earlier in range(1, attempt):
+        run.part_ended(earlier, part).unlink(missing_ok=True)
     write_json(run.part_ended(attempt, part), {"meeting": meeting})
 
 

@@ -35,6 +35,7 @@ def test_each_start_has_a_meeting_of_its_own(tmp_path: Path) -> None:
     second = arrange(run, 1, 0, LOCAL, choose_port)
     assert (first.number, second.number) == (1, 2)
     assert arrange(run, 1, 1, LOCAL, choose_port).number == arrange(run, 2, 0, LOCAL, choose_port).number == 1
+    assert read_meeting(run, 1, 0) is None, "of an earlier attempt"
     assert last_ended(run, 1, 0) == 0
     note_ended(run, 1, 0, 2)
     assert last_ended(run, 1, 0) == 2
