@@ -124,6 +124,16 @@ def merged_for_engines(config: Config) -> Iterator[str]:
         )
 
 
+def layers_over_nodes(config: Config) -> Iterator[str]:
+    """Yield a warning where the GPUs that share each layer of a replica are on several nodes."""
+    engine, gpus = config.generator.inference_engine, gpu_count(config.slurm)
+    if has_engines(config) and not engine.remote_urls and 0 < gpus < engine.tensor_parallel_size:
+        yield (
+            f"generator.inference_engine.tensor_parallel_size={engine.tensor_parallel_size} is more than a node's {gpus} GPUs: they wait for each "
+            "other over the network twice in each layer; pipeline_parallel_size shares layers among nodes instead"
+        )
+
+
 @cache
 def loads_lora(architecture: str) -> bool | None:
     """Return whether vLLM loads adapters for a model, read from its source without importing it; None: it cannot be told."""

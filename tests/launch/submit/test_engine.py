@@ -13,7 +13,7 @@ import pytest
 
 from hpcrl.config import Config
 from hpcrl.errors import DataError
-from hpcrl.launch.submit.engine import check_engine, loads_lora, position_limit, vllm_options
+from hpcrl.launch.submit.engine import check_engine, layers_over_nodes, loads_lora, position_limit, vllm_options
 from hpcrl.launch.submit.preflight import check_files
 from tests.paths import QUICKSTART
 
@@ -162,3 +162,15 @@ def test_copies_of_a_mixture_want_gpus(tmp_path: Path) -> None:
     ]
     assert list(check_engine(Config.from_toml([QUICKSTART], [*given, "slurm.gpus_per_node=2"]))) == []
     assert list(check_engine(Config.from_toml([QUICKSTART], [VLLM, copies]))) == [], "a dense model"
+
+
+def test_layers_that_nodes_share_are_pointed_out() -> None:
+    def told(tensor: int, pipeline: int) -> list[str]:
+        sizes = {"tensor": tensor, "pipeline": pipeline}
+        words = [f"generator.inference_engine.{kind}_parallel_size={size}" for kind, size in sizes.items()]
+        return list(layers_over_nodes(Config.from_toml([QUICKSTART], [VLLM, "slurm.gpus_per_node=4", *words])))
+
+    assert [line.partition(":")[0] for line in told(8, 1)] == [
+        "generator.inference_engine.tensor_parallel_size=8 is more than a node's 4 GPUs"
+    ]
+    assert told(4, 2) == told(4, 1) == []
