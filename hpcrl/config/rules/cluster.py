@@ -51,6 +51,7 @@ _OF_VLLM = (
     "engine_init_kwargs",
 )
 _ADDRESS = re.compile(r"https?://(?:[A-Za-z0-9._-]+|\[[0-9a-fA-F:.]+\])(?::\d{1,5})?/?")
+_QUANTIZED_ON_CPUS = ("fp8_per_channel",)
 EMBEDDED_SAMPLING = ("ignore_eos", "min_tokens")
 """Sampling parameters beside those of the configuration that the embedded engine has."""
 _SBATCH_OWN = {"nodes", "array", "signal", "ntasks", "ntasks_per_node", "job_name", "output", "error", "open_mode"}
@@ -108,8 +109,10 @@ def _further_options(path: str, given: Mapping[str, Any], settings: Mapping[str,
 
 def quantized_engines(config: ConfigTree) -> Iterator[Problem]:
     path, engine = "generator.inference_engine.quantization", config.generator.inference_engine
-    if engine.quantization and gpu_count(config.slurm) == 0 and not engine.remote_urls:
-        yield Problem(path, "needs GPUs, but slurm.gpus_per_node=0; leave it out")
+    needs_gpus = engine.quantization not in (None, *_QUANTIZED_ON_CPUS)
+    if needs_gpus and gpu_count(config.slurm) == 0 and not engine.remote_urls:
+        found = f"but slurm.gpus_per_node=0; leave it out, or choose {', '.join(_QUANTIZED_ON_CPUS)}"
+        yield Problem(path, f'"{engine.quantization}" needs GPUs, {found}')
     elif engine.quantization and engine.model_dtype == "float32":
         yield Problem(
             path, "needs activations in bfloat16 or float16 (generator.inference_engine.model_dtype), found float32"

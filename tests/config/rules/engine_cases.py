@@ -83,7 +83,7 @@ ENGINES = [
     ),
     Case(
         "quantized engines want GPUs",
-        {f"{ENGINE}.quantization": "fp8"}, f"{ENGINE}.quantization", "needs GPUs",
+        {f"{ENGINE}.quantization": "fp8"}, f"{ENGINE}.quantization", "needs GPUs, but slurm.gpus_per_node=0; leave it out, or choose fp8_per_channel",
         {f"{ENGINE}.quantization": "fp8", "slurm.gpus_per_node": 1},
     ),
     Case(
