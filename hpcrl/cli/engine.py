@@ -13,12 +13,13 @@ if TYPE_CHECKING:
     from hpcrl.rollout.engines.vllm.server import ServerOptions
 
 _LOOK_S = 0.5
+_EVERY_ADDRESS = ("", "0.0.0.0", "::")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
-        "It serves trainer.policy.model.path with the settings of generator.inference_engine, on the GPUs that CUDA_VISIBLE_DEVICES names, to "
-        "one run at a time, until it is interrupted. Runs need the same files, the key, and a filesystem on which the server can read theirs. "
+        "It serves trainer.policy.model.path with the settings of generator.inference_engine, on the GPUs that CUDA_VISIBLE_DEVICES names "
+        "(slurm.gpus_per_node=0: on CPUs), to one run at a time, until it is interrupted. Runs need the same files, the key, and a filesystem on which the server can read theirs. "
         "example: hpcrl engine experiment.toml --key-file ~/engine.key --host 10.0.0.7 --port 8000"
     )
     parser.add_argument("settings", nargs="+", metavar="FILE|KEY=VALUE", help="configuration files, then overrides")
@@ -40,11 +41,15 @@ def _serve(arguments: argparse.Namespace) -> int:
     from hpcrl.errors import ConfigError
     from hpcrl.rollout.engines.vllm.server import Server
     from hpcrl.runtime.scratch import Scratch
-    from hpcrl.runtime.token import make_secret
+    from hpcrl.runtime.token import make_secret, read_secret
 
     if (arguments.certificate is None) != (arguments.private_key is None):
         raise ConfigError("TLS needs both --certificate and --private-key")
-    make_secret(arguments.key_file)
+    try:
+        make_secret(arguments.key_file)
+    except OSError as error:
+        raise ConfigError(f"--key-file: {arguments.key_file} cannot be made: {error.strerror}") from error
+    read_secret(arguments.key_file, "--key-file")
     options = _options(arguments)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     scratch, server = Scratch("engine"), None
@@ -72,6 +77,7 @@ def _options(arguments: argparse.Namespace) -> ServerOptions:
     from hpcrl.errors import ConfigError
     from hpcrl.launch.submit.engine import check_engine
     from hpcrl.rollout.engines.vllm.address import Listen
+    from hpcrl.rollout.engines.vllm.remote import check_network
     from hpcrl.rollout.engines.vllm.server import served_options
 
     files, overrides = split(arguments.settings)
@@ -84,5 +90,10 @@ def _options(arguments: argparse.Namespace) -> ServerOptions:
             f'"{config.generator.inference_engine.backend}"'
         )
     raise_together(list(check_engine(config)), lambda _: None)
+    if arguments.host in _EVERY_ADDRESS:
+        raise ConfigError(
+            f"--host: expected one address of this machine, at which runs reach it, found {arguments.host}"
+        )
     listen = Listen(arguments.host, arguments.port, arguments.certificate, arguments.private_key)
+    check_network(listen.address)
     return served_options(config, arguments.key_file.absolute(), listen)

@@ -96,7 +96,7 @@ class Remote(Launched):
             while clock.now() < timeout_s:
                 still_waiting()
                 try:
-                    _check_network(self._options.address)
+                    check_network(self._options.address)
                     busy = self._take(http)
                     if busy is None:
                         return
@@ -209,8 +209,13 @@ def _check_certificates(address: Address) -> None:
         ) from error
 
 
-def _check_network(address: Address) -> None:
-    """Raise ConfigError where the key, prompts and weights' names would cross a public network in the clear."""
+def check_network(address: Address) -> None:
+    """Raise ConfigError where the key, and all that is said, would cross a public network in the clear.
+
+    Raises:
+        ConfigError: they would.
+        OSError: the name of the host cannot be resolved.
+    """
     parts = urlsplit(address.url)
     if parts.scheme == "https":
         return
@@ -218,6 +223,6 @@ def _check_network(address: Address) -> None:
         found = ipaddress.ip_address(str(place[0]).partition("%")[0])
         if not found.is_private:
             raise ConfigError(
-                f"{_SECTION}.remote_urls: {address.url} is {found}, no address of a private network, where the key would be sent in the clear; "
+                f"{address.url} ({_SECTION}.remote_urls) is {found}, no address of a private network, where the key would be sent in the clear; "
                 "use https (`hpcrl engine --certificate`)"
             )

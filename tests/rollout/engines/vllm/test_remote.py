@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -18,14 +19,16 @@ from typing import Any
 
 import pytest
 
+from hpcrl.cli.main import main
 from hpcrl.errors import ConfigError, EngineError
 from hpcrl.rollout.engines.base import Engine
 from hpcrl.rollout.engines.vllm.address import Address, Listen
 from hpcrl.rollout.engines.vllm.middleware import LEASE_S, Leases
-from hpcrl.rollout.engines.vllm.remote import Remote, RemoteOptions, _check_network
+from hpcrl.rollout.engines.vllm.remote import Remote, RemoteOptions, check_network
 from hpcrl.rollout.engines.vllm.server import Server
 from hpcrl.runtime.scratch import Scratch
 from hpcrl.runtime.token import make_secret, read_secret
+from tests.paths import QUICKSTART
 from tests.rollout.engines.test_contract import assert_close
 from tests.rollout.material import (
     LONG_PROMPT,
@@ -91,9 +94,9 @@ def test_a_key_comes_from_a_file_that_nobody_else_reads(tmp_path: Path) -> None:
 
 def test_a_key_crosses_no_public_network_in_the_clear() -> None:
     for url in ("http://127.0.0.1:8000", "http://10.1.2.3:8000", "http://[::1]:8000", "https://8.8.8.8:8000"):
-        _check_network(Address(url))
-    with pytest.raises(ConfigError, match=r"8\.8\.8\.8, no address of a private network.*use https"):
-        _check_network(Address("http://8.8.8.8:8000"))
+        check_network(Address(url))
+    with pytest.raises(ConfigError, match=r"is 8\.8\.8\.8, no address of a private network.*use https"):
+        check_network(Address("http://8.8.8.8:8000"))
 
 
 def test_certificates_that_are_none_are_refused(tmp_path: Path) -> None:
@@ -287,3 +290,22 @@ def test_a_server_without_the_route_of_tokens_is_told_which_option_it_lacks() ->
         finally:
             server.shutdown()
             thread.join()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--host", "0.0.0.0"], r"--host: expected one address of this machine"),
+        (["--host", "8.8.8.8"], r"no address of a private network"),
+        (["--certificate", "c.pem"], "both --certificate and --private-key"),
+        (["--key-file", "no/such/folder/key"], "--key-file: no/such/folder/key cannot be made"),
+        (["generator.inference_engine.backend=transformers"], 'expected "vllm", the only engine that serves others'),
+    ],
+)
+def test_what_an_engine_outside_of_runs_is_refused(
+    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    own = [] if "--key-file" in words else ["--key-file", "key"]
+    assert main(["engine", str(QUICKSTART), "generator.inference_engine.backend=vllm", *own, *words]) == 2
+    assert re.search(said, capsys.readouterr().err)
