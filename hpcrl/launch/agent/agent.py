@@ -231,7 +231,7 @@ class Agent:
         # with the controller, which looks whether enough are left
         registered = not child.name.startswith(("reward", "part"))
         restarts.ended()
-        if restarts.given_up and not registered:
+        if restarts.given_up and child.name.startswith("reward"):
             self._failed(child)
             return
         del self._processes.children[child.name]

@@ -8,7 +8,7 @@ follows, as torchrun's agents do for the trainer's ranks.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from hpcrl.errors import EngineError
 from hpcrl.rollout.engines.vllm.server import Part, Server, ServerOptions, server_options
 from hpcrl.rundir.commit import read_json, write_json
 from hpcrl.rundir.layout import Run
+from hpcrl.runtime.process_status import GIVEN_UP, read_process_status
 
 _LOOK_S = 2.0
 
@@ -93,6 +94,15 @@ def last_ended(run: Run, attempt: int, part: int) -> int:
     return value.get("meeting", 0)
 
 
+def missing_part(run: Run, attempt: int, meeting: int, parts: Iterable[int]) -> int | None:
+    """Return a part that has ended in a start of the engine, or that is not started any more; None: all are there, or may come."""
+    for part in parts:
+        status = read_process_status(run, f"part-{part}", attempt)
+        if last_ended(run, attempt, part) == meeting or (status and status.state.startswith(GIVEN_UP)):
+            return part
+    return None
+
+
 class FirstPart(Server):
     """The part of an engine's first node. It is alive as long as all others are.
 
@@ -118,14 +128,11 @@ class FirstPart(Server):
     def alive(self) -> bool:
         if self._ended is None and time.monotonic() - self._looked > _LOOK_S:
             self._looked = time.monotonic()
-            ended = [
-                part for part in self._others if last_ended(self._run, self._attempt, part) == self._meeting.number
-            ]
-            self._ended = next(iter(ended), None)
+            self._ended = missing_part(self._run, self._attempt, self._meeting.number, self._others)
         return self._ended is None and super().alive()
 
     def failure(self, what: str) -> EngineError:
         if self._ended is None:
             return super().failure(what)
         log = self._run.log(self._attempt, f"engine-part-{self._ended}")
-        return EngineError(f"the inference engine {what}: part-{self._ended} of it has ended; its log: {log}")
+        return EngineError(f"the inference engine {what}: part-{self._ended} of it is not there; its log: {log}")

@@ -14,9 +14,10 @@ import pytest
 from hpcrl.launch.agent.network import choose_port
 from hpcrl.rollout.engines.base import Engine
 from hpcrl.rollout.engines.vllm.client import EngineClient
-from hpcrl.rollout.engines.vllm.nodes import FirstPart, arrange, last_ended, note_ended, read_meeting
+from hpcrl.rollout.engines.vllm.nodes import FirstPart, arrange, last_ended, missing_part, note_ended, read_meeting
 from hpcrl.rollout.engines.vllm.server import Server
 from hpcrl.rundir.layout import Run
+from hpcrl.runtime.process_status import GIVEN_UP, StatusWriter
 from hpcrl.runtime.scratch import Scratch
 from tests.paths import ROOT
 from tests.rollout.conftest import runner
@@ -40,6 +41,19 @@ def test_each_start_has_a_meeting_of_its_own(tmp_path: Path) -> None:
     note_ended(run, 1, 0, 2)
     assert last_ended(run, 1, 0) == 2
     assert last_ended(run, 2, 0) == 0
+
+
+def test_a_part_that_has_ended_or_is_given_up_is_missing(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    assert missing_part(run, 1, 3, range(2)) is None
+    note_ended(run, 1, 1, 2)
+    assert missing_part(run, 1, 3, range(2)) is None, "in a start before"
+    note_ended(run, 1, 1, 3)
+    assert missing_part(run, 1, 3, range(2)) == 1
+    run.endpoints.mkdir(exist_ok=True)
+    StatusWriter(run, "part-0", 1).write(f"{GIVEN_UP}: EngineError: no such device")
+    assert missing_part(run, 1, 4, range(2)) == 0
+    assert missing_part(run, 1, 4, range(1, 2)) is None
 
 
 @contextmanager
@@ -88,4 +102,4 @@ def test_an_engine_on_two_nodes(token_file: Path, tmp_path: Path) -> None:
         wait_for(lambda: not other.alive(), 60, "a part without its worker goes on")
         note_ended(run, 1, 0, 1)
         wait_for(lambda: not first.alive(), 10, "the first part goes on alone")
-        assert "part-0 of it has ended" in str(first.failure("ended"))
+        assert "part-0 of it is not there" in str(first.failure("ended"))
