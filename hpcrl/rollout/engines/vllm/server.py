@@ -53,6 +53,7 @@ _POLL_S = 0.1
 _ANSWER_S = 5.0
 _GRACE_S = 5.0
 _TAIL_LINES = 15
+_ONE_NODE = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 _UNRECORDED = 100  # iterations before those that are recorded: the first requests come one by one
 _ERROR_LINE = re.compile(r"((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt)): \S|error: \S")
 _HARMLESS = re.compile(r"^(?:\(\w+ pid=\d+\) )?(?:WARNING|INFO|DEBUG) ")
@@ -308,7 +309,7 @@ def _environment(options: ServerOptions, directory: Path) -> dict[str, str]:
     environment = {
         **os.environ,
         "VLLM_SERVER_DEV_MODE": "1",  # the weight-update routes
-        "VLLM_HOST_IP": "127.0.0.1",
+        **(_ONE_NODE if options.part is None else {"VLLM_HOST_IP": os.environ["HPCRL_ADDRESS"]}),
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_RPC_BASE_PATH": str(directory),
         "TMPDIR": str(directory),
@@ -316,14 +317,7 @@ def _environment(options: ServerOptions, directory: Path) -> dict[str, str]:
         RUN_NAME: options.run_name,
         PARENT: str(os.getpid()),
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # see main.py
-        "GLOO_SOCKET_IFNAME": "lo",  # as a rule a replica is on one node
-        "NCCL_SOCKET_IFNAME": "lo",
     }
-    if options.part:  # its processes reach each other over the run's network
-        environment["VLLM_HOST_IP"] = os.environ["HPCRL_ADDRESS"]
-        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            environment.pop(name)
-            environment |= {name: os.environ[name]} if name in os.environ else {}
     if options.listen:
         environment[LEASED] = "1"
     if options.lora_rank:

@@ -53,7 +53,7 @@ def make_mixture(path: Path, seed: int) -> Path:
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=2,
-        **{"head_dim": 32},
+        head_dim=32,
         max_position_embeddings=MAX_MODEL_LEN,
         tie_word_embeddings=False,
         initializer_range=0.2,
