@@ -72,9 +72,7 @@ class Layout:
     name: str
     settings: dict[str, int]
     mixture: bool = False
-    generates: bool = (
-        True  # on a CPU: vLLM 0.31 takes weights there, and has no kernels, or collectives, to compute with them
-    )
+    generates: bool = True  # on a CPU: vLLM 0.31 takes weights there, and has no kernel to compute with them
 
 
 LAYOUTS = [
@@ -83,7 +81,6 @@ LAYOUTS = [
     Layout("two copies", {"data_parallel_size": 2}),
     Layout("a mixture on two", {"tensor_parallel_size": 2}, True),
     Layout("experts whole on two", {"tensor_parallel_size": 2, "expert_parallel_size": 2}, True, False),
-    Layout("two copies that share experts", {"data_parallel_size": 2, "expert_parallel_size": 2}, True, False),
 ]
 
 
