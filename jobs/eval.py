@@ -39,7 +39,7 @@ def main(path: str) -> None:
     assert request is not None, directory.path
     status = StatusWriter(directory, "eval", 0)
     status.write("starting engine")
-    with launched(directory, config, directory.log(0, "engine")) as engine:
+    with launched(directory, config, directory.log(0, "engine"), trains=False) as engine:
         groups, facts = evaluate(directory, config, request["version"], engine, status)
     failures = [failure for group in groups for failure in group.failures]
     write_results(directory, {**request, **facts, "failures": failures, **results_of(groups)})

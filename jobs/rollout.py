@@ -13,15 +13,26 @@ import asyncio
 import os
 import signal
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpcrl.config import Config
-from hpcrl.config.adapters import begins_with_model
-from hpcrl.config.derive import max_input_length, names_own_code, needs_baselines, policy_model, surplus_groups
+from hpcrl.config.adapters import engines_begin_with_model
+from hpcrl.config.derive import (
+    engine_nodes,
+    max_input_length,
+    names_own_code,
+    needs_baselines,
+    policy_model,
+    surplus_groups,
+)
 from hpcrl.config.reward_model import reward_services
 from hpcrl.errors import HpcrlError
+from hpcrl.launch.agent.network import choose_port
 from hpcrl.observe.timeline import Timeline
 from hpcrl.rollout.engines.launch import launched
 from hpcrl.rundir.layout import Run
@@ -32,6 +43,7 @@ from hpcrl.runtime.scratch import weight_copy_dir
 from hpcrl.runtime.signals import die_with_parent
 
 if TYPE_CHECKING:
+    from hpcrl.rollout.engines.base import Launched
     from hpcrl.rollout.worker import WorkerOptions
 
 
@@ -61,7 +73,15 @@ def serve(
     if colocated and not has_turn(run, attempt, f"rollout-{replica}", status):
         return
     with ExitStack() as stack:
-        engine = stack.enter_context(launched(run, config, run.log(attempt, f"engine-{replica}")))
+        engine = stack.enter_context(
+            launched(
+                run,
+                config,
+                run.log(attempt, f"engine-{replica}"),
+                replica,
+                first_part=first_part(run, config, attempt, replica),
+            )
+        )
         # what follows takes seconds to import, while the engine starts
         from hpcrl.data.chat import load_tokenizer, without_torch
         from hpcrl.rollout.copies import NodeCopies
@@ -86,6 +106,15 @@ def serve(
             stack.callback(controller.leave, options.name)
         generator = replace(config.generator, max_input_length=max_input_length(config.generator, config.trainer))
         asyncio.run(work(options, engine, tokenizer, generator, config.environment, status))
+
+
+def first_part(run: Run, config: Config, attempt: int, replica: int) -> Callable[[Path, Path], Launched] | None:
+    """Return what starts this node's part of an engine that is on several; jobs/part.py starts the others."""
+    if engine_nodes(config) == 1:
+        return None
+    from hpcrl.rollout.engines.vllm.nodes import start_first
+
+    return partial(start_first, run, config, attempt, replica, os.environ["HPCRL_ADDRESS"], choose_port)
 
 
 def has_turn(run: Run, attempt: int, name: str, status: StatusWriter) -> bool:
@@ -113,9 +142,9 @@ def worker_options(run: Run, config: Config, attempt: int, replica: int) -> Work
         baselines=needs_baselines(config.trainer.algorithm),
         stall_s=engine.stall_timeout_seconds,
         load_s=engine.start_timeout_seconds,
-        engine_dtype=engine.model_dtype,
+        engine_dtype=engine.quantization or engine.model_dtype,
         probe_tolerance=engine.probe_tolerance,
-        from_model=begins_with_model(config.trainer),
+        from_model=engines_begin_with_model(config),
         lessons=Lessons.of(config.trainer),
     )
 

@@ -28,7 +28,7 @@ from functools import partial
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from hpcrl.config import Config
-from hpcrl.config.adapters import begins_with_model, loads_adapters
+from hpcrl.config.adapters import engines_begin_with_model, loads_adapters
 from hpcrl.config.derive import (
     checkpoint_interval,
     gpu_count,
@@ -96,7 +96,7 @@ def work(
             adapters=loads_adapters(config), engines=has_engines(config),
         ) if ranks.policy else NoPublisher()  # fmt: skip
         policy = None if learner.start.updates else learner.policy
-        publisher.resume(policy, learner.start.step, from_model=begins_with_model(trainer))
+        publisher.resume(policy, learner.start.step, from_model=engines_begin_with_model(config))
         gc.freeze()  # what is loaded stays: to look through it for garbage, again and again, takes long
         train(config, learner, checkpoints, publisher, controller, PhaseTimer(timeline), record_step)
     except Stopping:

@@ -56,6 +56,7 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "serve": {
         "reward": ("hpcrl.cli.reward", "serve a reward model, whose scores are rewards of runs"),
+        "engine": ("hpcrl.cli.engine", "serve a policy to runs that start no engines of their own; needs vLLM"),
     },
     "check": {
         "config": ("hpcrl.cli.config", "show, compare, explain, check and convert configurations"),

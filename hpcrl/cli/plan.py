@@ -122,6 +122,7 @@ def _models(config: Config) -> Iterator[str]:
     if not (find_spec("torch") and find_spec("transformers")):
         yield "parameters and memory: not known without torch and transformers, which this environment does not have"
         return
+    from hpcrl.planning.engines import describe_engines
     from hpcrl.planning.estimate import estimate, estimate_critic
     from hpcrl.planning.shapes import model_shapes
 
@@ -138,6 +139,7 @@ def _models(config: Config) -> Iterator[str]:
     if apart:
         yield ""
         yield from _memory(config, apart)
+    yield from describe_engines(config, models["policy"])
 
 
 def _parameters(

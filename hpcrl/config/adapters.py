@@ -48,6 +48,11 @@ def begins_with_model(trainer: TrainerConfig) -> bool:
     return lora.rank == 0 or not (lora.adapter_path is not None or begins_from_weights(lora))
 
 
+def engines_begin_with_model(config: ConfigTree) -> bool:
+    """Return whether engines hold version 0 when they start. Those that somebody else started may hold anything, and get it as any other."""
+    return begins_with_model(config.trainer) and not config.generator.inference_engine.remote_urls
+
+
 def reference_is_base(trainer: TrainerConfig) -> bool:
     """Return whether the reference is the policy with other adapters, or none, and needs no second model."""
     policy, ref = trainer.policy, trainer.ref

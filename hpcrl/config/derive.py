@@ -313,7 +313,13 @@ def ref_ranks(trainer: TrainerConfig) -> int:
 
 def engine_gpus(engine: InferenceEngineConfig) -> int:
     """Return the GPUs of one replica."""
-    return engine.tensor_parallel_size * engine.pipeline_parallel_size
+    return engine.tensor_parallel_size * engine.pipeline_parallel_size * engine.data_parallel_size
+
+
+def engine_nodes(config: ConfigTree) -> int:
+    """Return the nodes of one replica: several where it has more GPUs than a node, of which it then has all."""
+    gpus = gpu_count(config.slurm)
+    return max(1, -(-engine_gpus(config.generator.inference_engine) // gpus)) if gpus else 1
 
 
 def runs_eagerly(engine: InferenceEngineConfig, *, on_cpu: bool) -> bool:

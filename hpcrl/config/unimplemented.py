@@ -33,7 +33,6 @@ class Unimplemented:
 _PARALLEL = Unimplemented("sequence parallelism")
 _PRECISION = Unimplemented("low-precision training")
 _SPEED = Unimplemented("offloaded activations and Liger kernels", result=False)
-_ENGINE = Unimplemented("further engine options")
 
 
 UNIMPLEMENTED: dict[str, Unimplemented] = {
@@ -48,10 +47,6 @@ UNIMPLEMENTED: dict[str, Unimplemented] = {
     "trainer.critic.model.lora.adapter_names": Unimplemented("diffusion models"),
     "trainer.critic.sequence_parallel_size": _PARALLEL,
     "trainer.flash_attn_version": Unimplemented("a choice between versions of FlashAttention", result=False),
-    "generator.inference_engine.quantization": Unimplemented("engines that quantize weights as they arrive"),
-    "generator.inference_engine.pipeline_parallel_size": Unimplemented("replicas that share their layers among GPUs"),
-    "generator.inference_engine.data_parallel_size": _ENGINE,
-    "generator.inference_engine.expert_parallel_size": _ENGINE,
     "generator.inference_engine.weight_sync_backend": Unimplemented("weights pushed over NCCL"),
     "generator.inference_engine.weight_transfer_threshold_cuda_ipc_GB": Unimplemented("weights handed over on the GPU"),
     "vla": Unimplemented("vision-language-action models"),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hpcrl.config import Config, engine_gpus, replicas_per_node
-from hpcrl.config.derive import critic_nodes, gpu_count, has_engines, has_own_critic
+from hpcrl.config.derive import critic_nodes, engine_nodes, gpu_count, has_engines, has_own_critic
 from hpcrl.config.reward_model import reward_services, services_per_node
 from hpcrl.config.scorers import scorer_sets, scorers_per_node
 
@@ -23,6 +23,8 @@ class Node:
         first_rank: number of the first of them among all.
         critic: whether these train the critic alone.
         replicas: numbers of the engines on this node; beside ranks they have the same devices.
+        elsewhere: whether their engines are on no node of the run, and only their rollout workers are here.
+        parts: numbers of the parts of engines on this node, where an engine is on several and this is not the first of them.
         gpus: devices that the node uses; 0 where it computes on the CPU.
         gpu_offset: devices that the nodes before it use, for when all of them share one machine.
         services: numbers of the reward model's services on this node.
@@ -45,11 +47,13 @@ class Node:
     torchrun: bool = False
     first_rank: int = 0
     critic: bool = False
+    elsewhere: bool = False
+    parts: tuple[int, ...] = ()
 
     @property
     def workers(self) -> list[str]:
         """Names of the processes that are started again when they fail."""
-        numbers = {"rollout": self.replicas, "reward": self.services, "scorer": self.scorers}
+        numbers = {"rollout": self.replicas, "reward": self.services, "scorer": self.scorers, "part": self.parts}
         return [f"{job}-{number}" for job, own in numbers.items() for number in own]
 
 
@@ -70,24 +74,28 @@ def make_plan(config: Config) -> list[Node]:
         spare: bool = False,
         torchrun: bool = False,
         critic: bool = False,
+        parts: Sequence[int] = (),
     ) -> None:
         nonlocal offset
         gpus, workers = devices if on_gpu else 0, (tuple(services), tuple(scorers), scorer_ranks, spare, torchrun)
-        first_rank = sum(node.ranks for node in nodes)
-        nodes.append(Node(len(nodes), role, ranks, tuple(replicas), gpus, offset, *workers, first_rank, critic))
+        elsewhere = bool(engine.remote_urls and replicas)
+        more = sum(node.ranks for node in nodes), critic, elsewhere, tuple(parts)
+        nodes.append(Node(len(nodes), role, ranks, tuple(replicas), gpus, offset, *workers, *more))
         offset += gpus
 
     ranks, width = trainer.placement.policy_num_gpus_per_node, replicas_per_node(config)
-    beside = ranks // engine_gpus(engine) if trainer.placement.colocate_all else 0
     for node in range(trainer.placement.policy_num_nodes):
-        add("trainer", ranks, ranks=ranks, replicas=range(node * beside, (node + 1) * beside))
+        add("trainer", ranks, ranks=ranks, replicas=_beside(config, node))
     number, ranks = critic_nodes(trainer)
     for _ in range(number if has_own_critic(trainer) else 0):
         add("trainer", ranks, ranks=ranks, critic=True)
-    apart = engine.num_engines if has_engines(config) and not trainer.placement.colocate_all else 0
-    for first in range(0, apart, width):
+    parts = engine_nodes(config)
+    apart = has_engines(config) and not (trainer.placement.colocate_all or engine.remote_urls)
+    for first in range(0, engine.num_engines if apart else 0, width):
         replicas = range(first, min(first + width, engine.num_engines))
-        add("rollout", len(replicas) * engine_gpus(engine), replicas=replicas)
+        add("rollout", len(replicas) * engine_gpus(engine) // parts, replicas=replicas)
+        for part in range(first * (parts - 1), (first + 1) * (parts - 1)):
+            add("rollout", engine_gpus(engine) // parts, parts=[part])
     services, width = range(reward_services(config)), services_per_node(config)
     for first in services[::width]:
         own = services[first : first + width]
@@ -102,6 +110,15 @@ def make_plan(config: Config) -> list[Node]:
     return nodes
 
 
+def _beside(config: Config, node: int) -> range:
+    """Return the replicas on one of the policy's nodes."""
+    engine, placement = config.generator.inference_engine, config.trainer.placement
+    if engine.remote_urls and has_engines(config):
+        return range(node, engine.num_engines, placement.policy_num_nodes)
+    width = placement.policy_num_gpus_per_node // engine_gpus(engine) if placement.colocate_all else 0
+    return range(node * width, (node + 1) * width)
+
+
 def trainer_nodes(plan: list[Node]) -> int:
     return sum(node.role == "trainer" for node in plan)
 
@@ -112,7 +129,7 @@ def needed_nodes(plan: list[Node], pooled: int) -> list[int]:
     Args:
         pooled: replicas of its elastic pool.
     """
-    spare = pooled > 0 or sum(node.role == "rollout" for node in plan) > 1
+    spare = pooled > 0 or sum(bool(node.replicas) for node in plan if node.role == "rollout") > 1
     return [node.index for node in plan if not (spare if node.role == "rollout" else node.spare)]
 
 
@@ -123,7 +140,8 @@ def describe_plan(plan: list[Node]) -> list[str]:
         devices = f", {node.gpus} GPU(s)" if node.gpus else ""
         if node.role == "trainer":
             also = " and the controller" if node.index == 0 else ""
-            turns = f", in turns with {', '.join(node.workers)}" if node.replicas else ""
+            joined = "in turns with" if not node.elsewhere else "and, for engines elsewhere,"
+            turns = f", {joined} {', '.join(node.workers)}" if node.replicas else ""
             what = f"critic, {_numbered(node)}" if node.critic else f"trainer, {node.ranks} rank(s)"
             lines.append(f"node {node.index}: {what}{also}{turns}{devices}")
         else:

@@ -241,6 +241,13 @@ class Run:
     def rendezvous(self, attempt: int) -> Path:
         return self.endpoints / f"rendezvous-{attempt}.json"
 
+    def meeting(self, attempt: int, replica: int) -> Path:
+        """Where the processes of an engine on several nodes meet."""
+        return self.endpoints / f"rendezvous-{attempt}-rollout-{replica}.json"
+
+    def part_ended(self, attempt: int, part: int) -> Path:
+        return self.endpoints / f"rendezvous-{attempt}-part-{part}.json"
+
     def profiles(self, attempt: int) -> Path:
         return self.path / "profile" / str(attempt)
 

@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import os
 import secrets
 from collections import defaultdict
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 
-from hpcrl.errors import RunError
+from hpcrl.errors import ConfigError, RunError
 from hpcrl.rundir.layout import Run
 
 RUN, ATTEMPT, NONCE, SIGNATURE = "x-hpcrl-run", "x-hpcrl-attempt", "x-hpcrl-nonce", "x-hpcrl-signature"
@@ -41,6 +43,34 @@ def read_token_file(path: Path) -> str:
     if path.stat().st_mode & 0o077:
         raise RunError(f"{path} can be read by others; run `chmod 600` on it and make a new run")
     return path.read_text().strip()
+
+
+def read_secret(path: Path, setting: str) -> str:
+    """Return the key in a file that a user named.
+
+    Args:
+        setting: that names it, for errors.
+
+    Raises:
+        ConfigError: it is missing, empty, has several lines or can be read by others.
+    """
+    try:
+        found, open_to_others = path.read_text().strip(), path.stat().st_mode & 0o077
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{setting}: {path} cannot be read: {error}") from error
+    if open_to_others:
+        raise ConfigError(f"{setting}: {path} can be read by others; run `chmod 600 {path}`")
+    if not found or not found.isascii() or len(found.split()) > 1:
+        raise ConfigError(f"{setting}: expected one line with the key in {path}, without spaces")
+    return found
+
+
+def make_secret(path: Path) -> None:
+    """Write a new key that this user alone can read, unless there is a file already."""
+    with suppress(FileExistsError):
+        number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(number, "w") as file:
+            file.write(secrets.token_hex(32) + "\n")
 
 
 def bearer(token: str, run_name: str) -> dict[str, str]:

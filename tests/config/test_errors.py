@@ -231,9 +231,9 @@ def test_what_is_required_is_named_with_its_full_path(tmp_path: Path, text: str)
             "model_dtype instead",
         ),
         (
-            ["slurm.gpus_per_node=1", "generator.inference_engine.tensor_parallel_size=2"],
+            ["slurm.gpus_per_node=2", "generator.inference_engine.tensor_parallel_size=3"],
             "tensor_parallel_size",
-            "1 GPUs",
+            "2 GPUs",
         ),
         (
             ["slurm.gpus_per_node=1", "trainer.placement.policy_num_gpus_per_node=2"],

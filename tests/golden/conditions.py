@@ -166,9 +166,15 @@ def refused(case: Case) -> bool:
 
 
 def engines_of_others(case: Case) -> bool:
-    """Whether a setting that has no place here names other engines, or lets others use those of a run."""
+    """Whether a setting names engines that somebody else started."""
     given = {name: yaml.safe_load(value) if isinstance(value, str) else value for name, value in case.params.items()}
-    harmless = {**HARMLESS, "generator.inference_engine.remote_urls": (None, [])}
+    engine = "generator.inference_engine."
+    harmless = {
+        **HARMLESS,
+        f"{engine}run_engines_locally": (True,),
+        f"{engine}remote_urls": (None, []),
+        f"{engine}external_server_urls": (None, []),
+    }
     return any(name in harmless and value not in harmless[name] for name, value in given.items())
 
 

@@ -186,3 +186,75 @@ def test_each_service_sees_its_own_gpu(tmp_path: Path, monkeypatch: pytest.Monke
     config = Config.from_toml([QUICKSTART], settings)
     environments = Environments(config, make_plan(config)[2], 1, "127.0.0.1", None, tmp_path, False)
     assert [environments.of(f"reward-{number}")["CUDA_VISIBLE_DEVICES"] for number in range(3)] == ["0", "1", "2"]
+
+
+REMOTE = [
+    'generator.inference_engine.remote_urls=["http://a:1", "http://b:1", "http://c:1"]',
+    "generator.inference_engine.num_engines=3",
+    "generator.inference_engine.backend=vllm",
+    "generator.inference_engine.tensor_parallel_size=8",
+    "trainer.placement.policy_num_nodes=2",
+    "trainer.placement.policy_num_gpus_per_node=4",
+    "slurm.gpus_per_node=4",
+    "slurm.cpus_per_task=16",
+]
+
+
+def test_workers_of_engines_elsewhere_are_on_the_trainers_nodes_without_devices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    config = Config.from_toml([QUICKSTART], REMOTE)
+    nodes = make_plan(config)
+    assert [(node.role, node.ranks, node.replicas, node.gpus, node.elsewhere) for node in nodes] == [
+        ("trainer", 4, (0, 2), 4, True),
+        ("trainer", 4, (1,), 4, True),
+    ]
+    environments = Environments(config, nodes[0], 1, "127.0.0.1", None, tmp_path, False)
+    assert environments.of("rollout-0")["CUDA_VISIBLE_DEVICES"] == ""
+    assert environments.of("trainer-0")["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
+    assert environments.of("rollout-0")["OMP_NUM_THREADS"] == "2", "they do not take turns"
+    served = Config.from_toml([QUICKSTART], [*REMOTE, *REWARD])
+    reward = make_plan(served)[2]
+    assert (
+        Environments(served, reward, 1, "127.0.0.1", None, tmp_path, False).of("reward-0")["CUDA_VISIBLE_DEVICES"]
+        == "0"
+    )
+    assert describe_plan(nodes)[0] == (
+        "node 0: trainer, 4 rank(s) and the controller, and, for engines elsewhere, rollout-0, rollout-2, 4 GPU(s)"
+    )
+
+
+def test_a_replica_has_the_devices_of_all_its_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    sizes = [f"generator.inference_engine.{kind}_parallel_size=2" for kind in ("tensor", "data")]
+    more = [
+        "generator.inference_engine.num_engines=2",
+        "generator.inference_engine.backend=vllm",
+        "slurm.gpus_per_node=8",
+    ]
+    config = Config.from_toml([QUICKSTART], [*more, *sizes])
+    node = make_plan(config)[1]
+    assert (node.replicas, node.gpus) == ((0, 1), 8)
+    environments = Environments(config, node, 1, "127.0.0.1", None, tmp_path, False)
+    assert [environments.of(name)["CUDA_VISIBLE_DEVICES"] for name in node.workers] == ["0,1,2,3", "4,5,6,7"]
+
+
+def test_a_replica_on_several_nodes_has_all_of_their_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    engine = "generator.inference_engine"
+    sizes = [f"{engine}.tensor_parallel_size=4", f"{engine}.pipeline_parallel_size=3", f"{engine}.num_engines=2"]
+    config = Config.from_toml([QUICKSTART], [*sizes, f"{engine}.backend=vllm", "slurm.gpus_per_node=4"])
+    nodes = make_plan(config)
+    assert [(node.role, node.workers, node.gpus) for node in nodes[1:]] == [
+        ("rollout", [name], 4) for name in ("rollout-0", "part-0", "part-1", "rollout-1", "part-2", "part-3")
+    ]
+    assert needed_nodes(nodes, 0) == [0], "of two replicas one is left"
+    alone = make_plan(Config.from_toml([QUICKSTART], [*sizes[:2], f"{engine}.backend=vllm", "slurm.gpus_per_node=4"]))
+    assert needed_nodes(alone, 0) == [0, 1, 2, 3], "all of its nodes"
+    for index in (1, 2):
+        environments = Environments(config, nodes[index], 1, "127.0.0.1", None, tmp_path, False)
+        assert environments.of(nodes[index].workers[0])["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
+    copies = [f"{engine}.tensor_parallel_size=2", f"{engine}.data_parallel_size=4", f"{engine}.backend=vllm"]
+    nodes = make_plan(Config.from_toml([QUICKSTART], [*copies, "slurm.gpus_per_node=4"]))
+    assert [node.workers for node in nodes[1:]] == [["rollout-0"], ["part-0"]]

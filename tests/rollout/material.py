@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from hpcrl.config import InferenceEngineConfig
 from hpcrl.config.sections.model import Pretrained
@@ -122,8 +122,8 @@ def started(model: Path, **engine: Any) -> Iterator[Embedded]:
 
 
 @functools.cache
-def _policy(model: Path) -> Qwen2ForCausalLM:
-    return Qwen2ForCausalLM.from_pretrained(model, dtype=torch.float32)
+def _policy(model: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
 
 
 def distribution(model: Path, prompt: Sequence[int], said: Sequence[int], temperature: float = 1.0) -> torch.Tensor:

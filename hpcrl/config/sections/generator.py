@@ -20,8 +20,8 @@ class InferenceEngineConfig:
     model_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Number type of weights and activations in the engine; weights are cast to it on arrival."""
 
-    quantization: Literal["fp8"] | None = None
-    """Quantize weights when they arrive; unset: do not."""
+    quantization: Literal["fp8", "fp8_per_channel", "fp8_per_block", "mxfp8", "mxfp4"] | None = None
+    """Quantize weights when they arrive, which come in model_dtype; vLLM's names, fp8 has one scale for each weight. Unset: do not."""
 
     num_engines: int = 1
     """Replicas that generate."""
@@ -33,10 +33,12 @@ class InferenceEngineConfig:
     """Groups of GPUs that share one replica's layers."""
 
     data_parallel_size: int = 1
-    """Copies of the weights inside one replica."""
+    """Copies of a replica's weights, each of which computes other requests on GPUs of its own; of a mixture's experts there is one copy,
+    split over all of them."""
 
     expert_parallel_size: int = 1
-    """GPUs that share one replica's experts; 1 or data_parallel_size * tensor_parallel_size."""
+    """GPUs that have a replica's experts, whole ones each; 1 or data_parallel_size * tensor_parallel_size. 1: each has a part of every
+    expert."""
 
     seed: int | None = None
     """Seed of what is sampled, in training and evaluation; unset: trainer.seed. Each sample has a seed of its own, made from it."""
@@ -100,6 +102,17 @@ class InferenceEngineConfig:
 
     engine_init_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further options of the vLLM server, by their names there."""
+
+    remote_urls: list[str] = field(default_factory=list)
+    """Addresses, such as https://host:8000, of engines that somebody else started with `hpcrl engine`, one for each of num_engines: the run
+    starts none, and its rollout workers are on the trainer's nodes. `hpcrl eval` takes any vLLM server with the right model. Empty: the run
+    starts its engines."""
+
+    remote_key_file: Location | None = None
+    """File with the key that they want, which this user alone may read; unset: they want none, as only `hpcrl eval` may ask."""
+
+    remote_ca_file: Location | None = None
+    """File of certificates, in PEM, with which those of https addresses are signed; unset: those that the machine trusts."""
 
     probe_tolerance: float | None = None
     """How far the log-probabilities of a few tokens, which the trainer publishes with each version of the weights, may be from the engine's,

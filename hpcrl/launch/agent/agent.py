@@ -4,7 +4,8 @@ It takes its role from the plan by its node id, starts that role's processes, su
 
     trainer node    torchrun jobs/train.py (one rank: without torchrun); on node 0 also jobs/controller.py; where engines have the trainer's
                     devices, jobs/rollout.py as on a rollout node
-    rollout node    jobs/rollout.py, one per replica; one that fails is started again
+    rollout node    jobs/rollout.py, one per replica; one that fails is started again. On the further nodes of an engine that is on several:
+                    jobs/part.py
     reward node     jobs/reward.py, one per service of the reward model; one that fails is started again, and ends the attempt when it fails
                     too often
     scorer node     torchrun jobs/scorer.py (one rank: without torchrun), one per copy of the model; as on a rollout node
@@ -227,9 +228,10 @@ class Agent:
         from hpcrl.runtime.controller_client import Controller  # its HTTP client is not for `hpcrl submit` to load
 
         restarts, error = self._restarts[child.name], child.first_error()
-        registered = not child.name.startswith("reward")  # with the controller, which looks whether enough are left
+        # with the controller, which looks whether enough are left
+        registered = not child.name.startswith(("reward", "part"))
         restarts.ended()
-        if restarts.given_up and not registered:
+        if restarts.given_up and child.name.startswith("reward"):
             self._failed(child)
             return
         del self._processes.children[child.name]

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from hpcrl.config import Config, engine_gpus
+from hpcrl.config.derive import engine_nodes
 from hpcrl.config.node_share import of_each_replica
 from hpcrl.config.scorers import teacher_layout
 from hpcrl.config.sections.megatron import MegatronModelConfig
@@ -37,7 +38,7 @@ class Environments:
         engine = config.generator.inference_engine
         of_pool = any(replica >= engine.num_engines for replica in node.replicas)
         self._cpus = of_each_replica(config)[0] if of_pool else config.slurm.cpus_per_task
-        self._width = engine_gpus(engine)
+        self._width = engine_gpus(engine) // engine_nodes(config)
         self._ordered, distillation = _wants_order(config), config.trainer.distillation
         self._teacher_ordered = distillation.backend == "megatron" and _shares_tokens(teacher_layout(distillation))
         self._own = {"HPCRL_ATTEMPT": str(attempt), "HPCRL_ADDRESS": address, DIRECTORY: str(heartbeats)}
@@ -55,13 +56,15 @@ class Environments:
         if self._cpus:
             workers = len(node.workers) * node.scorer_ranks
             # those of a node with both take turns
-            processes = max(node.ranks, workers) if node.replicas else node.ranks + workers
+            turns = node.replicas and not node.elsewhere
+            processes = max(node.ranks, workers) if turns else node.ranks + workers
             environment["OMP_NUM_THREADS"] = str(max(1, self._cpus // processes))
         if node.gpus:
             mine = visible_devices(node, self._shared)
             if name in node.workers:
-                width, position = (self._width if node.replicas else node.scorer_ranks), node.workers.index(name)
-                mine = mine[position * width : (position + 1) * width]
+                width = self._width if node.replicas or node.parts else node.scorer_ranks
+                position = node.workers.index(name)
+                mine = [] if node.elsewhere else mine[position * width : (position + 1) * width]
             else:
                 mine = mine[: node.ranks]
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(mine)

@@ -20,7 +20,7 @@ from hpcrl.rundir.commit import make_directory, read_json, write_json
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.scratch import Scratch, remove_abandoned, weight_copy_dir
 
-_NUMBERS = {"rollout": "HPCRL_REPLICA", "reward": "HPCRL_SERVICE", "scorer": "HPCRL_SCORER"}
+_NUMBERS = {"rollout": "HPCRL_REPLICA", "reward": "HPCRL_SERVICE", "scorer": "HPCRL_SCORER", "part": "HPCRL_PART"}
 _ONE_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
 
 
@@ -62,7 +62,7 @@ class NodeProcesses:
         self._spawn("controller", command, signal.SIGINT, ignore_sigterm=True)
 
     def start_worker(self, name: str) -> None:
-        """Start rollout-<replica>, reward-<service>, or the ranks of scorer-<number>."""
+        """Start rollout-<replica>, part-<number>, reward-<service>, or the ranks of scorer-<number>."""
         job, number = name.split("-")
         command, variables = [self._job(job), str(self._run.path)], {_NUMBERS[job]: number}
         if job == "scorer" and self._node.torchrun:

@@ -13,6 +13,7 @@ from typing import Any
 from hpcrl.config import Config, engine_rope
 from hpcrl.config.adapters import engines_load, loads_adapters
 from hpcrl.config.derive import (
+    gpu_count,
     has_engines,
     is_offline,
     longest_sample,
@@ -22,7 +23,7 @@ from hpcrl.config.derive import (
     policy_model,
 )
 from hpcrl.config.errors import Problem
-from hpcrl.config.rules.model_fit import text_entries
+from hpcrl.config.rules.model_fit import experts_of, text_entries
 from hpcrl.errors import did_you_mean
 from hpcrl.launch.submit.models import entries_of
 
@@ -48,6 +49,7 @@ def check_engine(config: Config) -> Iterator[Problem]:
     # where torch is missing too, this is a login node, of which nothing follows for the nodes; nor does it from outside of a container
     if (
         engine.backend == "vllm"
+        and not engine.remote_urls
         and config.slurm.container.kind == "none"
         and find_spec("torch")
         and not find_spec("vllm")
@@ -56,13 +58,49 @@ def check_engine(config: Config) -> Iterator[Problem]:
             "generator.inference_engine.backend",
             "vllm is not installed here; install it (docs/installation.md), or set transformers, an engine that needs nothing else",
         )
-    given = engine.engine_init_kwargs
+    yield from _unknown("generator.inference_engine", engine.engine_init_kwargs)
+    distillation = config.trainer.distillation
+    if distillation.enable and distillation.backend == "vllm":
+        yield from _unknown("trainer.distillation.engine", distillation.engine.engine_init_kwargs)
+    if entries is not None and engine.backend == "vllm":
+        yield from _sizes(config, text_entries(entries))
+
+
+def _unknown(path: str, given: Mapping[str, Any]) -> Iterator[Problem]:
     known = vllm_options() if given else frozenset[str]()
     for name in given if known else ():
         own = name.replace("-", "_").partition(".")[0]
         if own not in known and own.removeprefix("no_") not in known:
-            path = f"generator.inference_engine.engine_init_kwargs.{name}"
-            yield Problem(path, f"the vLLM that is installed here has no option {name!r}{did_you_mean(own, known)}")
+            near = did_you_mean(own, known)
+            yield Problem(
+                f"{path}.engine_init_kwargs.{name}", f"the vLLM that is installed here has no option {name!r}{near}"
+            )
+
+
+def _sizes(config: Config, entries: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yield sizes that a model cannot be shared by."""
+    path, engine = "generator.inference_engine", config.generator.inference_engine
+    of = f"of the model at {config.trainer.policy.model.path} (its config.json)"
+    heads, layers = entries.get("num_attention_heads"), entries.get("num_hidden_layers")
+    if isinstance(heads, int) and heads % engine.tensor_parallel_size:
+        yield Problem(
+            f"{path}.tensor_parallel_size",
+            f"expected a divisor of {heads}, the attention heads {of}, found {engine.tensor_parallel_size}",
+        )
+    if isinstance(layers, int) and layers < engine.pipeline_parallel_size:
+        yield Problem(
+            f"{path}.pipeline_parallel_size",
+            f"expected at most {layers}, the layers {of}, found {engine.pipeline_parallel_size}",
+        )
+    on_cpu = gpu_count(config.slurm) == 0 and not engine.remote_urls
+    if engine.data_parallel_size > 1 and experts_of(entries) and on_cpu:
+        yield Problem(
+            f"{path}.data_parallel_size",
+            f"without GPUs vLLM 0.31 does not share the experts {of} among copies: expected 1, found {engine.data_parallel_size}; use "
+            "num_engines",
+        )
+    if engine.expert_parallel_size > 1 and not experts_of(entries):
+        yield Problem(f"{path}.expert_parallel_size", f"expected 1, as there are no experts {of}; leave it out")
 
 
 def _adapters(config: Config, entries: Mapping[str, Any]) -> Iterator[Problem]:
@@ -83,6 +121,16 @@ def merged_for_engines(config: Config) -> Iterator[str]:
         yield (
             "engines cannot load what trainer.policy.model.lora trains here (by modules_to_save, target_parameters or init_method): each "
             "version is the whole policy, merged, as with generator.inference_engine.merge_lora=true"
+        )
+
+
+def layers_over_nodes(config: Config) -> Iterator[str]:
+    """Yield a warning where the GPUs that share each layer of a replica are on several nodes."""
+    engine, gpus = config.generator.inference_engine, gpu_count(config.slurm)
+    if has_engines(config) and not engine.remote_urls and 0 < gpus < engine.tensor_parallel_size:
+        yield (
+            f"generator.inference_engine.tensor_parallel_size={engine.tensor_parallel_size} is more than a node's {gpus} GPUs: they wait for each "
+            "other over the network twice in each layer; pipeline_parallel_size shares layers among nodes instead"
         )
 
 

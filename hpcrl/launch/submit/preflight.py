@@ -29,7 +29,7 @@ from hpcrl.data.tokenize import Recipe, tokenized, training_sources, validation_
 from hpcrl.data.weight_files import ADAPTER_FILE
 from hpcrl.envs.registry import environment_class
 from hpcrl.errors import ConfigError, DataError
-from hpcrl.launch.submit.engine import check_engine, merged_for_engines
+from hpcrl.launch.submit.engine import check_engine, layers_over_nodes, merged_for_engines
 from hpcrl.launch.submit.models import (
     MODEL_FILE,
     check_layouts,
@@ -64,7 +64,7 @@ def check_files(config: Config, source_of: Callable[[str], str | None] = lambda 
     """
     problems, warnings = look(config)
     raise_together([*problems, *check_layouts(config)], source_of, DataError)
-    return [*warnings, *merged_for_engines(config), *unchecked_models(config)]
+    return [*warnings, *merged_for_engines(config), *layers_over_nodes(config), *unchecked_models(config)]
 
 
 def look(config: Config) -> tuple[list[Problem], list[str]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -13,11 +13,21 @@ from hpcrl.runtime.scratch import Scratch
 
 
 @contextmanager
-def launched(run: Run, config: Config, log: Path) -> Iterator[Launched]:
+def launched(
+    run: Run,
+    config: Config,
+    log: Path,
+    replica: int = 0,
+    *,
+    trains: bool = True,
+    first_part: Callable[[Path, Path], Launched] | None = None,
+) -> Iterator[Launched]:
     """Have the engine of one replica, which is being started, within the `with` statement. Temporary files of this process go when it ends.
 
     Args:
         log: file of what the engine's own processes say.
+        trains: whether versions are loaded; else its weights are the model's, and stay as they are.
+        first_part: starts the part of this node in a directory, with a log, where the engine is on several; None: it is on this one.
     """
     with ExitStack() as stack:
         scratch = Scratch("engine")
@@ -26,6 +36,12 @@ def launched(run: Run, config: Config, log: Path) -> Iterator[Launched]:
             from hpcrl.rollout.engines.embedded.launch import Embedded, embedded_options
 
             engine = Embedded(embedded_options(config))
+        elif config.generator.inference_engine.remote_urls:
+            from hpcrl.rollout.engines.vllm.remote import Remote, remote_options
+
+            engine = Remote(remote_options(config, f"{log.stem} of {run.path}", replica, trains=trains))
+        elif first_part:
+            engine = first_part(scratch.path, log)
         else:
             from hpcrl.rollout.engines.vllm.server import Server, server_options
 

@@ -9,7 +9,9 @@ from hpcrl.data.weight_files import Probe, PublishedWeights
 from hpcrl.errors import EngineError
 
 TOLERANCES = {"float32": 0.01, "float16": 0.1, "bfloat16": 0.3}
-"""Mean differences of log-probabilities that come from rounding alone, with room, by the coarser number type of the two."""
+TOLERANCES |= {"fp8": 0.6, "fp8_per_channel": 0.6, "fp8_per_block": 0.6, "mxfp8": 0.6, "mxfp4": 1.5}
+"""Mean differences of log-probabilities that come from rounding alone, with room, by the coarser number type of the two; of engines that
+quantize weights by generator.inference_engine.quantization."""
 
 
 def check_ranks(proofs: Sequence[dict[str, Any]], weights: PublishedWeights, who: str) -> None:

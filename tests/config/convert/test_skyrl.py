@@ -239,7 +239,6 @@ def test_logprobs_are_always_returned(value: str, kind: str) -> None:
         ("generator.run_engines_locally=false", "conflict"),
         ("generator.remote_inference_engine_urls=['a:1']", "dropped"),
         (ENGINE + "external_proxy_url=http://a:1", "conflict"),
-        (ENGINE + "external_server_urls=['http://a:1']", "conflict"),
         (ENGINE + "http_endpoint_port=9000", "dropped"),
         (ENGINE + "served_model_name=x", "dropped"),
         (ENGINE + "distributed_executor_backend=mp", "dropped"),

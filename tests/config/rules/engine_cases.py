@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from tests.config.rules.skyrl_cases import ALGORITHM, CRITIC, ENGINE, FOUR_GPUS, GYM, LORA, Case
+from tests.config.rules.skyrl_cases import ALGORITHM, CRITIC, ENGINE, FOUR_GPUS, GYM, LORA, SFT, Case
+
+REMOTE = {f"{ENGINE}.remote_urls": ["http://a:8000"]}
+VLLM_TEACHER = {
+    "trainer.distillation.enable": True,
+    "trainer.distillation.model_path": "t",
+    "trainer.distillation.backend": "vllm",
+}
 
 ENGINES = [
     Case(
@@ -44,6 +51,99 @@ ENGINES = [
         "engine options that are hpcrl's",
         {f"{ENGINE}.engine_init_kwargs": {"port": 80}}, f"{ENGINE}.engine_init_kwargs.port", "hpcrl sets this option",
         {f"{ENGINE}.engine_init_kwargs": {"swap-space": 1}},
+    ),
+    Case(
+        "nor what turns them off",
+        {f"{ENGINE}.engine_init_kwargs": {"no-enable-lora": True}}, f"{ENGINE}.engine_init_kwargs.no-enable-lora", "hpcrl sets this option",
+        {f"{ENGINE}.engine_init_kwargs": {"no-async-scheduling": True}},
+    ),
+    Case(
+        "experts are shared by a setting",
+        {f"{ENGINE}.engine_init_kwargs": {"enable_expert_parallel": True}},
+        f"{ENGINE}.engine_init_kwargs.enable_expert_parallel", f"set {ENGINE}.expert_parallel_size instead",
+        {f"{ENGINE}.data_parallel_size": 2, f"{ENGINE}.expert_parallel_size": 2, "slurm.gpus_per_node": 2},
+    ),
+    Case(
+        "whole experts want GPUs",
+        {f"{ENGINE}.data_parallel_size": 2, f"{ENGINE}.expert_parallel_size": 2},
+        f"{ENGINE}.expert_parallel_size", "without GPUs vLLM 0.31 needs a part of every expert",
+        {f"{ENGINE}.data_parallel_size": 2, f"{ENGINE}.expert_parallel_size": 2, "slurm.gpus_per_node": 2},
+    ),
+    Case(
+        "copies of the weights are on this node",
+        {f"{ENGINE}.engine_init_kwargs": {"data-parallel-rank": 1}},
+        f"{ENGINE}.engine_init_kwargs.data-parallel-rank", "hpcrl sets this option",
+        {f"{ENGINE}.data_parallel_size": 2},
+    ),
+    Case(
+        "a teacher's engine has its options in one place too",
+        {**VLLM_TEACHER, "trainer.distillation.engine.engine_init_kwargs": {"tensor-parallel-size": 2}},
+        "trainer.distillation.engine.engine_init_kwargs.tensor-parallel-size", "set trainer.distillation.engine.tensor_parallel_size instead",
+        {**VLLM_TEACHER, "trainer.distillation.engine.engine_init_kwargs": {"quantization": "fp8"}},
+    ),
+    Case(
+        "quantized engines want GPUs",
+        {f"{ENGINE}.quantization": "fp8"}, f"{ENGINE}.quantization", "needs GPUs, but slurm.gpus_per_node=0; leave it out, or choose fp8_per_channel",
+        {f"{ENGINE}.quantization": "fp8", "slurm.gpus_per_node": 1},
+    ),
+    Case(
+        "quantized engines compute in half precision",
+        {f"{ENGINE}.quantization": "fp8", f"{ENGINE}.model_dtype": "float32", "slurm.gpus_per_node": 1},
+        f"{ENGINE}.quantization", "needs activations in bfloat16 or float16",
+        {f"{ENGINE}.quantization": "fp8", f"{ENGINE}.model_dtype": "float16", "slurm.gpus_per_node": 1},
+    ),
+    Case(
+        "a node has whole copies of the weights, or a part of one",
+        {f"{ENGINE}.data_parallel_size": 2, f"{ENGINE}.tensor_parallel_size": 6, "slurm.gpus_per_node": 4},
+        f"{ENGINE}.tensor_parallel_size", "a replica needs 12 GPUs",
+        {f"{ENGINE}.data_parallel_size": 6, f"{ENGINE}.tensor_parallel_size": 2, "slurm.gpus_per_node": 4},
+    ),
+    Case(
+        "a pool has replicas of one node",
+        {f"{ENGINE}.tensor_parallel_size": 4, "slurm.gpus_per_node": 2, "slurm.elastic.replicas": 1},
+        "slurm.elastic.replicas", "does not work where a replica is on several nodes",
+        {f"{ENGINE}.tensor_parallel_size": 4, "slurm.gpus_per_node": 2},
+    ),
+    Case(
+        "pipeline stages without GPUs are compiled",
+        {f"{ENGINE}.pipeline_parallel_size": 2}, f"{ENGINE}.enforce_eager", "where it runs eagerly; set it to false",
+        {f"{ENGINE}.pipeline_parallel_size": 2, f"{ENGINE}.enforce_eager": False},
+    ),
+    Case(
+        "a key is for engines of others",
+        {f"{ENGINE}.remote_key_file": "key"}, f"{ENGINE}.remote_key_file", f"has no effect without {ENGINE}.remote_urls",
+        {**REMOTE, f"{ENGINE}.remote_key_file": "key"},
+    ),
+    Case(
+        "certificates are for TLS",
+        {**REMOTE, f"{ENGINE}.remote_ca_file": "ca"}, f"{ENGINE}.remote_ca_file", "has no effect without an https address",
+        {f"{ENGINE}.remote_urls": ["https://a"], f"{ENGINE}.remote_ca_file": "ca"},
+    ),
+    Case(
+        "engines of others are asked by somebody",
+        {**REMOTE, **SFT}, f"{ENGINE}.remote_urls", 'has no effect with trainer.mode="sft"', SFT,
+    ),
+    Case(
+        "engines of others have addresses",
+        {f"{ENGINE}.remote_urls": ["a:80"]}, f"{ENGINE}.remote_urls", "such as https://host:8000, found 'a:80'", REMOTE,
+    ),
+    Case(
+        "each engine of others is one",
+        {f"{ENGINE}.remote_urls": ["http://a", "http://a"], f"{ENGINE}.num_engines": 2}, f"{ENGINE}.remote_urls", "each address once",
+        {f"{ENGINE}.remote_urls": ["http://a", "http://a:1"], f"{ENGINE}.num_engines": 2},
+    ),
+    Case(
+        "engines of others are as many as there are",
+        {**REMOTE, f"{ENGINE}.num_engines": 2}, f"{ENGINE}.num_engines", "expected 1, one for each of", REMOTE,
+    ),
+    Case(
+        "engines of others get whole policies",
+        {**REMOTE, f"{LORA}.rank": 8}, f"{ENGINE}.merge_lora", "get whole policies, not adapters",
+        {**REMOTE, f"{LORA}.rank": 8, f"{ENGINE}.merge_lora": True},
+    ),
+    Case(
+        "engines of others are on no node of the run",
+        {**REMOTE, f"{ENGINE}.weight_copy_dir": "/tmp"}, f"{ENGINE}.weight_copy_dir", f"does not work with {ENGINE}.remote_urls", REMOTE,
     ),
     Case(
         "FlashInfer needs GPUs",

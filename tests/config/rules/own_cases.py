@@ -316,7 +316,7 @@ OURS = [
     ),
     Case(
         "a replica fits into a node",
-        {"slurm.gpus_per_node": 2, f"{ENGINE}.tensor_parallel_size": 4}, f"{ENGINE}.tensor_parallel_size", "a replica needs 4 GPUs",
+        {"slurm.gpus_per_node": 3, f"{ENGINE}.tensor_parallel_size": 4}, f"{ENGINE}.tensor_parallel_size", "a replica needs 4 GPUs",
         {"slurm.gpus_per_node": 4, f"{ENGINE}.tensor_parallel_size": 4},
     ),
     Case(

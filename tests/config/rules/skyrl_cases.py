@@ -255,7 +255,7 @@ SKYRL = [
     Case(
         "experts are shared by all ranks of a replica",
         {f"{ENGINE}.expert_parallel_size": 2}, f"{ENGINE}.expert_parallel_size", "expected 1 or data_parallel_size x tensor_parallel_size",
-        {f"{ENGINE}.expert_parallel_size": 4, f"{ENGINE}.data_parallel_size": 2, f"{ENGINE}.tensor_parallel_size": 2},
+        {f"{ENGINE}.expert_parallel_size": 4, f"{ENGINE}.data_parallel_size": 2, f"{ENGINE}.tensor_parallel_size": 2, "slurm.gpus_per_node": 4},
     ),
     Case(
         "Megatron's types and shares are its own",

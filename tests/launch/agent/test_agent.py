@@ -9,6 +9,9 @@ import time
 from pathlib import Path
 
 from hpcrl.config import Config
+from hpcrl.launch.agent.processes import NodeProcesses
+from hpcrl.launch.agent.start import NodeContext
+from hpcrl.launch.nodes import Node
 from hpcrl.rundir.checksums import note_checksums
 from hpcrl.rundir.commit import write_json, write_text
 from hpcrl.rundir.layout import Run
@@ -246,6 +249,21 @@ def test_a_run_whose_reward_model_fails_again_and_again_ends(tmp_path: Path) -> 
     assert (outcome.kind, outcome.host) == ("failed", "there")
     assert "reward-0: RuntimeError: no such device" in outcome.message
     assert (run.path / "starts").read_text() == "00"
+
+
+def test_a_part_of_an_engine_on_several_nodes_knows_which_it_is(tmp_path: Path) -> None:
+    run = make_run(tmp_path, part='(run.path / os.environ["HPCRL_PART"]).touch()')
+    node, context = Node(1, "rollout", 0, (), 0, 0, parts=(3,)), NodeContext(1, ["here", "there"], "local-1", 0, True)
+    assert node.workers == ["part-3"]
+    processes = NodeProcesses(run, Config.from_toml([run.config]), context, 1, node, 0.0)
+    try:
+        processes.start_worker("part-3")
+        deadline = time.monotonic() + 30
+        while not (run.path / "3").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+    finally:
+        processes.end(0.0)
 
 
 def test_a_hang_has_ranks_write_what_their_collectives_did(tmp_path: Path) -> None:

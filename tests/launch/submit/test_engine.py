@@ -13,7 +13,7 @@ import pytest
 
 from hpcrl.config import Config
 from hpcrl.errors import DataError
-from hpcrl.launch.submit.engine import loads_lora, position_limit, vllm_options
+from hpcrl.launch.submit.engine import check_engine, layers_over_nodes, loads_lora, position_limit, vllm_options
 from hpcrl.launch.submit.preflight import check_files
 from tests.paths import QUICKSTART
 
@@ -123,3 +123,54 @@ def test_a_machine_without_vllm_is_said(monkeypatch: pytest.MonkeyPatch) -> None
     check_files(Config.from_toml([QUICKSTART], [VLLM, *container]))
     monkeypatch.setitem(sys.modules, "torch", None)
     check_files(Config.from_toml([QUICKSTART], [VLLM]))
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("tensor_parallel_size=3", r"tensor_parallel_size: expected a divisor of 2, the attention heads"),
+        ("pipeline_parallel_size=5", r"pipeline_parallel_size: expected at most 2, the layers"),
+        ("expert_parallel_size=2", r"expert_parallel_size: expected 1, as there are no experts"),
+    ],
+)
+def test_sizes_that_a_model_cannot_be_shared_by(setting: str, said: str) -> None:
+    more = ["slurm.gpus_per_node=5"]
+    more += ["generator.inference_engine.tensor_parallel_size=2"] if setting.startswith("expert") else []
+    with pytest.raises(DataError, match=said):
+        check_files(Config.from_toml([QUICKSTART], [VLLM, *more, f"generator.inference_engine.{setting}"]))
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+def test_options_of_a_teachers_engine_are_looked_at_too(tmp_path: Path) -> None:
+    teacher = ["enable=true", f"model_path={tmp_path}", "backend=vllm", "engine.engine_init_kwargs.swap_spaces=1"]
+    with pytest.raises(
+        DataError, match=r"trainer\.distillation\.engine\.engine_init_kwargs\.swap_spaces: .* has no option"
+    ):
+        check_files(Config.from_toml([QUICKSTART], [VLLM, *(f"trainer.distillation.{setting}" for setting in teacher)]))
+
+
+def test_copies_of_a_mixture_want_gpus(tmp_path: Path) -> None:
+    model = tmp_path / "mixture"
+    shutil.copytree(QUICKSTART.parent / "quickstart" / "model", model)
+    entries = json.loads((model / "config.json").read_text()) | {"num_experts": 4}
+    (model / "config.json").write_text(json.dumps(entries))
+    copies = "generator.inference_engine.data_parallel_size=2"
+    given = [VLLM, copies, f"trainer.policy.model.path={model}"]
+    found = list(check_engine(Config.from_toml([QUICKSTART], given)))
+    assert [(problem.path, "use num_engines" in problem.message) for problem in found] == [
+        (copies.partition("=")[0], True)
+    ]
+    assert list(check_engine(Config.from_toml([QUICKSTART], [*given, "slurm.gpus_per_node=2"]))) == []
+    assert list(check_engine(Config.from_toml([QUICKSTART], [VLLM, copies]))) == [], "a dense model"
+
+
+def test_layers_that_nodes_share_are_pointed_out() -> None:
+    def told(tensor: int, pipeline: int) -> list[str]:
+        sizes = {"tensor": tensor, "pipeline": pipeline}
+        words = [f"generator.inference_engine.{kind}_parallel_size={size}" for kind, size in sizes.items()]
+        return list(layers_over_nodes(Config.from_toml([QUICKSTART], [VLLM, "slurm.gpus_per_node=4", *words])))
+
+    assert [line.partition(":")[0] for line in told(8, 1)] == [
+        "generator.inference_engine.tensor_parallel_size=8 is more than a node's 4 GPUs"
+    ]
+    assert told(4, 2) == told(4, 1) == []

@@ -141,7 +141,7 @@ def test_running_requests(launched: Launched, models: list[Path], versions: list
         said = await _updated_while_running(engine, second, models[0])
         await engine.update_weights(third)
         if isinstance(engine, EngineClient):
-            assert [len(numbers) for numbers in await engine._on_each_rank("list_loras")] == [1]
+            assert [[len(numbers) for numbers in ranks] for ranks in await engine._on_each_rank("list_loras")] == [[1]]
         await engine.close()
         return said
 

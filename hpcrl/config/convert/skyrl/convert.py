@@ -30,6 +30,7 @@ from hpcrl.config.convert.skyrl.source import Source, read_overrides, read_yaml
 from hpcrl.config.convert.skyrl.translate import (
     TRANSLATIONS,
     colocate_all,
+    engine_width,
     has_critic,
     has_reference,
     is_colocated,
@@ -320,8 +321,8 @@ def _fully_async(source: Source, conversion: Conversion) -> None:
 
 
 def _gpus_per_node(source: Source, conversion: Conversion) -> None:
-    ranks, parallel = _PLACEMENT + "policy_num_gpus_per_node", _ENGINE + "tensor_parallel_size"
-    conversion.values["slurm.gpus_per_node"] = most = max(source.number(ranks), source.number(parallel))
+    ranks = _PLACEMENT + "policy_num_gpus_per_node"
+    conversion.values["slurm.gpus_per_node"] = most = max(source.number(ranks), engine_width(source))
     conversion.note(
         "translated", ranks, "slurm.gpus_per_node", f"{most}, the most that one node needs; name what your nodes have"
     )

@@ -55,9 +55,7 @@ OLD_DEFAULTS: dict[str, Any] = {
 
 # Settings without a place here that nevertheless change what a run does, unless they have one of these values.
 HARMLESS: dict[str, tuple[Any, ...]] = {
-    _ENGINE + "run_engines_locally": (True,),
     _ENGINE + "external_proxy_url": (None,),
-    _ENGINE + "external_server_urls": (None, []),
     "generator.sampling_params.logprobs": (None, 0, 1),
     "generator.eval_sampling_params.logprobs": (None, 0, 1),
 }

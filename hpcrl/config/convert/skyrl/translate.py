@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -188,6 +189,15 @@ def _both_models(last: str) -> Translation:
     return both
 
 
+def engine_width(source: Source) -> int:
+    """Return the GPUs of an engine."""
+    return math.prod(source.number(f"{_ENGINE}{kind}_parallel_size") for kind in ("tensor", "pipeline", "data"))
+
+
+def _engines_of_others(source: Source) -> bool:
+    return source[_ENGINE + "run_engines_locally"] is False or bool(source[_ENGINE + "external_server_urls"])
+
+
 def is_colocated(source: Source) -> bool:
     """Whether trainer and engines share GPUs here too."""
     return source[_PLACEMENT + "colocate_all"] is True and _cannot_share(source) is None
@@ -196,8 +206,10 @@ def is_colocated(source: Source) -> bool:
 def _cannot_share(source: Source) -> str | None:
     if source["trainer.strategy"] == "megatron":
         return "Megatron-core's models cannot leave their GPUs here"
+    if _engines_of_others(source):
+        return "its engines are those that somebody else started"
     nodes, gpus = (source.number(f"{_PLACEMENT}policy_num_{what}") for what in ("nodes", "gpus_per_node"))
-    width = source.number(_ENGINE + "tensor_parallel_size")
+    width = engine_width(source)
     fits = nodes * gpus == source.number(_ENGINE + "num_engines") * width and gpus % max(1, width) == 0
     return None if fits else "trainer and engines have different numbers of GPUs"
 
@@ -211,7 +223,10 @@ def colocate_all(source: Source, conversion: Conversion, path: str) -> None:
         return
     conversion.values[path] = False
     nodes, gpus = (source.number(f"{_PLACEMENT}policy_num_{what}") for what in ("nodes", "gpus_per_node"))
-    engines, parallel = source.number(_ENGINE + "num_engines"), source.number(_ENGINE + "tensor_parallel_size")
+    engines, parallel = source.number(_ENGINE + "num_engines"), engine_width(source)
+    if _engines_of_others(source):
+        conversion.note("translated", name, path, f"true, but {_cannot_share(source)}")
+        return
     conversion.note(
         "translated",
         name,
@@ -313,6 +328,24 @@ def max_input_length(source: Source, conversion: Conversion, path: str) -> None:
     conversion.note("mapped", name, path)
 
 
+def remote_engines(source: Source, conversion: Conversion, path: str) -> None:
+    """Engines of others, which SkyRL asks for where it starts none: each needs hpcrl's part in it, and has a key."""
+    name, target = source.names[path], _ENGINE + "remote_urls"
+    local = source[_ENGINE + "run_engines_locally"] is not False
+    urls = source[_ENGINE + "external_server_urls"] or ([] if local else source[_ENGINE + "remote_urls"])
+    if not urls and not local:
+        conversion.note(
+            "conflict", name, target, f"false, and there are no addresses of engines; name them in {target}"
+        )
+    elif not urls:
+        conversion.note("dropped", name, "", "the run starts its engines, here too")
+    else:
+        conversion.values[target] = [url if "://" in url else f"http://{url}" for url in urls]
+        conversion.values[_ENGINE + "num_engines"] = len(urls)
+        needed = "start each with `hpcrl engine`, and name its key in generator.inference_engine.remote_key_file"
+        conversion.note("translated", name, target, needed)
+
+
 TRANSLATIONS: dict[str, Translation] = {
     "trainer.project_name": name_of_directory,
     "trainer.run_name": name_of_directory,
@@ -334,6 +367,9 @@ TRANSLATIONS: dict[str, Translation] = {
     _PLACEMENT + "ref_num_gpus_per_node": other_placement,
     _PLACEMENT + "critic_num_nodes": other_placement,
     _PLACEMENT + "critic_num_gpus_per_node": other_placement,
+    _ENGINE + "run_engines_locally": remote_engines,
+    _ENGINE + "remote_urls": remote_engines,
+    _ENGINE + "external_server_urls": remote_engines,
     _ENGINE + "backend": _instead("sglang", "vllm"),
     _ENGINE + "weight_sync_backend": weight_sync_backend,
     "generator.max_input_length": max_input_length,

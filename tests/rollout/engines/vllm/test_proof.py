@@ -6,12 +6,13 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from hpcrl.config import InferenceEngineConfig
 from hpcrl.data.weight_files import Probe, PublishedWeights
 from hpcrl.errors import EngineError
 from hpcrl.rollout.engines.proof import check_ranks, difference, tolerance
@@ -142,3 +143,6 @@ def test_differences_and_what_is_allowed() -> None:
     assert tolerance(probe, "float32", None) < tolerance(probe, "bfloat16", None)
     assert tolerance(replace(probe, dtype="bfloat16"), "float32", None) == tolerance(probe, "bfloat16", None)
     assert tolerance(probe, "float32", 0.7) == 0.7
+    for name in get_args(get_type_hints(InferenceEngineConfig)["quantization"]):
+        for own in get_args(name):
+            assert tolerance(probe, own, None) > tolerance(probe, "bfloat16", None), "quantized weights are coarser"

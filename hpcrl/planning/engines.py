@@ -1,0 +1,109 @@
+"""What a replica of vLLM needs of each of its GPUs for weights, and how many tokens the rest has room for. Arithmetic on shapes; all of it estimates."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from hpcrl.config import Config, InferenceEngineConfig, engine_gpus
+from hpcrl.config.derive import gpu_count, has_engines, max_model_len
+from hpcrl.planning.devices import memory_of_rank
+from hpcrl.planning.memory import Shapes, Weight
+
+_LAYER = re.compile(r"(?:^|\.)layers\.\d+\.")
+_KEPT = re.compile(r"(?:norm|gate|router|shared_expert_gate)\.weight$")  # not quantized
+_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
+_QUANTIZED = {"fp8": 1.0, "fp8_per_channel": 1.0, "fp8_per_block": 1.0, "mxfp8": 1 + 1 / 32, "mxfp4": 0.5 + 1 / 32}
+"""Bytes of a weight with its share of the scales; OCP Microscaling Formats 1.0: one byte of scale for 32 weights."""
+
+
+@dataclass(frozen=True)
+class EngineSizes:
+    """Bytes on the GPU of a replica that has most.
+
+    Attributes:
+        weights: of its layers, or its part of them.
+        share: what the engine may take of the GPU.
+        token: of the keys and values of one token.
+    """
+
+    weights: float
+    share: float
+    token: float
+
+    @property
+    def tokens(self) -> int:
+        """Tokens whose keys and values have room beside the weights, activations and CUDA graphs not counted."""
+        return max(0, int((self.share - self.weights) / self.token))
+
+
+def engine_sizes(engine: InferenceEngineConfig, shapes: Shapes, device: float) -> EngineSizes:
+    """Return the sizes of a replica.
+
+    Args:
+        device: bytes of a GPU.
+    """
+    width, stages = shapes.width, engine.pipeline_parallel_size
+    layers = math.ceil(width.layers / stages)
+    inside = sum(_bytes(weight, engine) for weight in shapes.weights if _LAYER.search(weight.name))
+    ends = {weight.name: _bytes(weight, engine) for weight in shapes.weights if not _LAYER.search(weight.name)}
+    outside = sum(ends.values()) if stages == 1 else max(ends.values(), default=0.0)
+    heads = max(1, width.kv_heads // engine.tensor_parallel_size)
+    return EngineSizes(
+        weights=inside * layers / width.layers + outside,
+        share=engine.gpu_memory_utilization * device,
+        token=2 * layers * heads * width.head * _BYTES[engine.model_dtype],
+    )
+
+
+def _bytes(weight: Weight, engine: InferenceEngineConfig) -> float:
+    """Return what a GPU has of a weight: a part of matrices, as vLLM's parallel layers do, of experts by data parallelism too."""
+    size = _BYTES[engine.model_dtype]
+    matrix = len(weight.shape) > 1
+    if matrix and engine.quantization and _LAYER.search(weight.name) and not _KEPT.search(weight.name):
+        size = _QUANTIZED[engine.quantization]
+    share = engine.tensor_parallel_size if matrix and not _KEPT.search(weight.name) else 1
+    if ".experts." in weight.name:
+        share *= engine.data_parallel_size
+    return size * weight.count / share
+
+
+def describe_engines(config: Config, shapes: Shapes) -> Iterator[str]:
+    """Yield what `hpcrl plan` prints of a run's engines, where they are vLLM's on GPUs.
+
+    Args:
+        shapes: of the policy.
+    """
+    engine = config.generator.inference_engine
+    if not has_engines(config) or engine.backend != "vllm" or engine.remote_urls or gpu_count(config.slurm) == 0:
+        return
+    sizes = {
+        "tensor": engine.tensor_parallel_size,
+        "pipeline": engine.pipeline_parallel_size,
+        "data": engine.data_parallel_size,
+    }
+    how = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+    quantized = f", quantized as {engine.quantization}" if engine.quantization else ""
+    yield ""
+    yield f"each replica: {engine_gpus(engine)} GPU(s){f' ({how} parallel)' if how else ''}, weights in {engine.model_dtype}{quantized}"
+    device, source = memory_of_rank(config)
+    if device is None:
+        yield f"  memory of the device: unknown ({source})"
+        return
+    found, longest = engine_sizes(engine, shapes, device), max_model_len(config)
+    yield (
+        f"  of a GPU's {device / 2**30:,.2f} GiB ({source}) {engine.gpu_memory_utilization:.0%} are the engine's "
+        f"(gpu_memory_utilization): {found.weights / 2**30:,.2f} GiB for weights"
+    )
+    if found.tokens < longest:
+        yield (
+            f"  warning: what is left has room for {found.tokens:,} tokens, and a sample has up to {longest:,}; raise tensor_parallel_size, "
+            "pipeline_parallel_size or gpu_memory_utilization"
+        )
+    else:
+        yield (
+            f"  room for keys and values of {found.tokens:,} tokens on each copy of the weights: {found.tokens // longest:,} sample(s) of the "
+            f"longest, {longest:,} tokens; activations and CUDA graphs, which are not counted, take some of it"
+        )

@@ -1,0 +1,70 @@
+"""Where a vLLM server answers, and where one listens."""
+
+from __future__ import annotations
+
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a server answers.
+
+    Attributes:
+        url: without a path; of a unix socket only its scheme counts.
+        socket: path of the unix socket; None: TCP.
+        ca_file: certificates with which the server's is signed, if it has one; None: those that the machine trusts.
+        verified: whether a certificate is looked at; it need not be of a server that this process has started itself.
+    """
+
+    url: str = "http://engine"
+    socket: Path | None = None
+    ca_file: Path | None = None
+    verified: bool = True
+
+    def client(self) -> dict[str, Any]:
+        """Return arguments of httpx.Client."""
+        return {"transport": httpx.HTTPTransport(**self._transport()), "base_url": self.url}
+
+    def async_client(self) -> dict[str, Any]:
+        """Return arguments of httpx.AsyncClient."""
+        # each request has a connection of its own, which costs next to nothing on a unix socket: the server closes one that was idle
+        # for 5 s, and on a busy machine this process may notice only after it has sent the next request there, which is lost then
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        return {"transport": httpx.AsyncHTTPTransport(**self._transport(), limits=limits), "base_url": self.url}
+
+    def _transport(self) -> dict[str, Any]:
+        if self.socket:
+            return {"uds": str(self.socket)}
+        return {"verify": ssl.create_default_context(cafile=self.ca_file) if self.ca_file else self.verified}
+
+
+@dataclass(frozen=True)
+class Listen:
+    """Where a server listens that is no run's own.
+
+    Attributes:
+        certificate, private_key: for TLS; None: without.
+    """
+
+    host: str
+    port: int
+    certificate: Path | None = None
+    private_key: Path | None = None
+
+    @property
+    def address(self) -> Address:
+        scheme = "https" if self.certificate else "http"
+        return Address(f"{scheme}://{self.host}:{self.port}", verified=False)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """vLLM's options."""
+        files = {"ssl-certfile": self.certificate, "ssl-keyfile": self.private_key}
+        return {"host": self.host, "port": self.port} | {
+            name: str(path.absolute()) for name, path in files.items() if path
+        }
