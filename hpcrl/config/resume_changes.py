@@ -236,7 +236,7 @@ _TABLE: tuple[tuple[Effect, str], ...] = (
         slurm.partition slurm.account slurm.qos slurm.constraint slurm.time_minutes slurm.cpus_per_task slurm.mem_gb
         slurm.exclusive slurm.gpu_option slurm.replicas_per_node slurm.extra slurm.network_interface slurm.array_parallelism slurm.gpu_memory_gb
         slurm.signal_seconds slurm.crash_budget slurm.replica_restarts slurm.patience
-        slurm.min_replicas slurm.min_scorers slurm.replica_patience_minutes slurm.elastic slurm.upload
+        slurm.min_replicas slurm.min_scorers slurm.replica_patience_minutes slurm.elastic slurm.elastic_scorers slurm.upload
         """,
     ),
 )  # fmt: skip

@@ -9,7 +9,7 @@ from typing import Literal
 from hpcrl.config import Config, engine_gpus, replicas_per_node
 from hpcrl.config.derive import critic_nodes, gpu_count, has_engines, has_own_critic
 from hpcrl.config.reward_model import reward_services, services_per_node
-from hpcrl.config.scorers import scorer_sets, scorers_per_node
+from hpcrl.config.scorers import ScorerSet, scorer_numbers, scorer_sets, scorers_per_node
 
 Role = Literal["trainer", "rollout", "reward", "scorer"]
 
@@ -65,16 +65,12 @@ def make_plan(config: Config) -> list[Node]:
         ranks: int = 0,
         replicas: Sequence[int] = (),
         services: Sequence[int] = (),
-        scorers: Sequence[int] = (),
-        scorer_ranks: int = 1,
-        spare: bool = False,
-        torchrun: bool = False,
         critic: bool = False,
     ) -> None:
         nonlocal offset
-        gpus, workers = devices if on_gpu else 0, (tuple(services), tuple(scorers), scorer_ranks, spare, torchrun)
-        first_rank = sum(node.ranks for node in nodes)
-        nodes.append(Node(len(nodes), role, ranks, tuple(replicas), gpus, offset, *workers, first_rank, critic))
+        gpus, first_rank = devices if on_gpu else 0, sum(node.ranks for node in nodes)
+        own = {"services": tuple(services), "first_rank": first_rank, "critic": critic}
+        nodes.append(Node(len(nodes), role, ranks, tuple(replicas), gpus, offset, **own))
         offset += gpus
 
     ranks, width = trainer.placement.policy_num_gpus_per_node, replicas_per_node(config)
@@ -92,14 +88,33 @@ def make_plan(config: Config) -> list[Node]:
     for first in services[::width]:
         own = services[first : first + width]
         add("reward", len(own), services=own)
-    first = 0
-    for each in scorer_sets(config):
-        numbers, width = range(first, first + each.replicas), scorers_per_node(config, each.ranks)
+    sets = scorer_sets(config)
+    for each, (numbers, _) in zip(sets, scorer_numbers(sets), strict=True):
+        width = scorers_per_node(config, each.ranks)
         for own in (numbers[at : at + width] for at in range(0, len(numbers), width)):
-            spare, torchrun = len(own) < each.replicas, each.ranks > 1 and not each.engine
-            add("scorer", len(own) * each.ranks, scorers=own, scorer_ranks=each.ranks, spare=spare, torchrun=torchrun)
-        first += each.replicas
+            nodes.append(scorer_node(len(nodes), each, own, on_gpu=on_gpu, offset=offset))
+            offset += nodes[-1].gpus
     return nodes
+
+
+def scorer_node(index: int, scorers: ScorerSet, numbers: Sequence[int], *, on_gpu: bool, offset: int) -> Node:
+    """Return the node that has scorers of these numbers.
+
+    Args:
+        offset: devices that the nodes before it use.
+    """
+    return Node(
+        index,
+        "scorer",
+        0,
+        (),
+        len(numbers) * scorers.ranks if on_gpu else 0,
+        offset,
+        scorers=tuple(numbers),
+        scorer_ranks=scorers.ranks,
+        spare=len(numbers) < scorers.copies,
+        torchrun=scorers.ranks > 1 and not scorers.engine,
+    )
 
 
 def trainer_nodes(plan: list[Node]) -> int:
@@ -135,12 +150,3 @@ def describe_plan(plan: list[Node]) -> list[str]:
 def _numbered(node: Node) -> str:
     last = node.first_rank + node.ranks - 1
     return f"rank {last}" if node.ranks == 1 else f"ranks {node.first_rank} to {last}"
-
-
-def describe_pool(config: Config) -> list[str]:
-    """Return one line for the elastic pool, if there is one."""
-    first, elastic = config.generator.inference_engine.num_engines, config.slurm.elastic
-    if not elastic.replicas:
-        return []
-    names = ", ".join(f"rollout-{replica}" for replica in range(first, first + elastic.replicas))
-    return [f"elastic: {names}, partition {elastic.partition or config.slurm.partition or 'of the cluster'}"]

@@ -6,11 +6,11 @@ import os
 from pathlib import Path
 
 from hpcrl.config import Config, engine_gpus
-from hpcrl.config.node_share import of_each_replica
 from hpcrl.config.scorers import teacher_layout
 from hpcrl.config.sections.megatron import MegatronModelConfig
 from hpcrl.launch.agent.devices import visible_devices
 from hpcrl.launch.nodes import Node
+from hpcrl.launch.pools import pool_of
 from hpcrl.runtime.heartbeat import DIRECTORY
 
 
@@ -34,10 +34,9 @@ class Environments:
         shared: bool,
     ) -> None:
         self._node, self._interface, self._shared = node, interface, shared
-        engine = config.generator.inference_engine
-        of_pool = any(replica >= engine.num_engines for replica in node.replicas)
-        self._cpus = of_each_replica(config)[0] if of_pool else config.slurm.cpus_per_task
-        self._width = engine_gpus(engine)
+        pool = pool_of(config, node.workers[0]) if node.workers else None
+        self._cpus = config.slurm.cpus_per_task if pool is None else pool.element(config)[0]
+        self._width = engine_gpus(config.generator.inference_engine)
         self._ordered, distillation = _wants_order(config), config.trainer.distillation
         self._teacher_ordered = distillation.backend == "megatron" and _shares_tokens(teacher_layout(distillation))
         self._own = {"HPCRL_ATTEMPT": str(attempt), "HPCRL_ADDRESS": address, DIRECTORY: str(heartbeats)}
