@@ -30,6 +30,7 @@ MEGATRON_CORE = {f"{DISTILLATION}.backend": "megatron", f"{DISTILLATION}.placeme
 JUDGE = {f"{MODEL}.model": "rm"}
 APART_WITHOUT_KL = {**APART, **NO_KL}
 GPUS = {"slurm.gpus_per_node": 4}
+POOLS = "slurm.elastic_scorers"
 
 OF_SCORERS = [
     Case(
@@ -251,7 +252,7 @@ OF_SCORERS = [
         "an engine judges what was chosen",
         {**TEACHER, **ENGINE, f"{DISTILLATION}.include_prompt": True},
         f"{DISTILLATION}.include_prompt", 'expected false with backend="vllm"',
-        {**TEACHER, **MEGATRON_CORE, f"{DISTILLATION}.include_prompt": True},
+        {**TEACHER, **MEGATRON_CORE, f"{DISTILLATION}.include_prompt": True, f"{DISTILLATION}.top_k": 4},
     ),
     Case(
         "an engine is on one node",
@@ -264,11 +265,6 @@ OF_SCORERS = [
         {**TEACHER, **ENGINE, f"{DISTILLATION}.placement.fsdp_size": 2},
         f"{DISTILLATION}.placement.fsdp_size", 'has no effect without trainer.distillation.backend="fsdp2"',
         {**TEACHER, **ENGINE, f"{DISTILLATION}.placement.num_replicas": 2},
-    ),
-    Case(
-        "Megatron-core has parts of the vocabulary",
-        {**TEACHER, **MEGATRON_CORE, f"{DISTILLATION}.top_k": 4}, f"{DISTILLATION}.top_k", 'expected 0 with backend="megatron"',
-        {**TEACHER, **MEGATRON_CORE},
     ),
     Case(
         "Megatron-core computes in two types",
@@ -368,6 +364,30 @@ OF_SCORERS = [
         {**JUDGE, f"{MODEL}.num_replicas": 2, **TEACHER, f"{DISTILLATION}.use_rewards": True, "slurm.min_scorers": 2},
         "slurm.min_scorers", "expected at most 1, the copies of the teacher (trainer.distillation.placement.num_replicas), found 2",
         {**JUDGE, f"{MODEL}.num_replicas": 2, "slurm.min_scorers": 2},
+    ),
+    Case(
+        "a pool of scorers counts among the copies",
+        {**JUDGE, f"{POOLS}.reward_model.replicas": 1, "slurm.min_scorers": 3},
+        "slurm.min_scorers", "expected at most 2, the copies of the reward model (environment.reward_model.num_replicas and slurm.elastic_scorers",
+        {**JUDGE, f"{POOLS}.reward_model.replicas": 2, "slurm.min_scorers": 3},
+    ),
+    Case(
+        "a model has a copy somewhere",
+        {**TEACHER, f"{DISTILLATION}.placement.num_replicas": 0},
+        f"{DISTILLATION}.placement.num_replicas", "expected at least 1, or copies of an elastic pool (slurm.elastic_scorers.teacher.replicas)",
+        {**TEACHER, f"{DISTILLATION}.placement.num_replicas": 0, f"{POOLS}.teacher.replicas": 1},
+    ),
+    Case(
+        "a pool has copies of a model that there is",
+        {f"{POOLS}.reference.replicas": 2},
+        f"{POOLS}.reference.replicas", "no reference judges finished samples on nodes of its own",
+        {**APART, f"{POOLS}.reference.replicas": 2},
+    ),
+    Case(
+        "hpcrl says what a pool of scorers waits for",
+        {**TEACHER, f"{POOLS}.teacher.extra": {"dependency": "singleton"}},
+        f"{POOLS}.teacher.extra.dependency", "hpcrl sets this option of sbatch itself",
+        {**TEACHER, f"{POOLS}.teacher.extra": {"reservation": "r"}},
     ),
     Case(
         "a weight of the reward model wants one",

@@ -13,7 +13,7 @@ from hpcrl.config import Config, TrainerConfig
 from hpcrl.config.scorers import REWARD, TEACHER, scorer_sets
 from hpcrl.config.validate import build
 from hpcrl.data.batch_file import read_batch
-from hpcrl.data.score_file import GroupRewards
+from hpcrl.data.score_file import GroupRewards, RowScores
 from hpcrl.rundir.layout import Run
 from hpcrl.trainer.backends.fsdp.sharding import local
 from hpcrl.trainer.batching import MicroBatchLimit
@@ -40,8 +40,15 @@ def scores(world: World, options: dict[str, Any]) -> None:
         if isinstance(own, GroupRewards):
             rows[name] = torch.tensor(own.scores)
         else:
-            rows |= {f"{name}.{at}": torch.from_numpy(row.logprobs.copy()) for at, row in enumerate(own)}
+            rows |= {
+                f"{name}.{at}.{kind}": column for at, row in enumerate(own) for kind, column in columns(row).items()
+            }
     save_file(rows, Path(options["out"]) / f"{world.rank}.safetensors", {"passes": str(len(passes))})
+
+
+def columns(row: RowScores) -> dict[str, torch.Tensor]:
+    """Return what a model says of a row, by the names of what it is."""
+    return {kind: torch.from_numpy(column.copy()) for kind, column in vars(row).items() if column is not None}
 
 
 def held(world: World, options: dict[str, Any]) -> None:
