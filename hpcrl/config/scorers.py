@@ -53,11 +53,12 @@ class ScorerSet:
     Attributes:
         name: of what they find: another one where settings that decide what they find differ.
         replicas: copies of the model that start with the run.
-        ranks: processes that share one copy, on one node.
+        ranks: processes that share one copy.
         fsdp: how they do.
         engine: whether it is one process instead, with an engine on as many devices.
         sources: data sources of the groups that it judges; None: all that no other set of the role does.
         pool: what more copies ask for, in a job array of their own.
+        nodes: that the ranks of a copy are on, equally many on each.
     """
 
     role: ScorerRole
@@ -69,6 +70,12 @@ class ScorerSet:
     sources: tuple[str, ...] | None = None
     engine: bool = False
     pool: ElasticConfig = field(default_factory=ElasticConfig)
+    nodes: int = 1
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Of one copy."""
+        return self.ranks // self.nodes
 
     @property
     def copies(self) -> int:
@@ -160,7 +167,8 @@ def scorer_sets(config: ConfigTree) -> list[ScorerSet]:
         top = (own.top_k, own.top_k_from_teacher) if own.top_k else None
         name = _name(config, TEACHER, model, dtype, sharding, top)
         size = own.placement.num_replicas, ranks
-        found.append(ScorerSet(TEACHER, name, model, *size, sharding, sources, engine))
+        nodes = own.placement.nodes_per_replica
+        found.append(ScorerSet(TEACHER, name, model, *size, sharding, sources, engine, nodes=nodes))
     if has_own_reference(trainer):
         model, nodes, ranks = ref_model(trainer), placement.ref_num_nodes, placement.ref_num_gpus_per_node
         fsdp = ref_sharding(trainer)
@@ -219,9 +227,9 @@ def samples_at_once(config: ConfigTree, scorers: ScorerSet) -> int:
     return max(claimed[scorers.role], scorers.ranks * config.generator.n_samples_per_prompt)
 
 
-def scorers_per_node(config: ConfigTree, ranks: int) -> int:
-    """Return how many scorers of so many ranks share a node; one where they compute on the CPU."""
-    return max(1, gpu_count(config.slurm) // ranks)
+def scorers_per_node(config: ConfigTree, scorers: ScorerSet) -> int:
+    """Return how many of these scorers share a node; one where they compute on the CPU, or each of them has several nodes."""
+    return 1 if scorers.nodes > 1 else max(1, gpu_count(config.slurm) // scorers.ranks)
 
 
 def _name(

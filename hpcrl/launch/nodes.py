@@ -27,8 +27,9 @@ class Node:
         gpu_offset: devices that the nodes before it use, for when all of them share one machine.
         services: numbers of the reward model's services on this node.
         scorers: numbers of the scorers on this node.
-        scorer_ranks: processes of each of them, one device each; or devices of its one process, where it has an engine.
+        scorer_ranks: processes of each of them here, one device each; or devices of its one process, where it has an engine.
         torchrun: whether they are several processes.
+        part, parts: which of the nodes this is that share its scorer, and how many they are.
         spare: whether other nodes have scorers of the same model too.
     """
 
@@ -45,12 +46,23 @@ class Node:
     torchrun: bool = False
     first_rank: int = 0
     critic: bool = False
+    part: int = 0
+    parts: int = 1
 
     @property
     def workers(self) -> list[str]:
         """Names of the processes that are started again when they fail."""
-        numbers = {"rollout": self.replicas, "reward": self.services, "scorer": self.scorers}
+        numbers = {"rollout": self.replicas, "reward": self.services, "scorer": () if self.part else self.scorers}
         return [f"{job}-{number}" for job, own in numbers.items() for number in own]
+
+    def part_of_scorer(self, part: int) -> str:
+        """Return the name of the process that has the ranks of this node's scorer on another one of its nodes."""
+        return f"scorer-{self.scorers[0]}-part-{part}"
+
+    @property
+    def follows(self) -> str | None:
+        """The process here that has ranks of a scorer whose first ones are on another node, whose agent decides when it starts; None: there is none."""
+        return self.part_of_scorer(self.part) if self.part else None
 
 
 def make_plan(config: Config) -> list[Node]:
@@ -90,28 +102,34 @@ def make_plan(config: Config) -> list[Node]:
         add("reward", len(own), services=own)
     sets = scorer_sets(config)
     for each, (numbers, _) in zip(sets, scorer_numbers(sets), strict=True):
-        width = scorers_per_node(config, each.ranks)
+        width = scorers_per_node(config, each)
         for own in (numbers[at : at + width] for at in range(0, len(numbers), width)):
-            nodes.append(scorer_node(len(nodes), each, own, on_gpu=on_gpu, offset=offset))
-            offset += nodes[-1].gpus
+            for part in range(each.nodes):
+                nodes.append(scorer_node(len(nodes), each, own, on_gpu=on_gpu, offset=offset, part=part))
+                offset += nodes[-1].gpus
     return nodes
 
 
-def scorer_node(index: int, scorers: ScorerSet, numbers: Sequence[int], *, on_gpu: bool, offset: int) -> Node:
+def scorer_node(
+    index: int, scorers: ScorerSet, numbers: Sequence[int], *, on_gpu: bool, offset: int, part: int = 0
+) -> Node:
     """Return the node that has scorers of these numbers.
 
     Args:
         offset: devices that the nodes before it use.
+        part: which one it is of the nodes that share them.
     """
     return Node(
         index,
         "scorer",
         0,
         (),
-        len(numbers) * scorers.ranks if on_gpu else 0,
+        len(numbers) * scorers.ranks_per_node if on_gpu else 0,
         offset,
         scorers=tuple(numbers),
-        scorer_ranks=scorers.ranks,
+        scorer_ranks=scorers.ranks_per_node,
+        part=part,
+        parts=scorers.nodes,
         spare=len(numbers) < scorers.copies,
         torchrun=scorers.ranks > 1 and not scorers.engine,
     )
@@ -143,7 +161,10 @@ def describe_plan(plan: list[Node]) -> list[str]:
             lines.append(f"node {node.index}: {what}{also}{turns}{devices}")
         else:
             each = f", {node.scorer_ranks} rank(s) each" if node.scorers else ""
-            lines.append(f"node {node.index}: {', '.join(node.workers)}{each}{devices}")
+            if node.parts > 1:
+                each = f", {node.scorer_ranks} of its {node.parts * node.scorer_ranks} ranks"
+            names = node.workers or [f"scorer-{number}" for number in node.scorers]
+            lines.append(f"node {node.index}: {', '.join(names)}{each}{devices}")
     return lines
 
 

@@ -65,7 +65,7 @@ def elastic_pools(config: Config) -> list[Pool]:
         if not numbers:
             continue
         nodes = [scorer_node(first + at, each, (number,), on_gpu=on_gpu, offset=0) for at, number in enumerate(numbers)]
-        where, share = (POOLS[each.role], COPIES[each.role]), scorers_per_node(config, each.ranks)
+        where, share = (POOLS[each.role], COPIES[each.role]), scorers_per_node(config, each)
         found.append(Pool(each.name, each.title, *where, each.pool, tuple(nodes), share))
         first += len(nodes)
     return found
@@ -93,7 +93,8 @@ def pooled_node(config: Config, worker: str) -> Node:
 def with_few_cores(config: Config) -> list[str]:
     """Return the sections of pools on GPUs whose elements ask for no cores and take no whole nodes."""
     pools = elastic_pools(config)
-    return [pool.setting for pool in pools if asks_for_few_cores(config.slurm, pool.asked, pool.element(config))]
+    few = (pool.setting for pool in pools if asks_for_few_cores(config.slurm, pool.asked, pool.element(config)))
+    return list(dict.fromkeys(few))
 
 
 def describe_pools(config: Config) -> list[str]:

@@ -70,7 +70,7 @@ def served(config: Config) -> Iterator[Served]:
             tokens = max(own.max_tokens_per_micro_batch or own.micro_batch_size_per_gpu * longest, longest)
         elif each.role == REWARD:
             tokens = max(config.environment.reward_model.max_tokens_per_micro_batch, longest)
-        together = each.ranks * max(1, min(each.replicas, scorers_per_node(config, each.ranks)))
+        together = each.ranks_per_node * max(1, min(each.replicas, scorers_per_node(config, each)))
         yield Served(each.title, each.model, each.copies * each.ranks, each.ranks, together, tokens, each)
 
 

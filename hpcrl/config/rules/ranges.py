@@ -52,6 +52,7 @@ RANGES: dict[str, Range] = {
     "critic_num_nodes": _COUNT,
     "critic_num_gpus_per_node": _COUNT,
     "ref_num_nodes": _NOT_NEGATIVE,
+    "nodes_per_replica": _COUNT,
     "ref_num_gpus_per_node": _COUNT,
     "lr": _NOT_NEGATIVE,
     "eps": _POSITIVE,

@@ -108,6 +108,10 @@ def _engine(config: ConfigTree) -> Iterator[Problem]:
             f"{_TEACHER}.top_k_from_teacher",
             'expected true with backend="vllm": an engine tells of the tokens that it finds most probable itself; choose "fsdp2"',
         )
+    if own.placement.nodes_per_replica > 1:
+        yield Problem(
+            f"{_TEACHER}.placement.nodes_per_replica", 'expected 1 with backend="vllm"; choose "fsdp2" or "megatron"'
+        )
     if own.include_prompt:
         yield Problem(f"{_TEACHER}.include_prompt", 'expected false with backend="vllm"; choose "fsdp2" or "megatron"')
 
@@ -217,6 +221,12 @@ def enough_scorers(config: ConfigTree) -> Iterator[Problem]:
                 f"expected at most {each.copies}, the copies of the {each.title} ({together}), found {least}",
             )
     elastic = config.slurm.elastic_scorers
+    for each in sets.values():
+        if each.pool.replicas and each.nodes > 1:
+            yield Problem(
+                f"{POOLS[each.role]}.replicas",
+                f"expected 0: an element of a pool has one node, and a copy of the {each.title} {each.nodes} ({_TEACHER}.placement.nodes_per_replica)",
+            )
     for role, asked in ((TEACHER, elastic.teacher), (REFERENCE, elastic.reference), (REWARD, elastic.reward_model)):
         if asked.replicas and role not in sets:
             yield Problem(
@@ -225,13 +235,20 @@ def enough_scorers(config: ConfigTree) -> Iterator[Problem]:
 
 
 def ranks_of_scorers(config: ConfigTree) -> Iterator[Problem]:
-    gpus = gpu_count(config.slurm)
-    if not gpus or (config.trainer.distillation.placement.fsdp_size < 1):
+    gpus, own = gpu_count(config.slurm), config.trainer.distillation
+    if own.placement.fsdp_size < 1:
         return
     for each in scorer_sets(config):
-        if each.ranks > gpus:
-            of_teacher = _OF_BACKENDS[config.trainer.distillation.backend]
+        if each.ranks % each.nodes:
             yield Problem(
-                of_teacher if each.role == TEACHER else _RANKS[each.role],
-                f"{each.ranks} ranks share a copy of the {each.title} on one node, which has {gpus} GPUs (slurm.gpus_per_node)",
+                f"{_TEACHER}.placement.nodes_per_replica",
+                f"expected a divisor of the ranks of a copy of the teacher, {each.ranks} ({_OF_BACKENDS[own.backend]}), found {each.nodes}",
+            )
+        elif gpus and each.ranks_per_node > gpus:
+            more = f"; or spread them over more nodes ({_TEACHER}.placement.nodes_per_replica)"
+            teaches = each.role == TEACHER
+            yield Problem(
+                _OF_BACKENDS[own.backend] if teaches else _RANKS[each.role],
+                f"{each.ranks_per_node} ranks share a copy of the {each.title} on one node, which has {gpus} GPUs (slurm.gpus_per_node)"
+                f"{more if teaches and not each.engine else ''}",
             )

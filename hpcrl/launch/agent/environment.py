@@ -52,7 +52,7 @@ class Environments:
         # glibc gives threads heaps of their own, eight per core, each of which keeps what was freed in it
         environment.setdefault("MALLOC_ARENA_MAX", "2")
         if self._cpus:
-            workers = len(node.workers) * node.scorer_ranks
+            workers = (len(node.workers) or len(node.scorers)) * node.scorer_ranks
             # those of a node with both take turns
             processes = max(node.ranks, workers) if node.replicas else node.ranks + workers
             environment["OMP_NUM_THREADS"] = str(max(1, self._cpus // processes))
@@ -62,7 +62,7 @@ class Environments:
                 width, position = (self._width if node.replicas else node.scorer_ranks), node.workers.index(name)
                 mine = mine[position * width : (position + 1) * width]
             else:
-                mine = mine[: node.ranks]
+                mine = mine[: node.ranks or node.scorer_ranks]
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
         if (name.startswith("trainer-") and self._ordered) or (name.startswith("scorer-") and self._teacher_ordered):
             environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")

@@ -5,7 +5,7 @@ What `hpcrl score` asks of jobs/score.py lies in a directory of its own, laid ou
     config.toml     of the run
     score.json      what decides what the teacher says; written before the rest, and compared when a run that reads it is submitted
     dataset/        the rows as tokens
-    teacher/        what the teacher says of each dataset (hpcrl/data/teacher_file.py)
+    teacher/        what the teacher says of each dataset (hpcrl/trainer/offline/teacher_file.py)
     logs/0/         output of torchrun and the ranks
 """
 

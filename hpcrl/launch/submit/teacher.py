@@ -62,7 +62,7 @@ def _identity(model: Pretrained) -> str | None:
 def check_precomputed(config: Config) -> Iterator[Problem]:
     """Yield why files of a teacher's log-probabilities are not those that a run wants.
 
-    Whether the rows have the same tokens is looked at again for each row that is read (hpcrl/data/teacher_file.py).
+    Whether the rows have the same tokens is looked at again for each row that is read (hpcrl/trainer/offline/teacher_file.py).
     """
     written = config.trainer.distillation.precomputed_logprobs
     if written is None:

@@ -10,10 +10,10 @@ import torch
 from hpcrl.algorithms.losses import masked_sum, sample_sums, widened
 from hpcrl.algorithms.reductions import weighted_sum
 from hpcrl.config.sections.distillation import DistillationConfig
-from hpcrl.data.teacher_file import open_teacher_file
 from hpcrl.rundir.layout import Run
 from hpcrl.trainer.backends.base import Objective, PolicyEngine
 from hpcrl.trainer.loss import TEACHER_DIVERGENCE, mixed, teacher_divergence
+from hpcrl.trainer.offline.teacher_file import open_teacher_file
 from hpcrl.trainer.packing import Before, MiniBatch, PackedSamples
 from hpcrl.types import Batch, MicroBatch
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from hpcrl.config import Config, temperature
 from hpcrl.config.derive import micro_batch_tokens, policy_model, ref_model, ref_sharding
 from hpcrl.data.group_file import as_tensors
-from hpcrl.data.teacher_file import TeacherWriter, ends_of, make_room, write_index
 from hpcrl.data.token_file import TokenFile
 from hpcrl.rundir.commit import committed_directory
 from hpcrl.trainer.backends.fsdp.model import PackedPolicy, load_model
@@ -19,6 +18,7 @@ from hpcrl.trainer.batching import SampleRef, balanced, longest_first, micro_bat
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.models.forward import forward_config
 from hpcrl.trainer.models.hf import policy_source, reference_source
+from hpcrl.trainer.offline.teacher_file import TeacherWriter, ends_of, make_room, write_index
 from hpcrl.trainer.packing import MicroBatchStream, pack
 from hpcrl.trainer.scoring.model import outputs, passes, require_all_tokens, require_same_vocabulary
 
@@ -56,7 +56,7 @@ class RowTeacher:
             self._passes = partial(passes, model, device=world.device)
 
     def write(self, target: Path, tokens: TokenFile, progress: Callable[[int], None]) -> None:
-        """Commit what the teacher says of all rows of a dataset (hpcrl/data/teacher_file.py).
+        """Commit what the teacher says of all rows of a dataset (hpcrl/trainer/offline/teacher_file.py).
 
         Args:
             progress: is called with the number of rows that are done, after each part of them.

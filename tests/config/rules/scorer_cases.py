@@ -31,6 +31,7 @@ JUDGE = {f"{MODEL}.model": "rm"}
 APART_WITHOUT_KL = {**APART, **NO_KL}
 GPUS = {"slurm.gpus_per_node": 4}
 POOLS = "slurm.elastic_scorers"
+OVER = f"{DISTILLATION}.placement.nodes_per_replica"
 
 OF_SCORERS = [
     Case(
@@ -79,7 +80,7 @@ OF_SCORERS = [
         "a copy of the teacher is on one node",
         {**TEACHER, **GPUS, f"{DISTILLATION}.placement.fsdp_size": 8},
         f"{DISTILLATION}.placement.fsdp_size", "8 ranks share a copy of the teacher on one node, which has 4 GPUs",
-        {**TEACHER, **GPUS, f"{DISTILLATION}.placement.fsdp_size": 4},
+        {**TEACHER, **GPUS, f"{DISTILLATION}.placement.fsdp_size": 8, OVER: 2},
     ),
     Case(
         "a copy of the reference is on one node",
@@ -253,6 +254,22 @@ OF_SCORERS = [
         {**TEACHER, **ENGINE, f"{DISTILLATION}.include_prompt": True},
         f"{DISTILLATION}.include_prompt", 'expected false with backend="vllm"',
         {**TEACHER, **MEGATRON_CORE, f"{DISTILLATION}.include_prompt": True, f"{DISTILLATION}.top_k": 4},
+    ),
+    Case(
+        "an engine has one node of its own",
+        {**TEACHER, **ENGINE, f"{DISTILLATION}.engine.tensor_parallel_size": 2, OVER: 2}, OVER, 'expected 1 with backend="vllm"',
+        {**TEACHER, **MEGATRON_CORE, OVER: 2},
+    ),
+    Case(
+        "nodes have equally many ranks of a copy",
+        {**TEACHER, f"{DISTILLATION}.placement.fsdp_size": 3, OVER: 2}, OVER, "expected a divisor of the ranks of a copy of the teacher, 3",
+        {**TEACHER, f"{DISTILLATION}.placement.fsdp_size": 4, OVER: 2},
+    ),
+    Case(
+        "an element of a pool has one node",
+        {**TEACHER, f"{DISTILLATION}.placement.fsdp_size": 2, OVER: 2, f"{POOLS}.teacher.replicas": 1},
+        f"{POOLS}.teacher.replicas", "an element of a pool has one node, and a copy of the teacher 2",
+        {**TEACHER, f"{DISTILLATION}.placement.fsdp_size": 2, f"{POOLS}.teacher.replicas": 1},
     ),
     Case(
         "an engine is on one node",

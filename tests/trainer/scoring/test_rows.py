@@ -12,11 +12,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hpcrl.data.teacher_file import open_teacher_file
 from hpcrl.data.token_file import open_tokens, write_tokens
 from hpcrl.errors import DamagedError, DataError
 from hpcrl.rundir.layout import Run
 from hpcrl.trainer.distributed import World
+from hpcrl.trainer.offline.teacher_file import open_teacher_file
 from hpcrl.trainer.scoring import rows
 from hpcrl.trainer.scoring.rows import RowTeacher
 from tests.trainer.backends.test_supervised import ROWS, config, make_rows, trained

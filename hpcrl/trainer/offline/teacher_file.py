@@ -87,10 +87,10 @@ def open_teacher_file(path: Path) -> TeacherFile:
         top_k = int(verify(path, checksums=False)["top_k"])
         rows = np.load(path / _ROWS, mmap_mode="r")
         shape = int(rows["end"][-1]), top_k
-        columns = [np.memmap(path / name, dtype, "r", shape=shape) for name, dtype in _COLUMNS]
+        ids, logprobs = (np.memmap(path / name, dtype, "r", shape=shape) for name, dtype in _COLUMNS)
     except (CommitError, OSError, ValueError, KeyError, IndexError) as error:
         raise DamagedError(f"{path} cannot be read: {error}") from error
-    return TeacherFile(path, top_k, *columns, rows)
+    return TeacherFile(path, top_k, ids, logprobs, rows)
 
 
 class TeacherWriter:
