@@ -28,7 +28,7 @@ def _score(arguments: argparse.Namespace) -> int:
     from hpcrl.config import Config
     from hpcrl.errors import ConfigError
     from hpcrl.launch.local.foreground import to_stderr
-    from hpcrl.launch.local.replay import ranks_of_replay
+    from hpcrl.launch.local.replay import ranks_here
     from hpcrl.launch.local.score import score
     from hpcrl.rundir.layout import Run
 
@@ -38,7 +38,7 @@ def _score(arguments: argparse.Namespace) -> int:
     # a file that names what is written here serves for both
     config = Config.from_toml(files, [*overrides, "trainer.distillation.precomputed_logprobs="])
     place = Run(arguments.output.absolute())
-    score(config, ranks_of_replay(config.trainer, arguments.ranks, "ref"), place, to_stderr)
+    score(config, ranks_here(config.trainer, arguments.ranks, "ref"), place, to_stderr)
     print(
         f"{place.path}\n  hpcrl submit {files[0]} trainer.distillation.precomputed_logprobs={place.path}    learns from it"
     )

@@ -103,7 +103,7 @@ def config_of(run: Run, step: int) -> Path:
     return next((path for path in changed if path.is_file()), run.config)
 
 
-def ranks_of_replay(trainer: TrainerConfig, asked: int | None, role: Literal["policy", "ref"] = "policy") -> int:
+def ranks_here(trainer: TrainerConfig, asked: int | None, role: Literal["policy", "ref"] = "policy") -> int:
     """Return how many ranks train on this machine: those of one of the run's nodes, or as many as share a model where that is more.
 
     Args:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from hpcrl.rundir.layout import Run
 FACTS = "score.json"
 _SETTING = "trainer.distillation.precomputed_logprobs"
 _REMEDY = "write it anew with `hpcrl score`, or leave it out"
+_END = 1 << 20
 _DECIDES = ("model_config_kwargs", "rotary positions", "temperature", "number types")
 
 
@@ -49,14 +51,19 @@ def facts_of(config: Config) -> dict[str, Any]:
 
 
 def _identity(model: Pretrained) -> str | None:
-    """Return what tells a model from others: its config.json, and names and sizes of its weights; None: it is not on this machine."""
+    """Return what tells a model from others: its config.json, and of each file of weights name, size and both ends; None: it is not on this machine."""
     folder = folder_of(model)
-    if folder is None:
+    weights = [] if folder is None else sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")])
+    if folder is None or not weights:
         return None
-    sizes = {
-        path.name: path.stat().st_size for path in sorted(folder.glob("*.safetensors")) + sorted(folder.glob("*.bin"))
-    }
-    return digest_of((folder / MODEL_FILE).read_bytes() + json.dumps(sizes).encode()) if sizes else None
+    found = [digest_of((folder / MODEL_FILE).read_bytes())]
+    for path in weights:
+        with path.open("rb") as file:
+            first = file.read(_END)
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _END))
+            found.append(f"{path.name} {size} {digest_of(first)} {digest_of(file.read(_END))}")
+    return digest_of("\n".join(found).encode())
 
 
 def check_precomputed(config: Config) -> Iterator[Problem]:
@@ -78,16 +85,19 @@ def check_precomputed(config: Config) -> Iterator[Problem]:
         yield Problem(_SETTING, f"{written} lacks {', '.join(missing)}: `hpcrl score` did not finish it; {_REMEDY}")
     try:
         wanted = facts_of(config)
-    except DataError:  # which the look at the datasets themselves tells
+    except (DataError, ModuleNotFoundError):  # which the look at the datasets themselves tells
         return
     yield from (Problem(_SETTING, f"{written} {what}; {_REMEDY}") for what in _differences(said, wanted))
 
 
 def _differences(said: dict[str, Any], wanted: dict[str, Any]) -> Iterator[str]:
     """Yield what was written otherwise than it is wanted, in words."""
-    weights = said["weights"], wanted["weights"]  # the same wherever they lie
-    if weights[0] != weights[1] if None not in weights else said["teacher"] != wanted["teacher"]:
-        yield f"is of another teacher, {said['teacher']}, than {wanted['teacher']}"
+    known = None not in (said["weights"], wanted["weights"])
+    what = "weights" if known else "teacher"  # the same weights wherever they lie
+    if said[what] != wanted[what]:
+        trained = said["teacher"] == wanted["teacher"]
+        other = "which has other weights now" if trained else f"and this run's is {wanted['teacher']}"
+        yield f"is of the teacher {said['teacher']}, {other}"
     if said["top_k"] < wanted["top_k"]:
         yield f"has the {said['top_k']} most probable tokens of each place, fewer than trainer.distillation.top_k = {wanted['top_k']}"
     for name in _DECIDES:

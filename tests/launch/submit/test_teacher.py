@@ -56,7 +56,7 @@ def test_what_was_written_for_a_run_fits_it(written: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        (f"trainer.distillation.model_path={POLICY}", f"is of another teacher, {TEACHER}, than {POLICY}"),
+        (f"trainer.distillation.model_path={POLICY}", f"is of the teacher {TEACHER}, and this run's is {POLICY}"),
         ("trainer.distillation.top_k=5", "has the 4 most probable tokens of each place, fewer than"),
         (
             "trainer.ref.fsdp_config.mixed_precision.param_dtype=bf16",
@@ -77,6 +77,23 @@ def test_what_was_written_for_another_run_is_refused(setting: str, message: str,
     assert message in found
     assert str(written) in found
     assert found.endswith("write it anew with `hpcrl score`, or leave it out")
+
+
+def test_a_teacher_that_was_trained_since_is_another_one(tmp_path: Path) -> None:
+    teacher = shutil.copytree(TEACHER, tmp_path / "teacher")
+    setting = f"trainer.distillation.model_path={teacher}"
+    place = Run(tmp_path / "written")
+    write_json(place.path / FACTS, facts_of(configured(setting)))
+    with committed_directory(place.teacher_file("train-0"), 0, top_k=4):
+        pass
+    assert problems(place.path, setting) == []
+    with (teacher / "model.safetensors").open("r+b") as file:
+        file.seek(-4, 2)
+        file.write(b"\0\0\0\0")
+    (found,) = problems(place.path, setting)
+    assert f"is of the teacher {teacher}, which has other weights now" in found
+    shutil.rmtree(teacher)
+    assert problems(place.path, setting) == [], "nothing loads it"
 
 
 def test_another_vocabulary_is_refused(written: Path, tmp_path: Path) -> None:
