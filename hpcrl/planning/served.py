@@ -112,7 +112,8 @@ def forward_need(config: Config, model: Served, shapes: Shapes, memory: float | 
     fsdp, on_gpu = model.scorers.fsdp, gpu_count(config.slurm) > 0
     dtype = fsdp.mixed_precision.param_dtype
     whole = fsdp_state(shapes.weights, 1, dtype).weights
-    copy = copy_ranks(fsdp.fsdp_size, model.ranks, model.ranks, whole, memory if on_gpu else None)
+    on_node = model.scorers.ranks_per_node
+    copy = copy_ranks(fsdp.fsdp_size, model.ranks, on_node, whole, memory if on_gpu else None)
     need = fsdp_state(shapes.weights, copy, dtype)
     if fsdp.cpu_offload and on_gpu:
         need = replace(need, weights=0)
