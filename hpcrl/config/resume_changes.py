@@ -188,7 +188,7 @@ _TABLE: tuple[tuple[Effect, str], ...] = (
         trainer.critic.optimizer_config.implementation trainer.critic.optimizer_config.offload_after_step
         trainer.distillation.placement trainer.distillation.backend trainer.distillation.engine trainer.distillation.fsdp_config trainer.distillation.compile_model
         trainer.distillation.micro_batch_size_per_gpu trainer.distillation.batch_size_per_replica
-        trainer.distillation.max_tokens_per_micro_batch trainer.distillation.use_sample_packing
+        trainer.distillation.max_tokens_per_micro_batch trainer.distillation.use_sample_packing trainer.distillation.precomputed_logprobs
         environment.reward_model.num_replicas environment.reward_model.ranks_per_replica environment.reward_model.fsdp_config
         environment.reward_model.batch_size_per_replica environment.reward_model.max_tokens_per_micro_batch
         trainer.policy.diffusers.offload vla.training_chunk_size
