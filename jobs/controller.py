@@ -25,7 +25,7 @@ from hpcrl.config.derive import (
     surplus_groups,
 )
 from hpcrl.config.resume_changes import evaluation_settings
-from hpcrl.config.scorers import judges_of, scorer_sets, scoring_reward_model
+from hpcrl.config.scorers import judges_of, scorer_number, scorer_numbers, scorer_sets, scoring_reward_model
 from hpcrl.config.sections.environment import REWARD_MODEL
 from hpcrl.controller.api import Api
 from hpcrl.controller.dataset_rows import DatasetRows
@@ -69,7 +69,7 @@ def main(path: str) -> None:
     heartbeat.beat("serve")
     steps = total_steps(len(rows or train), config.trainer, config.data.drop_last)
     sets = scorer_sets(config)
-    models = [each.name for each in sets for _ in range(each.replicas)]
+    models = [scorer_number(config, number).name for number in range(sum(each.copies for each in sets))]
     scores = ScoreQueue(models, partial(judges_of, sets), judged_rewards(config), list(needed_scorers(config)))
     beside = {
         **senders(run, trackers_of(config.trainer.logger)),
@@ -93,17 +93,17 @@ def judged_rewards(config: Config) -> JudgedRewards | None:
 
 def needed_scorers(config: Config) -> Iterator[MinReplicas]:
     """Yield for each scorer's model when there are too few copies of it."""
-    first, slurm = 0, config.slurm
-    for each in scorer_sets(config):
+    slurm, sets = config.slurm, scorer_sets(config)
+    for each, own in zip(sets, scorer_numbers(sets), strict=True):
         yield MinReplicas(
             least=slurm.min_scorers,
             patience_s=60.0 * slurm.replica_patience_minutes,
-            replicas=each.replicas,
+            replicas=each.copies,
+            elastic=each.pool.replicas > 0,
             what=f"{each.title}'s scorer",
             setting="slurm.min_scorers",
-            names=frozenset(f"scorer-{number}" for number in range(first, first + each.replicas)),
+            names=frozenset(f"scorer-{number}" for numbers in own for number in numbers),
         )
-        first += each.replicas
 
 
 def load(config: Config, status: StatusWriter) -> tuple[list[Prompt], list[Prompt]]:

@@ -18,7 +18,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -30,7 +30,7 @@ from hpcrl.errors import HpcrlError
 from hpcrl.observe.timeline import Timeline
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.heartbeat import DIRECTORY, Heartbeat
-from hpcrl.runtime.process_status import StatusWriter, ending_told
+from hpcrl.runtime.process_status import StatusWriter, ending_told, renewed
 from hpcrl.trainer.distributed import World, end_rank, joined
 from hpcrl.trainer.scoring.model import ScoringModel, require_fitting_teacher
 from hpcrl.trainer.scoring.reward import RewardScoringModel
@@ -49,21 +49,24 @@ def main(path: str) -> None:
     trainer, scorers = config.trainer, scorer_number(config, number)
     if first:
         status.write(f"loading the {scorers.title}")
+
+    def still_starting() -> None:
+        heartbeat.beat()
+        status.write("starting the teacher's engine")
+
     with (
         ending_told(status) if first else nullcontext(),
         closing(Timeline(run, name if first else f"{name}-rank-{os.environ['RANK']}", attempt)) as timeline,
-        joined(
-            trainer.deterministic, gpu_count(config.slurm) > 0 and not scorers.engine, config.slurm.patience
-        ) as world,
+        ExitStack() as stack,
     ):
+        tells = first and not scorers.engine  # of an engine, `still_starting` does
+        on_gpu = gpu_count(config.slurm) > 0 and not scorers.engine
+        with renewed(status, f"loading the {scorers.title}") if tells else nullcontext():
+            world = stack.enter_context(joined(trainer.deterministic, on_gpu, config.slurm.patience))
+            log = run.log(attempt, f"engine-{name}")
+            model = stack.enter_context(model_of(run, config, scorers, world, log, still_starting))
         samples = samples_at_once(config, scorers)
-
-        def still_starting() -> None:
-            heartbeat.beat()
-            status.write("starting the teacher's engine")
-
-        with model_of(run, config, scorers, world, run.log(attempt, f"engine-{name}"), still_starting) as model:
-            ScoreWorker(run, attempt, name, scorers.name, model, samples, world, status, heartbeat, timeline).run()
+        ScoreWorker(run, attempt, name, scorers.name, model, samples, world, status, heartbeat, timeline).run()
 
 
 @contextmanager

@@ -20,6 +20,10 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
             "hpcrl.cli.plan",
             "print who does what in a run, the groups of its ranks, and their memory; starts nothing",
         ),
+        "score": (
+            "hpcrl.cli.score",
+            "write what a teacher says of the rows of datasets, for fine-tuning to learn from; on this machine, needs torch",
+        ),
     },
     "watch": {
         "status": ("hpcrl.cli.status", "say in what state runs are, why, and how far"),

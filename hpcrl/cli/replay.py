@@ -46,14 +46,14 @@ def _replay(arguments: argparse.Namespace) -> int:
     from json import dumps
 
     from hpcrl.config import Config
-    from hpcrl.launch.local.replay import config_of, plan_replay, ranks_of_replay, replay
+    from hpcrl.launch.local.replay import config_of, plan_replay, ranks_here, replay
     from hpcrl.observe.metrics import merged
     from hpcrl.rundir.layout import Run
 
     run = named_run(arguments)
     plan = plan_replay(run, arguments.step, arguments.times)
     config = Config.from_toml([config_of(run, arguments.step)], arguments.settings)
-    ranks = ranks_of_replay(config.trainer, arguments.ranks)
+    ranks = ranks_here(config.trainer, arguments.ranks)
     with _place(arguments.output) as place:
         results = replay(plan, config, ranks, Run(place))
     if arguments.json:

@@ -69,7 +69,8 @@ def _submit(arguments: argparse.Namespace) -> int:
 
 
 def _show_dry_run(submission: Submission) -> None:
-    from hpcrl.launch.nodes import describe_plan, describe_pool, make_plan
+    from hpcrl.launch.nodes import describe_plan, make_plan
+    from hpcrl.launch.pools import describe_pools
     from hpcrl.launch.submit.executors import batch_scripts
     from hpcrl.launch.submit.models import folder_of
     from hpcrl.planning.disk import describe_disk
@@ -81,5 +82,5 @@ def _show_dry_run(submission: Submission) -> None:
     print("# plan")
     for run, element in zip(submission.runs, submission.elements, strict=True):
         print(f"{run.path}  {' '.join(element.overrides)}".rstrip())
-    print("\n".join([*describe_plan(make_plan(config)), *describe_pool(config), *describe_disk(config, folder_of)]))
+    print("\n".join([*describe_plan(make_plan(config)), *describe_pools(config), *describe_disk(config, folder_of)]))
     print("dry run: nothing was submitted")

@@ -19,6 +19,7 @@ from hpcrl.config.sections.model import (
     RefConfig,
     RefFSDPConfig,
     ShardingConfig,
+    TeacherFSDPConfig,
 )
 from hpcrl.config.sections.slurm import SlurmConfig
 from hpcrl.config.sections.trainer import TrainerConfig
@@ -175,7 +176,7 @@ def ref_sharding(trainer: TrainerConfig) -> FSDPConfig:
     return forward_sharding(trainer.ref.fsdp_config, trainer)
 
 
-def forward_sharding(own: RefFSDPConfig, trainer: TrainerConfig) -> FSDPConfig:
+def forward_sharding(own: RefFSDPConfig | TeacherFSDPConfig, trainer: TrainerConfig) -> FSDPConfig:
     """Return how a model that only computes is sharded, and its number type; where that is not set: the policy's."""
     dtype = own.mixed_precision.param_dtype or trainer.policy.fsdp_config.mixed_precision.param_dtype
     shared = {field.name: getattr(own, field.name) for field in fields(ShardingConfig)}
@@ -209,7 +210,8 @@ def samples_per_prompt(config: ConfigTree) -> int:
 
 def uses_reference(trainer: TrainerConfig) -> bool:
     """Return whether there is a reference model at all."""
-    return compares_with_reference(trainer) or self_teacher(trainer) in ("initial", "ema") or teaches_rows(trainer)
+    own_teacher = teaches_rows(trainer) and trainer.distillation.precomputed_logprobs is None
+    return compares_with_reference(trainer) or self_teacher(trainer) in ("initial", "ema") or own_teacher
 
 
 def compares_with_reference(trainer: TrainerConfig) -> bool:
@@ -220,7 +222,8 @@ def compares_with_reference(trainer: TrainerConfig) -> bool:
 
 
 def teaches_rows(trainer: TrainerConfig) -> bool:
-    """Return whether a teacher, in the place of the reference, tells what it would have said in rows of datasets."""
+    """Return whether a teacher tells what it would have said in rows of datasets: one in the place of the reference, or in files that were written
+    before (trainer.distillation.precomputed_logprobs)."""
     return trainer.mode == "sft" and trainer.distillation.enable
 
 

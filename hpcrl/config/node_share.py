@@ -1,13 +1,12 @@
-"""What a run, and an element of its elastic pool, ask of their nodes where the configuration does not say."""
+"""What a run, and an element of one of its elastic pools, ask of their nodes where the configuration does not say."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from hpcrl.config.derive import gpu_count, replicas_per_node
-from hpcrl.config.sections.slurm import SlurmConfig
-from hpcrl.config.sections.tree import ConfigTree
+from hpcrl.config.derive import gpu_count
+from hpcrl.config.sections.slurm import ElasticConfig, SlurmConfig
 
 
 def takes_whole_nodes(slurm: SlurmConfig) -> bool:
@@ -17,15 +16,17 @@ def takes_whole_nodes(slurm: SlurmConfig) -> bool:
     return gpu_count(slurm) > 0 and slurm.cpus_per_task is None and slurm.mem_gb is None
 
 
-def of_each_replica(config: ConfigTree) -> tuple[int | None, int | None, bool]:
-    """Return what an element of the elastic pool asks for: cores, memory in GB, and whether it takes its whole node.
+def of_element(slurm: SlurmConfig, asked: ElasticConfig, share: int) -> tuple[int | None, int | None, bool]:
+    """Return what an element of an elastic pool asks for: cores, memory in GB, and whether it takes its whole node.
 
-    Where they are not set they are the run's, divided among the replicas of a node. None: the cluster's default.
+    Where they are not set they are the run's, divided among those of the same kind on a node. None: the cluster's default.
+
+    Args:
+        share: how many of these a node of the run has.
     """
-    slurm, elastic, share = config.slurm, config.slurm.elastic, replicas_per_node(config)
     uncounted = gpu_count(slurm) > 0 and slurm.gpu_option == "none"  # two elements on a node would take the same GPUs
-    if elastic.cpus_per_task is not None or elastic.mem_gb is not None:
-        return elastic.cpus_per_task, elastic.mem_gb, uncounted
+    if asked.cpus_per_task is not None or asked.mem_gb is not None:
+        return asked.cpus_per_task, asked.mem_gb, uncounted
     if takes_whole_nodes(slurm) and (share == 1 or uncounted):
         return slurm.cpus_per_task, slurm.mem_gb or 0, True
     cpus = None if slurm.cpus_per_task is None else max(1, slurm.cpus_per_task // share)
@@ -39,11 +40,15 @@ def has_scarce_cores(slurm: SlurmConfig) -> bool:
     return gpu_count(slurm) > 0 and not asks
 
 
-def pool_has_scarce_cores(config: ConfigTree) -> bool:
-    """Return whether the elements of an elastic pool on GPUs ask for no cores and take no whole nodes."""
-    slurm, (cpus, _, whole) = config.slurm, of_each_replica(config)
-    asks = cpus is not None or whole or _asks_for_cores(slurm.elastic.extra)
-    return slurm.elastic.replicas > 0 and gpu_count(slurm) > 0 and not asks
+def asks_for_few_cores(slurm: SlurmConfig, asked: ElasticConfig, element: tuple[int | None, int | None, bool]) -> bool:
+    """Return whether the elements of an elastic pool on GPUs ask for no cores and take no whole nodes.
+
+    Args:
+        element: as of `of_element`.
+    """
+    cpus, _, whole = element
+    asks = cpus is not None or whole or _asks_for_cores(asked.extra)
+    return gpu_count(slurm) > 0 and not asks
 
 
 def _asks_for_cores(extra: Mapping[str, Any]) -> bool:

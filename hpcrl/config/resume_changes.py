@@ -188,7 +188,7 @@ _TABLE: tuple[tuple[Effect, str], ...] = (
         trainer.critic.optimizer_config.implementation trainer.critic.optimizer_config.offload_after_step
         trainer.distillation.placement trainer.distillation.backend trainer.distillation.engine trainer.distillation.fsdp_config trainer.distillation.compile_model
         trainer.distillation.micro_batch_size_per_gpu trainer.distillation.batch_size_per_replica
-        trainer.distillation.max_tokens_per_micro_batch trainer.distillation.use_sample_packing
+        trainer.distillation.max_tokens_per_micro_batch trainer.distillation.use_sample_packing trainer.distillation.precomputed_logprobs
         environment.reward_model.num_replicas environment.reward_model.ranks_per_replica environment.reward_model.fsdp_config
         environment.reward_model.batch_size_per_replica environment.reward_model.max_tokens_per_micro_batch
         trainer.policy.diffusers.offload vla.training_chunk_size
@@ -236,7 +236,7 @@ _TABLE: tuple[tuple[Effect, str], ...] = (
         slurm.partition slurm.account slurm.qos slurm.constraint slurm.time_minutes slurm.cpus_per_task slurm.mem_gb
         slurm.exclusive slurm.gpu_option slurm.replicas_per_node slurm.extra slurm.network_interface slurm.array_parallelism slurm.gpu_memory_gb
         slurm.signal_seconds slurm.crash_budget slurm.replica_restarts slurm.patience
-        slurm.min_replicas slurm.min_scorers slurm.replica_patience_minutes slurm.elastic slurm.upload
+        slurm.min_replicas slurm.min_scorers slurm.replica_patience_minutes slurm.elastic slurm.elastic_scorers slurm.upload
         """,
     ),
 )  # fmt: skip

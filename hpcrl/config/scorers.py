@@ -6,7 +6,8 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
 from typing import Any, Literal
 
 from hpcrl.config.derive import (
@@ -25,11 +26,24 @@ from hpcrl.config.sections.distillation import DistillationConfig
 from hpcrl.config.sections.environment import ScoringRewardModelConfig
 from hpcrl.config.sections.megatron import MegatronModelConfig
 from hpcrl.config.sections.model import FSDPConfig, Pretrained
+from hpcrl.config.sections.slurm import ElasticConfig
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.config.sections.tree import ConfigTree
 
 ScorerRole = Literal["teacher", "reference", "reward"]
 TEACHER, REFERENCE, REWARD = "teacher", "reference", "reward"
+COPIES = {
+    TEACHER: "trainer.distillation.placement.num_replicas",
+    REFERENCE: "trainer.placement.ref_num_nodes",
+    REWARD: "environment.reward_model.num_replicas",
+}
+"""The setting that says how many copies of a model start with the run."""
+POOLS = {
+    TEACHER: "slurm.elastic_scorers.teacher",
+    REFERENCE: "slurm.elastic_scorers.reference",
+    REWARD: "slurm.elastic_scorers.reward_model",
+}
+"""The section that asks for more of them."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +52,13 @@ class ScorerSet:
 
     Attributes:
         name: of what they find: another one where settings that decide what they find differ.
-        replicas: copies of the model.
-        ranks: processes that share one copy, on one node.
+        replicas: copies of the model that start with the run.
+        ranks: processes that share one copy.
         fsdp: how they do.
         engine: whether it is one process instead, with an engine on as many devices.
         sources: data sources of the groups that it judges; None: all that no other set of the role does.
+        pool: what more copies ask for, in a job array of their own.
+        nodes: that the ranks of a copy are on, equally many on each.
     """
 
     role: ScorerRole
@@ -53,6 +69,18 @@ class ScorerSet:
     fsdp: FSDPConfig
     sources: tuple[str, ...] | None = None
     engine: bool = False
+    pool: ElasticConfig = field(default_factory=ElasticConfig)
+    nodes: int = 1
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Of one copy."""
+        return self.ranks // self.nodes
+
+    @property
+    def copies(self) -> int:
+        """Copies of the model when all are there."""
+        return self.replicas + self.pool.replicas
 
     @property
     def title(self) -> str:
@@ -133,13 +161,14 @@ def scorer_sets(config: ConfigTree) -> list[ScorerSet]:
     """Return the scorers of a run: those of teachers, of the reference, and of the reward model."""
     trainer, placement, found = config.trainer, config.trainer.placement, list[ScorerSet]()
     own = trainer.distillation
-    engine, ranks = own.backend == "vllm", teacher_ranks(own)
+    engine, ranks, sharding = own.backend == "vllm", teacher_ranks(own), forward_sharding(own.fsdp_config, trainer)
     for model, sources in ({} if is_offline(trainer) else teacher_models(own)).items():
         dtype = {"engine": own.engine.model_dtype} if engine else {}
         top = (own.top_k, own.top_k_from_teacher) if own.top_k else None
-        name = _name(config, TEACHER, model, dtype, own.fsdp_config, top)
+        name = _name(config, TEACHER, model, dtype, sharding, top)
         size = own.placement.num_replicas, ranks
-        found.append(ScorerSet(TEACHER, name, model, *size, own.fsdp_config, sources, engine))
+        nodes = own.placement.nodes_per_replica
+        found.append(ScorerSet(TEACHER, name, model, *size, sharding, sources, engine, nodes=nodes))
     if has_own_reference(trainer):
         model, nodes, ranks = ref_model(trainer), placement.ref_num_nodes, placement.ref_num_gpus_per_node
         fsdp = ref_sharding(trainer)
@@ -153,7 +182,16 @@ def scorer_sets(config: ConfigTree) -> list[ScorerSet]:
         dtype = fsdp.mixed_precision.param_dtype
         name = _named(REWARD, {"model": vars(model), "template": judge.chat_template, "dtype": dtype})
         found.append(ScorerSet(REWARD, name, model, judge.num_replicas, judge.ranks_per_replica, fsdp))
-    return found
+    elastic = config.slurm.elastic_scorers
+    pools = {TEACHER: elastic.teacher, REFERENCE: elastic.reference, REWARD: elastic.reward_model}
+    return [replace(each, pool=pools[each.role]) for each in found]
+
+
+def scorer_numbers(sets: Sequence[ScorerSet]) -> list[tuple[range, range]]:
+    """Return the numbers of the scorers of each set: of those that start with the run, and of those of its pool, which come after all of the former."""
+    counts = [each.replicas for each in sets] + [each.pool.replicas for each in sets]
+    numbers = [range(*ends) for ends in pairwise([0, *accumulate(counts)])]
+    return list(zip(numbers[: len(sets)], numbers[len(sets) :], strict=True))
 
 
 def judges_of(sets: Sequence[ScorerSet], data_source: str) -> list[str]:
@@ -169,10 +207,10 @@ def judges_of(sets: Sequence[ScorerSet], data_source: str) -> list[str]:
 
 def scorer_number(config: ConfigTree, number: int) -> ScorerSet:
     """Return the set that scorer `number` of a run belongs to."""
-    for each in scorer_sets(config):
-        if number < each.replicas:
+    sets = scorer_sets(config)
+    for each, own in zip(sets, scorer_numbers(sets), strict=True):
+        if any(number in numbers for numbers in own):
             return each
-        number -= each.replicas
     raise AssertionError("a run starts the scorers of its configuration")
 
 
@@ -189,9 +227,9 @@ def samples_at_once(config: ConfigTree, scorers: ScorerSet) -> int:
     return max(claimed[scorers.role], scorers.ranks * config.generator.n_samples_per_prompt)
 
 
-def scorers_per_node(config: ConfigTree, ranks: int) -> int:
-    """Return how many scorers of so many ranks share a node; one where they compute on the CPU."""
-    return max(1, gpu_count(config.slurm) // ranks)
+def scorers_per_node(config: ConfigTree, scorers: ScorerSet) -> int:
+    """Return how many of these scorers share a node; one where they compute on the CPU, or each of them has several nodes."""
+    return 1 if scorers.nodes > 1 else max(1, gpu_count(config.slurm) // scorers.ranks)
 
 
 def _name(

@@ -66,6 +66,10 @@ class TokenFile:
         """Return how many tokens of each sequence of a row are trained."""
         return [int(self._rows["trained"][at]) for at in self._places(row)]
 
+    def predicted(self, row: int) -> int:
+        """Return how many tokens of a row of one sequence are trained and predicted, which its first one is not."""
+        return int(self._content(row)[1][1:].sum())
+
     def digest(self, row: int) -> str:
         return "".join(f"{int(self._rows['checksum'][at]):08x}" for at in self._places(row)).rjust(32, "0")
 

@@ -9,7 +9,7 @@ from typing import Literal
 from hpcrl.config import Config, engine_gpus, replicas_per_node
 from hpcrl.config.derive import critic_nodes, engine_nodes, gpu_count, has_engines, has_own_critic
 from hpcrl.config.reward_model import reward_services, services_per_node
-from hpcrl.config.scorers import scorer_sets, scorers_per_node
+from hpcrl.config.scorers import ScorerSet, scorer_numbers, scorer_sets, scorers_per_node
 
 Role = Literal["trainer", "rollout", "reward", "scorer"]
 
@@ -24,13 +24,14 @@ class Node:
         critic: whether these train the critic alone.
         replicas: numbers of the engines on this node; beside ranks they have the same devices.
         elsewhere: whether their engines are on no node of the run, and only their rollout workers are here.
-        parts: numbers of the parts of engines on this node, where an engine is on several and this is not the first of them.
+        engine_parts: numbers of the parts of engines on this node, where an engine is on several and this is not the first of them.
         gpus: devices that the node uses; 0 where it computes on the CPU.
         gpu_offset: devices that the nodes before it use, for when all of them share one machine.
         services: numbers of the reward model's services on this node.
         scorers: numbers of the scorers on this node.
-        scorer_ranks: processes of each of them, one device each; or devices of its one process, where it has an engine.
+        scorer_ranks: processes of each of them here, one device each; or devices of its one process, where it has an engine.
         torchrun: whether they are several processes.
+        part, parts: which of the nodes this is that share its scorer, and how many they are.
         spare: whether other nodes have scorers of the same model too.
     """
 
@@ -48,13 +49,25 @@ class Node:
     first_rank: int = 0
     critic: bool = False
     elsewhere: bool = False
-    parts: tuple[int, ...] = ()
+    engine_parts: tuple[int, ...] = ()
+    part: int = 0
+    parts: int = 1
 
     @property
     def workers(self) -> list[str]:
         """Names of the processes that are started again when they fail."""
-        numbers = {"rollout": self.replicas, "reward": self.services, "scorer": self.scorers, "part": self.parts}
+        scorers = () if self.part else self.scorers
+        numbers = {"rollout": self.replicas, "reward": self.services, "scorer": scorers, "part": self.engine_parts}
         return [f"{job}-{number}" for job, own in numbers.items() for number in own]
+
+    def part_of_scorer(self, part: int) -> str:
+        """Return the name of the process that has the ranks of this node's scorer on another one of its nodes."""
+        return f"scorer-{self.scorers[0]}-part-{part}"
+
+    @property
+    def follows(self) -> str | None:
+        """The process here that has ranks of a scorer whose first ones are on another node, whose agent decides when it starts; None: there is none."""
+        return self.part_of_scorer(self.part) if self.part else None
 
 
 def make_plan(config: Config) -> list[Node]:
@@ -69,18 +82,14 @@ def make_plan(config: Config) -> list[Node]:
         ranks: int = 0,
         replicas: Sequence[int] = (),
         services: Sequence[int] = (),
-        scorers: Sequence[int] = (),
-        scorer_ranks: int = 1,
-        spare: bool = False,
-        torchrun: bool = False,
         critic: bool = False,
-        parts: Sequence[int] = (),
+        engine_parts: Sequence[int] = (),
     ) -> None:
         nonlocal offset
-        gpus, workers = devices if on_gpu else 0, (tuple(services), tuple(scorers), scorer_ranks, spare, torchrun)
-        elsewhere = bool(engine.remote_urls and replicas)
-        more = sum(node.ranks for node in nodes), critic, elsewhere, tuple(parts)
-        nodes.append(Node(len(nodes), role, ranks, tuple(replicas), gpus, offset, *workers, *more))
+        gpus, first_rank = devices if on_gpu else 0, sum(node.ranks for node in nodes)
+        own = {"services": tuple(services), "first_rank": first_rank, "critic": critic}
+        of_engines = {"elsewhere": bool(engine.remote_urls and replicas), "engine_parts": tuple(engine_parts)}
+        nodes.append(Node(len(nodes), role, ranks, tuple(replicas), gpus, offset, **own, **of_engines))
         offset += gpus
 
     ranks, width = trainer.placement.policy_num_gpus_per_node, replicas_per_node(config)
@@ -95,18 +104,18 @@ def make_plan(config: Config) -> list[Node]:
         replicas = range(first, min(first + width, engine.num_engines))
         add("rollout", len(replicas) * engine_gpus(engine) // parts, replicas=replicas)
         for part in range(first * (parts - 1), (first + 1) * (parts - 1)):
-            add("rollout", engine_gpus(engine) // parts, parts=[part])
+            add("rollout", engine_gpus(engine) // parts, engine_parts=[part])
     services, width = range(reward_services(config)), services_per_node(config)
     for first in services[::width]:
         own = services[first : first + width]
         add("reward", len(own), services=own)
-    first = 0
-    for each in scorer_sets(config):
-        numbers, width = range(first, first + each.replicas), scorers_per_node(config, each.ranks)
+    sets = scorer_sets(config)
+    for each, (numbers, _) in zip(sets, scorer_numbers(sets), strict=True):
+        width = scorers_per_node(config, each)
         for own in (numbers[at : at + width] for at in range(0, len(numbers), width)):
-            spare, torchrun = len(own) < each.replicas, each.ranks > 1 and not each.engine
-            add("scorer", len(own) * each.ranks, scorers=own, scorer_ranks=each.ranks, spare=spare, torchrun=torchrun)
-        first += each.replicas
+            for part in range(each.nodes):
+                nodes.append(scorer_node(len(nodes), each, own, on_gpu=on_gpu, offset=offset, part=part))
+                offset += nodes[-1].gpus
     return nodes
 
 
@@ -117,6 +126,31 @@ def _beside(config: Config, node: int) -> range:
         return range(node, engine.num_engines, placement.policy_num_nodes)
     width = placement.policy_num_gpus_per_node // engine_gpus(engine) if placement.colocate_all else 0
     return range(node * width, (node + 1) * width)
+
+
+def scorer_node(
+    index: int, scorers: ScorerSet, numbers: Sequence[int], *, on_gpu: bool, offset: int, part: int = 0
+) -> Node:
+    """Return the node that has scorers of these numbers.
+
+    Args:
+        offset: devices that the nodes before it use.
+        part: which one it is of the nodes that share them.
+    """
+    return Node(
+        index,
+        "scorer",
+        0,
+        (),
+        len(numbers) * scorers.ranks_per_node if on_gpu else 0,
+        offset,
+        scorers=tuple(numbers),
+        scorer_ranks=scorers.ranks_per_node,
+        part=part,
+        parts=scorers.nodes,
+        spare=len(numbers) < scorers.copies,
+        torchrun=scorers.ranks > 1 and not scorers.engine,
+    )
 
 
 def trainer_nodes(plan: list[Node]) -> int:
@@ -146,19 +180,13 @@ def describe_plan(plan: list[Node]) -> list[str]:
             lines.append(f"node {node.index}: {what}{also}{turns}{devices}")
         else:
             each = f", {node.scorer_ranks} rank(s) each" if node.scorers else ""
-            lines.append(f"node {node.index}: {', '.join(node.workers)}{each}{devices}")
+            if node.parts > 1:
+                each = f", {node.scorer_ranks} of its {node.parts * node.scorer_ranks} ranks"
+            names = node.workers or [f"scorer-{number}" for number in node.scorers]
+            lines.append(f"node {node.index}: {', '.join(names)}{each}{devices}")
     return lines
 
 
 def _numbered(node: Node) -> str:
     last = node.first_rank + node.ranks - 1
     return f"rank {last}" if node.ranks == 1 else f"ranks {node.first_rank} to {last}"
-
-
-def describe_pool(config: Config) -> list[str]:
-    """Return one line for the elastic pool, if there is one."""
-    first, elastic = config.generator.inference_engine.num_engines, config.slurm.elastic
-    if not elastic.replicas:
-        return []
-    names = ", ".join(f"rollout-{replica}" for replica in range(first, first + elastic.replicas))
-    return [f"elastic: {names}, partition {elastic.partition or config.slurm.partition or 'of the cluster'}"]

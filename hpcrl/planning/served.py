@@ -70,8 +70,8 @@ def served(config: Config) -> Iterator[Served]:
             tokens = max(own.max_tokens_per_micro_batch or own.micro_batch_size_per_gpu * longest, longest)
         elif each.role == REWARD:
             tokens = max(config.environment.reward_model.max_tokens_per_micro_batch, longest)
-        together = each.ranks * min(each.replicas, scorers_per_node(config, each.ranks))
-        yield Served(each.title, each.model, each.replicas * each.ranks, each.ranks, together, tokens, each)
+        together = each.ranks_per_node * max(1, min(each.replicas, scorers_per_node(config, each)))
+        yield Served(each.title, each.model, each.copies * each.ranks, each.ranks, together, tokens, each)
 
 
 def served_shapes(config: Config, model: Served, folder_of: Callable[[Pretrained], Path | None]) -> Shapes:
@@ -112,7 +112,8 @@ def forward_need(config: Config, model: Served, shapes: Shapes, memory: float | 
     fsdp, on_gpu = model.scorers.fsdp, gpu_count(config.slurm) > 0
     dtype = fsdp.mixed_precision.param_dtype
     whole = fsdp_state(shapes.weights, 1, dtype).weights
-    copy = copy_ranks(fsdp.fsdp_size, model.ranks, model.ranks, whole, memory if on_gpu else None)
+    on_node = model.scorers.ranks_per_node
+    copy = copy_ranks(fsdp.fsdp_size, model.ranks, on_node, whole, memory if on_gpu else None)
     need = fsdp_state(shapes.weights, copy, dtype)
     if fsdp.cpu_offload and on_gpu:
         need = replace(need, weights=0)

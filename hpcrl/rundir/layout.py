@@ -161,6 +161,10 @@ class Run:
     def dataset(self, name: str) -> Path:
         return self.datasets / name
 
+    def teacher_file(self, dataset: str) -> Path:
+        """What a teacher says of the rows of a dataset, in a directory that `hpcrl score` wrote."""
+        return self.path / "teacher" / dataset
+
     @property
     def turns(self) -> Path:
         return self.path / "turns"
@@ -238,8 +242,9 @@ class Run:
     def status_file(self, process: str) -> Path:
         return self.endpoints / f"{process}.json"
 
-    def rendezvous(self, attempt: int) -> Path:
-        return self.endpoints / f"rendezvous-{attempt}.json"
+    def rendezvous(self, attempt: int, scorer: str = "") -> Path:
+        """Where ranks on several nodes meet: the trainer's, or those of a scorer."""
+        return self.endpoints / f"rendezvous-{attempt}{scorer and '-'}{scorer}.json"
 
     def meeting(self, attempt: int, replica: int) -> Path:
         """Where the processes of an engine on several nodes meet."""

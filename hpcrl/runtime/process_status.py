@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 from hpcrl.errors import RunError
@@ -133,6 +134,25 @@ def trainer_left(run: Run, attempt: int) -> bool:
     """Return whether the trainer has ended, and saved everything that it trained."""
     process_status = read_process_status(run, "trainer", attempt)
     return process_status is not None and process_status.state in LEFT
+
+
+@contextmanager
+def renewed(status: StatusWriter, state: str) -> Iterator[None]:
+    """Renew a process status while this thread is busy, so that the process does not count as gone. Whether it makes progress its heartbeat tells."""
+    over = Event()
+
+    def renew() -> None:
+        while not over.wait(RENEW_S):
+            status.write(state)
+
+    status.write(state)
+    thread = Thread(target=renew, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 @contextmanager

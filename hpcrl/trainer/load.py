@@ -8,7 +8,7 @@ from typing import cast
 import torch
 
 from hpcrl.config import Config, TrainerConfig, max_seq_len, temperature
-from hpcrl.config.derive import is_offline, micro_batch_tokens, policy_model, ref_model, teaches_rows
+from hpcrl.config.derive import is_offline, micro_batch_tokens, teaches_rows, uses_reference
 from hpcrl.rundir.layout import Run
 from hpcrl.trainer.backends.base import CriticEngine, PolicyEngine
 from hpcrl.trainer.backends.build import build_critic, build_policy
@@ -18,12 +18,12 @@ from hpcrl.trainer.distributed import check_all_reduce
 from hpcrl.trainer.mismatch import MismatchLimit
 from hpcrl.trainer.models.attention import PACKED
 from hpcrl.trainer.models.flops import ModelFlops
-from hpcrl.trainer.models.hf import policy_source, reference_source
+from hpcrl.trainer.models.hf import policy_source
 from hpcrl.trainer.models.trained import mark_trained
 from hpcrl.trainer.offline.validation import Validation
 from hpcrl.trainer.saving.checkpoint import ResumePoint
 from hpcrl.trainer.saving.dump import Dumps
-from hpcrl.trainer.scoring.model import require_all_tokens, require_same_vocabulary
+from hpcrl.trainer.scoring.rows import require_row_teacher
 from hpcrl.trainer.step import Learner
 from hpcrl.trainer.stop import StopConsensus
 
@@ -45,8 +45,8 @@ def load_learner(
     """
     trainer = config.trainer
     check_all_reduce(ranks.everyone)
-    if teaches_rows(trainer):
-        ranks.everyone.rank0_broadcast(lambda: _require_teacher(config))
+    if teaches_rows(trainer) and uses_reference(trainer):
+        ranks.everyone.rank0_broadcast(lambda: require_row_teacher(config))
     consensus("load.policy")
     policy = build_policy(trainer, temperature(config), ranks.own) if ranks.policy else cast(PolicyEngine, Elsewhere())
     if ranks.together:
@@ -62,14 +62,6 @@ def load_learner(
         model_flops=_flops(trainer), max_seq_len=max_seq_len(config),
         mismatch=mismatch, dumps=dumps, consensus=consensus, start=start,
     )  # fmt: skip
-
-
-def _require_teacher(config: Config) -> None:
-    """Raise DataError where the teacher of a dataset's rows means other texts by its tokens than the policy."""
-    policy, teacher = policy_source(config.trainer), reference_source(config.trainer)
-    require_same_vocabulary(ref_model(config.trainer), policy_model(config.trainer), config)
-    known, wanted = (source.config().get_text_config().vocab_size for source in (teacher, policy))
-    require_all_tokens(known, wanted, teacher)
 
 
 def _flops(trainer: TrainerConfig) -> ModelFlops:

@@ -195,10 +195,10 @@ class Learner:
     def _scored(self, batch: Batch, minis: list[MiniBatch], timer: PhaseTimer) -> PartialBatch:
         """Return the batch with log-probabilities, values and advantages."""
         data, samples, of_hints = self._data, [mini.samples for mini in minis], dict[str, float]()
-        if not self._offline or uses_reference(self._trainer):
+        if not self._offline or uses_reference(self._trainer) or teaches_rows(self._trainer):
             with self._apart("score", timer), timer("fwd_logprobs_values_reward"):
                 for number, mini in enumerate(minis):
-                    self._score(mini, first=number == 0)
+                    self._score(batch, mini, first=number == 0)
                 if self_teacher(self._trainer) and self._ranks.policy:
                     before = partial(self.consensus, "score.micro_batch")
                     of_hints = score_by_hints(minis, self.policy, self._trainer, self._limits, before)
@@ -234,7 +234,7 @@ class Learner:
             if mini.samples.scores.entropies is None:
                 mini.samples.scores.entropies = mini.scored(self.policy.entropies)
 
-    def _score(self, mini: MiniBatch, *, first: bool) -> None:
+    def _score(self, batch: Batch, mini: MiniBatch, *, first: bool) -> None:
         algorithm, scores = self._trainer.algorithm, mini.samples.scores
         before = partial(self.consensus, "score.micro_batch")
         # what the first update trains, and only once, still meets the old policy itself
@@ -249,7 +249,7 @@ class Learner:
         if here and trainer_has_reference(self._trainer) and compares_with_reference(self._trainer):
             scores.ref_logprobs = mini.scored(partial(self.policy.logprobs, reference=True), before)
         if here and teaches_rows(self._trainer):
-            score_by_teacher(mini, self.policy, self._trainer.distillation.top_k, before)
+            score_by_teacher(batch, mini, self.policy, self._trainer.distillation, before)
         if self.critic is not None and self._ranks.critic:
             scores.values = mini.scored(self.critic.values, before)
 

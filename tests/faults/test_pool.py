@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
+from hpcrl.data.batch_file import batch_steps
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import outcome_of, read_attempts
 from hpcrl.runtime.process_status import read_process_statuses
 from tests.faults.history import assert_nothing_lost
 from tests.faults.scenario import START_S, Scenario
+from tests.jobs.small_run import curve
 from tests.processes import parent_of, send, variable
 
 
@@ -28,9 +30,16 @@ def elastic(scenario: Scenario, **settings: Any) -> dict[str, Any]:
     }
 
 
+def pool_of(run: Run) -> str:
+    """Return the id of a run's only pool."""
+    record = json.loads(run.submission.read_text())
+    (pool,) = filter(None, [record["pool"], *record["scorer_pools"].values()])
+    return pool
+
+
 def elements(scenario: Scenario, run: Run) -> list[str]:
     """Return the states of the elements that are in the queue."""
-    pool = json.loads(run.submission.read_text())["pool"]
+    pool = pool_of(run)
     states = scenario.cluster.run(["squeue", "-h", "-r", "-j", pool, "-o", "%T"]).stdout.split()
     return [state for state in states if state in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING")]
 
@@ -70,7 +79,7 @@ def test_37_the_run_is_preempted_and_its_pool_is_not(scenario: Scenario) -> None
     assert_nothing_lost(scenario, run)
     assert len(read_attempts(run)) == 2
     assert outcome_of(run, 2)
-    pool = json.loads(run.submission.read_text())["pool"]
+    pool = pool_of(run)
     assert "Restarts=0" in scenario.slurm("scontrol", "show", "job", "-o", f"{pool}_0")
     scenario.wait(lambda: not elements(scenario, run), "the pool has left the queue", 30, run)
 
@@ -83,7 +92,7 @@ def test_37_an_element_is_killed(scenario: Scenario, victim: str) -> None:
     scenario.knobs(latency_s=0.5)
     run = scenario.submit(elastic(scenario, **{"slurm.elastic.replicas": 1}))
     scenario.reach(run, 2)
-    pool = json.loads(run.submission.read_text())["pool"]
+    pool = pool_of(run)
     agent = next(pid for pid in scenario.agents(run) if variable(pid, "SLURM_ARRAY_JOB_ID") == pool)
     sruns = [pid for pid in scenario.sruns(run) if variable(pid, "SLURM_ARRAY_JOB_ID") == pool]
     shell = ({parent_of(pid) for pid in sruns} - set(sruns)).pop()
@@ -92,3 +101,46 @@ def test_37_an_element_is_killed(scenario: Scenario, victim: str) -> None:
     assert_nothing_lost(scenario, run)
     assert len(read_attempts(run)) == 1
     assert "Restarts=1" in scenario.slurm("scontrol", "show", "job", "-o", f"{pool}_0")
+
+
+@pytest.mark.nodes(4)
+@pytest.mark.faults_slow
+def test_37_a_scorer_of_a_pool_is_killed(scenario: Scenario) -> None:
+    """Both copies of the reference are elements of a pool. The agent of one is killed: the other one has its groups, and Slurm starts it again. Losses
+    are those of a run whose reference is beside the policy, and to which nothing happens."""
+    gang, section = scenario.nodes[:2], "slurm.elastic_scorers.reference"
+    elsewhere = {"exclude": ",".join([*gang, *scenario.others]), "exclusive": True}
+    scenario.knobs(latency_s=0.5)
+    run = scenario.submit(
+        {
+            "slurm.extra.nodelist": ",".join(gang),
+            "trainer.placement.colocate_policy_ref": False,
+            "trainer.placement.ref_num_nodes": 0,
+            f"{section}.replicas": 2,
+            f"{section}.cpus_per_task": 1,
+            f"{section}.extra": elsewhere,
+        }
+    )
+    pool = pool_of(run)
+
+    def scoring() -> list[str]:
+        states = {one.process: one.state for one in read_process_statuses(run, 1)}
+        return sorted(name for name, state in states.items() if name.startswith("scorer-") and state == "ready")
+
+    scenario.wait(lambda: scoring() == ["scorer-0", "scorer-1"], "both score", START_S, run)
+    step = max(batch_steps(run), default=0)
+    agents = [pid for pid in scenario.agents(run) if variable(pid, "SLURM_ARRAY_JOB_ID") == pool]
+    send([next(pid for pid in agents if variable(pid, "SLURM_ARRAY_TASK_ID") == "1")], SIGKILL)
+
+    def queued_again() -> bool:
+        return "Restarts=1" in scenario.slurm("scontrol", "show", "job", "-o", f"{pool}_1")
+
+    scenario.wait(queued_again, "Slurm queues the element again", 60, run)
+    scenario.reach(run, step + 2)
+    assert "scorer-0" in scenario.told("status", str(run.path))
+    scenario.knobs()
+    assert_nothing_lost(scenario, run)
+    assert len(read_attempts(run)) == 1
+    assert set(curve(run, "scorers/total").values()) == {2}
+    assert "starting scorer-1" in scenario.told("logs", str(run.path), "--role", "agent")
+    scenario.wait(lambda: not elements(scenario, run), "the pool has left the queue", 30, run)

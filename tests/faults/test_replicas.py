@@ -1,4 +1,4 @@
-"""Rollout replicas and scorers that die, hang, come late or lie (scenarios 22 to 24, 37 and 45 to 49), and how the real vLLM starts, dies and takes its processes along."""
+"""Rollout replicas and scorers that die, hang, come late or lie (scenarios 22 to 24, 37 and 45 to 50), and how the real vLLM starts, dies and takes its processes along."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from tests.faults.history import assert_ended, assert_nothing_lost, last_saved
 from tests.faults.scenario import BATCH, SAMPLES, START_S, STEPS, Scenario, fault, in_first_attempt, write_rows
 from tests.faults.test_preemption import saved_when_told
 from tests.jobs.small_run import curve, pid_of, trained_groups
-from tests.processes import processes_of, send
+from tests.paths import CONFIGS
+from tests.processes import processes_of, send, variable
 from tests.reward_service.material import write_reward_model
 
 OWN = Path(__file__).with_name("own")
@@ -316,6 +317,35 @@ def test_48_a_reward_model_that_is_a_scorer_is_killed(scenario: Scenario) -> Non
             assert scores == group.rewards == group.model_rewards
             if run.inside(group.path).exists():
                 assert scores == read_rewards(run, name, group)
+
+
+@pytest.mark.nodes(4)
+@pytest.mark.faults_slow
+def test_50_a_copy_of_a_teacher_on_two_nodes_loses_a_rank_and_a_node(scenario: Scenario) -> None:
+    """The rank of its second node is killed: both are started again in the same attempt. Then that node is taken, and with it the attempt."""
+    own = "trainer.distillation"
+    run = scenario.submit(
+        {
+            f"{own}.enable": True,
+            f"{own}.model_path": str(CONFIGS / "quickstart" / "teacher"),
+            f"{own}.top_k": 4,
+            f"{own}.placement.fsdp_size": 2,
+            f"{own}.placement.nodes_per_replica": 2,
+            "trainer.algorithm.use_kl_loss": False,
+        }
+    )
+    scenario.reach(run, 3)
+    ranks = scenario.processes(run, "/jobs/scorer.py")
+    send([next(pid for pid in ranks if variable(pid, "RANK") == "1")], SIGKILL)
+    scenario.reach(run, 6)
+    assert len(read_attempts(run)) == 1
+    told = scenario.told("logs", str(run.path), "--role", "agent", "--attempt", "1")
+    assert "scorer-0-part-1 on" in told
+    assert "; ending scorer-0" in told
+    scenario.preempt(5, nodes=scenario.nodes[3:])
+    scenario.wait(lambda: len(read_attempts(run)) == 2, "the second attempt", START_S, run)
+    assert_nothing_lost(scenario, run, same_values=False)
+    assert sorted(curve(run, "distillation/divergence")) == list(range(1, STEPS + 1))
 
 
 COLOCATED = {"trainer.placement.colocate_all": True}

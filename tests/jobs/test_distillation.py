@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ from tests.jobs.small_run import (
     wait_for,
 )
 from tests.paths import CONFIGS, QUICKSTART
-from tests.processes import command_of, processes_of
+from tests.processes import command_of, processes_of, variable
 
 DISTILLED = CONFIGS / "distillation_tiny.toml"
 CURVES = ("policy/final_loss", "policy/policy_kl", "policy/grad_norm", "reward/avg_raw_reward")
@@ -85,6 +86,53 @@ def test_scorers_are_killed_and_the_run_goes_on(place: Path) -> None:
         assert curve(run, name) == pytest.approx(curve(whole, name), rel=1e-3, abs=1e-4), name
     told = hpcrl("logs", "killed", "--role", "agent", "--attempt", "1", cwd=place).stdout
     assert "to be started again (1)" in told
+
+
+def saved(run: Run, step: int) -> bool:
+    return step in committed(run.checkpoints, step_of)
+
+
+def rank_of(run: Run, rank: str) -> int:
+    return next(pid for pid in parts_of(run) if variable(pid, "RANK") == rank)
+
+
+def parts_of(run: Run) -> list[int]:
+    """Return the ranks of scorers."""
+    words = [(pid, command_of(pid).split()) for pid in processes_of(run)]
+    return [
+        pid for pid, said in words if f"{run.path}/code/jobs/scorer.py" in said and "torch.distributed.run" not in said
+    ]
+
+
+@pytest.mark.faults_slow
+@pytest.mark.parametrize("backend", ["fsdp2", "megatron"])
+def test_a_copy_of_a_teacher_on_two_nodes_teaches_the_same(backend: str, place: Path) -> None:
+    """Two agents, each with a torchrun and a rank. Whichever rank is killed, both are started again, together."""
+    own = "trainer.distillation"
+    settings = [
+        *(*SMALL, "trainer.max_steps=8", "trainer.eval_interval=0", "trainer.algorithm.use_kl_loss=false"),
+        *(f"{own}.enable=true", f"{own}.model_path={CONFIGS / 'quickstart' / 'teacher'}", f"{own}.top_k=4"),
+        f"{own}.fsdp_config.mixed_precision.param_dtype=fp32",
+    ]
+    size = {"fsdp2": f"{own}.placement.fsdp_size=2", "megatron": f"{own}.placement.tensor_parallel_size=2"}[backend]
+    over = [f"{own}.backend={backend}", size, f"{own}.placement.nodes_per_replica=2"]
+    alone = submit(place, f"alone-{backend}", *settings)
+    assert finish(alone, 1) == "done", logs_of(alone)
+    run = submit(place, f"over-{backend}", *settings, *over)
+    for victim, step in (("1", 2), ("0", 4)):
+        wait_for(partial(saved, run, step), lambda: logs_of(run), 200)
+        wait_for(lambda: len(parts_of(run)) == 2, lambda: logs_of(run), 120)
+        assert "with scorer-0" in hpcrl("status", run.name, cwd=place).stdout
+        kill(rank_of(run, victim))
+    assert finish(run, 1, 400) == "done", logs_of(run)
+    assert trained_groups(run) == trained_groups(alone)
+    for name in ("policy/final_loss", "distillation/reverse_kl", "distillation/divergence"):
+        expected = curve(alone, name)
+        assert sorted(expected) == list(range(1, 9))
+        assert curve(run, name) == pytest.approx(expected, rel=1e-3, abs=1e-4), name
+    told = hpcrl("logs", run.name, "--role", "agent", cwd=place).stdout
+    assert told.count("starting scorer-0-part-1") >= 3
+    assert curve(run, "scorers/total") == dict.fromkeys(range(1, 9), 1)
 
 
 @pytest.mark.slow

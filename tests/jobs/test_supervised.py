@@ -123,3 +123,34 @@ def test_killed_inside_an_epoch_and_resumed_on_two_ranks_it_trains_the_same_rows
         assert sorted(in_order(run, 12 * BATCH)[epoch * ROWS : (epoch + 1) * ROWS]) == list(range(ROWS))
     for name in ("policy/final_loss", "eval/all/loss"):
         assert curve(run, name) == pytest.approx(curve(whole, name), rel=1e-4), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", [[], MEGATRON])
+def test_what_a_teacher_said_before_teaches_as_the_teacher_itself(backend: list[str], place: Path) -> None:
+    """Written by two ranks with `hpcrl score`; the run that reads it loads no teacher, and may be killed."""
+    own = "trainer.distillation"
+    model = CONFIGS / "quickstart" / "teacher"
+    settings = [
+        *(f"{own}.enable=true", f"{own}.model_path={model}", f"{own}.top_k=4", f"{own}.loss_weight=0.5"),
+        *("trainer.max_steps=4", "trainer.ckpt_interval=1", "trainer.eval_interval=4", *backend),
+    ]
+    if backend:
+        settings += [
+            "trainer.placement.policy_num_gpus_per_node=2",
+            "trainer.ref.megatron_config={dtype='fp32', tensor_model_parallel_size=2}",
+        ]
+    done = hpcrl("score", str(SFT_TINY), *settings, "--ranks", "2", "-o", "written", cwd=place)
+    assert done.returncode == 0, done.stderr
+    live, read = submit(place, "live", *settings), f"{own}.precomputed_logprobs={place / 'written'}"
+    assert finish(live, 1) == "done", logs_of(live)
+    run = submit(place, "files", *settings, read)
+    wait_for(lambda: 2 in committed(run.checkpoints, step_of), lambda: logs_of(run), 120)
+    kill(pid_of(run, "train"))
+    assert finish(run, 1) == "failed"
+    assert hpcrl("resume", "files", cwd=place).returncode == 0
+    assert finish(run, 2) == "done", logs_of(run)
+    for name in ("policy/final_loss", "distillation/divergence", "policy/grad_norm", "eval/all/loss"):
+        expected = curve(live, name)
+        assert expected
+        assert curve(run, name) == pytest.approx(expected, rel=1e-5), name

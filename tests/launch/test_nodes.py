@@ -87,6 +87,31 @@ def test_scorers_share_nodes_by_their_ranks_and_each_model_has_nodes_of_its_own(
     ]
 
 
+def test_a_copy_of_a_teacher_may_be_on_several_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    over = [
+        "trainer.distillation.placement.fsdp_size=8",
+        "trainer.distillation.placement.nodes_per_replica=2",
+        f"{COPIES}=2",
+    ]
+    config = Config.from_toml([QUICKSTART], [*ON_GPUS, *SCORED, *over, "slurm.cpus_per_task=16"])
+    nodes = make_plan(config)
+    assert [(node.workers, node.follows, node.gpus, node.gpu_offset) for node in nodes[2:]] == [
+        (["scorer-0"], None, 4, 8),
+        ([], "scorer-0-part-1", 4, 12),
+        (["scorer-1"], None, 4, 16),
+        ([], "scorer-1-part-1", 4, 20),
+        (["scorer-2"], None, 4, 24),
+    ]
+    assert needed_nodes(nodes, 1) == [0, 6], "a copy of the teacher is left whichever node is lost"
+    alone = make_plan(Config.from_toml([QUICKSTART], [*ON_GPUS, *SCORED, *over, f"{COPIES}=1"]))
+    assert needed_nodes(alone, 1) == [0, 2, 3, 4], "without one of its nodes there is no teacher"
+    assert describe_plan(nodes)[3] == "node 3: scorer-0, 4 of its 8 ranks, 4 GPU(s)"
+    given = Environments(config, nodes[3], 1, "127.0.0.1", None, tmp_path, False).of("scorer-0-part-1")
+    assert given["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
+    assert given["OMP_NUM_THREADS"] == "4"
+
+
 CRITIC = ["trainer.critic.model.path=c", "trainer.critic_mini_batch_size=32"]
 
 

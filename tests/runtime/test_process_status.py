@@ -1,14 +1,18 @@
-"""Leases on a filesystem that refuses to be written to."""
+"""Process statuses on a filesystem that refuses to be written to, and while a process is busy."""
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from hpcrl import faults as fault
+from hpcrl.errors import RunError
 from hpcrl.rundir.layout import Run
-from hpcrl.runtime.process_status import StatusWriter, read_process_statuses
+from hpcrl.runtime import process_status
+from hpcrl.runtime.process_status import StatusWriter, read_process_status, read_process_statuses, renewed
 
 
 def test_a_lease_is_not_worth_an_attempt(
@@ -17,12 +21,49 @@ def test_a_lease_is_not_worth_an_attempt(
     run = Run(tmp_path / "run")
     monkeypatch.setattr(fault, "_passed", fault.Counter())
     monkeypatch.setenv("HPCRL_FAULT", "process_status@1:raise=ENOSPC process_status@2:raise=EDQUOT")
-    process_status = StatusWriter(run, "trainer", 1)
-    process_status.write("loading")
-    process_status.write("step 1/2")
+    status = StatusWriter(run, "trainer", 1)
+    status.write("loading")
+    status.write("step 1/2")
     assert read_process_statuses(run) == []
     said = [line for line in capsys.readouterr().out.splitlines() if "could not be written" in line]
     assert len(said) == 1, "once is enough"
     assert "No space left on device; `hpcrl status` may not show this process" in said[0]
-    process_status.write("step 2/2")
+    status.write("step 2/2")
     assert [one.state for one in read_process_statuses(run)] == ["step 2/2"]
+
+
+def test_it_is_renewed_while_a_model_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a process that loads for long counts as gone (hpcrl/controller/replicas.py); its heartbeat alone tells of progress."""
+    monkeypatch.setattr(process_status, "RENEW_S", 0.05)
+    run = Run(tmp_path)
+    status = StatusWriter(run, "scorer-0", 1)
+
+    def renewed_at() -> float:
+        found = read_process_status(run, "scorer-0", 1)
+        assert found
+        assert found.state == "loading the teacher"
+        return found.renewed
+
+    with renewed(status, "loading the teacher"):
+        first, deadline = renewed_at(), time.monotonic() + 20
+        while renewed_at() == first:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    status.write("ready")
+    time.sleep(0.2)
+    found = read_process_status(run, "scorer-0", 1)
+    assert found
+    assert found.state == "ready", "nothing goes on writing"
+
+
+def test_an_error_while_it_loads_ends_the_renewal(tmp_path: Path) -> None:
+    before = threading.active_count()
+
+    def load() -> None:
+        with renewed(StatusWriter(Run(tmp_path), "scorer-0", 1), "loading"):
+            assert threading.active_count() == before + 1
+            raise RunError("no such model")
+
+    with pytest.raises(RunError, match="no such model"):
+        load()
+    assert threading.active_count() == before

@@ -23,6 +23,7 @@ from hpcrl.config.errors import Problem
 from hpcrl.config.node_share import takes_whole_nodes
 from hpcrl.config.sections.distillation import TeacherEngineConfig
 from hpcrl.config.sections.generator import InferenceEngineConfig
+from hpcrl.config.sections.slurm import ElasticConfig, SlurmConfig
 from hpcrl.config.sections.tree import ConfigTree
 
 _ENGINE_NAMES = {field.name: field.name for field in fields(InferenceEngineConfig)} | {
@@ -279,7 +280,7 @@ def sbatch_options(config: ConfigTree) -> Iterator[Problem]:
     slurm = config.slurm
     for section, asked, owned in (
         ("slurm", slurm, _SBATCH_OWN),
-        ("slurm.elastic", slurm.elastic, {*_SBATCH_OWN, "dependency", "gpus_per_node"}),
+        *((path, asked, {*_SBATCH_OWN, "dependency", "gpus_per_node"}) for path, asked in _pools(slurm).items()),
         ("slurm.upload", slurm.upload, {*_SBATCH_OWN, "dependency"}),
     ):
         for name in asked.extra:
@@ -288,6 +289,14 @@ def sbatch_options(config: ConfigTree) -> Iterator[Problem]:
                 yield Problem(f"{section}.extra.{name}", f"set {section}.{own} instead")
             elif name.replace("-", "_") in owned:
                 yield Problem(f"{section}.extra.{name}", "hpcrl sets this option of sbatch itself; leave it out")
+
+
+def _pools(slurm: SlurmConfig) -> dict[str, ElasticConfig]:
+    """Return the sections of elastic pools, by their paths."""
+    scorers = slurm.elastic_scorers
+    return {"slurm.elastic": slurm.elastic} | {
+        f"slurm.elastic_scorers.{one.name}": getattr(scorers, one.name) for one in fields(scorers)
+    }
 
 
 def container(config: ConfigTree) -> Iterator[Problem]:

@@ -30,8 +30,8 @@ _SERVICE = "environment.remote_reward.service."
 _REFERENCE = f"{_ALGORITHM}use_kl_loss or use_kl_in_reward"
 
 _OF_FSDP2 = (
-    *("placement.fsdp_size", "use_sample_packing", "compile_model", "fsdp_config.mixed_precision.reduce_dtype"),
-    *("fsdp_config.mixed_precision.master_dtype", *(f"fsdp_config.{one.name}" for one in fields(ShardingConfig))),
+    *("placement.fsdp_size", "use_sample_packing", "compile_model"),
+    *(f"fsdp_config.{one.name}" for one in fields(ShardingConfig)),
 )
 _OF_RANKS = "micro_batch_size_per_gpu", "max_tokens_per_micro_batch", "fsdp_config.mixed_precision.param_dtype"
 _OF_MEGATRON = tuple(f"placement.{name}_parallel_size" for name in ("tensor", "pipeline", "sequence", "expert"))
@@ -222,7 +222,7 @@ _OF_MODES = (
         lambda config: config.trainer.mode in ("sft", "dpo"),
     ),
     Switch(
-        ("data.conversation_column", "data.format", "data.text_column", "data.train_on_what"),
+        ("data.conversation_column", "data.format", "data.text_column", "data.train_on_what", "trainer.distillation.precomputed_logprobs"),
         'trainer.mode="sft"',
         lambda config: config.trainer.mode == "sft",
     ),

@@ -17,21 +17,17 @@ from hpcrl.config.derive import (
     uses_reference,
 )
 from hpcrl.config.errors import Problem
-from hpcrl.config.scorers import REFERENCE, REWARD, TEACHER, scorer_sets
+from hpcrl.config.scorers import COPIES, POOLS, REFERENCE, REWARD, TEACHER, scorer_sets
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.config.sections.tree import ConfigTree
 
 _TEACHER, _PLACEMENT = "trainer.distillation", "trainer.placement"
-_COPIES = {
-    TEACHER: f"{_TEACHER}.placement.num_replicas",
-    REFERENCE: f"{_PLACEMENT}.ref_num_nodes",
-    REWARD: "environment.reward_model.num_replicas",
-}
 _OF_BACKENDS = {
     "fsdp2": f"{_TEACHER}.placement.fsdp_size",
     "megatron": f"{_TEACHER}.placement",
     "vllm": f"{_TEACHER}.engine.tensor_parallel_size",
 }
+_WHAT = {TEACHER: "teacher", REFERENCE: "reference", REWARD: "reward model"}
 _RANKS = {
     REFERENCE: f"{_PLACEMENT}.ref_num_gpus_per_node",
     REWARD: "environment.reward_model.ranks_per_replica",
@@ -83,13 +79,7 @@ def teacher(config: ConfigTree) -> Iterator[Problem]:
 
 
 def _megatron(config: ConfigTree) -> Iterator[Problem]:
-    own, dtype = config.trainer.distillation, config.trainer.distillation.fsdp_config.mixed_precision.param_dtype
-    if own.top_k:
-        yield Problem(
-            f"{_TEACHER}.top_k",
-            f'expected 0 with backend="megatron", whose ranks each have a part of the vocabulary, found {own.top_k}; choose fsdp2 or vllm',
-        )
-    if dtype == "fp16":
+    if config.trainer.distillation.fsdp_config.mixed_precision.param_dtype == "fp16":
         yield Problem(
             f"{_TEACHER}.fsdp_config.mixed_precision.param_dtype",
             'expected bf16 or fp32 with backend="megatron", found fp16',
@@ -117,6 +107,10 @@ def _engine(config: ConfigTree) -> Iterator[Problem]:
         yield Problem(
             f"{_TEACHER}.top_k_from_teacher",
             'expected true with backend="vllm": an engine tells of the tokens that it finds most probable itself; choose "fsdp2"',
+        )
+    if own.placement.nodes_per_replica > 1:
+        yield Problem(
+            f"{_TEACHER}.placement.nodes_per_replica", 'expected 1 with backend="vllm"; choose "fsdp2" or "megatron"'
         )
     if own.include_prompt:
         yield Problem(f"{_TEACHER}.include_prompt", 'expected false with backend="vllm"; choose "fsdp2" or "megatron"')
@@ -215,23 +209,46 @@ def reference_apart(config: ConfigTree) -> Iterator[Problem]:
 
 
 def enough_scorers(config: ConfigTree) -> Iterator[Problem]:
-    least, sets = config.slurm.min_scorers, scorer_sets(config)
-    fewest = min(sets, key=lambda each: each.replicas, default=None)
-    if fewest is not None and fewest.replicas < least:
-        yield Problem(
-            "slurm.min_scorers",
-            f"expected at most {fewest.replicas}, the copies of the {fewest.title} ({_COPIES[fewest.role]}), found {least}",
-        )
+    least, sets = config.slurm.min_scorers, {each.role: each for each in scorer_sets(config)}
+    for role, each in sets.items():
+        pool = f"{POOLS[role]}.replicas"
+        if each.copies < 1:
+            yield Problem(COPIES[role], f"expected at least 1, or copies of an elastic pool ({pool}), found 0")
+        elif each.copies < least:
+            together = f"{COPIES[role]}{f' and {pool} together' if each.pool.replicas else ''}"
+            yield Problem(
+                "slurm.min_scorers",
+                f"expected at most {each.copies}, the copies of the {each.title} ({together}), found {least}",
+            )
+    elastic = config.slurm.elastic_scorers
+    for each in sets.values():
+        if each.pool.replicas and each.nodes > 1:
+            yield Problem(
+                f"{POOLS[each.role]}.replicas",
+                f"expected 0: an element of a pool has one node, and a copy of the {each.title} {each.nodes} ({_TEACHER}.placement.nodes_per_replica)",
+            )
+    for role, asked in ((TEACHER, elastic.teacher), (REFERENCE, elastic.reference), (REWARD, elastic.reward_model)):
+        if asked.replicas and role not in sets:
+            yield Problem(
+                f"{POOLS[role]}.replicas", f"no {_WHAT[role]} judges finished samples on nodes of its own; leave it out"
+            )
 
 
 def ranks_of_scorers(config: ConfigTree) -> Iterator[Problem]:
-    gpus = gpu_count(config.slurm)
-    if not gpus or (config.trainer.distillation.placement.fsdp_size < 1):
+    gpus, own = gpu_count(config.slurm), config.trainer.distillation
+    if own.placement.fsdp_size < 1:
         return
     for each in scorer_sets(config):
-        if each.ranks > gpus:
-            of_teacher = _OF_BACKENDS[config.trainer.distillation.backend]
+        if each.ranks % each.nodes:
             yield Problem(
-                of_teacher if each.role == TEACHER else _RANKS[each.role],
-                f"{each.ranks} ranks share a copy of the {each.title} on one node, which has {gpus} GPUs (slurm.gpus_per_node)",
+                f"{_TEACHER}.placement.nodes_per_replica",
+                f"expected a divisor of the ranks of a copy of the teacher, {each.ranks} ({_OF_BACKENDS[own.backend]}), found {each.nodes}",
+            )
+        elif gpus and each.ranks_per_node > gpus:
+            more = f"; or spread them over more nodes ({_TEACHER}.placement.nodes_per_replica)"
+            teaches = each.role == TEACHER
+            yield Problem(
+                _OF_BACKENDS[own.backend] if teaches else _RANKS[each.role],
+                f"{each.ranks_per_node} ranks share a copy of the {each.title} on one node, which has {gpus} GPUs (slurm.gpus_per_node)"
+                f"{more if teaches and not each.engine else ''}",
             )

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from hpcrl.config.fields import Location
-from hpcrl.config.sections.model import FSDPConfig
+from hpcrl.config.sections.model import TeacherFSDPConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +25,9 @@ class TeacherPlacementConfig:
 
     expert_parallel_size: int = 1
     """Ranks of the teacher that share the experts, with backend="megatron"; where those that share layers and tokens are fewer, a copy has as many ranks, which then score different samples."""
+
+    nodes_per_replica: int = 1
+    """Nodes that a copy's ranks are on, equally many on each; with backend="fsdp2" or "megatron"."""
 
     fsdp_size: int = 1
     """Ranks of the teacher that share one copy of the parameters, with backend="fsdp2"."""
@@ -87,6 +90,9 @@ class DistillationConfig:
     model_revision: str | None = None
     """Branch, tag or commit of the teacher on the hub."""
 
+    precomputed_logprobs: Location | None = None
+    """Directory that `hpcrl score` wrote, with what the teacher says of the rows of data.train_data: trainer.mode="sft" reads that, and loads no teacher."""
+
     backend: Literal["fsdp2", "megatron", "vllm"] = "fsdp2"
     """What computes the teacher: fsdp2, or megatron for the parallel sizes of placement, in the scorer's ranks; or a vLLM engine of each scorer, whose log-probabilities of prompts are of whole distributions at temperature 1."""
 
@@ -96,7 +102,7 @@ class DistillationConfig:
 
     placement: TeacherPlacementConfig = field(default_factory=TeacherPlacementConfig)
 
-    fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
+    fsdp_config: TeacherFSDPConfig = field(default_factory=TeacherFSDPConfig)
 
     compile_model: bool = False
     """Compile the layers of the teacher with torch.compile: its first passes take minutes, later ones less time."""

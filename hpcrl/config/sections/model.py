@@ -196,6 +196,12 @@ class RefPrecisionConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TeacherPrecisionConfig:
+    param_dtype: Literal["bf16", "fp32", "fp16"] = "bf16"
+    """Number type of the teacher's parameters and activations."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ShardingConfig:
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory outside forward and backward."""
@@ -218,6 +224,11 @@ class FSDPConfig(ShardingConfig):
 @dataclass(frozen=True, kw_only=True)
 class RefFSDPConfig(ShardingConfig):
     mixed_precision: RefPrecisionConfig = field(default_factory=RefPrecisionConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherFSDPConfig(ShardingConfig):
+    mixed_precision: TeacherPrecisionConfig = field(default_factory=TeacherPrecisionConfig)
 
 
 @dataclass(frozen=True, kw_only=True)

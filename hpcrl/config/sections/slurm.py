@@ -33,8 +33,8 @@ class ElasticConfig:
     """
 
     replicas: int = 0
-    """Replicas beside those of generator.inference_engine.num_engines; 0: none. With num_engines=0 the run depends on them, and waits
-    for the first one as long as slurm.replica_patience_minutes allows."""
+    """Replicas beside those that start with the run (generator.inference_engine.num_engines; of a scorer's model its copies); 0: none. Where
+    none start with the run, it depends on these, and waits for the first one as long as slurm.replica_patience_minutes allows."""
 
     at_once: int | None = None
     """Elements that run at the same time at most; unset: all."""
@@ -63,6 +63,17 @@ class ElasticConfig:
 
     extra: dict[str, Any] = field(default_factory=dict)
     """Further sbatch options by their long names; true: an option without a value."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ElasticScorersConfig:
+    """Further copies of the models that judge finished samples, as those of slurm.elastic: a job array for each model."""
+
+    teacher: ElasticConfig = field(default_factory=ElasticConfig)
+
+    reference: ElasticConfig = field(default_factory=ElasticConfig)
+
+    reward_model: ElasticConfig = field(default_factory=ElasticConfig)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,6 +189,8 @@ class SlurmConfig:
     """How long a run goes on with fewer replicas than min_replicas, those whose engines start included, or fewer scorers than min_scorers."""
 
     elastic: ElasticConfig = field(default_factory=ElasticConfig)
+
+    elastic_scorers: ElasticScorersConfig = field(default_factory=ElasticScorersConfig)
 
     upload: UploadJobConfig = field(default_factory=UploadJobConfig)
 

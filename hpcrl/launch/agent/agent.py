@@ -8,7 +8,8 @@ It takes its role from the plan by its node id, starts that role's processes, su
                     jobs/part.py
     reward node     jobs/reward.py, one per service of the reward model; one that fails is started again, and ends the attempt when it fails
                     too often
-    scorer node     torchrun jobs/scorer.py (one rank: without torchrun), one per copy of the model; as on a rollout node
+    scorer node     torchrun jobs/scorer.py (one rank: without torchrun), one per copy of the model; as on a rollout node. Of a copy on several
+                    nodes the first one decides when its ranks start (parts.py)
 
 A stop request (TERM, USR2, control/stop.json) reaches the processes through the stop file, a signal to the trainer's ranks, and the
 controller; the trainer saves and leaves. Whoever sees the end first writes the outcome; every agent ends its processes when it is there.
@@ -25,6 +26,7 @@ from pathlib import Path
 from hpcrl.config import Config
 from hpcrl.errors import DeviceError, HpcrlError, RunError
 from hpcrl.launch.agent.child import Child, Restarts, concerns_the_run
+from hpcrl.launch.agent.parts import ScorerParts
 from hpcrl.launch.agent.preflight import check_node
 from hpcrl.launch.agent.processes import NodeProcesses
 from hpcrl.launch.agent.start import NodeContext, await_attempt, listen, log_to, look_after_the_script
@@ -80,6 +82,7 @@ class Agent:
         self._node = node or plan[context.index]
         self._grace_s = config.slurm.signal_seconds - _MARGIN_S
         self._processes = NodeProcesses(run, config, context, attempt.number, self._node, self._grace_s)
+        self._parts = ScorerParts(run, attempt.number, self._node, self._processes)
         self._watchdog = Watchdog(self._processes.heartbeats, config.slurm.patience)
         self._neighbours = Neighbours(
             run, self._attempt, self._node.index, needed_nodes(plan, config.slurm.elastic.replicas), attempt.hosts
@@ -133,6 +136,8 @@ class Agent:
         self._look_for_stalls()
         self._look_at_neighbours()
         if due:
+            if self._node.parts > 1:
+                self._parts.look()
             self._show_stacks()
             self._looked = time.monotonic()
 
@@ -185,6 +190,8 @@ class Agent:
         for name, child in list(self._processes.children.items()):
             status = child.poll()
             if status is None or self._stop_reason or (status == 0 and not self._left_too_early(name)):
+                continue
+            if name == self._node.follows:
                 continue
             if name in self._restarts and not concerns_the_run(status):
                 self._worker_failed(child)
@@ -270,7 +277,7 @@ class Agent:
         living = [name for name, child in self._processes.children.items() if child.poll() is None]
         training = f"trainer-{self._node.index}" in living
         ranks = [f"rank-{self._node.first_rank + rank}" for rank in range(self._node.ranks) if training]
-        expected = [name for name in living if not name.startswith("trainer")] + ranks
+        expected = [name for name in living if not name.startswith("trainer") and name != self._node.follows] + ranks
         for stall in self._watchdog.look(expected):
             if stall.process in self._restarts:
                 print(f"{stall}; ending it", flush=True)

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from hpcrl.config import Config, engine_gpus
 from hpcrl.config.derive import engine_nodes
-from hpcrl.config.node_share import of_each_replica
 from hpcrl.config.scorers import teacher_layout
 from hpcrl.config.sections.megatron import MegatronModelConfig
 from hpcrl.launch.agent.devices import visible_devices
 from hpcrl.launch.nodes import Node
+from hpcrl.launch.pools import pool_of
 from hpcrl.runtime.heartbeat import DIRECTORY
 
 
@@ -35,10 +35,9 @@ class Environments:
         shared: bool,
     ) -> None:
         self._node, self._interface, self._shared = node, interface, shared
-        engine = config.generator.inference_engine
-        of_pool = any(replica >= engine.num_engines for replica in node.replicas)
-        self._cpus = of_each_replica(config)[0] if of_pool else config.slurm.cpus_per_task
-        self._width = engine_gpus(engine) // engine_nodes(config)
+        pool = pool_of(config, node.workers[0]) if node.workers else None
+        self._cpus = config.slurm.cpus_per_task if pool is None else pool.element(config)[0]
+        self._width = engine_gpus(config.generator.inference_engine) // engine_nodes(config)
         self._ordered, distillation = _wants_order(config), config.trainer.distillation
         self._teacher_ordered = distillation.backend == "megatron" and _shares_tokens(teacher_layout(distillation))
         self._own = {"HPCRL_ATTEMPT": str(attempt), "HPCRL_ADDRESS": address, DIRECTORY: str(heartbeats)}
@@ -54,7 +53,7 @@ class Environments:
         # glibc gives threads heaps of their own, eight per core, each of which keeps what was freed in it
         environment.setdefault("MALLOC_ARENA_MAX", "2")
         if self._cpus:
-            workers = len(node.workers) * node.scorer_ranks
+            workers = (len(node.workers) or len(node.scorers)) * node.scorer_ranks
             # those of a node with both take turns
             turns = node.replicas and not node.elsewhere
             processes = max(node.ranks, workers) if turns else node.ranks + workers
@@ -62,11 +61,11 @@ class Environments:
         if node.gpus:
             mine = visible_devices(node, self._shared)
             if name in node.workers:
-                width = self._width if node.replicas or node.parts else node.scorer_ranks
+                width = self._width if node.replicas or node.engine_parts else node.scorer_ranks
                 position = node.workers.index(name)
                 mine = [] if node.elsewhere else mine[position * width : (position + 1) * width]
             else:
-                mine = mine[: node.ranks]
+                mine = mine[: node.ranks or node.scorer_ranks]
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
         if (name.startswith("trainer-") and self._ordered) or (name.startswith("scorer-") and self._teacher_ordered):
             environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")

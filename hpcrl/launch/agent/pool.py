@@ -1,6 +1,6 @@
-"""The pool agent: the task of one element of a run's elastic pool, a job array beside the run's own.
+"""The pool agent: the task of one element of an elastic pool, a job array beside the run's own.
 
-It starts a rollout worker for the newest attempt of the run, and anew for each later one, and starts one that fails again. It ends with the
+It starts a rollout worker, or a scorer, for the newest attempt of the run, and anew for each later one, and starts one that fails again. It ends with the
 run; Slurm may take it away at any time, and the end of its batch script (launch/requeue/elastic.py) queues it again.
 """
 
@@ -11,14 +11,13 @@ import sys
 import time
 from pathlib import Path
 
-from hpcrl.config import Config, engine_gpus
-from hpcrl.config.derive import gpu_count
+from hpcrl.config import Config
 from hpcrl.errors import HpcrlError, SubmitError, UserCodeError
 from hpcrl.launch.agent.agent import Agent
 from hpcrl.launch.agent.child import Child
 from hpcrl.launch.agent.start import NodeContext, listen, log_to, look_after_the_script
 from hpcrl.launch.doctor.rooms import Sizes
-from hpcrl.launch.nodes import Node, make_plan
+from hpcrl.launch.pools import pooled_node
 from hpcrl.launch.requeue.elastic import AGAIN, current_attempt, unwanted
 from hpcrl.launch.scheduler import find_job, queue
 from hpcrl.rundir.checksums import require_unchanged
@@ -32,7 +31,7 @@ _IDLE_S = 300.0
 
 
 class PoolAgent(Agent):
-    """One replica of the pool in one attempt."""
+    """One worker of the pool in one attempt."""
 
     def __init__(
         self,
@@ -41,12 +40,10 @@ class PoolAgent(Agent):
         context: NodeContext,
         attempt: Attempt,
         signals: list[int],
-        replica: int,
+        worker: str,
         sizes: Sizes | None = None,
     ) -> None:
-        gpus = engine_gpus(config.generator.inference_engine) if gpu_count(config.slurm) else 0
-        node = Node(len(make_plan(config)) + replica, "rollout", 0, (replica,), gpus, 0)
-        super().__init__(run, config, context, attempt, signals, node, sizes)
+        super().__init__(run, config, context, attempt, signals, pooled_node(config, worker), sizes)
         self.left = False
 
     @property
@@ -76,21 +73,21 @@ class PoolAgent(Agent):
             print(lost, flush=True)
 
 
-def main(path: str, replica: int, sizes: Sizes | None = None) -> None:
-    """Keep replica number `replica` of the run at `path` going; ends the process."""
+def main(path: str, worker: str, sizes: Sizes | None = None) -> None:
+    """Keep a worker of the run at `path` going, rollout-<replica> or scorer-<number>; ends the process."""
     signals = listen()
     run, context = Run(Path(path)), NodeContext.here()
     if not context.local:
         look_after_the_script(signals)
     try:
-        status = _serve(run, context, replica, signals, sizes)
+        status = _serve(run, context, worker, signals, sizes)
     except HpcrlError as error:
         print(f"{type(error).__name__}: {error}", flush=True)
         status = error.exit_code
     sys.exit(status)
 
 
-def _serve(run: Run, context: NodeContext, replica: int, signals: list[int], sizes: Sizes | None) -> int:
+def _serve(run: Run, context: NodeContext, worker: str, signals: list[int], sizes: Sizes | None) -> int:
     pool = os.environ["SLURM_ARRAY_JOB_ID"]
     idle, asked, lost = time.monotonic(), time.monotonic(), 0
     while not signals:
@@ -99,10 +96,10 @@ def _serve(run: Run, context: NodeContext, replica: int, signals: list[int], siz
             return 0
         attempt = current_attempt(run)
         if attempt is not None and attempt.number != lost and outcome_of(run, attempt.number) is None:
-            print(f"rollout-{replica} in attempt {attempt.number}", flush=True)
-            log_to(run.log(attempt.number, f"agent-pool-{replica}"))
+            print(f"{worker} in attempt {attempt.number}", flush=True)
+            log_to(run.log(attempt.number, f"agent-pool-{worker}"))
             require_unchanged(run)
-            agent = PoolAgent(run, Config.from_toml([run.config]), context, attempt, signals, replica, sizes)
+            agent = PoolAgent(run, Config.from_toml([run.config]), context, attempt, signals, worker, sizes)
             agent.supervise()
             if agent.left:
                 break

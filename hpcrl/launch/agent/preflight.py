@@ -35,7 +35,7 @@ def check_node(run: Run, config: Config, node: Node, context: NodeContext, sizes
     profiler = config.trainer.profiler
     purpose = Purpose(
         gpus=node.gpus,
-        engines=bool(node.replicas or node.parts) and not node.elsewhere,
+        engines=bool(node.replicas or node.engine_parts) and not node.elsewhere,
         named=not (context.local or config.slurm.network_interface),
         requeues=node.index == 0 and not context.local and config.slurm.container.host_python is None,
         nsys=records_ranks(profiler, node) or records_engines(profiler, node),

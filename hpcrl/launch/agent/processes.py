@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Mapping
+from typing import Any
 
 from hpcrl.config import Config
 from hpcrl.launch.agent.child import Child
@@ -34,7 +36,7 @@ class NodeProcesses:
         children: the processes that were started last, by name; what has ended stays in it.
         heartbeats: directory of their heartbeats.
         recorder: of the collectives of the ranks.
-        rendezvous: number of the rendezvous that torchrun was started for; 0: none yet.
+        rendezvous: number of the rendezvous that torchrun was started for, the trainer's or that of a scorer on several nodes; 0: none yet.
     """
 
     def __init__(
@@ -65,21 +67,47 @@ class NodeProcesses:
         """Start rollout-<replica>, part-<number>, reward-<service>, or the ranks of scorer-<number>."""
         job, number = name.split("-")
         command, variables = [self._job(job), str(self._run.path)], {_NUMBERS[job]: number}
-        if job == "scorer" and self._node.torchrun:
-            torchrun = [
-                "-m",
-                "torch.distributed.run",
-                "--standalone",
-                f"--log-dir={self._scratch.path}",
-                "--max-restarts=0",
-            ]
-            command = [*torchrun, f"--nproc-per-node={self._node.scorer_ranks}", *command]
+        if job == "scorer" and self._node.parts > 1:
+            meeting = self.publish_rendezvous(name)
+            self.rendezvous = meeting["number"]
+            command = [*self._ranks_of_scorer(meeting), *command]
+        elif job == "scorer" and self._node.torchrun:
+            command = [*self._ranks_of_scorer(None), *command]
         elif job == "scorer":
             variables |= _ONE_RANK
         command = [sys.executable, *command]
         if records_engines(self._profiler, self._node):
             command = self._under_nsys(command, name, "--cuda-graph-trace=node")  # the kernels of each graph too
         self._spawn(name, command, signal.SIGTERM, False, **variables)
+
+    def follow_scorer(self, name: str) -> None:
+        """Start this node's ranks of a scorer whose first ones are on another node, and anew whenever those are.
+
+        Args:
+            name: as of `Node.follows`.
+        """
+        number = str(self._node.scorers[0])
+        meeting = read_json(self._run.rendezvous(self._attempt, f"scorer-{number}"))
+        if meeting is None or meeting["number"] == self.rendezvous:
+            return
+        self.rendezvous = meeting["number"]
+        if old := self.children.pop(name, None):
+            old.end(0.0)
+        command = [sys.executable, *self._ranks_of_scorer(meeting), self._job("scorer"), str(self._run.path)]
+        self._spawn(name, command, signal.SIGTERM, False, **{_NUMBERS["scorer"]: number})
+
+    def _ranks_of_scorer(self, meeting: Mapping[str, Any] | None) -> list[str]:
+        """Return the words with which torchrun starts a scorer's ranks on this node.
+
+        Args:
+            meeting: where it meets those on other nodes; None: there are none.
+        """
+        place = ["--standalone"]
+        if meeting is not None:
+            place = [f"--nnodes={self._node.parts}", f"--node-rank={self._node.part}"]
+            place += [f"--master-addr={meeting['address']}", f"--master-port={meeting['port']}"]
+        shared = [f"--log-dir={self._scratch.path}", "--max-restarts=0", f"--nproc-per-node={self._node.scorer_ranks}"]
+        return ["-m", "torch.distributed.run", *place, *shared]
 
     def _under_nsys(self, command: list[str], process: str, *more: str) -> list[str]:
         report = self._run.nsys_report(self._attempt, process)
@@ -102,12 +130,16 @@ class NodeProcesses:
         everything = {**self._environments.of(name), **environment}
         self.children[name] = Child(name, command, everything, log, stop_signal, ignore_sigterm)
 
-    def publish_rendezvous(self) -> None:
-        """Tell the nodes of the trainer where their torchruns meet; places of earlier attempts go. Called on node 0."""
+    def publish_rendezvous(self, scorer: str = "") -> dict[str, Any]:
+        """Tell the nodes of the trainer, or of a scorer, where their torchruns meet next, and return it; places of earlier attempts go.
+
+        Called on the first of them.
+        """
         value = {"number": self.rendezvous + 1, "address": self._address, "port": choose_port(self._address)}
-        write_json(self._run.rendezvous(self._attempt), value)
+        write_json(self._run.rendezvous(self._attempt, scorer), value)
         for earlier in range(1, self._attempt):
-            self._run.rendezvous(earlier).unlink(missing_ok=True)
+            self._run.rendezvous(earlier, scorer).unlink(missing_ok=True)
+        return value
 
     def follow_rendezvous(self) -> None:
         """Start the ranks: by torchrun, which meets the others where node 0 says, and anew where node 0 had to choose another port."""

@@ -63,9 +63,8 @@ def process_of(plan: Sequence[Node], role: ProfiledRole, number: int) -> tuple[s
             found |= dict.fromkeys(node.workers, node)
     name = role if role == "controller" else f"{'rank' if role == 'trainer' else role}-{number}"
     if name not in found:
-        pool = (
-            "; replicas of an elastic pool are in a job of their own, and are not reached" if role == "rollout" else ""
-        )
+        pooled = role in ("rollout", "scorer")
+        pool = "; what belongs to an elastic pool is in a job of its own, and is not reached" if pooled else ""
         raise RunError(f"the run has no {name}; of the role {role} it has {', '.join(found) or 'nothing'}{pool}")
     return name, found[name]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from hpcrl.config.node_share import has_scarce_cores, takes_whole_nodes
 from hpcrl.config.sections.slurm import SlurmConfig
@@ -158,15 +158,15 @@ def _preemption(config: Mapping[str, str], partition: Mapping[str, str]) -> Find
     return ok("preemption", found, f"a run gets {signal}, saves, and queues itself again")
 
 
-def of_request(slurm: SlurmConfig, scarce_pool: bool = False) -> Iterator[Finding]:
+def of_request(slurm: SlurmConfig, scarce_pools: Sequence[str] = ()) -> Iterator[Finding]:
     """Say what is doubtful in what runs ask of the cluster.
 
     Args:
-        scarce_pool: whether the elements of an elastic pool ask for no cores.
+        scarce_pools: sections of elastic pools whose elements ask for no cores.
     """
     remedy = "most clusters give such a job one core per node, whatever its GPUs: set it"
     if has_scarce_cores(slurm):
         found = "slurm.cpus_per_task is not set, and the run takes no whole nodes"
         yield warning("cores", found, f"{remedy}, or slurm.exclusive=true")
-    if scarce_pool:
-        yield warning("cores", "slurm.elastic.cpus_per_task is not set, and an element takes no whole node", remedy)
+    for section in scarce_pools:
+        yield warning("cores", f"{section}.cpus_per_task is not set, and an element takes no whole node", remedy)

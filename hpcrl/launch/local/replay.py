@@ -15,10 +15,10 @@ import math
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from hpcrl.config import Config
-from hpcrl.config.derive import gpu_count, model_parallel_size
+from hpcrl.config.derive import gpu_count, model_parallel_size, ref_model_parallel_size
 from hpcrl.config.rules.megatron_groups import expert_tensor_size
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.data.rollouts import require_samples
@@ -103,16 +103,18 @@ def config_of(run: Run, step: int) -> Path:
     return next((path for path in changed if path.is_file()), run.config)
 
 
-def ranks_of_replay(trainer: TrainerConfig, asked: int | None) -> int:
+def ranks_here(trainer: TrainerConfig, asked: int | None, role: Literal["policy", "ref"] = "policy") -> int:
     """Return how many ranks train on this machine: those of one of the run's nodes, or as many as share a model where that is more.
 
     Args:
         asked: by the person; None: no number.
+        role: of the model.
 
     Raises:
         ConfigError: so many cannot share the model as the settings say.
     """
-    sizes, together = trainer.policy.megatron_config, model_parallel_size(trainer)
+    sizes = getattr(trainer, role).megatron_config
+    together = model_parallel_size(trainer) if role == "policy" else ref_model_parallel_size(trainer)
     if trainer.strategy == "megatron":
         experts = sizes.expert_model_parallel_size * expert_tensor_size(sizes) * sizes.pipeline_model_parallel_size
         together = math.lcm(together, experts if sizes.expert_model_parallel_size > 1 else 1)
@@ -121,8 +123,8 @@ def ranks_of_replay(trainer: TrainerConfig, asked: int | None) -> int:
     if asked % together:
         section = "megatron_config" if trainer.strategy == "megatron" else "sequence_parallel_size"
         raise ConfigError(
-            f"--ranks: by trainer.policy.{section} {together} ranks share a copy of the model, expected a multiple of that, found {asked}; "
-            f"or add settings with smaller sizes for the replay"
+            f"--ranks: by trainer.{role}.{section} {together} ranks share a copy of the model, expected a multiple of that, found {asked}; "
+            f"or add settings with smaller sizes"
         )
     return asked
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from hpcrl.errors import RunError
 from hpcrl.launch.manage.poll import LOOK_S, RunPoller
 from hpcrl.launch.manage.registry import RunState, states_of
-from hpcrl.launch.requeue.elastic import cancel_pool
+from hpcrl.launch.requeue.elastic import cancel_pools
 from hpcrl.launch.scheduler import cancel_slurm
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import cancel_outcome
@@ -57,7 +57,7 @@ def _await_end(run: Run, patience_s: float) -> RunState:
 
 
 def _take_away(state: RunState) -> None:
-    cancel_pool(state.run)
+    cancel_pools(state.run)
     job = state.submission["job_id"]
     if state.submission["executor"] == "slurm":
         cancel_slurm(job)

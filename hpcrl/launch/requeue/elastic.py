@@ -1,4 +1,4 @@
-"""The elastic pool of a run: its job array, the attempt that it serves, whether it is still needed; and the end of the batch script of one of its elements.
+"""The elastic pools of a run: their job arrays, the attempt that they serve, whether they are still needed; and the end of the batch script of an element.
 
     python -m hpcrl.launch.requeue.elastic RUN STATUS_OF_SRUN
 
@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from hpcrl.errors import SubmitError
 from hpcrl.launch.requeue.policy import requeue_decision
@@ -26,12 +28,16 @@ _LATER = "now+5minutes"
 _SIGNALLED = 128  # and above, as of a shell
 
 
-def cancel_pool(run: Run) -> None:
-    """Take the pool of a run off the cluster, if it has one; an element that is overlooked finds nothing to do and ends."""
-    record = read_json(run.submission)
-    if record and (pool := record.get("pool")):
-        with suppress(SubmitError):  # its job array is over, and Slurm has forgotten it
+def cancel_pools(run: Run) -> None:
+    """Take the pools of a run off the cluster, if it has any; an element that is overlooked finds nothing to do and ends."""
+    for pool in _arrays(read_json(run.submission) or {}):
+        with suppress(SubmitError):  # the job array is over, and Slurm has forgotten it
             cancel_slurm(pool)
+
+
+def _arrays(record: Mapping[str, Any]) -> list[str]:
+    """Return the ids of the job arrays that a submission's record names: of the replicas' pool, and of the scorers'."""
+    return [*filter(None, [record.get("pool")]), *record.get("scorer_pools", {}).values()]
 
 
 def current_attempt(run: Run) -> Attempt | None:
@@ -47,7 +53,8 @@ def unwanted(run: Run, pool: str) -> str | None:
     record = read_json(run.submission)
     if record is None:  # it is about to be written
         return None
-    if record.get("pool", pool) != pool:  # one that was found in the queue afterwards does not name it
+    # a record of a job that was found in the queue afterwards names none
+    if "pool" in record and pool not in _arrays(record):
         return "the run has another pool, or none any more"
     attempt, outcome = current_attempt(run), read_outcome(run)
     if attempt is not None and outcome_of(run, attempt.number) is not None:

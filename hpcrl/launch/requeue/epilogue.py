@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
-from hpcrl.launch.requeue.elastic import cancel_pool
+from hpcrl.launch.requeue.elastic import cancel_pools
 from hpcrl.launch.requeue.policy import requeue_decision
 from hpcrl.launch.requeue.requeue import SOON, job_name, outlive_the_job, requeue_this_job
 from hpcrl.rundir.commit import read_json
@@ -97,7 +97,7 @@ def settle(run: Run, job: str, status: int = 0) -> int:
     if decision.requeue:
         requeue_this_job(start=SOON if outcome.kind == "interrupted" else None, exclude=decision.exclude)
     else:
-        cancel_pool(run)
+        cancel_pools(run)
     return 0 if outcome.final else 1
 
 

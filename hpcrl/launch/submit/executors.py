@@ -16,14 +16,15 @@ import submitit
 from submitit.core.core import Job
 from submitit.core.utils import DelayedSubmission, FailedJobError, FailedSubmissionError, JobPaths
 
-from hpcrl.config import Config, ElasticConfig, SlurmConfig, engine_gpus
+from hpcrl.config import Config, ElasticConfig, SlurmConfig
 from hpcrl.config.derive import gpu_count
-from hpcrl.config.node_share import of_each_replica, takes_whole_nodes
+from hpcrl.config.node_share import takes_whole_nodes
 from hpcrl.config.sections.slurm import UploadJobConfig
 from hpcrl.errors import SubmitError
 from hpcrl.launch.container import Starter, seen_by
 from hpcrl.launch.doctor.node import listed_gpus
 from hpcrl.launch.nodes import make_plan, needed_nodes
+from hpcrl.launch.pools import ROLLOUT, Pool, elastic_pools
 from hpcrl.launch.scheduler import PATIENCE_S, cancel_slurm, is_away, queue
 from hpcrl.rundir.layout import Run
 from hpcrl.upload.send import stores_of
@@ -123,34 +124,34 @@ def slurm_executor(submission: Submission) -> ArrayExecutor:
     return _executor(submission.folder, parameters, slurm, starter)
 
 
-def pool_executor(submission: Submission, run: Run, config: Config, gang: str) -> ArrayExecutor:
-    """Return the executor whose job array is the elastic pool of one run: an element on a node of its own for each replica.
+def pool_executor(submission: Submission, run: Run, config: Config, pool: Pool, gang: str) -> ArrayExecutor:
+    """Return the executor whose job array is an elastic pool of one run: an element on a node of its own for each of its workers.
 
     Args:
         gang: the run's own job; no element starts before it does.
     """
-    slurm, elastic = config.slurm, config.slurm.elastic
+    slurm, asked, whose = config.slurm, pool.asked, "" if pool.name == ROLLOUT else f"-{pool.name}"
     # the exit status of the agent, srun's own, decides; see launch/requeue/elastic.py
     starter = _starter(submission)
     last = starter.outside_step(slurm.container)
     finish = f"{last} -m hpcrl.launch.requeue.elastic {shlex.quote(str(run.path))}"
     parameters = _common(config, submission.folder) | {
-        "job_name": f"hpcrl-{run.name}-pool",
+        "job_name": f"hpcrl-{run.name}-pool{whose}",
         "comment": f"hpcrl-pool:{run.name}",
-        "time": elastic.time_minutes or slurm.time_minutes,
+        "time": asked.time_minutes or slurm.time_minutes,
         "nodes": 1,
         "teardown": _until_decided(finish),
         "srun_args": ["--kill-on-bad-exit=0"],
-        "array_parallelism": elastic.at_once or elastic.replicas,
+        "array_parallelism": asked.at_once or asked.replicas,
         "dependency": f"after:{gang}",
-        "additional_parameters": {"requeue": True, **elastic.extra},
+        "additional_parameters": {"requeue": True, **asked.extra},
     }
     kind, colon, _ = str(slurm.gpus_per_node).rpartition(":")
-    parameters |= _gpus(slurm, f"{kind}{colon}{engine_gpus(config.generator.inference_engine)}")
-    cpus, memory, whole = of_each_replica(config)
+    parameters |= _gpus(slurm, f"{kind}{colon}{pool.nodes[0].gpus}")
+    cpus, memory, whole = pool.element(config)
     if whole:
         parameters["exclusive"] = True
-    asked = replace(_as_the_run(elastic, slurm), cpus_per_task=cpus, mem_gb=memory)
+    asked = replace(_as_the_run(asked, slurm), cpus_per_task=cpus, mem_gb=memory)
     return _executor(submission.folder, parameters, asked, starter)
 
 
@@ -276,11 +277,12 @@ def uploads_by_job(config: Config) -> bool:
 
 
 def batch_scripts(submission: Submission) -> dict[str, str]:
-    """Return the sbatch scripts that submitit would write, by title: of the runs, and of the first one's pool and upload where it has them."""
+    """Return the sbatch scripts that submitit would write, by title: of the runs, and of the first one's pools and upload where it has them."""
     first, run = submission.elements[0].config, submission.runs[0]
     executors = {"batch script": (slurm_executor(submission), len(submission.elements))}
-    if replicas := first.slurm.elastic.replicas:
-        executors["batch script of the elastic pool"] = pool_executor(submission, run, first, "JOB_0"), replicas
+    for pool in elastic_pools(first):
+        executor = pool_executor(submission, run, first, pool, "JOB_0")
+        executors[f"batch script of the {pool.title}"] = executor, len(pool.nodes)
     if uploads_by_job(first):
         executors["batch script of the upload"] = upload_executor(submission, run, first, "JOB_0"), 1
     texts = dict[str, str]()

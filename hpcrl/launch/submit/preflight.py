@@ -40,6 +40,7 @@ from hpcrl.launch.submit.models import (
     unchecked_models,
 )
 from hpcrl.launch.submit.own_code import check_own_code, missing_package, not_tried
+from hpcrl.launch.submit.teacher import check_precomputed
 from hpcrl.launch.submit.uploads import check_uploads, missing_secrets
 from hpcrl.rundir.commit import is_committed
 from hpcrl.rundir.layout import Run, step_of
@@ -80,7 +81,7 @@ def look(config: Config) -> tuple[list[Problem], list[str]]:
     of_data, warnings_of_data = _of_datasets(config)
     of_alerts, warnings_of_alerts = _of_alerts(config.trainer.alerts)
     problems += [*of_code, *of_alerts, *of_data, *_of_environments(config), *_of_models(config), *check_engine(config)]
-    problems += [*check_uploads(config), *check_prefixes(config)]
+    problems += [*check_uploads(config), *check_prefixes(config), *check_precomputed(config)]
     try:
         chat_template(config.generator.chat_template)
     except ConfigError as error:
@@ -148,9 +149,10 @@ def _of_models(config: Config) -> Iterator[Problem]:
         yield from _of_directory(f"{place}.path", model.path, f"{place}.revision", model.revision)
     if distillation.enable:
         place = "trainer.distillation"
-        yield from _of_directory(
-            f"{place}.model_path", distillation.model_path, f"{place}.model_revision", distillation.model_revision
-        )
+        if distillation.precomputed_logprobs is None:  # else nothing loads it
+            yield from _of_directory(
+                f"{place}.model_path", distillation.model_path, f"{place}.model_revision", distillation.model_revision
+            )
         for source, model in distillation.source_models.items():
             yield from _of_directory(f"{place}.source_models.{source}", model)
     for role, lora in adapters(trainer).items():

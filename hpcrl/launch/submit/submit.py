@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,12 @@ from submitit.core.utils import FailedJobError, FailedSubmissionError
 
 import hpcrl
 from hpcrl.config import Config
-from hpcrl.config.node_share import pool_has_scarce_cores
 from hpcrl.errors import RunError, SubmitError
 from hpcrl.launch.agent import agent, pool
 from hpcrl.launch.doctor.cluster import of_request
 from hpcrl.launch.doctor.rooms import Sizes
-from hpcrl.launch.requeue.elastic import cancel_pool
+from hpcrl.launch.pools import ROLLOUT, elastic_pools, with_few_cores
+from hpcrl.launch.requeue.elastic import cancel_pools
 from hpcrl.launch.submit.executors import (
     Element,
     Submission,
@@ -200,13 +201,12 @@ def launch(submission: Submission, local: bool) -> None:
         SubmitError: the executor refused.
     """
     logging.getLogger("submitit").setLevel(logging.ERROR)
-    runs, elastic = submission.runs, any(element.config.slurm.elastic.replicas for element in submission.elements)
-    if local and elastic:
+    runs, config = submission.runs, submission.elements[0].config
+    pools = [each for element in submission.elements for each in elastic_pools(element.config)]
+    if local and pools:
         raise SubmitError(
-            "slurm.elastic.replicas: this machine has no partitions; with --local, set it to 0 and generator.inference_engine."
-            "num_engines higher"
+            f"{pools[0].setting}.replicas: this machine has no partitions; with --local, set it to 0 and {pools[0].instead} higher"
         )
-    config = submission.elements[0].config
     if local and uploads_by_job(config):
         raise SubmitError(
             'slurm.upload.by: with --local there are no jobs; set it to "run", or to "command" and call `hpcrl upload`'
@@ -215,7 +215,7 @@ def launch(submission: Submission, local: bool) -> None:
         raise SubmitError(
             'slurm.container: with --local the agents run as they are here; set slurm.container.kind = "none"'
         )
-    for finding in [] if local else of_request(config.slurm, pool_has_scarce_cores(config)):
+    for finding in [] if local else of_request(config.slurm, with_few_cores(config)):
         print(printable(f"hpcrl: {finding.found}: {finding.remedy}"), file=sys.stderr)
     write_json(submission.element_list, [str(run.path) for run in runs])
     executor = local_executor(submission) if local else slurm_executor(submission)
@@ -225,15 +225,16 @@ def launch(submission: Submission, local: bool) -> None:
         with submitit.helpers.clean_env(), _detached(submission.folder / "local.log") if local else nullcontext():
             jobs = submit_with_retry(lambda: executor.map_array(agent.main, paths, sizes), submission.folder)
             gangs = list(jobs)
-            pools = [_start_pool(submission, at, job, jobs, sizes[at]) for at, job in enumerate(gangs)]
+            arrays = [_start_pools(submission, at, job, jobs, sizes[at]) for at, job in enumerate(gangs)]
             uploads = [_start_upload(submission, at, job, jobs) for at, job in enumerate(gangs)]
-        for run, element, job, pool_job, upload in zip(runs, submission.elements, gangs, pools, uploads, strict=True):
-            cancel_pool(run)  # of an earlier submission
+        for run, element, job, pool_jobs, upload in zip(runs, submission.elements, gangs, arrays, uploads, strict=True):
+            cancel_pools(run)  # of an earlier submission
             record = {
                 "executor": "local" if local else "slurm",
                 "host": socket.gethostname(),
                 "job_id": job.job_id,
-                "pool": pool_job,
+                "pool": pool_jobs.pop(ROLLOUT, None),
+                "scorer_pools": pool_jobs,
                 "upload": upload,
                 "overrides": element.overrides,
                 "submitted": time.time(),
@@ -247,22 +248,18 @@ def launch(submission: Submission, local: bool) -> None:
         raise
 
 
-def _start_pool(
+def _start_pools(
     submission: Submission, at: int, gang: Job[Any], jobs: list[Job[Any]], sizes: Sizes | None
-) -> str | None:
-    """Submit the elastic pool of one run, if it has one, and return the id of its array; its elements are added to `jobs`."""
-    run, config = submission.runs[at], submission.elements[at].config
-    count = config.slurm.elastic.replicas
-    if not count:
-        return None
-    executor = pool_executor(submission, run, config, gang.job_id)
-    first = config.generator.inference_engine.num_engines
-    replicas = range(first, first + count)
-    elements = submit_with_retry(
-        lambda: executor.map_array(pool.main, [str(run.path)] * count, replicas, [sizes] * count), submission.folder
-    )
-    jobs += elements
-    return elements[0].job_id.partition("_")[0]
+) -> dict[str, str]:
+    """Submit the elastic pools of one run, and return the id of each one's array; their elements are added to `jobs`."""
+    run, config, arrays = submission.runs[at], submission.elements[at].config, dict[str, str]()
+    for each in elastic_pools(config):
+        executor, count = pool_executor(submission, run, config, each, gang.job_id), len(each.nodes)
+        of_elements = [str(run.path)] * count, each.workers, [sizes] * count
+        elements = submit_with_retry(partial(executor.map_array, pool.main, *of_elements), submission.folder)
+        jobs += elements
+        arrays[each.name] = elements[0].job_id.partition("_")[0]
+    return arrays
 
 
 def _start_upload(submission: Submission, at: int, gang: Job[Any], jobs: list[Job[Any]]) -> str | None:

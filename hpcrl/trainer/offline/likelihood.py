@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 
 import torch
 
 from hpcrl.algorithms.losses import masked_sum, sample_sums, widened
 from hpcrl.algorithms.reductions import weighted_sum
 from hpcrl.config.sections.distillation import DistillationConfig
+from hpcrl.rundir.layout import Run
 from hpcrl.trainer.backends.base import Objective, PolicyEngine
 from hpcrl.trainer.loss import TEACHER_DIVERGENCE, mixed, teacher_divergence
+from hpcrl.trainer.offline.teacher_file import open_teacher_file
 from hpcrl.trainer.packing import Before, MiniBatch, PackedSamples
-from hpcrl.types import MicroBatch
+from hpcrl.types import Batch, MicroBatch
 
 
 def build_likelihood_objective(distillation: DistillationConfig) -> Objective:
@@ -42,15 +45,41 @@ def build_likelihood_objective(distillation: DistillationConfig) -> Objective:
     return objective
 
 
-def score_by_teacher(mini: MiniBatch, policy: PolicyEngine, top_k: int, before: Before) -> None:
-    """Fill in which tokens the teacher, in the place of the reference, finds most probable in the place of each trained token of this rank's rows.
+def score_by_teacher(
+    batch: Batch, mini: MiniBatch, policy: PolicyEngine, distillation: DistillationConfig, before: Before
+) -> None:
+    """Fill in which tokens the teacher finds most probable in the place of each trained token of this rank's rows.
+
+    It is in the place of the reference, or said it before the run (distillation.precomputed_logprobs).
 
     Args:
+        batch: that the mini-batch is of.
         before: called before each forward pass.
+
+    Raises:
+        DataError: what was written before is about other rows, or has fewer tokens; DamagedError: it is missing or damaged.
     """
-    teacher, top_k = partial(policy.top_logprobs, reference=True), min(top_k, policy.vocabulary)
-    scores = mini.samples.scores
+    scores, top_k = mini.samples.scores, min(distillation.top_k, policy.vocabulary)
+    if distillation.precomputed_logprobs is not None:
+        written = Run(Path(distillation.precomputed_logprobs))
+        scores.teacher_ids, scores.teacher_top = _written(batch, mini.samples, written, top_k)
+        return
+    teacher = partial(policy.top_logprobs, reference=True)
     _, scores.teacher_ids, scores.teacher_top = mini.scored_top(teacher, top_k, before)
+
+
+def _written(batch: Batch, samples: PackedSamples, written: Run, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what was written of rows of a batch: ids and log-probabilities [P, K]; 0 where nothing is trained."""
+    tokens, start = len(samples.token_ids), 0
+    ids_PK, top_PK = torch.zeros(tokens, top_k, dtype=torch.int32), torch.zeros(tokens, top_k)
+    for ref, length in zip(samples.refs, samples.lengths, strict=True):
+        group, part = batch.groups[ref.group], slice(start, start + length)
+        assert group.row is not None, "a row of a dataset"
+        file = open_teacher_file(written.teacher_file(Path(group.path).name))
+        ids, top = file.read(group.row, group.digest, top_k)
+        where, start = start + (samples.loss_mask[part] > 0).nonzero()[:, 0], part.stop
+        ids_PK[where], top_PK[where] = torch.tensor(ids), torch.tensor(top)
+    return ids_PK, top_PK
 
 
 class LikelihoodMeasure:

@@ -10,25 +10,42 @@ from hpcrl.config.sections.megatron import MegatronModelConfig
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.trainer.backends.megatron.engine import build
 from hpcrl.trainer.backends.megatron.models import PolicyModel
-from hpcrl.trainer.backends.megatron.pipeline import Pipeline
+from hpcrl.trainer.backends.megatron.pipeline import Pipeline, top_columns
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.models.forward import ForwardConfig
 from hpcrl.trainer.models.hf import ModelSource
 from hpcrl.trainer.packing import MicroBatchStream
 
-Logprobs = Callable[[MicroBatchStream], Iterator[torch.Tensor]]
-"""Yields the log-probabilities of the labels of each micro-batch, [P], on all ranks that share its samples."""
+Passes = Callable[[MicroBatchStream], Iterator[tuple[torch.Tensor, ...]]]
+"""Yields of each micro-batch, on all ranks that share its samples, the log-probabilities of its labels [P], and where it asks for `top_k` also ids
+and log-probabilities of the most probable tokens [P, K]."""
 
 
-def megatron_teacher(
-    trainer: TrainerConfig, layout: MegatronModelConfig, source: ModelSource, forward: ForwardConfig, world: World
-) -> tuple[Logprobs, World]:
+def forward_passes(
+    trainer: TrainerConfig,
+    layout: MegatronModelConfig,
+    source: ModelSource,
+    forward: ForwardConfig,
+    role: str,
+    world: World,
+) -> tuple[Passes, World]:
     """Return what computes, and the ranks that score other samples than this one.
+
+    Args:
+        layout: how ranks share the model.
+        role: its section, for errors.
 
     Raises:
         DataError: there is no such model, or Megatron-core cannot be it.
     """
-    chunks, _, data = build(PolicyModel, source, forward, layout, "trainer.distillation", trainer, world)
+    chunks, _, data = build(PolicyModel, source, forward, layout, role, trainer, world)
     for chunk in chunks:
         chunk.requires_grad_(False)
-    return Pipeline(chunks, data, dynamic=layout.pipeline_dynamic_shape).first_output, data
+    pipeline = Pipeline(chunks, data, dynamic=layout.pipeline_dynamic_shape)
+
+    def passes(batches: MicroBatchStream) -> Iterator[tuple[torch.Tensor, ...]]:
+        if batches.top_k:
+            return map(top_columns, pipeline.top_outputs(batches))
+        return ((logprobs_P,) for logprobs_P in pipeline.first_output(batches))
+
+    return passes, data

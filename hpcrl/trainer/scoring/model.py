@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -37,7 +38,7 @@ class ScoringModel:
     """
 
     def __init__(self, run: Run, config: Config, scorers: ScorerSet, world: World) -> None:
-        self._run, self._world = run, world
+        self._run = run
         trainer, own, source = config.trainer, config.trainer.distillation, scorer_source(config.trainer, scorers)
         forward = forward_config(trainer, temperature(config))
         self._limits = micro_batch_limits(trainer, micro_batch_tokens(config))
@@ -49,24 +50,23 @@ class ScoringModel:
             limit = MicroBatchLimit(own.micro_batch_size_per_gpu, tokens, shared)
             self._limits = limit, limit
             world.rank0_broadcast(lambda: require_same_vocabulary(scorers.model, policy_model(trainer), config))
-        self._data, self._logprobs = world, None
         vocabulary = policy_source(trainer).config().get_text_config().vocab_size
-        if scorers.role == TEACHER and own.backend == "megatron":
-            from hpcrl.trainer.scoring.megatron import megatron_teacher  # megatron-core is installed on its own
-
-            require_all_tokens(source.config().get_text_config().vocab_size, vocabulary, source)
-            layout = teacher_layout(own)
-            self._logprobs, self._data = megatron_teacher(
-                trainer, layout, source, replace(forward, packing=True), world
-            )
-            return
         if scorers.role == TEACHER:
             self._top_k = min(own.top_k, vocabulary)
             self._given_ids = 0 if own.top_k_from_teacher else self._top_k
-        forward = replace(forward, vocabulary=vocabulary)
+        forward, self._data = replace(forward, vocabulary=vocabulary), world
+        if scorers.role == TEACHER and own.backend == "megatron":
+            from hpcrl.trainer.scoring.megatron import forward_passes  # megatron-core is installed on its own
+
+            require_all_tokens(source.config().get_text_config().vocab_size, vocabulary, source)
+            layout, forward = teacher_layout(own), replace(forward, packing=True)
+            role = "trainer.distillation"
+            self._passes, self._data = forward_passes(trainer, layout, source, forward, role, world)
+            return
         compiled = own.compile_model and scorers.role == TEACHER
         self._model = load_model(PackedPolicy, source, scorers.fsdp, forward, world, compiled=compiled)
         require_all_tokens(self._model.head.out_features, vocabulary, source)
+        self._passes = partial(passes, self._model, device=world.device)
 
     def scores(self, groups: Sequence[GroupMeta], before: Before) -> dict[str, list[RowScores]]:
         """Return what the model says of this rank's part of the groups, by their ids: for each row. Of ranks that share samples one has a part.
@@ -88,13 +88,8 @@ class ScoringModel:
             self._run, batch, plan.shares[rank], prompts=self._prompts, top_ids=self._given_ids, shared=shared
         )
         stream = MicroBatchStream(samples, plan.score[rank], before, self._top_k)
-        if self._logprobs is None:
-            columns = outputs(self._model, stream, self._world.device)
-        else:
-            passes = zip(stream.parts, self._logprobs(stream), strict=True)
-            computed = [logprobs_P for part, logprobs_P in passes if part]
-            columns = [torch.cat(computed).cpu()] if computed and self._data.leads else []
-        if not columns:
+        columns = outputs(stream.parts, self._passes(stream))
+        if not columns or not self._data.leads:
             return {}
         found = {groups[at].group_id: dict[int, RowScores]() for at in parts[rank]}
         ends = torch.tensor([0, *samples.lengths]).cumsum(0).tolist()
@@ -104,15 +99,18 @@ class ScoringModel:
         return {group_id: [rows[index] for index in range(len(rows))] for group_id, rows in found.items()}
 
 
-def outputs(model: PackedModel, batches: MicroBatchStream, device: torch.device) -> list[torch.Tensor]:
-    """Return a model's outputs for all samples of this rank, on the CPU: [P], and [P, K] of what has more columns; none where it has no samples."""
-    found = list[tuple[torch.Tensor, ...]]()
-    for part, batch in zip(batches.parts, batches, strict=True):
+def passes(model: PackedModel, batches: MicroBatchStream, device: torch.device) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Yield a model's outputs for each micro-batch: [P], and [P, K] of what has more columns."""
+    for batch in batches:
         with torch.no_grad():
             of_batch = model.run(batch.to(device))
             free_gathered(model)
-        if part:  # an idle pass has outputs, but of no sample
-            found.append(of_batch)
+        yield of_batch
+
+
+def outputs(parts: Sequence[range], passes: Iterable[tuple[torch.Tensor, ...]]) -> list[torch.Tensor]:
+    """Return a model's outputs for all samples of this rank, on the CPU, from those for each micro-batch; none where it has no samples."""
+    found = [of_batch for part, of_batch in zip(parts, passes, strict=True) if part]  # an idle pass is of no sample
     return [torch.cat(column).cpu() for column in zip(*found, strict=True)]
 
 

@@ -23,7 +23,7 @@ from hpcrl.trainer.distributed import World
 from hpcrl.trainer.models.forward import forward_config
 from hpcrl.trainer.models.hf import scorer_source
 from hpcrl.trainer.packing import Before, MicroBatchStream, pack
-from hpcrl.trainer.scoring.model import outputs
+from hpcrl.trainer.scoring.model import outputs, passes
 from hpcrl.types import GroupMeta, Sample
 
 _SECTION = "environment.reward_model"
@@ -72,7 +72,8 @@ class RewardScoringModel:
         plan, rank = plan_mini_batch(shares, self._limit, self._limit), self._world.rank
         refs = plan.shares[rank]
         samples = pack([_unrewarded(tokens[ref.group][ref.index]) for ref in refs], refs)
-        columns = outputs(self._model, MicroBatchStream(samples, plan.score[rank], before), self._world.device)
+        stream = MicroBatchStream(samples, plan.score[rank], before)
+        columns = outputs(stream.parts, passes(self._model, stream, self._world.device))
         found = {groups[at].group_id: GroupRewards([None] * len(tokens[at])) for at in parts[rank]}
         for ref, end in zip(samples.refs, accumulate(samples.lengths), strict=True):
             score = columns[0][end - 1].item()

@@ -30,6 +30,8 @@ MEGATRON_CORE = {f"{DISTILLATION}.backend": "megatron", f"{DISTILLATION}.placeme
 JUDGE = {f"{MODEL}.model": "rm"}
 APART_WITHOUT_KL = {**APART, **NO_KL}
 GPUS = {"slurm.gpus_per_node": 4}
+POOLS = "slurm.elastic_scorers"
+OVER = f"{DISTILLATION}.placement.nodes_per_replica"
 
 OF_SCORERS = [
     Case(
@@ -84,7 +86,7 @@ OF_SCORERS = [
         "a copy of the teacher is on one node",
         {**TEACHER, **GPUS, f"{DISTILLATION}.placement.fsdp_size": 8},
         f"{DISTILLATION}.placement.fsdp_size", "8 ranks share a copy of the teacher on one node, which has 4 GPUs",
-        {**TEACHER, **GPUS, f"{DISTILLATION}.placement.fsdp_size": 4},
+        {**TEACHER, **GPUS, f"{DISTILLATION}.placement.fsdp_size": 8, OVER: 2},
     ),
     Case(
         "a copy of the reference is on one node",
@@ -257,7 +259,23 @@ OF_SCORERS = [
         "an engine judges what was chosen",
         {**TEACHER, **ENGINE, f"{DISTILLATION}.include_prompt": True},
         f"{DISTILLATION}.include_prompt", 'expected false with backend="vllm"',
-        {**TEACHER, **MEGATRON_CORE, f"{DISTILLATION}.include_prompt": True},
+        {**TEACHER, **MEGATRON_CORE, f"{DISTILLATION}.include_prompt": True, f"{DISTILLATION}.top_k": 4},
+    ),
+    Case(
+        "an engine has one node of its own",
+        {**TEACHER, **ENGINE, f"{DISTILLATION}.engine.tensor_parallel_size": 2, OVER: 2}, OVER, 'expected 1 with backend="vllm"',
+        {**TEACHER, **MEGATRON_CORE, OVER: 2},
+    ),
+    Case(
+        "nodes have equally many ranks of a copy",
+        {**TEACHER, f"{DISTILLATION}.placement.fsdp_size": 3, OVER: 2}, OVER, "expected a divisor of the ranks of a copy of the teacher, 3",
+        {**TEACHER, f"{DISTILLATION}.placement.fsdp_size": 4, OVER: 2},
+    ),
+    Case(
+        "an element of a pool has one node",
+        {**TEACHER, f"{DISTILLATION}.placement.fsdp_size": 2, OVER: 2, f"{POOLS}.teacher.replicas": 1},
+        f"{POOLS}.teacher.replicas", "an element of a pool has one node, and a copy of the teacher 2",
+        {**TEACHER, f"{DISTILLATION}.placement.fsdp_size": 2, f"{POOLS}.teacher.replicas": 1},
     ),
     Case(
         "an engine is on one node",
@@ -270,11 +288,6 @@ OF_SCORERS = [
         {**TEACHER, **ENGINE, f"{DISTILLATION}.placement.fsdp_size": 2},
         f"{DISTILLATION}.placement.fsdp_size", 'has no effect without trainer.distillation.backend="fsdp2"',
         {**TEACHER, **ENGINE, f"{DISTILLATION}.placement.num_replicas": 2},
-    ),
-    Case(
-        "Megatron-core has parts of the vocabulary",
-        {**TEACHER, **MEGATRON_CORE, f"{DISTILLATION}.top_k": 4}, f"{DISTILLATION}.top_k", 'expected 0 with backend="megatron"',
-        {**TEACHER, **MEGATRON_CORE},
     ),
     Case(
         "Megatron-core computes in two types",
@@ -374,6 +387,30 @@ OF_SCORERS = [
         {**JUDGE, f"{MODEL}.num_replicas": 2, **TEACHER, f"{DISTILLATION}.use_rewards": True, "slurm.min_scorers": 2},
         "slurm.min_scorers", "expected at most 1, the copies of the teacher (trainer.distillation.placement.num_replicas), found 2",
         {**JUDGE, f"{MODEL}.num_replicas": 2, "slurm.min_scorers": 2},
+    ),
+    Case(
+        "a pool of scorers counts among the copies",
+        {**JUDGE, f"{POOLS}.reward_model.replicas": 1, "slurm.min_scorers": 3},
+        "slurm.min_scorers", "expected at most 2, the copies of the reward model (environment.reward_model.num_replicas and slurm.elastic_scorers",
+        {**JUDGE, f"{POOLS}.reward_model.replicas": 2, "slurm.min_scorers": 3},
+    ),
+    Case(
+        "a model has a copy somewhere",
+        {**TEACHER, f"{DISTILLATION}.placement.num_replicas": 0},
+        f"{DISTILLATION}.placement.num_replicas", "expected at least 1, or copies of an elastic pool (slurm.elastic_scorers.teacher.replicas)",
+        {**TEACHER, f"{DISTILLATION}.placement.num_replicas": 0, f"{POOLS}.teacher.replicas": 1},
+    ),
+    Case(
+        "a pool has copies of a model that there is",
+        {f"{POOLS}.reference.replicas": 2},
+        f"{POOLS}.reference.replicas", "no reference judges finished samples on nodes of its own",
+        {**APART, f"{POOLS}.reference.replicas": 2},
+    ),
+    Case(
+        "hpcrl says what a pool of scorers waits for",
+        {**TEACHER, f"{POOLS}.teacher.extra": {"dependency": "singleton"}},
+        f"{POOLS}.teacher.extra.dependency", "hpcrl sets this option of sbatch itself",
+        {**TEACHER, f"{POOLS}.teacher.extra": {"reservation": "r"}},
     ),
     Case(
         "a weight of the reward model wants one",

@@ -24,7 +24,7 @@ from hpcrl.runtime.process_status import StatusWriter, read_process_statuses
 from tests.launch.submit.test_submit import hpcrl, nothing_made
 from tests.paths import QUICKSTART
 
-GANG, POOL, REPLICA = "7_0", "9", 3
+GANG, POOL, REPLICA = "7_0", "9", 2
 SERVES = """
 import os, sys, time
 from pathlib import Path
@@ -44,8 +44,9 @@ def make_run(tmp_path: Path, rollout: str = SERVES, *settings: str) -> Run:
     return run
 
 
-def record(run: Run, gang: str = GANG, pool: str | None = POOL) -> None:
-    write_json(run.submission, {"executor": "slurm", "job_id": gang, "pool": pool, "submitted": time.time()})
+def record(run: Run, gang: str = GANG, pool: str | None = POOL, **scorer_pools: str) -> None:
+    arrays = {"pool": pool, "scorer_pools": scorer_pools}
+    write_json(run.submission, {"executor": "slurm", "job_id": gang, **arrays, "submitted": time.time()})
 
 
 def wait_for(condition: Callable[[], object], what: str, seconds: float = 30) -> None:
@@ -56,7 +57,7 @@ def wait_for(condition: Callable[[], object], what: str, seconds: float = 30) ->
 
 
 @contextmanager
-def element(run: Run) -> Iterator[subprocess.Popen[bytes]]:
+def element(run: Run, worker: str = f"rollout-{REPLICA}") -> Iterator[subprocess.Popen[bytes]]:
     environment = os.environ | {
         "SUBMITIT_EXECUTOR": "local",
         "SUBMITIT_LOCAL_JOB_ID": "1",
@@ -66,8 +67,8 @@ def element(run: Run) -> Iterator[subprocess.Popen[bytes]]:
         "SUBMITIT_LOCAL_WITH_SHELL": "0",
         "SLURM_ARRAY_JOB_ID": POOL,
     }
-    program = "import sys; from hpcrl.launch.agent.pool import main; main(sys.argv[1], int(sys.argv[2]))"
-    command = [sys.executable, "-c", program, str(run.path), str(REPLICA)]
+    program = "import sys; from hpcrl.launch.agent.pool import main; main(sys.argv[1], sys.argv[2])"
+    command = [sys.executable, "-c", program, str(run.path), worker]
     with subprocess.Popen(command, env=environment) as process:
         try:
             yield process

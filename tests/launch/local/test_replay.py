@@ -8,7 +8,7 @@ import pytest
 from hpcrl.config import Config
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.errors import ConfigError
-from hpcrl.launch.local.replay import config_of, ranks_of_replay
+from hpcrl.launch.local.replay import config_of, ranks_here
 from hpcrl.observe.metrics import MetricsWriter
 from hpcrl.rundir.commit import write_text
 from hpcrl.rundir.layout import Run
@@ -35,15 +35,15 @@ def test_ranks_of_a_replay_share_the_model_as_those_of_the_run_did() -> None:
     """One rank on each of two nodes has half of the model: a replay on one machine has both."""
     two_nodes = {"placement": {"policy_num_nodes": 2, "policy_num_gpus_per_node": 1}}
     halves = trainer(**two_nodes, strategy="megatron", sizes={"tensor_model_parallel_size": 2})
-    assert ranks_of_replay(halves, None) == 2
-    assert ranks_of_replay(halves, 4) == 4
+    assert ranks_here(halves, None) == 2
+    assert ranks_here(halves, 4) == 4
     with pytest.raises(ConfigError, match=r"--ranks: by trainer.policy.megatron_config 2 ranks share .* found 3"):
-        ranks_of_replay(halves, 3)
-    assert ranks_of_replay(trainer(**two_nodes), None) == 1
+        ranks_here(halves, 3)
+    assert ranks_here(trainer(**two_nodes), None) == 1
     four = {"placement": {"policy_num_gpus_per_node": 4}}
     experts = {"expert_model_parallel_size": 4, "expert_tensor_parallel_size": 1}
     with pytest.raises(ConfigError, match="4 ranks share a copy of the model, expected a multiple of that, found 2"):
-        ranks_of_replay(trainer(**four, strategy="megatron", sizes=experts), 2)
+        ranks_here(trainer(**four, strategy="megatron", sizes=experts), 2)
 
 
 def trainer(sizes: dict[str, Any] | None = None, **settings: Any) -> TrainerConfig:

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from hpcrl.config import Config
-from hpcrl.config.node_share import pool_has_scarce_cores
 from hpcrl.launch.doctor.cluster import of_request
 from hpcrl.launch.nodes import describe_plan, make_plan
+from hpcrl.launch.pools import with_few_cores
 from hpcrl.launch.submit.executors import Element, Submission, batch_scripts
 from tests.paths import QUICKSTART, ROOT
 
@@ -105,14 +105,25 @@ def test_a_run_on_gpus_that_would_get_one_core_is_warned(settings: list[str], wa
 
 def test_a_pool_on_a_part_of_a_whole_node_is_warned() -> None:
     settings = ["slurm.gpus_per_node=8", "slurm.elastic.replicas=2", f"{ENGINE}.backend=vllm"]
-    assert pool_has_scarce_cores(Config.from_toml([QUICKSTART], settings))
+    assert with_few_cores(Config.from_toml([QUICKSTART], settings)) == ["slurm.elastic"]
     for more in (
         "slurm.elastic.cpus_per_task=8",
         "slurm.cpus_per_task=64",
         f"{ENGINE}.tensor_parallel_size=8",
         "slurm.gpus_per_node=0",
     ):
-        assert not pool_has_scarce_cores(Config.from_toml([QUICKSTART], [*settings, more]))
+        assert not with_few_cores(Config.from_toml([QUICKSTART], [*settings, more]))
+
+
+def test_a_pool_of_scorers_on_a_part_of_a_node_is_warned() -> None:
+    section = "slurm.elastic_scorers.reference"
+    settings = ["slurm.gpus_per_node=8", f"{section}.replicas=2", "trainer.placement.colocate_policy_ref=false"]
+    config = Config.from_toml([QUICKSTART], settings)
+    assert with_few_cores(config) == [section]
+    (found,) = of_request(config.slurm, with_few_cores(config))
+    assert found.found == f"{section}.cpus_per_task is not set, and an element takes no whole node"
+    whole = "trainer.placement.ref_num_gpus_per_node=8"
+    assert not with_few_cores(Config.from_toml([QUICKSTART], [*settings, whole]))
 
 
 def contained(tmp_path: Path, kind: str, *settings: str) -> list[str]:

@@ -70,7 +70,7 @@ def trained(run: Run, world: World, model: str, changes: dict[str, Any]) -> tupl
     reduction = reduction_of(trainer, trainer.max_length or 0)
     (mini,) = load_mini_batches(run, batch_of(run), trainer, limits, engine.data, reduction)
     if teaches_rows(trainer):
-        score_by_teacher(mini, engine, trainer.distillation.top_k, lambda: None)
+        score_by_teacher(batch_of(run), mini, engine, trainer.distillation, lambda: None)
     validation = Validation.of(run, chosen, limits)
     file = open_tokens(run.dataset("train-0"))
     measured = validation.sums(engine, [(file, row) for row in range(ROWS)], lambda: None)

@@ -13,7 +13,8 @@ from hpcrl.config import Config, TrainerConfig
 from hpcrl.config.scorers import REWARD, TEACHER, scorer_sets
 from hpcrl.config.validate import build
 from hpcrl.data.batch_file import read_batch
-from hpcrl.data.score_file import GroupRewards
+from hpcrl.data.score_file import GroupRewards, RowScores
+from hpcrl.data.token_file import open_tokens
 from hpcrl.rundir.layout import Run
 from hpcrl.trainer.backends.fsdp.sharding import local
 from hpcrl.trainer.batching import MicroBatchLimit
@@ -22,6 +23,7 @@ from hpcrl.trainer.samples import load_mini_batches
 from hpcrl.trainer.scoring.hints import score_by_hints
 from hpcrl.trainer.scoring.model import ScoringModel
 from hpcrl.trainer.scoring.reward import RewardScoringModel
+from hpcrl.trainer.scoring.rows import RowTeacher
 from tests.trainer.material import score, views
 from tests.trainer.scenarios import make_engine, whole
 
@@ -40,8 +42,28 @@ def scores(world: World, options: dict[str, Any]) -> None:
         if isinstance(own, GroupRewards):
             rows[name] = torch.tensor(own.scores)
         else:
-            rows |= {f"{name}.{at}": torch.from_numpy(row.logprobs.copy()) for at, row in enumerate(own)}
+            rows |= {
+                f"{name}.{at}.{kind}": column for at, row in enumerate(own) for kind, column in columns(row).items()
+            }
     save_file(rows, Path(options["out"]) / f"{world.rank}.safetensors", {"passes": str(len(passes))})
+
+
+def columns(row: RowScores) -> dict[str, torch.Tensor]:
+    """Return what a model says of a row, by the names of what it is."""
+    return {kind: torch.from_numpy(column.copy()) for kind, column in vars(row).items() if column is not None}
+
+
+def rows_written(world: World, options: dict[str, Any]) -> None:
+    """Write what a teacher says of the rows of a run."""
+    from tests.trainer.backends.test_supervised import config
+
+    tokens = open_tokens(Run(Path(options["run"])).dataset("train-0"))
+    teacher = RowTeacher(config(options["model"], options["changes"]), world)
+    teacher.write(Run(Path(options["out"])).teacher_file("train-0"), tokens, lambda _: None)
+    if options["changes"].get("strategy") == "megatron":
+        from tests.trainer.backends.megatron.leave import leave_groups  # its imports take seconds
+
+        leave_groups(world)
 
 
 def held(world: World, options: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +18,19 @@ pytest.importorskip("megatron.core")
 from hpcrl.config import Config
 from hpcrl.config.scorers import scorer_sets, teacher_layout, teacher_ranks
 from hpcrl.data.batch_file import write_batch
-from hpcrl.data.score_file import RowScores
+from hpcrl.data.group_file import read_group, write_group
 from hpcrl.launch.submit.models import check_layouts
 from hpcrl.rundir.commit import write_text
 from hpcrl.rundir.layout import Run
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.scoring.model import ScoringModel
-from hpcrl.types import Batch
+from hpcrl.types import Batch, GroupMeta
 from tests.paths import QUICKSTART
 from tests.trainer.backends.megatron.material import EXPERTS, SHARED
 from tests.trainer.material import QUICKSTART as POLICY
 from tests.trainer.material import make_batch, make_run
 from tests.trainer.ranks import Ranks
+from tests.trainer.scoring.scenarios import columns
 
 SECTION = "trainer.distillation"
 FP32 = f"{SECTION}.fsdp_config.mixed_precision.param_dtype=fp32"
@@ -36,6 +38,8 @@ MEGATRON = f"{SECTION}.backend=megatron"
 OWN = {"vocab_size": 18, "head_dim": 16}
 TEACHERS = {"dense": Qwen3Config(**SHARED | OWN), "experts": Qwen3MoeConfig(**SHARED | OWN | EXPERTS)}
 rarely = pytest.mark.faults_slow
+TOP = [f"{SECTION}.top_k=5"]
+GIVEN = [*TOP, f"{SECTION}.top_k_from_teacher=false"]
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +66,22 @@ def configured(run: Run, teacher: Path, *settings: str) -> tuple[Config, Batch]:
     config = Config.from_toml([QUICKSTART], [*own, f"{SECTION}.micro_batch_size_per_gpu=4", *settings])
     write_text(run.config, config.to_toml())
     batch = make_batch(run, 1, groups=4, size=3, masked=True)
+    if config.trainer.distillation.top_k and not config.trainer.distillation.top_k_from_teacher:
+        batch = naming_tokens(run, batch, config.trainer.distillation.top_k)
     write_batch(run, batch, "")
     return config, batch
+
+
+def naming_tokens(run: Run, batch: Batch, count: int) -> Batch:
+    """Let samples name tokens that the policy found most probable."""
+    draw, groups = torch.Generator().manual_seed(1), list[GroupMeta]()
+    for meta in batch.groups:
+        rows = [
+            replace(row, top_ids=torch.randint(0, 18, (len(row.token_ids), count), generator=draw).int())
+            for row in read_group(run.path / meta.path)
+        ]
+        groups.append(write_group(run.path / meta.path, rows, replace(meta, digest="")))
+    return replace(batch, groups=groups)
 
 
 def sizes(**of: int) -> list[str]:
@@ -71,34 +89,51 @@ def sizes(**of: int) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("teacher", "layout"),
+    ("teacher", "layout", "settings"),
     [
-        ("dense", {"tensor": 2, "pipeline": 2}),
-        ("experts", {"expert": 4}),
-        pytest.param("dense", {"sequence": 2, "pipeline": 2}, marks=rarely),
-        pytest.param("experts", {"tensor": 2, "expert": 4}, marks=rarely),
-        pytest.param("experts", {"pipeline": 2, "expert": 2}, marks=rarely),
+        ("dense", {"tensor": 2, "pipeline": 2}, TOP),
+        ("experts", {"expert": 4}, []),
+        pytest.param(
+            "dense", {"tensor": 2, "pipeline": 2}, [f"{SECTION}.top_k=18"], marks=rarely
+        ),  # more than a rank has
+        pytest.param("dense", {"sequence": 2, "pipeline": 2}, [*TOP, f"{SECTION}.include_prompt=true"], marks=rarely),
+        pytest.param("dense", {"sequence": 2, "tensor": 2}, GIVEN, marks=rarely),
+        pytest.param("dense", {"sequence": 2, "pipeline": 2}, [], marks=rarely),
+        pytest.param("experts", {"tensor": 2, "expert": 4}, TOP, marks=rarely),
+        pytest.param("experts", {"pipeline": 2, "expert": 2}, GIVEN, marks=rarely),
     ],
 )
 def test_however_ranks_share_it_a_teacher_says_the_same(
-    teacher: str, layout: dict[str, int], teachers: Path, tmp_path: Path, alone: World, four: Ranks
+    teacher: str,
+    layout: dict[str, int],
+    settings: list[str],
+    teachers: Path,
+    tmp_path: Path,
+    alone: World,
+    four: Ranks,
 ) -> None:
     run = make_run(tmp_path / "run")
-    config, batch = configured(run, teachers / teacher)
+    config, batch = configured(run, teachers / teacher, *settings)
     expected = ScoringModel(run, config, scorer_sets(config)[0], alone).scores(batch.groups, lambda: None)
-    config, _ = configured(run, teachers / teacher, *sizes(**layout))
+    config, _ = configured(run, teachers / teacher, *sizes(**layout), *settings)
     assert teacher_ranks(config.trainer.distillation) == 4
     assert not list(check_layouts(config))
     scores = ("scoring.scenarios:scores", {"run": str(run.path), "out": str(tmp_path)})
     four.play([scores, ("backends.megatron.leave:leave", {})])
     parts: list[dict[str, torch.Tensor]] = [load_file(tmp_path / f"{rank}.safetensors") for rank in range(4)]
-    assert sum(map(len, parts)) == 12, "one of the ranks that share a sample has its scores"
     found = {name: value for part in parts for name, value in part.items()}
-    for name, rows in expected.items():
-        for at, row in enumerate(rows):
-            assert isinstance(row, RowScores)
-            assert abs(row.logprobs).sum() > 1
-            torch.testing.assert_close(found[f"{name}.{at}"], torch.from_numpy(row.logprobs), atol=1e-4, rtol=1e-4)
+    assert sum(map(len, parts)) == len(found), "one of the ranks that share a sample has its scores"
+    wanted = {
+        f"{name}.{at}.{kind}": column
+        for name, rows in expected.items()
+        for at, row in enumerate(rows)
+        for kind, column in columns(row).items()
+    }
+    assert len(wanted) == 12 * (3 if settings else 1)
+    assert found.keys() == wanted.keys()
+    for name, column in wanted.items():
+        assert column.any(), name
+        torch.testing.assert_close(found[name], column, atol=1e-5, rtol=1e-5, msg=name)
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def test_scorers_find_what_the_trainer_finds_beside_the_policy(
         name = batch.groups[at].group_id
         assert values_T.abs().sum() > 1
         torch.testing.assert_close(torch.from_numpy(one[name][row].logprobs), values_T, atol=1e-6, rtol=1e-6)
-        torch.testing.assert_close(together[f"{name}.{row}"], values_T, atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(together[f"{name}.{row}.logprobs"], values_T, atol=1e-6, rtol=1e-6)
 
 
 def test_scorers_share_prefixes(tmp_path: Path, alone: World) -> None:

@@ -27,7 +27,7 @@ from hpcrl.trainer.backends.megatron.adapters.layer import adapted_weights
 from hpcrl.trainer.backends.megatron.adapters.whole import merging, whole_adapters, whole_modules, without_adapters
 from hpcrl.trainer.backends.megatron.architecture import Architecture, architecture_of
 from hpcrl.trainer.backends.megatron.models import CriticModel, PolicyModel, StageModel
-from hpcrl.trainer.backends.megatron.pipeline import Pipeline
+from hpcrl.trainer.backends.megatron.pipeline import Pipeline, top_columns
 from hpcrl.trainer.backends.megatron.process_groups import join_groups
 from hpcrl.trainer.backends.megatron.settings import ddp_config, optimizer_config, transformer_config, virtual_stages
 from hpcrl.trainer.backends.megatron.state import ShardedState
@@ -243,9 +243,7 @@ class MegatronPolicy(MegatronExported[PolicyModel]):
     def top_logprobs(
         self, batches: MicroBatches, *, reference: bool = False
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        for values_KP in self._outputs(Pipeline.top_outputs, batches, reference=reference):
-            ids_KP, top_KP = values_KP[1:].chunk(2)
-            yield values_KP[0], ids_KP.T.long(), top_KP.T
+        return map(top_columns, self._outputs(Pipeline.top_outputs, batches, reference=reference))
 
     def _outputs(
         self,

@@ -72,7 +72,7 @@ class Pipeline:
         return self._forward(batches, lambda _, values_KP: values_KP[1], lambda _: ())
 
     def top_outputs(self, batches: MicroBatches) -> Iterator[torch.Tensor]:
-        """Yield all outputs for each micro-batch that asks for `top_k`, [1 + 2 top_k, P] on every stage, without gradient."""
+        """Yield all outputs for each micro-batch that asks for `top_k`, [1 + 2 top_k, P] on every stage, without gradient; see `top_columns`."""
         return self._forward(batches, lambda _, values_KP: values_KP, lambda batch: (1 + 2 * batch.top_k,))
 
     def _forward(
@@ -144,3 +144,9 @@ class Pipeline:
         """Return the last stage's, which alone has any, on every stage."""
         found = tell({name: value.item() for name, value in totals.items()}, self._last_stage_rank, pipeline_group())
         return {name: torch.tensor(value, dtype=torch.float64) for name, value in found.items()}
+
+
+def top_columns(values_KP: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return log-probabilities of the labels [P], and ids [P, K] int64 and log-probabilities [P, K] of the most probable tokens, from `top_outputs`."""
+    ids_KP, top_KP = values_KP[1:].chunk(2)
+    return values_KP[0], ids_KP.T.long(), top_KP.T

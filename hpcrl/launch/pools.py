@@ -1,0 +1,107 @@
+"""The elastic pools of a run: job arrays beside its own, each element of which has one worker: a replica, or a copy of a scorer's model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hpcrl.config import Config, ElasticConfig, engine_gpus, replicas_per_node
+from hpcrl.config.derive import gpu_count
+from hpcrl.config.node_share import asks_for_few_cores, of_element
+from hpcrl.config.scorers import COPIES, POOLS, scorer_numbers, scorer_sets, scorers_per_node
+from hpcrl.errors import RunError
+from hpcrl.launch.nodes import Node, make_plan, scorer_node
+
+ROLLOUT = "rollout"
+
+
+@dataclass(frozen=True)
+class Pool:
+    """One pool.
+
+    Attributes:
+        name: ROLLOUT, or what its scorers' findings are called (ScorerSet).
+        what: its workers are besides, for people; or empty.
+        setting: the section that asks for it.
+        instead: the setting that says how many of the same start with the run.
+        asked: that section.
+        nodes: of each element the node that it has, by the number of the element.
+        share: how many of them a node of the run would have.
+    """
+
+    name: str
+    what: str
+    setting: str
+    instead: str
+    asked: ElasticConfig
+    nodes: tuple[Node, ...]
+    share: int
+
+    @property
+    def workers(self) -> list[str]:
+        """Names of the workers, by the number of the element."""
+        return [name for node in self.nodes for name in node.workers]
+
+    @property
+    def title(self) -> str:
+        return "elastic pool" if self.name == ROLLOUT else f"elastic pool of {self.name}"
+
+    def element(self, config: Config) -> tuple[int | None, int | None, bool]:
+        """Return what an element asks for, as of `of_element`."""
+        return of_element(config.slurm, self.asked, self.share)
+
+
+def elastic_pools(config: Config) -> list[Pool]:
+    """Return the pools of a run that have elements."""
+    engine, elastic, on_gpu = config.generator.inference_engine, config.slurm.elastic, gpu_count(config.slurm) > 0
+    first, found = len(make_plan(config)), list[Pool]()
+    if elastic.replicas:
+        replicas, gpus = range(engine.num_engines, engine.num_engines + elastic.replicas), engine_gpus(engine)
+        nodes = [Node(first + at, "rollout", 0, (replica,), gpus * on_gpu, 0) for at, replica in enumerate(replicas)]
+        instead, share = "generator.inference_engine.num_engines", replicas_per_node(config)
+        found.append(Pool(ROLLOUT, "", "slurm.elastic", instead, elastic, tuple(nodes), share))
+        first += len(nodes)
+    sets = scorer_sets(config)
+    for each, (_, numbers) in zip(sets, scorer_numbers(sets), strict=True):
+        if not numbers:
+            continue
+        nodes = [scorer_node(first + at, each, (number,), on_gpu=on_gpu, offset=0) for at, number in enumerate(numbers)]
+        where, share = (POOLS[each.role], COPIES[each.role]), scorers_per_node(config, each)
+        found.append(Pool(each.name, each.title, *where, each.pool, tuple(nodes), share))
+        first += len(nodes)
+    return found
+
+
+def pool_of(config: Config, worker: str) -> Pool | None:
+    """Return the pool that a worker belongs to; None: it starts with the run."""
+    return next((pool for pool in elastic_pools(config) if worker in pool.workers), None)
+
+
+def pooled_node(config: Config, worker: str) -> Node:
+    """Return the node of a worker of a pool.
+
+    Raises:
+        RunError: no pool of the configuration has it.
+    """
+    pool = pool_of(config, worker)
+    if pool is None:
+        raise RunError(
+            f"{worker} is in no elastic pool of this configuration, which was changed since it was submitted"
+        )
+    return pool.nodes[pool.workers.index(worker)]
+
+
+def with_few_cores(config: Config) -> list[str]:
+    """Return the sections of pools on GPUs whose elements ask for no cores and take no whole nodes."""
+    pools = elastic_pools(config)
+    few = (pool.setting for pool in pools if asks_for_few_cores(config.slurm, pool.asked, pool.element(config)))
+    return list(dict.fromkeys(few))
+
+
+def describe_pools(config: Config) -> list[str]:
+    """Return one line for each elastic pool, for people."""
+    lines = []
+    for pool in elastic_pools(config):
+        partition = pool.asked.partition or config.slurm.partition or "of the cluster"
+        of_what = f" ({pool.what})" if pool.what else ""
+        lines.append(f"elastic: {', '.join(pool.workers)}{of_what}, partition {partition}")
+    return lines

@@ -1,0 +1,109 @@
+"""What decides what a teacher says of the rows that a run learns, and whether files that `hpcrl score` wrote are of that teacher and these rows."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hpcrl.config import Config, temperature
+from hpcrl.config.derive import model_config_kwargs, ref_model, ref_sharding
+from hpcrl.config.errors import Problem
+from hpcrl.config.sections.model import Pretrained
+from hpcrl.data.tokenize import Recipe, shared_facts, training_sources
+from hpcrl.errors import DataError
+from hpcrl.launch.submit.models import MODEL_FILE, folder_of
+from hpcrl.rundir.commit import digest_of, is_committed, read_json
+from hpcrl.rundir.layout import Run
+
+FACTS = "score.json"
+_SETTING = "trainer.distillation.precomputed_logprobs"
+_REMEDY = "write it anew with `hpcrl score`, or leave it out"
+_END = 1 << 20
+_DECIDES = ("model_config_kwargs", "rotary positions", "temperature", "number types")
+
+
+def facts_of(config: Config) -> dict[str, Any]:
+    """Return all that decides what the teacher says of the rows of a run, and nothing else, as JSON has it.
+
+    Raises:
+        DataError: a dataset or a tokenizer cannot be read.
+    """
+    trainer, recipe, model = config.trainer, Recipe.of(config), ref_model(config.trainer)
+    precision = (
+        trainer.ref.megatron_config.dtype
+        if trainer.strategy == "megatron"
+        else ref_sharding(trainer).mixed_precision.param_dtype
+    )
+    facts = {
+        "teacher": str(model),
+        "weights": _identity(model),
+        "model_config_kwargs": model_config_kwargs(trainer.ref),
+        "rotary positions": [trainer.rope_scaling, trainer.rope_theta],
+        "temperature": temperature(config),
+        "number types": [precision, trainer.algorithm.logprob_dtype],
+        "top_k": trainer.distillation.top_k,
+        "datasets": [shared_facts(source, recipe) for source in training_sources(config.data)],
+    }
+    return json.loads(json.dumps(facts, default=str))
+
+
+def _identity(model: Pretrained) -> str | None:
+    """Return what tells a model from others: its config.json, and of each file of weights name, size and both ends; None: it is not on this machine."""
+    folder = folder_of(model)
+    weights = [] if folder is None else sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")])
+    if folder is None or not weights:
+        return None
+    found = [digest_of((folder / MODEL_FILE).read_bytes())]
+    for path in weights:
+        with path.open("rb") as file:
+            first = file.read(_END)
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _END))
+            found.append(f"{path.name} {size} {digest_of(first)} {digest_of(file.read(_END))}")
+    return digest_of("\n".join(found).encode())
+
+
+def check_precomputed(config: Config) -> Iterator[Problem]:
+    """Yield why files of a teacher's log-probabilities are not those that a run wants.
+
+    Whether the rows have the same tokens is looked at again for each row that is read (hpcrl/trainer/offline/teacher_file.py).
+    """
+    written = config.trainer.distillation.precomputed_logprobs
+    if written is None:
+        return
+    place, names = Run(Path(written)), [f"train-{at}" for at in range(len(config.data.train_data))]
+    said = read_json(place.path / FACTS)
+    if said is None or len(said["datasets"]) != len(names):
+        expected = f"of {len(names)} dataset(s), as data.train_data has"
+        found = "there is none" if said is None else f"it speaks of {len(said['datasets'])}"
+        yield Problem(_SETTING, f"expected a directory that `hpcrl score` wrote {expected}; {found}: {written}")
+        return
+    if missing := [name for name in names if not is_committed(place.teacher_file(name))]:
+        yield Problem(_SETTING, f"{written} lacks {', '.join(missing)}: `hpcrl score` did not finish it; {_REMEDY}")
+    try:
+        wanted = facts_of(config)
+    except (DataError, ModuleNotFoundError):  # which the look at the datasets themselves tells
+        return
+    yield from (Problem(_SETTING, f"{written} {what}; {_REMEDY}") for what in _differences(said, wanted))
+
+
+def _differences(said: dict[str, Any], wanted: dict[str, Any]) -> Iterator[str]:
+    """Yield what was written otherwise than it is wanted, in words."""
+    known = None not in (said["weights"], wanted["weights"])
+    what = "weights" if known else "teacher"  # the same weights wherever they lie
+    if said[what] != wanted[what]:
+        trained = said["teacher"] == wanted["teacher"]
+        other = "which has other weights now" if trained else f"and this run's is {wanted['teacher']}"
+        yield f"is of the teacher {said['teacher']}, {other}"
+    if said["top_k"] < wanted["top_k"]:
+        yield f"has the {said['top_k']} most probable tokens of each place, fewer than trainer.distillation.top_k = {wanted['top_k']}"
+    for name in _DECIDES:
+        if said[name] != wanted[name]:
+            yield f"was computed with other {name}, {said[name]}, than this run has, {wanted[name]}"
+    for at, (one, other) in enumerate(zip(said["datasets"], wanted["datasets"], strict=True)):
+        keys = sorted(key for key in (one.keys() | other.keys()) - {"by"} if one.get(key) != other.get(key))
+        if keys:
+            yield f"speaks of other rows than data.train_data[{at}] has here: {', '.join(keys)} differ"
