@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.config.rules.skyrl_cases import (
     ALGORITHM,
     CORRECTION,
+    DISTILLATION,
     DPO,
     ENGINE,
     FOUR_GPUS,
@@ -18,6 +19,7 @@ from tests.config.rules.skyrl_cases import (
 
 ESTIMATED = {f"{ALGORITHM}.approximate_old_logprobs": True}
 OBSERVED = {f"{ALGORITHM}.observation_nll_coef": 0.05}
+TAUGHT = {f"{DISTILLATION}.enable": True, f"{DISTILLATION}.model_path": "t"}
 GDPO = {f"{ALGORITHM}.advantage_estimator": "gdpo", f"{ALGORITHM}.gdpo.rewards": {"correct": 1.0, "format": 0.3}}
 
 OF_MODES = [
@@ -239,5 +241,11 @@ OF_ALGORITHMS = [
         {**ESTIMATED, **NO_KL, f"{ALGORITHM}.use_kl_in_reward": True},
         f"{ALGORITHM}.approximate_old_logprobs", "trainer.algorithm.use_kl_in_reward needs them before the policy is updated",
         {**ESTIMATED, f"{CORRECTION}.tis_ratio_type": "token"},
+    ),
+    Case(
+        "layers of a teacher are not compiled for each micro-batch",
+        {"trainer.shared_prefixes": True, "trainer.max_tokens_per_micro_batch": 4096, **TAUGHT, f"{DISTILLATION}.compile_model": True},
+        "trainer.shared_prefixes", "would be compiled anew for each micro-batch; set trainer.distillation.compile_model to false",
+        {"trainer.shared_prefixes": True, "trainer.max_tokens_per_micro_batch": 4096, **TAUGHT},
     ),
 ]  # fmt: skip

@@ -35,12 +35,6 @@ OVER = f"{DISTILLATION}.placement.nodes_per_replica"
 
 OF_SCORERS = [
     Case(
-        "layers of a teacher are not compiled for each micro-batch",
-        {"trainer.shared_prefixes": True, "trainer.max_tokens_per_micro_batch": 4096, **TEACHER, f"{DISTILLATION}.compile_model": True},
-        "trainer.shared_prefixes", "would be compiled anew for each micro-batch; set trainer.distillation.compile_model to false",
-        {"trainer.shared_prefixes": True, "trainer.max_tokens_per_micro_batch": 4096, **TEACHER},
-    ),
-    Case(
         "a teacher has ranks",
         {**TEACHER, f"{DISTILLATION}.placement.fsdp_size": -1},
         f"{DISTILLATION}.placement.fsdp_size", "expected the number of ranks of one copy of the teacher, found -1",
