@@ -34,7 +34,7 @@ from hpcrl.config.sections.model import Pretrained
 from hpcrl.data.weight_files import PublishedWeights, WeightReader
 from hpcrl.rollout.engines.vllm.client import EngineClient
 from hpcrl.rollout.engines.vllm.server import Server, ServerOptions
-from hpcrl.rollout.fetch import fetch
+from hpcrl.rollout.weights.fetch import fetch
 from hpcrl.rundir.commit import committed, write_text
 from hpcrl.rundir.layout import Run, version_of
 from hpcrl.runtime.scratch import Scratch

@@ -17,7 +17,7 @@ from contextlib import ExitStack, closing, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from hpcrl.config import Config
+from hpcrl.config import Config, InferenceEngineConfig
 from hpcrl.config.adapters import begins_with_model
 from hpcrl.config.derive import max_input_length, names_own_code, needs_baselines, policy_model, surplus_groups
 from hpcrl.config.reward_model import reward_services
@@ -32,6 +32,7 @@ from hpcrl.runtime.scratch import weight_copy_dir
 from hpcrl.runtime.signals import die_with_parent
 
 if TYPE_CHECKING:
+    from hpcrl.rollout.weights.receive import Receiver
     from hpcrl.rollout.worker import WorkerOptions
 
 
@@ -64,12 +65,13 @@ def serve(
         engine = stack.enter_context(launched(run, config, run.log(attempt, f"engine-{replica}")))
         # what follows takes seconds to import, while the engine starts
         from hpcrl.data.chat import load_tokenizer, without_torch
-        from hpcrl.rollout.copies import NodeCopies
+        from hpcrl.rollout.weights.copies import NodeCopies
         from hpcrl.rollout.worker import work
 
         options = replace(worker_options(run, config, attempt, replica), timeline=timeline)
         if copies:
-            options = replace(options, copies=stack.enter_context(closing(NodeCopies(copies, run, attempt))))
+            receiver = weight_receiver(run, attempt, config.generator.inference_engine)
+            options = replace(options, copies=stack.enter_context(closing(NodeCopies(copies, run, attempt, receiver))))
         # code of the user's may use models of transformers, which need torch; nothing else here does
         with nullcontext() if names_own_code(config) else without_torch():
             tokenizer = load_tokenizer(policy_model(config.trainer), config.generator.chat_template)
@@ -118,6 +120,14 @@ def worker_options(run: Run, config: Config, attempt: int, replica: int) -> Work
         from_model=begins_with_model(config.trainer),
         lessons=Lessons.of(config.trainer),
     )
+
+
+def weight_receiver(run: Run, attempt: int, engine: InferenceEngineConfig) -> Receiver | None:
+    """Return what has the trainer send new weights to this node; None where they are read as files."""
+    from hpcrl.rollout.weights.receive import Receiver
+
+    backend, stage_s = engine.weight_sync_backend, engine.weight_sync_timeout_seconds
+    return None if backend == "filesystem" else Receiver(run, attempt, backend == "nccl", os.environ["HPCRL_ADDRESS"], stage_s)
 
 
 def capacity(config: Config) -> int:

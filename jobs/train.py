@@ -25,9 +25,10 @@ from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 
+import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from hpcrl.config import Config
+from hpcrl.config import Config, InferenceEngineConfig
 from hpcrl.config.adapters import begins_with_model, loads_adapters
 from hpcrl.config.derive import (
     checkpoint_interval,
@@ -54,6 +55,7 @@ from hpcrl.trainer.profiling.steps import recorded
 from hpcrl.trainer.saving.checkpoint import Checkpoints
 from hpcrl.trainer.saving.dump import Dumps
 from hpcrl.trainer.saving.publish import NoPublisher, Publisher
+from hpcrl.trainer.saving.send import WeightSender
 from hpcrl.trainer.step import Learner
 from hpcrl.trainer.stop import StopConsensus, Stopping
 
@@ -83,7 +85,8 @@ def work(
     record_step: Callable[[int], None],
 ) -> None:
     """Load, train to the end of the run or to a stop request, and report which."""
-    trainer, dtype = config.trainer, DTYPES[config.generator.inference_engine.model_dtype]
+    trainer, engine = config.trainer, config.generator.inference_engine
+    dtype = DTYPES[engine.model_dtype]
     ranks = ModelRanks.of(trainer, world)
     controller = ControllerClient(run, attempt, world, consensus, critic=ranks.own.first and not ranks.policy)
     try:
@@ -93,7 +96,8 @@ def work(
         learner = load_learner(run, config, ranks, consensus, resume, Dumps(run, attempt, world))
         publisher = Publisher(
             run, attempt, ranks.own, dtype, kept_versions(trainer), max_model_len(config),
-            adapters=loads_adapters(config), engines=has_engines(config),
+            adapters=loads_adapters(config), engines=has_engines(config), full_interval=engine.full_weights_interval,
+            sender=sender_of(run, attempt, ranks.own, engine) if has_engines(config) else None,
         ) if ranks.policy else NoPublisher()  # fmt: skip
         policy = None if learner.start.updates else learner.policy
         publisher.resume(policy, learner.start.step, from_model=begins_with_model(trainer))
@@ -103,6 +107,13 @@ def work(
         controller.close("stopped")
     else:
         controller.close("finished")
+
+
+def sender_of(run: Run, attempt: int, world: World, engine: InferenceEngineConfig) -> WeightSender | None:
+    if engine.weight_sync_backend == "filesystem":
+        return None
+    device = world.device if engine.weight_sync_backend == "nccl" else torch.device("cpu")
+    return WeightSender(run, attempt, world.rank, device, os.environ["HPCRL_ADDRESS"], engine.weight_sync_timeout_seconds)
 
 
 def train(

@@ -57,7 +57,6 @@ UNIMPLEMENTED: dict[str, Unimplemented] = {
     "generator.inference_engine.pipeline_parallel_size": Unimplemented("replicas that share their layers among GPUs"),
     "generator.inference_engine.data_parallel_size": _ENGINE,
     "generator.inference_engine.expert_parallel_size": _ENGINE,
-    "generator.inference_engine.weight_sync_backend": Unimplemented("weights pushed over NCCL"),
     "generator.inference_engine.weight_transfer_threshold_cuda_ipc_GB": Unimplemented("weights handed over on the GPU"),
     "vla": Unimplemented("vision-language-action models"),
 }

@@ -25,6 +25,7 @@ from hpcrl.config.rules.cluster import (
     gpus_of_nodes,
     sbatch_options,
     time_to_save,
+    ways_of_weights,
 )
 from hpcrl.config.rules.generation import (
     chat,
@@ -420,6 +421,7 @@ RULES: tuple[Rule, ...] = (
     embedded_engine,
     engine_options,
     copies_of_weights,
+    ways_of_weights,
     flash_infer,
     enough_replicas,
     gpus_of_nodes,

@@ -1,0 +1,202 @@
+"""Files on their way from one process to another, through a process group of torch that the two make for one transfer.
+
+Both know the files and their sizes (over HTTP, signed); what crosses are their bytes, end to end, in parts of at most PART bytes, and at the end one byte
+back. Each stage, to meet, a part, the byte at the end, has `stage_s` seconds: whoever dies, stops or is lost with its node costs the other
+one that long at most.
+
+    sender                              receiver
+    listen() -> store, its port
+                 -- port, name -->      store_at(...)
+    Pair(rank SENDER)                   Pair(rank RECEIVER)      both wait until the other is there
+    send_files(...)                     receive_files(...)
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+
+from hpcrl.data.weight_files import bytes_of, layout, write_at
+from hpcrl.faults import fault
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+SENDER, RECEIVER = 0, 1
+PART = 64 << 20
+Files = Mapping[str, Mapping[str, torch.Tensor]]
+"""Tensors by the name of their file; a file has them in the order of `layout`."""
+
+_POLL_S = 0.0005
+_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+c10d = cast(Any, dist)  # what torch makes process groups of has no declared types
+
+
+def sender(rank: int) -> str:
+    """Return the name of a rank of the trainer as one that sends weights, as whom it is asked."""
+    return f"weights-{rank}"
+
+
+def sizes_of(files: Files) -> dict[str, int]:
+    """Return the bytes of each file."""
+    return {
+        name: len(layout(tensors)[0]) + sum(tensor.nbytes for tensor in tensors.values()) for name, tensors in files.items()
+    }
+
+
+def listen(address: str, name: str, stage_s: float) -> tuple[Store, int]:
+    """Return a store at which one receiver may meet this process, and its port.
+
+    Args:
+        address: of this node; nothing listens at its others.
+        name: nobody else knows it: who reaches the port meets nobody without.
+
+    Raises:
+        RuntimeError, OSError: there can be none.
+    """
+    with socket.create_server((address, 0)) as listener:
+        port = listener.getsockname()[1]
+        store = c10d.TCPStore(
+            address, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=stage_s),
+            master_listen_fd=listener.detach(), use_libuv=True,
+        )  # fmt: skip
+    return c10d.PrefixStore(name, store), port
+
+
+def store_at(address: str, port: int, name: str, stage_s: float) -> Store:
+    """Return the store of a sender.
+
+    Raises:
+        RuntimeError: it is not there within the time of a stage.
+    """
+    store = c10d.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=stage_s))
+    return c10d.PrefixStore(name, store)
+
+
+class Pair:
+    """A sender and a receiver that have met.
+
+    Args:
+        device: a GPU, through whose memory the parts go with NCCL, and which is not the other one's; or the CPU, with gloo.
+        address: of this node, at which gloo listens.
+
+    Raises:
+        RuntimeError: the other one did not come within the time of a stage.
+    """
+
+    def __init__(self, device: torch.device, store: Store, rank: int, address: str, stage_s: float) -> None:
+        self._device, self._rank, self._stage = device, rank, timedelta(seconds=stage_s)
+        store.set_timeout(self._stage)
+        self._group = _gloo(store, rank, address, self._stage) if device.type == "cpu" else _nccl(store, rank)
+        self._part = torch.empty(PART, dtype=torch.uint8, device=device)
+
+    def send(self, data: torch.Tensor) -> None:
+        """Send a part, [at most PART] uint8 on the CPU.
+
+        Raises:
+            RuntimeError: the other one is gone, or took longer than a stage may.
+        """
+        part = data if self._device.type == "cpu" else self._part[: len(data)].copy_(data)
+        self._finish(self._group.send([part], 1 - self._rank, 0))
+
+    def receive(self, length: int) -> torch.Tensor:
+        """Return a part of so many bytes, on the CPU, until the next one; errors as of `send`."""
+        part = self._part[:length]
+        self._finish(self._group.recv([part], 1 - self._rank, 0))
+        return part.cpu()
+
+    def _finish(self, work: Any) -> None:
+        if self._device.type == "cpu":
+            work.wait(self._stage)
+            return
+        deadline = time.monotonic() + self._stage.total_seconds()
+        while not work.is_completed():
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"a part took longer than {self._stage.total_seconds():.0f} s")
+            time.sleep(_POLL_S)
+        work.wait()
+
+    def close(self) -> None:
+        """Leave; what is on its way is given up."""
+        with suppress(RuntimeError):
+            self._group.abort()
+
+
+def _gloo(store: Store, rank: int, address: str, stage: timedelta) -> Any:
+    options = c10d.ProcessGroupGloo._Options()
+    options._timeout = stage
+    options._devices = [c10d.ProcessGroupGloo.create_device(hostname=address)]
+    return c10d.ProcessGroupGloo(store, rank, 2, options)
+
+
+def _nccl(store: Store, rank: int) -> Any:
+    """Return a group that lets a failure be: torch's own way is to end the process, and the sender is a trainer."""
+    options = c10d.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(days=1)  # which the watchdog of the group would end the process after; a part has its own
+    before = os.environ.get(_ERRORS)
+    os.environ[_ERRORS] = "0"  # read when the group is made
+    try:
+        group = c10d.ProcessGroupNCCL(store, rank, 2, options)
+    finally:
+        os.environ.pop(_ERRORS)
+        if before is not None:
+            os.environ[_ERRORS] = before
+    return group
+
+
+def send_files(pair: Pair, files: Files) -> None:
+    """Send files, and return when the other one has them all; errors as of `Pair.send`."""
+    for tensors in files.values():
+        for part in _parts(tensors):
+            fault("weights.send")
+            pair.send(part)
+    pair.receive(1)
+
+
+def receive_files(pair: Pair, sizes: Mapping[str, int], directory: Path) -> None:
+    """Write the files that the other one sends.
+
+    Args:
+        sizes: of each file, in the order in which they come.
+
+    Raises:
+        RuntimeError: as of `Pair.send`.
+        OSError: they cannot be written.
+    """
+    for name, size in sizes.items():
+        with (directory / name).open("wb") as file:
+            at = 0
+            while at < size:
+                part = pair.receive(min(PART, size - at))
+                fault("weights.receive")
+                write_at(file.fileno(), bytes_of(part), at)
+                at += len(part)
+    pair.send(torch.zeros(1, dtype=torch.uint8))
+
+
+def _parts(tensors: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield a file with these tensors, [at most PART] uint8 each, all but the last one full; each is there until the next one."""
+    head, places = layout(tensors)
+    size = len(head) + sum(tensor.nbytes for tensor in tensors.values())
+    buffer, filled = torch.empty(min(PART, size), dtype=torch.uint8), 0
+    pieces = [memoryview(bytearray(head)), *(bytes_of(tensors[name]) for name in places)]
+    for piece in pieces:
+        data = torch.frombuffer(piece, dtype=torch.uint8) if len(piece) else torch.empty(0, dtype=torch.uint8)
+        while len(data):
+            count = min(len(buffer) - filled, len(data))
+            buffer[filled : filled + count] = data[:count]
+            filled, data = filled + count, data[count:]
+            if filled == len(buffer):
+                yield buffer
+                filled = 0
+    if filled:
+        yield buffer[:filled]
