@@ -1,35 +1,36 @@
 """Files on their way from one process to another, through a process group of torch that the two make for one transfer.
 
 Both know the files and their sizes (over HTTP, signed); what crosses are their bytes, end to end, in parts of at most PART bytes, and at the end one byte
-back. Each stage, to meet, a part, the byte at the end, has `stage_s` seconds: whoever dies, stops or is lost with its node costs the other
-one that long at most.
+back. How the two find each other, which torch keeps in a store, each tells the other over HTTP too: nothing listens but gloo, or NCCL, at
+an address that nobody else is told. Each stage, to meet, a part, the byte at the end, has `stage_s` seconds: whoever dies, stops or is lost
+with its node costs the other one that long at most.
 
-    sender                              receiver
-    listen() -> store, its port
-                 -- port, name -->      store_at(...)
-    Pair(rank SENDER)                   Pair(rank RECEIVER)      both wait until the other is there
-    send_files(...)                     receive_files(...)
+    receiver                            sender
+    Pair(rank RECEIVER).tells()
+                 -- version, that -->
+                                        Pair(rank SENDER).hear(that), send_files() in a thread, tells()
+                <-- sizes, that --
+    hear(that), receive_files()
 """
 
 from __future__ import annotations
 
+import base64
 import os
-import socket
+import threading
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
 from hpcrl.data.weight_files import bytes_of, layout, write_at
 from hpcrl.faults import fault
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
 
 SENDER, RECEIVER = 0, 1
 PART = 64 << 20
@@ -53,51 +54,55 @@ def sizes_of(files: Files) -> dict[str, int]:
     }
 
 
-def listen(address: str, name: str, stage_s: float) -> tuple[Store, int]:
-    """Return a store at which one receiver may meet this process, and its port.
-
-    Args:
-        address: of this node; nothing listens at its others.
-        name: nobody else knows it: who reaches the port meets nobody without.
-
-    Raises:
-        RuntimeError, OSError: there can be none.
-    """
-    with socket.create_server((address, 0)) as listener:
-        port = listener.getsockname()[1]
-        store = c10d.TCPStore(
-            address, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=stage_s),
-            master_listen_fd=listener.detach(), use_libuv=True,
-        )  # fmt: skip
-    return c10d.PrefixStore(name, store), port
-
-
-def store_at(address: str, port: int, name: str, stage_s: float) -> Store:
-    """Return the store of a sender.
-
-    Raises:
-        RuntimeError: it is not there within the time of a stage.
-    """
-    store = c10d.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=stage_s))
-    return c10d.PrefixStore(name, store)
-
-
 class Pair:
-    """A sender and a receiver that have met.
+    """A sender or a receiver, and the other one as soon as they have met.
 
     Args:
         device: a GPU, through whose memory the parts go with NCCL, and which is not the other one's; or the CPU, with gloo.
-        address: of this node, at which gloo listens.
-
-    Raises:
-        RuntimeError: the other one did not come within the time of a stage.
+        host: address of this node, at which gloo listens.
     """
 
-    def __init__(self, device: torch.device, store: Store, rank: int, address: str, stage_s: float) -> None:
-        self._device, self._rank, self._stage = device, rank, timedelta(seconds=stage_s)
-        store.set_timeout(self._stage)
-        self._group = _gloo(store, rank, address, self._stage) if device.type == "cpu" else _nccl(store, rank)
-        self._part = torch.empty(PART, dtype=torch.uint8, device=device)
+    def __init__(self, device: torch.device, rank: int, host: str, stage_s: float) -> None:
+        self._device, self._rank, self._stage_s, self._stage = device, rank, stage_s, timedelta(seconds=stage_s)
+        self._store, self._heard = c10d.HashStore(), set[str]()
+        self._store.set_timeout(self._stage)
+        self._group: Future[Any] = Future()
+        threading.Thread(target=self._meet, args=(host,), name="weights", daemon=True).start()
+        self._part = torch.empty(0 if device.type == "cpu" else PART, dtype=torch.uint8, device=device)
+
+    def _meet(self, host: str) -> None:
+        try:
+            on_cpu = self._device.type == "cpu"
+            self._group.set_result(_gloo(self._store, self._rank, host, self._stage) if on_cpu else _nccl(self._store, self._rank))
+        except RuntimeError as error:
+            self._group.set_exception(error)
+
+    def tells(self) -> dict[str, str]:
+        """Return what the other one needs for finding this one.
+
+        Raises:
+            RuntimeError: torch did not say within the time of a stage.
+        """
+        if self._device.type == "cuda" and self._rank == RECEIVER:
+            return {}  # of NCCL the first rank tells alone, when it begins to send
+        deadline = time.monotonic() + self._stage_s
+        while not (own := set(self._store.list_keys()) - self._heard):
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"torch did not say within {self._stage_s:g} s where this process is to be found")
+            time.sleep(_POLL_S)
+        return {key: base64.b64encode(self._store.get(key)).decode() for key in own}
+
+    def hear(self, told: Mapping[str, str]) -> None:
+        """Take in what the other one tells; ValueError where it is none of that."""
+        for key, value in told.items():
+            self._heard.add(key)
+            self._store.set(key, base64.b64decode(value, validate=True))
+
+    def _joined(self) -> Any:
+        try:
+            return self._group.result(self._stage_s)
+        except TimeoutError:
+            raise RuntimeError(f"the other process was not there within {self._stage_s:g} s") from None
 
     def send(self, data: torch.Tensor) -> None:
         """Send a part, [at most PART] uint8 on the CPU.
@@ -106,39 +111,40 @@ class Pair:
             RuntimeError: the other one is gone, or took longer than a stage may.
         """
         part = data if self._device.type == "cpu" else self._part[: len(data)].copy_(data)
-        self._finish(self._group.send([part], 1 - self._rank, 0))
+        self._finish(self._joined().send([part], 1 - self._rank, 0))
 
     def receive(self, length: int) -> torch.Tensor:
-        """Return a part of so many bytes, on the CPU, until the next one; errors as of `send`."""
-        part = self._part[:length]
-        self._finish(self._group.recv([part], 1 - self._rank, 0))
+        """Return a part of so many bytes, on the CPU; errors as of `send`."""
+        part = torch.empty(length, dtype=torch.uint8) if self._device.type == "cpu" else self._part[:length]
+        self._finish(self._joined().recv([part], 1 - self._rank, 0))
         return part.cpu()
 
     def _finish(self, work: Any) -> None:
         if self._device.type == "cpu":
             work.wait(self._stage)
             return
-        deadline = time.monotonic() + self._stage.total_seconds()
+        deadline = time.monotonic() + self._stage_s
         while not work.is_completed():
             if time.monotonic() > deadline:
-                raise RuntimeError(f"a part took longer than {self._stage.total_seconds():.0f} s")
+                raise RuntimeError(f"a part took longer than {self._stage_s:g} s")
             time.sleep(_POLL_S)
         work.wait()
 
     def close(self) -> None:
         """Leave; what is on its way is given up."""
-        with suppress(RuntimeError):
-            self._group.abort()
+        if self._group.done() and self._group.exception() is None:
+            with suppress(RuntimeError):  # gloo has no such thing; it closes with its last reference
+                self._group.result().abort()
 
 
-def _gloo(store: Store, rank: int, address: str, stage: timedelta) -> Any:
+def _gloo(store: Any, rank: int, host: str, stage: timedelta) -> Any:
     options = c10d.ProcessGroupGloo._Options()
     options._timeout = stage
-    options._devices = [c10d.ProcessGroupGloo.create_device(hostname=address)]
+    options._devices = [c10d.ProcessGroupGloo.create_device(hostname=host)]
     return c10d.ProcessGroupGloo(store, rank, 2, options)
 
 
-def _nccl(store: Store, rank: int) -> Any:
+def _nccl(store: Any, rank: int) -> Any:
     """Return a group that lets a failure be: torch's own way is to end the process, and the sender is a trainer."""
     options = c10d.ProcessGroupNCCL.Options()
     options._timeout = timedelta(days=1)  # which the watchdog of the group would end the process after; a part has its own

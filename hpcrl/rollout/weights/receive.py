@@ -6,7 +6,6 @@ import json
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
 
@@ -54,24 +53,22 @@ class Receiver:
             raise NotReceived(f"{error!r}" if isinstance(error, httpx.TransportError) else str(error)) from error
 
     def _receive_from(self, rank: int, url: str, version: int, directory: Path) -> None:
-        from hpcrl.data.weights.stream import RECEIVER, Pair, receive_files, sender, store_at  # torch, which takes seconds
+        from hpcrl.data.weights.stream import RECEIVER, Pair, receive_files, sender  # torch, which takes seconds
         import torch
 
-        answer = self._ask(of_process(self._run.name, sender(rank)), url, version)
-        if strange := [name for name in answer["files"] if Path(name).name != name]:
-            raise RunError(f"{url} would send {strange[0]}, which is no name of a file of weights")
-        host = urlsplit(url).hostname
-        assert host
-        store = store_at(host, answer["port"], answer["name"], self._stage_s)
-        device = torch.device("cuda", 0) if self._on_gpu else torch.device("cpu")
-        pair = Pair(device, store, RECEIVER, self._host, self._stage_s)
+        pair = Pair(torch.device("cuda", 0) if self._on_gpu else torch.device("cpu"), RECEIVER, self._host, self._stage_s)
         try:
+            name = of_process(self._run.name, sender(rank))
+            answer = self._ask(name, url, {"version": version, "told": pair.tells()})
+            if strange := [name for name in answer["files"] if Path(name).name != name]:
+                raise RunError(f"{url} would send {strange[0]}, which is no name of a file of weights")
+            pair.hear(answer["told"])
             receive_files(pair, answer["files"], directory)
         finally:
             pair.close()
 
-    def _ask(self, name: str, url: str, version: int) -> dict[str, Any]:
-        sender, body = Sender(AttemptKey.of(self._token, name, self._attempt)), json.dumps({"version": version}).encode()
+    def _ask(self, name: str, url: str, wanted: dict[str, Any]) -> dict[str, Any]:
+        sender, body = Sender(AttemptKey.of(self._token, name, self._attempt)), json.dumps(wanted).encode()
         headers = sender.headers("/weights", body)
         with httpx.Client(timeout=self._stage_s, trust_env=False) as http:
             answer = http.post(f"{url}/weights", content=body, headers=headers)
