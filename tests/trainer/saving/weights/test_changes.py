@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ from hpcrl.rundir.layout import Run, version_of
 from hpcrl.trainer.backends.fsdp.engine import FsdpPolicy
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.saving.publish import Publisher
+from tests.rollout.weights.test_copies import Replica
 from tests.trainer.material import make_run
 from tests.trainer.saving.test_publish import make_engine
 
@@ -203,13 +204,16 @@ def test_a_node_without_room_is_told_so(
 def test_a_replica_that_is_killed_while_it_applies_changes(
     run: Run, alone: World, engine: FsdpPolicy, tmp_path: Path
 ) -> None:
-    """What it leaves is no version; the next one makes it anew."""
+    """What it leaves is no version; the next one makes it anew, from what the first had."""
     policies = publish(publisher_of(run, alone), engine, range(1, 3))
-    weights: Any = {version: PublishedWeights.read(run.weights_of(version)) for version in policies}
+    weights = {version: PublishedWeights.read(run.weights_of(version)) for version in policies}
     with closing(NodeCopies(tmp_path / "node", run, 1)) as node:
         node.hold(weights[1])
-        left = node._place(2, weights[2].digest) / ".tmp-files.1"
-        left.mkdir(parents=True)
-        (left / "model-00001.safetensors").write_bytes(b"half")
+        node.release()
+        killed = Replica(tmp_path / "node", run, weights[2], "weights.changed:kill")
+        killed.process.join(60)
+        assert killed.process.exitcode == -signal.SIGKILL
+        assert list((tmp_path / "node").glob("hpcrl-weights-*/v000002-*/.tmp-*"))
         expect(node.hold(weights[2]), policies[2])
-        assert not left.exists()
+        assert node.fetched["weights/fetch_gib"] == weights[2].size / 2**30
+        assert not list((tmp_path / "node").glob("hpcrl-weights-*/v000002-*/.tmp-*"))
