@@ -11,6 +11,7 @@ import httpx
 
 from hpcrl.data.weight_files import SUFFIX, PublishedWeights
 from hpcrl.errors import RunError
+from hpcrl.faults import fault
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.token import NONCE, AttemptKey, Sender, of_process, read_token
 
@@ -56,6 +57,7 @@ class Receiver:
         from hpcrl.data.weights.stream import RECEIVER, Pair, receive_files, sender  # torch, which takes seconds
         import torch
 
+        fault("weights.ask")
         pair = Pair(torch.device("cuda", 0) if self._on_gpu else torch.device("cpu"), RECEIVER, self._host, self._stage_s)
         try:
             name = of_process(self._run.name, sender(rank))
