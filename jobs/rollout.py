@@ -127,7 +127,11 @@ def weight_receiver(run: Run, attempt: int, engine: InferenceEngineConfig) -> Re
     from hpcrl.rollout.weights.receive import Receiver
 
     backend, stage_s = engine.weight_sync_backend, engine.weight_sync_timeout_seconds
-    return None if backend == "filesystem" else Receiver(run, attempt, backend == "nccl", os.environ["HPCRL_ADDRESS"], stage_s)
+    return (
+        None
+        if backend == "filesystem"
+        else Receiver(run, attempt, backend == "nccl", os.environ["HPCRL_ADDRESS"], stage_s)
+    )
 
 
 def capacity(config: Config) -> int:

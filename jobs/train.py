@@ -113,7 +113,9 @@ def sender_of(run: Run, attempt: int, world: World, engine: InferenceEngineConfi
     if engine.weight_sync_backend == "filesystem":
         return None
     device = world.device if engine.weight_sync_backend == "nccl" else torch.device("cpu")
-    return WeightSender(run, attempt, world.rank, device, os.environ["HPCRL_ADDRESS"], engine.weight_sync_timeout_seconds)
+    return WeightSender(
+        run, attempt, world.rank, device, os.environ["HPCRL_ADDRESS"], engine.weight_sync_timeout_seconds
+    )
 
 
 def train(

@@ -258,7 +258,11 @@ class WeightReader:
         begin, end = entry["data_offsets"]
         data = read_at(file, end - begin, start + begin)
         tensor = torch.frombuffer(data, dtype=torch.uint8) if len(data) else torch.empty(0, dtype=torch.uint8)
-        return name, tensor.view(getattr(torch, _TYPES[entry["dtype"]])).view(entry["shape"]), digest_of(memoryview(data))
+        return (
+            name,
+            tensor.view(getattr(torch, _TYPES[entry["dtype"]])).view(entry["shape"]),
+            digest_of(memoryview(data)),
+        )
 
     def close(self) -> None:
         for file in self._files:

@@ -126,9 +126,14 @@ def ways_of_weights(config: ConfigTree) -> Iterator[Problem]:
                 f"needs a place for a copy of the weights on each node; set {path}weight_copy_dir, such as to /dev/shm or $TMPDIR",
             )
     if not network and not _is_default(engine, "weight_sync_timeout_seconds"):
-        yield Problem(path + "weight_sync_timeout_seconds", f"has no effect with {path}weight_sync_backend=filesystem; leave it out")
+        yield Problem(
+            path + "weight_sync_timeout_seconds",
+            f"has no effect with {path}weight_sync_backend=filesystem; leave it out",
+        )
     if backend == "nccl" and gpu_count(config.slurm) == 0:
-        yield Problem(path + "weight_sync_backend", "nccl needs GPUs, but slurm.gpus_per_node=0; use gloo or filesystem")
+        yield Problem(
+            path + "weight_sync_backend", "nccl needs GPUs, but slurm.gpus_per_node=0; use gloo or filesystem"
+        )
     elif backend == "nccl" and config.trainer.placement.colocate_all:
         yield Problem(
             path + "weight_sync_backend",

@@ -50,7 +50,8 @@ def sender(rank: int) -> str:
 def sizes_of(files: Files) -> dict[str, int]:
     """Return the bytes of each file."""
     return {
-        name: len(layout(tensors)[0]) + sum(tensor.nbytes for tensor in tensors.values()) for name, tensors in files.items()
+        name: len(layout(tensors)[0]) + sum(tensor.nbytes for tensor in tensors.values())
+        for name, tensors in files.items()
     }
 
 
@@ -73,7 +74,9 @@ class Pair:
     def _meet(self, host: str) -> None:
         try:
             on_cpu = self._device.type == "cpu"
-            self._group.set_result(_gloo(self._store, self._rank, host, self._stage) if on_cpu else _nccl(self._store, self._rank))
+            self._group.set_result(
+                _gloo(self._store, self._rank, host, self._stage) if on_cpu else _nccl(self._store, self._rank)
+            )
         except RuntimeError as error:
             self._group.set_exception(error)
 
@@ -147,7 +150,9 @@ def _gloo(store: Any, rank: int, host: str, stage: timedelta) -> Any:
 def _nccl(store: Any, rank: int) -> Any:
     """Return a group that lets a failure be: torch's own way is to end the process, and the sender is a trainer."""
     options = c10d.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(days=1)  # which the watchdog of the group would end the process after; a part has its own
+    options._timeout = timedelta(
+        days=1
+    )  # which the watchdog of the group would end the process after; a part has its own
     before = os.environ.get(_ERRORS)
     os.environ[_ERRORS] = "0"  # read when the group is made
     try:

@@ -119,18 +119,25 @@ class NodeCopies:
         self, weights: PublishedWeights, below: Sequence[PublishedWeights], directory: Path
     ) -> dict[str, dict[str, int]]:
         """Write the files of the whole version; return their sizes."""
-        moved = sum(version.size for version in (*below, weights) if not version.path.is_relative_to(self._scratch.path))
+        moved = sum(
+            version.size for version in (*below, weights) if not version.path.is_relative_to(self._scratch.path)
+        )
         self.fetched = {"weights/fetch_gib": moved / 2**30}
         if self._receiver:
             try:
                 files = self._received(self._receiver, weights, below, directory)
             except (NotReceived, CommitError) as error:
-                print(f"warning: version {weights.version} did not come over the network, its files are read: {error}", flush=True)
+                print(
+                    f"warning: version {weights.version} did not come over the network, its files are read: {error}",
+                    flush=True,
+                )
             else:
                 self.fetched["weights/received"] = 1.0
                 return files
             self.fetched["weights/received"] = 0.0
-        return apply_changes(below[0].path, [*below[1:], weights], directory) if below else copy_files(weights, directory)
+        return (
+            apply_changes(below[0].path, [*below[1:], weights], directory) if below else copy_files(weights, directory)
+        )
 
     def _received(
         self, receiver: Receiver, weights: PublishedWeights, below: Sequence[PublishedWeights], directory: Path

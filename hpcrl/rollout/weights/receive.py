@@ -54,11 +54,14 @@ class Receiver:
             raise NotReceived(f"{error!r}" if isinstance(error, httpx.TransportError) else str(error)) from error
 
     def _receive_from(self, rank: int, url: str, version: int, directory: Path) -> None:
-        from hpcrl.data.weights.stream import RECEIVER, Pair, receive_files, sender  # torch, which takes seconds
         import torch
 
+        from hpcrl.data.weights.stream import RECEIVER, Pair, receive_files, sender  # torch, which takes seconds
+
         fault("weights.ask")
-        pair = Pair(torch.device("cuda", 0) if self._on_gpu else torch.device("cpu"), RECEIVER, self._host, self._stage_s)
+        pair = Pair(
+            torch.device("cuda", 0) if self._on_gpu else torch.device("cpu"), RECEIVER, self._host, self._stage_s
+        )
         try:
             name = of_process(self._run.name, sender(rank))
             answer = self._ask(name, url, {"version": version, "told": pair.tells()})

@@ -222,7 +222,9 @@ class Publisher:
         written = self._write(engine, target, writer, facts, offered=version)
         if self._full_interval > 1:
             self._kept = Kept(
-                Base(target.name, version, whole_digest(written.tensors)), written.kept, before.changes + 1 if before else 0
+                Base(target.name, version, whole_digest(written.tensors)),
+                written.kept,
+                before.changes + 1 if before else 0,
             )
         return written.size
 

@@ -38,7 +38,11 @@ class _Body:
         except ValueError as error:
             raise BadRequest(f"expected JSON: {error}") from error
         version, told = (value.get("version"), value.get("told")) if isinstance(value, dict) else (None, None)
-        if type(version) is not int or not isinstance(told, dict) or not all(isinstance(one, str) for one in told.values()):
+        if (
+            type(version) is not int
+            or not isinstance(told, dict)
+            or not all(isinstance(one, str) for one in told.values())
+        ):
             raise BadRequest('expected {"version": a whole number, "told": {key: text}}')
         return _Wanted(version, told)
 
@@ -53,15 +57,16 @@ class WeightSender:
         stage_s: generator.inference_engine.weight_sync_timeout_seconds.
     """
 
-    def __init__(
-        self, run: Run, attempt: int, rank: int, device: torch.device, host: str, stage_s: float
-    ) -> None:
+    def __init__(self, run: Run, attempt: int, rank: int, device: torch.device, host: str, stage_s: float) -> None:
         self._device, self._host, self._stage_s = device, host, stage_s
         self._newest: tuple[int, Files] | None = None
         self._slots = threading.BoundedSemaphore(_AT_ONCE)
         listener = bind(host)
         self._url = f"http://{host}:{listener.getsockname()[1]}"
-        guard = Guard({"/weights": Route(self._begin, _Body())}, Signed(read_token(run), of_process(run.name, sender(rank)), attempt))
+        guard = Guard(
+            {"/weights": Route(self._begin, _Body())},
+            Signed(read_token(run), of_process(run.name, sender(rank)), attempt),
+        )
 
         async def always() -> None:
             await serve(guard, listener, asyncio.Event().wait())
@@ -93,7 +98,11 @@ class WeightSender:
             pair.hear(wanted.told)
             send_files(pair, files)
         except (RuntimeError, ValueError) as error:
-            log.warning("version %d was not sent to a node that had asked for it, and reads the files: %s", wanted.version, error)
+            log.warning(
+                "version %d was not sent to a node that had asked for it, and reads the files: %s",
+                wanted.version,
+                error,
+            )
         finally:
             pair.close()
             self._slots.release()

@@ -96,7 +96,10 @@ class ShardWriter:
     def files(self) -> dict[str, Mapping[str, torch.Tensor]]:
         """The tensors of each file of this rank: with their values where it keeps them, once it is finished."""
         shards = {shard.name: shard for shard in self._shards.values()}
-        return {name: {each: self.kept.get(each, tensor) for each, tensor in shard.tensors.items()} for name, shard in shards.items()}
+        return {
+            name: {each: self.kept.get(each, tensor) for each, tensor in shard.tensors.items()}
+            for name, shard in shards.items()
+        }
 
     def put(self, piece: Mapping[str, torch.Tensor]) -> None:
         """Take in CPU tensors of the plan."""

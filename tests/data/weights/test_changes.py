@@ -33,7 +33,9 @@ def applied(directory: Path, before: torch.Tensor, after: torch.Tensor) -> tuple
         return bytes(changes.apply("w", bytearray(bytes_of(before)), before.element_size())), entries
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.uint8, torch.bool])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.uint8, torch.bool]
+)
 @pytest.mark.parametrize("places", [[0], [29_999], [0, 1, 2], list(range(0, 30_000, 100)), [5, 29_000]])
 def test_what_changed_is_applied(tmp_path: Path, dtype: torch.dtype, places: list[int]) -> None:
     torch.manual_seed(1)

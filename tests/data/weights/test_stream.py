@@ -22,7 +22,9 @@ from hpcrl.data.weights.stream import RECEIVER, SENDER, Pair, receive_files, sen
 HOST, CPU, STAGE_S = "127.0.0.1", torch.device("cpu"), 1.5
 SMALL = 1000
 LATE_S = 20.0  # far more than a stage, on a busy machine, and far less than to wait for ever
-SERVER = multiprocessing.get_context("forkserver")  # a fork of this process would have its threads' locks, and gloo's, without the threads
+SERVER = multiprocessing.get_context(
+    "forkserver"
+)  # a fork of this process would have its threads' locks, and gloo's, without the threads
 SERVER.set_forkserver_preload(["hpcrl.data.weights.stream", __name__])
 
 
@@ -111,7 +113,9 @@ def test_files_arrive_as_they_would_have_been_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("parts")
-@pytest.mark.parametrize("fault", ["", "weights.receive@2:kill", "weights.receive@3:stop"], ids=["killed first", "killed", "stopped"])
+@pytest.mark.parametrize(
+    "fault", ["", "weights.receive@2:kill", "weights.receive@3:stop"], ids=["killed first", "killed", "stopped"]
+)
 def test_a_receiver_costs_its_sender_a_stage_at_most(tmp_path: Path, fault: str) -> None:
     receiver, pair = Receiver(tmp_path, fault), Pair(CPU, SENDER, HOST, STAGE_S)
     if fault:

@@ -41,7 +41,11 @@ def sent(world: World, options: dict[str, Any]) -> None:
                 parameter.mul_(1.003)
         publisher.publish(engine, version)
         owners = [0] * len(engine.export_pieces(torch.bfloat16))
-        policy = {name: tensor.clone() for piece in engine.export_weights(torch.bfloat16, owners) for name, tensor in piece.items()}
+        policy = {
+            name: tensor.clone()
+            for piece in engine.export_weights(torch.bfloat16, owners)
+            for name, tensor in piece.items()
+        }
         with failing(world, 1, "weights.send:sleep=6" if version == 3 else ""):  # of one of the two that send
             if node:
                 found.append(_fetched(run, version, node, policy))

@@ -62,7 +62,11 @@ def step(engine: FsdpPolicy, number: int) -> None:
 
 def tensors_of(engine: FsdpPolicy) -> Tensors:
     owners = [0] * len(engine.export_pieces(torch.bfloat16))
-    return {name: tensor.clone() for piece in engine.export_weights(torch.bfloat16, owners) for name, tensor in piece.items()}
+    return {
+        name: tensor.clone()
+        for piece in engine.export_weights(torch.bfloat16, owners)
+        for name, tensor in piece.items()
+    }
 
 
 def read(weights: PublishedWeights) -> Tensors:
@@ -93,7 +97,9 @@ def test_a_node_has_each_version_whole(
     for version in range(1, 8):
         policy = publish(publisher, engine, range(version, version + 1))[version]
         published = PublishedWeights.read(run.weights_of(version))
-        assert published.base is None if version in (1, 4, 7) else published.base and published.base.version == version - 1
+        assert (
+            published.base is None if version in (1, 4, 7) else published.base and published.base.version == version - 1
+        )
         found = fetch(run.weights_of(version), node)
         assert (found.version, found.base) == (version, None)
         assert PublishedWeights.read(found.path).digest == published.digest
@@ -128,9 +134,7 @@ def test_what_changes_are_of_stays_as_long_as_they_do(run: Run, alone: World, en
     assert there == [[1], [1, 2], [1, 2, 3], [1, 2, 3, 4], [4, 5], [4, 5, 6], [4, 5, 6, 7], [7, 8]]
 
 
-def test_an_attempt_begins_with_a_whole_version(
-    run: Run, alone: World, engine: FsdpPolicy, node: NodeCopies
-) -> None:
+def test_an_attempt_begins_with_a_whole_version(run: Run, alone: World, engine: FsdpPolicy, node: NodeCopies) -> None:
     publish(publisher_of(run, alone, interval=10), engine, range(1, 4))
     fetch(run.weights_of(3), node)
     second = publisher_of(run, alone, attempt=2, interval=10)
@@ -183,7 +187,7 @@ def test_changes_of_a_version_that_is_gone_are_refused(
     for what in (lambda: fetch(run.weights_of(3), node), lambda: check_weights(run.weights_of(3))):
         with pytest.raises(CommitError, match=r"v000002 was never committed"):
             what()
-    with pytest.raises(CommitError, match="set generator.inference_engine.weight_copy_dir"):
+    with pytest.raises(CommitError, match=r"set generator\.inference_engine\.weight_copy_dir"):
         fetch(run.weights_of(3))
 
 
