@@ -24,6 +24,7 @@ import sys
 from collections.abc import Callable
 from contextlib import closing
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -55,9 +56,11 @@ from hpcrl.trainer.profiling.steps import recorded
 from hpcrl.trainer.saving.checkpoint import Checkpoints
 from hpcrl.trainer.saving.dump import Dumps
 from hpcrl.trainer.saving.publish import NoPublisher, Publisher
-from hpcrl.trainer.saving.send import WeightSender
 from hpcrl.trainer.step import Learner
 from hpcrl.trainer.stop import StopConsensus, Stopping
+
+if TYPE_CHECKING:
+    from hpcrl.trainer.saving.send import WeightSender
 
 
 @record
@@ -110,8 +113,11 @@ def work(
 
 
 def sender_of(run: Run, attempt: int, world: World, engine: InferenceEngineConfig) -> WeightSender | None:
+    """Return what sends this rank's part of the weights; None where it is read as files."""
     if engine.weight_sync_backend == "filesystem":
         return None
+    from hpcrl.trainer.saving.send import WeightSender
+
     device = world.device if engine.weight_sync_backend == "nccl" else torch.device("cpu")
     return WeightSender(
         run, attempt, world.rank, device, os.environ["HPCRL_ADDRESS"], engine.weight_sync_timeout_seconds

@@ -70,6 +70,8 @@ class Pair:
         self._group: Future[Any] = Future()
         threading.Thread(target=self._meet, args=(host,), name="weights", daemon=True).start()
         self._part = torch.empty(0 if device.type == "cpu" else PART, dtype=torch.uint8, device=device)
+        # not behind what the process has given the GPU to do
+        self._stream = None if device.type == "cpu" else torch.cuda.Stream(device)
 
     def _meet(self, host: str) -> None:
         try:
@@ -113,14 +115,16 @@ class Pair:
         Raises:
             RuntimeError: the other one is gone, or took longer than a stage may.
         """
-        part = data if self._device.type == "cpu" else self._part[: len(data)].copy_(data)
-        self._finish(self._joined().send([part], 1 - self._rank, 0))
+        with torch.cuda.stream(self._stream):
+            part = data if self._device.type == "cpu" else self._part[: len(data)].copy_(data)
+            self._finish(self._joined().send([part], 1 - self._rank, 0))
 
     def receive(self, length: int) -> torch.Tensor:
         """Return a part of so many bytes, on the CPU; errors as of `send`."""
-        part = torch.empty(length, dtype=torch.uint8) if self._device.type == "cpu" else self._part[:length]
-        self._finish(self._joined().recv([part], 1 - self._rank, 0))
-        return part.cpu()
+        with torch.cuda.stream(self._stream):
+            part = torch.empty(length, dtype=torch.uint8) if self._device.type == "cpu" else self._part[:length]
+            self._finish(self._joined().recv([part], 1 - self._rank, 0))
+            return part.cpu()
 
     def _finish(self, work: Any) -> None:
         if self._device.type == "cpu":
@@ -150,9 +154,7 @@ def _gloo(store: Any, rank: int, host: str, stage: timedelta) -> Any:
 def _nccl(store: Any, rank: int) -> Any:
     """Return a group that lets a failure be: torch's own way is to end the process, and the sender is a trainer."""
     options = c10d.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(
-        days=1
-    )  # which the watchdog of the group would end the process after; a part has its own
+    options._timeout = timedelta(days=1)  # after which its watchdog would end the process; a part has a time of its own
     before = os.environ.get(_ERRORS)
     os.environ[_ERRORS] = "0"  # read when the group is made
     try:

@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -29,8 +29,10 @@ from hpcrl.trainer.backends.base import PolicyEngine
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.models.adapter import Adapter
 from hpcrl.trainer.saving.changes import ChangesWriter, Kept
-from hpcrl.trainer.saving.send import WeightSender
 from hpcrl.trainer.saving.shards import ShardPlan, ShardWriter
+
+if TYPE_CHECKING:  # a server, which most trainers do not need
+    from hpcrl.trainer.saving.send import WeightSender
 
 log = logging.getLogger(__name__)
 
@@ -146,8 +148,6 @@ class Publisher:
 
     def _needed(self, versions: Sequence[int]) -> set[int]:
         """Return versions with those that they have the changes of; CommitError where the manifest of one cannot be read."""
-        if self._full_interval == 1:
-            return set(versions)
         needed = set[int]()
         for version in versions:
             while version not in needed:
@@ -207,7 +207,8 @@ class Publisher:
         """Commit a version for engines, whole or as changes; return the bytes of its files."""
         kept, self._kept = self._kept, None  # what fails leaves nothing that changes could be of
         before = kept if kept and kept.changes + 1 < self._full_interval else None
-        base, keeps, senders = before.base if before else None, self._full_interval > 1 or self._sender is not None, []
+        senders = self._world.all_gather(self._sender.address) if self._sender else []
+        keeps = self._full_interval > 1 or self._sender is not None
 
         def writer(directory: Path, plan: ShardPlan) -> ShardWriter | ChangesWriter:
             if before:
@@ -215,17 +216,12 @@ class Publisher:
             return ShardWriter(directory, plan, self._world.rank, keeps=keeps)
 
         def facts(tensors: Mapping[str, str]) -> dict[str, Any]:
-            return {"version": version, **weight_facts(tensors, probe, base, senders)}
+            return {"version": version, **weight_facts(tensors, probe, before.base if before else None, senders)}
 
-        if self._sender:
-            senders += self._world.all_gather(self._sender.address)
         written = self._write(engine, target, writer, facts, offered=version)
         if self._full_interval > 1:
-            self._kept = Kept(
-                Base(target.name, version, whole_digest(written.tensors)),
-                written.kept,
-                before.changes + 1 if before else 0,
-            )
+            base = Base(target.name, version, whole_digest(written.tensors))
+            self._kept = Kept(base, written.kept, before.changes + 1 if before else 0)
         return written.size
 
     def _write(

@@ -61,7 +61,11 @@ def log_of(run: Run, process: str) -> str:
 
 @pytest.mark.parametrize(
     ("engine", "ranks", "more"),
-    [("transformers", 2, []), ("vllm", 1, []), ("transformers", 2, ["trainer.strategy=megatron", "trainer.policy.fsdp_config="])],
+    [
+        ("transformers", 2, []),
+        ("vllm", 1, []),
+        ("transformers", 2, ["trainer.strategy=megatron", "trainer.policy.fsdp_config="]),
+    ],
     ids=["fsdp2", "vllm", "megatron"],
 )
 def test_all_versions_come_over_the_network(

@@ -53,6 +53,9 @@ def sent(world: World, options: dict[str, Any]) -> None:
     if node:
         found.append(_fetched(run, 2, node, None))
         node.close()
+        late = NodeCopies(out.parent / "late", run, 1, Receiver(run, 1, False, HOST, STAGE_S))
+        found.append(_fetched(run, 4, late, policy))
+        late.close()
         out.write_text(json.dumps(found))
 
 

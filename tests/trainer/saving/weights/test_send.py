@@ -28,7 +28,7 @@ def found(two: Any, model_path: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 
 def test_a_node_gets_what_two_ranks_send(found: list[dict[str, Any]]) -> None:
-    assert [one["same"] for one in found] == [True] * 5
+    assert [one["same"] for one in found] == [True] * 6
     assert [one["base"] for one in found[:4]] == [False, True, False, True]
     assert [one["senders"] for one in found[:4]] == [2] * 4
     assert [len(one["files"]) for one in found[:4]] == [2] * 4, "each rank has a file of its own"
@@ -43,6 +43,11 @@ def test_where_one_rank_does_not_send_the_files_are_read(found: list[dict[str, A
 
 def test_an_older_version_is_read_from_its_files(found: list[dict[str, Any]]) -> None:
     assert found[4]["weights/received"] == 0.0
+
+
+def test_a_late_node_reads_what_changes_are_of_and_is_sent_these(found: list[dict[str, Any]]) -> None:
+    assert found[5]["weights/received"] == 1.0
+    assert found[5]["weights/fetch_gib"] == (found[2]["size"] + found[3]["size"]) / 2**30
 
 
 def run_with(tmp_path: Path, token: str) -> Run:
