@@ -69,7 +69,7 @@ class Pair:
         self._store.set_timeout(self._stage)
         self._group: Future[Any] = Future()
         threading.Thread(target=self._meet, args=(host,), name="weights", daemon=True).start()
-        self._part = torch.empty(0 if device.type == "cpu" else PART, dtype=torch.uint8, device=device)
+        self._part = torch.empty(PART, dtype=torch.uint8, device=device)
         # not behind what the process has given the GPU to do
         self._stream = None if device.type == "cpu" else torch.cuda.Stream(device)
 
@@ -120,9 +120,9 @@ class Pair:
             self._finish(self._joined().send([part], 1 - self._rank, 0))
 
     def receive(self, length: int) -> torch.Tensor:
-        """Return a part of so many bytes, on the CPU; errors as of `send`."""
+        """Return a part of so many bytes, on the CPU, until the next one; errors as of `send`."""
         with torch.cuda.stream(self._stream):
-            part = torch.empty(length, dtype=torch.uint8) if self._device.type == "cpu" else self._part[:length]
+            part = self._part[:length]
             self._finish(self._joined().recv([part], 1 - self._rank, 0))
             return part.cpu()
 
