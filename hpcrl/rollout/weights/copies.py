@@ -61,10 +61,7 @@ class NodeCopies:
         self.fetched = {}
         place = self._place(weights.version, weights.digest)
         with _locked(self._scratch.path / _COPYING, fcntl.LOCK_EX):
-            below = self._below(weights)
-            self._remove_others(place, *(version.path.parent for version in below))
-            place.mkdir(exist_ok=True)
-            copy = self._copied(weights, below, place / _FILES)
+            copy = self._found(weights, place) or self._copied(weights, place)
             self._held = _lock(place / _HELD, fcntl.LOCK_SH)
             self._remove_others(place)
         return copy
@@ -98,9 +95,32 @@ class NodeCopies:
             below.insert(0, weights)
         return below
 
-    def _copied(self, weights: PublishedWeights, below: Sequence[PublishedWeights], target: Path) -> PublishedWeights:
-        with suppress(CommitError):  # not there yet, or not whole any more
-            return _as_copied(weights, target)
+    def _found(self, weights: PublishedWeights, place: Path) -> PublishedWeights | None:
+        """Return the copy that is there; None where there is none yet, or it is not whole any more."""
+        with suppress(CommitError):
+            found = PublishedWeights.read(place / _FILES)
+            return replace(weights, path=found.path, size=found.size, base=None)
+        return None
+
+    def _copied(self, weights: PublishedWeights, place: Path) -> PublishedWeights:
+        below = self._below(weights)
+        self._remove_others(place, *(version.path.parent for version in below))
+        try:
+            self._copy(weights, below, place / _FILES)
+        except CommitError:
+            if not below or not self._is_here(below[0]):
+                raise
+            shutil.rmtree(below[0].path.parent)  # what the node had may have changed since
+            self._copy(weights, self._below(weights), place / _FILES)
+        copy = self._found(weights, place)
+        assert copy, f"{place} was made"
+        return copy
+
+    def _is_here(self, version: PublishedWeights) -> bool:
+        return version.path.is_relative_to(self._scratch.path)
+
+    def _copy(self, weights: PublishedWeights, below: Sequence[PublishedWeights], target: Path) -> None:
+        target.parent.mkdir(exist_ok=True)
         for left in target.parent.glob(f"*{_FILES}*"):  # also by an attempt before this one
             shutil.rmtree(left, ignore_errors=True)
         directory = begin(target, self._attempt)
@@ -113,15 +133,12 @@ class NodeCopies:
         except BaseException:
             shutil.rmtree(directory, ignore_errors=True)
             raise
-        return _as_copied(weights, target)
 
     def _fill(
         self, weights: PublishedWeights, below: Sequence[PublishedWeights], directory: Path
     ) -> dict[str, dict[str, int]]:
         """Write the files of the whole version; return their sizes."""
-        moved = sum(
-            version.size for version in (*below, weights) if not version.path.is_relative_to(self._scratch.path)
-        )
+        moved = sum(version.size for version in (*below, weights) if not self._is_here(version))
         self.fetched = {"weights/fetch_gib": moved / 2**30}
         if self._receiver:
             try:
@@ -159,10 +176,6 @@ class NodeCopies:
             if other not in places:
                 with suppress(BlockingIOError), _locked(other / _HELD, fcntl.LOCK_EX | fcntl.LOCK_NB):
                     shutil.rmtree(other, ignore_errors=True)
-
-
-def _as_copied(weights: PublishedWeights, target: Path) -> PublishedWeights:
-    return replace(weights, path=target, size=PublishedWeights.read(target).size, base=None)
 
 
 @contextmanager

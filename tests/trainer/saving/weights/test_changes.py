@@ -179,6 +179,30 @@ def test_damaged_changes_are_refused(run: Run, alone: World, engine: FsdpPolicy,
         check_weights(run.weights_of(2))
 
 
+def test_a_damaged_copy_costs_the_copy(run: Run, alone: World, engine: FsdpPolicy, node: NodeCopies) -> None:
+    policies = publish(publisher_of(run, alone), engine, range(1, 3))
+    (file,) = fetch(run.weights_of(1), node).path.glob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    expect(fetch(run.weights_of(2), node), policies[2])
+    sizes = [PublishedWeights.read(run.weights_of(version)).size for version in (1, 2)]
+    assert node.fetched["weights/fetch_gib"] == sum(sizes) / 2**30
+
+
+def test_a_copy_needs_nothing_that_it_was_made_of(run: Run, alone: World, engine: FsdpPolicy, tmp_path: Path) -> None:
+    policies = publish(publisher_of(run, alone), engine, range(1, 3))
+    weights = PublishedWeights.read(run.weights_of(2))
+    with (
+        closing(NodeCopies(tmp_path / "node", run, 1)) as first,
+        closing(NodeCopies(tmp_path / "node", run, 1)) as second,
+    ):
+        first.hold(weights)
+        discard(run.weights_of(1))
+        expect(second.hold(weights), policies[2])
+        assert second.fetched == {}, "another replica of the node brought it there"
+
+
 def test_changes_of_a_version_that_is_gone_are_refused(
     run: Run, alone: World, engine: FsdpPolicy, node: NodeCopies
 ) -> None:
