@@ -48,9 +48,10 @@ from hpcrl.rollout.weights.receive import Receiver
 from hpcrl.rundir.commit import is_committed, write_text
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.scratch import Scratch
+from hpcrl.runtime.signals import end_process
 from hpcrl.runtime.token import bearer
 from hpcrl.trainer.backends.fsdp.engine import FsdpPolicy
-from hpcrl.trainer.distributed import end_rank, joined
+from hpcrl.trainer.distributed import joined
 from hpcrl.trainer.saving.publish import Publisher
 from hpcrl.trainer.saving.send import WeightSender
 
@@ -95,7 +96,7 @@ def publish(place: Path, way: str, changed: float, versions: int) -> None:
             publisher.retire()
         while not (run.path / "over").exists():
             time.sleep(_POLL_S)
-    end_rank()
+    end_process()
 
 
 def forget(version: Path) -> None:

@@ -29,7 +29,7 @@ from hpcrl.runtime.controller_client import Controller
 from hpcrl.runtime.heartbeat import Heartbeat
 from hpcrl.runtime.process_status import StatusWriter, ending_told
 from hpcrl.runtime.scratch import weight_copy_dir
-from hpcrl.runtime.signals import die_with_parent
+from hpcrl.runtime.signals import die_with_parent, end_process
 
 if TYPE_CHECKING:
     from hpcrl.rollout.weights.receive import Receiver
@@ -146,6 +146,9 @@ if __name__ == "__main__":
     die_with_parent()  # under nsys, that is not the agent
     try:
         main(sys.argv[1])
+    except SystemExit:  # of SIGTERM
+        pass
     except HpcrlError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+        end_process(error.exit_code)
+    end_process()  # weights may be on their way here

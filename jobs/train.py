@@ -10,7 +10,7 @@ ends       with 0 when the steps are done or it was asked to stop, and then all 
 from __future__ import annotations
 
 from hpcrl.faults import fault
-from hpcrl.runtime.signals import StopSignal, die_with_parent
+from hpcrl.runtime.signals import StopSignal, die_with_parent, end_process
 
 if __name__ == "__main__":
     die_with_parent()
@@ -48,7 +48,7 @@ from hpcrl.trainer.backends.schedule import is_due
 from hpcrl.trainer.backends.turns import DeviceTurns
 from hpcrl.trainer.controller_client import PROCESS, ControllerClient
 from hpcrl.trainer.critic.ranks import ModelRanks
-from hpcrl.trainer.distributed import World, end_rank, joined
+from hpcrl.trainer.distributed import World, joined
 from hpcrl.trainer.load import load_learner
 from hpcrl.trainer.metrics import PhaseTimer, describe_times
 from hpcrl.trainer.models.forward import DTYPES
@@ -192,4 +192,4 @@ if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     main(sys.argv[1])
-    end_rank()
+    end_process()

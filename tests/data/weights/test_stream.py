@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -129,6 +131,35 @@ def test_a_receiver_costs_its_sender_a_stage_at_most(tmp_path: Path, fault: str)
 
 def test_who_is_not_told_of_another_waits_a_stage_at_most() -> None:
     assert sent(Pair(CPU, SENDER, HOST, STAGE_S)) < LATE_S
+
+
+BUSY = """
+import sys, threading, torch
+from hpcrl.data.weights.stream import RECEIVER, SENDER, Pair
+from hpcrl.runtime.signals import end_process
+pairs = [Pair(torch.device("cpu"), rank, "127.0.0.1", 60.0) for rank in (SENDER, RECEIVER)]
+told = [pair.tells() for pair in pairs]
+pairs[0].hear(told[1])
+pairs[1].hear(told[0])
+first = threading.Event()
+def send():
+    while True:
+        pairs[0].send(torch.zeros(1 << 20, dtype=torch.uint8))
+def receive():
+    while True:
+        pairs[1].receive(1 << 20)
+        first.set()
+for one in (send, receive):
+    threading.Thread(target=one, daemon=True).start()
+first.wait()
+print("busy")
+end_process(3)
+"""
+
+
+def test_a_process_that_sends_and_receives_ends_as_it_is_told_to() -> None:
+    done = subprocess.run([sys.executable, "-c", BUSY], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (3, "busy\n"), done.stderr
 
 
 def _send(pipe: Connection, when: str, how: signal.Signals) -> None:
