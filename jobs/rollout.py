@@ -127,11 +127,9 @@ def weight_receiver(run: Run, attempt: int, engine: InferenceEngineConfig) -> Re
     from hpcrl.rollout.weights.receive import Receiver
 
     backend, stage_s = engine.weight_sync_backend, engine.weight_sync_timeout_seconds
-    return (
-        None
-        if backend == "filesystem"
-        else Receiver(run, attempt, backend == "nccl", os.environ["HPCRL_ADDRESS"], stage_s)
-    )
+    if backend == "filesystem":
+        return None
+    return Receiver(run, attempt, backend == "nccl", os.environ["HPCRL_ADDRESS"], stage_s)
 
 
 def capacity(config: Config) -> int:
@@ -146,8 +144,8 @@ if __name__ == "__main__":
     die_with_parent()  # under nsys, that is not the agent
     try:
         main(sys.argv[1])
-    except SystemExit:  # of SIGTERM
-        pass
+    except SystemExit as end:  # of SIGTERM
+        end_process(int(bool(end.code)))
     except HpcrlError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         end_process(error.exit_code)

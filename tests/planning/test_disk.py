@@ -45,7 +45,7 @@ def model(tmp_path: Path) -> Path:
         ({"generator.inference_engine.weight_copy_dir": "$TMPDIR"}, ["copies of them take 1.9 MiB of $TMPDIR on each", "3.8 MiB"]),
         (
             {"generator.inference_engine.weight_copy_dir": "$TMPDIR", "generator.inference_engine.full_weights_interval": 8},
-            ["every 8th version is whole", "keep 1.9 MiB of host memory"],
+            ["every 8th version is whole", "keep a version in host memory: 1.9 MiB"],
         ),
         ({"trainer.policy.model.lora.rank": 4}, ["published adapters have 23.4 KiB"]),
         ({"trainer.policy.model.lora.rank": 4, "generator.inference_engine.merge_lora": True}, ["weights have 1.9 MiB"]),
