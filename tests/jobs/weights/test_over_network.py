@@ -33,8 +33,15 @@ def copies() -> Iterator[Path]:
     shutil.rmtree(place)
 
 
-def submit(cwd: Path, copies: Path, *settings: str, backend: str = "gloo", engine: str = "transformers") -> Run:
-    network = [f"{ENGINE}.weight_sync_backend={backend}", f"{ENGINE}.weight_sync_timeout_seconds={STAGE_S}"]
+def submit(
+    cwd: Path,
+    copies: Path,
+    *settings: str,
+    backend: str = "gloo",
+    engine: str = "transformers",
+    stage_s: float = STAGE_S,
+) -> Run:
+    network = [f"{ENGINE}.weight_sync_backend={backend}", f"{ENGINE}.weight_sync_timeout_seconds={stage_s}"]
     own = [
         *SMALL, f"{ENGINE}.backend={engine}", f"{ENGINE}.weight_copy_dir={copies}", *(network if backend == "gloo" else []),
     ]  # fmt: skip
@@ -72,7 +79,7 @@ def test_all_versions_come_over_the_network(
     place: Path, copies: Path, engine: str, ranks: int, more: list[str]
 ) -> None:
     placed = f"trainer.placement.policy_num_gpus_per_node={ranks}"
-    run = submit(place, copies, "trainer.eval_interval=4", placed, *more, engine=engine)
+    run = submit(place, copies, "trainer.eval_interval=4", placed, *more, engine=engine, stage_s=30)
     expect_done(run)
     received = of_replica(run, "received")
     received.pop(4, None)  # the last one may be asked for when the trainer has ended

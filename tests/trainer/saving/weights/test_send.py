@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from hpcrl.rundir.commit import write_text
 from hpcrl.rundir.layout import Run
 from hpcrl.trainer.saving.send import WeightSender
 
-HOST, CPU = "127.0.0.1", torch.device("cpu")
+HOST, CPU, STAGE_S = "127.0.0.1", torch.device("cpu"), 20.0
 
 
 @pytest.fixture(scope="module")
@@ -62,9 +63,9 @@ def published(version: int, *urls: str, attempt: int = 1) -> PublishedWeights:
 
 def test_who_is_not_sent_to_is_told_why(tmp_path: Path) -> None:
     run = run_with(tmp_path, "secret")
-    sender = WeightSender(run, 1, 0, CPU, HOST, 2.0)
+    sender = WeightSender(run, 1, 0, CPU, HOST, STAGE_S)
     sender.offer(4, {"a.safetensors": {"w": torch.ones(3)}})
-    receiver, url = Receiver(run, 1, False, HOST, 2.0), sender.address()
+    receiver, url = Receiver(run, 1, False, HOST, STAGE_S), sender.address()
     for weights, why in (
         (published(3, url), "has version 4, and not 3"),
         (published(4, url, attempt=2), "attempt 2 published it"),
@@ -84,18 +85,16 @@ def test_who_is_not_sent_to_is_told_why(tmp_path: Path) -> None:
 
 def test_nobody_else_is_sent_to(tmp_path: Path) -> None:
     run = run_with(tmp_path, "secret")
-    sender = WeightSender(run, 1, 0, CPU, HOST, 2.0)
+    sender = WeightSender(run, 1, 0, CPU, HOST, STAGE_S)
     sender.offer(4, {"a.safetensors": {"w": torch.ones(3)}})
     assert httpx.post(f"{sender.address()}/weights", json={"version": 4, "told": {}}).status_code == 409
     stranger = run_with(tmp_path / "stranger", "guess")
     with pytest.raises(NotReceived, match="is no rank of the trainer"):
-        Receiver(stranger, 1, False, HOST, 2.0).receive(published(4, sender.address()), tmp_path)
+        Receiver(stranger, 1, False, HOST, STAGE_S).receive(published(4, sender.address()), tmp_path)
     assert not list(tmp_path.glob("*.safetensors"))
 
 
 def test_a_host_that_is_silent_costs_a_stage(tmp_path: Path) -> None:
-    import socket
-
     with socket.create_server((HOST, 0)) as listener:
         url = f"http://{HOST}:{listener.getsockname()[1]}"
         began = time.monotonic()
