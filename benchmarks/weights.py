@@ -1,12 +1,20 @@
-"""What a weight update costs: how long the trainer publishes a version, and how long a vLLM engine takes to have it.
+"""What a weight update costs in each way: how long the trainer publishes a version, how long a node takes to have it, and how long its engine pauses.
 
-    python benchmarks/weights.py [--parameters MILLIONS] [--ranks N] [--repetitions N] [--directory DIR]
+    python benchmarks/weights.py [--ways WAYS] [--parameters MILLIONS] [--changed SHARE] [--ranks N] [--repetitions N] [--directory DIR]
 
-A random Qwen2 in bfloat16, published by FSDP2 ranks of this machine and loaded by one vLLM replica. Figures are medians of wall-clock
-seconds with the least and the most; the first of each kind, which allocates memory, is not counted. Before each update the files are dropped from the
-page cache, as if another node had written them. "found to resumed" is all that a replica does for a new version, "paused" the part of it in which
-nothing is generated, "paused at /..." a call of vLLM's in that, "paused, not fetched" the same where nobody has read the files before; these two
-take turns. "read and digested" is what the reading of the files alone takes from the page cache. The last line is the same as JSON.
+A random Qwen2 in bfloat16, published by FSDP2 ranks of this machine and loaded by one vLLM replica. Between two versions a share of all elements
+changes, spread evenly. The ways are
+
+    files           the engine reads the run directory
+    copies          the node copies the files, and the engine reads the copy
+    changes         the files have what changed, and the node applies that to its copy
+    gloo            the ranks send the files' bytes into the node's copy
+    gloo+changes    the ranks send what changed
+
+and take turns, version by version: each has ranks and a run of its own, and all the same engine. Figures are medians of wall-clock seconds with
+the least and the most; the first version of each way, which is whole and for which memory is allocated, is not counted. Before a version is fetched its files
+are dropped from the page cache, as if another node had written them. "published" is all that training waits for, "fetched" what a replica does
+while it still generates, "paused" what it does while it does not. The last line is the same as JSON.
 """
 
 from __future__ import annotations
@@ -20,30 +28,35 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict, deque
-from contextlib import closing
+from collections import defaultdict
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from hpcrl.config import AlgorithmConfig, InferenceEngineConfig, ModelConfig, PolicyConfig, TrainerConfig
 from hpcrl.config.sections.model import Pretrained
-from hpcrl.data.weight_files import PublishedWeights, WeightReader
+from hpcrl.data.weight_files import PublishedWeights
 from hpcrl.rollout.engines.vllm.client import EngineClient
 from hpcrl.rollout.engines.vllm.server import Server, ServerOptions
-from hpcrl.rollout.fetch import fetch
-from hpcrl.rundir.commit import committed, write_text
-from hpcrl.rundir.layout import Run, version_of
+from hpcrl.rollout.weights.copies import NodeCopies
+from hpcrl.rollout.weights.fetch import fetch
+from hpcrl.rollout.weights.receive import Receiver
+from hpcrl.rundir.commit import is_committed, write_text
+from hpcrl.rundir.layout import Run
 from hpcrl.runtime.scratch import Scratch
+from hpcrl.runtime.signals import end_process
 from hpcrl.runtime.token import bearer
 from hpcrl.trainer.backends.fsdp.engine import FsdpPolicy
 from hpcrl.trainer.distributed import joined
 from hpcrl.trainer.saving.publish import Publisher
+from hpcrl.trainer.saving.send import WeightSender
 
-_WIDTH, _START_S = 1024, 900.0
+WAYS = ("files", "copies", "changes", "gloo", "gloo+changes")
+_WIDTH, _START_S, _STAGE_S, _POLL_S, _HOST, _TOKEN = 1024, 900.0, 60.0, 0.01, "127.0.0.1", "a-token"
 _TOKENIZER = Path(__file__).parents[1] / "configs" / "quickstart" / "model"
 
 
@@ -54,38 +67,36 @@ def make_model(millions: float, path: Path) -> None:
         vocab_size=256, hidden_size=_WIDTH, intermediate_size=8 * _WIDTH // 3, num_hidden_layers=layers, num_attention_heads=8,
         num_key_value_heads=8, max_position_embeddings=256, tie_word_embeddings=False, dtype=torch.bfloat16,
     )  # fmt: skip
-    Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
+    Qwen2ForCausalLM(config).bfloat16().save_pretrained(path)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (path / name).write_bytes((_TOKENIZER / name).read_bytes())
 
 
-def publish(place: Path, repetitions: int) -> None:
-    """Publish versions, as one of several ranks; the first tells the seconds of each."""
-    policy = PolicyConfig(model=ModelConfig(path=str(place / "model")))
+def publish(place: Path, way: str, changed: float, versions: int) -> None:
+    """Publish a version whenever it is wanted, as one of several ranks; the first notes the seconds of each."""
+    policy, run = PolicyConfig(model=ModelConfig(path=str(place / "model"))), Run(place / way)
     with joined() as world:
         engine = FsdpPolicy(TrainerConfig(policy=policy, algorithm=AlgorithmConfig(use_kl_loss=False)), 1.0, world)
-        publisher, seconds = Publisher(Run(place / "run"), 1, world, torch.bfloat16, 2, longest=64), []
-        for version in range(1, repetitions + 2):
+        sender = WeightSender(run, 1, world.rank, torch.device("cpu"), _HOST, _STAGE_S) if "gloo" in way else None
+        interval = versions + 1 if "changes" in way else 1
+        publisher = Publisher(run, 1, world, torch.bfloat16, 2, longest=64, full_interval=interval, sender=sender)
+        generator = torch.Generator().manual_seed(world.rank)
+        for version in range(1, versions + 1):
+            with torch.no_grad():
+                for parameter in engine._model.parameters():
+                    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+                    local.mul_(1 + 2**-6 * (torch.rand(local.shape, generator=generator) < changed))
+            while not (run.path / f"wanted-{version}").exists():
+                time.sleep(_POLL_S)
             world.barrier()
             began = time.monotonic()
             publisher.publish(engine, version)
-            seconds.append(time.monotonic() - began)
+            if world.first:
+                write_text(run.path / f"published-{version}", str(time.monotonic() - began))
             publisher.retire()
-        if world.first:
-            (place / "published.json").write_text(json.dumps(seconds[1:]))
-
-
-class TimedClient(EngineClient):
-    """Notes the seconds of each call."""
-
-    seconds: dict[str, float]
-
-    async def _call(self, method: str, path: str, **request: Any) -> dict[str, Any]:
-        began = time.monotonic()
-        try:
-            return await super()._call(method, path, **request)
-        finally:
-            self.seconds[path] = time.monotonic() - began
+        while not (run.path / "over").exists():
+            time.sleep(_POLL_S)
+    end_process()
 
 
 def forget(version: Path) -> None:
@@ -95,79 +106,115 @@ def forget(version: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-async def load(place: Path, server: Server, token: str, repetitions: int) -> dict[str, list[float]]:
-    """Load the newest two versions in turns; return seconds."""
-    run, found = Run(place / "run"), defaultdict[str, list[float]](list)
-    versions = [run.weights_of(version) for version in committed(run.weights, version_of)[-2:]]
-    engine = TimedClient(server.socket, bearer(token, "benchmark"))
-    for number in range(2 * (repetitions + 1)):
-        source, fetched, engine.seconds = versions[number // 2 % 2], number % 2 == 0, {}
+class Way:
+    """The ranks that publish in one way, and the node's part of it."""
+
+    def __init__(self, place: Path, way: str, arguments: argparse.Namespace) -> None:
+        self.name, self._run, self.found = way, Run(place / way), defaultdict[str, list[float]](list)
+        write_text(self._run.token, _TOKEN, mode=0o600)
+        torchrun = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={arguments.ranks}",
+        ]
+        own = [
+            "--publish",
+            str(place),
+            "--ways",
+            way,
+            "--changed",
+            str(arguments.changed),
+            "--repetitions",
+            str(arguments.repetitions),
+        ]
+        self._ranks = subprocess.Popen([*torchrun, __file__, *own], env={**os.environ, "OMP_NUM_THREADS": "1"})
+        receiver = Receiver(self._run, 1, False, _HOST, _STAGE_S) if "gloo" in way else None
+        self._copies = None if way == "files" else NodeCopies(place / "node", self._run, 1, receiver)
+
+    async def update(self, engine: EngineClient, version: int) -> None:
+        """Have a version published and loaded; note what it took, but of the first."""
+        source = self._run.weights_of(version)
+        (self._run.path / f"wanted-{version}").touch()
+        while not (told := self._run.path / f"published-{version}").exists() or not is_committed(source):
+            assert self._ranks.poll() is None, "the ranks have ended"
+            await asyncio.sleep(_POLL_S)
         forget(source)
         began = time.monotonic()
-        weights = fetch(source) if fetched else PublishedWeights.read(source)
+        weights = fetch(source, self._copies)
+        fetched = time.monotonic() - began
         paused = (await engine.update_weights(weights))["weights/pause_seconds"]
-        if number > 1 and fetched:
-            found["found to resumed"].append(time.monotonic() - began)
-            found["paused"].append(paused)
-            for path, seconds in engine.seconds.items():
-                found[f"paused at {path}"].append(seconds)
-            began = time.monotonic()
-            with closing(WeightReader(source)) as reader:
-                deque(reader, maxlen=0)
-            found["read and digested"].append(time.monotonic() - began)
-        elif number > 1:
-            found["paused, not fetched"].append(paused)
-    differs = await engine.probe(weights, "bfloat16", None)
-    print(f"log-probabilities of the probe differ by {differs:.4f}")
+        if self._copies:
+            assert self._copies.fetched.get("weights/received", 1.0) == 1.0, "it was not received, but read"
+            self._copies.release()
+        size = PublishedWeights.read(source).size
+        if version > 1:
+            for name, value in (
+                ("published", float(told.read_text())),
+                ("fetched", fetched),
+                ("paused", paused),
+                ("GB", size / 1e9),
+            ):
+                self.found[name].append(value)
+
+    def end(self) -> None:
+        (self._run.path / "over").touch()
+        self._ranks.wait()
+        if self._copies:
+            self._copies.close()
+
+
+async def update_all(ways: list[Way], server: Server, versions: int) -> None:
+    engine = EngineClient(server.socket, bearer(_TOKEN, "benchmark"))
+    for version in range(1, versions + 1):
+        for way in ways:
+            await way.update(engine, version)
     await engine.close()
-    return found
 
 
-def measure(millions: float, ranks: int, repetitions: int, place: Path) -> dict[str, list[float]]:
-    make_model(millions, place / "model")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    arguments = [__file__, "--publish", str(place), "--repetitions", str(repetitions)]
-    subprocess.run([*torchrun, *arguments], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    token = "a-token"
-    write_text(place / "token", token, mode=0o600)
-    options = ServerOptions(
-        Pretrained(str(place / "model")),
-        InferenceEngineConfig(max_num_seqs=8),
-        1,
-        128,
-        True,
-        "benchmark",
-        place / "token",
-    )
-    scratch = Scratch("engine")
-    server = Server(options, scratch.path, place / "engine.log")
-    try:
+def measure(place: Path, arguments: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
+    make_model(arguments.parameters, place / "model")
+    write_text(place / "token", _TOKEN, mode=0o600)
+    engine, model = InferenceEngineConfig(max_num_seqs=8), Pretrained(str(place / "model"))
+    with ExitStack() as stack:
+        scratch = Scratch("engine")
+        stack.callback(scratch.remove)
+        options = ServerOptions(model, engine, 1, 128, True, "benchmark", place / "token")
+        server = Server(options, scratch.path, place / "engine.log")
+        stack.callback(server.stop)
+        ways = []
+        for name in arguments.ways.split(","):
+            ways.append(Way(place, name, arguments))
+            stack.callback(ways[-1].end)
         server.wait_ready(_START_S)
-        loaded = asyncio.run(load(place, server, token, repetitions))
-    finally:
-        server.stop()
-        scratch.remove()
-    return {"publish": json.loads((place / "published.json").read_text()), **loaded}
+        asyncio.run(update_all(ways, server, arguments.repetitions + 1))
+        return {way.name: way.found for way in ways}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--parameters", type=float, default=260.0, metavar="MILLIONS")
+    parser.add_argument("--ways", default=",".join(WAYS), help=f"of {', '.join(WAYS)}")
+    parser.add_argument("--parameters", type=float, default=75.0, metavar="MILLIONS")
+    parser.add_argument(
+        "--changed", type=float, default=0.015, metavar="SHARE", help="of the elements, from version to version"
+    )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--directory", help="on the filesystem to measure (default: the temporary one)")
     parser.add_argument("--publish", type=Path, help=argparse.SUPPRESS)  # a rank's side
     arguments = parser.parse_args()
     if arguments.publish:
-        publish(arguments.publish, arguments.repetitions)
+        publish(arguments.publish, arguments.ways, arguments.changed, arguments.repetitions + 1)
         return
     place = Path(tempfile.mkdtemp(dir=arguments.directory))
     try:
-        found = measure(arguments.parameters, arguments.ranks, arguments.repetitions, place)
+        found = measure(place, arguments)
     finally:
         shutil.rmtree(place)
-    for name, seconds in found.items():
-        print(f"{name:33} {median(seconds):.2f} s, {min(seconds):.2f} to {max(seconds):.2f}")
+    for way, values in found.items():
+        for name, each in values.items():
+            print(f"{way:13} {name:10} {median(each):.3f}, {min(each):.3f} to {max(each):.3f}")
     print(json.dumps(found))
 
 

@@ -9,7 +9,7 @@ ends       with 0 after the last step
 # ruff: noqa: E402
 from __future__ import annotations
 
-from hpcrl.runtime.signals import StopSignal, die_with_parent
+from hpcrl.runtime.signals import StopSignal, die_with_parent, end_process
 
 if __name__ == "__main__":
     die_with_parent()
@@ -32,7 +32,7 @@ from hpcrl.runtime.heartbeat import Heartbeat
 from hpcrl.runtime.process_status import StatusWriter
 from hpcrl.trainer.controller_client import PROCESS
 from hpcrl.trainer.critic.ranks import ModelRanks
-from hpcrl.trainer.distributed import World, end_rank, joined
+from hpcrl.trainer.distributed import World, joined
 from hpcrl.trainer.load import load_learner
 from hpcrl.trainer.metrics import PhaseTimer
 from hpcrl.trainer.saving.checkpoint import Checkpoints
@@ -80,4 +80,4 @@ def load(place: Run, run: Run, plan: dict[str, Any], config: Config, world: Worl
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     main(sys.argv[1])
-    end_rank()
+    end_process()

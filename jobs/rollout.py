@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpcrl.config import Config
+from hpcrl.config import Config, InferenceEngineConfig
 from hpcrl.config.adapters import engines_begin_with_model
 from hpcrl.config.derive import (
     engine_nodes,
@@ -40,10 +40,11 @@ from hpcrl.runtime.controller_client import Controller
 from hpcrl.runtime.heartbeat import Heartbeat
 from hpcrl.runtime.process_status import StatusWriter, ending_told
 from hpcrl.runtime.scratch import weight_copy_dir
-from hpcrl.runtime.signals import die_with_parent
+from hpcrl.runtime.signals import die_with_parent, end_process
 
 if TYPE_CHECKING:
     from hpcrl.rollout.engines.base import Launched
+    from hpcrl.rollout.weights.receive import Receiver
     from hpcrl.rollout.worker import WorkerOptions
 
 
@@ -84,12 +85,13 @@ def serve(
         )
         # what follows takes seconds to import, while the engine starts
         from hpcrl.data.chat import load_tokenizer, without_torch
-        from hpcrl.rollout.copies import NodeCopies
+        from hpcrl.rollout.weights.copies import NodeCopies
         from hpcrl.rollout.worker import work
 
         options = replace(worker_options(run, config, attempt, replica), timeline=timeline)
         if copies:
-            options = replace(options, copies=stack.enter_context(closing(NodeCopies(copies, run, attempt))))
+            receiver = weight_receiver(run, attempt, config.generator.inference_engine)
+            options = replace(options, copies=stack.enter_context(closing(NodeCopies(copies, run, attempt, receiver))))
         # code of the user's may use models of transformers, which need torch; nothing else here does
         with nullcontext() if names_own_code(config) else without_torch():
             tokenizer = load_tokenizer(policy_model(config.trainer), config.generator.chat_template)
@@ -149,6 +151,16 @@ def worker_options(run: Run, config: Config, attempt: int, replica: int) -> Work
     )
 
 
+def weight_receiver(run: Run, attempt: int, engine: InferenceEngineConfig) -> Receiver | None:
+    """Return what has the trainer send new weights to this node; None where they are read as files."""
+    from hpcrl.rollout.weights.receive import Receiver
+
+    backend, stage_s = engine.weight_sync_backend, engine.weight_sync_timeout_seconds
+    if backend == "filesystem":
+        return None
+    return Receiver(run, attempt, backend == "nccl", os.environ["HPCRL_ADDRESS"], stage_s)
+
+
 def capacity(config: Config) -> int:
     """Return the groups in flight: what the engine decodes together, but at most what a step begins; the controller shares it out."""
     engine, greedy = config.generator.inference_engine, needs_baselines(config.trainer.algorithm)
@@ -161,6 +173,9 @@ if __name__ == "__main__":
     die_with_parent()  # under nsys, that is not the agent
     try:
         main(sys.argv[1])
+    except SystemExit as end:  # of SIGTERM
+        end_process(int(bool(end.code)))
     except HpcrlError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+        end_process(error.exit_code)
+    end_process()  # weights may be on their way here

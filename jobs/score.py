@@ -24,7 +24,8 @@ from hpcrl.errors import HpcrlError
 from hpcrl.launch.local.score import PROCESS
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.process_status import StatusWriter
-from hpcrl.trainer.distributed import World, end_rank, joined
+from hpcrl.runtime.signals import end_process
+from hpcrl.trainer.distributed import World, joined
 from hpcrl.trainer.scoring.rows import RowTeacher, require_row_teacher
 
 
@@ -61,5 +62,5 @@ if __name__ == "__main__":
         main(sys.argv[1])
     except HpcrlError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        end_rank(error.exit_code)
-    end_rank()
+        end_process(error.exit_code)
+    end_process()

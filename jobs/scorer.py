@@ -9,7 +9,7 @@ ends       with 0 when the controller says stop or on SIGTERM; with the exit cod
 
 from __future__ import annotations
 
-from hpcrl.runtime.signals import die_with_parent
+from hpcrl.runtime.signals import die_with_parent, end_process
 
 if __name__ == "__main__":
     die_with_parent()
@@ -31,7 +31,7 @@ from hpcrl.observe.timeline import Timeline
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.heartbeat import DIRECTORY, Heartbeat
 from hpcrl.runtime.process_status import StatusWriter, ending_told, renewed
-from hpcrl.trainer.distributed import World, end_rank, joined
+from hpcrl.trainer.distributed import World, joined
 from hpcrl.trainer.scoring.model import ScoringModel, require_fitting_teacher
 from hpcrl.trainer.scoring.reward import RewardScoringModel
 from hpcrl.trainer.scoring.worker import Judge, ScoreWorker
@@ -91,5 +91,5 @@ if __name__ == "__main__":
         main(sys.argv[1])
     except HpcrlError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        end_rank(error.exit_code)
-    end_rank()
+        end_process(error.exit_code)
+    end_process()

@@ -10,7 +10,7 @@ ends       with 0 when the steps are done or it was asked to stop, and then all 
 from __future__ import annotations
 
 from hpcrl.faults import fault
-from hpcrl.runtime.signals import StopSignal, die_with_parent
+from hpcrl.runtime.signals import StopSignal, die_with_parent, end_process
 
 if __name__ == "__main__":
     die_with_parent()
@@ -24,10 +24,12 @@ import sys
 from collections.abc import Callable
 from contextlib import closing
 from functools import partial
+from typing import TYPE_CHECKING
 
+import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from hpcrl.config import Config
+from hpcrl.config import Config, InferenceEngineConfig
 from hpcrl.config.adapters import engines_begin_with_model, loads_adapters
 from hpcrl.config.derive import (
     checkpoint_interval,
@@ -46,7 +48,7 @@ from hpcrl.trainer.backends.schedule import is_due
 from hpcrl.trainer.backends.turns import DeviceTurns
 from hpcrl.trainer.controller_client import PROCESS, ControllerClient
 from hpcrl.trainer.critic.ranks import ModelRanks
-from hpcrl.trainer.distributed import World, end_rank, joined
+from hpcrl.trainer.distributed import World, joined
 from hpcrl.trainer.load import load_learner
 from hpcrl.trainer.metrics import PhaseTimer, describe_times
 from hpcrl.trainer.models.forward import DTYPES
@@ -56,6 +58,9 @@ from hpcrl.trainer.saving.dump import Dumps
 from hpcrl.trainer.saving.publish import NoPublisher, Publisher
 from hpcrl.trainer.step import Learner
 from hpcrl.trainer.stop import StopConsensus, Stopping
+
+if TYPE_CHECKING:
+    from hpcrl.trainer.saving.send import WeightSender
 
 
 @record
@@ -83,7 +88,8 @@ def work(
     record_step: Callable[[int], None],
 ) -> None:
     """Load, train to the end of the run or to a stop request, and report which."""
-    trainer, dtype = config.trainer, DTYPES[config.generator.inference_engine.model_dtype]
+    trainer, engine = config.trainer, config.generator.inference_engine
+    dtype = DTYPES[engine.model_dtype]
     ranks = ModelRanks.of(trainer, world)
     controller = ControllerClient(run, attempt, world, consensus, critic=ranks.own.first and not ranks.policy)
     try:
@@ -93,7 +99,8 @@ def work(
         learner = load_learner(run, config, ranks, consensus, resume, Dumps(run, attempt, world))
         publisher = Publisher(
             run, attempt, ranks.own, dtype, kept_versions(trainer), max_model_len(config),
-            adapters=loads_adapters(config), engines=has_engines(config),
+            adapters=loads_adapters(config), engines=has_engines(config), full_interval=engine.full_weights_interval,
+            sender=sender_of(run, attempt, ranks.own, engine) if has_engines(config) else None,
         ) if ranks.policy else NoPublisher()  # fmt: skip
         policy = None if learner.start.updates else learner.policy
         publisher.resume(policy, learner.start.step, from_model=engines_begin_with_model(config))
@@ -103,6 +110,18 @@ def work(
         controller.close("stopped")
     else:
         controller.close("finished")
+
+
+def sender_of(run: Run, attempt: int, world: World, engine: InferenceEngineConfig) -> WeightSender | None:
+    """Return what sends this rank's part of the weights; None where it is read as files."""
+    if engine.weight_sync_backend == "filesystem":
+        return None
+    from hpcrl.trainer.saving.send import WeightSender
+
+    device = world.device if engine.weight_sync_backend == "nccl" else torch.device("cpu")
+    return WeightSender(
+        run, attempt, world.rank, device, os.environ["HPCRL_ADDRESS"], engine.weight_sync_timeout_seconds
+    )
 
 
 def train(
@@ -173,4 +192,4 @@ if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     main(sys.argv[1])
-    end_rank()
+    end_process()

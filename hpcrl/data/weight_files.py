@@ -56,6 +56,20 @@ class Probe:
 
 
 @dataclass(frozen=True)
+class Base:
+    """The version that another one has the changes of.
+
+    Attributes:
+        name: of its directory, beside the other's.
+        digest: of the whole of it.
+    """
+
+    name: str
+    version: int
+    digest: str
+
+
+@dataclass(frozen=True)
 class PublishedWeights:
     """A committed version.
 
@@ -64,6 +78,9 @@ class PublishedWeights:
         size: bytes of its files.
         probe: None where the trainer gave none.
         adapter: whether it is an adapter of the model that the engine was started with, in PEFT's format, and not the whole policy.
+        attempt: of the run, that published it.
+        base: its files have what has changed since that version (hpcrl/data/weights/changes.py); None: they have all.
+        senders: addresses at which ranks of the trainer send its files as long as it is the newest, each its own.
     """
 
     path: Path
@@ -72,6 +89,9 @@ class PublishedWeights:
     size: int
     probe: Probe | None = None
     adapter: bool = False
+    attempt: int = 0
+    base: Base | None = None
+    senders: tuple[str, ...] = ()
 
     @classmethod
     def read(cls, path: Path) -> PublishedWeights:
@@ -86,7 +106,21 @@ class PublishedWeights:
         size = sum(entry["size"] for entry in manifest["files"].values())
         probe = Probe(**manifest["probe"]) if manifest.get("probe") else None
         adapter = ADAPTER_FILE in manifest["files"]
-        return cls(path, manifest["version"], manifest["tensors"], size, probe, adapter)
+        base = Base(**manifest["base"]) if manifest.get("base") else None
+        version, attempt, senders = manifest["version"], manifest["attempt"], tuple(manifest.get("senders", ()))
+        return cls(path, version, manifest["tensors"], size, probe, adapter, attempt, base, senders)
+
+    def read_base(self) -> PublishedWeights:
+        """Return the version that this one has the changes of.
+
+        Raises:
+            CommitError: it is not there any more, or is another.
+        """
+        assert self.base, f"{self.path} has all tensors"
+        found = PublishedWeights.read(self.path.with_name(self.base.name))
+        if found.digest != self.base.digest:
+            raise CommitError(f"{self.path} has what changed since another version than the one at {found.path}")
+        return found
 
     @property
     def digest(self) -> str:
@@ -101,14 +135,32 @@ class PublishedWeights:
         return {"version": self.version, "digest": whole_digest(given), "wrong": self.wrong(given)}
 
 
-def weight_facts(tensors: Mapping[str, str], probe: Probe | None) -> dict[str, Any]:
+def weight_facts(
+    tensors: Mapping[str, str], probe: Probe | None, base: Base | None = None, senders: Sequence[str] = ()
+) -> dict[str, Any]:
     """Return what the manifest of a version says beside its number."""
-    return {"tensors": dict(tensors), "probe": asdict(probe) if probe else None}
+    facts: dict[str, Any] = {"tensors": dict(tensors), "probe": asdict(probe) if probe else None}
+    return facts | ({"base": asdict(base)} if base else {}) | ({"senders": list(senders)} if senders else {})
 
 
 def whole_digest(tensors: Mapping[str, str]) -> str:
     """Return one digest of names and digests, whatever their order."""
     return hashlib.blake2b(json.dumps(sorted(tensors.items())).encode(), digest_size=16).hexdigest()
+
+
+def layout(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, int]]:
+    """Return what a file with such tensors begins with, and where after that the data of each begin, in their order there."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    places, at = dict[str, int](), 0
+    # larger types first, so that each tensor is aligned in memory too
+    for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):
+        places[name] = at
+        offsets = [at, at + tensor.nbytes]
+        header[name] = {"dtype": _NAMES[str(tensor.dtype)], "shape": list(tensor.shape), "data_offsets": offsets}
+        at += tensor.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text, places
 
 
 class WeightFile:
@@ -122,31 +174,19 @@ class WeightFile:
     """
 
     def __init__(self, path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._places: dict[str, int] = {}
-        self._tensors, at = dict(tensors), 0
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        # larger types first, so that each tensor is aligned in memory too
-        for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):
-            self._places[name] = at
-            offsets = [at, at + tensor.nbytes]
-            header[name] = {"dtype": _NAMES[str(tensor.dtype)], "shape": list(tensor.shape), "data_offsets": offsets}
-            at += tensor.nbytes
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
-        self._start = 8 + len(text)
+        head, self._places = layout(tensors)
+        self._tensors, self._start = dict(tensors), len(head)
         self._file: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-        _write_at(self._file, memoryview(struct.pack("<Q", len(text)) + text), 0)
+        write_at(self._file, memoryview(head), 0)
 
     def write(self, name: str, tensor: torch.Tensor) -> str:
         """Write a CPU tensor to its place; return its digest."""
-        import torch
-
         assert self._file is not None, "it is closed"
         expected = self._tensors.pop(name)
         assert (tensor.dtype, tensor.shape) == (expected.dtype, expected.shape), (name, tensor.dtype, tensor.shape)
-        data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
-        _write_at(self._file, data, self._start + self._places[name])
-        return _digest(data)
+        data = bytes_of(tensor)
+        write_at(self._file, data, self._start + self._places[name])
+        return digest_of(data)
 
     @property
     def complete(self) -> bool:
@@ -191,7 +231,7 @@ class WeightReader:
         file = os.open(path, os.O_RDONLY)
         self._files.append(file)
         try:
-            entries, start = _header(file)
+            entries, start = header_of(file)
         except (OSError, ValueError) as error:
             raise ValueError(f"{path} is no safetensors file: {error}") from error
         self._places |= {name: (file, entry, start) for name, entry in entries.items()}
@@ -216,14 +256,25 @@ class WeightReader:
 
         file, entry, start = self._places[name]
         begin, end = entry["data_offsets"]
-        data = _read_at(file, end - begin, start + begin)
+        data = read_at(file, end - begin, start + begin)
         tensor = torch.frombuffer(data, dtype=torch.uint8) if len(data) else torch.empty(0, dtype=torch.uint8)
-        return name, tensor.view(getattr(torch, _TYPES[entry["dtype"]])).view(entry["shape"]), _digest(memoryview(data))
+        return (
+            name,
+            tensor.view(getattr(torch, _TYPES[entry["dtype"]])).view(entry["shape"]),
+            digest_of(memoryview(data)),
+        )
 
     def close(self) -> None:
         for file in self._files:
             os.close(file)
         self._files.clear()
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a CPU tensor, in the order of its elements."""
+    import torch
+
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def copy_files(weights: PublishedWeights, target: Path) -> dict[str, dict[str, int]]:
@@ -233,24 +284,39 @@ def copy_files(weights: PublishedWeights, target: Path) -> dict[str, dict[str, i
         CommitError: a tensor is missing, or is another than was published.
         OSError: a file cannot be read or written.
     """
-    _check_tensors(weights, target)
-    return {path.name: {"size": path.stat().st_size} for path in sorted(target.glob(f"*{SUFFIX}"))}
+    check_tensors(weights, target)
+    return sizes_in(target)
+
+
+def sizes_in(directory: Path) -> dict[str, dict[str, int]]:
+    """Return the size of each safetensors file by name, as a manifest has them."""
+    return {path.name: {"size": path.stat().st_size} for path in sorted(directory.glob(f"*{SUFFIX}"))}
 
 
 def check_weights(path: Path) -> None:
-    """Compare all files of a version with its manifest, and each tensor with the digest that was published.
+    """Compare all files of a version with its manifest, and each tensor with the digest that was published; also of those that it has the changes of.
 
     Raises:
         CommitError: one differs, is missing or cannot be read.
     """
     verify(path)
+    weights = PublishedWeights.read(path)
+    if weights.base:
+        check_weights(weights.read_base().path)
+        return
     try:
-        _check_tensors(PublishedWeights.read(path))
+        check_tensors(weights)
     except (OSError, ValueError) as error:
         raise CommitError(f"{path} cannot be read: {error}") from error
 
 
-def _check_tensors(weights: PublishedWeights, copy: Path | None = None) -> None:
+def check_tensors(weights: PublishedWeights, copy: Path | None = None) -> None:
+    """Compare each tensor with the digest that was published; copy the files into a directory on the way where one is given.
+
+    Raises:
+        CommitError: a tensor is missing, or is another.
+        OSError, ValueError: a file cannot be read or written.
+    """
     files = sorted(weights.path.glob(f"*{SUFFIX}"))
     with ThreadPoolExecutor(_AHEAD, "weights") as pool:
         parts = list(pool.map(_digests, files, [copy / path.name if copy else None for path in files]))
@@ -264,17 +330,17 @@ def _digests(source: Path, copy: Path | None) -> dict[str, str]:
     digests: dict[str, str] = {}
     with source.open("rb") as read, copy.open("wb") if copy else nullcontext() as written:
         reading = read.fileno()
-        entries, start = _header(reading)
+        entries, start = header_of(reading)
         if written:
-            _write_at(written.fileno(), memoryview(_read_at(reading, start, 0)), 0)
+            write_at(written.fileno(), memoryview(read_at(reading, start, 0)), 0)
         for name, entry in entries.items():
             at, end = (start + offset for offset in entry["data_offsets"])
             digest = 0
             while at < end:
-                part = memoryview(_read_at(reading, min(_PART, end - at), at))
+                part = memoryview(read_at(reading, min(_PART, end - at), at))
                 digest = zlib.crc32(part, digest)
                 if written:
-                    _write_at(written.fileno(), part, at)
+                    write_at(written.fileno(), part, at)
                 at += len(part)
             digests[name] = f"{digest:08x}"
         if written:
@@ -282,25 +348,25 @@ def _digests(source: Path, copy: Path | None) -> dict[str, str]:
     return digests
 
 
-def _header(file: int) -> tuple[dict[str, Any], int]:
-    """Return the entries of a safetensors file's tensors, and where their data begin."""
-    (length,) = struct.unpack("<Q", _read_at(file, 8, 0))
-    entries = json.loads(bytes(_read_at(file, min(length, os.fstat(file).st_size), 8)))
+def header_of(file: int) -> tuple[dict[str, Any], int]:
+    """Return the entries of an open safetensors file's tensors, and where their data begin."""
+    (length,) = struct.unpack("<Q", read_at(file, 8, 0))
+    entries = json.loads(bytes(read_at(file, min(length, os.fstat(file).st_size), 8)))
     entries.pop("__metadata__", None)
     return entries, 8 + length
 
 
-def _digest(data: memoryview) -> str:
+def digest_of(data: memoryview) -> str:
     return f"{zlib.crc32(data):08x}"
 
 
-def _write_at(file: int, data: memoryview, at: int) -> None:
+def write_at(file: int, data: memoryview, at: int) -> None:
     while data:
         count = os.pwrite(file, data, at)
         data, at = data[count:], at + count
 
 
-def _read_at(file: int, length: int, at: int) -> bytearray:
+def read_at(file: int, length: int, at: int) -> bytearray:
     found = bytearray(length)
     rest = memoryview(found)
     while rest:

@@ -33,6 +33,11 @@ def describe_disk(config: Config, folder_of: Callable[[Pretrained], Path | None]
             f"  published {what} have {readable_size(each)}: the newest {versions} versions stay, with the one on its way "
             f"{readable_size(each * (versions + 1))}"
         )
+        engine = config.generator.inference_engine
+        if engine.full_weights_interval > 1:
+            yield f"  every {engine.full_weights_interval}th version is whole, and stays as long as versions with changes of it"
+        if engine.full_weights_interval > 1 or engine.weight_sync_backend != "filesystem":
+            yield f"  the trainer's nodes keep a version in host memory: {readable_size(each)} on all of them together, for a moment twice that"
     if trainer.hf_save_interval > 0:
         yield f"  an export has {readable_size(sizes.export)}, and none is deleted"
     if sizes.weights and (place := config.generator.inference_engine.weight_copy_dir) and not loads_adapters(config):

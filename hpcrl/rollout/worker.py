@@ -30,12 +30,10 @@ from hpcrl.envs.rewards.remote import Endpoints
 from hpcrl.errors import CommitError, EngineError
 from hpcrl.observe.metrics import MetricsWriter
 from hpcrl.observe.timeline import IDLE, Timeline
-from hpcrl.rollout.copies import NodeCopies
 from hpcrl.rollout.endpoint.server import serving
 from hpcrl.rollout.engines.base import Engine, Launched
 from hpcrl.rollout.engines.watchdog import run_watched
 from hpcrl.rollout.evaluate import evaluated_text
-from hpcrl.rollout.fetch import fetch
 from hpcrl.rollout.generate import GroupGenerator
 from hpcrl.rollout.group import Group
 from hpcrl.rollout.lessons import Lessons
@@ -43,6 +41,8 @@ from hpcrl.rollout.limiter import ConcurrencyLimiter
 from hpcrl.rollout.metrics import RolloutMetrics
 from hpcrl.rollout.threads import in_thread
 from hpcrl.rollout.turns import KeptTurns
+from hpcrl.rollout.weights.copies import NodeCopies
+from hpcrl.rollout.weights.fetch import fetch
 from hpcrl.rundir.commit import write_files
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.records import append_text
@@ -353,7 +353,14 @@ class Worker:
             if self._newest == version:
                 raise
             return  # so slow that the version was retired meanwhile: on to the newest
-        known = {"weights/fetch_seconds": time.monotonic() - started, "weights/load_gib": weights.size / 2**30}
+        size = weights.size / 2**30
+        known = {
+            "weights/fetch_seconds": time.monotonic() - started,
+            "weights/load_gib": size,
+            "weights/fetch_gib": size,
+        }
+        if options.copies and not weights.adapter:
+            known |= {"weights/fetch_gib": 0.0, **options.copies.fetched}
         self._write_metrics()
         self._unproven, self._lacks_first = True, False
         self._updating = _TAKES_IN

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import select
 import signal
+import sys
 import threading
 import time
 from contextlib import suppress
 from types import FrameType
-from typing import Literal
+from typing import Literal, NoReturn
 
 from hpcrl.rundir.commit import read_json, write_json
 from hpcrl.rundir.layout import Run
@@ -23,6 +25,18 @@ _LOOK_S = 1.0
 _OTHERS_LOOK_S = 10.0  # not every rank of a large run asks the shared filesystem every second
 _UNASKED_S = 30.0  # a stop file that another node wrote may show late
 _ALONE_S = 15.0
+
+
+def end_process(code: int = 0) -> NoReturn:
+    """End this process, whose work is done, at once.
+
+    A thread of gloo that lets go of its last tensor, or is at work, while Python takes the interpreter down aborts the process
+    (https://github.com/pytorch/pytorch/issues/190489), and such threads live as long as anything refers to their group.
+    """
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 class StopSignal:

@@ -10,13 +10,12 @@ import ctypes
 import json
 import logging
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -218,18 +217,6 @@ def joined(
     yield World(dist.get_rank(), dist.get_world_size(), device, control, timeout=timeout)
     dist.barrier(control)
     dist.destroy_process_group()
-
-
-def end_rank(code: int = 0) -> NoReturn:
-    """End this process, whose work is done, at once.
-
-    A thread of gloo that lets go of its last tensor while Python takes the interpreter down aborts the process
-    (https://github.com/pytorch/pytorch/issues/190489), and such threads live as long as any model refers to their group.
-    """
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 def check_all_reduce(world: World) -> float:

@@ -25,7 +25,7 @@ from hpcrl.errors import CommitError, SubmitError
 from hpcrl.launch.submit import submit
 from hpcrl.observe.metrics import MetricsWriter
 from hpcrl.observe.tensorboard.follower import Follower
-from hpcrl.rollout.fetch import fetch
+from hpcrl.rollout.weights.fetch import fetch
 from hpcrl.rundir import commit
 from hpcrl.rundir.checkpoints import Retention, newest_usable, set_aside_after
 from hpcrl.rundir.layout import Run, step_of

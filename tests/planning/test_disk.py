@@ -43,6 +43,10 @@ def model(tmp_path: Path) -> Path:
         ({"trainer.policy.fsdp_config.mixed_precision.master_dtype": "bf16"}, ["about 5.7 MiB"]),
         ({"generator.inference_engine.model_dtype": "float32", "trainer.hf_save_interval": 5}, ["an export has 3.8 MiB, and none is deleted"]),
         ({"generator.inference_engine.weight_copy_dir": "$TMPDIR"}, ["copies of them take 1.9 MiB of $TMPDIR on each", "3.8 MiB"]),
+        (
+            {"generator.inference_engine.weight_copy_dir": "$TMPDIR", "generator.inference_engine.full_weights_interval": 8},
+            ["every 8th version is whole", "keep a version in host memory: 1.9 MiB"],
+        ),
         ({"trainer.policy.model.lora.rank": 4}, ["published adapters have 23.4 KiB"]),
         ({"trainer.policy.model.lora.rank": 4, "generator.inference_engine.merge_lora": True}, ["weights have 1.9 MiB"]),
         ({"trainer.policy.model.lora.rank": 4, "trainer.policy.model.lora.modules_to_save": ["t1"]}, ["weights have 1.9 MiB", "about 5.9 MiB"]),

@@ -216,6 +216,41 @@ def copies_of_weights(config: ConfigTree) -> Iterator[Problem]:
         yield Problem("generator.inference_engine.weight_copy_dir", f"{expected}, found {found!r}")
 
 
+def ways_of_weights(config: ConfigTree) -> Iterator[Problem]:
+    engine, path = config.generator.inference_engine, "generator.inference_engine."
+    backend, network = engine.weight_sync_backend, engine.weight_sync_backend != "filesystem"
+    wanted = {"weight_sync_backend": network, "full_weights_interval": engine.full_weights_interval > 1}
+    for name in [name for name, is_set in wanted.items() if is_set]:
+        if loads_adapters(config):
+            yield Problem(
+                path + name,
+                f"adapters are small, and reach engines as files; leave it out, or set {path}merge_lora=true",
+            )
+        elif engine.weight_copy_dir is None:
+            yield Problem(
+                path + name,
+                f"needs a place for a copy of the weights on each node; set {path}weight_copy_dir, such as to /dev/shm or $TMPDIR",
+            )
+    if not network and not _is_default(engine, "weight_sync_timeout_seconds"):
+        yield Problem(
+            path + "weight_sync_timeout_seconds",
+            f"has no effect with {path}weight_sync_backend=filesystem; leave it out",
+        )
+    if backend == "nccl" and gpu_count(config.slurm) == 0:
+        yield Problem(
+            path + "weight_sync_backend", "nccl needs GPUs, but slurm.gpus_per_node=0; use gloo or filesystem"
+        )
+    elif backend == "nccl" and config.trainer.placement.colocate_all:
+        yield Problem(
+            path + "weight_sync_backend",
+            "nccl connects no two processes of one GPU, and trainer.placement.colocate_all=true has them; use gloo or filesystem",
+        )
+
+
+def _is_default(engine: InferenceEngineConfig, name: str) -> bool:
+    return getattr(engine, name) == next(field.default for field in fields(engine) if field.name == name)
+
+
 def flash_infer(config: ConfigTree) -> Iterator[Problem]:
     if config.generator.inference_engine.use_flashinfer and gpu_count(config.slurm) == 0:
         yield Problem(

@@ -28,6 +28,7 @@ from hpcrl.config.rules.cluster import (
     remote_engines,
     sbatch_options,
     time_to_save,
+    ways_of_weights,
 )
 from hpcrl.config.rules.generation import (
     chat,
@@ -424,6 +425,7 @@ RULES: tuple[Rule, ...] = (
     engines_on_processors,
     remote_engines,
     copies_of_weights,
+    ways_of_weights,
     flash_infer,
     enough_replicas,
     gpus_of_nodes,

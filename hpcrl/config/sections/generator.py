@@ -44,7 +44,16 @@ class InferenceEngineConfig:
     """Seed of what is sampled, in training and evaluation; unset: trainer.seed. Each sample has a seed of its own, made from it."""
 
     weight_sync_backend: Literal["filesystem", "nccl", "gloo"] = "filesystem"
-    """How new weights reach the engines: as files that they read, or pushed by a rank of the trainer over NCCL or gloo."""
+    """How new weights reach the nodes of the engines: as files that they read; or over NCCL or gloo, from the memory of the trainer's ranks, each
+    of which sends its part. The files are written in any case, and read by nodes that do not get the weights in the other way. Needs
+    weight_copy_dir."""
+
+    weight_sync_timeout_seconds: float = 30.0
+    """With nccl or gloo, how long one stage may take: to meet, to move 64 MiB, to end. Then the node reads the files."""
+
+    full_weights_interval: int = 1
+    """Every so many versions, one is published whole; those between have only what has changed since the one before, exactly, which with small
+    learning rates in bfloat16 is a small part. Above 1 it needs weight_copy_dir, and the memory of one version on the trainer's nodes."""
 
     weight_transfer_threshold_cuda_ipc_GB: float = 1.0
     """Size of the buckets, in GB, by which weights reach colocated engines."""

@@ -1,25 +1,26 @@
 """The policy as a model that others load: weights/v<k> for the inference engines, exports/s<k> for people.
 
 Both are the same files, safetensors under Hugging Face names, to which every rank writes its part; an export adds configuration and
-tokenizer, weights add what proves to engines that they hold them: a digest of each tensor, and a probe. Where engines load adapters,
-weights/v<k> is one instead, which rank 0 writes.
+tokenizer, weights add what proves to engines that they hold them: a digest of each tensor, and a probe. Between whole versions there may be
+some whose files have only what has changed since the one before. Where engines load adapters, weights/v<k> is one instead, which rank 0 writes.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from hpcrl.config.sections.generator import ChatTemplateConfig
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.data.chat import load_tokenizer
-from hpcrl.data.weight_files import Probe, weight_facts
-from hpcrl.errors import HpcrlError
+from hpcrl.data.weight_files import Base, Probe, PublishedWeights, weight_facts, whole_digest
+from hpcrl.errors import CommitError, HpcrlError
 from hpcrl.rundir.commit import abandon, begin, committed, committed_by, discard, finish, is_committed, listing, staging
 from hpcrl.rundir.layout import Run, step_of, version_of
 from hpcrl.rundir.ledger import require_newest
@@ -27,12 +28,26 @@ from hpcrl.rundir.space import explained
 from hpcrl.trainer.backends.base import PolicyEngine
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.models.adapter import Adapter
+from hpcrl.trainer.saving.changes import ChangesWriter, Kept
 from hpcrl.trainer.saving.shards import ShardPlan, ShardWriter
+
+if TYPE_CHECKING:  # a server, which most trainers do not need
+    from hpcrl.trainer.saving.send import WeightSender
+
+log = logging.getLogger(__name__)
 
 _INDEX = "model.safetensors.index.json"
 _PROBE_TOKENS = 32
 ADAPTER = "adapter"
 """Directory of an export with the adapters alone, where LoRA trained them."""
+
+
+class _Written(NamedTuple):
+    """What was committed: digests of all tensors, this rank's tensors where they are kept, and the bytes of all files."""
+
+    tensors: dict[str, str]
+    kept: dict[str, torch.Tensor]
+    size: int
 
 
 class Publisher:
@@ -44,6 +59,8 @@ class Publisher:
         longest: tokens that an engine takes at most; fewer than two: versions get no probe.
         adapters: whether engines load adapters, and get nothing else.
         engines: whether there are any; without them no version is written.
+        full_interval: every so many versions one has all tensors; those between have what has changed since the one before.
+        sender: sends this rank's files to who asks for them; None: all read them where they are written.
     """
 
     def __init__(
@@ -57,8 +74,11 @@ class Publisher:
         *,
         adapters: bool = False,
         engines: bool = True,
+        full_interval: int = 1,
+        sender: WeightSender | None = None,
     ) -> None:
-        self._engines = engines
+        self._engines, self._full_interval, self._sender = engines, full_interval, sender
+        self._kept: Kept | None = None
         self._run, self._attempt, self._world, self._dtype = run, attempt, world, dtype
         self._adapters, self._kept_versions = adapters, kept_versions
         self._probe_tokens = min(_PROBE_TOKENS, longest - 1)  # an engine says one more
@@ -101,7 +121,7 @@ class Publisher:
         if adapter:
             size = self._write_adapter(adapter.scaled(self._dtype), target, probe, version)
         else:
-            size = self._write(engine, target, probe=probe, version=version)
+            size = self._write_version(engine, target, probe, version)
         return {"timing/publish_weights": time.monotonic() - began, "throughput/published_gib": size / 2**30}
 
     def _probe(self, engine: PolicyEngine) -> Probe | None:
@@ -114,10 +134,27 @@ class Publisher:
         """Remove versions that no engine needs any more. It takes a while: engines have been told of the newest before."""
 
         def discard_old() -> None:
-            for old in committed(self._run.weights, version_of)[: -self._kept_versions]:
-                discard(self._run.weights_of(old), self._fence)
+            versions = committed(self._run.weights, version_of)
+            try:
+                needed = self._needed(versions[-self._kept_versions :])
+            except CommitError as error:  # such as of a filesystem that shows it later
+                log.warning("no version of the weights is removed now: %s", error)
+                return
+            for old in versions:
+                if old not in needed:
+                    discard(self._run.weights_of(old), self._fence)
 
         self._world.rank0_broadcast(discard_old)
+
+    def _needed(self, versions: Sequence[int]) -> set[int]:
+        """Return versions with those that they have the changes of; CommitError where the manifest of one cannot be read."""
+        needed = set[int]()
+        for version in versions:
+            while version not in needed:
+                needed.add(version)
+                weights = PublishedWeights.read(self._run.weights_of(version))
+                version = weights.base.version if weights.base else version
+        return needed
 
     def _fence(self) -> None:
         if self._attempt:  # 0 writes beside the run's attempts, whatever these do
@@ -151,8 +188,14 @@ class Publisher:
 
         place = target or self._run.export(step)
         if self._world.rank0_broadcast(lambda: committed_by(place)) != self._attempt:
-            adapter = engine.adapter()
-            self._write(engine, place, complete, step=step)
+            adapter, rank = engine.adapter(), self._world.rank
+            self._write(
+                engine,
+                place,
+                lambda directory, plan: ShardWriter(directory, plan, rank),
+                lambda tensors: {"step": step, **weight_facts(tensors, None)},
+                complete,
+            )
         return place
 
     def misses_export(self, start: Path | None) -> bool:
@@ -160,34 +203,63 @@ class Publisher:
         step = step_of(start) if start is not None and start.parent == self._run.checkpoints else None
         return step is not None and not self._world.rank0_broadcast(lambda: is_committed(self._run.export(step)))
 
+    def _write_version(self, engine: PolicyEngine, target: Path, probe: Probe | None, version: int) -> int:
+        """Commit a version for engines, whole or as changes; return the bytes of its files."""
+        kept, self._kept = self._kept, None  # what fails leaves nothing that changes could be of
+        before = kept if kept and kept.changes + 1 < self._full_interval else None
+        senders = self._world.all_gather(self._sender.address) if self._sender else []
+        keeps = self._full_interval > 1 or self._sender is not None
+
+        def writer(directory: Path, plan: ShardPlan) -> ShardWriter | ChangesWriter:
+            if before:
+                return ChangesWriter(directory, self._world.rank, before.tensors)
+            return ShardWriter(directory, plan, self._world.rank, keeps=keeps)
+
+        def facts(tensors: Mapping[str, str]) -> dict[str, Any]:
+            return {"version": version, **weight_facts(tensors, probe, before.base if before else None, senders)}
+
+        written = self._write(engine, target, writer, facts, offered=version)
+        if self._full_interval > 1:
+            base = Base(target.name, version, whole_digest(written.tensors))
+            self._kept = Kept(base, written.kept, before.changes + 1 if before else 0)
+        return written.size
+
     def _write(
         self,
         engine: PolicyEngine,
         target: Path,
+        writer_of: Callable[[Path, ShardPlan], ShardWriter | ChangesWriter],
+        facts: Callable[[Mapping[str, str]], dict[str, Any]],
         complete: Callable[[Path], None] = lambda _: None,
-        probe: Probe | None = None,
-        **facts: Any,
-    ) -> int:
-        """Commit the policy at `target`; return the bytes of its tensors."""
+        offered: int | None = None,
+    ) -> _Written:
+        """Commit the policy at `target`.
+
+        Args:
+            facts: returns what the manifest says, from the digests of all tensors.
+            complete: writes what else belongs to it, on rank 0.
+            offered: the version, where files are sent to who asks for them.
+        """
         world, pieces = self._world, engine.export_pieces(self._dtype)
         plan = ShardPlan.of(pieces, world.size)
         try:
             world.rank0_broadcast(lambda: self._begin(target))
-            writer = ShardWriter(staging(target, self._attempt), plan, world.rank)
+            writer = writer_of(staging(target, self._attempt), plan)
             for piece in engine.export_weights(self._dtype, plan.owners):
                 writer.put(piece)
-            parts = world.all_gather(lambda: self._written(target, plan, writer))
+            parts = world.all_gather(lambda: self._written(target, writer))
             digests = {name: digest for part in parts for name, digest in part["tensors"].items()}
-            ordered = {name: digests[name] for piece in pieces for name in piece.tensors}
-            facts |= weight_facts(ordered, probe) | {
-                "files": {name: entry for part in parts for name, entry in part["files"].items()}
-            }
-            world.rank0_broadcast(lambda: self._finish(target, plan, complete, **facts))
+            tensors = {name: digests[name] for piece in pieces for name in piece.tensors}
+            files = {name: entry for part in parts for name, entry in part["files"].items()}
+            if self._sender and offered is not None:
+                self._sender.offer(offered, writer.files)
+            index = plan.index if isinstance(writer, ShardWriter) else None
+            world.rank0_broadcast(lambda: self._finish(target, index, complete, files, **facts(tensors)))
         except HpcrlError:
             if world.first:
                 abandon(target, self._attempt, self._fence)
             raise
-        return sum(shard.size for shard in plan.shards)
+        return _Written(tensors, writer.kept, sum(entry["size"] for entry in files.values()))
 
     def _write_adapter(self, adapter: Adapter, target: Path, probe: Probe | None, version: int) -> int:
         def write() -> int:
@@ -211,24 +283,27 @@ class Publisher:
         with explained(target):
             begin(target, self._attempt)
 
-    def _written(self, target: Path, plan: ShardPlan, writer: ShardWriter) -> dict[str, Any]:
-        """Return what this rank has written: digests by tensor, and files without checksums, which those digests are in their place."""
+    def _written(self, target: Path, writer: ShardWriter | ChangesWriter) -> dict[str, Any]:
+        """Return what this rank has written: digests by tensor, and files; those with whole tensors without checksums, in whose place are the digests."""
         with explained(target):
             tensors, directory = writer.finish(), staging(target, self._attempt)
-            files = {name: {"size": (directory / name).stat().st_size} for name in plan.files_of(self._world.rank)}
+            files = {name: {"size": (directory / name).stat().st_size} for name in writer.files}
+            if isinstance(writer, ChangesWriter):
+                files = listing(directory, lambda path: path.name in files)
             return {"tensors": tensors, "files": files}
 
     def _finish(
         self,
         target: Path,
-        plan: ShardPlan,
+        index: dict[str, object] | None,
         complete: Callable[[Path], None],
         files: dict[str, dict[str, Any]],
         **facts: Any,
     ) -> None:
         directory = staging(target, self._attempt)
         with explained(target):
-            (directory / _INDEX).write_text(json.dumps(plan.index))
+            if index:
+                (directory / _INDEX).write_text(json.dumps(index))
             complete(directory)
             others = listing(directory, lambda path: path.name not in files)
             finish(target, self._attempt, fence=self._fence, files=files | others, **facts)

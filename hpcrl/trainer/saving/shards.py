@@ -64,9 +64,6 @@ class ShardPlan:
                 shard.size += tensor.nbytes
         return cls(owners, shards)
 
-    def files_of(self, rank: int) -> list[str]:
-        return [shard.name for shard in self.shards if shard.rank == rank]
-
     @property
     def index(self) -> dict[str, object]:
         """What Hugging Face's model.safetensors.index.json says."""
@@ -78,15 +75,31 @@ class ShardWriter:
     """Writes the shards of one rank behind the gathering of the next tensors, which all ranks do together.
 
     At most a shard's bytes wait in memory. An error waits until `finish`: a rank that failed still gathers with the others.
+
+    Args:
+        keeps: whether it has the tensors afterwards.
+
+    Attributes:
+        kept: them, by name.
     """
 
-    def __init__(self, directory: Path, plan: ShardPlan, rank: int) -> None:
-        self._directory = directory
+    def __init__(self, directory: Path, plan: ShardPlan, rank: int, *, keeps: bool = False) -> None:
+        self._directory, self._keeps = directory, keeps
+        self.kept: dict[str, torch.Tensor] = {}
         self._shards = {name: shard for shard in plan.shards if shard.rank == rank for name in shard.tensors}
         self._files: dict[str, WeightFile] = {}
         self._pool = ThreadPoolExecutor(1, "weights")
         self._waiting = deque[tuple[Future[dict[str, str]], int]]()
         self._written: list[Future[dict[str, str]]] = []
+
+    @property
+    def files(self) -> dict[str, Mapping[str, torch.Tensor]]:
+        """The tensors of each file of this rank: with their values where it keeps them, once it is finished."""
+        shards = {shard.name: shard for shard in self._shards.values()}
+        return {
+            name: {each: self.kept.get(each, tensor) for each, tensor in shard.tensors.items()}
+            for name, shard in shards.items()
+        }
 
     def put(self, piece: Mapping[str, torch.Tensor]) -> None:
         """Take in CPU tensors of the plan."""
@@ -105,6 +118,8 @@ class ShardWriter:
                 fault("weights.shard")
                 self._files[shard.name] = WeightFile(self._directory / shard.name, shard.tensors)
             file = self._files[shard.name]
+            if self._keeps:
+                tensor = self.kept[name] = tensor.clone()  # on a CPU it may be the parameter itself
             digests[name] = file.write(name, tensor)
             if file.complete:
                 file.close()

@@ -266,4 +266,46 @@ AGENTS = [
         {**AGENT, f"{ALGORITHM}.advantage_estimator": "reinforce++"}, ENDPOINT, "advantage_estimator=reinforce++",
         {**AGENT, **FOUR_GPUS, "trainer.policy_mini_batch_size": 2, "generator.n_samples_per_prompt": 3},
     ),
+    Case(
+        "weights over the network come into a copy on each node",
+        {f"{ENGINE}.weight_sync_backend": "gloo"},
+        f"{ENGINE}.weight_sync_backend", f"set {ENGINE}.weight_copy_dir",
+        {f"{ENGINE}.weight_sync_backend": "gloo", f"{ENGINE}.weight_copy_dir": "$TMPDIR"},
+    ),
+    Case(
+        "changes of weights are applied to a copy on each node",
+        {f"{ENGINE}.full_weights_interval": 10},
+        f"{ENGINE}.full_weights_interval", f"set {ENGINE}.weight_copy_dir",
+        {f"{ENGINE}.full_weights_interval": 10, f"{ENGINE}.weight_copy_dir": "$TMPDIR"},
+    ),
+    Case(
+        "adapters reach engines as files",
+        {f"{ENGINE}.full_weights_interval": 10, f"{ENGINE}.weight_copy_dir": "$TMPDIR", f"{LORA}.rank": 8},
+        f"{ENGINE}.full_weights_interval", f"set {ENGINE}.merge_lora=true",
+        {f"{ENGINE}.full_weights_interval": 10, f"{ENGINE}.weight_copy_dir": "$TMPDIR", f"{LORA}.rank": 8, f"{ENGINE}.merge_lora": True},
+    ),
+    Case(
+        "stages are those of the network",
+        {f"{ENGINE}.weight_sync_timeout_seconds": 5.0},
+        f"{ENGINE}.weight_sync_timeout_seconds", "has no effect with",
+        {f"{ENGINE}.weight_sync_timeout_seconds": 5.0, f"{ENGINE}.weight_sync_backend": "gloo", f"{ENGINE}.weight_copy_dir": "/dev/shm"},
+    ),
+    Case(
+        "NCCL needs GPUs",
+        {f"{ENGINE}.weight_sync_backend": "nccl", f"{ENGINE}.weight_copy_dir": "$TMPDIR"},
+        f"{ENGINE}.weight_sync_backend", "nccl needs GPUs",
+        {f"{ENGINE}.weight_sync_backend": "nccl", f"{ENGINE}.weight_copy_dir": "$TMPDIR", "slurm.gpus_per_node": 1},
+    ),
+    Case(
+        "NCCL needs GPUs of its own at both ends",
+        {
+            f"{ENGINE}.weight_sync_backend": "nccl", f"{ENGINE}.weight_copy_dir": "$TMPDIR", "slurm.gpus_per_node": 1,
+            "trainer.placement.colocate_all": True,
+        },
+        f"{ENGINE}.weight_sync_backend", "nccl connects no two processes of one GPU",
+        {
+            f"{ENGINE}.weight_sync_backend": "gloo", f"{ENGINE}.weight_copy_dir": "$TMPDIR", "slurm.gpus_per_node": 1,
+            "trainer.placement.colocate_all": True,
+        },
+    ),
 ]  # fmt: skip

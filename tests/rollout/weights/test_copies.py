@@ -17,8 +17,8 @@ import pytest
 
 from hpcrl.data.weight_files import PublishedWeights
 from hpcrl.errors import CommitError, RunError
-from hpcrl.rollout.copies import NodeCopies
-from hpcrl.rollout.fetch import fetch
+from hpcrl.rollout.weights.copies import NodeCopies
+from hpcrl.rollout.weights.fetch import fetch
 from hpcrl.rundir.commit import write_text
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.scratch import remove_abandoned

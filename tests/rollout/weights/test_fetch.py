@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpcrl.errors import CommitError
-from hpcrl.rollout.fetch import fetch
+from hpcrl.rollout.weights.fetch import fetch
 from hpcrl.rundir.commit import COMMIT, committed_directory
 from tests.rollout.material import make_model, probe_of, publish
 

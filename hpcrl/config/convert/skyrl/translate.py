@@ -123,7 +123,7 @@ def weight_sync_backend(source: Source, conversion: Conversion, path: str) -> No
         "translated",
         source.names[path],
         path,
-        f"{source.given[path]}: filesystem, new weights reach the engines as files",
+        f"{source.given[path]}: filesystem, new weights reach the engines as files; {source.given[path]} works too, with weight_copy_dir",
     )
 
 

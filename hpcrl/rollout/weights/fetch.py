@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hpcrl.data.weight_files import PublishedWeights
 from hpcrl.errors import CommitError
-from hpcrl.rollout.copies import NodeCopies
+from hpcrl.rollout.weights.copies import NodeCopies
 from hpcrl.rundir.commit import is_committed
 from hpcrl.units import readable_size
 
@@ -33,10 +33,20 @@ def fetch(source: Path, copies: NodeCopies | None = None, patience_s: float = 60
     while not is_committed(source) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
     weights, buffer = PublishedWeights.read(source), bytearray(_PART)
+    if weights.base and not copies:
+        raise CommitError(
+            f"{source} has the changes of a version only, which are applied to a copy of it on each node: set "
+            "generator.inference_engine.weight_copy_dir"
+        )
     try:
         if copies and not weights.adapter:  # which is small
             return copies.hold(weights)
     except OSError as error:
+        if weights.base:
+            raise CommitError(
+                f"{source} has the changes of a version only, and cannot be applied to it on this node: {error}; make room in "
+                "generator.inference_engine.weight_copy_dir, or name another directory"
+            ) from error
         print(
             f"warning: no copy of {source} ({readable_size(weights.size)}) on this node, engines read the version there: {error}; make room in "
             "generator.inference_engine.weight_copy_dir, or name another directory",

@@ -1,0 +1,84 @@
+"""Has the ranks of a trainer send a version to this node, each rank its files."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from hpcrl.data.weight_files import SUFFIX, PublishedWeights
+from hpcrl.errors import RunError
+from hpcrl.faults import fault
+from hpcrl.rundir.layout import Run
+from hpcrl.runtime.token import NONCE, AttemptKey, Sender, of_process, read_token
+
+
+class NotReceived(Exception):
+    """A version was not sent whole; it can be read from its files."""
+
+
+class Receiver:
+    """Asks the trainer of an attempt.
+
+    Args:
+        on_gpu: whether it comes over NCCL, through the memory of the first GPU of this process; else over gloo.
+        host: address of this node.
+        stage_s: generator.inference_engine.weight_sync_timeout_seconds.
+    """
+
+    def __init__(self, run: Run, attempt: int, on_gpu: bool, host: str, stage_s: float) -> None:
+        self._run, self._attempt, self._token = run, attempt, read_token(run)
+        self._on_gpu, self._host, self._stage_s = on_gpu, host, stage_s
+
+    def receive(self, weights: PublishedWeights, directory: Path) -> None:
+        """Write the files of a version into a directory; what they hold is for the caller to compare.
+
+        Raises:
+            NotReceived: a rank was not there, refused, or took longer than a stage may; the directory has what it had.
+            OSError: they cannot be written.
+        """
+        if weights.attempt != self._attempt:
+            raise NotReceived(f"attempt {weights.attempt} published it, whose trainer has ended")
+        if not weights.senders:
+            raise NotReceived("the trainer sends nothing")
+        try:
+            for rank, url in enumerate(weights.senders):
+                self._receive_from(rank, url, weights.version, directory)
+        except (httpx.TransportError, RunError, RuntimeError) as error:
+            for file in directory.glob(f"*{SUFFIX}"):
+                with suppress(FileNotFoundError):
+                    file.unlink()
+            raise NotReceived(f"{error!r}" if isinstance(error, httpx.TransportError) else str(error)) from error
+
+    def _receive_from(self, rank: int, url: str, version: int, directory: Path) -> None:
+        import torch
+
+        from hpcrl.data.weights.stream import RECEIVER, Pair, receive_files, sender  # torch, which takes seconds
+
+        fault("weights.ask")
+        pair = Pair(
+            torch.device("cuda", 0) if self._on_gpu else torch.device("cpu"), RECEIVER, self._host, self._stage_s
+        )
+        try:
+            name = of_process(self._run.name, sender(rank))
+            answer = self._ask(name, url, {"version": version, "told": pair.tells()})
+            if strange := [name for name in answer["files"] if Path(name).name != name]:
+                raise RunError(f"{url} would send {strange[0]}, which is no name of a file of weights")
+            pair.hear(answer["told"])
+            receive_files(pair, answer["files"], directory)
+        finally:
+            pair.close()
+
+    def _ask(self, name: str, url: str, wanted: dict[str, Any]) -> dict[str, Any]:
+        sender, body = Sender(AttemptKey.of(self._token, name, self._attempt)), json.dumps(wanted).encode()
+        headers = sender.headers("/weights", body)
+        with httpx.Client(timeout=self._stage_s, trust_env=False) as http:
+            answer = http.post(f"{url}/weights", content=body, headers=headers)
+        if not sender.is_answer(headers[NONCE], answer.status_code, answer.content, answer.headers):
+            raise RunError(f"what answers at {url} is no rank of the trainer of attempt {self._attempt}")
+        if answer.status_code != 200:
+            raise RunError(f"{url} answers {answer.status_code}: {answer.json().get('error')}")
+        return answer.json()
