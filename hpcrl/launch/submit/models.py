@@ -95,17 +95,17 @@ def check_layouts(config: Config) -> Iterator[Problem]:
             yield from misfits(f"trainer.{section}.megatron_config", sizes, {**entries, **changes}, whose)
 
 
-def check_prefixes(config: Config) -> Iterator[Problem]:
-    """Yield the models of which samples cannot share prefixes."""
-    if not config.trainer.shared_prefixes:
+def check_packing(config: Config) -> Iterator[Problem]:
+    """Yield the models whose samples cannot be packed."""
+    if not config.trainer.use_sample_packing or config.trainer.strategy == "megatron":
         return
     for role, model in models_of(config.trainer).items():
         others = other_layers(entries_of(model) or {})
         if others:
             yield Problem(
-                "trainer.shared_prefixes",
-                f"{model} (trainer.{role}) has layers that carry a state from token to token ({', '.join(others)}), and each sample needs its "
-                "own; set it to false",
+                "trainer.use_sample_packing",
+                f"{model} (trainer.{role}) has layers that carry a state from token to token ({', '.join(others)}), which would go from one "
+                "packed sample into the next; set it to false",
             )
 
 

@@ -19,8 +19,10 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
+from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from hpcrl.config.rules.model_fit import other_layers
 from hpcrl.errors import DataError
 
 PACKED = "hpcrl_packed"
@@ -120,6 +122,21 @@ class PackedSequences:
         self, query_PHN: torch.Tensor, key_PHN: torch.Tensor, value_PHN: torch.Tensor, scale: float | None, flash: bool
     ) -> torch.Tensor:
         return attend(query_PHN, key_PHN, value_PHN, self, scale, flash)
+
+
+def require_attention_only(model: PreTrainedModel) -> None:
+    """Look whether nothing but attention lets one token of a model depend on another.
+
+    Raises:
+        DataError: it has layers of another kind, whose state would go from one packed sample into the next.
+    """
+    others = other_layers(model.config.to_dict())
+    others += sorted({type(module).__name__ for module in model.modules() if isinstance(module, nn.Conv1d)})
+    if others:
+        raise DataError(
+            f"{type(model).__name__} has layers that carry a state from token to token ({', '.join(others)}), which would go from one packed "
+            "sample into the next; set use_sample_packing to false"
+        )
 
 
 @torch.compiler.disable  # compiled code would be compiled again for each list of lengths

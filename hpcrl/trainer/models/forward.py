@@ -30,7 +30,6 @@ class ForwardConfig:
         temperature: divides the logits.
         chunk_rows: tokens whose logits exist at the same time.
         packing: samples lie end to end; otherwise each is a padded row.
-        shared_prefixes: micro-batches may have prefixes that are computed once.
         flash: flash attention is used where there is one.
         compiled: log-probabilities and entropies are computed by compiled code.
         dtype: of the logits from which log-probabilities are computed.
@@ -42,7 +41,6 @@ class ForwardConfig:
     temperature: float
     chunk_rows: int
     packing: bool = True
-    shared_prefixes: bool = False
     flash: bool = True
     compiled: bool = False
     dtype: torch.dtype = torch.float32
@@ -77,7 +75,6 @@ def forward_config(trainer: TrainerConfig, temperature: float = 1.0) -> ForwardC
         temperature=temperature,
         chunk_rows=trainer.logprobs_chunk_size,
         packing=trainer.use_sample_packing,
-        shared_prefixes=trainer.shared_prefixes,
         flash=trainer.flash_attn,
         compiled=trainer.policy.use_torch_compile,
         dtype=DTYPES[trainer.algorithm.logprob_dtype],

@@ -13,10 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
-from hpcrl.config.rules.model_fit import other_layers
-from hpcrl.errors import DataError
 from hpcrl.trainer.models.attention import causal, has_varlen, varlen
 from hpcrl.types import SharedPrefixes
 
@@ -100,18 +97,3 @@ class _Gathered(torch.autograd.Function):
         dtype = torch.promote_types(gradient_R.dtype, torch.float32)
         sums_D = gradient_R.new_zeros(ctx.size, *gradient_R.shape[1:], dtype=dtype)
         return sums_D.index_add_(0, places_R, gradient_R.to(dtype)).to(gradient_R.dtype), None
-
-
-def require_attention_only(model: PreTrainedModel) -> None:
-    """Look whether nothing but attention lets one token of a model depend on another.
-
-    Raises:
-        DataError: it has layers of another kind.
-    """
-    others = other_layers(model.config.to_dict())
-    others += sorted({type(module).__name__ for module in model.modules() if isinstance(module, torch.nn.Conv1d)})
-    if others:
-        raise DataError(
-            f"trainer.shared_prefixes: {type(model).__name__} has layers that carry a state from token to token ({', '.join(others)}), and each "
-            "sample needs its own; set it to false"
-        )

@@ -15,12 +15,12 @@ from transformers import PreTrainedModel
 from hpcrl.config.sections.model import CriticConfig, FSDPConfig, PolicyConfig
 from hpcrl.trainer.backends.fsdp.sharding import set_whole, shard, units
 from hpcrl.trainer.distributed import World
-from hpcrl.trainer.models.attention import PACKED, PADDED, Packed, PackedSequences
+from hpcrl.trainer.models.attention import PACKED, PADDED, Packed, PackedSequences, require_attention_only
 from hpcrl.trainer.models.forward import DTYPES, ForwardConfig, score_places
 from hpcrl.trainer.models.hf import ModelSource
 from hpcrl.trainer.models.logprobs import among_zeros, compiled_rows, plain_rows, token_logprobs, top_rows
 from hpcrl.trainer.models.trained import mark_trained
-from hpcrl.trainer.models.tree import PrefixTree, require_attention_only
+from hpcrl.trainer.models.tree import PrefixTree
 from hpcrl.types import MicroBatch
 
 
@@ -203,7 +203,7 @@ def load_model(
     # the others wait with the patience of control messages, which is longer than a collective's
     types = world.rank0_broadcast(read)
     empty = source.empty(dtype, attention)
-    if forward.shared_prefixes:
+    if forward.packing:
         require_attention_only(empty)
     for module in empty.modules():
         if isinstance(module, nn.Dropout):
