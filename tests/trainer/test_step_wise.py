@@ -54,7 +54,8 @@ def both(path: Path) -> tuple[tuple[Run, Batch], tuple[Run, Batch]]:
     batch = make_batch(whole, 1, GROUPS, SIZE)
     groups = []
     for at, group in enumerate(batch.groups):
-        batch.groups[at] = replace(group, baseline=0.1 * at)
+        reported = [{"form": float((at + number) % 3)} for number in range(SIZE)]
+        batch.groups[at] = replace(group, baseline=0.1 * at, env_metrics=reported)
         rows = [turns_of(sample) for sample in read_group(whole.path / group.path)]
         flat = [row for own in rows for row in own]
         meta = replace(batch.groups[at], rows=[len(own) for own in rows], lengths=[len(row.token_ids) for row in flat])
@@ -84,8 +85,9 @@ def worth(run: Run, batch: Batch, penalty: float = 0.0, **settings: Any) -> list
 def test_every_turn_has_what_its_sample_is_worth(tmp_path: Path, name: str, penalty: float) -> None:
     """Rewards of earlier turns do not count, penalties of all do; mean and deviation are those of samples, not of rows."""
     whole, turned = both(tmp_path)
-    expected = worth(*whole, penalty, advantage_estimator=name)
-    for found, values in zip(worth(*turned, penalty, advantage_estimator=name), expected, strict=True):
+    settings = SETTINGS[name] if name == "gdpo" else {"advantage_estimator": name}
+    expected = worth(*whole, penalty, **settings)
+    for found, values in zip(worth(*turned, penalty, **settings), expected, strict=True):
         assert found == pytest.approx(values, abs=1e-6)
     assert len({value for values in expected for value in values}) > GROUPS
 
