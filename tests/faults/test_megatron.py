@@ -63,7 +63,8 @@ def values_of_attempt(run: Run, attempt: int) -> dict[int, dict[str, float]]:
     return steps
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.faults_slow), 1])
+@pytest.mark.faults_slow
+@pytest.mark.parametrize("rank", [0, 1])
 def test_rank_is_killed(scenario: Scenario, rank: int) -> None:
     """Tensor parallel over two nodes: one rank dies after the commit of step 4, both train the steps after it again, and to the same values."""
     run = scenario.submit({**TWO_NODES, "trainer.ckpt_interval": 4, "trainer.hf_save_interval": STEPS})
