@@ -10,6 +10,7 @@ import torch
 from transformers import get_scheduler
 
 from hpcrl.config import OptimizerConfig
+from hpcrl.trainer.backends.fsdp.optimizer import LossScale
 from hpcrl.trainer.backends.schedule import is_due, lr_factor
 
 
@@ -72,3 +73,26 @@ def test_a_warm_up_has_the_shape_that_is_set() -> None:
     assert later[:4] == pytest.approx([0.5, 0.75, 1.0, 1.0])
     assert factors(num_warmup_steps=1, warmup_shape="from_start")[0] == 1.0
     assert factors(num_warmup_steps=1000, warmup_shape="to_lr")[-1] == 1.0  # cut to the run
+
+
+def test_the_scale_of_the_loss_follows_the_gradients() -> None:
+    scale = LossScale.of("fp16")
+    for _ in range(3):
+        scale.follow(finite=False)
+    assert scale.value == 2.0**13
+    for _ in range(1999):
+        scale.follow(finite=True)
+    resumed = LossScale.of("fp16")
+    resumed.restore(scale.state())
+    assert resumed == scale
+    resumed.follow(finite=True)
+    assert (resumed.value, resumed.steps) == (2.0**14, 0)
+    for _ in range(20):
+        scale.follow(finite=False)
+    assert scale.value == 1.0
+
+
+def test_other_number_types_have_no_scale() -> None:
+    scale = LossScale.of("bf16")
+    scale.follow(finite=False)
+    assert (scale.value, scale.state()) == (1.0, {})
