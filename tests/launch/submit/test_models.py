@@ -48,17 +48,20 @@ def test_a_layout_is_refused_with_its_arithmetic(tmp_path: Path) -> None:
     check_files(config(path, {**THREE, "trainer.strategy": "fsdp2"}))
 
 
+FSDP2 = {"trainer.strategy": "fsdp2"}
+
+
 def test_samples_of_models_that_carry_a_state_are_not_packed(tmp_path: Path) -> None:
     kinds = ["linear_attention", "full_attention"]
     other, plain = model(tmp_path / "other", layer_types=kinds), model(tmp_path / "plain", layer_types=kinds[1:])
     with pytest.raises(DataError) as caught:
-        check_files(config(plain, {"trainer.critic.model.path": str(other)}))
+        check_files(config(plain, {**FSDP2, "trainer.critic.model.path": str(other)}))
     assert str(caught.value) == (
         f"trainer.use_sample_packing: {other} (trainer.critic) has layers that carry a state from token to token (linear_attention), which would "
         "go from one packed sample into the next; set it to false"
     )
-    check_files(config(plain, {}))
-    check_files(config(other, {"trainer.use_sample_packing": False}))
+    check_files(config(plain, FSDP2))
+    check_files(config(other, {**FSDP2, "trainer.use_sample_packing": False}))
 
 
 def test_what_the_run_changes_of_the_model_counts(tmp_path: Path) -> None:
