@@ -44,9 +44,9 @@ class ScoringModel:
         self._limits = micro_batch_limits(trainer, micro_batch_tokens(config))
         self._prompts, self._top_k, self._given_ids = learns_prompts(own), 0, 0
         if scorers.role == TEACHER:
-            shared, tokens = forward.shared_prefixes, own.max_tokens_per_micro_batch
+            shared, tokens = trainer.shared_prefixes, own.max_tokens_per_micro_batch
             shared = shared and own.use_sample_packing and tokens is not None and own.backend == "fsdp2"
-            forward = replace(forward, packing=own.use_sample_packing, shared_prefixes=shared)
+            forward = replace(forward, packing=own.use_sample_packing)
             limit = MicroBatchLimit(own.micro_batch_size_per_gpu, tokens, shared)
             self._limits = limit, limit
             world.rank0_broadcast(lambda: require_same_vocabulary(scorers.model, policy_model(trainer), config))

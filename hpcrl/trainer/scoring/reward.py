@@ -48,8 +48,7 @@ class RewardScoringModel:
         )
         self._conversations = replace(conversations, longest=longest_input(source.config()))
         self._limit = MicroBatchLimit(1, own.max_tokens_per_micro_batch)
-        forward = replace(forward_config(config.trainer), shared_prefixes=False)
-        self._model = load_model(PackedRewardModel, source, scorers.fsdp, forward, world)
+        self._model = load_model(PackedRewardModel, source, scorers.fsdp, forward_config(config.trainer), world)
 
     def scores(self, groups: Sequence[GroupMeta], before: Before) -> dict[str, GroupRewards]:
         """Return what the model says of this rank's part of the groups, by their ids.
