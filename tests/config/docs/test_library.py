@@ -188,6 +188,7 @@ def _held() -> type:
     return Held
 
 
+@pytest.mark.faults_slow
 def test_a_generator_without_a_trainer() -> None:
     """Runs the page's program: a real engine samples from the quickstart's model."""
     program = [sys.executable, "docs/config/generate_alone.py", "configs/quickstart/model"]
