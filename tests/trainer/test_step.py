@@ -78,9 +78,7 @@ def learner(
     sizes = {"policy_mini_batch_size": 1, "micro_train_batch_size_per_gpu": limits[0]}
     sizes |= {"micro_forward_batch_size_per_gpu": limits[1], "dump_data_batch": dumped}
     trainer = section(str(model_path), {"trainer": {**changes, **sizes}})
-    engine = make_engine(
-        world, str(model_path), {"trainer": {"algorithm": changes["algorithm"], "dump_data_batch": dumped}}
-    )
+    engine = make_engine(world, str(model_path), {"trainer": {"algorithm": changes["algorithm"]}})
     consensus = StopConsensus(world, StopSignal(), Heartbeat(run, 1, "rank-0"))
     return Learner(
         run, ModelRanks(world, world), trainer, engine, None,

@@ -143,7 +143,7 @@ class PolicyEngine(Engine, Protocol):
         ...
 
     def entropies(self, batches: MicroBatches) -> Iterator[torch.Tensor]:
-        """Yield [P] entropies of the policy at each token in nats, without gradient; 0 unless trainer.dump_data_batch."""
+        """Yield [P] entropies of the policy at each token in nats, without gradient."""
         ...
 
     def top_logprobs(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -61,9 +61,13 @@ class HasForwardConfig(Protocol):
 
 
 @contextmanager
-def at_temperature(head: HasForwardConfig, temperature: float) -> Iterator[None]:
-    """Compute log-probabilities at another temperature for a while."""
-    kept, head.forward_config = head.forward_config, replace(head.forward_config, temperature=temperature)
+def computing(head: HasForwardConfig, **changes: Any) -> Iterator[None]:
+    """Compute in another way for a while.
+
+    Args:
+        changes: of ForwardConfig, such as temperature=1.0.
+    """
+    kept, head.forward_config = head.forward_config, replace(head.forward_config, **changes)
     try:
         yield
     finally:
@@ -79,7 +83,6 @@ def forward_config(trainer: TrainerConfig, temperature: float = 1.0) -> ForwardC
         compiled=trainer.policy.use_torch_compile,
         dtype=DTYPES[trainer.algorithm.logprob_dtype],
         entropy_loss=trainer.algorithm.use_entropy_loss,
-        scored_entropy=trainer.dump_data_batch,
     )
 
 

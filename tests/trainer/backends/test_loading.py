@@ -12,11 +12,14 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from hpcrl.config import FSDPConfig, MixedPrecisionConfig, ModelConfig, PolicyConfig
+from hpcrl.trainer.backends.fsdp.engine import FsdpPolicy
 from hpcrl.trainer.backends.fsdp.model import PackedPolicy, load_model
+from hpcrl.trainer.backends.fsdp.optimizer import LossScale
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.models.forward import ForwardConfig
 from hpcrl.trainer.models.hf import ModelSource
 from tests.trainer.ranks import Ranks
+from tests.trainer.scenarios import make_engine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,3 +76,22 @@ def test_a_model_that_cannot_be_read_ends_all_ranks(halved: Path, tmp_path: Path
     said = [json.loads(out.with_suffix(f".{rank}").read_text()) for rank in (0, 1)]
     assert said[0] == said[1]
     assert "cannot be loaded" in said[0]
+
+
+def test_a_checkpoint_of_another_number_type_has_no_scale_of_the_loss(
+    alone: World, model_path: Path, tmp_path: Path
+) -> None:
+    def engine(dtype: str) -> FsdpPolicy:
+        precision = {"policy": {"fsdp_config": {"mixed_precision": {"param_dtype": dtype}}}}
+        return make_engine(alone, str(model_path), {"trainer": precision})
+
+    engine("fp32").save(tmp_path / "whole", alone.control)
+    half = engine("fp16")
+    half.restore(tmp_path / "whole")
+    assert half._scale == LossScale.of("fp16")
+    half._scale.follow(finite=False)
+    half.save(tmp_path / "half", alone.control)
+    resumed = engine("fp16")
+    resumed.restore(tmp_path / "half")
+    assert resumed._scale == half._scale
+    engine("fp32").restore(tmp_path / "half")

@@ -46,7 +46,7 @@ from hpcrl.trainer.backends.shares import read, write_folders
 from hpcrl.trainer.backends.turns import moments_to_host
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.models.adapter import Adapter
-from hpcrl.trainer.models.forward import DTYPES, at_temperature, forward_config
+from hpcrl.trainer.models.forward import DTYPES, computing, forward_config
 from hpcrl.trainer.models.hf import ModelSource, critic_source, export_config, policy_source, reference_source
 from hpcrl.trainer.models.lora import (
     gather_adapter,
@@ -164,10 +164,12 @@ class FsdpEngine(Generic[Model]):
         return partial(write_folders, copy)
 
     def restore(self, directory: Path) -> None:
-        state = self._state()
-        read(state, directory, self._world)
+        state, scale = self._state(), self._scale.state()
+        read({name: value for name, value in state.items() if name not in scale}, directory, self._world)
         self.updates = int(state["updates"])
-        self._scale.restore(state)
+        if scale:
+            read(scale, directory, self._world, partly=True)  # what was trained in another number type has none
+            self._scale.restore(scale)
 
     def restore_weights(self, directory: Path) -> None:
         read({"model": self._saved()}, directory, self._world)
@@ -323,7 +325,8 @@ class FsdpPolicy(FsdpExported[PackedPolicy]):
         return (logprobs_P for logprobs_P, *_ in self._outputs(batches, reference=reference))
 
     def entropies(self, batches: MicroBatches) -> Iterator[torch.Tensor]:
-        return (entropies_P for _, entropies_P, *_ in self._outputs(batches, reference=False))
+        with computing(self._model, scored_entropy=True):
+            yield from (entropies_P for _, entropies_P, *_ in self._outputs(batches, reference=False))
 
     def top_logprobs(
         self, batches: MicroBatches, *, reference: bool = False
@@ -402,7 +405,7 @@ class FsdpPolicy(FsdpExported[PackedPolicy]):
         return self._model.head.out_features
 
     def probe(self, token_ids: Sequence[int]) -> list[float]:
-        with at_temperature(self._model, 1.0):
+        with computing(self._model, temperature=1.0):
             (logprobs_P,) = self.logprobs([untrained_micro_batch(token_ids)])
         return logprobs_P[:-1].tolist()
 

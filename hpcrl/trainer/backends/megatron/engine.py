@@ -37,7 +37,7 @@ from hpcrl.trainer.backends.reference import REFERENCE, exchanged, forget_moment
 from hpcrl.trainer.backends.schedule import lr_factor
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.models.adapter import Adapter, made_adapter
-from hpcrl.trainer.models.forward import DTYPES, ForwardConfig, at_temperature, forward_config, score_places
+from hpcrl.trainer.models.forward import DTYPES, ForwardConfig, computing, forward_config, score_places
 from hpcrl.trainer.models.hf import (
     CriticSource,
     ModelSource,
@@ -238,7 +238,8 @@ class MegatronPolicy(MegatronExported[PolicyModel]):
         return self._outputs(Pipeline.first_output, batches, reference=reference)
 
     def entropies(self, batches: MicroBatches) -> Iterator[torch.Tensor]:
-        return self._outputs(Pipeline.second_output, batches, reference=False)
+        with self._computing(scored_entropy=True):
+            yield from self._outputs(Pipeline.second_output, batches, reference=False)
 
     def top_logprobs(
         self, batches: MicroBatches, *, reference: bool = False
@@ -347,12 +348,18 @@ class MegatronPolicy(MegatronExported[PolicyModel]):
         return self._architecture.vocab_size
 
     def probe(self, token_ids: Sequence[int]) -> list[float]:
+        with self._computing(temperature=1.0):
+            (logprobs_P,) = self.logprobs([untrained_micro_batch(token_ids)])
+        return logprobs_P[:-1].tolist()
+
+    @contextmanager
+    def _computing(self, **changes: Any) -> Iterator[None]:
+        """Let the head compute in another way for a while; arguments as of `computing`."""
         with ExitStack() as stack:
             for chunk in self._chunks:
                 if chunk.post_process:
-                    stack.enter_context(at_temperature(chunk.output_layer, 1.0))
-            (logprobs_P,) = self.logprobs([untrained_micro_batch(token_ids)])
-        return logprobs_P[:-1].tolist()
+                    stack.enter_context(computing(chunk.output_layer, **changes))
+            yield
 
 
 class MegatronRewardModel(MegatronExported[CriticModel]):

@@ -76,7 +76,6 @@ DEFAULTS: dict[str, Any] = {
     "policy_mini_batch_size": 2,
     "critic_mini_batch_size": 2,
     "gradient_checkpointing": False,
-    "dump_data_batch": True,
     "seed": 5,
 }
 
