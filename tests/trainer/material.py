@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from hpcrl.algorithms.reductions import Reduction
 from hpcrl.config import AlgorithmConfig, ModelConfig, PolicyConfig, TrainerConfig
@@ -142,6 +142,17 @@ def write_model(path: Path) -> Path:
     Qwen2ForCausalLM(config).save_pretrained(path)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(QUICKSTART / name, path / name)
+    return path
+
+
+def write_teacher(path: Path, model: Path) -> Path:
+    """Write a teacher of a model: the same one with other weights."""
+    teacher = AutoModelForCausalLM.from_pretrained(model)
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for parameter in teacher.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    teacher.save_pretrained(path)
     return path
 
 

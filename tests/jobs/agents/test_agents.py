@@ -68,16 +68,16 @@ def test_an_environment_that_asks_the_policy_teaches_it(place: Path) -> None:
 
 
 @contextmanager
-def running(program: Path) -> Iterator[str]:
+def running(program: Path, python: str | Path = sys.executable) -> Iterator[str]:
     """Run a service; yield its address."""
-    service = subprocess.Popen([sys.executable, str(program)], stdout=subprocess.PIPE, text=True)
+    service = subprocess.Popen([python, program], stdout=subprocess.PIPE, text=True)
     try:
         assert service.stdout is not None
         yield service.stdout.readline().strip()
         assert service.poll() is None
     finally:
         service.terminate()
-        service.wait(10)
+        service.wait(20)
 
 
 @pytest.mark.slow

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from hpcrl.data.group_file import check_group, read_group
 from hpcrl.rundir.layout import Run
+from tests.jobs.agents.test_agents import running
 from tests.jobs.small_run import curve, hpcrl, logs_of
 from tests.paths import CONFIGS, QUICKSTART, ROOT
 
@@ -71,24 +70,11 @@ def test_an_environment_of_verifiers(place: Path, python: Path) -> None:
             assert (reward == 1.0) == (metrics["letters_in_place"] == 1.0)
 
 
-@contextmanager
-def openenv_server(python: Path) -> Iterator[str]:
-    """Run an OpenEnv server; yield its address."""
-    server = subprocess.Popen([python, SORTING / "openenv_server.py"], stdout=subprocess.PIPE, text=True)
-    try:
-        assert server.stdout is not None
-        yield server.stdout.readline().strip()
-        assert server.poll() is None
-    finally:
-        server.terminate()
-        server.wait(20)
-
-
 @pytest.mark.agents
 @pytest.mark.parametrize("python", ["openenv"], indirect=True)
 def test_an_environment_of_openenv(place: Path, python: Path) -> None:
     """Its server steps and rewards; the turns of an episode are one row."""
-    with openenv_server(python) as url:
+    with running(SORTING / "openenv_server.py", python) as url:
         rows = [
             {
                 "prompt": [{"role": "system", "content": "sort"}],

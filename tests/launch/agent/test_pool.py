@@ -332,8 +332,9 @@ def test_this_machine_has_no_pool(tmp_path: Path) -> None:
     assert nothing_made(tmp_path)
 
 
-def test_a_resumed_run_has_a_new_pool_and_not_the_old_one_too(tmp_path: Path) -> None:
-    count, noted = tmp_path / "count", tmp_path / "called"
+def numbering_slurm(place: Path) -> str:
+    """Write programs of Slurm's that number jobs from 1 and note what is cancelled, as `called` returns it; return a PATH with them."""
+    count, noted = place / "count", place / "called"
     programs = {
         "sbatch": f'echo x >> {count}; echo "Submitted batch job $(wc -l < {count})"',
         "scancel": f'echo "scancel $@" >> {noted}',
@@ -341,9 +342,12 @@ def test_a_resumed_run_has_a_new_pool_and_not_the_old_one_too(tmp_path: Path) ->
         "sacct": "true",
     }
     for name, program in programs.items():
-        path = tmp_path / "bin" / name
-        write_text(path, f"#!/bin/sh\n{program}\n", mode=0o755)
-    path = f"{tmp_path}/bin:{os.environ['PATH']}"
+        write_text(place / "bin" / name, f"#!/bin/sh\n{program}\n", mode=0o755)
+    return f"{place}/bin:{os.environ['PATH']}"
+
+
+def test_a_resumed_run_has_a_new_pool_and_not_the_old_one_too(tmp_path: Path) -> None:
+    path = numbering_slurm(tmp_path)
     settings = ["trainer.run_name=mine", "slurm.elastic.replicas=2"]
     assert hpcrl("submit", QUICKSTART, *settings, cwd=tmp_path, PATH=path).returncode == 0
     run = Run(tmp_path / "runs" / "quickstart" / "mine")

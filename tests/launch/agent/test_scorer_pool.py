@@ -17,7 +17,18 @@ from hpcrl.launch.requeue.elastic import AGAIN, unwanted
 from hpcrl.rundir.commit import write_json, write_text
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import open_attempt, outcome_of, report_outcome
-from tests.launch.agent.test_pool import GANG, POOL, batch_end, called, element, gone, make_run, record, wait_for
+from tests.launch.agent.test_pool import (
+    GANG,
+    POOL,
+    batch_end,
+    called,
+    element,
+    gone,
+    make_run,
+    numbering_slurm,
+    record,
+    wait_for,
+)
 from tests.launch.submit.test_submit import hpcrl, nothing_made
 from tests.paths import QUICKSTART
 
@@ -155,16 +166,7 @@ def test_this_machine_has_no_pool_of_scorers(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_has_new_pools_and_not_the_old_ones_too(tmp_path: Path) -> None:
-    count, noted = tmp_path / "count", tmp_path / "called"
-    programs = {
-        "sbatch": f'echo x >> {count}; echo "Submitted batch job $(wc -l < {count})"',
-        "scancel": f'echo "scancel $@" >> {noted}',
-        "squeue": "true",
-        "sacct": "true",
-    }
-    for name, program in programs.items():
-        write_text(tmp_path / "bin" / name, f"#!/bin/sh\n{program}\n", mode=0o755)
-    path = f"{tmp_path}/bin:{os.environ['PATH']}"
+    path = numbering_slurm(tmp_path)
     settings = ["slurm.elastic.replicas=2", f"{REFERENCE}.replicas=2", "trainer.placement.colocate_policy_ref=false"]
     done = hpcrl("submit", QUICKSTART, "trainer.run_name=mine", *settings, cwd=tmp_path, PATH=path)
     assert done.returncode == 0, done.stderr

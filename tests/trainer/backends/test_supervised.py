@@ -28,7 +28,7 @@ from hpcrl.trainer.offline.validation import Validation
 from hpcrl.trainer.samples import load_mini_batches
 from hpcrl.trainer.step import sum_over_ranks
 from hpcrl.types import Batch
-from tests.trainer.material import VOCABULARY
+from tests.trainer.material import VOCABULARY, write_teacher
 from tests.trainer.ranks import Ranks
 from tests.trainer.scenarios import laid_over
 
@@ -124,13 +124,7 @@ def taught(model: Path, weight: float) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory: pytest.TempPathFactory, model_path: Path) -> Path:
-    path, model = tmp_path_factory.mktemp("teacher"), AutoModelForCausalLM.from_pretrained(model_path)
-    torch.manual_seed(5)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    model.save_pretrained(path)
-    return path
+    return write_teacher(tmp_path_factory.mktemp("teacher"), model_path)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -20,6 +20,7 @@ from hpcrl.trainer.offline.teacher_file import open_teacher_file
 from hpcrl.trainer.scoring import rows
 from hpcrl.trainer.scoring.rows import RowTeacher
 from tests.trainer.backends.test_supervised import ROWS, config, make_rows, trained
+from tests.trainer.material import write_teacher
 from tests.trainer.ranks import Ranks
 
 TOP_K = 5
@@ -34,13 +35,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory: pytest.TempPathFactory, model_path: Path) -> Path:
-    path, model = tmp_path_factory.mktemp("teacher"), AutoModelForCausalLM.from_pretrained(model_path)
-    torch.manual_seed(5)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    model.save_pretrained(path)
-    return path
+    return write_teacher(tmp_path_factory.mktemp("teacher"), model_path)
 
 
 def taught(teacher: Path, **changes: Any) -> dict[str, Any]:

@@ -14,20 +14,17 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from hpcrl.config import engine_gpus
 from hpcrl.errors import EngineError
-from hpcrl.rollout.engines.base import Engine, Generation
 from hpcrl.rollout.engines.vllm.client import EngineClient
 from hpcrl.rollout.engines.vllm.middleware import CORES, on_each_core
 from hpcrl.rollout.engines.vllm.server import Server
 from tests.rollout.conftest import runner
-from tests.rollout.engines.test_contract import LENGTH, assert_close, updated_while_running
+from tests.rollout.engines.vllm.test_tensor_parallel import assert_says_what_models_do
 from tests.rollout.material import (
     EOS,
-    LONG_PROMPT,
     MAX_MODEL_LEN,
     QUICKSTART,
     VOCABULARY,
     as_version,
-    logprobs,
     make_model,
     options,
     probe_of,
@@ -35,7 +32,6 @@ from tests.rollout.material import (
     served,
 )
 
-WHOLE = {"temperature": 1.0, "max_tokens": 24}
 Parallel = tuple[Server, list[Path], int, bool]
 """A server, models that it can be, how many workers it has, and whether it generates."""
 
@@ -104,22 +100,7 @@ def test_workers_say_what_the_whole_model_does(parallel: Parallel) -> None:
     if not generates:
         pytest.skip("vLLM's build for CPUs does not compute this layout")
 
-    async def play(engine: Engine) -> tuple[list[Generation], list[Generation], list[Generation]]:
-        first = await engine.generate(LONG_PROMPT, 4, 3, WHOLE)
-        running = await updated_while_running(engine, models[1])
-        return first, running, await engine.generate(LONG_PROMPT, 4, 3, WHOLE)
-
-    first, running, later = runner(server, models[0])(play)
-    for said, model in ((first, models[0]), (later, models[1])):
-        for one in said:
-            assert_close(one, model, LONG_PROMPT)
-    for one in running:
-        given_T, switch = torch.tensor(one.logprobs), one.versions.count(0)
-        assert one.versions == [0] * switch + [1] * (LENGTH - switch)
-        assert 0 < switch < LENGTH
-        for part, model in ((slice(None, switch), models[0]), (slice(switch, None), models[1])):
-            expected = logprobs(model, LONG_PROMPT, one.token_ids)[part]
-            torch.testing.assert_close(given_T[part], expected, atol=1e-3, rtol=0)
+    assert_says_what_models_do(server, models)
 
 
 @pytest.mark.slow

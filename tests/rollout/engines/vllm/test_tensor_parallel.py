@@ -45,8 +45,8 @@ def two_ranks(token_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
         yield server, models
 
 
-def test_two_workers_share_the_weights(two_ranks: tuple[Server, list[Path]]) -> None:
-    server, models = two_ranks
+def assert_says_what_models_do(server: Server, models: list[Path]) -> None:
+    """Before, while and after an engine takes the second model for the first, its log-probabilities are those of transformers."""
 
     async def play(engine: Engine) -> tuple[list[Generation], list[Generation], list[Generation]]:
         first = await engine.generate(LONG_PROMPT, 4, 3, WHOLE)
@@ -64,6 +64,10 @@ def test_two_workers_share_the_weights(two_ranks: tuple[Server, list[Path]]) -> 
         for part, model in ((slice(None, switch), models[0]), (slice(switch, None), models[1])):
             expected = logprobs(model, LONG_PROMPT, one.token_ids)[part]
             torch.testing.assert_close(given_T[part], expected, atol=1e-3, rtol=0)
+
+
+def test_two_workers_share_the_weights(two_ranks: tuple[Server, list[Path]]) -> None:
+    assert_says_what_models_do(*two_ranks)
 
 
 def test_each_of_two_ranks_proves_what_it_has_loaded(two_ranks: tuple[Server, list[Path]], tmp_path: Path) -> None:
