@@ -195,7 +195,10 @@ def _of_datasets(config: Config) -> tuple[list[Problem], list[str]]:
                 problems.append(Problem(name, f"no file {path}"))
                 continue
             try:
-                load_dataset([path], kinds, data, config.environment, config.generator.max_turns, first=1, own=True)
+                rows = load_dataset(
+                    [path], kinds, data, config.environment, config.generator.max_turns, first=1, own=True
+                )
+                warnings += _other_environment(name, path, rows[0].env_class, config.environment.env_class)
             except (DataError, ModuleNotFoundError) as error:  # of parquet: pyarrow
                 if package := missing_package(error):
                     warnings.append(f"{name}: the first row of {path} {not_tried(package)}")
@@ -208,6 +211,14 @@ def _of_datasets(config: Config) -> tuple[list[Problem], list[str]]:
             problems.append(Problem("data.train_data", str(error).removeprefix("data.train_data ")))
         problems += _of_teachers(config)
     return problems, warnings
+
+
+def _other_environment(name: str, path: str, of_row: str, configured: str | None) -> Iterator[str]:
+    if configured is not None and of_row != configured:
+        yield (
+            f"{name}: the first row of {path} names {of_row} in its column env_class, which environment.env_class = {configured} does not "
+            "replace: that is for rows without one"
+        )
 
 
 def _of_teachers(config: Config) -> Iterator[Problem]:

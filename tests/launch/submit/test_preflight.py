@@ -239,3 +239,14 @@ def test_files_of_agents_are_there(tmp_path: Path) -> None:
             check_files(Config.from_toml([QUICKSTART], settings))
         path.write_text("x")
         check_files(Config.from_toml([QUICKSTART], settings))
+
+
+def test_rows_that_name_another_environment_are_a_warning(tmp_path: Path) -> None:
+    row = {"prompt": "sort: b", "env_class": "sort_letters", "reward_spec": {"ground_truth": "b"}}
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps(row) + "\n")
+    sizes = ["trainer.train_batch_size=1", "trainer.policy_mini_batch_size=1", "trainer.eval_interval=0"]
+    given = [f'data.train_data=["{rows}"]', "data.val_data=[]", *sizes]
+    told = [given, [*given, "environment.env_class=gsm8k"], [*given, "environment.env_class=sort_letters"]]
+    warned = [["env_class" in line for line in check_files(Config.from_toml([QUICKSTART], one))] for one in told]
+    assert [any(lines) for lines in warned] == [False, True, False]
