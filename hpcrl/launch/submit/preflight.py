@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ from hpcrl.launch.submit.models import (
 from hpcrl.launch.submit.own_code import check_own_code, missing_package, not_tried
 from hpcrl.launch.submit.teacher import check_precomputed
 from hpcrl.launch.submit.uploads import check_uploads, missing_secrets
+from hpcrl.network import public_address
 from hpcrl.rundir.commit import is_committed
 from hpcrl.rundir.layout import Run, step_of
 from hpcrl.types import Kind
@@ -117,6 +119,13 @@ def _of_environments(config: Config) -> Iterator[Problem]:
     image, token = gym.agent.container.image, gym.agent.service.token_file
     if image and image.startswith("/") and not Path(image).exists():
         yield Problem("environment.skyrl_gym.agent.container.image", f"no image {image}")
+    if gym.agent.service.url:
+        with suppress(OSError):  # a name that only the run's nodes know
+            if found := public_address(gym.agent.service.url):
+                yield Problem(
+                    "environment.skyrl_gym.agent.service.url",
+                    f"{gym.agent.service.url} is {found}, no address of a private network, where keys would be sent in the clear; use https",
+                )
     if token and not os.access(Path(token).expanduser(), os.R_OK):
         yield Problem("environment.skyrl_gym.agent.service.token_file", f"no file {token} that can be read")
 

@@ -250,3 +250,12 @@ def test_rows_that_name_another_environment_are_a_warning(tmp_path: Path) -> Non
     told = [given, [*given, "environment.env_class=gsm8k"], [*given, "environment.env_class=sort_letters"]]
     warned = [["env_class" in line for line in check_files(Config.from_toml([QUICKSTART], one))] for one in told]
     assert [any(lines) for lines in warned] == [False, True, False]
+
+
+def test_keys_are_not_sent_to_a_public_network_in_the_clear() -> None:
+    service = "environment.skyrl_gym.agent.service.url"
+    given = [f"generator.inference_engine.{one}" for one in ("http_endpoint_host=node", "enable_http_endpoint=true")]
+    for url in ("https://8.8.8.8/play", "http://10.0.0.7/play", "http://no-such-host.invalid/play"):
+        check_files(Config.from_toml([QUICKSTART], [*given, f"{service}={url}"]))
+    with pytest.raises(DataError, match=rf"{service}: .* is 8\.8\.8\.8, no address of a private network"):
+        check_files(Config.from_toml([QUICKSTART], [*given, f"{service}=http://8.8.8.8/play"]))
