@@ -89,26 +89,31 @@ def play(row: dict[str, Any], source: random.Random) -> list[dict[str, str]]:
 
 
 def encode(
-    tokenizer: Qwen2Tokenizer, conversations: Sequence[list[dict[str, str]]]
+    tokenizer: Qwen2Tokenizer, conversations: Sequence[list[dict[str, Any]]], **template: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the ids [B, T], padded at the end, and which of them the policy would have said, its end markers included."""
-    encoded = [tokenizer.apply_chat_template(chat, return_dict=False) for chat in conversations]
+    encoded = [tokenizer.apply_chat_template(chat, return_dict=False, **template) for chat in conversations]
     ids = torch.full((len(encoded), max(map(len, encoded))), tokenizer.pad_token_id)
     for row, one in zip(ids, encoded, strict=True):
         row[: len(one)] = torch.tensor(one)
     speaking = tokenizer.convert_tokens_to_ids("<|assistant|>")
     said = torch.zeros_like(ids, dtype=torch.bool)
-    for back in (1, 2):  # a number and the end marker
-        said[:, back:] |= ids[:, :-back] == speaking
+    for at in range(1, ids.shape[1]):
+        goes_on = said[:, at - 1] & (ids[:, at - 1] != tokenizer.eos_token_id)
+        said[:, at] = goes_on | (ids[:, at - 1] == speaking)
     return ids, said
 
 
-def learn(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer) -> None:
-    """Take a few supervised steps on the teacher's guesses, with a cosine-decayed learning rate."""
+def conversations() -> list[list[dict[str, Any]]]:
+    """Return what the start model is taught."""
+    source = random.Random(4)
+    return [play(row, source) for row in draw_rows(3, CONVERSATIONS)]
+
+
+def learn(model: Qwen2ForCausalLM, ids: torch.Tensor, said: torch.Tensor) -> None:
+    """Take a few supervised steps on what a teacher said, as `encode` returns it, with a cosine-decayed learning rate."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=SUPERVISED_LR)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, SUPERVISED_STEPS)
-    source = random.Random(4)
-    ids, said = encode(tokenizer, [play(row, source) for row in draw_rows(3, CONVERSATIONS)])
     for step in range(SUPERVISED_STEPS):
         rows = torch.arange(step * SUPERVISED_BATCH, (step + 1) * SUPERVISED_BATCH) % CONVERSATIONS
         logits, answers = model(ids[rows]).logits[:, :-1], said[rows, 1:]
@@ -149,7 +154,7 @@ def main(folder: Path) -> None:
     (folder / "data" / "agent.jsonl").write_text("\n".join(of_agent) + "\n")
     tokenizer = make_tokenizer()
     model = quickstart["make_model"](tokenizer)
-    learn(model, tokenizer)
+    learn(model, *encode(tokenizer, conversations()))
     tokenizer.save_pretrained(folder / "model")
     model.save_pretrained(folder / "model")
     print(f"{model.num_parameters()} parameters, greedy score {score(model, tokenizer):.3f} on validation")

@@ -48,7 +48,7 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
     "look at results": {
         "samples": ("hpcrl.cli.samples", "show samples: prompt, turns, reward and why they ended"),
         "report": ("hpcrl.cli.report", "write one HTML file that shows runs: verdict, curves, timeline, samples"),
-        "eval": ("hpcrl.cli.eval", "evaluate a checkpoint of a run, or a model, on this machine; needs vLLM"),
+        "eval": ("hpcrl.cli.eval", "evaluate a checkpoint of a run, or a model, on this machine"),
         "compare": ("hpcrl.cli.compare", "say whether two evaluations of the same prompts differ, and where"),
         "rescore": ("hpcrl.cli.rescore", "score the samples of an evaluation with other rewards; generates nothing"),
         "replay": (

@@ -47,7 +47,6 @@ UNIMPLEMENTED: dict[str, Unimplemented] = {
     "trainer.critic.model.lora.adapter_names": Unimplemented("diffusion models"),
     "trainer.critic.sequence_parallel_size": _PARALLEL,
     "trainer.flash_attn_version": Unimplemented("a choice between versions of FlashAttention", result=False),
-    "generator.inference_engine.weight_transfer_threshold_cuda_ipc_GB": Unimplemented("weights handed over on the GPU"),
     "vla": Unimplemented("vision-language-action models"),
 }
 

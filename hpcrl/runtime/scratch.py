@@ -7,6 +7,7 @@ import fcntl
 import os
 import socket
 import tempfile
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,8 +15,10 @@ from hpcrl.config import InferenceEngineConfig
 from hpcrl.envs.tools.python import discard_tree
 from hpcrl.errors import ConfigError, RunError
 
+SHARED_MEMORY = Path("/dev/shm")
 _PREFIX = "hpcrl-"
 _LOCK = "lock"
+_SHARED = "shared-memory"
 _SOCKET_PATH_MAX = 107
 _SOCKET_NAME = 37  # a slash and a UUID, as vLLM names its inner sockets
 _MADE = 9  # what mkdtemp adds
@@ -58,6 +61,22 @@ class Scratch:
     def remove(self) -> None:
         _discard(self.path)
         os.close(self._lock)
+
+
+def note_shared_memory(directory: Path, names: Iterable[str]) -> None:
+    """Let POSIX shared memory of these names go when a process's own directory goes, by whoever removes it."""
+    (directory / _SHARED).write_text("".join(f"{name}\n" for name in sorted(names)))
+
+
+def remove_shared_memory(directory: Path) -> None:
+    """Remove what was noted; nothing that is another user's."""
+    with suppress(FileNotFoundError):
+        for name in (directory / _SHARED).read_text().splitlines():
+            path = SHARED_MEMORY / Path(name).name
+            with suppress(OSError):
+                if path.lstat().st_uid == os.getuid():
+                    path.unlink()
+        (directory / _SHARED).unlink()
 
 
 class SharedScratch:
@@ -126,7 +145,7 @@ def remove_abandoned(*more: Path) -> list[Path]:
     Args:
         more: directories to look into beside those for temporary files.
     """
-    parents = {Path(tempfile.gettempdir()), Path("/tmp"), Path("/dev/shm"), *more}
+    parents = {Path(tempfile.gettempdir()), Path("/tmp"), SHARED_MEMORY, *more}
     return [path for parent in sorted(parents) for path in parent.glob(f"{_PREFIX}*") if _remove_abandoned(path)]
 
 
@@ -152,6 +171,7 @@ def _remove_abandoned(directory: Path) -> bool:
 
 def _discard(directory: Path) -> None:
     """Remove a directory whose lock is held: the lock last, so that what a kill leaves is found again."""
+    remove_shared_memory(directory)
     held = [path for path in directory.glob("*") if path.name != _LOCK]
     for paths in (held, [directory]):
         discard_tree(*paths)

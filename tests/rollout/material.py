@@ -20,6 +20,7 @@ from hpcrl.config.sections.model import Pretrained
 from hpcrl.data.model_config import ConfiguredModel
 from hpcrl.data.weight_files import Probe, PublishedWeights, WeightFile, WeightReader, weight_facts
 from hpcrl.rollout.engines.embedded.launch import Embedded, EmbeddedOptions
+from hpcrl.rollout.engines.vllm.processes import shared_memory
 from hpcrl.rollout.engines.vllm.server import Server, ServerOptions
 from hpcrl.rundir.commit import begin, finish, is_committed
 from hpcrl.runtime.scratch import Scratch
@@ -177,7 +178,9 @@ def served(given: ServerOptions, log: Path) -> Iterator[Server]:
         server = Server(given, scratch.path, log)
     try:
         server.wait_ready(START_S)
+        made = shared_memory(server.pid)
         yield server
     finally:
         server.stop()
         scratch.remove()
+    assert not made & set(os.listdir("/dev/shm")), "vLLM leaves some behind even when it ends by itself"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.runtime.scratch import Scratch, remove_abandoned
+from hpcrl.runtime.scratch import SHARED_MEMORY, Scratch, remove_abandoned
 from tests.envs.sandbox.material import without_namespaces
 
 OWNER = (
@@ -54,6 +54,37 @@ def test_only_what_killed_processes_left_is_removed(folder: Path) -> None:
     assert mine.path.stat().st_mode & 0o077 == 0
     mine.remove()
     assert not list(folder.iterdir())
+
+
+SHARING = """
+import secrets, sys, time
+from multiprocessing import resource_tracker, shared_memory
+from hpcrl.runtime.scratch import Scratch, note_shared_memory
+
+resource_tracker.register = lambda *_: None  # it would remove them, and dies with the group of an engine
+made = [shared_memory.SharedMemory(name=f"hpcrl-test-{secrets.token_hex(8)}", create=True, size=1) for _ in range(2)]
+note_shared_memory(Scratch("engine").path, [made[0].name, "hpcrl-test-gone"])
+print(*(one.name for one in made), flush=True)
+time.sleep(600)
+"""
+
+
+def test_shared_memory_that_was_noted_goes_with_the_directory(folder: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", SHARING], stdout=subprocess.PIPE, text=True)
+    assert process.stdout
+    noted, other = (SHARED_MEMORY / name for name in process.stdout.readline().split())
+    try:
+        assert remove_abandoned() == []
+        assert noted.exists()
+        process.kill()
+        process.wait()
+        assert len(remove_abandoned()) == 1
+        assert not list(folder.iterdir())
+        assert not noted.exists()
+        assert other.exists(), "which nobody noted"
+    finally:
+        noted.unlink(missing_ok=True)
+        other.unlink(missing_ok=True)
 
 
 USER = r"""

@@ -59,3 +59,19 @@ def test_a_job_uploads_what_the_run_has_left(cluster: DevCluster, tmp_path: Path
         assert "  upload s3   3 in s3://of-jobs/" in ask(cluster, tmp_path, "status", "uploaded")
         again = cluster.run([HPCRL, "upload", "uploaded"], cwd=tmp_path)
         assert again.stdout.count("there already") == len(sent), again.stderr
+
+
+@pytest.mark.faults_slow
+def test_a_job_that_would_upload_nothing_goes_with_its_run(cluster: DevCluster, tmp_path: Path) -> None:
+    secrets = tmp_path / "credentials"
+    secrets.write_text(f"[default]\naws_access_key_id = {KEY}\naws_secret_access_key = {SECRET}\n")
+    upload = {"s3": "all", "s3_bucket": "of-jobs", "s3_endpoint": "http://10.77.0.1:1", "s3_credentials_file": secrets}
+    settings = [
+        *("trainer.run_name=waits", *SMALL, "slurm.upload.by=job", "slurm.extra.begin=now+1hour"),
+        *(f"trainer.upload.{name}={value}" for name, value in upload.items()),
+    ]
+    done = cluster.run([HPCRL, "submit", str(QUICKSTART), SITE, *settings], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert len(cluster.ask(["squeue", "-h", "-o", "%i"]).split()) == 2
+    assert "waits: cancelled" in ask(cluster, tmp_path, "cancel", "waits")
+    assert not cluster.ask(["squeue", "-h"])

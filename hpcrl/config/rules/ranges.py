@@ -167,7 +167,6 @@ RANGES: dict[str, Range] = {
     "max_turns": _COUNT,
     "max_input_length": _COUNT,
     "rope_theta": _POSITIVE,
-    "weight_transfer_threshold_cuda_ipc_GB": _POSITIVE,
     "weight_sync_timeout_seconds": _POSITIVE,
     "full_weights_interval": _COUNT,
     "probe_tolerance": _POSITIVE,

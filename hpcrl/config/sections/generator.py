@@ -55,9 +55,6 @@ class InferenceEngineConfig:
     """Every so many versions, one is published whole; those between have only what has changed since the one before, exactly, which with small
     learning rates in bfloat16 is a small part. Above 1 it needs weight_copy_dir, and the memory of one version on the trainer's nodes."""
 
-    weight_transfer_threshold_cuda_ipc_GB: float = 1.0
-    """Size of the buckets, in GB, by which weights reach colocated engines."""
-
     weight_copy_dir: str | None = None
     """Directory on each node's own disk, or below /dev/shm, into which the first of a run's replicas there copies each version of the weights,
     and from which all of them load it: for shared filesystems whose page cache processes do not share. It takes the room of two versions;

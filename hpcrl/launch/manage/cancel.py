@@ -8,11 +8,13 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from hpcrl.errors import RunError
+from hpcrl.config import Config
+from hpcrl.errors import ConfigError, RunError, SubmitError
 from hpcrl.launch.manage.poll import LOOK_S, RunPoller
 from hpcrl.launch.manage.registry import RunState, states_of
 from hpcrl.launch.requeue.elastic import cancel_pools
 from hpcrl.launch.scheduler import cancel_slurm
+from hpcrl.rundir.commit import read_json
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import cancel_outcome
 from hpcrl.runtime.signals import ask_to_stop
@@ -26,12 +28,20 @@ def cancel(run: Run, patience_s: float) -> RunState:
     Args:
         patience_s: for how long its end is awaited: what saves then goes on saving, and ends by itself. 0: take the job away now.
 
-    A run that waits in the queue, also after a preemption, is taken out of it; one that is held for a person is only marked.
+    A run that waits in the queue, also after a preemption, is taken out of it; one that is held for a person is only marked. A job that
+    would upload what it has left goes too where it has left nothing.
 
     Raises:
         RunError: the run is over already.
         SubmitError: Slurm could not be asked, or refused.
     """
+    state = _cancel(run, patience_s)
+    if state.over and state.kind == "cancelled":
+        _take_upload_away(run)
+    return state
+
+
+def _cancel(run: Run, patience_s: float) -> RunState:
     state = states_of([run])[0]
     if state.over and state.kind == "held":
         cancel_outcome(run, state.attempt)
@@ -54,6 +64,21 @@ def _await_end(run: Run, patience_s: float) -> RunState:
             return states_of([run])[0]
         time.sleep(LOOK_S)
     return state
+
+
+def _take_upload_away(run: Run) -> None:
+    """Take away the job that waits to upload what the run has left, where that is nothing."""
+    job = (read_json(run.submission) or {}).get("upload")
+    if job is None:
+        return
+    from hpcrl.upload.send import stores_of, wanted  # with the clients of stores, which most runs do not need
+
+    with suppress(
+        ConfigError, SubmitError
+    ):  # of another version of hpcrl; or the job is over, and Slurm has forgotten it
+        upload = Config.from_toml([run.config]).trainer.upload
+        if not any(wanted(run, store, upload, done=False) for store in stores_of(upload)):
+            cancel_slurm(job)
 
 
 def _take_away(state: RunState) -> None:

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ from hpcrl.launch.submit.models import (
 from hpcrl.launch.submit.own_code import check_own_code, missing_package, not_tried
 from hpcrl.launch.submit.teacher import check_precomputed
 from hpcrl.launch.submit.uploads import check_uploads, missing_secrets
+from hpcrl.network import public_address
 from hpcrl.rundir.commit import is_committed
 from hpcrl.rundir.layout import Run, step_of
 from hpcrl.types import Kind
@@ -117,6 +119,13 @@ def _of_environments(config: Config) -> Iterator[Problem]:
     image, token = gym.agent.container.image, gym.agent.service.token_file
     if image and image.startswith("/") and not Path(image).exists():
         yield Problem("environment.skyrl_gym.agent.container.image", f"no image {image}")
+    if gym.agent.service.url:
+        with suppress(OSError):  # a name that only the run's nodes know
+            if found := public_address(gym.agent.service.url):
+                yield Problem(
+                    "environment.skyrl_gym.agent.service.url",
+                    f"{gym.agent.service.url} is {found}, no address of a private network, where keys would be sent in the clear; use https",
+                )
     if token and not os.access(Path(token).expanduser(), os.R_OK):
         yield Problem("environment.skyrl_gym.agent.service.token_file", f"no file {token} that can be read")
 
@@ -195,7 +204,10 @@ def _of_datasets(config: Config) -> tuple[list[Problem], list[str]]:
                 problems.append(Problem(name, f"no file {path}"))
                 continue
             try:
-                load_dataset([path], kinds, data, config.environment, config.generator.max_turns, first=1, own=True)
+                rows = load_dataset(
+                    [path], kinds, data, config.environment, config.generator.max_turns, first=1, own=True
+                )
+                warnings += _other_environment(name, path, rows[0].env_class, config.environment.env_class)
             except (DataError, ModuleNotFoundError) as error:  # of parquet: pyarrow
                 if package := missing_package(error):
                     warnings.append(f"{name}: the first row of {path} {not_tried(package)}")
@@ -208,6 +220,14 @@ def _of_datasets(config: Config) -> tuple[list[Problem], list[str]]:
             problems.append(Problem("data.train_data", str(error).removeprefix("data.train_data ")))
         problems += _of_teachers(config)
     return problems, warnings
+
+
+def _other_environment(name: str, path: str, of_row: str, configured: str | None) -> Iterator[str]:
+    if configured is not None and of_row != configured:
+        yield (
+            f"{name}: the first row of {path} names {of_row} in its column env_class, which environment.env_class = {configured} does not "
+            "replace: that is for rows without one"
+        )
 
 
 def _of_teachers(config: Config) -> Iterator[Problem]:

@@ -14,6 +14,7 @@ import pytest
 
 from hpcrl.data.group_file import check_group, read_group
 from hpcrl.rundir.layout import Run
+from tests.jobs.agents.tool_game import TOOLS, make
 from tests.jobs.small_run import curve, hpcrl, logs_of
 from tests.jobs.test_learning import eval_score
 from tests.paths import CONFIGS, QUICKSTART, ROOT
@@ -68,9 +69,9 @@ def test_an_environment_that_asks_the_policy_teaches_it(place: Path) -> None:
 
 
 @contextmanager
-def running(program: Path, python: str | Path = sys.executable) -> Iterator[str]:
+def running(program: Path, python: str | Path = sys.executable, *arguments: str) -> Iterator[str]:
     """Run a service; yield its address."""
-    service = subprocess.Popen([python, program], stdout=subprocess.PIPE, text=True)
+    service = subprocess.Popen([python, program, *arguments], stdout=subprocess.PIPE, text=True)
     try:
         assert service.stdout is not None
         yield service.stdout.readline().strip()
@@ -108,25 +109,33 @@ def test_a_service_that_plays_teaches_the_policy(place: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_service_with_two_branches_of_several_turns_teaches_the_policy(place: Path) -> None:
-    """The game of guess_number for two numbers from one first guess, whose tokens are trained once; scores are posted."""
+def test_tool_calls_in_two_branches_of_several_turns_are_learned(place: Path) -> None:
+    """The game of guess_number by tool calls, for two numbers from one first call, whose tokens are trained once; scores are posted."""
     pytest.importorskip("openai")
-    data = json.dumps([str(CONFIGS / "guess_number" / "data" / "agent.jsonl")])
-    with running(Path(__file__).parent / "branching_service.py") as url:
+    model, rows = make(place)
+    (place / "tools.json").write_text(json.dumps(TOOLS))
+    data = json.dumps([str(rows)])
+    with running(Path(__file__).parent / "branching_service.py", sys.executable, str(place / "tools.json")) as url:
         settings = [
-            *("trainer.run_name=branches", "trainer.max_steps=120", "trainer.eval_interval=120", "trainer.epochs=120"),
+            *("trainer.run_name=tools", "trainer.max_steps=120", "trainer.eval_interval=120", "trainer.epochs=120"),
             *("trainer.train_batch_size=14", "trainer.policy_mini_batch_size=14", "generator.max_turns=5"),
             *(f"data.train_data={data}", f"data.val_data={data}", "environment.env_class=agent"),
+            *(f"trainer.policy.model.path={model}", "generator.max_input_length=48"),
+            "generator.sampling_params.max_generate_length=6",
             f"environment.skyrl_gym.agent.service.url={url}",
             "generator.inference_engine.enable_http_endpoint=true",
         ]
         config = CONFIGS / "guess_number.toml"
         done = hpcrl("submit", str(config), "--local", "--follow", *settings, cwd=place, timeout=2400)
-    run = Run(place / "runs" / "guess_number" / "branches")
+    run = Run(place / "runs" / "guess_number" / "tools")
     assert done.returncode == 0, done.stderr + logs_of(run)
     before, after = eval_score(run, 0), eval_score(run, 120)
-    print(f"guess_number by a service, two branches: {before:.3f} -> {after:.3f}")
+    calls = curve(run, "environment/calls")
+    print(
+        f"guess_number by tool calls, two branches: {before:.3f} -> {after:.3f}; {calls[1]:.3f} of answers are calls, then {calls[120]:.3f}"
+    )
     rows = [count for path in run.samples.rglob("*.safetensors") for count in check_group(path).rows or []]
     assert {1, 2} <= set(rows), "more where both branches have said the same so far: they go on from one of the answers"
     assert before <= 0.4
     assert after >= 0.8
+    assert calls[120] >= 0.99

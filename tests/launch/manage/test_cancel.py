@@ -16,7 +16,7 @@ from hpcrl.launch.manage.cancel import cancel
 from hpcrl.launch.manage.registry import states_of
 from hpcrl.launch.manage.requeue import requeue
 from hpcrl.launch.manage.state import RunState
-from hpcrl.rundir.commit import write_text
+from hpcrl.rundir.commit import committed_directory, write_json, write_text
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import cancel_outcome, open_attempt, report_outcome
 from tests.launch.manage.slurm_records import (
@@ -117,3 +117,22 @@ def test_running_run_is_asked_and_taken_away_only_now(
     assert json.loads(run.stop.read_text()) == {"attempt": 1, "reason": "cancelled"}
     assert not told.exists(), "what saves goes on saving"
     assert (cancel(run, 0.0).kind, told.read_text()) == ("cancelled", "7\n")
+
+
+@pytest.mark.parametrize(("exported", "told_of"), [(False, "8_0\n7\n"), (True, "7\n")])
+def test_a_job_that_would_upload_nothing_is_taken_away_too(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exported: bool, told_of: str
+) -> None:
+    settings = '[trainer]\neval_interval = 0\n[trainer.upload]\ns3 = "all"\ns3_bucket = "bucket"\n[trainer.policy.model]\npath = "m"\n[data]\ntrain_data = ["d"]\n'
+    write_text(run.config, settings)
+    submitted(run)
+    write_json(run.submission, {**json.loads(run.submission.read_text()), "upload": "8_0"})
+    open_attempt(run, "7.0", ["n1"])
+    report_outcome(run, 1, "interrupted", "saved and stopped", "agent-0")
+    if exported:
+        with committed_directory(run.export(4), 1) as directory:
+            (directory / "config.json").write_text("{}")
+    squeue(monkeypatch, tmp_path, f"7|PENDING|{FUTURE}|BeginTime|")
+    told = scancel(tmp_path)
+    assert cancel(run, 0.0).kind == "cancelled"
+    assert sorted(told.read_text().splitlines()) == sorted(told_of.splitlines())

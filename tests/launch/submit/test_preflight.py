@@ -239,3 +239,23 @@ def test_files_of_agents_are_there(tmp_path: Path) -> None:
             check_files(Config.from_toml([QUICKSTART], settings))
         path.write_text("x")
         check_files(Config.from_toml([QUICKSTART], settings))
+
+
+def test_rows_that_name_another_environment_are_a_warning(tmp_path: Path) -> None:
+    row = {"prompt": "sort: b", "env_class": "sort_letters", "reward_spec": {"ground_truth": "b"}}
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps(row) + "\n")
+    sizes = ["trainer.train_batch_size=1", "trainer.policy_mini_batch_size=1", "trainer.eval_interval=0"]
+    given = [f'data.train_data=["{rows}"]', "data.val_data=[]", *sizes]
+    told = [given, [*given, "environment.env_class=gsm8k"], [*given, "environment.env_class=sort_letters"]]
+    warned = [["env_class" in line for line in check_files(Config.from_toml([QUICKSTART], one))] for one in told]
+    assert [any(lines) for lines in warned] == [False, True, False]
+
+
+def test_keys_are_not_sent_to_a_public_network_in_the_clear() -> None:
+    service = "environment.skyrl_gym.agent.service.url"
+    given = [f"generator.inference_engine.{one}" for one in ("http_endpoint_host=node", "enable_http_endpoint=true")]
+    for url in ("https://8.8.8.8/play", "http://10.0.0.7/play", "http://no-such-host.invalid/play"):
+        check_files(Config.from_toml([QUICKSTART], [*given, f"{service}={url}"]))
+    with pytest.raises(DataError, match=rf"{service}: .* is 8\.8\.8\.8, no address of a private network"):
+        check_files(Config.from_toml([QUICKSTART], [*given, f"{service}=http://8.8.8.8/play"]))

@@ -228,8 +228,6 @@ def _without_effect(source: Source, path: str) -> str | None:
         return "SkyRL never hands it to the engine, and hpcrl refuses it in training"
     if path in _OFFLOADED and not is_colocated(source):
         return "has an effect only where trainer and engines share GPUs"
-    if path == _ENGINE + "weight_transfer_threshold_cuda_ipc_GB":
-        return "weights reach the engines through files"
     return None
 
 

@@ -7,9 +7,7 @@ was started anew is not taken for the one that got the newest version.
 
 from __future__ import annotations
 
-import ipaddress
 import os
-import socket
 import ssl
 import time
 from collections.abc import Callable, Mapping
@@ -17,13 +15,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 import httpx
 
 from hpcrl.config import Config
 from hpcrl.config.derive import MOST_KEPT, max_model_len, policy_model
 from hpcrl.errors import ConfigError, EngineError
+from hpcrl.network import public_address
 from hpcrl.rollout.engines.base import Engine, Launched
 from hpcrl.rollout.engines.vllm.address import Address
 from hpcrl.rollout.engines.vllm.client import EngineClient
@@ -216,13 +215,8 @@ def check_network(address: Address) -> None:
         ConfigError: they would.
         OSError: the name of the host cannot be resolved.
     """
-    parts = urlsplit(address.url)
-    if parts.scheme == "https":
-        return
-    for *_, place in socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_STREAM):
-        found = ipaddress.ip_address(str(place[0]).partition("%")[0])
-        if not found.is_private:
-            raise ConfigError(
-                f"{address.url} ({_SECTION}.remote_urls) is {found}, no address of a private network, where the key would be sent in the clear; "
-                "use https (`hpcrl engine --certificate`)"
-            )
+    if found := public_address(address.url):
+        raise ConfigError(
+            f"{address.url} ({_SECTION}.remote_urls) is {found}, no address of a private network, where the key would be sent in the clear; "
+            "use https (`hpcrl engine --certificate`)"
+        )

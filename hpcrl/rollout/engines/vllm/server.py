@@ -43,13 +43,16 @@ from hpcrl.rollout.engines.vllm.address import Address, Listen
 from hpcrl.rollout.engines.vllm.main import HEADLESS, PARENT
 from hpcrl.rollout.engines.vllm.middleware import LEASED, RUN_NAME, TOKEN_FILE
 from hpcrl.rollout.engines.vllm.plugin import BACKEND, WORKER_EXTENSION
+from hpcrl.rollout.engines.vllm.processes import computes, group_of, shared_memory
 from hpcrl.rundir.commit import make_directory
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.heartbeat import SuspendAwareClock
+from hpcrl.runtime.scratch import note_shared_memory, remove_shared_memory
 from hpcrl.runtime.token import bearer, read_token_file
 
 _CPU_CACHE_BYTES = 256 << 20  # vLLM would take, and zero, a large share of the machine's memory
 _POLL_S = 0.1
+_LOOK_S = 2.0
 _ANSWER_S = 5.0
 _GRACE_S = 5.0
 _TAIL_LINES = 15
@@ -140,7 +143,9 @@ class Server(Launched):
     """
 
     def __init__(self, options: ServerOptions, directory: Path, log: Path) -> None:
-        self._log, self._options = log, options
+        self._log, self._options, self._directory = log, options, directory
+        self._computing: list[int] | None = None
+        self._lost, self._looked = False, float("-inf")
         self._recorded = options.recorded_iterations > 0
         self.socket = directory / "http"
         self.address = options.listen.address if options.listen else Address(socket=self.socket)
@@ -163,7 +168,19 @@ class Server(Launched):
         return self._process.pid
 
     def alive(self) -> bool:
-        return self._process.poll() is None
+        """Return whether the server is there, and each process that computed when it was ready: of several cores it misses none."""
+        if time.monotonic() - self._looked > _LOOK_S:
+            self._looked = time.monotonic()
+            if self._computing is not None:
+                self._lost = self._lost or not all(map(computes, self._computing))
+            else:
+                self._note_shared_memory()
+        return not self._lost and self._process.poll() is None
+
+    def _note_shared_memory(self) -> None:
+        """Write down what has to be removed, for whoever does so where this process is killed."""
+        if found := shared_memory(self.pid):
+            note_shared_memory(self._directory, found)
 
     def wait_ready(self, timeout_s: float, still_waiting: Callable[[], object] = lambda: None) -> None:
         clock = SuspendAwareClock(2 * _ANSWER_S)
@@ -176,6 +193,8 @@ class Server(Launched):
                     if http.get("/health").status_code == 200:
                         if self._recorded and http.post("/start_profile").status_code != 200:
                             raise self.failure("does not record itself")
+                        self._note_shared_memory()
+                        self._computing = [pid for pid in group_of(self.pid) if computes(pid)]
                         return
                 except httpx.TransportError:
                     pass
@@ -199,6 +218,8 @@ class Server(Launched):
         """Return the error that its log shows first, and the end of the log."""
         status = self._process.poll()
         ended = "" if status is None else f" (exit status {status})"
+        if status is None and self._lost:
+            ended = " (one of its processes has ended, and its server has not)"
         lines = [line for line in self._said().splitlines() if line.strip()]
         errors = (line for line in lines if _ERROR_LINE.search(line) and not _HARMLESS.match(line))
         first = _PREFIX.sub("", next(errors, "no error in its log")).strip()
@@ -206,13 +227,16 @@ class Server(Launched):
         return EngineError(f"the inference engine {what}{ended}: {first}\n{tail}\n  whole log: {self._log}")
 
     def stop(self) -> None:
-        if self.alive():
+        if self._process.poll() is None:
+            if self._computing is None:
+                self._note_shared_memory()
             self._process.terminate()
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(_GRACE_S)
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        remove_shared_memory(self._directory)
 
     def _said(self) -> str:
         with self._log.open("rb") as file:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +18,7 @@ from hpcrl.config import engine_gpus
 from hpcrl.errors import EngineError
 from hpcrl.rollout.engines.vllm.client import EngineClient
 from hpcrl.rollout.engines.vllm.middleware import CORES, on_each_core
+from hpcrl.rollout.engines.vllm.processes import group_of
 from hpcrl.rollout.engines.vllm.server import Server
 from tests.rollout.conftest import runner
 from tests.rollout.engines.vllm.test_tensor_parallel import assert_says_what_models_do
@@ -30,6 +33,7 @@ from tests.rollout.material import (
     probe_of,
     publish,
     served,
+    wait_for,
 )
 
 Parallel = tuple[Server, list[Path], int, bool]
@@ -129,6 +133,20 @@ def test_each_worker_proves_what_it_has_loaded(parallel: Parallel, tmp_path: Pat
             await engine.update_weights(weights)
 
     runner(server, models[0])(play)
+
+
+@pytest.mark.slow
+def test_a_dead_core_of_several_is_noticed(parallel: Parallel) -> None:
+    """The last test of each layout. The server itself goes on, and waits for it."""
+    server, *_ = parallel
+    cores = [pid for pid in group_of(server.pid) if "EngineCore" in (Path("/proc") / str(pid) / "cmdline").read_text()]
+    if not cores:
+        pytest.skip("the core is the server")
+    assert server.alive()
+    os.kill(cores[-1], signal.SIGKILL)
+    wait_for(lambda: not server.alive(), 10, "the server goes on without a core")
+    if len(cores) > 1:
+        assert "one of its processes has ended" in str(server.failure("died"))
 
 
 def test_all_engine_cores_are_asked() -> None:

@@ -14,6 +14,7 @@ import torch
 from hpcrl.errors import EngineError
 from hpcrl.rollout.engines.base import Engine, Generation
 from hpcrl.rollout.engines.vllm.client import EngineClient
+from hpcrl.rollout.engines.vllm.processes import shared_memory
 from hpcrl.rollout.engines.vllm.server import Server
 from hpcrl.runtime.token import bearer
 from tests.rollout.conftest import runner
@@ -42,6 +43,8 @@ def two_ranks(token_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
     given = options(str(models[0]), token_file)
     given = replace(given, engine=replace(given.engine, tensor_parallel_size=2))
     with served(given, folder / "engine.log") as server:
+        made = shared_memory(server.pid)
+        assert {name.partition("_")[0].partition("-")[0] for name in made} == {"psm", "sem.mp", "vllm"}
         yield server, models
 
 

@@ -1,0 +1,44 @@
+"""The processes of a vLLM server on this node, as Linux shows them: whether those that compute are all there, and the shared memory that they have."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from hpcrl.runtime.scratch import SHARED_MEMORY
+
+_PROC = Path("/proc")
+_TITLE = "VLLM::"  # of the engine's cores and workers, which vLLM names itself
+# of multiprocessing, and of vLLM itself; a worker maps others' too, such as CUDA's
+_OWN = ("psm_", "sem.mp-", "vllm_")
+
+
+def group_of(leader: int) -> list[int]:
+    """Return the processes of a process group, those that have ended and wait for their parent left out."""
+    found = list[int]()
+    for name in filter(str.isdigit, os.listdir(_PROC)):
+        with suppress(OSError):
+            state, _, group = (_PROC / name / "stat").read_text().rpartition(")")[2].split()[:3]
+            if int(group) == leader and state != "Z":
+                found.append(int(name))
+    return found
+
+
+def computes(pid: int) -> bool:
+    """Return whether a process is there that is a core or a worker of an engine."""
+    with suppress(OSError):
+        return (_PROC / str(pid) / "cmdline").read_text(errors="replace").startswith(_TITLE)
+    return False
+
+
+def shared_memory(leader: int) -> set[str]:
+    """Return the names of the shared memory and semaphores, below /dev/shm, that the processes of a group have made for each other."""
+    inodes = set[int]()
+    for pid in group_of(leader):
+        with suppress(OSError):
+            lines = (_PROC / str(pid) / "maps").read_text().splitlines()
+            # not by name: that of a semaphore is the one under which it was made
+            inodes |= {int(line.split()[4]) for line in lines if f" {SHARED_MEMORY}/" in line}
+    entries = os.scandir(SHARED_MEMORY) if inodes else ()
+    return {entry.name for entry in entries if entry.name.startswith(_OWN) and entry.inode() in inodes}

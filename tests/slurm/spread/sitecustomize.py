@@ -1,0 +1,8 @@
+"""Without GPUs a replica is on one node. Here it is on as many as SPREAD_NODES says, as replicas are that want more GPUs than a node has."""
+
+import os
+
+if "SPREAD_NODES" in os.environ:
+    from hpcrl.config import derive
+
+    derive.engine_nodes = lambda _config: int(os.environ["SPREAD_NODES"])
