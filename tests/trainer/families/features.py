@@ -21,7 +21,7 @@ from hpcrl.rollout.engines.embedded.model import load_model
 from hpcrl.rollout.engines.embedded.sampling import Sampling
 from hpcrl.trainer.backends.build import build_policy
 from hpcrl.trainer.backends.fsdp.engine import FsdpPolicy
-from hpcrl.trainer.backends.fsdp.model import PackedCritic, PackedPolicy
+from hpcrl.trainer.backends.fsdp.model import PackedCritic, PackedPolicy, leave_out_dropout
 from hpcrl.trainer.loss import build_objective
 from hpcrl.trainer.models.attention import PACKED
 from hpcrl.trainer.models.forward import ForwardConfig
@@ -73,7 +73,12 @@ def of_packed(policy: PackedPolicy, batch: MicroBatch) -> dict[str, torch.Tensor
 def packed_samples(family: Family, _: Path) -> None:
     policy = PackedPolicy(model_of(family, PACKED), FORWARD)
     whole, _ = both(TREE)
-    expect_close(of_packed(policy, whole), one_by_one(model_of(family, "eager"), whole))
+    expected = one_by_one(model_of(family, "eager"), whole)
+    expect_close(of_packed(policy, whole), expected)
+    policy.train()
+    leave_out_dropout(policy.model)
+    policy.model.gradient_checkpointing_enable({"use_reentrant": False})
+    expect_close(of_packed(policy, whole), expected)
 
 
 def common_prefixes(family: Family, _: Path) -> None:

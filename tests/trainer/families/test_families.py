@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -9,11 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from hpcrl.config.rules.model_fit import MEGATRON_FAMILIES, STATE_LAYERS
+from hpcrl.trainer.distributed import World
 from tests.trainer.families.features import FEATURES, Feature, works
-from tests.trainer.families.models import FAMILIES, Family
+from tests.trainer.families.models import FAMILIES, Family, write_model
+from tests.trainer.families.ranks import trained
 from tests.trainer.families.table import PAGE, promised, rows_of
+from tests.trainer.material import run_of_two
+from tests.trainer.ranks import Ranks
 
 MEGATRON_OR_VLLM = {"vLLM": "vllm", "Megatron": "megatron.core"}
 
@@ -38,6 +44,30 @@ def test_the_table_is_true(family: Family, feature: Feature, tmp_path: Path) -> 
     if feature.name in MEGATRON_OR_VLLM:
         pytest.importorskip(MEGATRON_OR_VLLM[feature.name])
     assert works(family, feature, tmp_path) == promised(rows_of(PAGE.read_text())[family.kind], feature)
+
+
+SHARDED = ["gemma2", "gpt_oss", "mamba2", "qwen3_next", "zamba2"]
+
+
+@pytest.mark.faults_slow
+def test_two_ranks_train_as_one_does(tmp_path: Path, alone: World, two: Ranks) -> None:
+    models = {
+        family.kind: str(write_model(family, tmp_path / family.kind)) for family in FAMILIES if family.kind in SHARDED
+    }
+    run = run_of_two(tmp_path / "run", groups=4, size=3)
+    options = {"models": models, "run": str(run.path), "out": str(tmp_path)}
+    trained(alone, options)
+    two.play([("families.ranks:trained", options)])
+    for kind in SHARDED:
+        expected, found = (json.loads((tmp_path / f"{kind}-{ranks}.json").read_text()) for ranks in (1, 2))
+        for one, other in zip(expected, found, strict=True):
+            assert other["final_loss"] == pytest.approx(one["final_loss"], abs=1e-5), kind
+            assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4), kind
+        expected, found = (load_file(tmp_path / f"{kind}-{ranks}.safetensors") for ranks in (1, 2))
+        for name, value in expected.items():
+            torch.testing.assert_close(
+                found[name], value, atol=2e-4, rtol=0, msg=lambda text, at=(kind, name): f"{at}: {text}"
+            )
 
 
 def test_the_table_has_all_families() -> None:
