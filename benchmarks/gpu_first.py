@@ -43,6 +43,7 @@ from hpcrl.trainer.distributed import World, joined
 from hpcrl.trainer.loss import build_objective
 from hpcrl.trainer.models.attention import PackedSequences, attend
 from hpcrl.trainer.models.flops import ModelFlops, peak_tflops
+from hpcrl.trainer.models.kernels import AttentionKind, last_tokens
 from hpcrl.trainer.models.logprobs import compiled_rows, plain_rows, token_logprobs
 from hpcrl.trainer.models.prefixes import shared_prefixes
 from hpcrl.trainer.models.tree import PrefixTree
@@ -120,13 +121,42 @@ def attention(machine: Machine) -> Found:
             packed, outputs = PackedSequences.of(lengths, bounds), []
             for dtype, flash in ((torch.float32, False), (torch.bfloat16, True)):
                 query, key, value = (values.to(dtype, copy=True).requires_grad_() for values in heads)
-                output = attend(query, key, value, packed, None, flash)
+                output = attend(query, key, value, packed, AttentionKind(flash=flash))
                 output.float().square().sum().backward()
                 outputs.append([output.detach(), query.grad, key.grad, value.grad])
             found[f"head {head}, {groups} queries per key"] = [
                 round(((got.float() - exact).abs().max() / exact.abs().max()).item(), 5)
                 for exact, got in zip(*outputs, strict=True)
             ]
+    return found
+
+
+def kinds(machine: Machine) -> Found:
+    """Windows, capped scores and sinks in bf16 against float32 with all scores in memory, sample by sample."""
+    lengths, head, found = [7, 130, 64, 1], 16 if machine.tiny else 128, Found()
+    sinks = torch.linspace(-1, 2, 8, device=machine.device)
+    for name, kind in {
+        "window": AttentionKind(window=40),
+        "softcap": AttentionKind(softcap=5.0),
+        "sinks and window": AttentionKind(window=40, sinks=sinks),
+    }.items():
+        torch.manual_seed(0)
+        heads = [torch.randn(sum(lengths), count, head, device=machine.device) for count in (8, 4, 4)]
+        bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=machine.device)
+        packed, outputs = PackedSequences.of(lengths, bounds), []
+        for dtype in (torch.float32, torch.bfloat16):
+            given = [values.to(dtype, copy=True).requires_grad_() for values in heads]
+            if dtype == torch.float32:
+                rows = zip(*(values[None].transpose(1, 2).split(lengths, 2) for values in given), strict=True)
+                output = torch.cat([last_tokens(*row, kind)[0].transpose(0, 1) for row in rows])
+            else:
+                output = attend(*given, packed, kind)
+            output.float().square().sum().backward()
+            outputs.append([output.detach(), *(values.grad for values in given)])
+        found[name] = [
+            round(((got.float() - exact).abs().max() / exact.abs().max()).item(), 5)
+            for exact, got in zip(*outputs, strict=True)
+        ]
     return found
 
 
@@ -151,7 +181,7 @@ def prefixes(machine: Machine) -> Found:
         for dtype, packed in ((torch.float32, whole), (torch.bfloat16, tree)):
             given = [values.to(dtype, copy=True).requires_grad_() for values in heads]
             query, key, value = (values[shared.places] for values in given) if packed is whole else given
-            output = packed.attend(query, key, value, None, packed is tree)
+            output = packed.attend(query, key, value, AttentionKind(flash=packed is tree))
             output = output[shared.kept] if packed is whole else output
             output.float().square().sum().backward()
             outputs.append([output.detach(), *(values.grad for values in given)])
@@ -174,7 +204,7 @@ def attention_speed(machine: Machine) -> Found:
         bounds = torch.arange(0, (count + 1) * length, length, dtype=torch.int32, device=machine.device)
         packed = PackedSequences.of([length] * count, bounds)
         for flash in (True, False):
-            run = partial(attend, query, key, value, packed, None, flash)
+            run = partial(attend, query, key, value, packed, AttentionKind(flash=flash))
             took = machine.seconds(lambda run=run: run().sum().backward())
             work = 6 * 16 * 128 * count * length**2
             found[f"{count} x {length}, {'flash' if flash else 'other'}"] = round(work / took / 1e12, 2)
@@ -357,6 +387,7 @@ CHECKS: dict[str, Callable[[Machine], Found]] = {
     for check in (
         versions,
         attention,
+        kinds,
         prefixes,
         attention_speed,
         head,

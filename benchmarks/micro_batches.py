@@ -2,8 +2,8 @@
 
     python benchmarks/micro_batches.py [--seeds N]
 
-Nothing is trained: mini-batches of drawn lengths are dealt and cut by the trainer's own hpcrl/trainer/batching.py. A pass costs as much
-as it has tokens, and each waits for the rank whose pass of the same number is largest. Activations grow with the tokens of the largest
+Nothing is trained: mini-batches of drawn lengths are dealt and cut by the trainer's own hpcrl/trainer/batching.py. A pass costs
+what its tokens and their attention cost Qwen3-0.6B, and each waits for the rank whose pass of the same number costs most. Activations grow with the tokens of the largest
 pass.
 """
 
@@ -15,14 +15,16 @@ import time
 from collections.abc import Callable
 from statistics import fmean
 
-from hpcrl.trainer.batching import MicroBatchLimit, SampleRef, assign_to_ranks, idle_share, split_micro_batches
+from hpcrl.trainer.batching import MicroBatchLimit, SampleRef, idle_share, planned
 
-_LONGEST = 16384
+_LONGEST, _VERY_LONG = 16384, 65536
+_QUADRATIC = 1 / 7680  # of Qwen3-0.6B: attention / parameters without embedding and head
 LENGTHS: dict[str, Callable[[random.Random], int]] = {
     "log-normal, median 1100": lambda draw: min(_LONGEST, int(draw.lognormvariate(7, 0.8))),
     "one in seven long": lambda draw: (
         draw.randint(6000, _LONGEST) if draw.random() < 1 / 7 else draw.randint(200, 1200)
     ),
+    "log-normal up to 65536, median 1100": lambda draw: min(_VERY_LONG, int(draw.lognormvariate(7, 1.5))),
     "uniform, one in five cut off": lambda draw: _LONGEST if draw.random() < 1 / 5 else draw.randint(500, _LONGEST),
 }
 SIZES = ((8, 64), (64, 16))
@@ -32,6 +34,7 @@ LIMITS = {
     "4 samples": MicroBatchLimit(4),
     "16384 tokens": MicroBatchLimit(1, 16384),
     "32768 tokens": MicroBatchLimit(1, 32768),
+    "32768 tokens, by attention too": MicroBatchLimit(1, 32768, quadratic=_QUADRATIC),
 }
 
 
@@ -41,13 +44,14 @@ def measure(
     """Return the idle share, the tokens of the largest pass, the passes, and the seconds that planning took."""
     refs = [SampleRef(0, index, max(1, length(draw))) for index in range(ranks * each)]
     began = time.perf_counter()
-    shares = assign_to_ranks(refs, ranks, limit)
-    planned = split_micro_batches(shares, limit)
+    plan = planned(refs, ranks, (limit, limit))
     seconds = time.perf_counter() - began
     sums = [
-        sum(share[at].length for at in part) for share, parts in zip(shares, planned, strict=True) for part in parts
+        sum(share[at].length for at in part)
+        for share, parts in zip(plan.shares, plan.train, strict=True)
+        for part in parts
     ]
-    return [idle_share(shares, planned), max(sums), len(planned[0]), seconds]
+    return [idle_share(plan.shares, plan.train, _QUADRATIC), max(sums), len(plan.train[0]), seconds]
 
 
 def main() -> None:

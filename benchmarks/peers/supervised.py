@@ -78,13 +78,13 @@ def packed(batch: list[list[int]]) -> Any:
     """Return a batch as hpcrl's trainer has it: rows packed into passes, with weights that make the loss the mean over the predicted tokens."""
     import torch
 
-    from hpcrl.trainer.batching import MicroBatchLimit, SampleRef, assign_to_ranks, plan_mini_batch
+    from hpcrl.trainer.batching import MicroBatchLimit, SampleRef, planned
     from hpcrl.trainer.packing import MiniBatch, pack
     from hpcrl.types import Sample
 
     limit = MicroBatchLimit(1, TOKENS)
     refs = [SampleRef(at, 0, len(row)) for at, row in enumerate(batch)]
-    plan = plan_mini_batch(assign_to_ranks(refs, 1, limit), limit, limit)
+    plan = planned(refs, 1, (limit, limit))
     samples, tokens = [], sum(len(row) - 1 for row in batch)
     for ref in plan.shares[0]:
         count = ref.length

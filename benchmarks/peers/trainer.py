@@ -117,13 +117,13 @@ def packed(batch: list[Answer]) -> Any:
     """Return a batch as hpcrl's trainer has it: its samples packed, with weights that make the loss the mean over tokens, and advantages."""
     import torch
 
-    from hpcrl.trainer.batching import MicroBatchLimit, SampleRef, assign_to_ranks, plan_mini_batch
+    from hpcrl.trainer.batching import MicroBatchLimit, SampleRef, planned
     from hpcrl.trainer.packing import MiniBatch, pack
     from hpcrl.types import Sample
 
     refs = [SampleRef(at // SAMPLES, at % SAMPLES, len(one.prompt) + len(one.answer)) for at, one in enumerate(batch)]
     limit = MicroBatchLimit(MICRO)
-    plan = plan_mini_batch(assign_to_ranks(refs, 1, limit), limit, limit)
+    plan = planned(refs, 1, (limit, limit))
     chosen = [batch[ref.group * SAMPLES + ref.index] for ref in plan.shares[0]]
     tokens = sum(len(one.answer) for one in chosen)
     samples = []

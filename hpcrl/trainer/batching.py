@@ -6,16 +6,19 @@ samples that are its own.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from heapq import heapreplace
-from itertools import accumulate
+from heapq import heappop, heappush, heapreplace
+from itertools import accumulate, chain
 
 from hpcrl.algorithms.filters import filter_values, varied
 from hpcrl.config.sections.algorithm import AlgorithmConfig
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.types import Batch, GroupMeta
+
+_TRIED = 8  # micro-batches, cheapest first, in which room for a sample is looked for
 
 
 @dataclass(frozen=True)
@@ -46,11 +49,17 @@ class MicroBatchLimit:
 
     Attributes:
         shared: what its samples begin with alike is computed once, and counted once among the tokens.
+        quadratic: a sample of T tokens is as much work as T + quadratic T^2 tokens without attention.
     """
 
     samples: int
     tokens: int | None = None
     shared: bool = False
+    quadratic: float = 0.0
+
+    def work(self, refs: Sequence[SampleRef]) -> float:
+        """Return what a micro-batch of these samples costs, in tokens without attention."""
+        return work(refs, self.quadratic)
 
 
 Limits = tuple[MicroBatchLimit, MicroBatchLimit]
@@ -93,21 +102,26 @@ def computed(refs: Sequence[SampleRef]) -> list[int]:
     ]
 
 
+def work(refs: Sequence[SampleRef], quadratic: float) -> float:
+    """Return the work of samples of a micro-batch; `quadratic` as of MicroBatchLimit."""
+    return sum(
+        own + quadratic * (ref.length**2 - (ref.length - own) ** 2)
+        for ref, own in zip(refs, computed(refs), strict=True)
+    )
+
+
 def updates_per_batch(trainer: TrainerConfig, mini_batch_size: int) -> int:
     """Return the optimizer steps that a model makes in one full batch, with mini-batches of so many groups."""
     return -(-trainer.train_batch_size // mini_batch_size) * trainer.update_epochs_per_batch
 
 
-def assign_to_ranks(refs: Sequence[SampleRef], ranks: int, limit: MicroBatchLimit) -> list[list[SampleRef]]:
-    """Return each rank's share, longest sample first.
+def assign_to_ranks(refs: Sequence[SampleRef], ranks: int) -> list[list[SampleRef]]:
+    """Return each rank's share, longest sample first, for micro-batches that are limited by samples.
 
-    Micro-batches that are limited by tokens want shares of equal tokens, and may have any number of samples. Those that are
-    limited by samples want as many samples on every rank: dealt from the longest to the shortest, back and forth, shares differ
-    by at most one sample, and the ranks' micro-batches of the same number are of similar size.
+    They want as many samples on every rank: dealt from the longest to the shortest, back and forth, shares differ by at most one
+    sample, and the ranks' micro-batches of the same number are of similar size.
     """
     ordered = sorted(refs, key=longest_first)
-    if limit.tokens is not None:
-        return [[ordered[at] for at in part] for part in balanced([ref.length for ref in ordered], ranks)]
     shares: list[list[SampleRef]] = [[] for _ in range(ranks)]
     for start in range(0, len(ordered), ranks):
         row = ordered[start : start + ranks]
@@ -117,6 +131,54 @@ def assign_to_ranks(refs: Sequence[SampleRef], ranks: int, limit: MicroBatchLimi
     return shares
 
 
+def aligned(
+    units: Sequence[SampleRef], ranks: int, tokens: int, cost: Callable[[SampleRef], float]
+) -> list[list[list[SampleRef]]]:
+    """Return the micro-batches of every rank, equally many, so that those of the same number cost about the same: ranks wait for the slowest.
+
+    The dearest are placed first, each where least is so far. No rank gets more than the dearest one costs, or than its part of
+    what is left; what does not fit goes into the next micro-batches.
+
+    Args:
+        tokens: of a micro-batch at most; a unit of more is alone.
+        cost: of a unit.
+    """
+    costs = {unit: cost(unit) for unit in units}
+    left, found = sorted(units, key=lambda unit: (-costs[unit], longest_first(unit))), []
+    while left or not found:
+        passes = -(-sum(unit.length for unit in left) // (tokens * ranks))
+        fair = sum(costs[unit] for unit in left) / max(1, passes * ranks)
+        most = math.inf if passes <= 1 else max(costs[left[0]], fair) * (1 + 1e-9)
+        row, left = _one_of_each_rank(left, ranks, tokens, most, costs)
+        found.append(row)
+    return [[row[rank] for row in found] for rank in range(ranks)]
+
+
+def _one_of_each_rank(
+    units: Sequence[SampleRef], ranks: int, tokens: int, most: float, costs: Mapping[SampleRef, float]
+) -> tuple[list[list[SampleRef]], list[SampleRef]]:
+    """Return a micro-batch of each rank, and what is left; arguments as of `aligned`, `most` what one may cost that is not alone."""
+    row, sizes, rest = [list[SampleRef]() for _ in range(ranks)], [0] * ranks, list[SampleRef]()
+    cheapest = [(0.0, rank) for rank in range(ranks)]
+    for unit in units:
+        full, found = list[tuple[float, int]](), False
+        while cheapest and len(full) < _TRIED and not found:
+            total, rank = heappop(cheapest)
+            found = not row[rank] or (total + costs[unit] <= most and sizes[rank] + unit.length <= tokens)
+            if found:
+                row[rank].append(unit)
+                sizes[rank] += unit.length
+                total += costs[unit]
+            full.append((total, rank))
+            if total + costs[unit] > most:
+                break
+        for each in full:
+            heappush(cheapest, each)
+        if not found:
+            rest.append(unit)
+    return row, rest
+
+
 def split_micro_batches(shares: Sequence[Sequence[SampleRef]], limit: MicroBatchLimit) -> list[list[list[int]]]:
     """Return the micro-batches of every rank, each as places in the rank's share.
 
@@ -124,7 +186,7 @@ def split_micro_batches(shares: Sequence[Sequence[SampleRef]], limit: MicroBatch
     first: ranks wait for the slowest of those that run at the same time.
 
     Args:
-        shares: of all ranks, as `assign_to_ranks` gives them.
+        shares: of all ranks.
     """
     lengths = [[ref.length for ref in share] for share in shares]
     if limit.tokens is None:
@@ -135,14 +197,14 @@ def split_micro_batches(shares: Sequence[Sequence[SampleRef]], limit: MicroBatch
     return [_largest_first(own, balanced(own, most)) for own in lengths]
 
 
-def balanced(lengths: Sequence[int], parts: int) -> list[list[int]]:
+def balanced(lengths: Sequence[float], parts: int) -> list[list[int]]:
     """Return the places of `lengths` in `parts` parts of about equal sums, each in ascending order.
 
     The longest comes first and each goes where least is so far: no sum exceeds 4/3 of the smallest possible largest sum
     (R. L. Graham, SIAM J. Appl. Math. 17, 1969).
     """
     found: list[list[int]] = [[] for _ in range(parts)]
-    least = [(0, part) for part in range(parts)]
+    least = [(0.0, part) for part in range(parts)]
     for at in sorted(range(len(lengths)), key=lambda at: (-lengths[at], at)):
         total, part = least[0]
         found[part].append(at)
@@ -166,14 +228,17 @@ def _largest_first(lengths: Sequence[int], parts: list[list[int]]) -> list[list[
     return sorted(parts, key=lambda part: (-sum(lengths[at] ** 2 for at in part), part))
 
 
-def idle_share(shares: Sequence[Sequence[SampleRef]], micro_batches: Sequence[Sequence[Sequence[int]]]) -> float:
-    """Return the share of the ranks' token slots that are waited for, 0 to 1, where all wait for the largest of micro-batches of the same number.
+def idle_share(
+    shares: Sequence[Sequence[SampleRef]], micro_batches: Sequence[Sequence[Sequence[int]]], quadratic: float = 0.0
+) -> float:
+    """Return the share of the ranks' time that they wait, 0 to 1, where all wait for the dearest of micro-batches of the same number.
 
     Args:
         micro_batches: of all ranks, as `split_micro_batches` gives them.
+        quadratic: as of MicroBatchLimit.
     """
     sums = [
-        [sum(computed([share[at] for at in part])) for part in parts]
+        [work([share[at] for at in part], quadratic) for part in parts]
         for share, parts in zip(shares, micro_batches, strict=True)
     ]
     slots = len(shares) * sum(max(same) for same in zip(*sums, strict=True))
@@ -188,11 +253,13 @@ class MiniBatchPlan:
         shares: of each rank, its samples in the order of its micro-batches.
         train: of each rank, its micro-batches as ranges of places in its share; equally many on every rank, some maybe empty.
         score: the same for passes without gradient.
+        quadratic: as of MicroBatchLimit.
     """
 
     shares: list[list[SampleRef]]
     train: list[list[range]]
     score: list[list[range]]
+    quadratic: float = 0.0
 
     @property
     def groups(self) -> set[int]:
@@ -221,7 +288,7 @@ class MiniBatchPlan:
 def plan_mini_batch(
     shares: Sequence[Sequence[SampleRef]], train: MicroBatchLimit, score: MicroBatchLimit
 ) -> MiniBatchPlan:
-    """Return the micro-batches of the shares that `assign_to_ranks` made with the limit `train`.
+    """Return the micro-batches of shares that each lists its samples with the longest first.
 
     One order of a share serves both limits: those by samples cut the same list at other places, and one by tokens is the same for both.
     """
@@ -230,7 +297,7 @@ def plan_mini_batch(
     ordered = [[share[at] for part in own for at in part] for share, own in zip(shares, parts, strict=True)]
     ranges = [consecutive(own) for own in parts]
     scored = ranges if train.tokens is not None else [consecutive(own) for own in split_micro_batches(shares, score)]
-    return MiniBatchPlan(ordered, ranges, scored)
+    return MiniBatchPlan(ordered, ranges, scored, train.quadratic)
 
 
 def planned(refs: Sequence[SampleRef], ranks: int, limits: Limits, *, pairs: bool = False) -> MiniBatchPlan:
@@ -240,10 +307,19 @@ def planned(refs: Sequence[SampleRef], ranks: int, limits: Limits, *, pairs: boo
         limits: of micro-batches.
         pairs: the samples of a group stay together, in one micro-batch and in their order, and limits count groups.
     """
-    if not pairs and not limits[0].shared:
-        return plan_mini_batch(assign_to_ranks(refs, ranks, limits[0]), *limits)
-    units = _units(_runs(refs, None, len(refs))) if pairs else _fairest(refs, ranks, limits[0].tokens)
-    return _plan_units(assign_to_ranks(list(units), ranks, limits[0]), units, limits)
+    limit = limits[0]
+    if pairs:
+        units = _units(_runs(refs, None, len(refs)))
+    elif limit.shared:
+        units = _fairest(refs, ranks, limit)
+    else:
+        units = {ref: [ref] for ref in refs}
+    if limit.tokens is None:
+        return _plan_units(assign_to_ranks(list(units), ranks), units, limits)
+    parts = aligned(list(units), ranks, limit.tokens, lambda unit: limit.work(units[unit]))
+    runs = [[[ref for unit in part for ref in units[unit]] for part in own] for own in parts]
+    ranges = [consecutive([range(len(run)) for run in own]) for own in runs]
+    return MiniBatchPlan([list(chain(*own)) for own in runs], ranges, ranges, limit.quadratic)
 
 
 def plan_shares(shares: Sequence[Sequence[SampleRef]], limits: Limits) -> MiniBatchPlan:
@@ -278,8 +354,8 @@ def _runs(refs: Sequence[SampleRef], tokens: int | None, rows: int) -> list[list
     return runs
 
 
-def _fairest(refs: Sequence[SampleRef], ranks: int, tokens: int | None) -> Units:
-    """Return groups whole, halved, or cut into four and so on, so that the share of the rank that has most is smallest.
+def _fairest(refs: Sequence[SampleRef], ranks: int, limit: MicroBatchLimit) -> Units:
+    """Return groups whole, halved, or cut into four and so on, so that the share of the rank that has most work is smallest.
 
     Each part computes anew what its group begins with.
     """
@@ -287,11 +363,11 @@ def _fairest(refs: Sequence[SampleRef], ranks: int, tokens: int | None) -> Units
     sizes = [rows]
     while sizes[-1] > 1:
         sizes.append(-(-sizes[-1] // 2))
-    cuts = [_units(_runs(refs, tokens, size)) for size in sizes]
+    cuts = [_units(_runs(refs, limit.tokens, size)) for size in sizes]
 
-    def largest(units: Units) -> int:
-        lengths = [unit.length for unit in units]
-        return max(sum(lengths[at] for at in part) for part in balanced(lengths, ranks))
+    def largest(units: Units) -> float:
+        costs = [limit.work(run) for run in units.values()]
+        return max(sum(costs[at] for at in part) for part in balanced(costs, ranks))
 
     return min(cuts, key=largest)
 
@@ -306,7 +382,7 @@ def _plan_units(shares: Sequence[Sequence[SampleRef]], units: Units, limits: Lim
         ]
 
     whole = [[ref for unit in share for ref in units[unit]] for share in plan.shares]
-    return MiniBatchPlan(whole, of_samples(plan.train), of_samples(plan.score))
+    return MiniBatchPlan(whole, of_samples(plan.train), of_samples(plan.score), plan.quadratic)
 
 
 def consecutive(parts: Sequence[Sequence[int]]) -> list[range]:
@@ -329,9 +405,9 @@ def trained_groups(batch: Batch, algorithm: AlgorithmConfig) -> list[int]:
     return [at for at in groups if varied(filter_values(batch.groups[at], metrics))]
 
 
-def micro_batch_limits(trainer: TrainerConfig, tokens: int | None) -> Limits:
-    """Return them, with `tokens` as hpcrl.config.derive.micro_batch_tokens finds them."""
+def micro_batch_limits(trainer: TrainerConfig, tokens: int | None, quadratic: float = 0.0) -> Limits:
+    """Return them, with `tokens` as hpcrl.config.derive.micro_batch_tokens finds them; `quadratic` as of MicroBatchLimit."""
     train = trainer.micro_train_batch_size_per_gpu or 1
     score = trainer.micro_forward_batch_size_per_gpu or train
     shared = trainer.shared_prefixes
-    return MicroBatchLimit(train, tokens, shared), MicroBatchLimit(score, tokens, shared)
+    return MicroBatchLimit(train, tokens, shared, quadratic), MicroBatchLimit(score, tokens, shared, quadratic)

@@ -55,11 +55,12 @@ def load_learner(
     consensus("load.checkpoint")
     start = resume(policy, critic)
     dumps.resume(start.step)
-    limits = micro_batch_limits(trainer, micro_batch_tokens(config))
+    flops = _flops(trainer)
+    limits = micro_batch_limits(trainer, micro_batch_tokens(config), flops.quadratic)
     mismatch = MismatchLimit(config.generator.max_logprob_mismatch, config.generator.on_logprob_mismatch)
     return Learner(
         run, ranks, trainer, policy, critic, limits=limits, validation=Validation.of(run, config, limits) if is_offline(trainer) else None,
-        model_flops=_flops(trainer), max_seq_len=max_seq_len(config),
+        model_flops=flops, max_seq_len=max_seq_len(config),
         mismatch=mismatch, dumps=dumps, consensus=consensus, start=start,
     )  # fmt: skip
 

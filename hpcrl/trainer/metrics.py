@@ -97,7 +97,7 @@ def describe_batch(batch: Batch, advantages: Advantages) -> dict[str, float]:
 def describe_mini_batches(minis: Sequence[MiniBatch]) -> dict[str, float]:
     """Return the share of time in which ranks wait for one another, the tokens that min_filter_prefix_tokens leaves out of the loss, and the
     share of tokens that are computed as those of another sample (trainer.shared_prefixes)."""
-    waits = [idle_share(mini.plan.shares, mini.plan.train) for mini in minis]
+    waits = [idle_share(mini.plan.shares, mini.plan.train, mini.plan.quadratic) for mini in minis]
     unscored = sum(mini.unscored for mini in minis)
     tokens, computed = (
         sum(map(sum, parts)) for parts in zip(*((mini.plan.lengths, mini.plan.computed) for mini in minis), strict=True)

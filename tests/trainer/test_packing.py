@@ -11,7 +11,7 @@ from hpcrl.config import AlgorithmConfig
 from hpcrl.data.group_file import write_group
 from hpcrl.errors import DataError
 from hpcrl.rundir.layout import Run
-from hpcrl.trainer.batching import MicroBatchLimit, SampleRef, assign_to_ranks, mini_batches, plan_mini_batch
+from hpcrl.trainer.batching import MicroBatchLimit, SampleRef, assign_to_ranks, mini_batches, planned
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.packing import MiniBatch, Scores, pack, set_loss_weights
 from hpcrl.trainer.samples import load_samples, observations
@@ -154,7 +154,7 @@ def test_the_legacy_mean_weighs_micro_batches_alike(
     run = make_run(tmp_path / "run")
     batch = make_batch(run, step=1, groups=3, size=3)
     (refs,) = mini_batches(batch, 3)
-    plan = plan_mini_batch(assign_to_ranks(refs, ranks, limit), limit, limit)
+    plan = planned(refs, ranks, (limit, limit))
     sums = []
     for rank, share in enumerate(plan.shares):
         mini = MiniBatch(plan, load_samples(run, batch, share), rank)
@@ -187,7 +187,7 @@ def told(tmp_path: Path) -> tuple[Run, Batch]:
 def test_a_prefix_that_good_and_bad_share_is_not_trained(told: tuple[Run, Batch], ranks: int) -> None:
     run, batch = told
     (refs,) = mini_batches(batch, 3)
-    packed = [load_samples(run, batch, share, ALIKE) for share in assign_to_ranks(refs, ranks, MicroBatchLimit(1))]
+    packed = [load_samples(run, batch, share, ALIKE) for share in assign_to_ranks(refs, ranks)]
     complete = load_samples(run, batch, refs)
     whole = {sample.ref: sample.of(complete.loss_mask) for sample in views([complete])}
     for sample in views(packed):

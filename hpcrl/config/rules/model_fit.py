@@ -1,4 +1,4 @@
-"""Whether a model can be laid out over Megatron-core's ranks, and share prefixes, by the entries of its config.json."""
+"""Whether a model can be laid out over Megatron-core's ranks, and its samples be packed, by the entries of its config.json."""
 
 from __future__ import annotations
 
@@ -10,6 +10,38 @@ from hpcrl.config.errors import Problem
 from hpcrl.config.rules.megatron_groups import expert_tensor_size, given_stages, layers_of_stages
 from hpcrl.config.sections.megatron import MegatronModelConfig
 
+MEGATRON_FAMILIES = {
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "mixtral": "Mixtral",
+    "qwen2": "Qwen2",
+    "qwen2_moe": "Qwen2-MoE",
+    "qwen3": "Qwen3",
+    "qwen3_moe": "Qwen3-MoE",
+}
+"""model_type in config.json -> name, of the models that trainer.strategy=megatron trains."""
+
+STATE_LAYERS = {
+    "bamba": "BambaMixer",
+    "falcon_h1": "FalconH1Mixer",
+    "falcon_mamba": "FalconMambaMixer",
+    "granitemoehybrid": "GraniteMoeHybridMambaLayer",
+    "jamba": "JambaMambaMixer",
+    "lfm2": "Lfm2ShortConv",
+    "lfm2_moe": "Lfm2MoeShortConv",
+    "mamba": "MambaMixer",
+    "mamba2": "Mamba2Mixer",
+    "nemotron_h": "NemotronHMamba2Mixer",
+    "olmo_hybrid": "OlmoHybridGatedDeltaNet",
+    "qwen3_5_text": "Qwen3_5GatedDeltaNet",
+    "qwen3_5_moe_text": "Qwen3_5MoeGatedDeltaNet",
+    "qwen3_next": "Qwen3NextGatedDeltaNet",
+    "zamba": "ZambaMambaMixer",
+    "zamba2": "Zamba2MambaMixer",
+}
+"""model_type in config.json -> class in transformers of the layers that carry a state from token to token, of the models whose packed samples
+are known to be kept apart in them."""
+
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _ATTENTION = {"full_attention", "sliding_attention", "attention"}
 _MOST_NAMED = 12
@@ -18,13 +50,21 @@ _MOST_NAMED = 12
 def misfits(
     path: str, sizes: MegatronModelConfig, entries: Mapping[str, Any], whose: str = "model"
 ) -> Iterator[Problem]:
-    """Yield what cannot be divided; an entry that the model does not have is not looked at.
+    """Yield what Megatron-core cannot compute, or not divide; an entry that the model does not have is not looked at.
 
     Args:
         path: dotted path of the section `sizes`.
         entries: of config.json, with the changes that the run makes.
         whose: what an error calls the model.
     """
+    family = entries.get("model_type", next(iter(MEGATRON_FAMILIES)))
+    if family not in MEGATRON_FAMILIES:
+        yield Problem(
+            path,
+            f'the {whose} is of type "{family}", which the backend megatron does not know; it knows '
+            f"{', '.join(MEGATRON_FAMILIES)}. Use fsdp2 in place of megatron, or another model",
+        )
+        return
     entries = text_entries(entries)
     yield from _tensor(path, sizes, entries, whose)
     yield from _stages(path, sizes, entries, whose)
@@ -43,8 +83,10 @@ def experts_of(entries: Mapping[str, Any]) -> int:
 
 
 def other_layers(entries: Mapping[str, Any]) -> list[str]:
-    """Return the kinds of layers that are no attention, and carry a state from token to token, as far as config.json names them."""
+    """Return the kinds of layers that are no attention, and may carry a state from one packed sample into the next, as far as config.json names them."""
     entries = text_entries(entries)
+    if entries.get("model_type") in STATE_LAYERS:
+        return []
     kinds = entries.get("layer_types") or entries.get("layers_block_type") or ()
     return sorted({str(kind) for kind in kinds} - _ATTENTION)
 

@@ -104,8 +104,8 @@ def check_packing(config: Config) -> Iterator[Problem]:
         if others:
             yield Problem(
                 "trainer.use_sample_packing",
-                f"{model} (trainer.{role}) has layers that carry a state from token to token ({', '.join(others)}), which would go from one "
-                "packed sample into the next; set it to false",
+                f"{model} (trainer.{role}) has layers that may carry a state from one packed sample into the next ({', '.join(others)}); set it to "
+                "false",
             )
 
 

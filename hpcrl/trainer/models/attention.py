@@ -9,36 +9,46 @@ PADDED is the same without any flash attention kernel.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from inspect import signature
 from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
-from transformers import PreTrainedModel
+from torch.nn.attention.flex_attention import BlockMask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hpcrl.config.rules.model_fit import other_layers
 from hpcrl.errors import DataError
+from hpcrl.trainer.models.kernels import (
+    AttentionKind,
+    Places,
+    causal,
+    flex,
+    has_varlen,
+    last_tokens,
+    seen_blocks,
+    varlen,
+)
 
 PACKED = "hpcrl_packed"
 PADDED = "hpcrl_padded"
 
 # pairs of tokens times columns of all heads: what a CPU core computes while calling the kernel for one sample costs about as much
 _CALL = 300_000
-_NO_FLASH = [SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+# what some models give their attention beside what AttentionKind has
+_NOT_COMPUTED = ("position_bias",)
 
 
 class Packed(Protocol):
     """Samples that lie end to end, P tokens.
 
     Attributes:
-        cu_seqlens: [B + 1] int32, cumulative lengths of the whole samples from 0.
+        lengths: tokens of each whole sample.
+        cu_seqlens: [B + 1] int32, cumulative lengths from 0.
     """
+
+    @property
+    def lengths(self) -> Sequence[int]: ...
 
     @property
     def cu_seqlens(self) -> torch.Tensor: ...
@@ -55,7 +65,7 @@ class Packed(Protocol):
         ...
 
     def attend(
-        self, query_DHN: torch.Tensor, key_DHN: torch.Tensor, value_DHN: torch.Tensor, scale: float | None, flash: bool
+        self, query_DHN: torch.Tensor, key_DHN: torch.Tensor, value_DHN: torch.Tensor, kind: AttentionKind
     ) -> torch.Tensor:
         """Return the attention output [D, H, N], causal within each sample; there may be fewer heads in key and value."""
         ...
@@ -74,6 +84,7 @@ class PackedSequences:
     lengths: Sequence[int]
     cu_seqlens: torch.Tensor
     slots: torch.Tensor | None
+    _seen: dict[int | None, BlockMask] = field(default_factory=dict, compare=False)
 
     @classmethod
     def of(cls, lengths: Sequence[int], cu_seqlens: torch.Tensor) -> PackedSequences:
@@ -118,25 +129,17 @@ class PackedSequences:
     def spread(self, values_P: torch.Tensor, at_R: torch.Tensor | None = None) -> torch.Tensor:
         return values_P if at_R is None else values_P.index_select(0, at_R)
 
+    def seen(self, window: int | None) -> BlockMask:
+        """Return which tokens each one sees, one mask in all layers with that window."""
+        if window not in self._seen:
+            places = Places.of(self.cu_seqlens, sum(self.lengths))
+            self._seen[window] = seen_blocks(places, places, window)
+        return self._seen[window]
+
     def attend(
-        self, query_PHN: torch.Tensor, key_PHN: torch.Tensor, value_PHN: torch.Tensor, scale: float | None, flash: bool
+        self, query_PHN: torch.Tensor, key_PHN: torch.Tensor, value_PHN: torch.Tensor, kind: AttentionKind
     ) -> torch.Tensor:
-        return attend(query_PHN, key_PHN, value_PHN, self, scale, flash)
-
-
-def require_attention_only(model: PreTrainedModel) -> None:
-    """Look whether nothing but attention lets one token of a model depend on another.
-
-    Raises:
-        DataError: it has layers of another kind, whose state would go from one packed sample into the next.
-    """
-    others = other_layers(model.config.to_dict())
-    others += sorted({type(module).__name__ for module in model.modules() if isinstance(module, nn.Conv1d)})
-    if others:
-        raise DataError(
-            f"{type(model).__name__} has layers that carry a state from token to token ({', '.join(others)}), which would go from one packed "
-            "sample into the next; set use_sample_packing to false"
-        )
+        return attend(query_PHN, key_PHN, value_PHN, self, kind)
 
 
 @torch.compiler.disable  # compiled code would be compiled again for each list of lengths
@@ -147,7 +150,6 @@ def packed_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    packed: Packed | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     flash: bool = True,
@@ -163,19 +165,28 @@ def packed_attention(
         DataError: the model's attention is of a kind that this function does not compute.
     """
     assert attention_mask is None, "transformers makes no mask for an attention function that it does not know"
-    unsupported = {name for name in ("softcap", "s_aux", "position_bias") if options.get(name) is not None}
-    max_seqlen = query.shape[2] if packed is None else packed.max_seqlen
-    if sliding_window is not None and max_seqlen > sliding_window:
-        unsupported.add(f"sliding window of {sliding_window} tokens for a sample of {max_seqlen}")
-    if unsupported:
+    others = [name for name in _NOT_COMPUTED if options.get(name) is not None]
+    if "packed" not in options:
+        others.append("no way to tell it which samples its tokens are of")
+    if others:
         raise DataError(
-            f"{type(module).__name__} needs {', '.join(sorted(unsupported))}: not supported, use another model"
+            f"the attention of this model, {type(module).__name__}, has {', '.join(others)}, which hpcrl cannot train; use another model"
         )
+    packed: Packed | None = options["packed"]
+    kind = AttentionKind(scaling, sliding_window, options.get("softcap"), options.get("s_aux"), flash)
     if packed is None:
-        return causal(query, key, value, scaling, flash).transpose(1, 2), None
+        return of_rows(query, key, value, kind).transpose(1, 2), None
     assert query.shape[0] == 1, f"packed micro-batches are one row, not {query.shape[0]}"
     query_PHD, key_PHD, value_PHD = (heads[0].transpose(0, 1) for heads in (query, key, value))
-    return packed.attend(query_PHD, key_PHD, value_PHD, scaling, flash).unsqueeze(0), None
+    return packed.attend(query_PHD, key_PHD, value_PHD, kind).unsqueeze(0), None
+
+
+def of_rows(
+    query_BHTD: torch.Tensor, key_BHTD: torch.Tensor, value_BHTD: torch.Tensor, kind: AttentionKind
+) -> torch.Tensor:
+    """Return the attention output [B, H, T, D] of right-padded rows."""
+    compute = causal if kind.plain(query_BHTD.shape[2]) else last_tokens
+    return compute(query_BHTD, key_BHTD, value_BHTD, kind)
 
 
 def attend(
@@ -183,91 +194,23 @@ def attend(
     key_PHD: torch.Tensor,
     value_PHD: torch.Tensor,
     packed: PackedSequences,
-    scale: float | None,
-    flash: bool = True,
+    kind: AttentionKind,
 ) -> torch.Tensor:
     """Return the attention output [P, H, D], causal within each packed sample; there may be fewer heads in key and value."""
-    if has_varlen(query_PHD, flash):
+    if has_varlen(query_PHD, kind):
         bounds, longest = packed.cu_seqlens, packed.max_seqlen
-        return varlen(query_PHD, key_PHD, value_PHD, bounds, bounds, longest, longest, scale)
+        return varlen(query_PHD, key_PHD, value_PHD, bounds, bounds, longest, longest, kind)
+    if query_PHD.is_cuda and not kind.softmax_only:
+        return flex(query_PHD, key_PHD, value_PHD, kind, packed.seen(kind.window))
     if query_PHD.device.type == "cpu" and packed.padded_pairs * query_PHD[0].numel() > _CALL:
         of_samples = (
             heads_PHD[None].transpose(1, 2).split(list(packed.lengths), 2)
             for heads_PHD in (query_PHD, key_PHD, value_PHD)
         )
-        outputs = (causal(query, key, value, scale, flash) for query, key, value in zip(*of_samples, strict=True))
+        outputs = (of_rows(query, key, value, kind) for query, key, value in zip(*of_samples, strict=True))
         return torch.cat([output[0].transpose(0, 1) for output in outputs])
     query, key, value = (packed.rows(head_PHD).transpose(1, 2) for head_PHD in (query_PHD, key_PHD, value_PHD))
-    return packed.flat(causal(query, key, value, scale, flash).transpose(1, 2))
-
-
-def has_varlen(query_PHD: torch.Tensor, flash: bool) -> bool:
-    """Return whether there is flash attention for these queries, which knows half precision on GPUs only."""
-    return flash and query_PHD.is_cuda and query_PHD.dtype in (torch.bfloat16, torch.float16)
-
-
-def varlen(
-    query_QHD: torch.Tensor,
-    key_PHD: torch.Tensor,
-    value_PHD: torch.Tensor,
-    cu_queries: torch.Tensor,
-    cu_keys: torch.Tensor,
-    most_queries: int,
-    most_keys: int,
-    scale: float | None,
-) -> torch.Tensor:
-    """Return the attention output [Q, H, D] by flash attention; where a sample has fewer queries than keys, they are those of its last tokens.
-
-    Args:
-        cu_queries, cu_keys: [B + 1] int32, cumulative numbers of each sample's queries and keys from 0.
-        most_queries, most_keys: of a sample.
-    """
-    from torch.nn.attention.varlen import varlen_attn
-
-    times = query_QHD.shape[1] // key_PHD.shape[1]
-    options: dict[str, Any] = {"enable_gqa": times > 1}
-    if "enable_gqa" not in signature(varlen_attn).parameters:  # torch 2.11 wants as many heads everywhere
-        options = {}
-        key_PHD, value_PHD = (heads_PHD.repeat_interleave(times, 1) for heads_PHD in (key_PHD, value_PHD))
-    output = varlen_attn(
-        query_QHD,
-        key_PHD,
-        value_PHD,
-        cu_queries,
-        cu_keys,
-        most_queries,
-        most_keys,
-        scale=scale,
-        window_size=(-1, 0),
-        **options,
-    )
-    assert isinstance(output, torch.Tensor)
-    return output
-
-
-def causal(
-    query_BHTD: torch.Tensor,
-    key_BHTD: torch.Tensor,
-    value_BHTD: torch.Tensor,
-    scale: float | None,
-    flash: bool,
-    mask: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Causal attention over right-padded rows: a token never looks at what follows it, so the padding needs no mask.
-
-    Args:
-        mask: added to the scores, where there are fewer queries than keys.
-    """
-    with nullcontext() if flash else sdpa_kernel(_NO_FLASH):
-        return scaled_dot_product_attention(
-            query_BHTD,
-            key_BHTD,
-            value_BHTD,
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=scale,
-            enable_gqa=query_BHTD.shape[1] != key_BHTD.shape[1],
-        )
+    return packed.flat(of_rows(query, key, value, kind).transpose(1, 2))
 
 
 ALL_ATTENTION_FUNCTIONS.register(PACKED, packed_attention)

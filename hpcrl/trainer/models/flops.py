@@ -10,9 +10,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+
+from hpcrl.config.rules.model_fit import experts_of
 
 _PEAK_TFLOPS = {  # dense bf16, from the makers' data sheets; more particular names first
     "H100 PCIe": 756.0,
@@ -31,6 +34,10 @@ _PEAK_TFLOPS = {  # dense bf16, from the makers' data sheets; more particular na
 }
 
 
+_ATTENTION = {"full_attention", "sliding_attention", "attention", "hybrid"}
+_STATES_ONLY = {"mamba", "mamba2", "falcon_mamba"}
+
+
 @dataclass(frozen=True)
 class ModelFlops:
     """What training of a model costs.
@@ -38,7 +45,8 @@ class ModelFlops:
     Attributes:
         parameters: that each token is multiplied with: without embedding and head, and of experts those that a token goes to.
         head: parameters that each trained token is multiplied with beside those.
-        attention: layers x heads x numbers per head.
+        attention: layers x heads x numbers per head, of layers in which a token sees all before it.
+        windowed: the same of layers in which it sees `window` tokens.
         frozen: of `parameters`, those that are not trained, as below adapters.
         frozen_head: whether `head` is not trained.
     """
@@ -48,12 +56,23 @@ class ModelFlops:
     attention: int
     frozen: float = 0.0
     frozen_head: bool = False
+    windowed: int = 0
+    window: int = 0
+
+    @property
+    def quadratic(self) -> float:
+        """What attention adds to a sample of T tokens is quadratic T^2 times what a token costs without it; windows and the head left out."""
+        return 6.0 * self.attention / self._of_token
+
+    @property
+    def _of_token(self) -> float:
+        return 6.0 * self.parameters - 2.0 * self.frozen
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> ModelFlops:
         """Return that of a causal language model, which may be on the meta device; what requires no gradient is not trained."""
         text = model.config.get_text_config()
-        experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
+        experts = experts_of(text.to_dict())
         share = text.num_experts_per_tok / experts if experts else 1.0
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         assert embedding is not None
@@ -63,14 +82,23 @@ class ModelFlops:
             for name, weight in model.named_parameters()
             if weight is not embedding.weight and weight is not head.weight
         ]
-        size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        whole, windowed = _attention_layers(text)
+        heads = getattr(text, "num_attention_heads", None) or 0
+        of_layer = heads * (getattr(text, "head_dim", None) or text.hidden_size // max(1, heads))
         return cls(
             sum(count for count, _ in counts),
             head.weight.numel(),
-            text.num_hidden_layers * text.num_attention_heads * size,
+            whole * of_layer,
             sum(count for count, trained in counts if not trained),
             not head.weight.requires_grad,
+            windowed * of_layer,
+            getattr(text, "sliding_window", None) or 0,
         )
+
+    def _scores(self, length: int) -> float:
+        """Return the operations of attention between the tokens of a sample."""
+        seen = min(length, self.window)
+        return 6.0 * (self.attention * length**2 + self.windowed * seen * (2 * length - seen))
 
     def training(self, lengths: Sequence[int], trained: int, computed: Sequence[int] | None = None) -> float:
         """Return the operations of a forward and backward pass over samples of so many tokens.
@@ -79,12 +107,23 @@ class ModelFlops:
             trained: tokens of them all that are trained.
             computed: of each sample, its last tokens, where the others are also those of another sample and computed there; None: all.
         """
-        of_token = 6.0 * self.parameters - 2.0 * self.frozen
         body = sum(
-            of_token * count + 6.0 * self.attention * (length**2 - (length - count) ** 2)
+            self._of_token * count + self._scores(length) - self._scores(length - count)
             for length, count in zip(lengths, lengths if computed is None else computed, strict=True)
         )
         return body + (4.0 if self.frozen_head else 6.0) * self.head * trained
+
+
+def _attention_layers(text: Any) -> tuple[int, int]:
+    """Return in how many layers a token sees all tokens before it, and in how many a window of them."""
+    window, layers = getattr(text, "sliding_window", None), text.num_hidden_layers
+    kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None)
+    if kinds is None:
+        kinds = ["sliding_attention" if window else "full_attention"] * layers
+    if text.model_type in _STATES_ONLY:
+        kinds = []
+    windowed = sum(kind == "sliding_attention" for kind in kinds) if window else 0
+    return sum(kind in _ATTENTION for kind in kinds) - windowed, windowed
 
 
 def describe_flops(

@@ -34,8 +34,7 @@ from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.data.chat import load_tokenizer
 from hpcrl.data.model_config import ConfiguredModel, require_classifier
 from hpcrl.errors import DataError
-
-_LOGIT_CHANGES = ("logits_scaling", "logit_scale", "final_logit_softcapping")
+from hpcrl.trainer.models.logits import LogitChange
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,13 +54,10 @@ class ModelSource(ConfiguredModel):
             DataError: there is none, or its log-probabilities would come out wrong.
         """
         model = _empty(AutoModelForCausalLM, self.config(), dtype, attention)
-        # logits must be no more than the hidden state times the head's weight
-        found = logit_changes(model.config)
+        LogitChange.of(model.config)
         if getattr(model.get_output_embeddings(), "bias", None) is not None:
-            found.append("a bias in its output head")
-        if found:
             raise DataError(
-                f"the model at {self.path} has {', '.join(found)}, which this version of hpcrl cannot train"
+                f"the model at {self.path} has a bias in its output head, which this version of hpcrl cannot train"
             )
         return model
 
@@ -189,7 +185,7 @@ class CriticSource(ModelSource):
             def get_output_embeddings(self) -> nn.Module:
                 return self.get_submodule(name)
 
-        return ValueModel
+        return _as_its_own(ValueModel, body)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,7 +228,8 @@ class RewardModelSource(CriticSource):
             raise DataError(
                 f"{self.setting}: {body.__name__} has no linear layer `{name}` without a bias, by which hpcrl knows reward models"
             )
-        return type(body.__name__, (body,), {"get_output_embeddings": lambda model: model.get_submodule(name)})
+        named = {"get_output_embeddings": lambda model: model.get_submodule(name)}
+        return _as_its_own(type(body.__name__, (body,), named), body)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,6 +262,12 @@ class JudgeSource(RewardModelSource):
         return DataError(f"{self.setting}: the reward model {Pretrained.__str__(self)} cannot be loaded: {said}")
 
 
+def _as_its_own(extended: type[PreTrainedModel], body: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """Let transformers take an extended class for one of its own: of others' it does not put files of single experts together."""
+    extended.__module__ = body.__module__
+    return extended
+
+
 def _contents(path: Path) -> Iterator[torch.Tensor]:
     """Yield an empty tensor of the type of each floating-point tensor of a file."""
     with safe_open(path, framework="pt") as file:
@@ -273,11 +276,6 @@ def _contents(path: Path) -> Iterator[torch.Tensor]:
             first = part[:0] if part.get_shape() else file.get_tensor(name)
             if first.is_floating_point():
                 yield first
-
-
-def logit_changes(config: PreTrainedConfig) -> list[str]:
-    """Return the entries of a configuration that make logits something else than the hidden state times the head's weight."""
-    return [name for name in _LOGIT_CHANGES if getattr(config, name, None) not in (None, 1.0)]
 
 
 def _empty(model_class: Any, config: PreTrainedConfig, dtype: torch.dtype, attention: str) -> PreTrainedModel:

@@ -7,10 +7,13 @@ alive at one time is [rows per slice, V], in forward and in backward.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch.nn.functional import linear, nll_loss
+
+from hpcrl.trainer.models.logits import capped
 
 Entropy = Literal["trained", "metric", "none"]
 """What entropies are for: "trained", they are differentiable; "metric", they carry no gradient; "none", they are not computed, but 0."""
@@ -49,6 +52,7 @@ def plain_rows(
     entropy: Entropy = "trained",
     mask_RK: torch.Tensor | None = None,
     ids_RK: torch.Tensor | None = None,
+    softcap: float | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Return log-probabilities of the labels and entropies, [R] float32 each, with all logits at the same time.
 
@@ -57,8 +61,9 @@ def plain_rows(
         mask_RK: as of token_logprobs.
         ids_RK: other tokens of each row, whose log-probabilities are returned too, [R, K] float32; they are those of the whole vocabulary. What
             is returned for -1 means nothing.
+        softcap: as of LogitChange.
     """
-    logits_RV = linear(hidden_RD, head_VD).to(dtype)
+    logits_RV = capped(linear(hidden_RD, head_VD).to(dtype), softcap)
     if temperature != 1.0:  # a division is one more [R, V], in backward too
         logits_RV = logits_RV / temperature
     more: tuple[torch.Tensor, ...] = ()
@@ -90,6 +95,7 @@ def top_rows(
     _entropy: Entropy = "none",
     mask_RK: torch.Tensor | None = None,
     ids_RK: torch.Tensor | None = None,
+    softcap: float | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Return log-probabilities of the labels [R], and ids and log-probabilities of the `top_k` most probable tokens, [R, K]; see `plain_rows`.
 
@@ -97,7 +103,7 @@ def top_rows(
         vocabulary: tokens that the policy knows, of which these are; the head may have further ones. None: all of the head.
         ids_RK: the tokens that are to take their place; -1: none is known.
     """
-    logits_RV = linear(hidden_RD, head_VD).to(dtype) / temperature
+    logits_RV = capped(linear(hidden_RD, head_VD).to(dtype), softcap) / temperature
     whole_RV = logits_RV.float() - logits_RV.float().logsumexp(-1, keepdim=True)
     ids_RK = whole_RV[:, :vocabulary].topk(top_k, -1).indices if ids_RK is None else ids_RK.long()
     among_RV = logits_RV if mask_RK is None else among(logits_RV, mask_RK)
@@ -105,9 +111,9 @@ def top_rows(
     return logprobs_R, ids_RK, whole_RV.gather(-1, ids_RK.clamp(min=0))
 
 
-def compiled_rows() -> Rows:
+def compiled_rows(softcap: float | None = None) -> Rows:
     """Return plain_rows compiled for any number of rows, at the first call: the passes over [R, V] become few."""
-    return torch.compile(plain_rows, dynamic=True)
+    return torch.compile(partial(plain_rows, softcap=softcap), dynamic=True)
 
 
 def among_zeros(values_R: torch.Tensor, rows_R: torch.Tensor, size: int) -> torch.Tensor:

@@ -13,8 +13,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.nn.attention.flex_attention import BlockMask
 
-from hpcrl.trainer.models.attention import causal, has_varlen, varlen
+from hpcrl.trainer.models.kernels import (
+    AttentionKind,
+    Places,
+    causal,
+    flex,
+    has_varlen,
+    last_tokens,
+    seen_blocks,
+    varlen,
+)
 from hpcrl.types import SharedPrefixes
 
 
@@ -31,6 +41,7 @@ class PrefixTree:
     cu_seqlens: torch.Tensor
     prefixes: SharedPrefixes
     _masks: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict, compare=False)
+    _seen: dict[int | None, BlockMask] = field(default_factory=dict, compare=False)
 
     @property
     def max_seqlen(self) -> int:
@@ -46,7 +57,7 @@ class PrefixTree:
         return gathered(values_D, places_P if at_R is None else places_P.index_select(0, at_R))
 
     def attend(
-        self, query_DHN: torch.Tensor, key_DHN: torch.Tensor, value_DHN: torch.Tensor, scale: float | None, flash: bool
+        self, query_DHN: torch.Tensor, key_DHN: torch.Tensor, value_DHN: torch.Tensor, kind: AttentionKind
     ) -> torch.Tensor:
         """Return the attention output [D, H, N], causal within each whole sample; there may be fewer heads in key and value.
 
@@ -55,8 +66,10 @@ class PrefixTree:
         """
         own, bounds = self.prefixes.lengths, (self.prefixes.cu_lengths, self.cu_seqlens)
         key_PHN, value_PHN = self.spread(key_DHN), self.spread(value_DHN)
-        if has_varlen(query_DHN, flash):
-            return varlen(query_DHN, key_PHN, value_PHN, *bounds, max(own), self.max_seqlen, scale)
+        if has_varlen(query_DHN, kind):
+            return varlen(query_DHN, key_PHN, value_PHN, *bounds, max(own), self.max_seqlen, kind)
+        if query_DHN.is_cuda and not kind.softmax_only:
+            return flex(query_DHN, key_PHN, value_PHN, kind, self._seen_by(kind.window))
         of_samples = zip(
             *(
                 heads[None].transpose(1, 2).split(list(sizes), 2)
@@ -64,8 +77,21 @@ class PrefixTree:
             ),
             strict=True,
         )
-        outputs = [causal(query, key, value, scale, flash, self._mask(query, key)) for query, key, value in of_samples]
+        outputs = [self._of_sample(query, key, value, kind) for query, key, value in of_samples]
         return torch.cat([output[0].transpose(0, 1) for output in outputs])
+
+    def _of_sample(
+        self, query_1HTN: torch.Tensor, key_1HTN: torch.Tensor, value_1HTN: torch.Tensor, kind: AttentionKind
+    ) -> torch.Tensor:
+        if kind.plain(key_1HTN.shape[2]):
+            return causal(query_1HTN, key_1HTN, value_1HTN, kind, self._mask(query_1HTN, key_1HTN))
+        return last_tokens(query_1HTN, key_1HTN, value_1HTN, kind)
+
+    def _seen_by(self, window: int | None) -> BlockMask:
+        if window not in self._seen:
+            places = Places.of(self.cu_seqlens, sum(self.lengths))
+            self._seen[window] = seen_blocks(places.part(self.prefixes.kept), places, window)
+        return self._seen[window]
 
     def _mask(self, query_1HTN: torch.Tensor, key_1HTN: torch.Tensor) -> torch.Tensor | None:
         """Return what is added to the scores of the last tokens of a sample, one tensor in all layers; None: the sample has no other tokens."""

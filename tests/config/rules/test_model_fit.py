@@ -125,11 +125,20 @@ def test_what_cannot_be_divided(sizes: dict[str, Any], entries: dict[str, Any], 
         ({PIPELINE: 5, "transformer_config_kwargs": {"pipeline_model_parallel_layout": "Et*7|t*7|t*7|t*6|tL"}}, DENSE),
         ({**INTERLEAVED, "pipeline_layers_per_stage": 7}, DENSE),
         ({TENSOR: 4}, {"vision_config": {"num_attention_heads": 3}, "text_config": DENSE}),
-        ({TENSOR: 7, PIPELINE: 5}, {"model_type": "unheard"}),
+        ({TENSOR: 7, PIPELINE: 5}, {"model_type": "llama"}),
     ],
 )
 def test_what_can_be_divided_or_is_not_known(sizes: dict[str, Any], entries: dict[str, Any]) -> None:
     assert told(sizes, entries) == []
+
+
+def test_a_family_that_megatron_does_not_know_is_told() -> None:
+    ((path, message),) = told({TENSOR: 5}, {**DENSE, "model_type": "mamba2"})
+    assert path == "here"
+    assert message.startswith(
+        'the model is of type "mamba2", which the backend megatron does not know; it knows llama, mistral,'
+    )
+    assert message.endswith("Use fsdp2 in place of megatron, or another model")
 
 
 def test_several_things_are_told_at_once() -> None:

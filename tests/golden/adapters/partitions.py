@@ -21,11 +21,7 @@ def partitions(case: Case) -> dict[str, Any]:
     lengths, parts = case.inputs["seqlen_list"], case.params["k_partitions"]
     if not case.params["equal_size"]:
         return {"out": sorted(balanced(lengths, parts))}
-    return {
-        "out": [
-            sorted(ref.index for ref in share) for share in assign_to_ranks(_refs(lengths), parts, MicroBatchLimit(1))
-        ]
-    }
+    return {"out": [sorted(ref.index for ref in share) for share in assign_to_ranks(_refs(lengths), parts)]}
 
 
 def _refs(lengths: Sequence[int]) -> list[SampleRef]:

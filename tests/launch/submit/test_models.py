@@ -57,10 +57,11 @@ def test_samples_of_models_that_carry_a_state_are_not_packed(tmp_path: Path) -> 
     with pytest.raises(DataError) as caught:
         check_files(config(plain, {**FSDP2, "trainer.critic.model.path": str(other)}))
     assert str(caught.value) == (
-        f"trainer.use_sample_packing: {other} (trainer.critic) has layers that carry a state from token to token (linear_attention), which would "
-        "go from one packed sample into the next; set it to false"
+        f"trainer.use_sample_packing: {other} (trainer.critic) has layers that may carry a state from one packed sample into the next "
+        "(linear_attention); set it to false"
     )
     check_files(config(plain, FSDP2))
+    check_files(config(model(tmp_path / "known", layer_types=kinds, model_type="qwen3_next"), FSDP2))
     check_files(config(other, {**FSDP2, "trainer.use_sample_packing": False}))
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from hpcrl.data.model_config import ConfiguredModel
@@ -32,11 +32,22 @@ def load_model(source: ConfiguredModel, dtype: str, device: torch.device) -> Pre
         config = source.config()
         expect_attention_only(config)
         model = AutoModelForCausalLM.from_pretrained(
-            source.path, config=config, dtype=getattr(torch, dtype), attn_implementation="sdpa", **source.at_revision
+            source.path,
+            config=config,
+            dtype=getattr(torch, dtype),
+            attn_implementation=_attention(config),
+            **source.at_revision,
         )
     except (OSError, ValueError, RuntimeError, DataError) as error:
         raise EngineError(f"the model at {source} cannot be loaded: {error}") from error
     return cast(Any, model).to(device).eval()
+
+
+def _attention(config: PreTrainedConfig) -> str:
+    """Return the kernel that computes what a model's attention is: scaled_dot_product_attention caps no scores, and knows no sinks."""
+    model_class: Any = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
+    return "eager" if capped or not getattr(model_class, "_supports_sdpa", True) else "sdpa"
 
 
 def end_tokens(model: PreTrainedModel, tokenizer_end: int | None) -> set[int]:

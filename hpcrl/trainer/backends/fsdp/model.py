@@ -15,10 +15,12 @@ from transformers import PreTrainedModel
 from hpcrl.config.sections.model import CriticConfig, FSDPConfig, PolicyConfig
 from hpcrl.trainer.backends.fsdp.sharding import set_whole, shard, units
 from hpcrl.trainer.distributed import World
-from hpcrl.trainer.models.attention import PACKED, PADDED, Packed, PackedSequences, require_attention_only
+from hpcrl.trainer.models.attention import PACKED, PADDED, Packed, PackedSequences
 from hpcrl.trainer.models.forward import DTYPES, ForwardConfig, score_places
 from hpcrl.trainer.models.hf import ModelSource
+from hpcrl.trainer.models.logits import LogitChange
 from hpcrl.trainer.models.logprobs import among_zeros, compiled_rows, plain_rows, token_logprobs, top_rows
+from hpcrl.trainer.models.states import keep_samples_apart
 from hpcrl.trainer.models.trained import mark_trained
 from hpcrl.trainer.models.tree import PrefixTree
 from hpcrl.types import MicroBatch
@@ -32,17 +34,21 @@ class PackedModel(nn.Module):
     Args:
         model: has the head as its output embeddings.
         packing: samples lie end to end; otherwise each is a padded row.
+
+    Raises:
+        DataError: the model's samples cannot be packed.
     """
 
     def __init__(self, model: PreTrainedModel, packing: bool) -> None:
         super().__init__()
         self.model = model
-        self._packing = packing
+        self._bounds = keep_samples_apart(model) if packing else None
 
     def hidden(self, token_ids: torch.Tensor, positions: torch.Tensor, sequences: Packed) -> torch.Tensor:
         """Return the last hidden states of the tokens that are computed, a row for each."""
         inputs = (token_ids, positions)
-        if self._packing:
+        if self._bounds is not None:
+            self._bounds.now = sequences
             ids, places = (sequences.computed(values_P).unsqueeze(0) for values_P in inputs)
             return self._body(ids, places, sequences)[0]
         assert isinstance(sequences, PackedSequences), "padded rows have no tokens in common"
@@ -83,7 +89,10 @@ class PackedPolicy(PackedModel):
     def __init__(self, model: PreTrainedModel, forward: ForwardConfig) -> None:
         super().__init__(model, forward.packing)
         self.forward_config = forward
-        self._rows = compiled_rows() if forward.compiled else plain_rows
+        self._logits = LogitChange.of(model.config)
+        softcap = self._logits.softcap
+        self._rows = compiled_rows(softcap) if forward.compiled else partial(plain_rows, softcap=softcap)
+        self._top_rows = partial(top_rows, softcap=softcap)
 
     def forward(
         self,
@@ -104,12 +113,12 @@ class PackedPolicy(PackedModel):
         trained = torch.is_grad_enabled()
         told = top_k > 0 and not trained
         found = token_logprobs(
-            sequences.spread(hidden, head_rows),
+            sequences.spread(hidden, head_rows).to(self.head.weight.dtype),  # some keep residuals in float32
             self.head.weight,
             labels.index_select(0, head_rows),
-            forward.temperature,
+            forward.temperature / self._logits.factor,
             forward.chunk_rows,
-            partial(top_rows, top_k, forward.vocabulary) if told else self._rows,
+            partial(self._top_rows, top_k, forward.vocabulary) if told else self._rows,
             forward.dtype,
             forward.entropy,
             None if sampling_mask is None else sampling_mask.index_select(0, head_rows),
@@ -203,11 +212,7 @@ def load_model(
     # the others wait with the patience of control messages, which is longer than a collective's
     types = world.rank0_broadcast(read)
     empty = source.empty(dtype, attention)
-    if forward.packing:
-        require_attention_only(empty)
-    for module in empty.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0  # old and new log-probabilities of a policy must come from the same function
+    leave_out_dropout(empty)
     mark_trained(empty, trained, DTYPES[kept])
     model = packed(empty, forward).train(trained is not None)
     for layer in units(empty, {}) if compiled else ():
@@ -218,6 +223,15 @@ def load_model(
     empty.tie_weights()  # to_empty gave tied parameters a storage each
     _fill(model, next(iter(stored), None), types, world)
     return model
+
+
+def leave_out_dropout(model: PreTrainedModel) -> None:
+    """Set dropout to 0, also where a module has but its rate: old and new log-probabilities of a policy must come from the same function."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name in [name for name, value in vars(module).items() if "dropout" in name and isinstance(value, float)]:
+            setattr(module, name, 0.0)
 
 
 @torch.no_grad()

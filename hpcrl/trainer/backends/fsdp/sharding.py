@@ -125,7 +125,8 @@ def copy_parameters(source: nn.Module, target: nn.Module, rate: float = 1.0) -> 
 def units(model: PreTrainedModel, wrap_policy: dict[str, Any]) -> list[nn.Module]:
     """Return the modules that are sharded as units, inner ones first: by default the decoder layers.
 
-    Embedding and head are never in one: they may be tied, and the head is used outside its own forward.
+    Embedding and head are never in one: they may be tied, and the head is used outside its own forward. Neither are layers that have
+    parameters in common (Zamba), which FSDP wants in one unit.
 
     Args:
         wrap_policy: disable, or transformer_layer_cls_to_wrap, or min_num_params: each module is a unit that has so many
@@ -147,8 +148,12 @@ def units(model: PreTrainedModel, wrap_policy: dict[str, Any]) -> list[nn.Module
         _by_size(model, wrap_policy["min_num_params"], kept_out, found)
         return found
     chosen = wrap_policy.get("transformer_layer_cls_to_wrap")
-    classes = set(chosen or model._no_split_modules or ())
-    found = [module for module in reversed(list(model.modules())) if type(module).__name__ in classes]
+    classes, shared = set(chosen or model._no_split_modules or ()), _shared_parameters(model)
+    found = [
+        module
+        for module in reversed(list(model.modules()))
+        if type(module).__name__ in classes and shared.isdisjoint(module.parameters())
+    ]
     there = {type(module).__name__ for module in model.modules()}
     for name in chosen or ():
         if name not in there:
@@ -158,6 +163,14 @@ def units(model: PreTrainedModel, wrap_policy: dict[str, Any]) -> list[nn.Module
             near = "around" if module in read_early else "inside"
             raise DataError(f"{_CLASSES}: {type(module).__name__} cannot be a unit; name what lies {near} it")
     return found
+
+
+def _shared_parameters(model: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters that are in several places of a model."""
+    once, several = set[nn.Parameter](), set[nn.Parameter]()
+    for _, parameter in model.named_parameters(remove_duplicate=False):
+        (several if parameter in once else once).add(parameter)
+    return several
 
 
 _CLASSES = "fsdp_config.wrap_policy.transformer_layer_cls_to_wrap"

@@ -11,18 +11,9 @@ import torch.nn.functional as F
 from transformers import PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from hpcrl.config.rules.model_fit import MEGATRON_FAMILIES
 from hpcrl.errors import DataError
-from hpcrl.trainer.models.hf import logit_changes
-
-FAMILIES = {
-    "llama": "Llama",
-    "mistral": "Mistral",
-    "mixtral": "Mixtral",
-    "qwen2": "Qwen2",
-    "qwen2_moe": "Qwen2-MoE",
-    "qwen3": "Qwen3",
-    "qwen3_moe": "Qwen3-MoE",
-}
+from hpcrl.trainer.models.logits import logit_changes
 
 _REMEDY = "train it with trainer.strategy=fsdp2"
 
@@ -32,7 +23,7 @@ class Architecture:
     """A model as Megatron-core's GPTModel is built.
 
     Attributes:
-        family: model_type of the Hugging Face configuration, one of FAMILIES.
+        family: model_type of the Hugging Face configuration, one of MEGATRON_FAMILIES.
         transformer: the fields of megatron's TransformerConfig that follow from the model.
         vocab_size: tokens of the model, without what tensor parallelism pads.
         padding: token whose embedding transformers does not train, except as a part of a tied head.
@@ -68,12 +59,12 @@ def architecture_of(
         value_head: name of the head of a critic or of a classifier; None: the model is a language model.
 
     Raises:
-        DataError: the family is none of FAMILIES, or megatron's layers would compute something else than transformers' do.
+        DataError: the family is none of MEGATRON_FAMILIES, or megatron's layers would compute something else than transformers' do.
     """
-    if config.model_type not in FAMILIES:
+    if config.model_type not in MEGATRON_FAMILIES:
         raise DataError(
             f'the model at {path} is of type "{config.model_type}", which trainer.strategy=megatron does not know; it knows '
-            f"{', '.join(FAMILIES)}. {_REMEDY.capitalize()}"
+            f"{', '.join(MEGATRON_FAMILIES)}. {_REMEDY.capitalize()}"
         )
     others = list(_differences(config))
     if others:

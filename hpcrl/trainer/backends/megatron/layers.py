@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from hpcrl.trainer.backends.megatron.packed import Packing
 from hpcrl.trainer.backends.megatron.process_groups import context_group
 from hpcrl.trainer.models.attention import attend
+from hpcrl.trainer.models.kernels import AttentionKind
 
 
 def uses_transformer_engine() -> bool:
@@ -98,7 +99,7 @@ class PackedAttention(MegatronModule):
         packing, scale = packed_seq_params, self._scale
         assert packing.sequences is not None
         if context_group().size() == 1:
-            output = attend(query, key, value, packing.sequences, scale)
+            output = attend(query, key, value, packing.sequences, AttentionKind(scale))
         else:
             output = _over_ranks(query, key, value, packing, scale)
         return output.flatten(1)
@@ -115,4 +116,4 @@ def _over_ranks(
     # what each rank's queries ask of a key is added up on the rank that has it
     key, value = (gather_from_sequence_parallel_region(part, True, group)[order] for part in (key, value))
     queries = query.new_zeros(len(order), *query.shape[1:]).index_copy(0, own, query)
-    return attend(queries, key, value, sequences, scale)[own]
+    return attend(queries, key, value, sequences, AttentionKind(scale))[own]

@@ -20,11 +20,12 @@ from tests.paths import ROOT
 pytest.importorskip("megatron.core")
 
 from hpcrl.config import TrainerConfig
+from hpcrl.config.rules.model_fit import MEGATRON_FAMILIES
 from hpcrl.config.sections.megatron import MegatronConfig, MegatronDDPConfig, MegatronModelConfig
 from hpcrl.config.unimplemented import unimplemented_at
 from hpcrl.config.validate import build
 from hpcrl.errors import DataError
-from hpcrl.trainer.backends.megatron.architecture import FAMILIES, architecture_of
+from hpcrl.trainer.backends.megatron.architecture import architecture_of
 from hpcrl.trainer.backends.megatron.layers import uses_transformer_engine
 from hpcrl.trainer.backends.megatron.settings import ddp_config, optimizer_config, transformer_config
 from hpcrl.trainer.models.hf import policy_source, reference_source
@@ -363,7 +364,7 @@ def test_warnings_about_settings_stay() -> None:
 
 def test_the_documents_say_what_is_true() -> None:
     text = (ROOT / "docs" / "megatron.md").read_text()
-    assert re.findall(r"^\| `(\w+)` \| [A-Z]", text, re.MULTILINE) == list(FAMILIES)
+    assert re.findall(r"^\| `(\w+)` \| [A-Z]", text, re.MULTILINE) == list(MEGATRON_FAMILIES)
     (example,) = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
     table = tomli.loads(example)["trainer"]
     made = build(TrainerConfig, {**table, "policy": {**table["policy"], "model": {"path": "m"}}})

@@ -1,0 +1,78 @@
+"""docs/models.md says what hpcrl does with models of each family."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hpcrl.config.rules.model_fit import MEGATRON_FAMILIES, STATE_LAYERS
+from hpcrl.trainer.distributed import World
+from tests.trainer.families.features import FEATURES, Feature, works
+from tests.trainer.families.models import FAMILIES, Family, write_model
+from tests.trainer.families.ranks import trained
+from tests.trainer.families.table import PAGE, promised, rows_of
+from tests.trainer.material import run_of_two
+from tests.trainer.ranks import Ranks
+
+MEGATRON_OR_VLLM = {"vLLM": "vllm", "Megatron": "megatron.core"}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Compute tiny models by one thread: more wait for one another."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def cells() -> Iterator[Any]:
+    for family, feature in product(FAMILIES, FEATURES):
+        marks = [] if family.quick and feature.quick else [pytest.mark.faults_slow]
+        yield pytest.param(family, feature, marks=marks, id=f"{family.kind}, {feature.name}")
+
+
+@pytest.mark.parametrize(("family", "feature"), list(cells()))
+def test_the_table_is_true(family: Family, feature: Feature, tmp_path: Path) -> None:
+    if feature.name in MEGATRON_OR_VLLM:
+        pytest.importorskip(MEGATRON_OR_VLLM[feature.name])
+    assert works(family, feature, tmp_path) == promised(rows_of(PAGE.read_text())[family.kind], feature)
+
+
+SHARDED = ["gemma2", "gpt_oss", "mamba2", "qwen3_next", "zamba2"]
+
+
+@pytest.mark.faults_slow
+def test_two_ranks_train_as_one_does(tmp_path: Path, alone: World, two: Ranks) -> None:
+    models = {
+        family.kind: str(write_model(family, tmp_path / family.kind)) for family in FAMILIES if family.kind in SHARDED
+    }
+    run = run_of_two(tmp_path / "run", groups=4, size=3)
+    options = {"models": models, "run": str(run.path), "out": str(tmp_path)}
+    trained(alone, options)
+    two.play([("families.ranks:trained", options)])
+    for kind in SHARDED:
+        expected, found = (json.loads((tmp_path / f"{kind}-{ranks}.json").read_text()) for ranks in (1, 2))
+        for one, other in zip(expected, found, strict=True):
+            assert other["final_loss"] == pytest.approx(one["final_loss"], abs=1e-5), kind
+            assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4), kind
+        expected, found = (load_file(tmp_path / f"{kind}-{ranks}.safetensors") for ranks in (1, 2))
+        for name, value in expected.items():
+            torch.testing.assert_close(
+                found[name], value, atol=2e-4, rtol=0, msg=lambda text, at=(kind, name): f"{at}: {text}"
+            )
+
+
+def test_the_table_has_all_families() -> None:
+    rows = rows_of(PAGE.read_text())
+    assert list(rows) == [family.kind for family in FAMILIES]
+    assert rows.keys() >= STATE_LAYERS.keys() | MEGATRON_FAMILIES.keys()
+    (column,) = [feature for feature in FEATURES if feature.name == "Megatron"]
+    assert {kind for kind, line in rows.items() if promised(line, column)} == MEGATRON_FAMILIES.keys()
