@@ -32,7 +32,7 @@ class Unimplemented:
 
 _PARALLEL = Unimplemented("sequence parallelism")
 _PRECISION = Unimplemented("low-precision training")
-_SPEED = Unimplemented("offloaded activations and Liger kernels", result=False)
+_SPEED = Unimplemented("Liger kernels", result=False)
 
 
 UNIMPLEMENTED: dict[str, Unimplemented] = {
@@ -41,13 +41,14 @@ UNIMPLEMENTED: dict[str, Unimplemented] = {
     "trainer.policy.low_precision": _PRECISION,
     "trainer.policy.diffusers": Unimplemented("diffusion models"),
     "trainer.policy.sequence_parallel_size": _PARALLEL,
-    "trainer.policy.activation_offload": _SPEED,
     "trainer.policy.enable_liger_kernel": _SPEED,
     "trainer.ref.sequence_parallel_size": _PARALLEL,
     "trainer.critic.model.lora.adapter_names": Unimplemented("diffusion models"),
     "trainer.critic.sequence_parallel_size": _PARALLEL,
     "trainer.flash_attn_version": Unimplemented("a choice between versions of FlashAttention", result=False),
-    "generator.inference_engine.weight_transfer_threshold_cuda_ipc_GB": Unimplemented("weights handed over on the GPU"),
+    "generator.inference_engine.weight_transfer_threshold_cuda_ipc_GB": Unimplemented(
+        "weights handed over on the GPU", result=False
+    ),
     "vla": Unimplemented("vision-language-action models"),
 }
 

@@ -244,6 +244,26 @@ def activations(
     return tokens * (kept * passes + min(every, layers) * one)
 
 
+def recomputed_activations(
+    width: Width, tokens: int, size: int, *, every: int = 1, attention: bool = False, offloaded: bool = False
+) -> int:
+    """Return the bytes that a rank of FSDP2 keeps for backward where layers are computed again.
+
+    Args:
+        tokens: of the largest micro-batch.
+        size: bytes of a number.
+        every: one of so many layers is computed again; the others keep all.
+        attention: results of attention, with a float32 per head, are kept of these layers too.
+        offloaded: what is kept of these layers is in host memory, but for that of one layer.
+    """
+    one = layer_activations(width, size, fused=False)
+    again = -(-width.layers // every)
+    kept = width.hidden * size + (width.heads * (width.head * size + 4) if attention else 0)
+    inputs = width.hidden * size
+    on_device = again * (kept - inputs) + inputs if offloaded else again * kept
+    return tokens * ((width.layers - again) * one + on_device + one)
+
+
 def copied_keys(width: Width, tokens: int, size: int, *, recompute: bool) -> int:
     """Return the bytes of copies of keys and values, which samples have of prefixes that are computed once.
 

@@ -160,6 +160,7 @@ def estimated_old_logprobs(config: ConfigTree) -> Iterator[Problem]:
         yield Problem(path, f"{setting} needs them before the policy is updated; leave one of them out")
 
 
+_KWARGS = ", and see trainer.policy.megatron_config.transformer_config_kwargs"
 _OF_FSDP = {
     "policy.fsdp_config": ", and see trainer.policy.megatron_config, whose dtype is the type of computation",
     "ref.fsdp_config": ", and see trainer.ref.megatron_config",
@@ -173,7 +174,10 @@ _OF_FSDP = {
     "critic.optimizer_config.implementation": ": the optimizer is Megatron-core's",
     "use_sample_packing": ": samples are always packed",
     "flash_attn": ": attention is TransformerEngine's, or torch's",
-    "gradient_checkpointing_use_reentrant": ", and see trainer.policy.megatron_config.transformer_config_kwargs",
+    "gradient_checkpointing_use_reentrant": _KWARGS,
+    "gradient_checkpointing_every": f"{_KWARGS} (recompute_num_layers)",
+    "gradient_checkpointing_keep": f"{_KWARGS} (recompute_modules)",
+    "policy.activation_offload": f"{_KWARGS} (cpu_offloading)",
 }
 _OF_MEGATRON = {"policy.megatron_config": "", "ref.megatron_config": ""}
 
@@ -196,6 +200,25 @@ def shared_prefixes(config: ConfigTree) -> Iterator[Problem]:
         yield Problem(
             path, f"layers would be compiled anew for each micro-batch; set trainer.{name}.compile_model to false"
         )
+
+
+def recomputation(config: ConfigTree) -> Iterator[Problem]:
+    trainer = config.trainer
+    if trainer.gradient_checkpointing_keep != "nothing" and trainer.gradient_checkpointing_use_reentrant:
+        yield Problem(
+            "trainer.gradient_checkpointing_keep",
+            "the reentrant implementation keeps nothing but inputs; set trainer.gradient_checkpointing_use_reentrant to false",
+        )
+    if trainer.policy.activation_offload and not gpu_count(config.slurm):
+        yield Problem(
+            "trainer.policy.activation_offload",
+            "without GPUs activations are in host memory already; leave it out, or set slurm.gpus_per_node",
+        )
+
+
+def low_precision(config: ConfigTree) -> Iterator[Problem]:
+    if config.trainer.policy.low_precision.fp8 and config.trainer.policy.low_precision.fp4:
+        yield Problem("trainer.policy.low_precision.fp4", "given beside fp8; set one of them to false")
 
 
 def without_effect(config: ConfigTree) -> Iterator[Problem]:

@@ -276,7 +276,7 @@ class PolicyConfig:
     """Compile the layers of policy and reference with torch.compile: the first passes take minutes, later ones less time; FSDP2 only."""
 
     activation_offload: bool = False
-    """Move activations to host memory between forward and backward."""
+    """Move what gradient checkpointing keeps, the inputs of layers, to host memory between forward and backward; on GPUs with FSDP2 only."""
 
     enable_liger_kernel: bool = False
     """Replace layers of the model by the Liger kernels."""

@@ -64,6 +64,25 @@ CASES: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
         "trainer.gradient_checkpointing_use_reentrant", "no effect", {"trainer.gradient_checkpointing_use_reentrant": True},
     ),
     (
+        {"trainer.gradient_checkpointing_every": 2, "trainer.gradient_checkpointing": False},
+        "trainer.gradient_checkpointing_every", "no effect", {"trainer.gradient_checkpointing_every": 2},
+    ),
+    (
+        {"trainer.gradient_checkpointing_keep": "attention", "trainer.gradient_checkpointing_use_reentrant": True},
+        "trainer.gradient_checkpointing_keep", "set trainer.gradient_checkpointing_use_reentrant to false",
+        {"trainer.gradient_checkpointing_keep": "attention"},
+    ),
+    (
+        {"trainer.policy.activation_offload": True, "slurm.gpus_per_node": 0},
+        "trainer.policy.activation_offload", "in host memory already; leave it out, or set slurm.gpus_per_node",
+        {"trainer.policy.activation_offload": True, "slurm.gpus_per_node": 1},
+    ),
+    (
+        {"trainer.policy.activation_offload": True, "slurm.gpus_per_node": 1, "trainer.gradient_checkpointing": False},
+        "trainer.policy.activation_offload", "no effect without trainer.gradient_checkpointing=true",
+        {"trainer.policy.activation_offload": True, "slurm.gpus_per_node": 1},
+    ),
+    (
         {"trainer.rope_scaling": {"factor": 2.0}}, "trainer.rope_scaling", "an entry rope_type",
         {"trainer.rope_scaling": {"factor": 2.0, "rope_type": "linear"}},
     ),

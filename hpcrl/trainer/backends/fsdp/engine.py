@@ -56,6 +56,7 @@ from hpcrl.trainer.models.lora import (
     without_adapters,
     without_dropout,
 )
+from hpcrl.trainer.models.recompute import recompute
 from hpcrl.trainer.packing import untrained_micro_batch
 
 log = logging.getLogger(__name__)
@@ -82,10 +83,8 @@ class FsdpEngine(Generic[Model]):
         self.updates = 0
         self._total_updates = 0
         if trainer.gradient_checkpointing:
-            reentrant = trainer.gradient_checkpointing_use_reentrant
-            model.model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-            if reentrant:  # it only runs backward where an input wants a gradient, which a frozen embedding's would not
-                model.model.enable_input_require_grads()
+            offload = isinstance(section, PolicyConfig) and section.activation_offload
+            recompute(model.model, trainer, offload=offload)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._optimizer = torch.optim.Adam(trained, **adam_settings(self._optimizer_config))
 
