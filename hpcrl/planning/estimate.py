@@ -101,7 +101,9 @@ def _fsdp(config: Config, models: Mapping[str, Shapes], which: range, on_node: i
         state = whole.weights + whole.gradients + whole.optimizer
         copy = copy_ranks(fsdp.fsdp_size, ranks, on_node, state, device if on_gpu else None)
         twice = role == "policy" and reference_has_values(trainer)
-        need = fsdp_state(shapes.weights, copy, dtype, frozen_dtype=frozen, twice=twice)
+        need = fsdp_state(
+            shapes.weights, copy, dtype, frozen_dtype=frozen, twice=twice, moments=_moments(trainer, role)
+        )
         if fsdp.cpu_offload and on_gpu:
             need = Need(weights=0, gradients=0, optimizer=0)
         if needs_fsdp(fsdp, ranks, dtype, on_gpu=on_gpu):
@@ -135,6 +137,10 @@ def _activations(trainer: TrainerConfig, role: str, width: Width, tokens: int, s
         attention=trainer.gradient_checkpointing_keep == "attention",
         offloaded=role == "policy" and trainer.policy.activation_offload,
     )
+
+
+def _moments(trainer: TrainerConfig, role: str) -> str | None:
+    return (trainer.critic if role == "critic" else trainer.policy).optimizer_config.moments
 
 
 def _sharding(trainer: TrainerConfig, role: str) -> FSDPConfig:

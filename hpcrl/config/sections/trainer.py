@@ -210,7 +210,7 @@ class TrainerConfig:
     """Use flash attention: on CUDA, packed samples of different lengths in one kernel; false: other kernels, samples padded for them."""
 
     flash_attn_version: Literal[2, 3] | None = None
-    """Version of FlashAttention; unset: PyTorch's choice."""
+    """Version of FlashAttention, on GPUs with FSDP2; 2: PyTorch's own, 3: the package of its authors, on Hopper; unset: PyTorch's choice, 2."""
 
     rope_scaling: dict[str, Any] = field(default_factory=dict)
     """Scaling of rotary positions in policy and reference, as rope_parameters of config.json (rope_type, factor …); exports carry it; empty: the model's own."""
