@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -12,6 +15,7 @@ from hpcrl.config.sections.model import LowPrecisionConfig
 from hpcrl.errors import RunError
 
 _MULTIPLE = 16  # of rows and columns, which the kernels want
+_OF_FLOAT8 = "linear_mm_config"  # by which torchao's layers are known where torchao need not be
 _CAPABILITY = (8, 9)
 _ROUTERS = ("gate", "router")  # what an expert is chosen by is rounded no further
 _OTHER_PARTS = {"visual", "vision_tower", "vision_model"}
@@ -46,6 +50,23 @@ def compute_in_fp8(model: PreTrainedModel, settings: LowPrecisionConfig, device:
         emulate=device.type != "cuda",
     )
     convert_to_float8_training(model, module_filter_fn=lambda _, name: name in layers, config=config)
+
+
+@contextmanager
+def without_fp8(model: nn.Module) -> Iterator[None]:
+    """Compute the products of a model in the type of its parameters for a while, without compiled code: as an engine that has the same weights."""
+    rounding = [module for module in model.modules() if isinstance(module, nn.Linear) and hasattr(module, _OF_FLOAT8)]
+    if not rounding:
+        yield
+        return
+    for module in rounding:
+        module.forward = partial(nn.Linear.forward, module)
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        for module in rounding:
+            del module.forward
 
 
 def in_fp8(model: PreTrainedModel) -> list[str]:

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hpcrl.config.sections.model import LowPrecisionConfig
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.models.low_precision import compute_in_fp8
+from hpcrl.trainer.packing import untrained_micro_batch
 from tests.trainer import scenarios
 from tests.trainer.material import run_of_two
 from tests.trainer.ranks import Ranks
@@ -96,3 +97,11 @@ def test_products_are_close_and_any_number_of_tokens_is_right(granularity: str) 
         gradients.append(layer.weight.grad)
     exact, found = gradients
     assert 0 < (found - exact).norm() / exact.norm() < 0.1
+
+
+def test_engines_prove_their_weights_without_fp8(model_path: Path, alone: World) -> None:
+    ids = [3, 5, 7, 2, 9, 11, 4]
+    plain, rounded = (scenarios.make_engine(alone, str(model_path), each) for each in ({}, way()))
+    assert rounded.probe(ids) == plain.probe(ids)
+    batch = untrained_micro_batch(ids)
+    assert next(rounded.logprobs([batch])).tolist() != next(plain.logprobs([batch])).tolist()

@@ -57,6 +57,7 @@ from hpcrl.trainer.models.lora import (
     without_adapters,
     without_dropout,
 )
+from hpcrl.trainer.models.low_precision import without_fp8
 from hpcrl.trainer.models.recompute import recompute
 from hpcrl.trainer.packing import untrained_micro_batch
 
@@ -86,8 +87,7 @@ class FsdpEngine(Generic[Model]):
         if trainer.gradient_checkpointing:
             offload = isinstance(section, PolicyConfig) and section.activation_offload
             recompute(model.model, trainer, offload=offload)
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._optimizer = make_adam(trained, self._optimizer_config)
+        self._optimizer = make_adam([each for each in model.parameters() if each.requires_grad], self._optimizer_config)
 
     def schedule(self, total_updates: int) -> None:
         self._total_updates = total_updates
@@ -410,7 +410,7 @@ class FsdpPolicy(FsdpExported[PackedPolicy]):
         return self._model.head.out_features
 
     def probe(self, token_ids: Sequence[int]) -> list[float]:
-        with computing(self._model, temperature=1.0):
+        with computing(self._model, temperature=1.0), without_fp8(self._model):
             (logprobs_P,) = self.logprobs([untrained_micro_batch(token_ids)])
         return logprobs_P[:-1].tolist()
 

@@ -67,7 +67,7 @@ def make_step(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 def numbers(moment: torch.Tensor) -> torch.Tensor:
-    """Return a moment as numbers: itself, or what its 8 bits stand for in float32, from which they can be made again without loss.
+    """Return a moment as numbers: itself, or what its 8 bits stand for in float32, from which `set_numbers` makes the same ones again.
 
     So a checkpoint does not depend on blocks of 256, which another number of ranks would cut elsewhere.
     """
@@ -90,8 +90,20 @@ def numbers(moment: torch.Tensor) -> torch.Tensor:
 @torch.no_grad()
 def set_numbers(moment: torch.Tensor, values: torch.Tensor) -> None:
     """Give a moment the numbers that `numbers` returned, changed since."""
-    if values is not moment:
-        local(moment).copy_(local(values))
+    if values is moment:
+        return
+    from torchao.optim.quant_utils import quantize_8bit_with_qmap
+
+    held: Any = local(moment)
+    plain = local(values)
+    blocks = plain.view(len(held.scale), -1)
+    # the lowest code stands for less than the highest, so that the largest number of a block is not always its scale, as torchao has it
+    lowest, highest = held.qmap.aminmax()
+    scale = blocks.amax(1).clamp(min=0) / highest
+    if held.signed:
+        scale = torch.maximum(scale, blocks.amin(1).clamp(max=0) / lowest)
+    held.scale.copy_(scale)
+    held.codes.copy_(quantize_8bit_with_qmap((blocks / scale.clamp(min=1e-12)[:, None]).view(plain.shape), held.qmap))
 
 
 @dataclass
