@@ -178,7 +178,7 @@ _OF_FSDP = {
     "critic.optimizer_config.implementation": ": the optimizer is Megatron-core's",
     "policy.optimizer_config.moments": _MOMENTS,
     "critic.optimizer_config.moments": _MOMENTS,
-    "policy.low_precision": ": FP8 is TransformerEngine's there, transformer_config_kwargs",
+    "policy.low_precision": "",
     "use_sample_packing": ": samples are always packed",
     "flash_attn": ": attention is TransformerEngine's, or torch's",
     "gradient_checkpointing_use_reentrant": _KWARGS,
@@ -255,6 +255,14 @@ def low_precision(config: ConfigTree) -> Iterator[Problem]:
             f"{path}.fp8",
             "with adapters torchao would compute gradients of the frozen weights too, which costs more than FP8 saves; set it to false",
         )
+    for role in ("policy", "ref"):
+        megatron = config.trainer.policy.megatron_config if role == "policy" else config.trainer.ref.megatron_config
+        for name in (name for name in ("fp8", "fp4") if megatron.transformer_config_kwargs.get(name)):
+            yield Problem(
+                f"trainer.{role}.megatron_config.transformer_config_kwargs.{name}",
+                "TransformerEngine wants numbers of tokens in multiples of 8 at least, to which hpcrl pads no micro-batch; leave it out, or "
+                "use trainer.strategy=fsdp2 with trainer.policy.low_precision.fp8",
+            )
 
 
 def moments(config: ConfigTree) -> Iterator[Problem]:

@@ -19,6 +19,8 @@ FSDP, REF, OPTIMIZER = "trainer.policy.fsdp_config", "trainer.ref.fsdp_config", 
 
 FOUR = {"trainer.placement.policy_num_gpus_per_node": 4, "slurm.gpus_per_node": 4}
 CRITIC, CRITIC_MODEL = "trainer.critic.fsdp_config", {"trainer.critic.model.path": "c"}
+MEGATRON = {"trainer.strategy": "megatron", "trainer.algorithm.use_kl_loss": False}
+KWARGS = "trainer.policy.megatron_config.transformer_config_kwargs"
 LIGER = "trainer.policy.enable_liger_kernel"
 LOW, FP8 = "trainer.policy.low_precision", "trainer.policy.low_precision.fp8"
 UNITS = f"{FSDP}.wrap_policy"
@@ -108,6 +110,9 @@ CASES: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
     (
         {FP8: True, "trainer.policy.model.lora.rank": 8}, FP8, "gradients of the frozen weights too",
         {FP8: True, "trainer.policy.model.lora.rank": 0},
+    ),
+    (
+        {**MEGATRON, f"{KWARGS}": {"fp8": "hybrid"}}, f"{KWARGS}.fp8", "in multiples of 8 at least", MEGATRON,
     ),
     (
         {f"{OPTIMIZER}.moments": "8bit", f"{OPTIMIZER}.implementation": "foreach"}, f"{OPTIMIZER}.implementation",
