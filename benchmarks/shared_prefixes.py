@@ -36,10 +36,10 @@ from hpcrl.trainer.loss import build_objective
 from hpcrl.trainer.packing import PackedSamples, pack
 from hpcrl.types import MicroBatch, Sample
 
-_ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
 _GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": str(64 << 10), "MALLOC_TRIM_THRESHOLD_": str(64 << 10)}
 _KINDS = ("whole", "shared")
-_SIZES: dict[str, dict[str, Any]] = {
+SIZES: dict[str, dict[str, Any]] = {
     "cpu": {
         "vocab_size": 8192, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6, "num_attention_heads": 8,
         "num_key_value_heads": 4, "head_dim": 64,
@@ -79,7 +79,7 @@ def micro_batches(packed: PackedSamples) -> dict[str, MicroBatch]:
 
 @contextmanager
 def engine(device: str, sizes: str) -> Iterator[PolicyEngine]:
-    config = Qwen3Config(**_SIZES[sizes], max_position_embeddings=8192, tie_word_embeddings=True)
+    config = Qwen3Config(**SIZES[sizes], max_position_embeddings=8192, tie_word_embeddings=True)
     dtype = "bf16" if device == "cuda" else "fp32"
     with tempfile.TemporaryDirectory() as place, joined() as world:
         torch.manual_seed(0)
@@ -166,9 +166,9 @@ def main() -> None:
     parser.add_argument("--peak", choices=_KINDS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    os.environ |= {name: os.environ.get(name, value) for name, value in _ALONE.items()}
+    os.environ |= {name: os.environ.get(name, value) for name, value in ALONE.items()}
     sizes = "tiny" if arguments.tiny else arguments.device
-    packed = make_group(arguments.samples, arguments.prompt, arguments.answer, _SIZES[sizes]["vocab_size"])
+    packed = make_group(arguments.samples, arguments.prompt, arguments.answer, SIZES[sizes]["vocab_size"])
     batches = micro_batches(packed)
     with engine(arguments.device, sizes) as policy:
         if arguments.peak:

@@ -182,6 +182,7 @@ _TABLE: tuple[tuple[Effect, str], ...] = (
         trainer.sequence_parallel_backend trainer.policy.use_torch_compile trainer.policy.compile_model
         trainer.policy.activation_offload trainer.policy.enable_liger_kernel
         trainer.gradient_checkpointing trainer.gradient_checkpointing_use_reentrant trainer.flash_attn
+        trainer.gradient_checkpointing_every trainer.gradient_checkpointing_keep
         trainer.flash_attn_version trainer.micro_train_batch_size_per_gpu trainer.micro_forward_batch_size_per_gpu
         trainer.max_tokens_per_micro_batch trainer.logprobs_chunk_size trainer.use_sample_packing trainer.shared_prefixes
         trainer.policy.optimizer_config.implementation trainer.policy.optimizer_config.offload_after_step

@@ -31,22 +31,20 @@ class Unimplemented:
 
 
 _PARALLEL = Unimplemented("sequence parallelism")
-_PRECISION = Unimplemented("low-precision training")
-_SPEED = Unimplemented("offloaded activations and Liger kernels", result=False)
+_FP4 = Unimplemented("training in FP4, which torchao has not; use fp8")
 
 
 UNIMPLEMENTED: dict[str, Unimplemented] = {
     "trainer.sequence_parallel_backend": _PARALLEL,
     "trainer.policy.model.lora.adapter_names": Unimplemented("diffusion models"),
-    "trainer.policy.low_precision": _PRECISION,
+    "trainer.policy.low_precision.fp4": _FP4,
+    "trainer.policy.low_precision.fp4_recipe": _FP4,
+    "trainer.policy.low_precision.fp4_granularity": _FP4,
     "trainer.policy.diffusers": Unimplemented("diffusion models"),
     "trainer.policy.sequence_parallel_size": _PARALLEL,
-    "trainer.policy.activation_offload": _SPEED,
-    "trainer.policy.enable_liger_kernel": _SPEED,
     "trainer.ref.sequence_parallel_size": _PARALLEL,
     "trainer.critic.model.lora.adapter_names": Unimplemented("diffusion models"),
     "trainer.critic.sequence_parallel_size": _PARALLEL,
-    "trainer.flash_attn_version": Unimplemented("a choice between versions of FlashAttention", result=False),
     "vla": Unimplemented("vision-language-action models"),
 }
 

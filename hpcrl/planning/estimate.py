@@ -27,6 +27,7 @@ from hpcrl.planning.memory import (
     BYTES,
     Need,
     Shapes,
+    Width,
     activations,
     copied_keys,
     fsdp_gathered,
@@ -35,6 +36,7 @@ from hpcrl.planning.memory import (
     megatron_state,
     merged_experts,
     peak,
+    recomputed_activations,
     shard,
 )
 from hpcrl.planning.partition import StageParameters, stage_parameters
@@ -99,7 +101,9 @@ def _fsdp(config: Config, models: Mapping[str, Shapes], which: range, on_node: i
         state = whole.weights + whole.gradients + whole.optimizer
         copy = copy_ranks(fsdp.fsdp_size, ranks, on_node, state, device if on_gpu else None)
         twice = role == "policy" and reference_has_values(trainer)
-        need = fsdp_state(shapes.weights, copy, dtype, frozen_dtype=frozen, twice=twice)
+        need = fsdp_state(
+            shapes.weights, copy, dtype, frozen_dtype=frozen, twice=twice, moments=_moments(trainer, role)
+        )
         if fsdp.cpu_offload and on_gpu:
             need = Need(weights=0, gradients=0, optimizer=0)
         if needs_fsdp(fsdp, ranks, dtype, on_gpu=on_gpu):
@@ -108,14 +112,7 @@ def _fsdp(config: Config, models: Mapping[str, Shapes], which: range, on_node: i
             )
             need = replace(need, gathered=gathered)
         if role != "ref":
-            kept = activations(
-                shapes.width,
-                tokens,
-                BYTES[precision.param_dtype],
-                fused=False,
-                recompute=trainer.gradient_checkpointing,
-                layers=shapes.width.layers,
-            )
+            kept = _activations(trainer, role, shapes.width, tokens, BYTES[precision.param_dtype])
             kept += merged_experts(shapes.weights, precision.param_dtype, recompute=trainer.gradient_checkpointing)
             if group := shared_prompt(config):
                 copied = tokens * (group.whole - group.computed) // group.computed
@@ -127,6 +124,23 @@ def _fsdp(config: Config, models: Mapping[str, Shapes], which: range, on_node: i
         needs[role] = need
         counts[role] = [sum(shard(weight.shape, copy) for weight in shapes.weights)]
     return Estimate(which, needs, counts)
+
+
+def _activations(trainer: TrainerConfig, role: str, width: Width, tokens: int, size: int) -> int:
+    if not trainer.gradient_checkpointing:
+        return activations(width, tokens, size, fused=False, recompute=False, layers=width.layers)
+    return recomputed_activations(
+        width,
+        tokens,
+        size,
+        every=trainer.gradient_checkpointing_every,
+        attention=trainer.gradient_checkpointing_keep == "attention",
+        offloaded=role == "policy" and trainer.policy.activation_offload,
+    )
+
+
+def _moments(trainer: TrainerConfig, role: str) -> str | None:
+    return (trainer.critic if role == "critic" else trainer.policy).optimizer_config.moments
 
 
 def _sharding(trainer: TrainerConfig, role: str) -> FSDPConfig:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 _MOMENTS = 2  # of Adam
+_BLOCK, _LEAST_8BIT, _CODES = 256, 4096, 256  # of torchao's moments of 8 bits
 _STEP = 4  # Adam counts the steps of each parameter in a float32
 _LOGIT_COPIES = 5  # float32 or logprob_dtype [rows, V] at a time: logits, log-probabilities, their exponentials, products, a gradient
 
@@ -120,6 +121,7 @@ def fsdp_state(
     *,
     frozen_dtype: str | None = None,
     twice: bool = False,
+    moments: str | None = None,
 ) -> Need:
     """Return what FSDP2 holds of a model on a rank; gradients between backward and step only.
 
@@ -129,15 +131,24 @@ def fsdp_state(
         index: of the rank among them; the first has most.
         frozen_dtype: of what is not trained; None: the same.
         twice: whether what is trained is there once more, as it is in the reference.
+        moments: optimizer_config.moments.
     """
     size, trained = BYTES[dtype], [weight for weight in weights if weight.trained]
-    held = sum(shard(weight.shape, ranks, index) for weight in trained)
+    of_each = [shard(weight.shape, ranks, index) for weight in trained]
+    held = sum(of_each)
     frozen = sum(shard(weight.shape, ranks, index) for weight in weights if not weight.trained)
     return Need(
         weights=(1 + twice) * size * held + BYTES[frozen_dtype or dtype] * frozen,
         gradients=size * held,
-        optimizer=_MOMENTS * size * held + _STEP * len(trained),
+        optimizer=_MOMENTS * sum(_moment(count, size, moments) for count in of_each) + _STEP * len(trained),
     )
+
+
+def _moment(count: int, size: int, kept: str | None) -> int:
+    """Return the bytes of one moment of a parameter, `size` bytes a number where nothing else is chosen."""
+    if kept == "8bit" and count >= _LEAST_8BIT and count % _BLOCK == 0:
+        return count + 4 * (count // _BLOCK) + 4 * _CODES  # codes, a float32 for each block, and what codes stand for
+    return count * (BYTES["bf16"] if kept == "bf16" else size)
 
 
 def fsdp_gathered(weights: Sequence[Weight], ranks: int, param_dtype: str, reduce_dtype: str, keep: bool | int) -> int:
@@ -242,6 +253,26 @@ def activations(
         return tokens * layers * passes * one
     kept = -(-layers // every) * width.hidden * size
     return tokens * (kept * passes + min(every, layers) * one)
+
+
+def recomputed_activations(
+    width: Width, tokens: int, size: int, *, every: int = 1, attention: bool = False, offloaded: bool = False
+) -> int:
+    """Return the bytes that a rank of FSDP2 keeps for backward where layers are computed again.
+
+    Args:
+        tokens: of the largest micro-batch.
+        size: bytes of a number.
+        every: one of so many layers is computed again; the others keep all.
+        attention: results of attention, with a float32 per head, are kept of these layers too.
+        offloaded: what is kept of these layers is in host memory, but for that of one layer.
+    """
+    one = layer_activations(width, size, fused=False)
+    again = -(-width.layers // every)
+    kept = width.hidden * size + (width.heads * (width.head * size + 4) if attention else 0)
+    inputs = width.hidden * size
+    on_device = again * (kept - inputs) + inputs if offloaded else again * kept
+    return tokens * ((width.layers - again) * one + on_device + one)
 
 
 def copied_keys(width: Width, tokens: int, size: int, *, recompute: bool) -> int:

@@ -22,7 +22,13 @@ from tests.trainer.material import make_sample
 def held(tensors: Iterable[Any]) -> int:
     """Return the bytes of the tensors on this rank."""
     local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-    return sum(tensor.numel() * tensor.element_size() for tensor in local)
+    parts = (  # a tensor of a class of its own is made of plain ones
+        [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        if hasattr(tensor, "__tensor_flatten__")
+        else [tensor]
+        for tensor in local
+    )
+    return sum(part.numel() * part.element_size() for several in parts for part in several)
 
 
 def held_by(engine: FsdpEngine[Any]) -> dict[str, int]:

@@ -74,8 +74,12 @@ from hpcrl.config.rules.scorers import (
 from hpcrl.config.rules.training import (
     estimated_old_logprobs,
     frozen,
+    kernels,
+    low_precision,
+    moments,
     preference_losses,
     profiles,
+    recomputation,
     reward_models,
     rotary_positions,
     sharding,
@@ -181,11 +185,6 @@ def _moving_reference(trainer: TrainerConfig) -> Iterator[Problem]:
             "with LoRA the policy's model with other adapters is the reference; leave out what trainer.ref has of its own, a model, rope "
             "settings or a number type, or leave this out",
         )
-
-
-def _low_precision(config: ConfigTree) -> Iterator[Problem]:
-    if config.trainer.policy.low_precision.fp8 and config.trainer.policy.low_precision.fp4:
-        yield Problem("trainer.policy.low_precision.fp4", "given beside fp8; set one of them to false")
 
 
 def _warm_up(config: ConfigTree) -> Iterator[Problem]:
@@ -375,7 +374,10 @@ RULES: tuple[Rule, ...] = (
     pipeline,
     reference_layout,
     _lora,
-    _low_precision,
+    recomputation,
+    kernels,
+    low_precision,
+    moments,
     _warm_up,
     units,
     rotary_positions,

@@ -52,6 +52,7 @@ _OF_SAMPLES = (
     *("use_rewards", "self_teacher", "kl_penalty_coef", "kl_discount_factor", "include_prompt"),
     *("top_k_from_teacher", "rollout_top_k_recompute"),
 )
+_RECOMPUTED = "use_reentrant", "every", "keep"
 _REDUCTION = ("loss_reduction", "max_seq_len", "unbiased_loss_max_tokens")
 
 READ_BY_LOSSES: dict[str, tuple[str, ...]] = {
@@ -353,7 +354,7 @@ _OTHERS = (
         (f"{_ALGORITHM}filter_reward_metric",), f"{_DYNAMIC}type or {_ALGORITHM}zero_variance_filter", _judges_groups
     ),
     Switch(
-        ("trainer.gradient_checkpointing_use_reentrant",),
+        ("trainer.policy.activation_offload", *(f"trainer.gradient_checkpointing_{how}" for how in _RECOMPUTED)),
         "trainer.gradient_checkpointing=true",
         lambda config: config.trainer.gradient_checkpointing,
     ),

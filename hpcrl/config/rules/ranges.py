@@ -159,6 +159,7 @@ RANGES: dict[str, Range] = {
     "micro_train_batch_size_per_gpu": _COUNT,
     "micro_forward_batch_size_per_gpu": _COUNT,
     "logprobs_chunk_size": _COUNT,
+    "gradient_checkpointing_every": _COUNT,
     "eval_batch_size": _COUNT,
     "max_prompt_length": _COUNT,
     "max_length": _COUNT,

@@ -26,6 +26,7 @@ from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.config.sections.tree import ConfigTree
 from hpcrl.errors import did_you_mean
 
+_BF16 = 1 / 256  # spacing of its numbers
 _UNITS = {
     "transformer_layer_cls_to_wrap": (list, "a list of class names"),
     "min_num_params": (int, "a number of parameters"),
@@ -160,6 +161,8 @@ def estimated_old_logprobs(config: ConfigTree) -> Iterator[Problem]:
         yield Problem(path, f"{setting} needs them before the policy is updated; leave one of them out")
 
 
+_KWARGS = ", and see trainer.policy.megatron_config.transformer_config_kwargs"
+_MOMENTS = ", and see trainer.policy.megatron_config.optimizer_config_kwargs (use_precision_aware_optimizer)"
 _OF_FSDP = {
     "policy.fsdp_config": ", and see trainer.policy.megatron_config, whose dtype is the type of computation",
     "ref.fsdp_config": ", and see trainer.ref.megatron_config",
@@ -169,11 +172,19 @@ _OF_FSDP = {
     "critic.sequence_parallel_size": ": a critic is split as trainer.policy.megatron_config",
     "policy.use_torch_compile": "",
     "policy.compile_model": "",
+    "policy.enable_liger_kernel": "",
+    "flash_attn_version": ": attention is TransformerEngine's, or torch's",
     "policy.optimizer_config.implementation": ": the optimizer is Megatron-core's",
     "critic.optimizer_config.implementation": ": the optimizer is Megatron-core's",
+    "policy.optimizer_config.moments": _MOMENTS,
+    "critic.optimizer_config.moments": _MOMENTS,
+    "policy.low_precision": "",
     "use_sample_packing": ": samples are always packed",
     "flash_attn": ": attention is TransformerEngine's, or torch's",
-    "gradient_checkpointing_use_reentrant": ", and see trainer.policy.megatron_config.transformer_config_kwargs",
+    "gradient_checkpointing_use_reentrant": _KWARGS,
+    "gradient_checkpointing_every": f"{_KWARGS} (recompute_num_layers)",
+    "gradient_checkpointing_keep": f"{_KWARGS} (recompute_modules)",
+    "policy.activation_offload": f"{_KWARGS} (cpu_offloading)",
 }
 _OF_MEGATRON = {"policy.megatron_config": "", "ref.megatron_config": ""}
 
@@ -196,6 +207,83 @@ def shared_prefixes(config: ConfigTree) -> Iterator[Problem]:
         yield Problem(
             path, f"layers would be compiled anew for each micro-batch; set trainer.{name}.compile_model to false"
         )
+
+
+def recomputation(config: ConfigTree) -> Iterator[Problem]:
+    trainer = config.trainer
+    if trainer.gradient_checkpointing_keep != "nothing" and trainer.gradient_checkpointing_use_reentrant:
+        yield Problem(
+            "trainer.gradient_checkpointing_keep",
+            "the reentrant implementation keeps nothing but inputs; set trainer.gradient_checkpointing_use_reentrant to false",
+        )
+    if trainer.policy.activation_offload and not gpu_count(config.slurm):
+        yield Problem(
+            "trainer.policy.activation_offload",
+            "without GPUs activations are in host memory already; leave it out, or set slurm.gpus_per_node",
+        )
+
+
+def kernels(config: ConfigTree) -> Iterator[Problem]:
+    trainer, on_gpu = config.trainer, gpu_count(config.slurm) > 0
+    if trainer.flash_attn_version is not None and not (trainer.flash_attn and on_gpu):
+        yield Problem(
+            "trainer.flash_attn_version",
+            "flash attention is for GPUs, and used with trainer.flash_attn; leave it out, or set that and slurm.gpus_per_node",
+        )
+    liger = "trainer.policy.enable_liger_kernel"
+    if trainer.policy.enable_liger_kernel and not on_gpu:
+        yield Problem(liger, "Liger's kernels are for GPUs; set it to false, or set slurm.gpus_per_node")
+    if trainer.policy.enable_liger_kernel and trainer.policy.compile_model:
+        yield Problem(
+            liger, "trainer.policy.compile_model makes kernels of the same operations; set one of them to false"
+        )
+
+
+def low_precision(config: ConfigTree) -> Iterator[Problem]:
+    path, chosen = "trainer.policy.low_precision", config.trainer.policy.low_precision
+    if chosen.fp8 and chosen.fp4:
+        yield Problem(f"{path}.fp4", "given beside fp8; set one of them to false")
+    if chosen.fp8_recipe == "delayed_scaling":
+        yield Problem(
+            f"{path}.fp8_recipe",
+            "torchao scales by the tensor itself, and no longer by earlier steps; leave it out",
+        )
+    if chosen.fp8_granularity != "rowwise" and not chosen.fp8:
+        yield Problem(f"{path}.fp8_granularity", "has no effect without fp8; leave it out, or set that")
+    if chosen.fp8 and config.trainer.policy.model.lora.rank:
+        yield Problem(
+            f"{path}.fp8",
+            "with adapters torchao would compute gradients of the frozen weights too, which costs more than FP8 saves; set it to false",
+        )
+    for role in ("policy", "ref"):
+        megatron = config.trainer.policy.megatron_config if role == "policy" else config.trainer.ref.megatron_config
+        for name in (name for name in ("fp8", "fp4") if megatron.transformer_config_kwargs.get(name)):
+            yield Problem(
+                f"trainer.{role}.megatron_config.transformer_config_kwargs.{name}",
+                "TransformerEngine wants numbers of tokens in multiples of 8 at least, to which hpcrl pads no micro-batch; leave it out, or "
+                "use trainer.strategy=fsdp2 with trainer.policy.low_precision.fp8",
+            )
+
+
+def moments(config: ConfigTree) -> Iterator[Problem]:
+    for name in ("policy", "critic"):
+        path = f"trainer.{name}.optimizer_config"
+        section = config.trainer.policy if name == "policy" else config.trainer.critic
+        optimizer = section.optimizer_config
+        if optimizer.moments is None:
+            continue
+        if optimizer.implementation != "fused":
+            yield Problem(f"{path}.implementation", "with moments the step is torchao's; leave it out")
+        if optimizer.moments == "bf16" and 1 - optimizer.adam_betas[1] < _BF16:
+            yield Problem(
+                f"{path}.moments",
+                f"in bf16 a second moment never falls with adam_betas[1] = {optimizer.adam_betas[1]:g}, since changes below 1/256 are lost; "
+                "set adam_betas to [0.9, 0.99] or lower, or moments to 8bit",
+            )
+        if section.fsdp_config.cpu_offload:
+            yield Problem(
+                f"{path}.moments", "fsdp_config.cpu_offload has moments in host memory; leave one of them out"
+            )
 
 
 def without_effect(config: ConfigTree) -> Iterator[Problem]:

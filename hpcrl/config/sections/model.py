@@ -131,6 +131,9 @@ class OptimizerConfig:
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
     """Which of PyTorch's implementations makes the step."""
 
+    moments: Literal["bf16", "8bit"] | None = None
+    """What Adam's moments are kept in, by torchao's optimizers, which compute in fp32; 8bit: one byte each, with a scale for 256 of them (arXiv:2110.02861), but for parameters with less than 4096 elements on a rank. Unset: the type of the parameters, mixed_precision.master_dtype. FSDP2 only."""
+
     lr: float = 1e-6
     """Learning rate after the warm-up."""
 
@@ -234,7 +237,7 @@ class TeacherFSDPConfig(ShardingConfig):
 @dataclass(frozen=True, kw_only=True)
 class LowPrecisionConfig:
     fp8: bool = False
-    """Train eligible linear layers in FP8; needs GPUs of compute capability 8.9 or above; excludes fp4."""
+    """Compute products of linear layers in FP8 by torchao, forward and backward, of policy and reference: those with inputs and outputs in multiples of 16, but for the head and routers of experts. Needs GPUs of compute capability 8.9 or above; CPUs compute with numbers rounded alike; FSDP2 only; excludes fp4."""
 
     fp4: bool = False
     """Train eligible linear layers in NVFP4; needs Blackwell GPUs; excludes fp8."""
@@ -276,10 +279,10 @@ class PolicyConfig:
     """Compile the layers of policy and reference with torch.compile: the first passes take minutes, later ones less time; FSDP2 only."""
 
     activation_offload: bool = False
-    """Move activations to host memory between forward and backward."""
+    """Move what gradient checkpointing keeps, the inputs of layers, to host memory between forward and backward; on GPUs with FSDP2 only."""
 
     enable_liger_kernel: bool = False
-    """Replace layers of the model by the Liger kernels."""
+    """Compute norms, MLPs and rotary positions of policy and reference by the kernels of the package liger-kernel, on GPUs with FSDP2; the loss stays the same code."""
 
     record_memory: bool = False
     """Write a snapshot of each rank's GPU memory after each step, and when memory runs out, into profile/ of the run directory; the newest four stay."""

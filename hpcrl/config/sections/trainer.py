@@ -200,11 +200,17 @@ class TrainerConfig:
     gradient_checkpointing_use_reentrant: bool = False
     """Use PyTorch's older, reentrant implementation of that; FSDP2 only."""
 
+    gradient_checkpointing_every: int = 1
+    """Compute activations again in every n-th layer only, from the first; the others keep theirs; FSDP2 only."""
+
+    gradient_checkpointing_keep: Literal["nothing", "attention"] = "nothing"
+    """What is kept of the layers that are computed again, beside their inputs; attention: the results of attention, which then is not computed again; FSDP2 only."""
+
     flash_attn: bool = True
     """Use flash attention: on CUDA, packed samples of different lengths in one kernel; false: other kernels, samples padded for them."""
 
     flash_attn_version: Literal[2, 3] | None = None
-    """Version of FlashAttention; unset: PyTorch's choice."""
+    """Version of FlashAttention, on GPUs with FSDP2; 2: PyTorch's own, 3: the package of its authors, on Hopper; unset: PyTorch's choice, 2."""
 
     rope_scaling: dict[str, Any] = field(default_factory=dict)
     """Scaling of rotary positions in policy and reference, as rope_parameters of config.json (rope_type, factor …); exports carry it; empty: the model's own."""

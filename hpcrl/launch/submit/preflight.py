@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from hpcrl.config import Config, total_steps
 from hpcrl.config.adapters import adapters
 from hpcrl.config.derive import has_engines, is_offline, steps_per_epoch
 from hpcrl.config.errors import Problem, raise_together
+from hpcrl.config.packages import missing_packages
 from hpcrl.config.resume_changes import Change, changes_from_path
 from hpcrl.config.sections.alerts import AlertsConfig
 from hpcrl.config.sections.environment import CLASSIFIER
@@ -83,6 +85,9 @@ def look(config: Config) -> tuple[list[Problem], list[str]]:
     of_data, warnings_of_data = _of_datasets(config)
     of_alerts, warnings_of_alerts = _of_alerts(config.trainer.alerts)
     problems += [*of_code, *of_alerts, *of_data, *_of_environments(config), *_of_models(config), *check_engine(config)]
+    # where torch is missing too, this is a login node, of which nothing follows for the nodes; nor does it from outside of a container
+    if config.slurm.container.kind == "none" and find_spec("torch"):
+        problems += missing_packages(config.trainer)
     problems += [*check_uploads(config), *check_packing(config), *check_precomputed(config)]
     try:
         chat_template(config.generator.chat_template)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import cast
 
+from hpcrl.config.errors import Problem
+from hpcrl.config.packages import missing_packages
 from hpcrl.config.reward_model import trains_reward_model
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.errors import RunError
@@ -23,7 +26,7 @@ def build_policy(trainer: TrainerConfig, temperature: float, world: World) -> Po
 
     Raises:
         DataError: a model path holds no model, or the model does not have what the configuration names.
-        RunError: Megatron-core is wanted and not installed.
+        RunError: Megatron-core, or a package that a setting needs, is not installed.
     """
     if trainer.strategy == "megatron":  # an extra, that is not imported where it is not used
         _require_megatron()
@@ -35,6 +38,7 @@ def build_policy(trainer: TrainerConfig, temperature: float, world: World) -> Po
         if trains_reward_model(trainer):
             return cast(PolicyEngine, MegatronRewardModel(trainer, world))
         return MegatronPolicy(trainer, temperature, world)
+    _require(missing_packages(trainer))
     from hpcrl.trainer.backends.fsdp.engine import FsdpPolicy, FsdpRewardModel
 
     if trains_reward_model(trainer):
@@ -47,6 +51,7 @@ def build_critic(trainer: TrainerConfig, world: World) -> CriticEngine | None:
 
     Raises:
         DataError: the path holds no model, or the model does not have what the configuration names.
+        RunError: a package that a setting needs is not installed.
     """
     if trainer.critic.model.path is None:
         return None
@@ -54,6 +59,7 @@ def build_critic(trainer: TrainerConfig, world: World) -> CriticEngine | None:
         from hpcrl.trainer.backends.megatron.engine import MegatronCritic
 
         return MegatronCritic(trainer, world)
+    _require(missing_packages(trainer))
     from hpcrl.trainer.backends.fsdp.engine import FsdpCritic
 
     return FsdpCritic(trainer, world)
@@ -64,3 +70,8 @@ def _require_megatron() -> None:
         raise RunError(
             f"trainer.strategy=megatron needs Megatron-core, which {sys.executable} does not have: pip install 'hpcrl[megatron]'"
         )
+
+
+def _require(missing: Iterator[Problem]) -> None:
+    if problem := next(missing, None):
+        raise RunError(f"{problem.path}: {problem.message}")

@@ -31,6 +31,7 @@ class ForwardConfig:
         chunk_rows: tokens whose logits exist at the same time.
         packing: samples lie end to end; otherwise each is a padded row.
         flash: flash attention is used where there is one.
+        flash_version: of FlashAttention; None: torch's choice.
         compiled: log-probabilities and entropies are computed by compiled code.
         dtype: of the logits from which log-probabilities are computed.
         entropy_loss: the loss has an entropy term, so that entropies are differentiable in training.
@@ -42,6 +43,7 @@ class ForwardConfig:
     chunk_rows: int
     packing: bool = True
     flash: bool = True
+    flash_version: int | None = None
     compiled: bool = False
     dtype: torch.dtype = torch.float32
     entropy_loss: bool = True
@@ -80,6 +82,7 @@ def forward_config(trainer: TrainerConfig, temperature: float = 1.0) -> ForwardC
         chunk_rows=trainer.logprobs_chunk_size,
         packing=trainer.use_sample_packing,
         flash=trainer.flash_attn,
+        flash_version=trainer.flash_attn_version,
         compiled=trainer.policy.use_torch_compile,
         dtype=DTYPES[trainer.algorithm.logprob_dtype],
         entropy_loss=trainer.algorithm.use_entropy_loss,

@@ -22,6 +22,7 @@ from hpcrl.trainer.batching import MicroBatchLimit, balanced, micro_batch_limits
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.models.forward import forward_config
 from hpcrl.trainer.models.hf import ModelSource, policy_source, scorer_source
+from hpcrl.trainer.models.layers.choice import Kernels
 from hpcrl.trainer.packing import Before, MicroBatchStream
 from hpcrl.trainer.samples import load_samples
 from hpcrl.types import Batch, GroupMeta
@@ -63,8 +64,8 @@ class ScoringModel:
             role = "trainer.distillation"
             self._passes, self._data = forward_passes(trainer, layout, source, forward, role, world)
             return
-        compiled = own.compile_model and scorers.role == TEACHER
-        self._model = load_model(PackedPolicy, source, scorers.fsdp, forward, world, compiled=compiled)
+        kernels = Kernels(compiled=own.compile_model and scorers.role == TEACHER)
+        self._model = load_model(PackedPolicy, source, scorers.fsdp, forward, world, kernels=kernels)
         require_all_tokens(self._model.head.out_features, vocabulary, source)
         self._passes = partial(passes, self._model, device=world.device)
 

@@ -18,11 +18,11 @@ VALUES = {
     "data.train_data": ["t.parquet"],
     "trainer.policy.model.path": "m",
     "trainer.eval_interval": 0,
-    "trainer.policy.activation_offload": True,
     "trainer.critic.model.path": "c",
     "generator.n_samples_per_prompt": 4,
     "generator.inference_engine.engine_init_kwargs": {"a-b": [1, "x"], "nested": {"t": True}},
-    "trainer.policy.low_precision.fp8": True,
+    "generator.inference_engine.weight_transfer_threshold_cuda_ipc_GB": 2.0,
+    "trainer.policy.low_precision.fp4": True,
     "trainer.policy.megatron_config.transformer_config_kwargs": {"a kwarg": 1.0, "b": 0.5},
 }
 
@@ -32,8 +32,8 @@ def test_what_is_not_implemented_yet_is_written_unless_it_changes_nothing_that_i
     text = conversion.to_toml()
     assert tomli.loads(re.sub(r"^# (?=\w+ = )", "", text, flags=re.MULTILINE)) == nested(VALUES)
     active = tomli.loads(text)
-    assert "activation_offload" not in active["trainer"]["policy"]
-    assert active["trainer"]["policy"]["low_precision"] == {"fp8": True}
+    assert "weight_transfer_threshold_cuda_ipc_GB" not in active["generator"]["inference_engine"]
+    assert active["trainer"]["policy"]["low_precision"] == {"fp4": True}
     assert text.index("[generator]") < text.index("[generator.inference_engine]")
 
 

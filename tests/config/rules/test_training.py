@@ -19,6 +19,10 @@ FSDP, REF, OPTIMIZER = "trainer.policy.fsdp_config", "trainer.ref.fsdp_config", 
 
 FOUR = {"trainer.placement.policy_num_gpus_per_node": 4, "slurm.gpus_per_node": 4}
 CRITIC, CRITIC_MODEL = "trainer.critic.fsdp_config", {"trainer.critic.model.path": "c"}
+MEGATRON = {"trainer.strategy": "megatron", "trainer.algorithm.use_kl_loss": False}
+KWARGS = "trainer.policy.megatron_config.transformer_config_kwargs"
+LIGER = "trainer.policy.enable_liger_kernel"
+LOW, FP8 = "trainer.policy.low_precision", "trainer.policy.low_precision.fp8"
 UNITS = f"{FSDP}.wrap_policy"
 
 CASES: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
@@ -62,6 +66,65 @@ CASES: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
     (
         {"trainer.gradient_checkpointing_use_reentrant": True, "trainer.gradient_checkpointing": False},
         "trainer.gradient_checkpointing_use_reentrant", "no effect", {"trainer.gradient_checkpointing_use_reentrant": True},
+    ),
+    (
+        {"trainer.gradient_checkpointing_every": 2, "trainer.gradient_checkpointing": False},
+        "trainer.gradient_checkpointing_every", "no effect", {"trainer.gradient_checkpointing_every": 2},
+    ),
+    (
+        {"trainer.gradient_checkpointing_keep": "attention", "trainer.gradient_checkpointing_use_reentrant": True},
+        "trainer.gradient_checkpointing_keep", "set trainer.gradient_checkpointing_use_reentrant to false",
+        {"trainer.gradient_checkpointing_keep": "attention"},
+    ),
+    (
+        {"trainer.policy.activation_offload": True, "slurm.gpus_per_node": 0},
+        "trainer.policy.activation_offload", "in host memory already; leave it out, or set slurm.gpus_per_node",
+        {"trainer.policy.activation_offload": True, "slurm.gpus_per_node": 1},
+    ),
+    (
+        {"trainer.policy.activation_offload": True, "slurm.gpus_per_node": 1, "trainer.gradient_checkpointing": False},
+        "trainer.policy.activation_offload", "no effect without trainer.gradient_checkpointing=true",
+        {"trainer.policy.activation_offload": True, "slurm.gpus_per_node": 1},
+    ),
+    (
+        {"trainer.flash_attn_version": 2, "slurm.gpus_per_node": 0}, "trainer.flash_attn_version", "for GPUs",
+        {"trainer.flash_attn_version": 2, "slurm.gpus_per_node": 1},
+    ),
+    (
+        {"trainer.flash_attn_version": 3, "slurm.gpus_per_node": 1, "trainer.flash_attn": False},
+        "trainer.flash_attn_version", "used with trainer.flash_attn", {"trainer.flash_attn_version": 3, "slurm.gpus_per_node": 1},
+    ),
+    ({LIGER: True, "slurm.gpus_per_node": 0}, LIGER, "for GPUs", {LIGER: True, "slurm.gpus_per_node": 1}),
+    (
+        {LIGER: True, "slurm.gpus_per_node": 1, "trainer.policy.compile_model": True}, LIGER, "set one of them to false",
+        {LIGER: True, "slurm.gpus_per_node": 1},
+    ),
+    (
+        {f"{FP8}": True, f"{LOW}.fp8_recipe": "delayed_scaling"}, f"{LOW}.fp8_recipe", "no longer by earlier steps; leave it out",
+        {f"{FP8}": True, f"{LOW}.fp8_recipe": "dynamic_scaling"},
+    ),
+    (
+        {f"{LOW}.fp8_granularity": "tensorwise"}, f"{LOW}.fp8_granularity", "no effect without fp8",
+        {FP8: True, f"{LOW}.fp8_granularity": "tensorwise"},
+    ),
+    (
+        {FP8: True, "trainer.policy.model.lora.rank": 8}, FP8, "gradients of the frozen weights too",
+        {FP8: True, "trainer.policy.model.lora.rank": 0},
+    ),
+    (
+        {**MEGATRON, f"{KWARGS}": {"fp8": "hybrid"}}, f"{KWARGS}.fp8", "in multiples of 8 at least", MEGATRON,
+    ),
+    (
+        {f"{OPTIMIZER}.moments": "8bit", f"{OPTIMIZER}.implementation": "foreach"}, f"{OPTIMIZER}.implementation",
+        "the step is torchao's; leave it out", {f"{OPTIMIZER}.moments": "8bit"},
+    ),
+    (
+        {f"{OPTIMIZER}.moments": "bf16"}, f"{OPTIMIZER}.moments", "set adam_betas to [0.9, 0.99] or lower, or moments to 8bit",
+        {f"{OPTIMIZER}.moments": "bf16", f"{OPTIMIZER}.adam_betas": [0.9, 0.99]},
+    ),
+    (
+        {f"{OPTIMIZER}.moments": "8bit", f"{FSDP}.cpu_offload": True}, f"{OPTIMIZER}.moments", "leave one of them out",
+        {f"{OPTIMIZER}.moments": "8bit"},
     ),
     (
         {"trainer.rope_scaling": {"factor": 2.0}}, "trainer.rope_scaling", "an entry rope_type",

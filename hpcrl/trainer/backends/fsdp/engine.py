@@ -33,7 +33,7 @@ from hpcrl.trainer.backends.fsdp.model import (
     load_model,
     own_state,
 )
-from hpcrl.trainer.backends.fsdp.optimizer import LossScale, adam_settings
+from hpcrl.trainer.backends.fsdp.optimizer import LossScale, make_adam, make_step, numbers, set_numbers
 from hpcrl.trainer.backends.fsdp.sharding import copy_parameters, local, one_copy, whole
 from hpcrl.trainer.backends.reference import (
     REFERENCE,
@@ -48,6 +48,9 @@ from hpcrl.trainer.distributed import World
 from hpcrl.trainer.models.adapter import Adapter
 from hpcrl.trainer.models.forward import DTYPES, computing, forward_config
 from hpcrl.trainer.models.hf import ModelSource, critic_source, export_config, policy_source, reference_source
+from hpcrl.trainer.models.layers.choice import Kernels
+from hpcrl.trainer.models.layers.low_precision import without_fp8
+from hpcrl.trainer.models.layers.recompute import recompute
 from hpcrl.trainer.models.lora import (
     gather_adapter,
     is_B,
@@ -82,12 +85,9 @@ class FsdpEngine(Generic[Model]):
         self.updates = 0
         self._total_updates = 0
         if trainer.gradient_checkpointing:
-            reentrant = trainer.gradient_checkpointing_use_reentrant
-            model.model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-            if reentrant:  # it only runs backward where an input wants a gradient, which a frozen embedding's would not
-                model.model.enable_input_require_grads()
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._optimizer = torch.optim.Adam(trained, **adam_settings(self._optimizer_config))
+            offload = isinstance(section, PolicyConfig) and section.activation_offload
+            recompute(model.model, trainer, offload=offload)
+        self._optimizer = make_adam([each for each in model.parameters() if each.requires_grad], self._optimizer_config)
 
     def schedule(self, total_updates: int) -> None:
         self._total_updates = total_updates
@@ -113,9 +113,7 @@ class FsdpEngine(Generic[Model]):
             if clips or scale != 1.0:
                 for gradient in gradients:
                     gradient.mul_((optimizer.max_grad_norm / norm if clips else 1.0) / scale)
-            for group in self._optimizer.param_groups:
-                group["lr"] = lr
-            self._optimizer.step()
+            make_step(self._optimizer, lr)
             self.updates += 1
         self._optimizer.zero_grad(set_to_none=True)
         return StepReport(norm, lr, skipped=not finite, loss_scale=scale)
@@ -167,6 +165,9 @@ class FsdpEngine(Generic[Model]):
         state, scale = self._state(), self._scale.state()
         read({name: value for name, value in state.items() if name not in scale}, directory, self._world)
         self.updates = int(state["updates"])
+        for name, parameter in self._model.named_parameters():
+            for key, values in state["optimizer"]["state"].get(name, {}).items():
+                set_numbers(self._optimizer.state[parameter][key], values)
         if scale:
             read(scale, directory, self._world, partly=True)  # what was trained in another number type has none
             self._scale.restore(scale)
@@ -183,7 +184,11 @@ class FsdpEngine(Generic[Model]):
             get_state_dict(self._model, self._optimizer)
             forget_moments(self._optimizer)  # which that makes by a step without gradients, and counts
         model, named = self._saved(), self._model.named_parameters()
-        moments = {name: self._optimizer.state[each] for name, each in named if each.requires_grad}
+        moments = {
+            name: {key: numbers(value) for key, value in self._optimizer.state[each].items()}
+            for name, each in named
+            if each.requires_grad
+        }
         return {
             "model": model,
             "optimizer": {"state": moments},
@@ -303,7 +308,7 @@ class FsdpPolicy(FsdpExported[PackedPolicy]):
         forward, section, source = forward_config(trainer, temperature), trainer.policy, policy_source(trainer)
         model = load_model(
             PackedPolicy, source, section.fsdp_config, forward, world,
-            trained=section, seed=trainer.seed, compiled=section.compile_model,
+            trained=section, seed=trainer.seed, kernels=Kernels.of(section),
         )  # fmt: skip
         super().__init__(model, source, section, trainer, world)
         self._reference: PackedPolicy | None = None
@@ -313,7 +318,7 @@ class FsdpPolicy(FsdpExported[PackedPolicy]):
             averaged = self_teacher(trainer) == "ema"
             self._reference = load_model(
                 PackedPolicy, reference_source(trainer), ref_sharding(trainer), known, world,
-                averaged=averaged, compiled=section.compile_model,
+                averaged=averaged, kernels=Kernels.of(section),
             )  # fmt: skip
             if reference_follows(trainer):
                 require_same_shape(self._reference, model)
@@ -405,7 +410,7 @@ class FsdpPolicy(FsdpExported[PackedPolicy]):
         return self._model.head.out_features
 
     def probe(self, token_ids: Sequence[int]) -> list[float]:
-        with computing(self._model, temperature=1.0):
+        with computing(self._model, temperature=1.0), without_fp8(self._model):
             (logprobs_P,) = self.logprobs([untrained_micro_batch(token_ids)])
         return logprobs_P[:-1].tolist()
 
@@ -416,8 +421,9 @@ class FsdpRewardModel(FsdpExported[PackedRewardModel]):
     def __init__(self, trainer: TrainerConfig, world: World) -> None:
         section, forward, source = trainer.policy, forward_config(trainer), policy_source(trainer)
         model = load_model(
-            PackedRewardModel, source, section.fsdp_config, forward, world, trained=section, seed=trainer.seed
-        )
+            PackedRewardModel, source, section.fsdp_config, forward, world,
+            trained=section, seed=trainer.seed, kernels=Kernels.of(section),
+        )  # fmt: skip
         super().__init__(model, source, section, trainer, world)
 
     def values(self, batches: MicroBatches) -> Iterator[torch.Tensor]:

@@ -18,6 +18,8 @@ from hpcrl.trainer.distributed import World
 from hpcrl.trainer.models.attention import PACKED, PADDED, Packed, PackedSequences
 from hpcrl.trainer.models.forward import DTYPES, ForwardConfig, score_places
 from hpcrl.trainer.models.hf import ModelSource
+from hpcrl.trainer.models.layers.choice import Kernels, choose_flash_attention, use_liger
+from hpcrl.trainer.models.layers.low_precision import compute_in_fp8
 from hpcrl.trainer.models.logits import LogitChange
 from hpcrl.trainer.models.logprobs import among_zeros, compiled_rows, plain_rows, token_logprobs, top_rows
 from hpcrl.trainer.models.states import keep_samples_apart
@@ -168,6 +170,8 @@ class PackedRewardModel(PackedModel):
         return (among_zeros(scores_B, ends_B, len(token_ids)),)
 
 
+_PLAIN = Kernels()
+
 AnyPacked = TypeVar("AnyPacked", PackedPolicy, PackedCritic, PackedRewardModel)
 
 
@@ -181,7 +185,7 @@ def load_model(
     seed: int = 0,
     *,
     averaged: bool = False,
-    compiled: bool = False,
+    kernels: Kernels = _PLAIN,
 ) -> AnyPacked:
     """Return the model of `source`, sharded; rank 0 reads it, in the type of its files, and each rank casts its shards.
 
@@ -190,12 +194,14 @@ def load_model(
         trained: section with what is trained; None: nothing. What is frozen as a whole, also below adapters, is kept in the type of the
             computation.
         seed: of the first values of adapters.
-        compiled: its layers are compiled, for packed samples of any lengths.
+        kernels: that its layers are computed with.
         averaged: it becomes an average of what is trained, and is kept in the same type.
 
     Raises:
         DataError: `source` is no model in Hugging Face format, or does not have what the configuration names.
+        RunError: this machine does not have the kernels.
     """
+    choose_flash_attention(forward.flash_version)
     precision = fsdp.mixed_precision
     adapted = trained is not None and trained.model.lora.rank > 0
     kept = precision.param_dtype if trained is None and not averaged else precision.master_dtype
@@ -214,8 +220,11 @@ def load_model(
     empty = source.empty(dtype, attention)
     leave_out_dropout(empty)
     mark_trained(empty, trained, DTYPES[kept])
+    if kernels.liger:
+        use_liger(empty)
+    compute_in_fp8(empty, kernels.low_precision, world.device)
     model = packed(empty, forward).train(trained is not None)
-    for layer in units(empty, {}) if compiled else ():
+    for layer in units(empty, {}) if kernels.compiled else ():
         layer.compile(dynamic=True)
     shard(model, empty, fsdp, kept, world)
     offloaded = fsdp.cpu_offload and world.device.type == "cuda"

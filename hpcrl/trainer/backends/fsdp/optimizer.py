@@ -3,27 +3,107 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 from hpcrl.config.sections.model import OptimizerConfig
+from hpcrl.trainer.backends.fsdp.sharding import local
 
 _FIRST, _GROWS_AFTER = 2.0**16, 2000
 
 
-def adam_settings(optimizer: OptimizerConfig) -> dict[str, Any]:
-    """Return what torch.optim.Adam is made with."""
-    return {
-        "lr": optimizer.lr,
-        "betas": tuple(optimizer.adam_betas),
-        "eps": optimizer.eps,
-        "weight_decay": optimizer.weight_decay,
-        "decoupled_weight_decay": optimizer.name == "AdamW",
-        "fused": optimizer.implementation == "fused",
-        "foreach": optimizer.implementation == "foreach",
+def make_adam(trained: list[nn.Parameter], settings: OptimizerConfig) -> torch.optim.Optimizer:
+    """Return Adam as the settings say; where they name a type of moments, torchao's, which computes in float32 whatever it keeps."""
+    options: dict[str, Any] = {
+        "lr": settings.lr,
+        "betas": tuple(settings.adam_betas),
+        "eps": settings.eps,
+        "weight_decay": settings.weight_decay,
     }
+    if settings.moments is None:
+        return torch.optim.Adam(
+            trained,
+            **options,
+            decoupled_weight_decay=settings.name == "AdamW",
+            fused=settings.implementation == "fused",
+            foreach=settings.implementation == "foreach",
+        )
+    from torchao.optim import Adam8bit, AdamW8bit
+    from torchao.optim.subclass_8bit import OptimState8bit
+
+    OptimState8bit.implements(torch.ops.aten.zero_.default)(_zero)  # which forget_moments asks for
+    optimizer = (AdamW8bit if settings.name == "AdamW" else Adam8bit)(trained, **options)
+    for parameter in trained:  # what it would make itself with the first gradient
+        first, second = (
+            torch.zeros_like(parameter, dtype=torch.bfloat16, requires_grad=False)
+            if settings.moments == "bf16"
+            else optimizer._new_buffer(parameter.detach(), signed)
+            for signed in (True, False)
+        )
+        optimizer.state[parameter] = {"step": torch.tensor(0.0), "exp_avg": first, "exp_avg_sq": second}
+    return optimizer
+
+
+def _zero(_func: object, _types: object, args: tuple[Any, ...], _kwargs: object) -> Any:
+    args[0].codes.zero_()
+    args[0].scale.zero_()
+    return args[0]
+
+
+def make_step(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Let an optimizer make its step with this learning rate."""
+    own = isinstance(optimizer, torch.optim.Adam)
+    for group in optimizer.param_groups:
+        group["lr"] = lr if own else group["lr"].fill_(lr)
+    # torchao compiles its step, for each shape of a parameter: minutes on a CPU, where there is nothing to win
+    on_cpu = optimizer.param_groups[0]["params"][0].device.type == "cpu"
+    with nullcontext() if own or not on_cpu else torch.compiler.set_stance("force_eager"):
+        optimizer.step()
+
+
+def numbers(moment: torch.Tensor) -> torch.Tensor:
+    """Return a moment as numbers: itself, or what its 8 bits stand for in float32, from which `set_numbers` makes the same ones again.
+
+    So a checkpoint does not depend on blocks of 256, which another number of ranks would cut elsewhere.
+    """
+    held = local(moment)
+    if not hasattr(held, "codes"):
+        return moment
+    plain: torch.Tensor = held.dequantize()  # pyright: ignore[reportAttributeAccessIssue]
+    if not isinstance(moment, DTensor):
+        return plain
+    return DTensor.from_local(
+        plain,
+        moment.device_mesh,
+        moment.placements,
+        run_check=False,
+        shape=moment.shape,
+        stride=moment.stride(),
+    )
+
+
+@torch.no_grad()
+def set_numbers(moment: torch.Tensor, values: torch.Tensor) -> None:
+    """Give a moment the numbers that `numbers` returned, changed since."""
+    if values is moment:
+        return
+    from torchao.optim.quant_utils import quantize_8bit_with_qmap
+
+    held: Any = local(moment)
+    plain = local(values)
+    blocks = plain.view(len(held.scale), -1)
+    # the lowest code stands for less than the highest, so that the largest number of a block is not always its scale, as torchao has it
+    lowest, highest = held.qmap.aminmax()
+    scale = blocks.amax(1).clamp(min=0) / highest
+    if held.signed:
+        scale = torch.maximum(scale, blocks.amin(1).clamp(max=0) / lowest)
+    held.scale.copy_(scale)
+    held.codes.copy_(quantize_8bit_with_qmap((blocks / scale.clamp(min=1e-12)[:, None]).view(plain.shape), held.qmap))
 
 
 @dataclass

@@ -27,7 +27,7 @@ from hpcrl.trainer.advantages import estimate_advantages
 from hpcrl.trainer.backends.base import Objective, UpdateResult
 from hpcrl.trainer.backends.build import build_critic, build_policy
 from hpcrl.trainer.backends.fsdp import sharding
-from hpcrl.trainer.backends.fsdp.optimizer import adam_settings
+from hpcrl.trainer.backends.fsdp.optimizer import make_adam
 from hpcrl.trainer.backends.megatron.adapters.whole import merging, whole_adapters
 from hpcrl.trainer.backends.megatron.engine import MegatronEngine
 from hpcrl.trainer.batching import MicroBatchLimit
@@ -326,7 +326,7 @@ def have_one_A(engine: Any) -> None:
         for layer in layers[1:]:
             layer.lora_A.default.weight = layers[0].lora_A.default.weight
     trained = [parameter for parameter in engine._model.parameters() if parameter.requires_grad]
-    engine._optimizer = torch.optim.Adam(trained, **adam_settings(engine._optimizer_config))
+    engine._optimizer = make_adam(trained, engine._optimizer_config)
 
 
 def weights(engine: Any, world: World) -> Values:

@@ -1,0 +1,45 @@
+"""Which activations of a transformers model are computed again in backward, which are kept, and where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.attention.varlen  # registers its operator
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from hpcrl.config.sections.trainer import TrainerConfig
+
+# what scaled_dot_product_attention and varlen_attn become, but for the kernel that has all scores
+_ATTENTION = [
+    torch.ops.torch_attn._varlen_attn.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+]
+
+
+def recompute(model: PreTrainedModel, trainer: TrainerConfig, *, offload: bool) -> None:
+    """Let layers of a model in training keep no more than their inputs, as the settings gradient_checkpointing* say.
+
+    Args:
+        offload: the inputs are kept in host memory, pinned where there is a GPU, so that the host does not wait for copies.
+    """
+    options: dict[str, Any] = {"use_reentrant": trainer.gradient_checkpointing_use_reentrant}
+    if trainer.gradient_checkpointing_keep == "attention":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _ATTENTION)
+    model.gradient_checkpointing_enable(options, trainer.gradient_checkpointing_every)
+    if offload:  # not transformers' own, which wants pinned memory where there is no GPU either
+        for layer in (module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)):
+            layer._gradient_checkpointing_func = partial(_offloaded, partial(checkpoint, **options))
+
+
+def _offloaded(checkpointed: Callable[..., Any], layer: Callable[..., Any], *inputs: Any) -> Any:
+    with save_on_cpu(pin_memory=True):
+        return checkpointed(layer, *inputs)
