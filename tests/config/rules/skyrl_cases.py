@@ -309,7 +309,7 @@ SKYRL = [
         "Megatron shares samples by context parallelism",
         {**MEGATRON_4, "trainer.policy.sequence_parallel_size": 2},
         "trainer.policy.sequence_parallel_size", "see trainer.policy.megatron_config.context_parallel_size",
-        {**MEGATRON_4, f"{MEGATRON}.context_parallel_size": 2},
+        {**MEGATRON_4, f"{MEGATRON}.context_parallel_size": 2, "trainer.ref.sequence_parallel_size": 1},
     ),
     Case(
         "Megatron packs",

@@ -86,3 +86,11 @@ def test_four_ranks(tmp_path: Path, model_path: Path) -> None:
     for number, gradients in enumerate(test_critic.true(tmp_path, model_path, "values of four").gradients):
         for key, value in gradients.items():
             torch.testing.assert_close(tensors[f"gradient.{number}.{key}"], value, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.faults_slow
+def test_compiled_layers_end_where_ranks_exchange_heads(results: Path, model_path: Path, two: Ranks) -> None:
+    run, told = str(results / "run"), {"model": str(model_path), "out": str(results)}
+    ways = {"compiled": together(2, policy={"compile_model": True}, gradient_checkpointing=True)}
+    two.play([("sequence.scenarios:variants", {**told, "run": run, "variants": ways})])
+    expect_same(results, true(results, model_path), "compiled")
