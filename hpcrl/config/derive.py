@@ -245,7 +245,8 @@ def model_parallel_size(trainer: TrainerConfig) -> int:
 
 def critic_model_parallel_size(trainer: TrainerConfig) -> int:
     """Return how many ranks of the critic share the computation of each sample."""
-    return model_parallel_size(trainer) if trainer.strategy == "megatron" else trainer.critic.sequence_parallel_size
+    own = trainer.critic.sequence_parallel_size
+    return model_parallel_size(trainer) if trainer.strategy == "megatron" or own is None else own
 
 
 def model_config_kwargs(section: PolicyConfig | RefConfig) -> dict[str, Any]:
@@ -256,7 +257,9 @@ def model_config_kwargs(section: PolicyConfig | RefConfig) -> dict[str, Any]:
 def ref_model_parallel_size(trainer: TrainerConfig) -> int:
     """Return how many ranks of the reference model share the computation of each sample."""
     ref = trainer.ref
-    return _megatron_size(ref.megatron_config) if trainer.strategy == "megatron" else ref.sequence_parallel_size
+    if trainer.strategy == "megatron":
+        return _megatron_size(ref.megatron_config)
+    return model_parallel_size(trainer) if ref.sequence_parallel_size is None else ref.sequence_parallel_size
 
 
 def _megatron_size(sizes: MegatronModelConfig) -> int:

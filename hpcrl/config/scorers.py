@@ -18,6 +18,7 @@ from hpcrl.config.derive import (
     micro_batch_tokens,
     model_config_kwargs,
     ref_model,
+    ref_model_parallel_size,
     ref_sharding,
     temperature,
     uses_reference,
@@ -59,6 +60,7 @@ class ScorerSet:
         sources: data sources of the groups that it judges; None: all that no other set of the role does.
         pool: what more copies ask for, in a job array of their own.
         nodes: that the ranks of a copy are on, equally many on each.
+        sharing: ranks that share the tokens of each sample, with FSDP2.
     """
 
     role: ScorerRole
@@ -71,6 +73,7 @@ class ScorerSet:
     engine: bool = False
     pool: ElasticConfig = field(default_factory=ElasticConfig)
     nodes: int = 1
+    sharing: int = 1
 
     @property
     def ranks_per_node(self) -> int:
@@ -168,14 +171,16 @@ def scorer_sets(config: ConfigTree) -> list[ScorerSet]:
         name = _name(config, TEACHER, model, dtype, sharding, top)
         size = own.placement.num_replicas, ranks
         nodes = own.placement.nodes_per_replica
-        found.append(ScorerSet(TEACHER, name, model, *size, sharding, sources, engine, nodes=nodes))
+        sharing = own.placement.sequence_parallel_size if own.backend == "fsdp2" else 1
+        found.append(ScorerSet(TEACHER, name, model, *size, sharding, sources, engine, nodes=nodes, sharing=sharing))
     if has_own_reference(trainer):
         model, nodes, ranks = ref_model(trainer), placement.ref_num_nodes, placement.ref_num_gpus_per_node
         fsdp = ref_sharding(trainer)
         name = _name(config, REFERENCE, model, model_config_kwargs(trainer.ref), fsdp)
         nodes = placement.policy_num_nodes if nodes is None else nodes
         ranks = placement.policy_num_gpus_per_node if ranks is None else ranks
-        found.append(ScorerSet(REFERENCE, name, model, nodes, ranks, fsdp))
+        sharing = ref_model_parallel_size(trainer) if trainer.strategy == "fsdp2" else 1
+        found.append(ScorerSet(REFERENCE, name, model, nodes, ranks, fsdp, sharing=sharing))
     if (judge := scoring_reward_model(config)) is not None:
         assert judge.model is not None
         model, fsdp = Pretrained(judge.model, judge.revision), forward_sharding(judge.fsdp_config, trainer)

@@ -30,21 +30,16 @@ class Unimplemented:
     result: bool = True
 
 
-_PARALLEL = Unimplemented("sequence parallelism")
 _FP4 = Unimplemented("training in FP4, which torchao has not; use fp8")
 
 
 UNIMPLEMENTED: dict[str, Unimplemented] = {
-    "trainer.sequence_parallel_backend": _PARALLEL,
     "trainer.policy.model.lora.adapter_names": Unimplemented("diffusion models"),
     "trainer.policy.low_precision.fp4": _FP4,
     "trainer.policy.low_precision.fp4_recipe": _FP4,
     "trainer.policy.low_precision.fp4_granularity": _FP4,
     "trainer.policy.diffusers": Unimplemented("diffusion models"),
-    "trainer.policy.sequence_parallel_size": _PARALLEL,
-    "trainer.ref.sequence_parallel_size": _PARALLEL,
     "trainer.critic.model.lora.adapter_names": Unimplemented("diffusion models"),
-    "trainer.critic.sequence_parallel_size": _PARALLEL,
     "vla": Unimplemented("vision-language-action models"),
 }
 
@@ -80,6 +75,9 @@ def _instead(setting: Setting, missing: Unimplemented) -> str:
 
 _BESIDE_POLICY = "unset: beside the policy; SkyRL gives a critic GPUs of its own as soon as engines have theirs"
 _AS_POLICY = "unset: as the policy; SkyRL's 1 is wrong as soon as the policy has more"
+_AS_POLICY_SIZE = (
+    "unset: as the policy, whose samples it gets; SkyRL's 1 would compute each on every rank that shares it"
+)
 _AS_TRAINING = "unset: as in training; SkyRL uses fixed values as soon as one setting of the section is given"
 _EMPTY = "an empty table means what SkyRL's null means"
 _USERS_OWN = "the user names the data; SkyRL's default is a path in its authors' setup"
@@ -96,6 +94,8 @@ DIFFERENT_DEFAULTS: dict[str, str] = {
     "trainer.placement.critic_num_gpus_per_node": _BESIDE_POLICY,
     "trainer.placement.ref_num_nodes": _AS_POLICY,
     "trainer.placement.ref_num_gpus_per_node": _AS_POLICY,
+    "trainer.ref.sequence_parallel_size": _AS_POLICY_SIZE,
+    "trainer.critic.sequence_parallel_size": _AS_POLICY_SIZE,
     "trainer.fully_async.max_staleness_steps": "one training loop serves both kinds, and is on-policy by default; SkyRL reads its 4 only in its fully asynchronous trainer",
     "trainer.fully_async.num_parallel_generation_workers": "unset: computed from batch size and staleness; SkyRL's 768 fits one batch size only",
     "trainer.max_ckpts_to_keep": "SkyRL's -1 keeps all, which fills a quota: a checkpoint of a model of 8 billion parameters has 96 GB",

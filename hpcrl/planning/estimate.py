@@ -9,11 +9,13 @@ from hpcrl.config import Config, TrainerConfig, trainer_ranks
 from hpcrl.config.adapters import adapters, reference_has_values
 from hpcrl.config.derive import (
     copy_ranks,
+    critic_model_parallel_size,
     critic_nodes,
     critic_ranks,
     gpu_count,
     has_own_critic,
     largest_micro_batch,
+    model_parallel_size,
     needs_fsdp,
     ref_sharding,
     self_teacher,
@@ -30,6 +32,7 @@ from hpcrl.planning.memory import (
     Width,
     activations,
     copied_keys,
+    exchanged_heads,
     fsdp_gathered,
     fsdp_state,
     logprob_buffer,
@@ -89,9 +92,11 @@ def estimate_critic(config: Config, models: Mapping[str, Shapes]) -> Estimate | 
 
 def _fsdp(config: Config, models: Mapping[str, Shapes], which: range, on_node: int) -> Estimate:
     trainer, ranks, device = config.trainer, len(which), memory_of_rank(config, on_node)[0]
-    tokens, on_gpu = largest_micro_batch(config), gpu_count(config.slurm) > 0
+    on_gpu = gpu_count(config.slurm) > 0
     needs, counts = dict[str, Need](), dict[str, list[int]]()
     for role, shapes in models.items():
+        together = critic_model_parallel_size(trainer) if role == "critic" else model_parallel_size(trainer)
+        tokens = -(-largest_micro_batch(config) // together)
         fsdp = ref_sharding(trainer) if role == "ref" else _sharding(trainer, role)
         precision = fsdp.mixed_precision
         averaged = self_teacher(trainer) == "ema"
@@ -112,11 +117,12 @@ def _fsdp(config: Config, models: Mapping[str, Shapes], which: range, on_node: i
             )
             need = replace(need, gathered=gathered)
         if role != "ref":
-            kept = _activations(trainer, role, shapes.width, tokens, BYTES[precision.param_dtype])
-            kept += merged_experts(shapes.weights, precision.param_dtype, recompute=trainer.gradient_checkpointing)
+            size, recompute = BYTES[precision.param_dtype], trainer.gradient_checkpointing
+            kept = _activations(trainer, role, shapes.width, tokens, size)
+            kept += merged_experts(shapes.weights, precision.param_dtype, recompute=recompute)
+            kept += exchanged_heads(shapes.width, tokens, together, size, recompute=recompute)
             if group := shared_prompt(config):
                 copied = tokens * (group.whole - group.computed) // group.computed
-                size, recompute = BYTES[precision.param_dtype], trainer.gradient_checkpointing
                 kept += copied_keys(shapes.width, copied, size, recompute=recompute)
             need = replace(need, activations=kept)
         if role != "critic" and not trains_reward_model(trainer):

@@ -10,6 +10,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hpcrl.config.rules.model_fit import HeadShare
+
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 _MOMENTS = 2  # of Adam
@@ -283,6 +285,22 @@ def copied_keys(width: Width, tokens: int, size: int, *, recompute: bool) -> int
         size: bytes of a number.
     """
     return 2 * width.kv_heads * width.head * size * tokens * (1 if recompute else width.layers)
+
+
+def exchanged_heads(width: Width, tokens: int, ranks: int, size: int, *, recompute: bool) -> int:
+    """Return the bytes that ranks which share the tokens of samples keep beside the activations of their own: results of attention both
+    before and after they are exchanged, and the heads of keys and values that several ranks have.
+
+    Args:
+        tokens: of this rank, of the largest micro-batch.
+        ranks: that share them.
+        size: bytes of a number.
+    """
+    if ranks == 1:
+        return 0
+    most = max(len(share.keys) for share in HeadShare.of(width.heads, width.kv_heads, ranks))
+    columns = (width.heads + 2 * (most * ranks - width.kv_heads)) * width.head
+    return columns * size * tokens * (1 if recompute else width.layers)
 
 
 def merged_experts(weights: Sequence[Weight], dtype: str, *, recompute: bool) -> int:

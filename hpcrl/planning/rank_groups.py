@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from hpcrl.config import TrainerConfig, trainer_ranks
-from hpcrl.config.derive import copy_ranks, critic_nodes, has_own_critic
+from hpcrl.config.derive import (
+    copy_ranks,
+    critic_model_parallel_size,
+    critic_nodes,
+    has_own_critic,
+    model_parallel_size,
+)
 from hpcrl.config.rules.megatron_groups import Groups, ParallelLayout
 from hpcrl.config.rules.megatron_layouts import product
 from hpcrl.config.sections.model import FSDPConfig
@@ -20,7 +26,12 @@ _WORDS = {
     "EDP": "copies of an expert",
 }
 _MOST_GROUPS, _MOST_RANKS = 4, 8
-_FAST = ("TP", "ETP")  # wait for each other in every layer
+_TOGETHER = "ranks with the same samples"
+_FAST = {  # wait for each other in every layer
+    "TP": "trainer.policy.megatron_config.tensor_model_parallel_size",
+    "ETP": "trainer.policy.megatron_config.expert_tensor_parallel_size",
+    _TOGETHER: "trainer.policy.sequence_parallel_size",
+}
 
 
 def describe_ranks(trainer: TrainerConfig) -> list[str]:
@@ -33,10 +44,10 @@ def describe_ranks(trainer: TrainerConfig) -> list[str]:
 
     where = f"{ranks} trainer rank(s), {on_node} on each of {nodes} node(s)"
     if trainer.strategy != "megatron":
-        lines = [
-            f"{where}, {trainer.strategy}",
-            *_lines(_copies(trainer.policy.fsdp_config, range(ranks), on_node), node_of),
-        ]
+        groups = _copies(trainer.policy.fsdp_config, range(ranks), on_node)
+        groups |= _sharing(range(ranks), model_parallel_size(trainer))
+        lines = [f"{where}, {trainer.strategy}", *_lines(groups, node_of)]
+        lines += _slow({_TOGETHER: groups[_TOGETHER]} if _TOGETHER in groups else {}, on_node)
         if trainer.policy.fsdp_config.fsdp_size is None and nodes > 1:
             lines.append(
                 "  or a copy on each node, where its state takes at most a third of the GPUs' memory (fsdp_config.fsdp_size)"
@@ -64,9 +75,9 @@ def _critic(trainer: TrainerConfig) -> Iterator[str]:
     ranks = range(first, first + nodes * on_node)
     yield f"{len(ranks)} rank(s) of the critic, {on_node} on each of {nodes} node(s)"
     before = trainer.placement.policy_num_nodes
-    yield from _lines(
-        _copies(trainer.critic.fsdp_config, ranks, on_node), lambda rank: before + (rank - first) // on_node
-    )
+    groups = _copies(trainer.critic.fsdp_config, ranks, on_node)
+    groups |= _sharing(ranks, critic_model_parallel_size(trainer))
+    yield from _lines(groups, lambda rank: before + (rank - first) // on_node)
 
 
 def _copies(fsdp: FSDPConfig, ranks: range, on_node: int) -> dict[str, Groups]:
@@ -75,6 +86,11 @@ def _copies(fsdp: FSDPConfig, ranks: range, on_node: int) -> dict[str, Groups]:
         "one copy of the parameters": [tuple(ranks[at : at + size]) for at in range(0, len(ranks), size)],
         "ranks with the same part": [tuple(ranks[at::size]) for at in range(size)],
     }
+
+
+def _sharing(ranks: range, size: int) -> dict[str, Groups]:
+    """Return the ranks that share the tokens of each sample, where several do."""
+    return {_TOGETHER: [tuple(ranks[at : at + size]) for at in range(0, len(ranks), size)]} if size > 1 else {}
 
 
 def _lines(groups: dict[str, Groups], node_of: Callable[[int], int]) -> Iterator[str]:
@@ -107,11 +123,11 @@ def _nodes(group: Sequence[int], node_of: Callable[[int], int]) -> str:
 
 
 def _slow(groups: dict[str, Groups], on_node: int) -> Iterator[str]:
-    for name in _FAST:
+    for name, setting in _FAST.items():
         crossing = [group for group in groups.get(name, []) if group[0] // on_node != group[-1] // on_node]
         if crossing:
-            setting = "expert_tensor_parallel_size" if name == "ETP" else "tensor_model_parallel_size"
+            what = name if name == _TOGETHER else f"{name} groups"
             yield (
-                f"  warning: {name} groups cross nodes, such as {_ranks(crossing[0])} ({_nodes(crossing[0], lambda rank: rank // on_node)}), and wait for the "
-                f"network in every layer; make trainer.policy.megatron_config.{setting} a divisor of the {on_node} ranks of a node"
+                f"  warning: {what} cross nodes, such as {_ranks(crossing[0])} ({_nodes(crossing[0], lambda rank: rank // on_node)}), and wait for the "
+                f"network in every layer; make {setting} a divisor of the {on_node} ranks of a node"
             )

@@ -41,7 +41,7 @@ class Served:
         what: it is, in words.
         processes: that hold it, `ranks` for each copy.
         together: of those, how many share what a node without GPUs has.
-        tokens: of a forward pass.
+        tokens: of a forward pass, as far as one process computes them.
         scorers: whose it is; None: of reward services.
     """
 
@@ -71,7 +71,8 @@ def served(config: Config) -> Iterator[Served]:
         elif each.role == REWARD:
             tokens = max(config.environment.reward_model.max_tokens_per_micro_batch, longest)
         together = each.ranks_per_node * max(1, min(each.replicas, scorers_per_node(config, each)))
-        yield Served(each.title, each.model, each.copies * each.ranks, each.ranks, together, tokens, each)
+        of_rank = -(-tokens // each.sharing)
+        yield Served(each.title, each.model, each.copies * each.ranks, each.ranks, together, of_rank, each)
 
 
 def served_shapes(config: Config, model: Served, folder_of: Callable[[Pretrained], Path | None]) -> Shapes:

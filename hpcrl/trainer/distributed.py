@@ -45,6 +45,8 @@ class World:
         leads: where several ranks train the same samples, one of them leads: it writes what is known of these.
         timeout: of each collective, for groups that are made later.
         tensors: group of these ranks that carries tensors; None: torch's own, of all ranks.
+        together: where several ranks share the tokens of each sample, the group of those that have the same samples as this one, for tensors;
+            None: each has its own samples, or the backend knows.
     """
 
     rank: int
@@ -54,6 +56,7 @@ class World:
     leads: bool = True
     timeout: timedelta = _LEAST
     tensors: dist.ProcessGroup | None = None
+    together: dist.ProcessGroup | None = None
 
     @property
     def first(self) -> bool:
@@ -93,6 +96,30 @@ class World:
                 found = replace(self, rank=self.rank - first, size=size, control=control, tensors=tensors)
             first += size
         return found
+
+    def sharing(self, size: int) -> World:
+        """Return the ranks that have other samples than this one, where `size` ranks that follow one another share each. All ranks call it."""
+        if size == 1:
+            return self
+        assert self.size % size == 0, f"{size} ranks cannot share each sample among {self.size}"
+        ranks, place = dist.get_process_group_ranks(self.control), self.rank % size
+        first = self.rank - place
+        # ranks of another model do not come; see hpcrl/trainer/backends/fsdp/sharding.py
+        control, together = (
+            cast(
+                dist.ProcessGroup,
+                dist.new_group(own, timeout=self.timeout, backend=backend, use_local_synchronization=True),
+            )
+            for own, backend in ((ranks[place::size], "gloo"), (ranks[first : first + size], None))
+        )
+        return replace(
+            self,
+            rank=self.rank // size,
+            size=self.size // size,
+            control=control,
+            leads=self.leads and place == 0,
+            together=together,
+        )
 
     def any_rank(self, flag: bool) -> bool:
         """Return whether `flag` is set on any rank."""

@@ -257,7 +257,9 @@ class Learner:
         """Let the ranks of the other model have scores that those of one have worked out, where there are others."""
         if self._ranks.together:
             return
-        own = [getattr(mini.samples.scores, column) for mini in minis] if worked_out else None
+        together = self._data.together
+        told = worked_out and (together is None or together.rank() == 0)  # of ranks with the same samples, one tells
+        own = [getattr(mini.samples.scores, column) for mini in minis] if told else None
         for mini, found_P in zip(minis, self._ranks.exchange(minis, own), strict=True):
             setattr(mini.samples.scores, column, found_P)
 

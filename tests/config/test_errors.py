@@ -288,9 +288,9 @@ def test_a_name_that_no_section_has_leads_to_its_own_section(tmp_path: Path) -> 
 
 
 def test_what_is_not_implemented_yet_is_not_explained_any_further(tmp_path: Path) -> None:
-    found = problems(tmp_path, "trainer.policy.sequence_parallel_size=3")
-    (told,) = [line for line in found if "trainer.policy.sequence_parallel_size: " in line]
-    assert "not implemented yet (sequence parallelism)" in told
+    found = problems(tmp_path, "generator.inference_engine.weight_transfer_threshold_cuda_ipc_GB=-1.0")
+    (told,) = [line for line in found if "weight_transfer_threshold_cuda_ipc_GB: " in line]
+    assert "not implemented yet (weights handed over on the GPU)" in told
 
 
 def test_control_characters_of_a_file_are_shown_as_escapes(tmp_path: Path) -> None:

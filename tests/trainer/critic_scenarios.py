@@ -65,13 +65,13 @@ def make_critic(world: World, trainer: TrainerConfig) -> WatchedCritic:
 
 
 def appraised(
-    critic: FsdpCritic, run: Run, batch: Batch, trainer: TrainerConfig, limit: MicroBatchLimit, world: World
+    critic: FsdpCritic, run: Run, batch: Batch, trainer: TrainerConfig, limit: MicroBatchLimit
 ) -> list[MiniBatch]:
     """Return the policy's mini-batches of a batch with values, advantages and returns."""
-    minis = load(run, batch, trainer.algorithm, trainer.policy_mini_batch_size, limit, world)
+    minis = load(run, batch, trainer.algorithm, trainer.policy_mini_batch_size, limit, critic.data)
     for mini in minis:
         mini.samples.scores.values = mini.scored(critic.values)
-    estimate_advantages(batch, [mini.samples for mini in minis], trainer.algorithm, world.sum)
+    estimate_advantages(batch, [mini.samples for mini in minis], trainer.algorithm, critic.data.sum)
     return minis
 
 
@@ -81,10 +81,9 @@ def train_critic(
     batch: Batch,
     trainer: TrainerConfig,
     limit: MicroBatchLimit,
-    world: World,
 ) -> dict[str, float]:
     """Make the critic's optimizer steps of a batch and return critic/*."""
-    own = regrouped(minis, batch, trainer.critic_mini_batch_size, (limit, limit), world, CRITIC_REDUCTION)
+    own = regrouped(minis, batch, trainer.critic_mini_batch_size, (limit, limit), critic.data, CRITIC_REDUCTION)
     objective = build_critic_objective(trainer.algorithm.value_clip)
     return describe_critic([train(critic, mini, objective) for mini in own * trainer.update_epochs_per_batch])
 
@@ -98,10 +97,10 @@ def one_batch(world: World, options: dict[str, Any]) -> None:
         limit = MicroBatchLimit(variant["micro"], variant.get("tokens"), variant.get("shared", False))
         critic = make_critic(world, trainer)
         tensors = {f"initial.{key}": value for key, value in parameters(critic).items()}
-        minis = appraised(critic, run, batch, trainer, limit, world)
+        minis = appraised(critic, run, batch, trainer, limit)
         found = {f"{one.ref.group}-{one.ref.index}": one for one in views(mini.samples for mini in minis)}
         weights = [sample.weight for sample in found.values()]
-        told = {"metrics": train_critic(critic, minis, batch, trainer, limit, world), "updates": critic.updates}
+        told = {"metrics": train_critic(critic, minis, batch, trainer, limit), "updates": critic.updates}
         told["kept"] = weights == [sample.weight for sample in found.values()]
         for number, gradients in enumerate(critic.seen):
             tensors |= {f"gradient.{number}.{key}": value for key, value in gradients.items()}
@@ -127,8 +126,8 @@ def lifetime(world: World, options: dict[str, Any]) -> None:
     told = []
     for at in range(step + 1, options["until"] + 1):
         batch, limit = Batch.from_json(read_json(run.batch(at))), MicroBatchLimit(2)
-        minis = appraised(critic, run, batch, trainer, limit, world)
-        told.append(train_critic(critic, minis, batch, trainer, limit, world))
+        minis = appraised(critic, run, batch, trainer, limit)
+        told.append(train_critic(critic, minis, batch, trainer, limit))
         if at in options["saves"]:
             checkpoints.save(policy, critic, batch, {})
     if world.first:

@@ -105,9 +105,7 @@ def loaded(
     return minis
 
 
-def train_steps(
-    engine: FsdpPolicy, run: Run, steps: range, world: World, options: dict[str, Any]
-) -> list[UpdateResult]:
+def train_steps(engine: FsdpPolicy, run: Run, steps: range, options: dict[str, Any]) -> list[UpdateResult]:
     """Train batches with two mini-batches of two groups each, scoring old and reference log-probabilities first."""
     trained = []
     limit = MicroBatchLimit(options["micro"], options.get("tokens"), options.get("shared", False))
@@ -116,7 +114,7 @@ def train_steps(
             engine.to_host()
             engine.to_device()
         batch = Batch.from_json(read_json(run.batch(step)))
-        minis = loaded(run, batch, ALGORITHM, 2, world, limit)
+        minis = loaded(run, batch, ALGORITHM, 2, engine.data, limit)
         for mini in minis:
             score(engine, mini, MicroBatchLimit(options.get("forward", 4), limit.tokens), old=True, reference=True)
         trained += [train(engine, mini, build_objective(ALGORITHM)) for mini in minis]
@@ -135,7 +133,7 @@ def variants(world: World, options: dict[str, Any]) -> None:
         engine = make_engine(world, options["model"], variant)
         engine.__class__ = Watched
         assert isinstance(engine, Watched)
-        trained = train_steps(engine, Run.open(options["run"]), range(1, 3), world, variant)
+        trained = train_steps(engine, Run.open(options["run"]), range(1, 3), variant)
         tensors = {f"gradient.{key}": value for key, value in engine.seen.items()}
         tensors |= {f"parameter.{key}": value for key, value in parameters(engine).items()}
         show(f"{options['out']}/{name}.json", trained, world)
@@ -241,7 +239,7 @@ def lifetime(world: World, options: dict[str, Any]) -> None:
     publisher.resume(engine, step)
     trained, random = [], torch.rand(3).tolist()
     for at in range(step + 1, options["until"] + 1):
-        trained += train_steps(engine, run, range(at, at + 1), world, options)
+        trained += train_steps(engine, run, range(at, at + 1), options)
         publisher.publish(engine, at)
         publisher.retire()
         if at in options.get("dies_saving", []) and world.rank == world.size - 1:
@@ -278,7 +276,7 @@ def moving(world: World, options: dict[str, Any]) -> None:
     (refs,) = mini_batches(batch, len(batch.groups))
     packed = load_samples(run, batch, refs).whole()
     found = {"before": next(engine.logprobs([packed], reference=True))}
-    train_steps(engine, run, range(1, 2), world, options)
+    train_steps(engine, run, range(1, 2), options)
     engine.reset_reference(fresh_optimizer=True)
     found["moved"] = next(engine.logprobs([packed], reference=True))
     found["policy"] = next(engine.logprobs([packed]))
@@ -337,9 +335,7 @@ def deterministic(world: World, options: dict[str, Any]) -> None:
         torch.zeros(3).put_(torch.tensor([0, 0]), torch.ones(2))
     except RuntimeError as error:
         refused = "deterministic" in str(error)
-    trained = train_steps(
-        make_engine(world, options["model"], options), Run.open(options["run"]), range(1, 2), world, options
-    )
+    trained = train_steps(make_engine(world, options["model"], options), Run.open(options["run"]), range(1, 2), options)
     show(options["out"], trained, world)
     if world.first:
         facts = {"refused": refused, "cublas": os.environ["CUBLAS_WORKSPACE_CONFIG"]}

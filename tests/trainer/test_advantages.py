@@ -287,7 +287,7 @@ def test_the_filter_in_the_mini_batches(tmp_path: Path, two: Ranks) -> None:
 def test_a_batch_that_teaches_nothing_moves_nothing(tmp_path: Path, model_path: Path, alone: World) -> None:
     run, batch = some_batch(tmp_path / "run")
     engine = make_engine(alone, str(model_path), {})
-    train_steps(engine, run, range(1, 2), alone, {"micro": 4})  # momentum and weight decay would move it from here on
+    train_steps(engine, run, range(1, 2), {"micro": 4})  # momentum and weight decay would move it from here on
     for group in batch.groups:
         group.rewards[:] = [1.0] * 4
     algorithm = AlgorithmConfig(zero_variance_filter=True)

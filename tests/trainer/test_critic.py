@@ -288,10 +288,10 @@ def test_it_learns_a_constant_reward(model_path: Path, tmp_path: Path, alone: Wo
     critic, limit, means = critic_scenarios.make_critic(alone, trainer), MicroBatchLimit(64), []
     critic.schedule(10**6)
     for _ in range(40):
-        minis = critic_scenarios.appraised(critic, run, batch, trainer, limit, alone)
+        minis = critic_scenarios.appraised(critic, run, batch, trainer, limit)
         for mini in minis:
             mini.samples.scores.returns = torch.full_like(mini.samples.rewards, 0.7)
-        found = critic_scenarios.train_critic(critic, minis, batch, trainer, limit, alone)
+        found = critic_scenarios.train_critic(critic, minis, batch, trainer, limit)
         means.append(found["critic/values_mean"])
     assert abs(means[0]) < 0.2
     assert means[-1] == pytest.approx(0.7, abs=0.05)

@@ -51,6 +51,7 @@ from hpcrl.config.rules.ranks import (
     equal_shares,
     parallel_sizes,
     shared_gpus,
+    shared_tokens,
     whole_mini_batches,
 )
 from hpcrl.config.rules.rewards import (
@@ -354,6 +355,7 @@ _CALCULATING: tuple[Rule, ...] = (
     parallel_sizes,
     expert_sizes,
     equal_shares,
+    shared_tokens,
     enough_samples,
     sharding,
     _staleness,

@@ -34,7 +34,7 @@ _OF_FSDP2 = (
     *(f"fsdp_config.{one.name}" for one in fields(ShardingConfig)),
 )
 _OF_RANKS = "micro_batch_size_per_gpu", "max_tokens_per_micro_batch", "fsdp_config.mixed_precision.param_dtype"
-_OF_MEGATRON = tuple(f"placement.{name}_parallel_size" for name in ("tensor", "pipeline", "sequence", "expert"))
+_OF_MEGATRON = tuple(f"placement.{name}_parallel_size" for name in ("tensor", "pipeline", "expert"))
 _OF_SCORERS = (
     *(
         "model_revision",
@@ -253,7 +253,7 @@ _OF_MODES = (
         lambda config: config.trainer.distillation.backend == "fsdp2",
     ),
     Switch(
-        tuple(f"trainer.distillation.{name}" for name in _OF_RANKS),
+        tuple(f"trainer.distillation.{name}" for name in (*_OF_RANKS, "placement.sequence_parallel_size")),
         'trainer.distillation.backend="fsdp2" or "megatron"',
         lambda config: config.trainer.distillation.backend != "vllm",
     ),

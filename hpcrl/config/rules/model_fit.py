@@ -1,9 +1,11 @@
-"""Whether a model can be laid out over Megatron-core's ranks, and its samples be packed, by the entries of its config.json."""
+"""Whether ranks can share a model, with Megatron-core or by sequence parallelism, and samples can be packed, by the entries of its config.json."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from hpcrl.config.errors import Problem
@@ -69,6 +71,49 @@ def misfits(
     yield from _tensor(path, sizes, entries, whose)
     yield from _stages(path, sizes, entries, whose)
     yield from _experts(path, sizes, entries, whose)
+
+
+@dataclass(frozen=True)
+class HeadShare:
+    """The heads of one of the ranks that share the tokens of samples, with FSDP2.
+
+    Attributes:
+        queries: of the model's query heads; some ranks have one more than others where they cannot be shared equally.
+        keys: the heads of keys and values that these belong to, of which several ranks may have the same.
+    """
+
+    queries: range
+    keys: range
+    _group: int
+
+    @property
+    def times(self) -> list[int]:
+        """How many of these query heads belong to each of `keys`."""
+        return [sum(head // self._group == key for head in self.queries) for key in self.keys]
+
+    @classmethod
+    def of(cls, heads: int, key_heads: int, ranks: int) -> list[HeadShare]:
+        """Return those of each rank; there are at most as many ranks as query heads."""
+        group, ends = heads // key_heads, [heads * rank // ranks for rank in range(ranks + 1)]
+        queries = [range(*part) for part in pairwise(ends)]
+        return [cls(own, range(own[0] // group, own[-1] // group + 1), group) for own in queries]
+
+
+def cannot_share(path: str, ranks: int, entries: Mapping[str, Any], whose: str) -> Iterator[Problem]:
+    """Yield why so many ranks cannot share the tokens of a model's samples (FSDP2's sequence parallelism); arguments as of `misfits`."""
+    entries = text_entries(entries)
+    if entries.get("model_type") in STATE_LAYERS:
+        yield Problem(
+            path,
+            f"the {whose} has layers that carry a state from token to token, so that ranks cannot share its tokens; leave it out",
+        )
+    heads = _count(entries, "num_attention_heads")
+    if heads and ranks > heads:
+        yield Problem(
+            path,
+            f"in attention each of {ranks} ranks has query heads of its own, and the {whose} has {heads}{factors(heads)}; use at most {heads}, "
+            "best a divisor",
+        )
 
 
 def text_entries(entries: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -53,16 +53,44 @@ def whole_mini_batches(config: ConfigTree) -> Iterator[Problem]:
             )
 
 
+def _on_policy_ranks(trainer: TrainerConfig) -> list[str]:
+    """Return the other models that have the policy's ranks and samples."""
+    apart = {"policy", "critic"} if has_own_critic(trainer) else {"policy"}
+    return [role for role in _roles(trainer) if role not in apart]
+
+
 def parallel_sizes(config: ConfigTree) -> Iterator[Problem]:
     for role, (ranks, together) in _roles(config.trainer).items():
-        if ranks % together:
-            megatron = config.trainer.strategy == "megatron" and role != "critic"
+        megatron = config.trainer.strategy == "megatron"
+        if ranks % together and (megatron or role not in _on_policy_ranks(config.trainer)):
+            megatron = megatron and role != "critic"
             shared = shared_sample(getattr(config.trainer, role).megatron_config) if megatron else together
             yield Problem(
                 f"trainer.{role}.megatron_config" if megatron else f"trainer.{role}.sequence_parallel_size",
                 f"{shared} ranks share each sample, which does not divide the {ranks} ranks (trainer.placement); make "
                 "the ranks a multiple of it",
             )
+
+
+def shared_tokens(config: ConfigTree) -> Iterator[Problem]:
+    """Sequence parallelism of FSDP2: Megatron-core's is trainer.policy.megatron_config.context_parallel_size."""
+    trainer = config.trainer
+    if trainer.strategy == "megatron":
+        return
+    size = trainer.policy.sequence_parallel_size
+    for role in _on_policy_ranks(trainer):
+        own = getattr(trainer, role).sequence_parallel_size
+        if own not in (None, size):
+            yield Problem(
+                f"trainer.{role}.sequence_parallel_size",
+                f"expected {size}, as trainer.policy.sequence_parallel_size, because it has the policy's ranks and samples, found {own}; "
+                "leave it out",
+            )
+    if not trainer.use_sample_packing and any(together > 1 for _, together in _roles(trainer).values()):
+        yield Problem(
+            "trainer.use_sample_packing",
+            "ranks share the tokens of packed samples (trainer.policy.sequence_parallel_size), and not of padded rows; set it to true",
+        )
 
 
 def equal_shares(config: ConfigTree) -> Iterator[Problem]:

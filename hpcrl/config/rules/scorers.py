@@ -244,6 +244,18 @@ def ranks_of_scorers(config: ConfigTree) -> Iterator[Problem]:
                 f"{_TEACHER}.placement.nodes_per_replica",
                 f"expected a divisor of the ranks of a copy of the teacher, {each.ranks} ({_OF_BACKENDS[own.backend]}), found {each.nodes}",
             )
+        elif each.ranks % each.sharing:
+            teaches = each.role == TEACHER
+            yield Problem(
+                f"{_TEACHER}.placement.sequence_parallel_size" if teaches else "trainer.ref.sequence_parallel_size",
+                f"expected a divisor of the ranks of a copy of the {each.title}, {each.ranks} "
+                f"({_OF_BACKENDS['fsdp2'] if teaches else _RANKS[each.role]}), found {each.sharing}",
+            )
+        elif each.sharing > 1 and not (own if each.role == TEACHER else config.trainer).use_sample_packing:
+            yield Problem(
+                f"{_TEACHER if each.role == TEACHER else 'trainer'}.use_sample_packing",
+                f"ranks of the {each.title} share the tokens of packed samples, and not of padded rows; set it to true",
+            )
         elif gpus and each.ranks_per_node > gpus:
             more = f"; or spread them over more nodes ({_TEACHER}.placement.nodes_per_replica)"
             teaches = each.role == TEACHER

@@ -292,7 +292,8 @@ def without_effect(config: ConfigTree) -> Iterator[Problem]:
     fresh = TrainerConfig(policy=PolicyConfig(model=trainer.policy.model))
     idle = _OF_FSDP if trainer.strategy == "megatron" else _OF_MEGATRON
     for path, instead in idle.items():
-        if _at(trainer, path) != _at(fresh, path):
+        one = path.endswith("sequence_parallel_size") and _at(trainer, path) == 1  # which says the same
+        if _at(trainer, path) != _at(fresh, path) and not one:
             given = f"trainer.{path}"
             remedy = f"leave it out ({given}= where it was set before){instead}"
             yield Problem(given, f"has no effect with trainer.strategy={trainer.strategy}; {remedy}")

@@ -21,7 +21,7 @@ class TeacherPlacementConfig:
     """Ranks of the teacher that share the layers, with backend="megatron"."""
 
     sequence_parallel_size: int = 1
-    """Ranks of the teacher that share the tokens of a sample, with backend="megatron"."""
+    """Ranks of the teacher that share the tokens of a sample, with backend="fsdp2" or "megatron"."""
 
     expert_parallel_size: int = 1
     """Ranks of the teacher that share the experts, with backend="megatron"; where those that share layers and tokens are fewer, a copy has as many ranks, which then score different samples."""

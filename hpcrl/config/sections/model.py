@@ -270,7 +270,7 @@ class PolicyConfig:
     diffusers: DiffusersConfig = field(default_factory=DiffusersConfig)
 
     sequence_parallel_size: int = 1
-    """Ranks that share the tokens of one sample (Ulysses); FSDP2 only."""
+    """Ranks that share the tokens of each sample, at most as many as the model has query heads (docs/sequence_parallel.md); FSDP2 only."""
 
     use_torch_compile: bool = False
     """Compile the chunked computation of log-probabilities and entropy."""
@@ -301,8 +301,8 @@ class PolicyConfig:
 class RefConfig:
     model: RefModelConfig = field(default_factory=RefModelConfig)
 
-    sequence_parallel_size: int = 1
-    """Ranks that share the tokens of one sample in the reference's forward pass."""
+    sequence_parallel_size: int | None = None
+    """Ranks that share the tokens of each sample in the reference's forward pass; not set: as many as of the policy, and on its ranks no other number."""
 
     fsdp_config: RefFSDPConfig = field(default_factory=RefFSDPConfig)
 
@@ -320,8 +320,8 @@ class CriticConfig:
 
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
 
-    sequence_parallel_size: int = 1
-    """Ranks that share the tokens of one sample in the critic."""
+    sequence_parallel_size: int | None = None
+    """Ranks that share the tokens of each sample in the critic; not set: as many as of the policy, and on its ranks no other number."""
 
     model_config_kwargs: dict[str, Any] = field(default_factory=dict)
     """Replaces entries of the critic's config.json."""

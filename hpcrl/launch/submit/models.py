@@ -12,11 +12,21 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.config import Config
-from hpcrl.config.derive import critic_model, model_config_kwargs, models_of, policy_model, ref_model
+from hpcrl.config.derive import (
+    critic_model,
+    critic_model_parallel_size,
+    model_config_kwargs,
+    model_parallel_size,
+    models_of,
+    policy_model,
+    ref_model,
+    ref_model_parallel_size,
+    uses_reference,
+)
 from hpcrl.config.errors import Problem
 from hpcrl.config.reward_model import reward_services
-from hpcrl.config.rules.model_fit import misfits, other_layers
-from hpcrl.config.scorers import scorer_sets, teacher_layout, teacher_models, trainer_has_reference
+from hpcrl.config.rules.model_fit import cannot_share, misfits, other_layers
+from hpcrl.config.scorers import TEACHER, scorer_sets, teacher_layout, teacher_models, trainer_has_reference
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.data.model_config import download
@@ -82,7 +92,9 @@ def entries_of(model: Pretrained) -> Mapping[str, Any] | None:
 
 
 def check_layouts(config: Config) -> Iterator[Problem]:
-    """Yield what Megatron's ranks cannot share of the models."""
+    """Yield what ranks cannot share of the models."""
+    for model, changes, path, size, whose in _sharing(config):
+        yield from cannot_share(path, size, {**(entries_of(model) or {}), **changes}, whose)
     distillation = config.trainer.distillation
     for model in teacher_models(distillation) if distillation.backend == "megatron" else ():
         path, entries = "trainer.distillation.placement", entries_of(model)
@@ -131,6 +143,23 @@ def unchecked_models(config: Config) -> Iterator[str]:
 def _has_weights(model: Pretrained) -> bool:
     folder = folder_of(model)
     return folder is not None and any(any(folder.glob(f"*.{kind}")) for kind in ("safetensors", "bin"))
+
+
+def _sharing(config: Config) -> Iterator[tuple[Pretrained, dict[str, Any], str, int, str]]:
+    """Yield model, changed entries, setting, its value, and what an error calls the model, of each whose ranks share tokens with FSDP2."""
+    trainer, size = config.trainer, "sequence_parallel_size"
+    if trainer.strategy == "fsdp2":
+        policy = policy_model(trainer), model_config_kwargs(trainer.policy)
+        yield *policy, f"trainer.policy.{size}", model_parallel_size(trainer), "model"
+        reference, ranks = (ref_model(trainer), model_config_kwargs(trainer.ref)), ref_model_parallel_size(trainer)
+        if uses_reference(trainer) and (*reference, ranks) != (*policy, model_parallel_size(trainer)):
+            yield *reference, f"trainer.ref.{size}", ranks, "reference model"
+        if (critic := critic_model(trainer)) is not None:
+            changes = trainer.critic.model_config_kwargs
+            yield critic, changes, f"trainer.critic.{size}", critic_model_parallel_size(trainer), "critic"
+    for scorers in scorer_sets(config):
+        if scorers.role == TEACHER:
+            yield scorers.model, {}, f"trainer.distillation.placement.{size}", scorers.sharing, "teacher"
 
 
 def _models(trainer: TrainerConfig) -> Iterator[tuple[Pretrained, dict[str, Any], str, str]]:

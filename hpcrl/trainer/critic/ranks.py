@@ -92,7 +92,7 @@ class ModelRanks:
         against a gradient's 4 bytes for each parameter.
 
         Args:
-            columns: [P] of each mini-batch, on the ranks that work it out; None on the others.
+            columns: [P] of each mini-batch, on the ranks that work it out, one of those that have the same samples; None on the others.
         """
         refs = {(ref.group, ref.index): ref.length for mini in minis for share in mini.plan.shares for ref in share}
         places = sorted(refs)

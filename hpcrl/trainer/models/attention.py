@@ -56,16 +56,21 @@ class Packed(Protocol):
     @property
     def max_seqlen(self) -> int: ...
 
-    def computed(self, values_P: torch.Tensor) -> torch.Tensor:
+    @property
+    def tokens(self) -> int:
+        """How many tokens are computed."""
+        ...
+
+    def computed(self, values_P: torch.Tensor, /) -> torch.Tensor:
         """Return [D, ...] of [P, ...]: what speaks about the tokens that are computed."""
         ...
 
-    def spread(self, values_D: torch.Tensor, at_R: torch.Tensor | None = None) -> torch.Tensor:
+    def spread(self, values_D: torch.Tensor, at_R: torch.Tensor | None = None, /) -> torch.Tensor:
         """Return [R, ...] of [D, ...]: what belongs to these of the P tokens, or to all."""
         ...
 
     def attend(
-        self, query_DHN: torch.Tensor, key_DHN: torch.Tensor, value_DHN: torch.Tensor, kind: AttentionKind
+        self, query_DHN: torch.Tensor, key_DHN: torch.Tensor, value_DHN: torch.Tensor, kind: AttentionKind, /
     ) -> torch.Tensor:
         """Return the attention output [D, H, N], causal within each sample; there may be fewer heads in key and value."""
         ...
@@ -105,6 +110,10 @@ class PackedSequences:
     @property
     def max_seqlen(self) -> int:
         return max(self.lengths)
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths)
 
     @property
     def padded_pairs(self) -> int:

@@ -47,6 +47,10 @@ class PrefixTree:
     def max_seqlen(self) -> int:
         return max(self.lengths)
 
+    @property
+    def tokens(self) -> int:
+        return sum(self.prefixes.lengths)
+
     def computed(self, values_P: torch.Tensor) -> torch.Tensor:
         """Return [D, ...] of [P, ...]: what speaks about the tokens that are computed."""
         return values_P.index_select(0, self.prefixes.kept)

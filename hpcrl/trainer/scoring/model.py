@@ -65,7 +65,8 @@ class ScoringModel:
             self._passes, self._data = forward_passes(trainer, layout, source, forward, role, world)
             return
         kernels = Kernels(compiled=own.compile_model and scorers.role == TEACHER)
-        self._model = load_model(PackedPolicy, source, scorers.fsdp, forward, world, kernels=kernels)
+        self._data = world.sharing(scorers.sharing)
+        self._model = load_model(PackedPolicy, source, scorers.fsdp, forward, world, kernels=kernels, data=self._data)
         require_all_tokens(self._model.head.out_features, vocabulary, source)
         self._passes = partial(passes, self._model, device=world.device)
 
@@ -104,7 +105,7 @@ def passes(model: PackedModel, batches: MicroBatchStream, device: torch.device) 
     """Yield a model's outputs for each micro-batch: [P], and [P, K] of what has more columns."""
     for batch in batches:
         with torch.no_grad():
-            of_batch = model.run(batch.to(device))
+            of_batch = model.run(model.taken(batch, device))
             free_gathered(model)
         yield of_batch
 

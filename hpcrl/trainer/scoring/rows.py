@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from hpcrl.config import Config, temperature
-from hpcrl.config.derive import micro_batch_tokens, policy_model, ref_model, ref_sharding
+from hpcrl.config.derive import micro_batch_tokens, policy_model, ref_model, ref_model_parallel_size, ref_sharding
 from hpcrl.data.group_file import as_tensors
 from hpcrl.data.token_file import TokenFile
 from hpcrl.rundir.commit import committed_directory
@@ -52,7 +52,8 @@ class RowTeacher:
             layout = trainer.ref.megatron_config
             self._passes, self._data = forward_passes(trainer, layout, source, forward, "trainer.ref", world)
         else:
-            model = load_model(PackedPolicy, source, ref_sharding(trainer), forward, world)
+            self._data = world.sharing(ref_model_parallel_size(trainer))
+            model = load_model(PackedPolicy, source, ref_sharding(trainer), forward, world, data=self._data)
             self._passes = partial(passes, model, device=world.device)
 
     def write(self, target: Path, tokens: TokenFile, progress: Callable[[int], None]) -> None:

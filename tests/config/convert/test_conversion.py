@@ -38,16 +38,12 @@ def test_what_is_not_implemented_yet_is_written_unless_it_changes_nothing_that_i
 
 
 def test_what_is_not_implemented_yet_is_refused(tmp_path: Path) -> None:
-    words = [
-        "data.train_data=[t.parquet]",
-        "trainer.policy.model.path=m",
-        "trainer.policy.sequence_parallel_size=2",
-    ]
-    message = _refusal(
-        convert_overrides([*words, "trainer.logger=wandb", "trainer.eval_interval=-1"], "a command"), tmp_path
-    )
+    words = ["data.train_data=[t.parquet]", "trainer.policy.model.path=m"]
+    conversion = convert_overrides([*words, "trainer.logger=wandb", "trainer.eval_interval=-1"], "a command")
+    conversion.values["trainer.policy.low_precision.fp8"] = True
+    message = _refusal(conversion, tmp_path)
     assert (
-        "trainer.policy.sequence_parallel_size: 2 (whole number) is not implemented yet (sequence parallelism"
+        "trainer.policy.low_precision.fp8: true (true or false) is not implemented yet (low-precision training"
         in message
     )
     assert "trainer.logger" not in message

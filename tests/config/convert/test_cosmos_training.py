@@ -100,12 +100,20 @@ def test_an_unknown_loss_type_is_a_conflict() -> None:
 def test_parallelism_without_megatron() -> None:
     values = of({"policy": one_replica(cp_size=2, dp_shard_size=4, n_init_replicas=3)}).values
     assert "trainer.strategy" not in values
-    assert values["trainer.policy.sequence_parallel_size"] == values["trainer.ref.sequence_parallel_size"] == 2
+    assert values["trainer.policy.sequence_parallel_size"] == 2
+    assert "trainer.ref.sequence_parallel_size" not in values, "as the policy"
     assert values["trainer.policy.fsdp_config.fsdp_size"] == 8  # of 24 ranks
     assert (values["trainer.placement.policy_num_nodes"], values["trainer.placement.policy_num_gpus_per_node"]) == (
         3,
         8,
     )
+
+
+def test_tokens_of_a_micro_batch_are_those_of_all_ranks_that_share_it() -> None:
+    limited = {"train_policy": {"type": "grpo", "max_token_len_per_mini_batch": 1000}}
+    for size, expected in ((1, 1000), (2, 2000)):
+        values = of({"train": limited, "policy": one_replica(cp_size=size)}).values
+        assert values["trainer.max_tokens_per_micro_batch"] == expected
 
 
 def test_optimizer() -> None:
@@ -299,6 +307,10 @@ def test_a_teacher_whose_ranks_share_its_layers() -> None:
     plain = distilled(tp_size=1, pp_size=1, dp_shard_size=2).values
     assert plain[f"{own}.placement.fsdp_size"] == 2
     assert f"{own}.backend" not in plain
+    shared = distilled(tp_size=1, pp_size=1, dp_shard_size=2, cp_size=2).values
+    assert shared[f"{own}.placement.fsdp_size"] == 4
+    assert shared[f"{own}.placement.sequence_parallel_size"] == 2
+    assert f"{own}.backend" not in shared
 
 
 def test_engines_on_the_policys_gpus() -> None:

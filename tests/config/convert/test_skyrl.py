@@ -377,6 +377,17 @@ def test_placement_of_reference_and_critic() -> None:
     assert critic not in command(four, CRITIC).values
 
 
+def test_ranks_that_share_tokens() -> None:
+    two, size = "trainer.policy.sequence_parallel_size=2", "trainer.ref.sequence_parallel_size"
+    conversion = command(two, f"{size}=1", CRITIC, "trainer.critic.sequence_parallel_size=2")
+    assert conversion.values["trainer.policy.sequence_parallel_size"] == 2
+    assert conversion.values["trainer.critic.sequence_parallel_size"] == 2
+    assert size not in conversion.values, "it has the policy's samples"
+    assert kinds(conversion, size) == {"translated"}
+    apart = ["trainer.placement.colocate_all=false", "trainer.placement.colocate_policy_ref=false"]
+    assert command(two, f"{size}=1", *apart).values[size] == 1
+
+
 # Round trip, and what is no configuration
 
 

@@ -27,6 +27,9 @@ DPO = {"trainer.mode": "dpo", "trainer.max_length": 64}
 STEP_WISE = {"generator.step_wise_trajectories": True, "generator.max_turns": 3}
 MEGATRON_4 = {**FOUR_GPUS, **NO_KL, "trainer.strategy": "megatron"}
 
+TAUGHT = {f"{DISTILLATION}.enable": True, f"{DISTILLATION}.model_path": "t"}
+SHARING = f"{DISTILLATION}.placement.sequence_parallel_size"
+
 
 class Case(NamedTuple):
     """A combination that a rule refuses, where, with which words, and one nearby that it does not refuse."""
@@ -95,10 +98,49 @@ SKYRL = [
         {**FOUR_GPUS, "trainer.policy.sequence_parallel_size": 2},
     ),
     Case(
-        "Ulysses of the reference divides its ranks",
+        "the reference's ranks share samples as the policy's do, whose they are",
         {"trainer.ref.sequence_parallel_size": 2},
-        "trainer.ref.sequence_parallel_size", "does not divide the 1 ranks",
+        "trainer.ref.sequence_parallel_size", "expected 1, as trainer.policy.sequence_parallel_size",
         {"trainer.ref.sequence_parallel_size": 2, **NO_KL},
+    ),
+    Case(
+        "and the critic's, where they are the policy's",
+        {**CRITIC, **FOUR_GPUS, "trainer.policy.sequence_parallel_size": 2, "trainer.critic.sequence_parallel_size": 4},
+        "trainer.critic.sequence_parallel_size", "has the policy's ranks and samples, found 4; leave it out",
+        {
+            **CRITIC, **FOUR_GPUS, f"{PLACEMENT}.critic_num_gpus_per_node": 4,
+            "trainer.policy.sequence_parallel_size": 2, "trainer.critic.sequence_parallel_size": 4,
+        },
+    ),
+    Case(
+        "a critic on ranks of its own has a multiple of those that share its samples",
+        {**CRITIC, f"{PLACEMENT}.critic_num_gpus_per_node": 4, "trainer.critic.sequence_parallel_size": 3},
+        "trainer.critic.sequence_parallel_size", "does not divide the 4 ranks",
+        {**CRITIC, f"{PLACEMENT}.critic_num_gpus_per_node": 4, "trainer.critic.sequence_parallel_size": 2},
+    ),
+    Case(
+        "padded rows are not shared",
+        {**FOUR_GPUS, "trainer.policy.sequence_parallel_size": 2, "trainer.use_sample_packing": False},
+        "trainer.use_sample_packing", "share the tokens of packed samples",
+        {**FOUR_GPUS, "trainer.use_sample_packing": False},
+    ),
+    Case(
+        "a teacher's ranks share its tokens equally",
+        {**TAUGHT, f"{DISTILLATION}.placement.fsdp_size": 2, SHARING: 4},
+        SHARING, "expected a divisor of the ranks of a copy of the teacher, 2 (trainer.distillation.placement.fsdp_size), found 4",
+        {**TAUGHT, f"{DISTILLATION}.placement.fsdp_size": 4, SHARING: 2},
+    ),
+    Case(
+        "so do those of a reference on nodes of its own",
+        {f"{PLACEMENT}.colocate_policy_ref": False, "trainer.ref.sequence_parallel_size": 3},
+        "trainer.ref.sequence_parallel_size", "expected a divisor of the ranks of a copy of the reference, 1",
+        {f"{PLACEMENT}.colocate_policy_ref": False, "trainer.ref.sequence_parallel_size": 2, f"{PLACEMENT}.ref_num_gpus_per_node": 4},
+    ),
+    Case(
+        "a teacher's padded rows are not shared",
+        {**TAUGHT, f"{DISTILLATION}.placement.fsdp_size": 2, SHARING: 2, f"{DISTILLATION}.use_sample_packing": False},
+        f"{DISTILLATION}.use_sample_packing", "ranks of the teacher share the tokens of packed samples",
+        {**TAUGHT, f"{DISTILLATION}.placement.fsdp_size": 2, f"{DISTILLATION}.use_sample_packing": False},
     ),
     Case(
         "tensor, pipeline and context parallel sizes divide the ranks",
@@ -267,7 +309,7 @@ SKYRL = [
         "Megatron shares samples by context parallelism",
         {**MEGATRON_4, "trainer.policy.sequence_parallel_size": 2},
         "trainer.policy.sequence_parallel_size", "see trainer.policy.megatron_config.context_parallel_size",
-        {**MEGATRON_4, f"{MEGATRON}.context_parallel_size": 2},
+        {**MEGATRON_4, f"{MEGATRON}.context_parallel_size": 2, "trainer.ref.sequence_parallel_size": 1},
     ),
     Case(
         "Megatron packs",

@@ -82,6 +82,37 @@ def test_reference_and_critic_are_told_apart(tmp_path: Path) -> None:
     assert list(check_layouts(config(policy, {**TWO, **named, "trainer.strategy": "fsdp2"}))) == []
 
 
+def test_ranks_that_share_tokens_have_heads_each(tmp_path: Path) -> None:
+    policy, few = model(tmp_path / "policy"), model(tmp_path / "few", num_attention_heads=2)
+    four = {**FSDP2, "trainer.policy.sequence_parallel_size": 4, "trainer.placement.policy_num_gpus_per_node": 8}
+    assert list(check_layouts(config(policy, four))) == []
+    assert list(check_layouts(config("some/model", four))) == []
+    (problem,) = check_layouts(config(few, four))
+    assert problem.path == "trainer.policy.sequence_parallel_size"
+    assert problem.message == (
+        "in attention each of 4 ranks has query heads of its own, and the model has 2; use at most 2, best a divisor"
+    )
+    others = {
+        "trainer.ref.model.path": str(few),
+        "trainer.critic.model.path": str(few),
+        "trainer.distillation.enable": True,
+        "trainer.distillation.model_path": str(few),
+        "trainer.distillation.placement.fsdp_size": 4,
+        "trainer.distillation.placement.sequence_parallel_size": 4,
+    }
+    found = {problem.path: problem.message for problem in check_layouts(config(policy, {**four, **others}))}
+    assert [message.partition(" and the ")[2].partition(" has")[0] for message in found.values()] == [
+        "reference model",
+        "critic",
+        "teacher",
+    ]
+    assert list(found) == [
+        "trainer.ref.sequence_parallel_size",
+        "trainer.critic.sequence_parallel_size",
+        "trainer.distillation.placement.sequence_parallel_size",
+    ]
+
+
 def test_a_model_that_is_not_here_is_named_and_not_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     away = config("some/model", THREE)

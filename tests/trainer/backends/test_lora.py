@@ -245,7 +245,7 @@ def test_an_update_is_small() -> None:
 def test_inputs_of_adapters_are_dropped_in_training_only(results: Path, model_path: Path, alone: World) -> None:
     run, options = Run.open(results / "run"), with_lora({**PLAIN, "dropout": 0.5})
     engine = scenarios.make_engine(alone, str(model_path), options)
-    scenarios.train_steps(engine, run, range(1, 2), alone, options)
+    scenarios.train_steps(engine, run, range(1, 2), options)
     batch = pack([make_sample(torch.Generator().manual_seed(1), 12, prompt=3)]).whole()
     scored = [next(engine.logprobs([batch])) for _ in range(2)]
     trained = [

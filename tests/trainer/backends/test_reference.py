@@ -75,7 +75,7 @@ def test_a_reset_optimizer_starts_as_a_new_one(model_path: Path, tmp_path: Path,
     make_batch(run, 1, groups=4, size=4)
     options = {"micro": 4, "trainer": FOLLOWS}
     engine = scenarios.make_engine(alone, str(model_path), options)
-    scenarios.train_steps(engine, run, range(1, 2), alone, options)
+    scenarios.train_steps(engine, run, range(1, 2), options)
     engine.reset_reference(fresh_optimizer=False)
     states = list(engine._optimizer.state.values())
     assert all(state["step"] == 2 for state in states)

@@ -52,7 +52,7 @@ class Life:
         return Batch.from_json(read_json(self._source.batch(step)))
 
     def train(self, step: int) -> None:
-        train_steps(self.engine, self._source, range(step, step + 1), self.world, self._micro)
+        train_steps(self.engine, self._source, range(step, step + 1), self._micro)
 
     def save(self, step: int) -> str:
         return self._tried(lambda: self.checkpoints.save(self.engine, None, self.batch(step), {}))

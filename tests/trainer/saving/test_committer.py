@@ -169,11 +169,11 @@ def test_a_snapshot_is_what_training_no_longer_changes(
     alone: World, model_path: Path, source: Run, tmp_path: Path
 ) -> None:
     engine = scenarios.make_engine(alone, str(model_path), {})
-    scenarios.train_steps(engine, source, range(1, 2), alone, {"micro": 2})
+    scenarios.train_steps(engine, source, range(1, 2), {"micro": 2})
     for step in (1, 2):  # the second one reuses the memory of the first
         before, updates = scenarios.parameters(engine), engine.updates
         write = engine.snapshot()
-        scenarios.train_steps(engine, source, range(step + 1, step + 2), alone, {"micro": 2})
+        scenarios.train_steps(engine, source, range(step + 1, step + 2), {"micro": 2})
         (tmp_path / str(step)).mkdir()
         write(tmp_path / str(step), alone.control)
         other = scenarios.make_engine(alone, str(model_path), {})

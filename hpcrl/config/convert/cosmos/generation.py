@@ -155,14 +155,14 @@ def distillation(source: Resolved, values: dict[str, Any]) -> Iterator[Entry]:
     path, target = "distillation.parallelism.dp_shard_size", "trainer.distillation.placement.fsdp_size"
     if not is_grpo(source) or not source["distillation.enable"]:
         return
-    sizes = {name: source[f"distillation.parallelism.{name}_size"] for name in ("tp", "pp", "cp", "ep")}
+    sizes = {name: source[f"distillation.parallelism.{name}_size"] for name in ("tp", "pp", "ep")}
     if shared := [name for name, size in sizes.items() if size > 1]:
         values["trainer.distillation.backend"] = "megatron"
         if source[path] not in (1, -1):
             message = f"a teacher whose ranks share layers ({', '.join(f'{name}_size' for name in shared)}) is not sharded besides"
             yield Entry("conflict", path, target, message)
         return
-    values[target] = max(1, source[path])
+    values[target] = max(1, source[path]) * source["distillation.parallelism.cp_size"]
     if source[path] == -1:
         yield Entry("conflict", path, target, "the source takes as many GPUs as it is given; set the number here")
 

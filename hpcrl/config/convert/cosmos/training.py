@@ -239,6 +239,7 @@ def placement(source: Resolved, values: dict[str, Any]) -> Iterator[Entry]:
             "set trainer.placement.policy_num_nodes and policy_num_gpus_per_node"
         )
         yield Entry("conflict", path, "trainer.placement.policy_num_gpus_per_node", message)
+    yield from _limit(source, values)
     for name, target in {"tp_size": "tensor_model", "pp_size": "pipeline_model", "ep_size": "expert_model"}.items():
         values[f"{_MEGATRON}.{target}_parallel_size"] = source[f"{_PARALLELISM}.{name}"]
     if needs_megatron(source):
@@ -246,14 +247,21 @@ def placement(source: Resolved, values: dict[str, Any]) -> Iterator[Entry]:
         return
     size = source[f"{_PARALLELISM}.cp_size"]
     values["trainer.policy.sequence_parallel_size"] = size
-    if is_grpo(source):
-        values["trainer.ref.sequence_parallel_size"] = size
     together = _shards(source) * size
     values["trainer.policy.fsdp_config.fsdp_size"] = -1 if source[path] == -1 or together == total else together
     values["trainer.use_sample_packing"] = source["train.sequence_packing"]
     if source["policy.aux_loss_coeff"]:
         message = "FSDP2 has no auxiliary loss for experts; trainer.strategy=megatron has"
         yield Entry("conflict", "policy.aux_loss_coeff", _MEGATRON, message)
+
+
+def _limit(source: Resolved, values: dict[str, Any]) -> Iterator[Entry]:
+    path, target = f"{POLICY}.max_token_len_per_mini_batch", "trainer.max_tokens_per_micro_batch"
+    size = source[f"{_PARALLELISM}.cp_size"]
+    if is_grpo(source) and size > 1 and values.get(target):
+        values[target] *= size
+        message = f"{values[target]}: those of all {size} ranks that share the tokens of a sample; the source counts those of one"
+        yield Entry("translated", path, target, message)
 
 
 def _megatron(source: Resolved, values: dict[str, Any]) -> Iterator[Entry]:

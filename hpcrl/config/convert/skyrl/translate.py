@@ -279,6 +279,19 @@ def other_placement(source: Source, conversion: Conversion, path: str) -> None:
         )
 
 
+def shared_tokens(source: Source, conversion: Conversion, path: str) -> None:
+    """Reference and critic on the policy's ranks have its samples here, and so as many ranks that share each."""
+    name, value, policy = source.names[path], source.given[path], source["trainer.policy.sequence_parallel_size"]
+    shared = source[_PLACEMENT + "colocate_all"] is True
+    shared = shared or (path.startswith("trainer.ref.") and bool(source[_PLACEMENT + "colocate_policy_ref"]))
+    if shared and value != policy:
+        message = f"left out: as many ranks as of the policy, {policy}, share its samples, and it finds the same"
+        conversion.note("translated", name, path, message)
+    else:
+        conversion.values[path] = value
+        conversion.note("mapped", name, path)
+
+
 def resume_mode(source: Source, conversion: Conversion, path: str) -> None:
     value, name = source.given[path], source.names[path]
     if value == "from_path":
@@ -367,6 +380,8 @@ TRANSLATIONS: dict[str, Translation] = {
     _PLACEMENT + "ref_num_gpus_per_node": other_placement,
     _PLACEMENT + "critic_num_nodes": other_placement,
     _PLACEMENT + "critic_num_gpus_per_node": other_placement,
+    "trainer.ref.sequence_parallel_size": shared_tokens,
+    "trainer.critic.sequence_parallel_size": shared_tokens,
     _ENGINE + "run_engines_locally": remote_engines,
     _ENGINE + "remote_urls": remote_engines,
     _ENGINE + "external_server_urls": remote_engines,

@@ -19,7 +19,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
 from hpcrl.config.adapters import begins_from_weights, reference_follows, reference_has_values, reference_is_base
-from hpcrl.config.derive import ref_sharding, self_teacher
+from hpcrl.config.derive import critic_model_parallel_size, ref_sharding, self_teacher
 from hpcrl.config.scorers import trainer_has_reference
 from hpcrl.config.sections.model import CriticConfig, OptimizerConfig, PolicyConfig
 from hpcrl.config.sections.trainer import TrainerConfig
@@ -76,7 +76,7 @@ class FsdpEngine(Generic[Model]):
     def __init__(
         self, model: Model, section: PolicyConfig | CriticConfig, trainer: TrainerConfig, world: World
     ) -> None:
-        self._model, self._world, self.data = model, world, world
+        self._model, self._world, self.data = model, world, model.data or world
         self._optimizer_config: OptimizerConfig = section.optimizer_config
         self._stager: DefaultStager | None = None
         self._away: tuple[list[PackedModel], list[tuple[dict[str, Any], str]]] = [], []
@@ -95,7 +95,7 @@ class FsdpEngine(Generic[Model]):
     def forward_backward(self, batches: MicroBatches, objective: Objective) -> dict[str, torch.Tensor]:
         totals: dict[str, torch.Tensor] = {}
         for batch in batches:
-            batch = batch.to(self._world.device)
+            batch = self._model.taken(batch, self._world.device)
             loss, sums = objective(batch, *self._model.run(batch))
             (loss * self._scale.value if self._scale.changes else loss).backward()
             merge(totals, sums)
@@ -205,7 +205,7 @@ class FsdpEngine(Generic[Model]):
     def _each_without_gradient(self, model: PackedModel, batches: MicroBatches) -> Iterator[tuple[torch.Tensor, ...]]:
         for batch in batches:
             with torch.no_grad(), without_dropout(model, self._lora.dropout):
-                outputs = model.run(batch.to(self._world.device))
+                outputs = model.run(model.taken(batch, self._world.device))
                 free_gathered(model)
             yield outputs
 
@@ -306,9 +306,10 @@ class FsdpPolicy(FsdpExported[PackedPolicy]):
 
     def __init__(self, trainer: TrainerConfig, temperature: float, world: World) -> None:
         forward, section, source = forward_config(trainer, temperature), trainer.policy, policy_source(trainer)
+        data = world.sharing(section.sequence_parallel_size)
         model = load_model(
             PackedPolicy, source, section.fsdp_config, forward, world,
-            trained=section, seed=trainer.seed, kernels=Kernels.of(section),
+            trained=section, seed=trainer.seed, kernels=Kernels.of(section), data=data,
         )  # fmt: skip
         super().__init__(model, source, section, trainer, world)
         self._reference: PackedPolicy | None = None
@@ -318,7 +319,7 @@ class FsdpPolicy(FsdpExported[PackedPolicy]):
             averaged = self_teacher(trainer) == "ema"
             self._reference = load_model(
                 PackedPolicy, reference_source(trainer), ref_sharding(trainer), known, world,
-                averaged=averaged, kernels=Kernels.of(section),
+                averaged=averaged, kernels=Kernels.of(section), data=data,
             )  # fmt: skip
             if reference_follows(trainer):
                 require_same_shape(self._reference, model)
@@ -420,9 +421,10 @@ class FsdpRewardModel(FsdpExported[PackedRewardModel]):
 
     def __init__(self, trainer: TrainerConfig, world: World) -> None:
         section, forward, source = trainer.policy, forward_config(trainer), policy_source(trainer)
+        data = world.sharing(section.sequence_parallel_size)
         model = load_model(
             PackedRewardModel, source, section.fsdp_config, forward, world,
-            trained=section, seed=trainer.seed, kernels=Kernels.of(section),
+            trained=section, seed=trainer.seed, kernels=Kernels.of(section), data=data,
         )  # fmt: skip
         super().__init__(model, source, section, trainer, world)
 
@@ -435,15 +437,11 @@ class FsdpCritic(FsdpEngine[PackedCritic]):
 
     def __init__(self, trainer: TrainerConfig, world: World) -> None:
         section, forward = trainer.critic, forward_config(trainer)
+        data = world.sharing(critic_model_parallel_size(trainer))
         model = load_model(
-            PackedCritic,
-            critic_source(trainer),
-            section.fsdp_config,
-            forward,
-            world,
-            trained=section,
-            seed=trainer.seed,
-        )
+            PackedCritic, critic_source(trainer), section.fsdp_config, forward, world,
+            trained=section, seed=trainer.seed, data=data,
+        )  # fmt: skip
         super().__init__(model, section, trainer, world)
 
     def values(self, batches: MicroBatches) -> Iterator[torch.Tensor]:

@@ -4,11 +4,13 @@ critic gives values, a reward model scores."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
@@ -22,6 +24,7 @@ from hpcrl.trainer.models.layers.choice import Kernels, choose_flash_attention, 
 from hpcrl.trainer.models.layers.low_precision import compute_in_fp8
 from hpcrl.trainer.models.logits import LogitChange
 from hpcrl.trainer.models.logprobs import among_zeros, compiled_rows, plain_rows, token_logprobs, top_rows
+from hpcrl.trainer.models.sequence_parallel import SharedTokens, of_all, own_rows
 from hpcrl.trainer.models.states import keep_samples_apart
 from hpcrl.trainer.models.trained import mark_trained
 from hpcrl.trainer.models.tree import PrefixTree
@@ -37,6 +40,9 @@ class PackedModel(nn.Module):
         model: has the head as its output embeddings.
         packing: samples lie end to end; otherwise each is a padded row.
 
+    Attributes:
+        data: as World.sharing gives it, where ranks share the tokens of each sample; None: each computes its own samples.
+
     Raises:
         DataError: the model's samples cannot be packed.
     """
@@ -45,6 +51,7 @@ class PackedModel(nn.Module):
         super().__init__()
         self.model = model
         self._bounds = keep_samples_apart(model) if packing else None
+        self.data: World | None = None
 
     def hidden(self, token_ids: torch.Tensor, positions: torch.Tensor, sequences: Packed) -> torch.Tensor:
         """Return the last hidden states of the tokens that are computed, a row for each."""
@@ -53,7 +60,9 @@ class PackedModel(nn.Module):
             self._bounds.now = sequences
             ids, places = (sequences.computed(values_P).unsqueeze(0) for values_P in inputs)
             return self._body(ids, places, sequences)[0]
-        assert isinstance(sequences, PackedSequences), "padded rows have no tokens in common"
+        assert isinstance(sequences, PackedSequences), (
+            "padded rows have no tokens in common, and are computed by one rank"
+        )
         ids, places = (sequences.rows(values_P) for values_P in inputs)
         return sequences.flat(self._body(ids, places, None))
 
@@ -67,12 +76,28 @@ class PackedModel(nn.Module):
         assert isinstance(head, nn.Linear)
         return head
 
+    @property
+    def _together(self) -> ProcessGroup | None:
+        return self.data.together if self.data else None
+
+    def taken(self, batch: MicroBatch, device: torch.device) -> MicroBatch:
+        """Return what `run` takes of a micro-batch on the CPU."""
+        if self._together is not None:
+            batch = replace(batch, head_rows=own_rows(batch, self._together))
+        return batch.to(device)
+
     def run(self, batch: MicroBatch) -> tuple[torch.Tensor, ...]:
-        """Return the outputs for a micro-batch on the model's device, [P] each."""
+        """Return the outputs for a micro-batch on the model's device, [P] each; ranks that share its tokens have the same."""
         if batch.prefixes is None:
             sequences = PackedSequences.of(batch.lengths, batch.cu_seqlens)
         else:
             sequences = PrefixTree(batch.lengths, batch.cu_seqlens, batch.prefixes)
+        if self._together is None:
+            return self._outputs(batch, sequences)
+        outputs = self._outputs(batch, SharedTokens(sequences, self._together))
+        return tuple(of_all(values_P, self._together) for values_P in outputs)
+
+    def _outputs(self, batch: MicroBatch, sequences: Packed) -> tuple[torch.Tensor, ...]:
         return self(
             batch.token_ids,
             batch.positions,
@@ -186,6 +211,7 @@ def load_model(
     *,
     averaged: bool = False,
     kernels: Kernels = _PLAIN,
+    data: World | None = None,
 ) -> AnyPacked:
     """Return the model of `source`, sharded; rank 0 reads it, in the type of its files, and each rank casts its shards.
 
@@ -196,6 +222,7 @@ def load_model(
         seed: of the first values of adapters.
         kernels: that its layers are computed with.
         averaged: it becomes an average of what is trained, and is kept in the same type.
+        data: as of PackedModel.
 
     Raises:
         DataError: `source` is no model in Hugging Face format, or does not have what the configuration names.
@@ -224,6 +251,7 @@ def load_model(
         use_liger(empty)
     compute_in_fp8(empty, kernels.low_precision, world.device)
     model = packed(empty, forward).train(trained is not None)
+    model.data = data
     for layer in units(empty, {}) if kernels.compiled else ():
         layer.compile(dynamic=True)
     shard(model, empty, fsdp, kept, world)
