@@ -108,6 +108,8 @@ class Sample(Generic[Array]):
         top_ids: [T, K] int32, the tokens that the policy finds most probable in the token's place, the most probable one first; -1 where nobody
             has asked. None: nowhere.
         hint: None where there is none.
+        tensors: what the row has beside numbers for its tokens, by names that the family of the policy gives them: images, latents,
+            experts, actions, ... each with at least one dimension.
     """
 
     token_ids: Array
@@ -120,6 +122,7 @@ class Sample(Generic[Array]):
     sampling_mask: SamplingMask[Array] | None = None
     top_ids: Array | None = None
     hint: Hint[Array] | None = None
+    tensors: dict[str, Array] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -299,6 +302,7 @@ class MicroBatch:
         head_rows: [R] int64, ascending: the entries of which a policy's head computes anything, all other outputs are 0; those of
             trained tokens, and of the environment's that are learned, where it is not given.
         prefixes: None: each sample is computed whole.
+        tensors: of each packed sample, as of Sample.
     """
 
     token_ids: torch.Tensor
@@ -325,6 +329,7 @@ class MicroBatch:
     cu_seqlens: torch.Tensor = None  # pyright: ignore[reportAssignmentType]
     head_rows: torch.Tensor = None  # pyright: ignore[reportAssignmentType]
     prefixes: SharedPrefixes | None = None
+    tensors: list[dict[str, torch.Tensor]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if self.cu_seqlens is None:
@@ -336,13 +341,15 @@ class MicroBatch:
                 self.loss_mask if self.observation_weights is None else self.loss_mask + self.observation_weights
             )
             self.head_rows = learned_P.nonzero()[:, 0]
+        self.tensors = self.tensors or [{} for _ in self.lengths]
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return it with all tensors on `device`; see `to_device`."""
-        others = ("lengths", "top_k", "prefixes")
+        others = ("lengths", "top_k", "prefixes", "tensors")
         tensors = {name: value for name, value in vars(self).items() if name not in others and value is not None}
-        prefixes = self.prefixes.to(device) if self.prefixes else None
-        return replace(self, prefixes=prefixes, **{name: to_device(value, device) for name, value in tensors.items()})
+        own = [{name: to_device(value, device) for name, value in row.items()} for row in self.tensors]
+        moved = {name: to_device(value, device) for name, value in tensors.items()}
+        return replace(self, prefixes=self.prefixes.to(device) if self.prefixes else None, tensors=own, **moved)
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """The file in which a rollout worker hands a finished group to the trainer.
 
-One safetensors file per group: the tensors of all rows laid end to end, their sampling masks where they have any, their lengths, and
-the GroupMeta as JSON in the header, which says how many rows each sample has: one, or with generator.step_wise_trajectories one for
+One safetensors file per group: the tensors of all rows laid end to end, their sampling masks where they have any, their lengths,
+what a row has beside its tokens under the digest of it, once for all rows that have the same, and the GroupMeta as JSON in the header, which says how many rows each sample has: one, or with generator.step_wise_trajectories one for
 each of its turns. The controller needs only the header; only what gives tensors needs torch, and the controller not even numpy.
 
 Each row has a checksum, compared when it is read, in the header; the header has one too, and the batch that trains the group knows it.
@@ -13,7 +13,7 @@ import hashlib
 import json
 import math
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from io import BufferedReader
@@ -31,10 +31,18 @@ if TYPE_CHECKING:
     import torch
 
 Conversation = list[dict[str, str]]
-_DTYPES = {"I64": "<i8", "I32": "<i4", "F32": "<f4"}  # of the format -> of numpy
+_DTYPES = {
+    "I64": "<i8",
+    "I32": "<i4",
+    "I16": "<i2",
+    "U8": "|u1",
+    "F32": "<f4",
+    "F16": "<f2",
+}  # of the format -> of numpy
 _TENSORS = ("token_ids", "loss_mask", "rollout_logprobs", "versions", "rewards")
 _TOP_IDS = "top_ids"  # [T, K], where a row has them
 _MASK_IDS, _MASK_COUNTS = "mask_token_ids", "mask_counts"  # of SamplingMask, where a row has one
+_OWN = "tensors"  # in a row's details: name -> [digest, which it has in the file, type, shape] of Sample.tensors
 _HINT_IDS, _HINT = "hint_token_ids", "hint"  # of Hint; in a row's details tokens of the hint and how many it replaces
 _META, _CHECKSUM, _CONVERSATION = "hpcrl_group", "blake2b", "conversation"
 _MAX_HEADER = 100 << 20  # the format's own limit; a damaged length must not make us read a whole file
@@ -53,7 +61,7 @@ def group_bytes(
     """Return the content of a group's file, and `meta` with the digest of it.
 
     Args:
-        samples: the rows; every array of a row is [T, ...] with the same T, and `meta.lengths` are these T in the same order.
+        samples: the rows; every array of a row but its `tensors` is [T, ...] with the same T, and `meta.lengths` are these T in the same order.
         conversations: what was said in each sample, from its prompt on, for reward models; empty: nobody reads it.
     """
     import numpy as np
@@ -85,11 +93,13 @@ def group_bytes(
         _MASK_IDS: [0, *accumulate(len(mask.token_ids) if mask else 0 for mask in masks)],
         _HINT_IDS: [0, *accumulate(len(hint.token_ids) if hint else 0 for hint in hints)],
     }
+    own: dict[str, np.ndarray] = {}
     details: list[dict[str, Any]] = [
         {
             "stop_reason": sample.stop_reason,
             "env_metrics": sample.env_metrics,
             **({} if sample.hint is None else {_HINT: [len(sample.hint.token_ids), sample.hint.replaces]}),
+            **({_OWN: _named(sample.tensors, own)} if sample.tensors else {}),
             _CHECKSUM: _checksum(array[ends[name][row] : ends[name][row + 1]] for name, array in arrays.items()),
         }
         for row, sample in enumerate(samples)
@@ -100,7 +110,22 @@ def group_bytes(
     meta = replace(meta, digest=digest_of(json.dumps(details).encode()))
     text = json.dumps({"meta": meta.to_json(), "samples": details})
     arrays["lengths"] = np.array(lengths)
-    return save(arrays, {_META: text, _CHECKSUM: digest_of(text.encode())}), meta
+    return save(arrays | own, {_META: text, _CHECKSUM: digest_of(text.encode())}), meta
+
+
+def _named(tensors: Mapping[str, np.ndarray], known: dict[str, np.ndarray]) -> dict[str, list[Any]]:
+    """Return what a row's details say of its tensors, and add to `known` those that are not there, by their digests."""
+    import numpy as np
+
+    names = {np.dtype(kind): name for name, kind in _DTYPES.items()}
+    said: dict[str, list[Any]] = {}
+    for name, array in tensors.items():
+        array = np.ascontiguousarray(array)
+        assert array.ndim, f"{name}: a tensor without dimensions"
+        digest = digest_of(array.data)
+        known[digest] = array
+        said[name] = [digest, names[array.dtype], list(array.shape)]
+    return said
 
 
 def _checksum(columns: Iterable[Any]) -> str:
@@ -140,6 +165,7 @@ def as_tensors(row: Sample[np.ndarray]) -> Sample[torch.Tensor]:
         env_metrics=row.env_metrics,
         sampling_mask=None if mask is None else SamplingMask(**tensors(mask)),
         hint=None if hint is None else Hint(torch.from_numpy(hint.token_ids), hint.replaces),
+        tensors={name: torch.from_numpy(array) for name, array in row.tensors.items()},
     )
 
 
@@ -186,6 +212,7 @@ def _rows(
     """Yield the rows at ascending indices; neighbours are read at once."""
     ends = [0, *accumulate(lengths)]
     hints = [0, *accumulate(_hint_size(detail) for detail in details)]
+    read: dict[str, np.ndarray] = {}
     for _, neighbours in groupby(enumerate(wanted), lambda place: place[1] - place[0]):
         indices = [index for _, index in neighbours]
         first, last = ends[indices[0]], ends[indices[-1] + 1]
@@ -205,6 +232,7 @@ def _rows(
                     env_metrics=details[at]["env_metrics"],
                     sampling_mask=SamplingMask(mask[1], mask[0]) if mask and len(mask[1]) else None,
                     hint=None if hint is None or not len(hint) else Hint(hint, details[at][_HINT][1]),
+                    tensors={name: columns.own(*said, read) for name, said in details[at].get(_OWN, {}).items()},
                 ),
             )
 
@@ -263,6 +291,21 @@ class _Columns:
             raise _damaged(self._path, f"{name} ends after {len(content)} of {wanted} bytes")
         return bytearray(content)
 
+    def own(self, digest: str, kind: str, shape: list[int], known: dict[str, np.ndarray]) -> np.ndarray:
+        """Return a tensor of a row; those that were read before are `known`."""
+        import numpy as np
+
+        if digest not in known:
+            known[digest] = np.frombuffer(self.own_content(digest), _DTYPES[kind])
+        return known[digest].reshape(shape)
+
+    def own_content(self, digest: str) -> bytearray:
+        """Return the bytes of a row's tensor, after comparing them with their digest."""
+        content = self.content(digest, 0, self.entries(digest))
+        if digest_of(content) != digest:
+            raise _damaged(self._path, f"tensor {digest} is not what was written")
+        return content
+
     def sampling_mask(self, start: int, end: int) -> list[np.ndarray]:
         """Return counts and ids of that of the places `start` to `end`; empty where the file has none."""
         if _MASK_COUNTS not in self._header:
@@ -320,6 +363,8 @@ def check_group(path: Path, expected: GroupMeta | None = None) -> GroupMeta:
         for row, (given, content) in enumerate(zip(details, columns.rows(meta.lengths, details), strict=True)):
             if _checksum(content) != given[_CHECKSUM]:
                 raise _damaged(path, f"row {row} is not what was written")
+        for digest in {said[0] for given in details for said in given.get(_OWN, {}).values()}:
+            columns.own_content(digest)
         return meta
 
 

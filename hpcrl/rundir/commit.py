@@ -190,7 +190,7 @@ def children(directory: Path) -> list[str]:
     return []
 
 
-def digest_of(content: bytes) -> str:
+def digest_of(content: bytes | bytearray | memoryview) -> str:
     """Return the BLAKE2b-128 digest as hexadecimal text."""
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 

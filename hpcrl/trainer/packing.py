@@ -80,6 +80,7 @@ class PackedSamples:
         hints: of each sample; None where it has none.
         observations: [P] float32, 1 where the token is one of the environment that is learned; None: none is.
         observation_weight: of each of them in the loss.
+        tensors: of each sample, as of Sample.
         common: with how many tokens each sample begins as the one before it does; empty: what they have in common is computed for each.
     """
 
@@ -101,11 +102,13 @@ class PackedSamples:
     nll_weights: list[float] = field(default_factory=list)
     observations: torch.Tensor | None = None
     observation_weight: float = 0.0
+    tensors: list[dict[str, torch.Tensor]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._offsets = [0, *accumulate(self.lengths)]
         self.weights = self.weights or [0.0] * len(self.lengths)
         self.nll_weights = self.nll_weights or [0.0] * len(self.lengths)
+        self.tensors = self.tensors or [{} for _ in self.lengths]
 
     @property
     def trained(self) -> list[int]:
@@ -163,6 +166,7 @@ class PackedSamples:
             observation_weights=None if observed_P is None else self.observation_weight * observed_P,
             sampling_mask=None if self.sampling_mask is None else padded_mask(self.sampling_mask, tokens),
             prefixes=shared_prefixes(lengths, self.common[part.start : part.stop]) if self.common else None,
+            tensors=self.tensors[part.start : part.stop],
         )
 
     def complete_rollout(self) -> None:
@@ -222,6 +226,7 @@ def pack(
         staleness=torch.full_like(loss_mask, -1) if version is None else (version - versions).float(),
         sampling_mask=_joined_mask(samples),
         hints=[sample.hint for sample in samples],
+        tensors=[sample.tensors for sample in samples],
         left_out=left_out,
     )
 
@@ -400,6 +405,7 @@ def _gathered(minis: Sequence[MiniBatch], refs: Sequence[SampleRef]) -> PackedSa
             values=optional(lambda samples: samples.scores.values),
             returns=optional(lambda samples: samples.scores.returns),
         ),
+        tensors=[samples.tensors[at] for samples, at in (places[ref] for ref in refs)],
     )
 
 
