@@ -81,6 +81,7 @@ class PackedSamples:
         observations: [P] float32, 1 where the token is one of the environment that is learned; None: none is.
         observation_weight: of each of them in the loss.
         tensors: of each sample, as of Sample.
+        share: of each sample in the mini-batch, of all ranks.
         common: with how many tokens each sample begins as the one before it does; empty: what they have in common is computed for each.
     """
 
@@ -103,6 +104,7 @@ class PackedSamples:
     observations: torch.Tensor | None = None
     observation_weight: float = 0.0
     tensors: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    share: float = 0.0
 
     def __post_init__(self) -> None:
         self._offsets = [0, *accumulate(self.lengths)]
@@ -167,6 +169,7 @@ class PackedSamples:
             sampling_mask=None if self.sampling_mask is None else padded_mask(self.sampling_mask, tokens),
             prefixes=shared_prefixes(lengths, self.common[part.start : part.stop]) if self.common else None,
             tensors=self.tensors[part.start : part.stop],
+            share=self.share,
         )
 
     def complete_rollout(self) -> None:
@@ -426,6 +429,7 @@ def set_loss_weights(minis: Sequence[MiniBatch], batch: Batch, data: World, redu
         mini.tokens = sum(per_group[group] for group in groups)
         mini.left_out, mini.unscored, observed = others[3 * number : 3 * number + 3]
         mini.samples.observation_weight = 1 / max(observed, 1)
+        mini.samples.share = 1 / max(mini.plan.samples, 1)
         used = sum(bool(part) for parts in mini.plan.train for part in parts)
         for part in mini.plan.train[mini.rank]:
             micro_tokens = sum(own[at] for at in part)

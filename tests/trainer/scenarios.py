@@ -125,7 +125,10 @@ def train_steps(
 
 def show(path: str, trained: list[UpdateResult], world: World) -> None:
     if world.first:
-        values = [{**update.sums, "grad_norm": update.report.grad_norm, "lr": update.report.lr} for update in trained]
+        values = [
+            {**update.sums, **update.report.experts, "grad_norm": update.report.grad_norm, "lr": update.report.lr}
+            for update in trained
+        ]
         Path(path).write_text(json.dumps(values))
 
 

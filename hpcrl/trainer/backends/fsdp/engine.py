@@ -46,7 +46,7 @@ from hpcrl.trainer.backends.shares import read, write_folders
 from hpcrl.trainer.backends.turns import moments_to_host
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.models.adapter import Adapter
-from hpcrl.trainer.models.forward import DTYPES, computing, forward_config
+from hpcrl.trainer.models.forward import DTYPES, computing, forward_config, reference_experts
 from hpcrl.trainer.models.hf import ModelSource, critic_source, export_config, policy_source, reference_source
 from hpcrl.trainer.models.lora import (
     gather_adapter,
@@ -96,8 +96,10 @@ class FsdpEngine(Generic[Model]):
         totals: dict[str, torch.Tensor] = {}
         for batch in batches:
             batch = batch.to(self._world.device)
-            loss, sums = objective(batch, *self._model.run(batch))
-            (loss * self._scale.value if self._scale.changes else loss).backward()
+            with self._model.running(batch, trained=True) as outputs:
+                loss, sums = objective(batch, *outputs)
+                loss = loss + self._model.routing.loss()
+                (loss * self._scale.value if self._scale.changes else loss).backward()
             merge(totals, sums)
         return totals
 
@@ -118,10 +120,16 @@ class FsdpEngine(Generic[Model]):
             self._optimizer.step()
             self.updates += 1
         self._optimizer.zero_grad(set_to_none=True)
-        return StepReport(norm, lr, skipped=not finite, loss_scale=scale)
+        return StepReport(norm, lr, skipped=not finite, loss_scale=scale, experts=self._experts())
+
+    def _experts(self) -> dict[str, float]:
+        """Return what routers have done in the mini-batch."""
+        routing = self._model.routing
+        return routing.describe(self.data.sum(routing.told())) if routing.layers else {}
 
     def skip(self) -> StepReport:
         self._optimizer.zero_grad(set_to_none=True)
+        self._model.routing.told()
         return StepReport(0.0, self._lr(), skipped=True)
 
     def _lr(self) -> float:
@@ -301,6 +309,7 @@ class FsdpPolicy(FsdpExported[PackedPolicy]):
 
     def __init__(self, trainer: TrainerConfig, temperature: float, world: World) -> None:
         forward, section, source = forward_config(trainer, temperature), trainer.policy, policy_source(trainer)
+        forward = replace(forward, experts=section.experts)
         model = load_model(
             PackedPolicy, source, section.fsdp_config, forward, world,
             trained=section, seed=trainer.seed, compiled=section.compile_model,
@@ -309,7 +318,7 @@ class FsdpPolicy(FsdpExported[PackedPolicy]):
         self._reference: PackedPolicy | None = None
         self._reference_is_base = reference_is_base(trainer)
         if trainer_has_reference(trainer) and not self._reference_is_base:
-            known = replace(forward, vocabulary=model.head.out_features)
+            known = replace(forward, vocabulary=model.head.out_features, experts=reference_experts(trainer))
             averaged = self_teacher(trainer) == "ema"
             self._reference = load_model(
                 PackedPolicy, reference_source(trainer), ref_sharding(trainer), known, world,
@@ -415,6 +424,7 @@ class FsdpRewardModel(FsdpExported[PackedRewardModel]):
 
     def __init__(self, trainer: TrainerConfig, world: World) -> None:
         section, forward, source = trainer.policy, forward_config(trainer), policy_source(trainer)
+        forward = replace(forward, experts=section.experts)
         model = load_model(
             PackedRewardModel, source, section.fsdp_config, forward, world, trained=section, seed=trainer.seed
         )

@@ -3,7 +3,8 @@ critic gives values, a reward model scores."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
 
@@ -16,6 +17,7 @@ from hpcrl.config.sections.model import CriticConfig, FSDPConfig, PolicyConfig
 from hpcrl.trainer.backends.fsdp.sharding import set_whole, shard, units
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.models.attention import PACKED, PADDED, Packed, PackedSequences, require_attention_only
+from hpcrl.trainer.models.experts.routing import Routing
 from hpcrl.trainer.models.forward import DTYPES, ForwardConfig, score_places
 from hpcrl.trainer.models.hf import ModelSource
 from hpcrl.trainer.models.logprobs import among_zeros, compiled_rows, plain_rows, token_logprobs, top_rows
@@ -31,13 +33,13 @@ class PackedModel(nn.Module):
 
     Args:
         model: has the head as its output embeddings.
-        packing: samples lie end to end; otherwise each is a padded row.
     """
 
-    def __init__(self, model: PreTrainedModel, packing: bool) -> None:
+    def __init__(self, model: PreTrainedModel, forward: ForwardConfig) -> None:
         super().__init__()
         self.model = model
-        self._packing = packing
+        self._packing = forward.packing
+        self.routing = Routing(model, forward.experts, packing=forward.packing)
 
     def hidden(self, token_ids: torch.Tensor, positions: torch.Tensor, sequences: Packed) -> torch.Tensor:
         """Return the last hidden states of the tokens that are computed, a row for each."""
@@ -61,10 +63,24 @@ class PackedModel(nn.Module):
 
     def run(self, batch: MicroBatch) -> tuple[torch.Tensor, ...]:
         """Return the outputs for a micro-batch on the model's device, [P] each."""
+        with self.running(batch, trained=False) as outputs:
+            return outputs
+
+    @contextmanager
+    def running(self, batch: MicroBatch, *, trained: bool) -> Iterator[tuple[torch.Tensor, ...]]:
+        """Give the outputs for a micro-batch on the model's device, [P] each.
+
+        Args:
+            trained: a loss of them is differentiated meanwhile.
+        """
         if batch.prefixes is None:
             sequences = PackedSequences.of(batch.lengths, batch.cu_seqlens)
         else:
             sequences = PrefixTree(batch.lengths, batch.cu_seqlens, batch.prefixes)
+        with self.routing.during(batch, sequences, trained=trained):
+            yield self._outputs(batch, sequences)
+
+    def _outputs(self, batch: MicroBatch, sequences: Packed) -> tuple[torch.Tensor, ...]:
         return self(
             batch.token_ids,
             batch.positions,
@@ -81,7 +97,7 @@ class PackedPolicy(PackedModel):
     """A causal language model with its head."""
 
     def __init__(self, model: PreTrainedModel, forward: ForwardConfig) -> None:
-        super().__init__(model, forward.packing)
+        super().__init__(model, forward)
         self.forward_config = forward
         self._rows = compiled_rows() if forward.compiled else plain_rows
 
@@ -122,7 +138,7 @@ class PackedCritic(PackedModel):
     """A transformer whose head gives one number."""
 
     def __init__(self, model: PreTrainedModel, forward: ForwardConfig) -> None:
-        super().__init__(model, forward.packing)
+        super().__init__(model, forward)
 
     def forward(
         self,
@@ -141,7 +157,7 @@ class PackedRewardModel(PackedModel):
     """A transformer whose head gives one number for a sample."""
 
     def __init__(self, model: PreTrainedModel, forward: ForwardConfig) -> None:
-        super().__init__(model, forward.packing)
+        super().__init__(model, forward)
         self._padding: int | None = model.config.get_text_config().pad_token_id
 
     def forward(
