@@ -96,9 +96,8 @@ class FsdpEngine(Generic[Model]):
         totals: dict[str, torch.Tensor] = {}
         for batch in batches:
             batch = batch.to(self._world.device)
-            with self._model.running(batch, trained=True) as outputs:
+            with self._model.running(batch, self._scale.value) as outputs:
                 loss, sums = objective(batch, *outputs)
-                loss = loss + self._model.routing.loss()
                 (loss * self._scale.value if self._scale.changes else loss).backward()
             merge(totals, sums)
         return totals
@@ -124,12 +123,12 @@ class FsdpEngine(Generic[Model]):
 
     def _experts(self) -> dict[str, float]:
         """Return what routers have done in the mini-batch."""
-        routing = self._model.routing
-        return routing.describe(self.data.sum(routing.told())) if routing.layers else {}
+        balance = self._model.routing.balance
+        return balance.describe(self.data.sum(balance.told())) if balance.layers else {}
 
     def skip(self) -> StepReport:
         self._optimizer.zero_grad(set_to_none=True)
-        self._model.routing.told()
+        self._model.routing.balance.told()
         return StepReport(0.0, self._lr(), skipped=True)
 
     def _lr(self) -> float:

@@ -63,22 +63,24 @@ class PackedModel(nn.Module):
 
     def run(self, batch: MicroBatch) -> tuple[torch.Tensor, ...]:
         """Return the outputs for a micro-batch on the model's device, [P] each."""
-        with self.running(batch, trained=False) as outputs:
+        with self.running(batch) as outputs:
             return outputs
 
     @contextmanager
-    def running(self, batch: MicroBatch, *, trained: bool) -> Iterator[tuple[torch.Tensor, ...]]:
+    def running(self, batch: MicroBatch, scale: float | None = None) -> Iterator[tuple[torch.Tensor, ...]]:
         """Give the outputs for a micro-batch on the model's device, [P] each.
 
         Args:
-            trained: a loss of them is differentiated meanwhile.
+            scale: of the loss of them that is differentiated meanwhile; None: none is.
         """
         if batch.prefixes is None:
             sequences = PackedSequences.of(batch.lengths, batch.cu_seqlens)
         else:
             sequences = PrefixTree(batch.lengths, batch.cu_seqlens, batch.prefixes)
-        with self.routing.during(batch, sequences, trained=trained):
-            yield self._outputs(batch, sequences)
+        with self.routing.during(batch, sequences, scale):
+            outputs = self._outputs(batch, sequences)
+            self.routing.turn_back()
+            yield outputs
 
     def _outputs(self, batch: MicroBatch, sequences: Packed) -> tuple[torch.Tensor, ...]:
         return self(

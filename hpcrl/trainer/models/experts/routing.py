@@ -1,26 +1,24 @@
-"""The routers of a mixture of experts in training: what they cost, what they tell, and the choices of the engine that they repeat."""
+"""The routers of a transformers model in training and scoring: what they cost, what they tell, and the engine's choices that they repeat."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from hpcrl.config.sections.model import ExpertsConfig
 from hpcrl.data.models.routers import routers
 from hpcrl.errors import DataError
 from hpcrl.trainer.models.attention import Packed, PackedSequences
-from hpcrl.trainer.models.experts.balance import AUX_LOSS, Z_LOSS, Samples, aux_loss, describe_balance, z_loss
-from hpcrl.types import ROUTED_EXPERTS, MicroBatch
-
-_OWN = -1  # in place of an expert: the router chooses
+from hpcrl.trainer.models.experts.balance import Balance, Samples
+from hpcrl.trainer.models.experts.replay import Chosen, given_experts
+from hpcrl.types import MicroBatch
 
 
 @dataclass
@@ -28,15 +26,15 @@ class _Pass:
     """One micro-batch on its way through the model, and back: a layer that is computed again does the same once more.
 
     Attributes:
-        given: [N, L, k] int64, the experts that each token goes to in each layer; _OWN: those that the router chooses. None: nowhere given.
-        samples: None where nothing is to be told: in passes without gradient, and of micro-batches without samples.
-        losses: of the layers.
-        forward: it has not come to its loss yet.
+        given: [N, L, k] int64, as of `given_experts`, in the order in which routers see the tokens.
+        samples: None where nothing is learned of routers: in passes without gradient, and of micro-batches without samples.
+        scale: of the gradient.
+        forward: it is on its way there.
     """
 
     given: torch.Tensor | None
     samples: Samples | None
-    losses: list[torch.Tensor] = field(default_factory=list)
+    scale: float
     forward: bool = True
 
 
@@ -48,85 +46,53 @@ class Routing:
         config: None: routers do as they are, and tell nothing.
         packing: samples lie end to end; otherwise each is a padded row.
 
+    Attributes:
+        balance: what the routers tell.
+
     Raises:
         DataError: its routers cannot do what the configuration asks for.
     """
 
     def __init__(self, model: PreTrainedModel, config: ExpertsConfig | None, *, packing: bool) -> None:
-        self._config, self._packing = config or ExpertsConfig(), packing
         found = [] if config is None else routers(model)
-        _require(model, found, self._config)
-        self._shape = (len(found), len(_weight(found[0]))) if found else (0, 0)
+        config = config or ExpertsConfig()
+        _require(model, found, config)
+        experts, chosen = (len(_weight(found[0])), _chosen(model)) if found else (0, 0)
+        self.balance = Balance(config, len(found), experts, chosen)
+        self._replays, self._packing = config.router_replay != "none", packing
         self._pass: _Pass | None = None
-        self._told: torch.Tensor | None = None
-        self._tokens = 0
         for layer, router in enumerate(found):
             # not a hook: the experts of a token must be known while the router computes
             router.forward = partial(self._routed, layer, router.forward)
 
-    @property
-    def layers(self) -> int:
-        """How many layers have routers."""
-        return self._shape[0]
-
     @contextmanager
-    def during(self, batch: MicroBatch, sequences: Packed, *, trained: bool) -> Iterator[None]:
+    def during(self, batch: MicroBatch, sequences: Packed, scale: float | None) -> Iterator[None]:
         """Let routers know which micro-batch they see, forward and backward.
 
         Args:
             batch: on the model's device.
-            trained: its losses count, and it is told of.
+            scale: of the loss that is differentiated; None: none is.
         """
-        told = trained and batch.share > 0 and self._shape[0] > 0
-        self._pass = _Pass(self._given(batch, sequences), self._samples(batch, sequences) if told else None)
+        if not self.balance.layers:
+            yield
+            return
+        learned = scale is not None and batch.share > 0
+        samples = self._samples(batch, sequences) if learned else None
+        self._pass = _Pass(self._given(batch, sequences), samples, scale or 0.0)
         try:
             yield
         finally:
             self._pass = None
 
-    def loss(self) -> torch.Tensor | float:
-        """Return what the losses of the pass that has come so far add to its loss."""
-        assert self._pass is not None
-        self._pass.forward = False
-        return sum(self._pass.losses, start=0.0)
-
-    def told(self) -> list[float]:
-        """Return numbers that are to be added over ranks for `describe`, and forget them; as many on all ranks."""
-        told, tokens = self._told, self._tokens
-        self._told, self._tokens = None, 0
-        layers, experts = self._shape
-        return [float(tokens), *([0.0] * (layers * (experts + 3)) if told is None else told.flatten().tolist())]
-
-    def describe(self, told: list[float]) -> dict[str, float]:
-        """Return metrics of a mini-batch, of the sums over all ranks; empty: nothing was told."""
-        if not told[0]:
-            return {}
-        layers, experts = self._shape
-        sums = torch.tensor(told[1:], dtype=torch.float64).view(layers, experts + 3)
-        found = describe_balance(sums[:, :experts], sums[:, experts], told[0])
-        found |= {AUX_LOSS: sums[:, experts + 1].mean().item()} if self._config.aux_loss_coef else {}
-        return found | ({Z_LOSS: sums[:, experts + 2].mean().item()} if self._config.z_loss_coef else {})
+    def turn_back(self) -> None:
+        """Take it that the pass has come through the model: what is computed from now on is computed again."""
+        if self._pass is not None:
+            self._pass.forward = False
 
     def _given(self, batch: MicroBatch, sequences: Packed) -> torch.Tensor | None:
-        """Return the experts that the engine chose, in the order in which routers see the tokens; see _Pass."""
-        known = [sample[ROUTED_EXPERTS] for sample in batch.tensors if ROUTED_EXPERTS in sample]
-        if self._config.router_replay == "none" or not known or not self._shape[0]:
-            return None
-        layers, chosen = known[0].shape[1:]
-        if layers != self._shape[0]:
-            raise DataError(
-                f"samples tell of the experts in {layers} layers, and the model has them in {self._shape[0]}"
-            )
-        given_P = torch.cat(
-            [
-                sample[ROUTED_EXPERTS].long()
-                if ROUTED_EXPERTS in sample
-                else known[0].new_full((length, layers, chosen), _OWN).long()
-                for sample, length in zip(batch.tensors, batch.lengths, strict=True)
-            ]
-        )
-        if self._packing:
-            return sequences.computed(given_P)
+        given_P = given_experts(batch, self.balance.layers) if self._replays else None
+        if given_P is None or self._packing:
+            return None if given_P is None else sequences.computed(given_P)
         assert isinstance(sequences, PackedSequences)
         return sequences.rows(given_P).flatten(0, 1)
 
@@ -139,7 +105,7 @@ class Routing:
             assert isinstance(sequences, PackedSequences)
             return sequences.flat(values_N.unflatten(0, (count, sequences.max_seqlen)))
 
-        return Samples(owners_P, lengths_B.float(), sequences.spread if self._packing else flat, batch.share)
+        return Samples(owners_P, lengths_B.float(), batch.share, sequences.spread if self._packing else flat)
 
     @torch.compiler.disable
     def _routed(
@@ -149,56 +115,13 @@ class Routing:
         if current is None:
             return forward(*inputs)
         with nullcontext() if current.given is None else Chosen(current.given[:, layer]):
-            logits_NE, *others = outputs = forward(*inputs)
+            logits_NE, scores_Nk, experts_Nk = forward(*inputs)
         if current.samples is not None:
-            self._note(layer, logits_NE.float(), others[1], current, current.samples)
-        return outputs
-
-    def _note(
-        self, layer: int, logits_NE: torch.Tensor, experts_Nk: torch.Tensor, current: _Pass, samples: Samples
-    ) -> None:
-        """Add the losses of a layer to those of the pass, and what is told of it to what is told of others."""
-        config, experts = self._config, self._shape[1]
-        probabilities_NE = logits_NE.softmax(-1)
-        chosen_BE, costs = samples.chosen(experts_Nk, experts), logits_NE.new_zeros(2)
-        if config.aux_loss_coef:
-            cost = samples.share * aux_loss(probabilities_NE, chosen_BE, samples).sum()
-            costs[0] = cost.detach()
-            current.losses.append(config.aux_loss_coef * cost)
-        if config.z_loss_coef:
-            cost = samples.share * z_loss(logits_NE, samples).sum()
-            costs[1] = cost.detach()
-            current.losses.append(config.z_loss_coef * cost)
-        if not current.forward:  # in backward the layer is computed again
-            return
-        entropy = samples.spread(torch.special.entr(probabilities_NE.detach()).sum(-1)).sum()
-        if self._told is None:  # nowhere but on the device, so that the host need not wait
-            self._told = torch.zeros(self._shape[0], experts + 3, dtype=torch.float64, device=logits_NE.device)
-        self._told[layer] += torch.cat([chosen_BE.sum(0), entropy[None], costs])
-        self._tokens += len(samples.owners) if layer == 0 else 0
-
-
-class Chosen(TorchFunctionMode):
-    """Lets a router's `torch.topk` give experts that were chosen before, with the scores that they have now: its own code does the rest.
-
-    Args:
-        given: [N, k] int64; _OWN where it chooses.
-
-    Attributes:
-        calls: of topk so far.
-    """
-
-    def __init__(self, given: torch.Tensor) -> None:
-        super().__init__()
-        self._given, self.calls = given, 0
-
-    def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        if func not in (torch.topk, torch.Tensor.topk):
-            return found
-        self.calls += 1
-        experts = torch.where(self._given < 0, found.indices, self._given)
-        return torch.return_types.topk((args[0].gather(-1, experts), experts))
+            chosen_NE = torch.zeros_like(logits_NE, dtype=torch.float32).scatter_(1, experts_Nk, 1.0)
+            scores_Nk = self.balance.with_loss(
+                layer, scores_Nk, logits_NE, chosen_NE, current.samples, scale=current.scale, told=current.forward
+            )
+        return logits_NE, scores_Nk, experts_Nk
 
 
 def _weight(router: nn.Module) -> torch.Tensor:
@@ -208,22 +131,22 @@ def _weight(router: nn.Module) -> torch.Tensor:
     return weight
 
 
+def _chosen(model: PreTrainedModel) -> int:
+    return model.config.get_text_config().num_experts_per_tok
+
+
 def _require(model: PreTrainedModel, found: list[nn.Module], config: ExpertsConfig) -> None:
     wanted = [name for name, value in vars(config).items() if value not in (0, "none")]
     if not wanted:
         return
     section, kind = "trainer.policy.experts", type(model).__name__
     if not found:
-        raise DataError(
-            f"{section}.{wanted[0]}: {kind} has no routers that transformers gives the logits of; leave it out"
-        )
+        raise DataError(f"{section}.{wanted[0]}: {kind} has no routers that transformers tells of; leave it out")
     if config.aux_loss_coef and any("correction_bias" in name for name in model.state_dict()):
         raise DataError(f"{section}.aux_loss_coef: {kind} balances its experts by a bias, not by a loss; use 0")
-    if config.router_replay != "none" and not all(
-        _repeats(router, model.config.get_text_config().num_experts_per_tok) for router in found
-    ):
+    if config.router_replay != "none" and not all(_repeats(router, _chosen(model)) for router in found):
         raise DataError(
-            f'{section}.router_replay: routers of {kind} choose by something else than one topk, so that choices cannot be repeated; use "none"'
+            f"{section}.router_replay: routers of {kind} choose by something else than one topk, and cannot repeat choices; leave it out"
         )
 
 

@@ -27,6 +27,7 @@ EXPERTS: dict[str, Any] = {
 }
 ALONE = {
     "one-by-one": variant(1, policy=EXPERTS),
+    "recomputed": variant(4, gradient_checkpointing=True, gradient_checkpointing_use_reentrant=True, policy=EXPERTS),
     "all-at-once": variant(64, gradient_checkpointing=True, policy=EXPERTS),
     "padded-rows": variant(4, use_sample_packing=False, policy=EXPERTS),
     "shared": {**variant(64, policy=EXPERTS), "tokens": 60, "shared": True},
