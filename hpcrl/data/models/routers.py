@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,30 +10,37 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils.output_capturing import OutputRecorder
 
+EXPERT_DTYPE = torch.int16
+"""Of the numbers of experts, wherever they are kept."""
 
-def routers(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the routers of a model, in the order of its layers; empty: it has no experts, or transformers does not say which module chooses them.
+
+def routers(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """Return the routers of a model by their names, in the order of its layers; empty: it has no experts, or transformers does not say which module chooses them.
 
     A router gives logits [N, E] of all experts, and scores [N, k] and indices [N, k] of those that each of its N tokens goes to.
     """
     told = getattr(model.base_model, "_can_record_outputs", None) or {}
     recorder = told.get("router_logits")
     if not isinstance(recorder, OutputRecorder):
-        return []
-    return [module for module in model.modules() if isinstance(module, recorder.target_class)]
+        return {}
+    return {name: module for name, module in model.named_modules() if isinstance(module, recorder.target_class)}
 
 
-@contextmanager
-def recorded_experts(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
-    """Let the experts that tokens go to be known: the list gets a tensor [N, k] of each router's, in each pass one after the other."""
-    found = list[torch.Tensor]()
+class ExpertRecorder:
+    """Notes to which experts the tokens of a model's last pass went.
 
-    def note(_module: nn.Module, _inputs: Any, outputs: tuple[torch.Tensor, ...]) -> None:
-        found.append(outputs[2])
+    Args:
+        model: has routers.
+    """
 
-    handles = [router.register_forward_hook(note) for router in routers(model)]
-    try:
-        yield found
-    finally:
-        for handle in handles:
-            handle.remove()
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._seen: dict[str, torch.Tensor] = {}
+        for name, router in routers(model).items():
+            router.register_forward_hook(partial(self._note, name))
+
+    def _note(self, name: str, _module: nn.Module, _inputs: Any, outputs: tuple[torch.Tensor, ...]) -> None:
+        self._seen[name] = outputs[2]
+
+    def taken(self, rows: int) -> torch.Tensor:
+        """Return the experts of the last pass, which was over [R, Q] tokens: [R, Q, L, k]."""
+        return torch.stack(list(self._seen.values()), 1).to(EXPERT_DTYPE).unflatten(0, (rows, -1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,24 +14,29 @@ from hpcrl.types import ROUTED_EXPERTS, MicroBatch
 _OWN = -1  # in place of an expert: the router chooses
 
 
-def given_experts(batch: MicroBatch, layers: int) -> torch.Tensor | None:
+def given_experts(batch: MicroBatch, layers: Sequence[int]) -> torch.Tensor | None:
     """Return the experts that the engine took the tokens of a micro-batch to, [P, L, k] int64; -1 where it does not say. None: nowhere.
 
+    Args:
+        layers: the numbers, from 0, of the L layers of the model that have experts. An engine tells of these, or of all layers.
+
     Raises:
-        DataError: it tells of another number of layers than `layers`.
+        DataError: it tells of others.
     """
     known = [sample[ROUTED_EXPERTS] for sample in batch.tensors if ROUTED_EXPERTS in sample]
     if not known:
         return None
-    if known[0].shape[1] != layers:
+    told = known[0].shape[1]
+    if told != len(layers) and told <= max(layers):
         raise DataError(
-            f"samples tell of experts in {known[0].shape[1]} layers, and the model has them in {layers}: the engine serves another model"
+            f"samples tell of experts in {told} layers, and the model has them in {len(layers)}: the engine serves another model"
         )
     parts = [
         sample.get(ROUTED_EXPERTS, known[0].new_full((length, *known[0].shape[1:]), _OWN))
         for sample, length in zip(batch.tensors, batch.lengths, strict=True)
     ]
-    return torch.cat(parts).long()
+    given_P = torch.cat(parts).long()
+    return given_P if told == len(layers) else given_P[:, list(layers)]
 
 
 class Chosen(TorchFunctionMode):

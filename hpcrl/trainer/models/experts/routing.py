@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -19,6 +21,8 @@ from hpcrl.trainer.models.attention import Packed, PackedSequences
 from hpcrl.trainer.models.experts.balance import Balance, Samples
 from hpcrl.trainer.models.experts.replay import Chosen, given_experts
 from hpcrl.types import MicroBatch
+
+_LAYER = re.compile(r"\.(\d+)\.")
 
 
 @dataclass
@@ -54,12 +58,14 @@ class Routing:
     """
 
     def __init__(self, model: PreTrainedModel, config: ExpertsConfig | None, *, packing: bool) -> None:
-        found = [] if config is None else routers(model)
+        named = {} if config is None else routers(model)
+        found = list(named.values())
         config = config or ExpertsConfig()
         _require(model, found, config)
         experts, chosen = (len(_weight(found[0])), _chosen(model)) if found else (0, 0)
         self.balance = Balance(config, len(found), experts, chosen)
         self._replays, self._packing = config.router_replay != "none", packing
+        self._numbers = [int(match[1]) for name in named if (match := _LAYER.search(name))]
         self._pass: _Pass | None = None
         for layer, router in enumerate(found):
             # not a hook: the experts of a token must be known while the router computes
@@ -90,7 +96,7 @@ class Routing:
             self._pass.forward = False
 
     def _given(self, batch: MicroBatch, sequences: Packed) -> torch.Tensor | None:
-        given_P = given_experts(batch, self.balance.layers) if self._replays else None
+        given_P = given_experts(batch, self._numbers) if self._replays else None
         if given_P is None or self._packing:
             return None if given_P is None else sequences.computed(given_P)
         assert isinstance(sequences, PackedSequences)
@@ -154,6 +160,8 @@ def _repeats(router: nn.Module, count: int) -> bool:
     """Return whether a router, on the meta device, chooses its experts by one topk, whose result is what it returns."""
     weight = _weight(router)
     given = torch.zeros(2, count, dtype=torch.int64, device=weight.device)
+    hidden, *biases = signature(router.forward).parameters  # some are given the bias that balances experts
+    inputs = {hidden: weight.new_zeros(2, weight.shape[1]), **{name: weight.new_zeros(len(weight)) for name in biases}}
     with torch.no_grad(), Chosen(given) as chosen:
-        *_, experts = router(torch.zeros(2, weight.shape[1], dtype=weight.dtype, device=weight.device))
+        *_, experts = router(**inputs)
     return chosen.calls == 1 and experts.shape == given.shape

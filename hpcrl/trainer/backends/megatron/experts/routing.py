@@ -45,6 +45,7 @@ class MegatronRouting:
         _require(model, config)
         experts, drops = model.num_moe_experts or 0, model.moe_expert_capacity_factor is not None
         self.balance = Balance(config, len(numbers), experts, model.moe_router_topk, drops=drops)
+        self._numbers = [number - 1 for number in numbers]
         self._replays = config.router_replay != "none"
         # Megatron-core averages gradients over these
         self._scale = float(data_ranks * context_group().size())
@@ -64,7 +65,7 @@ class MegatronRouting:
         """
         if not self.balance.layers:
             return None
-        given_P = given_experts(batch, self.balance.layers) if self._replays else None
+        given_P = given_experts(batch, self._numbers) if self._replays else None
         # what is shared has 0 for padding, so that there everything is 1 more
         given = None if given_P is None else _own(packing.share(given_P + 1)) - 1
         if not (trained and batch.share):
