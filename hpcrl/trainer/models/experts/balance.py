@@ -16,7 +16,7 @@ import torch.distributed as dist
 from hpcrl.config.sections.model import ExpertsConfig
 
 AUX_LOSS, Z_LOSS = "experts/aux_loss", "experts/z_loss"
-_TOKENS, _ENTROPY, _AUX, _Z = range(4)  # what is told of a layer beside how many tokens went to each expert
+_TOKENS, _ENTROPY, _AUX, _Z, _GIVEN = range(5)  # what is told of a layer beside how many tokens went to each expert
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,7 @@ class Balance:
         chosen_NE: torch.Tensor,
         samples: Samples,
         *,
+        given_Nk: torch.Tensor | None,
         scale: float,
         told: bool,
     ) -> torch.Tensor:
@@ -99,12 +100,13 @@ class Balance:
 
         Args:
             chosen_NE: 1 where a token goes to an expert, else 0; float32.
+            given_Nk: the experts that were chosen before, -1 where they were not; None: nowhere.
             scale: of the gradient.
             told: it is noted what the layer does.
         """
         logits_NE = logits_NE.float()
         probabilities_NE, chosen_BE = logits_NE.softmax(-1), samples.sums(chosen_NE)
-        noted, losses, config = logits_NE.new_zeros(4), list[torch.Tensor](), self._config
+        noted, losses, config = logits_NE.new_zeros(5), list[torch.Tensor](), self._config
         if config.aux_loss_coef:
             everywhere_BE = samples.over_ranks(chosen_BE.clone())
             cost = samples.share * aux_loss(probabilities_NE, everywhere_BE, samples).sum()
@@ -118,6 +120,8 @@ class Balance:
             entropies_N = torch.special.entr(probabilities_NE.detach()).sum(-1)
             noted[_TOKENS] = samples.sums(torch.ones_like(entropies_N)).sum()
             noted[_ENTROPY] = samples.sums(entropies_N).sum()
+            if given_Nk is not None:
+                noted[_GIVEN] = samples.sums((given_Nk[:, 0] >= 0).float()).sum()
             self._note(layer, torch.cat([chosen_BE.sum(0), noted]))
         if not losses:
             return scores
@@ -126,13 +130,13 @@ class Balance:
 
     def _note(self, layer: int, noted: torch.Tensor) -> None:
         if self._told is None:  # on the device, so that the host need not wait
-            self._told = torch.zeros(self.layers, self._experts + 4, dtype=torch.float64, device=noted.device)
+            self._told = torch.zeros(self.layers, self._experts + 5, dtype=torch.float64, device=noted.device)
         self._told[layer] += noted
 
     def told(self) -> list[float]:
         """Return numbers that are to be added over ranks for `describe`, as many on all of them, and forget them."""
         told, self._told = self._told, None
-        return [0.0] * (self.layers * (self._experts + 4)) if told is None else told.flatten().tolist()
+        return [0.0] * (self.layers * (self._experts + 5)) if told is None else told.flatten().tolist()
 
     def describe(self, told: list[float]) -> dict[str, float]:
         """Return metrics of a mini-batch; empty: nothing was told.
@@ -140,7 +144,7 @@ class Balance:
         Args:
             told: summed over all ranks.
         """
-        sums_L = torch.tensor(told, dtype=torch.float64).view(self.layers, self._experts + 4)
+        sums_L = torch.tensor(told, dtype=torch.float64).view(self.layers, self._experts + 5)
         chosen_LE, others_L = sums_L[:, : self._experts], sums_L[:, self._experts :]
         tokens_L = others_L[:, _TOKENS]
         if not len(tokens_L) or not tokens_L.min():
@@ -156,6 +160,8 @@ class Balance:
             found[AUX_LOSS] = others_L[:, _AUX].mean()
         if self._config.z_loss_coef:
             found[Z_LOSS] = others_L[:, _Z].mean()
+        if self._config.router_replay != "none":
+            found["experts/replayed_share"] = others_L[:, _GIVEN].sum() / tokens_L.sum()
         if self._drops:
             found["experts/dropped_share"] = 1 - chosen_LE.sum() / (self._chosen * tokens_L.sum())
         return {name: value.item() for name, value in found.items()}

@@ -120,13 +120,15 @@ class Routing:
         current = self._pass
         if current is None:
             return forward(*inputs)
-        with nullcontext() if current.given is None else Chosen(current.given[:, layer]):
+        given_Nk = None if current.given is None else current.given[:, layer]
+        with nullcontext() if given_Nk is None else Chosen(given_Nk):
             logits_NE, scores_Nk, experts_Nk = forward(*inputs)
         if current.samples is not None:
             chosen_NE = torch.zeros_like(logits_NE, dtype=torch.float32).scatter_(1, experts_Nk, 1.0)
             scores_Nk = self.balance.with_loss(
-                layer, scores_Nk, logits_NE, chosen_NE, current.samples, scale=current.scale, told=current.forward
-            )
+                layer, scores_Nk, logits_NE, chosen_NE, current.samples,
+                given_Nk=given_Nk, scale=current.scale, told=current.forward,
+            )  # fmt: skip
         return logits_NE, scores_Nk, experts_Nk
 
 

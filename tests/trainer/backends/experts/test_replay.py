@@ -81,6 +81,8 @@ def truth(results: Path, mixture: Path) -> Replayed:
 @pytest.mark.parametrize("name", [*ALONE, *TWO])
 def test_tokens_go_to_the_experts_that_samples_tell_of(results: Path, truth: Replayed, name: str) -> None:
     expect_same(results, truth, name)
+    told = json.loads((results / f"{name}.json").read_text())[-1]
+    assert 0.7 < told["experts/replayed_share"] < 1
     assert truth.gradients["model.layers.0.mlp.gate.weight"].abs().max() > 1e-4
 
 

@@ -87,13 +87,14 @@ class MegatronRouting:
         tokens = self._current.routed if self._current is not None else None
         if tokens is None:
             return routing(logits, **named)
-        with nullcontext() if tokens.given is None else Chosen(tokens.given[:, layer]):
+        given_Nk = None if tokens.given is None else tokens.given[:, layer]
+        with nullcontext() if given_Nk is None else Chosen(given_Nk):
             scores_NE, map_NE = routing(logits, **named)
         if tokens.samples is None or not torch.is_grad_enabled():  # it will be computed again, with a gradient
             return scores_NE, map_NE
         logits_NE, chosen_NE = logits.flatten(0, 1), map_NE.float()
         scores_NE = self.balance.with_loss(
-            layer, scores_NE, logits_NE, chosen_NE, tokens.samples, scale=self._scale, told=True
+            layer, scores_NE, logits_NE, chosen_NE, tokens.samples, given_Nk=given_Nk, scale=self._scale, told=True
         )
         return scores_NE, map_NE
 
