@@ -34,6 +34,7 @@ from hpcrl.launch.submit.models import (
     MODEL_FILE,
     check_layouts,
     check_packing,
+    check_routers,
     entries_of,
     folder_of,
     is_local,
@@ -81,7 +82,7 @@ def look(config: Config) -> tuple[list[Problem], list[str]]:
     of_data, warnings_of_data = _of_datasets(config)
     of_alerts, warnings_of_alerts = _of_alerts(config.trainer.alerts)
     problems += [*of_code, *of_alerts, *of_data, *_of_environments(config), *_of_models(config), *check_engine(config)]
-    problems += [*check_uploads(config), *check_packing(config), *check_precomputed(config)]
+    problems += [*check_uploads(config), *check_packing(config), *check_routers(config), *check_precomputed(config)]
     try:
         chat_template(config.generator.chat_template)
     except ConfigError as error:
