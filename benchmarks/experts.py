@@ -52,27 +52,31 @@ def kernels(rounds: int) -> None:
         (32, 4, 128, 64, 512),
         (64, 8, 256, 128, 1024),
     ):
+        fits = tokens * chosen * 2 * columns * hidden * 4 < LARGEST
         for dtype in (torch.float32, torch.bfloat16):
             torch.manual_seed(0)
             model: Any = AutoModelForCausalLM.from_config(mixture(experts, chosen, hidden, columns), dtype=dtype)
             ids = torch.randint(0, model.config.vocab_size, (1, tokens))
-            fits = tokens * chosen * 2 * columns * hidden * 4 < LARGEST
             seconds: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS if fits or way != "batched_mm"}
             for _ in range(rounds + 1):
                 for way, found in seconds.items():
                     model.set_experts_implementation(way)
-                    found.append(
-                        (_timed(lambda: model(ids).logits.float().sum().backward()), _timed(lambda: model(ids), False))
-                    )
-            told = [" / ".join(f"{way} {1e3 * median(of[1:]):.0f}" for way, of in zip(seconds, each, strict=True))
-                    for each in zip(*([list(column) for column in zip(*found, strict=True)] for found in seconds.values()), strict=True)]  # fmt: skip
-            print(f"| {experts} x {columns}, {chosen}, {tokens} | {dtype} | {told[0]} | {told[1]} |", flush=True)
+                    found.append((_timed(model, ids, gradients=True), _timed(model, ids, gradients=False)))
+            told = " | ".join(_medians(seconds, column) for column in range(2))
+            print(f"| {experts} x {columns}, {chosen}, {tokens} | {dtype} | {told} |", flush=True)
 
 
-def _timed(what: Any, gradients: bool = True) -> float:
+def _medians(seconds: dict[str, list[tuple[float, float]]], column: int) -> str:
+    """Return those of all rounds but the first."""
+    return " / ".join(f"{way} {1e3 * median(each[column] for each in found[1:]):.0f}" for way, found in seconds.items())
+
+
+def _timed(model: Any, ids: torch.Tensor, *, gradients: bool) -> float:
     began = time.process_time()
     with torch.set_grad_enabled(gradients):
-        what()
+        logits = model(ids).logits
+        if gradients:
+            logits.float().sum().backward()
     return time.process_time() - began
 
 

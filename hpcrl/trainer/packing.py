@@ -81,7 +81,6 @@ class PackedSamples:
         observations: [P] float32, 1 where the token is one of the environment that is learned; None: none is.
         observation_weight: of each of them in the loss.
         tensors: of each sample, as of Sample.
-        share: of each sample in the mini-batch, of all ranks.
         common: with how many tokens each sample begins as the one before it does; empty: what they have in common is computed for each.
     """
 
@@ -104,7 +103,6 @@ class PackedSamples:
     observations: torch.Tensor | None = None
     observation_weight: float = 0.0
     tensors: list[dict[str, torch.Tensor]] = field(default_factory=list)
-    share: float = 0.0
 
     def __post_init__(self) -> None:
         self._offsets = [0, *accumulate(self.lengths)]
@@ -169,7 +167,6 @@ class PackedSamples:
             sampling_mask=None if self.sampling_mask is None else padded_mask(self.sampling_mask, tokens),
             prefixes=shared_prefixes(lengths, self.common[part.start : part.stop]) if self.common else None,
             tensors=self.tensors[part.start : part.stop],
-            share=self.share,
         )
 
     def complete_rollout(self) -> None:
@@ -289,13 +286,14 @@ class MicroBatchStream:
     """Micro-batches that are made as they are taken.
 
     Args:
-        top_k: as of MicroBatch.
+        top_k, share: as of MicroBatch.
     """
 
     samples: PackedSamples
     parts: Sequence[range]
     before: Before
     top_k: int = 0
+    share: float = 0.0
 
     def __len__(self) -> int:
         return len(self.parts)
@@ -303,7 +301,7 @@ class MicroBatchStream:
     def __iter__(self) -> Iterator[MicroBatch]:
         for part in self.parts:
             self.before()
-            yield replace(self.samples.micro_batch(part), top_k=self.top_k)
+            yield replace(self.samples.micro_batch(part), top_k=self.top_k, share=self.share if part else 0.0)
 
 
 @dataclass
@@ -314,8 +312,7 @@ class MiniBatch:
         samples: this rank's.
         rank: this one, among those that samples are assigned to.
         tokens: trained tokens of all ranks.
-        left_out: tokens of all ranks that the policy chose but that are not trained, see PackedSamples.
-        unscored: samples of all ranks that are not trained, see PackedSamples.
+        left_out, unscored: tokens, and samples, of all ranks that are not trained, see PackedSamples.
     """
 
     plan: MiniBatchPlan
@@ -327,7 +324,7 @@ class MiniBatch:
 
     def micro_batches(self, before: Before = _nothing) -> MicroBatchStream:
         """Return this rank's micro-batches for training; as many as the other ranks have, maybe some with no sample."""
-        return MicroBatchStream(self.samples, self.plan.train[self.rank], before)
+        return MicroBatchStream(self.samples, self.plan.train[self.rank], before, share=1 / max(self.plan.samples, 1))
 
     def scored_top(
         self,
@@ -429,7 +426,6 @@ def set_loss_weights(minis: Sequence[MiniBatch], batch: Batch, data: World, redu
         mini.tokens = sum(per_group[group] for group in groups)
         mini.left_out, mini.unscored, observed = others[3 * number : 3 * number + 3]
         mini.samples.observation_weight = 1 / max(observed, 1)
-        mini.samples.share = 1 / max(mini.plan.samples, 1)
         used = sum(bool(part) for parts in mini.plan.train for part in parts)
         for part in mini.plan.train[mini.rank]:
             micro_tokens = sum(own[at] for at in part)

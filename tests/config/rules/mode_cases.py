@@ -44,9 +44,9 @@ OF_MODES = [
     ),
     Case(
         "vLLM tells of experts by its prefix cache",
-        {**REPLAYED, **FOUR_GPUS, f"{ENGINE}.enable_prefix_caching": False},
+        {**REPLAYED, "slurm.gpus_per_node": 4, f"{ENGINE}.enable_prefix_caching": False},
         "trainer.policy.experts.router_replay", "enable_prefix_caching=true only",
-        {**REPLAYED, **FOUR_GPUS},
+        {**REPLAYED, "slurm.gpus_per_node": 4},
     ),
     Case(
         "rows of supervised fine-tuning have a longest one",

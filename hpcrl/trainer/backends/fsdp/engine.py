@@ -119,16 +119,13 @@ class FsdpEngine(Generic[Model]):
             self._optimizer.step()
             self.updates += 1
         self._optimizer.zero_grad(set_to_none=True)
-        return StepReport(norm, lr, skipped=not finite, loss_scale=scale, experts=self._experts())
-
-    def _experts(self) -> dict[str, float]:
-        """Return what routers have done in the mini-batch."""
-        balance = self._model.routing.balance
-        return balance.describe(self.data.sum(balance.told())) if balance.layers else {}
+        return StepReport(
+            norm, lr, skipped=not finite, loss_scale=scale, experts=self._model.routing.balance.metrics(self.data)
+        )
 
     def skip(self) -> StepReport:
         self._optimizer.zero_grad(set_to_none=True)
-        self._model.routing.balance.told()
+        self._model.routing.balance.forget()
         return StepReport(0.0, self._lr(), skipped=True)
 
     def _lr(self) -> float:

@@ -129,17 +129,13 @@ class MegatronEngine(Generic[Model]):
             optimizer.step_with_ready_grads()
             self.updates += 1
         self._forget_gradients()
-        return StepReport(norm, lr, skipped=not done, experts=self._experts())
-
-    def _experts(self) -> dict[str, float]:
-        """Return what routers have done in the mini-batch."""
-        balance = self._routing.balance if self._routing else None
-        return balance.describe(self._world.sum(balance.told())) if balance and balance.layers else {}
+        experts = self._routing.balance.metrics(self._world) if self._routing else {}
+        return StepReport(norm, lr, skipped=not done, experts=experts)
 
     def skip(self) -> StepReport:
         self._forget_gradients()
         if self._routing:
-            self._routing.balance.told()
+            self._routing.balance.forget()
         return StepReport(0.0, self._lr(), skipped=True)
 
     def _clip(self, norm: float) -> None:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from hpcrl.config.sections.model import ExpertsConfig
+from hpcrl.trainer.distributed import World
 
 AUX_LOSS, Z_LOSS = "experts/aux_loss", "experts/z_loss"
 _TOKENS, _ENTROPY, _AUX, _Z, _GIVEN = range(5)  # what is told of a layer beside how many tokens went to each expert
@@ -133,17 +134,17 @@ class Balance:
             self._told = torch.zeros(self.layers, self._experts + 5, dtype=torch.float64, device=noted.device)
         self._told[layer] += noted
 
-    def told(self) -> list[float]:
-        """Return numbers that are to be added over ranks for `describe`, as many on all of them, and forget them."""
-        told, self._told = self._told, None
-        return [0.0] * (self.layers * (self._experts + 5)) if told is None else told.flatten().tolist()
+    def forget(self) -> None:
+        """Forget what was told."""
+        self._told = None
 
-    def describe(self, told: list[float]) -> dict[str, float]:
-        """Return metrics of a mini-batch; empty: nothing was told.
+    def metrics(self, world: World) -> dict[str, float]:
+        """Return what was told since this was asked last, of all of these ranks, each of which calls it; empty: nothing was."""
+        told = [0.0] * (self.layers * (self._experts + 5)) if self._told is None else self._told.flatten().tolist()
+        self.forget()
+        return self._described(world.sum(told)) if self.layers else {}
 
-        Args:
-            told: summed over all ranks.
-        """
+    def _described(self, told: list[float]) -> dict[str, float]:
         sums_L = torch.tensor(told, dtype=torch.float64).view(self.layers, self._experts + 5)
         chosen_LE, others_L = sums_L[:, : self._experts], sums_L[:, self._experts :]
         tokens_L = others_L[:, _TOKENS]
