@@ -222,7 +222,7 @@ def routers(config: ConfigTree) -> Iterator[Problem]:
         for name, value in {"pipeline_parallel_size": 1, "enable_prefix_caching": True}.items():
             if getattr(engine, name) != value:
                 where = f"generator.inference_engine.{name}"
-                yield Problem(path, f"vLLM tells of experts with {where}={shown(value)} only; set it to that")
+                yield Problem(path, f"vLLM tells of experts with {where}={str(value).lower()} only; set it to that")
 
 
 def without_effect(config: ConfigTree) -> Iterator[Problem]:
