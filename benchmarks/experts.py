@@ -36,12 +36,13 @@ LARGEST = 2e9  # bytes of the copies of weights that batched_mm makes
 
 
 def mixture(experts: int, chosen: int, hidden: int, columns: int, layers: int = 2) -> Qwen3MoeConfig:
-    return Qwen3MoeConfig(
-        vocab_size=len(AutoTokenizer.from_pretrained(QUICKSTART)), hidden_size=hidden, intermediate_size=columns,
-        moe_intermediate_size=columns, num_experts=experts, num_experts_per_tok=chosen, num_hidden_layers=layers,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=16, norm_topk_prob=True, initializer_range=0.1,
-        pad_token_id=0, bos_token_id=None, eos_token_id=1,
-    )  # fmt: skip
+    sizes: dict[str, Any] = {
+        "vocab_size": len(AutoTokenizer.from_pretrained(QUICKSTART)), "hidden_size": hidden, "intermediate_size": columns,
+        "moe_intermediate_size": columns, "num_experts": experts, "num_experts_per_tok": chosen, "num_hidden_layers": layers,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "norm_topk_prob": True, "initializer_range": 0.1,
+        "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1,
+    }  # fmt: skip
+    return Qwen3MoeConfig(**sizes)
 
 
 def kernels(rounds: int) -> None:
@@ -94,7 +95,7 @@ def replay(samples: int) -> None:
             print(f"| {engine} | {trainer} | {plain:.2e} | {replayed:.2e} |", flush=True)
 
 
-def generated(path: Path, dtype: str, samples: int) -> PackedSamples:
+def generated(path: Path, dtype: Any, samples: int) -> PackedSamples:
     """Return samples with the experts that their tokens went to."""
     section, prompt = InferenceEngineConfig(model_dtype=dtype), [4, 9, 2, 7]
     options = EmbeddedOptions(ConfiguredModel(path=str(path), role="trainer.policy"), section, 256, True, True)

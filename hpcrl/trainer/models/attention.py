@@ -50,12 +50,18 @@ class Packed(Protocol):
         """Return [D, ...] of [P, ...]: what speaks about the tokens that are computed."""
         ...
 
-    def spread(self, values_D: torch.Tensor, at_R: torch.Tensor | None = None) -> torch.Tensor:
+    def spread(self, values_D: torch.Tensor, at_R: torch.Tensor | None = None, /) -> torch.Tensor:
         """Return [R, ...] of [D, ...]: what belongs to these of the P tokens, or to all."""
         ...
 
     def attend(
-        self, query_DHN: torch.Tensor, key_DHN: torch.Tensor, value_DHN: torch.Tensor, scale: float | None, flash: bool
+        self,
+        query_DHN: torch.Tensor,
+        key_DHN: torch.Tensor,
+        value_DHN: torch.Tensor,
+        scale: float | None,
+        flash: bool,
+        /,
     ) -> torch.Tensor:
         """Return the attention output [D, H, N], causal within each sample; there may be fewer heads in key and value."""
         ...

@@ -22,6 +22,7 @@ from hpcrl.trainer.models.experts.balance import Balance, Samples
 from hpcrl.trainer.models.experts.replay import Chosen, given_experts
 from hpcrl.types import MicroBatch
 
+_uncompiled: Any = torch.compiler.disable
 _LAYER = re.compile(r"\.(\d+)\.")
 
 
@@ -113,7 +114,7 @@ class Routing:
 
         return Samples(owners_P, lengths_B.float(), batch.share, sequences.spread if self._packing else flat)
 
-    @torch.compiler.disable
+    @_uncompiled
     def _routed(
         self, layer: int, forward: Callable[..., tuple[torch.Tensor, ...]], *inputs: Any
     ) -> tuple[torch.Tensor, ...]:

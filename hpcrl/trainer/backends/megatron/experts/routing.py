@@ -75,7 +75,7 @@ class MegatronRouting:
         numbers_B = torch.arange(1, count + 1, device=lengths_B.device)
         owners_N = _own(packing.share(numbers_B.repeat_interleave(lengths_B, output_size=total)))
         owners_N = torch.where(owners_N == 0, count, owners_N - 1)
-        group = parallel_state.get_tensor_and_context_parallel_group()
+        group: Any = parallel_state.get_tensor_and_context_parallel_group()
         return RoutedTokens(given, Samples(owners_N, lengths_B.float(), batch.share, group=group))
 
     def _before(self, _layer: nn.Module, _inputs: Any, named: dict[str, Any]) -> None:
