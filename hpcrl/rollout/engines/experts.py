@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-def experts_text(experts: NDArray[np.int16]) -> str:
+def experts_text(experts: NDArray[np.integer]) -> str:
     """Return an array as base64 of numpy's own format."""
     with io.BytesIO() as buffer:
         np.save(buffer, experts, allow_pickle=False)

@@ -51,9 +51,9 @@ class Balanced(Truth):
             self.seen.append(told)
         return super().score(model, sample)
 
-    def update(self, *given: Any) -> None:
+    def update(self, batch: Batch, samples: list[Any], old: list[Any], groups: range) -> None:
         self.seen = []
-        super().update(*given)
+        super().update(batch, samples, old, groups)
 
     def added(self) -> torch.Tensor:
         costs, self.chosen = [], torch.zeros(2, 4)
