@@ -27,6 +27,10 @@ LARGEST = 1e30
 """Of a reward or a metric of an environment: sums of many still fit into float32."""
 LONGEST_NAME, LONGEST_FAILURE = 200, 2000
 
+ROUTED_EXPERTS = "routed_experts"
+"""In Sample.tensors, [T, L, k] int16: the experts that the engine took each token to in each layer that has experts; -1 where it is not known, as
+of a last token, which no engine computes anything of."""
+
 
 def is_name(value: Any) -> bool:
     """Return whether a value is a text that can stand in a table: not empty, not long, and without control characters or surrogates."""
@@ -303,6 +307,7 @@ class MicroBatch:
             trained tokens, and of the environment's that are learned, where it is not given.
         prefixes: None: each sample is computed whole.
         tensors: of each packed sample, as of Sample.
+        share: of each sample in the mini-batch, which may be spread over ranks; 0: there is none to be trained.
     """
 
     token_ids: torch.Tensor
@@ -330,6 +335,7 @@ class MicroBatch:
     head_rows: torch.Tensor = None  # pyright: ignore[reportAssignmentType]
     prefixes: SharedPrefixes | None = None
     tensors: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    share: float = 0.0
 
     def __post_init__(self) -> None:
         if self.cu_seqlens is None:
@@ -345,7 +351,7 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return it with all tensors on `device`; see `to_device`."""
-        others = ("lengths", "top_k", "prefixes", "tensors")
+        others = ("lengths", "top_k", "prefixes", "tensors", "share")
         tensors = {name: value for name, value in vars(self).items() if name not in others and value is not None}
         own = [{name: to_device(value, device) for name, value in row.items()} for row in self.tensors]
         moved = {name: to_device(value, device) for name, value in tensors.items()}

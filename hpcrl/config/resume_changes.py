@@ -109,8 +109,12 @@ _TABLE: tuple[tuple[Effect, str], ...] = (
         trainer.algorithm trainer.dpo trainer.reward_model
         trainer.update_ref_every_epoch trainer.distillation trainer.max_unscored_ratio trainer.policy.diffusers vla.unnorm_key
         generator.zero_reward_on_non_stop generator.apply_overlong_filtering
-        trainer.policy.megatron_config.moe_router_load_balancing_type
+        trainer.policy.megatron_config.moe_router_load_balancing_type trainer.policy.experts
         """,
+    ),
+    (
+        Effect("warning", "groups that wait to be trained tell of no experts, and go to those of the trainer's routers"),
+        "trainer.policy.experts.router_replay",
     ),
     (
         Effect("warning", "another reference from the next step on, unless checkpoints have one that has followed the policy"),

@@ -170,6 +170,8 @@ class GroupGenerator:
             told = [Told(one.past, one.messages, len(one.transcripts[0].prompt)) for one in episodes[:n]]
             rows = self._lessons.with_hints(rows, [sample_reward(own) for own in rows], told, self._template)
             rows = await self._lessons.with_top_ids(rows, self._engine)
+        else:  # experts are for training
+            rows = [[replace(row, tensors={}) for row in own] for own in rows]
         return Group(
             work=work,
             version=version,

@@ -17,9 +17,10 @@ from hpcrl.data.chat import cut_messages, encoded, prompt_ids
 from hpcrl.envs.base import Messages
 from hpcrl.errors import ConfigError
 from hpcrl.rollout.engines.base import Generation
-from hpcrl.types import Sample, SamplingMask, StopReason
+from hpcrl.types import ROUTED_EXPERTS, Sample, SamplingMask, StopReason
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from transformers import PreTrainedTokenizerBase
 
 _SAID = "SAID-BY-THE-POLICY"
@@ -121,6 +122,7 @@ class Transcript:
         self._versions = [-1] * len(prompt)
         self._masks: list[Sequence[int]] = [()] * len(prompt)
         self._tops: list[Sequence[int]] = [()] * len(prompt)
+        self._experts: NDArray[np.int16] | None = None
         self._rewards: dict[int, float] = {}
 
     def add_response(self, said: Generation, length: int | None = None) -> None:
@@ -131,6 +133,9 @@ class Transcript:
         self._masks += (said.sampling_mask or [()] * len(said.token_ids))[:length]
         self._tops += (said.top_ids or [()] * len(said.token_ids))[:length]
         self._mask += [1.0] * (len(self.token_ids) - len(self._mask))
+        if said.experts is not None:  # of what an earlier turn tells too, that counts: it was said with those
+            known = self._experts if self._experts is not None else said.experts[:0]
+            self._experts = np.concatenate([known, said.experts[len(known) : len(self.token_ids) - 1]])
 
     def add_context(self, token_ids: Sequence[int]) -> None:
         """Add tokens that the policy did not choose."""
@@ -160,7 +165,15 @@ class Transcript:
             env_metrics=env_metrics,
             sampling_mask=self._sampling_mask(),
             top_ids=self._top_ids(),
+            tensors=self._tensors(),
         )
+
+    def _tensors(self) -> dict[str, np.ndarray]:
+        if self._experts is None:
+            return {}
+        experts = np.full((len(self.token_ids), *self._experts.shape[1:]), -1, np.int16)
+        experts[: len(self._experts)] = self._experts
+        return {ROUTED_EXPERTS: experts}
 
     def _sampling_mask(self) -> SamplingMask[np.ndarray] | None:
         if not any(self._masks):

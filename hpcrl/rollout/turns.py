@@ -19,6 +19,7 @@ from typing import Any
 from hpcrl.data.kept_files import read_turns, turn_file
 from hpcrl.errors import EngineError
 from hpcrl.rollout.engines.base import Engine, Generation, Heard
+from hpcrl.rollout.engines.experts import experts_of, experts_text
 from hpcrl.rollout.threads import in_thread
 from hpcrl.rundir.checked_lines import append_lines
 from hpcrl.rundir.commit import digest_of
@@ -128,7 +129,8 @@ class Turns:
 
 def _line(key: Key, said: Generation) -> dict[str, Any]:
     sample, turn, asked = key
-    return {"sample": sample, "turn": turn, "asked": asked, **vars(said)}
+    experts = None if said.experts is None else experts_text(said.experts)
+    return {"sample": sample, "turn": turn, "asked": asked, **vars(said), "experts": experts}
 
 
 class KeptTurns:
@@ -183,7 +185,8 @@ class KeptTurns:
                 print(f"{path}: {damaged} of its lines are damaged; these turns are generated again", flush=True)
             for turn in turns:
                 key = turn.pop("sample"), turn.pop("turn"), turn.pop("asked")
-                said = Generation(**turn)
+                experts = turn.pop("experts", None)
+                said = Generation(**turn, experts=experts_of(experts) if experts else None)
                 if _usable(said, work.kind, version):
                     found.setdefault(key, said)
         return found

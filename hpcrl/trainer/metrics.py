@@ -149,6 +149,8 @@ def describe_updates(updates: Sequence[UpdateResult]) -> dict[str, float]:
     found = {name: combined(name, [values[name] for values in each]) for name in each[0]}
     if first.get("current_tokens"):
         found["policy/logprob_mismatch"] = first["current_abs_diff"] / first["current_tokens"]
+    for name in dict.fromkeys(name for update in updates for name in update.report.experts):
+        found[name] = combined(name, [update.report.experts[name] for update in updates if update.report.experts])
     scale = max(update.report.loss_scale for update in updates)
     found |= {"policy/loss_scale": scale} if scale != 1.0 else {}
     return found | {"policy/skipped_updates": float(sum(update.report.skipped for update in updates))}

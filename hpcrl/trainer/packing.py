@@ -286,13 +286,14 @@ class MicroBatchStream:
     """Micro-batches that are made as they are taken.
 
     Args:
-        top_k: as of MicroBatch.
+        top_k, share: as of MicroBatch.
     """
 
     samples: PackedSamples
     parts: Sequence[range]
     before: Before
     top_k: int = 0
+    share: float = 0.0
 
     def __len__(self) -> int:
         return len(self.parts)
@@ -300,7 +301,7 @@ class MicroBatchStream:
     def __iter__(self) -> Iterator[MicroBatch]:
         for part in self.parts:
             self.before()
-            yield replace(self.samples.micro_batch(part), top_k=self.top_k)
+            yield replace(self.samples.micro_batch(part), top_k=self.top_k, share=self.share if part else 0.0)
 
 
 @dataclass
@@ -311,8 +312,7 @@ class MiniBatch:
         samples: this rank's.
         rank: this one, among those that samples are assigned to.
         tokens: trained tokens of all ranks.
-        left_out: tokens of all ranks that the policy chose but that are not trained, see PackedSamples.
-        unscored: samples of all ranks that are not trained, see PackedSamples.
+        left_out, unscored: tokens, and samples, of all ranks that are not trained, see PackedSamples.
     """
 
     plan: MiniBatchPlan
@@ -324,7 +324,7 @@ class MiniBatch:
 
     def micro_batches(self, before: Before = _nothing) -> MicroBatchStream:
         """Return this rank's micro-batches for training; as many as the other ranks have, maybe some with no sample."""
-        return MicroBatchStream(self.samples, self.plan.train[self.rank], before)
+        return MicroBatchStream(self.samples, self.plan.train[self.rank], before, share=1 / max(self.plan.samples, 1))
 
     def scored_top(
         self,

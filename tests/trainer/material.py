@@ -28,7 +28,7 @@ from hpcrl.trainer.models.prefixes import common_prefixes
 from hpcrl.trainer.packing import MiniBatch, PackedSamples
 from hpcrl.trainer.samples import load_mini_batches
 from hpcrl.trainer.step import sum_over_ranks
-from hpcrl.types import Batch, GroupMeta, Sample, SamplingMask
+from hpcrl.types import ROUTED_EXPERTS, Batch, GroupMeta, Sample, SamplingMask
 from tests.paths import CONFIGS
 
 VOCABULARY = 18
@@ -69,12 +69,15 @@ def with_mask(sample: Sample) -> Sample:
     )
 
 
-def make_batch(run: Run, step: int, groups: int, size: int, *, masked: bool = False, alike: int = 0) -> Batch:
+def make_batch(
+    run: Run, step: int, groups: int, size: int, *, masked: bool = False, alike: int = 0, routed: bool = False
+) -> Batch:
     """Write random groups and their batch into the run directory; the same for the same step.
 
     Args:
         masked: every second group has sampling masks.
         alike: with so many tokens at least all samples of a group begin alike.
+        routed: samples tell to which two of four experts their tokens went in each of two layers: any, but for some that are not known.
     """
     generator = torch.Generator().manual_seed(step)
     metas = []
@@ -88,6 +91,8 @@ def make_batch(run: Run, step: int, groups: int, size: int, *, masked: bool = Fa
             sample.token_ids[:alike] = samples[0].token_ids[:alike]
         if masked and number % 2 == 0:
             samples = [with_mask(sample) for sample in samples]
+        if routed:
+            samples = [with_experts(sample) for sample in samples]
         meta = GroupMeta(
             group_id=f"g{step}-{number}",
             kind="train",
@@ -107,6 +112,15 @@ def make_batch(run: Run, step: int, groups: int, size: int, *, masked: bool = Fa
     batch = Batch(step, metas, cursor=step * groups)
     write_json(run.batch(step), batch.to_json())
     return batch
+
+
+def with_experts(sample: Sample[torch.Tensor]) -> Sample[torch.Tensor]:
+    """Return a sample with experts that its tokens have gone to; those of its second token and its last are not known."""
+    length = len(sample.token_ids)
+    generator = torch.Generator().manual_seed(int(sample.token_ids.sum()))
+    experts = torch.rand(length, 2, 4, generator=generator).argsort(-1)[..., :2].to(torch.int16)
+    experts[[1, -1]] = -1
+    return replace(sample, tensors={ROUTED_EXPERTS: experts})
 
 
 def expect_same_metrics(
@@ -247,11 +261,11 @@ def make_run(path: Path) -> Run:
     return Run.open(path)
 
 
-def run_of_two(path: Path, groups: int, size: int, *, alike: int = 0) -> Run:
+def run_of_two(path: Path, groups: int, size: int, *, alike: int = 0, routed: bool = False) -> Run:
     """Return a run that has the batches of its first two steps; arguments as of `make_batch`."""
     run = make_run(path)
     for step in (1, 2):
-        make_batch(run, step, groups, size, alike=alike)
+        make_batch(run, step, groups, size, alike=alike, routed=routed)
     return run
 
 

@@ -123,7 +123,10 @@ def train_steps(engine: FsdpPolicy, run: Run, steps: range, options: dict[str, A
 
 def show(path: str, trained: list[UpdateResult], world: World) -> None:
     if world.first:
-        values = [{**update.sums, "grad_norm": update.report.grad_norm, "lr": update.report.lr} for update in trained]
+        values = [
+            {**update.sums, **update.report.experts, "grad_norm": update.report.grad_norm, "lr": update.report.lr}
+            for update in trained
+        ]
         Path(path).write_text(json.dumps(values))
 
 

@@ -127,6 +127,11 @@ def experts_of(entries: Mapping[str, Any]) -> int:
     return next((count for name in _EXPERTS if (count := _count(entries, name))), 0)
 
 
+def has_experts(entries: Mapping[str, Any]) -> bool:
+    """Return whether a model is a mixture of experts, by whatever name its config.json counts them."""
+    return any("experts" in name and type(value) is int and value > 0 for name, value in text_entries(entries).items())
+
+
 def other_layers(entries: Mapping[str, Any]) -> list[str]:
     """Return the kinds of layers that are no attention, and may carry a state from one packed sample into the next, as far as config.json names them."""
     entries = text_entries(entries)

@@ -86,6 +86,8 @@ RANGES: dict[str, Range] = {
     "kl_target": _POSITIVE,
     "horizon": _COUNT,
     "entropy_loss_coef": _ANY,
+    "aux_loss_coef": _NOT_NEGATIVE,
+    "z_loss_coef": _NOT_NEGATIVE,
     "positive_nll_coef": _NOT_NEGATIVE,
     "observation_nll_coef": _NOT_NEGATIVE,
     "algorithm.temperature": _POSITIVE,

@@ -13,6 +13,7 @@ from hpcrl.config.derive import (
     critic_ranks,
     gpu_count,
     has_own_critic,
+    is_offline,
     micro_batch_tokens,
     ref_ranks,
     trainer_ranks,
@@ -284,6 +285,32 @@ def moments(config: ConfigTree) -> Iterator[Problem]:
             yield Problem(
                 f"{path}.moments", "fsdp_config.cpu_offload has moments in host memory; leave one of them out"
             )
+
+
+def routers(config: ConfigTree) -> Iterator[Problem]:
+    """What is asked of the routers of a mixture of experts."""
+    path, trainer, engine = "trainer.policy.experts", config.trainer, config.generator.inference_engine
+    balancing = "trainer.policy.megatron_config.moe_router_load_balancing_type"
+    if trainer.policy.experts.aux_loss_coef and trainer.policy.megatron_config.moe_router_load_balancing_type != "none":
+        yield Problem(
+            f"{path}.aux_loss_coef", f"{balancing} is another loss for the same; set it to none, or this to 0"
+        )
+    if trainer.policy.experts.router_replay == "none":
+        return
+    path = f"{path}.router_replay"
+    if is_offline(trainer):
+        yield Problem(
+            path, f'no engine takes the tokens of a dataset to experts (trainer.mode="{trainer.mode}"); leave it out'
+        )
+    elif engine.backend == "vllm" and gpu_count(config.slurm) == 0:
+        yield Problem(
+            path, 'vLLM tells of experts on GPUs only; set generator.inference_engine.backend to "transformers"'
+        )
+    elif engine.backend == "vllm":
+        for name, value in {"pipeline_parallel_size": 1, "enable_prefix_caching": True}.items():
+            if getattr(engine, name) != value:
+                where = f"generator.inference_engine.{name}"
+                yield Problem(path, f"vLLM tells of experts with {where}={str(value).lower()} only; set it to that")
 
 
 def without_effect(config: ConfigTree) -> Iterator[Problem]:

@@ -256,6 +256,18 @@ class LowPrecisionConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+    aux_loss_coef: float = 0.0
+    """Weight of the loss that keeps experts equally busy (arXiv:2101.03961), taken over each sample and added over the layers; 0: none."""
+
+    z_loss_coef: float = 0.0
+    """Weight of the loss that keeps the logits of routers small (arXiv:2202.08906), taken as that; 0: none."""
+
+    router_replay: Literal["none", "R3"] = "none"
+    """R3: tokens go to the experts that the engine took them to, in training and in scoring (arXiv:2510.11370); none: to those that the routers of the trainer choose."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class PolicyConfig:
     model: ModelConfig
 
@@ -266,6 +278,8 @@ class PolicyConfig:
     megatron_config: MegatronConfig = field(default_factory=MegatronConfig)
 
     low_precision: LowPrecisionConfig = field(default_factory=LowPrecisionConfig)
+
+    experts: ExpertsConfig = field(default_factory=ExpertsConfig)
 
     diffusers: DiffusersConfig = field(default_factory=DiffusersConfig)
 

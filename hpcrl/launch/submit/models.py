@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,9 +25,9 @@ from hpcrl.config.derive import (
 )
 from hpcrl.config.errors import Problem
 from hpcrl.config.reward_model import reward_services
-from hpcrl.config.rules.model_fit import cannot_share, misfits, other_layers
+from hpcrl.config.rules.model_fit import cannot_share, has_experts, misfits, other_layers
 from hpcrl.config.scorers import TEACHER, scorer_sets, teacher_layout, teacher_models, trainer_has_reference
-from hpcrl.config.sections.model import Pretrained
+from hpcrl.config.sections.model import ExpertsConfig, Pretrained
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.data.model_config import download
 
@@ -81,7 +81,7 @@ def fetch_entries(model: Pretrained) -> bool:
     return folder_of(model) is not None
 
 
-def entries_of(model: Pretrained) -> Mapping[str, Any] | None:
+def entries_of(model: Pretrained) -> dict[str, Any] | None:
     """Return the entries of a model's config.json; None: it is not here, or no JSON."""
     folder = folder_of(model)
     try:
@@ -119,6 +119,16 @@ def check_packing(config: Config) -> Iterator[Problem]:
                 f"{model} (trainer.{role}) has layers that may carry a state from one packed sample into the next ({', '.join(others)}); set it to "
                 "false",
             )
+
+
+def check_routers(config: Config) -> Iterator[Problem]:
+    """Yield what is asked of the routers of a policy that has none."""
+    asked, own = config.trainer.policy.experts, ExpertsConfig()
+    model = policy_model(config.trainer)
+    entries = entries_of(model) if asked != own else None
+    if entries is not None and not has_experts(entries | model_config_kwargs(config.trainer.policy)):
+        name = next(name for name, value in vars(asked).items() if value != vars(own)[name])
+        yield Problem(f"trainer.policy.experts.{name}", f"{model} is no mixture of experts; leave it out")
 
 
 def unchecked_models(config: Config) -> Iterator[str]:

@@ -37,6 +37,7 @@ from hpcrl.launch.submit.models import (
     MODEL_FILE,
     check_layouts,
     check_packing,
+    check_routers,
     entries_of,
     folder_of,
     is_local,
@@ -88,7 +89,7 @@ def look(config: Config) -> tuple[list[Problem], list[str]]:
     # where torch is missing too, this is a login node, of which nothing follows for the nodes; nor does it from outside of a container
     if config.slurm.container.kind == "none" and find_spec("torch"):
         problems += missing_packages(config.trainer)
-    problems += [*check_uploads(config), *check_packing(config), *check_precomputed(config)]
+    problems += [*check_uploads(config), *check_packing(config), *check_routers(config), *check_precomputed(config)]
     try:
         chat_template(config.generator.chat_template)
     except ConfigError as error:

@@ -16,7 +16,10 @@ from hpcrl.config.derive import mask_size
 from hpcrl.errors import EngineError
 from hpcrl.rollout.limiter import Load
 
-if TYPE_CHECKING:  # both import torch, for which no engine waits to be launched
+if TYPE_CHECKING:  # the last two import torch, for which no engine waits to be launched
+    import numpy as np
+    from numpy.typing import NDArray
+
     from hpcrl.data.weight_files import PublishedWeights
     from hpcrl.types import Kind, StopReason
 
@@ -31,6 +34,8 @@ class Generation:
         versions: policy version that chose each token.
         sampling_mask: for each token, the tokens that it was sampled among, itself one of them; None where sampling left none out.
         top_ids: for each token, those that the policy finds most probable in its place, the most probable one first; None where nobody asks.
+        experts: [T - 1, L, k] int16, the experts that each token of prompt and response but the last went to in each of L layers; None where
+            nobody asks (trainer.policy.experts.router_replay).
     """
 
     token_ids: list[int]
@@ -39,6 +44,7 @@ class Generation:
     versions: list[int]
     sampling_mask: list[list[int]] | None = None
     top_ids: list[list[int]] | None = None
+    experts: NDArray[np.int16] | None = None
 
 
 Heard = Callable[[Sequence[int], Sequence[float]], None]

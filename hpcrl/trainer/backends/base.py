@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -40,12 +40,14 @@ class StepReport:
         lr: learning rate of this step.
         skipped: nothing was updated: the norm was not finite, or no token was trained.
         loss_scale: by which the loss was multiplied, so that no gradient became 0 in float16.
+        experts: metrics of how the mini-batch used the experts of a mixture; empty: the model is none.
     """
 
     grad_norm: float
     lr: float
     skipped: bool
     loss_scale: float = 1.0
+    experts: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

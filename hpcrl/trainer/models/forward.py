@@ -9,6 +9,8 @@ from typing import Any, Protocol
 
 import torch
 
+from hpcrl.config.derive import policy_model, ref_model
+from hpcrl.config.sections.model import ExpertsConfig
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.trainer.models.logprobs import Entropy
 
@@ -37,6 +39,7 @@ class ForwardConfig:
         entropy_loss: the loss has an entropy term, so that entropies are differentiable in training.
         scored_entropy: scoring computes entropies too.
         vocabulary: tokens that the policy knows, where the model's head may have more; None: those of the head.
+        experts: what routers of a mixture of experts are asked for; None: nothing.
     """
 
     temperature: float
@@ -49,6 +52,7 @@ class ForwardConfig:
     entropy_loss: bool = True
     scored_entropy: bool = False
     vocabulary: int | None = None
+    experts: ExpertsConfig | None = None
 
     @property
     def entropy(self) -> Entropy:
@@ -87,6 +91,11 @@ def forward_config(trainer: TrainerConfig, temperature: float = 1.0) -> ForwardC
         dtype=DTYPES[trainer.algorithm.logprob_dtype],
         entropy_loss=trainer.algorithm.use_entropy_loss,
     )
+
+
+def reference_experts(trainer: TrainerConfig) -> ExpertsConfig | None:
+    """Return what routers of the reference are asked for: they repeat what those of the policy do, where it is the same model."""
+    return trainer.policy.experts if ref_model(trainer) == policy_model(trainer) else None
 
 
 def score_places(

@@ -20,7 +20,7 @@ from hpcrl.rundir.layout import Run
 from hpcrl.trainer.backends.fsdp.model import PackedModel, PackedPolicy, free_gathered, load_model
 from hpcrl.trainer.batching import MicroBatchLimit, balanced, micro_batch_limits, plan_shares, samples_of
 from hpcrl.trainer.distributed import World
-from hpcrl.trainer.models.forward import forward_config
+from hpcrl.trainer.models.forward import forward_config, reference_experts
 from hpcrl.trainer.models.hf import ModelSource, policy_source, scorer_source
 from hpcrl.trainer.models.layers.choice import Kernels
 from hpcrl.trainer.packing import Before, MicroBatchStream
@@ -55,7 +55,8 @@ class ScoringModel:
         if scorers.role == TEACHER:
             self._top_k = min(own.top_k, vocabulary)
             self._given_ids = 0 if own.top_k_from_teacher else self._top_k
-        forward, self._data = replace(forward, vocabulary=vocabulary), world
+        experts = None if scorers.role == TEACHER else reference_experts(trainer)
+        forward, self._data = replace(forward, vocabulary=vocabulary, experts=experts), world
         if scorers.role == TEACHER and own.backend == "megatron":
             from hpcrl.trainer.scoring.megatron import forward_passes  # megatron-core is installed on its own
 

@@ -10,6 +10,7 @@ from tests.config.rules.skyrl_cases import (
     ENGINE,
     FOUR_GPUS,
     LORA,
+    MEGATRON,
     NO_KL,
     REWARD_MODEL,
     SFT,
@@ -22,7 +23,31 @@ OBSERVED = {f"{ALGORITHM}.observation_nll_coef": 0.05}
 TAUGHT = {f"{DISTILLATION}.enable": True, f"{DISTILLATION}.model_path": "t"}
 GDPO = {f"{ALGORITHM}.advantage_estimator": "gdpo", f"{ALGORITHM}.gdpo.rewards": {"correct": 1.0, "format": 0.3}}
 
+BALANCED, REPLAYED = {"trainer.policy.experts.aux_loss_coef": 0.01}, {"trainer.policy.experts.router_replay": "R3"}
+
 OF_MODES = [
+    Case(
+        "one loss keeps experts busy",
+        {**BALANCED, **FOUR_GPUS, **NO_KL, "trainer.strategy": "megatron", f"{MEGATRON}.moe_router_load_balancing_type": "aux_loss"},
+        "trainer.policy.experts.aux_loss_coef", "is another loss for the same; set it to none, or this to 0",
+        {**BALANCED, **FOUR_GPUS, **NO_KL, "trainer.strategy": "megatron"},
+    ),
+    Case(
+        "tokens of a dataset went to no experts",
+        {**SFT, **REPLAYED}, "trainer.policy.experts.router_replay", "no engine takes the tokens of a dataset to experts", {**SFT, **BALANCED},
+    ),
+    Case(
+        "vLLM tells of experts on GPUs",
+        {**REPLAYED, "slurm.gpus_per_node": 0, f"{ENGINE}.backend": "vllm"},
+        "trainer.policy.experts.router_replay", 'set generator.inference_engine.backend to "transformers"',
+        {**REPLAYED, "slurm.gpus_per_node": 0, f"{ENGINE}.backend": "transformers"},
+    ),
+    Case(
+        "vLLM tells of experts by its prefix cache",
+        {**REPLAYED, "slurm.gpus_per_node": 4, f"{ENGINE}.enable_prefix_caching": False},
+        "trainer.policy.experts.router_replay", "enable_prefix_caching=true only",
+        {**REPLAYED, "slurm.gpus_per_node": 4},
+    ),
     Case(
         "rows of supervised fine-tuning have a longest one",
         {"trainer.mode": "sft"},

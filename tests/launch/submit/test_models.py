@@ -65,6 +65,16 @@ def test_samples_of_models_that_carry_a_state_are_not_packed(tmp_path: Path) -> 
     check_files(config(other, {**FSDP2, "trainer.use_sample_packing": False}))
 
 
+def test_routers_are_asked_of_mixtures_only(tmp_path: Path) -> None:
+    dense, mixture = model(tmp_path / "dense"), model(tmp_path / "mixture", moe_num_experts=8)
+    balanced = {**FSDP2, "trainer.policy.experts.aux_loss_coef": 0.01}
+    with pytest.raises(
+        DataError, match=r"^trainer\.policy\.experts\.aux_loss_coef: .*dense is no mixture of experts; leave it out$"
+    ):
+        check_files(config(dense, balanced))
+    check_files(config(mixture, balanced))
+
+
 def test_what_the_run_changes_of_the_model_counts(tmp_path: Path) -> None:
     path = model(tmp_path / "model")
     changed = {f"{POLICY}.model_config_kwargs": {"num_attention_heads": 6, "num_key_value_heads": 3}}

@@ -137,6 +137,10 @@ class Truth:
         logprobs = logits.log_softmax(-1)
         return logprobs.gather(-1, sample.token_ids[1:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)
 
+    def added(self) -> torch.Tensor | float:
+        """Return what a loss has beside that of the policy."""
+        return 0.0
+
     def update(self, batch: Batch, samples: list[Any], old: list[Any], groups: range) -> None:
         total = tokens = torch.tensor(0.0)
         for group in groups:
@@ -154,7 +158,7 @@ class Truth:
                 total = total + ((loss + 0.1 * kl - 0.02 * entropy) * mask).sum()
                 tokens = tokens + mask.sum()
         self.optimizer.zero_grad()
-        (total / tokens).backward()
+        (total / tokens + self.added()).backward()
         self.gradients = {name: p.grad.clone() for name, p in self.model.named_parameters() if p.grad is not None}
         self.norms.append(torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0).item())
         update = len(self.losses)

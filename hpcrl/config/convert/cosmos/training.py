@@ -250,9 +250,6 @@ def placement(source: Resolved, values: dict[str, Any]) -> Iterator[Entry]:
     together = _shards(source) * size
     values["trainer.policy.fsdp_config.fsdp_size"] = -1 if source[path] == -1 or together == total else together
     values["trainer.use_sample_packing"] = source["train.sequence_packing"]
-    if source["policy.aux_loss_coeff"]:
-        message = "FSDP2 has no auxiliary loss for experts; trainer.strategy=megatron has"
-        yield Entry("conflict", "policy.aux_loss_coeff", _MEGATRON, message)
 
 
 def _limit(source: Resolved, values: dict[str, Any]) -> Iterator[Entry]:
@@ -282,10 +279,6 @@ def _megatron(source: Resolved, values: dict[str, Any]) -> Iterator[Entry]:
     for name in _SPREAD:  # the source's reference is spread as the policy
         if (path := f"{_MEGATRON}.{name}") in values:
             values[f"trainer.ref.megatron_config.{name}"] = values[path]
-    coefficient = source["policy.aux_loss_coeff"]
-    if coefficient > 0:
-        values[f"{_MEGATRON}.moe_router_load_balancing_type"] = "aux_loss"
-        values[f"{_MEGATRON}.transformer_config_kwargs"] = {"moe_aux_loss_coeff": coefficient}
     if source["train.fsdp_offload"]:
         message = (
             "parallelism within layers is Megatron's work here, which offloads the optimizer only: "

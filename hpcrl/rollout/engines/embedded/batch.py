@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from hpcrl.data.models.routers import ExpertRecorder
 from hpcrl.rollout.engines.base import Generation, Heard
 from hpcrl.rollout.engines.embedded.cache import ColumnCache, Columns
 from hpcrl.rollout.engines.embedded.sampling import Choice, RowSampling, Sampling, choose, penalised
@@ -89,14 +90,21 @@ class Batch:
         end_tokens: ids that end a response.
         decode: token ids to text, for stop texts.
         prefill_tokens: of one forward pass over prompts at most; a longer prompt has one of its own.
+        recorder: notes the experts that tokens go to; None: nobody asks.
 
     Attributes:
         tokens: sampled so far by all rows that ever were.
     """
 
     def __init__(
-        self, model: PreTrainedModel, end_tokens: Sequence[int], decode: Callable[[list[int]], str], prefill_tokens: int
+        self,
+        model: PreTrainedModel,
+        end_tokens: Sequence[int],
+        decode: Callable[[list[int]], str],
+        prefill_tokens: int,
+        recorder: ExpertRecorder | None = None,
     ) -> None:
+        self._recorder = recorder
         self._model, self._decode, self._prefill_tokens = model, decode, prefill_tokens
         self._device, self._end = model.device, torch.tensor(sorted(end_tokens), device=model.device)
         self._layers = model.config.get_text_config().num_hidden_layers
@@ -142,8 +150,10 @@ class Batch:
         assert columns is not None
         if columns.width == columns.capacity or self._rows.count(None) >= _GONE * len(self._rows):
             columns = self._lay_out(columns.width + self._offset - min(row.begin for row in self.living))
-        last = columns.tokens[:, columns.width - 1 : columns.width]
-        logits_RV = self._forward(last, self._begins, columns.cache)
+        newest = slice(columns.width - 1, columns.width)
+        logits_RV = self._forward(columns.tokens[:, newest], self._begins, columns.cache)
+        if self._recorder is not None and columns.experts is not None:
+            columns.experts[:, newest] = self._recorder.taken(len(logits_RV))
         self._take(0, logits_RV, version)
 
     @torch.inference_mode()
@@ -158,6 +168,7 @@ class Batch:
         for at in range(0, len(self._rows), at_once):
             part = slice(at, at + at_once)
             self._forward(columns.tokens[part, :width], self._begins[part], cache.rows(part))
+        # experts stay: what has been said was said with those of then
         cache.use(width)
 
     def _together(self, requests: Sequence[Request]) -> list[list[Request]]:
@@ -179,7 +190,12 @@ class Batch:
         tokens = torch.tensor(padded, device=self._device)
         cache = ColumnCache(self._layers, width)
         logits_QV = self._forward(tokens[:, :-1], torch.tensor(missing, device=self._device), cache)
-        return Columns(tokens, torch.zeros_like(tokens, dtype=torch.float32), tokens.int(), cache), logits_QV
+        experts = None
+        if self._recorder is not None:
+            of_prompts = self._recorder.taken(len(tokens))
+            experts = torch.cat([of_prompts, torch.full_like(of_prompts[:, :1], -1)], 1)
+        logprobs = torch.zeros_like(tokens, dtype=torch.float32)
+        return Columns(tokens, logprobs, tokens.int(), cache, experts), logits_QV
 
     def _forward(self, tokens_RQ: torch.Tensor, begins: torch.Tensor, cache: ColumnCache) -> torch.Tensor:
         """Return the logits [R, V] after tokens that follow what the cache has."""
@@ -319,9 +335,13 @@ class Batch:
         for (at, reason), tokens, logprobs, versions in zip(ended.items(), *grids, strict=True):
             row, self._rows[at] = self._rows[at], None
             assert row is not None
-            said = slice(row.said_from - self._offset, columns.width)
+            said, before_last = slice(row.said_from - self._offset, columns.width), columns.width - 1
+            experts = None
+            if columns.experts is not None:
+                experts = columns.experts[at, row.begin - self._offset : before_last].cpu().numpy().copy()
             row.request.end(
-                row.number, Generation(tokens[said], logprobs[said], reason, versions[said], row.masks, row.tops)
+                row.number,
+                Generation(tokens[said], logprobs[said], reason, versions[said], row.masks, row.tops, experts),
             )
 
     def _says_stop(self, at: int, row: _Row) -> bool:

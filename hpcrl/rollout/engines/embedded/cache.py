@@ -155,12 +155,14 @@ class Columns:
         tokens: int64; prompts and what was said.
         logprobs: float32, of what was said.
         versions: int32, that chose it.
+        experts: [R, C, L, k] int16, that each token but the last went to; None: nobody asks.
     """
 
     tokens: torch.Tensor
     logprobs: torch.Tensor
     versions: torch.Tensor
     cache: ColumnCache
+    experts: torch.Tensor | None = None
 
     @property
     def width(self) -> int:
@@ -184,5 +186,6 @@ class Columns:
             return aligned(found, width, capacity, 1)
 
         tokens, logprobs, versions = grid("tokens"), grid("logprobs"), grid("versions")
+        experts = grid("experts") if parts[0][0].experts is not None else None
         cache = ColumnCache.of([(part.cache, index) for part, index in parts], width - 1, capacity)
-        return cls(tokens, logprobs, versions, cache)
+        return cls(tokens, logprobs, versions, cache, experts)

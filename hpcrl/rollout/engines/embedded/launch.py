@@ -14,6 +14,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 from hpcrl.config import Config, InferenceEngineConfig, engine_rope
 from hpcrl.config.derive import gpu_count, max_model_len, model_config_kwargs, policy_model
 from hpcrl.data.model_config import ConfiguredModel
+from hpcrl.data.models.routers import ExpertRecorder, routers
 from hpcrl.errors import EngineError, HpcrlError
 from hpcrl.rollout.engines.base import Engine, Launched
 from hpcrl.rollout.engines.embedded.batch import Batch
@@ -32,12 +33,14 @@ class EmbeddedOptions:
     Attributes:
         max_model_len: tokens of prompt and response together at most.
         on_cpu: whether it has no GPU.
+        records_experts: whether it tells of the experts that tokens go to.
     """
 
     model: ConfiguredModel
     engine: InferenceEngineConfig
     max_model_len: int
     on_cpu: bool
+    records_experts: bool = False
 
 
 class Embedded(Launched):
@@ -83,7 +86,12 @@ class Embedded(Launched):
             model = load_model(options.model, options.engine.model_dtype, device)
             tokenizer = AutoTokenizer.from_pretrained(options.model.path, **options.model.at_revision)
             ends = end_tokens(model, tokenizer.eos_token_id)
-            batch = Batch(model, sorted(ends), tokenizer.decode, options.engine.max_num_batched_tokens)
+            if options.records_experts and not routers(model):
+                raise EngineError(
+                    f"trainer.policy.experts.router_replay: {type(model).__name__} has no routers that transformers tells of"
+                )
+            recorder = ExpertRecorder(model) if options.records_experts else None
+            batch = Batch(model, sorted(ends), tokenizer.decode, options.engine.max_num_batched_tokens, recorder)
             limits = Limits(
                 options.engine.max_num_seqs, places(model, options.engine.gpu_memory_utilization), options.max_model_len
             )
@@ -121,4 +129,5 @@ def embedded_options(config: Config) -> EmbeddedOptions:
         rope_scaling=rope_scaling,
         rope_theta=rope_theta,
     )
-    return EmbeddedOptions(model, engine, max_model_len(config), gpu_count(config.slurm) == 0)
+    replayed = config.trainer.policy.experts.router_replay != "none"
+    return EmbeddedOptions(model, engine, max_model_len(config), gpu_count(config.slurm) == 0, replayed)

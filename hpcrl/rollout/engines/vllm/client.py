@@ -18,6 +18,7 @@ import httpx
 from hpcrl.data.weight_files import PublishedWeights
 from hpcrl.errors import EngineError
 from hpcrl.rollout.engines.base import Engine, Generation, Heard, leaves_out
+from hpcrl.rollout.engines.experts import experts_of
 from hpcrl.rollout.engines.proof import check_probe, check_ranks, difference, tolerance
 from hpcrl.rollout.engines.vllm.address import Address
 from hpcrl.rollout.engines.vllm.middleware import CORES, ENDED, LEFT_OUT, PATH, TOKEN_ID
@@ -47,6 +48,7 @@ class _Running:
         masked: whether its tokens have sampling masks.
         top: how many of the most probable tokens are wanted in the place of each.
         version: of the weights when it began.
+        prompt: tokens of it.
         changes: since then, each the newer version, and how many tokens a sample had before, by its index. A sample that is missing was
             finished, or had not reached the engine: its tokens count as older ones.
     """
@@ -55,6 +57,7 @@ class _Running:
     masked: bool
     top: int
     version: int
+    prompt: int
     changes: list[tuple[int, dict[int, int]]] = field(default_factory=list)
 
     def versions(self, index: int, count: int) -> list[int]:
@@ -85,6 +88,7 @@ def _generation(choice: Mapping[str, Any], running: _Running) -> Generation:
     logprobs, masks = _chosen(content, running.masked)
     if running.top:
         top_ids = [_most_probable(token["top_logprobs"], running.top) for token in content]
+    told = choice.get("routed_experts")  # of a server that has enable-return-routed-experts
     return Generation(
         token_ids=choice["token_ids"],
         logprobs=logprobs,
@@ -92,6 +96,7 @@ def _generation(choice: Mapping[str, Any], running: _Running) -> Generation:
         versions=running.versions(choice["index"], len(choice["token_ids"])),
         sampling_mask=masks,
         top_ids=top_ids,
+        experts=experts_of(told)[: running.prompt + len(choice["token_ids"]) - 1] if told else None,
     )
 
 
@@ -169,7 +174,7 @@ class EngineClient(Engine):
         if self._keep_cache:  # caches of older weights are there too, which no request that begins now may find
             request["cache_salt"] = _name(self.version)
         running = self._running[_NAMED + request_id] = _Running(
-            name, told > 0 and masked, 0 if masked else told, self.version
+            name, told > 0 and masked, 0 if masked else told, self.version, len(prompt_ids)
         )
         try:
             choices = await (self._listen(request, running, heard) if heard else self._choices(request))
@@ -192,6 +197,7 @@ class EngineClient(Engine):
                 heard(piece["token_ids"], _chosen(tokens, running.masked)[0])
                 whole["token_ids"] += piece["token_ids"]
                 whole["finish_reason"] = piece["finish_reason"]
+                whole["routed_experts"] = piece.get("routed_experts")
                 content += tokens
         if whole["finish_reason"] is None:
             raise EngineError(f"the inference engine ended its answer to {_GENERATE} before it was whole")

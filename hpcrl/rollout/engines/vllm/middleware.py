@@ -19,6 +19,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from hpcrl.rollout.engines.experts import experts_text
 from hpcrl.runtime.token import RUN, authorized, read_token_file, same
 
 TOKEN_FILE = "HPCRL_TOKEN_FILE"
@@ -243,4 +244,5 @@ def _choice(output: Any, most: int) -> dict[str, Any]:
         "token_ids": list(output.token_ids),
         "finish_reason": output.finish_reason,
         "logprobs": {"content": content},
+        "routed_experts": None if output.routed_experts is None else experts_text(output.routed_experts),
     }

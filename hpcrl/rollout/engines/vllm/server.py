@@ -110,6 +110,7 @@ class ServerOptions:
         sleeps: whether it leaves its GPUs to the trainer in between.
         listen: where it serves others than this process, one at a time; None: this one alone, at a socket.
         part: of an engine on several nodes; None: the whole.
+        records_experts: whether it tells of the experts that tokens go to.
     """
 
     model: Pretrained
@@ -128,6 +129,7 @@ class ServerOptions:
     sleeps: bool = False
     listen: Listen | None = None
     part: Part | None = None
+    records_experts: bool = False
 
 
 class Server(Launched):
@@ -278,6 +280,7 @@ def _command(options: ServerOptions, socket: Path) -> list[str]:
         "max-logprobs": MOST_KEPT,
         "weight-transfer-config": {"backend": BACKEND},
         "worker-extension-cls": WORKER_EXTENSION,
+        "enable-return-routed-experts": True if options.records_experts else None,
     }
     if options.lora_rank:
         arguments |= {
@@ -396,4 +399,5 @@ def _options(config: Config, run_name: str, token_file: Path) -> ServerOptions:
         lora_slots=kept_versions(config.trainer),
         recorded_iterations=config.trainer.profiler.nsys_engine_iterations,
         sleeps=config.trainer.placement.colocate_all,
+        records_experts=config.trainer.policy.experts.router_replay != "none",
     )

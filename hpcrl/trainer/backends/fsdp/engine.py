@@ -46,7 +46,7 @@ from hpcrl.trainer.backends.shares import read, write_folders
 from hpcrl.trainer.backends.turns import moments_to_host
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.models.adapter import Adapter
-from hpcrl.trainer.models.forward import DTYPES, computing, forward_config
+from hpcrl.trainer.models.forward import DTYPES, computing, forward_config, reference_experts
 from hpcrl.trainer.models.hf import ModelSource, critic_source, export_config, policy_source, reference_source
 from hpcrl.trainer.models.layers.choice import Kernels
 from hpcrl.trainer.models.layers.low_precision import without_fp8
@@ -96,8 +96,9 @@ class FsdpEngine(Generic[Model]):
         totals: dict[str, torch.Tensor] = {}
         for batch in batches:
             batch = self._model.taken(batch, self._world.device)
-            loss, sums = objective(batch, *self._model.run(batch))
-            (loss * self._scale.value if self._scale.changes else loss).backward()
+            with self._model.running(batch, self._scale.value) as outputs:
+                loss, sums = objective(batch, *outputs)
+                (loss * self._scale.value if self._scale.changes else loss).backward()
             merge(totals, sums)
         return totals
 
@@ -116,10 +117,13 @@ class FsdpEngine(Generic[Model]):
             make_step(self._optimizer, lr)
             self.updates += 1
         self._optimizer.zero_grad(set_to_none=True)
-        return StepReport(norm, lr, skipped=not finite, loss_scale=scale)
+        return StepReport(
+            norm, lr, skipped=not finite, loss_scale=scale, experts=self._model.routing.balance.metrics(self._world)
+        )
 
     def skip(self) -> StepReport:
         self._optimizer.zero_grad(set_to_none=True)
+        self._model.routing.balance.forget()
         return StepReport(0.0, self._lr(), skipped=True)
 
     def _lr(self) -> float:
@@ -307,6 +311,7 @@ class FsdpPolicy(FsdpExported[PackedPolicy]):
     def __init__(self, trainer: TrainerConfig, temperature: float, world: World) -> None:
         forward, section, source = forward_config(trainer, temperature), trainer.policy, policy_source(trainer)
         data = world.sharing(section.sequence_parallel_size)
+        forward = replace(forward, experts=section.experts)
         model = load_model(
             PackedPolicy, source, section.fsdp_config, forward, world,
             trained=section, seed=trainer.seed, kernels=Kernels.of(section), data=data,
@@ -315,7 +320,7 @@ class FsdpPolicy(FsdpExported[PackedPolicy]):
         self._reference: PackedPolicy | None = None
         self._reference_is_base = reference_is_base(trainer)
         if trainer_has_reference(trainer) and not self._reference_is_base:
-            known = replace(forward, vocabulary=model.head.out_features)
+            known = replace(forward, vocabulary=model.head.out_features, experts=reference_experts(trainer))
             averaged = self_teacher(trainer) == "ema"
             self._reference = load_model(
                 PackedPolicy, reference_source(trainer), ref_sharding(trainer), known, world,
@@ -422,6 +427,7 @@ class FsdpRewardModel(FsdpExported[PackedRewardModel]):
     def __init__(self, trainer: TrainerConfig, world: World) -> None:
         section, forward, source = trainer.policy, forward_config(trainer), policy_source(trainer)
         data = world.sharing(section.sequence_parallel_size)
+        forward = replace(forward, experts=section.experts)
         model = load_model(
             PackedRewardModel, source, section.fsdp_config, forward, world,
             trained=section, seed=trainer.seed, kernels=Kernels.of(section), data=data,

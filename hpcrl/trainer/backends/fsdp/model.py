@@ -3,7 +3,8 @@ critic gives values, a reward model scores."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
@@ -18,6 +19,7 @@ from hpcrl.config.sections.model import CriticConfig, FSDPConfig, PolicyConfig
 from hpcrl.trainer.backends.fsdp.sharding import set_whole, shard, units
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.models.attention import PACKED, PADDED, Packed, PackedSequences
+from hpcrl.trainer.models.experts.routing import Routing
 from hpcrl.trainer.models.forward import DTYPES, ForwardConfig, score_places
 from hpcrl.trainer.models.hf import ModelSource
 from hpcrl.trainer.models.layers.choice import Kernels, choose_flash_attention, use_liger
@@ -38,7 +40,6 @@ class PackedModel(nn.Module):
 
     Args:
         model: has the head as its output embeddings.
-        packing: samples lie end to end; otherwise each is a padded row.
 
     Attributes:
         data: as World.sharing gives it, where ranks share the tokens of each sample; None: each computes its own samples.
@@ -47,11 +48,12 @@ class PackedModel(nn.Module):
         DataError: the model's samples cannot be packed.
     """
 
-    def __init__(self, model: PreTrainedModel, packing: bool) -> None:
+    def __init__(self, model: PreTrainedModel, forward: ForwardConfig) -> None:
         super().__init__()
         self.model = model
-        self._bounds = keep_samples_apart(model) if packing else None
+        self._bounds = keep_samples_apart(model) if forward.packing else None
         self.data: World | None = None
+        self.routing = Routing(model, forward.experts, packing=forward.packing)
 
     def hidden(self, token_ids: torch.Tensor, positions: torch.Tensor, sequences: Packed) -> torch.Tensor:
         """Return the last hidden states of the tokens that are computed, a row for each."""
@@ -88,14 +90,28 @@ class PackedModel(nn.Module):
 
     def run(self, batch: MicroBatch) -> tuple[torch.Tensor, ...]:
         """Return the outputs for a micro-batch on the model's device, [P] each; ranks that share its tokens have the same."""
+        with self.running(batch) as outputs:
+            return outputs
+
+    @contextmanager
+    def running(self, batch: MicroBatch, scale: float | None = None) -> Iterator[tuple[torch.Tensor, ...]]:
+        """Give the outputs for a micro-batch as `run` returns them.
+
+        Args:
+            scale: of the loss of them that is differentiated meanwhile; None: none is.
+        """
         if batch.prefixes is None:
             sequences = PackedSequences.of(batch.lengths, batch.cu_seqlens)
         else:
             sequences = PrefixTree(batch.lengths, batch.cu_seqlens, batch.prefixes)
-        if self._together is None:
-            return self._outputs(batch, sequences)
-        outputs = self._outputs(batch, SharedTokens(sequences, self._together))
-        return tuple(of_all(values_P, self._together) for values_P in outputs)
+        if self._together is not None:
+            sequences = SharedTokens(sequences, self._together)
+        with self.routing.during(batch, sequences, scale):
+            outputs = self._outputs(batch, sequences)
+            self.routing.turn_back()
+            if self._together is not None:
+                outputs = tuple(of_all(values_P, self._together) for values_P in outputs)
+            yield outputs
 
     def _outputs(self, batch: MicroBatch, sequences: Packed) -> tuple[torch.Tensor, ...]:
         return self(
@@ -114,7 +130,7 @@ class PackedPolicy(PackedModel):
     """A causal language model with its head."""
 
     def __init__(self, model: PreTrainedModel, forward: ForwardConfig) -> None:
-        super().__init__(model, forward.packing)
+        super().__init__(model, forward)
         self.forward_config = forward
         self._logits = LogitChange.of(model.config)
         softcap = self._logits.softcap
@@ -158,7 +174,7 @@ class PackedCritic(PackedModel):
     """A transformer whose head gives one number."""
 
     def __init__(self, model: PreTrainedModel, forward: ForwardConfig) -> None:
-        super().__init__(model, forward.packing)
+        super().__init__(model, forward)
 
     def forward(
         self,
@@ -177,7 +193,7 @@ class PackedRewardModel(PackedModel):
     """A transformer whose head gives one number for a sample."""
 
     def __init__(self, model: PreTrainedModel, forward: ForwardConfig) -> None:
-        super().__init__(model, forward.packing)
+        super().__init__(model, forward)
         self._padding: int | None = model.config.get_text_config().pad_token_id
 
     def forward(

@@ -26,6 +26,7 @@ from hpcrl.trainer.backends.megatron import shims
 from hpcrl.trainer.backends.megatron.adapters.layer import adapted_weights
 from hpcrl.trainer.backends.megatron.adapters.whole import merging, whole_adapters, whole_modules, without_adapters
 from hpcrl.trainer.backends.megatron.architecture import Architecture, architecture_of
+from hpcrl.trainer.backends.megatron.experts.routing import MegatronRouting
 from hpcrl.trainer.backends.megatron.models import CriticModel, PolicyModel, StageModel
 from hpcrl.trainer.backends.megatron.pipeline import Pipeline, top_columns
 from hpcrl.trainer.backends.megatron.process_groups import join_groups
@@ -37,7 +38,14 @@ from hpcrl.trainer.backends.reference import REFERENCE, exchanged, forget_moment
 from hpcrl.trainer.backends.schedule import lr_factor
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.models.adapter import Adapter, made_adapter
-from hpcrl.trainer.models.forward import DTYPES, ForwardConfig, computing, forward_config, score_places
+from hpcrl.trainer.models.forward import (
+    DTYPES,
+    ForwardConfig,
+    computing,
+    forward_config,
+    reference_experts,
+    score_places,
+)
 from hpcrl.trainer.models.hf import (
     CriticSource,
     ModelSource,
@@ -95,7 +103,11 @@ class MegatronEngine(Generic[Model]):
         self._optimizer: Any = get_megatron_optimizer(settings, self._wrapped, config_overrides={})
         adapted = self._lora.rank > 0
         self._saved = ShardedState(self._chunks, self._architecture, self._optimizer, world, adapted=adapted)
-        self._pipeline = Pipeline(self._wrapped, self.data, dynamic=megatron.pipeline_dynamic_shape)
+        experts = section.experts if isinstance(section, PolicyConfig) else None
+        self._routing = MegatronRouting(self._chunks, experts, self.data.size) if experts else None
+        self._pipeline = Pipeline(
+            self._wrapped, self.data, dynamic=megatron.pipeline_dynamic_shape, routing=self._routing
+        )
 
     def schedule(self, total_updates: int) -> None:
         self._total_updates = total_updates
@@ -117,10 +129,13 @@ class MegatronEngine(Generic[Model]):
             optimizer.step_with_ready_grads()
             self.updates += 1
         self._forget_gradients()
-        return StepReport(norm, lr, skipped=not done)
+        experts = self._routing.balance.metrics(self._world) if self._routing else {}
+        return StepReport(norm, lr, skipped=not done, experts=experts)
 
     def skip(self) -> StepReport:
         self._forget_gradients()
+        if self._routing:
+            self._routing.balance.forget()
         return StepReport(0.0, self._lr(), skipped=True)
 
     def _clip(self, norm: float) -> None:
@@ -228,7 +243,11 @@ class MegatronPolicy(MegatronExported[PolicyModel]):
             for chunk in chunks:
                 chunk.requires_grad_(False)
             self._reference = chunks
-            self._reference_pipeline = Pipeline(chunks, self.data, dynamic=megatron.pipeline_dynamic_shape)
+            experts = reference_experts(trainer)
+            self._reference_pipeline = Pipeline(
+                chunks, self.data, dynamic=megatron.pipeline_dynamic_shape,
+                routing=MegatronRouting(chunks, experts, self.data.size) if experts else None,
+            )  # fmt: skip
             if reference_follows(trainer):
                 self._require_same_shape()
         self._reference_values = self._without_adapters() if reference_has_values(trainer) else {}

@@ -12,7 +12,21 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from hpcrl.config.rules.megatron_groups import padded
 from hpcrl.trainer.backends.megatron.process_groups import context_group, tensor_group
 from hpcrl.trainer.models.attention import PackedSequences
+from hpcrl.trainer.models.experts.balance import Samples
 from hpcrl.types import MicroBatch, to_device
+
+
+@dataclass(frozen=True)
+class RoutedTokens:
+    """What the routers of a rank are to know of the N tokens that they see, padding included.
+
+    Attributes:
+        given: [N, L, k] int64, as of `given_experts`; None: nowhere.
+        samples: None where nothing is learned of routers.
+    """
+
+    given: torch.Tensor | None
+    samples: Samples | None
 
 
 @dataclass
@@ -31,6 +45,7 @@ class Packing(PackedSeqParams):
         own_mask: [R, K] int32, their sampling masks, as of MicroBatch; None without one.
         own_ids: [R, K] int32, their teacher_ids, as of MicroBatch; None without these.
         top_k: as of MicroBatch.
+        routed: None: routers do as they are.
     """
 
     own: torch.Tensor | None = None
@@ -41,6 +56,7 @@ class Packing(PackedSeqParams):
     own_mask: torch.Tensor | None = None
     own_ids: torch.Tensor | None = None
     top_k: int = 0
+    routed: RoutedTokens | None = None
 
     @classmethod
     def of(cls, batch: MicroBatch, device: torch.device, least: int = 0) -> Packing:

@@ -13,6 +13,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import nn
 
 from hpcrl.trainer.backends.base import MicroBatches, Objective, merge
+from hpcrl.trainer.backends.megatron.experts.routing import MegatronRouting
 from hpcrl.trainer.backends.megatron.packed import Packing, padded_total
 from hpcrl.trainer.backends.megatron.process_groups import pipeline_group
 from hpcrl.trainer.distributed import World, tell
@@ -30,10 +31,13 @@ class Pipeline:
         chunks: this rank's stage, or its parts with an interleaved schedule.
         data: the ranks that train other samples.
         dynamic: micro-batches that are in the pipeline at the same time may have different lengths; otherwise they are padded.
+        routing: None: routers do as they are.
     """
 
-    def __init__(self, chunks: Sequence[nn.Module], data: World, *, dynamic: bool) -> None:
-        self._chunks, self._data, self._dynamic = list(chunks), data, dynamic
+    def __init__(
+        self, chunks: Sequence[nn.Module], data: World, *, dynamic: bool, routing: MegatronRouting | None = None
+    ) -> None:
+        self._chunks, self._data, self._dynamic, self._routing = list(chunks), data, dynamic, routing
         self._stages = parallel_state.get_pipeline_model_parallel_world_size()
         self._last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         config: Any = self._chunks[0].config
@@ -111,6 +115,8 @@ class Pipeline:
             batch, device = next(taken), self._data.device
             packing = Packing.of(batch, device, longest or self._least(padded_total(batch.lengths)))
             batch = batch.to(device)
+            if self._routing is not None:
+                packing.routed = self._routing.tokens(batch, packing, trained=backward)
             ids = packing.share(batch.token_ids)[None]
             output = chunk(ids, None, None, labels=batch.labels, packed_seq_params=packing)
             return output, lambda values_KP: result(batch, values_KP)

@@ -12,13 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 import torch
 
 from hpcrl.config import Config
 from hpcrl.errors import ConfigError
 from hpcrl.rollout.engines.base import Generation
-from hpcrl.rollout.engines.vllm.client import EngineClient
+from hpcrl.rollout.engines.vllm.client import EngineClient, _generation, _Running
+from hpcrl.rollout.engines.vllm.middleware import _choice
 from hpcrl.rollout.engines.vllm.server import Server, ServerOptions, _command, server_options
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.token import bearer
@@ -163,6 +165,34 @@ def test_vllm_knows_the_options_of_gpus_by_these_names(models: list[Path], token
     assert (read_in_parts.enable_chunked_prefill, read_in_parts.max_num_batched_tokens) == (True, 16)
     for whole in (read_whole, on_cpu):
         assert (whole.enable_chunked_prefill, whole.max_num_batched_tokens) == (False, MAX_MODEL_LEN)
+
+
+def test_experts_are_asked_of_vllm_and_read_from_its_answers(models: list[Path], token_file: Path) -> None:
+    """Its CPU build tells of none: the option by its own parser, the answers as its own code writes them."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.logprobs import Logprob
+    from vllm.outputs import CompletionOutput
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    from vllm.utils.serial_utils import numpy2base64
+
+    for asked in (True, False):
+        command = _command(replace(options(str(models[0]), token_file), records_experts=asked), Path("socket"))
+        arguments = command[command.index("hpcrl.rollout.engines.vllm.main") + 1 :]
+        parsed = AsyncEngineArgs.from_cli_args(make_arg_parser(FlexibleArgumentParser()).parse_args(arguments))
+        assert parsed.enable_return_routed_experts is asked
+    experts = np.arange(5 * 3 * 2, dtype=np.uint8).reshape(5, 3, 2)  # of a prompt of four tokens and two said ones
+    tops: Any = [{7: Logprob(-0.5)}, {8: Logprob(-0.25)}]
+    said = CompletionOutput(0, "", [7, 8], None, tops, routed_experts=experts, finish_reason="stop")
+    content = [{"logprob": -0.5}, {"logprob": -0.25}]
+    at_the_end = {"index": 0, "token_ids": [7, 8], "finish_reason": "stop", "logprobs": {"content": content}}
+    for choice in (_choice(said, 1), {**at_the_end, "routed_experts": numpy2base64(experts)}):
+        found = _generation(choice, _Running(None, False, 0, 3, 4))
+        assert (found.token_ids, found.logprobs, found.versions) == ([7, 8], [-0.5, -0.25], [3, 3])
+        assert found.experts is not None
+        assert found.experts.dtype == np.int16
+        assert (found.experts == experts).all()
+    assert _generation({**at_the_end, "routed_experts": None}, _Running(None, False, 0, 3, 4)).experts is None
 
 
 def test_what_the_job_asks_of_the_server(token_file: Path) -> None:

@@ -152,7 +152,9 @@ class Way:
         for number, (mini, objective) in enumerate(self.updates(step)):
             gradients: Values = {}
             update = self._watching(lambda mini=mini, objective=objective: self._trained(mini, objective), gradients)
-            self.told["updates"].append(update.sums | {"grad_norm": update.report.grad_norm, "lr": update.report.lr})
+            self.told["updates"].append(
+                update.sums | update.report.experts | {"grad_norm": update.report.grad_norm, "lr": update.report.lr}
+            )
             assert not update.report.skipped
             self.tensors |= {f"{step}.{number}.gradient.{name}": value for name, value in gradients.items()}
 

@@ -45,7 +45,7 @@ class Seam:
             model.save_pretrained(folder / name)
         self.run = make_run(folder / "run")
         for step in (1, 2):
-            make_batch(self.run, step, 4, 3, masked=True)
+            make_batch(self.run, step, 4, 3, masked=True, routed=True)
 
     def way(self, name: str, model: str, trainer: Mapping[str, Any], do: list[Any] | None = None, **more: Any) -> Way:
         paths = {

@@ -45,6 +45,8 @@ OVERLAP = ddp(overlap_grad_reduce=True, overlap_param_gather=True)
 RECOMPUTED = {"gradient_checkpointing": True}
 SELECTIVE = {"transformer_config_kwargs": {"recompute_granularity": "selective"}}
 DISTILLED = {"enable": True, "model_path": "reference", "top_k": 3, "jsd_beta": 0.25, "loss_weight": 0.4}
+REPLAYED = {"policy": {"experts": {"router_replay": "R3", "aux_loss_coef": 0.1}}}
+BALANCED = {"policy": {"experts": {"aux_loss_coef": 0.3, "z_loss_coef": 0.02}}}
 FIRST_STAGE = r"embed_tokens|layers\.[01]\."
 
 # what one rank of FSDP2 does: the section of the trainer, models
@@ -58,6 +60,8 @@ TRUTHS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "frozen-stage": (frozen(FIRST_STAGE), ["untied"]),
     "frozen-but-experts": (frozen(r"^(?!.*\.experts\.)"), ["moe"]),
     "frozen-experts": (frozen(r"\.experts\."), ["moe"]),
+    "balanced": (BALANCED, ["moe"]),
+    "replayed": (REPLAYED, ["moe"]),
 }
 Row = tuple[str, dict[str, Any] | None, dict[str, Any], str, list[str]]
 
@@ -118,6 +122,15 @@ OPTIONS: dict[int, list[Row]] = {
         ("dp2-frozen", {}, {}, "frozen", ["untied"]),
         ("cp2-recomputed", CP2, RECOMPUTED, "plain", ["tied"]),
         ("ep2-clipped", EP2, {}, "clipped", ["moe"]),
+        ("dp2-balanced", {}, {}, "balanced", ["moe"]),
+        ("ep2-balanced", EP2, {}, "balanced", ["moe"]),
+        ("pp2-balanced", PP2, RECOMPUTED, "balanced", ["moe"]),
+        ("cp2-balanced", CP2, {}, "balanced", ["moe"]),
+        ("ep2-replayed", EP2, {}, "replayed", ["moe"]),
+        ("pp2-replayed", PP2, RECOMPUTED, "replayed", ["moe"]),
+        ("cp2-replayed", CP2, {}, "replayed", ["moe"]),
+        ("tp2-replayed", TP2 | ETP1, RECOMPUTED, "replayed", ["moe"]),
+        ("tp2-balanced", TP2 | ETP1, RECOMPUTED, "balanced", ["moe"]),
         ("ep2-decay", EP2 | WHOLE, {}, "decay", ["moe"]),
         ("ep2-frozen-experts", EP2, {}, "frozen-experts", ["moe"]),
         ("ep2-frozen-but-experts", EP2, {}, "frozen-but-experts", ["moe"]),
