@@ -42,6 +42,7 @@ from hpcrl.launch.submit.models import (
 from hpcrl.launch.submit.own_code import check_own_code, missing_package, not_tried
 from hpcrl.launch.submit.teacher import check_precomputed
 from hpcrl.launch.submit.uploads import check_uploads, missing_secrets
+from hpcrl.launch.submit.vision import check_vision
 from hpcrl.rundir.commit import is_committed
 from hpcrl.rundir.layout import Run, step_of
 from hpcrl.types import Kind
@@ -81,7 +82,7 @@ def look(config: Config) -> tuple[list[Problem], list[str]]:
     of_data, warnings_of_data = _of_datasets(config)
     of_alerts, warnings_of_alerts = _of_alerts(config.trainer.alerts)
     problems += [*of_code, *of_alerts, *of_data, *_of_environments(config), *_of_models(config), *check_engine(config)]
-    problems += [*check_uploads(config), *check_packing(config), *check_precomputed(config)]
+    problems += [*check_uploads(config), *check_packing(config), *check_precomputed(config), *check_vision(config)]
     try:
         chat_template(config.generator.chat_template)
     except ConfigError as error:

@@ -36,6 +36,7 @@ class ForwardConfig:
         entropy_loss: the loss has an entropy term, so that entropies are differentiable in training.
         scored_entropy: scoring computes entropies too.
         vocabulary: tokens that the policy knows, where the model's head may have more; None: those of the head.
+        never_said: tokens that no engine samples, whose probability is 0 here too.
     """
 
     temperature: float
@@ -47,6 +48,7 @@ class ForwardConfig:
     entropy_loss: bool = True
     scored_entropy: bool = False
     vocabulary: int | None = None
+    never_said: tuple[int, ...] = ()
 
     @property
     def entropy(self) -> Entropy:

@@ -405,7 +405,7 @@ class FsdpPolicy(FsdpExported[PackedPolicy]):
         return self._model.head.out_features
 
     def probe(self, token_ids: Sequence[int]) -> list[float]:
-        with computing(self._model, temperature=1.0):
+        with computing(self._model, temperature=1.0, never_said=()):  # engines are asked for those of all tokens
             (logprobs_P,) = self.logprobs([untrained_micro_batch(token_ids)])
         return logprobs_P[:-1].tolist()
 

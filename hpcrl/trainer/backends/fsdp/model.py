@@ -4,6 +4,7 @@ critic gives values, a reward model scores."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -13,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from hpcrl.config.sections.model import CriticConfig, FSDPConfig, PolicyConfig
+from hpcrl.data.vision.families import family_of, placeholders
 from hpcrl.trainer.backends.fsdp.sharding import set_whole, shard, units
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.models.attention import PACKED, PADDED, Packed, PackedSequences, require_attention_only
@@ -21,6 +23,7 @@ from hpcrl.trainer.models.hf import ModelSource
 from hpcrl.trainer.models.logprobs import among_zeros, compiled_rows, plain_rows, token_logprobs, top_rows
 from hpcrl.trainer.models.trained import mark_trained
 from hpcrl.trainer.models.tree import PrefixTree
+from hpcrl.trainer.models.vision import Inputs, Sight
 from hpcrl.types import MicroBatch
 
 
@@ -38,20 +41,26 @@ class PackedModel(nn.Module):
         super().__init__()
         self.model = model
         self._packing = packing
+        self._sight = Sight(model) if family_of(model.config) else None
 
-    def hidden(self, token_ids: torch.Tensor, positions: torch.Tensor, sequences: Packed) -> torch.Tensor:
+    def hidden(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, sequences: Packed, images: Inputs
+    ) -> torch.Tensor:
         """Return the last hidden states of the tokens that are computed, a row for each."""
         inputs = (token_ids, positions)
         if self._packing:
             ids, places = (sequences.computed(values_P).unsqueeze(0) for values_P in inputs)
-            return self._body(ids, places, sequences)[0]
+            return self._body(ids, places, sequences, images)[0]
         assert isinstance(sequences, PackedSequences), "padded rows have no tokens in common"
         ids, places = (sequences.rows(values_P) for values_P in inputs)
-        return sequences.flat(self._body(ids, places, None))
+        return sequences.flat(self._body(ids, places, None, images))
 
-    def _body(self, ids: torch.Tensor, places: torch.Tensor, packed: Packed | None) -> torch.Tensor:
+    def _body(self, ids: torch.Tensor, places: torch.Tensor, packed: Packed | None, images: Inputs) -> torch.Tensor:
+        if places.ndim == 3:  # [B, T, planes]
+            places = places.movedim(-1, 0)
         body = self.model.base_model
-        return body(input_ids=ids, position_ids=places, use_cache=False, packed=packed).last_hidden_state
+        found = body(input_ids=ids, position_ids=places, use_cache=False, packed=packed, **images).last_hidden_state
+        return found if self._sight is None or images else found + self._sight.nothing(ids.device)
 
     @property
     def head(self) -> nn.Linear:
@@ -65,12 +74,16 @@ class PackedModel(nn.Module):
             sequences = PackedSequences.of(batch.lengths, batch.cu_seqlens)
         else:
             sequences = PrefixTree(batch.lengths, batch.cu_seqlens, batch.prefixes)
+        images, positions = Inputs(), batch.positions
+        if self._sight is not None:
+            images, positions = self._sight.inputs(batch)
         return self(
             batch.token_ids,
-            batch.positions,
+            positions,
             batch.labels,
             sequences,
             batch.head_rows,
+            images,
             batch.sampling_mask,
             batch.teacher_ids,
             batch.top_k,
@@ -82,7 +95,7 @@ class PackedPolicy(PackedModel):
 
     def __init__(self, model: PreTrainedModel, forward: ForwardConfig) -> None:
         super().__init__(model, forward.packing)
-        self.forward_config = forward
+        self.forward_config = replace(forward, never_said=tuple(placeholders(model.config)))
         self._rows = compiled_rows() if forward.compiled else plain_rows
 
     def forward(
@@ -92,6 +105,7 @@ class PackedPolicy(PackedModel):
         labels: torch.Tensor,
         sequences: Packed,
         head_rows: torch.Tensor,
+        images: Inputs,
         sampling_mask: torch.Tensor | None,
         teacher_ids: torch.Tensor | None = None,
         top_k: int = 0,
@@ -100,16 +114,17 @@ class PackedPolicy(PackedModel):
 
         With gradients those of `teacher_ids` too, [P, K]. Without them, where `top_k` asks, the outputs are those of `top_rows`.
         """
-        hidden, forward = self.hidden(token_ids, positions, sequences), self.forward_config
+        hidden, forward = self.hidden(token_ids, positions, sequences, images), self.forward_config
         trained = torch.is_grad_enabled()
         told = top_k > 0 and not trained
+        rows = partial(self._rows, never=forward.never_said) if forward.never_said else self._rows
         found = token_logprobs(
             sequences.spread(hidden, head_rows),
             self.head.weight,
             labels.index_select(0, head_rows),
             forward.temperature,
             forward.chunk_rows,
-            partial(top_rows, top_k, forward.vocabulary) if told else self._rows,
+            partial(top_rows, top_k, forward.vocabulary) if told else rows,
             forward.dtype,
             forward.entropy,
             None if sampling_mask is None else sampling_mask.index_select(0, head_rows),
@@ -130,10 +145,12 @@ class PackedCritic(PackedModel):
         positions: torch.Tensor,
         _labels: torch.Tensor,
         sequences: Packed,
+        _head_rows: torch.Tensor,
+        images: Inputs,
         *_: object,
     ) -> tuple[torch.Tensor]:
         """Return the value at each position, [P] float32: what is expected before the next token is known."""
-        hidden = self.hidden(token_ids, positions, sequences)
+        hidden = self.hidden(token_ids, positions, sequences, images)
         return (sequences.spread(hidden.float() @ self.head.weight[0].float()),)
 
 
@@ -150,10 +167,12 @@ class PackedRewardModel(PackedModel):
         positions: torch.Tensor,
         _labels: torch.Tensor,
         sequences: Packed,
+        _head_rows: torch.Tensor,
+        images: Inputs,
         *_: object,
     ) -> tuple[torch.Tensor]:
         """Return the score of each sample at its last position, and 0 at all others, [P] float32."""
-        hidden = self.hidden(token_ids, positions, sequences)
+        hidden = self.hidden(token_ids, positions, sequences, images)
         ends_B, last_B = score_places(token_ids, sequences.cu_seqlens, self._padding)
         scores_B = sequences.spread(hidden, last_B).float() @ self.head.weight[0].float()
         return (among_zeros(scores_B, ends_B, len(token_ids)),)
