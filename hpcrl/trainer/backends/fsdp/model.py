@@ -58,9 +58,11 @@ class PackedModel(nn.Module):
     def _body(self, ids: torch.Tensor, places: torch.Tensor, packed: Packed | None, images: Inputs) -> torch.Tensor:
         if places.ndim == 3:  # [B, T, planes]
             places = places.movedim(-1, 0)
+        # before the layers of the language model, as with images: all ranks gather weights in the same order
+        nothing = self._sight.nothing(ids.device) if self._sight and not images else None
         body = self.model.base_model
         found = body(input_ids=ids, position_ids=places, use_cache=False, packed=packed, **images).last_hidden_state
-        return found if self._sight is None or images else found + self._sight.nothing(ids.device)
+        return found if nothing is None else found + nothing
 
     @property
     def head(self) -> nn.Linear:
