@@ -232,7 +232,7 @@ def _rows(
                     env_metrics=details[at]["env_metrics"],
                     sampling_mask=SamplingMask(mask[1], mask[0]) if mask and len(mask[1]) else None,
                     hint=None if hint is None or not len(hint) else Hint(hint, details[at][_HINT][1]),
-                    tensors={name: columns.own(*said, read) for name, said in details[at].get(_OWN, {}).items()},
+                    tensors={name: columns.own(said, read) for name, said in details[at].get(_OWN, {}).items()},
                 ),
             )
 
@@ -291,10 +291,11 @@ class _Columns:
             raise _damaged(self._path, f"{name} ends after {len(content)} of {wanted} bytes")
         return bytearray(content)
 
-    def own(self, digest: str, kind: str, shape: list[int], known: dict[str, np.ndarray]) -> np.ndarray:
-        """Return a tensor of a row; those that were read before are `known`."""
+    def own(self, said: Sequence[Any], known: dict[str, np.ndarray]) -> np.ndarray:
+        """Return a tensor of a row by what its details say; those that were read before are `known`."""
         import numpy as np
 
+        digest, kind, shape = said
         if digest not in known:
             known[digest] = np.frombuffer(self.own_content(digest), _DTYPES[kind])
         return known[digest].reshape(shape)
