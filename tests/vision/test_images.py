@@ -20,7 +20,8 @@ from hpcrl.data.prompts import load_prompts
 from hpcrl.data.vision.families import family_of, placeholders
 from hpcrl.data.vision.images import image_text, opened, size_of, with_images, without_images
 from hpcrl.data.vision.reader import GRID, PIXELS, ImageReader, named_tensors, row_images
-from hpcrl.errors import DataError
+from hpcrl.errors import DataError, EngineError
+from hpcrl.rollout.engines.vllm.images import _places
 from hpcrl.rollout.transcript import Template
 from hpcrl.types import Prompt
 from tests.vision.material import IMAGE, KINDS, asks, drawn, write_model
@@ -152,6 +153,22 @@ def test_text_is_no_image(models: dict[str, Pretrained]) -> None:
         Template(tokenizer, {}, special_tokens=True, reader=reader).opening(evil)
     with pytest.raises(DataError, match="the policy sees none"):
         Template(tokenizer, {}).opening(with_images(asks(1)))
+
+
+def test_where_vllm_is_told_that_images_are(models: dict[str, Pretrained]) -> None:
+    reader, tokenizer = (
+        ImageReader.of(models["qwen2_5_vl"], {}),
+        load_tokenizer(models["qwen2_5_vl"], ChatTemplateConfig()),
+    )
+    ids, images = Template(tokenizer, {}, reader=reader).opening(with_images(asks(1, 2)))
+    places = list(_places(ids, images))
+    assert [place["length"] for place in places] == [9, 6]
+    for place in places:
+        end = place["offset"] + place["length"]
+        assert set(ids[place["offset"] : end]) == {IMAGE}
+        assert IMAGE not in (ids[place["offset"] - 1], ids[end])
+    with pytest.raises(EngineError, match="has not the 6 placeholders"):
+        list(_places(ids[: end - 1], images))
 
 
 def test_settings_of_the_image_processor(models: dict[str, Pretrained]) -> None:

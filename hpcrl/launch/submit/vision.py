@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hpcrl.config import Config
-from hpcrl.config.derive import critic_model, policy_model
+from hpcrl.config.derive import critic_model, has_engines, policy_model
 from hpcrl.config.errors import Problem
 from hpcrl.config.scorers import scoring_reward_model
 from hpcrl.data.vision.families import family_of
@@ -21,6 +21,12 @@ def check_vision(config: Config) -> Iterator[Problem]:
     sees = f"{model} (trainer.policy) sees images"
     if trainer.strategy == "megatron":
         yield Problem("trainer.strategy", f'{sees}, which Megatron-core\'s models here do not; use "fsdp2"')
+    if has_engines(config) and config.generator.inference_engine.backend == "vllm":
+        yield Problem(
+            "generator.inference_engine.backend",
+            f"{sees}, and what vLLM said of tokens behind an image was not what the trainer computes where it was tried (docs/vision.md); "
+            'use "transformers"',
+        )
     if critic_model(trainer) is not None:
         yield Problem(
             "trainer.algorithm.advantage_estimator",

@@ -23,7 +23,11 @@ JUDGE = {"environment.reward_model.model": str(QUICKSTART / "model")}
 
 
 def config(model: Path, settings: dict[str, Any]) -> Config:
-    data = {"data.train_data": [str(QUICKSTART / "data" / "train.parquet")], "environment.env_class": "format"}
+    data = {
+        "data.train_data": [str(QUICKSTART / "data" / "train.parquet")],
+        "environment.env_class": "format",
+        "generator.inference_engine.backend": "transformers",
+    }
     return build(
         Config, nested({**data, "trainer.train_batch_size": 8, "trainer.policy.model.path": str(model), **settings})
     )
@@ -39,6 +43,7 @@ def model(folder: Path, kind: str) -> Path:
     ("settings", "path"),
     [
         ({"trainer.strategy": "megatron"}, "trainer.strategy"),
+        ({"generator.inference_engine.backend": "vllm"}, "generator.inference_engine.backend"),
         (CRITIC, "trainer.algorithm.advantage_estimator"),
         ({"trainer.shared_prefixes": True, "trainer.max_tokens_per_micro_batch": 512}, "trainer.shared_prefixes"),
         (
