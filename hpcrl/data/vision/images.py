@@ -45,7 +45,7 @@ def image_text(value: Any, folder: Path | None = None) -> str:
         return _data_url(bytes(value))
     if isinstance(value, str) and value:
         return _located(value, folder)
-    if hasattr(value, "save") and hasattr(value, "convert"):
+    if not isinstance(value, str) and hasattr(value, "save") and hasattr(value, "convert"):
         file = io.BytesIO()
         value.save(file, "png")
         return _data_url(file.getvalue())

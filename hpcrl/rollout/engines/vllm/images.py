@@ -39,7 +39,7 @@ def _encoded(image: SeenImage) -> str:
     from vllm.entrypoints.scale_out.token_in_token_out.mm_serde import encode_mm_kwargs_item
     from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems
 
-    tensors = {name: torch.as_tensor(array) for name, array in image.tensors.items()}
+    tensors: Any = {name: torch.as_tensor(array) for name, array in image.tensors.items()}
     fields = {PIXELS: MultiModalFieldConfig.batched(_IMAGE)}
     if GRID in tensors:
         sizes = torch.tensor([len(tensors[PIXELS])])
