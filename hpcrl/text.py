@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 # What steers a terminal, turns the direction of text or ends a line where others see none, and halves of characters, which no terminal
 # can be given. Newline and tab are none of them.
@@ -32,3 +33,10 @@ def log_lines(text: str) -> list[str]:
 def metric_name(text: str) -> str:
     """Return text as a part of a metric's name: letters, digits and some signs, of at most 80 characters."""
     return _NOT_IN_NAMES.sub("_", text)[:_LONGEST_NAME]
+
+
+def said_in(content: str | list[dict[str, Any]]) -> str:
+    """Return what a chat message says as people read it: of one with images the texts, and `<image>` for each image."""
+    if isinstance(content, str):
+        return content
+    return "".join(part["text"] if part["type"] == "text" else "<image>" for part in content)

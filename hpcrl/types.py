@@ -57,14 +57,14 @@ class Prompt:
 
     Attributes:
         uid: stable name of the row in its dataset.
-        messages: the conversation so far, as chat messages.
+        messages: the conversation so far, as chat messages; images as of hpcrl/data/vision/images.py.
         env_class: environment that scores the responses.
         extras: the row's other columns; the environment reads its ground truth from them.
         data_source: where the row comes from; evaluation is reported by it.
     """
 
     uid: str
-    messages: list[dict[str, str]]
+    messages: list[dict[str, Any]]
     env_class: str
     extras: dict[str, Any] = field(default_factory=dict)
     data_source: str = "unknown"

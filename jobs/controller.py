@@ -120,7 +120,10 @@ def load(config: Config, status: StatusWriter) -> tuple[list[Prompt], list[Promp
         train, validation = set_aside(train, data.test_size)
     with without_torch():
         count_tokens = token_counter(
-            policy_model(config.trainer), generator.chat_template, generator.chat_template_kwargs
+            policy_model(config.trainer),
+            generator.chat_template,
+            generator.chat_template_kwargs,
+            data.image_processor_kwargs,
         )
 
     def count(prompt: Prompt) -> int:

@@ -54,12 +54,14 @@ def evaluate(
     from hpcrl.data.chat import token_counter
     from hpcrl.data.datasets import load_dataset
     from hpcrl.data.prompts import drop_long
+    from hpcrl.data.vision.reader import ImageReader
     from hpcrl.rollout.evaluate import evaluate
 
     data, trainer, model = config.data, config.trainer, policy_model(config.trainer)
     generator = replace(config.generator, max_input_length=max_input_length(config.generator, trainer))
     prompts = load_dataset(data.val_data, ("eval",), data, config.environment, generator.max_turns)
-    count_tokens = token_counter(model, generator.chat_template, generator.chat_template_kwargs)
+    options = data.image_processor_kwargs
+    count_tokens = token_counter(model, generator.chat_template, generator.chat_template_kwargs, options)
     kept = drop_long(prompts, count_tokens, trainer.max_prompt_length)
     seed = sampling_seed(generator.inference_engine, trainer)
     work = evaluation_work(kept, version, generator.eval_n_samples_per_prompt, seed)
@@ -72,7 +74,10 @@ def evaluate(
         if finished * 10 // len(work) != (finished - 1) * 10 // len(work):
             status.write(f"{finished} of {len(work)} prompts")
 
-    groups = asyncio.run(evaluate(directory, engine, model, work, version, generator, config.environment, on_finished))
+    reader = ImageReader.of(model, options)
+    groups = asyncio.run(
+        evaluate(directory, engine, model, work, version, generator, config.environment, on_finished, reader)
+    )
     return groups, {"too_long": len(prompts) - len(kept), "seconds": time.monotonic() - began}
 
 

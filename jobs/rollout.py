@@ -85,6 +85,7 @@ def serve(
         )
         # what follows takes seconds to import, while the engine starts
         from hpcrl.data.chat import load_tokenizer, without_torch
+        from hpcrl.data.vision.reader import ImageReader
         from hpcrl.rollout.weights.copies import NodeCopies
         from hpcrl.rollout.worker import work
 
@@ -95,6 +96,7 @@ def serve(
         # code of the user's may use models of transformers, which need torch; nothing else here does
         with nullcontext() if names_own_code(config) else without_torch():
             tokenizer = load_tokenizer(policy_model(config.trainer), config.generator.chat_template)
+            reader = ImageReader.of(policy_model(config.trainer), config.data.image_processor_kwargs)
         engine.wait_ready(start_s, lambda: status.write("starting engine"))
         if services := reward_services(config):
             from hpcrl.rollout.reward_services import RewardServices
@@ -107,7 +109,7 @@ def serve(
         if not colocated:  # else its agent tells, once this process has ended and its memory is free
             stack.callback(controller.leave, options.name)
         generator = replace(config.generator, max_input_length=max_input_length(config.generator, config.trainer))
-        asyncio.run(work(options, engine, tokenizer, generator, config.environment, status))
+        asyncio.run(work(options, engine, tokenizer, generator, config.environment, status, reader))
 
 
 def first_part(run: Run, config: Config, attempt: int, replica: int) -> Callable[[Path, Path], Launched] | None:

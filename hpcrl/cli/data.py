@@ -70,9 +70,10 @@ def _dataset(source: Source, recipe: Recipe, renderer: Renderer, shown: int) -> 
 
     counts, lengths, errors = Counts(), list[int](), list[str]()
     first: list[tuple[int, list[Tokens]]] = []
+    folder = source.files()[0].parent
     for at, row in enumerate(source.rows()):
         try:
-            sequences = renderer.sequences(row)
+            sequences = renderer.sequences(row, folder)
             lengths.append(max(len(tokens.token_ids) for tokens in sequences))
             kept = fitted(sequences, recipe, counts)
         except DataError as error:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from hpcrl.text import one_line, printable
+from hpcrl.text import one_line, printable, said_in
 
 if TYPE_CHECKING:
     from hpcrl.config import Config
@@ -107,7 +107,8 @@ def _prompt(arguments: argparse.Namespace, config: Config | None) -> Prompt:
     if source == str(own) and not own.is_file():
         raise DataError(f"{arguments.name} has no example rows; name a dataset: --data FILE")
     number, data = arguments.sample, config.data if config else DataConfig(train_data=[source])
-    prompts = load_prompts([source], arguments.name, data.prompt_column, data.response_column, first=max(number, 0) + 1)
+    columns = data.prompt_column, data.response_column, data.image_column
+    prompts = load_prompts([source], arguments.name, *columns, first=max(number, 0) + 1)
     if not 0 <= number < len(prompts):
         rows = f"rows 0 to {len(prompts) - 1}" if number >= 0 else "rows from 0 on"
         raise DataError(f"--sample {number}: {source} has {rows}")
@@ -141,7 +142,7 @@ def _play(environment: Environment, where: str, messages: Messages, max_turns: i
 
 def _show(messages: Messages) -> None:
     for message in messages:
-        print(printable(f"[{message['role']}]\n{message['content']}\n"))
+        print(printable(f"[{message['role']}]\n{said_in(message['content'])}\n"))
 
 
 def _show_turn(turn: Turn) -> None:

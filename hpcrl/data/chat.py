@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from hpcrl.config.sections.generator import ChatTemplateConfig
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.data.model_config import download
+from hpcrl.data.vision.images import without_images
 from hpcrl.errors import ConfigError, DataError
 from hpcrl.types import Prompt
 
@@ -58,11 +59,11 @@ def _read(name: str) -> str:
 
 def prompt_ids(
     tokenizer: PreTrainedTokenizerBase,
-    messages: list[dict[str, str]],
+    messages: list[dict[str, Any]],
     options: Mapping[str, Any],
     special_tokens: bool = False,
 ) -> list[int]:
-    """Return the tokens that the policy continues.
+    """Return the tokens that the policy continues; an image is what the template writes for it.
 
     Args:
         options: arguments of the template, `generator.chat_template_kwargs`.
@@ -145,16 +146,26 @@ def without_torch() -> Iterator[None]:
 
 
 def token_counter(
-    model: Pretrained, template: ChatTemplateConfig, options: Mapping[str, Any]
+    model: Pretrained, template: ChatTemplateConfig, options: Mapping[str, Any], images: Mapping[str, Any] | None = None
 ) -> Callable[[Prompt], int]:
-    """Return what counts the tokens of a prompt; arguments and errors as in `load_tokenizer` and `prompt_ids`, with the row."""
+    """Return what counts the tokens of a prompt; arguments and errors as in `load_tokenizer` and `prompt_ids`, with the row.
+
+    Args:
+        images: of the image processor, data.image_processor_kwargs.
+    """
     from jinja2 import TemplateError
 
-    tokenizer = load_tokenizer(model, template)
+    from hpcrl.data.vision.reader import ImageReader
+
+    tokenizer, reader = load_tokenizer(model, template), ImageReader.of(model, images or {})
 
     def count(prompt: Prompt) -> int:
         try:
-            return len(prompt_ids(tokenizer, prompt.messages, options, template.allow_special_tokens))
+            messages, shown = without_images(prompt.messages)
+            if shown and reader is None:
+                raise DataError(f"it shows images, and {model} sees none; use a vision-language model (docs/vision.md)")
+            more = sum(reader.tokens(image) - 1 for image in shown) if reader else 0
+            return len(prompt_ids(tokenizer, messages, options, template.allow_special_tokens)) + more
         except DataError as error:
             raise DataError(f"row uid {prompt.uid}, of {prompt.data_source}: {error}") from error
         except TemplateError as error:  # such as roles that do not take turns

@@ -12,10 +12,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from hpcrl.data.chat import cut_messages, encoded, ending_of_text
 from hpcrl.data.prompts import ROLE
+from hpcrl.data.vision.images import with_images, without_images
+from hpcrl.data.vision.reader import ImageReader
 from hpcrl.errors import DataError
 
 if TYPE_CHECKING:
@@ -61,6 +64,7 @@ class Columns:
     chosen: str = "chosen"
     rejected: str = "rejected"
     margin: str | None = None
+    images: str = "images"
 
     @property
     def sequences(self) -> int:
@@ -76,18 +80,23 @@ class Tokens:
         token_ids: T of them.
         mask: of each, whether it is trained.
         margin: of the chosen answer of a pair, over the rejected one.
+        images: that it shows, in their order: where the placeholders of each begin, how many they are, and the image as a text.
     """
 
     token_ids: list[int]
     mask: list[bool]
     margin: float = 0.0
+    images: Sequence[tuple[int, int, str]] = ()
 
     @property
     def trained(self) -> int:
         return sum(self.mask)
 
     def cut(self, length: int) -> Tokens:
-        return Tokens(self.token_ids[:length], self.mask[:length], self.margin)
+        """Return its first tokens, so many or as many as end before an image that would be divided."""
+        length = min([length, *(begin for begin, count, _ in self.images if begin < length < begin + count)])
+        images = [image for image in self.images if image[0] < length]
+        return Tokens(self.token_ids[:length], self.mask[:length], self.margin, images)
 
 
 @dataclass(frozen=True)
@@ -97,7 +106,8 @@ class Renderer:
     Attributes:
         options: arguments of the chat template, `generator.chat_template_kwargs`.
         special_tokens: those that are written in texts are not text; `generator.chat_template.allow_special_tokens`.
-        train_on: which tokens of a conversation are trained: those of the assistant's messages, of its last one, or all.
+        train_on: which tokens of a conversation are trained: those of the assistant's messages, of its last one, or all, but those of images.
+        reader: of images; None: the model sees none.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -105,9 +115,13 @@ class Renderer:
     options: Mapping[str, Any]
     special_tokens: bool = False
     train_on: TrainOnWhat = "assistant"
+    reader: ImageReader | None = None
 
-    def sequences(self, row: Any) -> list[Tokens]:
+    def sequences(self, row: Any, folder: Path | None = None) -> list[Tokens]:
         """Return a row as it is trained: one sequence, or of a pair the chosen answer and the rejected one, each behind the prompt.
+
+        Args:
+            folder: of relative paths of images; None: there are none.
 
         Raises:
             DataError: it is not what `columns` says, or the chat template refuses it.
@@ -117,9 +131,9 @@ class Renderer:
         match self.columns.format:
             case "conversations":
                 messages = _messages(_column(row, self.columns.conversation, "conversation_column"))
-                return [self._conversation(messages, row.get("tools"))]
+                return [self._conversation(self._shown(messages, row, folder), row.get("tools"))]
             case "prompt_response":
-                return [self._conversation(self._answered(row), row.get("tools"))]
+                return [self._conversation(self._shown(self._answered(row), row, folder), row.get("tools"))]
             case "text":
                 return [self._text(_column(row, self.columns.text, "text_column"))]
             case "tokens":
@@ -186,9 +200,19 @@ class Renderer:
             before, chosen, rejected = chosen[:alike], chosen[alike:], rejected[alike:]
         return [self._conversation([*_untrained(before), *answer], row.get("tools")) for answer in (chosen, rejected)]
 
+    def _shown(self, messages: Messages, row: Mapping[str, Any], folder: Path | None) -> Messages:
+        """Return messages with their images as texts."""
+        images = row.get(self.columns.images)
+        if images is not None and not isinstance(images, list):
+            images = [images]
+        return with_images(messages, images, folder)
+
     def _conversation(self, messages: Messages, tools: Any) -> Tokens:
         from jinja2 import TemplateError
 
+        messages, images = without_images(messages)
+        if images and self.reader is None:
+            raise DataError("it shows images, and the model sees none; use a vision-language model (docs/vision.md)")
         try:
             pieces = self.pieces(messages, tools)
         except TemplateError as error:  # such as roles that do not take turns
@@ -198,7 +222,7 @@ class Renderer:
             ids = encoded(self.tokenizer, text)
             token_ids += ids
             mask += [trained] * len(ids)
-        return Tokens(token_ids, mask)
+        return Tokens(token_ids, mask) if self.reader is None else _placed(Tokens(token_ids, mask), images, self.reader)
 
     def _text(self, text: Any) -> Tokens:
         if not isinstance(text, str):
@@ -275,6 +299,29 @@ def _in_place(messages: Messages) -> Messages:
 
 def _untrained(messages: Messages) -> Messages:
     return [{**message, "weight": 0} for message in messages]
+
+
+def _placed(row: Tokens, images: Sequence[str], reader: ImageReader) -> Tokens:
+    """Return a row with as many placeholders for each image as it needs, none of them trained.
+
+    Raises:
+        DataError: the template has written more or fewer than there are images, or an image cannot be read.
+    """
+    token_ids, mask, placed = list[int](), list[bool](), list[tuple[int, int, str]]()
+    for token_id, trained in zip(row.token_ids, row.mask, strict=True):
+        count = 1
+        if token_id == reader.token and len(placed) < len(images):
+            image = images[len(placed)]
+            count = reader.tokens(image)
+            placed.append((len(token_ids), count, image))
+        token_ids += [token_id] * count
+        mask += [trained and token_id not in reader.never_said] * count
+    if len(placed) != len(images) or row.token_ids.count(reader.token) != len(images):
+        raise DataError(
+            f"the chat template writes {row.token_ids.count(reader.token)} placeholders for {len(images)} images; it has to write one for "
+            "each part of the type image, and what comes behind the last answer cannot show any with data.train_on_what = last_turn"
+        )
+    return replace(row, token_ids=token_ids, mask=mask, images=placed)
 
 
 def _margin(row: Mapping[str, Any], column: str | None) -> float:

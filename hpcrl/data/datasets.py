@@ -41,7 +41,7 @@ def load_dataset(
         DataError: a file is missing, unreadable or empty, or a row lacks what a prompt, its reward or its environment needs.
     """
     requirements = row_requirements(environment, kinds, max_turns, own)
-    columns = environment.env_class, data.prompt_column, data.response_column
+    columns = environment.env_class, data.prompt_column, data.response_column, data.image_column
     return load_prompts(sources, *columns, first=first, **requirements)
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-Conversation = list[dict[str, str]]
+Conversation = list[dict[str, Any]]
 _DTYPES = {
     "I64": "<i8",
     "I32": "<i4",

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.data.sources import Source
+from hpcrl.data.vision.images import with_images
 from hpcrl.errors import ConfigError, DataError, UserCodeError
 from hpcrl.types import LONGEST_NAME, Prompt, is_name
 
@@ -29,6 +30,7 @@ def load_prompts(
     default_env_class: str | None,
     prompt_column: str = "prompt",
     response_column: str | None = None,
+    image_column: str = "images",
     *,
     env_class_required: bool = True,
     check: Callable[[str, Mapping[str, Any]], None] | None = None,
@@ -43,6 +45,7 @@ def load_prompts(
         sources: paths of .parquet, .json (a list of rows), .jsonl or .arrow files.
         default_env_class: environment of the rows that name none.
         prompt_column: chat messages, or text that becomes one message of the user.
+        image_column: images that its prompt shows; it may be missing.
         response_column: reference answer, which becomes `reward_spec.ground_truth` where the row has none.
         env_class_required: whether each row must have an environment; otherwise `Prompt.env_class` may be empty.
         check: is called with a row's env_class, which may be empty, and its extras; raises DataError or ConfigError where what uses
@@ -56,7 +59,13 @@ def load_prompts(
         ((source, number, row) for number, row in enumerate(islice(Source(source).rows(), first))) for source in sources
     )
     columns = _Columns(
-        prompt_column, response_column, default_env_class, env_class_required, check, source_names(sources)
+        prompt_column,
+        response_column,
+        image_column,
+        default_env_class,
+        env_class_required,
+        check,
+        source_names(sources),
     )
     return [columns.prompt(row, str(index), source, number) for index, (source, number, row) in enumerate(rows)]
 
@@ -128,6 +137,7 @@ class _Columns:
 
     of_prompt: str
     of_response: str | None
+    of_images: str
     default_env_class: str | None
     env_class_required: bool
     check: Callable[[str, Mapping[str, Any]], None] | None
@@ -137,6 +147,7 @@ class _Columns:
         place = f"dataset {source}, row uid {uid}" + (f" (row {number} of the file)" if str(number) != uid else "")
         if not isinstance(row, dict):
             raise DataError(f"{place}: expected an object with columns, found {type(row).__name__}")
+        row = self._with_images(row, source, place)
         _check_json(row, place)
         for setting, column in (("prompt_column", self.of_prompt), ("response_column", self.of_response)):
             if column is not None and column not in row:
@@ -171,6 +182,23 @@ class _Columns:
             data_source=data_source,
         )
 
+    def _with_images(self, row: dict[str, Any], source: str, place: str) -> dict[str, Any]:
+        """Return a row whose prompt has its images as texts, and no column of images."""
+        images, folder = row.get(self.of_images), Path(source).parent
+        if images is not None and not isinstance(images, list):
+            images = [images]
+        try:
+            prompt = with_images(_as_chat(row.get(self.of_prompt)), images, folder)
+        except DataError as error:
+            raise DataError(f"{place}: {error}") from error
+        left = {name: value for name, value in row.items() if name != self.of_images or images is None}
+        return {**left, self.of_prompt: prompt} if self.of_prompt in row else left
+
+
+def _as_chat(prompt: Any) -> Any:
+    """Return a prompt as chat messages, if it is a text."""
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) and prompt else prompt
+
 
 def _with_truth(reward_spec: Any, answer: Any, place: str) -> dict[str, Any]:
     spec = {} if reward_spec is None else reward_spec
@@ -198,15 +226,15 @@ def _is_deep(value: Any, most: int) -> bool:
     return most < 0 or any(_is_deep(part, most - 1) for part in parts)
 
 
-def _messages(value: Any, place: str) -> list[dict[str, str]]:
+def _messages(value: Any, place: str) -> list[dict[str, Any]]:
     wanted = "expected text or a list of chat messages such as [{'role': 'user', 'content': '…'}]"
-    if isinstance(value, str) and value:
-        return [{"role": "user", "content": value}]
     if not isinstance(value, list) or not value:
         raise DataError(f"{place}: {wanted}, found {value!r:.80}")
     for message in value:
-        texts = [message.get(key) for key in ("role", "content")] if isinstance(message, dict) else [None]
-        if not all(isinstance(text, str) for text in texts):
+        found = [message.get(key) for key in ("role", "content")] if isinstance(message, dict) else [None]
+        if not (
+            isinstance(found[0], str) and isinstance(found[-1], str | list)
+        ):  # a list has been read by `with_images`
             raise DataError(f"{place}: {wanted}, found the message {message!r:.80}")
         if not ROLE.fullmatch(message["role"]):  # templates may write it within a special token
             raise DataError(f"{place}: expected a role such as user, found {message['role']!r:.80}")

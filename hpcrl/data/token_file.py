@@ -3,6 +3,8 @@
 <directory>/            committed as a whole (hpcrl/rundir/commit.py)
   tokens.i32            token ids of all sequences, one after the other
   mask.u8               of each token, whether it is trained
+  images.bin            files of the images that sequences show, one after the other; images.npy: of each its sequence, where it ends, its checksum.
+                        Only where the model sees images: `images` of the manifest says how they are prepared, which is done when a row is read
   rows.npy              of each sequence: where its tokens end, how many are trained, checksum of its tokens, mask and margin; its margin
   manifest.json         `name`, `made_of`, `counts`, `sequences` of each row; sizes and checksums of the files above
   COMMIT
@@ -18,6 +20,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hpcrl.config.sections.model import Pretrained
+from hpcrl.data.vision.images import file_of, image_text
+from hpcrl.data.vision.reader import ImageReader, named_tensors
 from hpcrl.errors import CommitError, DamagedError
 from hpcrl.rundir.commit import Fence, committed_directory, unfenced, verify
 from hpcrl.types import Sample
@@ -28,7 +33,47 @@ if TYPE_CHECKING:
     from hpcrl.data.conversations import Tokens
 
 _TOKENS, _MASK, _ROWS = "tokens.i32", "mask.u8", "rows.npy"
+_IMAGES, _PLACES = "images.bin", "images.npy"
+_IMAGE_FIELDS = [("sequence", "<i8"), ("end", "<i8"), ("checksum", "<u4")]
 _FIELDS = [("end", "<i8"), ("trained", "<i4"), ("checksum", "<u4"), ("margin", "<f4")]
+
+
+class Images:
+    """The images of an open dataset of tokens, prepared as they are read.
+
+    Args:
+        content: files of all images, one after the other.
+        places: of each its sequence, ascending, where it ends, and its checksum.
+        prepared: the model that sees them, and `options` of its image processor.
+    """
+
+    def __init__(self, path: Path, content: np.ndarray, places: np.ndarray, prepared: Mapping[str, Any]) -> None:
+        self._path, self._content, self._places, self._prepared = path, content, places, prepared
+        self._reader: ImageReader | None = None
+
+    def tensors(self, sequence: int) -> dict[str, np.ndarray]:
+        """Return the tensors of a sequence's images, as its sample carries them.
+
+        Raises:
+            DamagedError: they are not what was written.
+            DataError: the model's image processor is gone.
+        """
+        import numpy as np
+
+        first, last = np.searchsorted(self._places["sequence"], [sequence, sequence + 1])
+        if first == last:
+            return {}
+        if self._reader is None:
+            facts = dict(self._prepared)
+            self._reader = ImageReader.of(Pretrained(facts["path"], facts["revision"]), facts["options"])
+        reader, seen = self._reader, []
+        for at in range(first, last):
+            begin = int(self._places["end"][at - 1]) if at else 0
+            content = self._content[begin : int(self._places["end"][at])].tobytes()
+            if zlib.crc32(content) != self._places["checksum"][at] or reader is None:
+                raise DamagedError(f"image {at} of {self._path} is damaged, or its model sees no more")
+            seen.append(reader.seen(image_text(content)))
+        return named_tensors(seen)
 
 
 @dataclass(frozen=True)
@@ -44,6 +89,7 @@ class TokenFile:
     _tokens: np.ndarray
     _mask: np.ndarray
     _rows: np.ndarray
+    _images: Images | None = None
 
     def __len__(self) -> int:
         """Return how many rows it has."""
@@ -102,6 +148,7 @@ class TokenFile:
             versions=np.full(count, -1, np.int32),
             rewards=rewards,
             stop_reason="stop",
+            tensors=self._images.tensors(at) if self._images else {},
         )
 
     def _is_whole(self, at: int) -> bool:
@@ -143,15 +190,28 @@ def write_tokens(
     import numpy as np
 
     with committed_directory(target, attempt, fence=fence, sequences=of_each_row, **facts) as directory:
-        index, end = list[tuple[int, int, int, float]](), 0
-        with (directory / _TOKENS).open("wb") as tokens, (directory / _MASK).open("wb") as mask:
-            for one in sequences:
+        index, end, places, shown = list[tuple[int, int, int, float]](), 0, list[tuple[int, int, int]](), 0
+        with (
+            (directory / _TOKENS).open("wb") as tokens,
+            (directory / _MASK).open("wb") as mask,
+            (directory / _IMAGES).open("wb") as images,
+        ):
+            for number, one in enumerate(sequences):
                 ids, chosen = np.array(one.token_ids, "<i4"), np.array(one.mask, "u1")
                 tokens.write(ids.tobytes())
                 mask.write(chosen.tobytes())
                 end += len(one.token_ids)
                 index.append((end, one.trained, _checksum(ids, chosen, one.margin), one.margin))
+                for *_, image in one.images:
+                    content = file_of(image)
+                    images.write(content)
+                    shown += len(content)
+                    places.append((number, shown, zlib.crc32(content)))
         np.save(directory / _ROWS, np.array(index, dtype=_FIELDS))
+        if "images" in facts:
+            np.save(directory / _PLACES, np.array(places, dtype=_IMAGE_FIELDS))
+        else:
+            (directory / _IMAGES).unlink()
 
 
 @lru_cache(maxsize=64)
@@ -166,7 +226,11 @@ def open_tokens(path: Path) -> TokenFile:
     try:
         facts = verify(path, checksums=False)
         rows = np.load(path / _ROWS, mmap_mode="r")
-        return TokenFile(path, facts, _mapped(path / _TOKENS, "<i4"), _mapped(path / _MASK, "u1"), rows)
+        images = None
+        if "images" in facts:
+            places = np.load(path / _PLACES, mmap_mode="r")
+            images = Images(path, _mapped(path / _IMAGES, "u1"), places, facts["images"])
+        return TokenFile(path, facts, _mapped(path / _TOKENS, "<i4"), _mapped(path / _MASK, "u1"), rows, images)
     except (CommitError, OSError, ValueError) as error:
         raise DamagedError(f"dataset {path} cannot be read: {error}") from error
 

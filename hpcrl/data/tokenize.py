@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import chain, islice
 from multiprocessing import get_context
 from pathlib import Path
@@ -25,6 +25,7 @@ from hpcrl.data.prompts import count_aside, source_names
 from hpcrl.data.sources import Source
 from hpcrl.data.token_cache import TokenCache, contents_of, key_of, made_by, tokenizer_facts
 from hpcrl.data.token_file import TokenFile, open_tokens, write_tokens
+from hpcrl.data.vision.reader import ImageReader
 from hpcrl.errors import CommitError, DataError
 from hpcrl.rundir.commit import Fence, is_committed, unfenced, verify
 from hpcrl.rundir.layout import Run
@@ -72,6 +73,7 @@ class Recipe:
     Attributes:
         longest: tokens of a row at most.
         too_long: what becomes of a longer one.
+        image_options: of the image processor, data.image_processor_kwargs.
     """
 
     model: Pretrained
@@ -81,6 +83,7 @@ class Recipe:
     train_on: TrainOnWhat
     longest: int
     too_long: str
+    image_options: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, config: Config) -> Recipe:
@@ -94,6 +97,7 @@ class Recipe:
             data.chosen_column,
             data.rejected_column,
             data.margin_column,
+            data.image_column,
         )
         longest = config.trainer.max_length
         assert longest is not None, "the rules ask for trainer.max_length"
@@ -105,13 +109,19 @@ class Recipe:
             data.train_on_what,
             longest,
             data.too_long,
+            data.image_processor_kwargs,
         )
+
+    def reader(self) -> ImageReader | None:
+        """Return that of images; None: the model sees none."""
+        return ImageReader.of(self.model, self.image_options) if self.columns.format != "tokens" else None
 
     def renderer(self) -> Renderer:
         """Return what renders rows; errors as of `load_tokenizer`."""
         with without_torch():
-            tokenizer = load_tokenizer(self.model, self.template)
-        return Renderer(tokenizer, self.columns, self.options, self.template.allow_special_tokens, self.train_on)
+            tokenizer, reader = load_tokenizer(self.model, self.template), self.reader()
+        special = self.template.allow_special_tokens
+        return Renderer(tokenizer, self.columns, self.options, special, self.train_on, reader)
 
     def facts(self) -> dict[str, Any]:
         """Return all that decides what a row becomes, as JSON has it."""
@@ -120,7 +130,7 @@ class Recipe:
     def facts_of_tokens(self) -> dict[str, Any]:
         """Return all that decides which tokens rows of the same contents become, and nothing else; errors as of `renderer`."""
         facts, columns, form = asdict(self), self.columns, self.columns.format
-        del facts["model"], facts["template"]
+        del facts["model"], facts["template"], facts["image_options"]
         facts |= {"by": made_by(), "columns": _READ.get(form, asdict)(columns), "format": form}
         if form in ("text", "tokens"):
             del facts["train_on"], facts["options"]
@@ -174,7 +184,11 @@ class Tokenizer:
         target, made_of = self.run.dataset(folder), {"source": vars(source), **self.recipe.facts()}
         if not self._is_there(target, made_of):
             facts = {"name": name, "made_of": made_of}
-            self._shared(target, source, facts) if self.cache else self._made(target, source, facts)
+            with without_torch():
+                sees = self.recipe.reader() is not None
+            if sees:  # by which reading prepares the images; what files they are is not known to the cache
+                facts["images"] = {**vars(self.recipe.model), "options": self.recipe.image_options}
+            self._shared(target, source, facts) if self.cache and not sees else self._made(target, source, facts)
             open_tokens.cache_clear()
         return open_tokens(target)
 
@@ -286,10 +300,10 @@ def tokenized(source: Source, recipe: Recipe, workers: int = 0, ahead: int = AHE
             yield from waiting.popleft().result()
 
 
-def _parts(source: Source, size: int) -> Iterator[tuple[str, int, list[Any]]]:
-    rows, first = source.rows(), 0
+def _parts(source: Source, size: int) -> Iterator[tuple[str, Path, int, list[Any]]]:
+    rows, first, folder = source.rows(), 0, source.files()[0].parent
     while part := list(islice(rows, size)):
-        yield source.location, first, part
+        yield source.location, folder, first, part
         first += len(part)
 
 
@@ -301,11 +315,11 @@ def _prepare(recipe: Recipe) -> None:
         _OF_PROCESS[:] = [(recipe, recipe.renderer())]
 
 
-def _rendered(location: str, first: int, rows: Sequence[Any]) -> list[list[Tokens]]:
+def _rendered(location: str, folder: Path, first: int, rows: Sequence[Any]) -> list[list[Tokens]]:
     ((_, renderer),), found = _OF_PROCESS, list[list[Tokens]]()
     for at, row in enumerate(rows, first):
         try:
-            found.append(renderer.sequences(row))
+            found.append(renderer.sequences(row, folder))
         except DataError as error:
             raise DataError(f"dataset {location}, row {at}: {error}") from error
     return found

@@ -8,11 +8,15 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from hpcrl.errors import HpcrlError, UserCodeError
 
-Messages = list[dict[str, str]]
+Messages = list[dict[str, Any]]
+"""Chat messages: `role`, and `content`, a text or, with images, a list of parts, {"type": "text", "text": …} and {"type": "image", "image": …}.
+
+An image is the bytes of a file, an image of Pillow, a data URL or an absolute path; docs/vision.md.
+"""
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar, cast
 from hpcrl.config import EnvironmentConfig
 from hpcrl.config.derive import reward_weights
 from hpcrl.config.reward_model import is_rewarded_later, uses_reward_service
+from hpcrl.data.vision.images import with_images
 from hpcrl.envs.base import AgentEnvironment, Endpoint, Environment, Messages, Turn, user_code
 from hpcrl.envs.registry import is_agent, make_environment
 from hpcrl.envs.rewards.judged import rewarded_later
@@ -112,7 +113,7 @@ class EnvSession:
 
         def begin() -> Messages:
             self._environment = make_environment(self._work.prompt.env_class, self._extras)
-            return self._environment.init(messages)
+            return with_images(self._environment.init(messages))
 
         return self._ask(begin)
 
@@ -163,7 +164,7 @@ class EnvSession:
 
 
 def _checked(turn: Turn) -> Turn:
-    """Return the turn with plain Python numbers, which is what files and messages can hold."""
+    """Return the turn with plain Python numbers, and images as texts, which is what files and messages can hold."""
     for name in turn.metrics:
         if not is_name(name):
             raise DataError(
@@ -173,4 +174,5 @@ def _checked(turn: Turn) -> Turn:
     for name, value in numbers.items():
         if not -LARGEST <= float(value) <= LARGEST:  # neither is NaN
             raise DataError(f"{name} is {value}; expected a finite number of at most {LARGEST:g}")
-    return replace(turn, reward=float(turn.reward), metrics={name: float(turn.metrics[name]) for name in turn.metrics})
+    metrics = {name: float(turn.metrics[name]) for name in turn.metrics}
+    return replace(turn, reward=float(turn.reward), metrics=metrics, observations=with_images(turn.observations))

@@ -12,6 +12,8 @@ from hpcrl.config import EnvironmentConfig, GeneratorConfig
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.data.chat import decoder, load_tokenizer
 from hpcrl.data.rollouts import Decode, segments_of
+from hpcrl.data.vision.reader import ImageReader
+from hpcrl.envs.base import Messages
 from hpcrl.rollout.endpoint.server import serving
 from hpcrl.rollout.engines.base import Launched
 from hpcrl.rollout.engines.watchdog import run_watched
@@ -20,6 +22,7 @@ from hpcrl.rollout.group import Group, sample_reward
 from hpcrl.rollout.threads import in_thread
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.records import append_text
+from hpcrl.text import said_in
 from hpcrl.types import GroupMeta, Work
 
 _REPLICA = 0
@@ -34,6 +37,7 @@ async def evaluate(
     generator: GeneratorConfig,
     environment: EnvironmentConfig,
     on_finished: Callable[[int], None],
+    reader: ImageReader | None = None,
 ) -> list[GroupMeta]:
     """Return the groups of all work, in its order; what was said in them is appended to a dump.
 
@@ -43,6 +47,7 @@ async def evaluate(
         model: has the tokenizer.
         version: of the weights that it holds.
         on_finished: called with the number of groups that are finished, after each of them.
+        reader: of the policy; None: it sees no images.
 
     Raises:
         EngineError: the engine failed.
@@ -64,7 +69,7 @@ async def evaluate(
 
     async def generate_all() -> list[GroupMeta]:
         async with serving(generator, tokenizer, _REPLICA) as server:
-            groups = GroupGenerator(engine, tokenizer, generator, environment, server=server)
+            groups = GroupGenerator(engine, tokenizer, generator, environment, server=server, reader=reader)
             return await asyncio.gather(*(generate(item, groups) for item in work))
 
     stall_s, load_s = settings.stall_timeout_seconds, settings.start_timeout_seconds
@@ -89,10 +94,10 @@ def _lines(group: Group, decode: Decode) -> list[dict[str, Any]]:
     several = any(len(messages) > 1 for messages in group.conversations)
     return [
         {
-            "prompt": prompt.messages,
+            "prompt": _as_texts(prompt.messages),
             "env_class": prompt.env_class,
             "data_source": prompt.data_source,
-            "response": messages if several else text,
+            "response": _as_texts(messages) if several else text,
             "score": sample_reward(rows),
             "stop_reason": rows[-1].stop_reason,
             "env_metrics": rows[-1].env_metrics,
@@ -102,3 +107,8 @@ def _lines(group: Group, decode: Decode) -> list[dict[str, Any]]:
         }
         for at, (text, messages, rows) in enumerate(zip(group.texts, group.conversations, group.rows, strict=True))
     ]
+
+
+def _as_texts(messages: Messages) -> Messages:
+    """Return messages without their images, which are in the dataset or of an environment, and large."""
+    return [{**message, "content": said_in(message["content"])} for message in messages]

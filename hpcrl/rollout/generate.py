@@ -19,6 +19,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from hpcrl.config import EnvironmentConfig, GeneratorConfig, SamplingParams, eval_sampling
+from hpcrl.data.vision.reader import Context, ImageReader
 from hpcrl.envs.base import Messages, Turn
 from hpcrl.envs.registry import common_extras
 from hpcrl.envs.rewards.remote import Endpoints
@@ -77,7 +78,8 @@ class _Episode:
         """Return what the policy says next; `limits` take the place of sampling parameters, and `heard` is as of `Engine.generate`."""
         seed = random.Random(f"turn-{self.seed}-{turn}").getrandbits(31) if turn else self.seed
         sampling = {**self.sampling, **(limits or {})}
-        (said,) = await self.turns.say(self.number, turn, prompt, 1, seed, sampling, heard)
+        images = self.transcript.images
+        (said,) = await self.turns.say(self.number, turn, prompt, 1, seed, sampling, heard, images)
         return said
 
     @property
@@ -104,6 +106,7 @@ class GroupGenerator:
         baselines: whether each training group also gets a greedy response, of which only the reward is kept.
         services: returns the reward service that gets the next request; None: the one that the process's variables name.
         server: at which environments ask the policy themselves; None: there is none.
+        reader: of the policy; None: it sees no images.
         lessons: what training groups have for teachers; None: nothing.
 
     Raises:
@@ -120,11 +123,13 @@ class GroupGenerator:
         services: Callable[[], Endpoints] | None = None,
         lessons: Lessons | None = None,
         server: PolicyServer | None = None,
+        reader: ImageReader | None = None,
     ) -> None:
         self._engine, self._config, self._baselines, self._server = engine, config, baselines, server
         self._lessons = lessons or Lessons()
         special = config.chat_template.allow_special_tokens
-        self._template, self._vocabulary = Template(tokenizer, config.chat_template_kwargs, special), len(tokenizer)
+        self._template = Template(tokenizer, config.chat_template_kwargs, special, reader)
+        self._vocabulary = len(tokenizer)
         self._lessons.check(self._vocabulary)
         gym, self._judged = environment.skyrl_gym, environment.reward_model.model is not None
         self._extras = common_extras(environment, config.max_turns)
@@ -146,7 +151,8 @@ class GroupGenerator:
         """
         turns = turns or Turns(self._engine, work.group_id)
         started, version = time.monotonic(), self._engine.version
-        sampling = engine_sampling(self._params[work.kind], work.kind, self._vocabulary, self._lessons.generated)
+        told, never_said = self._lessons.generated, self._template.never_said
+        sampling = engine_sampling(self._params[work.kind], work.kind, self._vocabulary, told, never_said)
         n, compared = work.n_samples, self._baselines and work.kind == "train"
         episodes = [_Episode(self._session(work), turns, i, work.seed + i, sampling) for i in range(n)]
         if compared:
@@ -196,16 +202,16 @@ class GroupGenerator:
         return EnvSession(work, self._rewards[work.kind], extras, tokens, self._threads)
 
     async def _open(self, episodes: Sequence[_Episode], work: Work) -> None:
-        messages, prompt = list[dict[str, str]](), list[int]()
+        messages, prompt = Messages(), Context([])
         for episode, answer in [(episode, episode.session.open()) for episode in episodes]:
             opened: Messages = list(work.prompt.messages)
             try:
                 opened = await answer.result()
             except _FAILURES as error:
                 episode.failure = _told(error)
-            if opened != messages or not prompt:  # as a rule all samples begin alike
+            if opened != messages or not prompt.token_ids:  # as a rule all samples begin alike
                 messages, prompt = opened, self._template.opening(opened)
-            episode.transcripts, episode.opening, episode.past = [Transcript(prompt)], opened, list(opened)
+            episode.transcripts, episode.opening, episode.past = [Transcript(*prompt)], opened, list(opened)
 
     async def _close(self, episodes: Sequence[_Episode]) -> None:
         for episode, answer in [(episode, episode.session.close()) for episode in episodes]:
@@ -217,11 +223,14 @@ class GroupGenerator:
 
     async def _together(self, episodes: Sequence[_Episode]) -> Sequence[Generation] | None:
         """Return the first turns from one request, which ends with the longest, where no sample goes on after it."""
-        prompt, first = episodes[0].transcript.token_ids, episodes[0]
-        alike = all(episode.transcript.token_ids == prompt and not episode.failure for episode in episodes)
+        prompt, images, first = episodes[0].transcript.token_ids, episodes[0].transcript.images, episodes[0]
+        alike = all(
+            (one.transcript.token_ids, one.transcript.images) == (prompt, images) and not one.failure
+            for one in episodes
+        )
         if self._config.max_turns > 1 or not alike or first.session.plays or self._too_long(first, prompt):
             return None
-        return await first.turns.say(0, 0, prompt, len(episodes), first.seed, first.sampling)
+        return await first.turns.say(0, 0, prompt, len(episodes), first.seed, first.sampling, images=images)
 
     async def _only_turns(self, episodes: Sequence[_Episode], said: Sequence[Generation], kind: Kind) -> None:
         """End samples that have one turn."""
@@ -234,14 +243,14 @@ class GroupGenerator:
         if episode.session.plays:
             await self._play(episode, self._params[kind])
             return
-        prompt = episode.transcript.token_ids
+        prompt = Context(episode.transcript.token_ids, episode.transcript.images)
         for turn in range(self._config.max_turns):
-            if episode.failure or self._too_long(episode, prompt):
+            if episode.failure or self._too_long(episode, prompt.token_ids):
                 return
             if turn and self._config.step_wise_trajectories:
-                episode.transcripts.append(Transcript(prompt))
-            episode.transcript.add_context(prompt[len(episode.transcript.token_ids) :])
-            said = await episode.say(turn, prompt)
+                episode.transcripts.append(Transcript(*prompt))
+            episode.transcript.follow(prompt)
+            said = await episode.say(turn, prompt.token_ids)
             answer = await self._answer(episode, self._ask(episode, said, kind))
             if answer is None or answer.done or turn + 1 == self._config.max_turns:
                 self._say(episode.transcript, said, answer, over=True)
@@ -289,10 +298,12 @@ class GroupGenerator:
             return True
         return False
 
-    def _next_prompt(self, episode: _Episode, said: Generation, answer: Turn) -> list[int]:
+    def _next_prompt(self, episode: _Episode, said: Generation, answer: Turn) -> Context:
         """Return what the policy goes on from after an answer."""
         if not self._config.step_wise_trajectories:
-            return episode.transcript.token_ids + self._following(episode.transcript, answer.observations)
+            transcript = episode.transcript
+            before = Context(transcript.token_ids, transcript.images)
+            return before.followed_by(self._following(transcript, answer.observations))
         content = self._template.decoded(said.token_ids) if answer.action is None else answer.action
         episode.past += [{"role": "assistant", "content": content}, *answer.observations]
         return self._template.opening(episode.past)
@@ -336,10 +347,10 @@ class GroupGenerator:
         count = bisect_left(range(len(token_ids)), len(action), key=lambda end: len(decoded(token_ids[:end])))
         return count if decoded(token_ids[:count]) == action else None
 
-    def _following(self, transcript: Transcript, observations: Messages) -> list[int]:
-        """Return the tokens between what the policy said and what it says next."""
+    def _following(self, transcript: Transcript, observations: Messages) -> Context:
+        """Return what stands between what the policy said and what it says next."""
         if not self._config.use_conversation_multi_turn:
-            return self._template.encoded("".join(message["content"] for message in observations))
+            return self._template.plain(observations)
         end = self._config.append_eos_token_after_stop_str_in_multi_turn
         return self._template.between(transcript.token_ids, observations, end=end)
 

@@ -118,7 +118,7 @@ class Lessons:
             messages = None if other is None or failed[at] else self._hinted(told[at], told[other].answer)
             if messages is not None:
                 with suppress(DataError):  # special tokens, which no text has
-                    hint = Hint(np.array(template.opening(messages), np.int64), told[at].prompt_tokens)
+                    hint = Hint(np.array(template.opening(messages).token_ids, np.int64), told[at].prompt_tokens)
                     own = [replace(row, hint=hint) for row in own]
             found.append(own)
         return found

@@ -14,9 +14,12 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from hpcrl.data.chat import cut_messages, encoded, prompt_ids
+from hpcrl.data.vision.images import without_images
+from hpcrl.data.vision.reader import Context, ImageReader, SeenImage, named_tensors
 from hpcrl.envs.base import Messages
-from hpcrl.errors import ConfigError
+from hpcrl.errors import ConfigError, DataError
 from hpcrl.rollout.engines.base import Generation
+from hpcrl.text import said_in
 from hpcrl.types import ROUTED_EXPERTS, Sample, SamplingMask, StopReason
 
 if TYPE_CHECKING:
@@ -32,16 +35,49 @@ class Template:
     Args:
         options: arguments of the template, `generator.chat_template_kwargs`.
         special_tokens: those that are written in messages are not text.
+        reader: of images in messages; None: the policy sees none.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any], special_tokens: bool = False
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        options: Mapping[str, Any],
+        special_tokens: bool = False,
+        reader: ImageReader | None = None,
     ) -> None:
         self._tokenizer, self._options, self._special_tokens = tokenizer, options, special_tokens
+        self._reader = reader
 
-    def opening(self, messages: Messages) -> list[int]:
-        """Return the prompt of the first turn."""
-        return prompt_ids(self._tokenizer, messages, self._options, self._special_tokens)
+    @property
+    def never_said(self) -> Sequence[int]:
+        """Tokens that the policy may not say, since they stand for images."""
+        return self._reader.never_said if self._reader else ()
+
+    def opening(self, messages: Messages) -> Context:
+        """Return the prompt of the first turn.
+
+        Raises:
+            DataError: an image cannot be shown to the policy.
+        """
+        bare, images = without_images(messages)
+        return self._with_images(prompt_ids(self._tokenizer, bare, self._options, self._special_tokens), images)
+
+    def _with_images(self, token_ids: list[int], images: Sequence[str]) -> Context:
+        if self._reader is not None:
+            return self._reader.context(token_ids, images)
+        if images:
+            raise DataError("a message shows an image, and the policy sees none; use a vision-language model")
+        return Context(token_ids)
+
+    def plain(self, observations: Messages) -> Context:
+        """Return what an environment says without the template, the texts of its messages one after the other.
+
+        Raises:
+            DataError: it shows an image, which has no place in a text.
+        """
+        if any(not isinstance(message["content"], str) for message in observations):
+            raise DataError("an observation shows an image; set generator.use_conversation_multi_turn to true")
+        return Context(self.encoded("".join(said_in(message["content"]) for message in observations)))
 
     def encoded(self, text: str) -> list[int]:
         """Return the tokens of what an environment says."""
@@ -69,22 +105,24 @@ class Template:
         token_ids = encoded(self._tokenizer, self._after([], prompt=False))
         return token_ids[: len(token_ids) - token_ids[::-1].index(self.eos)] if self.eos in token_ids else []
 
-    def following(self, observations: Messages) -> list[int]:
+    def following(self, observations: Messages) -> Context:
         """Return what stands between the `ending` of a turn and what the policy says next.
 
         Raises:
             ConfigError: the template ends the policy's messages now in this way, now in another.
+            DataError: an image cannot be shown to the policy.
         """
-        said = observations if self._special_tokens else cut_messages(self._tokenizer, observations)
+        bare, images = without_images(observations)
+        said = bare if self._special_tokens else cut_messages(self._tokenizer, bare)
         token_ids, ending = encoded(self._tokenizer, self._after(said, prompt=True)), self.ending
         if token_ids[: len(ending)] != ending:
             raise ConfigError(
                 f"generator.chat_template: the template ends a message of the assistant with the tokens {ending}, but "
                 f"before {[message['role'] for message in observations]} with {token_ids[: len(ending)]}; use another template"
             )
-        return token_ids[len(ending) :]
+        return self._with_images(token_ids[len(ending) :], images)
 
-    def between(self, token_ids: Sequence[int], observations: Messages, *, end: bool) -> list[int]:
+    def between(self, token_ids: Sequence[int], observations: Messages, *, end: bool) -> Context:
         """Return what stands between the policy's turn, the last of `token_ids`, and what it says next.
 
         Args:
@@ -92,7 +130,7 @@ class Template:
         """
         ending = self.ending
         ended = not ending or token_ids[-1] == ending[-1]
-        return ([] if ended or not end else ending) + self.following(observations)
+        return Context([] if ended or not end else ending).followed_by(self.following(observations))
 
     def _after(self, observations: Messages, *, prompt: bool) -> str:
         messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SAID}, *observations]
@@ -110,13 +148,15 @@ class Transcript:
 
     Args:
         prompt: token ids of the first turn's prompt.
+        images: that it shows.
 
     Attributes:
         token_ids: everything so far.
+        images: all that it shows so far.
     """
 
-    def __init__(self, prompt: Sequence[int]) -> None:
-        self.prompt, self.token_ids = prompt, list(prompt)
+    def __init__(self, prompt: Sequence[int], images: Sequence[SeenImage] = ()) -> None:
+        self.prompt, self.token_ids, self.images = prompt, list(prompt), tuple(images)
         self._mask = [0.0] * len(prompt)
         self._logprobs = [0.0] * len(prompt)
         self._versions = [-1] * len(prompt)
@@ -137,14 +177,19 @@ class Transcript:
             known = self._experts if self._experts is not None else said.experts[:0]
             self._experts = np.concatenate([known, said.experts[len(known) : len(self.token_ids) - 1]])
 
-    def add_context(self, token_ids: Sequence[int]) -> None:
-        """Add tokens that the policy did not choose."""
+    def add_context(self, token_ids: Sequence[int], images: Sequence[SeenImage] = ()) -> None:
+        """Add tokens that the policy did not choose, and the images among them."""
         self.token_ids += token_ids
+        self.images += tuple(images)
         self._mask += [0.0] * len(token_ids)
         self._logprobs += [0.0] * len(token_ids)
         self._versions += [-1] * len(token_ids)
         self._masks += [()] * len(token_ids)
         self._tops += [()] * len(token_ids)
+
+    def follow(self, prompt: Context) -> None:
+        """Add what a prompt that begins with this row has beyond it."""
+        self.add_context(prompt.token_ids[len(self.token_ids) :], prompt.images[len(self.images) :])
 
     def add_reward(self, reward: float) -> None:
         """Add a reward at the newest token."""
@@ -165,10 +210,10 @@ class Transcript:
             env_metrics=env_metrics,
             sampling_mask=self._sampling_mask(),
             top_ids=self._top_ids(),
-            tensors=self._tensors(),
+            tensors=named_tensors(self.images) | self._routed_experts(),
         )
 
-    def _tensors(self) -> dict[str, np.ndarray]:
+    def _routed_experts(self) -> dict[str, np.ndarray]:
         if self._experts is None:
             return {}
         experts = np.full((len(self.token_ids), *self._experts.shape[1:]), -1, np.int16)

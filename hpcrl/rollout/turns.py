@@ -17,6 +17,7 @@ from itertools import count
 from typing import Any
 
 from hpcrl.data.kept_files import read_turns, turn_file
+from hpcrl.data.vision.reader import SeenImage
 from hpcrl.errors import EngineError
 from hpcrl.rollout.engines.base import Engine, Generation, Heard
 from hpcrl.rollout.engines.experts import experts_of, experts_text
@@ -47,9 +48,11 @@ class _Call:
     prompt: Sequence[int]
     seed: int
     sampling: Mapping[str, Any]
+    images: Sequence[SeenImage] = ()
 
     def key(self, at: int) -> Key:
-        asked = json.dumps([list(self.prompt), self.seed + at, self.sampling], sort_keys=True)
+        shown = [image.digest for image in self.images]
+        asked = json.dumps([list(self.prompt), self.seed + at, self.sampling, *shown], sort_keys=True)
         return self.first + at, self.turn, digest_of(asked.encode())
 
 
@@ -84,16 +87,17 @@ class Turns:
         seed: int,
         sampling: Mapping[str, Any],
         heard: Heard | None = None,
+        images: Sequence[SeenImage] = (),
     ) -> list[Generation]:
-        """Return a turn of `n` samples from `first` on, found or as `Engine.generate` returns them; `heard` as there."""
-        call = _Call(first, turn, list(prompt), seed, sampling)  # what is given grows with the sample
+        """Return a turn of `n` samples from `first` on, found or as `Engine.generate` returns them; `heard` and `images` as there."""
+        call = _Call(first, turn, list(prompt), seed, sampling, images)  # what is given grows with the sample
         said = {at: self._found[key] for at in range(n if self._found else 0) if (key := call.key(at)) in self._found}
         if not said:
             return await self._generate(call, n, heard)
         if heard:
             heard(said[0].token_ids, said[0].logprobs)
         self.kept_tokens += sum(len(one.token_ids) for one in said.values())
-        left = [_Call(first + at, turn, call.prompt, seed + at, sampling) for at in range(n) if at not in said]
+        left = [_Call(first + at, turn, call.prompt, seed + at, sampling, images) for at in range(n) if at not in said]
         new = iter(await asyncio.gather(*(self._generate(one, 1) for one in left)))
         return [said[at] if at in said else next(new)[0] for at in range(n)]
 
@@ -101,7 +105,7 @@ class Turns:
         name = f"{self._group_id}/{next(_CALLS)}"
         self._calls[name] = call
         try:
-            said = await self._engine.generate(call.prompt, n, call.seed, call.sampling, name, heard)
+            said = await self._engine.generate(call.prompt, n, call.seed, call.sampling, name, heard, call.images)
         finally:
             del self._calls[name]
         self._ended |= {(call, at): one for at, one in enumerate(said)}

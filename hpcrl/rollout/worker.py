@@ -26,6 +26,7 @@ from hpcrl.data.chat import decoder
 from hpcrl.data.group_file import group_bytes
 from hpcrl.data.kept_files import EvalRow, append_rows
 from hpcrl.data.rollouts import Decode
+from hpcrl.data.vision.reader import ImageReader
 from hpcrl.envs.rewards.remote import Endpoints
 from hpcrl.errors import CommitError, EngineError
 from hpcrl.observe.metrics import MetricsWriter
@@ -103,8 +104,13 @@ async def work(
     config: GeneratorConfig,
     environment: EnvironmentConfig,
     process_status: StatusWriter,
+    reader: ImageReader | None = None,
 ) -> None:
-    """Work with an engine that is ready until the controller says stop; as `Worker.run`."""
+    """Work with an engine that is ready until the controller says stop; as `Worker.run`.
+
+    Args:
+        reader: of the policy; None: it sees no images.
+    """
     engine = launched.connect(replica=options.name)
     gc.freeze()  # what is loaded stays, and to look through it for garbage takes a quarter of a second each time
     try:
@@ -118,6 +124,7 @@ async def work(
                 options.rewards,
                 options.lessons,
                 server,
+                reader,
             )
             await Worker(options, launched, engine, generator, process_status, decoder(tokenizer)).run()
     finally:

@@ -78,12 +78,12 @@ def test_the_whole_conversation_has_tokens_and_fits(
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     assert tokenizer.get_vocab() == make.make_tokenizer().get_vocab()
     template, prompt = Template(tokenizer, {}), prompts[1][-1]
-    opening = template.opening(prompt.messages)
+    opening = template.opening(prompt.messages).token_ids
     assert tokenizer.decode(opening) == "<|user|>guess: 8 to 14<|end|><|assistant|>"
     assert len(opening) <= config.trainer.max_prompt_length
     longest = make_environment(prompt.env_class, prompt.extras).step("no").observations
     for observations in (longest, *([{"role": "user", "content": text}] for text in (HIGHER, LOWER))):
-        following = template.following(observations)
+        following = template.following(observations).token_ids
         assert tokenizer.decode(following) == f"<|user|>{observations[0]['content']}<|end|><|assistant|>"
         said = config.generator.sampling_params.max_generate_length
         assert len(opening) + 2 * (said + len(following)) <= (config.generator.max_input_length or 0)

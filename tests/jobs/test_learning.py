@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import fmean
 
 import pytest
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from hpcrl.rundir.commit import read_json
 from hpcrl.rundir.layout import Run
@@ -131,6 +131,18 @@ def test_right_answers_teach_sorting(place: Path, taught: bool) -> None:
     assert losses[0] > 0.3
     assert losses[96] < 0.01
     assert greedy_score(run, 96) >= 0.95
+
+
+@pytest.mark.slow
+def test_a_policy_learns_to_see(place: Path) -> None:
+    """configs/count_shapes.toml as it is: whoever does not look says 0, which is right for a fifth of the images."""
+    run = learned(place, "count_shapes.toml", "shapes", 60)
+    before, after = (eval_score(run, version) for version in (0, 60))
+    print(f"count_shapes: {before:.3f} -> {after:.3f}")
+    assert (run.export(60) / "preprocessor_config.json").is_file()
+    assert AutoModelForImageTextToText.from_pretrained(run.export(60)).num_parameters() > 100_000
+    assert before < 0.3
+    assert after >= 0.85
 
 
 @pytest.mark.slow

@@ -52,7 +52,14 @@ class Script:
         self._turns, self.prompts, self.seeds = iter(turns), list[list[int]](), list[int]()
 
     async def generate(
-        self, prompt_ids: list[int], n_samples: int, seed: int, _sampling: Any, _name: Any, heard: Heard | None
+        self,
+        prompt_ids: list[int],
+        n_samples: int,
+        seed: int,
+        _sampling: Any,
+        _name: Any,
+        heard: Heard | None,
+        _images: Any,
     ) -> list[Generation]:
         assert n_samples == 1
         self.prompts.append(list(prompt_ids))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from hpcrl.config.fields import Location
 
@@ -45,6 +45,12 @@ class DataConfig:
 
     prompt_column: str = "prompt"
     """Column with the prompt: chat messages, or text that becomes one user message. With trainer.mode="sft" it is read with format="prompt_response"; of pairs it may be missing, where each answer holds the whole conversation or text."""
+
+    image_column: str = "images"
+    """Column with the images that a prompt or a conversation shows, which may be missing: paths relative to the file of the dataset, data URLs, or bytes as Hugging Face's datasets have them. Each stands where a text says `<image>`, or where a message has a part of the type image."""
+
+    image_processor_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Settings of the policy's image processor (preprocessor_config.json) that are replaced, such as max_pixels, which bounds the tokens of an image."""
 
     response_column: str | None = None
     """Column with the reference answer: reward_spec.ground_truth of rows that have none; unset: rows bring their own. With trainer.mode="sft" it is the answer that format="prompt_response" trains; unset: response."""

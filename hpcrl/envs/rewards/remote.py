@@ -29,6 +29,7 @@ from hpcrl.envs.base import Turn
 from hpcrl.envs.rewards.response import Response
 from hpcrl.envs.tools.http import Gone, Peer, Service
 from hpcrl.errors import ConfigError, DataError
+from hpcrl.text import said_in
 
 _TIMEOUT_S, _GATHER_S = 60.0, 0.1
 _ENQUEUE_SHARE, _FETCH_SHARE = 0.2, 0.6  # of the time that a reward may take
@@ -131,8 +132,10 @@ class RemoteRewards:
         functions, tries = reward_functions(self._config), 0
         asked = {
             "media_type": "text",
-            "prompts": [response.messages[-1]["content"] if response.messages else "" for response in responses],
-            "messages": [response.messages for response in responses],
+            "prompts": [said_in(one.messages[-1]["content"]) if one.messages else "" for one in responses],
+            "messages": [
+                [{**message, "content": said_in(message["content"])} for message in one.messages] for one in responses
+            ],
             "completions": [response.text for response in responses],
             "ground_truths": [response.ground_truth for response in responses],
             "reward_fn": functions,

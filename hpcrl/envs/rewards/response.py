@@ -20,7 +20,7 @@ class Response:
         ground_truth: `reward_spec.ground_truth` of the prompt's row, or its data.response_column; None where it has neither.
         n_tokens: tokens that the policy chose, its end marker included.
         max_tokens: tokens that it may have chosen, max_generate_length of training or evaluation.
-        messages: the prompt.
+        messages: the prompt; images as of hpcrl/envs/base.py.
         extras: the columns of the prompt's row that are not hpcrl's own.
     """
 
@@ -28,7 +28,7 @@ class Response:
     ground_truth: Any = None
     n_tokens: int = 0
     max_tokens: int = 0
-    messages: list[dict[str, str]] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(default_factory=list)
     extras: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -46,6 +46,7 @@ from hpcrl.launch.submit.models import (
 from hpcrl.launch.submit.own_code import check_own_code, missing_package, not_tried
 from hpcrl.launch.submit.teacher import check_precomputed
 from hpcrl.launch.submit.uploads import check_uploads, missing_secrets
+from hpcrl.launch.submit.vision import check_vision
 from hpcrl.network import public_address
 from hpcrl.rundir.commit import is_committed
 from hpcrl.rundir.layout import Run, step_of
@@ -89,7 +90,13 @@ def look(config: Config) -> tuple[list[Problem], list[str]]:
     # where torch is missing too, this is a login node, of which nothing follows for the nodes; nor does it from outside of a container
     if config.slurm.container.kind == "none" and find_spec("torch"):
         problems += missing_packages(config.trainer)
-    problems += [*check_uploads(config), *check_packing(config), *check_routers(config), *check_precomputed(config)]
+    problems += [
+        *check_uploads(config),
+        *check_packing(config),
+        *check_routers(config),
+        *check_precomputed(config),
+        *check_vision(config),
+    ]
     try:
         chat_template(config.generator.chat_template)
     except ConfigError as error:

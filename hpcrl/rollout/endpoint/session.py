@@ -233,8 +233,8 @@ class Session:
         for parent in sorted(chats, key=lambda one: len(one.asked), reverse=True):  # most often it is the first
             if left := parent.left_of(request.messages):
                 token_ids = parent.token_ids
-                return parent, token_ids + template.between(token_ids, left, end=end)
-        return None, template.opening(request.messages)
+                return parent, token_ids + template.between(token_ids, left, end=end).token_ids
+        return None, template.opening(request.messages).token_ids
 
     def _completed(self, prompt: str | list[int]) -> tuple[Answer | None, list[int]]:
         template, parent = self._template([]), None

@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # the last two import torch, for which no engine waits to be 
     import numpy as np
     from numpy.typing import NDArray
 
+    from hpcrl.data.vision.reader import SeenImage
     from hpcrl.data.weight_files import PublishedWeights
     from hpcrl.types import Kind, StopReason
 
@@ -51,7 +52,13 @@ Heard = Callable[[Sequence[int], Sequence[float]], None]
 """Hears of the next tokens of a response, and their log-probabilities, as soon as they are there."""
 
 
-def engine_sampling(params: SamplingParams, kind: Kind, vocabulary: int, top_ids: int = 0) -> dict[str, Any]:
+NEVER = -100.0
+"""What is added to the logit of a token that may not be said: the least that vLLM takes, and no float32 is left of its probability."""
+
+
+def engine_sampling(
+    params: SamplingParams, kind: Kind, vocabulary: int, top_ids: int = 0, never_said: Sequence[int] = ()
+) -> dict[str, Any]:
     """Return the configured sampling under vLLM's names, which all engines take.
 
     Where sampling of what is trained leaves tokens out, it asks for the log-probabilities of as many tokens as it may keep: those that
@@ -60,10 +67,14 @@ def engine_sampling(params: SamplingParams, kind: Kind, vocabulary: int, top_ids
     Args:
         vocabulary: tokens that there are; vLLM cannot tell of more.
         top_ids: of what is trained: tokens that are the most probable ones in the place of each, where sampling leaves none out.
+        never_said: tokens that stand for images.
     """
+    given = params.additional_kwargs
+    biases = {**given.get("logit_bias", {}), **{str(token_id): NEVER for token_id in never_said}}
     told = mask_size(params) or top_ids
     return {
-        **params.additional_kwargs,
+        **given,
+        **({"logit_bias": biases} if biases else {}),
         "max_tokens": params.max_generate_length,
         "temperature": params.temperature,
         "top_p": params.top_p,
@@ -110,13 +121,15 @@ class Engine(ABC):
         sampling: Mapping[str, Any],
         name: str | None = None,
         heard: Heard | None = None,
+        images: Sequence[SeenImage] = (),
     ) -> list[Generation]:
-        """Return `n_samples` responses to one prompt; sample i depends on the weights, the prompt, `sampling` and seed + i.
+        """Return `n_samples` responses to one prompt; sample i depends on the weights, the prompt with its images, `sampling` and seed + i.
 
         Args:
             sampling: as `engine_sampling` names it.
             name: of the call, by which `ended` tells of it; no other call has it.
             heard: called in the event loop with all tokens of a call with one sample, piece by piece, before it returns.
+            images: that the placeholders in the prompt stand for, in their order.
 
         Raises:
             EngineError: the engine refused the request or failed.

@@ -40,6 +40,7 @@ class ForwardConfig:
         scored_entropy: scoring computes entropies too.
         vocabulary: tokens that the policy knows, where the model's head may have more; None: those of the head.
         experts: what routers of a mixture of experts are asked for; None: nothing.
+        never_said: tokens that no engine samples, whose probability is 0 here too.
     """
 
     temperature: float
@@ -53,6 +54,7 @@ class ForwardConfig:
     scored_entropy: bool = False
     vocabulary: int | None = None
     experts: ExpertsConfig | None = None
+    never_said: tuple[int, ...] = ()
 
     @property
     def entropy(self) -> Entropy:

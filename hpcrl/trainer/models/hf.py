@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from torch import nn
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     GenerationConfig,
     PreTrainedConfig,
@@ -33,8 +35,11 @@ from hpcrl.config.sections.model import Pretrained
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.data.chat import load_tokenizer
 from hpcrl.data.model_config import ConfiguredModel, require_classifier
+from hpcrl.data.vision.families import family_of
 from hpcrl.errors import DataError
 from hpcrl.trainer.models.logits import LogitChange
+
+_PROCESSORS = "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +58,7 @@ class ModelSource(ConfiguredModel):
         Raises:
             DataError: there is none, or its log-probabilities would come out wrong.
         """
-        model = _empty(AutoModelForCausalLM, self.config(), dtype, attention)
+        model = _empty(self._model_class(), self.config(), dtype, attention)
         LogitChange.of(model.config)
         if getattr(model.get_output_embeddings(), "bias", None) is not None:
             raise DataError(
@@ -72,7 +77,7 @@ class ModelSource(ConfiguredModel):
         return model
 
     def _model_class(self) -> Any:
-        return AutoModelForCausalLM
+        return AutoModelForCausalLM if family_of(self.config()) is None else AutoModelForImageTextToText
 
     def stored_dtype(self) -> torch.dtype | None:
         """Return a number type that holds all that the model's safetensors files have, without loss; None: it has no such files.
@@ -113,7 +118,7 @@ class ModelSource(ConfiguredModel):
                 self.path,
                 config=self.config(),
                 dtype=dtype,
-                attn_implementation=attention,
+                attn_implementation=_of_parts(self.config(), attention),
                 output_loading_info=True,
                 **self.at_revision,
             )
@@ -281,7 +286,14 @@ def _contents(path: Path) -> Iterator[torch.Tensor]:
 def _empty(model_class: Any, config: PreTrainedConfig, dtype: torch.dtype, attention: str) -> PreTrainedModel:
     build = getattr(model_class, "from_config", None) or model_class._from_config
     with torch.device("meta"):
-        return build(config, dtype=dtype, attn_implementation=attention)
+        return build(config, dtype=dtype, attn_implementation=_of_parts(config, attention))
+
+
+def _of_parts(config: PreTrainedConfig, attention: str) -> str | dict[str, str]:
+    """Return which attention each part of a model computes: images are not causal, and are not packed samples."""
+    if family_of(config) is None:
+        return attention
+    return {"": attention, "text_config": attention, "vision_config": "sdpa"}
 
 
 def policy_source(trainer: TrainerConfig) -> ModelSource:
@@ -333,7 +345,7 @@ def critic_source(trainer: TrainerConfig) -> CriticSource:
 
 
 def export_config(source: ModelSource, directory: Path, dtype: torch.dtype, architecture: str | None = None) -> None:
-    """Write what makes exported weights of a model one: its configuration, with their type, and generation settings.
+    """Write what makes exported weights of a model one: its configuration, with their type, generation settings, and how it prepares images.
 
     Args:
         architecture: name of its class, where that is another than that of `source`, and generates nothing.
@@ -345,5 +357,10 @@ def export_config(source: ModelSource, directory: Path, dtype: torch.dtype, arch
     config.save_pretrained(directory)
     if architecture is not None:
         return
+    if family_of(config) is not None:
+        folder = source.folder(list(_PROCESSORS))
+        for name in _PROCESSORS:
+            if (folder / name).is_file():
+                shutil.copyfile(folder / name, directory / name)
     with suppress(OSError):  # a model need not have one
         GenerationConfig.from_pretrained(source.path, **source.at_revision).save_pretrained(directory)

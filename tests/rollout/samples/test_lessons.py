@@ -66,7 +66,7 @@ def test_a_hint_takes_the_place_of_the_prompt() -> None:
     assert hint is not None
     assert hint.replaces == 9
     expected = [OPENING[0], {"role": "user", "content": "sort: bcaabcaa\n\nbb"}]
-    assert hint.token_ids.tolist() == TEMPLATE.opening(expected)
+    assert hint.token_ids.tolist() == TEMPLATE.opening(expected).token_ids
 
 
 def test_what_answers_look_like_templates_is_text() -> None:
@@ -76,7 +76,7 @@ def test_what_answers_look_like_templates_is_text() -> None:
     hint = lessons.with_hints([[row()], [row()]], [1.0, 0.0], others, TEMPLATE)[1][0].hint
     assert hint is not None
     expected = [OPENING[0], {"role": "user", "content": "{prompt}{feedback}sort: bca"}]
-    assert hint.token_ids.tolist() == TEMPLATE.opening(expected)
+    assert hint.token_ids.tolist() == TEMPLATE.opening(expected).token_ids
 
 
 def test_without_a_message_of_the_user_there_is_no_hint() -> None:

@@ -15,9 +15,12 @@ import torch
 from transformers import PreTrainedModel
 
 from hpcrl.data.models.routers import ExpertRecorder
+from hpcrl.data.vision.families import GRID
+from hpcrl.data.vision.inputs import has_planes, model_inputs, plane_positions
+from hpcrl.data.vision.reader import SeenImage
 from hpcrl.rollout.engines.base import Generation, Heard
 from hpcrl.rollout.engines.embedded.cache import ColumnCache, Columns
-from hpcrl.rollout.engines.embedded.sampling import Choice, RowSampling, Sampling, choose, penalised
+from hpcrl.rollout.engines.embedded.sampling import Choice, RowSampling, Sampling, biased, biases, choose, penalised
 from hpcrl.types import StopReason
 
 _AHEAD = 64  # columns that there is room for before the rows are laid out anew
@@ -35,6 +38,8 @@ class Request:
         ended: those that have, by their number.
         heard: called with each token of the only sample, in the thread that computes.
         abandoned: whether nobody waits for them any more.
+        images: that the prompt shows.
+        ahead: how far the position of a token behind the prompt is from its place in the row, where images have positions of their own.
     """
 
     prompt: list[int]
@@ -45,6 +50,8 @@ class Request:
     ended: dict[int, Generation] = field(default_factory=dict)
     heard: Heard | None = None
     abandoned: bool = False
+    images: Sequence[SeenImage] = ()
+    ahead: int = 0
 
     def end(self, number: int, said: Generation) -> None:
         """Note a response."""
@@ -151,7 +158,7 @@ class Batch:
         if columns.width == columns.capacity or self._rows.count(None) >= _GONE * len(self._rows):
             columns = self._lay_out(columns.width + self._offset - min(row.begin for row in self.living))
         newest = slice(columns.width - 1, columns.width)
-        logits_RV = self._forward(columns.tokens[:, newest], self._begins, columns.cache)
+        logits_RV = self._forward(columns.tokens[:, newest], self._begins, columns.cache, ahead=self._ahead)
         if self._recorder is not None and columns.experts is not None:
             columns.experts[:, newest] = self._recorder.taken(len(logits_RV))
         self._take(0, logits_RV, version)
@@ -167,7 +174,12 @@ class Batch:
         at_once = max(1, self._prefill_tokens // width)
         for at in range(0, len(self._rows), at_once):
             part = slice(at, at + at_once)
-            self._forward(columns.tokens[part, :width], self._begins[part], cache.rows(part))
+            tokens, rows = columns.tokens[part, :width], self._rows[part]
+            if None in rows:  # whose images are gone
+                gone = torch.tensor([row is None for row in rows], device=self._device)
+                tokens = tokens.masked_fill(gone[:, None], 0)
+            images = [image for row in rows if row is not None for image in row.request.images]
+            self._forward(tokens, self._begins[part], cache.rows(part), images)
         # experts stay: what has been said was said with those of then
         cache.use(width)
 
@@ -189,7 +201,13 @@ class Batch:
         padded = [[0] * short + request.prompt + [0] for short, request in zip(missing, requests, strict=True)]
         tokens = torch.tensor(padded, device=self._device)
         cache = ColumnCache(self._layers, width)
-        logits_QV = self._forward(tokens[:, :-1], torch.tensor(missing, device=self._device), cache)
+        begins = torch.tensor(missing, device=self._device)
+        images = [image for request in requests for image in request.images]
+        logits_QV = self._forward(tokens[:, :-1], begins, cache, images)
+        if images and has_planes(self._model):
+            positions = self._positions(tokens[:, :-1], begins, images)
+            for request, newest in zip(requests, positions.amax((0, 2)).tolist(), strict=True):
+                request.ahead = newest + 1 - len(request.prompt)
         experts = None
         if self._recorder is not None:
             of_prompts = self._recorder.taken(len(tokens))
@@ -197,18 +215,43 @@ class Batch:
         logprobs = torch.zeros_like(tokens, dtype=torch.float32)
         return Columns(tokens, logprobs, tokens.int(), cache, experts), logits_QV
 
-    def _forward(self, tokens_RQ: torch.Tensor, begins: torch.Tensor, cache: ColumnCache) -> torch.Tensor:
-        """Return the logits [R, V] after tokens that follow what the cache has."""
+    def _forward(
+        self,
+        tokens_RQ: torch.Tensor,
+        begins: torch.Tensor,
+        cache: ColumnCache,
+        images: Sequence[SeenImage] = (),
+        ahead: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the logits [R, V] after tokens that follow what the cache has.
+
+        Args:
+            images: that the tokens show; the cache is empty then.
+            ahead: [R], as of Request; None: 0.
+        """
         columns = torch.arange(cache.length + tokens_RQ.shape[1], device=self._device)
+        positions = (columns[cache.length :] - begins[:, None]).clamp(min=0)
+        if ahead is not None:
+            positions = positions + ahead[:, None]
+        inputs = model_inputs([image.tensors for image in images], self._device) if images else {}
+        if images and has_planes(self._model):
+            positions = self._positions(tokens_RQ, begins, images)
         answer = self._model(
             input_ids=tokens_RQ,
             attention_mask=columns >= begins[:, None],
-            position_ids=(columns[cache.length :] - begins[:, None]).clamp(min=0),
+            position_ids=positions,
             past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
+            **inputs,
         )
         return answer.logits[:, -1]
+
+    def _positions(self, tokens_RQ: torch.Tensor, begins: torch.Tensor, images: Sequence[SeenImage]) -> torch.Tensor:
+        """Return the positions [3, R, Q] of tokens that show images, of which the first column is the first of all."""
+        filled_RQ = torch.arange(tokens_RQ.shape[1], device=self._device) >= begins[:, None]
+        grid = model_inputs([{GRID: image.tensors[GRID]} for image in images], self._device)[GRID]
+        return plane_positions(self._model, tokens_RQ, filled_RQ, grid)
 
     def _lay_out(
         self, width: int, joining: Sequence[Request] = (), prompts: Sequence[tuple[Columns, torch.Tensor]] = ()
@@ -247,10 +290,13 @@ class Batch:
         self._begins = vector([row.begin - self._offset for row in rows])
         self._said_from = vector([row.said_from - self._offset for row in rows])
         self._ends = vector([row.end - self._offset for row in rows])
+        ahead = [row.request.ahead for row in rows]
+        self._ahead = vector(ahead) if any(ahead) else None
         self._ends_early = vector([not sampling.ignore_eos for sampling in asked], torch.bool)
         least = [sampling.min_tokens for sampling in asked]
         self._least = vector(least) if any(least) else None
         penalties = [sampling.repetition_penalty for sampling in asked]
+        self._biases = biases(asked, self._device)
         self._penalties = vector(penalties, torch.float32) if set(penalties) != {1.0} else None
         seeds = [row.request.seeds[row.number] for row in rows]
         self._sampling = RowSampling.of(list(zip(asked, seeds, strict=True)), self._device)
@@ -265,6 +311,8 @@ class Batch:
             used = columns.tokens[first:, :at]
             used = torch.where(torch.arange(at, device=self._device) >= self._begins[first:, None], used, used[:, -1:])
             logits_RV = penalised(logits_RV, used, self._penalties[first:])
+        if self._biases is not None:
+            logits_RV = biased(logits_RV, self._biases[first:])
         if self._least is not None:
             early = (said < self._least[first:])[:, None]
             logits_RV = logits_RV.index_fill(1, self._end, -torch.inf).where(early, logits_RV)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TypeVar
 
+from hpcrl.data.vision.reader import SeenImage
 from hpcrl.rollout.engines.base import Generation, Heard
 from hpcrl.rollout.engines.embedded.batch import Batch, Request
 from hpcrl.rollout.engines.embedded.sampling import Sampling
@@ -69,15 +70,22 @@ class Compute:
         rows, longest = self._batch.size
         return max(rows / self.limits.rows, rows * longest / self.limits.places)
 
-    def generate(self, prompt: list[int], seeds: list[int], sampling: Sampling, heard: Heard | None = None) -> Request:
+    def generate(
+        self,
+        prompt: list[int],
+        seeds: list[int],
+        sampling: Sampling,
+        heard: Heard | None = None,
+        images: Sequence[SeenImage] = (),
+    ) -> Request:
         """Generate a response for each seed.
 
         Args:
             prompt: shorter than `Limits.length`.
-            heard: as of `Request`.
+            heard, images: as of `Request`.
         """
         limit = min(sampling.max_tokens, self.limits.length - len(prompt))
-        request = Request(prompt, seeds, sampling, limit, heard=heard)
+        request = Request(prompt, seeds, sampling, limit, heard=heard, images=images)
         with self._news:
             if not self._unable(request.responses):
                 self._pending.add(request.responses)

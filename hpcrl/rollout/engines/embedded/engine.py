@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from transformers import PreTrainedModel
 
+from hpcrl.data.vision.reader import SeenImage
 from hpcrl.data.weight_files import Probe, PublishedWeights
 from hpcrl.errors import EngineError
 from hpcrl.rollout.engines.base import Engine, Generation, Heard
@@ -73,6 +74,7 @@ class EmbeddedEngine(Engine):
         sampling: Mapping[str, Any],
         name: str | None = None,
         heard: Heard | None = None,
+        images: Sequence[SeenImage] = (),
     ) -> list[Generation]:
         asked = Sampling.of({name: value for name, value in sampling.items() if name != "seed"})
         room = self._compute.limits.length
@@ -83,7 +85,7 @@ class EmbeddedEngine(Engine):
         first = secrets.randbits(31) if seed is None else seed
         seeds = [first + number for number in range(1 if asked.greedy else n_samples)]
         with self._asked("generate"):
-            request = self._compute.generate(list(prompt_ids), seeds, asked, heard and _in_loop(heard))
+            request = self._compute.generate(list(prompt_ids), seeds, asked, heard and _in_loop(heard), images)
             if name is not None:
                 self._named[name] = request, set()
             try:

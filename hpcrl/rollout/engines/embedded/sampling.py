@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -24,6 +24,7 @@ class Sampling:
     Attributes:
         logprobs: above 0: the tokens that each was sampled among are wanted too, or, where sampling leaves none out, as many of the most
             probable ones.
+        logit_bias: what is added to the logits of tokens.
     """
 
     max_tokens: int = 16
@@ -36,6 +37,7 @@ class Sampling:
     ignore_eos: bool = False
     logprobs: int = 0
     stop: tuple[str, ...] = ()
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Sampling:
@@ -50,7 +52,8 @@ class Sampling:
                 f"the embedded engine has no sampling parameter {name!r}{did_you_mean(name, known)}; "
                 'those of vLLM need generator.inference_engine.backend = "vllm"'
             )
-        found = cls(**{**given, "stop": tuple(given.get("stop") or ())})
+        biases = ((int(token_id), float(bias)) for token_id, bias in (given.get("logit_bias") or {}).items())
+        found = cls(**{**given, "stop": tuple(given.get("stop") or ()), "logit_bias": tuple(biases)})
         for name, right, expected in (
             ("max_tokens", found.max_tokens >= 1, "at least 1"),
             ("temperature", found.temperature >= 0, "at least 0"),
@@ -190,6 +193,20 @@ def penalised(logits_RV: torch.Tensor, said_RC: torch.Tensor, penalties: torch.T
     """
     had = logits_RV.gather(1, said_RC)
     return logits_RV.scatter(1, said_RC, torch.where(had > 0, had / penalties[:, None], had * penalties[:, None]))
+
+
+def biases(rows: Sequence[Sampling], device: torch.device) -> torch.Tensor | None:
+    """Return the biases of rows, [R, K, 2] float32, token and bias, padded with a bias of 0; None: no row has any."""
+    most = max((len(row.logit_bias) for row in rows), default=0)
+    if not most:
+        return None
+    padded = [[*row.logit_bias, *[(0, 0.0)] * (most - len(row.logit_bias))] for row in rows]
+    return torch.tensor(padded, dtype=torch.float32, device=device)
+
+
+def biased(logits_RV: torch.Tensor, biases_RK2: torch.Tensor) -> torch.Tensor:
+    """Return logits with the biases of their rows."""
+    return logits_RV.scatter_add(1, biases_RK2[..., 0].long(), biases_RK2[..., 1].to(logits_RV.dtype))
 
 
 def uniform(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -15,12 +15,14 @@ from typing import Any
 
 import httpx
 
+from hpcrl.data.vision.reader import SeenImage
 from hpcrl.data.weight_files import PublishedWeights
 from hpcrl.errors import EngineError
 from hpcrl.rollout.engines.base import Engine, Generation, Heard, leaves_out
 from hpcrl.rollout.engines.experts import experts_of
 from hpcrl.rollout.engines.proof import check_probe, check_ranks, difference, tolerance
 from hpcrl.rollout.engines.vllm.address import Address
+from hpcrl.rollout.engines.vllm.images import features
 from hpcrl.rollout.engines.vllm.middleware import CORES, ENDED, LEFT_OUT, PATH, TOKEN_ID
 from hpcrl.rollout.limiter import Load
 from hpcrl.rollout.threads import in_thread
@@ -161,6 +163,7 @@ class EngineClient(Engine):
         sampling: Mapping[str, Any],
         name: str | None = None,
         heard: Heard | None = None,
+        images: Sequence[SeenImage] = (),
     ) -> list[Generation]:
         greedy = sampling.get("temperature", 1.0) < _GREEDY  # the engine refuses to repeat itself
         asked = 1 if greedy else n_samples
@@ -171,6 +174,8 @@ class EngineClient(Engine):
         request_id = uuid.uuid4().hex
         request = {"request_id": request_id, "token_ids": list(prompt_ids), "sampling_params": params}
         request |= self._adapter()
+        if images:
+            request["features"] = features(prompt_ids, images)
         if self._keep_cache:  # caches of older weights are there too, which no request that begins now may find
             request["cache_salt"] = _name(self.version)
         running = self._running[_NAMED + request_id] = _Running(

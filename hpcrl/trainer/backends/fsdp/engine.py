@@ -416,7 +416,8 @@ class FsdpPolicy(FsdpExported[PackedPolicy]):
         return self._model.head.out_features
 
     def probe(self, token_ids: Sequence[int]) -> list[float]:
-        with computing(self._model, temperature=1.0), without_fp8(self._model):
+        # engines compute without FP8, and are asked for the log-probabilities of all tokens
+        with computing(self._model, temperature=1.0, never_said=()), without_fp8(self._model):
             (logprobs_P,) = self.logprobs([untrained_micro_batch(token_ids)])
         return logprobs_P[:-1].tolist()
 

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from hpcrl.config.sections.model import CriticConfig, FSDPConfig, PolicyConfig
+from hpcrl.data.vision.families import family_of, placeholders
 from hpcrl.trainer.backends.fsdp.sharding import set_whole, shard, units
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.models.attention import PACKED, PADDED, Packed, PackedSequences
@@ -30,6 +31,7 @@ from hpcrl.trainer.models.sequence_parallel import SharedTokens, of_all, own_row
 from hpcrl.trainer.models.states import keep_samples_apart
 from hpcrl.trainer.models.trained import mark_trained
 from hpcrl.trainer.models.tree import PrefixTree
+from hpcrl.trainer.models.vision import Inputs, Sight
 from hpcrl.types import MicroBatch
 
 
@@ -54,23 +56,31 @@ class PackedModel(nn.Module):
         self._bounds = keep_samples_apart(model) if forward.packing else None
         self.data: World | None = None
         self.routing = Routing(model, forward.experts, packing=forward.packing)
+        self._sight = Sight(model) if family_of(model.config) else None
 
-    def hidden(self, token_ids: torch.Tensor, positions: torch.Tensor, sequences: Packed) -> torch.Tensor:
+    def hidden(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, sequences: Packed, images: Inputs
+    ) -> torch.Tensor:
         """Return the last hidden states of the tokens that are computed, a row for each."""
         inputs = (token_ids, positions)
         if self._bounds is not None:
             self._bounds.now = sequences
             ids, places = (sequences.computed(values_P).unsqueeze(0) for values_P in inputs)
-            return self._body(ids, places, sequences)[0]
+            return self._body(ids, places, sequences, images)[0]
         assert isinstance(sequences, PackedSequences), (
             "padded rows have no tokens in common, and are computed by one rank"
         )
         ids, places = (sequences.rows(values_P) for values_P in inputs)
-        return sequences.flat(self._body(ids, places, None))
+        return sequences.flat(self._body(ids, places, None, images))
 
-    def _body(self, ids: torch.Tensor, places: torch.Tensor, packed: Packed | None) -> torch.Tensor:
+    def _body(self, ids: torch.Tensor, places: torch.Tensor, packed: Packed | None, images: Inputs) -> torch.Tensor:
+        if places.ndim == 3:  # [B, T, planes]
+            places = places.movedim(-1, 0)
+        # before the layers of the language model, as with images: all ranks gather weights in the same order
+        nothing = self._sight.nothing(ids.device) if self._sight and not images else None
         body = self.model.base_model
-        return body(input_ids=ids, position_ids=places, use_cache=False, packed=packed).last_hidden_state
+        found = body(input_ids=ids, position_ids=places, use_cache=False, packed=packed, **images).last_hidden_state
+        return found if nothing is None else found + nothing
 
     @property
     def head(self) -> nn.Linear:
@@ -114,12 +124,16 @@ class PackedModel(nn.Module):
             yield outputs
 
     def _outputs(self, batch: MicroBatch, sequences: Packed) -> tuple[torch.Tensor, ...]:
+        images, positions = Inputs(), batch.positions
+        if self._sight is not None:
+            images, positions = self._sight.inputs(batch)
         return self(
             batch.token_ids,
-            batch.positions,
+            positions,
             batch.labels,
             sequences,
             batch.head_rows,
+            images,
             batch.sampling_mask,
             batch.teacher_ids,
             batch.top_k,
@@ -131,7 +145,7 @@ class PackedPolicy(PackedModel):
 
     def __init__(self, model: PreTrainedModel, forward: ForwardConfig) -> None:
         super().__init__(model, forward)
-        self.forward_config = forward
+        self.forward_config = replace(forward, never_said=tuple(placeholders(model.config)))
         self._logits = LogitChange.of(model.config)
         softcap = self._logits.softcap
         self._rows = compiled_rows(softcap) if forward.compiled else partial(plain_rows, softcap=softcap)
@@ -144,6 +158,7 @@ class PackedPolicy(PackedModel):
         labels: torch.Tensor,
         sequences: Packed,
         head_rows: torch.Tensor,
+        images: Inputs,
         sampling_mask: torch.Tensor | None,
         teacher_ids: torch.Tensor | None = None,
         top_k: int = 0,
@@ -152,16 +167,17 @@ class PackedPolicy(PackedModel):
 
         With gradients those of `teacher_ids` too, [P, K]. Without them, where `top_k` asks, the outputs are those of `top_rows`.
         """
-        hidden, forward = self.hidden(token_ids, positions, sequences), self.forward_config
+        hidden, forward = self.hidden(token_ids, positions, sequences, images), self.forward_config
         trained = torch.is_grad_enabled()
         told = top_k > 0 and not trained
+        rows = partial(self._rows, never=forward.never_said) if forward.never_said else self._rows
         found = token_logprobs(
             sequences.spread(hidden, head_rows).to(self.head.weight.dtype),  # some keep residuals in float32
             self.head.weight,
             labels.index_select(0, head_rows),
             forward.temperature / self._logits.factor,
             forward.chunk_rows,
-            partial(self._top_rows, top_k, forward.vocabulary) if told else self._rows,
+            partial(self._top_rows, top_k, forward.vocabulary) if told else rows,
             forward.dtype,
             forward.entropy,
             None if sampling_mask is None else sampling_mask.index_select(0, head_rows),
@@ -182,10 +198,12 @@ class PackedCritic(PackedModel):
         positions: torch.Tensor,
         _labels: torch.Tensor,
         sequences: Packed,
+        _head_rows: torch.Tensor,
+        images: Inputs,
         *_: object,
     ) -> tuple[torch.Tensor]:
         """Return the value at each position, [P] float32: what is expected before the next token is known."""
-        hidden = self.hidden(token_ids, positions, sequences)
+        hidden = self.hidden(token_ids, positions, sequences, images)
         return (sequences.spread(hidden.float() @ self.head.weight[0].float()),)
 
 
@@ -202,10 +220,12 @@ class PackedRewardModel(PackedModel):
         positions: torch.Tensor,
         _labels: torch.Tensor,
         sequences: Packed,
+        _head_rows: torch.Tensor,
+        images: Inputs,
         *_: object,
     ) -> tuple[torch.Tensor]:
         """Return the score of each sample at its last position, and 0 at all others, [P] float32."""
-        hidden = self.hidden(token_ids, positions, sequences)
+        hidden = self.hidden(token_ids, positions, sequences, images)
         ends_B, last_B = score_places(token_ids, sequences.cu_seqlens, self._padding)
         scores_B = sequences.spread(hidden, last_B).float() @ self.head.weight[0].float()
         return (among_zeros(scores_B, ends_B, len(token_ids)),)

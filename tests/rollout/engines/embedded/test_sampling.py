@@ -94,7 +94,7 @@ def test_tokens_that_were_said_are_penalised() -> None:
     ("options", "said"),
     [
         ({"top_pp": 0.5}, "no sampling parameter 'top_pp'; did you mean top_p"),
-        ({"logit_bias": {}}, "no sampling parameter 'logit_bias'.*backend"),
+        ({"bad_words": []}, "no sampling parameter 'bad_words'.*backend"),
         ({"top_p": 0.0}, "top_p is 0.0; expected above 0"),
         ({"temperature": -1.0}, "temperature is -1.0"),
         ({"max_tokens": 0}, "max_tokens is 0; expected at least 1"),

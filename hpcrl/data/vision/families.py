@@ -1,0 +1,52 @@
+"""The families of vision-language models: which of transformers' models see, and what becomes of an image in them. Without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+PIXELS, GRID = "pixel_values", "image_grid_thw"
+"""What models call the pixels of images, and the patches that an image has along time, height and width."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """Models that take images in the same way.
+
+    Attributes:
+        processor: class of transformers that prepares images with Pillow; None: preprocessor_config.json names it.
+        grid: an image has as many tokens as its size gives, and a row of GRID; otherwise each has the same number.
+    """
+
+    processor: str | None
+    grid: bool
+
+
+_QWEN = Family("Qwen2VLImageProcessorPil", grid=True)
+FAMILIES: Mapping[str, Family] = {
+    "qwen2_vl": _QWEN,
+    "qwen2_5_vl": _QWEN,
+    "qwen3_vl": _QWEN,
+    "llava": Family(None, grid=False),
+}
+"""Each by the `model_type` of its config.json."""
+
+
+def family_of(config: Any) -> Family | None:
+    """Return the family of a model, by its configuration or the entries of its config.json; None: it sees nothing."""
+    kind = config.get("model_type") if isinstance(config, Mapping) else config.model_type
+    return FAMILIES.get(str(kind))
+
+
+def placeholders(config: Any) -> list[int]:
+    """Return the ids of the tokens that stand for images and videos, which a policy may not say: its own inputs would be taken for images.
+
+    Args:
+        config: as of `family_of`.
+    """
+    entries = config if isinstance(config, Mapping) else vars(config)
+    names = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
+    if family_of(config) is None:
+        return []
+    return sorted({entries[name] for name in names if isinstance(entries.get(name), int)})

@@ -1,0 +1,54 @@
+"""What vision-language models cannot do yet, told at submit, as far as their config.json lies on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hpcrl.config import Config
+from hpcrl.config.derive import critic_model, has_engines, policy_model
+from hpcrl.config.errors import Problem
+from hpcrl.config.scorers import scoring_reward_model
+from hpcrl.data.vision.families import family_of
+from hpcrl.launch.submit.models import entries_of
+
+
+def check_vision(config: Config) -> Iterator[Problem]:
+    """Yield what a run asks of a policy that sees and that only language models do."""
+    trainer, model = config.trainer, policy_model(config.trainer)
+    entries = entries_of(model)
+    if entries is None or family_of(entries) is None:
+        return
+    sees = f"{model} (trainer.policy) sees images"
+    if trainer.strategy == "megatron":
+        yield Problem("trainer.strategy", f'{sees}, which Megatron-core\'s models here do not; use "fsdp2"')
+    if has_engines(config) and config.generator.inference_engine.backend == "vllm":
+        yield Problem(
+            "generator.inference_engine.backend",
+            f"{sees}, and what vLLM said of tokens behind an image was not what the trainer computes where it was tried (docs/vision.md); "
+            'use "transformers"',
+        )
+    if critic_model(trainer) is not None:
+        yield Problem(
+            "trainer.algorithm.advantage_estimator",
+            f"{sees}, and a critic would not; use an estimator without one, such as grpo",
+        )
+    if trainer.shared_prefixes:
+        yield Problem("trainer.shared_prefixes", f"{sees}, whose prefixes are not shared; set it to false")
+    for role, section in (("policy", trainer.policy), ("ref", trainer.ref)):
+        if section.sequence_parallel_size > 1:
+            path = f"trainer.{role}.sequence_parallel_size"
+            yield Problem(path, f"{sees}, and ranks do not share the tokens of images; set it to 1")
+    if trainer.algorithm.observation_nll_coef:
+        yield Problem(
+            "trainer.algorithm.observation_nll_coef",
+            f"{sees}, and the tokens of images in observations cannot be predicted; set it to 0",
+        )
+    if trainer.distillation.enable:
+        yield Problem("trainer.distillation.enable", f"{sees}, and teachers would not; set it to false")
+    if scoring_reward_model(config) is not None:
+        yield Problem(
+            "environment.reward_model.model",
+            f"{sees}, and a reward model would not; use environments or reward functions",
+        )
+    if trainer.mode in ("dpo", "reward_model"):
+        yield Problem("trainer.mode", f'{sees}, and pairs of answers show none; expected "rl" or "sft"')

@@ -1,0 +1,73 @@
+"""What a policy that sees cannot do yet is refused when a run is submitted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcrl.config import Config
+from hpcrl.config.load import nested
+from hpcrl.config.validate import build
+from hpcrl.errors import DataError
+from hpcrl.launch.submit.preflight import check_files
+from hpcrl.launch.submit.vision import check_vision
+from tests.paths import CONFIGS
+
+QUICKSTART = CONFIGS / "quickstart"
+CRITIC = {"trainer.algorithm.advantage_estimator": "gae", "trainer.critic.model.path": str(QUICKSTART / "model")}
+TEACHER = {"trainer.distillation.enable": True, "trainer.distillation.model_path": str(QUICKSTART / "model")}
+JUDGE = {"environment.reward_model.model": str(QUICKSTART / "model")}
+
+
+def config(model: Path, settings: dict[str, Any]) -> Config:
+    data = {
+        "data.train_data": [str(QUICKSTART / "data" / "train.parquet")],
+        "environment.env_class": "format",
+        "generator.inference_engine.backend": "transformers",
+    }
+    return build(
+        Config, nested({**data, "trainer.train_batch_size": 8, "trainer.policy.model.path": str(model), **settings})
+    )
+
+
+def model(folder: Path, kind: str) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": kind, "text_config": {"num_attention_heads": 4}}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("settings", "path"),
+    [
+        ({"trainer.strategy": "megatron"}, "trainer.strategy"),
+        ({"generator.inference_engine.backend": "vllm"}, "generator.inference_engine.backend"),
+        (CRITIC, "trainer.algorithm.advantage_estimator"),
+        ({"trainer.shared_prefixes": True, "trainer.max_tokens_per_micro_batch": 512}, "trainer.shared_prefixes"),
+        (
+            {"trainer.algorithm.observation_nll_coef": 0.1, "generator.max_turns": 2},
+            "trainer.algorithm.observation_nll_coef",
+        ),
+        (TEACHER, "trainer.distillation.enable"),
+        (JUDGE, "environment.reward_model.model"),
+        ({"trainer.mode": "dpo", "trainer.max_length": 32}, "trainer.mode"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_only_language_models_do(tmp_path: Path, settings: dict[str, Any], path: str) -> None:
+    sees, reads = model(tmp_path / "sees", "qwen2_5_vl"), model(tmp_path / "reads", "qwen2")
+    assert [problem.path for problem in check_vision(config(sees, settings))] == [path]
+    assert list(check_vision(config(reads, settings))) == []
+    assert list(check_vision(config(sees, {}))) == []
+
+
+def test_it_is_told_at_submit(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"trainer\.shared_prefixes: .*sees images, whose prefixes are not shared"):
+        check_files(
+            config(
+                model(tmp_path / "sees", "qwen3_vl"),
+                {"trainer.shared_prefixes": True, "trainer.max_tokens_per_micro_batch": 512},
+            )
+        )

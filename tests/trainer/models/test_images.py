@@ -1,0 +1,46 @@
+"""Images on ranks of which some have none: each weight's gradient is that of all samples, and nobody waits for ever."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hpcrl.data.group_file import write_group
+from hpcrl.trainer.backends.fsdp.model import PackedPolicy
+from hpcrl.trainer.models.attention import PACKED
+from hpcrl.trainer.models.forward import ForwardConfig
+from hpcrl.trainer.models.hf import ModelSource
+from hpcrl.trainer.packing import pack
+from hpcrl.types import GroupMeta
+from tests.trainer.ranks import Ranks
+from tests.vision.material import make_rows, write_model
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [("fp32", 1e-4), ("bf16", 0.1)])
+def test_one_rank_has_all_images(tmp_path: Path, two: Ranks, dtype: str, bound: float) -> None:
+    model = write_model(tmp_path / "model", "qwen3_vl")
+    rows = make_rows(model, (1,), (2, 3), (), ())
+    lengths, count = [len(row.token_ids) for row in rows], len(rows)
+    meta = GroupMeta("g", "train", 0, "g", [0.0] * count, lengths, [2] * count, ["stop"] * count, 0, 0, "drawn", 1.0)
+    write_group(tmp_path / "g", rows, meta)
+    out = tmp_path / "out"
+    options = {"model": str(model), "group": str(tmp_path / "g"), "out": str(out), "dtype": dtype}
+    two.play([("vision_scenarios:unequal", options)])
+    whole = ModelSource(path=str(model), role="trainer.policy").whole(torch.float32, PACKED)
+    policy = PackedPolicy(whole, ForwardConfig(temperature=0.9, chunk_rows=64))
+    for name, own in (("mixed", rows), ("plain", [*rows[2:], *rows[2:]])):
+        batch = pack(own).whole()
+        whole.zero_grad()
+        (policy.run(batch)[0] * batch.loss_mask).sum().backward()
+        found = load_file(f"{out}-{name}")
+        for key, parameter in whole.named_parameters():
+            if key not in found:  # tied to another
+                continue
+            expected = parameter.grad
+            assert expected is not None
+            largest = float(expected.abs().max())
+            torch.testing.assert_close(found[key], expected, rtol=0, atol=bound * largest + 1e-6, msg=f"{name} {key}")
+            assert largest > 0 or name == "plain", key

@@ -1,0 +1,194 @@
+"""What the embedded engine says of a token is what the trainer computes and what transformers computes of one sample, images included."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText
+
+from hpcrl.config import EnvironmentConfig, GeneratorConfig, SamplingParams
+from hpcrl.config.sections.generator import ChatTemplateConfig
+from hpcrl.config.sections.model import Pretrained
+from hpcrl.data.chat import load_tokenizer
+from hpcrl.data.group_file import read_group, write_group
+from hpcrl.data.vision.families import placeholders
+from hpcrl.data.vision.images import with_images
+from hpcrl.data.vision.inputs import model_inputs
+from hpcrl.data.vision.reader import ImageReader, row_images
+from hpcrl.rollout.engines.base import Engine, Launched
+from hpcrl.rollout.generate import GroupGenerator
+from hpcrl.trainer.backends.fsdp.model import PackedPolicy
+from hpcrl.trainer.models.attention import PACKED
+from hpcrl.trainer.models.forward import ForwardConfig
+from hpcrl.trainer.models.hf import ModelSource
+from hpcrl.trainer.packing import pack
+from hpcrl.types import Prompt, Sample, Work
+from tests.rollout.material import publish, started
+from tests.vision.material import IMAGE, KINDS, asks, write_model
+
+SAMPLING = SamplingParams(max_generate_length=12, temperature=0.9)
+ENVIRONMENT = "tests.vision.environments:ShowMore"
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("vision") / request.param, request.param)
+
+
+@pytest.fixture(scope="module")
+def engine(model: Path) -> Iterator[Launched]:
+    with started(model) as found:
+        yield found
+
+
+def generator_of(engine: Engine, model: Path, **config: Any) -> GroupGenerator:
+    reader = ImageReader.of(Pretrained(str(model)), {})
+    tokenizer = load_tokenizer(Pretrained(str(model)), ChatTemplateConfig())
+    settings = GeneratorConfig(sampling_params=SAMPLING, **config)
+    return GroupGenerator(engine, tokenizer, settings, EnvironmentConfig(), reader=reader)
+
+
+def work(number: int, *seeds: int, n: int = 4) -> Work:
+    messages = with_images(asks(*seeds)) if seeds else [{"role": "user", "content": "count: red"}]
+    return Work(f"g{number}", "train", Prompt(f"row{number}", messages, ENVIRONMENT), n, 40 * number)
+
+
+def played(engine: Launched, model: Path, folder: Path, *items: Work, **config: Any) -> list[Sample[torch.Tensor]]:
+    """Return the rows of groups that are generated together, as the trainer reads them from their files."""
+
+    async def play() -> list[Any]:
+        groups = generator_of(engine.connect(), model, **config)
+        return await asyncio.gather(*(groups.generate(item) for item in items))
+
+    found = list[Sample[torch.Tensor]]()
+    for group in asyncio.run(play()):
+        assert not group.failures
+        path = folder / group.work.group_id
+        write_group(path, group.samples, group.meta(0, path.name))
+        found += read_group(path)
+    return found
+
+
+def policy_of(model: Path, *, packing: bool = True, temperature: float = SAMPLING.temperature) -> PackedPolicy:
+    whole = ModelSource(path=str(model), role="trainer.policy").whole(torch.float32, PACKED)
+    return PackedPolicy(whole, ForwardConfig(temperature=temperature, chunk_rows=64, packing=packing))
+
+
+def of_one(reference: Any, row: Sample[torch.Tensor], temperature: float) -> torch.Tensor:
+    """Return transformers' own log-probabilities of a row's tokens, [T - 1], among those that may be said."""
+    ids = row.token_ids[None]
+    inputs: dict[str, Any] = {}
+    if images := row_images(row.tensors):
+        inputs = {**model_inputs(images, ids.device), "mm_token_type_ids": (ids == IMAGE).int()}
+        if not hasattr(reference.base_model, "get_rope_index"):
+            del inputs["mm_token_type_ids"]
+    logits = reference(input_ids=ids, **inputs).logits[0, :-1] / temperature
+    logits = logits.index_fill(1, torch.tensor(placeholders(reference.config)), -torch.inf)
+    return logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+
+
+def test_rows_with_and_without_images(engine: Launched, model: Path, tmp_path: Path) -> None:
+    """Prompts with one image, with two of other sizes, and with none, together; three turns, of which later ones show more."""
+    items = work(1, 1), work(2, 2, 3), work(3)
+    rows = played(engine, model, tmp_path, *items, max_turns=3)
+    assert len(rows) == 12
+    assert [len(row_images(row.tensors)) for row in rows[::4]] == [4, 5, 3]
+    samples, reference = pack(rows).whole(), AutoModelForImageTextToText.from_pretrained(model)
+    trained = samples.loss_mask > 0
+    said = samples.labels[trained]
+    assert not torch.isin(said, torch.tensor([IMAGE])).any()
+    found = {packing: policy_of(model, packing=packing).run(samples)[0] for packing in (True, False)}
+    torch.testing.assert_close(found[True][trained], samples.rollout_logprobs[trained], rtol=0, atol=2e-4)
+    torch.testing.assert_close(found[True], found[False], rtol=0, atol=2e-4)
+    alone = torch.cat([torch.cat([of_one(reference, row, 0.9), torch.zeros(1)]) for row in rows])
+    torch.testing.assert_close(found[True][trained], alone[trained], rtol=0, atol=2e-4)
+
+
+def test_gradients_of_packed_rows_are_those_of_each(engine: Launched, model: Path, tmp_path: Path) -> None:
+    rows = played(engine, model, tmp_path, work(1, 1, n=2), work(2, 2, 3, n=2), work(3, n=2))
+    policy, reference = policy_of(model, temperature=1.0), AutoModelForImageTextToText.from_pretrained(model)
+    for row in rows:
+        of_one(reference, row, 1.0)[row.loss_mask[1:] > 0].sum().backward()
+    batch = pack(rows).whole()
+    (policy.run(batch)[0] * batch.loss_mask).sum().backward()
+    expected = dict(reference.named_parameters())
+    seen = 0
+    for name, parameter in policy.model.named_parameters():
+        wanted = expected[name].grad
+        if wanted is None:  # the last norms of a CLIP tower, of which LLaVA takes an earlier layer
+            assert parameter.grad is None or not parameter.grad.any()
+            continue
+        torch.testing.assert_close(parameter.grad, wanted, rtol=1e-3, atol=1e-4 * float(wanted.abs().max()) + 1e-6)
+        seen += ("visual" in name or "vision_tower" in name) and bool(wanted.any())
+    assert seen > 4, "the vision tower learns too"
+
+
+def test_a_micro_batch_without_images_gives_the_tower_gradients_of_zero(model: Path) -> None:
+    """Ranks with images and ranks without take part in the same sums."""
+    ids = torch.tensor([3, 5, 7, 6, 1])
+    zeros = torch.zeros(5)
+    batch = pack([Sample(ids, torch.ones(5), zeros, zeros.int(), zeros, "stop")]).whole()
+    policy = policy_of(model)
+    policy.run(batch)[0].sum().backward()
+    tower = {
+        name: each.grad for name, each in policy.model.named_parameters() if "visual" in name or "projector" in name
+    }
+    assert tower
+    for name, gradient in tower.items():
+        assert gradient is not None, name
+        assert not gradient.any(), name
+
+
+def test_placeholders_are_never_said(engine: Launched, model: Path, tmp_path: Path) -> None:
+    """Also by a policy that finds an image the most probable token of all."""
+    other = AutoModelForImageTextToText.from_pretrained(model)
+    with torch.no_grad():
+        head = other.get_output_embeddings().weight
+        hidden = other.base_model.language_model.norm.weight
+        hidden.copy_(hidden.abs())
+        head[IMAGE] = 3 * head[5]
+    other.save_pretrained(tmp_path / "other")
+
+    async def play() -> list[list[int]]:
+        client = engine.connect()
+        await client.update_weights(publish(tmp_path / "other", tmp_path / "v000001", 1))
+        group = await generator_of(client, model).generate(work(1, 1, n=16))
+        plain = await client.generate([3, 5], 16, 1, {"max_tokens": 12, "temperature": 1.0})
+        await client.update_weights(publish(model, tmp_path / "v000002", 2))
+        said = [row.token_ids[row.loss_mask > 0].tolist() for row in group.samples]
+        assert any(IMAGE in one.token_ids for one in plain), "without the bias it would be said"
+        return said
+
+    said = asyncio.run(play())
+    assert not any(IMAGE in tokens for tokens in said)
+
+
+def test_rows_under_way_see_on_with_new_weights(engine: Launched, model: Path, tmp_path: Path) -> None:
+    """The caches are computed anew, images included, so that each token has the log-probability of one version."""
+    other = write_model(tmp_path / "other", model.name, seed=8)
+
+    async def play() -> Any:
+        client = engine.connect()
+        groups = generator_of(client, model)
+        running = asyncio.create_task(groups.generate(replace(work(1, 1, 2, n=6), seed=3)))
+        while not client._compute.tokens:  # pyright: ignore[reportAttributeAccessIssue]
+            await asyncio.sleep(0)
+        await client.update_weights(publish(other, tmp_path / "v000003", 3))
+        group = await running
+        await client.update_weights(publish(model, tmp_path / "v000004", 4))
+        return group
+
+    group = asyncio.run(play())
+    write_group(tmp_path / "group", group.samples, group.meta(0, "group"))
+    rows = read_group(tmp_path / "group")
+    batch = pack(rows).whole()
+    versions = torch.cat([torch.cat([row.versions[1:], torch.tensor([-1])]) for row in rows])
+    new = (versions == 3) & (batch.loss_mask > 0)
+    assert new.any()
+    torch.testing.assert_close(policy_of(other).run(batch)[0][new], batch.rollout_logprobs[new], rtol=0, atol=2e-4)

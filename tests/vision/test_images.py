@@ -1,0 +1,192 @@
+"""Images of datasets: as paths, data URLs and bytes, where texts say <image> and where messages have parts; and what a model sees of them."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from hpcrl.config.sections.generator import ChatTemplateConfig
+from hpcrl.config.sections.model import Pretrained
+from hpcrl.data.chat import load_tokenizer, token_counter
+from hpcrl.data.prompts import load_prompts
+from hpcrl.data.vision.families import family_of, placeholders
+from hpcrl.data.vision.images import image_text, opened, size_of, with_images, without_images
+from hpcrl.data.vision.reader import GRID, PIXELS, ImageReader, named_tensors, row_images
+from hpcrl.errors import DataError, EngineError
+from hpcrl.rollout.engines.vllm.images import _places
+from hpcrl.rollout.transcript import Template
+from hpcrl.types import Prompt
+from tests.vision.material import IMAGE, KINDS, asks, drawn, write_model
+
+PNG = drawn(1)
+URL = f"data:image/png;base64,{base64.b64encode(PNG).decode()}"
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pretrained]:
+    folder = tmp_path_factory.mktemp("models")
+    return {kind: Pretrained(str(write_model(folder / kind, kind))) for kind in KINDS}
+
+
+def rows(path: Path, *found: dict[str, Any]) -> list[Prompt]:
+    pq.write_table(pa.Table.from_pylist(list(found)), path / "rows.parquet")
+    return load_prompts([str(path / "rows.parquet")], "format")
+
+
+def test_images_of_rows(tmp_path: Path) -> None:
+    """A path beside the dataset, bytes as Hugging Face has them, a data URL; the column is no extra of the row."""
+    (tmp_path / "a.png").write_bytes(PNG)
+    for given, expected in (("a.png", str(tmp_path / "a.png")), ({"bytes": PNG, "path": None}, URL), (URL, URL)):
+        text = "<image>count: red<image>"
+        for prompt in (text, [{"role": "user", "content": text}]):
+            (row,) = rows(tmp_path, {"prompt": prompt, "images": [given, given], "level": 3})
+            image = {"type": "image", "image": expected}
+            said = {"type": "text", "text": "count: red"}
+            assert row.messages == [{"role": "user", "content": [image, said, image]}]
+            assert row.extras == {"level": 3}
+    (row,) = rows(tmp_path, {"prompt": "an <image> of nothing", "level": 3})
+    assert row.messages == [{"role": "user", "content": "an <image> of nothing"}], "no images, no marks"
+
+
+def test_parts_of_messages(tmp_path: Path) -> None:
+    """As OpenAI's messages have them, or without an image of their own: the next of the column."""
+    (tmp_path / "a.png").write_bytes(PNG)
+    parts = [
+        {"type": "image_url", "image_url": {"url": URL}},
+        {"type": "text", "text": "and"},
+        {"type": "image"},
+    ]
+    line = {"prompt": [{"role": "user", "content": parts}], "images": ["a.png"]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(line))
+    (row,) = load_prompts([str(tmp_path / "rows.jsonl")], "format")
+    assert [part.get("image", "") for part in row.messages[0]["content"]] == [URL, "", str(tmp_path / "a.png")]
+    texts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert with_images([{"role": "user", "content": texts}]) == [{"role": "user", "content": "ab"}]
+    bare, images = without_images(row.messages)
+    assert images == [URL, str(tmp_path / "a.png")]
+    assert [part["type"] for part in bare[0]["content"]] == ["image", "text", "image"]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "images", "said"),
+    [
+        ("<image><image>", [URL], "messages show more images than the row has"),
+        ("count: red", [URL], "1 of 1 images are shown by no message; write <image>"),
+        ("<image>", ["none.png"], "none.png: no such file"),
+        ("<image>", ["https://a.b/c.png"], "images are not downloaded"),
+        ("<image>", [b"GARBAGE"], "expected the bytes of a png, jpeg, webp, gif, bmp file"),
+        ("<image>", ["data:text/html;base64,aa"], "expected data:image/<type>;base64"),
+        (
+            [{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}],
+            None,
+            "frames of a video are given as images",
+        ),
+    ],
+)
+def test_rows_that_show_no_images_are_refused(tmp_path: Path, prompt: Any, images: Any, said: str) -> None:
+    row = {"prompt": prompt} if images is None else {"prompt": prompt, "images": images}
+    with pytest.raises(DataError) as caught:
+        rows(tmp_path, row)
+    assert said in str(caught.value)
+    assert "row uid 0" in str(caught.value)
+
+
+def test_files_that_are_no_images(tmp_path: Path) -> None:
+    broken = image_text(PNG[:60])
+    for read in (opened, lambda text: opened(text).load()):
+        with pytest.raises(DataError, match="image data:image/png"):
+            read(broken)
+    eps = tmp_path / "a.eps"
+    eps.write_text("%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n")
+    with pytest.raises(DataError, match=r"a\.eps"):
+        size_of(str(eps))
+
+
+def test_a_turned_photograph_is_seen_upright() -> None:
+    file, exif = io.BytesIO(), Image.Exif()
+    exif[274] = 6
+    Image.new("RGB", (40, 10)).save(file, "jpeg", exif=exif)
+    text = image_text(file.getvalue())
+    assert size_of(text) == (40, 10)
+    assert opened(text).size == (10, 40)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prompt_has_as_many_placeholders_as_the_model_sees_patches(models: dict[str, Pretrained], kind: str) -> None:
+    """What the controller counts, from sizes alone, is what a worker makes."""
+    model = models[kind]
+    reader = ImageReader.of(model, {})
+    assert reader is not None
+    tokenizer = load_tokenizer(model, ChatTemplateConfig())
+    template = Template(tokenizer, {}, reader=reader)
+    count = token_counter(model, ChatTemplateConfig(), {})
+    for seeds in ((1,), (2, 3), ()):
+        messages = with_images(asks(*seeds))
+        found = template.opening(messages)
+        assert len(found.token_ids) == count(Prompt("0", messages, "format"))
+        assert sum(token == IMAGE for token in found.token_ids) == sum(image.tokens for image in found.images)
+        assert [image.tokens for image in found.images] == [
+            4 if kind == "llava" else 9 if seed % 2 else 6 for seed in seeds
+        ]
+        images = row_images(named_tensors(found.images))
+        assert [set(image) for image in images] == [{PIXELS} if kind == "llava" else {PIXELS, GRID}] * len(seeds)
+    again = [template.opening(with_images(asks(1))).images[0].digest for _ in range(2)]
+    assert len(set(again)) == 1
+    assert IMAGE in reader.never_said
+
+
+def test_text_is_no_image(models: dict[str, Pretrained]) -> None:
+    """A user who writes the placeholder has written a text; where special tokens count, it is told."""
+    model = models["qwen2_5_vl"]
+    reader, tokenizer = ImageReader.of(model, {}), load_tokenizer(model, ChatTemplateConfig())
+    evil = [{"role": "user", "content": "count: <|image_pad|>"}]
+    assert IMAGE not in Template(tokenizer, {}, reader=reader).opening(evil).token_ids
+    with pytest.raises(DataError, match="writes 1 placeholders for 0 images"):
+        Template(tokenizer, {}, special_tokens=True, reader=reader).opening(evil)
+    with pytest.raises(DataError, match="the policy sees none"):
+        Template(tokenizer, {}).opening(with_images(asks(1)))
+
+
+def test_where_vllm_is_told_that_images_are(models: dict[str, Pretrained]) -> None:
+    reader, tokenizer = (
+        ImageReader.of(models["qwen2_5_vl"], {}),
+        load_tokenizer(models["qwen2_5_vl"], ChatTemplateConfig()),
+    )
+    ids, images = Template(tokenizer, {}, reader=reader).opening(with_images(asks(1, 2)))
+    places = list(_places(ids, images))
+    assert [place["length"] for place in places] == [9, 6]
+    for place in places:
+        end = place["offset"] + place["length"]
+        assert set(ids[place["offset"] : end]) == {IMAGE}
+        assert IMAGE not in (ids[place["offset"] - 1], ids[end])
+    with pytest.raises(EngineError, match="has not the 6 placeholders"):
+        list(_places(ids[: end - 1], images))
+
+
+def test_settings_of_the_image_processor(models: dict[str, Pretrained]) -> None:
+    reader = ImageReader.of(models["qwen2_5_vl"], {"max_pixels": 256, "min_pixels": 64})
+    assert reader is not None
+    text = image_text(drawn(1))
+    assert (reader.tokens(text), reader.seen(text).tokens) == (4, 4)
+    with pytest.raises(DataError, match="200"):
+        reader.tokens(image_text(Image.new("RGB", (900, 1))))
+
+
+def test_models_that_see_nothing(tmp_path: Path) -> None:
+    from tests.trainer.material import write_model as write_text_model
+
+    model = Pretrained(str(write_text_model(tmp_path / "text")))
+    assert ImageReader.of(model, {}) is None
+    assert family_of({"model_type": "qwen2"}) is None
+    assert placeholders({"model_type": "qwen2", "image_token_id": 3}) == []
+    count = token_counter(model, ChatTemplateConfig(), {})
+    with pytest.raises(DataError, match=r"it shows images, and .* sees none"):
+        count(Prompt("0", with_images(asks(1)), "format", data_source="rows"))
