@@ -33,18 +33,20 @@ class Unimplemented:
 _PARALLEL = Unimplemented("sequence parallelism")
 _PRECISION = Unimplemented("low-precision training")
 _SPEED = Unimplemented("offloaded activations and Liger kernels", result=False)
+_VIDEOS = Unimplemented("videos by diffusion")
 
 
 UNIMPLEMENTED: dict[str, Unimplemented] = {
     "trainer.sequence_parallel_backend": _PARALLEL,
-    "trainer.policy.model.lora.adapter_names": Unimplemented("diffusion models"),
     "trainer.policy.low_precision": _PRECISION,
-    "trainer.policy.diffusers": Unimplemented("diffusion models"),
+    "trainer.policy.diffusers.is_video": _VIDEOS,
+    "trainer.policy.diffusers.inference_frames": _VIDEOS,
+    "trainer.policy.diffusers.train_frames": _VIDEOS,
+    "trainer.policy.diffusers.tokenizer": _VIDEOS,
     "trainer.policy.sequence_parallel_size": _PARALLEL,
     "trainer.policy.activation_offload": _SPEED,
     "trainer.policy.enable_liger_kernel": _SPEED,
     "trainer.ref.sequence_parallel_size": _PARALLEL,
-    "trainer.critic.model.lora.adapter_names": Unimplemented("diffusion models"),
     "trainer.critic.sequence_parallel_size": _PARALLEL,
     "trainer.flash_attn_version": Unimplemented("a choice between versions of FlashAttention", result=False),
     "generator.inference_engine.weight_transfer_threshold_cuda_ipc_GB": Unimplemented("weights handed over on the GPU"),

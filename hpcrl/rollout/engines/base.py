@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hpcrl.config import SamplingParams
@@ -16,7 +16,9 @@ from hpcrl.config.derive import mask_size
 from hpcrl.errors import EngineError
 from hpcrl.rollout.limiter import Load
 
-if TYPE_CHECKING:  # both import torch, for which no engine waits to be launched
+if TYPE_CHECKING:  # they import torch, for which no engine waits to be launched
+    import numpy as np
+
     from hpcrl.data.weight_files import PublishedWeights
     from hpcrl.types import Kind, StopReason
 
@@ -31,6 +33,7 @@ class Generation:
         versions: policy version that chose each token.
         sampling_mask: for each token, the tokens that it was sampled among, itself one of them; None where sampling left none out.
         top_ids: for each token, those that the policy finds most probable in its place, the most probable one first; None where nobody asks.
+        tensors: what a row has of it beside numbers for its tokens, as of Sample.
     """
 
     token_ids: list[int]
@@ -39,6 +42,7 @@ class Generation:
     versions: list[int]
     sampling_mask: list[list[int]] | None = None
     top_ids: list[list[int]] | None = None
+    tensors: dict[str, np.ndarray] = field(default_factory=dict)
 
 
 Heard = Callable[[Sequence[int], Sequence[float]], None]

@@ -7,6 +7,7 @@ import sys
 from importlib.util import find_spec
 from typing import cast
 
+from hpcrl.config.families import is_diffusion
 from hpcrl.config.reward_model import trains_reward_model
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.errors import RunError
@@ -35,6 +36,10 @@ def build_policy(trainer: TrainerConfig, temperature: float, world: World) -> Po
         if trains_reward_model(trainer):
             return cast(PolicyEngine, MegatronRewardModel(trainer, world))
         return MegatronPolicy(trainer, temperature, world)
+    if is_diffusion(trainer):
+        from hpcrl.trainer.backends.diffusion.policy import DiffusionPolicy
+
+        return DiffusionPolicy(trainer, world)
     from hpcrl.trainer.backends.fsdp.engine import FsdpPolicy, FsdpRewardModel
 
     if trains_reward_model(trainer):

@@ -159,7 +159,7 @@ class PackedRewardModel(PackedModel):
         return (among_zeros(scores_B, ends_B, len(token_ids)),)
 
 
-AnyPacked = TypeVar("AnyPacked", PackedPolicy, PackedCritic, PackedRewardModel)
+AnyPacked = TypeVar("AnyPacked", bound=PackedModel)
 
 
 def load_model(
