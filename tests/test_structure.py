@@ -70,3 +70,22 @@ for name in {modules}:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
+
+
+KNOW_FAMILIES = {
+    "hpcrl.cli.samples",
+    "hpcrl.config.families",
+    "hpcrl.config.rules.families.diffusion",
+    "hpcrl.launch.submit.preflight",
+    "hpcrl.trainer.backends.build",
+    "hpcrl.trainer.load",
+    "hpcrl.trainer.offline.modes",
+    "jobs.controller",
+    "jobs.rollout",
+}
+"""Where a part is chosen by the family of the policy: what loads models, reads prompts and decodes tokens, and rules."""
+
+
+def test_only_what_chooses_a_family_asks_for_it() -> None:
+    asking = {name for name, path in CODE.files.items() if "is_diffusion(" in path.read_text()}
+    assert {name for name in asking if not name.startswith("hpcrl.config.convert")} == KNOW_FAMILIES

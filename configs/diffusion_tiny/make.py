@@ -88,6 +88,8 @@ def make_pipeline(seed: int = 0) -> StableDiffusion3Pipeline:
         use_quant_conv=False,
         use_post_quant_conv=False,
     )
+    with torch.no_grad():
+        vae.decoder.conv_out.weight.mul_(3.0)
     return StableDiffusion3Pipeline(
         transformer=transformer,
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
