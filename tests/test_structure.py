@@ -73,6 +73,7 @@ for name in {modules}:
 
 
 KNOW_FAMILIES = {
+    "hpcrl.cli.plan",
     "hpcrl.cli.samples",
     "hpcrl.config.families",
     "hpcrl.config.rules.families.diffusion",

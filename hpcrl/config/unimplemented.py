@@ -34,11 +34,13 @@ _PARALLEL = Unimplemented("sequence parallelism")
 _PRECISION = Unimplemented("low-precision training")
 _SPEED = Unimplemented("offloaded activations and Liger kernels", result=False)
 _VIDEOS = Unimplemented("videos by diffusion")
+_FLOW_MATCHING = Unimplemented("learning from datasets of pictures")
 
 
 UNIMPLEMENTED: dict[str, Unimplemented] = {
     "trainer.sequence_parallel_backend": _PARALLEL,
     "trainer.policy.low_precision": _PRECISION,
+    **{f"trainer.policy.diffusers.{name}": _FLOW_MATCHING for name in ("weighting_scheme", "logit_mean", "logit_std")},
     "trainer.policy.diffusers.is_video": _VIDEOS,
     "trainer.policy.diffusers.inference_frames": _VIDEOS,
     "trainer.policy.diffusers.train_frames": _VIDEOS,

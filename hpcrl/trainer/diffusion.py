@@ -23,8 +23,6 @@ def diffusion_objective(trainer: TrainerConfig) -> Objective:
     Raises:
         ConfigError: as of `build_objective`.
     """
-    if trainer.mode == "sft":
-        return build_flow_matching_objective()
     return build_nft_objective(trainer) if trains_by_nft(trainer) else build_objective(trainer.algorithm)
 
 
@@ -55,17 +53,6 @@ def build_nft_objective(trainer: TrainerConfig) -> Objective:
             "current_tokens": torch.zeros_like(mask_P.sum()),
         }
         sums |= {"policy_kl": masked_sum(divergence_P, mask_P)} if algorithm.use_kl_loss else {}
-        return loss, {name: value.detach() for name, value in sums.items()}
-
-    return objective
-
-
-def build_flow_matching_objective() -> Objective:
-    """Return the objective of supervised flow matching, whose output is that of `FlowMatchingTask`, [P]."""
-
-    def objective(batch: MicroBatch, error_P: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        loss = weighted_sum(error_P, batch.weights)
-        sums = {**_counts(batch), "final_loss": loss, "policy_loss": loss}
         return loss, {name: value.detach() for name, value in sums.items()}
 
     return objective

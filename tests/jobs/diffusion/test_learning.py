@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,7 @@ pytest.importorskip("diffusers")
 
 from hpcrl.rundir.commit import read_json
 from hpcrl.rundir.layout import Run
-from tests.jobs.small_run import curve, finish, hpcrl, logs_of, pid_of, wait_for
+from tests.jobs.small_run import curve, finish, hpcrl, logs_of, wait_for
 from tests.paths import CONFIGS
 
 TINY = CONFIGS / "diffusion_tiny.toml"
@@ -51,9 +49,9 @@ def test_a_run_goes_on_after_a_preemption(place: Path) -> None:
     assert done.returncode == 0, done.stderr
     run = Run.open(place / "runs" / "diffusion" / "stopped")
     wait_for(lambda: len(curve(run, "policy/final_loss")) >= 3, lambda: logs_of(run), 300)
-    os.kill(pid_of(run, "train"), signal.SIGTERM)
+    assert hpcrl("cancel", str(run.path), cwd=place).returncode == 0  # saves and stops, as Slurm's signal makes it do
     finish(run, 1)
-    assert hpcrl("resume", str(run.path), "--local", cwd=place).returncode == 0
+    assert hpcrl("resume", str(run.path), cwd=place).returncode == 0
     assert finish(run, 2, 400) == "finished"
     assert sorted(curve(run, "policy/final_loss")) == [1, 2, 3, 4, 5, 6]
 

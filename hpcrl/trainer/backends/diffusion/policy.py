@@ -96,10 +96,6 @@ class DiffusionPolicy(FsdpExported[DiffusionModel]):
     def entropies(self, batches: MicroBatches) -> Iterator[torch.Tensor]:
         return (entropies_P for _, entropies_P in self._scored(batches, reference=False))
 
-    def errors(self, batches: MicroBatches) -> Iterator[torch.Tensor]:
-        """Yield [P] errors of flow matching, without gradient."""
-        return (errors_P for (errors_P,) in self._scored(batches, reference=False))
-
     def top_logprobs(
         self, batches: MicroBatches, *, reference: bool = False
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:

@@ -1,4 +1,4 @@
-"""What is asked of the velocity, and what becomes of it: DiffusionNFT's losses, the probabilities of steps, or flow matching.
+"""What is asked of the velocity, and what becomes of it: DiffusionNFT's losses, or the probabilities of steps.
 
 A task says where the velocity is wanted, of which other weights too, and turns velocities into outputs of entries, as a language model turns logits
 into log-probabilities. An objective knows nothing else.
@@ -13,12 +13,11 @@ from typing import Literal, Protocol
 
 import torch
 
-from hpcrl.algorithms.diffusion.flow_matching import flow_matching_loss
 from hpcrl.algorithms.diffusion.nft import implicit_losses, noised, velocity_divergence
 from hpcrl.algorithms.diffusion.samplers import STEPS as SOLVERS
 from hpcrl.algorithms.diffusion.samplers import Step
 from hpcrl.config.families import trains_by_nft
-from hpcrl.config.sections.diffusers import DiffusersConfig, DiffusionSamplingConfig
+from hpcrl.config.sections.diffusers import DiffusionSamplingConfig
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.data.pipelines.samples import AFTER, BEFORE, CLEAN, NOISE_SEED, SIGMAS, STEPS
 from hpcrl.trainer.backends.diffusion.rows import StepRows
@@ -34,12 +33,10 @@ class Points:
     Attributes:
         x: latents [N, ...].
         t: noise levels [N].
-        noise: what made `x` of a clean sample, [N, ...]; None where it is a sampler's.
     """
 
     x: torch.Tensor
     t: torch.Tensor
-    noise: torch.Tensor | None = None
 
 
 class Task(Protocol):
@@ -88,7 +85,7 @@ class NftTask:
         clean = rows.repeated(CLEAN)
         noise = torch.cat([_noise(*pair) for pair in zip(rows.samples, rows.counts, strict=True)])
         t = torch.cat([tensors[SIGMAS][tensors[STEPS].long()] for tensors in rows.samples])
-        return Points(noised(clean, noise, t), t, noise)
+        return Points(noised(clean, noise, t), t)
 
     def outputs(
         self, rows: StepRows, points: Points, velocity: torch.Tensor, others: Mapping[Other, torch.Tensor]
@@ -141,38 +138,9 @@ class StepTask:
         return SOLVERS[self.sampling.solver](velocity, x, sigmas, at, self.sampling.noise_level)
 
 
-@dataclass(frozen=True)
-class FlowMatchingTask:
-    """The output is the weighted error of the velocity at noise levels that a density draws."""
-
-    settings: DiffusersConfig
-    compares: Sequence[Other] = ()
-    guided: bool = False
-
-    def points(self, rows: StepRows) -> Points:
-        clean = rows.repeated(CLEAN)
-        noise = torch.cat([_noise(*pair) for pair in zip(rows.samples, rows.counts, strict=True)])
-        t = rows.flat(SIGMAS)
-        return Points(noised(clean, noise, t), t, noise)
-
-    def outputs(
-        self,
-        rows: StepRows,
-        points: Points,
-        velocity: torch.Tensor,
-        others: Mapping[Other, torch.Tensor],  # noqa: ARG002
-    ) -> tuple[torch.Tensor, ...]:
-        if points.noise is None:
-            return (velocity.flatten(1).mean(1),)
-        scheme = self.settings.weighting_scheme
-        return (flow_matching_loss(velocity, rows.repeated(CLEAN), points.noise, points.t, scheme),)
-
-
 def task_of(trainer: TrainerConfig) -> Task:
     """Return what the configuration trains."""
     diffusers = trainer.policy.diffusers
-    if trainer.mode == "sft":
-        return FlowMatchingTask(diffusers)
     if trains_by_nft(trainer):
         return NftTask(diffusers.nft_beta, trainer.algorithm.use_kl_loss)
     return StepTask(diffusers.sample)
