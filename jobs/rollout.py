@@ -93,7 +93,7 @@ def serve(
         if copies:
             receiver = weight_receiver(run, attempt, config.generator.inference_engine)
             options = replace(options, copies=stack.enter_context(closing(NodeCopies(copies, run, attempt, receiver))))
-        loaded = loaded_family(config)
+        loaded = loaded_family(run, config)
         engine.wait_ready(start_s, lambda: status.write("starting engine"))
         if services := reward_services(config):
             from hpcrl.rollout.reward_services import RewardServices
@@ -109,14 +109,16 @@ def serve(
         asyncio.run(work(options, engine, maker, decode, status))
 
 
-def loaded_family(config: Config) -> Callable[[WorkerOptions], tuple[Maker, Decode]]:
+def loaded_family(run: Run, config: Config) -> Callable[[WorkerOptions], tuple[Maker, Decode]]:
     """Load what the policy's family needs beside the engine; return what makes groups, and what decodes their tokens."""
     model, generator, environment = policy_model(config.trainer), config.generator, config.environment
     if is_diffusion(config.trainer):
         from hpcrl.data.pipelines.tokens import row_decoder
-        from hpcrl.rollout.diffusion.generate import pictures
+        from hpcrl.rollout.diffusion.generate import KeptPictures, pictures
 
-        maker, decode = pictures(generator, environment), row_decoder(model)
+        interval = config.trainer.multi_modal_log_interval
+        kept = KeptPictures(run, interval) if interval else None
+        maker, decode = pictures(generator, environment, kept), row_decoder(model)
         return lambda _: (maker, decode)
     from hpcrl.data.chat import decoder, load_tokenizer, without_torch
     from hpcrl.rollout.worker import conversations

@@ -54,6 +54,8 @@ def _samples(arguments: argparse.Namespace) -> int:
     print(f"{run.name}: {len(shown)} of {len(found)} samples of {of}{order if arguments.order else ''}")
     for rollout in shown:
         print("\n".join(["", *_lines(rollout)]))
+        if (picture := run.picture(rollout.name)).exists():
+            print(one_line(f"--- picture {picture}"))
     return 0
 
 

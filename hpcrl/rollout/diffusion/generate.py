@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from io import BytesIO
 from typing import cast
 
 import numpy as np
@@ -19,21 +21,58 @@ from hpcrl.rollout.engines.base import Engine, Generation
 from hpcrl.rollout.engines.diffusion.engine import DiffusionEngine
 from hpcrl.rollout.env_session import EnvSession, scorer_of
 from hpcrl.rollout.group import Group, Row, apply_stop_reason, neutralize_failed, sample_reward
-from hpcrl.rollout.threads import CallThreads
+from hpcrl.rollout.threads import CallThreads, in_thread
 from hpcrl.rollout.turns import Turns
 from hpcrl.rollout.worker import Generator, Maker
-from hpcrl.types import LONGEST_FAILURE, Sample, Work, plain_text
+from hpcrl.rundir.commit import write_bytes
+from hpcrl.rundir.layout import Run
+from hpcrl.types import LONGEST_FAILURE, Kind, Sample, Work, plain_text
+
+
+@dataclass(frozen=True)
+class KeptPictures:
+    """The PNG files of a run's pictures.
+
+    Attributes:
+        interval: trainer.multi_modal_log_interval.
+    """
+
+    run: Run
+    interval: int
+
+    def wants(self, kind: Kind, version: int) -> bool:
+        """Return whether pictures that a version paints are kept."""
+        return kind == "eval" or version % self.interval == 0
+
+    def write(self, group_id: str, images: Sequence[np.ndarray]) -> None:
+        """Write the pictures of a group, each complete or not at all."""
+        from PIL import Image
+
+        for at, image in enumerate(images):
+            path, content = self.run.picture(f"{group_id}.{at}"), BytesIO()
+            path.parent.mkdir(exist_ok=True)
+            Image.fromarray(image).save(content, "PNG")
+            write_bytes(path, content.getvalue())
 
 
 class PictureGenerator:
     """Generates groups with one engine.
 
+    Args:
+        kept: where pictures are kept; None: nowhere.
+
     Raises:
         ConfigError: a reward is not known.
     """
 
-    def __init__(self, engine: DiffusionEngine, config: GeneratorConfig, environment: EnvironmentConfig) -> None:
-        self._engine, self._config = engine, config
+    def __init__(
+        self,
+        engine: DiffusionEngine,
+        config: GeneratorConfig,
+        environment: EnvironmentConfig,
+        kept: KeptPictures | None = None,
+    ) -> None:
+        self._engine, self._config, self._kept = engine, config, kept
         self._extras = common_extras(environment, config.max_turns)
         self._rewards = {kind: scorer_of(environment, kind) for kind in ("train", "eval")}
         limits = environment.skyrl_gym.max_env_workers, environment.timeout_seconds
@@ -46,6 +85,8 @@ class PictureGenerator:
         prompt_ids = self._engine.prompt_tokens(prompt)
         sampling = {"prompt": prompt, "kind": work.kind}
         said = await self._engine.generate(prompt_ids, work.n_samples, work.seed, sampling)
+        if self._kept and self._kept.wants(work.kind, version):
+            await in_thread(self._kept.write, work.group_id, [one.tensors[IMAGE] for one in said])
         answers = await asyncio.gather(*(self._scored(work, one) for one in said))
         rows = [[_row(prompt_ids, one, turn)] for one, (turn, _) in zip(said, answers, strict=True)]
         kept = [[apply_stop_reason(row, self._config) for row in own] for own in rows]
@@ -69,13 +110,13 @@ class PictureGenerator:
             return None, plain_text(str(error), LONGEST_FAILURE)
 
 
-def pictures(config: GeneratorConfig, environment: EnvironmentConfig) -> Maker:
-    """Return what makes the generator of diffusion policies."""
+def pictures(config: GeneratorConfig, environment: EnvironmentConfig, kept: KeptPictures | None = None) -> Maker:
+    """Return what makes the generator of diffusion policies; arguments as of `PictureGenerator`."""
 
     @asynccontextmanager
     async def made(engine: Engine) -> AsyncIterator[Generator]:
         assert isinstance(engine, DiffusionEngine)
-        yield PictureGenerator(engine, config, environment)
+        yield PictureGenerator(engine, config, environment, kept)
 
     return made
 

@@ -29,7 +29,7 @@ WAYS = {"nft": [], "flow_grpo": GRPO}
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_pictures_become_redder(place: Path, way: str) -> None:
-    named = [f"trainer.run_name={way}", f"trainer.hf_save_interval={STEPS}"]
+    named = [f"trainer.run_name={way}", f"trainer.hf_save_interval={STEPS}", "trainer.multi_modal_log_interval=10"]
     done = hpcrl("submit", str(TINY), "--local", "--follow", *named, *WAYS[way], cwd=place, timeout=1800)
     run = Run(place / "runs" / "diffusion" / way)
     assert done.returncode == 0, done.stdout + done.stderr + logs_of(run)
@@ -52,7 +52,7 @@ def test_a_run_goes_on_after_a_preemption(place: Path) -> None:
     assert hpcrl("cancel", str(run.path), cwd=place).returncode == 0  # saves and stops, as Slurm's signal makes it do
     finish(run, 1)
     assert hpcrl("resume", str(run.path), cwd=place).returncode == 0
-    assert finish(run, 2, 400) == "finished"
+    assert finish(run, 2, 400) == "done"
     assert sorted(curve(run, "policy/final_loss")) == [1, 2, 3, 4, 5, 6]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hpcrl.config import Config
 from hpcrl.data.group_file import write_group
-from hpcrl.rollout.diffusion.generate import PictureGenerator
+from hpcrl.rollout.diffusion.generate import KeptPictures, PictureGenerator
 from hpcrl.rollout.engines.diffusion.engine import DiffusionEngine
 from hpcrl.rollout.engines.diffusion.launch import Diffusion
 from hpcrl.rundir.commit import write_json
@@ -50,11 +50,7 @@ def launched(config: Config) -> DiffusionEngine:
 
 @dataclass
 class Painted:
-    """A run with the batch of its first step.
-
-    Attributes:
-        samples: of each group, as the engine made them.
-    """
+    """A run with the batch of its first step."""
 
     run: Run
     batch: Batch
@@ -66,7 +62,7 @@ def paint(path: Path, config: Config, engine: DiffusionEngine, size: int = 3) ->
     run, metas = make_run(path), list[GroupMeta]()
 
     async def generate() -> None:
-        generator = PictureGenerator(engine, config.generator, config.environment)
+        generator = PictureGenerator(engine, config.generator, config.environment, KeptPictures(run, 1))
         for number, text in enumerate(PROMPTS):
             prompt = Prompt(str(number), [{"role": "user", "content": text}], "")
             group = await generator.generate(Work(f"g1-{number}", "train", prompt, size, 100 * number))

@@ -13,11 +13,14 @@ import torch
 pytest.importorskip("diffusers")
 
 import diffusers
+import numpy as np
+from PIL import Image
 
 from hpcrl.algorithms.diffusion.averages import average_decay
 from hpcrl.algorithms.diffusion.nft import implicit_losses, noised
 from hpcrl.data.pipelines.samples import CLEAN, GIVEN, NOISE_SEED, SIGMAS, STEPS, conditions_in
 from hpcrl.data.weight_files import PublishedWeights
+from hpcrl.observe.report.samples import samples_of
 from hpcrl.rollout.engines.diffusion.engine import DiffusionEngine
 from hpcrl.trainer.backends.diffusion.policy import AVERAGE, OLD, DiffusionPolicy
 from hpcrl.trainer.distributed import World
@@ -169,6 +172,17 @@ def test_an_export_is_a_transformer_that_diffusers_loads(painted: Painted, tmp_p
         theirs = loaded(latents, embeds, pooled, torch.tensor([500.0])).sample
         ours = policy._model(latents, torch.tensor([0.5]), {"prompt_embeds": embeds, "pooled_embeds": pooled})
     torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-4)
+
+
+def test_pictures_are_kept_and_shown(painted: Painted) -> None:
+    with Image.open(painted.run.picture("g1-0.0")) as image:
+        assert (image.format, image.size) == ("PNG", (32, 32))
+        kept = np.asarray(image)
+    (step,) = samples_of(painted.run, None)["trained"]
+    shown = {sample["name"]: sample for sample in step["samples"]}["g1-0.0"]
+    assert shown["picture"].startswith("data:image/png;base64,")
+    redness = kept[..., 0].mean() - (kept[..., 1].mean() + kept[..., 2].mean()) / 2
+    assert shown["facts"]["redness"] == pytest.approx(redness / 255, rel=1e-3)
 
 
 def test_encoding_in_one_thread_leaves_the_tokenizer_of_another_alone(engine: DiffusionEngine) -> None:
