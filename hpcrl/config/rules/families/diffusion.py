@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from hpcrl.config.adapters import begins_from_weights
 from hpcrl.config.derive import gpu_count, is_offline, reward_weights
 from hpcrl.config.errors import Problem
 from hpcrl.config.families import draws_steps, is_diffusion
@@ -75,7 +76,20 @@ def sampling(config: ConfigTree) -> Iterator[Problem]:
 def adapters_of_pipelines(config: ConfigTree) -> Iterator[Problem]:
     """What is kept beside the trained weights, which adapters alone are small enough for."""
     trainer, diffusers = config.trainer, config.trainer.policy.diffusers
-    if not is_diffusion(trainer) or trainer.policy.model.lora.rank:
+    if not is_diffusion(trainer):
+        return
+    lora = trainer.policy.model.lora
+    if lora.rank:
+        unlike = {
+            "init_method": begins_from_weights(lora),
+            "modules_to_save": bool(lora.modules_to_save),
+            "target_parameters": bool(lora.target_parameters),
+        }
+        for name in (name for name, used in unlike.items() if used):
+            yield Problem(
+                f"trainer.policy.model.lora.{name}",
+                f"changes weights beside the adapters, which alone are kept and published with {_SECTION}.enable; leave it out",
+            )
         return
     needing = {
         f'{_SECTION}.algorithm="nft"': diffusers.algorithm == "nft" and not is_offline(trainer),
@@ -104,6 +118,7 @@ def of_language_models(config: ConfigTree) -> Iterator[Problem]:
         "trainer.algorithm.min_filter_prefix_tokens": algorithm.min_filter_prefix_tokens is not None,
         "trainer.algorithm.observation_nll_coef": algorithm.observation_nll_coef is not None,
         "trainer.shared_prefixes": trainer.shared_prefixes,
+        "trainer.gradient_checkpointing_use_reentrant": trainer.gradient_checkpointing_use_reentrant,
         "trainer.max_tokens_per_micro_batch": trainer.max_tokens_per_micro_batch is not None,
         "trainer.ref.model.path": trainer.ref.model.path is not None,
         "trainer.policy.model_config_kwargs": bool(trainer.policy.model_config_kwargs),

@@ -82,6 +82,11 @@ OF_PICTURES = [
         {**DRAWN, **NO_KL, f"{LORA}.rank": 0},
     ),
     Case(
+        "what samples are made with is in the adapters",
+        {**PICTURES, f"{LORA}.init_method": "pissa"}, f"{LORA}.init_method", "changes weights beside the adapters",
+        {**PICTURES, f"{LORA}.init_method": "gaussian"},
+    ),
+    Case(
         "a denoising step has no vocabulary",
         {**PICTURES, f"{ALGORITHM}.use_entropy_loss": True}, f"{ALGORITHM}.use_entropy_loss", "belongs to language models",
         PICTURES,

@@ -28,6 +28,7 @@ from tests.trainer.material import make_run, train
 TINY = CONFIGS / "diffusion_tiny.toml"
 GRPO = (
     "trainer.policy.diffusers.algorithm=grpo",
+    "trainer.policy.diffusers.sample.solver=flow",
     "trainer.policy.diffusers.sample.deterministic_sampling=false",
     "trainer.policy.diffusers.sample.guidance_scale=3.0",
     "trainer.policy.diffusers.sample.noise_level=0.7",

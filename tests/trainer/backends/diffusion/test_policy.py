@@ -161,6 +161,28 @@ def test_the_engine_samples_with_the_old_adapter_and_evaluates_with_the_average(
     assert not torch.equal(sampled, evaluated)
 
 
+def test_whole_weights_reach_the_engine_and_blocks_may_be_computed_again(tmp_path: Path, alone: World) -> None:
+    no_reference = ("trainer.algorithm.use_kl_loss=false", "trainer.algorithm.kl_loss_coef=0.001")
+    without = (*GRPO, *no_reference, "trainer.policy.model.lora.rank=0")
+    config = tiny(*without, "trainer.policy.optimizer_config.lr=1e-4")
+    painted = paint(tmp_path / "run", config, launched(config), size=2)
+    policy = DiffusionPolicy(config.trainer, alone)
+    (sums,) = train_steps(policy, painted, alone, [1])
+    again = tiny(*without, "trainer.gradient_checkpointing=true")
+    (same,) = train_steps(DiffusionPolicy(again.trainer, alone), replace(painted, config=again), alone, [1])
+    assert same["final_loss"] == pytest.approx(sums["final_loss"], rel=1e-5)
+    Publisher(painted.run, 0, alone, torch.float32, 2, longest=64).publish(policy, 1)
+    engine, weights = launched(config), PublishedWeights.read(painted.run.weights_of(1))
+
+    async def play() -> float | None:
+        await engine.update_weights(weights)
+        return await engine.probe(weights, "float32", None)
+
+    difference = asyncio.run(play())
+    assert difference is not None
+    assert difference < 1e-4
+
+
 def test_an_export_is_a_transformer_that_diffusers_loads(painted: Painted, tmp_path: Path, alone: World) -> None:
     policy = DiffusionPolicy(painted.config.trainer, alone)
     train_steps(policy, painted, alone, [1])
