@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import json
 import sys
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import torch
-from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
 from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer
+
+diffusers: Any = import_module("diffusers")  # its names are made when they are asked for
 
 SUBJECTS = ("sunset", "forest", "ocean", "city", "desert", "meadow", "mountain", "river")
 STYLES = ("painting", "photo", "sketch", "poster")
@@ -55,12 +58,12 @@ def make_encoder(vocabulary: int, seed: int) -> CLIPTextModelWithProjection:
     return CLIPTextModelWithProjection(config).eval()
 
 
-def make_pipeline(seed: int = 0) -> StableDiffusion3Pipeline:
+def make_pipeline(seed: int = 0) -> Any:
     """Return the pipeline. The random VAE is scaled so that latents from N(0, 1) become colours all over the range."""
     tokenizer = make_tokenizer()
     encoders = [make_encoder(len(tokenizer), seed + at) for at in range(2)]
     torch.manual_seed(seed)
-    transformer = SD3Transformer2DModel(
+    transformer = diffusers.SD3Transformer2DModel(
         sample_size=8,
         patch_size=2,
         in_channels=4,
@@ -73,7 +76,7 @@ def make_pipeline(seed: int = 0) -> StableDiffusion3Pipeline:
         pooled_projection_dim=WIDTH,
         pos_embed_max_size=8,
     )
-    vae = AutoencoderKL(
+    vae = diffusers.AutoencoderKL(
         in_channels=3,
         out_channels=3,
         down_block_types=("DownEncoderBlock2D",) * 3,
@@ -90,9 +93,9 @@ def make_pipeline(seed: int = 0) -> StableDiffusion3Pipeline:
     )
     with torch.no_grad():
         vae.decoder.conv_out.weight.mul_(3.0)
-    return StableDiffusion3Pipeline(
+    return diffusers.StableDiffusion3Pipeline(
         transformer=transformer,
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
         vae=vae.eval(),
         text_encoder=encoders[0],
         tokenizer=tokenizer,

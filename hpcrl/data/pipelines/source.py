@@ -113,14 +113,15 @@ class PipelineSource:
             DataError: it cannot be loaded.
         """
         require_diffusers()
-        import diffusers
         import torch
+        from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+        from diffusers.utils import logging
 
-        diffusers.utils.logging.disable_progress_bar()  # of no use in a log file
+        logging.disable_progress_bar()  # of no use in a log file
         parts = {name: part for name, part in self.entries(INDEX).items() if isinstance(part, list)}
         left_out = dict.fromkeys(name for name, (_, found) in parts.items() if found is None)
         try:
-            pipeline = diffusers.DiffusionPipeline.from_pretrained(str(self.folder), dtype=dtype, **left_out)
+            pipeline: Any = DiffusionPipeline.from_pretrained(str(self.folder), dtype=dtype, **left_out)
         except (OSError, ValueError, RuntimeError) as error:
             raise self.not_a_pipeline(error) from error
         pipeline.vae.to(torch.float32)  # float16 overflows in it

@@ -9,10 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("diffusers")
-
-import diffusers
 from transformers import Gemma2Config, Gemma2Model
 
 from hpcrl.config.sections.diffusers import DiffusersConfig, DiffusionSamplingConfig
@@ -23,16 +19,18 @@ from hpcrl.errors import DataError
 from hpcrl.rollout.engines.diffusion.sampler import Sampler
 from tests.paths import CONFIGS
 
+diffusers: Any = pytest.importorskip("diffusers")
+
 TINY = CONFIGS / "diffusion_tiny"
 STEPS, GUIDANCE, PROMPT = 9, 2.5, "photo of a city"
 
 
-def settings(solver: str) -> DiffusersConfig:
+def settings(solver: Any) -> DiffusersConfig:
     sample = DiffusionSamplingConfig(
         num_steps=STEPS,
         guidance_scale=GUIDANCE,
         solver=solver,
-        deterministic_sampling=True,  # pyright: ignore[reportArgumentType]
+        deterministic_sampling=True,
     )
     return DiffusersConfig(
         enable=True, dtype="float32", inference_size=[32, 32], max_prompt_length=16, sample=sample, train_frames=1
@@ -63,7 +61,7 @@ def write_sana(folder: Path) -> Path:
     )
     pipeline: Any = diffusers.SanaPipeline(
         tokenizer, Gemma2Model(config).eval(), vae.eval(), transformer.eval(), scheduler
-    )  # pyright: ignore[reportArgumentType]
+    )
     pipeline.save_pretrained(folder)
     return folder
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("diffusers")
-
 from hpcrl.rundir.commit import read_json
 from hpcrl.rundir.layout import Run
 from tests.jobs.small_run import curve, finish, hpcrl, logs_of, wait_for
 from tests.paths import CONFIGS
+
+pytest.importorskip("diffusers")
 
 TINY = CONFIGS / "diffusion_tiny.toml"
 STEPS = 30

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from safetensors.torch import safe_open
+from safetensors import safe_open
 
 from hpcrl.config.derive import policy_model
 from hpcrl.config.sections.diffusers import DiffusersConfig

@@ -76,7 +76,9 @@ class DiffusionPolicy(FsdpExported[DiffusionModel]):
             batch = batch.to(self._world.device)
             rows = self._rows(batch)
             points = self._points(rows)
-            others = {other: self._velocity_of(other, rows, points) for other in self._task.compares}
+            others: dict[Other, torch.Tensor] = {
+                other: self._velocity_of(other, rows, points) for other in self._task.compares
+            }
             outputs = self._task.outputs(rows, points, self._velocity(rows, points), others)
             loss, sums = objective(batch, *(rows.scattered(values, len(batch.token_ids)) for values in outputs))
             (loss * self._scale.value if self._scale.changes else loss).backward()

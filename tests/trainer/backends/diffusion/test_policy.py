@@ -6,14 +6,11 @@ import asyncio
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
-
-pytest.importorskip("diffusers")
-
-import diffusers
-import numpy as np
 from PIL import Image
 
 from hpcrl.algorithms.diffusion.averages import average_decay
@@ -27,6 +24,8 @@ from hpcrl.trainer.distributed import World
 from hpcrl.trainer.saving.publish import Publisher
 from tests.trainer.backends.diffusion.material import GRPO, Painted, launched, minis, paint, tiny, train_steps
 from tests.trainer.material import make_run
+
+diffusers: Any = pytest.importorskip("diffusers")
 
 FOLLOWED = (
     "trainer.policy.diffusers.weight_copy_decay_type=1",
