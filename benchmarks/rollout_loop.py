@@ -115,8 +115,8 @@ class Instant(Engine, Launched):
 
 
 def be_worker(run: Run) -> None:
-    from hpcrl.data.chat import load_tokenizer, without_torch
-    from hpcrl.rollout.worker import work
+    from hpcrl.data.chat import decoder, load_tokenizer, without_torch
+    from hpcrl.rollout.worker import conversations, work
 
     job = runpy.run_path(str(ROOT / "jobs" / "rollout.py"))
     config = Config.from_toml([run.config])
@@ -124,7 +124,8 @@ def be_worker(run: Run) -> None:
     with without_torch():
         tokenizer = load_tokenizer(policy_model(config.trainer), config.generator.chat_template)
     status = StatusWriter(run, WORKER, 1)
-    asyncio.run(work(options, Instant(), tokenizer, config.generator, config.environment, status))
+    maker = conversations(options, tokenizer, config.generator, config.environment)
+    asyncio.run(work(options, Instant(), maker, decoder(tokenizer), status))
 
 
 def be_controller(run: Run) -> None:

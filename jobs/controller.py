@@ -11,7 +11,7 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
 
@@ -24,6 +24,7 @@ from hpcrl.config.derive import (
     samples_per_prompt,
     surplus_groups,
 )
+from hpcrl.config.families import is_diffusion
 from hpcrl.config.resume_changes import evaluation_settings
 from hpcrl.config.scorers import judges_of, scorer_number, scorer_numbers, scorer_sets, scoring_reward_model
 from hpcrl.config.sections.environment import REWARD_MODEL
@@ -36,6 +37,7 @@ from hpcrl.controller.score_queue import ScoreQueue
 from hpcrl.controller.service import Service
 from hpcrl.data.chat import token_counter, without_torch
 from hpcrl.data.datasets import load_dataset
+from hpcrl.data.pipelines.tokens import prompt_counter
 from hpcrl.data.prompts import drop_long, set_aside
 from hpcrl.data.token_cache import TokenCache
 from hpcrl.data.tokenize import AHEAD, Recipe, Tokenizer, tokenize_datasets, training_rows
@@ -118,24 +120,29 @@ def load(config: Config, status: StatusWriter) -> tuple[list[Prompt], list[Promp
         return [], []
     if data.test_size is not None and not offline:
         train, validation = set_aside(train, data.test_size)
-    with without_torch():
-        count_tokens = token_counter(
-            policy_model(config.trainer),
-            generator.chat_template,
-            generator.chat_template_kwargs,
-            data.image_processor_kwargs,
-        )
+    count_tokens, most = counted_prompts(config)
 
     def count(prompt: Prompt) -> int:
         status.write("loading data")  # renewed, because the others wait only as long as a large dataset makes progress
         return count_tokens(prompt)
 
     def fitting(prompts: list[Prompt], what: str) -> list[Prompt]:
-        kept = drop_long(prompts, count, config.trainer.max_prompt_length)
+        kept = drop_long(prompts, count, most)
         print(f"{len(kept)} of {len(prompts)} {what} prompts have at most max_prompt_length tokens", flush=True)
         return kept
 
     return fitting(train, "training"), fitting(validation, "evaluation") if evaluates else []
+
+
+def counted_prompts(config: Config) -> tuple[Callable[[Prompt], int], int]:
+    """Return what counts the tokens of a prompt, and how many it may have."""
+    trainer, generator = config.trainer, config.generator
+    with without_torch():
+        if is_diffusion(trainer):
+            return prompt_counter(policy_model(trainer)), trainer.policy.diffusers.max_prompt_length
+        template, options = generator.chat_template, generator.chat_template_kwargs
+        count = token_counter(policy_model(trainer), template, options, config.data.image_processor_kwargs)
+        return count, trainer.max_prompt_length
 
 
 def load_rows(run: Run, attempt: int, config: Config, status: StatusWriter) -> DatasetRows:

@@ -30,6 +30,7 @@ from hpcrl.config.derive import (
     policy_model,
     surplus_groups,
 )
+from hpcrl.config.families import is_diffusion
 from hpcrl.config.reward_model import reward_services
 from hpcrl.errors import HpcrlError
 from hpcrl.launch.agent.network import choose_port
@@ -43,9 +44,10 @@ from hpcrl.runtime.scratch import weight_copy_dir
 from hpcrl.runtime.signals import die_with_parent, end_process
 
 if TYPE_CHECKING:
+    from hpcrl.data.rollouts import Decode
     from hpcrl.rollout.engines.base import Launched
     from hpcrl.rollout.weights.receive import Receiver
-    from hpcrl.rollout.worker import WorkerOptions
+    from hpcrl.rollout.worker import Maker, WorkerOptions
 
 
 def main(path: str) -> None:
@@ -84,8 +86,6 @@ def serve(
             )
         )
         # what follows takes seconds to import, while the engine starts
-        from hpcrl.data.chat import load_tokenizer, without_torch
-        from hpcrl.data.vision.reader import ImageReader
         from hpcrl.rollout.weights.copies import NodeCopies
         from hpcrl.rollout.worker import work
 
@@ -93,10 +93,7 @@ def serve(
         if copies:
             receiver = weight_receiver(run, attempt, config.generator.inference_engine)
             options = replace(options, copies=stack.enter_context(closing(NodeCopies(copies, run, attempt, receiver))))
-        # code of the user's may use models of transformers, which need torch; nothing else here does
-        with nullcontext() if names_own_code(config) else without_torch():
-            tokenizer = load_tokenizer(policy_model(config.trainer), config.generator.chat_template)
-            reader = ImageReader.of(policy_model(config.trainer), config.data.image_processor_kwargs)
+        loaded = loaded_family(run, config)
         engine.wait_ready(start_s, lambda: status.write("starting engine"))
         if services := reward_services(config):
             from hpcrl.rollout.reward_services import RewardServices
@@ -108,8 +105,31 @@ def serve(
         controller = stack.enter_context(closing(Controller(run, attempt)))
         if not colocated:  # else its agent tells, once this process has ended and its memory is free
             stack.callback(controller.leave, options.name)
-        generator = replace(config.generator, max_input_length=max_input_length(config.generator, config.trainer))
-        asyncio.run(work(options, engine, tokenizer, generator, config.environment, status, reader))
+        maker, decode = loaded(options)
+        asyncio.run(work(options, engine, maker, decode, status))
+
+
+def loaded_family(run: Run, config: Config) -> Callable[[WorkerOptions], tuple[Maker, Decode]]:
+    """Load what the policy's family needs beside the engine; return what makes groups, and what decodes their tokens."""
+    model, generator, environment = policy_model(config.trainer), config.generator, config.environment
+    if is_diffusion(config.trainer):
+        from hpcrl.data.pipelines.tokens import row_decoder
+        from hpcrl.rollout.diffusion.generate import KeptPictures, pictures
+
+        interval = config.trainer.multi_modal_log_interval
+        kept = KeptPictures(run, interval) if interval else None
+        maker, decode = pictures(generator, environment, kept), row_decoder(model)
+        return lambda _: (maker, decode)
+    from hpcrl.data.chat import decoder, load_tokenizer, without_torch
+    from hpcrl.data.vision.reader import ImageReader
+    from hpcrl.rollout.worker import conversations
+
+    # code of the user's may use models of transformers, which need torch; nothing else here does
+    with nullcontext() if names_own_code(config) else without_torch():
+        tokenizer = load_tokenizer(model, generator.chat_template)
+        reader = ImageReader.of(model, config.data.image_processor_kwargs)
+    generator = replace(generator, max_input_length=max_input_length(generator, config.trainer))
+    return lambda options: (conversations(options, tokenizer, generator, environment, reader), decoder(tokenizer))
 
 
 def first_part(run: Run, config: Config, attempt: int, replica: int) -> Callable[[Path, Path], Launched] | None:

@@ -38,9 +38,9 @@ from hpcrl.config.derive import (
     is_offline,
     kept_versions,
     max_model_len,
-    policy_model,
     publishes,
 )
+from hpcrl.config.families import tokenizer_model
 from hpcrl.observe.timeline import Timeline
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.heartbeat import Heartbeat
@@ -141,7 +141,7 @@ def train(
     total, epoch = controller.start(step)
     save_interval, export_interval = checkpoint_interval(trainer, epoch), trainer.hf_save_interval
     learner.schedule(total)
-    export = partial(publisher.export, policy, model=policy_model(trainer), template=config.generator.chat_template)
+    export = partial(publisher.export, policy, model=tokenizer_model(trainer), template=config.generator.chat_template)
     if publisher.misses_export(start.checkpoint) and is_due(export_interval, step, total):
         export(step)
     try:

@@ -17,7 +17,7 @@ IMPORTS = CODE.imports()
 MOST_LINES, MOST_LINES_OF_A_FUNCTION, MOST_FILES = 450, 62, 15
 WITH_TORCH = (
     "jobs", "hpcrl.types", "hpcrl.algorithms", "hpcrl.data.group_file", "hpcrl.data.models", "hpcrl.data.vision.inputs", "hpcrl.data.weight_files", "hpcrl.data.weights.stream", "hpcrl.trainer", "hpcrl.rollout", "hpcrl.controller", "hpcrl.reward_service", "hpcrl.envs",
-    "hpcrl.planning.estimate", "hpcrl.planning.memory", "hpcrl.planning.partition", "hpcrl.planning.shapes",
+    "hpcrl.planning.estimate", "hpcrl.planning.memory", "hpcrl.planning.partition", "hpcrl.planning.pipelines", "hpcrl.planning.shapes",
 )  # fmt: skip
 """Modules, and folders, that may import torch; all others run on a login node."""
 
@@ -70,3 +70,23 @@ for name in {modules}:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
+
+
+KNOW_FAMILIES = {
+    "hpcrl.cli.plan",
+    "hpcrl.cli.samples",
+    "hpcrl.config.families",
+    "hpcrl.config.rules.families.diffusion",
+    "hpcrl.launch.submit.preflight",
+    "hpcrl.trainer.backends.build",
+    "hpcrl.trainer.load",
+    "hpcrl.trainer.offline.modes",
+    "jobs.controller",
+    "jobs.rollout",
+}
+"""Where a part is chosen by the family of the policy: what loads models, reads prompts and decodes tokens, and rules."""
+
+
+def test_only_what_chooses_a_family_asks_for_it() -> None:
+    asking = {name for name, path in CODE.files.items() if "is_diffusion(" in path.read_text()}
+    assert {name for name in asking if not name.startswith("hpcrl.config.convert")} == KNOW_FAMILIES

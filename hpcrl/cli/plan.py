@@ -107,9 +107,22 @@ def _models(config: Config) -> Iterator[str]:
     from importlib.util import find_spec
 
     from hpcrl.config.derive import models_of
-    from hpcrl.errors import DataError
+    from hpcrl.config.families import is_diffusion
+    from hpcrl.errors import DataError, RunError
     from hpcrl.launch.submit.models import fetch_entries, folder_of
 
+    if is_diffusion(config.trainer):
+        try:
+            from hpcrl.planning.devices import memory_of_rank
+            from hpcrl.planning.pipelines import describe_pipeline
+
+            lines, size = describe_pipeline(config)
+        except (ImportError, DataError, RunError) as error:
+            yield f"policy: its parameters and memory are not known: {error}"
+            return
+        yield from lines
+        yield _of_device(size, memory_of_rank(config), _unit(size)[0])
+        return
     named = models_of(config.trainer)
     here = {model: fetch_entries(model) for model in dict.fromkeys(named.values())}
     away = {role: model for role, model in named.items() if not here[model]}

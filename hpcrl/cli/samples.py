@@ -54,6 +54,8 @@ def _samples(arguments: argparse.Namespace) -> int:
     print(f"{run.name}: {len(shown)} of {len(found)} samples of {of}{order if arguments.order else ''}")
     for rollout in shown:
         print("\n".join(["", *_lines(rollout)]))
+        if (picture := run.picture(rollout.name)).exists():
+            print(one_line(f"--- picture {picture}"))
     return 0
 
 
@@ -65,12 +67,16 @@ def decoder_of(run: Run) -> Decode:
     """
     from hpcrl.config import Config
     from hpcrl.config.derive import policy_model
+    from hpcrl.config.families import is_diffusion
     from hpcrl.data.chat import decoder, load_tokenizer
+    from hpcrl.data.pipelines.tokens import row_decoder
     from hpcrl.errors import RunError
 
     config = Config.from_toml([run.config])
     model = policy_model(config.trainer)
     try:
+        if is_diffusion(config.trainer):
+            return row_decoder(model)
         return decoder(load_tokenizer(model, config.generator.chat_template))
     except ImportError as error:
         raise RunError(f"samples are decoded with {error.name}, which is not here: look where the jobs run") from error

@@ -219,7 +219,7 @@ _TABLE: tuple[tuple[Effect, str], ...] = (
         trainer.max_ckpts_to_keep trainer.ckpt_interval trainer.ckpt_interval_epochs trainer.ckpt_mode
         trainer.ckpt_keep_every trainer.ckpt_keep_best trainer.ckpt_keep_best_mode trainer.ckpt_on_error
         trainer.hf_save_interval trainer.eval_batch_size trainer.eval_before_train trainer.eval_interval
-        trainer.dump_data_batch trainer.dump_eval_results vla.save_video vla.trace_verbosity
+        trainer.dump_data_batch trainer.dump_eval_results trainer.multi_modal_log_interval vla.save_video vla.trace_verbosity
         """,
     ),
     (

@@ -31,15 +31,19 @@ class Unimplemented:
 
 
 _FP4 = Unimplemented("training in FP4, which torchao has not; use fp8")
+_VIDEOS = Unimplemented("videos by diffusion")
+_FLOW_MATCHING = Unimplemented("learning from datasets of pictures")
 
 
 UNIMPLEMENTED: dict[str, Unimplemented] = {
-    "trainer.policy.model.lora.adapter_names": Unimplemented("diffusion models"),
     "trainer.policy.low_precision.fp4": _FP4,
     "trainer.policy.low_precision.fp4_recipe": _FP4,
     "trainer.policy.low_precision.fp4_granularity": _FP4,
-    "trainer.policy.diffusers": Unimplemented("diffusion models"),
-    "trainer.critic.model.lora.adapter_names": Unimplemented("diffusion models"),
+    **{f"trainer.policy.diffusers.{name}": _FLOW_MATCHING for name in ("weighting_scheme", "logit_mean", "logit_std")},
+    "trainer.policy.diffusers.is_video": _VIDEOS,
+    "trainer.policy.diffusers.inference_frames": _VIDEOS,
+    "trainer.policy.diffusers.train_frames": _VIDEOS,
+    "trainer.policy.diffusers.tokenizer": _VIDEOS,
     "vla": Unimplemented("vision-language-action models"),
 }
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from hpcrl.config import EnvironmentConfig
 from hpcrl.config.derive import reward_weights
@@ -22,6 +22,9 @@ from hpcrl.envs.rewards.weighted import WeightedRewards
 from hpcrl.errors import DataError, UserCodeError
 from hpcrl.rollout.threads import Call, CallThreads, TooLong
 from hpcrl.types import LARGEST, LONGEST_NAME, Kind, Work, is_name
+
+if TYPE_CHECKING:
+    import numpy as np
 
 R = TypeVar("R")
 
@@ -117,9 +120,9 @@ class EnvSession:
 
         return self._ask(begin)
 
-    def step(self, text: str, n_tokens: int) -> Answer[Turn]:
-        """Ask for the answer to the policy's text, which has `n_tokens` tokens."""
-        return self._ask(lambda: _checked(self._answer(text, n_tokens)))
+    def step(self, text: str, n_tokens: int, image: np.ndarray | None = None) -> Answer[Turn]:
+        """Ask for the answer to the policy's text, which has `n_tokens` tokens, or to its picture; the latter only rewards answer."""
+        return self._ask(lambda: _checked(self._answer(text, n_tokens, image)))
 
     @property
     def plays(self) -> bool:
@@ -143,7 +146,7 @@ class EnvSession:
         if self._environment is not None:
             self._environment.close()
 
-    def _answer(self, text: str, n_tokens: int) -> Turn:
+    def _answer(self, text: str, n_tokens: int, image: np.ndarray | None) -> Turn:
         prompt = self._work.prompt
         if self._rewards is None:
             return cast(Environment, self._environment).step(text)
@@ -155,6 +158,7 @@ class EnvSession:
                 max_tokens=self._max_tokens,
                 messages=prompt.messages,
                 extras=prompt.extras,
+                image=image,
             )
         )
 

@@ -16,13 +16,12 @@ import asyncio
 import gc
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hpcrl.config import EnvironmentConfig, GeneratorConfig
-from hpcrl.data.chat import decoder
 from hpcrl.data.group_file import group_bytes
 from hpcrl.data.kept_files import EvalRow, append_rows
 from hpcrl.data.rollouts import Decode
@@ -41,7 +40,7 @@ from hpcrl.rollout.lessons import Lessons
 from hpcrl.rollout.limiter import ConcurrencyLimiter
 from hpcrl.rollout.metrics import RolloutMetrics
 from hpcrl.rollout.threads import in_thread
-from hpcrl.rollout.turns import KeptTurns
+from hpcrl.rollout.turns import KeptTurns, Turns
 from hpcrl.rollout.weights.copies import NodeCopies
 from hpcrl.rollout.weights.fetch import fetch
 from hpcrl.rundir.commit import write_files
@@ -97,25 +96,35 @@ class WorkerOptions:
         return f"rollout-{self.replica}"
 
 
-async def work(
+class Generator(Protocol):
+    """Turns work into groups with one engine, many at a time."""
+
+    async def generate(self, work: Work, turns: Turns | None = None) -> Group:
+        """Return the group of a piece of work; errors as of `GroupGenerator.generate`."""
+        ...
+
+
+Maker = Callable[[Engine], AbstractAsyncContextManager[Generator]]
+"""Makes what generates with an engine, for as long as it is used: what a family of policies brings."""
+
+
+def conversations(
     options: WorkerOptions,
-    launched: Launched,
     tokenizer: PreTrainedTokenizerBase,
     config: GeneratorConfig,
     environment: EnvironmentConfig,
-    process_status: StatusWriter,
     reader: ImageReader | None = None,
-) -> None:
-    """Work with an engine that is ready until the controller says stop; as `Worker.run`.
+) -> Maker:
+    """Return what makes the generator of language models.
 
     Args:
         reader: of the policy; None: it sees no images.
     """
-    engine = launched.connect(replica=options.name)
-    gc.freeze()  # what is loaded stays, and to look through it for garbage takes a quarter of a second each time
-    try:
+
+    @asynccontextmanager
+    async def made(engine: Engine) -> AsyncIterator[Generator]:
         async with serving(config, tokenizer, options.replica) as server:
-            generator = GroupGenerator(
+            yield GroupGenerator(
                 engine,
                 tokenizer,
                 config,
@@ -126,7 +135,23 @@ async def work(
                 server,
                 reader,
             )
-            await Worker(options, launched, engine, generator, process_status, decoder(tokenizer)).run()
+
+    return made
+
+
+async def work(
+    options: WorkerOptions, launched: Launched, maker: Maker, decode: Decode, process_status: StatusWriter
+) -> None:
+    """Work with an engine that is ready until the controller says stop; as `Worker.run`.
+
+    Args:
+        decode: tokens of rows to text.
+    """
+    engine = launched.connect(replica=options.name)
+    gc.freeze()  # what is loaded stays, and to look through it for garbage takes a quarter of a second each time
+    try:
+        async with maker(engine) as generator:
+            await Worker(options, launched, engine, generator, process_status, decode).run()
     finally:
         await engine.close()
 
@@ -139,7 +164,7 @@ class Worker:
         options: WorkerOptions,
         launched: Launched,
         engine: Engine,
-        generator: GroupGenerator,
+        generator: Generator,
         process_status: StatusWriter,
         decode: Decode,
     ) -> None:

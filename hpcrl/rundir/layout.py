@@ -21,6 +21,7 @@
   checkpoints/s000041u2/           the same after 2 optimizer steps of step 42, where a stop request came in between
   checkpoints/starts.jsonl         which checkpoint each attempt loaded and went on from
   exports/s000040/                 HF format
+  pictures/g….0.png                what the first sample of a group painted; trainer.multi_modal_log_interval
   dumps/s000042/                   what step 42 trained, with advantages; trainer.dump_data_batch
   evals/v000010/<replica>.jsonl    texts and scores of the evaluation samples
   evals/v000010/losses.json        of validation sets
@@ -188,6 +189,10 @@ class Run:
     @property
     def dumps(self) -> Path:
         return self.path / "dumps"
+
+    def picture(self, sample: str) -> Path:
+        """Return where the picture of a sample is, <group>.<place in it>, if it is kept."""
+        return self.path / "pictures" / f"{sample}.png"
 
     @property
     def evals(self) -> Path:

@@ -9,6 +9,7 @@ import torch
 
 from hpcrl.config import Config, TrainerConfig, max_seq_len, temperature
 from hpcrl.config.derive import is_offline, micro_batch_tokens, teaches_rows, uses_reference
+from hpcrl.config.families import is_diffusion
 from hpcrl.rundir.layout import Run
 from hpcrl.trainer.backends.base import CriticEngine, PolicyEngine
 from hpcrl.trainer.backends.build import build_critic, build_policy
@@ -66,6 +67,10 @@ def load_learner(
 
 
 def _flops(trainer: TrainerConfig) -> ModelFlops:
+    if is_diffusion(trainer):
+        from hpcrl.trainer.backends.diffusion.model import diffusion_flops
+
+        return diffusion_flops(trainer)
     model = policy_source(trainer).empty(torch.float32, PACKED)
     mark_trained(model, trainer.policy, torch.float32)
     return ModelFlops.of(model)

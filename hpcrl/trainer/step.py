@@ -11,7 +11,8 @@ from itertools import chain
 import torch
 
 from hpcrl.config import TrainerConfig, uses_reference
-from hpcrl.config.derive import compares_with_reference, is_offline, self_teacher, teaches_rows
+from hpcrl.config.derive import is_offline, self_teacher, teaches_rows
+from hpcrl.config.families import compares_logprobs, scores_with_reference
 from hpcrl.config.reward_model import trains_reward_model
 from hpcrl.config.scorers import rewards_count, trainer_has_reference
 from hpcrl.observe.metrics import Histogram
@@ -177,6 +178,8 @@ class Learner:
                             todo.done.append(UpdateResult(sums, report))
                             self._random = random_state(self.world.device)
                             self.consensus.mark_progress()
+                if self._ranks.policy:
+                    self.policy.end_batch(batch.step)
         if not self._ranks.policy:
             return {}
         lengths, computed = (
@@ -240,13 +243,13 @@ class Learner:
         # what the first update trains, and only once, still meets the old policy itself
         old = not first or self._trainer.update_epochs_per_batch > 1 or algorithm.use_kl_in_reward
         old = old or self._trainer.distillation.enable
-        here = self._ranks.policy
+        here, old = self._ranks.policy, old and compares_logprobs(self._trainer)
         if here and old and not algorithm.use_rollout_logprobs_for_loss and not self._offline:
             if algorithm.approximate_old_logprobs:
                 scores.staleness = mini.samples.staleness.clamp(min=0)
             else:
                 scores.old_logprobs = mini.scored(self.policy.logprobs, before)
-        if here and trainer_has_reference(self._trainer) and compares_with_reference(self._trainer):
+        if here and trainer_has_reference(self._trainer) and scores_with_reference(self._trainer):
             scores.ref_logprobs = mini.scored(partial(self.policy.logprobs, reference=True), before)
         if here and teaches_rows(self._trainer):
             score_by_teacher(batch, mini, self.policy, self._trainer.distillation, before)

@@ -21,7 +21,7 @@ import torch
 from hpcrl.config import Config, EnvironmentConfig, GeneratorConfig, SamplingParams
 from hpcrl.config.sections.generator import ChatTemplateConfig
 from hpcrl.config.sections.model import Pretrained
-from hpcrl.data.chat import load_tokenizer
+from hpcrl.data.chat import decoder, load_tokenizer
 from hpcrl.data.group_file import read_group
 from hpcrl.data.kept_files import read_rows
 from hpcrl.data.weight_files import PublishedWeights
@@ -29,7 +29,7 @@ from hpcrl.errors import CommitError, ConfigError, EngineError, HpcrlError
 from hpcrl.observe.metrics import merged
 from hpcrl.rollout.engines.vllm.client import EngineClient
 from hpcrl.rollout.engines.vllm.server import Server
-from hpcrl.rollout.worker import WorkerOptions, work
+from hpcrl.rollout.worker import WorkerOptions, conversations, work
 from hpcrl.rundir.commit import COMMIT, MANIFEST, write_text
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.process_status import StatusWriter, read_process_statuses
@@ -97,7 +97,8 @@ def start(
 
     def main() -> None:
         try:
-            asyncio.run(work(options, server, TOKENIZER, GENERATOR, EnvironmentConfig(), status))
+            maker = conversations(options, TOKENIZER, GENERATOR, EnvironmentConfig())
+            asyncio.run(work(options, server, maker, decoder(TOKENIZER), status))
         except HpcrlError as error:
             failed.append(error)
 

@@ -30,6 +30,13 @@ from hpcrl.config.rules.cluster import (
     time_to_save,
     ways_of_weights,
 )
+from hpcrl.config.rules.families.diffusion import (
+    adapters_of_pipelines,
+    of_language_models,
+    pipelines,
+    rewards_of_pictures,
+    sampling,
+)
 from hpcrl.config.rules.generation import (
     chat,
     datasets,
@@ -339,18 +346,6 @@ def _experts(config: ConfigTree) -> Iterator[Problem]:
         )
 
 
-def _diffusion(config: ConfigTree) -> Iterator[Problem]:
-    sample = config.trainer.policy.diffusers.sample
-    if (
-        config.trainer.policy.diffusers.enable
-        and sample.solver in ("dpm1", "dpm2")
-        and not sample.deterministic_sampling
-    ):
-        yield Problem(
-            "trainer.policy.diffusers.sample.deterministic_sampling", f"{sample.solver} needs it; set it to true"
-        )
-
-
 _CALCULATING: tuple[Rule, ...] = (
     whole_mini_batches,
     parallel_sizes,
@@ -413,7 +408,11 @@ RULES: tuple[Rule, ...] = (
     reference_apart,
     ranks_of_scorers,
     enough_scorers,
-    _diffusion,
+    pipelines,
+    sampling,
+    adapters_of_pipelines,
+    of_language_models,
+    rewards_of_pictures,
     reward_names,
     filter_metrics,
     several_rewards,

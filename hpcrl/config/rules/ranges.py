@@ -210,6 +210,7 @@ RANGES: dict[str, Range] = {
     "temporal_window": _COUNT,
     "ema.decay": _SHARE,
     "update_step_interval": _COUNT,
+    "multi_modal_log_interval": _COUNT,
     "num_envs": _COUNT,
     "proprio_dim": _COUNT,
     "num_images_in_input": _COUNT,

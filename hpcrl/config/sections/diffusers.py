@@ -57,7 +57,10 @@ class EmaConfig:
 @dataclass(frozen=True, kw_only=True)
 class DiffusersConfig:
     enable: bool = False
-    """The policy is a diffusion pipeline (Hugging Face diffusers)."""
+    """The policy is a diffusion pipeline (Hugging Face diffusers): trainer.policy.model.path has its model_index.json."""
+
+    algorithm: Literal["nft", "grpo"] = "nft"
+    """How rewards train it; nft: final samples are noised anew, and the velocity is fitted to good ones and away from bad ones (DiffusionNFT, arXiv:2509.16117); grpo: the denoising steps are actions with probabilities, trained by trainer.algorithm.policy_loss_type (Flow-GRPO, arXiv:2505.05470)."""
 
     dtype: Literal["float16", "bfloat16", "float32"] = "float16"
     """Number type of the transformer and the text encoder."""

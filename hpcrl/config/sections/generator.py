@@ -13,9 +13,9 @@ NODE = "node"
 
 @dataclass(frozen=True, kw_only=True)
 class InferenceEngineConfig:
-    backend: Literal["vllm", "transformers"] = "vllm"
-    """The engine: vllm, a server on its own; or transformers, in the process of the rollout worker, for trying, for machines without vLLM and
-    for models that it does not know."""
+    backend: Literal["vllm", "transformers", "diffusers"] = "vllm"
+    """The engine: vllm, a server on its own; transformers, in the process of the rollout worker, for trying, for machines without vLLM and
+    for models that it does not know; or diffusers, in that process too, for policies that are diffusion pipelines."""
 
     model_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Number type of weights and activations in the engine; weights are cast to it on arrival."""

@@ -88,9 +88,6 @@ class LoraConfig:
     rank_pattern: dict[str, int] = field(default_factory=dict)
     """Other ranks for the modules whose names match these regular expressions."""
 
-    adapter_names: list[str] = field(default_factory=lambda: ["default"])
-    """Adapters to make; only diffusion models have several."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:

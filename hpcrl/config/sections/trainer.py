@@ -311,3 +311,6 @@ class TrainerConfig:
 
     dump_eval_results: bool = True
     """Write texts and scores of each evaluation into the run directory."""
+
+    multi_modal_log_interval: int | None = None
+    """Versions of a policy that paints between those whose training samples are kept as PNG files in pictures/ of the run directory, for `hpcrl samples` and reports; those of evaluations are kept too. Unset: none."""

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hpcrl.config import EnvironmentConfig
 from hpcrl.envs.base import Turn
 from hpcrl.errors import DataError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +25,7 @@ class Response:
         max_tokens: tokens that it may have chosen, max_generate_length of training or evaluation.
         messages: the prompt; images as of hpcrl/envs/base.py.
         extras: the columns of the prompt's row that are not hpcrl's own.
+        image: what a diffusion policy has painted, uint8 [height, width, 3], or [frames, height, width, 3] of a video; None: it said `text`.
     """
 
     text: str
@@ -30,6 +34,7 @@ class Response:
     max_tokens: int = 0
     messages: list[dict[str, Any]] = field(default_factory=list)
     extras: Mapping[str, Any] = field(default_factory=dict)
+    image: np.ndarray | None = None
 
 
 Reward = Callable[[Response, EnvironmentConfig], float]

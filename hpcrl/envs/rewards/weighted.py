@@ -10,6 +10,7 @@ from hpcrl.config import EnvironmentConfig
 from hpcrl.config.import_path import find
 from hpcrl.envs.base import Turn, user_code
 from hpcrl.envs.rewards.boxed import boxed_math
+from hpcrl.envs.rewards.images import brightness, redness, symmetry
 from hpcrl.envs.rewards.numbers import direct_math, expected_form, expected_number, gsm8k
 from hpcrl.envs.rewards.response import Response, Reward, ground_truth
 from hpcrl.envs.rewards.tags import single_choice, well_formed
@@ -35,6 +36,9 @@ REWARDS: dict[str, Reward] = {
     "direct_math": direct_math,
     "format": well_formed,
     "overlong": overlong,
+    "redness": redness,
+    "brightness": brightness,
+    "symmetry": symmetry,
 }
 
 GROUND_TRUTHS: dict[str, Callable[[Any], object]] = {

@@ -31,7 +31,7 @@ from hpcrl.config.sections.model import ExpertsConfig, Pretrained
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.data.model_config import download
 
-MODEL_FILE = "config.json"
+MODEL_FILE, PIPELINE_FILE = "config.json", "model_index.json"
 
 
 def is_local(path: str) -> bool:

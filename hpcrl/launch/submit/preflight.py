@@ -19,6 +19,7 @@ from hpcrl.config import Config, total_steps
 from hpcrl.config.adapters import adapters
 from hpcrl.config.derive import has_engines, is_offline, steps_per_epoch
 from hpcrl.config.errors import Problem, raise_together
+from hpcrl.config.families import is_diffusion
 from hpcrl.config.packages import missing_packages
 from hpcrl.config.resume_changes import Change, changes_from_path
 from hpcrl.config.sections.alerts import AlertsConfig
@@ -35,11 +36,11 @@ from hpcrl.errors import ConfigError, DataError
 from hpcrl.launch.submit.engine import check_engine, layers_over_nodes, merged_for_engines
 from hpcrl.launch.submit.models import (
     MODEL_FILE,
+    PIPELINE_FILE,
     check_layouts,
     check_packing,
     check_routers,
     entries_of,
-    folder_of,
     is_local,
     unchecked_models,
 )
@@ -168,7 +169,8 @@ def _of_models(config: Config) -> Iterator[Problem]:
     yield from _of_reward_model("environment.reward_model", judge.model, judge.revision, judge.chat_template)
     for role, model in (("policy", trainer.policy.model), ("ref", trainer.ref.model), ("critic", trainer.critic.model)):
         place = f"trainer.{role}.model"
-        yield from _of_directory(f"{place}.path", model.path, f"{place}.revision", model.revision)
+        file = PIPELINE_FILE if role == "policy" and is_diffusion(trainer) else MODEL_FILE
+        yield from _of_directory(f"{place}.path", model.path, f"{place}.revision", model.revision, file)
     if distillation.enable:
         place = "trainer.distillation"
         if distillation.precomputed_logprobs is None:  # else nothing loads it
@@ -187,12 +189,13 @@ def _of_models(config: Config) -> Iterator[Problem]:
 
 
 def _of_directory(
-    setting: str, model: str | None, revision_setting: str = "", revision: str | None = None
+    setting: str, model: str | None, revision_setting: str = "", revision: str | None = None, file: str = MODEL_FILE
 ) -> Iterator[Problem]:
     if not model or not is_local(model):
         return
-    if not folder_of(Pretrained(model)):
-        yield Problem(setting, f"{model} is no model directory (it has no {MODEL_FILE})")
+    if not Path(model, file).expanduser().is_file():
+        what = "directory of a diffusion pipeline" if file == PIPELINE_FILE else "model directory"
+        yield Problem(setting, f"{model} is no {what} (it has no {file})")
     if revision is not None:
         yield Problem(
             revision_setting,

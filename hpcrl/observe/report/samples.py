@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+from base64 import b64encode
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -45,7 +46,7 @@ def samples_of(run: Run, decode: Decode | None) -> dict[str, Any]:
     trained, size = dict[int, Any](), 0
     for step in _spread([step for step in batch_steps(run)[::-1] if _is_there(run, step)], _MOST_STEPS):
         with suppress(DataError, RunError):
-            found = [_trained(run, *one, decode) for one in _chosen(run, step)]
+            found = [_with_picture(run, _trained(run, *one, decode)) for one in _chosen(run, step)]
             size += len(json.dumps(found))
             if size > _LARGEST and trained:
                 break
@@ -58,11 +59,20 @@ def samples_of(run: Run, decode: Decode | None) -> dict[str, Any]:
         with suppress(DataError, RunError):
             _, rollouts = evaluated_samples(run, version)
             places = _places([rollout.reward for rollout in rollouts], version)
-            evaluated[version] = [_evaluated(rollouts[place]) for place in places]
+            evaluated[version] = [_with_picture(run, _evaluated(rollouts[place])) for place in places]
     return {
         "trained": [{"step": step, "samples": trained[step]} for step in sorted(trained)],
         "evaluated": [{"step": version, "samples": evaluated[version]} for version in sorted(evaluated)],
     }
+
+
+def _with_picture(run: Run, sample: dict[str, Any]) -> dict[str, Any]:
+    """Return a sample with its picture, as the page shows it, where one is kept."""
+    try:
+        content = run.picture(sample["name"]).read_bytes()
+    except OSError:
+        return sample
+    return {**sample, "picture": f"data:image/png;base64,{b64encode(content).decode()}"}
 
 
 def _is_there(run: Run, step: int) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hpcrl.config import SamplingParams
@@ -37,6 +37,7 @@ class Generation:
         top_ids: for each token, those that the policy finds most probable in its place, the most probable one first; None where nobody asks.
         experts: [T - 1, L, k] int16, the experts that each token of prompt and response but the last went to in each of L layers; None where
             nobody asks (trainer.policy.experts.router_replay).
+        tensors: what a row has of it beside numbers for its tokens, as of Sample.
     """
 
     token_ids: list[int]
@@ -46,6 +47,7 @@ class Generation:
     sampling_mask: list[list[int]] | None = None
     top_ids: list[list[int]] | None = None
     experts: NDArray[np.int16] | None = None
+    tensors: dict[str, np.ndarray] = field(default_factory=dict)
 
 
 Heard = Callable[[Sequence[int], Sequence[float]], None]

@@ -36,6 +36,10 @@ def launched(
             from hpcrl.rollout.engines.embedded.launch import Embedded, embedded_options
 
             engine = Embedded(embedded_options(config))
+        elif config.generator.inference_engine.backend == "diffusers":
+            from hpcrl.rollout.engines.diffusion.launch import Diffusion
+
+            engine = Diffusion.of(config)
         elif config.generator.inference_engine.remote_urls:
             from hpcrl.rollout.engines.vllm.remote import Remote, remote_options
 

@@ -192,6 +192,14 @@ class PolicyEngine(Engine, Protocol):
         """Return the adapters, on every rank; None: there are none. All ranks call it."""
         ...
 
+    def sampling_adapter(self) -> Adapter | None:
+        """Return the adapters that engines sample with, which may be others than those that are trained; as `adapter`."""
+        ...
+
+    def end_batch(self, step: int) -> None:
+        """Hear that all optimizer steps of the batch of `step` are made."""
+        ...
+
 
 class CriticEngine(Engine, Protocol):
     """A critic in training."""

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from typing import cast
 
 from hpcrl.config.errors import Problem
+from hpcrl.config.families import is_diffusion
 from hpcrl.config.packages import missing_packages
 from hpcrl.config.reward_model import trains_reward_model
 from hpcrl.config.sections.trainer import TrainerConfig
@@ -39,6 +40,10 @@ def build_policy(trainer: TrainerConfig, temperature: float, world: World) -> Po
             return cast(PolicyEngine, MegatronRewardModel(trainer, world))
         return MegatronPolicy(trainer, temperature, world)
     _require(missing_packages(trainer))
+    if is_diffusion(trainer):
+        from hpcrl.trainer.backends.diffusion.policy import DiffusionPolicy
+
+        return DiffusionPolicy(trainer, world)
     from hpcrl.trainer.backends.fsdp.engine import FsdpPolicy, FsdpRewardModel
 
     if trains_reward_model(trainer):

@@ -8,8 +8,10 @@ import torch
 
 from hpcrl.algorithms.reductions import Reduction
 from hpcrl.config.derive import trains_pairs
+from hpcrl.config.families import is_diffusion
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.trainer.backends.base import Objective
+from hpcrl.trainer.diffusion import diffusion_objective
 from hpcrl.trainer.loss import build_objective, build_reduction
 from hpcrl.trainer.offline.likelihood import LikelihoodMeasure, build_likelihood_objective
 from hpcrl.trainer.offline.preferences import PAIRS_REDUCTION, PreferenceMeasure, build_preference_objective
@@ -40,6 +42,8 @@ def objective_of(trainer: TrainerConfig) -> Objective:
     Raises:
         ConfigError: as of `build_objective`.
     """
+    if is_diffusion(trainer):
+        return diffusion_objective(trainer)
     match trainer.mode:
         case "rl":
             return build_objective(trainer.algorithm, trainer.distillation)

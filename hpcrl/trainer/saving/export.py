@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from hpcrl.config import Config, FSDPConfig, temperature
-from hpcrl.config.derive import kept_versions, policy_model
+from hpcrl.config.derive import kept_versions
+from hpcrl.config.families import tokenizer_model
 from hpcrl.config.rules.megatron_groups import on_one_rank
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.rundir.layout import Run, position_of
@@ -37,7 +38,7 @@ def export_checkpoint(run: Run, checkpoint: Path, target: Path) -> None:
         dtype = DTYPES[config.generator.inference_engine.model_dtype]
         publisher = Publisher(run, 0, world, dtype, kept_versions(config.trainer))
         publisher.export(
-            engine, position[0], policy_model(config.trainer), config.generator.chat_template, target=target
+            engine, position[0], tokenizer_model(config.trainer), config.generator.chat_template, target=target
         )
 
 

@@ -117,7 +117,7 @@ class Publisher:
         if self._world.rank0_broadcast(lambda: committed_by(target)) == self._attempt:
             return {}
         began = time.monotonic()
-        adapter, probe = engine.adapter() if self._adapters else None, self._probe(engine)
+        adapter, probe = engine.sampling_adapter() if self._adapters else None, self._probe(engine)
         if adapter:
             size = self._write_adapter(adapter.scaled(self._dtype), target, probe, version)
         else:
@@ -164,14 +164,14 @@ class Publisher:
         self,
         engine: PolicyEngine,
         step: int,
-        model: Pretrained,
+        model: Pretrained | None,
         template: ChatTemplateConfig,
         target: Path | None = None,
     ) -> Path:
         """Commit a model directory for transformers and vLLM, and return it; what this attempt has committed stays as it is.
 
         Args:
-            model: whose tokenizer it gets.
+            model: whose tokenizer it gets; None: the policy has none of its own.
             template: chat template with which the policy was trained; the tokenizer keeps it.
             target: the directory; None: exports/s<step>.
 
@@ -182,7 +182,8 @@ class Publisher:
 
         def complete(directory: Path) -> None:
             engine.export_config(directory, self._dtype)
-            load_tokenizer(model, template).save_pretrained(directory)
+            if model is not None:
+                load_tokenizer(model, template).save_pretrained(directory)
             if adapter:
                 adapter.write(directory / ADAPTER)
 

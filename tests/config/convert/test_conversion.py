@@ -133,13 +133,14 @@ def test_the_report_ends_with_what_needs_a_hand() -> None:
 
 def test_what_is_not_implemented_yet_takes_part_in_the_check_of_the_result() -> None:
     values = {"data.train_data": ["t.parquet"], "trainer.policy.model.path": "m", "trainer.eval_interval": 0}
-    diffusers = "trainer.policy.diffusers"
-    conversion = Conversion("somewhere", values | {f"{diffusers}.enable": True})
+    conversion = Conversion("somewhere", values | {"vla.enable": True, "trainer.policy.diffusers.enable": True})
     conversion.finish()
-    assert [(entry.kind, entry.source) for entry in conversion.entries] == [
-        ("unimplemented", f"{diffusers}.enable"),
-        ("conflict", f"{diffusers}.sample.deterministic_sampling"),  # which the default solver needs
-    ]
+    found = [(entry.kind, entry.source) for entry in conversion.entries]
+    assert ("unimplemented", "vla.enable") in found
+    assert (
+        "conflict",
+        "trainer.policy.diffusers.sample.deterministic_sampling",
+    ) in found  # which the default solver needs
 
 
 def test_what_no_switch_turns_on_is_dropped(tmp_path: Path) -> None:

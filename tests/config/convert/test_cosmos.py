@@ -321,7 +321,9 @@ def test_a_diffusion_model_of_the_older_version() -> None:
     values, diffusers = conversion.values, "trainer.policy.diffusers"
     assert (values[f"{diffusers}.enable"], values[f"{diffusers}.nft_beta"]) == (True, 0.5)
     assert (values[f"{diffusers}.ema.enable"], values[f"{diffusers}.ema.update_step_interval"]) == (True, 1)
-    assert values["trainer.policy.model.lora.adapter_names"] == ["default", "ref"]
+    assert values["generator.inference_engine.backend"] == "diffusers"
+    (names,) = entries(conversion, "policy.lora.lora_names")
+    assert names.kind == "dropped"
     assert values["environment.remote_reward.reward_function"] == {"pickscore": 1.0}
     assert values["environment.remote_reward.score_key"] == "pick"
     assert "trainer.algorithm.policy_loss_type" not in values

@@ -5,7 +5,6 @@ from __future__ import annotations
 from tests.config.rules.skyrl_cases import (
     ALGORITHM,
     CORRECTION,
-    DIFFUSERS,
     DISTILLATION,
     LORA,
     NO_KL,
@@ -100,11 +99,6 @@ COSMOS = [
         "distillation needs a teacher",
         {f"{DISTILLATION}.enable": True}, f"{DISTILLATION}.model_path", "required with trainer.distillation.enable",
         {f"{DISTILLATION}.enable": True, f"{DISTILLATION}.model_path": "t"},
-    ),
-    Case(
-        "the solvers of ODEs need deterministic sampling",
-        {f"{DIFFUSERS}.enable": True}, f"{DIFFUSERS}.sample.deterministic_sampling", "set it to true",
-        {f"{DIFFUSERS}.enable": True, f"{DIFFUSERS}.sample.solver": "flow"},
     ),
     Case(
         "one low precision at a time",

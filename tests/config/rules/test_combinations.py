@@ -21,9 +21,11 @@ from hpcrl.config.rules import combinations as rules
 from hpcrl.config.rules import megatron_layouts as layouts
 from hpcrl.config.rules import rewards as scoring
 from hpcrl.config.rules.combinations import impossible
+from hpcrl.config.rules.families import diffusion
 from hpcrl.config.validate import build
 from tests.config.rules.cosmos_cases import COSMOS
 from tests.config.rules.engine_cases import AGENTS, ENGINES
+from tests.config.rules.families.diffusion_cases import OF_PICTURES
 from tests.config.rules.mode_cases import OF_ALGORITHMS, OF_MODES
 from tests.config.rules.outward_cases import OF_ALERTS, OF_UPLOADS
 from tests.config.rules.own_cases import OURS
@@ -37,10 +39,36 @@ def found(settings: dict[str, Any]) -> list[Problem]:
     return impossible(build(Config, nested({**BASE, **settings})))
 
 
-MODULES = (rules, agents, alerting, idle, ranks, layouts, generation, scoring, scorers, site, training, uploads)
+MODULES = (
+    rules,
+    agents,
+    alerting,
+    diffusion,
+    idle,
+    ranks,
+    layouts,
+    generation,
+    scoring,
+    scorers,
+    site,
+    training,
+    uploads,
+)
 
 
-CASES = [*SKYRL, *COSMOS, *ENGINES, *OF_MODES, *OF_ALGORITHMS, *OF_SCORERS, *OF_ALERTS, *OURS, *OF_UPLOADS, *AGENTS]
+CASES = [
+    *SKYRL,
+    *COSMOS,
+    *ENGINES,
+    *OF_MODES,
+    *OF_ALGORITHMS,
+    *OF_SCORERS,
+    *OF_ALERTS,
+    *OURS,
+    *OF_UPLOADS,
+    *AGENTS,
+    *OF_PICTURES,
+]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.rule)

@@ -107,6 +107,7 @@ _CONDITIONS = (
     Condition(("policy.diffusers",), "policy.is_diffusers", is_diffusion),
     Condition(("train.ema_enable", "train.ema_decay", "train.ema_update_step_interval"), "policy.is_diffusers", is_diffusion),
     Condition(_of_policy("advantage_low", "advantage_high"), "policy.is_diffusers", is_diffusion),
+    Condition(("logging.multi_modal_log_interval",), "policy.is_diffusers", is_diffusion),
     Condition(("vla",), "a trainer of robots", is_robot),
     Condition(_of_policy("balance_dp_token"), 'type = "grpo"', is_grpo),
     Condition(

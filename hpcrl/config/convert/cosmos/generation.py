@@ -22,7 +22,7 @@ from hpcrl.config.convert.cosmos.training import Rule
 
 _ENGINE = "generator.inference_engine"
 _TRAINERS = {"grpo": ("grpo", "diffusion_nft", *ROBOT_TRAINERS), "sft": ("sft", "dpo", "diffusers_sft", "pi_sft")}
-_NO_ENGINES = ("vla", "diffusion_nft_rollout")
+_NO_ENGINES, _PICTURES = ("vla",), "diffusion_nft_rollout"
 _SHOWN_BY = ("wandb", "console")
 _PROFILER = "profiler.enable_profiler"
 _TENTH = 0.1
@@ -44,6 +44,8 @@ def kind_of_run(source: Resolved, values: dict[str, Any]) -> Iterator[Entry]:
         values[f"{_ENGINE}.num_engines"] = max(1, ranks // width)
     if backend in ("vllm", "vllm_async"):
         values[f"{_ENGINE}.backend"] = "vllm"
+    elif backend == _PICTURES:
+        values[f"{_ENGINE}.backend"] = "diffusers"
     elif backend not in _NO_ENGINES:
         yield Entry("conflict", "rollout.backend", f"{_ENGINE}.backend", f'vllm is the only engine, found "{backend}"')
 

@@ -270,6 +270,12 @@ class FsdpExported(FsdpEngine[Model]):
         classifier = type(self._model.model).__name__ if self._source.gives_scores else None
         export_config(self._source, directory, dtype, classifier)
 
+    def end_batch(self, step: int) -> None:
+        pass
+
+    def sampling_adapter(self) -> Adapter | None:
+        return self.adapter()
+
     def adapter(self) -> Adapter | None:
         if not self._lora.rank:
             return None

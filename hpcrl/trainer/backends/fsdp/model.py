@@ -233,7 +233,7 @@ class PackedRewardModel(PackedModel):
 
 _PLAIN = Kernels()
 
-AnyPacked = TypeVar("AnyPacked", PackedPolicy, PackedCritic, PackedRewardModel)
+AnyPacked = TypeVar("AnyPacked", bound=PackedModel)
 
 
 def load_model(

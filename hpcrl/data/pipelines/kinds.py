@@ -1,0 +1,163 @@
+"""What hpcrl knows of each kind of diffusers' pipelines: how a prompt becomes conditions, what its transformer is asked, and how latents become pictures.
+
+All of them are flows: the transformer predicts the velocity from a sample to the noise.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from hpcrl.errors import DataError
+
+if TYPE_CHECKING:
+    import torch
+
+Conditions = dict[str, "torch.Tensor"]
+"""What a transformer is told of a prompt, by name, [N, ...] each."""
+
+
+class PipelineKind(ABC):
+    """One kind."""
+
+    @abstractmethod
+    def encode(self, pipeline: Any, prompts: Sequence[str], longest: int) -> Conditions:
+        """Return what the transformer is told of prompts.
+
+        Args:
+            longest: tokens that a prompt may have; further ones are cut off.
+        """
+
+    @abstractmethod
+    def velocity(self, transformer: Any, x: torch.Tensor, t: torch.Tensor, conditions: Conditions) -> torch.Tensor:
+        """Return the velocity [N, ...] float32 at latents of noise levels t [N] in [0, 1]."""
+
+    @abstractmethod
+    def latent_shape(
+        self, transformer: Mapping[str, Any], vae: Mapping[str, Any], size: Sequence[int], frames: int
+    ) -> tuple[int, ...]:
+        """Return the shape of one sample's latents.
+
+        Args:
+            transformer, vae: entries of their config.json.
+            size: height and width in pixels.
+
+        Raises:
+            DataError: there are no latents of that size.
+        """
+
+    @abstractmethod
+    def decode(self, pipeline: Any, latents: torch.Tensor) -> torch.Tensor:
+        """Return pictures [N, height, width, 3] or videos [N, frames, height, width, 3] uint8, on the CPU."""
+
+    @abstractmethod
+    def idle_conditions(self, transformer: Mapping[str, Any]) -> Conditions:
+        """Return conditions of no prompt, [1, ...], of the right widths, for a rank without samples."""
+
+
+class StableDiffusion3(PipelineKind):
+    """Stable Diffusion 3 and 3.5."""
+
+    def encode(self, pipeline: Any, prompts: Sequence[str], longest: int) -> Conditions:
+        embeds, _, pooled, _ = pipeline.encode_prompt(
+            list(prompts), None, None, do_classifier_free_guidance=False, max_sequence_length=longest
+        )
+        return {"prompt_embeds": embeds, "pooled_embeds": pooled}
+
+    def velocity(self, transformer: Any, x: torch.Tensor, t: torch.Tensor, conditions: Conditions) -> torch.Tensor:
+        return transformer(
+            hidden_states=x,
+            timestep=t * 1000,
+            encoder_hidden_states=conditions["prompt_embeds"],
+            pooled_projections=conditions["pooled_embeds"],
+            return_dict=False,
+        )[0].float()
+
+    def latent_shape(
+        self,
+        transformer: Mapping[str, Any],
+        vae: Mapping[str, Any],
+        size: Sequence[int],
+        frames: int,  # noqa: ARG002
+    ) -> tuple[int, ...]:
+        scale = 2 ** (len(vae["block_out_channels"]) - 1)
+        return (transformer["in_channels"], *_divided(size, scale, transformer["patch_size"]))
+
+    def decode(self, pipeline: Any, latents: torch.Tensor) -> torch.Tensor:
+        vae = pipeline.vae
+        latents = latents.to(vae.dtype) / vae.config.scaling_factor + vae.config.shift_factor
+        return _as_bytes(vae.decode(latents, return_dict=False)[0])
+
+    def idle_conditions(self, transformer: Mapping[str, Any]) -> Conditions:
+        import torch
+
+        return {
+            "prompt_embeds": torch.zeros(1, 1, transformer["joint_attention_dim"]),
+            "pooled_embeds": torch.zeros(1, transformer["pooled_projection_dim"]),
+        }
+
+
+class Sana(PipelineKind):
+    """Sana, for images."""
+
+    def encode(self, pipeline: Any, prompts: Sequence[str], longest: int) -> Conditions:
+        embeds, mask, _, _ = pipeline.encode_prompt(
+            list(prompts),
+            do_classifier_free_guidance=False,
+            max_sequence_length=longest,
+            complex_human_instruction=None,
+        )
+        return {"prompt_embeds": embeds, "prompt_mask": mask.int()}
+
+    def velocity(self, transformer: Any, x: torch.Tensor, t: torch.Tensor, conditions: Conditions) -> torch.Tensor:
+        found = transformer(
+            x,
+            encoder_hidden_states=conditions["prompt_embeds"],
+            encoder_attention_mask=conditions["prompt_mask"],
+            timestep=t * 1000 * transformer.config.timestep_scale,
+            return_dict=False,
+        )[0].float()
+        return found[:, : x.shape[1]]  # what follows, where there is more, is a variance that no sampler here uses
+
+    def latent_shape(
+        self,
+        transformer: Mapping[str, Any],
+        vae: Mapping[str, Any],
+        size: Sequence[int],
+        frames: int,  # noqa: ARG002
+    ) -> tuple[int, ...]:
+        scale = 2 ** (len(vae["encoder_block_out_channels"]) - 1)
+        return (transformer["in_channels"], *_divided(size, scale, transformer["patch_size"]))
+
+    def decode(self, pipeline: Any, latents: torch.Tensor) -> torch.Tensor:
+        vae = pipeline.vae
+        return _as_bytes(vae.decode(latents.to(vae.dtype) / vae.config.scaling_factor, return_dict=False)[0])
+
+    def idle_conditions(self, transformer: Mapping[str, Any]) -> Conditions:
+        import torch
+
+        return {
+            "prompt_embeds": torch.zeros(1, 1, transformer["caption_channels"]),
+            "prompt_mask": torch.ones(1, 1, dtype=torch.int32),
+        }
+
+
+KINDS: dict[str, PipelineKind] = {"StableDiffusion3Pipeline": StableDiffusion3(), "SanaPipeline": Sana()}
+"""By the name of the pipeline's class in its model_index.json."""
+
+
+def _divided(size: Sequence[int], scale: int, patch: int) -> list[int]:
+    step = scale * patch
+    if wrong := [edge for edge in size if edge % step]:
+        raise DataError(
+            f"trainer.policy.diffusers.inference_size: expected multiples of {step}, which a patch of the transformer covers, found {wrong[0]}"
+        )
+    return [edge // scale for edge in size]
+
+
+def _as_bytes(images: torch.Tensor) -> torch.Tensor:
+    """Return images [N, 3, height, width] from -1 to 1 as bytes, channels last."""
+    import torch
+
+    return ((images.float() / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8).movedim(1, -1).cpu()

@@ -1,0 +1,109 @@
+"""Combinations of settings about policies that paint."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.config.rules.skyrl_cases import ALGORITHM, DIFFUSERS, ENGINE, LORA, NO_KL, Case
+
+BACKEND = f"{ENGINE}.backend"
+SAMPLE = f"{DIFFUSERS}.sample"
+PICTURES: dict[str, Any] = {
+    f"{DIFFUSERS}.enable": True,
+    f"{DIFFUSERS}.dtype": "float32",
+    f"{SAMPLE}.deterministic_sampling": True,
+    f"{LORA}.rank": 8,
+    BACKEND: "diffusers",
+    "environment.reward_function": {"redness": 1.0},
+}
+DRAWN = {
+    **PICTURES,
+    f"{DIFFUSERS}.algorithm": "grpo",
+    f"{SAMPLE}.solver": "flow",
+    f"{SAMPLE}.deterministic_sampling": False,
+}
+
+OF_PICTURES = [
+    Case(
+        "an engine that paints has a policy that does",
+        {BACKEND: "diffusers"}, BACKEND, f"set {DIFFUSERS}.enable=true",
+        PICTURES,
+    ),
+    Case(
+        "who writes has no pictures to keep",
+        {"trainer.multi_modal_log_interval": 5}, "trainer.multi_modal_log_interval", f"has no effect without {DIFFUSERS}.enable",
+        {**PICTURES, "trainer.multi_modal_log_interval": 5},
+    ),
+    Case(
+        "a policy that paints has an engine that does",
+        {**PICTURES, BACKEND: "transformers"}, BACKEND, 'expected "diffusers"',
+        PICTURES,
+    ),
+    Case(
+        "Megatron-core has no such transformers",
+        {**PICTURES, **NO_KL, "trainer.strategy": "megatron"}, "trainer.strategy", "expected fsdp2",
+        {**PICTURES, **NO_KL},
+    ),
+    Case(
+        "pictures are learned by rewards",
+        {**PICTURES, "environment.reward_function": {}, "trainer.mode": "sft", "trainer.max_length": 64},
+        "trainer.mode", "is not built yet",
+        PICTURES,
+    ),
+    Case(
+        "no server makes pictures",
+        {**PICTURES, f"{ENGINE}.remote_urls": ["https://host:8000"], f"{ENGINE}.remote_key_file": "/key"},
+        f"{ENGINE}.remote_urls", "no vLLM server makes pictures",
+        PICTURES,
+    ),
+    Case(
+        "processors have no kernels for encoders in float16",
+        {**PICTURES, f"{DIFFUSERS}.dtype": "float16", "slurm.gpus_per_node": 0}, f"{DIFFUSERS}.dtype", "set it to float32",
+        {**PICTURES, "slurm.gpus_per_node": 0},
+    ),
+    Case(
+        "solvers of the flow's equation draw nothing",
+        {**PICTURES, f"{SAMPLE}.deterministic_sampling": False}, f"{SAMPLE}.deterministic_sampling", "dpm2 needs it; set it to true",
+        {**PICTURES, f"{SAMPLE}.deterministic_sampling": False, f"{SAMPLE}.solver": "flow"},
+    ),
+    Case(
+        "steps that are trained by their probabilities are drawn",
+        {**DRAWN, f"{SAMPLE}.noise_level": 0.0}, f"{DIFFUSERS}.algorithm", "which only steps have that are drawn",
+        DRAWN,
+    ),
+    Case(
+        "the last step of ddim has no probability",
+        {**DRAWN, f"{SAMPLE}.solver": "ddim"}, f"{SAMPLE}.solver", "use flow or dance",
+        {**DRAWN, f"{SAMPLE}.solver": "dance"},
+    ),
+    Case(
+        "what is kept twice is small",
+        {**PICTURES, **NO_KL, f"{LORA}.rank": 0}, f"{LORA}.rank", f'required by {DIFFUSERS}.algorithm="nft"',
+        {**DRAWN, **NO_KL, f"{LORA}.rank": 0},
+    ),
+    Case(
+        "what samples are made with is in the adapters",
+        {**PICTURES, f"{LORA}.init_method": "pissa"}, f"{LORA}.init_method", "changes weights beside the adapters",
+        {**PICTURES, f"{LORA}.init_method": "gaussian"},
+    ),
+    Case(
+        "a denoising step has no vocabulary",
+        {**PICTURES, f"{ALGORITHM}.use_entropy_loss": True}, f"{ALGORITHM}.use_entropy_loss", "belongs to language models",
+        PICTURES,
+    ),
+    Case(
+        "a reward of texts reads none in pictures",
+        {**PICTURES, "environment.reward_function": {"format": 1.0}}, "environment.reward_function", '"format" reads texts',
+        {**PICTURES, "environment.reward_function": {"mine.rewards:mine": 1.0}},
+    ),
+    Case(
+        "a reward of pictures sees none in texts",
+        {"environment.eval_reward_function": {"redness": 1.0}}, "environment.eval_reward_function", "looks at pictures",
+        {"environment.eval_reward_function": {"format": 1.0}},
+    ),
+    Case(
+        "pictures have a reward",
+        {**PICTURES, "environment.reward_function": {}}, "environment.reward_function", f"required with {DIFFUSERS}.enable",
+        PICTURES,
+    ),
+]  # fmt: skip

@@ -1,0 +1,62 @@
+"""A tiny Stable Diffusion 3 learns to paint redder pictures from rewards alone, by DiffusionNFT and by Flow-GRPO, and goes on after a preemption."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpcrl.rundir.commit import read_json
+from hpcrl.rundir.layout import Run
+from tests.jobs.small_run import curve, finish, hpcrl, logs_of, wait_for
+from tests.paths import CONFIGS
+
+pytest.importorskip("diffusers")
+
+TINY = CONFIGS / "diffusion_tiny.toml"
+STEPS = 30
+DIFFUSERS = "trainer.policy.diffusers."
+GRPO = [
+    f"{DIFFUSERS}algorithm=grpo",
+    f"{DIFFUSERS}sample.solver=flow",
+    f"{DIFFUSERS}sample.deterministic_sampling=false",
+    f"{DIFFUSERS}sample.noise_level=0.7",
+    f"{DIFFUSERS}timesteps_fraction=1.0",
+]
+WAYS = {"nft": [], "flow_grpo": GRPO}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_pictures_become_redder(place: Path, way: str) -> None:
+    named = [f"trainer.run_name={way}", f"trainer.hf_save_interval={STEPS}", "trainer.multi_modal_log_interval=10"]
+    done = hpcrl("submit", str(TINY), "--local", "--follow", *named, *WAYS[way], cwd=place, timeout=1800)
+    run = Run(place / "runs" / "diffusion" / way)
+    assert done.returncode == 0, done.stdout + done.stderr + logs_of(run)
+    before, after = (eval_score(run, version) for version in (0, STEPS))
+    print(f"{way}: redness of evaluation {before:.3f} -> {after:.3f}")
+    assert after > before + 0.05
+    assert (run.export(STEPS) / "adapter").is_dir()
+    assert set(curve(run, "policy/logprob_mismatch")) == (set() if way == "nft" else set(range(1, STEPS + 1)))
+    shown = hpcrl("samples", str(run.path), cwd=place)
+    assert "denoising steps" in shown.stdout, shown.stderr
+
+
+@pytest.mark.faults_slow
+def test_a_run_goes_on_after_a_preemption(place: Path) -> None:
+    settings = ["trainer.run_name=stopped", "trainer.max_steps=6", "trainer.ckpt_interval=2", "trainer.eval_interval=0"]
+    done = hpcrl("submit", str(TINY), "--local", *settings, cwd=place)
+    assert done.returncode == 0, done.stderr
+    run = Run.open(place / "runs" / "diffusion" / "stopped")
+    wait_for(lambda: len(curve(run, "policy/final_loss")) >= 3, lambda: logs_of(run), 300)
+    assert hpcrl("cancel", str(run.path), cwd=place).returncode == 0  # saves and stops, as Slurm's signal makes it do
+    finish(run, 1)
+    assert hpcrl("resume", str(run.path), cwd=place).returncode == 0
+    assert finish(run, 2, 400) == "done"
+    assert sorted(curve(run, "policy/final_loss")) == [1, 2, 3, 4, 5, 6]
+
+
+def eval_score(run: Run, version: int) -> float:
+    summary = read_json(run.evals_of(version) / "summary.json")
+    assert summary is not None, f"version {version} was not evaluated"
+    return summary["eval/all/avg_score"]
