@@ -148,9 +148,11 @@ def kinds(machine: Machine) -> Found:
             given = [values.to(dtype, copy=True).requires_grad_() for values in heads]
             if dtype == torch.float32:
                 rows = zip(*(values[None].transpose(1, 2).split(lengths, 2) for values in given), strict=True)
-                output = torch.cat([last_tokens(*row, kind)[0].transpose(0, 1) for row in rows])
+                whole = [last_tokens(query, key, value, kind)[0].transpose(0, 1) for query, key, value in rows]
+                output = torch.cat(whole)
             else:
-                output = attend(*given, packed, kind)
+                query, key, value = given
+                output = attend(query, key, value, packed, kind)
             output.float().square().sum().backward()
             outputs.append([output.detach(), *(values.grad for values in given)])
         found[name] = [

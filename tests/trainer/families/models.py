@@ -78,7 +78,7 @@ FAMILIES = [
     Family("Command R7B", "cohere2", "sliding window, scaled logits", {**_WINDOW, "logit_scale": 0.5}),
     Family("Granite 3", "granite", "scaled embedding, residuals and logits", {"logits_scaling": 4.0, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2}),
     Family("SmolLM3", "smollm3"),
-    Family("Seed-OSS", "seed_oss"),
+    Family("Seed-OSS", "seed_oss", "dropout in its own code", quick=True),
     Family("StarCoder2", "starcoder2", "sliding window", {"sliding_window": 6}),
     Family("Mamba", "mamba", "state", {"state_size": 4}),
     Family("Falcon Mamba", "falcon_mamba", "state", {"state_size": 4}),

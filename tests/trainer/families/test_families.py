@@ -13,12 +13,16 @@ import torch
 from safetensors.torch import load_file
 
 from hpcrl.config.rules.model_fit import MEGATRON_FAMILIES, STATE_LAYERS
+from hpcrl.trainer.backends.fsdp.model import PackedPolicy
+from hpcrl.trainer.backends.fsdp.sharding import units
 from hpcrl.trainer.distributed import World
+from hpcrl.trainer.models.attention import PACKED
 from tests.trainer.families.features import FEATURES, Feature, works
-from tests.trainer.families.models import FAMILIES, Family, write_model
+from tests.trainer.families.models import FAMILIES, Family, model_of, write_model
 from tests.trainer.families.ranks import trained
 from tests.trainer.families.table import PAGE, promised, rows_of
 from tests.trainer.material import run_of_two
+from tests.trainer.models.trees import FORWARD, both
 from tests.trainer.ranks import Ranks
 
 MEGATRON_OR_VLLM = {"vLLM": "vllm", "Megatron": "megatron.core"}
@@ -68,6 +72,23 @@ def test_two_ranks_train_as_one_does(tmp_path: Path, alone: World, two: Ranks) -
             torch.testing.assert_close(
                 found[name], value, atol=2e-4, rtol=0, msg=lambda text, at=(kind, name): f"{at}: {text}"
             )
+
+
+def of(kind: str) -> Family:
+    return next(family for family in FAMILIES if family.kind == kind)
+
+
+def test_residuals_in_float32_meet_a_head_in_bfloat16() -> None:
+    model = model_of(of("mamba2"), PACKED).to(torch.bfloat16)
+    assert model.config.residual_in_fp32
+    logprobs_P, *_ = PackedPolicy(model, FORWARD).run(both([[3, 4, 5, 6, 7], [3, 4, 5, 6]])[0])
+    assert logprobs_P.dtype == torch.float32
+    assert logprobs_P.any()
+
+
+def test_layers_that_share_weights_are_no_units() -> None:
+    names = {type(unit).__name__ for unit in units(model_of(of("zamba2"), PACKED), {})}
+    assert names == {"Zamba2MambaDecoderLayer"}, "those of two Zamba2HybridLayer are the same"
 
 
 def test_the_table_has_all_families() -> None:
