@@ -88,7 +88,7 @@ class _at_backward:
             call()
             backward(tensor, *args, **options)
 
-        torch.Tensor.backward = called
+        torch.Tensor.backward = called  # pyright: ignore[reportAttributeAccessIssue]
 
     def __exit__(self, *_: object) -> None:
         torch.Tensor.backward = self._backward
@@ -111,7 +111,8 @@ def main() -> None:
     kinds = [kind for kind in _KINDS if options.device == "cuda" or "offload" not in kind]
     with tempfile.TemporaryDirectory() as place, joined() as world:
         torch.manual_seed(0)
-        Qwen3ForCausalLM(config).to(torch.bfloat16 if dtype == "bf16" else torch.float32).save_pretrained(place)
+        model = Qwen3ForCausalLM(config)
+        (model.bfloat16() if dtype == "bf16" else model.float()).save_pretrained(place)
         batch = make_group(options.tokens // _SAMPLE, 64, _SAMPLE - 64, sizes["vocab_size"]).whole()
         engines = {kind: engine(Path(place), kind, dtype, world) for kind in kinds}
         took: dict[str, list[float]] = {kind: [] for kind in kinds}

@@ -33,8 +33,8 @@ def make_adam(trained: list[nn.Parameter], settings: OptimizerConfig) -> torch.o
             fused=settings.implementation == "fused",
             foreach=settings.implementation == "foreach",
         )
-    from torchao.optim import Adam8bit, AdamW8bit
-    from torchao.optim.subclass_8bit import OptimState8bit
+    from torchao.optim import Adam8bit, AdamW8bit  # pyright: ignore[reportMissingImports]
+    from torchao.optim.subclass_8bit import OptimState8bit  # pyright: ignore[reportMissingImports]
 
     OptimState8bit.implements(torch.ops.aten.zero_.default)(_zero)  # which forget_moments asks for
     optimizer = (AdamW8bit if settings.name == "AdamW" else Adam8bit)(trained, **options)
@@ -92,7 +92,7 @@ def set_numbers(moment: torch.Tensor, values: torch.Tensor) -> None:
     """Give a moment the numbers that `numbers` returned, changed since."""
     if values is moment:
         return
-    from torchao.optim.quant_utils import quantize_8bit_with_qmap
+    from torchao.optim.quant_utils import quantize_8bit_with_qmap  # pyright: ignore[reportMissingImports]
 
     held: Any = local(moment)
     plain = local(values)

@@ -70,7 +70,7 @@ def use_liger(model: PreTrainedModel) -> None:
         DataError: Liger does not know this type of model.
     """
     try:
-        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise RunError(
             f"trainer.policy.enable_liger_kernel: Liger's kernels cannot be loaded ({error}): pip install 'hpcrl[liger]', or set it to false"

@@ -36,7 +36,7 @@ def compute_in_fp8(model: PreTrainedModel, settings: LowPrecisionConfig, device:
     """
     if not settings.fp8:
         return
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # pyright: ignore[reportMissingImports]
 
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < _CAPABILITY:
         raise RunError(

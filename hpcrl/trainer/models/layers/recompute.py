@@ -36,7 +36,8 @@ def recompute(model: PreTrainedModel, trainer: TrainerConfig, *, offload: bool) 
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _ATTENTION)
     model.gradient_checkpointing_enable(options, trainer.gradient_checkpointing_every)
     if offload:  # not transformers' own, which wants pinned memory where there is no GPU either
-        for layer in (module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)):
+        layers: list[Any] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+        for layer in layers:
             layer._gradient_checkpointing_func = partial(_offloaded, partial(checkpoint, **options))
 
 
