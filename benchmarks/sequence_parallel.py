@@ -32,11 +32,11 @@ from hpcrl.trainer.distributed import World, joined
 from hpcrl.trainer.loss import build_objective
 from hpcrl.types import MicroBatch
 
-_WHOLE = {
+_WHOLE: dict[str, Any] = {
     "vocab_size": 8192, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6, "num_attention_heads": 8,
     "num_key_value_heads": 4, "head_dim": 64,
 }  # fmt: skip
-_TINY = {
+_TINY: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8,
 }  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +41,14 @@ SIZES = {
 }
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory, model_path: Path, alone: World) -> dict[str, Any]:
-    """The options of a scenario, whose models one rank has computed."""
-    folder, options = tmp_path_factory.mktemp("models"), dict[str, Any]()
-    for name, entries in MODELS.items():
+QUICK = ("uneven heads", "reward model")
+
+
+def made(folder: Path, model_path: Path, names: Iterable[str], alone: World) -> dict[str, Any]:
+    """Return the options of a scenario, whose models one rank has computed."""
+    options = dict[str, Any]()
+    for name in names:
+        entries = MODELS[name]
         torch.manual_seed(3)
         own = {key: value for key, value in entries.items() if key not in ("kind", "mode", "dtype")}
         path = folder / name
@@ -69,20 +73,21 @@ def expect_same(options: dict[str, Any], ranks: int, name: str) -> None:
             assert (several[key] - value).norm() < 0.05 * value.norm(), key
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_two_ranks(models: dict[str, Any], two: Ranks, name: str) -> None:
-    if not Path(f"{models['out']}/{name}.2").exists():
-        two.play([("sequence.scenarios:passes", models)])
-    expect_same(models, 2, name)
+def test_two_ranks(tmp_path: Path, model_path: Path, alone: World, two: Ranks) -> None:
+    models = made(tmp_path, model_path, QUICK, alone)
+    two.play([("sequence.scenarios:passes", models)])
+    for name in QUICK:
+        expect_same(models, 2, name)
 
 
 @pytest.mark.faults_slow
-@pytest.mark.parametrize("ranks", [3, 4])
-def test_more_ranks_than_heads_of_keys(models: dict[str, Any], ranks: int) -> None:
-    done = run_ranks(ranks, json.dumps([("passes", models)]), script="trainer/sequence/scenarios.py")
-    assert done.returncode == 0, done.stderr
-    for name in MODELS:
-        expect_same(models, ranks, name)
+def test_more_models_and_more_ranks_than_heads_of_keys(tmp_path: Path, model_path: Path, alone: World) -> None:
+    models = made(tmp_path, model_path, MODELS, alone)
+    for ranks in (2, 3, 4):
+        done = run_ranks(ranks, json.dumps([("passes", models)]), script="trainer/sequence/scenarios.py")
+        assert done.returncode == 0, done.stderr
+        for name in MODELS:
+            expect_same(models, ranks, name)
 
 
 @pytest.mark.parametrize(("heads", "key_heads"), [(8, 8), (8, 2), (14, 2), (12, 4), (6, 1)])

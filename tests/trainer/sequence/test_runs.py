@@ -11,6 +11,8 @@ from tests.trainer.critic.test_ranks import assert_same_models, settings
 from tests.trainer.saving.test_mid_batch import Attempts, assert_same, made, told_by
 from tests.trainer.scenarios import laid_over
 
+pytestmark = pytest.mark.faults_slow
+
 
 def shared(path: Path, model: Path, size: int, critic: int | None = None, size_of_critic: int | None = None) -> Run:
     """Return a run whose policy has so many ranks, all with the same samples; and its critic, where it has its own."""
@@ -46,7 +48,6 @@ def test_a_run_goes_on_with_another_size(runs: dict[str, Run]) -> None:
     assert_same(runs["moved"], runs["one"], 1e-5)
 
 
-@pytest.mark.faults_slow
 @pytest.mark.parametrize(("critic", "size"), [(1, 1), (2, 2), (2, 1)])
 def test_a_critic_on_ranks_of_its_own(
     runs: dict[str, Run], tmp_path: Path, model_path: Path, critic: int, size: int

@@ -91,6 +91,6 @@ def test_four_ranks(tmp_path: Path, model_path: Path) -> None:
 @pytest.mark.faults_slow
 def test_compiled_layers_end_where_ranks_exchange_heads(results: Path, model_path: Path, two: Ranks) -> None:
     run, told = str(results / "run"), {"model": str(model_path), "out": str(results)}
-    ways = {"compiled": together(2, policy={"compile_model": True}, gradient_checkpointing=True)}
+    ways = {"compiled": together(2, policy={"compile_model": True})}
     two.play([("sequence.scenarios:variants", {**told, "run": run, "variants": ways})])
     expect_same(results, true(results, model_path), "compiled")
