@@ -251,6 +251,19 @@ def test_several_turns_are_learned(place: Path, own: list[str], engine: str) -> 
     assert after >= 0.8
 
 
+@pytest.mark.slow
+def test_a_robot_learns_to_reach(place: Path) -> None:
+    """From an arm that never moves to one whose tip finds its target, in MuJoCo."""
+    config = QUICKSTART.with_name("reach.toml")
+    done = hpcrl("submit", str(config), "--local", "--follow", "trainer.run_name=learns", cwd=place, timeout=1800)
+    run = Run(place / "runs" / "reach" / "learns")
+    assert done.returncode == 0, done.stderr + logs_of(run)
+    before, after = eval_score(run, 0), eval_score(run, 40)
+    print(f"reach: {before:.3f} -> {after:.3f}")
+    assert before <= 0.1
+    assert after >= 0.85
+
+
 def learned(place: Path, config: str, name: str, steps: int, *settings: str) -> Run:
     """Return a run of an experiment that learns from a dataset, which was trained to its end and exported there."""
     ours = [f"trainer.run_name={name}", f"trainer.hf_save_interval={steps}"]

@@ -1,4 +1,4 @@
-"""Rules about environments that ask the policy themselves, and the endpoint at which they do."""
+"""Rules about environments that ask the policy themselves, and the endpoint at which they do, and about those that simulate robots."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hpcrl.config.derive import several_rows
 from hpcrl.config.errors import Problem
 from hpcrl.config.import_path import misnamed
 from hpcrl.config.rules.cluster import mount_problems
-from hpcrl.config.sections.environment import REWARDS, AgentConfig
+from hpcrl.config.sections.environment import MOST_SIMULATORS, REWARDS, SIMULATORS, AgentConfig
 from hpcrl.config.sections.tree import ConfigTree
 
 _ENDPOINT = "generator.inference_engine.enable_http_endpoint"
@@ -61,6 +61,27 @@ def agents(config: ConfigTree) -> Iterator[Problem]:
     if not generator.use_conversation_multi_turn:
         yield Problem(
             "generator.use_conversation_multi_turn", "agent asks with messages, each of its own; leave it out"
+        )
+
+
+def robots(config: ConfigTree) -> Iterator[Problem]:
+    robot, section = config.environment.skyrl_gym.robot, "environment.skyrl_gym.robot"
+    if robot.simulator is None:
+        if config.environment.env_class == "robot":
+            yield Problem(
+                f"{section}.simulator",
+                'required by robot: what is to be simulated, such as "gymnasium"; see docs/environments/robot.md',
+            )
+        return
+    yield from misnamed(f"{section}.simulator", robot.simulator, SIMULATORS, "one of", "Class")
+    lacks = {"gymnasium": "id", "libero": "suite"}.get(robot.simulator)
+    if lacks and not isinstance(robot.options.get(lacks), str):
+        yield Problem(f"{section}.options", f"{robot.simulator} needs `{lacks}`, found {robot.options}")
+    if config.generator.inference_engine.max_num_seqs > MOST_SIMULATORS:
+        yield Problem(
+            "generator.inference_engine.max_num_seqs",
+            f"expected at most {MOST_SIMULATORS} with {section}.simulator, found {config.generator.inference_engine.max_num_seqs}: "
+            "each sample that is being generated has a simulator in a process of its own",
         )
 
 

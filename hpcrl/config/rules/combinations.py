@@ -11,7 +11,7 @@ from hpcrl.config.derive import surplus_groups, uses_reference
 from hpcrl.config.errors import Problem
 from hpcrl.config.fields import Setting, values
 from hpcrl.config.import_path import misnamed
-from hpcrl.config.rules.agents import agents, endpoint, rows_of_samples
+from hpcrl.config.rules.agents import agents, endpoint, robots, rows_of_samples
 from hpcrl.config.rules.alerts import alerts
 from hpcrl.config.rules.cluster import (
     adapters_of_engines,
@@ -423,6 +423,7 @@ RULES: tuple[Rule, ...] = (
     environments,
     endpoint,
     agents,
+    robots,
     adapters_of_engines,
     embedded_engine,
     engine_options,

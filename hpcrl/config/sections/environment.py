@@ -37,12 +37,19 @@ ENVIRONMENTS = (
     "math",
     "python_tool",
     "reverse_word",
+    "robot",
     "search",
     "single_choice",
     "sort_letters",
     "text2sql",
 )
 """The environments of hpcrl, by name; hpcrl/envs/registry.py says where each is."""
+
+SIMULATORS = ("gymnasium", "libero")
+"""Simulators of robots, by name; hpcrl/envs/simulators/process.py says where each is."""
+
+MOST_SIMULATORS = 256
+"""Of one replica."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +135,24 @@ class AgentConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RobotConfig:
+    simulator: str | None = None
+    """robot: what is simulated: gymnasium, any environment that is registered there; libero; or your own as "package.module:Class", with the methods of hpcrl.envs.simulators.base.Simulator. Each sample that is being generated has a simulator in a process of its own, so that a replica has as many as generator.inference_engine.max_num_seqs."""
+
+    options: dict[str, Any] = field(default_factory=dict)
+    """robot: what the simulator is made with; gymnasium: id and what gymnasium.make takes; libero: suite."""
+
+    actions_per_turn: int = 1
+    """robot: actions that the policy says at once, before it sees what came of them."""
+
+    action_bins: int | None = None
+    """robot: an action's numbers are whole ones from 0 to this number less 1, spread evenly between its bounds (OpenVLA has 256); unset: they are the simulator's own."""
+
+    state_bins: int | None = None
+    """robot: the state is written as whole numbers from 0 to this number less 1, spread evenly between its bounds; unset: as decimal numbers."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class SkyRLGymConfig:
     max_env_workers: int = 32
     """Environments of one replica that step at the same time, in threads; 0: one after the other, without threads."""
@@ -141,6 +166,8 @@ class SkyRLGymConfig:
     python_tool: PythonToolConfig = field(default_factory=PythonToolConfig)
 
     agent: AgentConfig = field(default_factory=AgentConfig)
+
+    robot: RobotConfig = field(default_factory=RobotConfig)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -176,7 +176,18 @@ URL, BOX, HOST = "http://127.0.0.1:8080/play", f"{GYM}.agent.container", "genera
 SERVED = {"environment.env_class": "agent", ENDPOINT: True, f"{GYM}.agent.service.url": URL}
 BOXED = {**AGENT, f"{BOX}.kind": "apptainer", f"{BOX}.image": "/a.sif"}
 
+ROBOT = {
+    "environment.env_class": "robot",
+    f"{GYM}.robot.simulator": "gymnasium",
+    f"{GYM}.robot.options": {"id": "Reacher-v5"},
+    f"{ENGINE}.max_num_seqs": 64,
+}
+
 AGENTS = [
+    Case("a robot has a simulator", {"environment.env_class": "robot"}, f"{GYM}.robot.simulator", "required by robot", ROBOT),
+    Case("a simulator is one that there is", {**ROBOT, f"{GYM}.robot.simulator": "gym"}, f"{GYM}.robot.simulator", "gymnasium", ROBOT),
+    Case("gymnasium is told which environment", {**ROBOT, f"{GYM}.robot.options": {}}, f"{GYM}.robot.options", "needs `id`", ROBOT),
+    Case("each sample has a simulator", {**ROBOT, f"{ENGINE}.max_num_seqs": 257}, f"{ENGINE}.max_num_seqs", "at most 256", ROBOT),
     Case(
         "an endpoint has one address",
         {ENDPOINT: True, f"{ENGINE}.http_endpoint_host": "0.0.0.0"}, f"{ENGINE}.http_endpoint_host", "expected one address",

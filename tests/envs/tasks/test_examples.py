@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from hpcrl.config import DataConfig, EnvironmentConfig
-from hpcrl.config.sections.environment import LLMJudgeConfig, SearchConfig, SkyRLGymConfig, Text2SQLConfig
+from hpcrl.config.sections.environment import LLMJudgeConfig, RobotConfig, SearchConfig, SkyRLGymConfig, Text2SQLConfig
 from hpcrl.data.datasets import load_dataset
 from hpcrl.envs.examples import CORPUS, databases, rows_of
 from hpcrl.envs.examples.make import MAKERS, rows
@@ -36,6 +36,12 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> EnvironmentConfig:
         search=SearchConfig(corpus=str(CORPUS)),
         text2sql=Text2SQLConfig(db_path=str(folder)),
         llm_as_a_judge=LLMJudgeConfig(model="judge", base_url="http://127.0.0.1:9/v1"),
+        robot=RobotConfig(
+            simulator="gymnasium",
+            options={"id": "hpcrl.envs.simulators.arm:hpcrl/Arm-v0", "joints": 1},
+            action_bins=5,
+            state_bins=16,
+        ),
     )
     return EnvironmentConfig(skyrl_gym=gym)
 
@@ -89,7 +95,7 @@ SOLUTIONS: dict[str, Callable[[dict[str, Any]], str | None]] = {
 }
 """What a policy says that is right at once."""
 
-OF_OTHERS = ("agent", "llm_as_a_judge")
+OF_OTHERS = ("agent", "llm_as_a_judge", "robot")
 """Environments in which something else than hpcrl judges."""
 
 
@@ -108,7 +114,7 @@ def test_example_rows_can_be_solved(name: str, config: EnvironmentConfig) -> Non
 
 def test_every_environment_has_example_rows(config: EnvironmentConfig) -> None:
     assert sorted({*SOLUTIONS, *OF_OTHERS}) == sorted(ENVIRONMENTS)
-    assert [len(examples(name, config)) for name in OF_OTHERS] == [4, 4]
+    assert [len(examples(name, config)) for name in OF_OTHERS] == [4, 4, 4]
 
 
 def test_the_corpus_answers_the_example_rows_of_search(config: EnvironmentConfig) -> None:
@@ -171,10 +177,13 @@ def test_conversations_of_the_docs_go_as_they_say(
     assert row["env_class"] in ENVIRONMENTS
     extras = {name: value for name, value in row.items() if name not in ("prompt", "env_class", "data_source")}
     environment = make_environment(row["env_class"], {**common_extras(config, 4), **extras})
+    prompt = row["prompt"]
+    environment.init([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
     for turn in played["turns"]:
         answer = environment.step(turn["action"])
         found = {"action": turn["action"], "reward": answer.reward}
         assert found | ({} if answer.done else {"observation": answer.observations[0]["content"]}) == turn
+    environment.close()
     assert answer.done, (page, number)
 
 

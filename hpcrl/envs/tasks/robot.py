@@ -1,0 +1,117 @@
+"""A robot in a simulator: the policy sees what is measured, says actions as numbers, and is paid when the task is done."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from hpcrl.config.sections.environment import RobotConfig
+from hpcrl.envs.base import Environment, Messages, Turn
+from hpcrl.envs.simulators.process import SimulatorPool, SimulatorProcess, pool_of
+from hpcrl.envs.tools.columns import lacking, whole_number
+from hpcrl.errors import ConfigError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from hpcrl.envs.simulators.base import Bounds, Observation
+
+_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+
+
+class Robot(Environment):
+    """Do a task in a simulator, action by action.
+
+    Several turns; generator.max_turns is how many there are. Reward 1 in the turn in which the task is done, which ends the sample. A turn says
+    environment.skyrl_gym.robot.actions_per_turn actions, one after the other; what is missing or no number moves nothing.
+
+    Args:
+        extras: `seed`, a whole number that decides where all things are in the beginning: the samples of a group begin alike; `task`, an object
+            that the simulator's reset gets, where it wants one.
+
+    Raises:
+        ConfigError: no simulator is set.
+        DataError: the row lacks a seed.
+    """
+
+    def __init__(self, extras: Mapping[str, Any]) -> None:
+        self._config: RobotConfig = extras["skyrl_gym"].robot
+        if self._config.simulator is None:
+            raise ConfigError("environment.skyrl_gym.robot.simulator: required by robot: what is to be simulated")
+        self._seed, self._task = whole_number("robot", extras, "seed"), extras.get("task") or {}
+        if self._seed < 0:
+            raise lacking("robot", "seed", "a whole number of at least 0", self._seed)
+        if not isinstance(self._task, Mapping):
+            raise lacking("robot", "task", "an object, or nothing", self._task)
+        self._seconds = extras["environment"].timeout_seconds
+        self._pool: SimulatorPool | None = None
+        self._simulator: SimulatorProcess | None = None
+        self._actions = self._valid = 0
+
+    def init(self, messages: Messages) -> Messages:
+        config = self._config
+        assert config.simulator is not None
+        self._pool = pool_of(config.simulator, config.options, self._seconds)
+        self._simulator = self._pool.take()
+        seen = self._simulator.reset(self._seed, self._task)
+        *before, last = messages
+        told = f"{last['content']}{written_state(seen.state, self._simulator.bounds, config.state_bins)}"
+        return [*before, {**last, "content": told}]
+
+    def step(self, action: str) -> Turn:
+        assert self._simulator is not None
+        bounds, config = self._simulator.bounds, self._config
+        size = len(bounds.action_low)
+        numbers = [float(number) for number in _NUMBER.findall(action)]
+        seen: Observation | None = None
+        for at in range(config.actions_per_turn):
+            said = numbers[at * size : (at + 1) * size]
+            whole = len(said) == size
+            self._actions, self._valid = self._actions + 1, self._valid + whole
+            seen = self._simulator.step(action_of(said, bounds, config.action_bins) if whole else _still(bounds))
+            if seen.success or seen.ended:
+                break
+        assert seen is not None
+        metrics = {
+            "success": float(seen.success),
+            "actions": float(self._actions),
+            "valid_actions": self._valid / self._actions,
+        }
+        done = seen.success or seen.ended
+        told = written_state(seen.state, bounds, config.state_bins)
+        return Turn([] if done else [{"role": "user", "content": told}], float(seen.success), done, metrics)
+
+    def close(self) -> None:
+        if self._pool is not None and self._simulator is not None:
+            self._pool.give_back(self._simulator)
+            self._simulator = None
+
+
+def action_of(said: Sequence[float], bounds: Bounds, bins: int | None) -> np.ndarray:
+    """Return an action [A] within its bounds.
+
+    Args:
+        said: [A] numbers as they are, or with `bins` the numbers of bins, which divide what lies between the bounds evenly and stand for their
+            middles, as OpenVLA's do (arXiv:2406.09246).
+    """
+    import numpy as np
+
+    low, high = bounds.action_low, bounds.action_high
+    values = np.asarray(said)
+    if bins is not None:
+        values = low + (np.clip(np.round(values), 0, bins - 1) + 0.5) * (high - low) / bins
+    return np.clip(values, low, high)
+
+
+def _still(bounds: Bounds) -> np.ndarray:
+    """Return the action that moves nothing, as near to 0 as the bounds allow."""
+    return (0.0 * bounds.action_low).clip(bounds.action_low, bounds.action_high)
+
+
+def written_state(state: np.ndarray, bounds: Bounds, bins: int | None) -> str:
+    """Return a state [D] as the policy reads it: numbers with two decimals, or the numbers of bins."""
+    if bins is None:
+        return " ".join(f"{value:.2f}" for value in state)
+    share = (state - bounds.state_low) / (bounds.state_high - bounds.state_low)
+    return " ".join(str(int(place)) for place in (share * bins).clip(0, bins - 1))
