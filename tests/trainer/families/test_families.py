@@ -79,7 +79,8 @@ def of(kind: str) -> Family:
 
 
 def test_residuals_in_float32_meet_a_head_in_bfloat16() -> None:
-    model = model_of(of("mamba2"), PACKED).to(torch.bfloat16)
+    model: Any = model_of(of("mamba2"), PACKED)
+    model.to(torch.bfloat16)
     assert model.config.residual_in_fp32
     logprobs_P, *_ = PackedPolicy(model, FORWARD).run(both([[3, 4, 5, 6, 7], [3, 4, 5, 6]])[0])
     assert logprobs_P.dtype == torch.float32
