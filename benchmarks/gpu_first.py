@@ -41,12 +41,12 @@ from hpcrl.trainer.backends.base import Objective, PolicyEngine
 from hpcrl.trainer.backends.build import build_policy
 from hpcrl.trainer.distributed import World, joined
 from hpcrl.trainer.loss import build_objective
-from hpcrl.trainer.models.attention import PackedSequences, attend
 from hpcrl.trainer.models.flops import ModelFlops, peak_tflops
-from hpcrl.trainer.models.kernels import AttentionKind, last_tokens
 from hpcrl.trainer.models.logprobs import compiled_rows, plain_rows, token_logprobs
-from hpcrl.trainer.models.prefixes import shared_prefixes
-from hpcrl.trainer.models.tree import PrefixTree
+from hpcrl.trainer.models.packed.attention import PackedSequences, attend
+from hpcrl.trainer.models.packed.kernels import AttentionKind, last_tokens
+from hpcrl.trainer.models.packed.prefixes import shared_prefixes
+from hpcrl.trainer.models.packed.tree import PrefixTree
 from hpcrl.trainer.saving.publish import Publisher
 from hpcrl.types import MicroBatch
 

@@ -38,6 +38,7 @@ from hpcrl.runtime.controller_client import Controller
 from hpcrl.runtime.process_status import StatusWriter, read_process_status
 
 if TYPE_CHECKING:
+    from hpcrl.data.vision.reader import SeenImage
     from hpcrl.data.weight_files import PublishedWeights
 
 ROOT = Path(__file__).parents[1]
@@ -68,6 +69,7 @@ class Instant(Engine, Launched):
         sampling: Mapping[str, Any],
         name: str | None = None,
         heard: Heard | None = None,
+        images: Sequence[SeenImage] = (),
     ) -> list[Generation]:
         self.answered += 1
         drawn = random.Random(seed)

@@ -17,8 +17,8 @@ from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.errors import DataError
 from hpcrl.planning.memory import Shapes, Weight, Width
 from hpcrl.trainer.backends.fsdp.sharding import units
-from hpcrl.trainer.models.attention import PACKED
 from hpcrl.trainer.models.hf import ModelSource, critic_source, policy_source, reference_source
+from hpcrl.trainer.models.packed.attention import PACKED
 from hpcrl.trainer.models.trained import mark_trained
 
 

@@ -17,9 +17,9 @@ from hpcrl.trainer.batching import micro_batch_limits
 from hpcrl.trainer.critic.ranks import Elsewhere, ModelRanks
 from hpcrl.trainer.distributed import check_all_reduce
 from hpcrl.trainer.mismatch import MismatchLimit
-from hpcrl.trainer.models.attention import PACKED
 from hpcrl.trainer.models.flops import ModelFlops
 from hpcrl.trainer.models.hf import policy_source
+from hpcrl.trainer.models.packed.attention import PACKED
 from hpcrl.trainer.models.trained import mark_trained
 from hpcrl.trainer.offline.validation import Validation
 from hpcrl.trainer.saving.checkpoint import ResumePoint

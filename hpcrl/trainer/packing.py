@@ -20,7 +20,7 @@ from hpcrl.trainer.batching import (
     plan_shares,
 )
 from hpcrl.trainer.distributed import World
-from hpcrl.trainer.models.prefixes import common_prefixes, shared_prefixes
+from hpcrl.trainer.models.packed.prefixes import common_prefixes, shared_prefixes
 from hpcrl.types import Batch, Hint, MicroBatch, Sample, SamplingMask
 
 

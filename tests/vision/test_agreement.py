@@ -24,9 +24,9 @@ from hpcrl.data.vision.reader import ImageReader, row_images
 from hpcrl.rollout.engines.base import Engine, Launched
 from hpcrl.rollout.generate import GroupGenerator
 from hpcrl.trainer.backends.fsdp.model import PackedPolicy
-from hpcrl.trainer.models.attention import PACKED
 from hpcrl.trainer.models.forward import ForwardConfig
 from hpcrl.trainer.models.hf import ModelSource
+from hpcrl.trainer.models.packed.attention import PACKED
 from hpcrl.trainer.packing import pack
 from hpcrl.types import Prompt, Sample, Work
 from tests.rollout.material import publish, started

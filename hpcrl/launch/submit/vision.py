@@ -35,7 +35,7 @@ def check_vision(config: Config) -> Iterator[Problem]:
     if trainer.shared_prefixes:
         yield Problem("trainer.shared_prefixes", f"{sees}, whose prefixes are not shared; set it to false")
     for role, section in (("policy", trainer.policy), ("ref", trainer.ref)):
-        if section.sequence_parallel_size > 1:
+        if (section.sequence_parallel_size or 1) > 1:
             path = f"trainer.{role}.sequence_parallel_size"
             yield Problem(path, f"{sees}, and ranks do not share the tokens of images; set it to 1")
     if trainer.algorithm.observation_nll_coef:

@@ -16,7 +16,7 @@ from hpcrl.config.rules.model_fit import MEGATRON_FAMILIES, STATE_LAYERS
 from hpcrl.trainer.backends.fsdp.model import PackedPolicy
 from hpcrl.trainer.backends.fsdp.sharding import units
 from hpcrl.trainer.distributed import World
-from hpcrl.trainer.models.attention import PACKED
+from hpcrl.trainer.models.packed.attention import PACKED
 from tests.trainer.families.features import FEATURES, Feature, works
 from tests.trainer.families.models import FAMILIES, Family, model_of, write_model
 from tests.trainer.families.ranks import trained

@@ -11,10 +11,10 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hpcrl.errors import DataError
-from hpcrl.trainer.models.attention import PACKED, PADDED, PackedSequences, attend, packed_attention
-from hpcrl.trainer.models.kernels import AttentionKind, Places, flex, seen_blocks
-from hpcrl.trainer.models.prefixes import shared_prefixes
-from hpcrl.trainer.models.tree import PrefixTree
+from hpcrl.trainer.models.packed.attention import PACKED, PADDED, PackedSequences, attend, packed_attention
+from hpcrl.trainer.models.packed.kernels import AttentionKind, Places, flex, seen_blocks
+from hpcrl.trainer.models.packed.prefixes import shared_prefixes
+from hpcrl.trainer.models.packed.tree import PrefixTree
 from tests.trainer.material import VOCABULARY
 
 CPU = torch.device("cpu")

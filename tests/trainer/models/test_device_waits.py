@@ -21,9 +21,9 @@ from hpcrl.config.sections.dpo import PREFERENCE_LOSSES, DPOConfig
 from hpcrl.config.validate import build
 from hpcrl.trainer.backends.fsdp.model import PackedPolicy
 from hpcrl.trainer.loss import build_objective
-from hpcrl.trainer.models.attention import PACKED
 from hpcrl.trainer.models.forward import ForwardConfig
-from hpcrl.trainer.models.prefixes import shared_prefixes
+from hpcrl.trainer.models.packed.attention import PACKED
+from hpcrl.trainer.models.packed.prefixes import shared_prefixes
 from hpcrl.trainer.offline.preferences import build_preference_objective
 from hpcrl.types import MicroBatch
 

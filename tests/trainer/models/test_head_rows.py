@@ -14,8 +14,8 @@ from hpcrl.config.sections.algorithm import AlgorithmConfig
 from hpcrl.config.validate import build
 from hpcrl.trainer.backends.fsdp.model import PackedPolicy
 from hpcrl.trainer.loss import build_objective
-from hpcrl.trainer.models.attention import PACKED
 from hpcrl.trainer.models.forward import ForwardConfig
+from hpcrl.trainer.models.packed.attention import PACKED
 from hpcrl.trainer.packing import pack, untrained_micro_batch
 from hpcrl.types import MicroBatch
 from tests.trainer.material import make_sample, with_mask

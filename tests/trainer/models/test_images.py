@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 
 from hpcrl.data.group_file import write_group
 from hpcrl.trainer.backends.fsdp.model import PackedPolicy
-from hpcrl.trainer.models.attention import PACKED
 from hpcrl.trainer.models.forward import ForwardConfig
 from hpcrl.trainer.models.hf import ModelSource
+from hpcrl.trainer.models.packed.attention import PACKED
 from hpcrl.trainer.packing import pack
 from hpcrl.types import GroupMeta
 from tests.trainer.ranks import Ranks

@@ -16,8 +16,8 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 from hpcrl.config import TrainerConfig
 from hpcrl.config.validate import build
 from hpcrl.planning.memory import Width, activations, layer_activations, recomputed_activations
-from hpcrl.trainer.models.attention import PACKED, PackedSequences
 from hpcrl.trainer.models.layers.recompute import recompute
+from hpcrl.trainer.models.packed.attention import PACKED, PackedSequences
 
 LAYERS, TOKENS = 5, 96
 WIDTH = Width(layers=LAYERS, hidden=64, heads=4, kv_heads=4, head=16, ffn=160, vocabulary=50)

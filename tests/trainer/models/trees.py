@@ -11,8 +11,8 @@ from hpcrl.config.sections.algorithm import AlgorithmConfig
 from hpcrl.config.validate import build
 from hpcrl.trainer.backends.fsdp.model import PackedModel, PackedPolicy
 from hpcrl.trainer.loss import build_objective
-from hpcrl.trainer.models.attention import PACKED
 from hpcrl.trainer.models.forward import ForwardConfig
+from hpcrl.trainer.models.packed.attention import PACKED
 from hpcrl.trainer.packing import PackedSamples, pack
 from hpcrl.types import MicroBatch, Sample
 

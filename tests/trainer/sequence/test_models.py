@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hpcrl.config.rules.model_fit import HeadShare
 from hpcrl.trainer.distributed import World
-from hpcrl.trainer.models.sequence_parallel import fitted
+from hpcrl.trainer.models.packed.sequence_parallel import fitted
 from tests.trainer.launcher import run_ranks
 from tests.trainer.material import VOCABULARY
 from tests.trainer.ranks import Ranks

@@ -17,6 +17,7 @@ import torch
 
 from hpcrl.data.pipelines.probe import probe_velocity
 from hpcrl.data.pipelines.source import EVALUATION, PipelineSource
+from hpcrl.data.vision.reader import SeenImage
 from hpcrl.data.weight_files import ADAPTER_PREFIX, PublishedWeights
 from hpcrl.errors import EngineError
 from hpcrl.rollout.engines.base import Engine, Generation, Heard
@@ -89,6 +90,7 @@ class DiffusionEngine(Engine):
         sampling: Mapping[str, Any],
         name: str | None = None,  # noqa: ARG002
         heard: Heard | None = None,  # noqa: ARG002
+        images: Sequence[SeenImage] = (),  # noqa: ARG002
     ) -> list[Generation]:
         """Return `n_samples` samples of a prompt.
 

@@ -19,7 +19,6 @@ from hpcrl.config.sections.model import CriticConfig, FSDPConfig, PolicyConfig
 from hpcrl.data.vision.families import family_of, placeholders
 from hpcrl.trainer.backends.fsdp.sharding import set_whole, shard, units
 from hpcrl.trainer.distributed import World
-from hpcrl.trainer.models.attention import PACKED, PADDED, Packed, PackedSequences
 from hpcrl.trainer.models.experts.routing import Routing
 from hpcrl.trainer.models.forward import DTYPES, ForwardConfig, score_places
 from hpcrl.trainer.models.hf import ModelSource
@@ -27,10 +26,11 @@ from hpcrl.trainer.models.layers.choice import Kernels, choose_flash_attention, 
 from hpcrl.trainer.models.layers.low_precision import compute_in_fp8
 from hpcrl.trainer.models.logits import LogitChange
 from hpcrl.trainer.models.logprobs import among_zeros, compiled_rows, plain_rows, token_logprobs, top_rows
-from hpcrl.trainer.models.sequence_parallel import SharedTokens, of_all, own_rows
-from hpcrl.trainer.models.states import keep_samples_apart
+from hpcrl.trainer.models.packed.attention import PACKED, PADDED, Packed, PackedSequences
+from hpcrl.trainer.models.packed.sequence_parallel import SharedTokens, of_all, own_rows
+from hpcrl.trainer.models.packed.states import keep_samples_apart
+from hpcrl.trainer.models.packed.tree import PrefixTree
 from hpcrl.trainer.models.trained import mark_trained
-from hpcrl.trainer.models.tree import PrefixTree
 from hpcrl.trainer.models.vision import Inputs, Sight
 from hpcrl.types import MicroBatch
 

@@ -18,8 +18,8 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from hpcrl.trainer.backends.megatron.packed import Packing
 from hpcrl.trainer.backends.megatron.process_groups import context_group
-from hpcrl.trainer.models.attention import attend
-from hpcrl.trainer.models.kernels import AttentionKind
+from hpcrl.trainer.models.packed.attention import attend
+from hpcrl.trainer.models.packed.kernels import AttentionKind
 
 
 def uses_transformer_engine() -> bool:

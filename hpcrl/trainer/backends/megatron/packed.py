@@ -11,8 +11,8 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 
 from hpcrl.config.rules.megatron_groups import padded
 from hpcrl.trainer.backends.megatron.process_groups import context_group, tensor_group
-from hpcrl.trainer.models.attention import PackedSequences
 from hpcrl.trainer.models.experts.balance import Samples
+from hpcrl.trainer.models.packed.attention import PackedSequences
 from hpcrl.types import MicroBatch, to_device
 
 

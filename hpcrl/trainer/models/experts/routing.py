@@ -17,10 +17,10 @@ from transformers import PreTrainedModel
 from hpcrl.config.sections.model import ExpertsConfig
 from hpcrl.data.models.routers import routers
 from hpcrl.errors import DataError
-from hpcrl.trainer.models.attention import Packed, PackedSequences
 from hpcrl.trainer.models.experts.balance import Balance, Samples
 from hpcrl.trainer.models.experts.replay import Chosen, given_experts
-from hpcrl.trainer.models.sequence_parallel import SharedTokens
+from hpcrl.trainer.models.packed.attention import Packed, PackedSequences
+from hpcrl.trainer.models.packed.sequence_parallel import SharedTokens
 from hpcrl.types import MicroBatch
 
 _uncompiled: Any = torch.compiler.disable

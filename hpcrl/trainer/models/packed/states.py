@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from hpcrl.config.rules.model_fit import STATE_LAYERS, other_layers
 from hpcrl.errors import DataError
-from hpcrl.trainer.models.attention import Packed
+from hpcrl.trainer.models.packed.attention import Packed
 
 _FULL = 0.75  # share of the longest sample of a call that its shortest one has at least
 

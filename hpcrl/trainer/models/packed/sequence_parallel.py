@@ -25,9 +25,9 @@ import torch.distributed as dist
 from torch.nn.functional import pad
 
 from hpcrl.config.rules.model_fit import HeadShare
-from hpcrl.trainer.models.attention import Packed
-from hpcrl.trainer.models.kernels import AttentionKind
-from hpcrl.trainer.models.tree import gathered
+from hpcrl.trainer.models.packed.attention import Packed
+from hpcrl.trainer.models.packed.kernels import AttentionKind
+from hpcrl.trainer.models.packed.tree import gathered
 from hpcrl.types import MicroBatch
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
-from hpcrl.trainer.models.kernels import (
+from hpcrl.trainer.models.packed.kernels import (
     AttentionKind,
     Places,
     causal,

@@ -19,7 +19,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hpcrl.errors import DataError
-from hpcrl.trainer.models.kernels import (
+from hpcrl.trainer.models.packed.kernels import (
     AttentionKind,
     Places,
     causal,
