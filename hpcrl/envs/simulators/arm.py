@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from importlib import import_module
 from typing import Any
 
 import gymnasium
@@ -11,8 +12,7 @@ import numpy as np
 
 os.environ.setdefault("MUJOCO_GL", "egl")  # without a display; Mesa's software renderer where there is no GPU
 
-import mujoco
-
+mujoco: Any = import_module("mujoco")
 _LINK = 0.5  # m
 
 
@@ -73,7 +73,7 @@ class Arm(gymnasium.Env[np.ndarray, np.ndarray]):
         self._data = mujoco.MjData(self._model)
         self._tip = self._model.site("tip").id
         self._goal = np.zeros(joints)
-        self._renderer: mujoco.Renderer | None = None
+        self._renderer: Any = None
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -120,4 +120,4 @@ class Arm(gymnasium.Env[np.ndarray, np.ndarray]):
         return ((self._goal - self._data.qpos) / math.pi + 1.0) % 2.0 - 1.0
 
 
-gymnasium.register("hpcrl/Arm-v0", entry_point=Arm)
+gymnasium.register("hpcrl/Arm-v0", entry_point=f"{__name__}:Arm")

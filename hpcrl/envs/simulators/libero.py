@@ -40,7 +40,8 @@ class Libero(Simulator):
         if name not in suites:
             raise ConfigError(f"{_WHERE}: `suite` is one of {', '.join(sorted(suites))}, found {name!r}")
         self._suite, self._size = suites[name](), options.get("size", 256)
-        self._environment, self._task = None, -1
+        self._environment: Any = None
+        self._task = -1
         self.action_low, self.action_high = -np.ones(7), np.ones(7)
         self.state_low, self.state_high = np.full(8, -np.inf), np.full(8, np.inf)
 
@@ -53,7 +54,7 @@ class Libero(Simulator):
         states = self._suite.get_task_init_states(number)
         self._environment.seed(seed)
         self._environment.reset()
-        self._environment.set_init_state(states[task.get("init_state", seed) % len(states)])
+        seen = self._environment.set_init_state(states[task.get("init_state", seed) % len(states)])
         for _ in range(_SETTLE):
             seen, *_ = self._environment.step(_STILL)
         return self._observed(seen, success=False)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from hpcrl.errors import ConfigError, HpcrlError, UserCodeError
 
 if TYPE_CHECKING:
-    from hpcrl.envs.simulators.base import Bounds, Observation, Simulator
+    from hpcrl.envs.simulators.base import Bounds, Observation
 
 SIMULATORS = {
     "gymnasium": "hpcrl.envs.simulators.gym:Gymnasium",
@@ -81,14 +81,14 @@ class SimulatorProcess:
         try:
             self._connection.send((verb, arguments))
             return self._answer()
+        except TimeoutError as error:
+            self.kill()
+            raise UserCodeError(str(error)) from error
         except (OSError, EOFError) as error:
             self.kill()
             raise UserCodeError(
                 f"the simulator's process ended ({error or 'end of file'}); the replica's log may say why"
             ) from error
-        except TimeoutError as error:
-            self.kill()
-            raise UserCodeError(str(error)) from error
 
     def _answer(self) -> Any:
         if not self._connection.poll(self._seconds or None):
@@ -194,7 +194,7 @@ def _simulate(connection: Connection, made: Any, options: Mapping[str, Any], fai
     if failure is not None:
         connection.send((ConfigError, failure))
         connection.recv()  # it is killed by who reads this, and not before
-    simulator: Simulator | None = None
+    simulator: Any = None
     verb, arguments = "make", ()
     while True:
         try:

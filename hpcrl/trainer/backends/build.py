@@ -10,8 +10,8 @@ from typing import cast
 
 from hpcrl.config.errors import Problem
 from hpcrl.config.families import is_diffusion
-from hpcrl.config.packages import missing_packages
 from hpcrl.config.reward_model import trains_reward_model
+from hpcrl.config.rules.training import missing_packages
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.errors import RunError
 from hpcrl.trainer.backends.base import CriticEngine, PolicyEngine
@@ -44,7 +44,8 @@ def build_policy(trainer: TrainerConfig, temperature: float, world: World) -> Po
         from hpcrl.trainer.backends.diffusion.policy import DiffusionPolicy
 
         return DiffusionPolicy(trainer, world)
-    from hpcrl.trainer.backends.fsdp.engine import FsdpPolicy, FsdpRewardModel
+    from hpcrl.trainer.backends.fsdp.engine import FsdpPolicy
+    from hpcrl.trainer.backends.fsdp.values import FsdpRewardModel
 
     if trains_reward_model(trainer):
         return cast(PolicyEngine, FsdpRewardModel(trainer, world))
@@ -65,7 +66,7 @@ def build_critic(trainer: TrainerConfig, world: World) -> CriticEngine | None:
 
         return MegatronCritic(trainer, world)
     _require(missing_packages(trainer))
-    from hpcrl.trainer.backends.fsdp.engine import FsdpCritic
+    from hpcrl.trainer.backends.fsdp.values import FsdpCritic
 
     return FsdpCritic(trainer, world)
 

@@ -19,16 +19,14 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
 from hpcrl.config.adapters import begins_from_weights, reference_follows, reference_has_values, reference_is_base
-from hpcrl.config.derive import critic_model_parallel_size, ref_sharding, self_teacher
+from hpcrl.config.derive import ref_sharding, self_teacher
 from hpcrl.config.scorers import trainer_has_reference
 from hpcrl.config.sections.model import CriticConfig, OptimizerConfig, PolicyConfig
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.trainer.backends.base import ExportPiece, MicroBatches, Objective, StepReport, Writer, merge
 from hpcrl.trainer.backends.fsdp.model import (
-    PackedCritic,
     PackedModel,
     PackedPolicy,
-    PackedRewardModel,
     free_gathered,
     load_model,
     own_state,
@@ -47,7 +45,7 @@ from hpcrl.trainer.backends.turns import moments_to_host
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.models.adapter import Adapter
 from hpcrl.trainer.models.forward import DTYPES, computing, forward_config, reference_experts
-from hpcrl.trainer.models.hf import ModelSource, critic_source, export_config, policy_source, reference_source
+from hpcrl.trainer.models.hf import ModelSource, export_config, policy_source, reference_source
 from hpcrl.trainer.models.layers.choice import Kernels
 from hpcrl.trainer.models.layers.low_precision import without_fp8
 from hpcrl.trainer.models.layers.recompute import recompute
@@ -426,36 +424,3 @@ class FsdpPolicy(FsdpExported[PackedPolicy]):
         with computing(self._model, temperature=1.0, never_said=()), without_fp8(self._model):
             (logprobs_P,) = self.logprobs([untrained_micro_batch(token_ids)])
         return logprobs_P[:-1].tolist()
-
-
-class FsdpRewardModel(FsdpExported[PackedRewardModel]):
-    """A reward model in training, on FSDP2: it has `values` as a critic, and is exported as a policy."""
-
-    def __init__(self, trainer: TrainerConfig, world: World) -> None:
-        section, forward, source = trainer.policy, forward_config(trainer), policy_source(trainer)
-        data = world.sharing(section.sequence_parallel_size)
-        forward = replace(forward, experts=section.experts)
-        model = load_model(
-            PackedRewardModel, source, section.fsdp_config, forward, world,
-            trained=section, seed=trainer.seed, kernels=Kernels.of(section), data=data,
-        )  # fmt: skip
-        super().__init__(model, source, section, trainer, world)
-
-    def values(self, batches: MicroBatches) -> Iterator[torch.Tensor]:
-        return (values_P for values_P, *_ in self._each_without_gradient(self._model, batches))
-
-
-class FsdpCritic(FsdpEngine[PackedCritic]):
-    """CriticEngine on FSDP2."""
-
-    def __init__(self, trainer: TrainerConfig, world: World) -> None:
-        section, forward = trainer.critic, forward_config(trainer)
-        data = world.sharing(critic_model_parallel_size(trainer))
-        model = load_model(
-            PackedCritic, critic_source(trainer), section.fsdp_config, forward, world,
-            trained=section, seed=trainer.seed, data=data,
-        )  # fmt: skip
-        super().__init__(model, section, trainer, world)
-
-    def values(self, batches: MicroBatches) -> Iterator[torch.Tensor]:
-        return (values_P for values_P, *_ in self._each_without_gradient(self._model, batches))
