@@ -36,6 +36,8 @@ _FLOW_MATCHING = Unimplemented("learning from datasets of pictures")
 
 
 UNIMPLEMENTED: dict[str, Unimplemented] = {
+    "trainer.sequence_parallel_backend": Unimplemented("another way to share tokens than Ulysses"),
+    "trainer.policy.low_precision.fp8_recipe": Unimplemented("scales of earlier steps, which torchao no longer has"),
     "trainer.policy.low_precision.fp4": _FP4,
     "trainer.policy.low_precision.fp4_recipe": _FP4,
     "trainer.policy.low_precision.fp4_granularity": _FP4,

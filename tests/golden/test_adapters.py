@@ -25,6 +25,7 @@ UNREAD = {
     "remote_reward_advantage: std": "there is one grpo; where it decides, the case is skipped",
     "util.masked_whiten: shift_mean": "what false does is skipped",
     "trainer.advantages: response_mask": "it counts where there is no loss mask",
+    "run_sampling: deterministic": "the solvers of these cases are",
     "rollout.per_token_rewards: *": "conditions.py reads them; where they decide, the case is skipped",
     "batch.to_tensors: rewards": "no part of a micro-batch; what is made of them is not compared",
     "pack_sequences: *": "padding and places of advantages, which are not compared",

@@ -246,11 +246,6 @@ def low_precision(config: ConfigTree) -> Iterator[Problem]:
     path, chosen = "trainer.policy.low_precision", config.trainer.policy.low_precision
     if chosen.fp8 and chosen.fp4:
         yield Problem(f"{path}.fp4", "given beside fp8; set one of them to false")
-    if chosen.fp8_recipe == "delayed_scaling":
-        yield Problem(
-            f"{path}.fp8_recipe",
-            "torchao scales by the tensor itself, and no longer by earlier steps; leave it out",
-        )
     if chosen.fp8_granularity != "rowwise" and not chosen.fp8:
         yield Problem(f"{path}.fp8_granularity", "has no effect without fp8; leave it out, or set that")
     if chosen.fp8 and config.trainer.policy.model.lora.rank:

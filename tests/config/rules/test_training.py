@@ -100,10 +100,6 @@ CASES: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
         {LIGER: True, "slurm.gpus_per_node": 1},
     ),
     (
-        {f"{FP8}": True, f"{LOW}.fp8_recipe": "delayed_scaling"}, f"{LOW}.fp8_recipe", "no longer by earlier steps; leave it out",
-        {f"{FP8}": True, f"{LOW}.fp8_recipe": "dynamic_scaling"},
-    ),
-    (
         {f"{LOW}.fp8_granularity": "tensorwise"}, f"{LOW}.fp8_granularity", "no effect without fp8",
         {FP8: True, f"{LOW}.fp8_granularity": "tensorwise"},
     ),

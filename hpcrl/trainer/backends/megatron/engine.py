@@ -90,10 +90,9 @@ class MegatronEngine(Generic[Model]):
         settings = optimizer_config(section.optimizer_config, megatron, role)
         config: Any = self._chunks[0].config
         config.finalize_model_grads_func = finalize_model_grads
+        ddp = ddp_config(megatron, settings, world.device)
         self._wrapped: list[Any] = [
-            DistributedDataParallel(
-                config, ddp_config(megatron, settings, world.device), chunk, disable_bucketing=number > 0
-            )
+            DistributedDataParallel(config, ddp, chunk, disable_bucketing=number > 0)
             for number, chunk in enumerate(self._chunks)
         ]
         if megatron.ddp_config.overlap_grad_reduce:
@@ -101,13 +100,12 @@ class MegatronEngine(Generic[Model]):
             config.no_sync_func = waits if len(waits) > 1 else waits[0]
         # nothing is exempt from weight decay, as with FSDP2
         self._optimizer: Any = get_megatron_optimizer(settings, self._wrapped, config_overrides={})
-        adapted = self._lora.rank > 0
-        self._saved = ShardedState(self._chunks, self._architecture, self._optimizer, world, adapted=adapted)
+        state = self._chunks, self._architecture, self._optimizer
+        self._saved = ShardedState(*state, world, adapted=self._lora.rank > 0)
         experts = section.experts if isinstance(section, PolicyConfig) else None
         self._routing = MegatronRouting(self._chunks, experts, self.data.size) if experts else None
-        self._pipeline = Pipeline(
-            self._wrapped, self.data, dynamic=megatron.pipeline_dynamic_shape, routing=self._routing
-        )
+        dynamic = megatron.pipeline_dynamic_shape
+        self._pipeline = Pipeline(self._wrapped, self.data, dynamic=dynamic, routing=self._routing)
 
     def schedule(self, total_updates: int) -> None:
         self._total_updates = total_updates
