@@ -1,13 +1,16 @@
-"""A user's own class or function, which a setting names as "package.module:name"."""
+"""What settings want imported: a user's own class or function, named as "package.module:name", and packages that not every installation has."""
 
 from __future__ import annotations
 
 import importlib
 import re
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
+from importlib.util import find_spec
 from typing import Any, TypeVar, cast
 
 from hpcrl.config.errors import Problem
+from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.errors import ConfigError, did_you_mean
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -73,3 +76,25 @@ def find(setting: str, name: str, known: Mapping[str, Function]) -> Function:
     if not callable(function):
         raise ConfigError(f"{setting}={name!r}: module {module_name!r} has no function {function_name!r}")
     return cast(Function, function)
+
+
+def missing_packages(trainer: TrainerConfig) -> Iterator[Problem]:
+    """Yield a problem for each setting of a trainer whose package this Python does not have."""
+    needed = {
+        "trainer.policy.low_precision.fp8": ("torchao", "'hpcrl[torchao]'", trainer.policy.low_precision.fp8),
+        "trainer.policy.optimizer_config.moments": (
+            "torchao",
+            "'hpcrl[torchao]'",
+            trainer.policy.optimizer_config.moments is not None,
+        ),
+        "trainer.critic.optimizer_config.moments": (
+            "torchao",
+            "'hpcrl[torchao]'",
+            trainer.critic.optimizer_config.moments is not None,
+        ),
+        "trainer.policy.enable_liger_kernel": ("liger_kernel", "'hpcrl[liger]'", trainer.policy.enable_liger_kernel),
+        "trainer.flash_attn_version": ("flash_attn_interface", "flash-attn-3", trainer.flash_attn_version == 3),
+    }
+    for setting, (module, install, wanted) in needed.items():
+        if wanted and find_spec(module) is None:
+            yield Problem(setting, f"needs {module}, which {sys.executable} does not have: pip install {install}")

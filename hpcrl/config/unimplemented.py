@@ -6,7 +6,7 @@ A setting that is not implemented yet is accepted at its default only.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hpcrl.config.errors import Problem, shown
@@ -31,6 +31,7 @@ class Unimplemented:
 
 
 _FP4 = Unimplemented("training in FP4, which torchao has not; use fp8")
+_VLA = Unimplemented("vision-language-action models")
 _VIDEOS = Unimplemented("videos by diffusion")
 _FLOW_MATCHING = Unimplemented("learning from datasets of pictures")
 
@@ -46,7 +47,8 @@ UNIMPLEMENTED: dict[str, Unimplemented] = {
     "trainer.policy.diffusers.inference_frames": _VIDEOS,
     "trainer.policy.diffusers.train_frames": _VIDEOS,
     "trainer.policy.diffusers.tokenizer": _VIDEOS,
-    "vla": Unimplemented("vision-language-action models"),
+    "vla": _VLA,
+    **{f"vla.{name}": replace(_VLA, result=False) for name in ("save_video", "trace_verbosity")},
 }
 
 

@@ -43,13 +43,13 @@ def test_every_problem_is_reported_at_once(tmp_path: Path) -> None:
 
 def test_wrong_types_hide_neither_impossible_values_nor_what_waits(tmp_path: Path) -> None:
     lines = problems(
-        tmp_path, "trainer.seed=x", "trainer.epochs=0", "trainer.policy.activation_offload=true", "trainer.epoch=1"
+        tmp_path, "trainer.seed=x", "trainer.epochs=0", "trainer.policy.low_precision.fp4=true", "trainer.epoch=1"
     )
     assert [line.split(": ")[1] for line in lines] == [
         "trainer.epoch",
         "trainer.seed",
         "trainer.epochs",
-        "trainer.policy.activation_offload",
+        "trainer.policy.low_precision.fp4",
     ]
 
 
@@ -288,9 +288,9 @@ def test_a_name_that_no_section_has_leads_to_its_own_section(tmp_path: Path) -> 
 
 
 def test_what_is_not_implemented_yet_is_not_explained_any_further(tmp_path: Path) -> None:
-    found = problems(tmp_path, "generator.inference_engine.weight_transfer_threshold_cuda_ipc_GB=-1.0")
-    (told,) = [line for line in found if "weight_transfer_threshold_cuda_ipc_GB: " in line]
-    assert "not implemented yet (weights handed over on the GPU)" in told
+    found = problems(tmp_path, "trainer.policy.diffusers.train_frames=-1")
+    (told,) = [line for line in found if "train_frames: " in line]
+    assert "not implemented yet (videos by diffusion)" in told
 
 
 def test_control_characters_of_a_file_are_shown_as_escapes(tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ class HeadShare:
 def cannot_share(path: str, ranks: int, entries: Mapping[str, Any], whose: str) -> Iterator[Problem]:
     """Yield why so many ranks cannot share the tokens of a model's samples (FSDP2's sequence parallelism); arguments as of `misfits`."""
     entries = text_entries(entries)
-    if entries.get("model_type") in STATE_LAYERS:
+    if ranks > 1 and entries.get("model_type") in STATE_LAYERS:
         yield Problem(
             path,
             f"the {whose} has layers that carry a state from token to token, so that ranks cannot share its tokens; leave it out",

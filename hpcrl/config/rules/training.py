@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator
-from importlib.util import find_spec
 from math import gcd
 from typing import Any
 
@@ -327,25 +325,3 @@ def _at(value: Any, path: str) -> Any:
     for name in path.split("."):
         value = getattr(value, name)
     return value
-
-
-def missing_packages(trainer: TrainerConfig) -> Iterator[Problem]:
-    """Yield a problem for each setting of a trainer whose package this Python does not have."""
-    needed = {
-        "trainer.policy.low_precision.fp8": ("torchao", "'hpcrl[torchao]'", trainer.policy.low_precision.fp8),
-        "trainer.policy.optimizer_config.moments": (
-            "torchao",
-            "'hpcrl[torchao]'",
-            trainer.policy.optimizer_config.moments is not None,
-        ),
-        "trainer.critic.optimizer_config.moments": (
-            "torchao",
-            "'hpcrl[torchao]'",
-            trainer.critic.optimizer_config.moments is not None,
-        ),
-        "trainer.policy.enable_liger_kernel": ("liger_kernel", "'hpcrl[liger]'", trainer.policy.enable_liger_kernel),
-        "trainer.flash_attn_version": ("flash_attn_interface", "flash-attn-3", trainer.flash_attn_version == 3),
-    }
-    for setting, (module, install, wanted) in needed.items():
-        if wanted and find_spec(module) is None:
-            yield Problem(setting, f"needs {module}, which {sys.executable} does not have: pip install {install}")

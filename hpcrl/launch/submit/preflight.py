@@ -20,8 +20,8 @@ from hpcrl.config.adapters import adapters
 from hpcrl.config.derive import has_engines, is_offline, steps_per_epoch
 from hpcrl.config.errors import Problem, raise_together
 from hpcrl.config.families import is_diffusion
+from hpcrl.config.import_path import missing_packages
 from hpcrl.config.resume_changes import Change, changes_from_path
-from hpcrl.config.rules.training import missing_packages
 from hpcrl.config.sections.alerts import AlertsConfig
 from hpcrl.config.sections.environment import CLASSIFIER
 from hpcrl.config.sections.model import Pretrained

@@ -10,8 +10,8 @@ from typing import cast
 
 from hpcrl.config.errors import Problem
 from hpcrl.config.families import is_diffusion
+from hpcrl.config.import_path import missing_packages
 from hpcrl.config.reward_model import trains_reward_model
-from hpcrl.config.rules.training import missing_packages
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.errors import RunError
 from hpcrl.trainer.backends.base import CriticEngine, PolicyEngine

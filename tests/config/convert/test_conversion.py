@@ -21,7 +21,7 @@ VALUES = {
     "trainer.critic.model.path": "c",
     "generator.n_samples_per_prompt": 4,
     "generator.inference_engine.engine_init_kwargs": {"a-b": [1, "x"], "nested": {"t": True}},
-    "generator.inference_engine.weight_transfer_threshold_cuda_ipc_GB": 2.0,
+    "vla.save_video": True,
     "trainer.policy.low_precision.fp4": True,
     "trainer.policy.megatron_config.transformer_config_kwargs": {"a kwarg": 1.0, "b": 0.5},
 }
@@ -32,7 +32,7 @@ def test_what_is_not_implemented_yet_is_written_unless_it_changes_nothing_that_i
     text = conversion.to_toml()
     assert tomli.loads(re.sub(r"^# (?=\w+ = )", "", text, flags=re.MULTILINE)) == nested(VALUES)
     active = tomli.loads(text)
-    assert "weight_transfer_threshold_cuda_ipc_GB" not in active["generator"]["inference_engine"]
+    assert "save_video" not in active.get("vla", {})
     assert active["trainer"]["policy"]["low_precision"] == {"fp4": True}
     assert text.index("[generator]") < text.index("[generator.inference_engine]")
 
@@ -40,12 +40,9 @@ def test_what_is_not_implemented_yet_is_written_unless_it_changes_nothing_that_i
 def test_what_is_not_implemented_yet_is_refused(tmp_path: Path) -> None:
     words = ["data.train_data=[t.parquet]", "trainer.policy.model.path=m"]
     conversion = convert_overrides([*words, "trainer.logger=wandb", "trainer.eval_interval=-1"], "a command")
-    conversion.values["trainer.policy.low_precision.fp8"] = True
+    conversion.values["trainer.policy.low_precision.fp4"] = True
     message = _refusal(conversion, tmp_path)
-    assert (
-        "trainer.policy.low_precision.fp8: true (true or false) is not implemented yet (low-precision training"
-        in message
-    )
+    assert "trainer.policy.low_precision.fp4: true (true or false) is not implemented yet (training in FP4" in message
     assert "trainer.logger" not in message
 
 

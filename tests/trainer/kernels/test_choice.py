@@ -13,7 +13,7 @@ from torch.nn.attention import current_flash_attention_impl, register_flash_atte
 from torch.nn.attention._registry import _FLASH_ATTENTION_IMPLS
 
 from hpcrl.config import TrainerConfig
-from hpcrl.config.rules.training import missing_packages
+from hpcrl.config.import_path import missing_packages
 from hpcrl.config.validate import build
 from hpcrl.errors import DataError, RunError
 from hpcrl.trainer.backends.build import build_policy
