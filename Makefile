@@ -20,12 +20,12 @@ TORCH_CPU ?= https://download.pytorch.org/whl/cpu
 FAULTS    := $(shell grep -rl 'mark\.faults_slow' tests --include='test_*.py' | grep -v '^tests/faults/')
 PIP       := $(BIN)/pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test learn trackers agents kernels faults soak fuzz check format slurm chromium
+.PHONY: demo test learn trackers agents kernels faults soak fuzz check format slurm egl chromium
 demo: $(VENV)/$(if $(filter vllm,$(ENGINE)),installed,embedded)
 	$(BIN)/hpcrl submit configs/quickstart.toml generator.inference_engine.backend=$(ENGINE) --local --follow
 
 # Three at a time: the tests of Slurm mostly wait. tests/conftest.py says which share a process.
-test: $(VENV)/installed slurm
+test: $(VENV)/installed slurm egl
 	$(BIN)/pytest -n 3 --no-loadscope-reorder
 
 learn: $(VENV)/installed slurm chromium
@@ -90,6 +90,11 @@ slurm:
 	@{ command -v slurmctld && command -v slurmdbd && command -v mariadbd; } > /dev/null || if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
 	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq slurm-wlm munge iproute2 slurmdbd mariadb-server > /dev/null; \
 	else echo "no Slurm here and no way to install it: the tests that need it will be skipped"; fi
+
+egl:
+	@ldconfig -p | grep -q libEGL.so.1 || if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
+	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq libegl1 libgl1-mesa-dri > /dev/null; \
+	else echo "no libEGL here and no way to install it: the tests of what simulators render will be skipped"; fi
 
 chromium:
 	@command -v chromedriver > /dev/null || if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \

@@ -148,6 +148,9 @@ class RobotConfig:
     action_bins: int | None = None
     """robot: an action's numbers are whole ones from 0 to this number less 1, spread evenly between its bounds (OpenVLA has 256); unset: they are the simulator's own."""
 
+    show_state: bool = True
+    """robot: the policy is told what the simulator measures; false: it has only what cameras see, where the simulator has such."""
+
     state_bins: int | None = None
     """robot: the state is written as whole numbers from 0 to this number less 1, spread evenly between its bounds; unset: as decimal numbers."""
 

@@ -52,6 +52,8 @@ class Arm(gymnasium.Env[np.ndarray, np.ndarray]):
         size: height and width of frames, in pixels.
     """
 
+    metadata = {"render_modes": ["rgb_array"]}
+
     def __init__(
         self,
         joints: int = 2,

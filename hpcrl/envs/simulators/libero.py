@@ -12,6 +12,7 @@ from hpcrl.errors import ConfigError, DataError
 
 _WHERE = "environment.skyrl_gym.robot.options"
 _CAMERAS = {"agentview": "agentview_image", "wrist": "robot0_eye_in_hand_image"}
+"""Of the option `cameras`, and what LIBERO calls their images."""
 _SETTLE = 10  # steps until what was dropped onto the table lies still
 _STILL = [0.0] * 6 + [-1.0]
 
@@ -22,7 +23,8 @@ class Libero(Simulator):
     The state has position (3), rotation as axis times angle (3) and both fingers (2).
 
     Args:
-        options: `suite`, such as libero_10; `size`, height and width of frames, 256 unless given.
+        options: `suite`, such as libero_10; `cameras`, whose images the policy is shown, ["agentview"] unless given, "wrist" too; `size`,
+            height and width of frames, 256 unless given.
 
     Raises:
         ConfigError: LIBERO is not installed, or has no such suite.
@@ -40,6 +42,9 @@ class Libero(Simulator):
         if name not in suites:
             raise ConfigError(f"{_WHERE}: `suite` is one of {', '.join(sorted(suites))}, found {name!r}")
         self._suite, self._size = suites[name](), options.get("size", 256)
+        self._cameras = options.get("cameras", ["agentview"])
+        if not isinstance(self._cameras, list) or not set(self._cameras) <= _CAMERAS.keys():
+            raise ConfigError(f"{_WHERE}: `cameras` are some of {', '.join(_CAMERAS)}, found {self._cameras!r}")
         self._environment: Any = None
         self._task = -1
         self.action_low, self.action_high = -np.ones(7), np.ones(7)
@@ -79,7 +84,7 @@ class Libero(Simulator):
 
     def _observed(self, seen: Mapping[str, Any], *, success: bool) -> Observation:
         # the simulator's images stand on their heads
-        images = {name: np.ascontiguousarray(seen[key][::-1, ::-1]) for name, key in _CAMERAS.items()}
+        images = {name: np.ascontiguousarray(seen[_CAMERAS[name]][::-1, ::-1]) for name in self._cameras}
         parts = [seen["robot0_eef_pos"], _axis_angle(seen["robot0_eef_quat"]), seen["robot0_gripper_qpos"]]
         return Observation(np.concatenate(parts), images, success, ended=success)
 

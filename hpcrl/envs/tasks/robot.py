@@ -1,4 +1,4 @@
-"""A robot in a simulator: the policy sees what is measured, says actions as numbers, and is paid when the task is done."""
+"""A robot in a simulator: the policy is shown what is measured and what cameras see, says actions as numbers, and is paid when the task is done."""
 
 from __future__ import annotations
 
@@ -56,8 +56,7 @@ class Robot(Environment):
         self._simulator = self._pool.take()
         seen = self._simulator.reset(self._seed, self._task)
         *before, last = messages
-        told = f"{last['content']}{written_state(seen.state, self._simulator.bounds, config.state_bins)}"
-        return [*before, {**last, "content": told}]
+        return [*before, {**last, "content": self._told(seen, last["content"])}]
 
     def step(self, action: str) -> Turn:
         assert self._simulator is not None
@@ -79,8 +78,21 @@ class Robot(Environment):
             "valid_actions": self._valid / self._actions,
         }
         done = seen.success or seen.ended
-        told = written_state(seen.state, bounds, config.state_bins)
-        return Turn([] if done else [{"role": "user", "content": told}], float(seen.success), done, metrics)
+        told = [] if done else [{"role": "user", "content": self._told(seen)}]
+        return Turn(told, float(seen.success), done, metrics)
+
+    def _told(self, seen: Observation, task: Any = "") -> Any:
+        """Return the content of a message: images first, then the task, then the state."""
+        assert self._simulator is not None
+        bins, bounds = self._config.state_bins, self._simulator.bounds
+        state = written_state(seen.state, bounds, bins) if self._config.show_state else ""
+        if isinstance(task, str) and not seen.images:
+            return task + state
+        from PIL import Image
+
+        images = [{"type": "image", "image": Image.fromarray(image)} for image in seen.images.values()]
+        texts = [{"type": "text", "text": task + state}] if isinstance(task, str) else task
+        return [*images, *texts, *([{"type": "text", "text": state}] if texts is task and state else [])]
 
     def close(self) -> None:
         if self._pool is not None and self._simulator is not None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
 import textwrap
 import time
+from ctypes.util import find_library
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ import pytest
 
 from hpcrl.config.sections.environment import EnvironmentConfig, RobotConfig, SkyRLGymConfig
 from hpcrl.envs.registry import common_extras
-from hpcrl.envs.simulators.arm import Arm
 from hpcrl.envs.simulators.base import Bounds
 from hpcrl.envs.simulators.gym import Gymnasium
 from hpcrl.envs.tasks.robot import Robot, action_of, written_state
@@ -152,13 +151,24 @@ def test_the_arm_touches_its_target_where_it_is_said_to_be() -> None:
     arm.close()
 
 
-def test_the_arm_is_seen_from_above() -> None:
-    os.environ.setdefault("MUJOCO_GL", "egl")
-    arm = Arm(joints=1, size=48, render_mode="rgb_array")
-    arm.reset(seed=1)
-    frame = arm.render()
+ARM = {
+    "simulator": "gymnasium",
+    "options": {"id": "hpcrl.envs.simulators.arm:hpcrl/Arm-v0", "joints": 1, "size": 48, "camera": True},
+}
+
+
+@pytest.mark.skipif(not find_library("EGL"), reason="no libEGL, with which MuJoCo renders")
+@pytest.mark.parametrize("told", [True, False])
+def test_a_policy_is_shown_what_the_camera_sees(told: bool) -> None:
+    made = robot(seed=1, show_state=told, state_bins=16, action_bins=5, **ARM)
+    (message,) = made.init([{"role": "user", "content": "reach: "}])
+    image, text = message["content"]
+    assert (image["type"], text["type"], text["text"]) == ("image", "text", "reach: 0" if told else "reach: ")
+    frame = np.asarray(image["image"]).astype(int)
     assert frame.shape == (48, 48, 3)
-    red, blue = frame[..., 0].astype(int) - frame[..., 2], frame[..., 2].astype(int) - frame[..., 0]
-    assert (red > 60).any(), "no target"
-    assert (blue > 60).any(), "no arm"
-    arm.close()
+    assert (frame[..., 0] - frame[..., 2] > 60).any(), "no target"
+    assert (frame[..., 2] - frame[..., 0] > 60).any(), "no arm"
+    (answer,) = made.step("0").observations
+    moved = np.asarray(answer["content"][0]["image"]).astype(int)
+    assert (moved != frame).any()
+    made.close()
