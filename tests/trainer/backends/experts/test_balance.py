@@ -34,6 +34,7 @@ ALONE = {
 }
 TWO = {
     "two-ranks": variant(2, gradient_checkpointing=True, policy=EXPERTS),
+    "tokens-shared": variant(2, policy={**EXPERTS, "sequence_parallel_size": 2}),
     "two-ranks-apart": variant(1, policy={**EXPERTS, "fsdp_config": {"reshard_after_forward": False}}),
 }
 
