@@ -25,6 +25,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "one head of keys": {"kind": "qwen3", "num_attention_heads": 4, "num_key_value_heads": 1},
     "uneven heads": {"kind": "qwen3", "num_attention_heads": 6, "num_key_value_heads": 3},
     "experts": {"kind": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "sinks and windows": {
+        "kind": "gpt_oss",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 3,
+        "initializer_range": 0.05,
+    },
     "reward model": {"kind": "qwen2", "mode": "reward_model"},
     "bf16": {"kind": "qwen2", "dtype": "bf16", "num_key_value_heads": 1},
 }
@@ -41,7 +48,7 @@ SIZES = {
 }
 
 
-QUICK = ("uneven heads", "reward model")
+QUICK = ("uneven heads", "sinks and windows", "reward model")
 
 
 def made(folder: Path, model_path: Path, names: Iterable[str], alone: World) -> dict[str, Any]:
