@@ -102,24 +102,25 @@ class World:
         if size == 1:
             return self
         assert self.size % size == 0, f"{size} ranks cannot share each sample among {self.size}"
-        ranks, place = dist.get_process_group_ranks(self.control), self.rank % size
-        first = self.rank - place
-        # ranks of another model do not come; see hpcrl/trainer/backends/fsdp/sharding.py
-        control, together = (
-            cast(
-                dist.ProcessGroup,
-                dist.new_group(own, timeout=self.timeout, backend=backend, use_local_synchronization=True),
-            )
-            for own, backend in ((ranks[place::size], "gloo"), (ranks[first : first + size], None))
-        )
+        ranks = dist.get_process_group_ranks(self.control)
         return replace(
             self,
             rank=self.rank // size,
             size=self.size // size,
-            control=control,
-            leads=self.leads and place == 0,
-            together=together,
+            control=self.group_among([ranks[place::size] for place in range(size)], "gloo"),
+            leads=self.leads and self.rank % size == 0,
+            together=self.group_among([ranks[first : first + size] for first in range(0, self.size, size)]),
         )
+
+    def group_among(self, rows: list[list[int]], backend: str | None = None) -> dist.ProcessGroup:
+        """Return the group of the row that this rank is in, where these ranks are divided into rows. All of them call it."""
+        if self.tensors is None:
+            mine, _ = dist.new_subgroups_by_enumeration(rows, timeout=self.timeout, backend=backend)
+        else:  # other ranks do not come; the name that such a group gets counts on that these have made the same groups so far
+            row = next(row for row in rows if dist.get_rank() in row)
+            mine = dist.new_group(row, timeout=self.timeout, backend=backend, use_local_synchronization=True)
+        assert isinstance(mine, dist.ProcessGroup)
+        return mine
 
     def any_rank(self, flag: bool) -> bool:
         """Return whether `flag` is set on any rank."""

@@ -21,10 +21,11 @@ from hpcrl.data.tokenize import Recipe, Tokenizer
 from hpcrl.data.vision.reader import row_images
 from hpcrl.errors import DamagedError, DataError
 from hpcrl.trainer.backends.fsdp.model import PackedPolicy, load_model
+from hpcrl.trainer.distributed import World
 from hpcrl.trainer.models.forward import ForwardConfig
 from hpcrl.trainer.models.hf import ModelSource
 from hpcrl.trainer.packing import pack
-from tests.trainer.material import make_run, world_of_one
+from tests.trainer.material import make_run
 from tests.vision.material import IMAGE, drawn, write_model
 from tests.vision.test_agreement import of_one
 
@@ -105,7 +106,7 @@ def test_rows_that_show_too_many_are_refused(model: Path) -> None:
     ],
     ids=["frozen", "lora"],
 )
-def test_what_is_trained(model: Path, source: Source, policy: PolicyConfig, trained: str) -> None:
+def test_what_is_trained(alone: World, model: Path, source: Source, policy: PolicyConfig, trained: str) -> None:
     """A frozen tower, and adapters in all of it: the same log-probabilities at first, and gradients where there should be some."""
     (tokens,) = recipe(model).renderer().sequences(next(source.rows()), Path(source.location).parent)
     run_dir = Path(source.location).parent / "run"
@@ -114,16 +115,15 @@ def test_what_is_trained(model: Path, source: Source, policy: PolicyConfig, trai
     assert row.token_ids.tolist() == tokens.token_ids
     exact = FSDPConfig(mixed_precision=MixedPrecisionConfig(param_dtype="fp32"))
     own = replace(policy, fsdp_config=exact, model=replace(policy.model, path=str(model)))
-    with world_of_one() as world:
-        source_of = ModelSource(path=str(model), role="trainer.policy")
-        found = load_model(PackedPolicy, source_of, exact, ForwardConfig(temperature=1.0, chunk_rows=64), world, own)
-        batch = pack([row]).whole()
-        logprobs = found.run(batch)[0]
-        expected = of_one(AutoModelForImageTextToText.from_pretrained(model), row, 1.0)
-        chosen = batch.loss_mask > 0
-        torch.testing.assert_close(logprobs[chosen], expected[chosen[:-1]], rtol=0, atol=1e-4)
-        logprobs[chosen].sum().backward()
-        having = {name for name, each in found.model.named_parameters() if each.grad is not None}
+    source_of = ModelSource(path=str(model), role="trainer.policy")
+    found = load_model(PackedPolicy, source_of, exact, ForwardConfig(temperature=1.0, chunk_rows=64), alone, own)
+    batch = pack([row]).whole()
+    logprobs = found.run(batch)[0]
+    expected = of_one(AutoModelForImageTextToText.from_pretrained(model), row, 1.0)
+    chosen = batch.loss_mask > 0
+    torch.testing.assert_close(logprobs[chosen], expected[chosen[:-1]], rtol=0, atol=1e-4)
+    logprobs[chosen].sum().backward()
+    having = {name for name, each in found.model.named_parameters() if each.grad is not None}
     assert having
     assert all(trained in name or "lm_head" in name for name in having)
     assert any("visual" in name for name in having) == (trained == "lora_")

@@ -10,6 +10,7 @@ from hpcrl.config.errors import Problem
 from hpcrl.config.families import draws_steps, is_diffusion
 from hpcrl.config.reward_model import reward_services
 from hpcrl.config.sections.environment import IMAGE_REWARDS, REWARDS
+from hpcrl.config.sections.model import ExpertsConfig
 from hpcrl.config.sections.tree import ConfigTree
 
 _SECTION = "trainer.policy.diffusers"
@@ -119,6 +120,13 @@ def of_language_models(config: ConfigTree) -> Iterator[Problem]:
         "trainer.algorithm.observation_nll_coef": algorithm.observation_nll_coef is not None,
         "trainer.shared_prefixes": trainer.shared_prefixes,
         "trainer.gradient_checkpointing_use_reentrant": trainer.gradient_checkpointing_use_reentrant,
+        "trainer.gradient_checkpointing_every": trainer.gradient_checkpointing_every > 1,
+        "trainer.gradient_checkpointing_keep": trainer.gradient_checkpointing_keep != "nothing",
+        "trainer.policy.activation_offload": trainer.policy.activation_offload,
+        "trainer.policy.enable_liger_kernel": trainer.policy.enable_liger_kernel,
+        "trainer.policy.low_precision.fp8": trainer.policy.low_precision.fp8,
+        "trainer.policy.sequence_parallel_size": trainer.policy.sequence_parallel_size > 1,
+        "trainer.policy.experts": trainer.policy.experts != ExpertsConfig(),
         "trainer.max_tokens_per_micro_batch": trainer.max_tokens_per_micro_batch is not None,
         "trainer.ref.model.path": trainer.ref.model.path is not None,
         "trainer.policy.model_config_kwargs": bool(trainer.policy.model_config_kwargs),

@@ -71,7 +71,7 @@ def _as_policy(transformer: Any) -> Any:
     def nothing(*_: Any) -> None:
         return None
 
-    def checkpointing(_options: Any) -> None:
+    def checkpointing(_options: Any, _every: int) -> None:
         transformer.enable_gradient_checkpointing()
 
     for name in ("get_input_embeddings", "get_output_embeddings", "tie_weights"):

@@ -71,15 +71,8 @@ def _mesh(size: int, world: World) -> DeviceMesh:
         return DeviceMesh.from_group(world.tensors, kind) if world.tensors else init_device_mesh(kind, (size,))
     assert world.size % size == 0, f"{world.size} ranks cannot hold copies of {size} ranks each"
     # not init_device_mesh, whose groups have torch's own timeout
-    shards, groups = torch.tensor(dist.get_process_group_ranks(world.control)).view(-1, size), list[dist.ProcessGroup]()
-    for rows in (shards.T.tolist(), shards.tolist()):
-        if world.tensors is None:
-            mine, _ = dist.new_subgroups_by_enumeration(rows, timeout=world.timeout)
-        else:  # other ranks do not come; the name that such a group gets counts on that these have made the same groups so far
-            row = next(row for row in rows if dist.get_rank() in row)
-            mine = dist.new_group(row, timeout=world.timeout, use_local_synchronization=True)
-        assert isinstance(mine, dist.ProcessGroup)
-        groups.append(mine)
+    shards = torch.tensor(dist.get_process_group_ranks(world.control)).view(-1, size)
+    groups = [world.group_among(rows) for rows in (shards.T.tolist(), shards.tolist())]
     return DeviceMesh.from_group(groups, kind, shards, mesh_dim_names=("copies", "shards"))
 
 
