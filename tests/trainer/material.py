@@ -170,9 +170,15 @@ def write_teacher(path: Path, model: Path) -> Path:
     return path
 
 
+_worlds: list[World] = []
+
+
 @contextmanager
 def world_of_one() -> Iterator[World]:
-    """Give a world of one rank: this process."""
+    """Give a world of one rank, this process: the one that it is in already, or else a new one."""
+    if _worlds:
+        yield _worlds[-1]
+        return
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {
             "RANK": "0",
@@ -181,7 +187,11 @@ def world_of_one() -> Iterator[World]:
         }.items():
             patch.setenv(name, value)
         with joined() as world:
-            yield world
+            _worlds.append(world)
+            try:
+                yield world
+            finally:
+                _worlds.clear()
     assert not dist.is_initialized()
 
 
