@@ -142,11 +142,7 @@ def units(model: PreTrainedModel, wrap_policy: dict[str, Any]) -> list[nn.Module
         return found
     chosen = wrap_policy.get("transformer_layer_cls_to_wrap")
     classes, shared = set(chosen or model._no_split_modules or ()), _shared_parameters(model)
-    found = [
-        module
-        for module in reversed(list(model.modules()))
-        if type(module).__name__ in classes and shared.isdisjoint(module.parameters())
-    ]
+    found = [module for module in reversed(list(model.modules())) if type(module).__name__ in classes]
     there = {type(module).__name__ for module in model.modules()}
     for name in chosen or ():
         if name not in there:
@@ -155,7 +151,7 @@ def units(model: PreTrainedModel, wrap_policy: dict[str, Any]) -> list[nn.Module
         if kept_out(module) or _is_container(module):
             near = "around" if module in read_early else "inside"
             raise DataError(f"{_CLASSES}: {type(module).__name__} cannot be a unit; name what lies {near} it")
-    return found
+    return [module for module in found if shared.isdisjoint(module.parameters())]
 
 
 def _shared_parameters(model: nn.Module) -> set[nn.Parameter]:
