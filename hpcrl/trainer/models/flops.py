@@ -62,7 +62,7 @@ class ModelFlops:
     @property
     def quadratic(self) -> float:
         """What attention adds to a sample of T tokens is quadratic T^2 times what a token costs without it; windows and the head left out."""
-        return 6.0 * self.attention / self._of_token
+        return 6.0 * self.attention / self._of_token if self.attention else 0.0
 
     @property
     def _of_token(self) -> float:

@@ -93,3 +93,8 @@ def test_rates() -> None:
     assert [peak_tflops(name) for name in ("NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "Tesla T4")] == [989, 756, None]
     assert [peak_tflops(name) for name in ("NVIDIA A100-SXM4-80GB", "NVIDIA GB200", "NVIDIA A40")] == [312, 2250, 149.7]
     assert peak_tflops("NVIDIA RTX A4000") is None, "no A40"
+
+
+def test_a_model_of_no_attention_has_nothing_quadratic() -> None:
+    assert ModelFlops(0.0, 100, 0).quadratic == 0.0  # as of pipelines, all of whose parameters count as a head
+    assert ModelFlops(2.0, 100, 4).quadratic == 2.0
