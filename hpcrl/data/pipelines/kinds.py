@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from hpcrl.errors import DataError
 
@@ -19,7 +19,13 @@ Conditions = dict[str, "torch.Tensor"]
 
 
 class PipelineKind(ABC):
-    """One kind."""
+    """One kind.
+
+    Attributes:
+        vae_levels: the entry of the autoencoder's config.json that has one number for each of its levels, between which edges are halved.
+    """
+
+    vae_levels: ClassVar[str] = "block_out_channels"
 
     @abstractmethod
     def encode(self, pipeline: Any, prompts: Sequence[str], longest: int) -> Conditions:
@@ -33,9 +39,12 @@ class PipelineKind(ABC):
     def velocity(self, transformer: Any, x: torch.Tensor, t: torch.Tensor, conditions: Conditions) -> torch.Tensor:
         """Return the velocity [N, ...] float32 at latents of noise levels t [N] in [0, 1]."""
 
-    @abstractmethod
     def latent_shape(
-        self, transformer: Mapping[str, Any], vae: Mapping[str, Any], size: Sequence[int], frames: int
+        self,
+        transformer: Mapping[str, Any],
+        vae: Mapping[str, Any],
+        size: Sequence[int],
+        frames: int,  # noqa: ARG002
     ) -> tuple[int, ...]:
         """Return the shape of one sample's latents.
 
@@ -46,6 +55,8 @@ class PipelineKind(ABC):
         Raises:
             DataError: there are no latents of that size.
         """
+        scale = 2 ** (len(vae[self.vae_levels]) - 1)
+        return (transformer["in_channels"], *_divided(size, scale, transformer["patch_size"]))
 
     @abstractmethod
     def decode(self, pipeline: Any, latents: torch.Tensor) -> torch.Tensor:
@@ -74,16 +85,6 @@ class StableDiffusion3(PipelineKind):
             return_dict=False,
         )[0].float()
 
-    def latent_shape(
-        self,
-        transformer: Mapping[str, Any],
-        vae: Mapping[str, Any],
-        size: Sequence[int],
-        frames: int,  # noqa: ARG002
-    ) -> tuple[int, ...]:
-        scale = 2 ** (len(vae["block_out_channels"]) - 1)
-        return (transformer["in_channels"], *_divided(size, scale, transformer["patch_size"]))
-
     def decode(self, pipeline: Any, latents: torch.Tensor) -> torch.Tensor:
         vae = pipeline.vae
         latents = latents.to(vae.dtype) / vae.config.scaling_factor + vae.config.shift_factor
@@ -100,6 +101,8 @@ class StableDiffusion3(PipelineKind):
 
 class Sana(PipelineKind):
     """Sana, for images."""
+
+    vae_levels = "encoder_block_out_channels"
 
     def encode(self, pipeline: Any, prompts: Sequence[str], longest: int) -> Conditions:
         embeds, mask, _, _ = pipeline.encode_prompt(
@@ -119,16 +122,6 @@ class Sana(PipelineKind):
             return_dict=False,
         )[0].float()
         return found[:, : x.shape[1]]  # what follows, where there is more, is a variance that no sampler here uses
-
-    def latent_shape(
-        self,
-        transformer: Mapping[str, Any],
-        vae: Mapping[str, Any],
-        size: Sequence[int],
-        frames: int,  # noqa: ARG002
-    ) -> tuple[int, ...]:
-        scale = 2 ** (len(vae["encoder_block_out_channels"]) - 1)
-        return (transformer["in_channels"], *_divided(size, scale, transformer["patch_size"]))
 
     def decode(self, pipeline: Any, latents: torch.Tensor) -> torch.Tensor:
         vae = pipeline.vae
