@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.layouts import rows
 from tests.paths import ROOT
 
 PROGRAMS = sorted((ROOT / "benchmarks").rglob("*.py"))
@@ -24,3 +25,9 @@ def test_what_a_benchmark_imports_is_there(program: Path) -> None:
                 assert hasattr(module, name.name) or find_spec(f"{node.module}.{name.name}"), (
                     f"{node.module}: {name.name}"
                 )
+
+
+def test_the_page_has_the_layouts_that_the_program_finds() -> None:
+    page = (ROOT / "docs" / "performance.md").read_text()
+    for row in rows(["Qwen3-0.6B", "Qwen3-30B-A3B"]):
+        assert row in page.splitlines()

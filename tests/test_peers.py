@@ -17,7 +17,7 @@ from benchmarks.peers import supervised
 from benchmarks.peers.report import Record, largest_difference, table
 from benchmarks.peers.run import LOCK
 from benchmarks.peers.settings import grpo_settings
-from benchmarks.peers.trainer import GROUPS, MICRO, SAMPLES, draw_batches, packed
+from benchmarks.peers.trainer import GROUPS, SAMPLES, draw_batches, packed
 from benchmarks.peers.work import Work
 from benchmarks.process_tree import measured
 from hpcrl.config import Config
@@ -102,12 +102,12 @@ def test_the_work_is_the_prompts_that_hpcrl_trains_and_its_reward() -> None:
 
 
 def test_given_samples_are_packed_so_that_the_loss_is_the_mean_over_tokens() -> None:
-    (batch,) = draw_batches(1)
-    assert draw_batches(1) == [batch]
+    (batch,) = draw_batches(1, 16)
+    assert draw_batches(1, 16) == [batch]
     assert len({len(one.answer) for one in batch}) > SAMPLES  # uneven
     mini = packed(batch)
     parts = list(mini.micro_batches())
-    assert [len(part.lengths) for part in parts] == [MICRO] * (GROUPS * SAMPLES // MICRO)
+    assert [len(part.lengths) for part in parts] == [SAMPLES] * GROUPS
     assert sum(part.weights.sum().item() for part in parts) == pytest.approx(1)
     tokens = sum(len(one.answer) for one in batch)
     assert sum(part.loss_mask.sum().item() for part in parts) == tokens

@@ -1,11 +1,11 @@
 """hpcrl beside TRL: the same work by both in turns on this machine, each a whole command; a table, and a line of JSON per run.
 
     python benchmarks/peers/run.py [--work quickstart|larger|trainer|supervised] [--engines vllm,transformers] [--repeats N]
-                                   [--root DIR] [--environment DIR | --python FILE] [KEY=VALUE ...]
+                                   [--prompt N] [--root DIR] [--environment DIR | --python FILE] [KEY=VALUE ...]
 
 quickstart   configs/quickstart.toml, from the start model to its last step, with a greedy evaluation every five steps
 larger       the same prompts and batches with a random model of 34 million parameters and answers of up to 96 tokens: two steps
-trainer      no generation: both train the same given samples (trainer.py)
+trainer      no generation: both train the same given samples, each in some ways (trainer.py)
 supervised   both train the same rows of uneven lengths by supervised fine-tuning; TRL padded, padding-free and packed (supervised.py)
 
 Peaks of memory: the kernel's high-water mark of each process, summed over all that the command started; pages that processes share count for each
@@ -42,8 +42,11 @@ _HERE = Path(__file__).parent
 LOCK = _HERE / "trl.lock"
 _CPU_ENGINE = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
 """For TRL's vLLM; hpcrl sets the like itself."""
-_ALONE = {"trainer": ("",), "supervised": supervised.WAYS}
-"""The works without engines, each a script of its own, and in which ways TRL does them."""
+_ALONE = {
+    "trainer": {"hpcrl": tuple(trainer.OWN_WAYS), "TRL": trainer.WAYS},
+    "supervised": {"hpcrl": ("",), "TRL": supervised.WAYS},
+}
+"""The works without engines, each a script of its own, and in which ways the tools do them."""
 
 
 class Comparison:
@@ -94,7 +97,7 @@ class Comparison:
 
     def _hpcrl(self, engine: str, place: Path) -> list[str | Path]:
         if self._name in _ALONE:
-            return [sys.executable, *self._alone("hpcrl", place)]
+            return [sys.executable, *self._alone("hpcrl", engine, place)]
         own = [
             f"slurm.root={place}",
             "trainer.run_name=peers",
@@ -106,12 +109,13 @@ class Comparison:
 
     def _trl(self, engine: str, place: Path) -> list[str | Path]:
         if self._name in _ALONE:
-            return [self._python, *self._alone(engine or "trl", place)]
+            return [self._python, *self._alone("trl", engine, place)]
         script = [self._python, _HERE / "train_with_trl.py", "--engine", engine, "--output", place]
         return [*script, QUICKSTART, *self._settings]
 
-    def _alone(self, tool: str, place: Path) -> list[str | Path]:
-        return [_HERE / f"{self._name}.py", tool, "--model", self._model, "--output", place / "taken.json"]
+    def _alone(self, tool: str, way: str, place: Path) -> list[str | Path]:
+        script = [_HERE / f"{self._name}.py", tool, "--way", way, *self._settings]
+        return [*script, "--model", self._model, "--output", place / "taken.json"]
 
     def _described(self, record: Record, tool: str, place: Path) -> Record:
         work = self._work
@@ -168,6 +172,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", choices=("quickstart", "larger", *_ALONE), default="quickstart")
     parser.add_argument("--engines", help="of vllm, transformers (default: both)")
+    parser.add_argument("--prompt", type=int, help="tokens of a prompt, of --work trainer (default: 16)")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--root", type=Path, default=Path("runs") / time.strftime("peers-%Y%m%d-%H%M%S"), help="new")
     parser.add_argument("--environment", type=Path, default=_HERE / ".venv", help="of TRL; made if it is missing")
@@ -183,7 +188,11 @@ def main() -> None:
             parser.error(
                 f"--work {arguments.work}: no engine and no configuration takes part; leave out --engines and KEY=VALUE"
             )
-        tools = [("hpcrl", ""), *(("TRL", way) for way in _ALONE[arguments.work])]
+        tools = [(tool, way) for tool, ways in _ALONE[arguments.work].items() for way in ways]
+    if arguments.prompt:
+        if arguments.work != "trainer":
+            parser.error("--prompt: goes with --work trainer")
+        arguments.settings = ["--prompt", str(arguments.prompt)]
     root, records = arguments.root.absolute(), list[Record]()
     root.mkdir(parents=True)
     python = arguments.python.absolute() if arguments.python else trl_python(arguments.environment)

@@ -1,6 +1,6 @@
 """Supervised fine-tuning of the same rows by hpcrl and by TRL's SFTTrainer, each in a process of its own.
 
-    python benchmarks/peers/supervised.py hpcrl|padded|padding-free|packed --model DIR --output FILE [--batches N]
+    python benchmarks/peers/supervised.py hpcrl|trl [--way padded|padding-free|packed] --model DIR --output FILE [--batches N]
 
 A random model of 57 million parameters with a vocabulary of 22,016 learns rows of uneven lengths, log-normal around 200 tokens, 20 to 1,000; of each
 every token but the first is predicted. A batch of 16 rows is an optimizer step. Number types, optimizer and learning rate are the same, and
@@ -143,7 +143,8 @@ def train_with_trl(model: Path, batches: list[list[list[int]]], output: Path, wa
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("tool", choices=("hpcrl", *WAYS))
+    parser.add_argument("tool", choices=("hpcrl", "trl"))
+    parser.add_argument("--way", choices=("", *WAYS), default="")
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--batches", type=int, default=3)
@@ -152,7 +153,7 @@ def main() -> None:
     if arguments.tool == "hpcrl":
         taken = train_with_hpcrl(arguments.model, batches)
     else:
-        taken = train_with_trl(arguments.model, batches, arguments.output.parent, arguments.tool)
+        taken = train_with_trl(arguments.model, batches, arguments.output.parent, arguments.way)
     arguments.output.write_text(json.dumps(vars(taken)))
 
 

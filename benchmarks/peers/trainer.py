@@ -1,10 +1,10 @@
 """The trainers alone: each of the tools trains the same given samples, of uneven length, and says what it took and what the loss was.
 
-    python benchmarks/peers/trainer.py TOOL --model DIR --output FILE [--batches N]
+    python benchmarks/peers/trainer.py TOOL --way WAY --model DIR --output FILE [--prompt N] [--batches N]
 
-run.py starts it once per tool, with the Python of that tool. A batch is 16 samples in groups of 8; both tools first compute the log-probabilities of the
-policy as it is, then make two optimizer steps, each over the whole batch in micro-batches of 4 samples. In the first of them the ratio to the old policy is 1 everywhere; the loss of the
-second depends on what the first has changed.
+run.py starts it once per tool and way, with the Python of that tool. A batch is 16 samples in groups of 8; both tools first compute the log-probabilities of
+the policy as it is, then make two optimizer steps, each over the whole batch in micro-batches of a group. In the first of them the ratio to the old policy is 1 everywhere; the loss of the
+second depends on what the first has changed. `recomputed` computes activations again in backward, as both tools do by default.
 """
 
 from __future__ import annotations
@@ -19,9 +19,19 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-GROUPS, SAMPLES, MICRO, UPDATES = 2, 8, 4, 2
+OWN_WAYS: dict[str, dict[str, Any]] = {
+    "": {"gradient_checkpointing": False},
+    "shared prefixes": {"gradient_checkpointing": False, "shared_prefixes": True},
+    "recomputed": {},
+    "recomputed but attention": {"gradient_checkpointing_keep": "attention"},
+    "shared prefixes, recomputed": {"shared_prefixes": True},
+}
+"""Settings of hpcrl's trainer in each way."""
+WAYS = ("", "recomputed")
+"""Those of TRL."""
+GROUPS, SAMPLES, UPDATES = 2, 8, 2
 _LR, _CLIP = 1e-4, 0.2
-_SHORTEST, _LONGEST, _PROMPT = 4, 128, 16
+_SHORTEST, _LONGEST = 4, 128
 _TOKENS = range(5, 17)  # of the quickstart's tokenizer, with which TRL turns answers into text
 _VOCABULARY = 22016
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
@@ -47,13 +57,13 @@ class Taken:
     grad_norms: list[float]
 
 
-def draw_batches(count: int) -> list[list[Answer]]:
+def draw_batches(count: int, prompt_tokens: int) -> list[list[Answer]]:
     """Return batches, the same each time; lengths of answers are log-normal around 24 tokens."""
     source, batches = random.Random(0), []
     for _ in range(count):
         batch = []
         for _ in range(GROUPS):
-            prompt = source.choices(_TOKENS, k=_PROMPT)
+            prompt = source.choices(_TOKENS, k=prompt_tokens)
             lengths = [min(_LONGEST, max(_SHORTEST, round(source.lognormvariate(3.2, 0.9)))) for _ in range(SAMPLES)]
             rewards = [source.random() for _ in lengths]
             batch += [
@@ -81,7 +91,7 @@ def make_model(place: Path) -> None:
     tokenizer.save_pretrained(place)
 
 
-def train_with_hpcrl(model: Path, batches: list[list[Answer]]) -> Taken:
+def train_with_hpcrl(model: Path, batches: list[list[Answer]], way: str) -> Taken:
     """Train with the FSDP2 backend, on packed samples."""
     from hpcrl.config import TrainerConfig
     from hpcrl.config.validate import build
@@ -93,7 +103,7 @@ def train_with_hpcrl(model: Path, batches: list[list[Answer]]) -> Taken:
     table = {
         "policy": {"model": {"path": str(model)}, "optimizer_config": optimizer, "fsdp_config": {"mixed_precision": {"param_dtype": "fp32"}}},
         "algorithm": {"use_kl_loss": False, "eps_clip_low": _CLIP, "eps_clip_high": _CLIP},
-        "gradient_checkpointing": False,
+        **OWN_WAYS[way],
     }  # fmt: skip
     config, taken = build(TrainerConfig, table), Taken([], [], [], [])
     os.environ |= ALONE
@@ -103,6 +113,8 @@ def train_with_hpcrl(model: Path, batches: list[list[Answer]]) -> Taken:
         for batch in batches:
             began = time.monotonic()
             mini = packed(batch)
+            if config.shared_prefixes:
+                mini.samples.share_prefixes()
             mini.samples.scores.old_logprobs = mini.scored(policy.logprobs)
             for _ in range(UPDATES):
                 sums = policy.forward_backward(mini.micro_batches(), objective)
@@ -122,7 +134,7 @@ def packed(batch: list[Answer]) -> Any:
     from hpcrl.types import Sample
 
     refs = [SampleRef(at // SAMPLES, at % SAMPLES, len(one.prompt) + len(one.answer)) for at, one in enumerate(batch)]
-    limit = MicroBatchLimit(MICRO)
+    limit = MicroBatchLimit(SAMPLES)
     plan = planned(refs, 1, (limit, limit))
     chosen = [batch[ref.group * SAMPLES + ref.index] for ref in plan.shares[0]]
     tokens = sum(len(one.answer) for one in chosen)
@@ -146,7 +158,7 @@ def packed(batch: list[Answer]) -> Any:
     return MiniBatch(plan, found, rank=0, tokens=tokens)
 
 
-def train_with_trl(model: Path, batches: list[list[Answer]], output: Path) -> Taken:
+def train_with_trl(model: Path, batches: list[list[Answer]], output: Path, way: str) -> Taken:
     """Train with GRPOTrainer, to which the samples are given by its rollout_func."""
     import sys
 
@@ -167,10 +179,9 @@ def train_with_trl(model: Path, batches: list[list[Answer]], output: Path) -> Ta
         return [one.reward for one in batch]
 
     times = StepTimes(UPDATES, lambda *_: None)
-    whole = GROUPS * SAMPLES // MICRO
     arguments = GRPOConfig(
-        output_dir=str(output), use_cpu=True, bf16=False, gradient_checkpointing=False, model_init_kwargs={"dtype": "float32"},
-        per_device_train_batch_size=MICRO, gradient_accumulation_steps=whole, steps_per_generation=whole, num_iterations=UPDATES,
+        output_dir=str(output), use_cpu=True, bf16=False, gradient_checkpointing=way == "recomputed", model_init_kwargs={"dtype": "float32"},
+        per_device_train_batch_size=SAMPLES, gradient_accumulation_steps=GROUPS, steps_per_generation=GROUPS, num_iterations=UPDATES,
         num_generations=SAMPLES, max_steps=UPDATES * len(batches), max_completion_length=_LONGEST, scale_rewards="none", beta=0.0,
         loss_type="dapo", epsilon=_CLIP, learning_rate=_LR, lr_scheduler_type="constant", weight_decay=0.0, max_grad_norm=1.0,
         save_strategy="no", logging_steps=1, report_to="none", disable_tqdm=True,
@@ -192,15 +203,17 @@ def train_with_trl(model: Path, batches: list[list[Answer]], output: Path) -> Ta
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("tool", choices=("hpcrl", "trl"))
+    parser.add_argument("--way", choices=OWN_WAYS, default="")
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--prompt", type=int, default=16)
     parser.add_argument("--batches", type=int, default=3)
     arguments = parser.parse_args()
-    batches = draw_batches(arguments.batches)
+    batches = draw_batches(arguments.batches, arguments.prompt)
     if arguments.tool == "hpcrl":
-        taken = train_with_hpcrl(arguments.model, batches)
+        taken = train_with_hpcrl(arguments.model, batches, arguments.way)
     else:
-        taken = train_with_trl(arguments.model, batches, arguments.output.parent)
+        taken = train_with_trl(arguments.model, batches, arguments.output.parent, arguments.way)
     arguments.output.write_text(json.dumps(vars(taken)))
 
 

@@ -1,4 +1,4 @@
-"""A whole run whose only replica is on two nodes: one worker of vLLM's CPU build on each, which share every layer."""
+"""A whole run whose only replica is on two nodes: one worker of vLLM's CPU build on each, which share every layer or all of them."""
 
 from __future__ import annotations
 
@@ -32,12 +32,13 @@ def workers(run: Run, part: str | None) -> list[int]:
 
 
 @pytest.mark.faults_slow
+@pytest.mark.parametrize("shared", ["tensor", "pipeline"])
 def test_a_replica_on_two_nodes_takes_new_weights_and_survives_the_end_of_a_part(
-    cluster: DevCluster, tmp_path: Path
+    cluster: DevCluster, tmp_path: Path, shared: str
 ) -> None:
     settings = [
         *("trainer.run_name=spread", *SMALL, f"trainer.max_steps={STEPS}", "trainer.eval_interval=0"),
-        *("generator.inference_engine.backend=vllm", "generator.inference_engine.tensor_parallel_size=2"),
+        *("generator.inference_engine.backend=vllm", f"generator.inference_engine.{shared}_parallel_size=2"),
         f"slurm.setup={json.dumps(SETUP)}",
     ]
     done = cluster.run([HPCRL, "submit", str(QUICKSTART), SITE, *settings], cwd=tmp_path, env=os.environ | SPREAD)

@@ -71,9 +71,10 @@ def log_of(run: Run, process: str) -> str:
     [
         ("transformers", 2, []),
         ("vllm", 1, []),
+        ("vllm", 2, [f"{ENGINE}.tensor_parallel_size=2"]),
         ("transformers", 2, ["trainer.strategy=megatron", "trainer.policy.fsdp_config="]),
     ],
-    ids=["fsdp2", "vllm", "megatron"],
+    ids=["fsdp2", "vllm", "tensor parallel", "megatron"],
 )
 def test_all_versions_come_over_the_network(
     place: Path, copies: Path, engine: str, ranks: int, more: list[str]
