@@ -50,8 +50,8 @@ def test_shares_of_a_step_add_up_for_every_role(run: Run) -> None:
         found = shares(spans, start, end)
         assert set(found) == {"rank-0", "rollout-0"}
         assert [sum(parts.values()) for parts in found.values()] == pytest.approx([1, 1])
-        assert found["rank-0"]["wait_for_generation_buffer"] == pytest.approx(0.5, abs=0.2)
-        assert found["rank-0"]["policy_train"] > 0.1 < found["rank-0"]["save_checkpoints"]
+        slept = {"wait_for_generation_buffer": 0.02, "policy_train": 0.01, "save_checkpoints": 0.01}
+        assert all(found["rank-0"][phase] * (end - start) > 0.99 * least for phase, least in slept.items())
     before = shares(spans, steps[1][0] - 1.0, steps[1][0] - 0.5)
     assert before == {}, "no process had begun"
     whole = shares(spans, steps[1][0] - 1.0, steps[3][1])["rank-0"]
