@@ -43,6 +43,7 @@ def test_32_batch_script_submitted_by_hand(scenario: Scenario) -> None:
 
 
 @pytest.mark.nodes(4)
+@pytest.mark.faults_slow
 def test_33_resumed_with_other_settings(scenario: Scenario) -> None:
     """On two ranks and two replicas, with another learning rate: told, and done. Another seed or other data: refused."""
     run = scenario.submit({"trainer.max_steps": 500}, pinned=False)

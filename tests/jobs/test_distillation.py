@@ -37,6 +37,7 @@ def submit(place: Path, name: str, *settings: str, config: Path = QUICKSTART) ->
     return Run.open(path)
 
 
+@pytest.mark.faults_slow
 def test_a_reference_on_a_node_of_its_own_changes_nothing(place: Path) -> None:
     beside = submit(place, "beside", *SMALL)
     assert finish(beside, 1) == "done", logs_of(beside)

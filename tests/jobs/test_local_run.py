@@ -91,6 +91,7 @@ def test_killed_run_goes_on_from_its_last_commit(place: Path) -> None:
     assert "killed is done" in hpcrl("resume", "killed", cwd=place).stderr
 
 
+@pytest.mark.faults_slow
 def test_the_controller_stays_until_the_last_checkpoint_is_written(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,6 +136,7 @@ def test_turns_that_are_trained_on_their_own(place: Path, engine: str) -> None:
     )
 
 
+@pytest.mark.faults_slow
 def test_from_another_runs_checkpoint_and_cancel(place: Path) -> None:
     """A run to its end with `--follow`; a second one that starts from its checkpoint and is cancelled: it saves first."""
     name = "first"

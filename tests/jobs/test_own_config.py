@@ -99,6 +99,7 @@ def study(tmp_path: Path) -> Path:
     return tmp_path / "study" / "study.toml"
 
 
+@pytest.mark.faults_slow
 def test_run_of_a_users_own_class_trains(study: Path, tmp_path: Path) -> None:
     """The environment pays what the new settings say: the worker has loaded the class that declares them."""
     settings = [*SMALL, "trainer.max_steps=2", "trainer.eval_interval=0", "trainer.run_name=paid"]

@@ -401,12 +401,11 @@ def test_a_job_works_and_ends_on_sigterm_though_its_engine_hangs(
 @pytest.mark.parametrize(
     ("number", "said"),
     [
-        pytest.param(
-            signal.SIGSTOP, "hangs: no token and no answer for 3 s, while ", marks=pytest.mark.faults_slow, id="stop"
-        ),
+        pytest.param(signal.SIGSTOP, "hangs: no token and no answer for 3 s, while ", id="stop"),
         pytest.param(signal.SIGKILL, "died", id="kill"),
     ],
 )
+@pytest.mark.faults_slow
 def test_a_job_whose_engine_hangs_or_dies_leaves_with_the_reason(
     run: Run, job: Job, controller: FakeController, number: signal.Signals, said: str
 ) -> None:

@@ -93,6 +93,7 @@ def test_doctor_looks_into_the_container(cluster: DevCluster, tmp_path: Path) ->
     assert call[:6] == ["exec", "--nv", *binds, f"{tmp_path}/image.sif", sys.executable], "its partition has GPUs"
 
 
+@pytest.mark.faults_slow
 def test_a_run_and_its_pool_live_requeue_and_end_in_a_container(cluster: DevCluster, tmp_path: Path) -> None:
     log, environment = prepare(tmp_path)
     of_container = [

@@ -80,7 +80,7 @@ def versions(models: list[Path], request: pytest.FixtureRequest) -> list[Publish
     ]
 
 
-@pytest.fixture(scope="module", params=["vllm", "transformers"])
+@pytest.fixture(scope="module", params=[pytest.param("vllm", marks=pytest.mark.faults_slow), "transformers"])
 def launched(
     request: pytest.FixtureRequest, models: list[Path], token_file: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Launched]:

@@ -324,6 +324,7 @@ def test_weights_of_its_step_must_be_there(runs: dict[str, Run], tmp_path: Path)
     assert unusable(run, trainer, run.checkpoint(1, 6)) is None
 
 
+@pytest.mark.faults_slow
 def test_one_rank_hears_it(model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several signals, in the middle of a step, to one of two ranks; neither lives to see Python end, where a thread of gloo may abort it."""
     (tmp_path / "sitecustomize.py").write_text(

@@ -68,6 +68,7 @@ def farthest(said: list[Generation], model: Path) -> float:
     )
 
 
+@pytest.mark.faults_slow
 def test_rotary_positions_entries_seed_and_half_precision(models: list[Path], token_file: Path, tmp_path: Path) -> None:
     given = options(str(models[0]), token_file)
     engine = replace(given.engine, model_dtype="float16")

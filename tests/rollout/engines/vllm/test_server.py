@@ -25,6 +25,7 @@ def scratch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Scratch:
     return Scratch("engine")
 
 
+@pytest.mark.faults_slow
 def test_a_model_that_is_missing_is_said(token_file: Path, tmp_path: Path) -> None:
     scratch = Scratch("engine")
     server = Server(options(str(tmp_path / "no-model"), token_file), scratch.path, tmp_path / "engine.log")
@@ -43,6 +44,7 @@ def test_a_model_that_is_missing_is_said(token_file: Path, tmp_path: Path) -> No
     assert not scratch.path.exists()
 
 
+@pytest.mark.faults_slow
 def test_bad_weights_and_a_core_that_hangs(
     models: list[Path], token_file: Path, tmp_path: Path, scratch: Scratch
 ) -> None:

@@ -69,10 +69,12 @@ def assert_says_what_models_do(server: Server, models: list[Path]) -> None:
             torch.testing.assert_close(given_T[part], expected, atol=1e-3, rtol=0)
 
 
+@pytest.mark.faults_slow
 def test_two_workers_share_the_weights(two_ranks: tuple[Server, list[Path]]) -> None:
     assert_says_what_models_do(*two_ranks)
 
 
+@pytest.mark.faults_slow
 def test_each_of_two_ranks_proves_what_it_has_loaded(two_ranks: tuple[Server, list[Path]], tmp_path: Path) -> None:
     server, models = two_ranks
 
