@@ -12,6 +12,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from hpcrl.rundir.commit import write_text
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import outcome_of
@@ -24,6 +26,8 @@ from tests.slurm.test_runs import SITE, ask
 APPTAINER = """#!{python}
 import json, os, subprocess, sys, tempfile
 from pathlib import Path
+
+import pytest
 
 arguments = sys.argv[1:]
 assert arguments.pop(0) == "exec", sys.argv
