@@ -306,6 +306,7 @@ def test_soak(scenario: Scenario, shape: str) -> None:
     steps = max(12, wanted)
     settings = {
         "trainer.max_steps": steps,
+        "trainer.epochs": steps,  # one has fewer steps than a long soak
         "trainer.ckpt_interval": 2,
         "slurm.crash_budget": 1000,  # crashes come faster here than checkpoints
         "slurm.replica_restarts": 1000,

@@ -32,13 +32,16 @@ def workers(run: Run, part: str | None) -> list[int]:
 
 
 @pytest.mark.faults_slow
-@pytest.mark.parametrize("shared", ["tensor", "pipeline"])
+@pytest.mark.parametrize(
+    ("shared", "eager"), [("tensor", "true"), ("pipeline", "false")]
+)  # see config/rules/cluster.py
 def test_a_replica_on_two_nodes_takes_new_weights_and_survives_the_end_of_a_part(
-    cluster: DevCluster, tmp_path: Path, shared: str
+    cluster: DevCluster, tmp_path: Path, shared: str, eager: str
 ) -> None:
     settings = [
         *("trainer.run_name=spread", *SMALL, f"trainer.max_steps={STEPS}", "trainer.eval_interval=0"),
         *("generator.inference_engine.backend=vllm", f"generator.inference_engine.{shared}_parallel_size=2"),
+        f"generator.inference_engine.enforce_eager={eager}",
         f"slurm.setup={json.dumps(SETUP)}",
     ]
     done = cluster.run([HPCRL, "submit", str(QUICKSTART), SITE, *settings], cwd=tmp_path, env=os.environ | SPREAD)
