@@ -1,24 +1,34 @@
-"""Mixtures of experts on a CPU: what multiplying all experts at once saves, and what router replay leaves of the mismatch.
+"""Mixtures of experts on a CPU: what multiplying all experts at once saves, what router replay leaves of the mismatch, and what ranks that
+share experts need.
 
-python benchmarks/experts.py                     # both
+python benchmarks/experts.py                     # the first two
 python benchmarks/experts.py --only kernels      # ways of multiplying experts: processor seconds of one thread, in turns
 python benchmarks/experts.py --only replay       # an engine in bfloat16 against trainers in float32 and bfloat16
+python -m torch.distributed.run --standalone --nproc-per-node 2 benchmarks/experts.py --only ranks
+                                                 # fsdp_config.expert_parallel_size: memory and processor seconds of each rank
+
+The memory of ranks is what a forward and backward pass adds at most to what a process has (VmHWM after it, VmRSS before).
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import ctypes
 import os
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
 
+from benchmarks.shared_prefixes import make_group
 from hpcrl.config import AlgorithmConfig, FSDPConfig, MixedPrecisionConfig, ModelConfig, PolicyConfig, TrainerConfig
 from hpcrl.config.sections.generator import InferenceEngineConfig
 from hpcrl.config.sections.model import ExpertsConfig
@@ -27,8 +37,10 @@ from hpcrl.data.model_config import ConfiguredModel
 from hpcrl.rollout.engines.embedded.launch import Embedded, EmbeddedOptions
 from hpcrl.rollout.transcript import Transcript
 from hpcrl.trainer.backends.fsdp.engine import FsdpPolicy
-from hpcrl.trainer.distributed import joined
+from hpcrl.trainer.distributed import World, joined
+from hpcrl.trainer.loss import build_objective
 from hpcrl.trainer.packing import PackedSamples, pack
+from hpcrl.types import MicroBatch
 
 QUICKSTART = Path(__file__).parent.parent / "configs" / "quickstart" / "model"
 WAYS = "eager", "grouped_mm", "batched_mm"
@@ -124,12 +136,65 @@ def difference(samples: PackedSamples, path: Path, dtype: Any, how: Any) -> floa
     return (found_P - samples.rollout_logprobs)[samples.loss_mask > 0].abs().mean().item()
 
 
+def ranks(rounds: int) -> None:
+    """Pass with and without experts that all ranks share, in turns."""
+    torch.set_num_threads(1)
+    config, trained = mixture(64, 4, 512, 256, layers=3), AlgorithmConfig(use_kl_loss=False)
+    with joined() as world, tempfile.TemporaryDirectory() as folder:
+        path = Path(world.rank0_broadcast(lambda: folder))
+        if world.first:
+            AutoModelForCausalLM.from_config(config).float().save_pretrained(path)
+            print("| tokens of each rank | expert_parallel_size | MiB | processor seconds |\n|---|---|---|---|")
+        world.barrier()
+        engines = {size: sharing(path, size, trained, world) for size in (1, world.size)}
+        for tokens in (256, 2048):
+            group = make_group(1, tokens // 2, tokens // 2, config.vocab_size).whole()
+            found: dict[int, list[tuple[float, float]]] = {size: [] for size in engines}
+            for _ in range(rounds + 1):
+                for size, engine in engines.items():
+                    found[size].append(_pass(partial(_train, engine, group, trained)))
+                    engine.skip()
+            for size, values in found.items():
+                most = world.max([median(each[column] for each in values[1:]) for column in range(2)])
+                if world.first:
+                    print(f"| {tokens} | {size} | {most[0]:.0f} | {most[1]:.2f} |", flush=True)
+
+
+def sharing(path: Path, size: int, algorithm: AlgorithmConfig, world: World) -> FsdpPolicy:
+    fsdp = FSDPConfig(mixed_precision=MixedPrecisionConfig(param_dtype="fp32"), expert_parallel_size=size)
+    policy = PolicyConfig(model=ModelConfig(path=str(path)), fsdp_config=fsdp)
+    return FsdpPolicy(TrainerConfig(policy=policy, algorithm=algorithm), 1.0, world)
+
+
+def _train(engine: FsdpPolicy, batch: MicroBatch, algorithm: AlgorithmConfig) -> None:
+    engine.forward_backward([batch], build_objective(algorithm))
+
+
+def _pass(run: Callable[[], None]) -> tuple[float, float]:
+    """Return the MiB that a pass adds, and its processor seconds."""
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
+    before, began = _memory("VmRSS"), time.process_time()
+    run()
+    dist.barrier()
+    return (_memory("VmHWM") - before) / 1024, time.process_time() - began
+
+
+def _memory(name: str) -> float:
+    """Return the KiB that the kernel counts under this name."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(float(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=("kernels", "replay"))
+    parser.add_argument("--only", choices=("kernels", "replay", "ranks"))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--samples", type=int, default=64)
     options = parser.parse_args()
+    if options.only == "ranks":
+        ranks(options.rounds)
+        return
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     if options.only != "replay":
         kernels(options.rounds)

@@ -275,7 +275,9 @@ def needs_fsdp(fsdp: FSDPConfig, ranks: int, dtype: str, *, on_gpu: bool) -> boo
     return ranks > 1 or fsdp.mixed_precision.param_dtype != dtype or (fsdp.cpu_offload and on_gpu)
 
 
-def copy_ranks(size: int | None, ranks: int, on_node: int, state: float = 0.0, memory: float | None = None) -> int:
+def copy_ranks(
+    size: int | None, ranks: int, on_node: int, state: float = 0.0, memory: float | None = None, experts: int = 1
+) -> int:
     """Return how many ranks share one copy of a model's parameters with FSDP2.
 
     Args:
@@ -283,9 +285,10 @@ def copy_ranks(size: int | None, ranks: int, on_node: int, state: float = 0.0, m
         on_node: ranks of a node.
         state: bytes of parameters, gradients and optimizer of a whole copy.
         memory: bytes of a GPU; None: not known, or there is none.
+        experts: ranks that share those of a layer, which are in one copy.
     """
     if size is None:
-        fits = memory is not None and state / on_node <= memory / 3
+        fits = memory is not None and state / on_node <= memory / 3 and on_node % experts == 0
         return on_node if fits and ranks > on_node and ranks % on_node == 0 else ranks
     return ranks if size == -1 else min(size, ranks)
 

@@ -45,6 +45,8 @@ POOLS = {
     REWARD: "slurm.elastic_scorers.reward_model",
 }
 """The section that asks for more of them."""
+SECTIONS = {TEACHER: "trainer.distillation", REFERENCE: "trainer.ref", REWARD: "environment.reward_model"}
+"""The section with what they compute with."""
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,6 @@ from hpcrl.planning.memory import (
     merged_experts,
     peak,
     recomputed_activations,
-    shard,
 )
 from hpcrl.planning.partition import StageParameters, stage_parameters
 from hpcrl.planning.prefixes import shared_prompt
@@ -104,7 +103,7 @@ def _fsdp(config: Config, models: Mapping[str, Shapes], which: range, on_node: i
         frozen = precision.param_dtype if role in adapters(trainer) else dtype
         whole = fsdp_state(shapes.weights, 1, dtype, frozen_dtype=frozen)
         state = whole.weights + whole.gradients + whole.optimizer
-        copy = copy_ranks(fsdp.fsdp_size, ranks, on_node, state, device if on_gpu else None)
+        copy = copy_ranks(fsdp.fsdp_size, ranks, on_node, state, device if on_gpu else None, fsdp.expert_parallel_size)
         twice = role == "policy" and reference_has_values(trainer)
         need = fsdp_state(
             shapes.weights, copy, dtype, frozen_dtype=frozen, twice=twice, moments=_moments(trainer, role)
@@ -128,7 +127,7 @@ def _fsdp(config: Config, models: Mapping[str, Shapes], which: range, on_node: i
         if role != "critic" and not trains_reward_model(trainer):
             need = replace(need, logprobs=_logprobs(trainer, tokens, shapes.width.vocabulary))
         needs[role] = need
-        counts[role] = [sum(shard(weight.shape, copy) for weight in shapes.weights)]
+        counts[role] = [sum(weight.on(copy) for weight in shapes.weights)]
     return Estimate(which, needs, counts)
 
 

@@ -28,16 +28,26 @@ class Weight:
         name: as transformers call it.
         trained: it has a gradient and moments.
         unit: number of the FSDP unit that it is in; 0: the root's.
+        spread: ranks that share it by experts: FSDP gathers so much less of it.
     """
 
     name: str
     shape: tuple[int, ...]
     trained: bool = True
     unit: int = 0
+    spread: int = 1
 
     @property
     def count(self) -> int:
         return math.prod(self.shape)
+
+    def on(self, ranks: int, index: int = 0) -> int:
+        """Return how many elements lie on one of the ranks of FSDP2 that share it: each has the same number of rows, the first dimension,
+        and the last ones what is left; of experts that are spread each has as much."""
+        if self.spread > 1:
+            return self.count // ranks
+        rows = -(-self.shape[0] // ranks)
+        return max(0, min(rows, self.shape[0] - index * rows)) * math.prod(self.shape[1:])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,13 +118,6 @@ def peak(needs: Sequence[Need]) -> int:
     return sum(need.resident for need in needs) + max((need.working for need in needs), default=0)
 
 
-def shard(shape: Sequence[int], ranks: int, index: int = 0) -> int:
-    """Return how many elements of a parameter lie on one of the ranks that share it: FSDP2 gives each the same number of rows, the
-    first dimension, and the last ones what is left."""
-    rows = -(-shape[0] // ranks)
-    return max(0, min(rows, shape[0] - index * rows)) * math.prod(shape[1:])
-
-
 def fsdp_state(
     weights: Sequence[Weight],
     ranks: int,
@@ -136,9 +139,9 @@ def fsdp_state(
         moments: optimizer_config.moments.
     """
     size, trained = BYTES[dtype], [weight for weight in weights if weight.trained]
-    of_each = [shard(weight.shape, ranks, index) for weight in trained]
+    of_each = [weight.on(ranks, index) for weight in trained]
     held = sum(of_each)
-    frozen = sum(shard(weight.shape, ranks, index) for weight in weights if not weight.trained)
+    frozen = sum(weight.on(ranks, index) for weight in weights if not weight.trained)
     return Need(
         weights=(1 + twice) * size * held + BYTES[frozen_dtype or dtype] * frozen,
         gradients=size * held,
@@ -163,8 +166,8 @@ def fsdp_gathered(weights: Sequence[Weight], ranks: int, param_dtype: str, reduc
     """
     units, trained = defaultdict[int, int](int), defaultdict[int, int](int)
     for weight in weights:
-        units[weight.unit] += weight.count
-        trained[weight.unit] += weight.count * weight.trained
+        units[weight.unit] += weight.count // weight.spread
+        trained[weight.unit] += weight.count // weight.spread * weight.trained
     root, root_trained = units.pop(0, 0), trained.pop(0, 0)
     size, sent = BYTES[param_dtype], BYTES[reduce_dtype]
     most, most_trained = max(units.values(), default=0), max(trained.values(), default=0)

@@ -26,11 +26,12 @@ _WORDS = {
     "EDP": "copies of an expert",
 }
 _MOST_GROUPS, _MOST_RANKS = 4, 8
-_TOGETHER = "ranks with the same samples"
+_TOGETHER, _EXPERTS = "ranks with the same samples", "ranks that share experts"
 _FAST = {  # wait for each other in every layer
     "TP": "trainer.policy.megatron_config.tensor_model_parallel_size",
     "ETP": "trainer.policy.megatron_config.expert_tensor_parallel_size",
     _TOGETHER: "trainer.policy.sequence_parallel_size",
+    _EXPERTS: "trainer.policy.fsdp_config.expert_parallel_size",
 }
 
 
@@ -45,9 +46,9 @@ def describe_ranks(trainer: TrainerConfig) -> list[str]:
     where = f"{ranks} trainer rank(s), {on_node} on each of {nodes} node(s)"
     if trainer.strategy != "megatron":
         groups = _copies(trainer.policy.fsdp_config, range(ranks), on_node)
-        groups |= _sharing(range(ranks), model_parallel_size(trainer))
-        lines = [f"{where}, {trainer.strategy}", *_lines(groups, node_of)]
-        lines += _slow({_TOGETHER: groups[_TOGETHER]} if _TOGETHER in groups else {}, on_node)
+        groups |= _consecutive(_TOGETHER, range(ranks), model_parallel_size(trainer))
+        groups |= _consecutive(_EXPERTS, range(ranks), trainer.policy.fsdp_config.expert_parallel_size)
+        lines = [f"{where}, {trainer.strategy}", *_lines(groups, node_of), *_slow(groups, on_node)]
         if trainer.policy.fsdp_config.fsdp_size is None and nodes > 1:
             lines.append(
                 "  or a copy on each node, where its state takes at most a third of the GPUs' memory (fsdp_config.fsdp_size)"
@@ -76,7 +77,8 @@ def _critic(trainer: TrainerConfig) -> Iterator[str]:
     yield f"{len(ranks)} rank(s) of the critic, {on_node} on each of {nodes} node(s)"
     before = trainer.placement.policy_num_nodes
     groups = _copies(trainer.critic.fsdp_config, ranks, on_node)
-    groups |= _sharing(ranks, critic_model_parallel_size(trainer))
+    groups |= _consecutive(_TOGETHER, ranks, critic_model_parallel_size(trainer))
+    groups |= _consecutive(_EXPERTS, ranks, trainer.critic.fsdp_config.expert_parallel_size)
     yield from _lines(groups, lambda rank: before + (rank - first) // on_node)
 
 
@@ -88,9 +90,9 @@ def _copies(fsdp: FSDPConfig, ranks: range, on_node: int) -> dict[str, Groups]:
     }
 
 
-def _sharing(ranks: range, size: int) -> dict[str, Groups]:
-    """Return the ranks that share the tokens of each sample, where several do."""
-    return {_TOGETHER: [tuple(ranks[at : at + size]) for at in range(0, len(ranks), size)]} if size > 1 else {}
+def _consecutive(name: str, ranks: range, size: int) -> dict[str, Groups]:
+    """Return groups of so many ranks that follow one another, where there are several ranks in each."""
+    return {name: [tuple(ranks[at : at + size]) for at in range(0, len(ranks), size)]} if size > 1 else {}
 
 
 def _lines(groups: dict[str, Groups], node_of: Callable[[int], int]) -> Iterator[str]:
@@ -126,7 +128,7 @@ def _slow(groups: dict[str, Groups], on_node: int) -> Iterator[str]:
     for name, setting in _FAST.items():
         crossing = [group for group in groups.get(name, []) if group[0] // on_node != group[-1] // on_node]
         if crossing:
-            what = name if name == _TOGETHER else f"{name} groups"
+            what = name if name in (_TOGETHER, _EXPERTS) else f"{name} groups"
             yield (
                 f"  warning: {what} cross nodes, such as {_ranks(crossing[0])} ({_nodes(crossing[0], lambda rank: rank // on_node)}), and wait for the "
                 f"network in every layer; make {setting} a divisor of the {on_node} ranks of a node"

@@ -114,7 +114,9 @@ def forward_need(config: Config, model: Served, shapes: Shapes, memory: float | 
     dtype = fsdp.mixed_precision.param_dtype
     whole = fsdp_state(shapes.weights, 1, dtype).weights
     on_node = model.scorers.ranks_per_node
-    copy = copy_ranks(fsdp.fsdp_size, model.ranks, on_node, whole, memory if on_gpu else None)
+    copy = copy_ranks(
+        fsdp.fsdp_size, model.ranks, on_node, whole, memory if on_gpu else None, fsdp.expert_parallel_size
+    )
     need = fsdp_state(shapes.weights, copy, dtype)
     if fsdp.cpu_offload and on_gpu:
         need = replace(need, weights=0)

@@ -17,6 +17,7 @@ from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.errors import DataError
 from hpcrl.planning.memory import Shapes, Weight, Width
 from hpcrl.trainer.backends.fsdp.sharding import units
+from hpcrl.trainer.models.experts.parallel import expert_layers
 from hpcrl.trainer.models.hf import ModelSource, critic_source, policy_source, reference_source
 from hpcrl.trainer.models.packed.attention import PACKED
 from hpcrl.trainer.models.trained import mark_trained
@@ -55,7 +56,11 @@ def shapes(source: ModelSource, fsdp: FSDPConfig, trained: PolicyConfig | Critic
     """
     model = source.empty(torch.float32, PACKED)
     mark_trained(model, trained, torch.float32)
-    return _shapes(model, units(model, fsdp.wrap_policy))
+    layers = expert_layers(model, fsdp.expert_parallel_size) if fsdp.expert_parallel_size > 1 else []
+    found, names = _shapes(model, units(model, fsdp.wrap_policy)), {id(p): name for name, p in model.named_parameters()}
+    spread = {names[id(parameter)] for layer in layers for parameter in layer.parameters()}
+    weights = [replace(each, spread=fsdp.expert_parallel_size if each.name in spread else 1) for each in found.weights]
+    return replace(found, weights=weights)
 
 
 def classifier_shapes(model: Pretrained) -> Shapes:

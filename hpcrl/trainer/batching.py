@@ -331,6 +331,11 @@ def plan_shares(shares: Sequence[Sequence[SampleRef]], limits: Limits) -> MiniBa
     return _plan_units([sorted(own, key=longest_first) for own in units], everyone, limits)
 
 
+def whole_groups(groups: Sequence[Sequence[SampleRef]], ranks: int, limit: MicroBatchLimit) -> list[list[int]]:
+    """Return the places of the groups that each rank has, none of them divided, so that ranks have about as much work."""
+    return balanced([limit.work(refs) for refs in groups], ranks)
+
+
 Units = dict[SampleRef, list[SampleRef]]
 """Samples of a group that follow one another, and stay together, by what stands for them: the first one, as long as they are together."""
 

@@ -30,7 +30,6 @@ from hpcrl.planning.memory import (
     megatron_state,
     merged_experts,
     peak,
-    shard,
 )
 from hpcrl.planning.shapes import model_shapes, shapes
 from hpcrl.trainer.distributed import World
@@ -111,7 +110,7 @@ def test_each_of_four_ranks_holds_what_the_arithmetic_says(model_path: Path, tmp
 def test_rows_of_each_rank_are_those_of_the_matrix() -> None:
     for rows in (1, 3, 18, 19, 64):
         for ranks in (1, 2, 4, 7):
-            held = [shard((rows, 5), ranks, index) for index in range(ranks)]
+            held = [Weight("", (rows, 5)).on(ranks, index) for index in range(ranks)]
             chunks = torch.empty(rows, 5).chunk(ranks)
             assert held == [chunk.numel() for chunk in chunks] + [0] * (ranks - len(chunks))
 

@@ -21,6 +21,7 @@ from hpcrl.trainer.batching import (
     plan_shares,
     planned,
     split_micro_batches,
+    whole_groups,
 )
 from hpcrl.types import Batch, GroupMeta
 
@@ -44,6 +45,14 @@ def skewed(count: int, seed: int = 0) -> list[SampleRef]:
 
 def tokens(refs: Sequence[SampleRef]) -> int:
     return sum(ref.length for ref in refs)
+
+
+def test_ranks_that_score_whole_groups_have_equal_work() -> None:
+    groups = [[SampleRef(0, 0, 900)], *([SampleRef(at, index, 100) for index in range(8)] for at in (1, 2))]
+    assert whole_groups(groups, 2, MicroBatchLimit(1)) == [[0], [1, 2]]
+    groups = [[SampleRef(0, 0, 900)], [SampleRef(1, index, 100) for index in range(12)], [SampleRef(2, 0, 500)]]
+    assert whole_groups(groups, 2, MicroBatchLimit(1)) == [[1], [0, 2]]
+    assert whole_groups(groups, 2, MicroBatchLimit(1, quadratic=0.01)) == [[0], [1, 2]]
 
 
 def test_mini_batches_are_consecutive_groups() -> None:

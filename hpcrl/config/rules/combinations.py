@@ -80,6 +80,7 @@ from hpcrl.config.rules.scorers import (
     tokens_of_the_policy,
 )
 from hpcrl.config.rules.training import (
+    adapted_experts,
     estimated_old_logprobs,
     frozen,
     kernels,
@@ -372,6 +373,7 @@ RULES: tuple[Rule, ...] = (
     pipeline,
     reference_layout,
     _lora,
+    adapted_experts,
     recomputation,
     kernels,
     low_precision,

@@ -116,6 +116,16 @@ def cannot_share(path: str, ranks: int, entries: Mapping[str, Any], whose: str) 
         )
 
 
+def cannot_spread(path: str, ranks: int, entries: Mapping[str, Any], whose: str) -> Iterator[Problem]:
+    """Yield why so many ranks cannot share the experts of a model (FSDP2's expert parallelism); arguments as of `misfits`."""
+    if ranks == 1:
+        return
+    if not has_experts(entries):
+        yield Problem(path, f"the {whose} has no experts that {ranks} ranks could share; use 1")
+    elif experts := experts_of(text_entries(entries)):
+        yield from _divided(path, ranks, {"experts": experts}, whose)
+
+
 def text_entries(entries: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the entries of the language model, where a model has other parts too."""
     text = entries.get("text_config")

@@ -17,7 +17,7 @@ from hpcrl.config.derive import (
     uses_reference,
 )
 from hpcrl.config.errors import Problem
-from hpcrl.config.scorers import COPIES, POOLS, REFERENCE, REWARD, TEACHER, scorer_sets
+from hpcrl.config.scorers import COPIES, POOLS, REFERENCE, REWARD, SECTIONS, TEACHER, scorer_sets
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.config.sections.tree import ConfigTree
 
@@ -250,6 +250,11 @@ def ranks_of_scorers(config: ConfigTree) -> Iterator[Problem]:
                 f"{_TEACHER}.placement.sequence_parallel_size" if teaches else "trainer.ref.sequence_parallel_size",
                 f"expected a divisor of the ranks of a copy of the {each.title}, {each.ranks} "
                 f"({_OF_BACKENDS['fsdp2'] if teaches else _RANKS[each.role]}), found {each.sharing}",
+            )
+        elif each.ranks % each.fsdp.expert_parallel_size:
+            yield Problem(
+                f"{SECTIONS[each.role]}.fsdp_config.expert_parallel_size",
+                f"expected a divisor of the ranks of a copy of the {each.title}, {each.ranks}, found {each.fsdp.expert_parallel_size}",
             )
         elif each.sharing > 1 and not (own if each.role == TEACHER else config.trainer).use_sample_packing:
             yield Problem(

@@ -53,11 +53,30 @@ def _shards(path: str, fsdp: ShardingConfig, ranks: int, on_node: int) -> Iterat
             f"{copy} ranks share each copy of the parameters, which does not divide the {ranks} ranks (trainer.placement); "
             "-1: all ranks share one",
         )
+    experts = fsdp.expert_parallel_size
+    together = ranks if fsdp.fsdp_size is None else copy
+    if together % experts:
+        yield Problem(
+            f"{path}.expert_parallel_size",
+            f"expected a divisor of the {together} ranks that share a copy of the parameters ({path}.fsdp_size, trainer.placement), found "
+            f"{experts}",
+        )
     if not isinstance(kept, bool) and copy % kept:
         yield Problem(
             f"{path}.reshard_after_forward",
             f"expected true, false or a divisor of the {copy} ranks that share a copy ({path}.fsdp_size), found {kept}",
         )
+
+
+def adapted_experts(config: ConfigTree) -> Iterator[Problem]:
+    for role, section in {"policy": config.trainer.policy, "critic": config.trainer.critic}.items():
+        lora = section.model.lora
+        if section.fsdp_config.expert_parallel_size > 1 and lora.rank and lora.target_parameters:
+            yield Problem(
+                f"trainer.{role}.fsdp_config.expert_parallel_size",
+                f"expected 1 with trainer.{role}.model.lora.target_parameters: PEFT merges adapters into the experts of all ranks; leave one of "
+                "them out",
+            )
 
 
 def units(config: ConfigTree) -> Iterator[Problem]:

@@ -212,6 +212,9 @@ class ShardingConfig:
     fsdp_size: int | None = None
     """Ranks that share one copy of the parameters; further ranks hold further copies; -1, or more than there are: all ranks share one. Unset: those of a node, where there are several nodes and parameters, gradients and optimizer take at most a third of its GPUs' memory, so that parameters are gathered within a node; else all."""
 
+    expert_parallel_size: int = 1
+    """Ranks that share the experts of each layer of a mixture: tokens go to the ranks that have their experts, in place of weights to all ranks (docs/experts.md). It divides the experts and the ranks of a copy."""
+
     wrap_policy: dict[str, Any] = field(default_factory=dict)
     """Which modules are sharded as units: transformer_layer_cls_to_wrap (class names), min_num_params (a module becomes one when so many parameters in it are in none yet) or disable (one unit only); empty: each decoder layer."""
 

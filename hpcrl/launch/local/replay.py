@@ -118,12 +118,16 @@ def ranks_here(trainer: TrainerConfig, asked: int | None, role: Literal["policy"
     if trainer.strategy == "megatron":
         experts = sizes.expert_model_parallel_size * expert_tensor_size(sizes) * sizes.pipeline_model_parallel_size
         together = math.lcm(together, experts if sizes.expert_model_parallel_size > 1 else 1)
+    else:
+        together = math.lcm(together, getattr(trainer, role).fsdp_config.expert_parallel_size)
     if asked is None:
         return -(-trainer.placement.policy_num_gpus_per_node // together) * together
     if asked % together:
-        section = "megatron_config" if trainer.strategy == "megatron" else "sequence_parallel_size"
+        path = f"trainer.{role}"
+        given = f"{path}.sequence_parallel_size and {path}.fsdp_config.expert_parallel_size"
+        given = f"{path}.megatron_config" if trainer.strategy == "megatron" else given
         raise ConfigError(
-            f"--ranks: by trainer.{role}.{section} {together} ranks share a copy of the model, expected a multiple of that, found {asked}; "
+            f"--ranks: by {given} {together} ranks share a copy of the model, expected a multiple of that, found {asked}; "
             f"or add settings with smaller sizes"
         )
     return asked

@@ -25,8 +25,16 @@ from hpcrl.config.derive import (
 )
 from hpcrl.config.errors import Problem
 from hpcrl.config.reward_model import reward_services
-from hpcrl.config.rules.model_fit import cannot_share, has_experts, misfits, other_layers
-from hpcrl.config.scorers import TEACHER, scorer_sets, teacher_layout, teacher_models, trainer_has_reference
+from hpcrl.config.rules.model_fit import cannot_share, cannot_spread, has_experts, misfits, other_layers
+from hpcrl.config.scorers import (
+    REFERENCE,
+    SECTIONS,
+    TEACHER,
+    scorer_sets,
+    teacher_layout,
+    teacher_models,
+    trainer_has_reference,
+)
 from hpcrl.config.sections.model import ExpertsConfig, Pretrained
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.data.model_config import download
@@ -95,6 +103,9 @@ def check_layouts(config: Config) -> Iterator[Problem]:
     """Yield what ranks cannot share of the models."""
     for model, changes, path, size, whose in _sharing(config):
         yield from cannot_share(path, size, {**(entries_of(model) or {}), **changes}, whose)
+    for model, changes, path, size, whose in _spreading(config):
+        entries = entries_of(model)
+        yield from cannot_spread(path, size, {**entries, **changes}, whose) if entries is not None else ()
     distillation = config.trainer.distillation
     for model in teacher_models(distillation) if distillation.backend == "megatron" else ():
         path, entries = "trainer.distillation.placement", entries_of(model)
@@ -170,6 +181,25 @@ def _sharing(config: Config) -> Iterator[tuple[Pretrained, dict[str, Any], str, 
     for scorers in scorer_sets(config):
         if scorers.role == TEACHER:
             yield scorers.model, {}, f"trainer.distillation.placement.{size}", scorers.sharing, "teacher"
+
+
+def _spreading(config: Config) -> Iterator[tuple[Pretrained, dict[str, Any], str, int, str]]:
+    """Yield what `_sharing` does, of each model whose ranks share experts with FSDP2."""
+    trainer, size = config.trainer, "fsdp_config.expert_parallel_size"
+    if trainer.strategy == "fsdp2":
+        policy, ref, critic = trainer.policy, trainer.ref, trainer.critic
+        sizes = policy.fsdp_config.expert_parallel_size
+        yield policy_model(trainer), model_config_kwargs(policy), f"trainer.policy.{size}", sizes, "model"
+        if trainer_has_reference(trainer):
+            sizes = ref.fsdp_config.expert_parallel_size
+            yield ref_model(trainer), model_config_kwargs(ref), f"trainer.ref.{size}", sizes, "reference model"
+        if (model := critic_model(trainer)) is not None:
+            sizes = critic.fsdp_config.expert_parallel_size
+            yield model, critic.model_config_kwargs, f"trainer.critic.{size}", sizes, "critic"
+    for each in scorer_sets(config):
+        if not each.engine:
+            changes = model_config_kwargs(trainer.ref) if each.role == REFERENCE else {}
+            yield each.model, changes, f"{SECTIONS[each.role]}.{size}", each.fsdp.expert_parallel_size, each.title
 
 
 def _models(trainer: TrainerConfig) -> Iterator[tuple[Pretrained, dict[str, Any], str, str]]:

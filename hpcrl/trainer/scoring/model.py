@@ -18,11 +18,13 @@ from hpcrl.data.score_file import RowScores
 from hpcrl.errors import DataError
 from hpcrl.rundir.layout import Run
 from hpcrl.trainer.backends.fsdp.model import PackedModel, PackedPolicy, free_gathered, load_model
-from hpcrl.trainer.batching import MicroBatchLimit, balanced, micro_batch_limits, plan_shares, samples_of
+from hpcrl.trainer.batching import MicroBatchLimit, micro_batch_limits, plan_shares, samples_of, whole_groups
 from hpcrl.trainer.distributed import World
+from hpcrl.trainer.models.flops import ModelFlops
 from hpcrl.trainer.models.forward import forward_config, reference_experts
 from hpcrl.trainer.models.hf import ModelSource, policy_source, scorer_source
 from hpcrl.trainer.models.layers.choice import Kernels
+from hpcrl.trainer.models.packed.attention import PACKED
 from hpcrl.trainer.packing import Before, MicroBatchStream
 from hpcrl.trainer.samples import load_samples
 from hpcrl.types import Batch, GroupMeta
@@ -42,13 +44,14 @@ class ScoringModel:
         self._run = run
         trainer, own, source = config.trainer, config.trainer.distillation, scorer_source(config.trainer, scorers)
         forward = forward_config(trainer, temperature(config))
-        self._limits = micro_batch_limits(trainer, micro_batch_tokens(config))
+        quadratic = ModelFlops.of(source.empty(torch.float32, PACKED)).quadratic
+        self._limits = micro_batch_limits(trainer, micro_batch_tokens(config), quadratic)
         self._prompts, self._top_k, self._given_ids = learns_prompts(own), 0, 0
         if scorers.role == TEACHER:
             shared, tokens = trainer.shared_prefixes, own.max_tokens_per_micro_batch
             shared = shared and own.use_sample_packing and tokens is not None and own.backend == "fsdp2"
             forward = replace(forward, packing=own.use_sample_packing)
-            limit = MicroBatchLimit(own.micro_batch_size_per_gpu, tokens, shared)
+            limit = MicroBatchLimit(own.micro_batch_size_per_gpu, tokens, shared, quadratic)
             self._limits = limit, limit
             world.rank0_broadcast(lambda: require_same_vocabulary(scorers.model, policy_model(trainer), config))
         vocabulary = policy_source(trainer).config().get_text_config().vocab_size
@@ -83,9 +86,10 @@ class ScoringModel:
             DataError: a sample file is missing or damaged.
         """
         rank = self._data.rank
-        parts = balanced([sum(group.lengths) for group in groups], self._data.size)
         shared = self._limits[0].shared
-        shares = [[ref for at in part for ref in samples_of(at, groups[at], shared=shared)] for part in parts]
+        refs = [samples_of(at, group, shared=shared) for at, group in enumerate(groups)]
+        parts = whole_groups(refs, self._data.size, self._limits[0])
+        shares = [[ref for at in part for ref in refs[at]] for part in parts]
         plan, batch = plan_shares(shares, self._limits), Batch(1, list(groups), 0)
         samples = load_samples(
             self._run, batch, plan.shares[rank], prompts=self._prompts, top_ids=self._given_ids, shared=shared

@@ -18,10 +18,12 @@ from hpcrl.data.score_file import GroupRewards
 from hpcrl.errors import DataError
 from hpcrl.rundir.layout import Run
 from hpcrl.trainer.backends.fsdp.model import PackedRewardModel, load_model
-from hpcrl.trainer.batching import MicroBatchLimit, SampleRef, balanced, longest_first, plan_mini_batch
+from hpcrl.trainer.batching import MicroBatchLimit, SampleRef, longest_first, plan_mini_batch, whole_groups
 from hpcrl.trainer.distributed import World
+from hpcrl.trainer.models.flops import ModelFlops
 from hpcrl.trainer.models.forward import forward_config
 from hpcrl.trainer.models.hf import scorer_source
+from hpcrl.trainer.models.packed.attention import PACKED
 from hpcrl.trainer.packing import Before, MicroBatchStream, pack
 from hpcrl.trainer.scoring.model import outputs, passes
 from hpcrl.types import GroupMeta, Sample
@@ -47,7 +49,8 @@ class RewardScoringModel:
             scorers.model, own.chat_template, f"{_SECTION}.model", f"{_SECTION}.chat_template"
         )
         self._conversations = replace(conversations, longest=longest_input(source.config()))
-        self._limit = MicroBatchLimit(1, own.max_tokens_per_micro_batch)
+        quadratic = ModelFlops.of(source.empty(torch.float32, PACKED)).quadratic
+        self._limit = MicroBatchLimit(1, own.max_tokens_per_micro_batch, quadratic=quadratic)
         self._model = load_model(PackedRewardModel, source, scorers.fsdp, forward_config(config.trainer), world)
 
     def scores(self, groups: Sequence[GroupMeta], before: Before) -> dict[str, GroupRewards]:
@@ -63,11 +66,11 @@ class RewardScoringModel:
         """
         said = [read_conversations(self._run.inside(group.path), group) for group in groups]
         tokens = [[self._tokens(one, group) for one in own] for own, group in zip(said, groups, strict=True)]
-        parts = balanced([sum(map(len, own)) for own in tokens], self._world.size)
-        shares = [
-            sorted((SampleRef(at, index, len(ids)) for at in part for index, ids in enumerate(tokens[at]) if ids), key=longest_first)
-            for part in parts
-        ]  # fmt: skip
+        whole = [
+            [SampleRef(at, index, len(ids)) for index, ids in enumerate(own) if ids] for at, own in enumerate(tokens)
+        ]
+        parts = whole_groups(whole, self._world.size, self._limit)
+        shares = [sorted((ref for at in part for ref in whole[at]), key=longest_first) for part in parts]
         plan, rank = plan_mini_batch(shares, self._limit, self._limit), self._world.rank
         refs = plan.shares[rank]
         samples = pack([_unrewarded(tokens[ref.group][ref.index]) for ref in refs], refs)

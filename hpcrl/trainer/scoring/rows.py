@@ -8,16 +8,20 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from hpcrl.config import Config, temperature
 from hpcrl.config.derive import micro_batch_tokens, policy_model, ref_model, ref_model_parallel_size, ref_sharding
 from hpcrl.data.group_file import as_tensors
 from hpcrl.data.token_file import TokenFile
 from hpcrl.rundir.commit import committed_directory
 from hpcrl.trainer.backends.fsdp.model import PackedPolicy, load_model
-from hpcrl.trainer.batching import SampleRef, balanced, longest_first, micro_batch_limits, plan_mini_batch
+from hpcrl.trainer.batching import SampleRef, micro_batch_limits, planned
 from hpcrl.trainer.distributed import World
+from hpcrl.trainer.models.flops import ModelFlops
 from hpcrl.trainer.models.forward import forward_config
 from hpcrl.trainer.models.hf import policy_source, reference_source
+from hpcrl.trainer.models.packed.attention import PACKED
 from hpcrl.trainer.offline.teacher_file import TeacherWriter, ends_of, make_room, write_index
 from hpcrl.trainer.packing import MicroBatchStream, pack
 from hpcrl.trainer.scoring.model import outputs, passes, require_all_tokens, require_same_vocabulary
@@ -42,8 +46,9 @@ class RowTeacher:
 
     def __init__(self, config: Config, world: World) -> None:
         trainer, self._world, self._data = config.trainer, world, world
-        self._limits = micro_batch_limits(trainer, micro_batch_tokens(config))
         source, vocabulary = reference_source(trainer), policy_source(trainer).config().get_text_config().vocab_size
+        quadratic = ModelFlops.of(source.empty(torch.float32, PACKED)).quadratic
+        self._limits = micro_batch_limits(trainer, micro_batch_tokens(config), quadratic)
         self.top_k = min(trainer.distillation.top_k, vocabulary)
         forward = replace(forward_config(trainer, temperature(config)), vocabulary=vocabulary)
         if trainer.strategy == "megatron":
@@ -80,11 +85,7 @@ class RowTeacher:
     def _write_part(self, writer: TeacherWriter, tokens: TokenFile, rows: Sequence[int]) -> list[tuple[int, int]]:
         """Let each rank write its share of consecutive rows; return each row that this one wrote, with the checksum of what it is told."""
         lengths, rank = [sum(tokens.lengths(row)) for row in rows], self._data.rank
-        shares = [
-            sorted((SampleRef(at, 0, lengths[at]) for at in part), key=longest_first)
-            for part in balanced(lengths, self._data.size)
-        ]
-        plan = plan_mini_batch(shares, *self._limits)
+        plan = planned([SampleRef(at, 0, length) for at, length in enumerate(lengths)], self._data.size, self._limits)
         refs = plan.shares[rank]
         samples = pack([as_tensors(tokens.read(rows[ref.group])[0]) for ref in refs], refs)
         stream = MicroBatchStream(samples, plan.score[rank], lambda: None, self.top_k)

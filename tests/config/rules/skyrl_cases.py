@@ -28,6 +28,7 @@ STEP_WISE = {"generator.step_wise_trajectories": True, "generator.max_turns": 3}
 MEGATRON_4 = {**FOUR_GPUS, **NO_KL, "trainer.strategy": "megatron"}
 
 TAUGHT = {f"{DISTILLATION}.enable": True, f"{DISTILLATION}.model_path": "t"}
+EXPERTS = "trainer.policy.fsdp_config.expert_parallel_size"
 SHARING = f"{DISTILLATION}.placement.sequence_parallel_size"
 
 
@@ -141,6 +142,30 @@ SKYRL = [
         {**TAUGHT, f"{DISTILLATION}.placement.fsdp_size": 2, SHARING: 2, f"{DISTILLATION}.use_sample_packing": False},
         f"{DISTILLATION}.use_sample_packing", "ranks of the teacher share the tokens of packed samples",
         {**TAUGHT, f"{DISTILLATION}.placement.fsdp_size": 2, f"{DISTILLATION}.use_sample_packing": False},
+    ),
+    Case(
+        "ranks that share experts are in one copy of the parameters",
+        {**FOUR_GPUS, EXPERTS: 3},
+        EXPERTS, "expected a divisor of the 4 ranks that share a copy of the parameters",
+        {**FOUR_GPUS, EXPERTS: 2},
+    ),
+    Case(
+        "of which there may be several",
+        {**FOUR_GPUS, EXPERTS: 4, "trainer.policy.fsdp_config.fsdp_size": 2},
+        EXPERTS, "expected a divisor of the 2 ranks",
+        {**FOUR_GPUS, EXPERTS: 4},
+    ),
+    Case(
+        "a teacher's ranks share its experts",
+        {**TAUGHT, f"{DISTILLATION}.placement.fsdp_size": 2, f"{DISTILLATION}.fsdp_config.expert_parallel_size": 4},
+        f"{DISTILLATION}.fsdp_config.expert_parallel_size", "expected a divisor of the ranks of a copy of the teacher, 2, found 4",
+        {**TAUGHT, f"{DISTILLATION}.placement.fsdp_size": 4, f"{DISTILLATION}.fsdp_config.expert_parallel_size": 4},
+    ),
+    Case(
+        "experts that ranks share have no adapters",
+        {**FOUR_GPUS, EXPERTS: 2, f"{LORA}.rank": 8, f"{LORA}.target_parameters": ["experts"]},
+        EXPERTS, "expected 1 with trainer.policy.model.lora.target_parameters",
+        {**FOUR_GPUS, EXPERTS: 2, f"{LORA}.rank": 8},
     ),
     Case(
         "tensor, pipeline and context parallel sizes divide the ranks",

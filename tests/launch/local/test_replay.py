@@ -44,6 +44,9 @@ def test_ranks_of_a_replay_share_the_model_as_those_of_the_run_did() -> None:
     experts = {"expert_model_parallel_size": 4, "expert_tensor_parallel_size": 1}
     with pytest.raises(ConfigError, match="4 ranks share a copy of the model, expected a multiple of that, found 2"):
         ranks_here(trainer(**four, strategy="megatron", sizes=experts), 2)
+    policy = {"model": {"path": "/m"}, "fsdp_config": {"expert_parallel_size": 4}, "sequence_parallel_size": 2}
+    with pytest.raises(ConfigError, match=r"policy\.fsdp_config.expert_parallel_size 4 ranks share .* found 2"):
+        ranks_here(trainer(**four, policy=policy), 2)
 
 
 def trainer(sizes: dict[str, Any] | None = None, **settings: Any) -> TrainerConfig:

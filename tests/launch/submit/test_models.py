@@ -123,6 +123,29 @@ def test_ranks_that_share_tokens_have_heads_each(tmp_path: Path) -> None:
     ]
 
 
+def test_ranks_share_the_experts_that_a_model_has(tmp_path: Path) -> None:
+    dense, mixture = model(tmp_path / "dense"), model(tmp_path / "mixture", num_experts=6)
+    size, four = "fsdp_config.expert_parallel_size", {**FSDP2, "trainer.placement.policy_num_gpus_per_node": 4}
+    assert list(check_layouts(config(mixture, {**four, f"trainer.policy.{size}": 2}))) == []
+    assert list(check_layouts(config("some/model", {**four, f"trainer.policy.{size}": 4}))) == []
+    (problem,) = check_layouts(config(mixture, {**four, f"trainer.policy.{size}": 4}))
+    assert problem.path == f"trainer.policy.{size}"
+    assert problem.message == "4 does not divide the model's 6 experts (6 = 2 x 3); use 1, 2, 3 or 6"
+    others = {
+        **{f"trainer.{role}.model.path": str(dense) for role in ("ref", "critic")},
+        "trainer.distillation.enable": True,
+        "trainer.distillation.model_path": str(dense),
+        "trainer.distillation.placement.fsdp_size": 2,
+        **{f"trainer.{role}.{size}": 2 for role in ("policy", "ref", "critic", "distillation")},
+    }
+    found = {problem.path: problem.message for problem in check_layouts(config(mixture, {**four, **others}))}
+    roles = {"ref": "reference model", "critic": "critic", "distillation": "teacher"}
+    assert found == {
+        f"trainer.{role}.{size}": f"the {whose} has no experts that 2 ranks could share; use 1"
+        for role, whose in roles.items()
+    }
+
+
 def test_a_model_that_is_not_here_is_named_and_not_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     away = config("some/model", THREE)

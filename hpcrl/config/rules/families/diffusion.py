@@ -126,6 +126,7 @@ def of_language_models(config: ConfigTree) -> Iterator[Problem]:
         "trainer.policy.enable_liger_kernel": trainer.policy.enable_liger_kernel,
         "trainer.policy.low_precision.fp8": trainer.policy.low_precision.fp8,
         "trainer.policy.sequence_parallel_size": trainer.policy.sequence_parallel_size > 1,
+        "trainer.policy.fsdp_config.expert_parallel_size": trainer.policy.fsdp_config.expert_parallel_size > 1,
         "trainer.policy.experts": trainer.policy.experts != ExpertsConfig(),
         "trainer.max_tokens_per_micro_batch": trainer.max_tokens_per_micro_batch is not None,
         "trainer.ref.model.path": trainer.ref.model.path is not None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,13 +12,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import PreTrainedModel
 
 from hpcrl.config.derive import copy_ranks, needs_fsdp
 from hpcrl.config.sections.model import FSDPConfig
 from hpcrl.errors import DataError, did_you_mean
 from hpcrl.trainer.distributed import World
+from hpcrl.trainer.models.experts.parallel import expert_layers, share_experts
 from hpcrl.trainer.models.forward import DTYPES
 from hpcrl.trainer.models.lora import read_from_outside
 
@@ -29,26 +31,30 @@ def shard(root: nn.Module, model: PreTrainedModel, fsdp: FSDPConfig, dtype: str,
         dtype: that parameters are kept in.
 
     Raises:
-        DataError: fsdp.wrap_policy names a class that the model does not have or that cannot be a unit.
+        DataError: fsdp.wrap_policy names a class that the model does not have or that cannot be a unit, or ranks cannot share its experts.
     """
     inner = units(model, fsdp.wrap_policy)
     if not needs_fsdp(fsdp, world.size, dtype, on_gpu=world.device.type == "cuda"):
         return
-    mesh = _mesh(_copy_ranks(root, fsdp, world), world)
+    size = _copy_ranks(root, fsdp, world)
+    mesh = _mesh(size, world)
     precision = MixedPrecisionPolicy(
         param_dtype=DTYPES[fsdp.mixed_precision.param_dtype], reduce_dtype=DTYPES[fsdp.mixed_precision.reduce_dtype]
     )
     offload = CPUOffloadPolicy() if fsdp.cpu_offload and mesh.device_type == "cuda" else OffloadPolicy()
+    a_unit, kept = partial(fully_shard, mp_policy=precision, offload_policy=offload), fsdp.reshard_after_forward
+    if fsdp.expert_parallel_size > 1:
+        layers = expert_layers(model, fsdp.expert_parallel_size, size // fsdp.expert_parallel_size)
+        together, with_same = _experts_meshes(size, fsdp.expert_parallel_size, world)
+        for layer in layers:
+            share_experts(layer, together)
+            # a number of ranks that keep parameters is one of all ranks of a copy, which are more than have the same experts
+            a_unit(layer, mesh=with_same, reshard_after_forward=kept is not False, shard_placement_fn=_within_experts)
+        inner = [module for module in inner if module not in layers]
     for module in inner:
-        fully_shard(
-            module,
-            mesh=mesh,
-            reshard_after_forward=fsdp.reshard_after_forward,
-            mp_policy=precision,
-            offload_policy=offload,
-        )
+        a_unit(module, mesh=mesh, reshard_after_forward=kept)
     # backward starts with the root's head, so freeing it after forward would only gather it twice
-    fully_shard(root, mesh=mesh, reshard_after_forward=False, mp_policy=precision, offload_policy=offload)
+    a_unit(root, mesh=mesh, reshard_after_forward=False)
     for module in root.modules():
         if isinstance(module, FSDPModule):
             # losses arrive divided by the global token count: gradients of ranks are added. Sum is also all that gloo has.
@@ -62,7 +68,7 @@ def _copy_ranks(root: nn.Module, fsdp: FSDPConfig, world: World) -> int:
         memory = -world.max([-torch.cuda.get_device_properties(world.device).total_memory])[0]
     # of what is trained there are a gradient and two moments too
     state = sum(weight.nbytes * (4 if weight.requires_grad else 1) for weight in root.parameters())
-    return copy_ranks(fsdp.fsdp_size, world.size, on_node, state, memory)
+    return copy_ranks(fsdp.fsdp_size, world.size, on_node, state, memory, fsdp.expert_parallel_size)
 
 
 def _mesh(size: int, world: World) -> DeviceMesh:
@@ -74,6 +80,27 @@ def _mesh(size: int, world: World) -> DeviceMesh:
     shards = torch.tensor(dist.get_process_group_ranks(world.control)).view(-1, size)
     groups = [world.group_among(rows) for rows in (shards.T.tolist(), shards.tolist())]
     return DeviceMesh.from_group(groups, kind, shards, mesh_dim_names=("copies", "shards"))
+
+
+def _experts_meshes(size: int, together: int, world: World) -> tuple[DeviceMesh, DeviceMesh]:
+    """Return two parts of one mesh: the ranks that share experts, so many that follow one another, and those with the same experts, as `_mesh`."""
+    every = torch.tensor(dist.get_process_group_ranks(world.control)).view(-1, size // together, together)
+    rows = {
+        "copies": every.flatten(1).T,
+        "shards": every.transpose(1, 2).flatten(0, 1),
+        "experts": every.flatten(0, 1),
+    }
+    if len(every) == 1:
+        del rows["copies"]
+        every = every[0]
+    groups = [world.group_among(ranks.tolist()) for ranks in rows.values()]
+    mesh = DeviceMesh.from_group(groups, world.device.type, every, mesh_dim_names=tuple(rows))
+    return mesh["experts"], mesh[tuple(name for name in rows if name != "experts")]
+
+
+def _within_experts(_: nn.Parameter) -> Shard:
+    """Return how FSDP shards what is shared by experts already: within each of them, so that each rank has as much of it."""
+    return Shard(1)
 
 
 def one_copy(root: nn.Module, world: World) -> dist.ProcessGroup | None:

@@ -25,6 +25,7 @@ EXPERTS: dict[str, Any] = {
     "experts": {"aux_loss_coef": AUX, "z_loss_coef": Z},
     "optimizer_config": {"eps": EPS},
 }
+SHARED = {"fsdp_config": {"expert_parallel_size": 2}}
 ALONE = {
     "one-by-one": variant(1, policy=EXPERTS),
     "recomputed": variant(4, gradient_checkpointing=True, gradient_checkpointing_use_reentrant=True, policy=EXPERTS),
@@ -35,6 +36,8 @@ ALONE = {
 TWO = {
     "two-ranks": variant(2, gradient_checkpointing=True, policy=EXPERTS),
     "tokens-shared": variant(2, policy={**EXPERTS, "sequence_parallel_size": 2}),
+    "experts-shared": variant(2, gradient_checkpointing=True, policy={**EXPERTS, **SHARED}, ref=SHARED),
+    "experts-and-tokens-shared": variant(2, policy={**EXPERTS, **SHARED, "sequence_parallel_size": 2}),
     "two-ranks-apart": variant(1, policy={**EXPERTS, "fsdp_config": {"reshard_after_forward": False}}),
 }
 

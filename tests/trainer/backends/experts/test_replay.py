@@ -33,7 +33,10 @@ ALONE = {
     "all-at-once": variant(64, gradient_checkpointing=True, policy=REPLAYED),
     "padded-rows": variant(4, use_sample_packing=False, policy=REPLAYED),
 }
-TWO = {"two-ranks": variant(2, gradient_checkpointing=True, policy=REPLAYED)}
+TWO = {
+    "two-ranks": variant(2, gradient_checkpointing=True, policy=REPLAYED),
+    "experts-shared": variant(2, policy={**REPLAYED, "fsdp_config": {"expert_parallel_size": 2}}),
+}
 
 
 class Replayed(Truth):
