@@ -13,11 +13,13 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hpcrl.config import Config, sampling_seed
 from hpcrl.config.derive import max_input_length, policy_model
+from hpcrl.config.families import is_diffusion
 from hpcrl.config.sections.generator import NODE
 from hpcrl.controller.evaluation import evaluation_work
 from hpcrl.errors import HpcrlError
@@ -29,7 +31,11 @@ from hpcrl.rollout.engines.launch import launched
 from hpcrl.rundir.commit import read_json
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.process_status import StatusWriter
-from hpcrl.types import GroupMeta
+from hpcrl.types import GroupMeta, Prompt
+
+if TYPE_CHECKING:
+    from hpcrl.data.rollouts import Decode
+    from hpcrl.rollout.generate import Maker
 
 
 def main(path: str) -> None:
@@ -51,19 +57,15 @@ def evaluate(
 ) -> tuple[list[GroupMeta], dict[str, Any]]:
     """Return the finished groups, and the results beside the scores: prompts that were too long, seconds."""
     # torch and transformers take seconds to import, while the engine starts
-    from hpcrl.data.chat import token_counter
     from hpcrl.data.datasets import load_dataset
     from hpcrl.data.prompts import drop_long
-    from hpcrl.data.vision.reader import ImageReader
     from hpcrl.rollout.evaluate import evaluate
 
-    data, trainer, model = config.data, config.trainer, policy_model(config.trainer)
-    generator = replace(config.generator, max_input_length=max_input_length(config.generator, trainer))
+    data, generator = config.data, config.generator
     prompts = load_dataset(data.val_data, ("eval",), data, config.environment, generator.max_turns)
-    options = data.image_processor_kwargs
-    count_tokens = token_counter(model, generator.chat_template, generator.chat_template_kwargs, options)
-    kept = drop_long(prompts, count_tokens, trainer.max_prompt_length)
-    seed = sampling_seed(generator.inference_engine, trainer)
+    count_tokens, most, maker, decode = loaded_family(directory, config)
+    kept = drop_long(prompts, count_tokens, most)
+    seed = sampling_seed(generator.inference_engine, config.trainer)
     work = evaluation_work(kept, version, generator.eval_n_samples_per_prompt, seed)
     if generator.inference_engine.http_endpoint_host == NODE:
         os.environ["HPCRL_ADDRESS"] = node_address(config.slurm.network_interface)
@@ -74,11 +76,33 @@ def evaluate(
         if finished * 10 // len(work) != (finished - 1) * 10 // len(work):
             status.write(f"{finished} of {len(work)} prompts")
 
-    reader = ImageReader.of(model, options)
-    groups = asyncio.run(
-        evaluate(directory, engine, model, work, version, generator, config.environment, on_finished, reader)
-    )
+    groups = asyncio.run(evaluate(directory, engine, maker, decode, work, version, generator, on_finished))
     return groups, {"too_long": len(prompts) - len(kept), "seconds": time.monotonic() - began}
+
+
+def loaded_family(directory: Run, config: Config) -> tuple[Callable[[Prompt], int], int, Maker, Decode]:
+    """Load what the policy's family needs beside the engine.
+
+    Returns:
+        What counts the tokens of a prompt, how many it may have, what makes groups, and what decodes their tokens.
+    """
+    model, generator, environment = policy_model(config.trainer), config.generator, config.environment
+    if is_diffusion(config.trainer):
+        from hpcrl.data.pipelines.tokens import prompt_counter, row_decoder
+        from hpcrl.rollout.diffusion.generate import KeptPictures, pictures
+
+        maker = pictures(generator, environment, KeptPictures(directory, 1))
+        most = config.trainer.policy.diffusers.max_prompt_length
+        return prompt_counter(model), most, maker, row_decoder(model)
+    from hpcrl.data.chat import decoder, load_tokenizer, token_counter
+    from hpcrl.data.vision.reader import ImageReader
+    from hpcrl.rollout.generate import conversations
+
+    options, tokenizer = config.data.image_processor_kwargs, load_tokenizer(model, generator.chat_template)
+    count_tokens = token_counter(model, generator.chat_template, generator.chat_template_kwargs, options)
+    generator = replace(generator, max_input_length=max_input_length(generator, config.trainer))
+    maker = conversations(tokenizer, generator, environment, ImageReader.of(model, options))
+    return count_tokens, config.trainer.max_prompt_length, maker, decoder(tokenizer)
 
 
 if __name__ == "__main__":

@@ -46,8 +46,9 @@ from hpcrl.runtime.signals import die_with_parent, end_process
 if TYPE_CHECKING:
     from hpcrl.data.rollouts import Decode
     from hpcrl.rollout.engines.base import Launched
+    from hpcrl.rollout.generate import Maker
     from hpcrl.rollout.weights.receive import Receiver
-    from hpcrl.rollout.worker import Maker, WorkerOptions
+    from hpcrl.rollout.worker import WorkerOptions
 
 
 def main(path: str) -> None:
@@ -122,14 +123,22 @@ def loaded_family(run: Run, config: Config) -> Callable[[WorkerOptions], tuple[M
         return lambda _: (maker, decode)
     from hpcrl.data.chat import decoder, load_tokenizer, without_torch
     from hpcrl.data.vision.reader import ImageReader
-    from hpcrl.rollout.worker import conversations
+    from hpcrl.rollout.generate import conversations
 
     # code of the user's may use models of transformers, which need torch; nothing else here does
     with nullcontext() if names_own_code(config) else without_torch():
         tokenizer = load_tokenizer(model, generator.chat_template)
         reader = ImageReader.of(model, config.data.image_processor_kwargs)
     generator = replace(generator, max_input_length=max_input_length(generator, config.trainer))
-    return lambda options: (conversations(options, tokenizer, generator, environment, reader), decoder(tokenizer))
+
+    def loaded(options: WorkerOptions) -> tuple[Maker, Decode]:
+        maker = conversations(
+            tokenizer, generator, environment, reader,
+            replica=options.replica, baselines=options.baselines, rewards=options.rewards, lessons=options.lessons,
+        )  # fmt: skip
+        return maker, decoder(tokenizer)
+
+    return loaded
 
 
 def first_part(run: Run, config: Config, attempt: int, replica: int) -> Callable[[Path, Path], Launched] | None:

@@ -17,7 +17,7 @@ IMPORTS = CODE.imports()
 MOST_LINES, MOST_LINES_OF_A_FUNCTION, MOST_FILES = 450, 62, 15
 WITH_TORCH = (
     "jobs", "hpcrl.types", "hpcrl.algorithms", "hpcrl.data.group_file", "hpcrl.data.models", "hpcrl.data.vision.inputs", "hpcrl.data.weight_files", "hpcrl.data.weights.stream", "hpcrl.trainer", "hpcrl.rollout", "hpcrl.controller", "hpcrl.reward_service", "hpcrl.envs",
-    "hpcrl.planning.estimate", "hpcrl.planning.memory", "hpcrl.planning.partition", "hpcrl.planning.pipelines", "hpcrl.planning.shapes",
+    "hpcrl.planning.activations", "hpcrl.planning.estimate", "hpcrl.planning.memory", "hpcrl.planning.partition", "hpcrl.planning.pipelines", "hpcrl.planning.shapes",
 )  # fmt: skip
 """Modules, and folders, that may import torch; all others run on a login node."""
 
@@ -77,11 +77,14 @@ KNOW_FAMILIES = {
     "hpcrl.cli.samples",
     "hpcrl.config.families",
     "hpcrl.config.rules.families.diffusion",
+    "hpcrl.data.pipelines.pictures",
+    "hpcrl.launch.local.evaluate",
     "hpcrl.launch.submit.preflight",
     "hpcrl.trainer.backends.build",
     "hpcrl.trainer.load",
     "hpcrl.trainer.offline.modes",
     "jobs.controller",
+    "jobs.eval",
     "jobs.rollout",
 }
 """Where a part is chosen by the family of the policy: what loads models, reads prompts and decodes tokens, and rules."""

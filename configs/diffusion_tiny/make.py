@@ -1,4 +1,4 @@
-"""Makes what configs/diffusion_tiny.toml starts from: a tiny Stable Diffusion 3 with random weights, and prompts.
+"""Makes what configs/diffusion_tiny.toml and diffusion_sft_tiny.toml start from: a tiny Stable Diffusion 3 with random weights, prompts and pictures.
 
     python configs/diffusion_tiny/make.py [FOLDER]
 
@@ -9,13 +9,16 @@ model/ and data/; everything comes from fixed seeds.
 
 from __future__ import annotations
 
+import colorsys
 import json
 import sys
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image
 from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer
 
 diffusers: Any = import_module("diffusers")  # its names are made when they are asked for
@@ -111,12 +114,30 @@ def write_prompts(path: Path, prompts: list[str]) -> None:
     path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
 
 
+def write_pictures(path: Path, prompts: list[str]) -> None:
+    """Write rows of a prompt and a picture: a colour for each subject, darker to a side for each style."""
+    folder = path.parent / "pictures"
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = list[str]()
+    for prompt in prompts:
+        style, _, subject = prompt.partition(" of a ")
+        hue = SUBJECTS.index(subject) / len(SUBJECTS)
+        colour = np.array(colorsys.hsv_to_rgb(hue, 1.0, 1.0))
+        shade = np.rot90(np.linspace(0.3, 1.0, 32)[None, :, None].repeat(32, 0), STYLES.index(style))
+        name = f"{prompt.replace(' ', '_')}.png"
+        Image.fromarray((shade * colour * 255).astype(np.uint8)).save(folder / name)
+        rows.append(json.dumps({"prompt": prompt, "images": f"pictures/{name}"}) + "\n")
+    path.write_text("".join(rows))
+
+
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     make_pipeline().save_pretrained(folder / "model")
     prompts = [f"{style} of a {subject}" for subject in SUBJECTS for style in STYLES]
     write_prompts(folder / "data/train.jsonl", prompts[4:])
     write_prompts(folder / "data/validation.jsonl", prompts[:4])
+    write_pictures(folder / "data/pictures_train.jsonl", prompts[4:])
+    write_pictures(folder / "data/pictures_validation.jsonl", prompts[:4])
 
 
 if __name__ == "__main__":

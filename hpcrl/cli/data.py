@@ -108,6 +108,6 @@ def _lines(name: str, tokens: Tokens, renderer: Renderer) -> Iterator[str]:
     pairs = zip(tokens.token_ids, tokens.mask, strict=True)
     for trained, run in groupby(pairs, lambda pair: pair[1]):
         ids = [token for token, _ in run]
-        text = printable(str(renderer.tokenizer.decode(ids)))
+        text = printable(renderer.decode(ids))
         part = Segment("trained" if trained else "context", text, len(ids), len(ids) if trained else 0)
         yield from part_lines(part, f"{part.by}, {len(ids)} tokens")

@@ -32,8 +32,9 @@ class Unimplemented:
 
 _FP4 = Unimplemented("training in FP4, which torchao has not; use fp8")
 _VLA = Unimplemented("vision-language-action models")
-_VIDEOS = Unimplemented("videos by diffusion")
-_FLOW_MATCHING = Unimplemented("learning from datasets of pictures")
+_VIDEO_LATENTS = Unimplemented(
+    "an autoencoder for what reward services get of videos, which are the latents that the policy made", result=False
+)
 
 
 UNIMPLEMENTED: dict[str, Unimplemented] = {
@@ -42,11 +43,7 @@ UNIMPLEMENTED: dict[str, Unimplemented] = {
     "trainer.policy.low_precision.fp4": _FP4,
     "trainer.policy.low_precision.fp4_recipe": _FP4,
     "trainer.policy.low_precision.fp4_granularity": _FP4,
-    **{f"trainer.policy.diffusers.{name}": _FLOW_MATCHING for name in ("weighting_scheme", "logit_mean", "logit_std")},
-    "trainer.policy.diffusers.is_video": _VIDEOS,
-    "trainer.policy.diffusers.inference_frames": _VIDEOS,
-    "trainer.policy.diffusers.train_frames": _VIDEOS,
-    "trainer.policy.diffusers.tokenizer": _VIDEOS,
+    "trainer.policy.diffusers.tokenizer": _VIDEO_LATENTS,
     "vla": _VLA,
     **{f"vla.{name}": replace(_VLA, result=False) for name in ("save_video", "trace_verbosity")},
 }

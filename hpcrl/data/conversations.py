@@ -81,12 +81,14 @@ class Tokens:
         mask: of each, whether it is trained.
         margin: of the chosen answer of a pair, over the rejected one.
         images: that it shows, in their order: where the placeholders of each begin, how many they are, and the image as a text.
+        prompt: what images are to be made of; None: they are shown, and texts are made.
     """
 
     token_ids: list[int]
     mask: list[bool]
     margin: float = 0.0
     images: Sequence[tuple[int, int, str]] = ()
+    prompt: str | None = None
 
     @property
     def trained(self) -> int:
@@ -116,6 +118,10 @@ class Renderer:
     special_tokens: bool = False
     train_on: TrainOnWhat = "assistant"
     reader: ImageReader | None = None
+
+    def decode(self, token_ids: list[int]) -> str:
+        """Return tokens as a text."""
+        return str(self.tokenizer.decode(token_ids))
 
     def sequences(self, row: Any, folder: Path | None = None) -> list[Tokens]:
         """Return a row as it is trained: one sequence, or of a pair the chosen answer and the rejected one, each behind the prompt.

@@ -4,7 +4,8 @@
   tokens.i32            token ids of all sequences, one after the other
   mask.u8               of each token, whether it is trained
   images.bin            files of the images that sequences show, one after the other; images.npy: of each its sequence, where it ends, its checksum.
-                        Only where the model sees images: `images` of the manifest says how they are prepared, which is done when a row is read
+                        Only where the model sees images, or learns to make them, and then with the prompt before them, in UTF-8: `images` of the manifest
+                        says how they are prepared, which is done when a row is read
   rows.npy              of each sequence: where its tokens end, how many are trained, checksum of its tokens, mask and margin; its margin
   manifest.json         `name`, `made_of`, `counts`, `sequences` of each row; sizes and checksums of the files above
   COMMIT
@@ -17,10 +18,12 @@ import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpcrl.config.sections.model import Pretrained
+from hpcrl.data.pipelines.pictures import PictureRows, picture_tensors
 from hpcrl.data.vision.images import file_of, image_text
 from hpcrl.data.vision.reader import ImageReader, named_tensors
 from hpcrl.errors import CommitError, DamagedError
@@ -44,7 +47,7 @@ class Images:
     Args:
         content: files of all images, one after the other.
         places: of each its sequence, ascending, where it ends, and its checksum.
-        prepared: the model that sees them, and `options` of its image processor.
+        prepared: the model that sees them, and `options` of its image processor; or what `PictureRows` says of those that are to be made.
     """
 
     def __init__(self, path: Path, content: np.ndarray, places: np.ndarray, prepared: Mapping[str, Any]) -> None:
@@ -56,24 +59,28 @@ class Images:
 
         Raises:
             DamagedError: they are not what was written.
-            DataError: the model's image processor is gone.
+            DataError: the model's image processor is gone, or an image cannot be read.
         """
         import numpy as np
 
         first, last = np.searchsorted(self._places["sequence"], [sequence, sequence + 1])
         if first == last:
             return {}
+        contents, facts = [self._file(at) for at in range(first, last)], dict(self._prepared)
+        if "frames" in facts:
+            return picture_tensors(contents, sequence, PictureRows(**facts))
         if self._reader is None:
-            facts = dict(self._prepared)
             self._reader = ImageReader.of(Pretrained(facts["path"], facts["revision"]), facts["options"])
-        reader, seen = self._reader, []
-        for at in range(first, last):
-            begin = int(self._places["end"][at - 1]) if at else 0
-            content = self._content[begin : int(self._places["end"][at])].tobytes()
-            if zlib.crc32(content) != self._places["checksum"][at] or reader is None:
-                raise DamagedError(f"image {at} of {self._path} is damaged, or its model sees no more")
-            seen.append(reader.seen(image_text(content)))
-        return named_tensors(seen)
+        if self._reader is None:
+            raise DamagedError(f"{self._path} has images, and its model sees none any more")
+        return named_tensors([self._reader.seen(image_text(content)) for content in contents])
+
+    def _file(self, at: int) -> bytes:
+        begin = int(self._places["end"][at - 1]) if at else 0
+        content = self._content[begin : int(self._places["end"][at])].tobytes()
+        if zlib.crc32(content) != self._places["checksum"][at]:
+            raise DamagedError(f"image {at} of {self._path} is damaged")
+        return content
 
 
 @dataclass(frozen=True)
@@ -202,8 +209,8 @@ def write_tokens(
                 mask.write(chosen.tobytes())
                 end += len(one.token_ids)
                 index.append((end, one.trained, _checksum(ids, chosen, one.margin), one.margin))
-                for *_, image in one.images:
-                    content = file_of(image)
+                prompts = [] if one.prompt is None else [one.prompt.encode()]
+                for content in chain(prompts, (file_of(image) for *_, image in one.images)):
                     images.write(content)
                     shown += len(content)
                     places.append((number, shown, zlib.crc32(content)))

@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.config import Config
-from hpcrl.config.derive import policy_model, trains_pairs
+from hpcrl.config.derive import longest_sample, policy_model, trains_pairs
 from hpcrl.config.sections.data import DataConfig
 from hpcrl.config.sections.generator import ChatTemplateConfig
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.data.chat import chat_template, load_tokenizer, without_torch
 from hpcrl.data.conversations import RESPONSE, Columns, Renderer, Tokens, TrainOnWhat
+from hpcrl.data.pipelines.pictures import PictureRenderer, PictureRows
 from hpcrl.data.prompts import count_aside, source_names
 from hpcrl.data.sources import Source
 from hpcrl.data.token_cache import TokenCache, contents_of, key_of, made_by, tokenizer_facts
@@ -74,6 +75,7 @@ class Recipe:
         longest: tokens of a row at most.
         too_long: what becomes of a longer one.
         image_options: of the image processor, data.image_processor_kwargs.
+        pictures: what rows of pictures become; None: tokens of texts are trained.
     """
 
     model: Pretrained
@@ -84,6 +86,7 @@ class Recipe:
     longest: int
     too_long: str
     image_options: dict[str, Any] = field(default_factory=dict)
+    pictures: PictureRows | None = None
 
     @classmethod
     def of(cls, config: Config) -> Recipe:
@@ -99,25 +102,36 @@ class Recipe:
             data.margin_column,
             data.image_column,
         )
-        longest = config.trainer.max_length
-        assert longest is not None, "the rules ask for trainer.max_length"
         return cls(
             policy_model(config.trainer),
             generator.chat_template,
             generator.chat_template_kwargs,
             columns,
             data.train_on_what,
-            longest,
+            longest_sample(config),
             data.too_long,
             data.image_processor_kwargs,
+            PictureRows.of(config.trainer),
         )
 
     def reader(self) -> ImageReader | None:
         """Return that of images; None: the model sees none."""
-        return ImageReader.of(self.model, self.image_options) if self.columns.format != "tokens" else None
+        sees = self.columns.format != "tokens" and self.pictures is None
+        return ImageReader.of(self.model, self.image_options) if sees else None
 
-    def renderer(self) -> Renderer:
+    def prepared(self) -> dict[str, Any] | None:
+        """Return what says how images are prepared when a row is read; None: there are none."""
+        if self.pictures is not None:
+            return vars(self.pictures)
+        with without_torch():
+            sees = self.reader() is not None
+        return {**vars(self.model), "options": self.image_options} if sees else None
+
+    def renderer(self) -> Renderer | PictureRenderer:
         """Return what renders rows; errors as of `load_tokenizer`."""
+        if self.pictures is not None:
+            with without_torch():
+                return PictureRenderer(self.model, self.columns, self.pictures)
         with without_torch():
             tokenizer, reader = load_tokenizer(self.model, self.template), self.reader()
         special = self.template.allow_special_tokens
@@ -125,17 +139,22 @@ class Recipe:
 
     def facts(self) -> dict[str, Any]:
         """Return all that decides what a row becomes, as JSON has it."""
-        return asdict(self) | {"model": str(self.model), "template": chat_template(self.template)}
+        facts = asdict(self) | {"model": str(self.model), "template": chat_template(self.template)}
+        if self.pictures is None:
+            del facts["pictures"]
+        return facts
 
     def facts_of_tokens(self) -> dict[str, Any]:
         """Return all that decides which tokens rows of the same contents become, and nothing else; errors as of `renderer`."""
         facts, columns, form = asdict(self), self.columns, self.columns.format
-        del facts["model"], facts["template"], facts["image_options"]
+        del facts["model"], facts["template"], facts["image_options"], facts["pictures"]
         facts |= {"by": made_by(), "columns": _READ.get(form, asdict)(columns), "format": form}
         if form in ("text", "tokens"):
             del facts["train_on"], facts["options"]
         if form != "tokens":
-            facts["tokenizer"] = tokenizer_facts(self.renderer().tokenizer, template=form != "text")
+            renderer = self.renderer()
+            assert isinstance(renderer, Renderer), "what is learned from pictures is not kept for other runs"
+            facts["tokenizer"] = tokenizer_facts(renderer.tokenizer, template=form != "text")
             facts["special_tokens"] = self.template.allow_special_tokens
         return facts
 
@@ -183,12 +202,10 @@ class Tokenizer:
         """
         target, made_of = self.run.dataset(folder), {"source": vars(source), **self.recipe.facts()}
         if not self._is_there(target, made_of):
-            facts = {"name": name, "made_of": made_of}
-            with without_torch():
-                sees = self.recipe.reader() is not None
-            if sees:  # by which reading prepares the images; what files they are is not known to the cache
-                facts["images"] = {**vars(self.recipe.model), "options": self.recipe.image_options}
-            self._shared(target, source, facts) if self.cache and not sees else self._made(target, source, facts)
+            facts, prepared = {"name": name, "made_of": made_of}, self.recipe.prepared()
+            if prepared is not None:  # what files they are is not known to the cache
+                facts["images"] = prepared
+            self._made(target, source, facts) if prepared or not self.cache else self._shared(target, source, facts)
             open_tokens.cache_clear()
         return open_tokens(target)
 
@@ -307,7 +324,7 @@ def _parts(source: Source, size: int) -> Iterator[tuple[str, Path, int, list[Any
         first += len(part)
 
 
-_OF_PROCESS = list[tuple[Recipe, Renderer]]()
+_OF_PROCESS = list[tuple[Recipe, Renderer | PictureRenderer]]()
 
 
 def _prepare(recipe: Recipe) -> None:

@@ -1,19 +1,23 @@
-"""What a diffusion policy needs of each rank's memory, as far as it is known: weights, gradients and optimizer of its transformer."""
+"""What a diffusion policy needs of each rank's memory: weights, gradients, optimizer and activations of its transformer."""
 
 from __future__ import annotations
 
 import torch
 
 from hpcrl.config import Config, trainer_ranks
+from hpcrl.config.derive import is_offline
 from hpcrl.config.families import trained_steps, trains_by_nft
+from hpcrl.config.sections.trainer import TrainerConfig
+from hpcrl.planning.activations import kept_bytes
 from hpcrl.planning.devices import GIB
 from hpcrl.planning.memory import BYTES, Weight, fsdp_state
 from hpcrl.trainer.backends.diffusion.model import transformer_source
+from hpcrl.trainer.models.forward import DTYPES
 from hpcrl.trainer.models.trained import mark_trained
 
 
 def describe_pipeline(config: Config) -> tuple[list[str], int]:
-    """Return lines about the policy's transformer, and the bytes that a rank needs of it, activations not counted.
+    """Return lines about the policy's transformer, and the bytes that a rank needs of it.
 
     Raises:
         DataError: the pipeline cannot be loaded, or does not have what the configuration names.
@@ -28,16 +32,52 @@ def describe_pipeline(config: Config) -> tuple[list[str], int]:
     everything = sum(weight.count for weight in weights)
     latents = " x ".join(map(str, source.pipeline.latent_shape(settings.train_frames)))
     kind = "DiffusionNFT" if trains_by_nft(trainer) else "Flow-GRPO"
+    steps = f"{kind}, {trained_steps(settings)} of {settings.sample.num_steps} denoising steps of each sample"
+    if is_offline(trainer):
+        steps = "flow matching, a noise level of each row"
     precision, ranks = policy.fsdp_config.mixed_precision, trainer_ranks(trainer)
     frozen = precision.param_dtype if policy.model.lora.rank else precision.master_dtype
     need = fsdp_state(weights, ranks, precision.master_dtype, frozen_dtype=frozen)
     copies = (trains_by_nft(trainer) + settings.ema.enable) * trained * BYTES[precision.master_dtype] // ranks
-    parts = {"weights": need.weights + copies, "gradients and optimizer": need.gradients + need.optimizer}
+    rows = passes(trainer)
+    parts = {
+        "weights": need.weights + copies,
+        "gradients and optimizer": need.gradients + need.optimizer,
+        "activations": rows * activations_of_a_pass(trainer),
+    }
     told = ", ".join(f"{name} {size / GIB:,.2f}" for name, size in parts.items())
     lines = [
         f"policy: {type(model).__name__} of {source}, {everything:,} parameters, {everything - trained:,} of them frozen",
-        f"  {kind}, {trained_steps(settings)} of {settings.sample.num_steps} denoising steps of each sample, latents of {latents}",
-        f"  memory of each rank, in GiB, for one copy of the parameters: {told}; activations are not estimated",
+        f"  {steps}, latents of {latents}; {rows} passes of the transformer at a time",
+        f"  memory of each rank, in GiB, for one copy of the parameters: {told}",
         "engine: the transformer, its text encoders and VAE; their memory is not estimated",
     ]
     return lines, sum(parts.values())
+
+
+def passes(trainer: TrainerConfig) -> int:
+    """Return how many rows of latents the transformer computes at a time: the trained steps of a micro-batch's samples, twice with guidance."""
+    settings = trainer.policy.diffusers
+    of_sample = 1 if is_offline(trainer) else trained_steps(settings)
+    guided = not is_offline(trainer) and not trains_by_nft(trainer) and settings.sample.guidance_scale > 1
+    return (trainer.micro_train_batch_size_per_gpu or 1) * of_sample * (2 if guided else 1)
+
+
+def activations_of_a_pass(trainer: TrainerConfig) -> int:
+    """Return the bytes that are kept of one row of latents until backward, with attention by a fused kernel; errors as of `describe_pipeline`."""
+    source, settings = transformer_source(trainer), trainer.policy.diffusers
+    dtype = DTYPES[trainer.policy.fsdp_config.mixed_precision.param_dtype]
+    model, kind = source.empty(dtype, ""), source.pipeline.kind
+    mark_trained(model, trainer.policy, dtype)
+    with torch.device("meta"):
+        x, t = torch.zeros(1, *source.pipeline.latent_shape(settings.train_frames), dtype=dtype), torch.zeros(1)
+    idle = kind.idle_conditions(source.pipeline.transformer)
+    longest = settings.max_prompt_length
+    conditions = {
+        # one token stands for a prompt in them
+        name: (value.repeat_interleave(longest, 1) if value.shape[1] == 1 else value).to(
+            "meta", dtype if value.is_floating_point() else None
+        )
+        for name, value in idle.items()
+    }
+    return kept_bytes(model, lambda: kind.velocity(model, x, t, conditions), recomputed=trainer.gradient_checkpointing)

@@ -120,9 +120,15 @@ class EnvSession:
 
         return self._ask(begin)
 
-    def step(self, text: str, n_tokens: int, image: np.ndarray | None = None) -> Answer[Turn]:
-        """Ask for the answer to the policy's text, which has `n_tokens` tokens, or to its picture; the latter only rewards answer."""
-        return self._ask(lambda: _checked(self._answer(text, n_tokens, image)))
+    def step(
+        self, text: str, n_tokens: int, image: np.ndarray | None = None, latents: np.ndarray | None = None
+    ) -> Answer[Turn]:
+        """Ask for the answer to the policy's text, which has `n_tokens` tokens, or to its picture or video; the latter only rewards answer.
+
+        Args:
+            image, latents: as of Response.
+        """
+        return self._ask(lambda: _checked(self._answer(text, n_tokens, image, latents)))
 
     @property
     def plays(self) -> bool:
@@ -146,7 +152,7 @@ class EnvSession:
         if self._environment is not None:
             self._environment.close()
 
-    def _answer(self, text: str, n_tokens: int, image: np.ndarray | None) -> Turn:
+    def _answer(self, text: str, n_tokens: int, image: np.ndarray | None, latents: np.ndarray | None) -> Turn:
         prompt = self._work.prompt
         if self._rewards is None:
             return cast(Environment, self._environment).step(text)
@@ -159,6 +165,7 @@ class EnvSession:
                 messages=prompt.messages,
                 extras=prompt.extras,
                 image=image,
+                latents=latents,
             )
         )
 

@@ -8,16 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from hpcrl.config import EnvironmentConfig, GeneratorConfig
-from hpcrl.config.sections.model import Pretrained
-from hpcrl.data.chat import decoder, load_tokenizer
+from hpcrl.config import GeneratorConfig
 from hpcrl.data.rollouts import Decode, segments_of
-from hpcrl.data.vision.reader import ImageReader
 from hpcrl.envs.base import Messages
-from hpcrl.rollout.endpoint.server import serving
 from hpcrl.rollout.engines.base import Launched
 from hpcrl.rollout.engines.watchdog import run_watched
-from hpcrl.rollout.generate import GroupGenerator
+from hpcrl.rollout.generate import Generator, Maker
 from hpcrl.rollout.group import Group, sample_reward
 from hpcrl.rollout.threads import in_thread
 from hpcrl.rundir.layout import Run
@@ -31,34 +27,31 @@ _REPLICA = 0
 async def evaluate(
     directory: Run,
     launched: Launched,
-    model: Pretrained,
+    maker: Maker,
+    decode: Decode,
     work: Sequence[Work],
     version: int,
     generator: GeneratorConfig,
-    environment: EnvironmentConfig,
     on_finished: Callable[[int], None],
-    reader: ImageReader | None = None,
 ) -> list[GroupMeta]:
     """Return the groups of all work, in its order; what was said in them is appended to a dump.
 
     Args:
         directory: of the evaluation, laid out as a run.
         launched: an engine that is ready.
-        model: has the tokenizer.
+        maker, decode: what makes groups with the engine, and of tokens of their rows texts.
         version: of the weights that it holds.
         on_finished: called with the number of groups that are finished, after each of them.
-        reader: of the policy; None: it sees no images.
 
     Raises:
         EngineError: the engine failed.
         HpcrlError: an environment or a reward failed.
     """
     engine = launched.connect(version=version)
-    tokenizer, dump = load_tokenizer(model, generator.chat_template), directory.eval_dump(version, _REPLICA)
-    settings, finished, decode = generator.inference_engine, 0, decoder(tokenizer)
+    settings, finished, dump = generator.inference_engine, 0, directory.eval_dump(version, _REPLICA)
     room = asyncio.Semaphore(max(1, settings.max_num_seqs // generator.eval_n_samples_per_prompt))
 
-    async def generate(item: Work, groups: GroupGenerator) -> GroupMeta:
+    async def generate(item: Work, groups: Generator) -> GroupMeta:
         nonlocal finished
         async with room:
             group = await groups.generate(item)
@@ -68,8 +61,7 @@ async def evaluate(
         return group.meta(_REPLICA, str(dump.relative_to(directory.path)))
 
     async def generate_all() -> list[GroupMeta]:
-        async with serving(generator, tokenizer, _REPLICA) as server:
-            groups = GroupGenerator(engine, tokenizer, generator, environment, server=server, reader=reader)
+        async with maker(engine) as groups:
             return await asyncio.gather(*(generate(item, groups) for item in work))
 
     stall_s, load_s = settings.stall_timeout_seconds, settings.start_timeout_seconds

@@ -13,10 +13,11 @@ import asyncio
 import random
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hpcrl.config import EnvironmentConfig, GeneratorConfig, SamplingParams, eval_sampling
 from hpcrl.data.vision.reader import Context, ImageReader
@@ -24,7 +25,7 @@ from hpcrl.envs.base import Messages, Turn
 from hpcrl.envs.registry import common_extras
 from hpcrl.envs.rewards.remote import Endpoints
 from hpcrl.errors import ConfigError, DataError, ServiceError, UserCodeError
-from hpcrl.rollout.endpoint.server import PolicyServer
+from hpcrl.rollout.endpoint.server import PolicyServer, serving
 from hpcrl.rollout.engines.base import Engine, Generation, Heard, engine_sampling
 from hpcrl.rollout.env_session import Answer, EnvSession, scorer_of
 from hpcrl.rollout.group import Group, Row, apply_stop_reason, neutralize_failed, sample_reward
@@ -38,6 +39,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _FAILURES = (UserCodeError, ServiceError)  # of one sample; any other error would come again with the next
+
+
+class Generator(Protocol):
+    """Turns work into groups with one engine, many at a time."""
+
+    async def generate(self, work: Work, turns: Turns | None = None) -> Group:
+        """Return the group of a piece of work; errors as of `GroupGenerator.generate`."""
+        ...
+
+
+Maker = Callable[[Engine], AbstractAsyncContextManager[Generator]]
+"""Makes what generates with an engine, for as long as it is used: what a family of policies brings."""
 
 
 @dataclass
@@ -362,3 +375,24 @@ class GroupGenerator:
 def _told(error: Exception) -> str:
     """Return what is told of a failure; a user's code may have put anything into its exception."""
     return plain_text(str(error), LONGEST_FAILURE)
+
+
+def conversations(
+    tokenizer: PreTrainedTokenizerBase,
+    config: GeneratorConfig,
+    environment: EnvironmentConfig,
+    reader: ImageReader | None = None,
+    *,
+    replica: int = 0,
+    baselines: bool = False,
+    rewards: Callable[[], Endpoints] | None = None,
+    lessons: Lessons | None = None,
+) -> Maker:
+    """Return what makes the generator of language models; arguments as of `GroupGenerator`."""
+
+    @asynccontextmanager
+    async def made(engine: Engine) -> AsyncIterator[Generator]:
+        async with serving(config, tokenizer, replica) as server:
+            yield GroupGenerator(engine, tokenizer, config, environment, baselines, rewards, lessons, server, reader)
+
+    return made

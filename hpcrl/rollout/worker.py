@@ -16,31 +16,28 @@ import asyncio
 import gc
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
-from hpcrl.config import EnvironmentConfig, GeneratorConfig
 from hpcrl.data.group_file import group_bytes
 from hpcrl.data.kept_files import EvalRow, append_rows
 from hpcrl.data.rollouts import Decode
-from hpcrl.data.vision.reader import ImageReader
 from hpcrl.envs.rewards.remote import Endpoints
 from hpcrl.errors import CommitError, EngineError
 from hpcrl.observe.metrics import MetricsWriter
 from hpcrl.observe.timeline import IDLE, Timeline
-from hpcrl.rollout.endpoint.server import serving
 from hpcrl.rollout.engines.base import Engine, Launched
 from hpcrl.rollout.engines.watchdog import run_watched
 from hpcrl.rollout.evaluate import evaluated_text
-from hpcrl.rollout.generate import GroupGenerator
+from hpcrl.rollout.generate import Generator, Maker
 from hpcrl.rollout.group import Group
 from hpcrl.rollout.lessons import Lessons
 from hpcrl.rollout.limiter import ConcurrencyLimiter
 from hpcrl.rollout.metrics import RolloutMetrics
 from hpcrl.rollout.threads import in_thread
-from hpcrl.rollout.turns import KeptTurns, Turns
+from hpcrl.rollout.turns import KeptTurns
 from hpcrl.rollout.weights.copies import NodeCopies
 from hpcrl.rollout.weights.fetch import fetch
 from hpcrl.rundir.commit import write_files
@@ -49,9 +46,6 @@ from hpcrl.rundir.records import append_text
 from hpcrl.runtime.controller_client import FINISHED, Controller
 from hpcrl.runtime.process_status import RENEW_S, StatusWriter
 from hpcrl.types import GroupMeta, Work
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 _LOAD_S = 1.0
 _TAKES_IN, _ASLEEP = "update_weights", "asleep"
@@ -94,49 +88,6 @@ class WorkerOptions:
     @property
     def name(self) -> str:
         return f"rollout-{self.replica}"
-
-
-class Generator(Protocol):
-    """Turns work into groups with one engine, many at a time."""
-
-    async def generate(self, work: Work, turns: Turns | None = None) -> Group:
-        """Return the group of a piece of work; errors as of `GroupGenerator.generate`."""
-        ...
-
-
-Maker = Callable[[Engine], AbstractAsyncContextManager[Generator]]
-"""Makes what generates with an engine, for as long as it is used: what a family of policies brings."""
-
-
-def conversations(
-    options: WorkerOptions,
-    tokenizer: PreTrainedTokenizerBase,
-    config: GeneratorConfig,
-    environment: EnvironmentConfig,
-    reader: ImageReader | None = None,
-) -> Maker:
-    """Return what makes the generator of language models.
-
-    Args:
-        reader: of the policy; None: it sees no images.
-    """
-
-    @asynccontextmanager
-    async def made(engine: Engine) -> AsyncIterator[Generator]:
-        async with serving(config, tokenizer, options.replica) as server:
-            yield GroupGenerator(
-                engine,
-                tokenizer,
-                config,
-                environment,
-                options.baselines,
-                options.rewards,
-                options.lessons,
-                server,
-                reader,
-            )
-
-    return made
 
 
 async def work(

@@ -11,12 +11,15 @@ from typing import Any
 import pytest
 
 from hpcrl.config import EnvironmentConfig, GeneratorConfig, SamplingParams
+from hpcrl.config.sections.generator import ChatTemplateConfig
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.controller.evaluation import evaluation_work
+from hpcrl.data.chat import decoder, load_tokenizer
 from hpcrl.data.rollouts import evaluated_samples
 from hpcrl.errors import EngineError
 from hpcrl.rollout.engines.base import Engine, Launched
 from hpcrl.rollout.evaluate import evaluate
+from hpcrl.rollout.generate import conversations
 from hpcrl.rundir.commit import write_text
 from hpcrl.rundir.layout import Run
 from hpcrl.types import GroupMeta, Prompt
@@ -43,8 +46,9 @@ def place(path: Path) -> Run:
 
 def played(place: Run, launched: Launched, told: list[int]) -> list[GroupMeta]:
     work = evaluation_work(PROMPTS, 3, 2, seed=5)
-    asked = place, launched, Pretrained(str(QUICKSTART)), work, 3, GENERATOR, EnvironmentConfig(), told.append
-    return asyncio.run(evaluate(*asked))
+    tokenizer = load_tokenizer(Pretrained(str(QUICKSTART)), ChatTemplateConfig())
+    maker = conversations(tokenizer, GENERATOR, EnvironmentConfig())
+    return asyncio.run(evaluate(place, launched, maker, decoder(tokenizer), work, 3, GENERATOR, told.append))
 
 
 def test_each_prompt_is_played_and_dumped(

@@ -29,7 +29,8 @@ from hpcrl.errors import CommitError, ConfigError, EngineError, HpcrlError
 from hpcrl.observe.metrics import merged
 from hpcrl.rollout.engines.vllm.client import EngineClient
 from hpcrl.rollout.engines.vllm.server import Server
-from hpcrl.rollout.worker import WorkerOptions, conversations, work
+from hpcrl.rollout.generate import conversations
+from hpcrl.rollout.worker import WorkerOptions, work
 from hpcrl.rundir.commit import COMMIT, MANIFEST, write_text
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.process_status import StatusWriter, read_process_statuses
@@ -97,7 +98,7 @@ def start(
 
     def main() -> None:
         try:
-            maker = conversations(options, TOKENIZER, GENERATOR, EnvironmentConfig())
+            maker = conversations(TOKENIZER, GENERATOR, EnvironmentConfig(), replica=5)
             asyncio.run(work(options, server, maker, decoder(TOKENIZER), status))
         except HpcrlError as error:
             failed.append(error)

@@ -32,6 +32,7 @@ from hpcrl.config.rules.cluster import (
 )
 from hpcrl.config.rules.families.diffusion import (
     adapters_of_pipelines,
+    learned_rows,
     of_language_models,
     pipelines,
     rewards_of_pictures,
@@ -413,6 +414,7 @@ RULES: tuple[Rule, ...] = (
     pipelines,
     sampling,
     adapters_of_pipelines,
+    learned_rows,
     of_language_models,
     rewards_of_pictures,
     reward_names,

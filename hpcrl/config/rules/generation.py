@@ -35,7 +35,7 @@ def datasets(config: ConfigTree) -> Iterator[Problem]:
         yield Problem(
             "data.test_size", f"expected a share below 1 or a whole number of prompts, found {data.test_size}"
         )
-    if is_offline(config.trainer) and config.trainer.max_length is None:
+    if is_offline(config.trainer) and not config.trainer.policy.diffusers.enable and config.trainer.max_length is None:
         yield Problem(
             "trainer.max_length", f'required with trainer.mode="{config.trainer.mode}": the longest row in tokens'
         )

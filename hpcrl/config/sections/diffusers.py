@@ -71,8 +71,8 @@ class DiffusersConfig:
     max_prompt_length: int = 300
     """Tokens of a prompt at most."""
 
-    weighting_scheme: str = "logit_normal"
-    """Density from which supervised fine-tuning draws noise levels, by its name in diffusers."""
+    weighting_scheme: Literal["logit_normal", "mode", "cosmap", "sigma_sqrt", "none"] = "logit_normal"
+    """How supervised fine-tuning draws noise levels and weighs their errors, by diffusers' names (Stable Diffusion 3, arXiv:2403.03206): logit_normal and mode are densities, cosmap and sigma_sqrt weights of uniform levels, none is neither."""
 
     logit_mean: float = 0.0
     """Mean of the logit-normal density."""

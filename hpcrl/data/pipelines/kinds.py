@@ -23,9 +23,18 @@ class PipelineKind(ABC):
 
     Attributes:
         vae_levels: the entry of the autoencoder's config.json that has one number for each of its levels, between which edges are halved.
+        videos: whether it makes videos.
     """
 
     vae_levels: ClassVar[str] = "block_out_channels"
+    videos: ClassVar[bool] = False
+
+    def check(self, index: Mapping[str, Any]) -> None:  # noqa: B027  most have nothing to say
+        """Raise DataError where a pipeline of this kind cannot be trained.
+
+        Args:
+            index: entries of its model_index.json.
+        """
 
     @abstractmethod
     def encode(self, pipeline: Any, prompts: Sequence[str], longest: int) -> Conditions:
@@ -51,16 +60,21 @@ class PipelineKind(ABC):
         Args:
             transformer, vae: entries of their config.json.
             size: height and width in pixels.
+            frames: of a video.
 
         Raises:
             DataError: there are no latents of that size.
         """
         scale = 2 ** (len(vae[self.vae_levels]) - 1)
-        return (transformer["in_channels"], *_divided(size, scale, transformer["patch_size"]))
+        return (transformer["in_channels"], *divided(size, scale, transformer["patch_size"]))
 
     @abstractmethod
     def decode(self, pipeline: Any, latents: torch.Tensor) -> torch.Tensor:
         """Return pictures [N, height, width, 3] or videos [N, frames, height, width, 3] uint8, on the CPU."""
+
+    @abstractmethod
+    def latents(self, pipeline: Any, pixels: torch.Tensor) -> torch.Tensor:
+        """Return latents of what `decode` returns, on the device of `pixels`: the most probable ones, where the autoencoder gives a distribution."""
 
     @abstractmethod
     def idle_conditions(self, transformer: Mapping[str, Any]) -> Conditions:
@@ -72,7 +86,12 @@ class StableDiffusion3(PipelineKind):
 
     def encode(self, pipeline: Any, prompts: Sequence[str], longest: int) -> Conditions:
         embeds, _, pooled, _ = pipeline.encode_prompt(
-            list(prompts), None, None, do_classifier_free_guidance=False, max_sequence_length=longest
+            list(prompts),
+            None,
+            None,
+            pipeline.text_encoder.device,
+            do_classifier_free_guidance=False,
+            max_sequence_length=longest,
         )
         return {"prompt_embeds": embeds, "pooled_embeds": pooled}
 
@@ -88,7 +107,12 @@ class StableDiffusion3(PipelineKind):
     def decode(self, pipeline: Any, latents: torch.Tensor) -> torch.Tensor:
         vae = pipeline.vae
         latents = latents.to(vae.dtype) / vae.config.scaling_factor + vae.config.shift_factor
-        return _as_bytes(vae.decode(latents, return_dict=False)[0])
+        return as_bytes(vae.decode(latents, return_dict=False)[0])
+
+    def latents(self, pipeline: Any, pixels: torch.Tensor) -> torch.Tensor:
+        vae = pipeline.vae
+        found = vae.encode(as_floats(pixels, vae.dtype)).latent_dist.mode()
+        return (found - vae.config.shift_factor) * vae.config.scaling_factor
 
     def idle_conditions(self, transformer: Mapping[str, Any]) -> Conditions:
         import torch
@@ -107,6 +131,7 @@ class Sana(PipelineKind):
     def encode(self, pipeline: Any, prompts: Sequence[str], longest: int) -> Conditions:
         embeds, mask, _, _ = pipeline.encode_prompt(
             list(prompts),
+            device=pipeline.text_encoder.device,
             do_classifier_free_guidance=False,
             max_sequence_length=longest,
             complex_human_instruction=None,
@@ -125,7 +150,11 @@ class Sana(PipelineKind):
 
     def decode(self, pipeline: Any, latents: torch.Tensor) -> torch.Tensor:
         vae = pipeline.vae
-        return _as_bytes(vae.decode(latents.to(vae.dtype) / vae.config.scaling_factor, return_dict=False)[0])
+        return as_bytes(vae.decode(latents.to(vae.dtype) / vae.config.scaling_factor, return_dict=False)[0])
+
+    def latents(self, pipeline: Any, pixels: torch.Tensor) -> torch.Tensor:
+        vae = pipeline.vae
+        return vae.encode(as_floats(pixels, vae.dtype)).latent * vae.config.scaling_factor
 
     def idle_conditions(self, transformer: Mapping[str, Any]) -> Conditions:
         import torch
@@ -136,11 +165,12 @@ class Sana(PipelineKind):
         }
 
 
-KINDS: dict[str, PipelineKind] = {"StableDiffusion3Pipeline": StableDiffusion3(), "SanaPipeline": Sana()}
-"""By the name of the pipeline's class in its model_index.json."""
+def divided(size: Sequence[int], scale: int, patch: int) -> list[int]:
+    """Return the edges of latents, each pixel of which stands for `scale` ones of the picture.
 
-
-def _divided(size: Sequence[int], scale: int, patch: int) -> list[int]:
+    Raises:
+        DataError: patches of the transformer do not cover them.
+    """
     step = scale * patch
     if wrong := [edge for edge in size if edge % step]:
         raise DataError(
@@ -149,8 +179,13 @@ def _divided(size: Sequence[int], scale: int, patch: int) -> list[int]:
     return [edge // scale for edge in size]
 
 
-def _as_bytes(images: torch.Tensor) -> torch.Tensor:
+def as_bytes(images: torch.Tensor) -> torch.Tensor:
     """Return images [N, 3, height, width] from -1 to 1 as bytes, channels last."""
     import torch
 
     return ((images.float() / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8).movedim(1, -1).cpu()
+
+
+def as_floats(pixels: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return bytes, channels last, as images or videos [N, 3, ...] from -1 to 1; the opposite of `as_bytes`."""
+    return (pixels.to(dtype) / 127.5 - 1).movedim(-1, 1)

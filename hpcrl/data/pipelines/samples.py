@@ -10,7 +10,9 @@ number for each entry lies in `Sample.tensors`:
     noise_seed    [1] int64, of the noise with which the sample is noised anew
     given.*       what the transformer is told of the prompt (hpcrl/data/pipelines/kinds.py), without the first dimension
     free.*        the same of the empty prompt, where guidance counts in training
+    prompt        [L] uint8, the prompt in UTF-8, of a row of a dataset alone, whose latents and conditions are computed when it is trained
     image         [height, width, 3] uint8, or [frames, height, width, 3], where it is to be looked at
+    latents       final latents of a video, float16 [channels, frames, height, width], beside it
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from collections.abc import Mapping
 from typing import Any
 
 STEPS, SIGMAS, CLEAN, BEFORE, AFTER, NOISE_SEED = "steps", "sigmas", "clean", "before", "after", "noise_seed"
-IMAGE = "image"
+IMAGE, LATENTS, PROMPT = "image", "latents", "prompt"
 GIVEN, FREE = "given.", "free."
 """How the names of conditions begin."""
 

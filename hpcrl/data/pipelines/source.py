@@ -12,12 +12,20 @@ from typing import TYPE_CHECKING, Any
 
 from hpcrl.config.sections.diffusers import DiffusersConfig
 from hpcrl.config.sections.model import Pretrained
-from hpcrl.data.pipelines.kinds import KINDS, PipelineKind
+from hpcrl.data.pipelines.kinds import PipelineKind, Sana, StableDiffusion3
+from hpcrl.data.pipelines.videos import SanaVideo, Wan
 from hpcrl.errors import DataError, RunError
 
 if TYPE_CHECKING:
     import torch
 
+KINDS: dict[str, PipelineKind] = {
+    "StableDiffusion3Pipeline": StableDiffusion3(),
+    "SanaPipeline": Sana(),
+    "SanaVideoPipeline": SanaVideo(),
+    "WanPipeline": Wan(),
+}
+"""By the name of the pipeline's class in its model_index.json."""
 INDEX = "model_index.json"
 TRANSFORMER = "transformer"
 EVALUATION = "evaluation."
@@ -60,14 +68,22 @@ class PipelineSource:
         """What is known of its kind.
 
         Raises:
-            DataError: it is no pipeline, or of a kind that is not known.
+            DataError: it is no pipeline, one that cannot be trained, or makes pictures where videos are configured, or the other way round.
         """
-        name = self.entries(INDEX).get("_class_name")
+        index = self.entries(INDEX)
+        name = index.get("_class_name")
         if name not in KINDS:
             raise DataError(
                 f"trainer.policy.model.path: {self.model} is a {name}; the pipelines that can be trained are {', '.join(KINDS)}"
             )
-        return KINDS[name]
+        found = KINDS[name]
+        found.check(index)
+        if found.videos != self.settings.is_video:
+            makes = "videos" if found.videos else "pictures"
+            raise DataError(
+                f"trainer.policy.diffusers.is_video: {self.model} is a {name}, which makes {makes}; set it to {str(found.videos).lower()}"
+            )
+        return found
 
     def entries(self, file: str) -> Mapping[str, Any]:
         """Return a JSON file of the pipeline, by its path in it.
@@ -85,11 +101,36 @@ class PipelineSource:
         """The entries of the transformer's config.json."""
         return self.entries(f"{TRANSFORMER}/config.json")
 
+    @property
+    def patch(self) -> int:
+        """Edge of the square of latents that is a token of the transformer; 1 frame deep."""
+        found = self.transformer.get("patch_size", 1)
+        return found if isinstance(found, int) else found[-1]
+
+    def check(self) -> None:
+        """Raise DataError where it is not what the configuration says it is, or makes nothing of the configured size."""
+        for frames in (self.settings.train_frames, self.settings.inference_frames):
+            self.latent_shape(frames)
+
     def latent_shape(self, frames: int) -> tuple[int, ...]:
         """Return the shape of one sample's latents; errors as of `PipelineKind.latent_shape`."""
         return self.kind.latent_shape(
             self.transformer, self.entries("vae/config.json"), self.settings.inference_size, frames
         )
+
+    def noise_levels(self) -> torch.Tensor:
+        """Return the noise levels of the pipeline's schedule, from 1 to near 0, float32: those that diffusers' scripts train.
+
+        Raises:
+            DataError: the pipeline has no schedule.
+        """
+        require_diffusers()
+        from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
+
+        entries = self.entries("scheduler/scheduler_config.json")
+        shift = entries.get("shift", entries.get("flow_shift", 1.0))
+        schedule: Any = FlowMatchEulerDiscreteScheduler(entries.get("num_train_timesteps", 1000), shift=shift or 1.0)
+        return schedule.sigmas.float()
 
     def transformer_class(self) -> Any:
         """Return the class of its transformer.
@@ -106,8 +147,18 @@ class PipelineSource:
         except AttributeError as error:
             raise self.not_a_pipeline(f"diffusers {diffusers.__version__} has no {name}") from error
 
-    def load(self, dtype: torch.dtype) -> Any:
+    def empty_transformer(self) -> Any:
+        """Return its transformer without weights, on the meta device; errors as of `transformer_class`."""
+        import torch
+
+        with torch.device("meta"):
+            return self.transformer_class().from_config(dict(self.transformer))
+
+    def load(self, dtype: torch.dtype, *, encoders_only: bool = False) -> Any:
         """Return the whole pipeline, on the CPU, its VAE in float32.
+
+        Args:
+            encoders_only: its transformer has no weights.
 
         Raises:
             DataError: it cannot be loaded.
@@ -120,8 +171,9 @@ class PipelineSource:
         logging.disable_progress_bar()  # of no use in a log file
         parts = {name: part for name, part in self.entries(INDEX).items() if isinstance(part, list)}
         left_out = dict.fromkeys(name for name, (_, found) in parts.items() if found is None)
+        empty = {TRANSFORMER: self.empty_transformer()} if encoders_only else {}
         try:
-            pipeline: Any = DiffusionPipeline.from_pretrained(str(self.folder), dtype=dtype, **left_out)
+            pipeline: Any = DiffusionPipeline.from_pretrained(str(self.folder), dtype=dtype, **left_out, **empty)
         except (OSError, ValueError, RuntimeError) as error:
             raise self.not_a_pipeline(error) from error
         pipeline.vae.to(torch.float32)  # float16 overflows in it

@@ -11,6 +11,7 @@ import binascii
 import io
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -160,25 +161,46 @@ def opened(image: str) -> Image:
     Raises:
         DataError: there is none, or it cannot be read.
     """
-    from PIL import Image, ImageOps
+    return next(iter(Frames(image)))
+
+
+@contextmanager
+def _reading(image: str) -> Iterator[Image]:
+    from PIL import Image
 
     try:
         with Image.open(_file(image), formats=_READ) as found:
-            return ImageOps.exif_transpose(found).convert("RGB")
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+            yield found
+    except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
         raise DataError(f"image {image[:_SHOWN]}: {error}") from error
+
+
+class Frames:
+    """The frames of an image, one where it is not animated, each turned upright and in RGB. Errors as of `opened`."""
+
+    def __init__(self, image: str) -> None:
+        self._image = image
+
+    def __len__(self) -> int:
+        with _reading(self._image) as found:
+            return getattr(found, "n_frames", 1)
+
+    def __iter__(self) -> Iterator[Image]:
+        from PIL import ImageOps
+
+        with _reading(self._image) as found:
+            for at in range(getattr(found, "n_frames", 1)):
+                found.seek(at)
+                yield ImageOps.exif_transpose(found).convert("RGB")
 
 
 def size_of(image: str) -> tuple[int, int]:
     """Return height and width of an image, of which only the header is read; errors as of `opened`."""
-    from PIL import ExifTags, Image
+    from PIL import ExifTags
 
-    try:
-        with Image.open(_file(image), formats=_READ) as found:
-            width, height = found.size
-            turned = found.getexif().get(ExifTags.Base.Orientation, 1) >= 5
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise DataError(f"image {image[:_SHOWN]}: {error}") from error
+    with _reading(image) as found:
+        width, height = found.size
+        turned = found.getexif().get(ExifTags.Base.Orientation, 1) >= 5
     return (width, height) if turned else (height, width)
 
 

@@ -1,18 +1,21 @@
-"""Rewards that a service works out, by the protocol of Cosmos-RL's reward service, for texts.
+"""Rewards that a service works out, by the protocol of Cosmos-RL's reward service, for texts, pictures and videos.
 
 Two requests, both POST with `Authorization: Bearer <token>`:
 
-    enqueue   a line of JSON {media_type: "text", prompts, messages, completions, ground_truths, reward_fn: {name: weight}}
+    enqueue   a line of JSON {media_type, prompts, messages, completions, ground_truths, reward_fn: {name: weight}}, and behind it a file of
+              numpy with media_type "image", the pictures as bytes [n, height, width, 3], and with "video" the latents of Wan's autoencoder
+              in float16 [n, channels, frames, height, width]; then there are video_infos: [{video_fps}], too
               -> {uuid}
     fetch     form {uuid, type: name}, again and again until the status is 200; 410: enqueue it again
               -> {scores: {key: [one number per completion]}}
 
-`prompts` holds the last message of each prompt as a text, `messages` all of them. In Cosmos-RL bytes of images or videos follow the
-line; texts have none. The service does not apply the weights.
+`prompts` holds the last message of each prompt as a text, `messages` all of them. With media_type "text" nothing follows the line. The service
+does not apply the weights.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -26,7 +29,7 @@ from hpcrl.config import EnvironmentConfig
 from hpcrl.config.reward_model import reward_functions
 from hpcrl.config.sections.environment import RemoteRewardConfig
 from hpcrl.envs.base import Turn
-from hpcrl.envs.rewards.response import Response
+from hpcrl.envs.rewards.response import VIDEO_FPS, Response
 from hpcrl.envs.tools.http import Gone, Peer, Service
 from hpcrl.errors import ConfigError, DataError
 from hpcrl.text import said_in
@@ -131,7 +134,6 @@ class RemoteRewards:
         """Return the score of each response, by the names of functions."""
         functions, tries = reward_functions(self._config), 0
         asked = {
-            "media_type": "text",
             "prompts": [said_in(one.messages[-1]["content"]) if one.messages else "" for one in responses],
             "messages": [
                 [{**message, "content": said_in(message["content"])} for message in one.messages] for one in responses
@@ -140,7 +142,8 @@ class RemoteRewards:
             "ground_truths": [response.ground_truth for response in responses],
             "reward_fn": functions,
         }
-        content = f"{json.dumps(asked, default=str)}\n".encode()
+        facts, media = _media(responses)
+        content = f"{json.dumps(facts | asked, default=str)}\n".encode() + media
         while True:
             tries += 1
             try:
@@ -148,6 +151,21 @@ class RemoteRewards:
             except Gone:  # it was started anew
                 if tries == _TRIES:
                     raise
+
+
+def _media(responses: Sequence[Response]) -> tuple[dict[str, Any], bytes]:
+    """Return what a request says of what its responses show, and that as bytes."""
+    shown = [one.image if one.latents is None else one.latents for one in responses]
+    arrays = [each for each in shown if each is not None]
+    if not arrays:
+        return {"media_type": "text"}, b""
+    import numpy as np
+
+    file = io.BytesIO()
+    np.save(file, np.stack(arrays), allow_pickle=False)
+    if responses[0].latents is None:
+        return {"media_type": "image"}, file.getvalue()
+    return {"media_type": "video", "video_infos": [{"video_fps": VIDEO_FPS}] * len(arrays)}, file.getvalue()
 
 
 def _asked(

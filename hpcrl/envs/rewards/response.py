@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     import numpy as np
 
 
+VIDEO_FPS = 16.0
+"""Frames of a video that are shown in a second."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Response:
     """One response to a prompt.
@@ -26,6 +30,7 @@ class Response:
         messages: the prompt; images as of hpcrl/envs/base.py.
         extras: the columns of the prompt's row that are not hpcrl's own.
         image: what a diffusion policy has painted, uint8 [height, width, 3], or [frames, height, width, 3] of a video; None: it said `text`.
+        latents: of that video, float16 [channels, frames of latents, height, width], standardized as the transformer makes them; None: there is no video.
     """
 
     text: str
@@ -35,6 +40,7 @@ class Response:
     messages: list[dict[str, Any]] = field(default_factory=list)
     extras: Mapping[str, Any] = field(default_factory=dict)
     image: np.ndarray | None = None
+    latents: np.ndarray | None = None
 
 
 Reward = Callable[[Response, EnvironmentConfig], float]

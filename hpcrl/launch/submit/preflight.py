@@ -17,7 +17,7 @@ from typing import Any
 
 from hpcrl.config import Config, total_steps
 from hpcrl.config.adapters import adapters
-from hpcrl.config.derive import has_engines, is_offline, steps_per_epoch
+from hpcrl.config.derive import has_engines, is_offline, policy_model, steps_per_epoch
 from hpcrl.config.errors import Problem, raise_together
 from hpcrl.config.families import is_diffusion
 from hpcrl.config.import_path import missing_packages
@@ -27,6 +27,7 @@ from hpcrl.config.sections.environment import CLASSIFIER
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.data.chat import chat_template
 from hpcrl.data.datasets import load_dataset
+from hpcrl.data.pipelines.source import PipelineSource
 from hpcrl.data.prompts import count_aside, data_sources
 from hpcrl.data.sources import Source
 from hpcrl.data.tokenize import Recipe, tokenized, training_sources, validation_sources
@@ -171,6 +172,12 @@ def _of_models(config: Config) -> Iterator[Problem]:
         place = f"trainer.{role}.model"
         file = PIPELINE_FILE if role == "policy" and is_diffusion(trainer) else MODEL_FILE
         yield from _of_directory(f"{place}.path", model.path, f"{place}.revision", model.revision, file)
+    if is_diffusion(trainer) and Path(policy_model(trainer).path, PIPELINE_FILE).expanduser().is_file():
+        try:
+            PipelineSource(policy_model(trainer), trainer.policy.diffusers).check()
+        except DataError as error:
+            place, _, said = str(error).partition(": ")
+            yield Problem(place, said)
     if distillation.enable:
         place = "trainer.distillation"
         if distillation.precomputed_logprobs is None:  # else nothing loads it

@@ -13,25 +13,29 @@ from typing import cast
 import numpy as np
 
 from hpcrl.config import EnvironmentConfig, GeneratorConfig
-from hpcrl.data.pipelines.samples import IMAGE
+from hpcrl.data.pipelines.samples import IMAGE, LATENTS
 from hpcrl.envs.base import Turn
 from hpcrl.envs.registry import common_extras
+from hpcrl.envs.rewards.response import VIDEO_FPS
 from hpcrl.errors import ServiceError, UserCodeError
 from hpcrl.rollout.engines.base import Engine, Generation
 from hpcrl.rollout.engines.diffusion.engine import DiffusionEngine
 from hpcrl.rollout.env_session import EnvSession, scorer_of
+from hpcrl.rollout.generate import Generator, Maker
 from hpcrl.rollout.group import Group, Row, apply_stop_reason, neutralize_failed, sample_reward
 from hpcrl.rollout.threads import CallThreads, in_thread
 from hpcrl.rollout.turns import Turns
-from hpcrl.rollout.worker import Generator, Maker
 from hpcrl.rundir.commit import write_bytes
 from hpcrl.rundir.layout import Run
 from hpcrl.types import LONGEST_FAILURE, Kind, Sample, Work, plain_text
 
+_OF_VIDEOS = 4
+"""Dimensions of a video, [frames, height, width, 3]."""
+
 
 @dataclass(frozen=True)
 class KeptPictures:
-    """The PNG files of a run's pictures.
+    """The PNG files of a run's pictures, animated ones of videos.
 
     Attributes:
         interval: trainer.multi_modal_log_interval.
@@ -51,7 +55,11 @@ class KeptPictures:
         for at, image in enumerate(images):
             path, content = self.run.picture(f"{group_id}.{at}"), BytesIO()
             path.parent.mkdir(exist_ok=True)
-            Image.fromarray(image).save(content, "PNG")
+            first, *others = [Image.fromarray(frame) for frame in (image if image.ndim == _OF_VIDEOS else [image])]
+            more = (
+                {"save_all": True, "append_images": others, "duration": 1000 / VIDEO_FPS, "loop": 0} if others else {}
+            )
+            first.save(content, "PNG", **more)
             write_bytes(path, content.getvalue())
 
 
@@ -105,7 +113,8 @@ class PictureGenerator:
         extras = {**self._extras, **work.prompt.extras}
         session = EnvSession(work, self._rewards[work.kind], extras, len(said.token_ids), self._threads)
         try:
-            return await session.step("", len(said.token_ids), said.tensors[IMAGE]).result(), None
+            shown = said.tensors[IMAGE], said.tensors.get(LATENTS)
+            return await session.step("", len(said.token_ids), *shown).result(), None
         except (UserCodeError, ServiceError) as error:
             return None, plain_text(str(error), LONGEST_FAILURE)
 
@@ -139,5 +148,5 @@ def _row(prompt_ids: list[int], said: Generation, turn: Turn | None) -> Row:
         rewards=rewards_T,
         stop_reason="stop" if turn else "failed",
         env_metrics=turn.metrics if turn else {},
-        tensors={name: value for name, value in tensors.items() if name != IMAGE},
+        tensors={name: value for name, value in tensors.items() if name not in (IMAGE, LATENTS)},
     )

@@ -42,7 +42,7 @@ def objective_of(trainer: TrainerConfig) -> Objective:
     Raises:
         ConfigError: as of `build_objective`.
     """
-    if is_diffusion(trainer):
+    if is_diffusion(trainer) and trainer.mode == "rl":
         return diffusion_objective(trainer)
     match trainer.mode:
         case "rl":

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 
-from hpcrl.algorithms.diffusion.flow_matching import SCHEMES, draw_times, loss_weights
 from hpcrl.algorithms.diffusion.nft import implicit_losses, nft_loss, noised, optimality
 from hpcrl.algorithms.diffusion.samplers import STEPS, STOCHASTIC, sample
 
@@ -79,19 +78,6 @@ def test_a_larger_step_of_the_second_order_is_nearer_to_the_flow() -> None:
 
     true = ends("dpm2", 2000)
     assert (ends("dpm2", 20) - true).abs().max() < 0.5 * (ends("dpm1", 20) - true).abs().max()
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_noise_levels_and_weights_are_those_of_diffusers(scheme: str) -> None:
-    pytest.importorskip("diffusers")
-    from diffusers.training_utils import compute_density_for_timestep_sampling, compute_loss_weighting_for_sd3
-
-    named: Any = cast(Any, compute_density_for_timestep_sampling)
-    torch.manual_seed(5)
-    theirs = named(scheme, 64, logit_mean=0.2, logit_std=0.8, mode_scale=1.29)
-    torch.testing.assert_close(draw_times(scheme, 64, 0.2, 0.8, torch.Generator().manual_seed(5)), theirs)
-    t = torch.rand(16) + 0.01
-    torch.testing.assert_close(loss_weights(scheme, t), cast(Any, compute_loss_weighting_for_sd3)(scheme, t))
 
 
 def test_good_samples_pull_and_bad_ones_push() -> None:

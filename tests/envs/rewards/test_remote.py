@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from urllib.parse import parse_qs
 
+import numpy as np
 import pytest
 
 from hpcrl.config import EnvironmentConfig
@@ -110,6 +113,32 @@ def test_the_weighted_sum_pays_and_each_score_is_reported() -> None:
         "ground_truths": ["banana"],
         "reward_fn": {"length": 0.5, "vowels": 2.0},
     }
+
+
+class Looking(Rewarding):
+    """Scores pictures by their mean, and latents of videos by their number of frames."""
+
+    def _enqueue(self, asked: Asked) -> tuple[int, Any]:
+        line, _, file = asked.body.partition(b"\n")
+        told, shown = json.loads(line), np.load(io.BytesIO(file), allow_pickle=False)
+        kinds = {"image": (np.uint8, 4), "video": (np.float16, 5)}
+        assert (shown.dtype, shown.ndim) == kinds[told["media_type"]]
+        assert told.get("video_infos", []) == ([{"video_fps": 16.0}] * len(shown) if shown.ndim == 5 else [])
+        scores = shown.mean((1, 2, 3)).tolist() if shown.ndim == 4 else [float(shown.shape[2])] * len(shown)
+        self.batches["u0"] = {"completions": told["prompts"], "scores": scores}
+        return 200, {"uuid": "u0"}
+
+    def _pull(self, asked: Asked) -> tuple[int, Any]:  # noqa: ARG002
+        return 200, {"scores": {"score": self.batches["u0"]["scores"]}}
+
+
+@pytest.mark.parametrize(("latents", "score"), [(None, 7.0), (np.zeros((16, 3, 4, 4), np.float16), 3.0)])
+def test_pictures_and_videos_follow_the_line(latents: np.ndarray | None, score: float) -> None:
+    config = RemoteRewardConfig(**{**vars(CONFIG), "reward_function": {"taste": 0.5}})
+    shown = replace(response(""), image=np.full((9, 8, 8, 3)[latents is None :], 7, np.uint8), latents=latents)
+    with serving(Looking()) as server:
+        turn = rewards(server, config)(shown)
+    assert (turn.reward, turn.metrics) == (0.5 * score, {"taste": score})
 
 
 @pytest.mark.parametrize(

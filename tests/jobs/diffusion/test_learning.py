@@ -1,4 +1,5 @@
-"""A tiny Stable Diffusion 3 learns to paint redder pictures from rewards alone, by DiffusionNFT and by Flow-GRPO, and goes on after a preemption."""
+"""A tiny Stable Diffusion 3 learns to paint redder pictures from rewards alone, by DiffusionNFT and by Flow-GRPO, learns pictures of a dataset, and goes on
+after a preemption."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from tests.paths import CONFIGS
 
 pytest.importorskip("diffusers")
 
-TINY = CONFIGS / "diffusion_tiny.toml"
+TINY, LEARNED = CONFIGS / "diffusion_tiny.toml", CONFIGS / "diffusion_sft_tiny.toml"
 STEPS = 30
 DIFFUSERS = "trainer.policy.diffusers."
 GRPO = [
@@ -42,10 +43,22 @@ def test_pictures_become_redder(place: Path, way: str) -> None:
     assert "denoising steps" in shown.stdout, shown.stderr
 
 
+@pytest.mark.slow
+def test_pictures_of_a_dataset_are_learned(place: Path) -> None:
+    done = hpcrl("submit", str(LEARNED), "--local", "--follow", "trainer.run_name=sft", cwd=place, timeout=1800)
+    run = Run(place / "runs" / "diffusion" / "sft")
+    assert done.returncode == 0, done.stdout + done.stderr + logs_of(run)
+    losses = curve(run, "eval/all/loss")
+    print(f"sft: loss of evaluation {losses[0]:.3f} -> {losses[200]:.3f}")
+    assert losses[200] < 0.2 * losses[0]
+
+
 @pytest.mark.faults_slow
-def test_a_run_goes_on_after_a_preemption(place: Path) -> None:
-    settings = ["trainer.run_name=stopped", "trainer.max_steps=6", "trainer.ckpt_interval=2", "trainer.eval_interval=0"]
-    done = hpcrl("submit", str(TINY), "--local", *settings, cwd=place)
+@pytest.mark.parametrize(("config", "steps"), [(TINY, 6), (LEARNED, 200)], ids=["rewards", "dataset"])
+def test_a_run_goes_on_after_a_preemption(place: Path, config: Path, steps: int) -> None:
+    numbers = f"trainer.max_steps={steps}", f"trainer.ckpt_interval={steps // 3}"
+    settings = ["trainer.run_name=stopped", *numbers, "trainer.eval_interval=0"]
+    done = hpcrl("submit", str(config), "--local", *settings, cwd=place)
     assert done.returncode == 0, done.stderr
     run = Run.open(place / "runs" / "diffusion" / "stopped")
     wait_for(lambda: len(curve(run, "policy/final_loss")) >= 3, lambda: logs_of(run), 300)
@@ -53,7 +66,7 @@ def test_a_run_goes_on_after_a_preemption(place: Path) -> None:
     finish(run, 1)
     assert hpcrl("resume", str(run.path), cwd=place).returncode == 0
     assert finish(run, 2, 400) == "done"
-    assert sorted(curve(run, "policy/final_loss")) == [1, 2, 3, 4, 5, 6]
+    assert sorted(curve(run, "policy/final_loss")) == list(range(1, steps + 1))
 
 
 def eval_score(run: Run, version: int) -> float:

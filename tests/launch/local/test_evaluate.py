@@ -10,7 +10,7 @@ import pytest
 from hpcrl.config import Config
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.errors import ConfigError, DataError, RunError
-from hpcrl.launch.local.evaluate import Subject, configured, default_place, evaluate, find_subject
+from hpcrl.launch.local.evaluate import Subject, assembled, configured, default_place, evaluate, find_subject
 from hpcrl.rundir.commit import committed_directory, write_text
 from hpcrl.rundir.layout import Run
 from tests.paths import CONFIGS
@@ -136,3 +136,22 @@ def test_lengths_that_nobody_chose_fit_the_model(data: str, tmp_path: Path) -> N
     assert lengths("trainer.max_prompt_length=56", "generator.sampling_params.max_generate_length=200") == (56, 200)
     with pytest.raises(ConfigError, match=r"override: trainer.max_prompt_length: 56 tokens .* more than the 256"):
         lengths("trainer.max_prompt_length=56")
+
+
+def test_a_pipeline_with_the_exported_transformer(tmp_path: Path) -> None:
+    run, tiny = Run(tmp_path / "runs" / "project" / "pictures"), CONFIGS / "diffusion_tiny.toml"
+    write_text(run.config, Config.from_toml([tiny]).to_toml())
+    with committed_directory(run.checkpoint(2), 1) as directory:
+        (directory / "file").touch()
+    subject = find_subject("pictures", None, run.path.parent.parent)
+    prompts = str(CONFIGS / "diffusion_tiny" / "data" / "validation.jsonl")
+    assert configured(subject, [prompts], 4, [], []).generator.eval_n_samples_per_prompt == 4  # they are not greedy
+    export = Path(subject.model.path)
+    export.mkdir(parents=True)
+    (export / "config.json").write_text("exported")
+    place = assembled(run, export, tmp_path / "pipeline")
+    assert (place / "transformer" / "config.json").read_text() == "exported"
+    theirs = CONFIGS / "diffusion_tiny" / "model"
+    assert {path.name for path in place.iterdir()} == {path.name for path in theirs.iterdir()}
+    assert (place / "vae" / "config.json").read_text() == (theirs / "vae" / "config.json").read_text()
+    assert find_subject(str(theirs), None, tmp_path) == Subject(None, None, Pretrained(str(theirs)))

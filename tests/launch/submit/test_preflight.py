@@ -259,3 +259,30 @@ def test_keys_are_not_sent_to_a_public_network_in_the_clear() -> None:
         check_files(Config.from_toml([QUICKSTART], [*given, f"{service}={url}"]))
     with pytest.raises(DataError, match=rf"{service}: .* is 8\.8\.8\.8, no address of a private network"):
         check_files(Config.from_toml([QUICKSTART], [*given, f"{service}=http://8.8.8.8/play"]))
+
+
+@pytest.mark.parametrize(
+    ("name", "transformer", "overrides", "expected"),
+    [
+        ("WanPipeline", {"patch_size": [1, 2, 2]}, [], "is_video: .* makes videos; set it to true"),
+        ("StableDiffusion3Pipeline", {"patch_size": 2}, ["is_video=true"], "is_video: .* makes pictures; set it to false"),
+        ("StableDiffusion3Pipeline", {"patch_size": 2}, ["inference_size=[36, 32]"], "inference_size: expected multiples of 8"),
+        ("WanPipeline", {"patch_size": [1, 2, 2]}, ["is_video=true", "train_frames=6"], "train_frames: .* multiple of 4, .*found 6"),
+        ("KandinskyPipeline", {}, [], "model.path: .* is a KandinskyPipeline; the pipelines that can be trained are"),
+    ],
+)  # fmt: skip
+def test_a_pipeline_makes_what_is_configured(
+    name: str, transformer: dict[str, object], overrides: list[str], expected: str, tmp_path: Path
+) -> None:
+    entries = {
+        "model_index.json": {"_class_name": name},
+        "transformer/config.json": {"in_channels": 4, **transformer},
+        "vae/config.json": {"_class_name": "AutoencoderKLWan", "block_out_channels": [8, 16, 16]},
+    }
+    for file, content in entries.items():
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text(json.dumps(content))
+    settings = [f"trainer.policy.diffusers.{override}" for override in overrides]
+    tiny = Config.from_toml([CONFIGS / "diffusion_tiny.toml"], [f"trainer.policy.model.path={tmp_path}", *settings])
+    with pytest.raises(DataError, match=f"trainer.policy.{'' if name.startswith('Kand') else 'diffusers.'}{expected}"):
+        check_files(tiny)

@@ -14,7 +14,8 @@ from hpcrl.envs.agents.score import LONGEST_SCORE
 from hpcrl.envs.base import Messages, Turn
 from hpcrl.rollout.endpoint.session import MOST_OPEN
 from hpcrl.rollout.engines.embedded.launch import Embedded
-from hpcrl.rollout.worker import WorkerOptions, conversations, work
+from hpcrl.rollout.generate import conversations
+from hpcrl.rollout.worker import WorkerOptions, work
 from hpcrl.rundir.commit import write_text
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.process_status import StatusWriter
@@ -97,7 +98,7 @@ def test_a_sample_that_would_be_too_stale_is_told_so(embedded: Embedded, tmp_pat
     status = StatusWriter(run, "rollout-0", 1)
     with FakeController().served(run, 1) as controller:
         controller.work.append(item)
-        maker = conversations(options, TOKENIZER, CONFIG, EnvironmentConfig())
+        maker = conversations(TOKENIZER, CONFIG, EnvironmentConfig())
         loop = work(options, embedded, maker, decoder(TOKENIZER), status)
         worker = threading.Thread(target=lambda: asyncio.run(loop))
         worker.start()

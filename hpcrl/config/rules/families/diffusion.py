@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from hpcrl.config.adapters import begins_from_weights
-from hpcrl.config.derive import gpu_count, is_offline, reward_weights
+from hpcrl.config.derive import gpu_count, has_engines, is_offline, reward_weights
 from hpcrl.config.errors import Problem
 from hpcrl.config.families import draws_steps, is_diffusion
+from hpcrl.config.fields import values
 from hpcrl.config.reward_model import reward_services
 from hpcrl.config.sections.environment import IMAGE_REWARDS, REWARDS
 from hpcrl.config.sections.model import ExpertsConfig
@@ -15,6 +16,22 @@ from hpcrl.config.sections.tree import ConfigTree
 
 _SECTION = "trainer.policy.diffusers"
 _BACKEND = "generator.inference_engine.backend"
+_OF_ROWS = tuple(f"{_SECTION}.{name}" for name in ("weighting_scheme", "logit_mean", "logit_std"))
+_OF_TEXTS = (
+    *(
+        "trainer.max_length",
+        "data.too_long",
+        "data.format",
+        "data.conversation_column",
+        "data.text_column",
+        "data.train_on_what",
+    ),
+    *("data.image_processor_kwargs", "data.response_column", "data.cache"),
+    *(f"{_SECTION}.{name}" for name in ("algorithm", "timesteps_fraction", "nft_beta", "weight_copy_decay_type")),
+)
+"""What belongs to rows of texts, or to samples that are trained by rewards."""
+_OF_VIDEOS = f"{_SECTION}.train_frames", f"{_SECTION}.inference_frames"
+_OF_SAMPLING = f"{_SECTION}.sample", "trainer.multi_modal_log_interval"
 
 
 def pipelines(config: ConfigTree) -> Iterator[Problem]:
@@ -31,9 +48,12 @@ def pipelines(config: ConfigTree) -> Iterator[Problem]:
                 _BACKEND, f"diffusers makes pictures; set {_SECTION}.enable=true, or choose vllm or transformers"
             )
         return
-    if is_offline(trainer):
-        yield Problem("trainer.mode", f'expected "rl" with {_SECTION}.enable: learning from pictures is not built yet')
-    if engine.backend != "diffusers":
+    if trainer.mode not in ("rl", "sft"):
+        yield Problem(
+            "trainer.mode",
+            f'expected "rl" or "sft" with {_SECTION}.enable: pairs and scores are learned by language models',
+        )
+    if engine.backend != "diffusers" and has_engines(config):
         yield Problem(_BACKEND, f'expected "diffusers" with {_SECTION}.enable, found "{engine.backend}"')
     if trainer.strategy != "fsdp2":
         yield Problem(
@@ -56,7 +76,7 @@ def sampling(config: ConfigTree) -> Iterator[Problem]:
     """What a sampler needs, and the losses that need one of its kinds."""
     diffusers = config.trainer.policy.diffusers
     sample, path = diffusers.sample, f"{_SECTION}.sample"
-    if not is_diffusion(config.trainer):
+    if not (is_diffusion(config.trainer) and has_engines(config)):
         return
     if sample.solver in ("dpm1", "dpm2") and not sample.deterministic_sampling:
         yield Problem(f"{path}.deterministic_sampling", f"{sample.solver} needs it; set it to true")
@@ -143,6 +163,26 @@ def of_language_models(config: ConfigTree) -> Iterator[Problem]:
         yield Problem(name.partition("=")[0], f"belongs to language models; leave it out with {_SECTION}.enable")
 
 
+def learned_rows(config: ConfigTree) -> Iterator[Problem]:
+    """What rows of datasets of pictures have no use for, what learning by rewards has none for, and frames of pictures."""
+    if not is_diffusion(config.trainer):
+        return
+    if not config.trainer.policy.diffusers.is_video:
+        for path in _changed(config, _OF_VIDEOS):
+            yield Problem(path, f"has no effect without {_SECTION}.is_video; leave it out, or set that")
+    offline = is_offline(config.trainer)
+    idle = _OF_TEXTS + (() if has_engines(config) else _OF_SAMPLING) if offline else _OF_ROWS
+    for path in _changed(config, idle):
+        why = 'has no effect with trainer.mode="sft"' if offline else 'belongs to trainer.mode="sft"'
+        yield Problem(path, f"{why} of {_SECTION}; leave it out")
+
+
+def _changed(config: ConfigTree, paths: Sequence[str]) -> list[str]:
+    """Return which of some settings, or of the sections that they are, are not at their defaults."""
+    changed = [setting.path for setting, value in values(config) if not setting.is_default(value)]
+    return [path for path in paths if any(f"{name}.".startswith(f"{path}.") for name in changed)]
+
+
 def rewards_of_pictures(config: ConfigTree) -> Iterator[Problem]:
     """That pictures are scored by what looks at pictures, and texts by what reads them."""
     environment, pictures = config.environment, is_diffusion(config.trainer)
@@ -157,8 +197,10 @@ def rewards_of_pictures(config: ConfigTree) -> Iterator[Problem]:
                 f'"{wrong[0]}" {what}; expected {", ".join(IMAGE_REWARDS) if pictures else "one of the others"}, or your own',
             )
             return
-    if pictures and not is_offline(config.trainer) and not reward_weights(environment, "train"):
+    asked = "eval" if is_offline(config.trainer) else "train"
+    scored = reward_weights(environment, asked) or environment.remote_reward.enable
+    if pictures and has_engines(config) and not scored:
         yield Problem(
             "environment.reward_function",
-            f"required with {_SECTION}.enable: what a picture is worth, {', '.join(IMAGE_REWARDS)}, or your own function",
+            f"required with {_SECTION}.enable: what a picture is worth, {', '.join(IMAGE_REWARDS)}, or your own function, or environment.remote_reward",
         )

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -20,19 +18,19 @@ from hpcrl.data.pipelines.source import EVALUATION, PipelineSource
 from hpcrl.data.vision.reader import SeenImage
 from hpcrl.data.weight_files import ADAPTER_PREFIX, PublishedWeights
 from hpcrl.errors import EngineError
-from hpcrl.rollout.engines.base import Engine, Generation, Heard
+from hpcrl.rollout.engines.base import Generation, Heard
 from hpcrl.rollout.engines.diffusion.sampler import Painted, Sampler
 from hpcrl.rollout.engines.embedded.model import read_tensors, replace_adapter
+from hpcrl.rollout.engines.in_process import SLEEP, UPDATE, InProcessEngine
 from hpcrl.rollout.engines.proof import check_probe, check_ranks, difference, tolerance
 from hpcrl.rollout.limiter import Load
 from hpcrl.types import Kind
 
 R = TypeVar("R")
-_UPDATE, _SLEEP = "update_weights", "sleep"
 _EVALUATION = f"{ADAPTER_PREFIX}{EVALUATION}"
 
 
-class DiffusionEngine(Engine):
+class DiffusionEngine(InProcessEngine):
     """The engine.
 
     Args:
@@ -43,32 +41,12 @@ class DiffusionEngine(Engine):
     def __init__(
         self, sampler: Sampler, source: PipelineSource, at_once: int, *, version: int = 0, replica: str = ""
     ) -> None:
+        super().__init__(replica)
         self._sampler, self._source, self._at_once, self.version = sampler, source, at_once, version
-        self._who = f"the inference engine of {replica}" if replica else "the inference engine"
-        self._waiting, self.answered = Counter[str](), 0
         self._thread = ThreadPoolExecutor(1, "engine")
         self._values: dict[Kind, dict[str, torch.Tensor]] = {}
         self._holds: Kind = "train"
         self._home = next(sampler.transformer.parameters()).device
-
-    @property
-    def waiting(self) -> list[str]:
-        return sorted(+self._waiting)
-
-    @property
-    def loading(self) -> bool:
-        return self._waiting[_UPDATE] + self._waiting[_SLEEP] > 0
-
-    @contextmanager
-    def _asked(self, what: str) -> Iterator[None]:
-        self._waiting[what] += 1
-        try:
-            yield
-        except (RuntimeError, ValueError, IndexError, OSError) as error:  # torch's and diffusers'
-            raise EngineError(f"{self._who} failed in {what}: {type(error).__name__}: {error}") from error
-        finally:
-            self._waiting[what] -= 1
-            self.answered += 1
 
     async def _computed(self, function: Callable[[], R]) -> R:
         return await asyncio.wrap_future(self._thread.submit(function))
@@ -146,7 +124,7 @@ class DiffusionEngine(Engine):
             seconds = time.monotonic() - started
             return {"weights/pause_seconds": seconds, "weights/load_seconds": seconds}
 
-        with self._asked(_UPDATE):
+        with self._asked(UPDATE):
             return await self._computed(take)
 
     def _hold(self, kind: Kind) -> None:
@@ -161,7 +139,7 @@ class DiffusionEngine(Engine):
             if self._home.type == "cuda":
                 torch.cuda.empty_cache()
 
-        with self._asked(_SLEEP):
+        with self._asked(SLEEP):
             await self._computed(rest)
 
     async def probe(self, weights: PublishedWeights, dtype: str, allowed: float | None) -> float | None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,11 +14,10 @@ import torch
 from hpcrl.algorithms.diffusion.samplers import Path, sample
 from hpcrl.config.families import draws_steps, trained_steps
 from hpcrl.data.pipelines.kinds import Conditions
-from hpcrl.data.pipelines.samples import AFTER, BEFORE, CLEAN, FREE, GIVEN, IMAGE, NOISE_SEED, SIGMAS, STEPS
+from hpcrl.data.pipelines.parts import Parts
+from hpcrl.data.pipelines.samples import AFTER, BEFORE, CLEAN, FREE, GIVEN, IMAGE, LATENTS, NOISE_SEED, SIGMAS, STEPS
 from hpcrl.data.pipelines.source import PipelineSource, sigmas_of
 from hpcrl.types import Kind
-
-_ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
 
 
 @dataclass(frozen=True)
@@ -53,14 +51,11 @@ class Sampler:
 
     def __init__(self, source: PipelineSource, dtype: torch.dtype, device: torch.device) -> None:
         self._source, self._settings, self._device = source, source.settings, device
-        self._pipeline = source.load(getattr(torch, source.settings.dtype))
+        self._parts = Parts(source, device)
+        self._pipeline = self._parts.pipeline
         self.transformer: Any = self._pipeline.transformer.to(device, dtype).eval()
         self._tokenizer = deepcopy(self._pipeline.tokenizer)  # encoding sets the padding of its own, in another thread
         self._dtype, self.steps = dtype, 0
-        self._offloads = source.settings.offload and device.type == "cuda"
-        for name in () if self._offloads else (*_ENCODERS, "vae"):
-            if (part := getattr(self._pipeline, name, None)) is not None:
-                part.to(device)
 
     @cached_property
     def vocabulary(self) -> int:
@@ -90,7 +85,7 @@ class Sampler:
         frames = settings.train_frames if kind == "train" else settings.inference_frames
         shape = self._source.latent_shape(frames)
         count = sampling.num_steps if kind == "train" else sampling.eval_num_steps
-        sigmas = sigmas_of(self._pipeline.scheduler, count, shape, self._source.transformer.get("patch_size", 1))
+        sigmas = sigmas_of(self._pipeline.scheduler, count, shape, self._source.patch)
         generators = [torch.Generator().manual_seed(seed) for seed in seeds]
 
         def drawn(like: torch.Tensor | None = None) -> torch.Tensor:
@@ -107,8 +102,7 @@ class Sampler:
             drawn if stochastic else None,
         )
         self.steps += count * len(seeds)
-        with self._on_device("vae"):
-            images = self._source.kind.decode(self._pipeline, path.latents[-1])
+        images = self._parts.decoded(path.latents[-1])
         return [self._painted(path, sigmas, at, generators[at], images[at], given, kind) for at in range(len(seeds))]
 
     def _painted(
@@ -122,15 +116,17 @@ class Sampler:
         kind: Kind,
     ) -> Painted:
         """Return sample `at` of those that were made together, with what training needs of it."""
+        settings, shown = self._settings, {IMAGE: image.numpy()}
+        if settings.is_video:
+            shown[LATENTS] = path.latents[-1][at].half().cpu().numpy()
         if kind == "eval":
-            return Painted([0], [0.0], {IMAGE: image.numpy()})
-        settings = self._settings
+            return Painted([0], [0.0], shown)
         count = trained_steps(settings)
         steps = sorted(torch.randperm(len(sigmas) - 1, generator=generator)[:count].tolist())
         tensors = {
             STEPS: np.array(steps, np.int32),
             SIGMAS: np.array(sigmas, np.float32),
-            IMAGE: image.numpy(),
+            **shown,
             **_named(GIVEN, given),
         }
         if settings.algorithm == "nft":
@@ -174,22 +170,7 @@ class Sampler:
         return self._encoded("")
 
     def _encoded(self, prompt: str) -> Conditions:
-        with self._on_device(*_ENCODERS):
-            found = self._source.kind.encode(self._pipeline, [prompt], self._settings.max_prompt_length)
-        return {name: value.to(self._device) for name, value in found.items()}
-
-    @contextmanager
-    def _on_device(self, *names: str) -> Iterator[None]:
-        """Have parts of the pipeline on the device for a while, where they are kept in host memory (trainer.policy.diffusers.offload)."""
-        found = [getattr(self._pipeline, name, None) for name in names] if self._offloads else []
-        parts = [part for part in found if part is not None]
-        for part in parts:
-            part.to(self._device)
-        try:
-            yield
-        finally:
-            for part in parts:
-                part.to("cpu")
+        return self._parts.conditions([prompt])
 
     def to(self, device: torch.device) -> None:
         """Move the transformer."""

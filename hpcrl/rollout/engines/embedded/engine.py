@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, cast
 
 import torch
@@ -16,19 +15,18 @@ from transformers import PreTrainedModel
 from hpcrl.data.vision.reader import SeenImage
 from hpcrl.data.weight_files import Probe, PublishedWeights
 from hpcrl.errors import EngineError
-from hpcrl.rollout.engines.base import Engine, Generation, Heard
+from hpcrl.rollout.engines.base import Generation, Heard
 from hpcrl.rollout.engines.embedded.batch import Request
 from hpcrl.rollout.engines.embedded.compute import Compute
 from hpcrl.rollout.engines.embedded.model import read_tensors, replace_adapter, replace_weights
 from hpcrl.rollout.engines.embedded.sampling import Sampling
+from hpcrl.rollout.engines.in_process import SLEEP, UPDATE, InProcessEngine
 from hpcrl.rollout.engines.proof import check_probe, check_ranks, difference, tolerance
 from hpcrl.rollout.limiter import Load
 from hpcrl.rollout.threads import in_thread
 
-_UPDATE, _SLEEP = "update_weights", "sleep"
 
-
-class EmbeddedEngine(Engine):
+class EmbeddedEngine(InProcessEngine):
     """The engine.
 
     Args:
@@ -40,31 +38,11 @@ class EmbeddedEngine(Engine):
     def __init__(
         self, model: PreTrainedModel, compute: Compute, *, keep_cache: bool = False, replica: str = ""
     ) -> None:
+        super().__init__(replica)
         self._model, self._compute, self._keep_cache = model, compute, keep_cache
-        self._who = f"the inference engine of {replica}" if replica else "the inference engine"
-        self._waiting, self.answered = Counter[str](), 0
         self._named: dict[str, tuple[Request, set[int]]] = {}
         self._device, self._asleep = model.device, False
         self.version = compute.version
-
-    @property
-    def waiting(self) -> list[str]:
-        return sorted(+self._waiting)
-
-    @property
-    def loading(self) -> bool:
-        return self._waiting[_UPDATE] + self._waiting[_SLEEP] > 0
-
-    @contextmanager
-    def _asked(self, what: str) -> Iterator[None]:
-        self._waiting[what] += 1
-        try:
-            yield
-        except (RuntimeError, ValueError, IndexError, OSError) as error:  # torch's and transformers'
-            raise EngineError(f"{self._who} failed in {what}: {type(error).__name__}: {error}") from error
-        finally:
-            self._waiting[what] -= 1
-            self.answered += 1
 
     async def generate(
         self,
@@ -125,7 +103,7 @@ class EmbeddedEngine(Engine):
             pause, load = time.monotonic() - started, loaded - loading
             return {"weights/pause_seconds": pause, "weights/load_seconds": load, **woke}
 
-        with self._asked(_UPDATE):
+        with self._asked(UPDATE):
             tensors, proof = await in_thread(read_tensors, weights)
             check_ranks([proof], weights, self._who)
             metrics = await asyncio.wrap_future(self._compute.between_tokens(take))
@@ -138,7 +116,7 @@ class EmbeddedEngine(Engine):
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()
 
-        with self._asked(_SLEEP):
+        with self._asked(SLEEP):
             await asyncio.wrap_future(self._compute.between_tokens(rest))
         self._asleep = True
 

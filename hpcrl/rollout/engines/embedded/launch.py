@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
-from threading import Thread
 
 import torch
 from transformers import AutoTokenizer, PreTrainedModel
@@ -15,15 +11,15 @@ from hpcrl.config import Config, InferenceEngineConfig, engine_rope
 from hpcrl.config.derive import gpu_count, max_model_len, model_config_kwargs, policy_model
 from hpcrl.data.model_config import ConfiguredModel
 from hpcrl.data.models.routers import ExpertRecorder, routers
-from hpcrl.errors import EngineError, HpcrlError
-from hpcrl.rollout.engines.base import Engine, Launched
+from hpcrl.errors import EngineError
+from hpcrl.rollout.engines.base import Engine
 from hpcrl.rollout.engines.embedded.batch import Batch
 from hpcrl.rollout.engines.embedded.compute import Compute, Limits
 from hpcrl.rollout.engines.embedded.engine import EmbeddedEngine
 from hpcrl.rollout.engines.embedded.model import end_tokens, load_model
+from hpcrl.rollout.engines.in_process import InProcess
 
 _CPU_CACHE_BYTES = 1 << 30
-_POLL_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -43,25 +39,12 @@ class EmbeddedOptions:
     records_experts: bool = False
 
 
-class Embedded(Launched):
+class Embedded(InProcess[tuple[PreTrainedModel, Compute]]):
     """The embedded engine of this process."""
 
     def __init__(self, options: EmbeddedOptions) -> None:
         self._options = options
-        self._loaded: Future[tuple[PreTrainedModel, Compute]] = Future()
-        Thread(target=self._load, name="load", daemon=True).start()
-
-    def wait_ready(self, timeout_s: float, still_waiting: Callable[[], object] = lambda: None) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not self._loaded.done():
-            still_waiting()
-            if time.monotonic() > deadline:
-                raise EngineError(
-                    f"the model at {self._options.model.path} was not loaded within {timeout_s:.0f} s "
-                    "(generator.inference_engine.start_timeout_seconds)"
-                )
-            time.sleep(_POLL_S)
-        self._loaded.result()
+        super().__init__(f"the model at {options.model.path}")
 
     def connect(self, *, version: int = 0, replica: str = "") -> Engine:
         model, compute = self._loaded.result()
@@ -70,7 +53,7 @@ class Embedded(Launched):
         return EmbeddedEngine(model, compute, keep_cache=keep, replica=replica)
 
     def alive(self) -> bool:
-        return self._loaded.done() and self._loaded.exception() is None and self._loaded.result()[1].failure is None
+        return super().alive() and self._loaded.result()[1].failure is None
 
     def failure(self, what: str) -> EngineError:
         _, compute = self._loaded.result()
@@ -80,26 +63,21 @@ class Embedded(Launched):
         if self.alive():
             self._loaded.result()[1].end()
 
-    def _load(self) -> None:
+    def _load(self) -> tuple[PreTrainedModel, Compute]:
         options, device = self._options, torch.device("cpu" if self._options.on_cpu else "cuda")
-        try:
-            model = load_model(options.model, options.engine.model_dtype, device)
-            tokenizer = AutoTokenizer.from_pretrained(options.model.path, **options.model.at_revision)
-            ends = end_tokens(model, tokenizer.eos_token_id)
-            if options.records_experts and not routers(model):
-                raise EngineError(
-                    f"trainer.policy.experts.router_replay: {type(model).__name__} has no routers that transformers tells of"
-                )
-            recorder = ExpertRecorder(model) if options.records_experts else None
-            batch = Batch(model, sorted(ends), tokenizer.decode, options.engine.max_num_batched_tokens, recorder)
-            limits = Limits(
-                options.engine.max_num_seqs, places(model, options.engine.gpu_memory_utilization), options.max_model_len
+        model = load_model(options.model, options.engine.model_dtype, device)
+        tokenizer = AutoTokenizer.from_pretrained(options.model.path, **options.model.at_revision)
+        ends = end_tokens(model, tokenizer.eos_token_id)
+        if options.records_experts and not routers(model):
+            raise EngineError(
+                f"trainer.policy.experts.router_replay: {type(model).__name__} has no routers that transformers tells of"
             )
-            self._loaded.set_result((model, Compute(batch, limits)))
-        except BaseException as error:  # noqa: BLE001  it is raised again by whoever waits
-            self._loaded.set_exception(
-                error if isinstance(error, HpcrlError) else EngineError(f"the inference engine did not start: {error}")
-            )
+        recorder = ExpertRecorder(model) if options.records_experts else None
+        batch = Batch(model, sorted(ends), tokenizer.decode, options.engine.max_num_batched_tokens, recorder)
+        limits = Limits(
+            options.engine.max_num_seqs, places(model, options.engine.gpu_memory_utilization), options.max_model_len
+        )
+        return model, Compute(batch, limits)
 
 
 def places(model: PreTrainedModel, share: float) -> int:

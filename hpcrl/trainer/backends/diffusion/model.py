@@ -36,10 +36,7 @@ class TransformerSource(ModelSource):
 
     def empty(self, dtype: torch.dtype, attention: str) -> Any:  # noqa: ARG002
         """Return the transformer without weights, on the meta device; arguments and errors as of ModelSource."""
-        pipeline = self.pipeline
-        made = pipeline.transformer_class()
-        with torch.device("meta"):
-            return _as_policy(made.from_config(dict(pipeline.transformer)).to(dtype))
+        return _as_policy(self.pipeline.empty_transformer().to(dtype))
 
     def whole(self, dtype: torch.dtype, attention: str) -> Any:  # noqa: ARG002
         """Return the transformer with its weights, on the CPU; arguments and errors as of ModelSource."""
@@ -117,7 +114,7 @@ def diffusion_flops(trainer: TrainerConfig) -> ModelFlops:
     model = source.empty(torch.float32, "")
     mark_trained(model, trainer.policy, torch.float32)
     _, *edges = source.pipeline.latent_shape(trainer.policy.diffusers.train_frames)
-    patch = source.pipeline.transformer.get("patch_size", 1)
+    patch = source.pipeline.patch
     patches = 1
     for edge in edges[-2:]:
         patches *= edge // patch

@@ -18,12 +18,14 @@ from typing import Any
 import torch
 
 from hpcrl.algorithms.diffusion.averages import average_decay, copy_decay, is_averaged
+from hpcrl.config.derive import is_offline
 from hpcrl.config.families import trains_by_nft
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.data.pipelines.kinds import Conditions
 from hpcrl.data.pipelines.probe import probe_velocity
 from hpcrl.data.pipelines.source import EVALUATION
 from hpcrl.trainer.backends.base import MicroBatches, Objective, merge
+from hpcrl.trainer.backends.diffusion.encoder import RowEncoder
 from hpcrl.trainer.backends.diffusion.model import DiffusionModel, transformer_source
 from hpcrl.trainer.backends.diffusion.rows import StepRows
 from hpcrl.trainer.backends.diffusion.tasks import Other, Points, task_of
@@ -48,7 +50,11 @@ class DiffusionPolicy(FsdpExported[DiffusionModel]):
 
     def __init__(self, trainer: TrainerConfig, world: World) -> None:
         section, source = trainer.policy, transformer_source(trainer)
-        self._pipeline, self._settings, self._task = source.pipeline, section.diffusers, task_of(trainer)
+        self._pipeline, self._settings, self._task = (
+            source.pipeline,
+            section.diffusers,
+            task_of(trainer, source.pipeline),
+        )
         self.dtype = DTYPES[section.fsdp_config.mixed_precision.param_dtype]
         made = partial(
             DiffusionModel,
@@ -65,6 +71,7 @@ class DiffusionPolicy(FsdpExported[DiffusionModel]):
         self._latents = self._pipeline.latent_shape(section.diffusers.train_frames)
         self._old = self._copied() if trains_by_nft(trainer) else {}
         self._average = self._copied() if section.diffusers.ema.enable else {}
+        self._encoder = RowEncoder(self._pipeline, world.device, trainer.seed) if is_offline(trainer) else None
 
     @property
     def vocabulary(self) -> int:
@@ -74,7 +81,7 @@ class DiffusionPolicy(FsdpExported[DiffusionModel]):
         totals: dict[str, torch.Tensor] = {}
         for batch in batches:
             batch = batch.to(self._world.device)
-            rows = self._rows(batch)
+            rows = self._rows(batch, self.updates)
             points = self._points(rows)
             others: dict[Other, torch.Tensor] = {
                 other: self._velocity_of(other, rows, points) for other in self._task.compares
@@ -111,16 +118,26 @@ class DiffusionPolicy(FsdpExported[DiffusionModel]):
     def _scored(self, batches: MicroBatches, *, reference: bool) -> Iterator[tuple[torch.Tensor, ...]]:
         for batch in batches:
             batch = batch.to(self._world.device)
-            rows = self._rows(batch)
+            rows = self._rows(batch, None)
             points = self._points(rows)
-            with without_adapters(self._model) if reference else nullcontext(), torch.no_grad():
+            with self._scoring(reference=reference), torch.no_grad():
                 velocity = self._velocity(rows, points)
                 outputs = self._task.outputs(rows, points, velocity, {})
                 free_gathered(self._model)
             yield tuple(rows.scattered(values, len(batch.token_ids)) for values in outputs)
 
-    def _rows(self, batch: MicroBatch) -> StepRows:
-        return StepRows.of(batch, self._idle, guided=self._task.guided)
+    @contextmanager
+    def _scoring(self, *, reference: bool) -> Iterator[None]:
+        """Let the policy be the reference, or what is evaluated where rows of datasets are trained: else samples are scored that it has made."""
+        with without_adapters(self._model) if reference else self._evaluated() if self._encoder else nullcontext():
+            yield
+
+    def _rows(self, batch: MicroBatch, update: int | None) -> StepRows:
+        """Return the steps that a micro-batch trains; of rows of datasets, with the noise of that optimizer step, or with the same each time."""
+        samples = [tensors for tensors in batch.tensors if tensors]
+        if self._encoder is not None:
+            samples = self._encoder.encoded(samples, update)
+        return StepRows.of(batch, samples, self._idle, guided=self._task.guided)
 
     def _points(self, rows: StepRows) -> Points:
         if rows.samples:

@@ -34,15 +34,15 @@ class StepRows:
     free: Conditions | None
 
     @classmethod
-    def of(cls, batch: MicroBatch, idle: Conditions, *, guided: bool) -> StepRows:
+    def of(cls, batch: MicroBatch, samples: list[Tensors], idle: Conditions, *, guided: bool) -> StepRows:
         """Return the steps of a micro-batch, on its device.
 
         Args:
+            samples: tensors of its samples; empty: it has none.
             idle: conditions of a row without a prompt.
             guided: whether the empty prompt's conditions are wanted.
         """
         device = batch.token_ids.device
-        samples = [tensors for tensors in batch.tensors if tensors]
         if not samples:
             none = {name: value.to(device) for name, value in idle.items()}
             return cls([], [1], torch.zeros(1, dtype=torch.int64, device=device), none, none if guided else None)

@@ -1,4 +1,4 @@
-"""What is asked of the velocity, and what becomes of it: DiffusionNFT's losses, or the probabilities of steps.
+"""What is asked of the velocity, and what becomes of it: DiffusionNFT's losses, the probabilities of steps, or the loss of flow matching.
 
 A task says where the velocity is wanted, of which other weights too, and turns velocities into outputs of entries, as a language model turns logits
 into log-probabilities. An objective knows nothing else.
@@ -13,13 +13,16 @@ from typing import Literal, Protocol
 
 import torch
 
+from hpcrl.algorithms.diffusion.flow_matching import draw_levels, flow_matching_loss
 from hpcrl.algorithms.diffusion.nft import implicit_losses, noised, velocity_divergence
 from hpcrl.algorithms.diffusion.samplers import STEPS as SOLVERS
 from hpcrl.algorithms.diffusion.samplers import Step
+from hpcrl.config.derive import is_offline
 from hpcrl.config.families import trains_by_nft
-from hpcrl.config.sections.diffusers import DiffusionSamplingConfig
+from hpcrl.config.sections.diffusers import DiffusersConfig, DiffusionSamplingConfig
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.data.pipelines.samples import AFTER, BEFORE, CLEAN, NOISE_SEED, SIGMAS, STEPS
+from hpcrl.data.pipelines.source import PipelineSource
 from hpcrl.trainer.backends.diffusion.rows import StepRows
 
 Other = Literal["old", "reference"]
@@ -33,10 +36,12 @@ class Points:
     Attributes:
         x: latents [N, ...].
         t: noise levels [N].
+        target: the velocity that is learned there, [N, ...]; None: none is given.
     """
 
     x: torch.Tensor
     t: torch.Tensor
+    target: torch.Tensor | None = None
 
 
 class Task(Protocol):
@@ -138,9 +143,48 @@ class StepTask:
         return SOLVERS[self.sampling.solver](velocity, x, sigmas, at, self.sampling.noise_level)
 
 
-def task_of(trainer: TrainerConfig) -> Task:
-    """Return what the configuration trains."""
+@dataclass(frozen=True)
+class MatchTask:
+    """Outputs are the losses of flow matching, negative, in the place of log-probabilities, and zeros in that of entropies.
+
+    So the objective of supervised fine-tuning, the mean of negative log-probabilities, is the loss.
+
+    Attributes:
+        levels: [L], as of `draw_levels`.
+    """
+
+    levels: torch.Tensor
+    settings: DiffusersConfig
+    compares: Sequence[Other] = ()
+    guided: bool = False
+
+    def points(self, rows: StepRows) -> Points:
+        clean, noises, levels = torch.stack([tensors[CLEAN] for tensors in rows.samples]), [], []
+        for tensors in rows.samples:
+            generator = torch.Generator().manual_seed(int(tensors[NOISE_SEED]))
+            of = self.settings
+            levels.append(draw_levels(self.levels, of.weighting_scheme, 1, of.logit_mean, of.logit_std, generator))
+            noises.append(torch.randn(tensors[CLEAN].shape, generator=generator))
+        noise, t = torch.stack(noises).to(clean), torch.cat(levels).to(clean)
+        return Points(noised(clean, noise, t), t, noise - clean)
+
+    def outputs(
+        self,
+        rows: StepRows,  # noqa: ARG002
+        points: Points,
+        velocity: torch.Tensor,
+        others: Mapping[Other, torch.Tensor],  # noqa: ARG002
+    ) -> tuple[torch.Tensor, ...]:
+        target = torch.zeros_like(velocity) if points.target is None else points.target
+        losses = flow_matching_loss(velocity, target, points.t, self.settings.weighting_scheme)
+        return -losses, torch.zeros_like(losses)
+
+
+def task_of(trainer: TrainerConfig, source: PipelineSource) -> Task:
+    """Return what the configuration trains, of a pipeline."""
     diffusers = trainer.policy.diffusers
+    if is_offline(trainer):
+        return MatchTask(source.noise_levels(), diffusers)
     if trains_by_nft(trainer):
         return NftTask(diffusers.nft_beta, trainer.algorithm.use_kl_loss)
     return StepTask(diffusers.sample)

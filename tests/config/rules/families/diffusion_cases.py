@@ -23,6 +23,8 @@ DRAWN = {
     f"{SAMPLE}.deterministic_sampling": False,
 }
 
+LEARNED: dict[str, Any] = {f"{DIFFUSERS}.enable": True, f"{DIFFUSERS}.dtype": "float32", "trainer.mode": "sft"}
+
 OF_PICTURES = [
     Case(
         "an engine that paints has a policy that does",
@@ -45,10 +47,24 @@ OF_PICTURES = [
         {**PICTURES, **NO_KL},
     ),
     Case(
-        "pictures are learned by rewards",
-        {**PICTURES, "environment.reward_function": {}, "trainer.mode": "sft", "trainer.max_length": 64},
-        "trainer.mode", "is not built yet",
-        PICTURES,
+        "pairs are answers of language models",
+        {**LEARNED, "trainer.mode": "dpo"}, "trainer.mode", 'expected "rl" or "sft"',
+        LEARNED,
+    ),
+    Case(
+        "rows of pictures are no conversations",
+        {**LEARNED, "data.format": "text"}, "data.format", 'has no effect with trainer.mode="sft"',
+        LEARNED,
+    ),
+    Case(
+        "noise levels are drawn where pictures are learned",
+        {**PICTURES, f"{DIFFUSERS}.weighting_scheme": "mode"}, f"{DIFFUSERS}.weighting_scheme", 'belongs to trainer.mode="sft"',
+        {**LEARNED, f"{DIFFUSERS}.weighting_scheme": "mode"},
+    ),
+    Case(
+        "pictures have no frames",
+        {**PICTURES, f"{DIFFUSERS}.train_frames": 9}, f"{DIFFUSERS}.train_frames", f"has no effect without {DIFFUSERS}.is_video",
+        {**PICTURES, f"{DIFFUSERS}.train_frames": 9, f"{DIFFUSERS}.is_video": True},
     ),
     Case(
         "no server makes pictures",
@@ -104,6 +120,6 @@ OF_PICTURES = [
     Case(
         "pictures have a reward",
         {**PICTURES, "environment.reward_function": {}}, "environment.reward_function", f"required with {DIFFUSERS}.enable",
-        PICTURES,
+        {**PICTURES, "environment.reward_function": {}, "environment.remote_reward.enable": True, "environment.remote_reward.reward_function": {"taste": 1.0}},
     ),
 ]  # fmt: skip

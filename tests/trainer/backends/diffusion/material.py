@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpcrl.config import Config
@@ -74,6 +74,13 @@ def paint(path: Path, config: Config, engine: DiffusionEngine, size: int = 3) ->
     batch = Batch(1, metas, cursor=2)
     write_json(run.batch(1), batch.to_json())
     return Painted(run, batch, config)
+
+
+def painted_alone(painted: Painted) -> Painted:
+    """Return it without a KL term, whose reference would be scored first."""
+    trainer = painted.config.trainer
+    without = replace(trainer, algorithm=replace(trainer.algorithm, use_kl_loss=False))
+    return replace(painted, config=replace(painted.config, trainer=without))
 
 
 def minis(painted: Painted, world: World) -> list[MiniBatch]:

@@ -22,7 +22,16 @@ from hpcrl.rollout.engines.diffusion.engine import DiffusionEngine
 from hpcrl.trainer.backends.diffusion.policy import AVERAGE, OLD, DiffusionPolicy
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.saving.publish import Publisher
-from tests.trainer.backends.diffusion.material import GRPO, Painted, launched, minis, paint, tiny, train_steps
+from tests.trainer.backends.diffusion.material import (
+    GRPO,
+    Painted,
+    launched,
+    minis,
+    paint,
+    painted_alone,
+    tiny,
+    train_steps,
+)
 from tests.trainer.material import make_run
 
 diffusers: Any = pytest.importorskip("diffusers")
@@ -81,16 +90,9 @@ def test_steps_have_the_log_probabilities_that_the_engine_told(solver: str, tmp_
         torch.testing.assert_close(found[mask], told[mask], rtol=1e-3, atol=1e-3)
     before = mini.scored(policy.logprobs)
     mini.samples.scores.ref_logprobs = before
-    sums = train_steps(policy, painted_with_reference(painted), alone, [1])[0]
+    sums = train_steps(policy, painted_alone(painted), alone, [1])[0]
     assert sums["current_abs_diff"] / sums["current_tokens"] < 1e-3
     assert (mini.scored(policy.logprobs) - before)[mask].abs().max() > 0
-
-
-def painted_with_reference(painted: Painted) -> Painted:
-    """Return it without a KL term, whose reference would be scored first."""
-    trainer = painted.config.trainer
-    without = replace(trainer, algorithm=replace(trainer.algorithm, use_kl_loss=False))
-    return replace(painted, config=replace(painted.config, trainer=without))
 
 
 def test_what_is_resumed_goes_on_as_if_it_had_never_stopped(painted: Painted, tmp_path: Path, alone: World) -> None:

@@ -1,0 +1,128 @@
+"""Rows of datasets that a diffusion policy learns from: a prompt, and the picture or the frames that it is to become."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hpcrl.config.families import is_diffusion
+from hpcrl.config.sections.model import Pretrained
+from hpcrl.config.sections.trainer import TrainerConfig
+from hpcrl.data.conversations import Columns, Tokens
+from hpcrl.data.pipelines.samples import IMAGE, NOISE_SEED, PROMPT
+from hpcrl.data.pipelines.tokens import load_tokenizer, row_decoder
+from hpcrl.data.vision.images import Frames, image_text, size_of
+from hpcrl.errors import DataError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+@dataclass(frozen=True)
+class PictureRows:
+    """What rows become.
+
+    Attributes:
+        size: height and width of a picture, to which what is larger or smaller is scaled, and cut around its middle.
+        frames: of a video, the first ones of those that a row has; None: rows have pictures.
+        longest: tokens of a prompt; further ones are cut off.
+    """
+
+    size: list[int]
+    frames: int | None
+    longest: int
+
+    @classmethod
+    def of(cls, trainer: TrainerConfig) -> PictureRows | None:
+        """Return what the configuration says; None: the policy is a language model."""
+        settings = trainer.policy.diffusers
+        if not is_diffusion(trainer):
+            return None
+        frames = settings.train_frames if settings.is_video else None
+        return cls(settings.inference_size, frames, settings.max_prompt_length)
+
+
+class PictureRenderer:
+    """Makes sequences of rows: the tokens of the prompt, then one entry that is trained, which stands for a noise level.
+
+    Errors as of `load_tokenizer`.
+    """
+
+    def __init__(self, model: Pretrained, columns: Columns, rows: PictureRows) -> None:
+        self._tokenizer, self._columns, self._rows = load_tokenizer(model), columns, rows
+        self.decode = row_decoder(model)
+
+    def sequences(self, row: Any, folder: Path | None = None) -> list[Tokens]:
+        """Return a row as it is trained, one sequence; arguments and errors as of `Renderer.sequences`."""
+        if not isinstance(row, Mapping):
+            raise DataError(f"expected an object with columns, found {type(row).__name__}")
+        prompt = _prompt(row.get(self._columns.prompt), self._columns.prompt)
+        given = row.get(self._columns.images)
+        files = [image_text(one, folder) for one in (given if isinstance(given, list) else [given])]
+        self._check(files)
+        ids = list(self._tokenizer(prompt).input_ids)[: self._rows.longest]
+        shown = [(0, 0, file) for file in files]
+        return [Tokens([*ids, len(self._tokenizer)], [False] * len(ids) + [True], images=shown, prompt=prompt)]
+
+    def _check(self, files: Sequence[str]) -> None:
+        """Raise DataError where a row has not the pictures that it needs; only headers are read."""
+        if self._rows.frames is None:
+            if len(files) != 1:
+                raise DataError(
+                    f"column `{self._columns.images}` (data.image_column) has {len(files)} pictures; expected one, or, of a video, "
+                    "trainer.policy.diffusers.is_video"
+                )
+            size_of(files[0])
+            return
+        there = sum(len(Frames(file)) for file in files)
+        if there < self._rows.frames:
+            raise DataError(
+                f"column `{self._columns.images}` (data.image_column) has {there} frames; expected trainer.policy.diffusers.train_frames = "
+                f"{self._rows.frames} at least, as several pictures or as an animated PNG, WebP or GIF"
+            )
+
+
+def picture_tensors(contents: Sequence[bytes], row: int, rows: PictureRows) -> dict[str, np.ndarray]:
+    """Return what a row's sample carries: the prompt in UTF-8, the picture or the frames of the size that is trained, and the seed of their noise.
+
+    Args:
+        contents: the prompt, then files of pictures.
+        row: in its dataset.
+
+    Raises:
+        DataError: a picture cannot be read.
+    """
+    import numpy as np
+    from PIL import Image, ImageOps
+
+    height, width = rows.size
+    pixels = list[np.ndarray]()
+    for picture in _pictures(contents[1:], rows.frames or 1):
+        fitted = ImageOps.fit(picture, (width, height), Image.Resampling.LANCZOS)
+        pixels.append(np.array(fitted, np.uint8))
+    return {
+        PROMPT: np.frombuffer(contents[0], np.uint8).copy(),
+        IMAGE: pixels[0] if rows.frames is None else np.stack(pixels),
+        NOISE_SEED: np.array([row], np.int64),
+    }
+
+
+def _pictures(files: Sequence[bytes], count: int) -> Iterator[Any]:
+    """Yield the first pictures of files, one after the other."""
+    for content in files:
+        for frame in Frames(image_text(content)):
+            if count == 0:
+                return
+            yield frame
+            count -= 1
+
+
+def _prompt(value: Any, column: str) -> str:
+    """Return a prompt as a text: the content of the last of its messages, where it has messages."""
+    if isinstance(value, list) and value and isinstance(value[-1], Mapping):
+        value = value[-1].get("content")
+    if not isinstance(value, str) or not value.strip():
+        raise DataError(f"column `{column}` (data.prompt_column): expected a text, found {value!r:.80}")
+    return value

@@ -1,0 +1,53 @@
+"""Other pipelines than Stable Diffusion 3 are trained too: pictures of Sana, videos of Sana and of Wan, by DiffusionNFT and by Flow-GRPO."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from hpcrl.trainer.backends.diffusion.policy import DiffusionPolicy
+from hpcrl.trainer.distributed import World
+
+pytest.importorskip("diffusers")
+
+from tests.data.pipelines.material import write_sana, write_sana_video, write_wan
+from tests.trainer.backends.diffusion.material import GRPO, launched, minis, paint, painted_alone, tiny, train_steps
+
+FRAMES = 5
+VIDEO = "trainer.policy.diffusers.is_video=true", f"trainer.policy.diffusers.train_frames={FRAMES}"
+MADE = {"sana": write_sana, "sana_video": write_sana_video, "wan": write_wan}
+
+
+@pytest.mark.parametrize(
+    ("kind", "way"), [("sana", "nft"), ("sana", "grpo"), ("sana_video", "nft"), ("sana_video", "grpo"), ("wan", "nft")]
+)
+def test_it_trains_what_its_engine_made(kind: str, way: str, tmp_path: Path, alone: World) -> None:
+    folder, video = MADE[kind](tmp_path / kind), kind != "sana"
+    ways = GRPO if way == "grpo" else ()
+    config = tiny(f"trainer.policy.model.path={folder}", *(VIDEO if video else ()), *ways)
+    painted = paint(tmp_path / "run", config, launched(config), size=2)
+    policy = DiffusionPolicy(config.trainer, alone)
+    (mini,) = minis(painted, alone)
+    before = {name: value.clone() for name, value in policy._trained().items()}
+    if way == "grpo":
+        mask = mini.samples.loss_mask > 0
+        told = mini.samples.rollout_logprobs[mask]
+        torch.testing.assert_close(mini.scored(policy.logprobs)[mask], told, rtol=1e-3, atol=1e-3)
+        painted = painted_alone(painted)
+    (sums,) = train_steps(policy, painted, alone, [1])
+    if way == "nft":  # nothing has moved yet
+        assert sums["loss_metrics/positive"] == pytest.approx(sums["loss_metrics/negative"], rel=1e-5)
+    assert any(not torch.equal(before[name], value) for name, value in policy._trained().items())
+    with Image.open(painted.run.picture("g1-0.1")) as kept:
+        assert getattr(kept, "n_frames", 1) == (FRAMES if video else 1)
+        pixels = [
+            np.asarray(kept.convert("RGB"), np.float64) / 255
+            for at in range(FRAMES if video else 1)
+            if not kept.seek(at)
+        ]
+    red, green, blue = np.stack(pixels).reshape(-1, 3).mean(0)
+    assert painted.batch.groups[0].rewards[1] == pytest.approx(red - (green + blue) / 2, abs=1e-6)
