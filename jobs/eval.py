@@ -56,6 +56,7 @@ def evaluate(
     from hpcrl.data.prompts import drop_long
     from hpcrl.data.vision.reader import ImageReader
     from hpcrl.rollout.evaluate import evaluate
+    from hpcrl.rollout.images.kept import KeptPictures
 
     data, trainer, model = config.data, config.trainer, policy_model(config.trainer)
     generator = replace(config.generator, max_input_length=max_input_length(config.generator, trainer))
@@ -74,9 +75,10 @@ def evaluate(
         if finished * 10 // len(work) != (finished - 1) * 10 // len(work):
             status.write(f"{finished} of {len(work)} prompts")
 
-    reader = ImageReader.of(model, options)
+    reader, interval = ImageReader.of(model, options), trainer.multi_modal_log_interval
+    pictures = KeptPictures(directory, interval) if interval else None
     groups = asyncio.run(
-        evaluate(directory, engine, model, work, version, generator, config.environment, on_finished, reader)
+        evaluate(directory, engine, model, work, version, generator, config.environment, on_finished, reader, pictures)
     )
     return groups, {"too_long": len(prompts) - len(kept), "seconds": time.monotonic() - began}
 

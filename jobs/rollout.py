@@ -111,13 +111,15 @@ def serve(
 
 def loaded_family(run: Run, config: Config) -> Callable[[WorkerOptions], tuple[Maker, Decode]]:
     """Load what the policy's family needs beside the engine; return what makes groups, and what decodes their tokens."""
+    from hpcrl.rollout.images.kept import KeptPictures
+
     model, generator, environment = policy_model(config.trainer), config.generator, config.environment
+    interval = config.trainer.multi_modal_log_interval
+    kept = KeptPictures(run, interval) if interval else None
     if is_diffusion(config.trainer):
         from hpcrl.data.pipelines.tokens import row_decoder
-        from hpcrl.rollout.diffusion.generate import KeptPictures, pictures
+        from hpcrl.rollout.diffusion.generate import pictures
 
-        interval = config.trainer.multi_modal_log_interval
-        kept = KeptPictures(run, interval) if interval else None
         maker, decode = pictures(generator, environment, kept), row_decoder(model)
         return lambda _: (maker, decode)
     from hpcrl.data.chat import decoder, load_tokenizer, without_torch
@@ -129,7 +131,7 @@ def loaded_family(run: Run, config: Config) -> Callable[[WorkerOptions], tuple[M
         tokenizer = load_tokenizer(model, generator.chat_template)
         reader = ImageReader.of(model, config.data.image_processor_kwargs)
     generator = replace(generator, max_input_length=max_input_length(generator, config.trainer))
-    return lambda options: (conversations(options, tokenizer, generator, environment, reader), decoder(tokenizer))
+    return lambda options: (conversations(options, tokenizer, generator, environment, reader, kept), decoder(tokenizer))
 
 
 def first_part(run: Run, config: Config, attempt: int, replica: int) -> Callable[[Path, Path], Launched] | None:

@@ -19,6 +19,7 @@ from hpcrl.rollout.engines.base import Launched
 from hpcrl.rollout.engines.watchdog import run_watched
 from hpcrl.rollout.generate import GroupGenerator
 from hpcrl.rollout.group import Group, sample_reward
+from hpcrl.rollout.images.kept import KeptPictures
 from hpcrl.rollout.threads import in_thread
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.records import append_text
@@ -38,6 +39,7 @@ async def evaluate(
     environment: EnvironmentConfig,
     on_finished: Callable[[int], None],
     reader: ImageReader | None = None,
+    kept: KeptPictures | None = None,
 ) -> list[GroupMeta]:
     """Return the groups of all work, in its order; what was said in them is appended to a dump.
 
@@ -48,6 +50,7 @@ async def evaluate(
         version: of the weights that it holds.
         on_finished: called with the number of groups that are finished, after each of them.
         reader: of the policy; None: it sees no images.
+        kept: where images that samples were shown are kept; None: nowhere.
 
     Raises:
         EngineError: the engine failed.
@@ -69,7 +72,7 @@ async def evaluate(
 
     async def generate_all() -> list[GroupMeta]:
         async with serving(generator, tokenizer, _REPLICA) as server:
-            groups = GroupGenerator(engine, tokenizer, generator, environment, server=server, reader=reader)
+            groups = GroupGenerator(engine, tokenizer, generator, environment, server=server, reader=reader, kept=kept)
             return await asyncio.gather(*(generate(item, groups) for item in work))
 
     stall_s, load_s = settings.stall_timeout_seconds, settings.start_timeout_seconds

@@ -36,6 +36,7 @@ from hpcrl.rollout.engines.watchdog import run_watched
 from hpcrl.rollout.evaluate import evaluated_text
 from hpcrl.rollout.generate import GroupGenerator
 from hpcrl.rollout.group import Group
+from hpcrl.rollout.images.kept import KeptPictures
 from hpcrl.rollout.lessons import Lessons
 from hpcrl.rollout.limiter import ConcurrencyLimiter
 from hpcrl.rollout.metrics import RolloutMetrics
@@ -114,11 +115,13 @@ def conversations(
     config: GeneratorConfig,
     environment: EnvironmentConfig,
     reader: ImageReader | None = None,
+    kept: KeptPictures | None = None,
 ) -> Maker:
     """Return what makes the generator of language models.
 
     Args:
         reader: of the policy; None: it sees no images.
+        kept: where images that samples were shown are kept; None: nowhere.
     """
 
     @asynccontextmanager
@@ -134,6 +137,7 @@ def conversations(
                 options.lessons,
                 server,
                 reader,
+                kept,
             )
 
     return made

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from io import BytesIO
 from typing import cast
 
 import numpy as np
@@ -21,38 +19,11 @@ from hpcrl.rollout.engines.base import Engine, Generation
 from hpcrl.rollout.engines.diffusion.engine import DiffusionEngine
 from hpcrl.rollout.env_session import EnvSession, scorer_of
 from hpcrl.rollout.group import Group, Row, apply_stop_reason, neutralize_failed, sample_reward
+from hpcrl.rollout.images.kept import KeptPictures
 from hpcrl.rollout.threads import CallThreads, in_thread
 from hpcrl.rollout.turns import Turns
 from hpcrl.rollout.worker import Generator, Maker
-from hpcrl.rundir.commit import write_bytes
-from hpcrl.rundir.layout import Run
-from hpcrl.types import LONGEST_FAILURE, Kind, Sample, Work, plain_text
-
-
-@dataclass(frozen=True)
-class KeptPictures:
-    """The PNG files of a run's pictures.
-
-    Attributes:
-        interval: trainer.multi_modal_log_interval.
-    """
-
-    run: Run
-    interval: int
-
-    def wants(self, kind: Kind, version: int) -> bool:
-        """Return whether pictures that a version paints are kept."""
-        return kind == "eval" or version % self.interval == 0
-
-    def write(self, group_id: str, images: Sequence[np.ndarray]) -> None:
-        """Write the pictures of a group, each complete or not at all."""
-        from PIL import Image
-
-        for at, image in enumerate(images):
-            path, content = self.run.picture(f"{group_id}.{at}"), BytesIO()
-            path.parent.mkdir(exist_ok=True)
-            Image.fromarray(image).save(content, "PNG")
-            write_bytes(path, content.getvalue())
+from hpcrl.types import LONGEST_FAILURE, Sample, Work, plain_text
 
 
 class PictureGenerator:
@@ -86,7 +57,7 @@ class PictureGenerator:
         sampling = {"prompt": prompt, "kind": work.kind}
         said = await self._engine.generate(prompt_ids, work.n_samples, work.seed, sampling)
         if self._kept and self._kept.wants(work.kind, version):
-            await in_thread(self._kept.write, work.group_id, [one.tensors[IMAGE] for one in said])
+            await in_thread(self._kept.painted, work.group_id, [one.tensors[IMAGE] for one in said])
         answers = await asyncio.gather(*(self._scored(work, one) for one in said))
         rows = [[_row(prompt_ids, one, turn)] for one, (turn, _) in zip(said, answers, strict=True)]
         kept = [[apply_stop_reason(row, self._config) for row in own] for own in rows]
