@@ -3,6 +3,7 @@
 # make learn   each family of algorithms learns the quickstart's task, and other whole training runs, minutes each; reports in a browser
 # make trackers  install the packages of trackers and send a run to each
 # make agents  install packages of environments that ask an endpoint and train with one
+# make vision  install torchvision, and test vLLM with images
 # make kernels install torchao and Liger's kernels, and test FP8, moments of 8 bits and what is replaced
 # make faults  all failure scenarios on a real Slurm, also those that `make test` leaves out: more than an hour
 # make soak    a thousand processes of three runs killed, one after the other: hours; HPCRL_SOAK=300: so many; and 10,000 steps of one run
@@ -20,7 +21,7 @@ TORCH_CPU ?= https://download.pytorch.org/whl/cpu
 FAULTS    := $(shell grep -rl 'mark\.faults_slow' tests --include='test_*.py' | grep -v '^tests/faults/')
 PIP       := $(BIN)/pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test learn trackers agents kernels faults soak fuzz check format slurm egl chromium
+.PHONY: demo test learn trackers agents kernels vision faults soak fuzz check format slurm egl chromium
 demo: $(VENV)/$(if $(filter vllm,$(ENGINE)),installed,embedded)
 	$(BIN)/hpcrl submit configs/quickstart.toml generator.inference_engine.backend=$(ENGINE) --local --follow
 
@@ -44,6 +45,11 @@ agents: $(VENV)/installed
 	$(PYTHON) -m venv $(VENV)-agents/openenv
 	$(VENV)-agents/openenv/bin/pip install --quiet openenv==0.10.0
 	HPCRL_AGENTS=$(abspath $(VENV)-agents) $(BIN)/pytest -m agents tests/jobs/agents
+
+# Beside the environment, as its operators are compiled for CUDA: only the servers that tests start find it, and tests/vision/operators.
+vision: $(VENV)/installed
+	$(PIP) --no-deps --target $(VENV)-vision torchvision==0.28.0
+	HPCRL_TORCHVISION=$(abspath $(VENV)-vision) $(BIN)/pytest -m vision tests/vision
 
 # Beside the environment: where transformers finds torchao, each process imports it, for a second. Triton's interpreter stands for a GPU.
 kernels: $(VENV)/installed

@@ -86,10 +86,12 @@ def loaded_family(directory: Run, config: Config) -> tuple[Callable[[Prompt], in
     Returns:
         What counts the tokens of a prompt, how many it may have, what makes groups, and what decodes their tokens.
     """
+    from hpcrl.rollout.images.kept import KeptPictures
+
     model, generator, environment = policy_model(config.trainer), config.generator, config.environment
     if is_diffusion(config.trainer):
         from hpcrl.data.pipelines.tokens import prompt_counter, row_decoder
-        from hpcrl.rollout.diffusion.generate import KeptPictures, pictures
+        from hpcrl.rollout.diffusion.generate import pictures
 
         maker = pictures(generator, environment, KeptPictures(directory, 1))
         most = config.trainer.policy.diffusers.max_prompt_length
@@ -101,7 +103,9 @@ def loaded_family(directory: Run, config: Config) -> tuple[Callable[[Prompt], in
     options, tokenizer = config.data.image_processor_kwargs, load_tokenizer(model, generator.chat_template)
     count_tokens = token_counter(model, generator.chat_template, generator.chat_template_kwargs, options)
     generator = replace(generator, max_input_length=max_input_length(generator, config.trainer))
-    maker = conversations(tokenizer, generator, environment, ImageReader.of(model, options))
+    interval = config.trainer.multi_modal_log_interval
+    kept = KeptPictures(directory, interval) if interval else None
+    maker = conversations(tokenizer, generator, environment, ImageReader.of(model, options), kept)
     return count_tokens, config.trainer.max_prompt_length, maker, decoder(tokenizer)
 
 

@@ -112,13 +112,15 @@ def serve(
 
 def loaded_family(run: Run, config: Config) -> Callable[[WorkerOptions], tuple[Maker, Decode]]:
     """Load what the policy's family needs beside the engine; return what makes groups, and what decodes their tokens."""
+    from hpcrl.rollout.images.kept import KeptPictures
+
     model, generator, environment = policy_model(config.trainer), config.generator, config.environment
+    interval = config.trainer.multi_modal_log_interval
+    kept = KeptPictures(run, interval) if interval else None
     if is_diffusion(config.trainer):
         from hpcrl.data.pipelines.tokens import row_decoder
-        from hpcrl.rollout.diffusion.generate import KeptPictures, pictures
+        from hpcrl.rollout.diffusion.generate import pictures
 
-        interval = config.trainer.multi_modal_log_interval
-        kept = KeptPictures(run, interval) if interval else None
         maker, decode = pictures(generator, environment, kept), row_decoder(model)
         return lambda _: (maker, decode)
     from hpcrl.data.chat import decoder, load_tokenizer, without_torch
@@ -133,7 +135,7 @@ def loaded_family(run: Run, config: Config) -> Callable[[WorkerOptions], tuple[M
 
     def loaded(options: WorkerOptions) -> tuple[Maker, Decode]:
         maker = conversations(
-            tokenizer, generator, environment, reader,
+            tokenizer, generator, environment, reader, kept,
             replica=options.replica, baselines=options.baselines, rewards=options.rewards, lessons=options.lessons,
         )  # fmt: skip
         return maker, decoder(tokenizer)

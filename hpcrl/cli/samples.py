@@ -48,14 +48,14 @@ def _samples(arguments: argparse.Namespace) -> int:
         chosen = [found[place] for place in places[: arguments.n]]
         shown, of = read_trained(run, chosen, decoder_of(run)), f"step {at}"
     if arguments.json:
-        _print_json(shown)
+        _print_json(run, shown)
         return 0
     order = f", {arguments.order}{' first' if arguments.order != 'random' else f', seed {arguments.seed}'}"
     print(f"{run.name}: {len(shown)} of {len(found)} samples of {of}{order if arguments.order else ''}")
     for rollout in shown:
         print("\n".join(["", *_lines(rollout)]))
-        if (picture := run.picture(rollout.name)).exists():
-            print(one_line(f"--- picture {picture}"))
+        for path in run.pictures_of(rollout.name):
+            print(one_line(f"--- picture {path}"))
     return 0
 
 
@@ -84,11 +84,12 @@ def decoder_of(run: Run) -> Decode:
         raise RunError(f"the tokenizer of {model} cannot be loaded, and samples are tokens: {error}") from error
 
 
-def _print_json(rollouts: list[Rollout]) -> None:
+def _print_json(run: Run, rollouts: list[Rollout]) -> None:
     from dataclasses import asdict
     from json import dumps
 
-    print(printable(dumps([asdict(rollout) for rollout in rollouts], indent=2, ensure_ascii=False)))
+    found = [{**asdict(one), "pictures": [str(path) for path in run.pictures_of(one.name)]} for one in rollouts]
+    print(printable(dumps(found, indent=2, ensure_ascii=False)))
 
 
 def _lines(rollout: Rollout) -> list[str]:

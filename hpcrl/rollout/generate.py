@@ -20,7 +20,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hpcrl.config import EnvironmentConfig, GeneratorConfig, SamplingParams, eval_sampling
-from hpcrl.data.vision.reader import Context, ImageReader
+from hpcrl.data.vision.reader import Context, ImageReader, SeenImage
 from hpcrl.envs.base import Messages, Turn
 from hpcrl.envs.registry import common_extras
 from hpcrl.envs.rewards.remote import Endpoints
@@ -29,8 +29,10 @@ from hpcrl.rollout.endpoint.server import PolicyServer, serving
 from hpcrl.rollout.engines.base import Engine, Generation, Heard, engine_sampling
 from hpcrl.rollout.env_session import Answer, EnvSession, scorer_of
 from hpcrl.rollout.group import Group, Row, apply_stop_reason, neutralize_failed, sample_reward
+from hpcrl.rollout.images.kept import KeptPictures
+from hpcrl.rollout.images.preparing import ImagePreparation
 from hpcrl.rollout.lessons import Lessons, Told
-from hpcrl.rollout.threads import CallThreads
+from hpcrl.rollout.threads import CallThreads, in_thread
 from hpcrl.rollout.transcript import Template, Transcript
 from hpcrl.rollout.turns import Turns
 from hpcrl.types import LONGEST_FAILURE, Kind, StopReason, Work, plain_text
@@ -105,6 +107,12 @@ class _Episode:
         after = next((at for at, one in enumerate(reversed(self.messages)) if one["role"] == "assistant"), 0)
         return self.opening + self.messages[: len(self.messages) - after]
 
+    @property
+    def shown(self) -> list[SeenImage]:
+        """The images of all turns, in their order; one that a later turn's prompt repeats is there once."""
+        found = {image.digest: image for transcript in self.transcripts for image in transcript.images}
+        return list(self.transcript.images if len(self.transcripts) == 1 else found.values())
+
     def rows(self) -> list[Row]:
         reason: StopReason = "failed" if self.failure else self.stop_reason
         return [transcript.sample(reason, self.metrics) for transcript in self.transcripts]
@@ -120,6 +128,7 @@ class GroupGenerator:
         services: returns the reward service that gets the next request; None: the one that the process's variables name.
         server: at which environments ask the policy themselves; None: there is none.
         reader: of the policy; None: it sees no images.
+        kept: where images that samples were shown are kept; None: nowhere.
         lessons: what training groups have for teachers; None: nothing.
 
     Raises:
@@ -137,11 +146,13 @@ class GroupGenerator:
         lessons: Lessons | None = None,
         server: PolicyServer | None = None,
         reader: ImageReader | None = None,
+        kept: KeptPictures | None = None,
     ) -> None:
         self._engine, self._config, self._baselines, self._server = engine, config, baselines, server
         self._lessons = lessons or Lessons()
         special = config.chat_template.allow_special_tokens
         self._template = Template(tokenizer, config.chat_template_kwargs, special, reader)
+        self._images, self._kept = ImagePreparation(reader), kept if reader else None
         self._vocabulary = len(tokenizer)
         self._lessons.check(self._vocabulary)
         gym, self._judged = environment.skyrl_gym, environment.reward_model.model is not None
@@ -182,6 +193,8 @@ class GroupGenerator:
             await asyncio.gather(*own)
         finally:
             await self._close(episodes)
+        if self._kept and self._kept.wants(work.kind, version):
+            await in_thread(self._kept.shown, work.group_id, [episode.shown for episode in episodes[:n]])
         said = [episode.rows() for episode in episodes[:n]]
         rows = [[apply_stop_reason(row, self._config) for row in own] for own in said]
         if work.kind == "train":
@@ -223,6 +236,7 @@ class GroupGenerator:
             except _FAILURES as error:
                 episode.failure = _told(error)
             if opened != messages or not prompt.token_ids:  # as a rule all samples begin alike
+                _held = await self._images.prepare(opened)  # until the template wants them
                 messages, prompt = opened, self._template.opening(opened)
             episode.transcripts, episode.opening, episode.past = [Transcript(*prompt)], opened, list(opened)
 
@@ -270,6 +284,7 @@ class GroupGenerator:
                 return
             self._say(episode.transcript, said, answer, over=False)
             try:
+                _held = await self._images.prepare(answer.observations)
                 prompt = self._next_prompt(episode, said, answer)
             except DataError as error:  # what the environment said has no tokens
                 episode.failure = _told(error)
@@ -382,6 +397,7 @@ def conversations(
     config: GeneratorConfig,
     environment: EnvironmentConfig,
     reader: ImageReader | None = None,
+    kept: KeptPictures | None = None,
     *,
     replica: int = 0,
     baselines: bool = False,
@@ -393,6 +409,8 @@ def conversations(
     @asynccontextmanager
     async def made(engine: Engine) -> AsyncIterator[Generator]:
         async with serving(config, tokenizer, replica) as server:
-            yield GroupGenerator(engine, tokenizer, config, environment, baselines, rewards, lessons, server, reader)
+            yield GroupGenerator(
+                engine, tokenizer, config, environment, baselines, rewards, lessons, server, reader, kept
+            )
 
     return made

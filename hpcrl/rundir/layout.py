@@ -22,6 +22,7 @@
   checkpoints/starts.jsonl         which checkpoint each attempt loaded and went on from
   exports/s000040/                 HF format
   pictures/g….0.png                what the first sample of a group painted; trainer.multi_modal_log_interval
+  pictures/g….image-0.png          the first image that all samples of a group were shown; g….0.image-1.png: the second one of its first sample
   dumps/s000042/                   what step 42 trained, with advantages; trainer.dump_data_batch
   evals/v000010/<replica>.jsonl    texts and scores of the evaluation samples
   evals/v000010/losses.json        of validation sets
@@ -191,8 +192,23 @@ class Run:
         return self.path / "dumps"
 
     def picture(self, sample: str) -> Path:
-        """Return where the picture of a sample is, <group>.<place in it>, if it is kept."""
+        """Return where the picture is that a sample, <group>.<place in it>, has painted, if it is kept."""
         return self.path / "pictures" / f"{sample}.png"
+
+    def shown_picture(self, name: str, number: int) -> Path:
+        """Return where an image is that a sample was shown, the first is 0, if it is kept.
+
+        Args:
+            name: of the sample; of its group, where all samples of it were shown the image.
+        """
+        return self.picture(f"{name}.image-{number}")
+
+    def pictures_of(self, sample: str) -> list[Path]:
+        """Return the pictures of a sample that are kept: those that it was shown, in their order, and what it has painted."""
+        found, names = list[Path](), (sample.rpartition(".")[0], sample)
+        while kept := [path for name in names if (path := self.shown_picture(name, len(found))).exists()]:
+            found.append(kept[0])
+        return [*found, *filter(Path.exists, [self.picture(sample)])]
 
     @property
     def evals(self) -> Path:

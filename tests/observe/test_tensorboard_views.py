@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from tensorboard.plugins.hparams import metadata as hparams
@@ -15,7 +17,7 @@ from hpcrl.config import Config
 from hpcrl.observe.metrics import Histogram, MetricsWriter, Record
 from hpcrl.observe.tensorboard.event_file import EventFile, rebuild
 from hpcrl.observe.tensorboard.overview import SHARE, points_of
-from hpcrl.rundir.commit import write_json, write_text
+from hpcrl.rundir.commit import write_bytes, write_json, write_text
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import open_attempt, report_outcome
 from hpcrl.rundir.starts import note
@@ -105,6 +107,8 @@ def test_samples_of_evaluations(run: Run) -> None:
         for row in (7, 3, 1, 2, 0) for sample in (0, 1)
     ]  # fmt: skip
     write_text(run.eval_dump(10, 0), "".join(json.dumps(row) + "\n" for row in rows) + '{"half')
+    Image.new("RGB", (3, 2)).save(content := BytesIO(), "PNG")
+    write_bytes(run.shown_picture("e000010-00000001", 0), content.getvalue())
     with MetricsWriter(run, "controller", 1, 0) as writer:
         writer.write(10, {"eval/all/avg_score": 0.5})
         writer.write(20, {"eval/all/avg_score": 0.5})  # of which no samples are kept
@@ -117,6 +121,11 @@ def test_samples_of_evaluations(run: Run) -> None:
     ]
     assert "    user: question 3\n" in said
     assert "\n    <b>\n    # no heading" in said
+    events, event = shown(run), (10, 3, 2, content.getvalue())
+    assert [
+        (one.step, one.width, one.height, one.encoded_image_string) for one in events.Images("evaluation/row 1/0")
+    ] == [event]
+    assert events.Tags()["images"] == ["evaluation/row 1/0"]
 
 
 def test_histograms(run: Run) -> None:

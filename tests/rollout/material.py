@@ -171,10 +171,11 @@ def wait_for(condition: Callable[[], Any], seconds: float, what: str) -> Any:
 
 
 @contextmanager
-def served(given: ServerOptions, log: Path) -> Iterator[Server]:
+def served(given: ServerOptions, log: Path, *paths: Path) -> Iterator[Server]:
+    """Have a server; it finds Python's modules in `paths` too."""
     scratch = Scratch("engine")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(ROOT))  # of the logits processor
+        patch.setenv("PYTHONPATH", os.pathsep.join(map(str, (ROOT, *paths))))  # of the logits processor
         server = Server(given, scratch.path, log)
     try:
         server.wait_ready(START_S)

@@ -75,8 +75,12 @@ def _model(kind: str) -> Any:
             "num_position_embeddings": 64,
             "deepstack_visual_indexes": [0],
         }
+        rope = {
+            **_ROPE,
+            "mrope_interleaved": True,
+        }  # as released models have it; transformers interleaves in any case, vLLM does not
         config = Qwen3VLConfig(
-            text_config={**_TEXT, "rope_parameters": _ROPE}, vision_config=tower, tie_word_embeddings=True, **_TOKENS
+            text_config={**_TEXT, "rope_parameters": rope}, vision_config=tower, tie_word_embeddings=True, **_TOKENS
         )
         return Qwen3VLForConditionalGeneration(config)
     tower = CLIPVisionConfig(
@@ -97,6 +101,8 @@ def write_model(path: Path, kind: str, seed: int = 7) -> Path:
         size = {"height": 16, "width": 16}
         entries = {"image_processor_type": "CLIPImageProcessor", "size": size, "crop_size": size}
         (path / "preprocessor_config.json").write_text(json.dumps(entries))
+        processor = {"image_token": "<|image_pad|>", "patch_size": 8, "vision_feature_select_strategy": "default"}
+        (path / "processor_config.json").write_text(json.dumps({"processor_class": "LlavaProcessor", **processor}))
     else:
         MADE["make_processor"]().save_pretrained(path)
     return path

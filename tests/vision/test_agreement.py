@@ -1,8 +1,12 @@
-"""What the embedded engine says of a token is what the trainer computes and what transformers computes of one sample, images included."""
+"""What an engine says of a token is what the trainer computes and what transformers computes of one sample, images included.
+
+vLLM wants torchvision: `make vision` installs it beside the environment and runs these tests with vLLM too.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,41 +21,67 @@ from hpcrl.config.sections.generator import ChatTemplateConfig
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.data.chat import load_tokenizer
 from hpcrl.data.group_file import read_group, write_group
-from hpcrl.data.vision.families import placeholders
+from hpcrl.data.vision.families import FAMILIES, placeholders
 from hpcrl.data.vision.images import with_images
 from hpcrl.data.vision.inputs import model_inputs
 from hpcrl.data.vision.reader import ImageReader, row_images
 from hpcrl.rollout.engines.base import Engine, Launched
 from hpcrl.rollout.generate import GroupGenerator
+from hpcrl.rollout.images.kept import KeptPictures
+from hpcrl.rundir.commit import write_text
+from hpcrl.rundir.layout import Run
 from hpcrl.trainer.backends.fsdp.model import PackedPolicy
 from hpcrl.trainer.models.forward import ForwardConfig
 from hpcrl.trainer.models.hf import ModelSource
 from hpcrl.trainer.models.packed.attention import PACKED
 from hpcrl.trainer.packing import pack
 from hpcrl.types import Prompt, Sample, Work
-from tests.rollout.material import publish, started
+from tests.rollout.material import TOKEN, options, publish, served, slowly, started
 from tests.vision.material import IMAGE, KINDS, asks, write_model
 
 SAMPLING = SamplingParams(max_generate_length=12, temperature=0.9)
+LONG = replace(SAMPLING, max_generate_length=200, additional_kwargs={"ignore_eos": True})
 ENVIRONMENT = "tests.vision.environments:ShowMore"
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("vision") / request.param, request.param)
+ENGINES = [
+    *(("transformers", kind) for kind in KINDS),
+    *(pytest.param(("vllm", kind), marks=pytest.mark.vision) for kind in KINDS if FAMILIES[kind].vllm),
+]
+
+
+@pytest.fixture(scope="module", params=ENGINES, ids="-".join)
+def used(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """An engine, and a model that it serves."""
+    backend, kind = request.param
+    return backend, write_model(tmp_path_factory.mktemp("vision") / kind, kind)
 
 
 @pytest.fixture(scope="module")
-def engine(model: Path) -> Iterator[Launched]:
-    with started(model) as found:
-        yield found
+def model(used: tuple[str, Path]) -> Path:
+    return used[1]
 
 
-def generator_of(engine: Engine, model: Path, **config: Any) -> GroupGenerator:
+@pytest.fixture(scope="module")
+def engine(used: tuple[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launched]:
+    backend, model = used
+    if backend == "vllm":
+        folder = tmp_path_factory.mktemp("server")
+        write_text(folder / "token", TOKEN + "\n", mode=0o600)
+        given = replace(options(str(model), folder / "token"), max_model_len=256)
+        beside = Path(__file__).parent / "operators", Path(os.environ["HPCRL_TORCHVISION"])
+        with served(given, folder / "engine.log", *beside) as server:
+            yield server
+    else:
+        with started(model) as found:
+            yield found
+
+
+def generator_of(engine: Engine, model: Path, kept: KeptPictures | None = None, **config: Any) -> GroupGenerator:
     reader = ImageReader.of(Pretrained(str(model)), {})
     tokenizer = load_tokenizer(Pretrained(str(model)), ChatTemplateConfig())
-    settings = GeneratorConfig(sampling_params=SAMPLING, **config)
-    return GroupGenerator(engine, tokenizer, settings, EnvironmentConfig(), reader=reader)
+    settings = GeneratorConfig(**{"sampling_params": SAMPLING, **config})
+    return GroupGenerator(engine, tokenizer, settings, EnvironmentConfig(), reader=reader, kept=kept)
 
 
 def work(number: int, *seeds: int, n: int = 4) -> Work:
@@ -59,11 +89,13 @@ def work(number: int, *seeds: int, n: int = 4) -> Work:
     return Work(f"g{number}", "train", Prompt(f"row{number}", messages, ENVIRONMENT), n, 40 * number)
 
 
-def played(engine: Launched, model: Path, folder: Path, *items: Work, **config: Any) -> list[Sample[torch.Tensor]]:
+def played(
+    engine: Launched, model: Path, folder: Path, *items: Work, kept: KeptPictures | None = None, **config: Any
+) -> list[Sample[torch.Tensor]]:
     """Return the rows of groups that are generated together, as the trainer reads them from their files."""
 
     async def play() -> list[Any]:
-        groups = generator_of(engine.connect(), model, **config)
+        groups = generator_of(engine.connect(), model, kept, **config)
         return await asyncio.gather(*(groups.generate(item) for item in items))
 
     found = list[Sample[torch.Tensor]]()
@@ -96,8 +128,10 @@ def of_one(reference: Any, row: Sample[torch.Tensor], temperature: float) -> tor
 def test_rows_with_and_without_images(engine: Launched, model: Path, tmp_path: Path) -> None:
     """Prompts with one image, with two of other sizes, and with none, together; three turns, of which later ones show more."""
     items = work(1, 1), work(2, 2, 3), work(3)
-    rows = played(engine, model, tmp_path, *items, max_turns=3)
+    run = Run(tmp_path)
+    rows = played(engine, model, tmp_path, *items, kept=KeptPictures(run, 1), max_turns=3)
     assert len(rows) == 12
+    assert [len(run.pictures_of(f"g{number}.0")) for number in (1, 2, 3)] == [4, 5, 3]
     assert [len(row_images(row.tensors)) for row in rows[::4]] == [4, 5, 3]
     samples, reference = pack(rows).whole(), AutoModelForImageTextToText.from_pretrained(model)
     trained = samples.loss_mask > 0
@@ -172,14 +206,17 @@ def test_placeholders_are_never_said(engine: Launched, model: Path, tmp_path: Pa
 def test_rows_under_way_see_on_with_new_weights(engine: Launched, model: Path, tmp_path: Path) -> None:
     """The caches are computed anew, images included, so that each token has the log-probability of one version."""
     other = write_model(tmp_path / "other", model.name, seed=8)
+    weights = publish(other, tmp_path / "v000003", 3)
 
     async def play() -> Any:
         client = engine.connect()
-        groups = generator_of(client, model)
-        running = asyncio.create_task(groups.generate(replace(work(1, 1, 2, n=6), seed=3)))
-        while not client._compute.tokens:  # pyright: ignore[reportAttributeAccessIssue]
-            await asyncio.sleep(0)
-        await client.update_weights(publish(other, tmp_path / "v000003", 3))
+        groups = generator_of(client, model, sampling_params=LONG)
+        before = await client.tokens()
+        with slowly(model):
+            running = asyncio.create_task(groups.generate(replace(work(1, 1, 2, n=6), seed=3)))
+            while await client.tokens() == before:
+                await asyncio.sleep(0)
+            await client.update_weights(weights)
         group = await running
         await client.update_weights(publish(model, tmp_path / "v000004", 4))
         return group
@@ -189,6 +226,8 @@ def test_rows_under_way_see_on_with_new_weights(engine: Launched, model: Path, t
     rows = read_group(tmp_path / "group")
     batch = pack(rows).whole()
     versions = torch.cat([torch.cat([row.versions[1:], torch.tensor([-1])]) for row in rows])
-    new = (versions == 3) & (batch.loss_mask > 0)
+    trained = batch.loss_mask > 0
+    new = (versions == 3) & trained
     assert new.any()
+    assert (versions[trained] != 3).any()
     torch.testing.assert_close(policy_of(other).run(batch)[0][new], batch.rollout_logprobs[new], rtol=0, atol=2e-4)

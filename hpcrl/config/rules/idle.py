@@ -324,7 +324,7 @@ _OF_MODES = (
     Switch(
         (
             *("generator.sampling_params", "generator.max_turns", "environment", "trainer.max_prompt_length"),
-            *("generator.eval_sampling_params", "generator.eval_n_samples_per_prompt", "slurm.elastic.replicas"),
+            *("generator.eval_sampling_params", "generator.eval_n_samples_per_prompt", "slurm.elastic.replicas", "trainer.multi_modal_log_interval"),
         ),
         'data.val_prompts, or trainer.mode="rl"',
         has_engines,

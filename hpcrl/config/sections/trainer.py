@@ -313,4 +313,4 @@ class TrainerConfig:
     """Write texts and scores of each evaluation into the run directory."""
 
     multi_modal_log_interval: int | None = None
-    """Versions of a policy that paints between those whose training samples are kept as PNG files in pictures/ of the run directory, for `hpcrl samples` and reports; those of evaluations are kept too. Unset: none."""
+    """Versions of a policy between those of whose training samples the pictures are kept as PNG files in pictures/ of the run directory, for `hpcrl samples` and reports: the images that a vision-language model was shown, in every turn, or what a diffusion pipeline painted; those of evaluations are kept too. Unset: none."""

@@ -17,10 +17,12 @@ class Family:
     Attributes:
         processor: class of transformers that prepares images with Pillow; None: preprocessor_config.json names it.
         grid: an image has as many tokens as its size gives, and a row of GRID; otherwise each has the same number.
+        vllm: whether vLLM 0.31 loads the names that transformers gives to the weights of these models.
     """
 
     processor: str | None
     grid: bool
+    vllm: bool = True
 
 
 _QWEN = Family("Qwen2VLImageProcessorPil", grid=True)
@@ -28,7 +30,7 @@ FAMILIES: Mapping[str, Family] = {
     "qwen2_vl": _QWEN,
     "qwen2_5_vl": _QWEN,
     "qwen3_vl": _QWEN,
-    "llava": Family(None, grid=False),
+    "llava": Family(None, grid=False, vllm=False),
 }
 """Each by the `model_type` of its config.json."""
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakValueDictionary
 
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.data.vision.families import GRID, PIXELS, Family, family_of, placeholders
@@ -16,7 +17,7 @@ from hpcrl.errors import DataError
 if TYPE_CHECKING:
     import numpy as np
 
-_KEPT = 64  # images; the samples of a prompt show the same
+_KEPT = 64  # images that are not prepared again though nobody has them any more
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,12 +28,14 @@ class SeenImage:
         tensors: PIXELS float32, [patches, numbers of a patch] where there is a GRID [1, 3] int64, or [1, 3, height, width].
         tokens: that stand for it, each of them `token`.
         digest: of the tensors.
+        source: the image itself, as of `image_text`.
     """
 
     tensors: Mapping[str, np.ndarray]
     token: int
     tokens: int
     digest: str
+    source: str
 
 
 class Context(NamedTuple):
@@ -57,7 +60,8 @@ class ImageReader:
 
     def __init__(self, processor: Any, of_each: int | None, token: int, never_said: Sequence[int]) -> None:
         self._processor, self._of_each, self.token, self.never_said = processor, of_each, token, never_said
-        self.seen = lru_cache(_KEPT)(self._seen)
+        self._known = WeakValueDictionary[str, SeenImage]()
+        self._latest = deque[SeenImage](maxlen=_KEPT)
 
     @classmethod
     def of(cls, model: Pretrained, options: Mapping[str, Any]) -> ImageReader | None:
@@ -103,8 +107,19 @@ class ImageReader:
         except ValueError as error:
             raise DataError(f"an image of {width} x {height} pixels: {error}") from error
 
+    def known(self, image: str) -> SeenImage | None:
+        """Return an image that was prepared, if somebody still has it or it is one of the latest."""
+        return self._known.get(image)
+
+    def seen(self, image: str) -> SeenImage:
+        """Return an image as the model sees it; errors as of `tokens`. Other threads may call it."""
+        found = self.known(image)
+        if found is None:
+            found = self._known[image] = self._seen(image)
+            self._latest.append(found)
+        return found
+
     def _seen(self, image: str) -> SeenImage:
-        """Return an image as the model sees it; errors as of `tokens`."""
         pixels = opened(image)
         try:
             found = self._processor([pixels], return_tensors="np")
@@ -115,7 +130,7 @@ class ImageReader:
         digest = hashlib.blake2b(digest_size=16)
         for array in tensors.values():
             digest.update(str(array.shape).encode() + array.tobytes())
-        return SeenImage(tensors, self.token, count, digest.hexdigest())
+        return SeenImage(tensors, self.token, count, digest.hexdigest(), image)
 
     def context(self, token_ids: Iterable[int], images: Sequence[str]) -> Context:
         """Return tokens with as many placeholders for each image as it needs, where the template has written one.

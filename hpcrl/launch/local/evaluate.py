@@ -37,6 +37,7 @@ from hpcrl.launch.local.foreground import job, run_here
 from hpcrl.launch.manage.registry import find_run
 from hpcrl.launch.submit.engine import check_engine, position_limit
 from hpcrl.launch.submit.models import MODEL_FILE, PIPELINE_FILE, entries_of, folder_of, on_hub
+from hpcrl.launch.submit.vision import check_vision
 from hpcrl.rundir.checkpoints import find_checkpoint, line_of
 from hpcrl.rundir.commit import is_committed, read_json, verify, write_json, write_text
 from hpcrl.rundir.layout import Run, position_of
@@ -143,7 +144,8 @@ def configured(
     if subject.run is None:
         ours += _fitting(subject.model, files, settings)
     config = Config.from_toml([*base, *files], [*ours, *settings])
-    problems = list(check_engine(config)) if subject.checkpoint is None else []  # whose model may be made only yet
+    made = subject.checkpoint is None  # the model of a checkpoint may be made only yet
+    problems = [*check_engine(config), *check_vision(config)] if made else []
     raise_together(problems, partial(source_of, [*base, *files], [*ours, *settings]))
     n = config.generator.eval_n_samples_per_prompt
     if n > 1 and eval_sampling(config.generator).temperature == 0 and not is_diffusion(config.trainer):

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hpcrl.config import Config
+from hpcrl.config.adapters import loads_adapters
 from hpcrl.config.derive import critic_model, has_engines, policy_model
 from hpcrl.config.errors import Problem
 from hpcrl.config.scorers import scoring_reward_model
-from hpcrl.data.vision.families import family_of
+from hpcrl.data.vision.families import Family, family_of
 from hpcrl.launch.submit.models import entries_of
 
 
@@ -16,17 +17,21 @@ def check_vision(config: Config) -> Iterator[Problem]:
     """Yield what a run asks of a policy that sees and that only language models do."""
     trainer, model = config.trainer, policy_model(config.trainer)
     entries = entries_of(model)
-    if entries is None or family_of(entries) is None:
+    if entries is None or "model_type" not in entries:  # of a pipeline, which paints
+        return
+    family = family_of(entries)
+    if family is None:
+        if trainer.multi_modal_log_interval is not None:
+            yield Problem(
+                "trainer.multi_modal_log_interval",
+                f"{model} (trainer.policy) neither sees images nor paints any; leave it out",
+            )
         return
     sees = f"{model} (trainer.policy) sees images"
     if trainer.strategy == "megatron":
         yield Problem("trainer.strategy", f'{sees}, which Megatron-core\'s models here do not; use "fsdp2"')
     if has_engines(config) and config.generator.inference_engine.backend == "vllm":
-        yield Problem(
-            "generator.inference_engine.backend",
-            f"{sees}, and what vLLM said of tokens behind an image was not what the trainer computes where it was tried (docs/vision.md); "
-            'use "transformers"',
-        )
+        yield from _of_vllm(config, family, sees)
     if critic_model(trainer) is not None:
         yield Problem(
             "trainer.algorithm.advantage_estimator",
@@ -52,3 +57,22 @@ def check_vision(config: Config) -> Iterator[Problem]:
         )
     if trainer.mode in ("dpo", "reward_model"):
         yield Problem("trainer.mode", f'{sees}, and pairs of answers show none; expected "rl" or "sft"')
+
+
+def _of_vllm(config: Config, family: Family, sees: str) -> Iterator[Problem]:
+    engine = config.generator.inference_engine
+    if not family.vllm:
+        yield Problem(
+            "generator.inference_engine.backend",
+            f'{sees} by a tower whose weights vLLM 0.31 knows by other names; use "transformers"',
+        )
+    if engine.remote_urls:
+        yield Problem(
+            "generator.inference_engine.remote_urls",
+            f"{sees}, and a server that others have started may prepare images in another way; leave it out",
+        )
+    if loads_adapters(config):
+        yield Problem(
+            "generator.inference_engine.merge_lora",
+            f"{sees}, and of adapters vLLM uses none in the vision tower; set it to true",
+        )

@@ -46,7 +46,7 @@ def samples_of(run: Run, decode: Decode | None) -> dict[str, Any]:
     trained, size = dict[int, Any](), 0
     for step in _spread([step for step in batch_steps(run)[::-1] if _is_there(run, step)], _MOST_STEPS):
         with suppress(DataError, RunError):
-            found = [_with_picture(run, _trained(run, *one, decode)) for one in _chosen(run, step)]
+            found = [_with_pictures(run, _trained(run, *one, decode)) for one in _chosen(run, step)]
             size += len(json.dumps(found))
             if size > _LARGEST and trained:
                 break
@@ -54,25 +54,30 @@ def samples_of(run: Run, decode: Decode | None) -> dict[str, Any]:
     versions = sorted(
         {version for path in run.evals.glob("v*/*.jsonl") if (version := version_of(path.parent)) is not None}
     )
-    evaluated = dict[int, Any]()
+    evaluated, size = dict[int, Any](), 0
     for version in _spread(versions[::-1], _MOST_EVALUATIONS):
         with suppress(DataError, RunError):
             _, rollouts = evaluated_samples(run, version)
             places = _places([rollout.reward for rollout in rollouts], version)
-            evaluated[version] = [_with_picture(run, _evaluated(rollouts[place])) for place in places]
+            found = [_with_pictures(run, _evaluated(rollouts[place])) for place in places]
+            size += sum(len(url) for one in found for _, url in one["pictures"])
+            if size > _LARGEST and evaluated:
+                break
+            evaluated[version] = found
     return {
         "trained": [{"step": step, "samples": trained[step]} for step in sorted(trained)],
         "evaluated": [{"step": version, "samples": evaluated[version]} for version in sorted(evaluated)],
     }
 
 
-def _with_picture(run: Run, sample: dict[str, Any]) -> dict[str, Any]:
-    """Return a sample with its picture, as the page shows it, where one is kept."""
-    try:
-        content = run.picture(sample["name"]).read_bytes()
-    except OSError:
-        return sample
-    return {**sample, "picture": f"data:image/png;base64,{b64encode(content).decode()}"}
+def _with_pictures(run: Run, sample: dict[str, Any]) -> dict[str, Any]:
+    """Return a sample with its pictures that are kept, each as what it is and as a URL."""
+    painted, found = run.picture(sample["name"]), list[tuple[str, str]]()
+    for path in run.pictures_of(sample["name"]):
+        with suppress(OSError):  # removed meanwhile, or another user's
+            url = f"data:image/png;base64,{b64encode(path.read_bytes()).decode()}"
+            found.append(("what was painted" if path == painted else "what was shown", url))
+    return {**sample, "pictures": found}
 
 
 def _is_there(run: Run, step: int) -> bool:

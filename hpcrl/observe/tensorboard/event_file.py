@@ -153,8 +153,11 @@ class EventFile:
     def _values(self, record: Record, shown: Mapping[str, float]) -> Iterator[Any]:
         yield from summaries.scalars(shown)
         yield from (summaries.histogram(f"distribution/{tag}", shape) for tag, shape in record.histograms.items())
-        if EVAL_SCORE in record.metrics and (samples := texts.evaluated(self._run, record.step)):
-            yield summaries.text("evaluation/samples", samples)
+        if EVAL_SCORE in record.metrics:
+            if samples := texts.evaluated(self._run, record.step):
+                yield summaries.text("evaluation/samples", samples)
+            for name, png in texts.pictures(self._run, record.step):
+                yield summaries.picture(f"evaluation/{name}", png)
 
     def _write_values(self, wall_time: float, step: int, values: Iterable[Any]) -> None:
         self._write(Event(wall_time=wall_time, step=step, summary=Summary(value=values)))

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping
 from typing import Any
 
@@ -46,6 +47,14 @@ def histogram(tag: str, shape: Histogram) -> Any:
 def text(tag: str, markdown: str) -> Any:
     metadata = text_plugin.create_summary_metadata(display_name="", description="")
     return _stored(tag, metadata, markdown.encode())
+
+
+def picture(tag: str, png: bytes) -> Any:
+    """Return one picture, from the content of its PNG file."""
+    width, height = struct.unpack(">II", png[16:24])
+    return Summary.Value(
+        tag=tag, image=Summary.Image(width=width, height=height, colorspace=3, encoded_image_string=png)
+    )
 
 
 def layout(content: bytes) -> Any:

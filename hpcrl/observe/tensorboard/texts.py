@@ -1,9 +1,10 @@
-"""What TensorBoard shows of a run beside numbers, as Markdown: its configuration, its attempts, its summary, samples of its evaluations."""
+"""What TensorBoard shows of a run beside numbers, as Markdown: its configuration, its attempts, its summary, samples of its evaluations; and their pictures."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 from hpcrl.config import Config
@@ -17,6 +18,7 @@ from hpcrl.rundir.starts import read_starts, resumed_after
 from hpcrl.text import one_line, printable
 
 _SAMPLES = 4
+_PICTURES = 2  # of a sample: the file of events has them for each evaluation
 _MOST_LETTERS = 1500
 _MOST_BYTES = 1 << 22
 """Of a file of evaluated samples that are looked at: to look for the first rows in gigabytes would take longer than a step."""
@@ -64,9 +66,21 @@ def evaluated(run: Run, version: int) -> str:
     return "\n\n".join(map(_sample, found[:_SAMPLES]))
 
 
+def pictures(run: Run, version: int) -> Iterator[tuple[str, bytes]]:
+    """Yield names and PNG files of pictures of the samples that `evaluated` shows, as far as they are kept."""
+    for row in range(_SAMPLES):
+        for number, path in enumerate(run.pictures_of(f"{_group(version, row)}.0")[:_PICTURES]):
+            with suppress(OSError):  # removed meanwhile
+                yield f"row {row}/{number}", path.read_bytes()
+
+
+def _group(version: int, row: int) -> str:
+    return f"e{version:06d}-{row:08d}"
+
+
 def _first_rows(run: Run, version: int) -> Iterator[Any]:
     """Yield the first samples of the first rows of the validation set."""
-    wanted = [f'"e{version:06d}-{row:08d}"'.encode() for row in range(_SAMPLES)]
+    wanted = [f'"{_group(version, row)}"'.encode() for row in range(_SAMPLES)]
     for path in sorted(run.evals_of(version).glob("*.jsonl")):
         with path.open("rb") as file:
             for line in file.readlines(_MOST_BYTES):

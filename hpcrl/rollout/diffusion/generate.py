@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from io import BytesIO
 from typing import cast
 
 import numpy as np
@@ -16,51 +14,16 @@ from hpcrl.config import EnvironmentConfig, GeneratorConfig
 from hpcrl.data.pipelines.samples import IMAGE, LATENTS
 from hpcrl.envs.base import Turn
 from hpcrl.envs.registry import common_extras
-from hpcrl.envs.rewards.response import VIDEO_FPS
 from hpcrl.errors import ServiceError, UserCodeError
 from hpcrl.rollout.engines.base import Engine, Generation
 from hpcrl.rollout.engines.diffusion.engine import DiffusionEngine
 from hpcrl.rollout.env_session import EnvSession, scorer_of
 from hpcrl.rollout.generate import Generator, Maker
 from hpcrl.rollout.group import Group, Row, apply_stop_reason, neutralize_failed, sample_reward
+from hpcrl.rollout.images.kept import KeptPictures
 from hpcrl.rollout.threads import CallThreads, in_thread
 from hpcrl.rollout.turns import Turns
-from hpcrl.rundir.commit import write_bytes
-from hpcrl.rundir.layout import Run
-from hpcrl.types import LONGEST_FAILURE, Kind, Sample, Work, plain_text
-
-_OF_VIDEOS = 4
-"""Dimensions of a video, [frames, height, width, 3]."""
-
-
-@dataclass(frozen=True)
-class KeptPictures:
-    """The PNG files of a run's pictures, animated ones of videos.
-
-    Attributes:
-        interval: trainer.multi_modal_log_interval.
-    """
-
-    run: Run
-    interval: int
-
-    def wants(self, kind: Kind, version: int) -> bool:
-        """Return whether pictures that a version paints are kept."""
-        return kind == "eval" or version % self.interval == 0
-
-    def write(self, group_id: str, images: Sequence[np.ndarray]) -> None:
-        """Write the pictures of a group, each complete or not at all."""
-        from PIL import Image
-
-        for at, image in enumerate(images):
-            path, content = self.run.picture(f"{group_id}.{at}"), BytesIO()
-            path.parent.mkdir(exist_ok=True)
-            first, *others = [Image.fromarray(frame) for frame in (image if image.ndim == _OF_VIDEOS else [image])]
-            more = (
-                {"save_all": True, "append_images": others, "duration": 1000 / VIDEO_FPS, "loop": 0} if others else {}
-            )
-            first.save(content, "PNG", **more)
-            write_bytes(path, content.getvalue())
+from hpcrl.types import LONGEST_FAILURE, Sample, Work, plain_text
 
 
 class PictureGenerator:
@@ -94,7 +57,7 @@ class PictureGenerator:
         sampling = {"prompt": prompt, "kind": work.kind}
         said = await self._engine.generate(prompt_ids, work.n_samples, work.seed, sampling)
         if self._kept and self._kept.wants(work.kind, version):
-            await in_thread(self._kept.write, work.group_id, [one.tensors[IMAGE] for one in said])
+            await in_thread(self._kept.painted, work.group_id, [one.tensors[IMAGE] for one in said])
         answers = await asyncio.gather(*(self._scored(work, one) for one in said))
         rows = [[_row(prompt_ids, one, turn)] for one, (turn, _) in zip(said, answers, strict=True)]
         kept = [[apply_stop_reason(row, self._config) for row in own] for own in rows]

@@ -43,7 +43,6 @@ def model(folder: Path, kind: str) -> Path:
     ("settings", "path"),
     [
         ({"trainer.strategy": "megatron"}, "trainer.strategy"),
-        ({"generator.inference_engine.backend": "vllm"}, "generator.inference_engine.backend"),
         (CRITIC, "trainer.algorithm.advantage_estimator"),
         ({"trainer.shared_prefixes": True, "trainer.max_tokens_per_micro_batch": 512}, "trainer.shared_prefixes"),
         (
@@ -61,6 +60,30 @@ def test_what_only_language_models_do(tmp_path: Path, settings: dict[str, Any], 
     assert [problem.path for problem in check_vision(config(sees, settings))] == [path]
     assert list(check_vision(config(reads, settings))) == []
     assert list(check_vision(config(sees, {}))) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "path"),
+    [
+        ("qwen2_5_vl", {}, None),
+        ("llava", {}, "backend"),
+        ("qwen3_vl", {"remote_urls": ["https://host:8000"], "remote_key_file": "/key"}, "remote_urls"),
+        ("qwen3_vl", {"merge_lora": False}, "merge_lora"),
+        ("qwen3_vl", {"merge_lora": True}, None),
+    ],
+)
+def test_what_vllm_does(tmp_path: Path, kind: str, settings: dict[str, Any], path: str | None) -> None:
+    engine = {f"generator.inference_engine.{name}": value for name, value in {"backend": "vllm", **settings}.items()}
+    lora = {"trainer.policy.model.lora.rank": 4} if "merge_lora" in settings else {}
+    found = [problem.path for problem in check_vision(config(model(tmp_path / kind, kind), {**engine, **lora}))]
+    assert found == ([f"generator.inference_engine.{path}"] if path else [])
+
+
+def test_pictures_are_kept_of_who_sees_or_paints(tmp_path: Path) -> None:
+    sees, reads = model(tmp_path / "sees", "qwen2_5_vl"), model(tmp_path / "reads", "qwen2")
+    asked = {"trainer.multi_modal_log_interval": 5}
+    assert [problem.path for problem in check_vision(config(reads, asked))] == ["trainer.multi_modal_log_interval"]
+    assert list(check_vision(config(sees, asked))) == []
 
 
 def test_it_is_told_at_submit(tmp_path: Path) -> None:

@@ -38,11 +38,6 @@ def pipelines(config: ConfigTree) -> Iterator[Problem]:
     """What a pipeline is trained and served by, and that nothing else is."""
     engine, trainer = config.generator.inference_engine, config.trainer
     if not is_diffusion(trainer):
-        if trainer.multi_modal_log_interval is not None:
-            yield Problem(
-                "trainer.multi_modal_log_interval",
-                f"has no effect without {_SECTION}.enable; leave it out, or set that",
-            )
         if engine.backend == "diffusers":
             yield Problem(
                 _BACKEND, f"diffusers makes pictures; set {_SECTION}.enable=true, or choose vllm or transformers"

@@ -44,10 +44,10 @@ function sampleBox(sample, name) {
   const facts = Object.entries(sample.facts).map(([fact, value]) => `${fact} ${number(value)}`);
   const head = el("header", {}, el("b", {}, `${sample.name} · reward ${number(sample.reward)}`), el("div", { class: "faint" }, [`ended by ${sample.stop}`, `source ${sample.source}`, ...facts].join(" · ")));
   if (sample.group) head.append(el("div", { class: "faint" }, `rewards of its group: ${sample.group.map(number).join(", ")}`));
-  const picture = sample.picture ? [el("img", { src: sample.picture, class: "picture", alt: "what was painted" })] : [];
-  if (sample.parts) return el("article", { class: "panel sample" }, head, picture, sample.parts.map((part) => el("div", { class: `part ${part.by}` }, el("small", {}, part.by), el("pre", { class: "tokens" }, part.text))));
+  const pictures = sample.pictures.map(([what, url]) => el("img", { src: url, class: "picture", alt: what, title: what }));
+  if (sample.parts) return el("article", { class: "panel sample" }, head, pictures, sample.parts.map((part) => el("div", { class: `part ${part.by}` }, el("small", {}, part.by), el("pre", { class: "tokens" }, part.text))));
   const colours = tokenColours(name, sample.rows);
-  return el("article", { class: "panel sample" }, head, picture, sample.rows.map((row) => tokenRow(row, name, colours)));
+  return el("article", { class: "panel sample" }, head, pictures, sample.rows.map((row) => tokenRow(row, name, colours)));
 }
 
 function samplesSection() {

@@ -174,10 +174,11 @@ class EngineClient(Engine):
         request_id = uuid.uuid4().hex
         request = {"request_id": request_id, "token_ids": list(prompt_ids), "sampling_params": params}
         request |= self._adapter()
+        salt = _name(self.version) if self._keep_cache else ""
         if images:
-            request["features"] = features(prompt_ids, images)
-        if self._keep_cache:  # caches of older weights are there too, which no request that begins now may find
-            request["cache_salt"] = _name(self.version)
+            request["features"] = await in_thread(features, prompt_ids, images, salt)
+        if salt:  # caches of older weights are there too, which no request that begins now may find
+            request["cache_salt"] = salt
         running = self._running[_NAMED + request_id] = _Running(
             name, told > 0 and masked, 0 if masked else told, self.version, len(prompt_ids)
         )
@@ -334,9 +335,10 @@ class EngineClient(Engine):
         return found
 
     async def reset_cache(self) -> None:
-        """Drop the prefix cache and the caches of running requests, which are computed again."""
+        """Drop the prefix cache and the caches of running requests, which are computed again, images included."""
         if not all(await self._on_each_core("reset_prefix_cache", True)):  # running requests included
             raise EngineError("the engine could not reset its prefix cache, so it might serve old weights")
+        await self._on_each_core("reset_encoder_cache")  # what the tower of older weights made of images
 
     async def weight_version(self) -> str:
         """Return the version that the engine says it holds; "default" before the first update."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 from hpcrl.data.vision.families import GRID, PIXELS
@@ -10,12 +11,20 @@ from hpcrl.data.vision.reader import SeenImage
 from hpcrl.errors import EngineError
 
 _IMAGE = "image"  # vLLM's name of the modality
+_KEPT = 64  # images whose texts are kept: the turns and samples of a group ask with the same ones
 
 
-def features(prompt_ids: Sequence[int], images: Sequence[SeenImage]) -> dict[str, Any]:
-    """Return what a request to generate says of the images in its prompt, at least one."""
+def features(prompt_ids: Sequence[int], images: Sequence[SeenImage], salt: str) -> dict[str, Any]:
+    """Return what a request to generate says of the images in its prompt, at least one.
+
+    Args:
+        salt: vLLM takes what its tower made of an image for another request with this salt; with another one, the tower looks again.
+
+    Raises:
+        EngineError: the prompt has not the placeholders of these images.
+    """
     return {
-        "mm_hashes": {_IMAGE: [image.digest for image in images]},
+        "mm_hashes": {_IMAGE: [image.digest + salt for image in images]},
         "mm_placeholders": {_IMAGE: list(_places(prompt_ids, images))},
         "kwargs_data": {_IMAGE: [_encoded(image) for image in images]},
     }
@@ -33,7 +42,9 @@ def _places(prompt_ids: Sequence[int], images: Sequence[SeenImage]) -> Iterator[
         at += image.tokens
 
 
+@lru_cache(_KEPT)
 def _encoded(image: SeenImage) -> str:
+    """Return the tensors of an image as vLLM's token route takes them."""
     # importing these takes seconds, and most runs have no images
     import torch
     from vllm.entrypoints.scale_out.token_in_token_out.mm_serde import encode_mm_kwargs_item

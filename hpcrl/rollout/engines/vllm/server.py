@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -111,6 +111,7 @@ class ServerOptions:
         listen: where it serves others than this process, one at a time; None: this one alone, at a socket.
         part: of an engine on several nodes; None: the whole.
         records_experts: whether it tells of the experts that tokens go to.
+        image_processor_kwargs: data.image_processor_kwargs; it makes room for the largest images that they allow.
     """
 
     model: Pretrained
@@ -130,6 +131,7 @@ class ServerOptions:
     listen: Listen | None = None
     part: Part | None = None
     records_experts: bool = False
+    image_processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Server(Launched):
@@ -281,14 +283,10 @@ def _command(options: ServerOptions, socket: Path) -> list[str]:
         "weight-transfer-config": {"backend": BACKEND},
         "worker-extension-cls": WORKER_EXTENSION,
         "enable-return-routed-experts": True if options.records_experts else None,
+        "mm-device-do-normalize": False,  # images come as the trainer has them, normalized
+        "mm-processor-kwargs": dict(options.image_processor_kwargs) or None,  # how large they are at most
+        **_of_adapters(options),
     }
-    if options.lora_rank:
-        arguments |= {
-            "enable-lora": True,
-            "max-lora-rank": min(rank for rank in LORA_RANKS if rank >= options.lora_rank),
-            "max-loras": options.lora_slots,
-            "fully-sharded-loras": engine.fully_sharded_loras,
-        }
     if options.part:
         arguments |= options.part.options
     if options.recorded_iterations:
@@ -308,6 +306,17 @@ def _command(options: ServerOptions, socket: Path) -> list[str]:
         "hpcrl.rollout.engines.vllm.main",
         *(text for item in arguments.items() for text in _argument(*item)),
     ]
+
+
+def _of_adapters(options: ServerOptions) -> dict[str, Any]:
+    if not options.lora_rank:
+        return {}
+    return {
+        "enable-lora": True,
+        "max-lora-rank": min(rank for rank in LORA_RANKS if rank >= options.lora_rank),
+        "max-loras": options.lora_slots,
+        "fully-sharded-loras": options.engine.fully_sharded_loras,
+    }
 
 
 def _rope(options: ServerOptions) -> dict[str, Any]:
@@ -400,4 +409,5 @@ def _options(config: Config, run_name: str, token_file: Path) -> ServerOptions:
         recorded_iterations=config.trainer.profiler.nsys_engine_iterations,
         sleeps=config.trainer.placement.colocate_all,
         records_experts=config.trainer.policy.experts.router_replay != "none",
+        image_processor_kwargs=config.data.image_processor_kwargs,
     )

@@ -32,11 +32,6 @@ OF_PICTURES = [
         PICTURES,
     ),
     Case(
-        "who writes has no pictures to keep",
-        {"trainer.multi_modal_log_interval": 5}, "trainer.multi_modal_log_interval", f"has no effect without {DIFFUSERS}.enable",
-        {**PICTURES, "trainer.multi_modal_log_interval": 5},
-    ),
-    Case(
         "a policy that paints has an engine that does",
         {**PICTURES, BACKEND: "transformers"}, BACKEND, 'expected "diffusers"',
         PICTURES,

@@ -9,9 +9,10 @@ from pathlib import Path
 
 from hpcrl.config import Config
 from hpcrl.data.group_file import write_group
-from hpcrl.rollout.diffusion.generate import KeptPictures, PictureGenerator
+from hpcrl.rollout.diffusion.generate import PictureGenerator
 from hpcrl.rollout.engines.diffusion.engine import DiffusionEngine
 from hpcrl.rollout.engines.diffusion.launch import Diffusion
+from hpcrl.rollout.images.kept import KeptPictures
 from hpcrl.rundir.commit import write_json
 from hpcrl.rundir.layout import Run
 from hpcrl.trainer.advantages import estimate_advantages

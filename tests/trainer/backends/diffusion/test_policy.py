@@ -203,7 +203,8 @@ def test_pictures_are_kept_and_shown(painted: Painted) -> None:
         kept = np.asarray(image)
     (step,) = samples_of(painted.run, None)["trained"]
     shown = {sample["name"]: sample for sample in step["samples"]}["g1-0.0"]
-    assert shown["picture"].startswith("data:image/png;base64,")
+    ((what, url),) = shown["pictures"]
+    assert (what, url[:22]) == ("what was painted", "data:image/png;base64,")
     redness = kept[..., 0].mean() - (kept[..., 1].mean() + kept[..., 2].mean()) / 2
     assert shown["facts"]["redness"] == pytest.approx(redness / 255, rel=1e-3)
 

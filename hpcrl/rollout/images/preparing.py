@@ -1,0 +1,55 @@
+"""Prepares the images of messages in threads, so that the worker's event loop serves others meanwhile.
+
+Decoding and resizing a photograph takes tens of milliseconds, most of them in Pillow and numpy, which let other threads run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+
+from hpcrl.data.vision.images import without_images
+from hpcrl.data.vision.reader import ImageReader, SeenImage
+from hpcrl.envs.base import Messages
+from hpcrl.rollout.threads import CallThreads
+
+_MOST = 8
+
+
+class ImagePreparation:
+    """Prepares images for one model, a bounded number at the same time, and none of them twice at the same time.
+
+    Args:
+        reader: of the policy; None: it sees no images, and nothing is prepared.
+    """
+
+    def __init__(self, reader: ImageReader | None) -> None:
+        self._reader = reader
+        self._threads = CallThreads(min(_MOST, os.cpu_count() or 1), 0.0)
+        self._running: dict[str, asyncio.Task[SeenImage]] = {}
+
+    async def prepare(self, messages: Messages) -> Sequence[SeenImage]:
+        """Return the images of messages; as long as somebody has them, the reader does not prepare them again.
+
+        Raises:
+            DataError: an image cannot be read, or the model takes none of its shape.
+        """
+        if self._reader is None:
+            return ()
+        _, images = without_images(messages)
+        return await asyncio.gather(*(self._seen(self._reader, image) for image in dict.fromkeys(images)))
+
+    async def _seen(self, reader: ImageReader, image: str) -> SeenImage:
+        if found := reader.known(image):
+            return found
+        if image not in self._running:
+            self._running[image] = asyncio.create_task(self._prepared(reader, image))
+        # whoever waits may be cancelled, and others wait too
+        return await asyncio.shield(self._running[image])
+
+    async def _prepared(self, reader: ImageReader, image: str) -> SeenImage:
+        try:
+            return await self._threads.call(lambda: reader.seen(image)).result()
+        finally:
+            del self._running[image]
