@@ -51,6 +51,7 @@ def evaluate(
 ) -> tuple[list[GroupMeta], dict[str, Any]]:
     """Return the finished groups, and the results beside the scores: prompts that were too long, seconds."""
     # torch and transformers take seconds to import, while the engine starts
+    from hpcrl.data.actions.turns import ActionTurns
     from hpcrl.data.chat import token_counter
     from hpcrl.data.datasets import load_dataset
     from hpcrl.data.prompts import drop_long
@@ -75,8 +76,10 @@ def evaluate(
             status.write(f"{finished} of {len(work)} prompts")
 
     reader = ImageReader.of(model, options)
+    robot = config.environment.skyrl_gym.robot
+    actions = ActionTurns.of(model, config.vla, robot.actions_per_turn, generator.sampling_params.max_generate_length)
     groups = asyncio.run(
-        evaluate(directory, engine, model, work, version, generator, config.environment, on_finished, reader)
+        evaluate(directory, engine, model, work, version, generator, config.environment, on_finished, reader, actions)
     )
     return groups, {"too_long": len(prompts) - len(kept), "seconds": time.monotonic() - began}
 

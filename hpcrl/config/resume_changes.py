@@ -49,7 +49,7 @@ _TABLE: tuple[tuple[Effect, str], ...] = (
         trainer.policy.megatron_config.lora_type trainer.algorithm.value_head_prefix
         trainer.policy.trainable_map trainer.policy.freeze_pattern trainer.policy.diffusers.enable
         trainer.policy.diffusers.is_video trainer.policy.diffusers.tokenizer
-        vla.enable vla.vla_type vla.use_proprio vla.proprio_dim vla.num_images_in_input
+        vla.enable vla.vla_type vla.use_proprio vla.proprio_dim
         """,
     ),
     (

@@ -28,6 +28,7 @@ class Unimplemented:
 
 
 _FP4 = Unimplemented("training in FP4, which torchao has not; use fp8")
+_STATE = Unimplemented("states of robots in OpenVLA-OFT, which keeps the layers for them in a file of their own")
 _VIDEOS = Unimplemented("videos by diffusion")
 _FLOW_MATCHING = Unimplemented("learning from datasets of pictures")
 
@@ -43,7 +44,9 @@ UNIMPLEMENTED: dict[str, Unimplemented] = {
     "trainer.policy.diffusers.inference_frames": _VIDEOS,
     "trainer.policy.diffusers.train_frames": _VIDEOS,
     "trainer.policy.diffusers.tokenizer": _VIDEOS,
-    "vla": Unimplemented("vision-language-action models"),
+    "vla.vla_type": Unimplemented("OpenVLA-OFT, pi0.5, and Cosmos Policy, which Cosmos-RL only evaluates"),
+    "vla.use_proprio": _STATE,
+    "vla.proprio_dim": _STATE,
 }
 
 

@@ -124,6 +124,11 @@ class EnvSession:
         """Ask for the answer to the policy's text, which has `n_tokens` tokens, or to its picture; the latter only rewards answer."""
         return self._ask(lambda: _checked(self._answer(text, n_tokens, image)))
 
+    def act(self, actions_KA: np.ndarray) -> Answer[Turn]:
+        """Ask for the answer to the policy's actions."""
+        environment = cast(Environment, self._environment)
+        return self._ask(lambda: _checked(environment.act(actions_KA)))
+
     @property
     def plays(self) -> bool:
         """Whether its environment, which is made, asks the policy itself."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from hpcrl.config import EnvironmentConfig, GeneratorConfig
 from hpcrl.config.sections.model import Pretrained
+from hpcrl.data.actions.turns import ActionTurns
 from hpcrl.data.chat import decoder, load_tokenizer
 from hpcrl.data.rollouts import Decode, segments_of
 from hpcrl.data.vision.reader import ImageReader
@@ -38,6 +39,7 @@ async def evaluate(
     environment: EnvironmentConfig,
     on_finished: Callable[[int], None],
     reader: ImageReader | None = None,
+    actions: ActionTurns | None = None,
 ) -> list[GroupMeta]:
     """Return the groups of all work, in its order; what was said in them is appended to a dump.
 
@@ -47,7 +49,7 @@ async def evaluate(
         model: has the tokenizer.
         version: of the weights that it holds.
         on_finished: called with the number of groups that are finished, after each of them.
-        reader: of the policy; None: it sees no images.
+        reader, actions: as of GroupGenerator.
 
     Raises:
         EngineError: the engine failed.
@@ -69,7 +71,9 @@ async def evaluate(
 
     async def generate_all() -> list[GroupMeta]:
         async with serving(generator, tokenizer, _REPLICA) as server:
-            groups = GroupGenerator(engine, tokenizer, generator, environment, server=server, reader=reader)
+            groups = GroupGenerator(
+                engine, tokenizer, generator, environment, server=server, reader=reader, actions=actions
+            )
             return await asyncio.gather(*(generate(item, groups) for item in work))
 
     stall_s, load_s = settings.stall_timeout_seconds, settings.start_timeout_seconds

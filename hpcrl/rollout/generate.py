@@ -19,6 +19,8 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from hpcrl.config import EnvironmentConfig, GeneratorConfig, SamplingParams, eval_sampling
+from hpcrl.data.actions.turns import ActionTurns, written
+from hpcrl.data.actions.videos import EpisodeVideos
 from hpcrl.data.vision.reader import Context, ImageReader
 from hpcrl.envs.base import Messages, Turn
 from hpcrl.envs.registry import common_extras
@@ -29,7 +31,7 @@ from hpcrl.rollout.engines.base import Engine, Generation, Heard, engine_samplin
 from hpcrl.rollout.env_session import Answer, EnvSession, scorer_of
 from hpcrl.rollout.group import Group, Row, apply_stop_reason, neutralize_failed, sample_reward
 from hpcrl.rollout.lessons import Lessons, Told
-from hpcrl.rollout.threads import CallThreads
+from hpcrl.rollout.threads import CallThreads, in_thread
 from hpcrl.rollout.transcript import Template, Transcript
 from hpcrl.rollout.turns import Turns
 from hpcrl.types import LONGEST_FAILURE, Kind, StopReason, Work, plain_text
@@ -107,6 +109,8 @@ class GroupGenerator:
         services: returns the reward service that gets the next request; None: the one that the process's variables name.
         server: at which environments ask the policy themselves; None: there is none.
         reader: of the policy; None: it sees no images.
+        actions: of a policy that moves a robot; None: it writes.
+        videos: of what robots do; None: none are written.
         lessons: what training groups have for teachers; None: nothing.
 
     Raises:
@@ -124,7 +128,10 @@ class GroupGenerator:
         lessons: Lessons | None = None,
         server: PolicyServer | None = None,
         reader: ImageReader | None = None,
+        actions: ActionTurns | None = None,
+        videos: EpisodeVideos | None = None,
     ) -> None:
+        self._actions, self._videos = actions, videos
         self._engine, self._config, self._baselines, self._server = engine, config, baselines, server
         self._lessons = lessons or Lessons()
         special = config.chat_template.allow_special_tokens
@@ -151,8 +158,7 @@ class GroupGenerator:
         """
         turns = turns or Turns(self._engine, work.group_id)
         started, version = time.monotonic(), self._engine.version
-        told, never_said = self._lessons.generated, self._template.never_said
-        sampling = engine_sampling(self._params[work.kind], work.kind, self._vocabulary, told, never_said)
+        sampling = self._sampling(work.kind)
         n, compared = work.n_samples, self._baselines and work.kind == "train"
         episodes = [_Episode(self._session(work), turns, i, work.seed + i, sampling) for i in range(n)]
         if compared:
@@ -169,6 +175,9 @@ class GroupGenerator:
             await asyncio.gather(*own)
         finally:
             await self._close(episodes)
+        if self._videos and self._videos.wants(work.kind):
+            shown = [[*one.opening, *one.messages] for one in episodes[:n]]
+            await in_thread(self._videos.write, work.group_id, shown)
         said = [episode.rows() for episode in episodes[:n]]
         rows = [[apply_stop_reason(row, self._config) for row in own] for own in said]
         if work.kind == "train":
@@ -190,6 +199,11 @@ class GroupGenerator:
             kept_tokens=turns.kept_tokens,
             judged=[episode.judged for episode in episodes[:n] if self._judged],
         )
+
+    def _sampling(self, kind: Kind) -> dict[str, Any]:
+        never_said = () if self._actions else self._template.never_said
+        found = engine_sampling(self._params[kind], kind, self._vocabulary, self._lessons.generated, never_said)
+        return found | (self._actions.sampling if self._actions else {})
 
     def _baseline(self, greedy: _Episode, samples: Sequence[Sequence[Row]]) -> float:
         if greedy.failure:
@@ -304,12 +318,18 @@ class GroupGenerator:
             transcript = episode.transcript
             before = Context(transcript.token_ids, transcript.images)
             return before.followed_by(self._following(transcript, answer.observations))
+        if self._actions:
+            return self._template.opening(answer.observations)
         content = self._template.decoded(said.token_ids) if answer.action is None else answer.action
         episode.past += [{"role": "assistant", "content": content}, *answer.observations]
         return self._template.opening(episode.past)
 
     def _ask(self, episode: _Episode, said: Generation, kind: Kind) -> Answer[Turn]:
         """Have the environment answer what the policy said."""
+        if self._actions:
+            actions_KA = self._actions.actions(said.token_ids)
+            episode.messages.append({"role": "assistant", "content": written(actions_KA)})
+            return episode.session.act(actions_KA)
         text = self._text(said.token_ids, self._params[kind])
         episode.messages.append({"role": "assistant", "content": text})
         episode.stop_reason = said.stop_reason

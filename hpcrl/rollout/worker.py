@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hpcrl.config import EnvironmentConfig, GeneratorConfig
+from hpcrl.data.actions.turns import ActionTurns
+from hpcrl.data.actions.videos import EpisodeVideos
 from hpcrl.data.group_file import group_bytes
 from hpcrl.data.kept_files import EvalRow, append_rows
 from hpcrl.data.rollouts import Decode
@@ -72,6 +74,7 @@ class WorkerOptions:
         rewards: returns the reward service of the run that gets the next request; None: the run has none.
         lessons: what training groups have for teachers; None: nothing.
         timeline: of this process; None: nobody looks at one.
+        waves: groups begin together, when all that began together before have ended.
     """
 
     run: Run
@@ -90,6 +93,7 @@ class WorkerOptions:
     rewards: Callable[[], Endpoints] | None = None
     lessons: Lessons | None = None
     timeline: Timeline | None = None
+    waves: bool = False
 
     @property
     def name(self) -> str:
@@ -114,11 +118,13 @@ def conversations(
     config: GeneratorConfig,
     environment: EnvironmentConfig,
     reader: ImageReader | None = None,
+    actions: ActionTurns | None = None,
+    videos: EpisodeVideos | None = None,
 ) -> Maker:
     """Return what makes the generator of language models.
 
     Args:
-        reader: of the policy; None: it sees no images.
+        reader, actions, videos: as of GroupGenerator.
     """
 
     @asynccontextmanager
@@ -134,6 +140,8 @@ def conversations(
                 options.lessons,
                 server,
                 reader,
+                actions,
+                videos,
             )
 
     return made
@@ -177,7 +185,7 @@ class Worker:
         self._delivering: list[Group] = []
         self._metrics: MetricsWriter | None = None
         self._rollout_metrics = RolloutMetrics()
-        self._limiter = ConcurrencyLimiter(options.capacity)
+        self._limiter = ConcurrencyLimiter(options.capacity, waves=options.waves)
         self._newest = 0
         self._unproven, self._lacks_first = False, not options.from_model
         self._updating: str | None = None
@@ -270,7 +278,7 @@ class Worker:
 
     def _free(self) -> int:
         """Return how many more training groups there is room for."""
-        return max(0, self._limiter.limit - self._groups())
+        return self._limiter.room(self._groups())
 
     def _groups(self) -> int:
         """Return the training groups in flight, or as many as have the samples of what is."""

@@ -11,8 +11,8 @@ class VLAConfig:
     enable: bool = False
     """The policy is a vision-language-action model: what it says are actions of a robot, not text. environment.skyrl_gym.robot says which simulator moves."""
 
-    vla_type: Literal["openvla-oft", "openvla", "pi05", "cosmos-policy"] = "openvla-oft"
-    """How actions are made. openvla: a token for each number, one after the other; openvla-oft: the same tokens, all of a turn in one forward pass, each seeing the prompt but none of the others' values."""
+    vla_type: Literal["openvla-oft", "openvla", "pi05", "cosmos-policy"] = "openvla"
+    """How actions are made. openvla: a token for each number, one after the other."""
 
     num_envs: int | None = None
     """Simulators that one replica steps at the same time; unset: as many as generator.inference_engine.max_num_seqs."""
@@ -22,9 +22,6 @@ class VLAConfig:
 
     proprio_dim: int = 7
     """Numbers in the robot's state, with use_proprio."""
-
-    num_images_in_input: int = 1
-    """Camera images per step, the first ones of the simulator."""
 
     save_video: bool = False
     """Write videos of episodes into the run directory; trace_verbosity says of which."""

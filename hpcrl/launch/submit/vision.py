@@ -8,6 +8,8 @@ from hpcrl.config import Config
 from hpcrl.config.derive import critic_model, has_engines, policy_model
 from hpcrl.config.errors import Problem
 from hpcrl.config.scorers import scoring_reward_model
+from hpcrl.data.actions.tokens import action_tokens
+from hpcrl.data.actions.turns import disagreement
 from hpcrl.data.vision.families import family_of
 from hpcrl.launch.submit.models import entries_of
 
@@ -16,7 +18,12 @@ def check_vision(config: Config) -> Iterator[Problem]:
     """Yield what a run asks of a policy that sees and that only language models do."""
     trainer, model = config.trainer, policy_model(config.trainer)
     entries = entries_of(model)
-    if entries is None or family_of(entries) is None:
+    if entries is None:
+        return
+    tokens = action_tokens(entries)
+    if (tokens is not None) != config.vla.enable:
+        yield Problem("vla.enable", disagreement(str(model), tokens))
+    if family_of(entries) is None:
         return
     sees = f"{model} (trainer.policy) sees images"
     if trainer.strategy == "megatron":

@@ -71,7 +71,7 @@ NOT_AS_RL = {
     "03_sft_pp2_cp2_qwen2.5-7b": ["unconverted.policy.parallelism.dp_shard_size"],
     "04_distill_deepmath_qwen3-8b": [],
     "05_grpo_multiturn_qwen2.5-3b": ["unconverted.rollout.multi_turn_config.enable"],
-    "10_vla_openvla-oft_libero": ["vla.enable"],
+    "10_vla_openvla-oft_libero": ["vla.vla_type"],
     "12_sft_moe_deepseek-v3_pp4_ep64": [],
     "gym_cartpole": ["unconverted.train.train_policy.trainer_type", "unconverted.rollout.backend", "data.train_data"],
     "trtllm_backend": ["unconverted.rollout.backend"],
@@ -330,7 +330,16 @@ def test_an_empty_file_is_all_defaults() -> None:
 
 
 _VARIETY: list[dict[str, Any]] = [
-    {"train": {"train_policy": {"type": "grpo", "trainer_type": "grpo_vla"}}, "rollout": {"backend": "vla"}},
+    {
+        "train": {
+            "train_policy": {
+                "type": "grpo",
+                "trainer_type": "grpo_vla",
+                "dataset": {"name": "libero", "subset": "libero_10"},
+            }
+        },
+        "rollout": {"backend": "vla"},
+    },
     {"validation": {"enable": True}},
     {"validation": {"enable": True, "dataset": {"name": "d", "split": "test"}}},
     {

@@ -241,7 +241,7 @@ def test_robots() -> None:
     assert idle.kind == "dropped"
     assert not conflicts(conversion)
     robot = {name.rpartition(".")[2]: value for name, value in values.items() if ".robot." in name}
-    assert (robot["simulator"], robot["options"]) == ("libero", {"suite": "libero_10"})
+    assert (robot["simulator"], robot["options"]) == ("libero", {"suite": "libero_10", "gripper": "openvla"})
     assert values["generator.max_turns"] * robot["actions_per_turn"] == 512
     assert values["generator.sampling_params.max_generate_length"] == 7 * robot["actions_per_turn"]
     assert values["data.train_data"] == ["./libero_10/train.jsonl"]
@@ -250,6 +250,15 @@ def test_robots() -> None:
 def test_robots_whose_simulator_is_not_known() -> None:
     policy = {"type": "grpo", "trainer_type": "grpo_vla", "dataset": {"name": "b1k", "subset": "x"}}
     conversion = of({"train": {"train_policy": policy}, "rollout": {"backend": "vla", "n_generation": 8}})
+    libero = of(
+        {
+            "train": {"train_policy": {**policy, "dataset": {"name": "libero", "subset": "libero_goal"}}},
+            "rollout": {"backend": "vla"},
+            "vla": {"num_images_in_input": 2},
+        }
+    )
+    options = libero.values["environment.skyrl_gym.robot.options"]
+    assert options == {"suite": "libero_goal", "gripper": "openvla", "cameras": ["agentview", "wrist"]}
     assert "no simulator of hpcrl" in conflicts(conversion)["train.train_policy.dataset.name"]
     assert conversion.values["vla.num_envs"] == 8
 

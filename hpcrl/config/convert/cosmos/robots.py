@@ -50,7 +50,11 @@ def _simulator(source: Resolved, values: dict[str, Any]) -> Iterator[Entry]:
         message = f'"{name}" is no simulator of hpcrl; name one in {_ROBOT}.simulator, and rows of its tasks here (docs/environments/robot.md)'
         yield Entry("conflict", f"{POLICY}.dataset.name", "data.train_data", message)
         return
-    values[f"{_ROBOT}.simulator"], values[f"{_ROBOT}.options"] = "libero", {"suite": suite}
+    cameras = {} if source["vla.num_images_in_input"] < 2 else {"cameras": ["agentview", "wrist"]}
+    values[f"{_ROBOT}.simulator"], values[f"{_ROBOT}.options"] = (
+        "libero",
+        {"suite": suite, "gripper": "openvla", **cameras},
+    )
     values["data.train_data"], values["data.val_data"] = [f"./{suite}/train.jsonl"], [f"./{suite}/validation.jsonl"]
     message = f"rows of the suite's tasks, which `python -m hpcrl.envs.simulators.libero {suite} ./{suite}` writes"
     yield Entry("translated", f"{POLICY}.dataset.name", "data.train_data", message)
