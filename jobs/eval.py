@@ -96,6 +96,8 @@ def loaded_family(directory: Run, config: Config) -> tuple[Callable[[Prompt], in
         maker = pictures(generator, environment, KeptPictures(directory, 1))
         most = config.trainer.policy.diffusers.max_prompt_length
         return prompt_counter(model), most, maker, row_decoder(model)
+    from hpcrl.data.actions.turns import ActionTurns
+    from hpcrl.data.actions.videos import EpisodeVideos
     from hpcrl.data.chat import decoder, load_tokenizer, token_counter
     from hpcrl.data.vision.reader import ImageReader
     from hpcrl.rollout.generate import conversations
@@ -105,7 +107,9 @@ def loaded_family(directory: Run, config: Config) -> tuple[Callable[[Prompt], in
     generator = replace(generator, max_input_length=max_input_length(generator, config.trainer))
     interval = config.trainer.multi_modal_log_interval
     kept = KeptPictures(directory, interval) if interval else None
-    maker = conversations(tokenizer, generator, environment, ImageReader.of(model, options), kept)
+    at_once, length = environment.skyrl_gym.robot.actions_per_turn, generator.sampling_params.max_generate_length
+    actions, videos = ActionTurns.of(model, config.vla, at_once, length), EpisodeVideos.of(directory, config.vla)
+    maker = conversations(tokenizer, generator, environment, ImageReader.of(model, options), kept, actions, videos)
     return count_tokens, config.trainer.max_prompt_length, maker, decoder(tokenizer)
 
 

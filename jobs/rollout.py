@@ -123,6 +123,8 @@ def loaded_family(run: Run, config: Config) -> Callable[[WorkerOptions], tuple[M
 
         maker, decode = pictures(generator, environment, kept), row_decoder(model)
         return lambda _: (maker, decode)
+    from hpcrl.data.actions.turns import ActionTurns
+    from hpcrl.data.actions.videos import EpisodeVideos
     from hpcrl.data.chat import decoder, load_tokenizer, without_torch
     from hpcrl.data.vision.reader import ImageReader
     from hpcrl.rollout.generate import conversations
@@ -131,11 +133,14 @@ def loaded_family(run: Run, config: Config) -> Callable[[WorkerOptions], tuple[M
     with nullcontext() if names_own_code(config) else without_torch():
         tokenizer = load_tokenizer(model, generator.chat_template)
         reader = ImageReader.of(model, config.data.image_processor_kwargs)
+        at_once, length = environment.skyrl_gym.robot.actions_per_turn, generator.sampling_params.max_generate_length
+        actions = ActionTurns.of(model, config.vla, at_once, length)
     generator = replace(generator, max_input_length=max_input_length(generator, config.trainer))
+    videos = EpisodeVideos.of(run, config.vla)
 
     def loaded(options: WorkerOptions) -> tuple[Maker, Decode]:
         maker = conversations(
-            tokenizer, generator, environment, reader, kept,
+            tokenizer, generator, environment, reader, kept, actions, videos,
             replica=options.replica, baselines=options.baselines, rewards=options.rewards, lessons=options.lessons,
         )  # fmt: skip
         return maker, decoder(tokenizer)
@@ -181,6 +186,7 @@ def worker_options(run: Run, config: Config, attempt: int, replica: int) -> Work
         probe_tolerance=engine.probe_tolerance,
         from_model=engines_begin_with_model(config),
         lessons=Lessons.of(config.trainer),
+        waves=config.vla.enable and not config.vla.continuous,
     )
 
 
@@ -195,11 +201,13 @@ def weight_receiver(run: Run, attempt: int, engine: InferenceEngineConfig) -> Re
 
 
 def capacity(config: Config) -> int:
-    """Return the groups in flight: what the engine decodes together, but at most what a step begins; the controller shares it out."""
+    """Return the groups in flight: what the engine decodes together, and simulators are there for, but at most what a step begins; the
+    controller shares it out."""
     engine, greedy = config.generator.inference_engine, needs_baselines(config.trainer.algorithm)
     samples = config.generator.n_samples_per_prompt + greedy
     most = config.trainer.train_batch_size + surplus_groups(config.trainer)
-    return max(1, min(engine.max_num_seqs // samples, most))
+    at_once = min(engine.max_num_seqs, config.vla.num_envs or engine.max_num_seqs)
+    return max(1, min(at_once // samples, most))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ CODE = Code.of()
 IMPORTS = CODE.imports()
 MOST_LINES, MOST_LINES_OF_A_FUNCTION, MOST_FILES = 450, 62, 15
 WITH_TORCH = (
-    "jobs", "hpcrl.types", "hpcrl.algorithms", "hpcrl.data.group_file", "hpcrl.data.models", "hpcrl.data.vision.inputs", "hpcrl.data.weight_files", "hpcrl.data.weights.stream", "hpcrl.trainer", "hpcrl.rollout", "hpcrl.controller", "hpcrl.reward_service", "hpcrl.envs",
+    "jobs", "hpcrl.types", "hpcrl.algorithms", "hpcrl.data.group_file", "hpcrl.data.models", "hpcrl.data.vision.classes", "hpcrl.data.vision.inputs", "hpcrl.data.weight_files", "hpcrl.data.weights.stream", "hpcrl.trainer", "hpcrl.rollout", "hpcrl.controller", "hpcrl.reward_service", "hpcrl.envs",
     "hpcrl.planning.activations", "hpcrl.planning.estimate", "hpcrl.planning.memory", "hpcrl.planning.partition", "hpcrl.planning.pipelines", "hpcrl.planning.shapes",
 )  # fmt: skip
 """Modules, and folders, that may import torch; all others run on a login node."""
@@ -79,6 +79,7 @@ KNOW_FAMILIES = {
     "hpcrl.config.rules.families.diffusion",
     "hpcrl.data.pipelines.pictures",
     "hpcrl.launch.local.evaluate",
+    "hpcrl.config.rules.families.vla",
     "hpcrl.launch.submit.preflight",
     "hpcrl.trainer.backends.build",
     "hpcrl.trainer.load",

@@ -6,7 +6,7 @@ A setting that is not implemented yet is accepted at its default only.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from hpcrl.config.errors import Problem, shown
@@ -21,17 +21,14 @@ class Unimplemented:
     Attributes:
         feature: what they belong to, which is not implemented yet.
         works: the values that work already, beside the default.
-        result: whether a run without it would learn something else, see something else, or leave something else behind. The converter
-            writes such a setting as it is, so that the file is refused; others are left out with a remark.
     """
 
     feature: str
     works: tuple[Any, ...] = ()
-    result: bool = True
 
 
 _FP4 = Unimplemented("training in FP4, which torchao has not; use fp8")
-_VLA = Unimplemented("vision-language-action models")
+_STATE = Unimplemented("states of robots in OpenVLA-OFT, which keeps the layers for them in a file of their own")
 _VIDEO_LATENTS = Unimplemented(
     "an autoencoder for what reward services get of videos, which are the latents that the policy made", result=False
 )
@@ -44,8 +41,9 @@ UNIMPLEMENTED: dict[str, Unimplemented] = {
     "trainer.policy.low_precision.fp4_recipe": _FP4,
     "trainer.policy.low_precision.fp4_granularity": _FP4,
     "trainer.policy.diffusers.tokenizer": _VIDEO_LATENTS,
-    "vla": _VLA,
-    **{f"vla.{name}": replace(_VLA, result=False) for name in ("save_video", "trace_verbosity")},
+    "vla.vla_type": Unimplemented("OpenVLA-OFT, pi0.5, and Cosmos Policy, which Cosmos-RL only evaluates"),
+    "vla.use_proprio": _STATE,
+    "vla.proprio_dim": _STATE,
 }
 
 

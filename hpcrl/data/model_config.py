@@ -61,6 +61,8 @@ class ConfiguredModel(Pretrained):
         """
         from transformers import AutoConfig, PreTrainedConfig
 
+        import hpcrl.data.models.openvla  # noqa: F401  tells transformers of it
+
         try:
             config = AutoConfig.from_pretrained(self.path, **self.at_revision)
             entries, _ = PreTrainedConfig.get_config_dict(self.path, **self.at_revision)

@@ -8,9 +8,12 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from hpcrl.errors import HpcrlError, UserCodeError
+from hpcrl.errors import ConfigError, HpcrlError, UserCodeError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 Messages = list[dict[str, Any]]
 """Chat messages: `role`, and `content`, a text or, with images, a list of parts, {"type": "text", "text": …} and {"type": "image", "image": …}.
@@ -63,6 +66,15 @@ class Environment(Protocol):
     def step(self, action: str) -> Turn:
         """Score the policy's text, special tokens such as the end marker removed."""
         ...
+
+    def act(self, actions_KA: np.ndarray) -> Turn:  # noqa: ARG002
+        """Do K actions of A numbers each, one after the other: the place of `step` where the policy moves a robot (vla.enable).
+
+        The observations of the answer are the whole prompt of the next turn.
+        """
+        raise ConfigError(
+            f"{type(self).__name__} takes texts, and with vla.enable a policy makes actions; expected robot"
+        )
 
     def close(self) -> None:
         """Give back what the environment holds; also called when a sample is abandoned half-way."""

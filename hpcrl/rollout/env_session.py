@@ -130,6 +130,11 @@ class EnvSession:
         """
         return self._ask(lambda: _checked(self._answer(text, n_tokens, image, latents)))
 
+    def act(self, actions_KA: np.ndarray) -> Answer[Turn]:
+        """Ask for the answer to the policy's actions."""
+        environment = cast(Environment, self._environment)
+        return self._ask(lambda: _checked(environment.act(actions_KA)))
+
     @property
     def plays(self) -> bool:
         """Whether its environment, which is made, asks the policy itself."""

@@ -20,6 +20,8 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hpcrl.config import EnvironmentConfig, GeneratorConfig, SamplingParams, eval_sampling
+from hpcrl.data.actions.turns import ActionTurns, written
+from hpcrl.data.actions.videos import EpisodeVideos
 from hpcrl.data.vision.reader import Context, ImageReader, SeenImage
 from hpcrl.envs.base import Messages, Turn
 from hpcrl.envs.registry import common_extras
@@ -129,6 +131,8 @@ class GroupGenerator:
         server: at which environments ask the policy themselves; None: there is none.
         reader: of the policy; None: it sees no images.
         kept: where images that samples were shown are kept; None: nowhere.
+        actions: of a policy that moves a robot; None: it writes.
+        videos: of what robots do; None: none are written.
         lessons: what training groups have for teachers; None: nothing.
 
     Raises:
@@ -147,7 +151,10 @@ class GroupGenerator:
         server: PolicyServer | None = None,
         reader: ImageReader | None = None,
         kept: KeptPictures | None = None,
+        actions: ActionTurns | None = None,
+        videos: EpisodeVideos | None = None,
     ) -> None:
+        self._actions, self._videos = actions, videos
         self._engine, self._config, self._baselines, self._server = engine, config, baselines, server
         self._lessons = lessons or Lessons()
         special = config.chat_template.allow_special_tokens
@@ -175,8 +182,7 @@ class GroupGenerator:
         """
         turns = turns or Turns(self._engine, work.group_id)
         started, version = time.monotonic(), self._engine.version
-        told, never_said = self._lessons.generated, self._template.never_said
-        sampling = engine_sampling(self._params[work.kind], work.kind, self._vocabulary, told, never_said)
+        sampling = self._sampling(work.kind)
         n, compared = work.n_samples, self._baselines and work.kind == "train"
         episodes = [_Episode(self._session(work), turns, i, work.seed + i, sampling) for i in range(n)]
         if compared:
@@ -195,6 +201,9 @@ class GroupGenerator:
             await self._close(episodes)
         if self._kept and self._kept.wants(work.kind, version):
             await in_thread(self._kept.shown, work.group_id, [episode.shown for episode in episodes[:n]])
+        if self._videos and self._videos.wants(work.kind):
+            shown = [[*one.opening, *one.messages] for one in episodes[:n]]
+            await in_thread(self._videos.write, work.group_id, shown)
         said = [episode.rows() for episode in episodes[:n]]
         rows = [[apply_stop_reason(row, self._config) for row in own] for own in said]
         if work.kind == "train":
@@ -216,6 +225,11 @@ class GroupGenerator:
             kept_tokens=turns.kept_tokens,
             judged=[episode.judged for episode in episodes[:n] if self._judged],
         )
+
+    def _sampling(self, kind: Kind) -> dict[str, Any]:
+        never_said = () if self._actions else self._template.never_said
+        found = engine_sampling(self._params[kind], kind, self._vocabulary, self._lessons.generated, never_said)
+        return found | (self._actions.sampling if self._actions else {})
 
     def _baseline(self, greedy: _Episode, samples: Sequence[Sequence[Row]]) -> float:
         if greedy.failure:
@@ -332,12 +346,18 @@ class GroupGenerator:
             transcript = episode.transcript
             before = Context(transcript.token_ids, transcript.images)
             return before.followed_by(self._following(transcript, answer.observations))
+        if self._actions:
+            return self._template.opening(answer.observations)
         content = self._template.decoded(said.token_ids) if answer.action is None else answer.action
         episode.past += [{"role": "assistant", "content": content}, *answer.observations]
         return self._template.opening(episode.past)
 
     def _ask(self, episode: _Episode, said: Generation, kind: Kind) -> Answer[Turn]:
         """Have the environment answer what the policy said."""
+        if self._actions:
+            actions_KA = self._actions.actions(said.token_ids)
+            episode.messages.append({"role": "assistant", "content": written(actions_KA)})
+            return episode.session.act(actions_KA)
         text = self._text(said.token_ids, self._params[kind])
         episode.messages.append({"role": "assistant", "content": text})
         episode.stop_reason = said.stop_reason
@@ -398,6 +418,8 @@ def conversations(
     environment: EnvironmentConfig,
     reader: ImageReader | None = None,
     kept: KeptPictures | None = None,
+    actions: ActionTurns | None = None,
+    videos: EpisodeVideos | None = None,
     *,
     replica: int = 0,
     baselines: bool = False,
@@ -410,7 +432,7 @@ def conversations(
     async def made(engine: Engine) -> AsyncIterator[Generator]:
         async with serving(config, tokenizer, replica) as server:
             yield GroupGenerator(
-                engine, tokenizer, config, environment, baselines, rewards, lessons, server, reader, kept
-            )
+                engine, tokenizer, config, environment, baselines, rewards, lessons, server, reader, kept, actions, videos
+            )  # fmt: skip
 
     return made

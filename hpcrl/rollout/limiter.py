@@ -38,15 +38,21 @@ class ConcurrencyLimiter:
 
     Args:
         most: groups that it is never higher than.
+        waves: groups begin when all that began before have ended, and not as soon as there is room.
 
     Attributes:
         limit: groups in flight at most; at least 1.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = self.limit = most
+    def __init__(self, most: int, *, waves: bool = False) -> None:
+        self._most, self._waves = most, waves
+        self.limit = most
         self._preemptions: float | None = None
         self._updates, self._by_update = 0, 0.0
+
+    def room(self, running: int) -> int:
+        """Return how many more groups may begin while so many are in flight."""
+        return 0 if self._waves and running else max(0, self.limit - running)
 
     def update(self, load: Load, running: int) -> bool:
         """Adapt the limit to what the engine reports, about once a second; return whether there is more room than before.

@@ -66,6 +66,7 @@ class WorkerOptions:
         rewards: returns the reward service of the run that gets the next request; None: the run has none.
         lessons: what training groups have for teachers; None: nothing.
         timeline: of this process; None: nobody looks at one.
+        waves: groups begin together, when all that began together before have ended.
     """
 
     run: Run
@@ -84,6 +85,7 @@ class WorkerOptions:
     rewards: Callable[[], Endpoints] | None = None
     lessons: Lessons | None = None
     timeline: Timeline | None = None
+    waves: bool = False
 
     @property
     def name(self) -> str:
@@ -128,7 +130,7 @@ class Worker:
         self._delivering: list[Group] = []
         self._metrics: MetricsWriter | None = None
         self._rollout_metrics = RolloutMetrics()
-        self._limiter = ConcurrencyLimiter(options.capacity)
+        self._limiter = ConcurrencyLimiter(options.capacity, waves=options.waves)
         self._newest = 0
         self._unproven, self._lacks_first = False, not options.from_model
         self._updating: str | None = None
@@ -221,7 +223,7 @@ class Worker:
 
     def _free(self) -> int:
         """Return how many more training groups there is room for."""
-        return max(0, self._limiter.limit - self._groups())
+        return self._limiter.room(self._groups())
 
     def _groups(self) -> int:
         """Return the training groups in flight, or as many as have the samples of what is."""

@@ -88,3 +88,9 @@ def test_what_an_update_preempts_is_no_pressure() -> None:
     assert limiter.limit == 16
     limiter.update(Load(1.0, 0.0, 25, updates=3, dropped=5), 16)
     assert limiter.limit == 12, "what an earlier update might have preempted is forgotten"
+
+
+def test_groups_begin_as_soon_as_there_is_room_or_in_waves() -> None:
+    at_once, waves = ConcurrencyLimiter(4), ConcurrencyLimiter(4, waves=True)
+    assert [at_once.room(running) for running in (0, 1, 4, 5)] == [4, 3, 0, 0]
+    assert [waves.room(running) for running in (0, 1, 4, 5)] == [4, 0, 0, 0]

@@ -38,6 +38,7 @@ from hpcrl.config.rules.families.diffusion import (
     rewards_of_pictures,
     sampling,
 )
+from hpcrl.config.rules.families.vla import actions, of_writers, simulators
 from hpcrl.config.rules.generation import (
     chat,
     datasets,
@@ -417,6 +418,9 @@ RULES: tuple[Rule, ...] = (
     learned_rows,
     of_language_models,
     rewards_of_pictures,
+    actions,
+    simulators,
+    of_writers,
     reward_names,
     filter_metrics,
     several_rewards,

@@ -53,6 +53,14 @@ def image_text(value: Any, folder: Path | None = None) -> str:
     raise DataError(f"expected an image as a path, a data URL or the bytes of a file, found {value!r:.80}")
 
 
+def png(frames: Sequence[Image], frame_ms: float = 0.0) -> bytes:
+    """Return the PNG file of one image, or an animated one of several, each of which is seen for so many milliseconds."""
+    first, *others = frames
+    moves = {"save_all": True, "append_images": others, "duration": frame_ms, "loop": 0}
+    first.save(file := io.BytesIO(), "PNG", **(moves if others else {}))
+    return file.getvalue()
+
+
 def _data_url(content: bytes) -> str:
     kind = next((name for start, name in _FORMATS.items() if content.startswith(start)), None)
     if kind is None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakValueDictionary
 
+from hpcrl.config.import_path import imported
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.data.vision.families import GRID, PIXELS, Family, family_of, placeholders
 from hpcrl.data.vision.images import opened, size_of
@@ -75,6 +76,8 @@ class ImageReader:
         """
         from transformers import AutoConfig
 
+        import hpcrl.data.models.openvla  # noqa: F401  tells transformers of it
+
         try:
             config: Any = AutoConfig.from_pretrained(model.path, **model.at_revision)
         except (OSError, ValueError):  # whoever loads the model tells it better
@@ -89,7 +92,7 @@ class ImageReader:
                 f"the image processor of {model} cannot be loaded: {' '.join(str(error).split())}"
             ) from error
         never_said = placeholders(config)
-        token = getattr(config, "image_token_id", None)
+        token: Any = getattr(config, "image_token_id", None)
         token = config.image_token_index if token is None else token
         return cls(processor, None if family.grid else _tokens_of_each(config, processor), token, never_said)
 
@@ -158,6 +161,8 @@ def _processor(family: Family, model: Pretrained, options: Mapping[str, Any]) ->
     from transformers.image_processing_base import ImageProcessingMixin
 
     name = family.processor
+    if name is not None and ":" in name:
+        return imported(name, name).from_pretrained(model.path, **model.at_revision, **options)
     if name is None:
         entries, _ = ImageProcessingMixin.get_image_processor_dict(model.path, **model.at_revision)
         named = str(entries.get("image_processor_type", "CLIPImageProcessor"))

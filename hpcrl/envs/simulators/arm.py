@@ -26,11 +26,13 @@ def _model(joints: int) -> str:
     tip = f'<site name="tip" pos="{_LINK} 0 0" size="0.05" rgba="0.1 0.8 0.2 1"/>'
     motors = "".join(f'<position joint="j{joint}" kp="20"/>' for joint in range(joints))
     reach = joints * _LINK
+    # shadows and smooth edges make a frame of Mesa's software renderer a hundred times as dear
     return f"""
     <mujoco>
       <option timestep="0.01" gravity="0 0 -9.81"/>
+      <visual><quality shadowsize="0" offsamples="0"/></visual>
       <worldbody>
-        <light pos="0 0 3" dir="0 0 -1"/>
+        <light pos="0 0 3" dir="0 0 -1" castshadow="false"/>
         <camera name="above" pos="0 0 {3 * reach}" fovy="45"/>
         <geom type="plane" size="{2 * reach} {2 * reach} 0.1" pos="0 0 -0.1" rgba="0.9 0.9 0.9 1" contype="0"/>
         <body name="target" mocap="true"><geom type="sphere" size="0.08" rgba="0.9 0.1 0.1 1" contype="0"/></body>
@@ -50,6 +52,7 @@ class Arm(gymnasium.Env[np.ndarray, np.ndarray]):
         turn: the largest turn of an action, in rad.
         tolerance: distance between tip and target at which the target is touched, in m.
         size: height and width of frames, in pixels.
+        start: angle of each joint in the beginning, in rad; None: any.
     """
 
     metadata = {"render_modes": ["rgb_array"]}
@@ -60,15 +63,11 @@ class Arm(gymnasium.Env[np.ndarray, np.ndarray]):
         turn: float = math.pi / 4,
         tolerance: float = 0.1,
         size: int = 64,
+        start: float | None = None,
         render_mode: str | None = None,
     ) -> None:
-        self.render_mode, self._joints, self._turn, self._tolerance, self._size = (
-            render_mode,
-            joints,
-            turn,
-            tolerance,
-            size,
-        )
+        self.render_mode, self._joints, self._size, self._start = render_mode, joints, size, start
+        self._turn, self._tolerance = turn, tolerance
         self.action_space = gymnasium.spaces.Box(-1.0, 1.0, (joints,), np.float32)
         self.observation_space = gymnasium.spaces.Box(-1.0, 1.0, (joints,), np.float64)
         self._model = mujoco.MjModel.from_xml_string(_model(joints))
@@ -84,7 +83,8 @@ class Arm(gymnasium.Env[np.ndarray, np.ndarray]):
         mujoco.mj_resetData(self._model, self._data)
         self._goal = self.np_random.uniform(-math.pi, math.pi, self._joints)
         self._data.mocap_pos[0] = self._tip_at(self._goal)
-        self._pose(self.np_random.uniform(-math.pi, math.pi, self._joints))
+        any_pose = self.np_random.uniform(-math.pi, math.pi, self._joints)
+        self._pose(any_pose if self._start is None else np.full(self._joints, self._start))
         return self._state(), {"is_success": self._touches()}
 
     def step(self, action: np.ndarray) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:

@@ -47,6 +47,7 @@ class Robot(Environment):
         self._seconds = extras["environment"].timeout_seconds
         self._pool: SimulatorPool | None = None
         self._simulator: SimulatorProcess | None = None
+        self._asked_for: Messages = []
         self._actions = self._valid = 0
 
     def init(self, messages: Messages) -> Messages:
@@ -55,7 +56,12 @@ class Robot(Environment):
         self._pool = pool_of(config.simulator, config.options, self._seconds)
         self._simulator = self._pool.take()
         seen = self._simulator.reset(self._seed, self._task)
-        *before, last = messages
+        self._asked_for = messages
+        return self._asked(seen)
+
+    def _asked(self, seen: Observation) -> Messages:
+        """Return the prompt, with what is seen now."""
+        *before, last = self._asked_for
         return [*before, {**last, "content": self._told(seen, last["content"])}]
 
     def step(self, action: str) -> Turn:
@@ -63,23 +69,51 @@ class Robot(Environment):
         bounds, config = self._simulator.bounds, self._config
         size = len(bounds.action_low)
         numbers = [float(number) for number in _NUMBER.findall(action)]
+        said = [numbers[at * size : (at + 1) * size] for at in range(config.actions_per_turn)]
+        whole = [len(one) == size for one in said]
+        actions = [
+            action_of(one, bounds, config.action_bins) if complete else _still(bounds)
+            for one, complete in zip(said, whole, strict=True)
+        ]
+        seen = self._moved(actions, whole)
+        done = seen.success or seen.ended
+        return self._turn(seen, [] if done else [{"role": "user", "content": self._told(seen)}])
+
+    def act(self, actions_KA: np.ndarray) -> Turn:
+        assert self._simulator is not None
+        bounds = self._simulator.bounds
+        if actions_KA.shape[1] != len(bounds.action_low):
+            raise ConfigError(
+                f"generator.sampling_params.max_generate_length: the policy's actions have {actions_KA.shape[1]} numbers, and those of the "
+                f"simulator {len(bounds.action_low)}; set it to that many times environment.skyrl_gym.robot.actions_per_turn"
+            )
+        actions = list(actions_KA.clip(bounds.action_low, bounds.action_high))
+        seen = self._moved(actions, [True] * len(actions))
+        return self._turn(seen, self._asked(seen))
+
+    def _moved(self, actions: Sequence[np.ndarray], whole: Sequence[bool]) -> Observation:
+        """Do actions one after the other, until the task is done; return what is seen then.
+
+        Args:
+            whole: whether the policy said each of them.
+        """
+        assert self._simulator is not None
         seen: Observation | None = None
-        for at in range(config.actions_per_turn):
-            said = numbers[at * size : (at + 1) * size]
-            whole = len(said) == size
-            self._actions, self._valid = self._actions + 1, self._valid + whole
-            seen = self._simulator.step(action_of(said, bounds, config.action_bins) if whole else _still(bounds))
+        for action, complete in zip(actions, whole, strict=True):
+            self._actions, self._valid = self._actions + 1, self._valid + complete
+            seen = self._simulator.step(action)
             if seen.success or seen.ended:
                 break
         assert seen is not None
+        return seen
+
+    def _turn(self, seen: Observation, told: Messages) -> Turn:
         metrics = {
             "success": float(seen.success),
             "actions": float(self._actions),
             "valid_actions": self._valid / self._actions,
         }
-        done = seen.success or seen.ended
-        told = [] if done else [{"role": "user", "content": self._told(seen)}]
-        return Turn(told, float(seen.success), done, metrics)
+        return Turn(told, float(seen.success), seen.success or seen.ended, metrics)
 
     def _told(self, seen: Observation, task: Any = "") -> Any:
         """Return the content of a message: images first, then the task, then the state."""

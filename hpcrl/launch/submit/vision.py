@@ -9,6 +9,8 @@ from hpcrl.config.adapters import loads_adapters
 from hpcrl.config.derive import critic_model, has_engines, policy_model
 from hpcrl.config.errors import Problem
 from hpcrl.config.scorers import scoring_reward_model
+from hpcrl.data.actions.tokens import action_tokens
+from hpcrl.data.actions.turns import disagreement
 from hpcrl.data.vision.families import Family, family_of
 from hpcrl.launch.submit.models import entries_of
 
@@ -19,6 +21,9 @@ def check_vision(config: Config) -> Iterator[Problem]:
     entries = entries_of(model)
     if entries is None or "model_type" not in entries:  # of a pipeline, which paints
         return
+    tokens = action_tokens(entries)
+    if (tokens is not None) != config.vla.enable:
+        yield Problem("vla.enable", disagreement(str(model), tokens))
     family = family_of(entries)
     if family is None:
         if trainer.multi_modal_log_interval is not None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from io import BytesIO
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpcrl.data.vision.images import opened
+from hpcrl.data.vision.images import opened, png
 from hpcrl.data.vision.reader import SeenImage
 from hpcrl.envs.rewards.response import VIDEO_FPS
 from hpcrl.errors import DataError
@@ -68,11 +67,7 @@ class KeptPictures:
             _tell(error)
 
     def _write(self, images: dict[Path, list[Image]]) -> None:
-        contents = dict[Path, bytes]()
-        for path, (first, *others) in images.items():
-            moves = {"save_all": True, "append_images": others, "duration": 1000 / VIDEO_FPS, "loop": 0}
-            first.save(content := BytesIO(), "PNG", **(moves if others else {}))
-            contents[path] = content.getvalue()
+        contents = {path: png(frames, 1000 / VIDEO_FPS) for path, frames in images.items()}
         try:
             for folder in {path.parent for path in contents}:
                 write_files(folder, {path.name: content for path, content in contents.items()})

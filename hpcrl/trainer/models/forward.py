@@ -41,6 +41,7 @@ class ForwardConfig:
         vocabulary: tokens that the policy knows, where the model's head may have more; None: those of the head.
         experts: what routers of a mixture of experts are asked for; None: nothing.
         never_said: tokens that no engine samples, whose probability is 0 here too.
+        only_said: the tokens that engines sample, where those are the actions of a robot; None: all but `never_said`.
     """
 
     temperature: float
@@ -55,6 +56,7 @@ class ForwardConfig:
     vocabulary: int | None = None
     experts: ExpertsConfig | None = None
     never_said: tuple[int, ...] = ()
+    only_said: range | None = None
 
     @property
     def entropy(self) -> Entropy:

@@ -18,8 +18,6 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import (
     AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     GenerationConfig,
     PreTrainedConfig,
@@ -35,6 +33,7 @@ from hpcrl.config.sections.model import Pretrained
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.data.chat import load_tokenizer
 from hpcrl.data.model_config import ConfiguredModel, require_classifier
+from hpcrl.data.vision.classes import auto_class
 from hpcrl.data.vision.families import family_of
 from hpcrl.errors import DataError
 from hpcrl.trainer.models.logits import LogitChange
@@ -77,7 +76,7 @@ class ModelSource(ConfiguredModel):
         return model
 
     def _model_class(self) -> Any:
-        return AutoModelForCausalLM if family_of(self.config()) is None else AutoModelForImageTextToText
+        return auto_class(self.config())
 
     def stored_dtype(self) -> torch.dtype | None:
         """Return a number type that holds all that the model's safetensors files have, without loss; None: it has no such files.

@@ -54,6 +54,7 @@ def plain_rows(
     ids_RK: torch.Tensor | None = None,
     softcap: float | None = None,
     never: tuple[int, ...] = (),
+    only: range | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Return log-probabilities of the labels and entropies, [R] float32 each, with all logits at the same time.
 
@@ -64,7 +65,10 @@ def plain_rows(
             is returned for -1 means nothing.
         softcap: as of LogitChange.
         never: tokens whose probability is 0.
+        only: the tokens that have any, the labels among them; None: all but `never`.
     """
+    if only is not None:
+        head_VD, labels_R = head_VD[only.start : only.stop], labels_R - only.start
     logits_RV = capped(linear(hidden_RD, head_VD).to(dtype), softcap)
     if never:
         logits_RV = logits_RV.index_fill(1, torch.tensor(never, device=logits_RV.device), _LEFT_OUT)
@@ -76,7 +80,7 @@ def plain_rows(
             logits_RV.gather(-1, ids_RK.long().clamp(min=0)).float() - logits_RV.float().logsumexp(-1, keepdim=True),
         )
     if mask_RK is not None:
-        logits_RV = among(logits_RV, mask_RK)
+        logits_RV = among(logits_RV, mask_RK, only.start if only is not None else 0)
     if dtype == torch.float16 and logits_RV.device.type == "cpu":  # whose log_softmax adds up in float16, and overflows
         logprobs_RV = logits_RV.log_softmax(-1, dtype=torch.float32).to(dtype)
     else:

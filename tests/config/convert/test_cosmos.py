@@ -71,7 +71,7 @@ NOT_AS_RL = {
     "03_sft_pp2_cp2_qwen2.5-7b": ["unconverted.policy.parallelism.dp_shard_size"],
     "04_distill_deepmath_qwen3-8b": [],
     "05_grpo_multiturn_qwen2.5-3b": ["unconverted.rollout.multi_turn_config.enable"],
-    "10_vla_openvla-oft_libero": ["vla.enable"],
+    "10_vla_openvla-oft_libero": ["vla.vla_type"],
     "12_sft_moe_deepseek-v3_pp4_ep64": [],
     "gym_cartpole": ["unconverted.train.train_policy.trainer_type", "unconverted.rollout.backend", "data.train_data"],
     "trtllm_backend": ["unconverted.rollout.backend"],
@@ -197,22 +197,6 @@ def test_one_profiler_at_a_time() -> None:
     assert [entry.kind for entry in both.entries if entry.source == "profiler.enable_profiler"] == ["dropped"]
     alone = of({"profiler": {"enable_profiler": True}})
     assert alone.values["trainer.profiler.enable"] is True
-
-
-def test_robots() -> None:
-    conversion = converted("10")
-    values = conversion.values
-    assert (values["vla.enable"], values["vla.num_envs"]) == (True, 8)
-    assert values["trainer.placement.colocate_all"] is True
-    assert values["trainer.fully_async.max_staleness_steps"] == 0
-    assert values["trainer.algorithm.policy_loss_type"] == "regular"
-    assert values["trainer.algorithm.dynamic_sampling.type"] == "filter"
-    assert values["trainer.algorithm.dynamic_sampling.max_sample_batches"] == -1
-    assert values["generator.sampling_params.top_k"] == -1
-    assert "environment.reward_function" not in values
-    (idle,) = entries(conversion, "train.train_policy.lower_bound_ratio")
-    assert idle.kind == "dropped"
-    assert not conflicts(conversion)
 
 
 def test_other_engines_and_trainers_are_conflicts() -> None:
@@ -346,6 +330,16 @@ def test_an_empty_file_is_all_defaults() -> None:
 
 
 _VARIETY: list[dict[str, Any]] = [
+    {
+        "train": {
+            "train_policy": {
+                "type": "grpo",
+                "trainer_type": "grpo_vla",
+                "dataset": {"name": "libero", "subset": "libero_10"},
+            }
+        },
+        "rollout": {"backend": "vla"},
+    },
     {"validation": {"enable": True}},
     {"validation": {"enable": True, "dataset": {"name": "d", "split": "test"}}},
     {

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from hpcrl.config.sections.environment import EnvironmentConfig, RobotConfig, SkyRLGymConfig
+from hpcrl.envs.base import Environment, Turn
 from hpcrl.envs.registry import common_extras
 from hpcrl.envs.simulators.base import Bounds
 from hpcrl.envs.simulators.gym import Gymnasium
@@ -172,3 +173,25 @@ def test_a_policy_is_shown_what_the_camera_sees(told: bool) -> None:
     moved = np.asarray(answer["content"][0]["image"]).astype(int)
     assert (moved != frame).any()
     made.close()
+
+
+@pytest.mark.skipif(not find_library("EGL"), reason="no libEGL, with which MuJoCo renders")
+def test_a_policy_acts_by_numbers_and_each_answer_is_a_whole_prompt() -> None:
+    made = robot(seed=1, show_state=False, actions_per_turn=2, **ARM)
+    opening = made.init([{"role": "system", "content": "Look."}, {"role": "user", "content": "reach: "}])
+    turn = made.act(np.array([[0.2], [9.0]]))  # the second is taken back to 1
+    assert turn.metrics["actions"] == 2.0
+    assert [message["role"] for message in turn.observations] == ["system", "user"]
+    before, after = [np.asarray(one[1]["content"][0]["image"]) for one in (opening, turn.observations)]
+    assert (before != after).any()
+    assert turn.observations[1]["content"][1] == {"type": "text", "text": "reach: "}
+    with pytest.raises(ConfigError, match="the policy's actions have 2 numbers, and those of the simulator 1"):
+        made.act(np.zeros((2, 2)))
+    made.close()
+    with pytest.raises(ConfigError, match="Still takes texts"):
+        Still().act(np.zeros((1, 1)))
+
+
+class Still(Environment):
+    def step(self, action: str) -> Turn:
+        return Turn([], 0.0, done=bool(action))

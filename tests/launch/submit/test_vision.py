@@ -14,6 +14,7 @@ from hpcrl.config.validate import build
 from hpcrl.errors import DataError
 from hpcrl.launch.submit.preflight import check_files
 from hpcrl.launch.submit.vision import check_vision
+from tests.config.rules.families.vla_cases import ACTS
 from tests.paths import CONFIGS
 
 QUICKSTART = CONFIGS / "quickstart"
@@ -94,3 +95,16 @@ def test_it_is_told_at_submit(tmp_path: Path) -> None:
                 {"trainer.shared_prefixes": True, "trainer.max_tokens_per_micro_batch": 512},
             )
         )
+
+
+def test_models_of_actions_are_for_robots(tmp_path: Path) -> None:
+    acts, sees = model(tmp_path / "acts", "openvla"), model(tmp_path / "sees", "llava")
+    entries = json.loads((acts / "config.json").read_text())
+    (acts / "config.json").write_text(json.dumps({**entries, "n_action_bins": 256}))
+    robot = {"vla.enable": True, **{name: value for name, value in ACTS.items() if name != "vla.enable"}}
+    told = {folder.name: [one.message for one in check_vision(config(folder, {}))] for folder in (acts, sees)}
+    assert told["sees"] == []
+    assert "makes actions and writes no text" in told["acts"][0]
+    told = {folder.name: [one.message for one in check_vision(config(folder, robot))] for folder in (acts, sees)}
+    assert told["acts"] == []
+    assert "has no action tokens" in told["sees"][0]

@@ -20,7 +20,17 @@ from hpcrl.data.vision.inputs import has_planes, model_inputs, plane_positions
 from hpcrl.data.vision.reader import SeenImage
 from hpcrl.rollout.engines.base import Generation, Heard
 from hpcrl.rollout.engines.embedded.cache import ColumnCache, Columns
-from hpcrl.rollout.engines.embedded.sampling import Choice, RowSampling, Sampling, biased, biases, choose, penalised
+from hpcrl.rollout.engines.embedded.sampling import (
+    Choice,
+    RowSampling,
+    Sampling,
+    allowed,
+    among_allowed,
+    biased,
+    biases,
+    choose,
+    penalised,
+)
 from hpcrl.types import StopReason
 
 _AHEAD = 64  # columns that there is room for before the rows are laid out anew
@@ -296,7 +306,7 @@ class Batch:
         least = [sampling.min_tokens for sampling in asked]
         self._least = vector(least) if any(least) else None
         penalties = [sampling.repetition_penalty for sampling in asked]
-        self._biases = biases(asked, self._device)
+        self._biases, self._allowed = biases(asked, self._device), allowed(asked, self._device)
         self._penalties = vector(penalties, torch.float32) if set(penalties) != {1.0} else None
         seeds = [row.request.seeds[row.number] for row in rows]
         self._sampling = RowSampling.of(list(zip(asked, seeds, strict=True)), self._device)
@@ -313,6 +323,8 @@ class Batch:
             logits_RV = penalised(logits_RV, used, self._penalties[first:])
         if self._biases is not None:
             logits_RV = biased(logits_RV, self._biases[first:])
+        if self._allowed is not None:
+            logits_RV = among_allowed(logits_RV, self._allowed[first:])
         if self._least is not None:
             early = (said < self._least[first:])[:, None]
             logits_RV = logits_RV.index_fill(1, self._end, -torch.inf).where(early, logits_RV)

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from hpcrl.data.model_config import ConfiguredModel
-from hpcrl.data.vision.families import family_of
+from hpcrl.data.vision.classes import auto_class
 from hpcrl.data.weight_files import ADAPTER_PREFIX, PublishedWeights, WeightReader
 from hpcrl.errors import DataError, EngineError
 from hpcrl.rollout.engines.embedded.cache import expect_attention_only
@@ -32,8 +32,7 @@ def load_model(source: ConfiguredModel, dtype: str, device: torch.device) -> Pre
     try:
         config = source.config()
         expect_attention_only(config)
-        made = AutoModelForCausalLM if family_of(config) is None else AutoModelForImageTextToText
-        model = made.from_pretrained(
+        model = auto_class(config).from_pretrained(
             source.path,
             config=config,
             dtype=getattr(torch, dtype),

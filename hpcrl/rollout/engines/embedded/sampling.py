@@ -25,6 +25,7 @@ class Sampling:
         logprobs: above 0: the tokens that each was sampled among are wanted too, or, where sampling leaves none out, as many of the most
             probable ones.
         logit_bias: what is added to the logits of tokens.
+        allowed_token_ids: all that may be said; empty: every token.
     """
 
     max_tokens: int = 16
@@ -38,6 +39,7 @@ class Sampling:
     logprobs: int = 0
     stop: tuple[str, ...] = ()
     logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Sampling:
@@ -53,7 +55,8 @@ class Sampling:
                 'those of vLLM need generator.inference_engine.backend = "vllm"'
             )
         biases = ((int(token_id), float(bias)) for token_id, bias in (given.get("logit_bias") or {}).items())
-        found = cls(**{**given, "stop": tuple(given.get("stop") or ()), "logit_bias": tuple(biases)})
+        tuples = {name: tuple(given.get(name) or ()) for name in ("stop", "allowed_token_ids")}
+        found = cls(**{**given, **tuples, "logit_bias": tuple(biases)})
         for name, right, expected in (
             ("max_tokens", found.max_tokens >= 1, "at least 1"),
             ("temperature", found.temperature >= 0, "at least 0"),
@@ -207,6 +210,22 @@ def biases(rows: Sequence[Sampling], device: torch.device) -> torch.Tensor | Non
 def biased(logits_RV: torch.Tensor, biases_RK2: torch.Tensor) -> torch.Tensor:
     """Return logits with the biases of their rows."""
     return logits_RV.scatter_add(1, biases_RK2[..., 0].long(), biases_RK2[..., 1].to(logits_RV.dtype))
+
+
+def allowed(rows: Sequence[Sampling], device: torch.device) -> torch.Tensor | None:
+    """Return the tokens that each row may say, [R, K] int64, padded with its first, -1 for all; None: all rows may say all."""
+    most = max((len(row.allowed_token_ids) for row in rows), default=0)
+    if not most:
+        return None
+    ids = {own: [*own, *[own[0] if own else -1] * (most - len(own))] for own in {row.allowed_token_ids for row in rows}}
+    return torch.tensor([ids[row.allowed_token_ids] for row in rows], device=device)
+
+
+def among_allowed(logits_RV: torch.Tensor, ids_RK: torch.Tensor) -> torch.Tensor:
+    """Return logits with those of tokens that a row may not say so low that their probability is 0."""
+    ids = ids_RK.clamp(min=0)
+    kept_RV = torch.full_like(logits_RV, _NEGLIGIBLE).scatter(1, ids, logits_RV.gather(1, ids))
+    return torch.where(ids_RK[:, :1] < 0, logits_RV, kept_RV)
 
 
 def uniform(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

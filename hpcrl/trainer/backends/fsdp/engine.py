@@ -421,6 +421,6 @@ class FsdpPolicy(FsdpExported[PackedPolicy]):
 
     def probe(self, token_ids: Sequence[int]) -> list[float]:
         # engines compute without FP8, and are asked for the log-probabilities of all tokens
-        with computing(self._model, temperature=1.0, never_said=()), without_fp8(self._model):
+        with computing(self._model, temperature=1.0, never_said=(), only_said=None), without_fp8(self._model):
             (logprobs_P,) = self.logprobs([untrained_micro_batch(token_ids)])
         return logprobs_P[:-1].tolist()

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from hpcrl.config.sections.model import CriticConfig, FSDPConfig, PolicyConfig
+from hpcrl.data.actions.tokens import action_tokens
 from hpcrl.data.vision.families import family_of, placeholders
 from hpcrl.trainer.backends.fsdp.sharding import set_whole, shard, units
 from hpcrl.trainer.distributed import World
@@ -145,7 +146,12 @@ class PackedPolicy(PackedModel):
 
     def __init__(self, model: PreTrainedModel, forward: ForwardConfig) -> None:
         super().__init__(model, forward)
-        self.forward_config = replace(forward, never_said=tuple(placeholders(model.config)))
+        acts = action_tokens(model.config)
+        self.forward_config = replace(
+            forward,
+            never_said=() if acts else tuple(placeholders(model.config)),
+            only_said=acts.ids if acts else None,
+        )
         self._logits = LogitChange.of(model.config)
         softcap = self._logits.softcap
         self._rows = compiled_rows(softcap) if forward.compiled else partial(plain_rows, softcap=softcap)
@@ -170,7 +176,9 @@ class PackedPolicy(PackedModel):
         hidden, forward = self.hidden(token_ids, positions, sequences, images), self.forward_config
         trained = torch.is_grad_enabled()
         told = top_k > 0 and not trained
-        rows = partial(self._rows, never=forward.never_said) if forward.never_said else self._rows
+        rows = self._rows
+        if forward.never_said or forward.only_said:
+            rows = partial(self._rows, never=forward.never_said, only=forward.only_said)
         found = token_logprobs(
             sequences.spread(hidden, head_rows).to(self.head.weight.dtype),  # some keep residuals in float32
             self.head.weight,

@@ -1,0 +1,63 @@
+"""Videos of episodes: what the policy was shown, a frame for each turn, as an animated PNG, which browsers play and `hpcrl samples` names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hpcrl.config.sections.vla import VLAConfig
+from hpcrl.data.vision.images import Message, opened, png, without_images
+from hpcrl.rundir.commit import write_bytes
+from hpcrl.rundir.layout import Run
+from hpcrl.types import Kind
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+_FRAME_MS = 250
+
+
+@dataclass(frozen=True)
+class EpisodeVideos:
+    """The videos of a run.
+
+    Attributes:
+        training: those of training episodes are written too, and not only those of evaluations.
+    """
+
+    run: Run
+    training: bool
+
+    @classmethod
+    def of(cls, run: Run, vla: VLAConfig) -> EpisodeVideos | None:
+        """Return those of a run; None: none are written."""
+        return cls(run, vla.trace_verbosity > 1) if vla.enable and vla.save_video else None
+
+    def wants(self, kind: Kind) -> bool:
+        return kind == "eval" or self.training
+
+    def write(self, group_id: str, episodes: Sequence[Sequence[Message]]) -> None:
+        """Write the videos of a group, each complete or not at all.
+
+        Args:
+            episodes: all messages of each, in which what several cameras show is side by side.
+        """
+        for at, messages in enumerate(episodes):
+            shown = [[opened(image) for image in without_images([message])[1]] for message in messages]
+            frames = [_beside(images) for images in shown if images]
+            if frames:  # else it failed before anything was seen
+                path = self.run.picture(f"{group_id}.{at}")
+                path.parent.mkdir(exist_ok=True)
+                write_bytes(path, png(frames, _FRAME_MS))
+
+
+def _beside(images: Sequence[Image]) -> Image:
+    from PIL.Image import new
+
+    found = new("RGB", (sum(image.width for image in images), max(image.height for image in images)))
+    left = 0
+    for image in images:
+        found.paste(image, (left, 0))
+        left += image.width
+    return found

@@ -1,0 +1,18 @@
+"""The class of transformers that a model belongs to, by what it reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
+
+from hpcrl.data.vision.families import family_of
+
+
+def auto_class(config: PreTrainedConfig) -> Any:
+    """Return what makes the model of a configuration, hpcrl's own models among them."""
+    if family_of(config) is None:
+        return AutoModelForCausalLM
+    import hpcrl.data.models.openvla.model  # noqa: F401  tells transformers of it
+
+    return AutoModelForImageTextToText

@@ -1,0 +1,158 @@
+"""What the embedded engine says of an action's tokens is what the trainer computes, and what the model itself does among the tokens of actions."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoModelForImageTextToText
+
+from hpcrl.config import EnvironmentConfig, GeneratorConfig, SamplingParams
+from hpcrl.config.sections.generator import ChatTemplateConfig
+from hpcrl.config.sections.model import Pretrained
+from hpcrl.config.sections.vla import VLAConfig
+from hpcrl.data.actions.tokens import action_tokens
+from hpcrl.data.actions.turns import ActionTurns
+from hpcrl.data.actions.videos import EpisodeVideos
+from hpcrl.data.chat import load_tokenizer
+from hpcrl.data.group_file import read_group, write_group
+from hpcrl.data.vision.inputs import model_inputs
+from hpcrl.data.vision.reader import ImageReader, row_images
+from hpcrl.rollout.generate import GroupGenerator
+from hpcrl.rollout.group import Group
+from hpcrl.rundir.layout import Run
+from hpcrl.trainer.backends.fsdp.model import PackedPolicy
+from hpcrl.trainer.models.forward import ForwardConfig
+from hpcrl.trainer.models.hf import ModelSource
+from hpcrl.trainer.models.packed.attention import PACKED
+from hpcrl.trainer.packing import pack
+from hpcrl.types import Prompt, Sample, Work
+from tests.rollout.material import started
+
+CHUNK, TEMPERATURE = 2, 1.3
+
+
+def generator_of(engine: Any, model: Path, run: Run) -> GroupGenerator:
+    pretrained = Pretrained(str(model))
+    settings = GeneratorConfig(
+        sampling_params=SamplingParams(max_generate_length=CHUNK, temperature=TEMPERATURE, top_k=12),
+        max_turns=4,
+        step_wise_trajectories=True,
+    )
+    return GroupGenerator(
+        engine,
+        load_tokenizer(pretrained, ChatTemplateConfig()),
+        settings,
+        EnvironmentConfig(),
+        reader=ImageReader.of(pretrained, {}),
+        actions=ActionTurns.of(pretrained, VLAConfig(enable=True), CHUNK, CHUNK),
+        videos=EpisodeVideos.of(run, VLAConfig(enable=True, save_video=True, trace_verbosity=2)),
+    )
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return Run(tmp_path_factory.mktemp("run"))
+
+
+@pytest.fixture(scope="module")
+def group(reach: Path, run: Run) -> Group:
+    """Return four episodes from one start, generated together."""
+
+    async def play(engine: Any) -> Group:
+        prompt = Prompt("row", [{"role": "user", "content": "reach: "}], "tests.vla.environments:Pushes")
+        return await generator_of(engine, reach, run).generate(Work("g", "train", prompt, 4, 11))
+
+    with started(reach) as engine:
+        return asyncio.run(play(engine.connect()))
+
+
+@pytest.fixture(scope="module")
+def rows(group: Group, tmp_path_factory: pytest.TempPathFactory) -> list[Sample[torch.Tensor]]:
+    """Return all turns, as the trainer reads them from their file."""
+    path = tmp_path_factory.mktemp("actions") / "g"
+    write_group(path, group.samples, group.meta(0, path.name))
+    return read_group(path)
+
+
+def test_turns_are_actions_and_nothing_else(group: Group, reach: Path) -> None:
+    assert not group.failures
+    tokens = action_tokens(AutoModelForImageTextToText.from_pretrained(reach).config)
+    assert tokens is not None
+    lengths = {len(row.token_ids) for row in group.samples}
+    assert len(lengths) == 1, "each turn has its own prompt: what was seen before is not in it"
+    for rows, messages in zip(group.rows, group.conversations, strict=True):
+        said = [message["content"] for message in messages if message["role"] == "assistant"]
+        assert len(said) == len(rows)
+        at = 0.0
+        for row, text in zip(rows, said, strict=True):
+            own = row.token_ids[row.loss_mask > 0].tolist()
+            assert len(own) == CHUNK
+            assert set(own) <= set(tokens.ids)
+            numbers = 0.9 * tokens.numbers(own)
+            assert text.split() == [f"{number:.3f}" for number in numbers]
+            at += numbers.sum()
+            assert row.stop_reason == "stop"
+        assert rows[-1].env_metrics["pushed"] == pytest.approx(at)
+        assert rows[-1].rewards.sum() == float(at > 1)
+        assert len(rows) == 4 or at > 1
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_log_probabilities_agree(rows: list[Sample[torch.Tensor]], reach: Path, packing: bool) -> None:
+    whole = ModelSource(path=str(reach), role="trainer.policy").whole(torch.float32, PACKED)
+    policy = PackedPolicy(
+        whole, ForwardConfig(temperature=TEMPERATURE, chunk_rows=3, packing=packing, entropy_loss=False)
+    )
+    batch = pack(rows).whole()
+    trained = batch.loss_mask > 0
+    assert int(trained.sum()) == CHUNK * len(rows)
+    logprobs, entropies = policy.run(batch)
+    torch.testing.assert_close(logprobs[trained], batch.rollout_logprobs[trained], rtol=0, atol=1e-5)
+    assert float(entropies[trained].max()) < torch.log(torch.tensor(16.0)), "of the tokens of actions alone"
+    if not packing:
+        return
+    reference: Any = AutoModelForImageTextToText.from_pretrained(reach)
+    ids = action_tokens(reference.config).ids  # pyright: ignore[reportOptionalMemberAccess]
+    for row, mask in zip(rows[:3], (row.sampling_mask for row in rows[:3]), strict=True):
+        assert mask is not None
+        inputs = model_inputs(row_images(row.tensors), row.token_ids.device)
+        logits = reference(input_ids=row.token_ids[None], **inputs).logits[0, -CHUNK - 1 : -1] / TEMPERATURE
+        outside = torch.ones_like(logits, dtype=torch.bool)
+        outside[:, ids.start : ids.stop] = False
+        logits = logits.masked_fill(outside, -torch.inf)
+        least = logits.topk(12).values[:, -1:]
+        found = logits.masked_fill(logits < least, -torch.inf).log_softmax(-1).gather(1, row.token_ids[-CHUNK:, None])
+        torch.testing.assert_close(found[:, 0], row.rollout_logprobs[-CHUNK:], rtol=0, atol=1e-5)
+
+
+def test_gradients_reach_the_eyes_and_no_head_of_other_tokens(rows: list[Sample[torch.Tensor]], reach: Path) -> None:
+    whole = ModelSource(path=str(reach), role="trainer.policy").whole(torch.float32, PACKED)
+    policy = PackedPolicy(whole, ForwardConfig(temperature=TEMPERATURE, chunk_rows=3))
+    batch = pack(rows).whole()
+    (policy.run(batch)[0] * batch.loss_mask).sum().backward()
+    gradients = {name: parameter.grad for name, parameter in policy.model.named_parameters()}
+    assert all(gradient is not None and gradient.any() for name, gradient in gradients.items() if "vision" in name)
+    head, ids = gradients["lm_head.weight"], action_tokens(whole.config).ids  # pyright: ignore[reportOptionalMemberAccess]
+    assert head is not None
+    assert not head[: ids.start].any()
+    assert head[ids.start : ids.stop].any()
+
+
+def test_videos_show_every_turn(group: Group, run: Run) -> None:
+    for at, rows in enumerate(group.rows):
+        with Image.open(run.picture(f"g.{at}")) as video:
+            frames: int = getattr(video, "n_frames", 1)
+            assert video.size == (40, 30)
+            assert frames <= len(rows) + 1, (
+                "what was seen before each turn, and at the end; frames that are alike are one"
+            )
+            assert frames > 1
+    assert EpisodeVideos.of(run, VLAConfig(enable=True)) is None
+    of_evaluations = EpisodeVideos.of(run, VLAConfig(enable=True, save_video=True))
+    assert of_evaluations is not None
+    assert (of_evaluations.wants("eval"), of_evaluations.wants("train")) == (True, False)
