@@ -48,7 +48,7 @@ _TABLE: tuple[tuple[Effect, str], ...] = (
         trainer.policy.megatron_config.model_config_kwargs trainer.policy.megatron_config.transformer_config_kwargs
         trainer.policy.megatron_config.lora_type trainer.algorithm.value_head_prefix
         trainer.policy.trainable_map trainer.policy.freeze_pattern trainer.policy.diffusers.enable
-        trainer.policy.diffusers.is_video trainer.policy.diffusers.tokenizer
+        trainer.policy.diffusers.is_video
         vla.enable vla.vla_type vla.use_proprio vla.proprio_dim
         """,
     ),

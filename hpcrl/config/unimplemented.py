@@ -29,9 +29,6 @@ class Unimplemented:
 
 _FP4 = Unimplemented("training in FP4, which torchao has not; use fp8")
 _STATE = Unimplemented("states of robots in OpenVLA-OFT, which keeps the layers for them in a file of their own")
-_VIDEO_LATENTS = Unimplemented(
-    "an autoencoder for what reward services get of videos, which are the latents that the policy made", result=False
-)
 
 
 UNIMPLEMENTED: dict[str, Unimplemented] = {
@@ -40,7 +37,6 @@ UNIMPLEMENTED: dict[str, Unimplemented] = {
     "trainer.policy.low_precision.fp4": _FP4,
     "trainer.policy.low_precision.fp4_recipe": _FP4,
     "trainer.policy.low_precision.fp4_granularity": _FP4,
-    "trainer.policy.diffusers.tokenizer": _VIDEO_LATENTS,
     "vla.vla_type": Unimplemented("OpenVLA-OFT, pi0.5, and Cosmos Policy, which Cosmos-RL only evaluates"),
     "vla.use_proprio": _STATE,
     "vla.proprio_dim": _STATE,

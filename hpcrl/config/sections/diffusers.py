@@ -28,21 +28,6 @@ class DiffusionSamplingConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class VideoTokenizerConfig:
-    chunk_duration: int = 81
-    """Frames that the video encoder takes at a time."""
-
-    load_mean_std: bool = False
-    """Load the means and deviations of the latents from files."""
-
-    compile_encode: bool = False
-    """Compile the encoder."""
-
-    temporal_window: int = 16
-    """Frames of the encoder's temporal window."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class EmaConfig:
     enable: bool = False
     """Keep an exponential moving average of the weights for evaluation."""
@@ -102,7 +87,5 @@ class DiffusersConfig:
     """How much of itself the sampling adapter keeps after step s, the rest is the trained one; 0: nothing, 1: min(0.001 s, 0.5), 2: nothing until step 75, then min(0.0075 (s - 75), 0.999)."""
 
     sample: DiffusionSamplingConfig = field(default_factory=DiffusionSamplingConfig)
-
-    tokenizer: VideoTokenizerConfig = field(default_factory=VideoTokenizerConfig)
 
     ema: EmaConfig = field(default_factory=EmaConfig)
