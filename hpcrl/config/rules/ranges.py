@@ -209,8 +209,6 @@ RANGES: dict[str, Range] = {
     "nft_beta": _POSITIVE,
     "inference_frames": _COUNT,
     "train_frames": _COUNT,
-    "chunk_duration": _COUNT,
-    "temporal_window": _COUNT,
     "ema.decay": _SHARE,
     "update_step_interval": _COUNT,
     "multi_modal_log_interval": _COUNT,

@@ -79,6 +79,8 @@ def of_writers(config: ConfigTree) -> Iterator[Problem]:
             if value != getattr(default, name):
                 yield Problem(f"vla.{name}", "has no effect without vla.enable; leave it out, or set that")
         return
+    if trainer.policy.diffusers.enable:  # which is refused itself
+        return
     used = {
         "generator.sampling_params.stop": bool(generator.sampling_params.stop),
         "generator.inference_engine.enable_http_endpoint": generator.inference_engine.enable_http_endpoint,
