@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -48,8 +49,15 @@ def shard(root: nn.Module, model: PreTrainedModel, fsdp: FSDPConfig, dtype: str,
         together, with_same = _experts_meshes(size, fsdp.expert_parallel_size, world)
         for layer in layers:
             share_experts(layer, together)
-            # a number of ranks that keep parameters is one of all ranks of a copy, which are more than have the same experts
-            a_unit(layer, mesh=with_same, reshard_after_forward=kept is not False, shard_placement_fn=_within_experts)
+            # a number of ranks that keep parameters is one of all ranks of a copy, which are more than have the same experts; scores of
+            # experts stay in the type that the router gives them, as where experts are no unit
+            a_unit(
+                layer,
+                mesh=with_same,
+                reshard_after_forward=kept is not False,
+                shard_placement_fn=_within_experts,
+                mp_policy=replace(precision, cast_forward_inputs=False),
+            )
         inner = [module for module in inner if module not in layers]
     for module in inner:
         a_unit(module, mesh=mesh, reshard_after_forward=kept)

@@ -32,12 +32,25 @@ POLICY = {"optimizer_config": {"eps": EPS}}
 TO_FOUR = {"fsdp_config": {"expert_parallel_size": 4}}
 FOUR: dict[str, dict[str, Any]] = {
     "two-of-four": variant(1, gradient_checkpointing=True, policy={**EXPERTS, **SHARED}, ref=SHARED),
-    "all-four": variant(1, policy={**EXPERTS, **TO_FOUR}, ref=TO_FOUR),
-    "copies-of-two": variant(1, policy={**EXPERTS, "fsdp_config": {"fsdp_size": 2, **SHARED["fsdp_config"]}}),
+    "all-four": {**variant(1, policy={**EXPERTS, **TO_FOUR}, ref=TO_FOUR), "turns": True},
+    "copies-of-two": variant(
+        1,
+        gradient_checkpointing=True,
+        gradient_checkpointing_use_reentrant=True,
+        policy={**EXPERTS, "fsdp_config": {"fsdp_size": 2, **SHARED["fsdp_config"]}},
+    ),
     "with-tokens": variant(2, policy={**EXPERTS, **TO_FOUR, "sequence_parallel_size": 2}),
     "compiled": variant(2, policy={**EXPERTS, **SHARED, "compile_model": True}),
-    "kept": variant(1, policy={**EXPERTS, "fsdp_config": {"reshard_after_forward": 2, **SHARED["fsdp_config"]}}),
+    "kept": variant(
+        1,
+        gradient_checkpointing=True,
+        gradient_checkpointing_keep="attention",
+        policy={**EXPERTS, "fsdp_config": {"reshard_after_forward": 2, **SHARED["fsdp_config"]}},
+    ),
 }
+BF16 = variant(
+    1, policy={**EXPERTS, "fsdp_config": {**SHARED["fsdp_config"], "mixed_precision": {"param_dtype": "bf16"}}}
+)
 
 
 @pytest.fixture(scope="module")
@@ -92,9 +105,11 @@ def test_what_ranks_cannot_share_is_refused() -> None:
 @pytest.mark.faults_slow
 def test_four_ranks(tmp_path: Path, mixture: Path) -> None:
     run = run_of_two(tmp_path / "run", GROUPS, SIZE)
-    options = {"model": str(mixture), "run": str(run.path), "out": str(tmp_path), "variants": FOUR}
+    options = {"model": str(mixture), "run": str(run.path), "out": str(tmp_path), "variants": {**FOUR, "bf16": BF16}}
     done = run_ranks(4, json.dumps([("variants", options)]))
     assert done.returncode == 0, done.stderr
     truth = Balanced(mixture, run, [Batch.from_json(json.loads(run.batch(step).read_text())) for step in (1, 2)])
     for name in FOUR:
         expect_same(tmp_path, truth, name)
+    losses = [update["final_loss"] for update in json.loads((tmp_path / "bf16.json").read_text())]
+    assert losses == pytest.approx(truth.losses, abs=0.05)
