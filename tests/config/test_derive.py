@@ -16,9 +16,10 @@ from hpcrl.config import (
     trainer_ranks,
 )
 from hpcrl.config.adapters import reference_is_base
-from hpcrl.config.derive import copy_ranks, names_own_code
+from hpcrl.config.derive import copy_ranks, micro_batch_tokens, names_own_code
 from hpcrl.config.sections.generator import EvalSamplingParams
 from hpcrl.errors import DataError
+from tests.paths import CONFIGS
 
 
 def config(**sections: Any) -> Config:
@@ -106,3 +107,12 @@ def test_the_reference_is_the_policy_without_its_adapters_where_both_are_alike(s
     assert not found(0)
     assert not found(8, dtype="bf16")
     assert not found(8, path="other")
+
+
+def test_tokens_limit_passes_on_gpus_but_not_those_of_pictures() -> None:
+    gpus = {"slurm": {"gpus_per_node": 8}}
+    assert micro_batch_tokens(config(**gpus)) is not None
+    pictures = Config.from_toml(
+        [CONFIGS / "diffusion_sft_tiny.toml"], ["slurm.gpus_per_node=8", "trainer.micro_train_batch_size_per_gpu="]
+    )
+    assert micro_batch_tokens(pictures) is None  # a row has twenty tokens, and a picture

@@ -360,3 +360,30 @@ def test_engines_on_the_policys_gpus() -> None:
     values = of(tree).values
     assert values["trainer.placement.colocate_all"] is True
     assert values["generator.inference_engine.num_engines"] == 2
+
+
+def test_a_diffusion_model_that_learns_pictures() -> None:
+    train = {"train_policy": {"type": "sft", "trainer_type": "diffusers_sft", "dataset": {"name": "./pictures.jsonl"}}}
+    settings = {"weighting_scheme": "mode", "logit_mean": 0.1}
+    conversion = of({"train": train, "policy": {**one_replica(), "is_diffusers": True, "diffusers": settings}})
+    assert not conflicts(conversion)
+    assert conversion.values["trainer.mode"] == "sft"
+    assert conversion.values["trainer.policy.diffusers.weighting_scheme"] == "mode"
+
+
+def test_a_diffusion_model_of_videos_that_a_service_rewards() -> None:
+    policy = {"type": "grpo", "trainer_type": "diffusion_nft", "use_remote_reward": True, "kl_beta": 0.1}
+    tree = {
+        "train": {"compile": False, "train_policy": {**policy, "dataset": {"name": "./prompts.jsonl"}}},
+        "rollout": {"backend": "diffusion_nft_rollout", "parallelism": {"tp_size": 1}},
+        "policy": {
+            **one_replica(),
+            "is_diffusers": True,
+            "lora": {"r": 32},
+            "diffusers": {"is_video": True, "train_frames": 9, "sample": {"deterministic_sampling": True}},
+        },
+    }
+    conversion = of(tree)
+    assert not conflicts(conversion)
+    assert conversion.values["trainer.policy.diffusers.train_frames"] == 9
+    assert conversion.values["environment.remote_reward.reward_function"] == {"dance_grpo": 1.0}

@@ -86,7 +86,7 @@ def batches(source: Resolved, values: dict[str, Any]) -> Iterator[Entry]:
 def lengths(source: Resolved, values: dict[str, Any]) -> Iterator[Entry]:
     path, longest = "policy.model_max_length", source["policy.model_max_length"]
     if not is_grpo(source):
-        values["trainer.max_length"] = longest
+        values["trainer.max_length"] = None if is_diffusion(source) else longest
         return
     response = source["rollout.max_response_length"]
     room = longest - response
