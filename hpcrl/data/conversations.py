@@ -145,7 +145,7 @@ class Renderer:
             case "tokens":
                 return [_given(row)]
             case "preference":
-                chosen, rejected = self._pair(row)
+                chosen, rejected = self._pair(row, folder)
                 return [replace(chosen, margin=_margin(row, self.columns.margin)), rejected]
 
     def pieces(self, messages: Messages, tools: Any = None) -> list[Piece]:
@@ -182,7 +182,7 @@ class Renderer:
         answer = _messages(_column(row, columns.response or RESPONSE, "response_column"), _ASSISTANT)
         return [*_untrained(prompt), *answer]
 
-    def _pair(self, row: Mapping[str, Any]) -> list[Tokens]:
+    def _pair(self, row: Mapping[str, Any], folder: Path | None) -> list[Tokens]:
         """Return the chosen and the rejected answer, each behind its prompt.
 
         Answers that begin with a message of the assistant follow the prompt's column. Others are whole: what both begin with is the prompt.
@@ -204,7 +204,8 @@ class Renderer:
         else:
             alike = _alike(chosen, rejected)
             before, chosen, rejected = chosen[:alike], chosen[alike:], rejected[alike:]
-        return [self._conversation([*_untrained(before), *answer], row.get("tools")) for answer in (chosen, rejected)]
+        whole = ([*_untrained(before), *answer] for answer in (chosen, rejected))
+        return [self._conversation(self._shown(messages, row, folder), row.get("tools")) for messages in whole]
 
     def _shown(self, messages: Messages, row: Mapping[str, Any], folder: Path | None) -> Messages:
         """Return messages with their images as texts."""

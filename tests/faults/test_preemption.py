@@ -29,6 +29,16 @@ from tests.processes import processes_of, send
 
 TERM, USR2, CONT, STOP = signal.SIGTERM, signal.SIGUSR2, signal.SIGCONT, signal.SIGSTOP
 ADAPTERS = {"trainer.policy.model.lora.rank": 4, "generator.inference_engine.backend": "transformers"}
+SHAPES = CONFIGS / "count_shapes"
+IMAGES = {
+    "data.train_data": [str(SHAPES / "data" / "train.parquet")],
+    "data.val_data": [str(SHAPES / "data" / "validation.parquet")],
+    "environment.env_class": "arithmetic",
+    "trainer.max_prompt_length": 32,
+    "trainer.multi_modal_log_interval": 1,
+    "trainer.policy.model.path": str(SHAPES / "model"),
+    "generator.inference_engine.backend": "transformers",
+}
 CRITIC_APART = {
     "trainer.algorithm.advantage_estimator": "gae",
     "trainer.critic.model.path": str(CONFIGS / "quickstart" / "model"),
@@ -52,6 +62,7 @@ def saved_when_told(scenario: Scenario, run: Run, attempt: int = 1, seconds: flo
     [
         pytest.param({}, id="all_weights"),
         pytest.param(ADAPTERS, id="adapters"),
+        pytest.param(IMAGES, id="images"),
         pytest.param(CRITIC_APART, id="critic_apart", marks=pytest.mark.nodes(3)),
     ],
 )

@@ -78,6 +78,23 @@ def test_a_dataset_keeps_its_images(model: Path, source: Source, tmp_path: Path)
         open_tokens(run.dataset("train-0")).read(0)
 
 
+def test_both_answers_of_a_pair_see_the_images_of_its_prompt(model: Path, tmp_path: Path) -> None:
+    """Of the row's column, or in parts of whole conversations; an answer may show nothing."""
+    (tmp_path / "1.png").write_bytes(drawn(1))
+    made = replace(recipe(model), columns=Columns("preference")).renderer()
+    row = {"prompt": "<image>count: red", "images": ["1.png"], "chosen": "2", "rejected": "31"}
+    part = {"type": "image", "image": str(tmp_path / "1.png")}
+    asked = {"role": "user", "content": [part, {"type": "text", "text": "count: red"}]}
+    whole = {name: [asked, {"role": "assistant", "content": row[name]}] for name in ("chosen", "rejected")}
+    for given in (row, whole):
+        chosen, rejected = made.sequences(given, tmp_path)
+        assert [image[1:] for image in chosen.images] == [(9, str(tmp_path / "1.png"))]
+        assert chosen.images == rejected.images
+        assert [sum(one.mask) for one in (chosen, rejected)] == [2, 3]
+    with pytest.raises(DataError, match="1 of 1 images are shown by no message"):
+        made.sequences({**row, "prompt": "count: red"}, tmp_path)
+
+
 def test_a_row_is_cut_before_an_image(model: Path, source: Source) -> None:
     (row,) = recipe(model).renderer().sequences(next(source.rows()), Path(source.location).parent)
     begins = [begin for begin, *_ in row.images]

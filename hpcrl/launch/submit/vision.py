@@ -60,8 +60,8 @@ def check_vision(config: Config) -> Iterator[Problem]:
             "environment.reward_model.model",
             f"{sees}, and a reward model would not; use environments or reward functions",
         )
-    if trainer.mode in ("dpo", "reward_model"):
-        yield Problem("trainer.mode", f'{sees}, and pairs of answers show none; expected "rl" or "sft"')
+    if trainer.mode == "reward_model":
+        yield Problem("trainer.mode", f'{sees}, and a reward model would not; expected "rl", "sft" or "dpo"')
 
 
 def _of_vllm(config: Config, family: Family, sees: str) -> Iterator[Problem]:

@@ -52,7 +52,7 @@ def model(folder: Path, kind: str) -> Path:
         ),
         (TEACHER, "trainer.distillation.enable"),
         (JUDGE, "environment.reward_model.model"),
-        ({"trainer.mode": "dpo", "trainer.max_length": 32}, "trainer.mode"),
+        ({"trainer.mode": "reward_model", "trainer.max_length": 32}, "trainer.mode"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
