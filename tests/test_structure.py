@@ -77,6 +77,7 @@ KNOW_FAMILIES = {
     "hpcrl.cli.samples",
     "hpcrl.config.families",
     "hpcrl.config.rules.families.diffusion",
+    "hpcrl.config.rules.families.vla",
     "hpcrl.launch.submit.preflight",
     "hpcrl.trainer.backends.build",
     "hpcrl.trainer.load",

@@ -145,7 +145,7 @@ _TABLE: tuple[tuple[Effect, str], ...] = (
         generator.sampling_params generator.max_turns generator.max_input_length generator.use_conversation_multi_turn
         generator.append_eos_token_after_stop_str_in_multi_turn generator.inference_engine.model_dtype
         generator.inference_engine.quantization generator.inference_engine.engine_init_kwargs generator.inference_engine.seed
-        vla.num_envs vla.continuous vla.max_steps
+        vla.num_envs vla.continuous
         """,
     ),
     (
@@ -196,7 +196,7 @@ _TABLE: tuple[tuple[Effect, str], ...] = (
         trainer.distillation.max_tokens_per_micro_batch trainer.distillation.use_sample_packing trainer.distillation.precomputed_logprobs
         environment.reward_model.num_replicas environment.reward_model.ranks_per_replica environment.reward_model.fsdp_config
         environment.reward_model.batch_size_per_replica environment.reward_model.max_tokens_per_micro_batch
-        trainer.policy.diffusers.offload vla.training_chunk_size
+        trainer.policy.diffusers.offload
         trainer.policy.megatron_config.ddp_config trainer.policy.megatron_config.empty_cuda_cache
         trainer.policy.megatron_config.pipeline_dynamic_shape trainer.ref.megatron_config.pipeline_dynamic_shape
         trainer.policy.megatron_config.moe_token_dispatcher_type trainer.ref.megatron_config.moe_token_dispatcher_type

@@ -6,7 +6,7 @@ A setting that is not implemented yet is accepted at its default only.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from hpcrl.config.errors import Problem, shown
@@ -21,17 +21,13 @@ class Unimplemented:
     Attributes:
         feature: what they belong to, which is not implemented yet.
         works: the values that work already, beside the default.
-        result: whether a run without it would learn something else, see something else, or leave something else behind. The converter
-            writes such a setting as it is, so that the file is refused; others are left out with a remark.
     """
 
     feature: str
     works: tuple[Any, ...] = ()
-    result: bool = True
 
 
 _FP4 = Unimplemented("training in FP4, which torchao has not; use fp8")
-_VLA = Unimplemented("vision-language-action models")
 _VIDEOS = Unimplemented("videos by diffusion")
 _FLOW_MATCHING = Unimplemented("learning from datasets of pictures")
 
@@ -47,8 +43,7 @@ UNIMPLEMENTED: dict[str, Unimplemented] = {
     "trainer.policy.diffusers.inference_frames": _VIDEOS,
     "trainer.policy.diffusers.train_frames": _VIDEOS,
     "trainer.policy.diffusers.tokenizer": _VIDEOS,
-    "vla": _VLA,
-    **{f"vla.{name}": replace(_VLA, result=False) for name in ("save_video", "trace_verbosity")},
+    "vla": Unimplemented("vision-language-action models"),
 }
 
 

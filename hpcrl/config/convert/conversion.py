@@ -90,11 +90,10 @@ class Conversion:
         changed = self._changed()
         for setting, value in changed:
             if missing := self._unimplemented(setting, value):
-                left_out = "" if missing.result else "; left out, which changes nothing that is trained"
-                self.note("unimplemented", setting.path, "", f"not implemented yet ({missing.feature}){left_out}")
+                self.note("unimplemented", setting.path, "", f"not implemented yet ({missing.feature})")
             if setting.location:
                 self._check_location(setting.path, value)
-        problems = _problems({setting.path: value for setting, value in changed if not self._left_out(setting, value)})
+        problems = _problems({setting.path: value for setting, value in changed})
         refused, reported = {problem.path for problem in problems}, set[str]()
         for entry in self.entries:
             if entry.kind == "conflict":
@@ -154,14 +153,11 @@ class Conversion:
         """Return TOML with the settings that differ from the defaults.
 
         A comment at its top says what became of everything that is not as it was. What is not implemented yet is written as it is, so
-        that the file is refused, and what no setting can say stands in a table that is refused. Only what changes nothing that is
-        trained is a comment, in its table.
+        that the file is refused, and what no setting can say stands in a table that is refused.
         """
         tables: dict[str, list[str]] = {}
         for setting, value in self._changed():
             line = f"{setting.name} = {value_as_toml(value)}"
-            if self._left_out(setting, value):
-                line = f"# {line}  # not implemented yet"
             tables.setdefault(setting.path.rpartition(".")[0], []).append(line)
         parts = [self._header(), *(["\n".join(tables.pop(""))] if "" in tables else [])]
         if self.unconverted:
@@ -172,8 +168,8 @@ class Conversion:
         return "\n\n".join(parts) + "\n"
 
     def to_yaml(self) -> str:
-        """Return what `to_toml` has, as YAML; what changes nothing that is trained stands in the comment alone."""
-        kept = {setting.path: value for setting, value in self._changed() if not self._left_out(setting, value)}
+        """Return what `to_toml` has, as YAML."""
+        kept = {setting.path: value for setting, value in self._changed()}
         refused = {UNCONVERTED: self.unconverted} if self.unconverted else {}
         return f"{self._header()}\n{as_yaml(refused | nested(kept))}"
 
@@ -194,10 +190,6 @@ class Conversion:
         tree = nested(self.values)
         found = ((setting, _at(tree, setting.path)) for setting in leaves(ConfigTree))
         return [(setting, value) for setting, value in found if value is not None and not setting.is_default(value)]
-
-    def _left_out(self, setting: Setting, value: Any) -> bool:
-        missing = self._unimplemented(setting, value)
-        return missing is not None and not missing.result
 
     @staticmethod
     def _unimplemented(setting: Setting, value: Any) -> Unimplemented | None:

@@ -77,10 +77,14 @@ def robots(config: ConfigTree) -> Iterator[Problem]:
     lacks = {"gymnasium": "id", "libero": "suite"}.get(robot.simulator)
     if lacks and not isinstance(robot.options.get(lacks), str):
         yield Problem(f"{section}.options", f"{robot.simulator} needs `{lacks}`, found {robot.options}")
-    if config.generator.inference_engine.max_num_seqs > MOST_SIMULATORS:
+    most = config.generator.inference_engine.max_num_seqs
+    path = "generator.inference_engine.max_num_seqs"
+    if config.vla.num_envs is not None:
+        path, most = "vla.num_envs", config.vla.num_envs
+    if most > MOST_SIMULATORS:
         yield Problem(
-            "generator.inference_engine.max_num_seqs",
-            f"expected at most {MOST_SIMULATORS} with {section}.simulator, found {config.generator.inference_engine.max_num_seqs}: "
+            path,
+            f"expected at most {MOST_SIMULATORS} with {section}.simulator, found {most}: "
             "each sample that is being generated has a simulator in a process of its own",
         )
 

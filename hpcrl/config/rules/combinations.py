@@ -37,6 +37,7 @@ from hpcrl.config.rules.families.diffusion import (
     rewards_of_pictures,
     sampling,
 )
+from hpcrl.config.rules.families.vla import actions, of_writers, simulators
 from hpcrl.config.rules.generation import (
     chat,
     datasets,
@@ -413,6 +414,9 @@ RULES: tuple[Rule, ...] = (
     adapters_of_pipelines,
     of_language_models,
     rewards_of_pictures,
+    actions,
+    simulators,
+    of_writers,
     reward_names,
     filter_metrics,
     several_rewards,

@@ -11,7 +11,7 @@ from hpcrl.config.reward_model import is_rewarded_later
 from hpcrl.config.sections.generator import SamplingParams
 from hpcrl.config.sections.tree import ConfigTree
 
-_TEMPLATES = ("qwen3_with_thinking", "qwen3_without_thinking")
+_TEMPLATES = ("openvla", "qwen3_with_thinking", "qwen3_without_thinking")
 _SAMPLING_NAMES = {field.name: field.name for field in fields(SamplingParams)} | {"max_tokens": "max_generate_length"}
 _SAMPLING_OWN = {"n", "seed", "logprobs", "detokenize", "output_kind", "skip_special_tokens", "flat_logprobs"}
 _ENDINGS = {"stop_token_ids", "ignore_eos", "repetition_detection"}  # change when a response ends, not what is sampled

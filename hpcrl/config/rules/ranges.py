@@ -217,7 +217,6 @@ RANGES: dict[str, Range] = {
     "num_envs": _COUNT,
     "proprio_dim": _COUNT,
     "num_images_in_input": _COUNT,
-    "training_chunk_size": _COUNT,
     "time_minutes": Range(5),
     "replicas": _NOT_NEGATIVE,
     "at_once": _COUNT,

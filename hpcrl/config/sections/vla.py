@@ -9,13 +9,13 @@ from typing import Literal
 @dataclass(frozen=True, kw_only=True)
 class VLAConfig:
     enable: bool = False
-    """The policy is a vision-language-action model in a simulator."""
+    """The policy is a vision-language-action model: what it says are actions of a robot, not text. environment.skyrl_gym.robot says which simulator moves."""
 
     vla_type: Literal["openvla-oft", "openvla", "pi05", "cosmos-policy"] = "openvla-oft"
-    """Family of the model."""
+    """How actions are made. openvla: a token for each number, one after the other; openvla-oft: the same tokens, all of a turn in one forward pass, each seeing the prompt but none of the others' values."""
 
-    num_envs: int = 1
-    """Simulators that one replica steps at the same time."""
+    num_envs: int | None = None
+    """Simulators that one replica steps at the same time; unset: as many as generator.inference_engine.max_num_seqs."""
 
     use_proprio: bool = False
     """Show the robot's state to the policy."""
@@ -24,22 +24,16 @@ class VLAConfig:
     """Numbers in the robot's state, with use_proprio."""
 
     num_images_in_input: int = 1
-    """Camera images per step."""
-
-    training_chunk_size: int = 16
-    """Action chunks per forward and backward pass."""
+    """Camera images per step, the first ones of the simulator."""
 
     save_video: bool = False
-    """Write videos of evaluations into the run directory."""
+    """Write videos of episodes into the run directory; trace_verbosity says of which."""
 
     continuous: bool = False
-    """Start the next episode as soon as one ends, instead of waiting for all simulators."""
+    """Begin the next group as soon as there are simulators for it; false: when all groups that were begun together have ended."""
 
     trace_verbosity: Literal[0, 1, 2] = 1
-    """Episodes that are traced; 0: none, 1: of evaluations, 2: all."""
+    """Episodes of which save_video writes videos; 0: none, 1: of evaluations, 2: all."""
 
-    unnorm_key: str = "libero_10_no_noops"
-    """Dataset whose statistics, which lie beside the model, turn its outputs into actions."""
-
-    max_steps: int | None = None
-    """Steps of an episode at most; unset: the simulator's own bound."""
+    unnorm_key: str | None = None
+    """Dataset whose statistics, `norm_stats` in the model's config.json, turn its outputs into actions; unset: the only one that is there. Where there is none, outputs are the simulator's numbers."""

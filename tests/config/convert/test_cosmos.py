@@ -199,22 +199,6 @@ def test_one_profiler_at_a_time() -> None:
     assert alone.values["trainer.profiler.enable"] is True
 
 
-def test_robots() -> None:
-    conversion = converted("10")
-    values = conversion.values
-    assert (values["vla.enable"], values["vla.num_envs"]) == (True, 8)
-    assert values["trainer.placement.colocate_all"] is True
-    assert values["trainer.fully_async.max_staleness_steps"] == 0
-    assert values["trainer.algorithm.policy_loss_type"] == "regular"
-    assert values["trainer.algorithm.dynamic_sampling.type"] == "filter"
-    assert values["trainer.algorithm.dynamic_sampling.max_sample_batches"] == -1
-    assert values["generator.sampling_params.top_k"] == -1
-    assert "environment.reward_function" not in values
-    (idle,) = entries(conversion, "train.train_policy.lower_bound_ratio")
-    assert idle.kind == "dropped"
-    assert not conflicts(conversion)
-
-
 def test_other_engines_and_trainers_are_conflicts() -> None:
     found = conflicts(converted("trtllm_backend"))
     assert 'vllm is the only engine, found "trtllm"' in found["rollout.backend"]
@@ -346,6 +330,7 @@ def test_an_empty_file_is_all_defaults() -> None:
 
 
 _VARIETY: list[dict[str, Any]] = [
+    {"train": {"train_policy": {"type": "grpo", "trainer_type": "grpo_vla"}}, "rollout": {"backend": "vla"}},
     {"validation": {"enable": True}},
     {"validation": {"enable": True, "dataset": {"name": "d", "split": "test"}}},
     {

@@ -21,11 +21,12 @@ from hpcrl.config.rules import combinations as rules
 from hpcrl.config.rules import megatron_layouts as layouts
 from hpcrl.config.rules import rewards as scoring
 from hpcrl.config.rules.combinations import impossible
-from hpcrl.config.rules.families import diffusion
+from hpcrl.config.rules.families import diffusion, vla
 from hpcrl.config.validate import build
 from tests.config.rules.cosmos_cases import COSMOS
 from tests.config.rules.engine_cases import AGENTS, ENGINES
 from tests.config.rules.families.diffusion_cases import OF_PICTURES
+from tests.config.rules.families.vla_cases import OF_ROBOTS
 from tests.config.rules.mode_cases import OF_ALGORITHMS, OF_MODES
 from tests.config.rules.outward_cases import OF_ALERTS, OF_UPLOADS
 from tests.config.rules.own_cases import OURS
@@ -53,6 +54,7 @@ MODULES = (
     site,
     training,
     uploads,
+    vla,
 )
 
 
@@ -68,6 +70,7 @@ CASES = [
     *OF_UPLOADS,
     *AGENTS,
     *OF_PICTURES,
+    *OF_ROBOTS,
 ]
 
 

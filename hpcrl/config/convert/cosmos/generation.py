@@ -18,6 +18,7 @@ from hpcrl.config.convert.cosmos.conditions import (
     scores_itself,
 )
 from hpcrl.config.convert.cosmos.resolve import Resolved
+from hpcrl.config.convert.cosmos.robots import robots
 from hpcrl.config.convert.cosmos.training import Rule
 
 _ENGINE = "generator.inference_engine"
@@ -210,6 +211,7 @@ RULES: tuple[Rule, ...] = (
     turns,
     evaluation,
     distillation,
+    robots,
     names,
     logging,
     custom,
