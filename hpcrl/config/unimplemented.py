@@ -21,14 +21,18 @@ class Unimplemented:
     Attributes:
         feature: what they belong to, which is not implemented yet.
         works: the values that work already, beside the default.
+        works_with: another setting, and its value with which any value works already.
     """
 
     feature: str
     works: tuple[Any, ...] = ()
+    works_with: tuple[str, Any] | None = None
 
 
 _FP4 = Unimplemented("training in FP4, which torchao has not; use fp8")
 _VIDEOS = Unimplemented("videos by diffusion")
+_EPISODES = Unimplemented("bounds and videos of episodes")
+_TOKENS = Unimplemented("actions as tokens")
 _FLOW_MATCHING = Unimplemented("learning from datasets of pictures")
 
 
@@ -43,7 +47,9 @@ UNIMPLEMENTED: dict[str, Unimplemented] = {
     "trainer.policy.diffusers.inference_frames": _VIDEOS,
     "trainer.policy.diffusers.train_frames": _VIDEOS,
     "trainer.policy.diffusers.tokenizer": _VIDEOS,
-    "vla": Unimplemented("vision-language-action models"),
+    "vla.enable": Unimplemented("vision-language-action models other than pi05", works_with=("vla.vla_type", "pi05")),
+    **{f"vla.{name}": _EPISODES for name in ("num_envs", "continuous", "save_video", "trace_verbosity")},
+    **{f"vla.{name}": _TOKENS for name in ("proprio_dim", "unnorm_key")},
 }
 
 
@@ -61,9 +67,12 @@ def unimplemented_values(given: Iterable[tuple[Setting, Any]]) -> Iterator[Probl
 
     Settings that a user's subclass adds are not looked at.
     """
-    own = {setting.path: setting for setting in leaves(ConfigTree)}
-    for found, value in given:
+    own, values = {setting.path: setting for setting in leaves(ConfigTree)}, list(given)
+    chosen = {found.path: value for found, value in values}
+    for found, value in values:
         setting, missing = own.get(found.path), unimplemented_at(found.path)
+        if missing and missing.works_with and chosen.get(missing.works_with[0]) == missing.works_with[1]:
+            continue
         if setting and missing and not setting.is_default(value) and value not in missing.works:
             yield Problem(
                 setting.path, f"{shown(value)} is not implemented yet ({missing.feature}); {_instead(setting, missing)}"

@@ -114,11 +114,25 @@ class EnvSession:
         if self._rewards is not None:
             return Answer(lambda: messages, None, self.where)
 
-        def begin() -> Messages:
+        return self.begin(lambda environment: with_images(environment.init(messages)))
+
+    def begin(self, first: Callable[[Any], R]) -> Answer[R]:
+        """Make the environment, and ask it what it is asked first."""
+
+        def begin() -> R:
             self._environment = make_environment(self._work.prompt.env_class, self._extras)
-            return with_images(self._environment.init(messages))
+            return first(self._environment)
 
         return self._ask(begin)
+
+    def act(self, action: Callable[[Any], tuple[R, Turn]]) -> Answer[tuple[R, Turn]]:
+        """Ask the environment for the answer to an action that is no text."""
+
+        def answered() -> tuple[R, Turn]:
+            seen, turn = action(self._environment)
+            return seen, _checked(turn)
+
+        return self._ask(answered)
 
     def step(self, text: str, n_tokens: int, image: np.ndarray | None = None) -> Answer[Turn]:
         """Ask for the answer to the policy's text, which has `n_tokens` tokens, or to its picture; the latter only rewards answer."""

@@ -217,6 +217,8 @@ RANGES: dict[str, Range] = {
     "num_envs": _COUNT,
     "proprio_dim": _COUNT,
     "num_images_in_input": _COUNT,
+    "pi05.num_steps": _COUNT,
+    "pi05.noise_level": _POSITIVE,
     "time_minutes": Range(5),
     "replicas": _NOT_NEGATIVE,
     "at_once": _COUNT,

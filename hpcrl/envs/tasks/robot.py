@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hpcrl.config.sections.environment import RobotConfig
@@ -49,12 +50,16 @@ class Robot(Environment):
         self._simulator: SimulatorProcess | None = None
         self._actions = self._valid = 0
 
-    def init(self, messages: Messages) -> Messages:
+    def begin(self) -> tuple[Observation, Bounds]:
+        """Begin for a policy that is no writer: return what is seen, and the bounds of actions and states."""
         config = self._config
         assert config.simulator is not None
         self._pool = pool_of(config.simulator, config.options, self._seconds)
         self._simulator = self._pool.take()
-        seen = self._simulator.reset(self._seed, self._task)
+        return self._simulator.reset(self._seed, self._task), self._simulator.bounds
+
+    def init(self, messages: Messages) -> Messages:
+        seen, _ = self.begin()
         *before, last = messages
         return [*before, {**last, "content": self._told(seen, last["content"])}]
 
@@ -63,12 +68,23 @@ class Robot(Environment):
         bounds, config = self._simulator.bounds, self._config
         size = len(bounds.action_low)
         numbers = [float(number) for number in _NUMBER.findall(action)]
+        said = [numbers[at * size : (at + 1) * size] for at in range(config.actions_per_turn)]
+        seen, turn = self.act(
+            [action_of(one, bounds, config.action_bins) if len(one) == size else None for one in said]
+        )
+        return turn if turn.done else replace(turn, observations=[{"role": "user", "content": self._told(seen)}])
+
+    def act(self, actions: Sequence[np.ndarray | None]) -> tuple[Observation, Turn]:
+        """Move by actions [A] within their bounds until the task is done; return what is seen then, and the turn without messages.
+
+        Args:
+            actions: None moves nothing, as near to 0 as the bounds allow, and is no valid one.
+        """
+        assert self._simulator is not None
         seen: Observation | None = None
-        for at in range(config.actions_per_turn):
-            said = numbers[at * size : (at + 1) * size]
-            whole = len(said) == size
-            self._actions, self._valid = self._actions + 1, self._valid + whole
-            seen = self._simulator.step(action_of(said, bounds, config.action_bins) if whole else _still(bounds))
+        for action in actions:
+            self._actions, self._valid = self._actions + 1, self._valid + (action is not None)
+            seen = self._simulator.step(_still(self._simulator.bounds) if action is None else action)
             if seen.success or seen.ended:
                 break
         assert seen is not None
@@ -77,9 +93,7 @@ class Robot(Environment):
             "actions": float(self._actions),
             "valid_actions": self._valid / self._actions,
         }
-        done = seen.success or seen.ended
-        told = [] if done else [{"role": "user", "content": self._told(seen)}]
-        return Turn(told, float(seen.success), done, metrics)
+        return seen, Turn([], float(seen.success), seen.success or seen.ended, metrics)
 
     def _told(self, seen: Observation, task: Any = "") -> Any:
         """Return the content of a message: images first, then the task, then the state."""
