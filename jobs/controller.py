@@ -24,7 +24,7 @@ from hpcrl.config.derive import (
     samples_per_prompt,
     surplus_groups,
 )
-from hpcrl.config.families import is_diffusion
+from hpcrl.config.families import is_diffusion, moves_by_flow
 from hpcrl.config.resume_changes import evaluation_settings
 from hpcrl.config.scorers import judges_of, scorer_number, scorer_numbers, scorer_sets, scoring_reward_model
 from hpcrl.config.sections.environment import REWARD_MODEL
@@ -37,6 +37,7 @@ from hpcrl.controller.score_queue import ScoreQueue
 from hpcrl.controller.service import Service
 from hpcrl.data.chat import token_counter, without_torch
 from hpcrl.data.datasets import load_dataset
+from hpcrl.data.pi05 import inputs
 from hpcrl.data.pipelines.tokens import prompt_counter
 from hpcrl.data.prompts import drop_long, set_aside
 from hpcrl.data.token_cache import TokenCache
@@ -140,6 +141,8 @@ def counted_prompts(config: Config) -> tuple[Callable[[Prompt], int], int]:
     with without_torch():
         if is_diffusion(trainer):
             return prompt_counter(policy_model(trainer)), trainer.policy.diffusers.max_prompt_length
+        if moves_by_flow(config.vla):
+            return inputs.prompt_counter(policy_model(trainer)), trainer.max_prompt_length
         template, options = generator.chat_template, generator.chat_template_kwargs
         count = token_counter(policy_model(trainer), template, options, config.data.image_processor_kwargs)
         return count, trainer.max_prompt_length

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpcrl.config import Config, sampling_seed
 from hpcrl.config.derive import max_input_length, policy_model
-from hpcrl.config.families import is_diffusion
+from hpcrl.config.families import is_diffusion, moves_by_flow
 from hpcrl.config.sections.generator import NODE
 from hpcrl.controller.evaluation import evaluation_work
 from hpcrl.errors import HpcrlError
@@ -96,6 +96,13 @@ def loaded_family(directory: Run, config: Config) -> tuple[Callable[[Prompt], in
         maker = pictures(generator, environment, KeptPictures(directory, 1))
         most = config.trainer.policy.diffusers.max_prompt_length
         return prompt_counter(model), most, maker, row_decoder(model)
+    if moves_by_flow(config.vla):
+        from hpcrl.data.pi05 import inputs
+        from hpcrl.rollout.actions.generate import Robotics, actions
+
+        robotics = Robotics(inputs.load_tokenizer(model), inputs.statistics_of(model))
+        maker = actions(generator, environment, config.vla, robotics)
+        return inputs.prompt_counter(model), config.trainer.max_prompt_length, maker, inputs.row_decoder(model)
     from hpcrl.data.actions.turns import ActionTurns
     from hpcrl.data.actions.videos import EpisodeVideos
     from hpcrl.data.chat import decoder, load_tokenizer, token_counter

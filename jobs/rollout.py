@@ -30,7 +30,7 @@ from hpcrl.config.derive import (
     policy_model,
     surplus_groups,
 )
-from hpcrl.config.families import is_diffusion
+from hpcrl.config.families import is_diffusion, moves_by_flow
 from hpcrl.config.reward_model import reward_services
 from hpcrl.errors import HpcrlError
 from hpcrl.launch.agent.network import choose_port
@@ -122,6 +122,13 @@ def loaded_family(run: Run, config: Config) -> Callable[[WorkerOptions], tuple[M
         from hpcrl.rollout.diffusion.generate import pictures
 
         maker, decode = pictures(generator, environment, kept), row_decoder(model)
+        return lambda _: (maker, decode)
+    if moves_by_flow(config.vla):
+        from hpcrl.data.pi05 import inputs
+        from hpcrl.rollout.actions.generate import Robotics, actions
+
+        robotics = Robotics(inputs.load_tokenizer(model), inputs.statistics_of(model))
+        maker, decode = actions(generator, environment, config.vla, robotics), inputs.row_decoder(model)
         return lambda _: (maker, decode)
     from hpcrl.data.actions.turns import ActionTurns
     from hpcrl.data.actions.videos import EpisodeVideos

@@ -16,7 +16,7 @@ CODE = Code.of()
 IMPORTS = CODE.imports()
 MOST_LINES, MOST_LINES_OF_A_FUNCTION, MOST_FILES = 450, 62, 15
 WITH_TORCH = (
-    "jobs", "hpcrl.types", "hpcrl.algorithms", "hpcrl.data.group_file", "hpcrl.data.models", "hpcrl.data.vision.classes", "hpcrl.data.vision.inputs", "hpcrl.data.weight_files", "hpcrl.data.weights.stream", "hpcrl.trainer", "hpcrl.rollout", "hpcrl.controller", "hpcrl.reward_service", "hpcrl.envs",
+    "jobs", "hpcrl.types", "hpcrl.algorithms", "hpcrl.data.group_file", "hpcrl.data.models", "hpcrl.data.pi05.network", "hpcrl.data.pi05.probe", "hpcrl.data.pi05.source", "hpcrl.data.vision.classes", "hpcrl.data.vision.inputs", "hpcrl.data.weight_files", "hpcrl.data.weights.stream", "hpcrl.trainer", "hpcrl.rollout", "hpcrl.controller", "hpcrl.reward_service", "hpcrl.envs",
     "hpcrl.planning.activations", "hpcrl.planning.estimate", "hpcrl.planning.memory", "hpcrl.planning.partition", "hpcrl.planning.pipelines", "hpcrl.planning.shapes",
 )  # fmt: skip
 """Modules, and folders, that may import torch; all others run on a login node."""
@@ -79,8 +79,10 @@ KNOW_FAMILIES = {
     "hpcrl.config.rules.families.diffusion",
     "hpcrl.data.pipelines.pictures",
     "hpcrl.launch.local.evaluate",
+    "hpcrl.config.rules.families.pi05",
     "hpcrl.config.rules.families.vla",
     "hpcrl.launch.submit.preflight",
+    "hpcrl.rollout.engines.launch",
     "hpcrl.trainer.backends.build",
     "hpcrl.trainer.load",
     "hpcrl.trainer.offline.modes",
@@ -92,5 +94,6 @@ KNOW_FAMILIES = {
 
 
 def test_only_what_chooses_a_family_asks_for_it() -> None:
-    asking = {name for name, path in CODE.files.items() if "is_diffusion(" in path.read_text()}
+    asked = "is_diffusion(", "moves_by_flow("
+    asking = {name for name, path in CODE.files.items() if any(each in path.read_text() for each in asked)}
     assert {name for name in asking if not name.startswith("hpcrl.config.convert")} == KNOW_FAMILIES

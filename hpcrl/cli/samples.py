@@ -67,8 +67,9 @@ def decoder_of(run: Run) -> Decode:
     """
     from hpcrl.config import Config
     from hpcrl.config.derive import policy_model
-    from hpcrl.config.families import is_diffusion
+    from hpcrl.config.families import is_diffusion, moves_by_flow
     from hpcrl.data.chat import decoder, load_tokenizer
+    from hpcrl.data.pi05 import inputs
     from hpcrl.data.pipelines.tokens import row_decoder
     from hpcrl.errors import RunError
 
@@ -77,6 +78,8 @@ def decoder_of(run: Run) -> Decode:
     try:
         if is_diffusion(config.trainer):
             return row_decoder(model)
+        if moves_by_flow(config.vla):
+            return inputs.row_decoder(model)
         return decoder(load_tokenizer(model, config.generator.chat_template))
     except ImportError as error:
         raise RunError(f"samples are decoded with {error.name}, which is not here: look where the jobs run") from error

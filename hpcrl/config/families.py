@@ -1,4 +1,4 @@
-"""Families of policies, and what follows from their settings: text, or pictures by diffusion."""
+"""Families of policies, and what follows from their settings: text, pictures by diffusion, or a robot's actions by a flow."""
 
 from __future__ import annotations
 
@@ -6,11 +6,17 @@ from hpcrl.config.derive import compares_with_reference, is_offline, policy_mode
 from hpcrl.config.sections.diffusers import DiffusersConfig
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.config.sections.trainer import TrainerConfig
+from hpcrl.config.sections.vla import VLAConfig
 
 
 def is_diffusion(trainer: TrainerConfig) -> bool:
     """Return whether the policy is a pipeline of diffusers; otherwise it is a language model."""
     return trainer.policy.diffusers.enable
+
+
+def moves_by_flow(vla: VLAConfig) -> bool:
+    """Return whether the policy moves a robot by chunks of numbers that a flow makes, as PI0.5 does."""
+    return vla.enable and vla.vla_type == "pi05"
 
 
 def trained_steps(diffusers: DiffusersConfig) -> int:

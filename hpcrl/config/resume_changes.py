@@ -49,7 +49,7 @@ _TABLE: tuple[tuple[Effect, str], ...] = (
         trainer.policy.megatron_config.lora_type trainer.algorithm.value_head_prefix
         trainer.policy.trainable_map trainer.policy.freeze_pattern trainer.policy.diffusers.enable
         trainer.policy.diffusers.is_video
-        vla.enable vla.vla_type vla.use_proprio vla.proprio_dim
+        vla.enable vla.vla_type vla.use_proprio
         """,
     ),
     (
@@ -145,7 +145,7 @@ _TABLE: tuple[tuple[Effect, str], ...] = (
         generator.sampling_params generator.max_turns generator.max_input_length generator.use_conversation_multi_turn
         generator.append_eos_token_after_stop_str_in_multi_turn generator.inference_engine.model_dtype
         generator.inference_engine.quantization generator.inference_engine.engine_init_kwargs generator.inference_engine.seed
-        vla.num_envs vla.continuous
+        vla.num_envs vla.continuous vla.pi05
         """,
     ),
     (

@@ -28,7 +28,6 @@ class Unimplemented:
 
 
 _FP4 = Unimplemented("training in FP4, which torchao has not; use fp8")
-_STATE = Unimplemented("states of robots in OpenVLA-OFT, which keeps the layers for them in a file of their own")
 
 
 UNIMPLEMENTED: dict[str, Unimplemented] = {
@@ -37,9 +36,7 @@ UNIMPLEMENTED: dict[str, Unimplemented] = {
     "trainer.policy.low_precision.fp4": _FP4,
     "trainer.policy.low_precision.fp4_recipe": _FP4,
     "trainer.policy.low_precision.fp4_granularity": _FP4,
-    "vla.vla_type": Unimplemented("OpenVLA-OFT, pi0.5, and Cosmos Policy, which Cosmos-RL only evaluates"),
-    "vla.use_proprio": _STATE,
-    "vla.proprio_dim": _STATE,
+    "vla.vla_type": Unimplemented("OpenVLA-OFT, and Cosmos Policy, which Cosmos-RL only evaluates", works=("pi05",)),
 }
 
 

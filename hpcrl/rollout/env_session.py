@@ -114,9 +114,14 @@ class EnvSession:
         if self._rewards is not None:
             return Answer(lambda: messages, None, self.where)
 
-        def begin() -> Messages:
+        return self.begin(lambda environment: with_images(environment.init(messages)))
+
+    def begin(self, first: Callable[[Any], R]) -> Answer[R]:
+        """Make the environment, and ask it what it is asked first."""
+
+        def begin() -> R:
             self._environment = make_environment(self._work.prompt.env_class, self._extras)
-            return with_images(self._environment.init(messages))
+            return first(self._environment)
 
         return self._ask(begin)
 
@@ -134,6 +139,15 @@ class EnvSession:
         """Ask for the answer to the policy's actions."""
         environment = cast(Environment, self._environment)
         return self._ask(lambda: _checked(environment.act(actions_KA)))
+
+    def move(self, action: Callable[[Any], tuple[R, Turn]]) -> Answer[tuple[R, Turn]]:
+        """Ask for the answer to an action of a policy that reads no messages, with what is seen then."""
+
+        def answered() -> tuple[R, Turn]:
+            seen, turn = action(self._environment)
+            return seen, _checked(turn)
+
+        return self._ask(answered)
 
     @property
     def plays(self) -> bool:

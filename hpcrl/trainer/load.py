@@ -9,7 +9,8 @@ import torch
 
 from hpcrl.config import Config, TrainerConfig, max_seq_len, temperature
 from hpcrl.config.derive import is_offline, micro_batch_tokens, teaches_rows, uses_reference
-from hpcrl.config.families import is_diffusion
+from hpcrl.config.families import is_diffusion, moves_by_flow
+from hpcrl.config.sections.vla import VLAConfig
 from hpcrl.rundir.layout import Run
 from hpcrl.trainer.backends.base import CriticEngine, PolicyEngine
 from hpcrl.trainer.backends.build import build_critic, build_policy
@@ -49,14 +50,18 @@ def load_learner(
     if teaches_rows(trainer) and uses_reference(trainer):
         ranks.everyone.rank0_broadcast(lambda: require_row_teacher(config))
     consensus("load.policy")
-    policy = build_policy(trainer, temperature(config), ranks.own) if ranks.policy else cast(PolicyEngine, Elsewhere())
+    policy = (
+        build_policy(trainer, temperature(config), ranks.own, config.vla)
+        if ranks.policy
+        else cast(PolicyEngine, Elsewhere())
+    )
     if ranks.together:
         consensus("load.critic")
     critic = build_critic(trainer, ranks.own) if ranks.critic else cast(CriticEngine, Elsewhere())
     consensus("load.checkpoint")
     start = resume(policy, critic)
     dumps.resume(start.step)
-    flops = _flops(trainer)
+    flops = _flops(trainer, config.vla)
     limits = micro_batch_limits(trainer, micro_batch_tokens(config), flops.quadratic)
     mismatch = MismatchLimit(config.generator.max_logprob_mismatch, config.generator.on_logprob_mismatch)
     return Learner(
@@ -66,11 +71,15 @@ def load_learner(
     )  # fmt: skip
 
 
-def _flops(trainer: TrainerConfig) -> ModelFlops:
+def _flops(trainer: TrainerConfig, vla: VLAConfig) -> ModelFlops:
     if is_diffusion(trainer):
         from hpcrl.trainer.backends.diffusion.model import diffusion_flops
 
         return diffusion_flops(trainer)
+    if moves_by_flow(vla):
+        from hpcrl.trainer.backends.actions.policy import action_flops
+
+        return action_flops(trainer, vla.pi05)
     model = policy_source(trainer).empty(torch.float32, PACKED)
     mark_trained(model, trainer.policy, torch.float32)
     return ModelFlops.of(model)

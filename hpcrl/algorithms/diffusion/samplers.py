@@ -33,8 +33,12 @@ class Step:
         """Return the mean log-density [N] of what was drawn; 0 where nothing was."""
         if self.std == 0:
             return self.mean.new_zeros(len(self.mean), dtype=torch.float32)
+        return self.log_density(chosen).flatten(1).mean(1)
+
+    def log_density(self, chosen: torch.Tensor) -> torch.Tensor:
+        """Return the log-density [N, ...] of each number that was drawn; there is a draw."""
         squared = (chosen.detach().float() - self.mean.float()).square() / (2 * self.std**2)
-        return -squared.flatten(1).mean(1) - math.log(self.std) - _HALF_LOG_2PI
+        return -squared - math.log(self.std) - _HALF_LOG_2PI
 
     def draw(self, noise: torch.Tensor | None) -> torch.Tensor:
         """Return a draw, given noise like `mean`; None: the mean."""

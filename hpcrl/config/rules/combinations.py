@@ -38,6 +38,7 @@ from hpcrl.config.rules.families.diffusion import (
     rewards_of_pictures,
     sampling,
 )
+from hpcrl.config.rules.families.pi05 import flows, of_tokens
 from hpcrl.config.rules.families.vla import actions, of_writers, simulators
 from hpcrl.config.rules.generation import (
     chat,
@@ -421,6 +422,8 @@ RULES: tuple[Rule, ...] = (
     actions,
     simulators,
     of_writers,
+    flows,
+    of_tokens,
     reward_names,
     filter_metrics,
     several_rewards,

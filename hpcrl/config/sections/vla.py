@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pi05Config:
+    num_steps: int = 10
+    """pi05: steps from noise to a chunk of actions, in training and in evaluation."""
+
+    noise_method: Literal["flow_sde", "flow_cps"] = "flow_sde"
+    """pi05: how steps are drawn, so that actions have probabilities; flow_sde: as in Flow-GRPO (arXiv:2505.05470), flow_cps: the share of noise stays as it is (arXiv:2509.05952), and the last step is no draw. Evaluation draws nothing."""
+
+    noise_level: float = 0.5
+    """pi05: how much noise a step draws, as the method counts it: more explores more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -12,16 +24,13 @@ class VLAConfig:
     """The policy is a vision-language-action model: what it says are actions of a robot, not text. environment.skyrl_gym.robot says which simulator moves."""
 
     vla_type: Literal["openvla-oft", "openvla", "pi05", "cosmos-policy"] = "openvla"
-    """How actions are made. openvla: a token for each number, one after the other."""
+    """How actions are made. openvla: a token for each number, one after the other; pi05: a chunk of numbers by a flow (section pi05)."""
 
     num_envs: int | None = None
     """Simulators that one replica steps at the same time; unset: as many as generator.inference_engine.max_num_seqs."""
 
     use_proprio: bool = False
-    """Show the robot's state to the policy."""
-
-    proprio_dim: int = 7
-    """Numbers in the robot's state, with use_proprio."""
+    """pi05: show the robot's state to the policy, in the text."""
 
     save_video: bool = False
     """Write videos of episodes into the run directory; trace_verbosity says of which."""
@@ -34,3 +43,5 @@ class VLAConfig:
 
     unnorm_key: str | None = None
     """Dataset whose statistics, `norm_stats` in the model's config.json, turn its outputs into actions; unset: the only one that is there. Where there is none, outputs are the simulator's numbers."""
+
+    pi05: Pi05Config = field(default_factory=Pi05Config)

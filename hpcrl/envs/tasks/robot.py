@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hpcrl.config.sections.environment import RobotConfig
@@ -50,12 +51,16 @@ class Robot(Environment):
         self._asked_for: Messages = []
         self._actions = self._valid = 0
 
-    def init(self, messages: Messages) -> Messages:
+    def begin(self) -> tuple[Observation, Bounds]:
+        """Begin for a policy that reads no messages: return what is seen, and the bounds of actions and states."""
         config = self._config
         assert config.simulator is not None
         self._pool = pool_of(config.simulator, config.options, self._seconds)
         self._simulator = self._pool.take()
-        seen = self._simulator.reset(self._seed, self._task)
+        return self._simulator.reset(self._seed, self._task), self._simulator.bounds
+
+    def init(self, messages: Messages) -> Messages:
+        seen, _ = self.begin()
         self._asked_for = messages
         return self._asked(seen)
 
@@ -70,14 +75,10 @@ class Robot(Environment):
         size = len(bounds.action_low)
         numbers = [float(number) for number in _NUMBER.findall(action)]
         said = [numbers[at * size : (at + 1) * size] for at in range(config.actions_per_turn)]
-        whole = [len(one) == size for one in said]
-        actions = [
-            action_of(one, bounds, config.action_bins) if complete else _still(bounds)
-            for one, complete in zip(said, whole, strict=True)
-        ]
-        seen = self._moved(actions, whole)
-        done = seen.success or seen.ended
-        return self._turn(seen, [] if done else [{"role": "user", "content": self._told(seen)}])
+        seen, turn = self.move(
+            [action_of(one, bounds, config.action_bins) if len(one) == size else None for one in said]
+        )
+        return turn if turn.done else replace(turn, observations=[{"role": "user", "content": self._told(seen)}])
 
     def act(self, actions_KA: np.ndarray) -> Turn:
         assert self._simulator is not None
@@ -87,33 +88,29 @@ class Robot(Environment):
                 f"generator.sampling_params.max_generate_length: the policy's actions have {actions_KA.shape[1]} numbers, and those of the "
                 f"simulator {len(bounds.action_low)}; set it to that many times environment.skyrl_gym.robot.actions_per_turn"
             )
-        actions = list(actions_KA.clip(bounds.action_low, bounds.action_high))
-        seen = self._moved(actions, [True] * len(actions))
-        return self._turn(seen, self._asked(seen))
+        seen, turn = self.move(list(actions_KA.clip(bounds.action_low, bounds.action_high)))
+        return replace(turn, observations=self._asked(seen))
 
-    def _moved(self, actions: Sequence[np.ndarray], whole: Sequence[bool]) -> Observation:
-        """Do actions one after the other, until the task is done; return what is seen then.
+    def move(self, actions: Sequence[np.ndarray | None]) -> tuple[Observation, Turn]:
+        """Move by actions [A] within their bounds until the task is done; return what is seen then, and the turn without messages.
 
         Args:
-            whole: whether the policy said each of them.
+            actions: None moves nothing, as near to 0 as the bounds allow, and is no valid one.
         """
         assert self._simulator is not None
         seen: Observation | None = None
-        for action, complete in zip(actions, whole, strict=True):
-            self._actions, self._valid = self._actions + 1, self._valid + complete
-            seen = self._simulator.step(action)
+        for action in actions:
+            self._actions, self._valid = self._actions + 1, self._valid + (action is not None)
+            seen = self._simulator.step(_still(self._simulator.bounds) if action is None else action)
             if seen.success or seen.ended:
                 break
         assert seen is not None
-        return seen
-
-    def _turn(self, seen: Observation, told: Messages) -> Turn:
         metrics = {
             "success": float(seen.success),
             "actions": float(self._actions),
             "valid_actions": self._valid / self._actions,
         }
-        return Turn(told, float(seen.success), seen.success or seen.ended, metrics)
+        return seen, Turn([], float(seen.success), seen.success or seen.ended, metrics)
 
     def _told(self, seen: Observation, task: Any = "") -> Any:
         """Return the content of a message: images first, then the task, then the state."""

@@ -8,6 +8,7 @@ from hpcrl.config import Config
 from hpcrl.config.adapters import loads_adapters
 from hpcrl.config.derive import critic_model, has_engines, policy_model
 from hpcrl.config.errors import Problem
+from hpcrl.config.families import moves_by_flow
 from hpcrl.config.scorers import scoring_reward_model
 from hpcrl.data.actions.tokens import action_tokens
 from hpcrl.data.actions.turns import disagreement
@@ -22,7 +23,7 @@ def check_vision(config: Config) -> Iterator[Problem]:
     if entries is None or "model_type" not in entries:  # of a pipeline, which paints
         return
     tokens = action_tokens(entries)
-    if (tokens is not None) != config.vla.enable:
+    if (tokens is not None) != (config.vla.enable and not moves_by_flow(config.vla)):
         yield Problem("vla.enable", disagreement(str(model), tokens))
     family = family_of(entries)
     if family is None:

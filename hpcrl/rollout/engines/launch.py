@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from hpcrl.config import Config
+from hpcrl.config.families import moves_by_flow
 from hpcrl.rollout.engines.base import Launched
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.scratch import Scratch
@@ -32,7 +33,11 @@ def launched(
     with ExitStack() as stack:
         scratch = Scratch("engine")
         stack.callback(scratch.remove)
-        if config.generator.inference_engine.backend == "transformers":
+        if moves_by_flow(config.vla):
+            from hpcrl.rollout.engines.actions.engine import Actions
+
+            engine = Actions(config)
+        elif config.generator.inference_engine.backend == "transformers":
             from hpcrl.rollout.engines.embedded.launch import Embedded, embedded_options
 
             engine = Embedded(embedded_options(config))

@@ -9,10 +9,11 @@ from importlib.util import find_spec
 from typing import cast
 
 from hpcrl.config.errors import Problem
-from hpcrl.config.families import is_diffusion
+from hpcrl.config.families import is_diffusion, moves_by_flow
 from hpcrl.config.import_path import missing_packages
 from hpcrl.config.reward_model import trains_reward_model
 from hpcrl.config.sections.trainer import TrainerConfig
+from hpcrl.config.sections.vla import VLAConfig
 from hpcrl.errors import RunError
 from hpcrl.trainer.backends.base import CriticEngine, PolicyEngine
 from hpcrl.trainer.distributed import World
@@ -20,10 +21,15 @@ from hpcrl.trainer.distributed import World
 _log = logging.getLogger(__name__)
 
 
-def build_policy(trainer: TrainerConfig, temperature: float, world: World) -> PolicyEngine:
+def build_policy(
+    trainer: TrainerConfig, temperature: float, world: World, vla: VLAConfig | None = None
+) -> PolicyEngine:
     """Load the policy, and the reference if anything compares with it; or the reward model that is trained in its place.
 
     A reward model has the verbs that every engine has, `values` and those of an export. What else a policy has is not asked for then.
+
+    Args:
+        vla: None: the policy moves no robots.
 
     Raises:
         DataError: a model path holds no model, or the model does not have what the configuration names.
@@ -44,6 +50,10 @@ def build_policy(trainer: TrainerConfig, temperature: float, world: World) -> Po
         from hpcrl.trainer.backends.diffusion.policy import DiffusionPolicy
 
         return DiffusionPolicy(trainer, world)
+    if vla and moves_by_flow(vla):
+        from hpcrl.trainer.backends.actions.policy import ActionPolicy
+
+        return ActionPolicy(trainer, world, vla.pi05)
     from hpcrl.trainer.backends.fsdp.engine import FsdpPolicy
     from hpcrl.trainer.backends.fsdp.values import FsdpRewardModel
 

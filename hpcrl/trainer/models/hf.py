@@ -309,10 +309,10 @@ def policy_source(trainer: TrainerConfig) -> ModelSource:
     return ModelSource(**section)
 
 
-def reference_source(trainer: TrainerConfig) -> ModelSource:
-    """Return the model of the KL term, as it is loaded."""
+def reference_source(trainer: TrainerConfig, policy: ModelSource | None = None) -> ModelSource:
+    """Return the model of the KL term, as it is loaded: like the policy, which is `policy_source` unless given."""
     return replace(
-        policy_source(trainer),
+        policy or policy_source(trainer),
         **vars(ref_model(trainer)),
         role="trainer.ref",
         config_kwargs=model_config_kwargs(trainer.ref),

@@ -33,7 +33,7 @@ def export_checkpoint(run: Run, checkpoint: Path, target: Path) -> None:
     position = position_of(checkpoint)
     assert position is not None, checkpoint
     with joined() as world:
-        engine = build_policy(_alone(config.trainer), temperature(config), world)
+        engine = build_policy(_alone(config.trainer), temperature(config), world, config.vla)
         engine.restore_weights(checkpoint)
         dtype = DTYPES[config.generator.inference_engine.model_dtype]
         publisher = Publisher(run, 0, world, dtype, kept_versions(config.trainer))

@@ -21,11 +21,12 @@ from hpcrl.config.rules import combinations as rules
 from hpcrl.config.rules import megatron_layouts as layouts
 from hpcrl.config.rules import rewards as scoring
 from hpcrl.config.rules.combinations import impossible
-from hpcrl.config.rules.families import diffusion, vla
+from hpcrl.config.rules.families import diffusion, pi05, vla
 from hpcrl.config.validate import build
 from tests.config.rules.cosmos_cases import COSMOS
 from tests.config.rules.engine_cases import AGENTS, ENGINES
 from tests.config.rules.families.diffusion_cases import OF_PICTURES
+from tests.config.rules.families.pi05_cases import OF_FLOWS
 from tests.config.rules.families.vla_cases import OF_ROBOTS
 from tests.config.rules.mode_cases import OF_ALGORITHMS, OF_MODES
 from tests.config.rules.outward_cases import OF_ALERTS, OF_UPLOADS
@@ -54,6 +55,7 @@ MODULES = (
     site,
     training,
     uploads,
+    pi05,
     vla,
 )
 
@@ -71,6 +73,7 @@ CASES = [
     *AGENTS,
     *OF_PICTURES,
     *OF_ROBOTS,
+    *OF_FLOWS,
 ]
 
 

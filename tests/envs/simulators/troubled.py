@@ -40,3 +40,19 @@ class Troubled(Simulator):
 
     def _seen(self) -> Observation:
         return Observation(np.array([self._at, os.getpid()]), success=self._at == 3.0)
+
+
+class Failing(Troubled):
+    """One that raises in each call of the method that its options name."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        super().__init__({"step": 0})
+        self._fails = options["fails"]
+
+    def reset(self, seed: int, task: Mapping[str, Any]) -> Observation:
+        if self._fails == "reset":
+            raise ValueError("no room")
+        return super().reset(seed, task)
+
+    def step(self, action: np.ndarray) -> Observation:  # noqa: ARG002
+        raise ValueError("no power")

@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from tests.golden.adapters import (
+    actions,
     advantages,
     config,
     cosmos_losses,
@@ -32,6 +33,7 @@ ADAPTERS: dict[str, Adapter] = {
     **advantages.ADAPTERS,
     **config.ADAPTERS,
     **cosmos_losses.ADAPTERS,
+    **actions.ADAPTERS,
     **diffusion.ADAPTERS,
     **distillation.ADAPTERS,
     **logprobs.ADAPTERS,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from hpcrl.config.derive import eval_sampling, is_offline, needs_baselines, reward_weights
 from hpcrl.config.errors import Problem
-from hpcrl.config.families import is_diffusion
+from hpcrl.config.families import is_diffusion, moves_by_flow
 from hpcrl.config.sections.tree import ConfigTree
 from hpcrl.config.sections.vla import VLAConfig
 
@@ -37,7 +37,9 @@ def actions(config: ConfigTree) -> Iterator[Problem]:
     for name in (name for name, wanted in used.items() if wanted):
         instead = "set it to false" if name.endswith("show_state") else "leave it out"
         yield Problem(name, f"belongs to policies that read and write numbers; {instead} with vla.enable")
-    for told, params in (("", generator.sampling_params), ("eval_", eval_sampling(generator))):
+    for told, params in (
+        () if moves_by_flow(vla) else (("", generator.sampling_params), ("eval_", eval_sampling(generator)))
+    ):
         path = _LENGTH.replace("sampling_params", f"{told}sampling_params")
         if params.max_generate_length % robot.actions_per_turn:
             yield Problem(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -27,6 +27,7 @@ from hpcrl.trainer.backends.base import ExportPiece, MicroBatches, Objective, St
 from hpcrl.trainer.backends.fsdp.model import (
     PackedModel,
     PackedPolicy,
+    ProbabilityModel,
     free_gathered,
     load_model,
     own_state,
@@ -44,7 +45,7 @@ from hpcrl.trainer.backends.shares import read, write_folders
 from hpcrl.trainer.backends.turns import moments_to_host
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.models.adapter import Adapter
-from hpcrl.trainer.models.forward import DTYPES, computing, forward_config, reference_experts
+from hpcrl.trainer.models.forward import DTYPES, ForwardConfig, computing, forward_config, reference_experts
 from hpcrl.trainer.models.hf import ModelSource, export_config, policy_source, reference_source
 from hpcrl.trainer.models.layers.choice import Kernels
 from hpcrl.trainer.models.layers.low_precision import without_fp8
@@ -305,29 +306,39 @@ class FsdpExported(FsdpEngine[Model]):
                 free_gathered(self._model)
 
 
-class FsdpPolicy(FsdpExported[PackedPolicy]):
+class FsdpPolicy(FsdpExported[ProbabilityModel]):
     """PolicyEngine on FSDP2.
 
     Args:
         temperature: divides the logits of policy and reference.
+        packed: makes the model that gives log-probabilities.
+        source: of that model; None: a language model.
     """
 
-    def __init__(self, trainer: TrainerConfig, temperature: float, world: World) -> None:
-        forward, section, source = forward_config(trainer, temperature), trainer.policy, policy_source(trainer)
+    def __init__(
+        self,
+        trainer: TrainerConfig,
+        temperature: float,
+        world: World,
+        packed: Callable[[Any, ForwardConfig], ProbabilityModel] = PackedPolicy,
+        source: ModelSource | None = None,
+    ) -> None:
+        forward, section = forward_config(trainer, temperature), trainer.policy
+        source = source or policy_source(trainer)
         data = world.sharing(section.sequence_parallel_size)
         forward = replace(forward, experts=section.experts)
         model = load_model(
-            PackedPolicy, source, section.fsdp_config, forward, world,
+            packed, source, section.fsdp_config, forward, world,
             trained=section, seed=trainer.seed, kernels=Kernels.of(section), data=data,
         )  # fmt: skip
         super().__init__(model, source, section, trainer, world)
-        self._reference: PackedPolicy | None = None
+        self._reference: ProbabilityModel | None = None
         self._reference_is_base = reference_is_base(trainer)
         if trainer_has_reference(trainer) and not self._reference_is_base:
             known = replace(forward, vocabulary=model.head.out_features, experts=reference_experts(trainer))
             averaged = self_teacher(trainer) == "ema"
             self._reference = load_model(
-                PackedPolicy, reference_source(trainer), ref_sharding(trainer), known, world,
+                packed, reference_source(trainer, source), ref_sharding(trainer), known, world,
                 averaged=averaged, kernels=Kernels.of(section), data=data,
             )  # fmt: skip
             if reference_follows(trainer):

@@ -141,7 +141,17 @@ class PackedModel(nn.Module):
         )
 
 
-class PackedPolicy(PackedModel):
+class ProbabilityModel(PackedModel):
+    """A model that gives log-probabilities of what was said or done, and entropies, [P] each.
+
+    Attributes:
+        forward_config: what it is asked for.
+    """
+
+    forward_config: ForwardConfig
+
+
+class PackedPolicy(ProbabilityModel):
     """A causal language model with its head."""
 
     def __init__(self, model: PreTrainedModel, forward: ForwardConfig) -> None:

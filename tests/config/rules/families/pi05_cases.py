@@ -1,0 +1,47 @@
+"""Combinations of settings about policies whose actions are made by a flow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.config.rules.families.vla_cases import ACTS, SAMPLING
+from tests.config.rules.skyrl_cases import ENGINE, Case
+
+FLOWS: dict[str, Any] = {name: value for name, value in ACTS.items() if not name.startswith(SAMPLING)} | {
+    "vla.vla_type": "pi05"
+}
+
+OF_FLOWS = [
+    Case(
+        "settings of a flow are for flows",
+        {**ACTS, "vla.pi05.num_steps": 4},
+        "vla.pi05",
+        "has no effect without",
+        {**FLOWS, "vla.pi05.num_steps": 4},
+    ),
+    Case("OpenVLA is shown no state", {**ACTS, "vla.use_proprio": True}, "vla.use_proprio", "is shown no states", ACTS),
+    Case("videos are of OpenVLA", {**FLOWS, "vla.save_video": True}, "vla.save_video", "has no effect with", FLOWS),
+    Case("vLLM has no flows", {**FLOWS, f"{ENGINE}.backend": "vllm"}, f"{ENGINE}.backend", '"transformers"', FLOWS),
+    Case("Megatron-core has no flows", {**FLOWS, "trainer.strategy": "megatron"}, "trainer.strategy", "fsdp2", FLOWS),
+    Case(
+        "a flow moves robots",
+        {**FLOWS, "environment.env_class": "gsm8k"},
+        "environment.env_class",
+        'expected "robot"',
+        {**FLOWS, "environment.env_class": "robot"},
+    ),
+    Case(
+        "the last step of flow_cps is no draw",
+        {**FLOWS, "vla.pi05.noise_method": "flow_cps", "vla.pi05.num_steps": 1},
+        "vla.pi05.noise_method",
+        "num_steps of at least 2",
+        {**FLOWS, "vla.pi05.noise_method": "flow_cps", "vla.pi05.num_steps": 2},
+    ),
+    Case(
+        "numbers are not sampled by temperature",
+        {**FLOWS, f"{SAMPLING}.temperature": 0.7},
+        SAMPLING,
+        "choose among tokens",
+        FLOWS,
+    ),
+]

@@ -1,0 +1,160 @@
+"""What a policy that moves robots trains is what its engine did: probabilities, checkpoints, adapters and weights, with a tiny PI0.5 in the simulated arm."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from hpcrl.config.sections.model import Pretrained
+from hpcrl.data.pi05.samples import ACTIONS, IMAGES, PATH
+from hpcrl.data.pi05.source import loaded
+from hpcrl.data.weight_files import PublishedWeights
+from hpcrl.errors import DataError
+from hpcrl.rollout.engines.actions.engine import ActionEngine
+from hpcrl.trainer.backends.actions.policy import ActionPolicy
+from hpcrl.trainer.distributed import World
+from hpcrl.trainer.saving.publish import Publisher
+from tests.paths import CONFIGS
+from tests.trainer.backends.actions.material import (
+    Played,
+    configured,
+    launched,
+    minis,
+    play,
+    played,
+    train_steps,
+)
+
+pytest.importorskip("mujoco")
+
+MODEL = CONFIGS / "reach_pi05" / "model"
+LORA = (
+    "trainer.policy.model.lora.rank=4",
+    "trainer.policy.model.lora.alpha=8",
+    "trainer.policy.optimizer_config.lr=0.05",
+)
+
+
+@pytest.fixture(scope="module")
+def engine() -> ActionEngine:
+    return launched(configured(MODEL))
+
+
+@pytest.fixture(scope="module")
+def episodes(tmp_path_factory: pytest.TempPathFactory, engine: ActionEngine) -> Played:
+    return played(tmp_path_factory.mktemp("actions") / "run", configured(MODEL), engine)
+
+
+def policy_of(episodes: Played, world: World) -> ActionPolicy:
+    return ActionPolicy(episodes.config.trainer, world, episodes.config.vla.pi05)
+
+
+def test_rows_are_turns_with_their_own_observations(episodes: Played, alone: World) -> None:
+    (mini,) = minis(episodes, alone)
+    metas, samples = episodes.batch.groups, mini.samples
+    assert len(samples.lengths) == sum(sum(meta.rows) for meta in metas)
+    for tensors in samples.tensors:
+        done, size = tensors[ACTIONS].tolist()
+        assert (1 <= done <= 2, size) == (True, 2)
+        assert tensors[PATH].shape == (5, 2, 4)
+        assert tensors[IMAGES].shape == (1, 16, 16, 3)
+    assert samples.loss_mask.sum() == sum(int(tensors[ACTIONS][0]) for tensors in samples.tensors)
+    assert not torch.equal(samples.tensors[0][IMAGES], samples.tensors[1][IMAGES])
+
+
+@pytest.mark.parametrize("method", ["flow_sde", "flow_cps"])
+def test_actions_have_the_log_probabilities_that_the_engine_told(method: str, tmp_path: Path, alone: World) -> None:
+    config = configured(MODEL, f"vla.pi05.noise_method={method}", "trainer.micro_forward_batch_size_per_gpu=4")
+    done = played(tmp_path / "run", config, launched(config))
+    policy = policy_of(done, alone)
+    (mini,) = minis(done, alone)
+    told, mask = mini.samples.rollout_logprobs, mini.samples.loss_mask > 0
+    assert told[mask].std() > 0.1
+    before = mini.scored(policy.logprobs)
+    torch.testing.assert_close(before[mask], told[mask], rtol=1e-4, atol=1e-4)
+    sums = train_steps(policy, done, alone)[0]
+    assert sums["current_abs_diff"] / sums["current_tokens"] < 1e-4
+    assert (mini.scored(policy.logprobs) - before)[mask].abs().max() > 1e-3
+
+
+def state(policy: ActionPolicy) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in policy._trained().items()}
+
+
+def test_what_is_resumed_goes_on_as_if_it_had_never_stopped(episodes: Played, tmp_path: Path, alone: World) -> None:
+    whole = policy_of(episodes, alone)
+    train_steps(whole, episodes, alone)
+    (tmp_path / "saved").mkdir()
+    whole.save(tmp_path / "saved", torch.distributed.group.WORLD)  # pyright: ignore[reportArgumentType]
+    train_steps(whole, episodes, alone)
+    resumed = policy_of(episodes, alone)
+    resumed.restore(tmp_path / "saved")
+    train_steps(resumed, episodes, alone)
+    for name, value in state(whole).items():
+        torch.testing.assert_close(state(resumed)[name], value, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("adapted", [False, True], ids=["whole", "adapters"])
+def test_new_weights_reach_the_engine(adapted: bool, episodes: Played, alone: World) -> None:
+    config = configured(MODEL, *(LORA if adapted else ()))
+    episodes, engine = replace(episodes, config=config), launched(config)
+    policy = policy_of(episodes, alone)
+    train_steps(policy, episodes, alone)
+    Publisher(episodes.run, 0, alone, torch.float32, 9, longest=16, adapters=adapted).publish(policy, 1 + adapted)
+    weights = PublishedWeights.read(episodes.run.weights_of(1 + adapted))
+    before = play(config, engine, "eval", groups=1, size=1)[0]
+
+    async def take() -> float | None:
+        await engine.update_weights(weights)
+        return await engine.probe(weights, "float32", None)
+
+    difference = asyncio.run(take())
+    assert difference is not None
+    assert difference < 1e-4
+    after = play(config, engine, "eval", groups=1, size=1)[0]
+    assert (before.newest_version, after.newest_version) == (0, 1 + adapted)
+
+
+def test_an_export_is_a_model_that_a_run_begins_from(episodes: Played, alone: World) -> None:
+    policy = policy_of(episodes, alone)
+    train_steps(policy, episodes, alone)
+    model = episodes.config.trainer.policy.model
+    path = Publisher(episodes.run, 0, alone, torch.float32, 2).export(
+        policy, 1, Pretrained(str(model.path)), episodes.config.generator.chat_template
+    )
+    exported = dict(loaded(Pretrained(str(path)), torch.float32).named_parameters())
+    for name, value in policy._model.model.named_parameters():
+        assert torch.equal(exported[name], value), name
+    assert launched(configured(path)).vocabulary == policy.vocabulary
+
+
+def test_evaluation_draws_nothing_and_samples_depend_on_their_seeds_alone(engine: ActionEngine) -> None:
+    config = configured(MODEL)
+    once, again = play(config, engine), play(config, engine)
+    for one, other in zip(once, again, strict=True):
+        for row, same in zip(one.samples, other.samples, strict=True):
+            np.testing.assert_allclose(row.tensors[PATH], same.tensors[PATH], rtol=1e-4, atol=1e-4)
+    assert not np.allclose(once[0].rows[0][0].tensors[PATH], once[0].rows[1][0].tensors[PATH])
+    for group in play(config, engine, "eval"):
+        assert all(not row.tensors and not row.rollout_logprobs.any() for row in group.samples)
+
+
+@pytest.mark.parametrize("call", ["reset", "step"])
+def test_a_simulator_that_fails_fails_its_sample_only(call: str, engine: ActionEngine) -> None:
+    robot = "environment.skyrl_gym.robot"
+    failing = f'{robot}.simulator="tests.envs.simulators.troubled:Failing"', f'{robot}.options={{fails = "{call}"}}'
+    (group,) = play(configured(MODEL, *failing), engine, groups=1, size=2)
+    assert len(group.failures) == 2
+    assert [[row.stop_reason for row in rows] for rows in group.rows] == [["failed"], ["failed"]]
+    assert not any(row.loss_mask.any() for row in group.samples)
+
+
+def test_more_actions_than_a_chunk_has_are_refused(engine: ActionEngine) -> None:
+    config = configured(MODEL, "environment.skyrl_gym.robot.actions_per_turn=3")
+    with pytest.raises(DataError, match="actions_per_turn: expected at most 2"):
+        play(config, engine)
