@@ -118,7 +118,8 @@ class Instant(Engine, Launched):
 
 def be_worker(run: Run) -> None:
     from hpcrl.data.chat import decoder, load_tokenizer, without_torch
-    from hpcrl.rollout.worker import conversations, work
+    from hpcrl.rollout.generate import conversations
+    from hpcrl.rollout.worker import work
 
     job = runpy.run_path(str(ROOT / "jobs" / "rollout.py"))
     config = Config.from_toml([run.config])
@@ -126,7 +127,7 @@ def be_worker(run: Run) -> None:
     with without_torch():
         tokenizer = load_tokenizer(policy_model(config.trainer), config.generator.chat_template)
     status = StatusWriter(run, WORKER, 1)
-    maker = conversations(options, tokenizer, config.generator, config.environment)
+    maker = conversations(tokenizer, config.generator, config.environment)
     asyncio.run(work(options, Instant(), maker, decoder(tokenizer), status))
 
 

@@ -11,6 +11,7 @@ from hpcrl.text import one_line, printable
 
 if TYPE_CHECKING:
     from hpcrl.data.conversations import Renderer, Tokens
+    from hpcrl.data.pipelines.pictures import PictureRenderer
     from hpcrl.data.sources import Source
     from hpcrl.data.tokenize import Recipe
 
@@ -63,7 +64,7 @@ def _check(arguments: argparse.Namespace) -> int:
     return 0 if usable else 1
 
 
-def _dataset(source: Source, recipe: Recipe, renderer: Renderer, shown: int) -> bool:
+def _dataset(source: Source, recipe: Recipe, renderer: Renderer | PictureRenderer, shown: int) -> bool:
     """Print what becomes of a dataset, and return whether a run could use it."""
     from hpcrl.data.tokenize import Counts, fitted
     from hpcrl.errors import DataError
@@ -84,10 +85,11 @@ def _dataset(source: Source, recipe: Recipe, renderer: Renderer, shown: int) -> 
     print(one_line(f"{source.location}: {counts}"))
     if lengths:
         lengths.sort()
-        shares = [f"{share:.0%} have at most {lengths[int(share * (len(lengths) - 1))]:,}" for share in _SHARES]
-        print(
-            f"  tokens per row: {', '.join(shares)}, the longest {lengths[-1]:,}; trainer.max_length is {recipe.longest:,}"
+        most = (
+            "trainer.max_length is" if recipe.pictures is None else "with max_prompt_length and a noise level at most"
         )
+        shares = [f"{share:.0%} have at most {lengths[int(share * (len(lengths) - 1))]:,}" for share in _SHARES]
+        print(f"  tokens per row: {', '.join(shares)}, the longest {lengths[-1]:,}; {most} {recipe.longest:,}")
     for error in errors[:_ERRORS_SHOWN]:
         print(one_line(f"  cannot be used: {error}"))
     if len(errors) > _ERRORS_SHOWN:
@@ -98,7 +100,7 @@ def _dataset(source: Source, recipe: Recipe, renderer: Renderer, shown: int) -> 
     return bool(counts.rows) and not errors
 
 
-def _lines(name: str, tokens: Tokens, renderer: Renderer) -> Iterator[str]:
+def _lines(name: str, tokens: Tokens, renderer: Renderer | PictureRenderer) -> Iterator[str]:
     from itertools import groupby
 
     from hpcrl.cli.samples import part_lines

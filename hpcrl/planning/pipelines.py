@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from hpcrl.config import Config, trainer_ranks
-from hpcrl.config.derive import is_offline
+from hpcrl.config.derive import has_engines, is_offline
 from hpcrl.config.families import trained_steps, trains_by_nft
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.planning.activations import kept_bytes
@@ -50,8 +50,11 @@ def describe_pipeline(config: Config) -> tuple[list[str], int]:
         f"policy: {type(model).__name__} of {source}, {everything:,} parameters, {everything - trained:,} of them frozen",
         f"  {steps}, latents of {latents}; {rows} passes of the transformer at a time",
         f"  memory of each rank, in GiB, for one copy of the parameters: {told}",
-        "engine: the transformer, its text encoders and VAE; their memory is not estimated",
     ]
+    if is_offline(trainer):
+        lines.append("  text encoders and VAE are on each rank too; their memory is not estimated")
+    if has_engines(config):
+        lines.append("engine: the transformer, its text encoders and VAE; their memory is not estimated")
     return lines, sum(parts.values())
 
 

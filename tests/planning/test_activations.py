@@ -54,3 +54,6 @@ def test_a_plan_counts_steps_guidance_and_recomputation() -> None:
     lines, size = describe_pipeline(config)
     assert size > 10 * activations_of_a_pass(config.trainer)
     assert any("10 passes of the transformer at a time" in line for line in lines)
+    rows, _ = describe_pipeline(Config.from_toml([CONFIGS / "diffusion_sft_tiny.toml"]))
+    assert any("flow matching, a noise level of each row" in line for line in rows)
+    assert not any(line.startswith("engine: ") for line in rows)

@@ -12,6 +12,7 @@ import io
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -179,7 +180,7 @@ def _reading(image: str) -> Iterator[Image]:
     try:
         with Image.open(_file(image), formats=_READ) as found:
             yield found
-    except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise DataError(f"image {image[:_SHOWN]}: {error}") from error
 
 
@@ -197,8 +198,11 @@ class Frames:
         from PIL import ImageOps
 
         with _reading(self._image) as found:
-            for at in range(getattr(found, "n_frames", 1)):
-                found.seek(at)
+            for at in count():
+                try:
+                    found.seek(at)
+                except EOFError:  # to count them first would read the whole file
+                    return
                 yield ImageOps.exif_transpose(found).convert("RGB")
 
 

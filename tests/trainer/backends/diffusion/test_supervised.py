@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ from tests.paths import CONFIGS
 from tests.trainer.material import make_run, train
 
 pytest.importorskip("diffusers")
+
+from tests.data.pipelines.material import write_wan
 
 ROWS = 6
 SETTINGS = "trainer.policy.diffusers."
@@ -64,14 +67,18 @@ class Learned:
         return validation.measure.means(sums)["loss"]
 
 
-@pytest.fixture(scope="module")
-def learned(tmp_path_factory: pytest.TempPathFactory) -> Learned:
-    run, chosen = make_run(tmp_path_factory.mktemp("sft") / "run"), config()
+def prepared(run: Run, chosen: Config, count: int = ROWS) -> Learned:
+    """Return the run with its dataset, and a batch of the first rows."""
     (source,) = training_sources(chosen.data)
     file = Tokenizer(run, 0, Recipe.of(chosen)).dataset("train-0", "pictures", source)
-    rows = DatasetRows(run, [Rows(file, range(ROWS))], [], 1)
-    stream = PromptStream(ROWS, ROWS, 1, None)
-    return Learned(run, Batch(1, [rows.in_order(stream)(index, 0) for index in range(ROWS)], ROWS))
+    rows = DatasetRows(run, [Rows(file, range(count))], [], 1)
+    stream = PromptStream(count, count, 1, None)
+    return Learned(run, Batch(1, [rows.in_order(stream)(index, 0) for index in range(count)], count))
+
+
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory: pytest.TempPathFactory) -> Learned:
+    return prepared(make_run(tmp_path_factory.mktemp("sft") / "run"), config())
 
 
 @pytest.mark.parametrize("scheme", ["logit_normal", "sigma_sqrt"])
@@ -82,9 +89,9 @@ def test_the_loss_is_that_of_diffusers_own_formulas(scheme: str, learned: Learne
     source = transformer_source(trainer).pipeline
     pipeline = source.load(torch.float32)
     density, weighting = _formulas()
-    prepared = RowEncoder(source, torch.device("cpu"), trainer.seed).encoded(mini.samples.tensors, 0)
+    rows = RowEncoder(source, torch.device("cpu"), trainer.seed).encoded(mini.samples.tensors, 0)
     expected = 0.0
-    for tensors, row in zip(mini.samples.tensors, prepared, strict=True):
+    for tensors, row in zip(mini.samples.tensors, rows, strict=True):
         name = tensors["prompt"].numpy().tobytes().decode()
         picture = Image.open(CONFIGS / "diffusion_tiny/data/pictures" / f"{name.replace(' ', '_')}.png")
         pixels = torch.from_numpy(np.array(picture)).permute(2, 0, 1)[None] / 127.5 - 1
@@ -131,3 +138,18 @@ def _step(learned: Learned, chosen: Config, policy: DiffusionPolicy, world: Worl
     sums = train(policy, learned.mini(chosen, world), objective_of(chosen.trainer)).sums
     policy.end_batch(step)
     return sums["final_loss"]
+
+
+def test_frames_of_a_video_are_learned(tmp_path: Path, alone: World) -> None:
+    frames = [Image.new("RGB", (32, 32), (40 * at, 0, 0)) for at in range(5)]
+    frames[0].save(tmp_path / "video.png", save_all=True, append_images=frames[1:])
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "it brightens", "images": "video.png"}) + "\n")
+    video = f"{SETTINGS}is_video=true", f"{SETTINGS}train_frames=5"
+    paths = f"data.train_data=['{tmp_path / 'rows.jsonl'}']", f"trainer.policy.model.path={write_wan(tmp_path / 'wan')}"
+    chosen = config(*video, *paths)
+    policy, one = DiffusionPolicy(chosen.trainer, alone), prepared(make_run(tmp_path / "run"), chosen, 1)
+    losses = [_step(one, chosen, policy, alone, step) for step in range(1, 4)]
+    assert all(0 < loss < 10 for loss in losses)
+    encoder = RowEncoder(transformer_source(chosen.trainer).pipeline, torch.device("cpu"), 0)
+    (row,) = encoder.encoded(one.mini(chosen, alone).samples.tensors, 0)
+    assert row[CLEAN].shape == (4, 2, 4, 4)
