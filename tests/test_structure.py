@@ -79,6 +79,7 @@ KNOW_FAMILIES = {
     "hpcrl.config.rules.families.diffusion",
     "hpcrl.data.pipelines.pictures",
     "hpcrl.launch.local.evaluate",
+    "hpcrl.launch.submit.vision",
     "hpcrl.config.rules.families.pi05",
     "hpcrl.config.rules.families.vla",
     "hpcrl.launch.submit.preflight",

@@ -30,16 +30,7 @@ from hpcrl.config.rules.cluster import (
     time_to_save,
     ways_of_weights,
 )
-from hpcrl.config.rules.families.diffusion import (
-    adapters_of_pipelines,
-    learned_rows,
-    of_language_models,
-    pipelines,
-    rewards_of_pictures,
-    sampling,
-)
-from hpcrl.config.rules.families.pi05 import flows, of_tokens
-from hpcrl.config.rules.families.vla import actions, of_writers, simulators
+from hpcrl.config.rules.families import diffusion, pi05, vla
 from hpcrl.config.rules.generation import (
     chat,
     datasets,
@@ -364,6 +355,9 @@ _CALCULATING: tuple[Rule, ...] = (
 """Rules that divide and multiply what `_COUNTED` names; they run only where all of that is in range."""
 
 RULES: tuple[Rule, ...] = (
+    *diffusion.RULES,
+    *vla.RULES,
+    *pi05.RULES,
     _named_functions,
     _loggers,
     alerts,
@@ -413,17 +407,6 @@ RULES: tuple[Rule, ...] = (
     reference_apart,
     ranks_of_scorers,
     enough_scorers,
-    pipelines,
-    sampling,
-    adapters_of_pipelines,
-    learned_rows,
-    of_language_models,
-    rewards_of_pictures,
-    actions,
-    simulators,
-    of_writers,
-    flows,
-    of_tokens,
     reward_names,
     filter_metrics,
     several_rewards,

@@ -199,3 +199,6 @@ def rewards_of_pictures(config: ConfigTree) -> Iterator[Problem]:
             "environment.reward_function",
             f"required with {_SECTION}.enable: what a picture is worth, {', '.join(IMAGE_REWARDS)}, or your own function, or environment.remote_reward",
         )
+
+
+RULES = (adapters_of_pipelines, learned_rows, of_language_models, pipelines, rewards_of_pictures, sampling)

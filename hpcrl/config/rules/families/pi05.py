@@ -74,3 +74,6 @@ def of_tokens(config: ConfigTree) -> Iterator[Problem]:
         yield Problem(
             name.partition("=")[0], f"belongs to policies that choose among tokens; leave it out with {_PI05}"
         )
+
+
+RULES = (flows, of_tokens)

@@ -92,3 +92,6 @@ def of_writers(config: ConfigTree) -> Iterator[Problem]:
     }
     for name in (name for name, wanted in used.items() if wanted):
         yield Problem(name, "belongs to policies that write; leave it out with vla.enable")
+
+
+RULES = (actions, simulators, of_writers)
