@@ -44,7 +44,7 @@ UNIMPLEMENTED: dict[str, Unimplemented] = {
     "trainer.policy.diffusers.inference_frames": _VIDEOS,
     "trainer.policy.diffusers.train_frames": _VIDEOS,
     "trainer.policy.diffusers.tokenizer": _VIDEOS,
-    "vla.vla_type": Unimplemented("OpenVLA-OFT, pi0.5, and Cosmos Policy, which Cosmos-RL only evaluates"),
+    "vla.vla_type": Unimplemented("pi0.5, and Cosmos Policy, which Cosmos-RL only evaluates", works=("openvla-oft",)),
     "vla.use_proprio": _STATE,
     "vla.proprio_dim": _STATE,
 }

@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from hpcrl.config import EnvironmentConfig, GeneratorConfig
 from hpcrl.data.actions.turns import ActionTurns
-from hpcrl.data.actions.videos import EpisodeVideos
 from hpcrl.data.group_file import group_bytes
 from hpcrl.data.kept_files import EvalRow, append_rows
 from hpcrl.data.rollouts import Decode
 from hpcrl.data.vision.reader import ImageReader
+from hpcrl.data.vision.videos import EpisodeVideos
 from hpcrl.envs.rewards.remote import Endpoints
 from hpcrl.errors import CommitError, EngineError
 from hpcrl.observe.metrics import MetricsWriter

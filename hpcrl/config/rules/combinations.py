@@ -37,7 +37,7 @@ from hpcrl.config.rules.families.diffusion import (
     rewards_of_pictures,
     sampling,
 )
-from hpcrl.config.rules.families.vla import actions, of_writers, simulators
+from hpcrl.config.rules.families.vla import actions, decoding, of_writers, simulators
 from hpcrl.config.rules.generation import (
     chat,
     datasets,
@@ -415,6 +415,7 @@ RULES: tuple[Rule, ...] = (
     of_language_models,
     rewards_of_pictures,
     actions,
+    decoding,
     simulators,
     of_writers,
     reward_names,
