@@ -86,7 +86,7 @@ def make_model(tokenizer: Qwen2Tokenizer) -> OpenVLAForActionPrediction:
     config = OpenVLAConfig(
         text_config=text,
         vision_config={"towers": towers, "image_size": SIDE, "initializer_range": SPREAD},
-        pad_token_id=tokenizer.pad_token_id,
+        pad_token_id=tokenizer.convert_tokens_to_ids(IMAGE),
         pad_to_multiple_of=0,
         n_action_bins=BINS,
         initializer_range=SPREAD,

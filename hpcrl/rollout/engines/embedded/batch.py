@@ -105,7 +105,7 @@ class Batch:
     """The rows and their caches.
 
     Args:
-        end_tokens: ids that end a response.
+        end_tokens: ids that end a response, the tokenizer's own first.
         decode: token ids to text, for stop texts.
         prefill_tokens: of one forward pass over prompts at most; a longer prompt has one of its own.
         recorder: notes the experts that tokens go to; None: nobody asks.
@@ -124,7 +124,7 @@ class Batch:
     ) -> None:
         self._recorder = recorder
         self._model, self._decode, self._prefill_tokens = model, decode, prefill_tokens
-        self._device, self._end = model.device, torch.tensor(sorted(end_tokens), device=model.device)
+        self._device, self._end = model.device, torch.tensor(list(end_tokens), device=model.device)
         self._layers = model.config.get_text_config().num_hidden_layers
         self._rows: list[_Row | None] = []
         self._columns: Columns | None = None
