@@ -104,9 +104,9 @@ def loaded_family(directory: Run, config: Config) -> tuple[Callable[[Prompt], in
         maker = actions(generator, environment, config.vla, robotics)
         return inputs.prompt_counter(model), config.trainer.max_prompt_length, maker, inputs.row_decoder(model)
     from hpcrl.data.actions.turns import ActionTurns
-    from hpcrl.data.actions.videos import EpisodeVideos
     from hpcrl.data.chat import decoder, load_tokenizer, token_counter
     from hpcrl.data.vision.reader import ImageReader
+    from hpcrl.data.vision.videos import EpisodeVideos
     from hpcrl.rollout.generate import conversations
 
     options, tokenizer = config.data.image_processor_kwargs, load_tokenizer(model, generator.chat_template)

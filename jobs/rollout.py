@@ -131,9 +131,9 @@ def loaded_family(run: Run, config: Config) -> Callable[[WorkerOptions], tuple[M
         maker, decode = actions(generator, environment, config.vla, robotics), inputs.row_decoder(model)
         return lambda _: (maker, decode)
     from hpcrl.data.actions.turns import ActionTurns
-    from hpcrl.data.actions.videos import EpisodeVideos
     from hpcrl.data.chat import decoder, load_tokenizer, without_torch
     from hpcrl.data.vision.reader import ImageReader
+    from hpcrl.data.vision.videos import EpisodeVideos
     from hpcrl.rollout.generate import conversations
 
     # code of the user's may use models of transformers, which need torch; nothing else here does

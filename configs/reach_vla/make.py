@@ -38,7 +38,7 @@ START = 0.0  # rad; from one pose a target is found in one chunk
 INSTRUCTION, IMAGE = "reach: ", "<PAD>"
 LAZY, RIGHT = 0.5, 0.3
 TRAIN_ROWS, VALIDATION_ROWS, FIRST_VALIDATION = 4096, 128, 1_000_000
-FRAMES, SUPERVISED_STEPS, SUPERVISED_BATCH, SUPERVISED_LR = 12_000, 1800, 64, 2e-3
+FRAMES, SUPERVISED_STEPS, SUPERVISED_BATCH, SUPERVISED_LR = 12_000, 1200, 64, 2e-3
 SPREAD = 0.1  # of first weights: with less so narrow a network learns to see late
 TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>"
@@ -86,7 +86,7 @@ def make_model(tokenizer: Qwen2Tokenizer) -> OpenVLAForActionPrediction:
     config = OpenVLAConfig(
         text_config=text,
         vision_config={"towers": towers, "image_size": SIDE, "initializer_range": SPREAD},
-        pad_token_id=tokenizer.pad_token_id,
+        pad_token_id=tokenizer.convert_tokens_to_ids(IMAGE),
         pad_to_multiple_of=0,
         n_action_bins=BINS,
         initializer_range=SPREAD,

@@ -36,7 +36,7 @@ UNIMPLEMENTED: dict[str, Unimplemented] = {
     "trainer.policy.low_precision.fp4": _FP4,
     "trainer.policy.low_precision.fp4_recipe": _FP4,
     "trainer.policy.low_precision.fp4_granularity": _FP4,
-    "vla.vla_type": Unimplemented("OpenVLA-OFT, and Cosmos Policy, which Cosmos-RL only evaluates", works=("pi05",)),
+    "vla.vla_type": Unimplemented("Cosmos Policy, which Cosmos-RL only evaluates", works=("openvla-oft", "pi05")),
 }
 
 

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from hpcrl.config import EnvironmentConfig, GeneratorConfig, SamplingParams, eval_sampling
 from hpcrl.data.actions.turns import ActionTurns, written
-from hpcrl.data.actions.videos import EpisodeVideos
 from hpcrl.data.vision.reader import Context, ImageReader, SeenImage
+from hpcrl.data.vision.videos import EpisodeVideos
 from hpcrl.envs.base import Messages, Turn
 from hpcrl.envs.registry import common_extras
 from hpcrl.envs.rewards.remote import Endpoints
@@ -387,7 +387,10 @@ class GroupGenerator:
             transcript.add_response(said, len(token_ids) - 1)
         else:
             transcript.add_response(said)
-        return transcript.add_reward(answer.reward)
+        transcript.add_reward(answer.reward)
+        if self._actions and self._actions.parallel and self._template.eos is not None:
+            transcript.add_context([self._template.eos])  # each token has seen it
+        return None
 
     def _tokens_of(self, action: str, token_ids: Sequence[int]) -> int | None:
         """Return how many of the tokens say just that action, if it is what the policy said up to some token."""

@@ -264,6 +264,19 @@ def test_a_robot_learns_to_reach(place: Path) -> None:
     assert after >= 0.85
 
 
+@pytest.mark.slow
+def test_a_model_of_actions_learns_to_reach_what_it_sees(place: Path) -> None:
+    """From an arm that never moves to one whose tip finds its target, by frames alone."""
+    config = QUICKSTART.with_name("reach_vla.toml")
+    done = hpcrl("submit", str(config), "--local", "--follow", "trainer.run_name=learns", cwd=place, timeout=1800)
+    run = Run(place / "runs" / "reach_vla" / "learns")
+    assert done.returncode == 0, done.stderr + logs_of(run)
+    before, after = eval_score(run, 0), eval_score(run, 20)
+    print(f"reach_vla: {before:.3f} -> {after:.3f}")
+    assert before <= 0.1
+    assert after >= 0.75
+
+
 def learned(place: Path, config: str, name: str, steps: int, *settings: str) -> Run:
     """Return a run of an experiment that learns from a dataset, which was trained to its end and exported there."""
     ours = [f"trainer.run_name={name}", f"trainer.hf_save_interval={steps}"]

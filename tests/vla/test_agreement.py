@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -17,11 +19,12 @@ from hpcrl.config.sections.model import Pretrained
 from hpcrl.config.sections.vla import VLAConfig
 from hpcrl.data.actions.tokens import action_tokens
 from hpcrl.data.actions.turns import ActionTurns
-from hpcrl.data.actions.videos import EpisodeVideos
 from hpcrl.data.chat import load_tokenizer
 from hpcrl.data.group_file import read_group, write_group
 from hpcrl.data.vision.inputs import model_inputs
 from hpcrl.data.vision.reader import ImageReader, row_images
+from hpcrl.data.vision.videos import EpisodeVideos
+from hpcrl.errors import DataError
 from hpcrl.rollout.generate import GroupGenerator
 from hpcrl.rollout.group import Group
 from hpcrl.rundir.layout import Run
@@ -34,6 +37,10 @@ from hpcrl.types import Prompt, Sample, Work
 from tests.rollout.material import started
 
 CHUNK, TEMPERATURE = 2, 1.3
+
+
+def kind_of(model: Path) -> Literal["openvla", "openvla-oft"]:
+    return "openvla-oft" if model.name == "openvla-oft" else "openvla"
 
 
 def generator_of(engine: Any, model: Path, run: Run) -> GroupGenerator:
@@ -49,9 +56,21 @@ def generator_of(engine: Any, model: Path, run: Run) -> GroupGenerator:
         settings,
         EnvironmentConfig(),
         reader=ImageReader.of(pretrained, {}),
-        actions=ActionTurns.of(pretrained, VLAConfig(enable=True), CHUNK, CHUNK),
+        actions=ActionTurns.of(pretrained, VLAConfig(enable=True, vla_type=kind_of(model)), CHUNK, CHUNK),
         videos=EpisodeVideos.of(run, VLAConfig(enable=True, save_video=True, trace_verbosity=2)),
     )
+
+
+@pytest.fixture(scope="module", params=["openvla", "openvla-oft"])
+def model(request: pytest.FixtureRequest, reach: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the tiny OpenVLA as it is, and one that says all tokens of a turn at once."""
+    if request.param == "openvla":
+        return reach
+    found = tmp_path_factory.mktemp("models") / request.param
+    shutil.copytree(reach, found)
+    entries = json.loads((found / "config.json").read_text())
+    (found / "config.json").write_text(json.dumps({**entries, "parallel_decoding": True}))
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -60,14 +79,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 @pytest.fixture(scope="module")
-def group(reach: Path, run: Run) -> Group:
+def group(model: Path, run: Run) -> Group:
     """Return four episodes from one start, generated together."""
 
     async def play(engine: Any) -> Group:
         prompt = Prompt("row", [{"role": "user", "content": "reach: "}], "tests.vla.environments:Pushes")
-        return await generator_of(engine, reach, run).generate(Work("g", "train", prompt, 4, 11))
+        return await generator_of(engine, model, run).generate(Work("g", "train", prompt, 4, 11))
 
-    with started(reach) as engine:
+    with started(model) as engine:
         return asyncio.run(play(engine.connect()))
 
 
@@ -79,9 +98,9 @@ def rows(group: Group, tmp_path_factory: pytest.TempPathFactory) -> list[Sample[
     return read_group(path)
 
 
-def test_turns_are_actions_and_nothing_else(group: Group, reach: Path) -> None:
+def test_turns_are_actions_and_nothing_else(group: Group, model: Path) -> None:
     assert not group.failures
-    tokens = action_tokens(AutoModelForImageTextToText.from_pretrained(reach).config)
+    tokens = action_tokens(AutoModelForImageTextToText.from_pretrained(model).config)
     assert tokens is not None
     lengths = {len(row.token_ids) for row in group.samples}
     assert len(lengths) == 1, "each turn has its own prompt: what was seen before is not in it"
@@ -103,35 +122,44 @@ def test_turns_are_actions_and_nothing_else(group: Group, reach: Path) -> None:
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_log_probabilities_agree(rows: list[Sample[torch.Tensor]], reach: Path, packing: bool) -> None:
-    whole = ModelSource(path=str(reach), role="trainer.policy").whole(torch.float32, PACKED)
-    policy = PackedPolicy(
-        whole, ForwardConfig(temperature=TEMPERATURE, chunk_rows=3, packing=packing, entropy_loss=False)
-    )
-    batch = pack(rows).whole()
+def test_log_probabilities_agree(rows: list[Sample[torch.Tensor]], model: Path, packing: bool) -> None:
+    whole = ModelSource(path=str(model), role="trainer.policy").whole(torch.float32, PACKED)
+    settings = ForwardConfig(temperature=TEMPERATURE, chunk_rows=3, packing=packing, entropy_loss=False)
+    policy, batch = PackedPolicy(whole, settings), pack(rows).whole()
     trained = batch.loss_mask > 0
     assert int(trained.sum()) == CHUNK * len(rows)
+    if kind_of(model) == "openvla-oft" and not packing:
+        with pytest.raises(DataError, match="use_sample_packing"):
+            policy.run(batch)
+        return
     logprobs, entropies = policy.run(batch)
     torch.testing.assert_close(logprobs[trained], batch.rollout_logprobs[trained], rtol=0, atol=1e-5)
     assert float(entropies[trained].max()) < torch.log(torch.tensor(16.0)), "of the tokens of actions alone"
-    if not packing:
-        return
-    reference: Any = AutoModelForImageTextToText.from_pretrained(reach)
-    ids = action_tokens(reference.config).ids  # pyright: ignore[reportOptionalMemberAccess]
-    for row, mask in zip(rows[:3], (row.sampling_mask for row in rows[:3]), strict=True):
-        assert mask is not None
-        inputs = model_inputs(row_images(row.tensors), row.token_ids.device)
-        logits = reference(input_ids=row.token_ids[None], **inputs).logits[0, -CHUNK - 1 : -1] / TEMPERATURE
+
+
+def test_log_probabilities_are_those_of_the_model(rows: list[Sample[torch.Tensor]], model: Path) -> None:
+    """By transformers' forward of one row alone. OpenVLA-OFT's row ends with the token that ends a text, and whatever stands in the place of its
+    actions changes nothing."""
+    reference: Any = AutoModelForImageTextToText.from_pretrained(model)
+    ids, parallel = action_tokens(reference.config).ids, kind_of(model) == "openvla-oft"  # pyright: ignore[reportOptionalMemberAccess]
+    for row in rows[:3]:
+        assert row.sampling_mask is not None
+        inputs, end = model_inputs(row_images(row.tensors), row.token_ids.device), len(row.token_ids) - parallel
+        assert (row.token_ids[end:] == reference.config.get_text_config().eos_token_id).all()
+        said, given = row.token_ids[end - CHUNK : end], row.token_ids.clone()
+        if parallel:
+            given[end - CHUNK : end] = ids.start
+        logits = reference(input_ids=given[None], **inputs).logits[0, end - CHUNK - 1 : end - 1] / TEMPERATURE
         outside = torch.ones_like(logits, dtype=torch.bool)
         outside[:, ids.start : ids.stop] = False
         logits = logits.masked_fill(outside, -torch.inf)
-        least = logits.topk(12).values[:, -1:]
-        found = logits.masked_fill(logits < least, -torch.inf).log_softmax(-1).gather(1, row.token_ids[-CHUNK:, None])
-        torch.testing.assert_close(found[:, 0], row.rollout_logprobs[-CHUNK:], rtol=0, atol=1e-5)
+        logits = logits.masked_fill(logits < logits.topk(12).values[:, -1:], -torch.inf)
+        found = logits.log_softmax(-1).gather(1, said[:, None])[:, 0]
+        torch.testing.assert_close(found, row.rollout_logprobs[end - CHUNK : end], rtol=0, atol=1e-5)
 
 
-def test_gradients_reach_the_eyes_and_no_head_of_other_tokens(rows: list[Sample[torch.Tensor]], reach: Path) -> None:
-    whole = ModelSource(path=str(reach), role="trainer.policy").whole(torch.float32, PACKED)
+def test_gradients_reach_the_eyes_and_no_head_of_other_tokens(rows: list[Sample[torch.Tensor]], model: Path) -> None:
+    whole = ModelSource(path=str(model), role="trainer.policy").whole(torch.float32, PACKED)
     policy = PackedPolicy(whole, ForwardConfig(temperature=TEMPERATURE, chunk_rows=3))
     batch = pack(rows).whole()
     (policy.run(batch)[0] * batch.loss_mask).sum().backward()

@@ -28,7 +28,13 @@ from hpcrl.data.models.openvla.model import VisionTransformer
 from hpcrl.data.vision.openvla import OpenVLAImageProcessor
 from hpcrl.trainer.backends.fsdp.sharding import units
 
-SIZES = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "image_size": 16, "patch_size": 4}
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 4,
+}
 TOWER: dict[str, Any] = {"hidden_size": 32, "depth": 3, "num_heads": 2, "mlp_size": 64, "patch_size": 4}
 OPENVLA_7B = {
     "model_type": "openvla",
@@ -121,7 +127,7 @@ def test_dinov2_is_that_of_transformers() -> None:
 @torch.no_grad()
 def test_siglip_is_that_of_transformers() -> None:
     torch.manual_seed(2)
-    config = SiglipVisionConfig(**SIZES, intermediate_size=64, hidden_act="gelu", vision_use_head=False)
+    config = SiglipVisionConfig(**SIZES, intermediate_size=64, hidden_act="gelu")
     other = SiglipVisionModel(config).eval()
     for parameter in other.parameters():
         parameter.normal_(0, 0.3)

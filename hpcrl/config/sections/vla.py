@@ -24,7 +24,7 @@ class VLAConfig:
     """The policy is a vision-language-action model: what it says are actions of a robot, not text. environment.skyrl_gym.robot says which simulator moves."""
 
     vla_type: Literal["openvla-oft", "openvla", "pi05", "cosmos-policy"] = "openvla"
-    """How actions are made. openvla: a token for each number, one after the other; pi05: a chunk of numbers by a flow (section pi05)."""
+    """How actions are made. openvla: a token for each number, one after the other; openvla-oft: the same tokens, all of a turn in one forward pass in which none is known, by a model with parallel_decoding (trainer.policy.model_config_kwargs); pi05: a chunk of numbers by a flow (section pi05)."""
 
     num_envs: int | None = None
     """Simulators that one replica steps at the same time; unset: as many as generator.inference_engine.max_num_seqs."""

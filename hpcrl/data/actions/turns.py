@@ -21,18 +21,21 @@ class ActionTurns:
         at_once: actions of a turn, K.
         numbers: of an action, A.
         scale: None: the tokens' numbers are the simulator's.
+        parallel: all tokens of a turn are said at once, and a token follows them that ends a text (OpenVLA-OFT).
 
     Raises:
         DataError: the scale is one of other actions.
     """
 
-    def __init__(self, tokens: ActionTokens, scale: ActionScale | None, at_once: int, numbers: int) -> None:
+    def __init__(
+        self, tokens: ActionTokens, scale: ActionScale | None, at_once: int, numbers: int, *, parallel: bool = False
+    ) -> None:
         if scale is not None and len(scale.low) != numbers:
             raise DataError(
                 f"the model's actions have {len(scale.low)} numbers by vla.unnorm_key; set generator.sampling_params.max_generate_length to "
                 f"{at_once * len(scale.low)}, that is times environment.skyrl_gym.robot.actions_per_turn ({at_once}), found {at_once * numbers}"
             )
-        self._tokens, self._scale, self._shape = tokens, scale, (at_once, numbers)
+        self._tokens, self._scale, self._shape, self.parallel = tokens, scale, (at_once, numbers), parallel
 
     @classmethod
     def of(cls, model: Pretrained, vla: VLAConfig, at_once: int, length: int) -> ActionTurns | None:
@@ -53,9 +56,10 @@ class ActionTurns:
         tokens = action_tokens(entries)
         if (tokens is not None) != vla.enable:
             raise DataError(f"vla.enable: {disagreement(str(model), tokens)}")
-        return (
-            None if tokens is None else cls(tokens, action_scale(entries, vla.unnorm_key), at_once, length // at_once)
-        )
+        if tokens is None:
+            return None
+        scale, parallel = action_scale(entries, vla.unnorm_key), vla.vla_type == "openvla-oft"
+        return cls(tokens, scale, at_once, length // at_once, parallel=parallel)
 
     @property
     def sampling(self) -> dict[str, Any]:

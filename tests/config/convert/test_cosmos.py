@@ -71,7 +71,7 @@ NOT_AS_RL = {
     "03_sft_pp2_cp2_qwen2.5-7b": ["unconverted.policy.parallelism.dp_shard_size"],
     "04_distill_deepmath_qwen3-8b": [],
     "05_grpo_multiturn_qwen2.5-3b": ["unconverted.rollout.multi_turn_config.enable"],
-    "10_vla_openvla-oft_libero": ["vla.vla_type"],
+    "10_vla_openvla-oft_libero": [],
     "12_sft_moe_deepseek-v3_pp4_ep64": [],
     "gym_cartpole": ["unconverted.train.train_policy.trainer_type", "unconverted.rollout.backend", "data.train_data"],
     "trtllm_backend": ["unconverted.rollout.backend"],

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from hpcrl.algorithms.losses import sample_means
-from hpcrl.algorithms.reductions import Reduction
+from hpcrl.algorithms.kl import k1
+from hpcrl.algorithms.losses import Tokens, clipped_surrogate, masked_sum, sample_means
+from hpcrl.algorithms.reductions import Counts, Reduction, sample_weight
 from hpcrl.config import AlgorithmConfig
 from tests.golden.adapters.converted import cosmos
 from tests.golden.adapters.packed import train
@@ -33,6 +34,20 @@ def compute_loss(case: Case) -> dict[str, Any]:
 def masked_mean(case: Case) -> dict[str, Any]:
     values, mask = (_tensor(case.inputs[name]) for name in ("values", "mask"))
     return {"out": sample_means(values.flatten(), mask.flatten(), torch.tensor([len(row) for row in values]))}
+
+
+def vla_chunk_loss(case: Case) -> dict[str, Any]:
+    """The share of a chunk in the loss of its episode, as if that were one sample."""
+    names = "log_probs", "old_log_probs", "mask"
+    logprobs, old, mask = (_tensor(case.inputs[name]).flatten() for name in names)
+    advantages = torch.full_like(mask, case.inputs["advantage"])
+    tokens = Tokens(logprobs, old, old, advantages, mask, torch.tensor([len(mask)]))
+    eps = {f"eps_clip_{side}": case.params[f"epsilon_{side}"] for side in ("low", "high")}
+    values, sums = clipped_surrogate(tokens, **eps)
+    length, episodes = int(case.inputs["episode_valid_responses"]), case.params["n_episodes"]
+    weight = sample_weight(Reduction("seq_mean_token_mean"), Counts(length, 0, episodes, 0, 0, 0, 0))
+    kl = masked_sum(k1(old, logprobs), mask)
+    return {"loss": weight * masked_sum(values, mask), "clipfrac": sums["clip_ratio"] / length, "ppo_kl": kl / length}
 
 
 def _algorithm(case: Case) -> AlgorithmConfig:
@@ -66,4 +81,4 @@ def _tensor(value: Any) -> torch.Tensor:
     return torch.tensor(value, dtype=torch.float32)
 
 
-ADAPTERS = {"compute_loss": compute_loss, "masked_mean": masked_mean}
+ADAPTERS = {"compute_loss": compute_loss, "masked_mean": masked_mean, "vla_chunk_loss": vla_chunk_loss}

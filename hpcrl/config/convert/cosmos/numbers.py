@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from hpcrl.config.convert.conversion import Entry
-from hpcrl.config.convert.cosmos.conditions import POLICY, is_diffusion, is_grpo, is_language
+from hpcrl.config.convert.cosmos.conditions import POLICY, is_diffusion, is_grpo, is_language, is_robot
 from hpcrl.config.convert.cosmos.resolve import Resolved
 
 
@@ -25,3 +25,9 @@ def numbers(source: Resolved) -> Iterator[Entry]:
     if source[f"{POLICY}.entropy_coeff"] and is_language(source):
         message = "the entropy has a gradient here; in the source it only changes the number that is reported"
         yield Entry("differs", f"{POLICY}.entropy_coeff", "", message)
+    if is_robot(source):
+        message = (
+            "each turn of an episode is a row here, and the loss a mean over rows; the source takes the mean over the actions of an episode and "
+            "then over episodes, so that a long one counts no more than a short one"
+        )
+        yield Entry("differs", f"{POLICY}.trainer_type", "trainer.algorithm.loss_reduction", message)

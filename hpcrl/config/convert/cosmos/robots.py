@@ -25,6 +25,9 @@ def robots(source: Resolved, values: dict[str, Any]) -> Iterator[Entry]:
         return
     values[f"{_ROBOT}.show_state"], values[f"{_ROBOT}.actions_per_turn"] = False, _CHUNK
     values["generator.sampling_params.max_generate_length"] = _CHUNK * _NUMBERS
+    if source["vla.vla_type"] == "openvla-oft":
+        values["trainer.policy.model_config_kwargs"] = {"parallel_decoding": True}
+        values["trainer.use_sample_packing"] = True
     values["generator.max_turns"] = -(-(source.values.get("vla.max_steps") or _STEPS) // _CHUNK)
     values["generator.step_wise_trajectories"] = True
     values["generator.chat_template.source"] = "name"

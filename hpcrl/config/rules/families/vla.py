@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hpcrl.config.derive import eval_sampling, is_offline, needs_baselines, reward_weights
+from hpcrl.config.derive import (
+    compares_with_reference,
+    eval_sampling,
+    is_offline,
+    model_config_kwargs,
+    needs_baselines,
+    reward_weights,
+)
 from hpcrl.config.errors import Problem
 from hpcrl.config.families import is_diffusion, moves_by_flow
 from hpcrl.config.sections.tree import ConfigTree
@@ -57,6 +64,25 @@ def actions(config: ConfigTree) -> Iterator[Problem]:
         )
 
 
+def decoding(config: ConfigTree) -> Iterator[Problem]:
+    """That the model makes the tokens of a turn as `vla_type` says, which its configuration is told apart."""
+    trainer, parallel = config.trainer, config.vla.vla_type == "openvla-oft"
+    if not config.vla.enable:
+        return
+    sections = {"policy": trainer.policy, **({"ref": trainer.ref} if compares_with_reference(trainer) else {})}
+    for role, section in sections.items():
+        if bool(model_config_kwargs(section).get("parallel_decoding", False)) != parallel:
+            yield Problem(
+                f"trainer.{role}.model_config_kwargs",
+                f"expected parallel_decoding = {str(parallel).lower()} with vla.vla_type={config.vla.vla_type}; "
+                + ("set it" if parallel else "leave it out"),
+            )
+    if parallel and not trainer.use_sample_packing:
+        yield Problem(
+            "trainer.use_sample_packing", "openvla-oft needs it: its tokens see those behind them; set it to true"
+        )
+
+
 def simulators(config: ConfigTree) -> Iterator[Problem]:
     """How many simulators there are, and of what videos are written."""
     vla = config.vla
@@ -81,8 +107,8 @@ def of_writers(config: ConfigTree) -> Iterator[Problem]:
             if value != getattr(default, name):
                 yield Problem(f"vla.{name}", "has no effect without vla.enable; leave it out, or set that")
         return
-    if trainer.policy.diffusers.enable:  # which is refused itself
-        return
+    if is_diffusion(trainer):
+        return  # told above
     used = {
         "generator.sampling_params.stop": bool(generator.sampling_params.stop),
         "generator.inference_engine.enable_http_endpoint": generator.inference_engine.enable_http_endpoint,
@@ -94,4 +120,4 @@ def of_writers(config: ConfigTree) -> Iterator[Problem]:
         yield Problem(name, "belongs to policies that write; leave it out with vla.enable")
 
 
-RULES = (actions, simulators, of_writers)
+RULES = (actions, decoding, simulators, of_writers)

@@ -53,6 +53,9 @@ class OpenVLAVisionConfig(PreTrainedConfig):
 class OpenVLAConfig(PreTrainedConfig):
     """The configuration; names as in OpenVLA's files, and `vision_config` where the towers are others than those of `timm_model_ids`.
 
+    With parallel_decoding all tokens of actions are said in one forward pass, as OpenVLA-OFT does (arXiv:2502.19645, section 4.1): the model sees
+    nothing of them, only that they are there, and each token sees all others.
+
     An image stands where the padding token is, which OpenVLA's tokenizer has beside Llama's tokens.
     """
 
@@ -68,6 +71,7 @@ class OpenVLAConfig(PreTrainedConfig):
     pad_token_id: int | None = 32000
     pad_to_multiple_of: int = 64
     n_action_bins: int = 256
+    parallel_decoding: bool = False
     norm_stats: dict[str, Any] | None = None
     vision_feature_layer: int = -2
     vision_feature_select_strategy: str = "full"
@@ -87,4 +91,6 @@ class OpenVLAConfig(PreTrainedConfig):
             self.vision_config = OpenVLAVisionConfig(towers=towers, image_size=(self.image_sizes or [224])[0])
         if self.image_token_index is None:
             self.image_token_index = self.pad_token_id
+        if self.parallel_decoding:
+            self.text_config.is_causal = False  # pyright: ignore[reportAttributeAccessIssue]
         super().__post_init__(**kwargs)

@@ -8,6 +8,7 @@ Letters for shapes: N images, T tokens of each, D their width.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.models.llava.modeling_llava import LlavaForConditionalGeneration, LlavaModel
 
+from hpcrl.data.actions.tokens import action_tokens
 from hpcrl.data.models.openvla.config import OpenVLAConfig, OpenVLAVisionConfig
 
 _EPS = 1e-6
@@ -160,6 +162,12 @@ class Projector(nn.Module):
         return hidden_NTD
 
 
+def _unseen(actions: range, _: nn.Module, given: tuple[torch.Tensor, ...], hidden: torch.Tensor) -> torch.Tensor:
+    """Return embeddings with those of actions 0."""
+    of_actions = (given[0] >= actions.start) & (given[0] < actions.stop)
+    return hidden.masked_fill(of_actions[..., None], 0)
+
+
 class OpenVLAModel(LlavaModel):
     """LLaVA's model with other eyes."""
 
@@ -172,6 +180,12 @@ class OpenVLAModel(LlavaModel):
         self.vision_backbone = VisionBackbone(vision)
         self.projector = Projector(vision, config.get_text_config().hidden_size)
         self.language_model = AutoModel.from_config(config.text_config)
+        if config.parallel_decoding:
+            for layer in self.language_model.layers:
+                layer.self_attn.is_causal = False
+            tokens = action_tokens(config)
+            assert tokens is not None
+            self.language_model.embed_tokens.register_forward_hook(partial(_unseen, tokens.ids))
         self.post_init()
 
     def get_image_features(self, pixel_values: torch.Tensor, **_: Any) -> BaseModelOutputWithPooling:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -20,6 +20,7 @@ from hpcrl.data.vision.inputs import has_planes, model_inputs, plane_positions
 from hpcrl.data.vision.reader import SeenImage
 from hpcrl.rollout.engines.base import Generation, Heard
 from hpcrl.rollout.engines.embedded.cache import ColumnCache, Columns
+from hpcrl.rollout.engines.embedded.parallel import decodes_in_parallel, said_at_once
 from hpcrl.rollout.engines.embedded.sampling import (
     Choice,
     RowSampling,
@@ -104,7 +105,7 @@ class Batch:
     """The rows and their caches.
 
     Args:
-        end_tokens: ids that end a response.
+        end_tokens: ids that end a response, the tokenizer's own first.
         decode: token ids to text, for stop texts.
         prefill_tokens: of one forward pass over prompts at most; a longer prompt has one of its own.
         recorder: notes the experts that tokens go to; None: nobody asks.
@@ -123,7 +124,7 @@ class Batch:
     ) -> None:
         self._recorder = recorder
         self._model, self._decode, self._prefill_tokens = model, decode, prefill_tokens
-        self._device, self._end = model.device, torch.tensor(sorted(end_tokens), device=model.device)
+        self._device, self._end = model.device, torch.tensor(list(end_tokens), device=model.device)
         self._layers = model.config.get_text_config().num_hidden_layers
         self._rows: list[_Row | None] = []
         self._columns: Columns | None = None
@@ -148,6 +149,9 @@ class Batch:
         Args:
             version: of the weights.
         """
+        if decodes_in_parallel(self._model):
+            self._say_at_once(requests, version)
+            return
         parts, logits_RV = list[tuple[Columns, torch.Tensor]](), list[torch.Tensor]()
         for some in self._together(requests):
             columns, logits_QV = self._read_prompts(some)
@@ -159,6 +163,13 @@ class Batch:
         before = len(self.living)
         self._lay_out(width, [request for request in requests for _ in request.seeds], parts)
         self._take(before, torch.cat(logits_RV), version)
+
+    def _say_at_once(self, requests: Sequence[Request], version: int) -> None:
+        for some in self._together(requests):
+            for request, said in zip(some, said_at_once(self._model, some, int(self._end[0]), version), strict=True):
+                for number, one in enumerate(said):
+                    self.tokens += len(one.token_ids)
+                    request.end(number, one)
 
     @torch.inference_mode()
     def step(self, version: int) -> None:

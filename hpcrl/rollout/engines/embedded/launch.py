@@ -67,13 +67,13 @@ class Embedded(InProcess[tuple[PreTrainedModel, Compute]]):
         options, device = self._options, torch.device("cpu" if self._options.on_cpu else "cuda")
         model = load_model(options.model, options.engine.model_dtype, device)
         tokenizer = AutoTokenizer.from_pretrained(options.model.path, **options.model.at_revision)
-        ends = end_tokens(model, tokenizer.eos_token_id)
+        ends = sorted(end_tokens(model, tokenizer.eos_token_id), key=lambda one: one != tokenizer.eos_token_id)
         if options.records_experts and not routers(model):
             raise EngineError(
                 f"trainer.policy.experts.router_replay: {type(model).__name__} has no routers that transformers tells of"
             )
         recorder = ExpertRecorder(model) if options.records_experts else None
-        batch = Batch(model, sorted(ends), tokenizer.decode, options.engine.max_num_batched_tokens, recorder)
+        batch = Batch(model, ends, tokenizer.decode, options.engine.max_num_batched_tokens, recorder)
         limits = Limits(
             options.engine.max_num_seqs, places(model, options.engine.gpu_memory_utilization), options.max_model_len
         )

@@ -182,8 +182,11 @@ def packed_attention(
             f"the attention of this model, {type(module).__name__}, has {', '.join(others)}, which hpcrl cannot train; use another model"
         )
     packed: Packed | None = options["packed"]
-    kind = AttentionKind(scaling, sliding_window, options.get("softcap"), options.get("s_aux"), flash)
+    both_ways = not getattr(module, "is_causal", True)
+    kind = AttentionKind(scaling, sliding_window, options.get("softcap"), options.get("s_aux"), flash, both_ways)
     if packed is None:
+        if both_ways:
+            raise DataError("a model whose tokens see those behind them needs trainer.use_sample_packing=true")
         return of_rows(query, key, value, kind).transpose(1, 2), None
     assert query.shape[0] == 1, f"packed micro-batches are one row, not {query.shape[0]}"
     query_PHD, key_PHD, value_PHD = (heads[0].transpose(0, 1) for heads in (query, key, value))
@@ -211,7 +214,7 @@ def attend(
         return varlen(query_PHD, key_PHD, value_PHD, bounds, bounds, longest, longest, kind)
     if query_PHD.is_cuda and not kind.softmax_only:
         return flex(query_PHD, key_PHD, value_PHD, kind, packed.seen(kind.window))
-    if query_PHD.device.type == "cpu" and packed.padded_pairs * query_PHD[0].numel() > _CALL:
+    if kind.both_ways or (query_PHD.device.type == "cpu" and packed.padded_pairs * query_PHD[0].numel() > _CALL):
         of_samples = (
             heads_PHD[None].transpose(1, 2).split(list(packed.lengths), 2)
             for heads_PHD in (query_PHD, key_PHD, value_PHD)

@@ -27,6 +27,7 @@ class AttentionKind:
         softcap: scores x become softcap tanh(x / softcap) (Gemma 2, arXiv:2408.00118, section 2).
         sinks: [H], a score of each head that takes a part of the weight and has no value (gpt-oss, arXiv:2508.10925, section 2).
         flash: flash attention is used where there is one.
+        both_ways: each token sees all of its sample, and not only those before it.
     """
 
     scale: float | None = None
@@ -34,6 +35,7 @@ class AttentionKind:
     softcap: float | None = None
     sinks: torch.Tensor | None = None
     flash: bool = True
+    both_ways: bool = False
 
     @property
     def softmax_only(self) -> bool:
@@ -86,7 +88,10 @@ def varlen(
         most_queries,
         most_keys,
         scale=kind.scale,
-        window_size=(kind.window - 1 if kind.window is not None and kind.limits(most_keys) else -1, 0),
+        window_size=(
+            kind.window - 1 if kind.window is not None and kind.limits(most_keys) else -1,
+            -1 if kind.both_ways else 0,
+        ),
         **options,
     )
     assert isinstance(output, torch.Tensor)
@@ -101,7 +106,7 @@ def causal(
     mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the attention output over right-padded rows, of a kind that is plain for them: a token never looks at what follows it, so that the
-    padding needs no mask.
+    padding needs no mask. Where it does (`both_ways`), there is no padding.
 
     Args:
         mask: of the scores, as scaled_dot_product_attention takes it, where there are fewer queries than keys or a window.
@@ -112,7 +117,7 @@ def causal(
             key_BHTD,
             value_BHTD,
             attn_mask=mask,
-            is_causal=mask is None,
+            is_causal=mask is None and not kind.both_ways,
             scale=kind.scale,
             enable_gqa=query_BHTD.shape[1] != key_BHTD.shape[1],
         )

@@ -22,7 +22,28 @@ ACTS: dict[str, Any] = {
 }
 WITHOUT_SIMULATOR = {name: value for name, value in ACTS.items() if not name.startswith(f"{ROBOT}.")}
 
+PARALLEL = {
+    **ACTS,
+    "vla.vla_type": "openvla-oft",
+    "trainer.algorithm.use_kl_loss": False,
+    "trainer.policy.model_config_kwargs": {"parallel_decoding": True},
+}
+
 OF_ROBOTS = [
+    Case(
+        "the model is told that it says all tokens at once",
+        {**PARALLEL, "trainer.policy.model_config_kwargs": {}},
+        "trainer.policy.model_config_kwargs",
+        "expected parallel_decoding = true",
+        PARALLEL,
+    ),
+    Case(
+        "tokens that see those behind them are packed",
+        {**PARALLEL, "trainer.use_sample_packing": False},
+        "trainer.use_sample_packing",
+        "openvla-oft needs it",
+        PARALLEL,
+    ),
     Case(
         "actions are learned in simulators",
         {"vla.enable": True, **SFT},
