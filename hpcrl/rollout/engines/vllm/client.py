@@ -37,6 +37,7 @@ _GENERATE = "/inference/v1/generate"
 _SLEEP, _WAKE = "/sleep", "/wake_up"
 _LOADING = ("/start_weight_update", "/update_weights", "/finish_weight_update", _ADD_ADAPTER, _SLEEP, _WAKE)
 _NAMED = "generate-tokens-"  # what vLLM puts before a request's id
+_JSON = {"content-type": "application/json"}
 _AT_ONCE_S = 5.0  # of what the server answers whatever the engine does
 _GREEDY = 1e-5  # vLLM samples greedily at temperatures below
 
@@ -106,6 +107,10 @@ def _most_probable(tops: Sequence[Mapping[str, Any]], count: int) -> list[int]:
     """Return the most probable ones of those tokens that vLLM tells: the sampled one first, then others."""
     ordered = sorted(tops, key=lambda top: -top["logprob"])[:count]
     return [int(top["token"].removeprefix(TOKEN_ID)) for top in ordered]
+
+
+def _as_json(content: Mapping[str, Any]) -> bytes:
+    return json.dumps(content).encode()
 
 
 def _name(version: int) -> str:
@@ -192,7 +197,9 @@ class EngineClient(Engine):
         return said * n_samples if greedy else said
 
     async def _choices(self, request: dict[str, Any]) -> list[dict[str, Any]]:
-        return (await self._call("POST", _GENERATE, json=request))["choices"]
+        # a photograph makes it megabytes of text, whose writing would keep the event loop for tens of milliseconds
+        body = await in_thread(_as_json, request) if "features" in request else _as_json(request)
+        return (await self._call("POST", _GENERATE, content=body, headers=_JSON))["choices"]
 
     async def _listen(self, request: dict[str, Any], running: _Running, heard: Heard) -> list[dict[str, Any]]:
         """Return the only choice of a request, whose tokens are heard as they come."""

@@ -11,7 +11,7 @@ from hpcrl.data.vision.reader import SeenImage
 from hpcrl.errors import EngineError
 
 _IMAGE = "image"  # vLLM's name of the modality
-_KEPT = 64  # images whose texts are kept: the turns and samples of a group ask with the same ones
+_KEPT = 16  # images whose texts are kept, as the turns and samples of a group ask with the same ones; 25 MB for 1,000 tokens
 
 
 def features(prompt_ids: Sequence[int], images: Sequence[SeenImage], salt: str) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
@@ -86,6 +87,7 @@ class SharedFilesystemEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def finish_weight_update(self) -> None:
         if self._given is not None:
             finalize_layerwise_reload(self.model, self.model_config)
+            _pack_heads(self.model)
         self.held = self._given
 
     def shutdown(self) -> None:
@@ -122,6 +124,13 @@ def _forget_packed_experts(model: torch.nn.Module) -> None:
         method = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:
             cast(Any, method).moe_kernel = None
+
+
+def _pack_heads(model: torch.nn.Module) -> None:
+    """Have heads be packed for a CPU again: one that shares the weights of the embeddings is not loaded itself, and vLLM 0.31 packs what it loads."""
+    for module in model.modules() if current_platform.is_cpu() else ():
+        if isinstance(module, ParallelLMHead):
+            module.quant_method.process_weights_after_loading(module)
 
 
 def _parameters(model: torch.nn.Module) -> set[str]:

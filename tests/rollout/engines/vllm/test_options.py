@@ -237,3 +237,11 @@ def test_greedy_responses_take_room_in_the_engine(token_file: Path) -> None:
         (False, 5, 4),
         (True, 4, 4),
     ]
+
+
+def test_images_come_normalized_and_room_is_made_for_as_large_ones(models: list[Path], token_file: Path) -> None:
+    given = options(str(models[0]), token_file)
+    assert "--mm-processor-kwargs" not in _command(given, Path("socket"))
+    command = _command(replace(given, image_processor_kwargs={"max_pixels": 501760}), Path("socket"))
+    assert command[command.index("--mm-processor-kwargs") + 1] == '{"max_pixels": 501760}'
+    assert "--no-mm-device-do-normalize" in command
