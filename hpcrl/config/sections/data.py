@@ -47,7 +47,7 @@ class DataConfig:
     """Column with the prompt: chat messages, or text that becomes one user message. With trainer.mode="sft" it is read with format="prompt_response"; of pairs it may be missing, where each answer holds the whole conversation or text."""
 
     image_column: str = "images"
-    """Column with the images that a prompt or a conversation shows, which may be missing: paths relative to the file of the dataset, data URLs, or bytes as Hugging Face's datasets have them. Each stands where a text says `<image>`, or where a message has a part of the type image."""
+    """Column with the images that a prompt or a conversation shows, which may be missing: paths relative to the file of the dataset, data URLs, or bytes as Hugging Face's datasets have them. Each stands where a text says `<image>`, or where a message has a part of the type image. With trainer.mode="sft" of a diffusion policy: the picture that the prompt is to become, or the frames of a video."""
 
     image_processor_kwargs: dict[str, Any] = field(default_factory=dict)
     """Settings of the policy's image processor (preprocessor_config.json) that are replaced, such as max_pixels, which bounds the tokens of an image."""
