@@ -79,7 +79,6 @@ KNOW_FAMILIES = {
     "hpcrl.config.rules.families.diffusion",
     "hpcrl.config.rules.families.pi05",
     "hpcrl.config.rules.families.vla",
-    "hpcrl.config.rules.families.vla",
     "hpcrl.launch.submit.preflight",
     "hpcrl.rollout.engines.launch",
     "hpcrl.trainer.backends.build",
