@@ -107,16 +107,17 @@ def _models(config: Config) -> Iterator[str]:
     from importlib.util import find_spec
 
     from hpcrl.config.derive import models_of
-    from hpcrl.config.families import is_diffusion
+    from hpcrl.config.families import is_diffusion, moves_by_flow
     from hpcrl.errors import DataError, RunError
     from hpcrl.launch.submit.models import fetch_entries, folder_of
 
-    if is_diffusion(config.trainer):
+    if is_diffusion(config.trainer) or moves_by_flow(config.vla):
         try:
             from hpcrl.planning.devices import memory_of_rank
-            from hpcrl.planning.pipelines import describe_pipeline
+            from hpcrl.planning.pipelines import describe_actions, describe_pipeline
 
-            lines, size = describe_pipeline(config)
+            describe = describe_pipeline if is_diffusion(config.trainer) else describe_actions
+            lines, size = describe(config)
         except (ImportError, DataError, RunError) as error:
             yield f"policy: its parameters and memory are not known: {error}"
             return

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.functional import silu
+from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache, GemmaConfig, PaliGemmaModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.gemma.modeling_gemma import GemmaAttention, GemmaMLP, GemmaRotaryEmbedding
@@ -152,7 +154,7 @@ class Pi05(nn.Module):
         patches = pictures.shape[2]
         hidden = torch.cat([pictures.flatten(1, 2), vlm.get_input_embeddings()(token_ids).to(pictures.dtype)], 1)
         seen = torch.cat([shown.repeat_interleave(patches, 1), valid], 1)
-        cache = DynamicCache()
+        cache: Any = DynamicCache()
         last = vlm.language_model(
             inputs_embeds=hidden,
             attention_mask=_mask(seen, hidden.shape[1], hidden.dtype),
@@ -196,11 +198,8 @@ class Pi05(nn.Module):
 
     def gradient_checkpointing_enable(self, options: dict[str, Any], every: int) -> None:  # noqa: ARG002
         """Let the expert's layers keep no more than their inputs. PaliGemma's cannot: their keys are read from outside."""
-        from functools import partial
-
-        from torch.utils.checkpoint import checkpoint
-
-        for layer in self.expert.layers:
+        layers: Any = self.expert.layers
+        for layer in layers:
             layer.gradient_checkpointing = True
             layer._gradient_checkpointing_func = partial(checkpoint, **options)
 

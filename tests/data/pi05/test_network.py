@@ -12,7 +12,7 @@ from transformers import DynamicCache, PI0Config, PI0ForConditionalGeneration
 
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.data.pi05.architecture import Architecture, file_name, own_name
-from hpcrl.data.pi05.network import Pi05
+from hpcrl.data.pi05.network import AdaptiveNorm, Pi05
 from hpcrl.data.pi05.source import loaded, stored_dtype
 from hpcrl.errors import DataError
 from tests.data.pi05.material import TINY, tiny, write_tiny
@@ -43,7 +43,7 @@ def as_pi0(network: Pi05) -> PI0ForConditionalGeneration:
     pi0.model.vlm.load_state_dict(network.vlm.state_dict())
     own = {name: value for name, value in network.expert.state_dict().items() if "norm.dense" not in name}
     for name, norm in network.expert.named_modules():
-        if hasattr(norm, "dense"):
+        if isinstance(norm, AdaptiveNorm):
             own[f"{name}.weight"] = norm.dense.bias.chunk(3)[0]
     missing, unexpected = pi0.model.dit.load_state_dict(own, strict=False)
     assert (missing, unexpected) == (["embed_tokens.weight"], [])
@@ -54,12 +54,12 @@ def test_velocities_are_those_of_the_layers_of_transformers() -> None:
     network = tiny()
     with torch.no_grad():
         for module in network.expert.modules():
-            if hasattr(
-                module, "dense"
-            ):  # scales that do not depend on the noise level, no shift, and gates that are open
+            if isinstance(module, AdaptiveNorm):  # scales of their own, no shift, and gates that are open
                 module.dense.weight.zero_()
                 scale, shift, gate = module.dense.bias.chunk(3)
-                scale.normal_(), shift.zero_(), gate.fill_(1.0)
+                scale.normal_()
+                shift.zero_()
+                gate.fill_(1.0)
         pi0, (ids, valid, images, shown, x, t) = as_pi0(network), inputs()
         found = network(ids, valid, images, shown, x, t)
         for row in range(2):

@@ -49,6 +49,11 @@ class Pi05Source(ModelSource):
         return source.stored_dtype(self)
 
 
+def action_source(trainer: TrainerConfig) -> Pi05Source:
+    """Return the model that is trained, as it is loaded."""
+    return Pi05Source(**vars(policy_model(trainer)), role="trainer.policy")
+
+
 class ActionModel(ProbabilityModel):
     """PI0.5 as what an FSDP policy trains.
 
@@ -89,8 +94,7 @@ class ActionPolicy(FsdpPolicy):
     _model: ActionModel
 
     def __init__(self, trainer: TrainerConfig, world: World, sampling: Pi05Config) -> None:
-        model = Pi05Source(**vars(policy_model(trainer)), role="trainer.policy")
-        super().__init__(trainer, 1.0, world, partial(ActionModel, sampling=sampling), model)
+        super().__init__(trainer, 1.0, world, partial(ActionModel, sampling=sampling), action_source(trainer))
 
     @property
     def vocabulary(self) -> int:
@@ -118,7 +122,7 @@ def action_flops(trainer: TrainerConfig, sampling: Pi05Config) -> ModelFlops:
 
     Attention, images, and actions of a chunk that are not done are not counted.
     """
-    network: Any = Pi05Source(**vars(policy_model(trainer)), role="trainer.policy").empty(torch.float32, "")
+    network: Any = action_source(trainer).empty(torch.float32, "")
     mark_trained(network, trainer.policy, torch.float32)
     text = list(network.vlm.language_model.layers.parameters())
     expert = list(network.expert.parameters())

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from hpcrl.config.sections.model import Pretrained
+from hpcrl.data.pi05.architecture import own_name
 from hpcrl.data.pi05.samples import ACTIONS, IMAGES, PATH
 from hpcrl.data.pi05.source import loaded
 from hpcrl.data.weight_files import PublishedWeights
@@ -29,6 +30,9 @@ from tests.trainer.backends.actions.material import (
     played,
     train_steps,
 )
+from tests.trainer.backends.actions.ranks import trained
+from tests.trainer.material import load_weights
+from tests.trainer.ranks import Ranks
 
 pytest.importorskip("mujoco")
 
@@ -99,6 +103,18 @@ def test_what_is_resumed_goes_on_as_if_it_had_never_stopped(episodes: Played, tm
         torch.testing.assert_close(state(resumed)[name], value, rtol=0, atol=0)
 
 
+def test_two_ranks_train_as_one_does(episodes: Played, alone: World, two: Ranks) -> None:
+    options = {"run": str(episodes.run.path), "model": str(MODEL), "overrides": [], "version": 11}
+    trained(alone, options)
+    again = {"overrides": ["trainer.gradient_checkpointing=true"], "version": 12}
+    two.play([("backends.actions.ranks:trained", options | again)])
+    one, other = (load_weights(episodes.run.weights_of(version)) for version in (11, 12))
+    before = loaded(Pretrained(str(MODEL)), torch.float32)
+    assert max((before.get_parameter(str(own_name(name))) - value).abs().max() for name, value in one.items()) > 1e-4
+    for name, value in one.items():
+        torch.testing.assert_close(other[name], value, rtol=0, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
+
+
 @pytest.mark.parametrize("adapted", [False, True], ids=["whole", "adapters"])
 def test_new_weights_reach_the_engine(adapted: bool, episodes: Played, alone: World) -> None:
     config = configured(MODEL, *(LORA if adapted else ()))
@@ -134,14 +150,13 @@ def test_an_export_is_a_model_that_a_run_begins_from(episodes: Played, alone: Wo
 
 
 def test_evaluation_draws_nothing_and_samples_depend_on_their_seeds_alone(engine: ActionEngine) -> None:
-    config = configured(MODEL)
-    once, again = play(config, engine), play(config, engine)
-    for one, other in zip(once, again, strict=True):
-        for row, same in zip(one.samples, other.samples, strict=True):
-            np.testing.assert_allclose(row.tensors[PATH], same.tensors[PATH], rtol=1e-4, atol=1e-4)
-    assert not np.allclose(once[0].rows[0][0].tensors[PATH], once[0].rows[1][0].tensors[PATH])
-    for group in play(config, engine, "eval"):
-        assert all(not row.tensors and not row.rollout_logprobs.any() for row in group.samples)
+    config = configured(MODEL, "generator.max_turns=2")
+    (once,), (alone,) = play(config, engine, groups=1), play(config, engine, groups=1, size=1)
+    first, same, other = once.rows[0][0].tensors[PATH], alone.rows[0][0].tensors[PATH], once.rows[1][0].tensors[PATH]
+    np.testing.assert_allclose(first, same, rtol=1e-4, atol=1e-4)
+    assert not np.allclose(first, other)
+    (evaluated,) = play(config, engine, "eval", groups=1, size=1)
+    assert all(not row.tensors and not row.rollout_logprobs.any() for row in evaluated.samples)
 
 
 @pytest.mark.parametrize("call", ["reset", "step"])
