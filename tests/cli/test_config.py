@@ -148,7 +148,7 @@ def test_schema_and_paths_are_for_programs(capsys: Output) -> None:
         ),
         ("trainer.policy.model.path", ["required", "not SkyRL's", "policy.model_name_or_path"]),
         ("trainer.resume_mode", ['"from_path"', '"latest"']),
-        ("vla.vla_type", ["not implemented yet (OpenVLA-OFT, and Cosmos Policy"]),
+        ("vla.vla_type", ["not implemented yet (Cosmos Policy, "]),
         ("slurm.extra.nice", ["slurm.extra", "sbatch"]),
         ("generator.sampling_params", ["temperature = 1.0", "Divides the logits"]),
         ("", ["trainer.*", "config_class = unset"]),

@@ -126,11 +126,11 @@ def test_the_report_ends_with_what_needs_a_hand() -> None:
 
 def test_what_is_not_implemented_yet_takes_part_in_the_check_of_the_result() -> None:
     values = {"data.train_data": ["t.parquet"], "trainer.policy.model.path": "m", "trainer.eval_interval": 0}
-    proprio = "vla.use_proprio"
-    conversion = Conversion("somewhere", values | {proprio: True, "trainer.policy.diffusers.enable": True})
+    fp4 = "trainer.policy.low_precision.fp4"
+    conversion = Conversion("somewhere", values | {fp4: True, "trainer.policy.diffusers.enable": True})
     conversion.finish()
     found = [(entry.kind, entry.source) for entry in conversion.entries]
-    assert ("unimplemented", proprio) in found
+    assert ("unimplemented", fp4) in found
     assert (
         "conflict",
         "trainer.policy.diffusers.sample.deterministic_sampling",

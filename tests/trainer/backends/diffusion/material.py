@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hpcrl.config import Config
+from hpcrl.config import Config, EnvironmentConfig
 from hpcrl.data.group_file import write_group
+from hpcrl.envs.rewards.response import Response
 from hpcrl.rollout.diffusion.generate import PictureGenerator
 from hpcrl.rollout.engines.diffusion.engine import DiffusionEngine
 from hpcrl.rollout.engines.diffusion.launch import Diffusion
@@ -35,6 +36,13 @@ GRPO = (
     "trainer.policy.diffusers.sample.noise_level=0.7",
 )
 PROMPTS = ("painting of a sunset", "photo of a city")
+
+
+def latent_frames(response: Response, _environment: EnvironmentConfig) -> float:
+    """A reward: how many frames the latents of a video have, and how bright it is, from 0 to 1."""
+    assert response.latents is not None
+    assert response.image is not None
+    return response.latents.shape[1] + float(response.image.mean()) / 255
 
 
 def tiny(*overrides: str) -> Config:

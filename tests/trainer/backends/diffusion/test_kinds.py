@@ -15,6 +15,7 @@ from hpcrl.trainer.distributed import World
 pytest.importorskip("diffusers")
 
 from tests.data.pipelines.material import write_sana, write_sana_video, write_wan
+from tests.trainer.backends.diffusion import material
 from tests.trainer.backends.diffusion.material import GRPO, launched, minis, paint, painted_alone, tiny, train_steps
 
 FRAMES = 5
@@ -28,7 +29,8 @@ MADE = {"sana": write_sana, "sana_video": write_sana_video, "wan": write_wan}
 def test_it_trains_what_its_engine_made(kind: str, way: str, tmp_path: Path, alone: World) -> None:
     folder, video = MADE[kind](tmp_path / kind), kind != "sana"
     ways = GRPO if way == "grpo" else ()
-    config = tiny(f"trainer.policy.model.path={folder}", *(VIDEO if video else ()), *ways)
+    own = [f"environment.reward_function={{'{material.__name__}:latent_frames'=1.0}}"] if kind == "wan" else []
+    config = tiny(f"trainer.policy.model.path={folder}", *(VIDEO if video else ()), *ways, *own)
     painted = paint(tmp_path / "run", config, launched(config), size=2)
     policy = DiffusionPolicy(config.trainer, alone)
     (mini,) = minis(painted, alone)
@@ -50,4 +52,7 @@ def test_it_trains_what_its_engine_made(kind: str, way: str, tmp_path: Path, alo
             if not kept.seek(at)
         ]
     red, green, blue = np.stack(pixels).reshape(-1, 3).mean(0)
-    assert painted.batch.groups[0].rewards[1] == pytest.approx(red - (green + blue) / 2, abs=1e-6)
+    expected = red - (green + blue) / 2
+    if kind == "wan":  # one frame of latents for the first of the video, one for the four others; and how bright it is
+        expected += 2 + np.stack(pixels).mean()
+    assert painted.batch.groups[0].rewards[1] == pytest.approx(expected, abs=1e-5)
