@@ -19,7 +19,7 @@ from tests.trainer.backends.actions.material import Played, configured, train_st
 def trained(world: World, options: dict[str, Any]) -> None:
     """Train a run's batch twice, and publish the weights as a version."""
     run, config = Run(Path(options["run"])), configured(Path(options["model"]), *options["overrides"])
-    batch = Batch.from_json(read_json(run.batch(1)))
+    batch = Batch.from_json(read_json(run.batch(1)) or {})
     policy = ActionPolicy(config.trainer, world, config.vla.pi05)
     train_steps(policy, Played(run, batch, config), world, 2)
     Publisher(run, 0, world, torch.float32, 9, longest=16).publish(policy, options["version"])
