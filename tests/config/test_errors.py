@@ -288,9 +288,9 @@ def test_a_name_that_no_section_has_leads_to_its_own_section(tmp_path: Path) -> 
 
 
 def test_what_is_not_implemented_yet_is_not_explained_any_further(tmp_path: Path) -> None:
-    found = problems(tmp_path, "trainer.policy.diffusers.tokenizer.chunk_duration=-1")
-    (told,) = [line for line in found if "chunk_duration: " in line]
-    assert "not implemented yet (an autoencoder" in told
+    both = [f"trainer.policy.low_precision.{name}=true" for name in ("fp8", "fp4")]
+    (told,) = [line for line in problems(tmp_path, *both) if "low_precision.fp4: " in line]
+    assert "not implemented yet (training in FP4" in told
 
 
 def test_control_characters_of_a_file_are_shown_as_escapes(tmp_path: Path) -> None:
