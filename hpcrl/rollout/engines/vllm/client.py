@@ -146,7 +146,7 @@ class EngineClient(Engine):
         self._http = httpx.AsyncClient(**address.async_client(), headers=dict(headers), timeout=None)
         self.version, self._keep_cache = version, keep_cache
         self._sleep_level, self._share, self._asleep = sleep_level, share, False
-        self._updates = self._dropped = 0
+        self._updates, self._dropped, self._shows = 0, 0, False
         self.answered = 0
         self._waiting: Counter[str] = Counter()
         self._running: dict[str, _Running] = {}
@@ -181,6 +181,7 @@ class EngineClient(Engine):
         request |= self._adapter()
         salt = _name(self.version) if self._keep_cache else ""
         if images:
+            self._shows = True
             request["features"] = await in_thread(features, prompt_ids, images, salt)
         if salt:  # caches of older weights are there too, which no request that begins now may find
             request["cache_salt"] = salt
@@ -345,7 +346,8 @@ class EngineClient(Engine):
         """Drop the prefix cache and the caches of running requests, which are computed again, images included."""
         if not all(await self._on_each_core("reset_prefix_cache", True)):  # running requests included
             raise EngineError("the engine could not reset its prefix cache, so it might serve old weights")
-        await self._on_each_core("reset_encoder_cache")  # what the tower of older weights made of images
+        if self._shows:  # what the tower of older weights made of images
+            await self._on_each_core("reset_encoder_cache")
 
     async def weight_version(self) -> str:
         """Return the version that the engine says it holds; "default" before the first update."""
