@@ -18,7 +18,8 @@ from contextlib import ExitStack, closing, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from threading import Event
+from typing import TYPE_CHECKING, NoReturn
 
 from hpcrl.config import Config, InferenceEngineConfig
 from hpcrl.config.adapters import engines_begin_with_model
@@ -51,8 +52,11 @@ if TYPE_CHECKING:
     from hpcrl.rollout.worker import WorkerOptions
 
 
+ASKED_TO_END = Event()
+
+
 def main(path: str) -> None:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    signal.signal(signal.SIGTERM, end)
     run, attempt, replica = Run.open(path), int(os.environ["HPCRL_ATTEMPT"]), int(os.environ["HPCRL_REPLICA"])
     heartbeat = Heartbeat(run, attempt, f"rollout-{replica}")
     status = StatusWriter(run, f"rollout-{replica}", attempt, heartbeat)
@@ -95,7 +99,7 @@ def serve(
             receiver = weight_receiver(run, attempt, config.generator.inference_engine)
             options = replace(options, copies=stack.enter_context(closing(NodeCopies(copies, run, attempt, receiver))))
         loaded = loaded_family(run, config)
-        engine.wait_ready(start_s, lambda: status.write("starting engine"))
+        engine.wait_ready(start_s, partial(starting, status))
         if services := reward_services(config):
             from hpcrl.rollout.reward_services import RewardServices
 
@@ -108,6 +112,18 @@ def serve(
             stack.callback(controller.leave, options.name)
         maker, decode = loaded(options)
         asyncio.run(work(options, engine, maker, decode, status))
+
+
+def end(*_: object) -> NoReturn:
+    ASKED_TO_END.set()
+    sys.exit(0)
+
+
+def starting(status: StatusWriter) -> None:
+    """Tell that the engine starts, and end where that was asked for: what is imported, or freed, when a signal comes may swallow the exit."""
+    if ASKED_TO_END.is_set():
+        sys.exit(0)
+    status.write("starting engine")
 
 
 def loaded_family(run: Run, config: Config) -> Callable[[WorkerOptions], tuple[Maker, Decode]]:

@@ -111,6 +111,6 @@ def test_what_a_finished_group_costs(tmp_path: Path, groups: int) -> None:
     assert result.refused == 0
     assert result.taken >= 0.5 * load.rate * load.seconds
     assert result.steps >= result.taken // load.batch_size - load.staleness - 1
-    assert result.cpu / result.taken < 0.001, (
-        "a thousand per second on a busy machine, more than two thousand on an idle one"
+    assert result.cpu / result.taken < 0.002, (
+        "five hundred per second on a machine that others want too, more than two thousand on an idle one"
     )

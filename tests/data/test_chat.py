@@ -115,7 +115,9 @@ def test_a_template_that_is_no_jinja(tmp_path: Path, text: str, line: int) -> No
 def test_names_that_are_none() -> None:
     with pytest.raises(ConfigError, match=r"generator\.chat_template\.name_or_path: .*null"):
         chat_template(ChatTemplateConfig(source="file", name_or_path="a\0b"))
-    with pytest.raises(ConfigError, match='no template "qwen3"; expected one of openvla, qwen3_with_thinking, qwen3_without_'):
+    with pytest.raises(
+        ConfigError, match='no template "qwen3"; expected one of openvla, qwen3_with_thinking, qwen3_without_'
+    ):
         chat_template(named("qwen3"))
 
 
