@@ -103,7 +103,8 @@ def test_the_controller_stays_until_the_last_checkpoint_is_written(
     assert "fault point commit.shard" in run.log(1, "trainer-0").read_text()
 
 
-@pytest.mark.parametrize("engine", [pytest.param("vllm", marks=pytest.mark.faults_slow), "transformers"])
+@pytest.mark.faults_slow
+@pytest.mark.parametrize("engine", ["vllm", "transformers"])
 def test_turns_that_are_trained_on_their_own(place: Path, engine: str) -> None:
     """Samples of one to three turns: rows that two ranks cannot share equally, from engine to optimizer steps, and as a person sees them."""
     settings = [

@@ -8,6 +8,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from hpcrl.config import Config
 from hpcrl.rundir.commit import write_json, write_text
 from hpcrl.rundir.layout import Run
@@ -43,6 +45,7 @@ def start(cluster: DevCluster, root: Path) -> Run:
     return run
 
 
+@pytest.mark.faults_slow
 def test_attach_runs_a_command_with_the_environment_of_the_role(cluster: DevCluster, tmp_path: Path) -> None:
     run = start(cluster, tmp_path)
     try:

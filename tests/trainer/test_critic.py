@@ -348,6 +348,7 @@ def test_checkpoints_with_and_without_a_critic(
     assert "has a critic, which this run does not train" in caplog.text
 
 
+@pytest.mark.faults_slow
 def test_a_job_trains_policy_and_critic(model_path: Path, tmp_path: Path) -> None:
     critic = {
         "model": {"path": str(model_path)},
