@@ -237,8 +237,8 @@ if __name__ == "__main__":
     die_with_parent()  # under nsys, that is not the agent
     try:
         main(sys.argv[1])
-    except SystemExit as end:  # of SIGTERM
-        end_process(int(bool(end.code)))
+    except SystemExit as leaving:  # of SIGTERM
+        end_process(int(bool(leaving.code)))
     except HpcrlError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         end_process(error.exit_code)
