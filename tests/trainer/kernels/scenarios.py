@@ -18,9 +18,9 @@ def stopped(world: World, options: dict[str, Any]) -> None:
     if options.get("restores"):
         engine.restore(saved)
     else:
-        train_steps(engine, run, range(1, 2), world, options)
+        train_steps(engine, run, range(1, 2), options)
         engine.save(saved, world.control)
-    show(options["out"], train_steps(engine, run, range(2, 3), world, options), world)
+    show(options["out"], train_steps(engine, run, range(2, 3), options), world)
 
 
 def bytes_held(world: World, options: dict[str, Any]) -> dict[str, int]:

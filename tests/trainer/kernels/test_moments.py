@@ -97,7 +97,7 @@ def test_a_run_goes_on_on_fewer_ranks(
 def test_a_checkpoint_says_what_moments_are(model: str, run: str, alone: World, tmp_path: Path) -> None:
     """Numbers become the same 8 bits again, whichever sign the largest of a block has; a run that chose none begins with them too, and the other way round."""
     engine = scenarios.make_engine(alone, model, way("8bit"))
-    scenarios.train_steps(engine, scenarios.Run.open(run), range(1, 2), alone, way("8bit"))
+    scenarios.train_steps(engine, scenarios.Run.open(run), range(1, 2), way("8bit"))
     engine.save(tmp_path, alone.control)
     other, plain = (scenarios.make_engine(alone, model, way(name)) for name in ("8bit", "plain"))
     for each in (other, plain):
