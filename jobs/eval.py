@@ -100,8 +100,7 @@ def loaded_family(directory: Run, config: Config) -> tuple[Callable[[Prompt], in
         from hpcrl.data.pi05 import inputs
         from hpcrl.rollout.actions.generate import Robotics, actions
 
-        robotics = Robotics(inputs.load_tokenizer(model), inputs.statistics_of(model))
-        maker = actions(generator, environment, config.vla, robotics)
+        maker = actions(generator, environment, config.vla, Robotics.of(model))
         return inputs.prompt_counter(model), config.trainer.max_prompt_length, maker, inputs.row_decoder(model)
     from hpcrl.data.actions.turns import ActionTurns
     from hpcrl.data.chat import decoder, load_tokenizer, token_counter

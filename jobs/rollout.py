@@ -143,8 +143,7 @@ def loaded_family(run: Run, config: Config) -> Callable[[WorkerOptions], tuple[M
         from hpcrl.data.pi05 import inputs
         from hpcrl.rollout.actions.generate import Robotics, actions
 
-        robotics = Robotics(inputs.load_tokenizer(model), inputs.statistics_of(model))
-        maker, decode = actions(generator, environment, config.vla, robotics), inputs.row_decoder(model)
+        maker, decode = actions(generator, environment, config.vla, Robotics.of(model)), inputs.row_decoder(model)
         return lambda _: (maker, decode)
     from hpcrl.data.actions.turns import ActionTurns
     from hpcrl.data.chat import decoder, load_tokenizer, without_torch

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ import pytest
 from hpcrl.data.batch_file import batch_steps, read_batch
 from hpcrl.observe.metrics import merged
 from hpcrl.observe.timeline import read_spans, shares, steps_of
+from hpcrl.rundir.commit import read_json
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import outcome_of
 from tests.processes import command_of, processes_of
@@ -96,3 +97,22 @@ def roles_of_steps(run: Run, steps: int) -> set[str]:
         assert processes["rank-0"]["policy_train"] > 0
     whole = of_steps[1:-1] or of_steps[:-1]
     return {process for process in whole[0] if all("absent" not in each[process] for each in whole)}
+
+
+def eval_score(run: Run, version: int) -> float:
+    summary = read_json(run.evals_of(version) / "summary.json")
+    assert summary is not None, f"version {version} was not evaluated"
+    return summary["eval/all/avg_score"]
+
+
+def stopped_and_resumed(place: Path, config: Path, project: str, settings: Sequence[str], steps: int) -> None:
+    """Cancel a run once it has trained some steps, as a preemption would, and resume it: each step is trained once."""
+    done = hpcrl("submit", str(config), "--local", "trainer.run_name=stopped", *settings, cwd=place)
+    assert done.returncode == 0, done.stderr
+    run = Run.open(place / "runs" / project / "stopped")
+    wait_for(lambda: len(curve(run, "policy/final_loss")) >= 3, lambda: logs_of(run), 300)
+    assert hpcrl("cancel", str(run.path), cwd=place).returncode == 0  # saves and stops, as Slurm's signal makes it do
+    finish(run, 1)
+    assert hpcrl("resume", str(run.path), cwd=place).returncode == 0
+    assert finish(run, 2, 400) == "done"
+    assert sorted(curve(run, "policy/final_loss")) == list(range(1, steps + 1))

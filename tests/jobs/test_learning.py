@@ -14,9 +14,8 @@ from statistics import fmean
 import pytest
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from hpcrl.rundir.commit import read_json
 from hpcrl.rundir.layout import Run
-from tests.jobs.small_run import curve, hpcrl, logs_of
+from tests.jobs.small_run import curve, eval_score, hpcrl, logs_of
 from tests.paths import QUICKSTART
 
 STEPS = 30
@@ -252,29 +251,19 @@ def test_several_turns_are_learned(place: Path, own: list[str], engine: str) -> 
 
 
 @pytest.mark.slow
-def test_a_robot_learns_to_reach(place: Path) -> None:
-    """From an arm that never moves to one whose tip finds its target, in MuJoCo."""
-    config = QUICKSTART.with_name("reach.toml")
+@pytest.mark.parametrize(
+    ("name", "steps", "least"), [("reach", 40, 0.85), ("reach_vla", 20, 0.75)], ids=["robot", "actions"]
+)
+def test_an_arm_learns_to_reach(place: Path, name: str, steps: int, least: float) -> None:
+    """From an arm in MuJoCo that never moves to one whose tip finds its target, by numbers as text or by actions of their own and frames alone."""
+    config = QUICKSTART.with_name(f"{name}.toml")
     done = hpcrl("submit", str(config), "--local", "--follow", "trainer.run_name=learns", cwd=place, timeout=1800)
-    run = Run(place / "runs" / "reach" / "learns")
+    run = Run(place / "runs" / name / "learns")
     assert done.returncode == 0, done.stderr + logs_of(run)
-    before, after = eval_score(run, 0), eval_score(run, 40)
-    print(f"reach: {before:.3f} -> {after:.3f}")
+    before, after = eval_score(run, 0), eval_score(run, steps)
+    print(f"{name}: {before:.3f} -> {after:.3f}")
     assert before <= 0.1
-    assert after >= 0.85
-
-
-@pytest.mark.slow
-def test_a_model_of_actions_learns_to_reach_what_it_sees(place: Path) -> None:
-    """From an arm that never moves to one whose tip finds its target, by frames alone."""
-    config = QUICKSTART.with_name("reach_vla.toml")
-    done = hpcrl("submit", str(config), "--local", "--follow", "trainer.run_name=learns", cwd=place, timeout=1800)
-    run = Run(place / "runs" / "reach_vla" / "learns")
-    assert done.returncode == 0, done.stderr + logs_of(run)
-    before, after = eval_score(run, 0), eval_score(run, 20)
-    print(f"reach_vla: {before:.3f} -> {after:.3f}")
-    assert before <= 0.1
-    assert after >= 0.75
+    assert after >= least
 
 
 def learned(place: Path, config: str, name: str, steps: int, *settings: str) -> Run:
@@ -307,9 +296,3 @@ def quickstart(place: Path, name: str, *settings: str) -> Run:
     run = Run(place / "runs" / "quickstart" / name)
     assert done.returncode == 0, done.stderr + logs_of(run)
     return run
-
-
-def eval_score(run: Run, version: int) -> float:
-    summary = read_json(run.evals_of(version) / "summary.json")
-    assert summary is not None, f"version {version} was not evaluated"
-    return summary["eval/all/avg_score"]

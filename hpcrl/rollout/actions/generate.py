@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 
 from hpcrl.config import EnvironmentConfig, GeneratorConfig
+from hpcrl.config.sections.model import Pretrained
 from hpcrl.config.sections.vla import VLAConfig
-from hpcrl.data.pi05.inputs import Scale, resized, written_prompt
+from hpcrl.data.pi05.inputs import Scale, load_tokenizer, resized, statistics_of, written_prompt
 from hpcrl.data.pi05.samples import ACTIONS, IMAGES, PATH
 from hpcrl.envs.registry import common_extras
 from hpcrl.envs.simulators.base import Bounds, Observation
@@ -45,6 +46,11 @@ class Robotics:
 
     tokenizer: Any
     scales: dict[str, Scale]
+
+    @classmethod
+    def of(cls, model: Pretrained) -> Robotics:
+        """Return that of a model; errors as of `load_tokenizer` and `statistics_of`."""
+        return cls(load_tokenizer(model), statistics_of(model))
 
     def state(self, seen: np.ndarray, bounds: Bounds) -> np.ndarray:
         """Return a state as the network has it."""

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.rundir.commit import read_json
 from hpcrl.rundir.layout import Run
-from tests.jobs.small_run import curve, finish, hpcrl, logs_of, wait_for
+from tests.jobs.small_run import curve, eval_score, hpcrl, logs_of, stopped_and_resumed
 from tests.paths import CONFIGS
 
 pytest.importorskip("mujoco")
@@ -37,19 +36,5 @@ def test_an_arm_learns_to_reach(place: Path, method: str) -> None:
 
 @pytest.mark.faults_slow
 def test_a_run_goes_on_after_a_preemption(place: Path) -> None:
-    settings = ["trainer.run_name=stopped", "trainer.max_steps=6", "trainer.ckpt_interval=2", "trainer.eval_interval=0"]
-    done = hpcrl("submit", str(REACH), "--local", *settings, cwd=place)
-    assert done.returncode == 0, done.stderr
-    run = Run.open(place / "runs" / "reach_pi05" / "stopped")
-    wait_for(lambda: len(curve(run, "policy/final_loss")) >= 3, lambda: logs_of(run), 300)
-    assert hpcrl("cancel", str(run.path), cwd=place).returncode == 0  # saves and stops, as Slurm's signal makes it do
-    finish(run, 1)
-    assert hpcrl("resume", str(run.path), cwd=place).returncode == 0
-    assert finish(run, 2, 400) == "done"
-    assert sorted(curve(run, "policy/final_loss")) == [1, 2, 3, 4, 5, 6]
-
-
-def eval_score(run: Run, version: int) -> float:
-    summary = read_json(run.evals_of(version) / "summary.json")
-    assert summary is not None, f"version {version} was not evaluated"
-    return summary["eval/all/avg_score"]
+    settings = ["trainer.max_steps=6", "trainer.ckpt_interval=2", "trainer.eval_interval=0"]
+    stopped_and_resumed(place, REACH, "reach_pi05", settings, steps=6)

@@ -15,8 +15,7 @@ import pytest
 from hpcrl.data.group_file import check_group, read_group
 from hpcrl.rundir.layout import Run
 from tests.jobs.agents.tool_game import TOOLS, make
-from tests.jobs.small_run import curve, hpcrl, logs_of
-from tests.jobs.test_learning import eval_score
+from tests.jobs.small_run import curve, eval_score, hpcrl, logs_of
 from tests.paths import CONFIGS, QUICKSTART, ROOT
 
 ONE_TURN_EACH = ("trainer.train_batch_size=2", "trainer.policy_mini_batch_size=2", "generator.n_samples_per_prompt=2")

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.rundir.commit import read_json
 from hpcrl.rundir.layout import Run
-from tests.jobs.small_run import curve, finish, hpcrl, logs_of, wait_for
+from tests.jobs.small_run import curve, eval_score, hpcrl, logs_of, stopped_and_resumed
 from tests.paths import CONFIGS
 
 pytest.importorskip("diffusers")
@@ -57,19 +56,4 @@ def test_pictures_of_a_dataset_are_learned(place: Path) -> None:
 @pytest.mark.parametrize(("config", "steps"), [(TINY, 6), (LEARNED, 200)], ids=["rewards", "dataset"])
 def test_a_run_goes_on_after_a_preemption(place: Path, config: Path, steps: int) -> None:
     numbers = f"trainer.max_steps={steps}", f"trainer.ckpt_interval={steps // 3}"
-    settings = ["trainer.run_name=stopped", *numbers, "trainer.eval_interval=0"]
-    done = hpcrl("submit", str(config), "--local", *settings, cwd=place)
-    assert done.returncode == 0, done.stderr
-    run = Run.open(place / "runs" / "diffusion" / "stopped")
-    wait_for(lambda: len(curve(run, "policy/final_loss")) >= 3, lambda: logs_of(run), 300)
-    assert hpcrl("cancel", str(run.path), cwd=place).returncode == 0  # saves and stops, as Slurm's signal makes it do
-    finish(run, 1)
-    assert hpcrl("resume", str(run.path), cwd=place).returncode == 0
-    assert finish(run, 2, 400) == "done"
-    assert sorted(curve(run, "policy/final_loss")) == list(range(1, steps + 1))
-
-
-def eval_score(run: Run, version: int) -> float:
-    summary = read_json(run.evals_of(version) / "summary.json")
-    assert summary is not None, f"version {version} was not evaluated"
-    return summary["eval/all/avg_score"]
+    stopped_and_resumed(place, config, "diffusion", [*numbers, "trainer.eval_interval=0"], steps)

@@ -9,7 +9,6 @@ from pathlib import Path
 from hpcrl.config import Config
 from hpcrl.config.derive import policy_model
 from hpcrl.data.group_file import write_group
-from hpcrl.data.pi05 import inputs
 from hpcrl.rollout.actions.generate import ActionGenerator, Robotics
 from hpcrl.rollout.engines.actions.engine import ActionEngine, Actions
 from hpcrl.rollout.group import Group
@@ -52,7 +51,7 @@ def launched(config: Config) -> ActionEngine:
 def play(config: Config, engine: ActionEngine, kind: Kind = "train", groups: int = 2, size: int = 3) -> list[Group]:
     """Return groups of episodes."""
     model = policy_model(config.trainer)
-    robotics = Robotics(inputs.load_tokenizer(model), inputs.statistics_of(model))
+    robotics = Robotics.of(model)
 
     async def generate() -> list[Group]:
         generator = ActionGenerator(engine, config.generator, config.environment, config.vla, robotics)
