@@ -110,7 +110,7 @@ def _most_probable(tops: Sequence[Mapping[str, Any]], count: int) -> list[int]:
 
 
 def _as_json(content: Mapping[str, Any]) -> bytes:
-    return json.dumps(content).encode()
+    return json.dumps(content, separators=(",", ":")).encode()
 
 
 def _name(version: int) -> str:
