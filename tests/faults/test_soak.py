@@ -103,6 +103,7 @@ class Soak:
     due: list[tuple[float, Callable[[], object]]] = field(default_factory=list)
     finishing: dict[int, float] = field(default_factory=dict)
     orphans: dict[str, float] = field(default_factory=dict)
+    cut_until: float = 0.0
     latency_s: float = QUICK_S
     shell: int = 0
     start: str = ""
@@ -190,15 +191,17 @@ class Soak:
 
     def _may_be_hit(self, process: Process, found: list[Process]) -> bool:
         """Return False of a batch shell that no agent watches, or whose srun is gone, after which Slurm kills the agents at once; and of agents and
-        srun when the batch shell was killed, which an agent has to notice.
+        srun when the batch shell was killed, which an agent has to notice and to tell slurmctld, as soon as its node is not cut off.
 
         Who requeues the job is then gone, both halves of it: docs/reliability.md says so.
         """
+        of_job = [one for one in found if one.job == process.job]
         if process.role.endswith("batch shell"):
-            of_job = [one for one in found if one.job == process.job]
             watched = any(one.role.endswith("agent") and _watches(one.pid) for one in of_job)
             return watched and any(one.role.endswith("srun") for one in of_job)
-        return not process.role.endswith(("agent", "srun")) or time.monotonic() > self.orphans.get(process.job, 0.0)
+        if not process.role.endswith(("agent", "srun")) or any(one.role.endswith("batch shell") for one in of_job):
+            return True
+        return time.monotonic() > max(self.orphans.get(process.job, 0.0), self.cut_until) + NOTICED_S
 
     def _finish(self, found: list[Process]) -> None:
         """The end of a batch script is there for a second or two: every other one is killed in it."""
@@ -214,7 +217,7 @@ class Soak:
         send([process.pid], SIGKILL)
         self.kills[process.role] += 1
         if process.role.endswith("batch shell"):
-            self.orphans[process.job] = time.monotonic() + NOTICED_S
+            self.orphans[process.job] = time.monotonic()
         self._note(f"SIGKILL of {process.role} {process.pid}")
 
     def _note(self, what: str) -> None:
@@ -233,7 +236,9 @@ class Soak:
         elif what == "cut" and not self.due:
             node = self.chance.choice(nodes)
             self.scenario.cut(node)
-            self._later(self.chance.choice([3.0, 10.0, 25.0, 60.0]), lambda: self.scenario.join(node))
+            seconds = self.chance.choice([3.0, 10.0, 25.0, 60.0])
+            self.cut_until = time.monotonic() + seconds
+            self._later(seconds, lambda: self.scenario.join(node))
         elif what == "TERM":
             # it may wait in the queue, where scancel tries for a minute
             self.scenario.cluster.run(["timeout", "10", "scancel", "--signal=TERM", job])
