@@ -34,8 +34,8 @@ from hpcrl.trainer.loss import build_objective
 from hpcrl.trainer.models.flops import ModelFlops, peak_tflops
 from hpcrl.types import MicroBatch
 
-_ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-_WARM = 2
+ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+WARM = 2
 _WHOLE: dict[str, Any] = {
     "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
     "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 4096, "tie_word_embeddings": True,
@@ -53,16 +53,15 @@ def make_model(place: Path, *, tiny: bool) -> None:
     model.bfloat16().save_pretrained(place)
 
 
-def make_batch(tokens: int, sample: int, vocabulary: int, weight: float) -> MicroBatch:
-    """Return samples of equal length, of which every token but the last of each is trained."""
-    lengths = [sample] * (tokens // sample)
+def make_batch(lengths: list[int], vocabulary: int, weight: float) -> MicroBatch:
+    """Return samples of these lengths, of which every token but the last of each is trained."""
     total = sum(lengths)
     ids = torch.randint(vocabulary, (total,))
     mask = torch.ones(total)
-    mask[sample - 1 :: sample] = 0
+    mask[torch.tensor(lengths).cumsum(0) - 1] = 0
     return MicroBatch(
         token_ids=ids,
-        positions=torch.arange(total) % sample,
+        positions=torch.cat([torch.arange(length) for length in lengths]),
         lengths=lengths,
         labels=ids.roll(-1),
         loss_mask=mask,
@@ -85,13 +84,14 @@ def measure(world: World, strategy: str, model: str, tokens: int, arguments: arg
     with torch.device("meta"):
         flops = ModelFlops.of(Qwen3ForCausalLM(config))
     engine = build_policy(build(TrainerConfig, table), 1.0, world)
-    engine.schedule(_WARM + arguments.steps)
+    engine.schedule(WARM + arguments.steps)
     sample = min(tokens, 128 if arguments.tiny else 2048)
     step_tokens = tokens * arguments.micro_batches
     samples = step_tokens // sample
-    batches = [make_batch(tokens, sample, config.vocab_size, 1 / step_tokens) for _ in range(arguments.micro_batches)]
+    lengths = [sample] * (tokens // sample)
+    batches = [make_batch(lengths, config.vocab_size, 1 / step_tokens) for _ in range(arguments.micro_batches)]
     objective, took = build_objective(AlgorithmConfig(use_kl_loss=False)), []
-    for _ in range(_WARM + arguments.steps):
+    for _ in range(WARM + arguments.steps):
         began = time.monotonic()
         engine.forward_backward(batches, objective)
         report = engine.step()
@@ -99,7 +99,7 @@ def measure(world: World, strategy: str, model: str, tokens: int, arguments: arg
             torch.cuda.synchronize()
         assert not report.skipped, f"the norm of the gradient is {report.grad_norm}"
         took.append(time.monotonic() - began)
-    seconds = median(took[_WARM:])
+    seconds = median(took[WARM:])
     return {
         "seconds": seconds,
         "tokens": step_tokens / seconds,
@@ -137,7 +137,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.one:
         strategy, tokens, model = arguments.one
-        os.environ |= _ALONE
+        os.environ |= ALONE
         with joined() as world:
             print(json.dumps(measure(world, strategy, model, int(tokens), arguments)))
         return

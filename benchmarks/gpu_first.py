@@ -2,7 +2,7 @@
 
     python benchmarks/gpu_first.py [--only NAME ...] [--tiny]
 
-Models are random Qwen3, made on the spot; nothing is downloaded, and vLLM is not needed. benchmarks/backends.py, losses.py and checkpoints.py measure more of it. --tiny makes all of it small enough for a CPU, where
+Models are random Qwen3, made on the spot; nothing is downloaded, and vLLM is not needed. benchmarks/gpu_settings.py, backends.py, losses.py and checkpoints.py measure more of it. --tiny makes all of it small enough for a CPU, where
 figures say nothing about a GPU, but every check runs. Each check is a process of its own.
 """
 
@@ -41,7 +41,7 @@ from hpcrl.trainer.backends.base import Objective, PolicyEngine
 from hpcrl.trainer.backends.build import build_policy
 from hpcrl.trainer.distributed import World, joined
 from hpcrl.trainer.loss import build_objective
-from hpcrl.trainer.models.flops import ModelFlops, peak_tflops
+from hpcrl.trainer.models.flops import peak_tflops
 from hpcrl.trainer.models.logprobs import compiled_rows, plain_rows, token_logprobs
 from hpcrl.trainer.models.packed.attention import PackedSequences, attend
 from hpcrl.trainer.models.packed.kernels import AttentionKind, last_tokens
@@ -93,7 +93,7 @@ class Machine:
 
     def batch(self, tokens: int, sample: int) -> MicroBatch:
         vocabulary = AutoConfig.from_pretrained(self.model).vocab_size
-        return make_batch(tokens, sample, vocabulary, 1 / tokens)
+        return make_batch([sample] * (tokens // sample), vocabulary, 1 / tokens)
 
 
 def versions(machine: Machine) -> Found:
@@ -281,39 +281,12 @@ def waits(machine: Machine) -> Found:
             policy.forward_backward([batch], objective)
             if machine.device.type == "cuda":
                 torch.cuda.set_sync_debug_mode("default")
-    waited = [f"{warning.filename}:{warning.lineno}" for warning in caught if "synchroniz" in str(warning.message)]
+    waited = [
+        f"{warning.filename}:{warning.lineno}"
+        for warning in caught
+        if "called a synchronizing CUDA operation" in str(warning.message)
+    ]
     return {"waits": len(waited), "where": sorted(set(waited)), "counted": machine.device.type == "cuda"}
-
-
-def throughput(machine: Machine) -> Found:
-    """Tokens/s, MFU and GiB of an optimizer step of four micro-batches."""
-    found, peak = Found(), peak_tflops(torch.cuda.get_device_name()) if machine.device.type == "cuda" else None
-    with torch.device("meta"):
-        flops = ModelFlops.of(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(machine.model)))
-    variants: dict[str, Any] = {
-        "recompute": {},
-        "no recompute": {"gradient_checkpointing": False},
-        "compiled head": {"policy": {"model": {"path": str(machine.model)}, "use_torch_compile": True}},
-        "4096 rows of logits": {"logprobs_chunk_size": 4096},
-    }
-    shapes = ((128, 1), (32, 4)) if machine.tiny else ((16384, 1), (2048, 8), (65536, 1))
-    with joined() as world:
-        for name, settings in variants.items():
-            policy, objective = machine.engine(world, **settings), build_objective(AlgorithmConfig(use_kl_loss=False))
-            for sample, count in shapes if name == "recompute" else shapes[:1]:
-                batches = [machine.batch(sample * count, sample) for _ in range(4)]
-                if machine.device.type == "cuda":
-                    torch.cuda.reset_peak_memory_stats()
-
-                took = machine.seconds(partial(_step, policy, batches, objective))
-                rate = flops.training([sample] * count * 4, 4 * count * (sample - 1)) / took / 1e12
-                found[f"{count} x {sample}, {name}"] = {
-                    "tokens/s": round(4 * sample * count / took),
-                    "mfu": round(rate / peak, 4) if peak else None,
-                    "gib": round(peak_memory(machine.device) / 2**30, 2),
-                }
-            del policy
-    return found
 
 
 def _step(policy: PolicyEngine, batches: list[MicroBatch], objective: Objective) -> tuple[float, float]:
@@ -369,9 +342,11 @@ def memory(machine: Machine) -> Found:
     planned = estimate(config, model_shapes(config.trainer, folder_of)).total / 2**30
     with joined() as world:
         policy, objective = machine.engine(world), build_objective(AlgorithmConfig(use_kl_loss=False))
+        batches = [machine.batch(tokens, sample)] * 2
+        _step(policy, batches, objective)  # after which there are moments
         if machine.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        _step(policy, [machine.batch(tokens, sample)] * 2, objective)
+        _step(policy, batches, objective)
         return {"planned": round(planned, 3), "peak": round(peak_memory(machine.device) / 2**30, 3)}
 
 
@@ -395,7 +370,6 @@ CHECKS: dict[str, Callable[[Machine], Found]] = {
         head,
         engine,
         waits,
-        throughput,
         checkpoint,
         publish,
         memory,

@@ -12,6 +12,9 @@ import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
+# what is expected was computed on CPUs, and ranks are forked from a process that may have begun to use a GPU
+if Path("/dev/nvidiactl").exists():
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 # several processes test at a time: waiting threads of one would take the cores from the others
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # a shell's background job ignores it, and so would all that the tests start and interrupt

@@ -103,7 +103,7 @@ def replace_weights(model: PreTrainedModel, tensors: dict[str, torch.Tensor], so
         mine.copy_(other)
 
 
-@torch.inference_mode()
+@torch.no_grad()  # parameters made in inference mode could not be moved from a GPU and back
 def replace_adapter(model: PreTrainedModel, tensors: dict[str, torch.Tensor], source: Path) -> None:
     """Let a model compute with an adapter instead of the one that it had, if it had one.
 

@@ -212,10 +212,10 @@ def flex(
     Args:
         seen: as `seen_blocks` makes it.
     """
-    softcap = kind.softcap
+    # a tensor: compiled code whose sizes are dynamic takes a number for dynamic too, which FlexAttention cannot
+    softcap = None if kind.softcap is None else torch.full((), kind.softcap, device=query_QHD.device)
 
     def capped(score: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
-        assert softcap is not None
         return softcap * torch.tanh(score / softcap)
 
     heads = (heads_PHD[None].transpose(1, 2) for heads_PHD in (query_QHD, key_PHD, value_PHD))
