@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from hpcrl.data.weight_files import Probe, PublishedWeights, weight_facts
 from hpcrl.errors import EngineError
 from hpcrl.rollout.engines.base import Engine, Generation, Launched
+from hpcrl.rollout.engines.embedded.model import read_tensors, replace_adapter
 from hpcrl.rollout.engines.vllm.client import EngineClient
 from hpcrl.rundir.commit import begin, finish, is_committed
 from hpcrl.trainer.models.adapter import Adapted, Adapter
@@ -207,3 +208,13 @@ def test_an_adapter_that_the_engine_cannot_take(launched: Launched, models: list
             await engine.close()
 
     asyncio.run(play())
+
+
+def test_parameters_of_an_adapter_can_be_moved(models: list[Path], tmp_path: Path) -> None:
+    """In turns with a trainer an engine's go to host memory and back, which those that inference mode has made cannot."""
+    weights = publish_adapter(models[0], tmp_path / "v000001", 1)
+    model = AutoModelForCausalLM.from_pretrained(models[0])
+    replace_adapter(model, read_tensors(weights)[0], weights.path)
+    adapted = [parameter for name, parameter in model.named_parameters() if ".lora_" in name]
+    assert adapted
+    assert not any(parameter.is_inference() for parameter in adapted)

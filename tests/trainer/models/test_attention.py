@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.attention import flex_attention
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hpcrl.errors import DataError
+from hpcrl.trainer.models.packed import kernels
 from hpcrl.trainer.models.packed.attention import PACKED, PADDED, PackedSequences, attend, packed_attention
 from hpcrl.trainer.models.packed.kernels import AttentionKind, Places, flex, seen_blocks
 from hpcrl.trainer.models.packed.prefixes import shared_prefixes
@@ -149,6 +151,19 @@ def test_windows_caps_and_sinks(name: str) -> None:
         detached = (each.detach() for each in heads)  # FlexAttention has gradients on GPUs only
         found = flex(*detached, kind, sequences.seen(kind.window))
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_flex_attention_can_be_compiled_with_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on GPUs, but for the kernels: torch refuses gradients on CPUs, where its own code for them works when it is traced."""
+    compiled = torch.compile(flex_attention.flex_attention, dynamic=True, fullgraph=True, backend="aot_eager")
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
+    monkeypatch.setattr(kernels, "_flex", lambda _on_gpu: compiled)
+    kind, lengths = AttentionKind(window=40, softcap=2.0), [5, 90, 1, 12]
+    heads, sequences = drawn_heads(sum(lengths)), packed(lengths)
+    expected = attend(*heads, sequences, kind)
+    output = flex(*heads, kind, sequences.seen(kind.window))
+    torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(gradients(output, heads, kind), gradients(expected, heads, kind), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", KINDS)

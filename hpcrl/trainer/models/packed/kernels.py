@@ -216,6 +216,7 @@ def flex(
     softcap = None if kind.softcap is None else torch.full((), kind.softcap, device=query_QHD.device)
 
     def capped(score: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+        assert softcap is not None
         return softcap * torch.tanh(score / softcap)
 
     heads = (heads_PHD[None].transpose(1, 2) for heads_PHD in (query_QHD, key_PHD, value_PHD))
