@@ -16,9 +16,10 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from hpcrl.algorithms.diffusion.actions import walk
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.config.sections.vla import Pi05Config
-from hpcrl.data.pi05.architecture import Architecture, own_name
+from hpcrl.data.pi05.architecture import Architecture, file_name, own_name
 from hpcrl.data.pi05.inputs import resized, written_prompt
 from hpcrl.data.pi05.network import Pi05
 from hpcrl.data.pi05.source import loaded
@@ -147,10 +148,13 @@ def test_velocities_and_the_way_to_actions(compared: Compared) -> None:
             network(*compared.inputs(), x[:, None], given["time"][:, None])[:, 0],
             theirs["trained"],
         )
-        prefix, x = network.read(*compared.inputs()), given["noise"]
-        for step in range(STEPS):
-            x = x - network.velocity(x, torch.full((3,), 1 - step / STEPS), prefix) / STEPS
-        close("chunks", x, theirs["sampled"])
+        prefix = network.read(*compared.inputs())
+
+        def velocity(x: torch.Tensor, sigma: float) -> torch.Tensor:
+            return network.velocity(x, torch.full((3,), sigma), prefix)
+
+        way, _ = walk(velocity, given["noise"], STEPS, "flow_sde", 0.5, None)
+        close("chunks", way[:, -1], theirs["sampled"])
 
 
 @pytest.mark.lerobot
@@ -213,11 +217,14 @@ def test_images_are_as_large(compared: Compared) -> None:
 
 @pytest.mark.lerobot
 def test_published_models_have_these_weights(compared: Compared) -> None:
-    """The names and shapes of lerobot's whole model, which is not built, are those of the network that its config.json makes."""
+    """The names and shapes of lerobot's whole model, which is not built, are those of the network that its config.json makes, and exports have such names."""
     with torch.device("meta"):
         network = Pi05(Architecture.of({"type": "pi05", "paligemma_variant": "gemma_2b", "chunk_size": 50}))
-    theirs = {own_name(name): shape for name, shape in compared.said["published"].items()}
+    published: dict[str, list[int]] = compared.said["published"]
+    theirs = {own_name(name): shape for name, shape in published.items()}
     del theirs[None]
+    exported = {f"model.{file_name(name)}" for name, _ in network.named_parameters()}
+    assert exported <= published.keys()
     assert theirs == {name: list(weight.shape) for name, weight in network.named_parameters()}
     for key, own in (("vlm_config", network.architecture.vlm), ("expert_config", network.architecture.expert)):
         assert differing(own.to_dict(), compared.said["published_sizes"][key]) == []
