@@ -4,6 +4,7 @@
 # make trackers  install the packages of trackers and send a run to each
 # make agents  install packages of environments that ask an endpoint and train with one
 # make vision  install torchvision, and test vLLM with images
+# make lerobot install lerobot and compare PI0.5 with its own; LEROBOT_PYTHON=python3.13: with another Python than python3.12
 # make kernels install torchao and Liger's kernels, and test FP8, moments of 8 bits and what is replaced
 # make faults  all failure scenarios on a real Slurm, also those that `make test` leaves out: more than an hour
 # make soak    a thousand processes of three runs killed, one after the other: hours; HPCRL_SOAK=300: so many; and 10,000 steps of one run
@@ -16,12 +17,13 @@ PYTHON    ?= python3
 VENV      ?= .venv
 BIN       := $(VENV)/bin
 ENGINE    ?= transformers
+LEROBOT_PYTHON ?= python3.12
 TORCH     := $(shell grep '^torch==' requirements.lock)
 TORCH_CPU ?= https://download.pytorch.org/whl/cpu
 FAULTS    := $(shell grep -rl 'mark\.faults_slow' tests --include='test_*.py' | grep -v '^tests/faults/')
 PIP       := $(BIN)/pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test learn trackers agents kernels vision faults soak fuzz check format slurm egl chromium
+.PHONY: demo test learn trackers agents lerobot kernels vision faults soak fuzz check format slurm egl chromium
 demo: $(VENV)/$(if $(filter vllm,$(ENGINE)),installed,embedded)
 	$(BIN)/hpcrl submit configs/quickstart.toml generator.inference_engine.backend=$(ENGINE) --local --follow
 
@@ -45,6 +47,12 @@ agents: $(VENV)/installed
 	$(PYTHON) -m venv $(VENV)-agents/openenv
 	$(VENV)-agents/openenv/bin/pip install --quiet openenv==0.10.0
 	HPCRL_AGENTS=$(abspath $(VENV)-agents) $(BIN)/pytest -m agents tests/jobs/agents
+
+# In an environment of its own: it wants Python 3.12 or later, and older versions of torch and transformers than the lock has.
+lerobot: $(VENV)/installed
+	$(LEROBOT_PYTHON) -m venv $(VENV)-lerobot
+	$(VENV)-lerobot/bin/pip install --quiet --no-cache-dir 'lerobot[pi]==0.6.1'
+	HPCRL_LEROBOT=$(abspath $(VENV)-lerobot) $(BIN)/pytest -m lerobot -s tests/data/pi05
 
 # Beside the environment, as its operators are compiled for CUDA: only the servers that tests start find it, and tests/vision/operators.
 vision: $(VENV)/installed

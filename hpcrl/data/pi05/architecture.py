@@ -1,6 +1,6 @@
 """PI0.5 as it lies on disk: its sizes, and the names of its weights.
 
-A directory has config.json, *.safetensors and the tokenizer's files. Weights have the names that openpi and lerobot give them; lerobot's begin with "model.".
+A directory has config.json, model*.safetensors and the tokenizer's files. Weights have the names that openpi and lerobot give them; lerobot's begin with "model.".
 """
 
 from __future__ import annotations
@@ -173,6 +173,6 @@ def architecture_of(model: Pretrained) -> Architecture:
 def not_pi05(model: Pretrained, error: Exception | str) -> DataError:
     said = " ".join(str(error).split())
     return DataError(
-        f"trainer.policy.model.path: the PI0.5 model {model} cannot be loaded: expected config.json of lerobot or openpi, *.safetensors and "
+        f"trainer.policy.model.path: the PI0.5 model {model} cannot be loaded: expected config.json of lerobot or openpi, model*.safetensors and "
         f"the tokenizer's files ({said})"
     )

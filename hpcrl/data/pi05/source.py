@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import reduce
+from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -36,7 +37,7 @@ def loaded(model: Pretrained, dtype: torch.dtype) -> Pi05:
     own = dict(network.named_parameters())
     missing = set(own)
     try:
-        for file in sorted(folder_of(model).glob("*.safetensors")):
+        for file in _weight_files(model):
             with safe_open(file, framework="pt") as opened:
                 for name in opened.keys():  # noqa: SIM118
                     if (known := own_name(name)) is None:
@@ -56,10 +57,15 @@ def loaded(model: Pretrained, dtype: torch.dtype) -> Pi05:
 def stored_dtype(model: Pretrained) -> torch.dtype | None:
     """Return a number type that holds all weights without loss; None: there are none."""
     found: list[torch.dtype] = []
-    for file in sorted(folder_of(model).glob("*.safetensors")):
+    for file in _weight_files(model):
         with safe_open(file, framework="pt") as opened:
             found += [opened.get_slice(name)[:0].dtype for name in opened.keys()]  # noqa: SIM118
     return reduce(torch.promote_types, found) if found else None
+
+
+def _weight_files(model: Pretrained) -> list[Path]:
+    """Return the files of a model's weights; lerobot keeps statistics in others of that kind."""
+    return sorted(folder_of(model).glob("model*.safetensors"))
 
 
 def _made(model: Pretrained, architecture: Architecture) -> Pi05:

@@ -10,7 +10,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from hpcrl.config import Config, total_steps
 from hpcrl.config.adapters import adapters
 from hpcrl.config.derive import has_engines, is_offline, policy_model, steps_per_epoch
 from hpcrl.config.errors import Problem, raise_together
-from hpcrl.config.families import is_diffusion
+from hpcrl.config.families import is_diffusion, moves_by_flow
 from hpcrl.config.import_path import missing_packages
 from hpcrl.config.resume_changes import Change, changes_from_path
 from hpcrl.config.sections.alerts import AlertsConfig
@@ -27,6 +27,7 @@ from hpcrl.config.sections.environment import CLASSIFIER
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.data.chat import chat_template
 from hpcrl.data.datasets import load_dataset
+from hpcrl.data.pi05.statistics import statistics_of
 from hpcrl.data.pipelines.source import PipelineSource
 from hpcrl.data.prompts import count_aside, data_sources
 from hpcrl.data.sources import Source
@@ -42,6 +43,7 @@ from hpcrl.launch.submit.models import (
     check_packing,
     check_routers,
     entries_of,
+    folder_of,
     is_local,
     unchecked_models,
 )
@@ -172,12 +174,11 @@ def _of_models(config: Config) -> Iterator[Problem]:
         place = f"trainer.{role}.model"
         file = PIPELINE_FILE if role == "policy" and is_diffusion(trainer) else MODEL_FILE
         yield from _of_directory(f"{place}.path", model.path, f"{place}.revision", model.revision, file)
-    if is_diffusion(trainer) and Path(policy_model(trainer).path, PIPELINE_FILE).expanduser().is_file():
-        try:
-            PipelineSource(policy_model(trainer), trainer.policy.diffusers).check()
-        except DataError as error:
-            place, _, said = str(error).partition(": ")
-            yield Problem(place, said)
+    policy = policy_model(trainer)
+    if is_diffusion(trainer) and Path(policy.path, PIPELINE_FILE).expanduser().is_file():
+        yield from _told(PipelineSource(policy, trainer.policy.diffusers).check)
+    if moves_by_flow(config.vla) and (folder := folder_of(policy)) and find_spec("numpy") and find_spec("safetensors"):
+        yield from _told(partial(statistics_of, Pretrained(str(folder))))
     if distillation.enable:
         place = "trainer.distillation"
         if distillation.precomputed_logprobs is None:  # else nothing loads it
@@ -193,6 +194,15 @@ def _of_models(config: Config) -> Iterator[Problem]:
                 f"trainer.{role}.model.lora.adapter_path",
                 f"{adapter} is no directory of adapters (it has no {ADAPTER_FILE})",
             )
+
+
+def _told(check: Callable[[], object]) -> Iterator[Problem]:
+    """Yield what a check of files raises as DataError, which begins with the setting."""
+    try:
+        check()
+    except DataError as error:
+        place, _, said = str(error).partition(": ")
+        yield Problem(place, said)
 
 
 def _of_directory(

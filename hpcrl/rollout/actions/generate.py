@@ -19,8 +19,9 @@ import numpy as np
 from hpcrl.config import EnvironmentConfig, GeneratorConfig
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.config.sections.vla import VLAConfig
-from hpcrl.data.pi05.inputs import Scale, load_tokenizer, resized, statistics_of, written_prompt
+from hpcrl.data.pi05.inputs import load_tokenizer, resized, written_prompt
 from hpcrl.data.pi05.samples import ACTIONS, IMAGES, PATH
+from hpcrl.data.pi05.statistics import Scale, statistics_of
 from hpcrl.data.vision.videos import EpisodeVideos
 from hpcrl.envs.registry import common_extras
 from hpcrl.envs.simulators.base import Bounds, Observation

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from hpcrl.config.sections.model import Pretrained
 from hpcrl.data.pi05.architecture import Architecture, file_name
 from hpcrl.data.pi05.inputs import load_tokenizer
 from hpcrl.data.pi05.network import Pi05
+from hpcrl.data.pi05.statistics import PROCESSOR
 from tests.paths import CONFIGS
 
 TEXT: dict[str, Any] = {
@@ -46,3 +48,23 @@ def write_tiny(folder: Path) -> Path:
     save_file(tensors, folder / "model.safetensors")
     load_tokenizer(Pretrained(str(CONFIGS / "reach" / "model"))).save_pretrained(folder)
     return folder
+
+
+def write_lerobot(folder: Path, mode: str = "QUANTILES", relative: bool = False, stored: bool = True) -> None:
+    """Write the processor of a policy as lerobot does, as far as it is read."""
+    kept = "policy_preprocessor_step_1_normalizer_processor.safetensors"
+    normalizer: dict[str, Any] = {"config": {"norm_map": {"VISUAL": "IDENTITY", "STATE": mode, "ACTION": mode}}}
+    if stored:
+        normalizer["state_file"] = kept
+    steps = [
+        {"registry_name": "relative_actions_processor", "config": {"enabled": relative}},
+        {"registry_name": "normalizer_processor", **normalizer},
+    ]
+    (folder / PROCESSOR).write_text(json.dumps({"name": "policy_preprocessor", "steps": steps}))
+    numbers = {
+        "observation.state.q01": [0.0],
+        "observation.state.q99": [2.0],
+        "action.q01": [-1.0],
+        "action.q99": [3.0],
+    }
+    save_file({name: torch.tensor(each) for name, each in numbers.items()}, folder / kept)

@@ -120,6 +120,8 @@ def test_files_of_openpi_and_lerobot_are_read(prefix: str, tmp_path: Path) -> No
     tensors["paligemma_with_expert.paligemma.lm_head.weight"] = embedding  # tied, and kept once
     tensors["paligemma_with_expert.gemma_expert.lm_head.weight"] = torch.zeros(2, 2)
     save_file({prefix + name: value for name, value in tensors.items()}, place / "model.safetensors")
+    statistics = place / "policy_preprocessor_step_3_normalizer_processor.safetensors"  # which lerobot keeps there
+    save_file({"action.q01": torch.zeros(6, dtype=torch.float64)}, statistics)
     read = loaded(Pretrained(str(place)), torch.float32)
     given = inputs()
     with torch.no_grad():

@@ -13,6 +13,7 @@ from hpcrl.errors import ConfigError, DataError
 from hpcrl.launch.submit.preflight import check_checkpoint, check_files
 from hpcrl.rundir.commit import begin, finish, write_text
 from hpcrl.rundir.layout import Run
+from tests.data.pi05.material import write_lerobot
 from tests.paths import CONFIGS
 
 QUICKSTART, MODEL = CONFIGS / "quickstart.toml", CONFIGS / "quickstart" / "model"
@@ -286,3 +287,14 @@ def test_a_pipeline_makes_what_is_configured(
     tiny = Config.from_toml([CONFIGS / "diffusion_tiny.toml"], [f"trainer.policy.model.path={tmp_path}", *settings])
     with pytest.raises(DataError, match=f"trainer.policy.{'' if name.startswith('Kand') else 'diffusers.'}{expected}"):
         check_files(tiny)
+
+
+def test_statistics_of_a_robot_that_mean_something_else(tmp_path: Path) -> None:
+    place = tmp_path / "model"
+    shutil.copytree(CONFIGS / "reach_pi05" / "model", place)
+    robot = Config.from_toml([CONFIGS / "reach_pi05.toml"], [f"trainer.policy.model.path={place}"])
+    write_lerobot(place)
+    check_files(robot)
+    write_lerobot(place, mode="MEAN_STD")
+    with pytest.raises(DataError, match=r"trainer\.policy\.model\.path: .*MEAN_STD: expected QUANTILES"):
+        check_files(robot)

@@ -25,7 +25,7 @@ def flows(config: ConfigTree) -> Iterator[Problem]:
     for name in ("unnorm_key", "norm_type"):
         if getattr(vla, name) != getattr(VLAConfig(), name):
             yield Problem(
-                f"vla.{name}", f"has no effect with {_PI05}, whose statistics are in its norm_stats.json; leave it out"
+                f"vla.{name}", f"has no effect with {_PI05}, whose statistics lie beside the model; leave it out"
             )
     if config.generator.inference_engine.backend != "transformers":
         yield Problem(_BACKEND, f'expected "transformers" with {_PI05}: vLLM has no such models')

@@ -21,9 +21,9 @@ from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.config.sections.vla import Pi05Config
 from hpcrl.data.pi05 import source
 from hpcrl.data.pi05.architecture import file_name
-from hpcrl.data.pi05.inputs import STATISTICS, statistics_files
 from hpcrl.data.pi05.network import Pi05
 from hpcrl.data.pi05.probe import probe_velocity
+from hpcrl.data.pi05.statistics import statistics_files
 from hpcrl.trainer.backends.actions.rows import TurnRows
 from hpcrl.trainer.backends.fsdp.engine import FsdpPolicy
 from hpcrl.trainer.backends.fsdp.model import ProbabilityModel, free_gathered
@@ -114,7 +114,7 @@ class ActionPolicy(FsdpPolicy):
         if self._world.first:
             (directory / "config.json").write_text(self._model.network.architecture.written())
             for file in statistics_files(self._source):
-                shutil.copyfile(file, directory / STATISTICS)
+                shutil.copyfile(file, directory / file.name)
 
 
 def action_flops(trainer: TrainerConfig, sampling: Pi05Config) -> ModelFlops:

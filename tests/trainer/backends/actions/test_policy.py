@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,12 +15,14 @@ from hpcrl.config.sections.model import Pretrained
 from hpcrl.data.pi05.architecture import own_name
 from hpcrl.data.pi05.samples import ACTIONS, IMAGES, PATH
 from hpcrl.data.pi05.source import loaded
+from hpcrl.data.pi05.statistics import statistics_of
 from hpcrl.data.weight_files import PublishedWeights
 from hpcrl.errors import DataError
 from hpcrl.rollout.engines.actions.engine import ActionEngine
 from hpcrl.trainer.backends.actions.policy import ActionPolicy
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.saving.publish import Publisher
+from tests.data.pi05.material import write_lerobot
 from tests.paths import CONFIGS
 from tests.trainer.backends.actions.material import (
     Played,
@@ -136,8 +139,11 @@ def test_new_weights_reach_the_engine(adapted: bool, episodes: Played, alone: Wo
     assert (before.newest_version, after.newest_version) == (0, 1 + adapted)
 
 
-def test_an_export_is_a_model_that_a_run_begins_from(episodes: Played, alone: World) -> None:
-    policy = policy_of(episodes, alone)
+def test_an_export_is_a_model_that_a_run_begins_from(tmp_path: Path, episodes: Played, alone: World) -> None:
+    shutil.copytree(MODEL, tmp_path / "model")
+    write_lerobot(tmp_path / "model")
+    config = configured(tmp_path / "model")
+    policy = ActionPolicy(config.trainer, alone, config.vla.pi05)
     train_steps(policy, episodes, alone)
     model = episodes.config.trainer.policy.model
     path = Publisher(episodes.run, 0, alone, torch.float32, 2).export(
@@ -147,6 +153,7 @@ def test_an_export_is_a_model_that_a_run_begins_from(episodes: Played, alone: Wo
     for name, value in policy._model.model.named_parameters():
         assert torch.equal(exported[name], value), name
     assert launched(configured(path)).vocabulary == policy.vocabulary
+    assert statistics_of(Pretrained(str(path)))["actions"].high.tolist() == [3.0]
 
 
 def test_evaluation_draws_nothing_and_samples_depend_on_their_seeds_alone(engine: ActionEngine) -> None:
