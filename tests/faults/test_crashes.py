@@ -67,6 +67,22 @@ def test_21_killed_batch_shell(scenario: Scenario) -> None:
 
 
 @pytest.mark.faults_slow
+def test_21_killed_batch_shell_that_slurm_does_not_miss_yet(scenario: Scenario) -> None:
+    """The attempt fails, and its agents end, while slurmctld cannot hear that the shell was killed: the first agent waits until it has."""
+    run = scenario.submit({"trainer.ckpt_interval": 2})
+    scenario.reach(run, 4)
+    (first, *_) = read_attempts(run)[0].hosts
+    scenario.cut(first)
+    send([scenario.batch_shell(run), scenario.controller(run)], SIGKILL)
+    assert scenario.outcome(run, 1, ENDS_S).kind == "failed"
+    scenario.pause(5)  # until the agents would have ended
+    scenario.join(first)
+    assert_nothing_lost(scenario, run)
+    assert len({attempt.job_id for attempt in read_attempts(run)}) == 1, "nobody has resumed it"
+    assert len(read_attempts(run)) == 2
+
+
+@pytest.mark.faults_slow
 def test_21_killed_at_its_end(scenario: Scenario) -> None:
     """What requeues the job is killed when it wants to, twice: the batch shell begins it again."""
     folder, tries = scenario.path / "bin", scenario.path / "tries"

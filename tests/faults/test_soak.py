@@ -35,6 +35,7 @@ NODES = 3
 GAP_S, AT_ONCE = (0.3, 5.5), (1, 1, 2, 3)
 TRAINS_S = (0.0, 10.0)
 NOTICED_S = 10.0
+RECONNECTED_S = 60.0  # until slurmctld has heard of what happened while a node was cut off
 LOOK_S = 0.4
 QUICK_S, SLOW_S, NEVER_S = 0.3, 12.0, 600.0
 LET_TRAIN, LET_TRAIN_S = 0.7, 120.0
@@ -201,7 +202,10 @@ class Soak:
             return watched and any(one.role.endswith("srun") for one in of_job)
         if not process.role.endswith(("agent", "srun")) or any(one.role.endswith("batch shell") for one in of_job):
             return True
-        return time.monotonic() > max(self.orphans.get(process.job, 0.0), self.cut_until) + NOTICED_S
+        killed = self.orphans.get(process.job, 0.0)
+        return time.monotonic() > max(
+            killed + NOTICED_S, self.cut_until + RECONNECTED_S if self.cut_until > killed else 0.0
+        )
 
     def _finish(self, found: list[Process]) -> None:
         """The end of a batch script is there for a second or two: every other one is killed in it."""

@@ -29,7 +29,7 @@ from hpcrl.launch.agent.child import Child, Restarts, concerns_the_run
 from hpcrl.launch.agent.parts import ScorerParts
 from hpcrl.launch.agent.preflight import check_node
 from hpcrl.launch.agent.processes import NodeProcesses
-from hpcrl.launch.agent.start import NodeContext, await_attempt, listen, log_to, look_after_the_script
+from hpcrl.launch.agent.start import BatchScript, NodeContext, await_attempt, listen, log_to
 from hpcrl.launch.agent.watchdog import Neighbours, Stall, Watchdog
 from hpcrl.launch.doctor.rooms import Sizes
 from hpcrl.launch.nodes import Node, make_plan, needed_nodes
@@ -335,8 +335,7 @@ def main(path: str, sizes: Sizes | None = None) -> None:
     """Run the agent of this node for the run at `path`, whose parts have about these sizes; ends the process."""
     signals = listen()
     run, context = Run(Path(path)), NodeContext.here()
-    if context.index == 0 and not context.local:
-        look_after_the_script(signals)
+    script = BatchScript(signals) if context.index == 0 and not context.local else None
     before = ended_before(run, context.job)
     if before and (context.restarts or not read_attempts(run)):
         print(f"attempt {before.attempt} ended as {before.kind}; nothing to do", flush=True)
@@ -359,4 +358,6 @@ def main(path: str, sizes: Sizes | None = None) -> None:
     outcome = outcome_of(run, attempt.number)
     if agent and agent.alone:  # the node with the batch script is gone, and with it who would requeue the job
         settle(run, context.job)
+    if script:
+        script.require_its_end()
     sys.exit(0 if outcome and outcome.kind in ("done", "cancelled", "interrupted") else 1)

@@ -15,7 +15,7 @@ from hpcrl.config import Config
 from hpcrl.errors import HpcrlError, SubmitError, UserCodeError
 from hpcrl.launch.agent.agent import Agent
 from hpcrl.launch.agent.child import Child
-from hpcrl.launch.agent.start import NodeContext, listen, log_to, look_after_the_script
+from hpcrl.launch.agent.start import BatchScript, NodeContext, listen, log_to
 from hpcrl.launch.doctor.rooms import Sizes
 from hpcrl.launch.pools import pooled_node
 from hpcrl.launch.requeue.elastic import AGAIN, current_attempt, unwanted
@@ -77,13 +77,14 @@ def main(path: str, worker: str, sizes: Sizes | None = None) -> None:
     """Keep a worker of the run at `path` going, rollout-<replica> or scorer-<number>; ends the process."""
     signals = listen()
     run, context = Run(Path(path)), NodeContext.here()
-    if not context.local:
-        look_after_the_script(signals)
+    script = None if context.local else BatchScript(signals)
     try:
         status = _serve(run, context, worker, signals, sizes)
     except HpcrlError as error:
         print(f"{type(error).__name__}: {error}", flush=True)
         status = error.exit_code
+    if script:
+        script.require_its_end()
     sys.exit(status)
 
 

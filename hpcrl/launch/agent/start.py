@@ -14,12 +14,14 @@ from types import FrameType
 import submitit
 
 from hpcrl.errors import RunError
-from hpcrl.launch.requeue.requeue import requeue_if_its_script_was_killed
+from hpcrl.launch.requeue.requeue import BATCH_SHELL, requeue_if_its_script_was_killed
 from hpcrl.rundir.commit import make_directory
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import Attempt, find_attempt, open_attempt
 
 _SHARED_S = 90.0
+_KNOWN_S = 150.0  # slurmctld may be restarting
+_POLL_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -61,19 +63,36 @@ def listen() -> list[int]:
     return signals
 
 
-def look_after_the_script(signals: list[int]) -> None:
-    """From now on ask at each SIGTERM whether the batch script was killed, beside what the agent does with the signal, which is noted in `signals`.
+class BatchScript:
+    """What requeues the job, for the agent of the node on which it runs: from now on that asks at each SIGTERM whether it was killed.
 
-    For the agent of the node on which that script runs.
+    Args:
+        signals: where the signals are noted, with which the agent does something beside that.
     """
 
-    def told(number: int, _frame: FrameType | None) -> None:
-        signals.append(number)
+    def __init__(self, signals: list[int]) -> None:
+        self._signals, self._shell = signals, Path("/proc", os.environ.get(BATCH_SHELL, "none"))
+        self._seen = self._shell.exists()  # a container may have numbers of processes of its own
+        signal.signal(signal.SIGTERM, self._told)
+        if signal.SIGTERM in signals:
+            requeue_if_its_script_was_killed()
+
+    def _told(self, number: int, _frame: FrameType | None) -> None:
+        self._signals.append(number)
         threading.Thread(target=requeue_if_its_script_was_killed).start()
 
-    signal.signal(signal.SIGTERM, told)
-    if signal.SIGTERM in signals:
-        requeue_if_its_script_was_killed()
+    def require_its_end(self) -> None:
+        """To be called by an agent that ends: where the script was killed, wait for the SIGTERM by which Slurm tells that it knows.
+
+        Before that it grants no requeue, and after that nobody would be left to ask for one: where slurmctld cannot be reached for a while
+        the attempt may fail, and its agents end, before the end of the script is known.
+        """
+        deadline = time.monotonic() + _KNOWN_S
+        while self._seen and not self._shell.exists() and signal.SIGTERM not in self._signals:
+            if time.monotonic() > deadline:
+                print(f"the batch script was killed, and Slurm has not said so for {_KNOWN_S:.0f} s", flush=True)
+                return
+            time.sleep(_POLL_S)
 
 
 def await_attempt(run: Run, context: NodeContext) -> Attempt:
@@ -84,7 +103,7 @@ def await_attempt(run: Run, context: NodeContext) -> Attempt:
     while time.monotonic() < deadline:
         if attempt := find_attempt(run, context.job):
             return attempt
-        time.sleep(0.2)
+        time.sleep(_POLL_S)
     raise RunError(
         f"{context.hosts[context.index]} does not see in {run.attempts} what {context.hosts[0]} wrote {_SHARED_S:.0f} s ago: "
         "slurm.root must lie on a filesystem that all nodes share"

@@ -10,6 +10,8 @@ from collections.abc import Collection, Sequence
 
 from hpcrl.launch.scheduler import is_away
 
+BATCH_SHELL = "HPCRL_BATCH_SHELL"
+"""Variable with the number of the process that runs the batch script."""
 SOON = "now+2"
 """When an interrupted run may start again. slurmd revokes by the second: a job that starts in the second of its requeue fails, its credential revoked."""
 _RETRY_S = 2.0

@@ -25,6 +25,7 @@ from hpcrl.launch.container import Starter, seen_by
 from hpcrl.launch.doctor.node import listed_gpus
 from hpcrl.launch.nodes import make_plan, needed_nodes
 from hpcrl.launch.pools import ROLLOUT, Pool, elastic_pools
+from hpcrl.launch.requeue.requeue import BATCH_SHELL
 from hpcrl.launch.scheduler import PATIENCE_S, cancel_slurm, is_away, queue
 from hpcrl.rundir.layout import Run
 from hpcrl.upload.send import stores_of
@@ -89,6 +90,7 @@ def _setup_lines(config: Config, folder: Path) -> list[str]:
     code = shlex.quote(str(folder / "code"))
     return [
         "umask 077",
+        f"export {BATCH_SHELL}=$$",
         *(["export PYTHONNOUSERSITE=1"] if config.slurm.container.kind != "none" else []),  # the home is seen inside
         *config.slurm.setup,
         f'export PYTHONPATH={code}"${{PYTHONPATH:+:$PYTHONPATH}}" PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1',
