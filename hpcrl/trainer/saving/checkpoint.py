@@ -222,7 +222,7 @@ class Checkpoints:
         if self._newest != content.target:
             self._committer.commit(content)
             self._conclude(content, None)
-            times |= self._size()
+            times |= {} if inside else self._size()  # the one at the end of the step before may have told its own
         return times
 
     def _conclude(self, content: CheckpointContent, error: CommitError | None, *, go_on: bool = False) -> None:

@@ -220,6 +220,16 @@ def test_how_long_it_took_is_told(runs: dict[str, Run]) -> None:
     assert values_of(runs["broken"], SECONDS) == {record.step: record.metrics[SECONDS] for record in told}
 
 
+def test_a_step_tells_the_size_of_one_checkpoint(runs: dict[str, Run]) -> None:
+    told = [
+        record.step
+        for record in MetricsReader(runs["broken"]).poll()[0]
+        if "throughput/checkpoint_gib" in record.metrics
+    ]
+    assert told
+    assert len(told) == len(set(told))
+
+
 def test_a_run_without_checkpoints_does_not_claim_to_have_saved(runs: dict[str, Run]) -> None:
     assert [(told["said"], told["positions"]) for told in told_by(runs["unsaved"])] == [("stopped", [])]
     assert 1 in merged(runs["unsaved"]), "a step was trained"
