@@ -24,6 +24,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from shared_prefixes import ALONE
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from hpcrl.config import AlgorithmConfig, TrainerConfig
@@ -34,7 +35,6 @@ from hpcrl.trainer.loss import build_objective
 from hpcrl.trainer.models.flops import ModelFlops, peak_tflops
 from hpcrl.types import MicroBatch
 
-ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
 WARM = 2
 _WHOLE: dict[str, Any] = {
     "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,

@@ -20,6 +20,7 @@ from statistics import median
 from typing import Literal
 
 import torch
+from shared_prefixes import ALONE
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from hpcrl.config import (
@@ -41,7 +42,6 @@ from hpcrl.trainer.saving.checkpoint import Checkpoints
 from hpcrl.types import Batch
 from hpcrl.units import readable_size
 
-_ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
 _WIDTH = 512
 
 
@@ -119,7 +119,7 @@ def main() -> None:
     parser.add_argument("--directory", help="on the filesystem to measure (default: the temporary one)")
     arguments = parser.parse_args()
     place = Path(tempfile.mkdtemp(dir=arguments.directory))
-    os.environ |= _ALONE
+    os.environ |= ALONE
     try:
         with joined() as world:
             measure(world, arguments.strategy, arguments.parameters, arguments.repetitions, place)

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from backends import make_batch, make_model, peak_memory
+from shared_prefixes import ALONE
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -50,7 +51,6 @@ from hpcrl.trainer.models.packed.tree import PrefixTree
 from hpcrl.trainer.saving.publish import Publisher
 from hpcrl.types import MicroBatch
 
-_ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
 _TIMES = 5
 _TAIL = 400  # characters of an error
 
@@ -386,7 +386,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.one:
         name, model = arguments.one
-        os.environ |= _ALONE
+        os.environ |= ALONE
         print(json.dumps(CHECKS[name](Machine(Path(model), tiny=arguments.tiny))))
         return 0
     if not torch.cuda.is_available() and not arguments.tiny:

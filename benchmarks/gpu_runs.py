@@ -1,6 +1,6 @@
 """Whether small runs of each kind go through on one GPU, trainer and embedded engine in turns: one line of JSON per run, one run after the other.
 
-    python benchmarks/gpu_runs.py [--only NAME ...] [--cpu] [KEY=VALUE ...]
+    python benchmarks/gpu_runs.py [KEY=VALUE ...] [--only NAME ...] [--cpu]
 
 Each is a configuration of configs/ for some steps, with overrides for all of them behind. A run without a failed or restarted process and
 with a better score is what to expect; with --cpu the same runs compute on the CPU. Simulators render with what MUJOCO_GL names.
@@ -61,9 +61,10 @@ def play(configuration: str, overrides: list[str], root: str) -> dict[str, Any]:
     )  # fmt: skip
     seconds = round(time.monotonic() - began, 1)
     told = subprocess.run([*command, "status", "--json"], env=environment, capture_output=True, text=True, check=False)
-    if told.returncode:
+    runs = json.loads(told.stdout) if told.returncode == 0 else []
+    if not runs:  # it was refused
         return {"seconds": seconds, "failed": (done.stdout + done.stderr)[-_TAIL:]}
-    (run,) = json.loads(told.stdout)
+    (run,) = runs
     summary = run["summary"]
     return {
         "seconds": seconds,

@@ -23,7 +23,8 @@ from statistics import median
 from typing import Any
 
 import torch
-from backends import ALONE, WARM, make_batch, make_model, peak_memory
+from backends import WARM, make_batch, make_model, peak_memory
+from shared_prefixes import ALONE
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from hpcrl.config import AlgorithmConfig, TrainerConfig
