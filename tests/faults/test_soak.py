@@ -191,7 +191,7 @@ class Soak:
             self._send(victim)
 
     def _may_be_hit(self, process: Process, found: list[Process]) -> bool:
-        """Return False of a batch shell that no agent watches, or whose srun is gone, after which Slurm kills the agents at once; and of agents and
+        """Return False of a batch shell that no agent watches, or whose srun is gone or stopped, after which the agents are killed at once; and of agents and
         srun when the batch shell was killed, which an agent has to notice and to tell slurmctld, as soon as its node is not cut off.
 
         Who requeues the job is then gone, both halves of it: docs/reliability.md says so.
@@ -199,7 +199,8 @@ class Soak:
         of_job = [one for one in found if one.job == process.job]
         if process.role.endswith("batch shell"):
             watched = any(one.role.endswith("agent") and _watches(one.pid) for one in of_job)
-            return watched and any(one.role.endswith("srun") for one in of_job)
+            steps = [one.pid for one in of_job if one.role.endswith("srun")]
+            return watched and bool(steps) and not any(is_stopped(step) for step in steps)
         if not process.role.endswith(("agent", "srun")) or any(one.role.endswith("batch shell") for one in of_job):
             return True
         killed = self.orphans.get(process.job, 0.0)
@@ -234,9 +235,10 @@ class Soak:
         job, nodes = self.scenario.job_of(self.run), self.scenario.nodes[:NODES]
         hit = [process for process in found if self._may_be_hit(process, found)]
         if what == "stop" and hit:
-            stopped = self.chance.choice(hit).pid
-            send([stopped], SIGSTOP)
-            self._later(self.chance.uniform(2, 40), lambda: send([stopped], SIGCONT))
+            stopped = self.chance.choice(hit)
+            send([stopped.pid], SIGSTOP)
+            self._note(f"SIGSTOP of {stopped.role} {stopped.pid}")
+            self._later(self.chance.uniform(2, 40), lambda: send([stopped.pid], SIGCONT))
         elif what == "cut" and not self.due:
             node = self.chance.choice(nodes)
             self.scenario.cut(node)
