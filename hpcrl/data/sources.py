@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,6 +28,9 @@ from hpcrl.rundir.commit import parse_json
 
 if TYPE_CHECKING:
     from pyarrow import RecordBatch
+
+# Arrow's own memory pool keeps some 15 MiB of what it has read; it is chosen when pyarrow is imported
+os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
 
 _ROWS_AT_ONCE = 1024
 _COUNTED_BYTES = 256 << 20

@@ -172,8 +172,7 @@ def of_owner(group: GroupMeta, row: int) -> list[float | None]:
 
 def with_model_reward(sample: Sample[torch.Tensor], group: GroupMeta, row: int) -> Sample[torch.Tensor]:
     """Return a row with what a reward model has added to the reward of its sample when the group was finished, at the sample's last token."""
-    owners = group.owners
-    if not group.model_rewards or owners[row] in owners[row + 1 :]:
+    if not group.model_rewards or (owners := group.owners)[row] in owners[row + 1 :]:
         return sample
     rewards_T = sample.rewards.clone()
     rewards_T[-1] += group.rewards[owners[row]] - rewards_T.sum()
