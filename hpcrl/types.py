@@ -155,7 +155,8 @@ class GroupMeta:
         shared: of each row, with how many tokens it begins as the row before it does; empty: not known.
         model_rewards: what a reward model that runs as a scorer adds to the reward of each sample, in `rewards` by then; None: it failed at the
             sample, which is not trained. Empty: there is none, or it has not said yet.
-        row: which row of the dataset at `path` its only sample is, or the pair of its two; None: `path` is a file of its own.
+        row: which row of the dataset at `path` its only sample is, or the pair of its two; None: `path` is a file of samples.
+        offset: where the group begins in that file, in bytes.
     """
 
     group_id: str
@@ -177,6 +178,7 @@ class GroupMeta:
     rows: list[int] = field(default_factory=list)
     digest: str = ""
     row: int | None = None
+    offset: int = 0
     scores: dict[str, str] = field(default_factory=dict)
     model_rewards: list[float | None] = field(default_factory=list)
     shared: list[int] = field(default_factory=list)

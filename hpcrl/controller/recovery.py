@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -10,12 +11,32 @@ from hpcrl.config.scorers import REWARD, role_of
 from hpcrl.controller.evaluation import eval_prefix
 from hpcrl.controller.prompt_stream import group_index
 from hpcrl.data.batch_file import FIRST, batch_steps, check_batch, read_batch, read_batches
-from hpcrl.data.group_file import check_group
+from hpcrl.data.group_file import check_group, groups_of
 from hpcrl.data.kept_files import turn_files
 from hpcrl.data.score_file import found_scores, read_rewards, remove_scores
 from hpcrl.errors import DataError, RunError
 from hpcrl.rundir.layout import Run
 from hpcrl.types import Batch, GroupMeta
+
+
+class SampleFiles:
+    """Which groups of each file of samples may still be needed: the file is removed with the last of them."""
+
+    def __init__(self) -> None:
+        self._groups = defaultdict[str, set[str]](set)
+
+    def add(self, group: GroupMeta) -> None:
+        """Note a group that may be needed; one of an evaluation has no file of samples."""
+        if group.kind == "train":
+            self._groups[group.path].add(group.group_id)
+
+    def forget(self, run: Run, names: Collection[str]) -> None:
+        """Nobody needs groups of these names any more."""
+        for path, groups in list(self._groups.items()):
+            groups.difference_update(names)
+            if not groups:
+                del self._groups[path]
+                (run.path / path).unlink(missing_ok=True)
 
 
 @dataclass
@@ -27,6 +48,7 @@ class History:
         below: all groups with a smaller index are used.
         used: indices from `below` on of the other groups in those batches, and of those that were dropped or given up for them.
         finished: complete groups that no batch has used; some may be of the kind that dynamic sampling drops.
+        files: of samples.
         batches: batches that training has still to do.
         checksum: of the newest batch's file.
         evaluated: rows that are finished of an evaluation that is not, by their names.
@@ -38,6 +60,7 @@ class History:
     below: int = 0
     used: set[int] = field(default_factory=set)
     finished: dict[int, GroupMeta] = field(default_factory=dict)
+    files: SampleFiles = field(default_factory=SampleFiles)
     batches: dict[int, Batch] = field(default_factory=dict)
     checksum: str = FIRST
     evaluated: dict[str, GroupMeta] = field(default_factory=dict)
@@ -81,7 +104,7 @@ def read_history(
     Raises:
         DataError: the batch of a step that was trained is damaged or missing.
     """
-    history, needed, inherited = History(step), set[str](), True
+    history, needed, files, inherited = History(step), set[str](), set[str](), True
     for file in read_batches(run, step):
         number = file.batch.step
         if inherited:
@@ -94,26 +117,36 @@ def read_history(
             history.batches[number] = file.batch
         history.checksum = file.checksum
         history.use(file.batch.generated)
-        needed |= set(file.batch.generated) if number > pruned else set()
+        if number > pruned:
+            needed.update(file.batch.generated)
+            files.update(group.path for group in file.batch.groups)
     if inherited:
         history.below = step * batch_size
     for number in batch_steps(run):
         if number > history.composed:
             run.batch(number).unlink()
     for path in run.samples.glob("*/g*.safetensors"):
-        index = group_index(path.stem)
-        if index is None or path.stem in needed:
-            continue
-        if history.is_used(index):
-            path.unlink()
-            continue
-        meta = _meta(path)
-        if meta and keep(history.composed + 1, meta):
-            history.finished[index] = meta
-        else:
+        found = _read_samples(path, history, needed, keep)
+        if not found and str(path.relative_to(run.path)) not in files:
             path.unlink()
     _read_scores(run, history, needed, models)
     return history
+
+
+def _read_samples(
+    path: Path, history: History, needed: Collection[str], keep: Callable[[int, GroupMeta], bool]
+) -> bool:
+    """Note which groups of a file may train, or are `needed`; return whether there are any."""
+    found = False
+    for meta in _groups(path):
+        index = group_index(meta.group_id)
+        if index is not None and meta.group_id not in needed:
+            if history.is_used(index) or not keep(history.composed + 1, meta) or not _is_whole(path, meta):
+                continue
+            history.finished[index] = meta
+        history.files.add(meta)
+        found = True
+    return found
 
 
 def _read_scores(run: Run, history: History, needed: Collection[str], models: Collection[str]) -> None:
@@ -127,15 +160,12 @@ def _read_scores(run: Run, history: History, needed: Collection[str], models: Co
             history.rewards |= {group.group_id: read_rewards(run, model, group) for group in named}
 
 
-def remove_samples(run: Run, steps: Iterable[int]) -> None:
-    """Remove the samples of the groups that were generated for some steps."""
-    files = [read_batch(run.batch(step)) for step in steps]
-    names = {name for file in files if file for name in file.batch.generated}
-    # one pass over the folders: looking for each file in each of them takes minutes on a shared filesystem
-    for path in run.samples.glob("*/g*.safetensors") if names else ():
-        if path.stem in names:
-            path.unlink(missing_ok=True)
+def remove_samples(run: Run, files: SampleFiles, steps: Iterable[int]) -> None:
+    """Remove the samples of the groups that were generated for some steps, as far as no others are in their files."""
+    batches = [read_batch(run.batch(step)) for step in steps]
+    names = {name for file in batches if file for name in file.batch.generated}
     if names:
+        files.forget(run, names)
         remove_scores(run, names.__contains__)
 
 
@@ -151,12 +181,20 @@ def _unusable(run: Run, batch: Batch, usable: Callable[[GroupMeta], bool]) -> st
     return None
 
 
-def _meta(path: Path) -> GroupMeta | None:
+def _groups(path: Path) -> Iterator[GroupMeta]:
     try:
-        return check_group(path)
+        yield from groups_of(path)
     except DataError as error:
         print(error, flush=True)
-        return None
+
+
+def _is_whole(path: Path, meta: GroupMeta) -> bool:
+    try:
+        check_group(path, meta)
+    except DataError as error:
+        print(error, flush=True)
+        return False
+    return True
 
 
 class BegunGroups:

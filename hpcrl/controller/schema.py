@@ -23,10 +23,12 @@ from hpcrl.types import LARGEST, LONGEST_FAILURE, LONGEST_NAME, GroupMeta, is_na
 
 _MOST_ENTRIES = 1_000_000  # no list of a message that fits into a request is longer
 _MOST_TOKENS = 1_000_000_000
+_MOST_BYTES = 1 << 50
 _LONGEST_WAIT_S = 60.0
 _GROUP_IDS = {"train": re.compile(TRAIN_GROUP, re.ASCII), "eval": re.compile(EVAL_GROUP, re.ASCII)}
 _GROUP_ID = re.compile(f"{TRAIN_GROUP}|{EVAL_GROUP}", re.ASCII)
 _DIGEST = re.compile("([0-9a-f]{32})?")
+_SAMPLES = re.compile(rf"{TRAIN_GROUP}(-[0-9a-f]{{8}})?\.safetensors", re.ASCII)
 _NUMBERS, _WHOLE, _TEXT, _OBJECT = frozenset({int, float}), frozenset({int}), frozenset({str}), frozenset({dict})
 _SHORT = Repr()
 _SHORT.maxstring = _SHORT.maxother = 60
@@ -264,8 +266,9 @@ class Schemas:
             raise _wrong(f"{within}failures", f"at most one per sample, {samples}, and one more", group["failures"])
         if group["oldest_version"] > group["newest_version"]:
             raise _wrong(f"{within}oldest_version", f"at most {group['newest_version']}", group["oldest_version"])
-        if kind == "train" and group["path"] != f"samples/{group['replica']}/{name}.safetensors":
-            raise _wrong(f"{within}path", f"samples/{group['replica']}/{name}.safetensors", group["path"])
+        folder, _, file = group["path"].rpartition("/")
+        if kind == "train" and (folder != f"samples/{group['replica']}" or _SAMPLES.fullmatch(file) is None):
+            raise _wrong(f"{within}path", f"a file of samples in samples/{group['replica']}", group["path"])
 
 
 def _worker(replicas: int, scorers: Collection[str] = ()) -> Value:
@@ -298,6 +301,7 @@ def _group_schema(replicas: int, total_steps: int) -> Schema:
         "digest": Value(
             "a checksum, or nothing", lambda value: type(value) is str and _DIGEST.fullmatch(value) is not None
         ),
+        "offset": whole(_MOST_BYTES),
         "row": Value("null", lambda value: value is None),  # workers generate what they report
         "scores": Value("an empty object", lambda value: value == {}),  # scorers say what they are
         "model_rewards": Value("an empty list", lambda value: value == []),

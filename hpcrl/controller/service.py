@@ -26,7 +26,7 @@ from hpcrl.controller.evaluation import (
 )
 from hpcrl.controller.metrics import batch_histograms, controller_metrics, replica_metrics, scorer_metrics, step_metrics
 from hpcrl.controller.prompt_stream import PromptStream, group_id, group_index
-from hpcrl.controller.recovery import BegunGroups, History, read_history, remove_samples
+from hpcrl.controller.recovery import BegunGroups, History, SampleFiles, read_history, remove_samples
 from hpcrl.controller.replicas import FailureWindow, MinReplicas, RegisteredWorker, WorkerRegistry
 from hpcrl.controller.schedule import Schedule
 from hpcrl.controller.schema import Schemas
@@ -70,7 +70,7 @@ class Service:
             schedule.batch_size, schedule.staleness, schedule.total_steps, schedule.groups_at_once, schedule.surplus
         )
         ready = rows.in_order(self._stream) if rows else None
-        self._begun, self.scores = BegunGroups(run), scores or ScoreQueue()
+        self._begun, self._files, self.scores = BegunGroups(run), SampleFiles(), scores or ScoreQueue()
         sampling, judged = schedule.sampling, self.scores.reward
         self._composer = BatchComposer(self._admission, sampling, schedule.batch_size, ready, judged=judged)
         self._metrics: MetricsWriter | None = None
@@ -137,8 +137,7 @@ class Service:
 
         models = self.scores.models
         history = read_history(self._run, step, self._schedule.batch_size, self._trainable, keep, pruned, models)
-        rewarded = {index: self.scores.rewarded(meta, history.rewards) for index, meta in history.finished.items()}
-        history.finished = rewarded
+        history.finished = {at: self.scores.rewarded(meta, history.rewards) for at, meta in history.finished.items()}
         if self._evaluates(step):
             history.evaluated = finished_rows(self._run, step, self._eval_work(step))
         return history
@@ -159,7 +158,7 @@ class Service:
         discard_after(self._run, step)
         self._metrics = MetricsWriter(self._run, "controller", self._attempt, step)
         self._admission.restore(history.composed, history.used, history.finished, history.below)
-        self._batches, self._checksum = history.batches, history.checksum
+        self._batches, self._checksum, self._files = history.batches, history.checksum, history.files
         self._pruned, self._started = min(step, samples_removed(self._run)), step
         try:
             self._composer.drop_unwanted(history.finished.items())
@@ -262,6 +261,7 @@ class Service:
             self._check(meta)
         rejected = {}
         for meta in groups:
+            self._files.add(meta)  # also one that is not wanted: its file goes with the group that was
             if reason := self._complete(meta):
                 rejected[meta.group_id] = reason
             else:
@@ -345,7 +345,7 @@ class Service:
     def committed(self) -> None:
         """A checkpoint is committed: samples that only checkpoints older than the newest two could train again are removed."""
         due = range(self._pruned + 1, samples_removed(self._run) + 1)
-        remove_samples(self._run, due)
+        remove_samples(self._run, self._files, due)
         self._pruned += len(due)
 
     def seen(self, name: str, version: int, state: str) -> RegisteredWorker:

@@ -1,10 +1,11 @@
-"""The file in which a rollout worker hands a finished group to the trainer.
+"""The file in which a rollout worker hands finished groups to the trainer.
 
-One safetensors file per group: the tensors of all rows laid end to end, their sampling masks where they have any, their lengths,
+What it hands over at once is in one file, group after group, since a shared filesystem makes few files faster than many. Each group is what a
+safetensors file holds: the tensors of all rows laid end to end, their sampling masks where they have any, their lengths,
 what a row has beside its tokens under the digest of it, once for all rows that have the same, and the GroupMeta as JSON in the header, which says how many rows each sample has: one, or with generator.step_wise_trajectories one for
 each of its turns. The controller needs only the header; only what gives tensors needs torch, and the controller not even numpy.
 
-Each row has a checksum, compared when it is read, in the header; the header has one too, and the batch that trains the group knows it.
+Each row has a checksum, compared when it is read, in the group's header; that has one too, and the batch that trains the group knows it.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def write_group(path: Path, samples: Sequence[Sample], meta: GroupMeta) -> Group
 def group_bytes(
     samples: Sequence[Sample], meta: GroupMeta, conversations: Sequence[Conversation] = ()
 ) -> tuple[bytes, GroupMeta]:
-    """Return the content of a group's file, and `meta` with the digest of it.
+    """Return what a file holds of a group, and `meta` with the digest of it; `meta.offset` is where the file holds it.
 
     Args:
         samples: the rows; every array of a row but its `tensors` is [T, ...] with the same T, and `meta.lengths` are these T in the same order.
@@ -176,7 +177,7 @@ def read_arrays(
     if expected is not None and expected.row is not None:
         row = open_tokens(path).read(expected.row, expected.digest)
         return row if indices is None else [row[at] for at in indices]
-    with _opened(path) as (columns, meta, details):
+    with _opened(path, expected) as (columns, meta, details):
         lengths = columns.read("lengths", 0, len(details)).tolist()
         if columns.entries("lengths") != len(lengths):
             raise _damaged(path, f"{columns.entries('lengths')} lengths for {len(details)} samples")
@@ -196,7 +197,7 @@ def read_conversations(path: Path, expected: GroupMeta) -> list[Conversation]:
     Raises:
         DamagedError: also where the file does not say it.
     """
-    with _opened(path) as (_, meta, details):
+    with _opened(path, expected) as (_, meta, details):
         _check_same(path, meta, expected)
         if digest_of(json.dumps(details).encode()) != meta.digest:
             raise _damaged(path, "its header is not what was written")
@@ -242,17 +243,23 @@ def _hint_size(detail: dict[str, Any]) -> int:
 
 
 class _Columns:
-    """The tensors of an open safetensors file, of which slices are read along their first dimension.
+    """The tensors of a group in an open file, of which slices are read along their first dimension.
 
     safetensors' own slices map the file into memory: where a file shrinks meanwhile, reading it ends the process.
     """
 
-    def __init__(self, path: Path, file: BufferedReader) -> None:
+    def __init__(self, path: Path, file: BufferedReader, offset: int) -> None:
+        file.seek(offset)
         (size,) = struct.unpack("<Q", file.read(8))
         if size > _MAX_HEADER:
             raise _damaged(path, f"a header of {size} bytes")
-        self._path, self._file, self._begin = path, file, 8 + size
+        self._path, self._file, self._begin = path, file, offset + 8 + size
         self._header = json.loads(file.read(size))
+
+    @property
+    def end(self) -> int:
+        """Where the file goes on behind the group."""
+        return self._begin + max((self._place(name)[1] for name in self._header if name != "__metadata__"), default=0)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -340,11 +347,26 @@ class _Columns:
             raise _damaged(self._path, f"no usable {name}: {error}") from error
 
 
+def groups_of(path: Path) -> Iterator[GroupMeta]:
+    """Yield the groups of a file, as their headers say; `check_group` compares the rest.
+
+    Raises:
+        DamagedError: the file is missing, is another one, or a header is damaged: what is behind that is not found any more.
+    """
+    offset = 0
+    while not offset or offset < path.stat().st_size:
+        with _opened(path, offset=offset) as (columns, meta, _):
+            if Path(meta.path).name != path.name:
+                raise _damaged(path, f"it was written as {meta.path}")
+            yield replace(meta, offset=offset)
+            offset = columns.end
+
+
 def check_group(path: Path, expected: GroupMeta | None = None) -> GroupMeta:
-    """Return what the header of the group at `path` says, after comparing all of the file with its checksums; without numpy.
+    """Return what the header of a group of the file at `path` says, after comparing all of it with its checksums; without numpy.
 
     Args:
-        expected: what a batch knows of the group.
+        expected: what a batch, or the header, knows of the group; None: it is the first one of the file, and may be any.
 
     Raises:
         DamagedError: the file is missing or damaged, has no checksums, or holds another group than the one expected.
@@ -352,10 +374,8 @@ def check_group(path: Path, expected: GroupMeta | None = None) -> GroupMeta:
     if expected is not None and expected.row is not None:
         open_tokens(path).read(expected.row, expected.digest)
         return expected
-    with _opened(path) as (columns, meta, details):
+    with _opened(path, expected) as (columns, meta, details):
         _check_same(path, meta, expected)
-        if meta.group_id != path.stem:
-            raise _damaged(path, f"it holds group {meta.group_id}")
         if digest_of(json.dumps(details).encode()) != meta.digest or len(meta.lengths) != len(details):
             raise _damaged(path, "it has no checksums of its rows")
         lengths = struct.unpack(f"<{len(details)}q", columns.content("lengths", 0, len(details)))
@@ -370,8 +390,27 @@ def check_group(path: Path, expected: GroupMeta | None = None) -> GroupMeta:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[tuple[_Columns, GroupMeta, list[dict[str, Any]]]]:
-    """Have the columns of a file, its group, and details of its rows."""
+def _opened(
+    path: Path, expected: GroupMeta | None = None, offset: int = 0
+) -> Iterator[tuple[_Columns, GroupMeta, list[dict[str, Any]]]]:
+    """Have the columns of a group, what its header says, and details of its rows.
+
+    Args:
+        offset: where in the file it is, where no group is expected.
+    """
+    if expected is None:
+        with _opened_at(path, offset) as group:
+            yield group
+        return
+    try:
+        with _opened_at(path, expected.offset) as group:
+            yield group
+    except DamagedError as error:
+        raise DamagedError(f"group {expected.group_id}: {error}") from error
+
+
+@contextmanager
+def _opened_at(path: Path, offset: int) -> Iterator[tuple[_Columns, GroupMeta, list[dict[str, Any]]]]:
     try:
         file = path.open("rb")
     except FileNotFoundError as error:
@@ -380,7 +419,7 @@ def _opened(path: Path) -> Iterator[tuple[_Columns, GroupMeta, list[dict[str, An
         ) from error
     with file, naming(path):
         try:
-            columns = _Columns(path, file)
+            columns = _Columns(path, file, offset)
             group = columns.group()
             meta, details = GroupMeta.from_json(group["meta"]), group["samples"]
         except (struct.error, ValueError, KeyError, TypeError) as error:

@@ -2,7 +2,7 @@
 
     consumes   work from the controller, weights/v<k>
     waits for  the controller (a claim waits there for work or for a newer version)
-    produces   samples/<replica>/<group>.safetensors, turns/<worker>/, evals/v<k>/<replica>.jsonl and .rows, metrics/rollout-<replica>.jsonl, timeline/
+    produces   samples/<replica>/g….safetensors, turns/<worker>/, evals/v<k>/<replica>.jsonl and .rows, metrics/rollout-<replica>.jsonl, timeline/
 
 Work of a claim begins before a newer version that the same answer names is loaded: it was assigned for the version that the engine holds.
 Running training groups go on meanwhile, as `Engine.update_weights` says; running evaluation is waited for, since a score belongs to one version.
@@ -18,7 +18,8 @@ import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from secrets import token_hex
 from typing import Any
 
 from hpcrl.data.group_file import group_bytes
@@ -40,7 +41,7 @@ from hpcrl.rollout.threads import in_thread
 from hpcrl.rollout.turns import KeptTurns
 from hpcrl.rollout.weights.copies import NodeCopies
 from hpcrl.rollout.weights.fetch import fetch
-from hpcrl.rundir.commit import write_files
+from hpcrl.rundir.commit import write_bytes
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.records import append_text
 from hpcrl.runtime.controller_client import FINISHED, Controller
@@ -287,25 +288,27 @@ class Worker:
 
     async def _hand_over(self) -> None:
         run, replica = self._options.run, self._options.replica
-        folder = run.samples_of(replica)
-        named = str(folder.relative_to(run.path))
-        metas, contents = list[GroupMeta](), dict[str, bytes]()
+        metas, contents, size = list[GroupMeta](), list[bytes](), 0
         evaluated = defaultdict[int, list[tuple[Group, GroupMeta]]](list)
+        trained = [group for group in self._delivering if group.work.kind == "train"]
+        # another attempt may hand over a group once more, and what else is in this file may still be needed then
+        path = run.samples_of(replica) / f"{trained[0].work.group_id}-{token_hex(4)}.safetensors" if trained else None
         for group in self._delivering:
-            if group.work.kind == "eval":
-                path = run.eval_dump(group.oldest_version, replica)
-                meta = group.meta(replica, str(path.relative_to(run.path)))
+            if path is None or group.work.kind == "eval":
+                dump = run.eval_dump(group.oldest_version, replica)
+                meta = group.meta(replica, str(dump.relative_to(run.path)))
                 evaluated[group.oldest_version].append((group, meta))
             else:
-                name = f"{group.work.group_id}.safetensors"
-                meta = group.meta(replica, f"{named}/{name}")
-                contents[name], meta = group_bytes(group.samples, meta, group.judged)
+                meta = replace(group.meta(replica, str(path.relative_to(run.path))), offset=size)
+                content, meta = group_bytes(group.samples, meta, group.judged)
+                contents.append(content)
+                size += len(content)
             metas.append(meta)
         for version, members in evaluated.items():
             await self._write_evaluated(version, members)
-        if contents:
-            await in_thread(write_files, folder, contents)
-            self._rollout_metrics.written += sum(map(len, contents.values()))
+        if path is not None:
+            await in_thread(write_bytes, path, b"".join(contents))
+            self._rollout_metrics.written += size
         await self._call("complete", groups=[meta.to_json() for meta in metas])
         self._turns.forget(group.work.group_id for group in self._delivering)
         self._delivering = []

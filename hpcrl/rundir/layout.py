@@ -12,7 +12,7 @@
   endpoints/                       one process status file per process, and the rendezvous of the newest attempt
   logs/<attempt>/<process>.log     and stacks/<process>.txt, what each thread did when somebody asked; collectives/<rank>, what NCCL did
   weights/v000042/                 HF names, safetensors, manifest; committed by rename
-  samples/<replica>/g….safetensors one file per finished group
+  samples/<replica>/g….safetensors finished groups; those that were handed over at once are in one file
   scores/<model>/g….safetensors    what scorers say of a finished group
   dataset/train-0/                 tokens of the first training dataset whose rows are trained as they are; validation-0 of the first that is evaluated
   turns/<worker>/g….v<k>.jsonl     what has ended of groups that have not, begun with version k

@@ -91,11 +91,12 @@ def load_samples(
     wanted: dict[int, list[int]] = defaultdict(list)
     for ref in refs:
         wanted[ref.group].append(ref.index)
+    places = {path: run.inside(path) for path in {batch.groups[group].path for group in wanted}}
     samples: dict[tuple[int, int], Sample] = {}
     left_out = 0
     for group, indices in wanted.items():
         meta = batch.groups[group]
-        found = read_group(run.inside(meta.path), indices if least_prefix is None else None, meta)
+        found = read_group(places[meta.path], indices if least_prefix is None else None, meta)
         found = [whole_trained(sample) for sample in found] if prompts else found
         if least_prefix is not None:
             masks = masks_without_prefixes(found, meta.rewards, least_prefix)

@@ -7,7 +7,7 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,9 +25,9 @@ from hpcrl.controller.schema import NAME, Schema
 from hpcrl.controller.score_queue import ScoreQueue
 from hpcrl.controller.service import Service
 from hpcrl.data.batch_file import read_batch
-from hpcrl.data.group_file import write_group
+from hpcrl.data.group_file import group_bytes
 from hpcrl.errors import HpcrlError, RunError
-from hpcrl.rundir.commit import read_json, write_json, write_text
+from hpcrl.rundir.commit import read_json, write_bytes, write_json, write_text
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.controller_client import Controller
 from hpcrl.runtime.http_server import Guard, Route, Signed, bind, serve
@@ -147,12 +147,24 @@ def finish(run: Run, work: Work, version: int, reward: float = 1.0) -> GroupMeta
 
 def write(run: Run, meta: GroupMeta) -> GroupMeta:
     """Write the file of a group, with tokens that nobody looks at."""
+    return write_together(run, [meta])[0]
+
+
+def write_together(run: Run, groups: Sequence[GroupMeta]) -> list[GroupMeta]:
+    """Write groups into the file of the first one."""
     columns = {"token_ids": "i8", "loss_mask": "f4", "rollout_logprobs": "f4", "versions": "i4", "rewards": "f4"}
-    rows = [
-        Sample(**{name: np.zeros(length, kind) for name, kind in columns.items()}, stop_reason="stop")
-        for length in meta.lengths
-    ]
-    return write_group(run.path / meta.path, rows, meta)
+    content, written = b"", list[GroupMeta]()
+    for meta in groups:
+        rows = [
+            Sample(**{name: np.zeros(length, kind) for name, kind in columns.items()}, stop_reason="stop")
+            for length in meta.lengths
+        ]
+        (run.path / meta.path).unlink(missing_ok=True)
+        one, meta = group_bytes(rows, replace(meta, path=groups[0].path, offset=len(content)))
+        content += one
+        written.append(meta)
+    write_bytes(run.path / groups[0].path, content)
+    return written
 
 
 def batch_of(run: Run, step: int) -> Batch:
@@ -386,7 +398,7 @@ def test_bad_requests_are_refused_with_a_reason(run: Run) -> None:
         if w.kind == "train"
     )
     outside = {**finish(run, work, 0).to_json(), "path": "../../elsewhere"}
-    with pytest.raises(RunError, match=r"path': expected samples/0/g00000000\.safetensors, found '\.\./"):
+    with pytest.raises(RunError, match=r"path': expected a file of samples in samples/0, found '\.\./"):
         controller.call("complete", worker="rollout-0", groups=[outside])
     controller.close()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from hpcrl.data.token_file import open_tokens, write_tokens
 from hpcrl.data.tokenize import Rows
 from hpcrl.errors import RunError
 from hpcrl.observe.metrics import merged
-from hpcrl.rundir.commit import committed_directory, read_json, write_json
+from hpcrl.rundir.commit import read_json
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import open_attempt
 from hpcrl.types import GroupMeta, Work
@@ -141,48 +140,6 @@ def test_requests_whose_answer_got_lost_may_come_again(run: Run) -> None:
     controller.published(0)
     do(run, controller, [item for item in claimed if item.kind == "eval"], 0)
     assert read_json(run.evals_of(0) / "summary.json")["eval/all/avg_score"] == 1.0
-
-
-def test_samples_go_when_two_newer_checkpoints_are_there(run: Run) -> None:
-    controller = service(run, eval_interval=0)
-    controller.start(0)
-    train_to(run, controller, 1, 4)
-    for step in (2, 3):
-        with committed_directory(run.checkpoint(step), 1, step=step) as directory:
-            write_json(directory / "x.json", step)
-        controller.committed()
-    assert sorted(path.stem for path in run.samples.glob("*/*")) == [f"g{index:08d}" for index in range(4, 8)]
-
-
-def test_pruning_passes_once_over_the_samples_and_not_at_all_over_earlier_steps(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    controller = service(run, eval_interval=0, total_steps=9)
-    controller.start(0)
-    train_to(run, controller, 1, 6)
-    for step in (3, 4):
-        with committed_directory(run.checkpoint(step), 1, step=step) as directory:
-            write_json(directory / "x.json", step)
-    again = service(run, 2, eval_interval=0, total_steps=9)
-    again.start(4)  # the first attempt died before it heard of the commit
-    assert min(path.stem for path in run.samples.glob("*/*")) == "g00000006"
-    passes, glob = list[str](), Path.glob
-
-    def counted(path: Path, pattern: str) -> Iterator[Path]:
-        passes.append(f"{path.name}/{pattern}")
-        return glob(path, pattern)
-
-    monkeypatch.setattr(Path, "glob", counted)
-    run.batch(1).write_text("not looked at")
-    again.committed()
-    assert "samples/*/g*.safetensors" not in passes, "there is nothing new to remove"
-    for step in (5, 6):
-        with committed_directory(run.checkpoint(step), 1, step=step) as directory:
-            write_json(directory / "x.json", step)
-    again.committed()
-    assert [one for one in passes if one.startswith("samples/")] == ["samples/*/g*.safetensors"]
-    monkeypatch.undo()
-    assert sorted(path.stem for path in run.samples.glob("*/*")) == ["g00000010", "g00000011"]
 
 
 def test_a_worker_that_was_silent_goes_on_with_its_groups(run: Run) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpcrl.data.group_file import check_group, read_group, write_group
+from hpcrl.data.group_file import check_group, group_bytes, groups_of, read_group, write_group
 from hpcrl.errors import DamagedError, DataError
 from hpcrl.types import GroupMeta, Hint, Sample, SamplingMask
 
@@ -84,6 +84,60 @@ def test_round_trip(group):
     assert all(same(a, b) for a, b in zip(read, samples, strict=True))
     assert replace(check_group(path), digest="") == meta(samples)
     assert [p.name for p in path.parent.iterdir()] == [path.name]  # nothing is left beside it
+
+
+@pytest.fixture
+def three(tmp_path):
+    """Three groups in one file, and what was written."""
+    path, content, metas, rows = tmp_path / "g000007.safetensors", b"", [], []
+    for name in ("g000007", "g000003", "g000012"):
+        rows.append([masked(sample(length, len(content) + length)) for length in (5, 9, 2)])
+        own = replace(meta(rows[-1]), group_id=name, path=f"samples/1/{path.name}", offset=len(content))
+        one, own = group_bytes(rows[-1], own)
+        content += one
+        metas.append(own)
+    path.write_bytes(content)
+    return path, metas, rows
+
+
+def test_several_groups_of_one_file(three):
+    path, metas, rows = three
+    assert list(groups_of(path)) == metas
+    for one, samples in zip(metas, rows, strict=True):
+        assert check_group(path, one) == one
+        assert all(same(a, b) for a, b in zip(read_group(path, None, one), samples, strict=True))
+        assert same(read_group(path, [2], one)[0], samples[2])
+
+
+def test_what_is_damaged_in_a_file_of_several_groups(three):
+    path, metas, _ = three
+    whole = path.read_bytes()
+    bit = lambda at: whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :]  # noqa: E731
+
+    path.write_bytes(bit(metas[2].offset - 1))
+    for read in (check_group, lambda path, one: read_group(path, None, one)):
+        with pytest.raises(DamagedError, match=r"^group g000003: .*g000007\.safetensors is damaged \(row 2"):
+            read(path, metas[1])
+        for one in (metas[0], metas[2]):
+            read(path, one)
+    assert len(list(groups_of(path))) == 3
+
+    path.write_bytes(bit(metas[1].offset + 60))
+    found = groups_of(path)
+    assert next(found).group_id == "g000007"
+    with pytest.raises(DamagedError, match="is damaged"):
+        next(found)
+    check_group(path, metas[2])
+
+    path.write_bytes(whole[:-1])
+    with pytest.raises(DamagedError, match="ends after"):
+        check_group(path, metas[2])
+    with pytest.raises(DamagedError, match="not the one that the batch was composed of"):
+        check_group(path, replace(metas[0], offset=metas[1].offset))
+    path.write_bytes(whole)
+    path.rename(path.with_name("g000008.safetensors"))
+    with pytest.raises(DamagedError, match=r"it was written as samples/1/g000007\.safetensors"):
+        list(groups_of(path.with_name("g000008.safetensors")))
 
 
 def test_part_of_a_group_in_the_order_asked_for(group):

@@ -13,8 +13,10 @@ from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import read_attempts
 from tests.faults.history import assert_nothing_lost
 from tests.faults.scenario import Scenario
-from tests.jobs.small_run import trained_groups
+from tests.jobs.small_run import groups_in, trained_groups
 from tests.processes import send
+
+COMPOSED_S = 5.0
 
 
 def flip(path: Path) -> None:
@@ -26,12 +28,17 @@ def flip(path: Path) -> None:
 
 @contextmanager
 def stopped(scenario: Scenario, run: Run) -> Iterator[int]:
-    """Stop the trainer until the batch that it would train next is there; yield its step."""
+    """Stop the trainer until a batch comes that it cannot have read; yield its step."""
     ranks = [scenario.rank(run)]
-    send(ranks, SIGSTOP)
     try:
+        send(ranks, SIGSTOP)
         batches = len(trained_groups(run))
-        scenario.wait(lambda: len(trained_groups(run)) > batches, "the next batch", 60, run)
+        while not scenario.pause(COMPOSED_S) and len(trained_groups(run)) == batches:
+            # it was stopped when all that may be composed ahead of it was there
+            send(ranks, SIGCONT)
+            scenario.wait(lambda count=batches: len(trained_groups(run)) > count, "a step", 60, run)
+            send(ranks, SIGSTOP)
+            batches = len(trained_groups(run))
         yield batches + 1
     finally:
         send(ranks, SIGCONT)
@@ -53,7 +60,7 @@ def test_42_samples_are_damaged_before_they_are_read(scenario: Scenario, damage:
     scenario.reach(run, 4)
     with stopped(scenario, run) as step:
         victim = trained_groups(run)[step - 1][0]
-        change(next(run.samples.glob(f"*/{victim}.safetensors")))
+        change(next(path for path, group in groups_in(run) if group.group_id == victim))
     outcome = scenario.outcome(run, 1, 90)
     assert outcome.kind == "failed"
     assert victim in outcome.message

@@ -13,11 +13,13 @@ from pathlib import Path
 import pytest
 
 from hpcrl.data.batch_file import batch_steps, read_batch
+from hpcrl.data.group_file import groups_of
 from hpcrl.observe.metrics import merged
 from hpcrl.observe.timeline import read_spans, shares, steps_of
 from hpcrl.rundir.commit import read_json
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import outcome_of
+from hpcrl.types import GroupMeta
 from tests.processes import command_of, processes_of
 
 HPCRL = str(Path(sys.executable).parent / "hpcrl")
@@ -79,6 +81,11 @@ def trained_groups(run: Run) -> list[list[str]]:
     """Return the group ids of each batch, by step."""
     files = [read_batch(run.batch(step)) for step in batch_steps(run)]
     return [[group.group_id for group in file.batch.groups] for file in files if file]
+
+
+def groups_in(run: Run) -> list[tuple[Path, GroupMeta]]:
+    """Return the groups whose samples are there, each with its file."""
+    return [(path, group) for path in sorted(run.samples.rglob("*.safetensors")) for group in groups_of(path)]
 
 
 def curve(run: Run, name: str) -> dict[int, float]:

@@ -32,7 +32,11 @@ def samples_of(run: Run) -> list[Sample]:
     """Return all that was trained, in its order."""
     files = [read_batch(run.batch(step)) for step in batch_steps(run)]
     return [
-        sample for file in files if file for group in file.batch.groups for sample in read_group(run.inside(group.path))
+        sample
+        for file in files
+        if file
+        for group in file.batch.groups
+        for sample in read_group(run.inside(group.path), None, group)
     ]
 
 

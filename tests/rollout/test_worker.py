@@ -22,7 +22,7 @@ from hpcrl.config import Config, EnvironmentConfig, GeneratorConfig, SamplingPar
 from hpcrl.config.sections.generator import ChatTemplateConfig
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.data.chat import decoder, load_tokenizer
-from hpcrl.data.group_file import read_group
+from hpcrl.data.group_file import groups_of, read_group
 from hpcrl.data.kept_files import read_rows
 from hpcrl.data.weight_files import PublishedWeights
 from hpcrl.errors import CommitError, ConfigError, EngineError, HpcrlError
@@ -109,7 +109,7 @@ def start(
 
 
 def assert_said_by(model: Path, run: Run, meta: GroupMeta) -> None:
-    samples = read_group(run.inside(meta.path))
+    samples = read_group(run.inside(meta.path), None, meta)
     assert len(samples) == 4
     for sample in samples:
         chosen = sample.loss_mask > 0
@@ -141,7 +141,7 @@ def test_groups_of_each_version(
     for name in ("g1", "g2", "g3", "g4", "g5"):
         meta, version = by_name[name], int(name == "g5")
         assert (meta.oldest_version, meta.newest_version) == (version, version)
-        assert meta.path == f"samples/5/{name}.safetensors"
+        assert meta in groups_of(run.path / meta.path)
         assert_said_by(models[version], run, meta)
 
     lines = [json.loads(line) for line in run.eval_dump(0, 5).read_text().splitlines()]
@@ -150,7 +150,6 @@ def test_groups_of_each_version(
         "prompt", "response", "score", "stop_reason", "env_class", "data_source", "group_id", "sample", "env_metrics", "parts",
     }  # fmt: skip
     assert [part["by"] for part in lines[0]["parts"]] == ["prompt", "policy"]
-    assert not (run.samples_of(5) / "e1.safetensors").exists()
 
     weights = PublishedWeights.read(run.weights_of(1)).digest
     kept = [row for version in (0, 1) for row in read_rows(run.eval_rows(version, 5))[0]]
@@ -204,7 +203,9 @@ def test_work_that_comes_with_news_of_a_newer_version_is_done(
     assert not failed
     assert all(0 <= meta.oldest_version <= meta.newest_version <= 1 for meta in controller.completed)
     for meta in controller.completed:
-        versions = {v for sample in read_group(run.path / meta.path) for v in sample.versions.tolist()} - {-1}
+        versions = {v for sample in read_group(run.path / meta.path, None, meta) for v in sample.versions.tolist()} - {
+            -1
+        }
         assert (min(versions), max(versions)) == (meta.oldest_version, meta.newest_version)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import tomli
 
 from hpcrl.data.batch_file import batch_steps, check_batches, read_batch
-from hpcrl.data.group_file import check_group
+from hpcrl.data.group_file import check_group, groups_of
 from hpcrl.data.kept_files import read_rows, read_turns, turn_files
 from hpcrl.data.score_file import check_scores
 from hpcrl.data.weight_files import check_weights
@@ -22,6 +22,7 @@ from hpcrl.rundir.layout import Run, position_of, step_of, version_of
 from hpcrl.rundir.ledger import ended_attempts, outcome_of, parse_attempt
 from hpcrl.rundir.records import whole_lines
 from hpcrl.rundir.starts import parse_start, require_starts
+from hpcrl.types import GroupMeta
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def _json_lines(path: Path, whole: bool = False) -> Iterator[str]:
 
 
 def _samples(run: Run) -> Iterator[str]:
-    seen, pruned = set[Path](), samples_removed(run)
+    seen, pruned = set[tuple[Path, int]](), samples_removed(run)
     for step in batch_steps(run):
         try:
             file = read_batch(run.batch(step))
@@ -105,13 +106,15 @@ def _samples(run: Run) -> Iterator[str]:
             continue  # told as such
         for group in file.batch.groups if file and step > pruned else ():
             path = run.path / group.path
-            seen.add(path)
+            seen.add((path, group.offset))
             if path.exists() or step > (pruned := samples_removed(run)):
                 yield from _told(lambda path=path, group=group: check_group(path, group))
                 yield from _told(lambda group=group: check_scores(run, group))
     for path in sorted(run.samples.glob("*/g*.safetensors")):
-        if path not in seen:
-            yield from _told(lambda path=path: check_group(path), path)
+        groups = list[GroupMeta]()
+        yield from _told(lambda path=path, groups=groups: groups.extend(groups_of(path)), path)
+        for group in (group for group in groups if (path, group.offset) not in seen):
+            yield from _told(lambda path=path, group=group: check_group(path, group), path)
 
 
 def _datasets(run: Run) -> Iterator[str]:

@@ -12,10 +12,10 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from hpcrl.data.group_file import check_group, read_group
+from hpcrl.data.group_file import read_group
 from hpcrl.rundir.layout import Run
 from tests.jobs.agents.tool_game import TOOLS, make
-from tests.jobs.small_run import curve, eval_score, hpcrl, logs_of
+from tests.jobs.small_run import curve, eval_score, groups_in, hpcrl, logs_of
 from tests.paths import CONFIGS, QUICKSTART, ROOT
 
 ONE_TURN_EACH = ("trainer.train_batch_size=2", "trainer.policy_mini_batch_size=2", "generator.n_samples_per_prompt=2")
@@ -32,10 +32,10 @@ def test_a_program_with_the_client_of_openai_is_trained(place: Path) -> None:
     assert done.returncode == 0, done.stderr + logs_of(run)
     assert set(curve(run, "environment/guesses")) == {1, 2}
     assert set(curve(run, "generate/failed_samples").values()) <= {0.0}
-    groups = list(run.samples.rglob("*.safetensors"))
+    groups = groups_in(run)
     assert groups
-    for path in groups:
-        rows, meta = read_group(path), check_group(path)
+    for path, meta in groups:
+        rows = read_group(path, None, meta)
         assert meta.rows == [1, 1]
         for row, metrics, reward in zip(rows, meta.env_metrics, meta.rewards, strict=True):
             turns = int((row.loss_mask[1:] > row.loss_mask[:-1]).sum())
@@ -133,7 +133,7 @@ def test_tool_calls_in_two_branches_of_several_turns_are_learned(place: Path) ->
     print(
         f"guess_number by tool calls, two branches: {before:.3f} -> {after:.3f}; {calls[1]:.3f} of answers are calls, then {calls[120]:.3f}"
     )
-    rows = [count for path in run.samples.rglob("*.safetensors") for count in check_group(path).rows or []]
+    rows = [count for _, meta in groups_in(run) for count in meta.rows or []]
     assert {1, 2} <= set(rows), "more where both branches have said the same so far: they go on from one of the answers"
     assert before <= 0.4
     assert after >= 0.8

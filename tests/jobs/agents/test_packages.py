@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.data.group_file import check_group, read_group
+from hpcrl.data.group_file import read_group
 from hpcrl.rundir.layout import Run
 from tests.jobs.agents.test_agents import running
-from tests.jobs.small_run import curve, hpcrl, logs_of
+from tests.jobs.small_run import curve, groups_in, hpcrl, logs_of
 from tests.paths import CONFIGS, QUICKSTART, ROOT
 
 ENVIRONMENTS = Path(os.environ.get("HPCRL_AGENTS", ROOT / ".venv-agents"))
@@ -60,10 +60,10 @@ def test_an_environment_of_verifiers(place: Path, python: Path) -> None:
     made = subprocess.run(program, capture_output=True, text=True, check=True)
     run = trained(place, "verifiers", python, made.stdout)
     assert set(curve(run, "environment/letters_in_place")) == {1, 2}
-    groups = list(run.samples.rglob("*.safetensors"))
+    groups = groups_in(run)
     assert len(groups) >= 4
-    for path in groups:
-        rows, meta = read_group(path), check_group(path)
+    for path, meta in groups:
+        rows = read_group(path, None, meta)
         assert meta.rows == [1, 1]
         for row, metrics, reward in zip(rows, meta.env_metrics, meta.rewards, strict=True):
             assert row.loss_mask.sum() > 0
@@ -87,8 +87,8 @@ def test_an_environment_of_openenv(place: Path, python: Path) -> None:
         turns = ("generator.max_turns=3", "generator.max_input_length=64", "trainer.max_prompt_length=32")
         run = trained(place, "openenv", python, written, *turns)
     assert set(curve(run, "environment/steps")) == {1, 2}
-    for path in run.samples.rglob("*.safetensors"):
-        rows, meta = read_group(path), check_group(path)
+    for path, meta in groups_in(run):
+        rows = read_group(path, None, meta)
         assert meta.rows == [1, 1]
         for row, metrics in zip(rows, meta.env_metrics, strict=True):
             assert int((row.loss_mask[1:] > row.loss_mask[:-1]).sum()) == metrics["steps"]

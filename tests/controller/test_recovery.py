@@ -1,4 +1,4 @@
-"""Groups that somebody has begun and not finished: who generates them next is told what there is, as far as their versions may still train."""
+"""What is left on disk: files of finished groups, until nobody needs one of them, and of groups that somebody has begun, for who generates them next."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import pytest
 from hpcrl.controller.admission import Admission, staleness
 from hpcrl.data.kept_files import turn_file
 from hpcrl.rundir.checked_lines import append_lines
+from hpcrl.rundir.commit import committed_directory, write_json
 from hpcrl.rundir.layout import Run
 from tests.controller.test_admission import meta
-from tests.controller.test_api import make_run
+from tests.controller.test_api import batch_of, finish, make_run, write_together
 from tests.controller.test_service import do, service, train_to
 
 
@@ -132,3 +133,76 @@ def gone_on_with(drawn: random.Random, steps: int) -> int:
         if version == steps:
             return gone_on
     raise AssertionError("it came to no end")
+
+
+def test_samples_go_when_two_newer_checkpoints_are_there(run: Run) -> None:
+    controller = service(run, eval_interval=0)
+    controller.start(0)
+    train_to(run, controller, 1, 4)
+    for step in (2, 3):
+        commit(run, step)
+        controller.committed()
+    assert sorted(path.stem for path in run.samples.glob("*/*")) == [f"g{index:08d}" for index in range(4, 8)]
+
+
+def test_samples_of_earlier_attempts_go_too_and_earlier_steps_are_not_looked_at_again(run: Run) -> None:
+    controller = service(run, eval_interval=0, total_steps=9)
+    controller.start(0)
+    train_to(run, controller, 1, 6)
+    commit(run, 3, 4)
+    again = service(run, 2, eval_interval=0, total_steps=9)
+    again.start(4)  # the first attempt died before it heard of the commit
+    assert min(path.stem for path in run.samples.glob("*/*")) == "g00000006"
+    run.batch(1).write_text("not looked at")
+    again.committed()
+    commit(run, 5, 6)
+    again.committed()
+    assert sorted(path.stem for path in run.samples.glob("*/*")) == ["g00000010", "g00000011"]
+
+
+def test_a_file_of_samples_goes_with_the_last_of_its_groups(run: Run) -> None:
+    first = service(run, eval_interval=0, total_steps=9, staleness=1)
+    first.start(0)
+    groups = write_together(run, [finish(run, item, 0) for item in first.claim("rollout-0", 0, 4)])
+    assert len(groups) == 4
+    assert first.complete(groups) == {}
+    first.published(1)
+    assert [group.offset for group in batch_of(run, 2).groups] == [group.offset for group in groups[2:]]
+    commit(run, 1, 2)
+    first.committed()
+    (path,) = run.samples.glob("*/*")
+    again = service(run, 2, eval_interval=0, total_steps=9, staleness=1)
+    again.start(2)
+    train_to(run, again, 3, 3)
+    assert path.exists(), "step 2 may be trained again"
+    commit(run, 3)
+    again.committed()
+    assert not path.exists()
+
+
+def test_a_damaged_group_is_generated_again_without_the_others_of_its_file(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = service(run, eval_interval=0, staleness=1)
+    first.start(0)
+    groups = write_together(run, [finish(run, item, 0) for item in first.claim("rollout-0", 0, 4)])
+    assert first.complete(groups) == {}
+    path = run.path / groups[0].path
+    content = bytearray(path.read_bytes())
+    content[groups[2].offset - 1] ^= 1
+    path.write_bytes(content)
+    again = service(run, 2, eval_interval=0, staleness=1)
+    again.start(0)
+    assert f"group {groups[1].group_id}: sample file {path} is damaged" in capsys.readouterr().out
+    work = again.claim("rollout-0", 0, 9)
+    assert [item.group_id for item in work] == [groups[1].group_id]
+    do(run, again, work, 0)
+    trained = {group.group_id: group.path for step in (1, 2) for group in batch_of(run, step).groups}
+    anew = {work[0].group_id: f"samples/0/{work[0].group_id}.safetensors"}
+    assert trained == {group.group_id: groups[0].path for group in groups} | anew
+
+
+def commit(run: Run, *steps: int) -> None:
+    for step in steps:
+        with committed_directory(run.checkpoint(step), 1, step=step) as directory:
+            write_json(directory / "x.json", step)
