@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -145,7 +146,9 @@ def test_samples_go_when_two_newer_checkpoints_are_there(run: Run) -> None:
     assert sorted(path.stem for path in run.samples.glob("*/*")) == [f"g{index:08d}" for index in range(4, 8)]
 
 
-def test_samples_of_earlier_attempts_go_too_and_earlier_steps_are_not_looked_at_again(run: Run) -> None:
+def test_samples_of_earlier_attempts_go_too_and_nothing_looks_for_them_again(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     controller = service(run, eval_interval=0, total_steps=9)
     controller.start(0)
     train_to(run, controller, 1, 6)
@@ -153,10 +156,19 @@ def test_samples_of_earlier_attempts_go_too_and_earlier_steps_are_not_looked_at_
     again = service(run, 2, eval_interval=0, total_steps=9)
     again.start(4)  # the first attempt died before it heard of the commit
     assert min(path.stem for path in run.samples.glob("*/*")) == "g00000006"
+    passes, glob = list[str](), Path.glob
+
+    def counted(path: Path, pattern: str) -> Iterator[Path]:
+        passes.append(f"{path.name}/{pattern}")
+        return glob(path, pattern)
+
+    monkeypatch.setattr(Path, "glob", counted)
     run.batch(1).write_text("not looked at")
     again.committed()
     commit(run, 5, 6)
     again.committed()
+    monkeypatch.undo()
+    assert not [one for one in passes if one.startswith("samples/")]
     assert sorted(path.stem for path in run.samples.glob("*/*")) == ["g00000010", "g00000011"]
 
 

@@ -17,13 +17,16 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwe
 
 from hpcrl.config import InferenceEngineConfig
 from hpcrl.config.sections.model import Pretrained
+from hpcrl.data.group_file import groups_of, read_group
 from hpcrl.data.model_config import ConfiguredModel
 from hpcrl.data.weight_files import Probe, PublishedWeights, WeightFile, WeightReader, weight_facts
 from hpcrl.rollout.engines.embedded.launch import Embedded, EmbeddedOptions
 from hpcrl.rollout.engines.vllm.processes import shared_memory
 from hpcrl.rollout.engines.vllm.server import Server, ServerOptions
 from hpcrl.rundir.commit import begin, finish, is_committed
+from hpcrl.rundir.layout import Run
 from hpcrl.runtime.scratch import Scratch
+from hpcrl.types import GroupMeta, Sample
 from tests.paths import CONFIGS, ROOT
 
 QUICKSTART = CONFIGS / "quickstart" / "model"
@@ -185,3 +188,12 @@ def served(given: ServerOptions, log: Path, *paths: Path) -> Iterator[Server]:
         server.stop()
         scratch.remove()
     assert not made & set(os.listdir("/dev/shm")), "vLLM leaves some behind even when it ends by itself"
+
+
+def handed_over(run: Run, replica: int) -> set[str]:
+    """Return the groups whose samples a worker has written."""
+    return {group.group_id for path in run.samples_of(replica).iterdir() for group in groups_of(path)}
+
+
+def rows_of(run: Run, meta: GroupMeta) -> list[Sample[torch.Tensor]]:
+    return read_group(run.inside(meta.path), None, meta)

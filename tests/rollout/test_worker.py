@@ -22,7 +22,6 @@ from hpcrl.config import Config, EnvironmentConfig, GeneratorConfig, SamplingPar
 from hpcrl.config.sections.generator import ChatTemplateConfig
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.data.chat import decoder, load_tokenizer
-from hpcrl.data.group_file import groups_of, read_group
 from hpcrl.data.kept_files import read_rows
 from hpcrl.data.weight_files import PublishedWeights
 from hpcrl.errors import CommitError, ConfigError, EngineError, HpcrlError
@@ -47,9 +46,11 @@ from tests.rollout.material import (
     START_S,
     TOKEN,
     children_of,
+    handed_over,
     logprobs,
     probe_of,
     processes,
+    rows_of,
     wait_for,
 )
 
@@ -109,7 +110,7 @@ def start(
 
 
 def assert_said_by(model: Path, run: Run, meta: GroupMeta) -> None:
-    samples = read_group(run.inside(meta.path), None, meta)
+    samples = rows_of(run, meta)
     assert len(samples) == 4
     for sample in samples:
         chosen = sample.loss_mask > 0
@@ -141,7 +142,6 @@ def test_groups_of_each_version(
     for name in ("g1", "g2", "g3", "g4", "g5"):
         meta, version = by_name[name], int(name == "g5")
         assert (meta.oldest_version, meta.newest_version) == (version, version)
-        assert meta in groups_of(run.path / meta.path)
         assert_said_by(models[version], run, meta)
 
     lines = [json.loads(line) for line in run.eval_dump(0, 5).read_text().splitlines()]
@@ -150,6 +150,8 @@ def test_groups_of_each_version(
         "prompt", "response", "score", "stop_reason", "env_class", "data_source", "group_id", "sample", "env_metrics", "parts",
     }  # fmt: skip
     assert [part["by"] for part in lines[0]["parts"]] == ["prompt", "policy"]
+
+    assert handed_over(run, 5) == {"g1", "g2", "g3", "g4", "g5"}
 
     weights = PublishedWeights.read(run.weights_of(1)).digest
     kept = [row for version in (0, 1) for row in read_rows(run.eval_rows(version, 5))[0]]
@@ -203,9 +205,7 @@ def test_work_that_comes_with_news_of_a_newer_version_is_done(
     assert not failed
     assert all(0 <= meta.oldest_version <= meta.newest_version <= 1 for meta in controller.completed)
     for meta in controller.completed:
-        versions = {v for sample in read_group(run.path / meta.path, None, meta) for v in sample.versions.tolist()} - {
-            -1
-        }
+        versions = {v for sample in rows_of(run, meta) for v in sample.versions.tolist()} - {-1}
         assert (min(versions), max(versions)) == (meta.oldest_version, meta.newest_version)
 
 
@@ -249,7 +249,7 @@ def test_a_group_that_nobody_waits_for_is_given_up(
         thread.join(30)
     assert not failed
     assert sorted(meta.group_id for meta in controller.completed) == ["g2", "g3", "g4"]
-    assert not list(run.samples_of(5).glob("*g1*"))
+    assert handed_over(run, 5) == {"g2", "g3", "g4"}
 
 
 @pytest.mark.parametrize("claim_takes", [0.0, 1.0])
