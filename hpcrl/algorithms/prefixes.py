@@ -58,5 +58,5 @@ def shared_prefixes(responses: Sequence[Sequence[int]], rewards: Sequence[float]
 def common_prefix(one: np.ndarray, other: np.ndarray) -> int:
     """Return with how many tokens two rows, or responses, begin alike."""
     size = min(len(one), len(other))
-    different = np.flatnonzero(one[:size] != other[:size])
-    return int(different[0]) if len(different) else size
+    different = one[:size] != other[:size]
+    return int(different.argmax()) if different.any() else size

@@ -271,9 +271,9 @@ class Api:
             self._told = news
             for name in list(self._waiting):
                 self._answer(name)
-        self._hand_out()
         async with self._changed:
-            self._changed.notify_all()
+            self._changed.notify_all()  # first the trainer, which may wait for a batch
+        self._hand_out()
 
     async def _wait(self, deadline: float) -> None:
         try:

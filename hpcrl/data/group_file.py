@@ -108,8 +108,9 @@ def group_bytes(
     last = {owner: row for row, owner in enumerate(meta.owners)}
     for sample, conversation in enumerate(conversations):
         details[last[sample]][_CONVERSATION] = conversation
-    meta = replace(meta, digest=digest_of(json.dumps(details).encode()))
-    text = json.dumps({"meta": meta.to_json(), "samples": details})
+    said = json.dumps(details)
+    meta = replace(meta, digest=digest_of(said.encode()))
+    text = f'{{"meta": {json.dumps(meta.to_json())}, "samples": {said}}}'
     arrays["lengths"] = np.array(lengths)
     return save(arrays | own, {_META: text, _CHECKSUM: digest_of(text.encode())}), meta
 

@@ -210,8 +210,9 @@ class GroupGenerator:
         rows = [[apply_stop_reason(row, self._config) for row in own] for own in said]
         if work.kind == "train":
             rows = neutralize_failed(rows)
-            told = [Told(one.past, one.messages, len(one.transcripts[0].prompt)) for one in episodes[:n]]
-            rows = self._lessons.with_hints(rows, [sample_reward(own) for own in rows], told, self._template)
+            if self._lessons.hints is not None:
+                told = [Told(one.past, one.messages, len(one.transcripts[0].prompt)) for one in episodes[:n]]
+                rows = self._lessons.with_hints(rows, [sample_reward(own) for own in rows], told, self._template)
             rows = await self._lessons.with_top_ids(rows, self._engine)
         else:  # experts are for training
             rows = [[replace(row, tensors={}) for row in own] for own in rows]
@@ -370,10 +371,12 @@ class GroupGenerator:
         text, answer = episode.messages[-1]["content"], await self._heard(episode, asked)
         if answer is None:
             return None
+        if answer.action == text:
+            answer = replace(answer, action=None)
         if answer.action is not None:
             episode.messages[-1]["content"] = answer.action
         episode.messages += answer.observations
-        return replace(answer, action=None if answer.action == text else answer.action)
+        return answer
 
     def _say(self, transcript: Transcript, said: Generation, answer: Turn | None, *, over: bool) -> None:
         """Add what the policy said, as far as the environment lets it stand, and its reward."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from statistics import fmean
 
 import numpy as np
@@ -56,20 +56,25 @@ class Group:
         said = ([m["content"] for m in messages if m["role"] == "assistant"] for messages in self.conversations)
         return [texts[-1] if texts else "" for texts in said]
 
+    @cached_property
+    def _versions(self) -> np.ndarray:
+        return np.concatenate([sample.versions for sample in self.samples])
+
     @property
     def oldest_version(self) -> int:
-        versions = np.concatenate([sample.versions for sample in self.samples])
-        chosen = versions[versions >= 0]
+        chosen = self._versions[self._versions >= 0]
         return int(chosen.min()) if len(chosen) else self.version
 
     @property
     def newest_version(self) -> int:
-        return max(self.version, int(np.concatenate([sample.versions for sample in self.samples]).max()))
+        return max(self.version, int(self._versions.max()))
 
     @cached_property
     def response_lengths(self) -> list[int]:
         """Tokens of each sample that the policy chose, trained or not."""
-        return [sum(int(np.count_nonzero(row.versions >= 0)) for row in rows) for rows in self.rows]
+        chosen = [0, *(self._versions >= 0).cumsum().tolist()]
+        ends = [0, *accumulate(sum(len(row.versions) for row in rows) for rows in self.rows)]
+        return [chosen[end] - chosen[begin] for begin, end in pairwise(ends)]
 
     def meta(self, replica: int, path: str) -> GroupMeta:
         return GroupMeta(
@@ -96,7 +101,7 @@ class Group:
 
 def sample_reward(rows: Sequence[Row]) -> float:
     """Return the reward of a sample: the outcome, which its last row has."""
-    return float(rows[-1].rewards.sum())
+    return float(np.add.reduce(rows[-1].rewards))
 
 
 def apply_stop_reason(sample: Row, config: GeneratorConfig) -> Row:
@@ -114,6 +119,8 @@ def apply_stop_reason(sample: Row, config: GeneratorConfig) -> Row:
 def neutralize_failed(samples: Sequence[list[Row]]) -> list[list[Row]]:
     """Return the samples of a group, each as its rows, with the failed ones given the mean reward of the others, so that they move no baseline."""
     rewards = [sample_reward(rows) for rows in samples if rows[-1].stop_reason != "failed"]
+    if len(rewards) == len(samples):
+        return list(samples)
     mean = fmean(rewards) if rewards else 0.0
 
     def neutral(rows: list[Row]) -> list[Row]:

@@ -66,6 +66,28 @@ class Call(Generic[R]):
         return self._value
 
 
+class Notices:
+    """Sets futures of an event loop from other threads. One wake-up sets all that came until then: each costs both sides the interpreter's lock."""
+
+    def __init__(self) -> None:
+        self._lock, self._due = threading.Lock(), list[asyncio.Future[None]]()
+
+    def set(self, loop: asyncio.AbstractEventLoop, future: asyncio.Future[None]) -> None:
+        with self._lock:
+            first = not self._due
+            self._due.append(future)
+        if first:
+            with suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(self._tell)
+
+    def _tell(self) -> None:
+        with self._lock:
+            due, self._due = self._due, []
+        for future in due:
+            if not future.done():
+                future.set_result(None)
+
+
 class CallThreads:
     """Makes calls in a bounded number of threads that are used again, each call within a time limit.
 
@@ -79,7 +101,7 @@ class CallThreads:
     def __init__(self, most: int, seconds: float) -> None:
         self._most, self._seconds = most, seconds
         self._lock = threading.Lock()
-        self._waiting, self._running, self._ended = deque[Call[Any]](), set[Call[Any]](), list[Call[Any]]()
+        self._waiting, self._running, self._notices = deque[Call[Any]](), set[Call[Any]](), Notices()
         self._at_work = self._idle = 0  # threads, those that were given up not counted
         self._wake = SimpleQueue[None]()
         self._helping: asyncio.TimerHandle | None = None
@@ -188,25 +210,14 @@ class CallThreads:
         """Note that a call has ended; return whether its thread goes on."""
         with self._lock:
             call.ended = True
-            first = not self._ended
             if not call.given_up:
                 self._running.remove(call)
-                self._ended.append(call)
         if call.given_up:
             if call.then is not None:
                 call.then()
             return False
-        if first:
-            with suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(self._tell)
+        self._notices.set(loop, call.known)
         return True
-
-    def _tell(self) -> None:
-        with self._lock:
-            ended, self._ended = self._ended, []
-        for call in ended:
-            if not call.known.done():
-                call.known.set_result(None)
 
 
 async def in_thread(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:

@@ -23,7 +23,7 @@ from hpcrl.rollout.engines.embedded.sampling import Sampling
 from hpcrl.rollout.engines.in_process import SLEEP, UPDATE, InProcessEngine
 from hpcrl.rollout.engines.proof import check_probe, check_ranks, difference, tolerance
 from hpcrl.rollout.limiter import Load
-from hpcrl.rollout.threads import in_thread
+from hpcrl.rollout.threads import Notices, in_thread
 
 
 class EmbeddedEngine(InProcessEngine):
@@ -41,6 +41,7 @@ class EmbeddedEngine(InProcessEngine):
         super().__init__(replica)
         self._model, self._compute, self._keep_cache = model, compute, keep_cache
         self._named: dict[str, tuple[Request, set[int]]] = {}
+        self._notices = Notices()
         self._device, self._asleep = model.device, False
         self.version = compute.version
 
@@ -67,7 +68,7 @@ class EmbeddedEngine(InProcessEngine):
             if name is not None:
                 self._named[name] = request, set()
             try:
-                said = await asyncio.wrap_future(request.responses)
+                said = await self._responses(request)
             except asyncio.CancelledError:
                 request.abandoned = True
                 raise
@@ -75,6 +76,13 @@ class EmbeddedEngine(InProcessEngine):
                 if name is not None:
                     del self._named[name]
         return said * n_samples if asked.greedy else said
+
+    async def _responses(self, request: Request) -> list[Generation]:
+        loop = asyncio.get_running_loop()
+        known = loop.create_future()
+        request.responses.add_done_callback(lambda _: self._notices.set(loop, known))
+        await known
+        return request.responses.result()
 
     async def top_tokens(self, token_ids: Sequence[int], count: int) -> list[list[int]]:
         with self._asked("top_tokens"):
