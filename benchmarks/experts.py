@@ -32,7 +32,6 @@ from benchmarks.shared_prefixes import make_group
 from hpcrl.config import AlgorithmConfig, FSDPConfig, MixedPrecisionConfig, ModelConfig, PolicyConfig, TrainerConfig
 from hpcrl.config.sections.generator import InferenceEngineConfig
 from hpcrl.config.sections.model import ExpertsConfig
-from hpcrl.data.group_file import as_tensors
 from hpcrl.data.model_config import ConfiguredModel
 from hpcrl.rollout.engines.embedded.launch import Embedded, EmbeddedOptions
 from hpcrl.rollout.transcript import Transcript
@@ -118,7 +117,7 @@ def generated(path: Path, dtype: Any, samples: int) -> PackedSamples:
     for said in asyncio.run(engine.connect().generate(prompt, samples, 1, sampling)):
         row = Transcript(prompt)
         row.add_response(said)
-        rows.append(as_tensors(row.sample("stop", {})))
+        rows.append(row.sample("stop", {}))
     engine.stop()
     return pack(rows)
 

@@ -3,7 +3,7 @@
 What it hands over at once is in one file, group after group, since a shared filesystem makes few files faster than many. Each group is what a
 safetensors file holds: the tensors of all rows laid end to end, their sampling masks where they have any, their lengths,
 what a row has beside its tokens under the digest of it, once for all rows that have the same, and the GroupMeta as JSON in the header, which says how many rows each sample has: one, or with generator.step_wise_trajectories one for
-each of its turns. The controller needs only the header; only what gives tensors needs torch, and the controller not even numpy.
+each of its turns. The controller needs only the header, and not even numpy.
 
 Each row has a checksum, compared when it is read, in the group's header; that has one too, and the batch that trains the group knows it.
 """
@@ -29,7 +29,6 @@ from hpcrl.types import GroupMeta, Hint, Sample, SamplingMask
 
 if TYPE_CHECKING:
     import numpy as np
-    import torch
 
 Conversation = list[dict[str, Any]]
 _DTYPES = {
@@ -140,8 +139,8 @@ def _checksum(columns: Iterable[Any]) -> str:
 
 def read_group(
     path: Path, indices: Sequence[int] | None = None, expected: GroupMeta | None = None
-) -> list[Sample[torch.Tensor]]:
-    """Return the rows of the group at `path` as tensors, all of them or those at `indices`, in that order.
+) -> list[Sample[np.ndarray]]:
+    """Return rows of the group at `path`, all of them or those at `indices`, in that order, and read no more of the file.
 
     Args:
         expected: what the batch knows of the group; None: it may be any.
@@ -149,32 +148,6 @@ def read_group(
     Raises:
         DamagedError: the file is missing or damaged, or holds another group than the one expected.
     """
-    return [as_tensors(row) for row in read_arrays(path, expected, indices)]
-
-
-def as_tensors(row: Sample[np.ndarray]) -> Sample[torch.Tensor]:
-    """Return a row as torch has it; the memory is the same."""
-    import numpy as np
-    import torch
-
-    def tensors(arrays: Sample[np.ndarray] | SamplingMask[np.ndarray]) -> dict[str, torch.Tensor]:
-        return {name: torch.from_numpy(value) for name, value in vars(arrays).items() if isinstance(value, np.ndarray)}
-
-    mask, hint = row.sampling_mask, row.hint
-    return Sample(
-        **tensors(row),
-        stop_reason=row.stop_reason,
-        env_metrics=row.env_metrics,
-        sampling_mask=None if mask is None else SamplingMask(**tensors(mask)),
-        hint=None if hint is None else Hint(torch.from_numpy(hint.token_ids), hint.replaces),
-        tensors={name: torch.from_numpy(array) for name, array in row.tensors.items()},
-    )
-
-
-def read_arrays(
-    path: Path, expected: GroupMeta | None = None, indices: Sequence[int] | None = None
-) -> list[Sample[np.ndarray]]:
-    """Return rows of the group at `path`, without torch, and read no more of the file; args and errors as in `read_group`."""
     if expected is not None and expected.row is not None:
         row = open_tokens(path).read(expected.row, expected.digest)
         return row if indices is None else [row[at] for at in indices]

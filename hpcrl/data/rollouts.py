@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 
 from hpcrl.data.batch_file import batch_steps, read_batch
-from hpcrl.data.group_file import read_arrays
+from hpcrl.data.group_file import read_group
 from hpcrl.errors import DataError, RunError
 from hpcrl.rundir.eval_dumps import dumped_samples
 from hpcrl.rundir.layout import Run
@@ -133,7 +133,7 @@ def read_trained(run: Run, samples: Sequence[tuple[GroupMeta, int]], decode: Dec
     groups: dict[str, list[Sample[np.ndarray]]] = {}
     for group, _ in samples:
         if group.group_id not in groups:
-            groups[group.group_id] = read_arrays(run.inside(group.path), group)
+            groups[group.group_id] = read_group(run.inside(group.path), None, group)
     return [_rollout(group, at, groups[group.group_id], decode) for group, at in samples]
 
 

@@ -6,10 +6,11 @@ computed about them, log-probabilities, values and advantages, is written beside
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, islice, pairwise
 
+import numpy as np
 import torch
 
 from hpcrl.algorithms.reductions import Counts, Reduction, sample_weight
@@ -206,41 +207,40 @@ def pack(
     lengths = [len(sample.token_ids) for sample in samples]
     ends = torch.tensor(lengths, dtype=torch.int64).cumsum(0) - 1
 
-    def joined(parts: Iterable[torch.Tensor], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.cat([torch.zeros(0, dtype=dtype), *parts])
+    def joined(name: str, dtype: type[np.generic] = np.float32) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate([np.zeros(0, dtype), *(getattr(one, name) for one in samples)]))
 
     def shifted(values_P: torch.Tensor) -> torch.Tensor:
         return values_P.roll(-1).index_fill_(0, ends, 0)
 
-    token_ids = joined((sample.token_ids for sample in samples), torch.int64)
-    loss_mask = shifted(joined(sample.loss_mask for sample in samples))
-    versions = shifted(joined((sample.versions for sample in samples), torch.int32))
+    token_ids, loss_mask = joined("token_ids", np.int64), shifted(joined("loss_mask"))
+    versions = shifted(joined("versions", np.int32))
     return PackedSamples(
         refs=list(refs) if refs is not None else [SampleRef(0, at, length) for at, length in enumerate(lengths)],
         lengths=lengths,
         token_ids=token_ids,
         labels=shifted(token_ids),
         loss_mask=loss_mask,
-        rollout_logprobs=shifted(joined(sample.rollout_logprobs for sample in samples)),
-        rewards=shifted(joined(sample.rewards for sample in samples)),
+        rollout_logprobs=shifted(joined("rollout_logprobs")),
+        rewards=shifted(joined("rewards")),
         staleness=torch.full_like(loss_mask, -1) if version is None else (version - versions).float(),
         sampling_mask=_joined_mask(samples),
-        hints=[sample.hint for sample in samples],
-        tensors=[sample.tensors for sample in samples],
+        hints=[hint and Hint(torch.as_tensor(hint.token_ids), hint.replaces) for hint in (s.hint for s in samples)],
+        tensors=[{name: torch.as_tensor(own) for name, own in sample.tensors.items()} for sample in samples],
         left_out=left_out,
     )
 
 
 def _joined_mask(samples: Sequence[Sample]) -> SamplingMask | None:
     """Return the sampling masks of samples laid end to end, shifted as labels are."""
-    masks = [sample.sampling_mask for sample in samples]
-    found = [mask for mask in masks if mask is not None]
-    if not found:
+    if not (found := [sample.sampling_mask for sample in samples if sample.sampling_mask is not None]):
         return None
-    counts = [torch.zeros_like(s.versions) if s.sampling_mask is None else s.sampling_mask.counts for s in samples]
+    none = (SamplingMask(np.zeros(0, np.int32), np.zeros(len(sample.versions), np.int32)) for sample in samples)
+    counts = [(sample.sampling_mask or every).counts for sample, every in zip(samples, none, strict=True)]
     # nothing predicts a sample's first token, and no policy chose it, so that the ids keep their order
     assert not any(count_T[:1].any() for count_T in counts)
-    return SamplingMask(torch.cat([mask.token_ids for mask in found]), torch.cat([c.roll(-1) for c in counts]))
+    columns = [mask.token_ids for mask in found], [np.roll(count_T, -1) for count_T in counts]
+    return SamplingMask(*(torch.from_numpy(np.concatenate(column)) for column in columns))
 
 
 def idle_micro_batch() -> MicroBatch:

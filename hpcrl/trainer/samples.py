@@ -23,6 +23,7 @@ from hpcrl.trainer.distributed import World
 from hpcrl.trainer.packing import MiniBatch, PackedSamples, Scores, pack, set_loss_weights
 from hpcrl.types import Batch, GroupMeta, Sample
 
+Row = Sample[np.ndarray]
 _COLUMNS = {
     REFERENCE: {"logprobs": "ref_logprobs"},
     TEACHER: {"logprobs": "teacher_logprobs", "top_ids": "teacher_ids", "top_logprobs": "teacher_top"},
@@ -92,7 +93,7 @@ def load_samples(
     for ref in refs:
         wanted[ref.group].append(ref.index)
     places = {path: run.inside(path) for path in {batch.groups[group].path for group in wanted}}
-    samples: dict[tuple[int, int], Sample] = {}
+    samples: dict[tuple[int, int], Row] = {}
     left_out = 0
     for group, indices in wanted.items():
         meta = batch.groups[group]
@@ -107,7 +108,7 @@ def load_samples(
     scores, unscored = load_scores(run, batch, refs)
     for ref in unscored:
         sample = samples[ref.group, ref.index]
-        samples[ref.group, ref.index] = replace(sample, loss_mask=torch.zeros_like(sample.loss_mask))
+        samples[ref.group, ref.index] = replace(sample, loss_mask=np.zeros_like(sample.loss_mask))
     packed = pack([samples[ref.group, ref.index] for ref in refs], refs, left_out, batch.step - 1)
     packed.scores, packed.unscored = scores, len(unscored)
     if observed:
@@ -119,29 +120,29 @@ def load_samples(
     return packed
 
 
-def joined_top_ids(samples: Sequence[Sample], count: int) -> torch.Tensor:
+def joined_top_ids(samples: Sequence[Row], count: int) -> torch.Tensor:
     """Return the policy's `count` most probable tokens in the place of each token, laid out as `pack` lays samples out, [P, K] int32."""
-    parts = [torch.zeros(0, count, dtype=torch.int32)]
+    parts = [np.zeros((0, count), np.int32)]
     for sample in samples:
-        ids_TK = torch.full((len(sample.token_ids), count), -1, dtype=torch.int32)
+        ids_TK = np.full((len(sample.token_ids), count), -1, np.int32)
         if sample.top_ids is not None and sample.top_ids.shape[1] >= count:
             ids_TK[:-1] = sample.top_ids[1:, :count]
         parts.append(ids_TK)
-    return torch.cat(parts)
+    return torch.from_numpy(np.concatenate(parts))
 
 
-def observations(samples: Sequence[Sample]) -> torch.Tensor:
+def observations(samples: Sequence[Row]) -> torch.Tensor:
     """Return 1 in the place of each token of the environment, laid out and shifted as `pack` does, [P] float32.
 
     Those are the tokens that no policy chose after the first one that it did, what the chat template puts between turns included. A
     sample of which nothing is trained has none.
     """
-    parts = [torch.zeros(0)]
+    parts = [np.zeros(0, np.float32)]
     for sample in samples:
         chosen_T = sample.versions >= 0
         observed_T = (chosen_T.cumsum(0) > 0) & ~chosen_T & (sample.loss_mask > 0).any()
-        parts.append(observed_T.roll(-1).index_fill_(0, torch.tensor(len(observed_T) - 1), False).float())
-    return torch.cat(parts)
+        parts += [observed_T[1:], np.zeros(1)]
+    return torch.from_numpy(np.concatenate(parts, dtype=np.float32))
 
 
 def load_scores(run: Run, batch: Batch, refs: Sequence[SampleRef]) -> tuple[Scores, list[SampleRef]]:
@@ -171,26 +172,26 @@ def of_owner(group: GroupMeta, row: int) -> list[float | None]:
     return [group.model_rewards[group.owners[row]]] if group.model_rewards else []
 
 
-def with_model_reward(sample: Sample[torch.Tensor], group: GroupMeta, row: int) -> Sample[torch.Tensor]:
+def with_model_reward(sample: Row, group: GroupMeta, row: int) -> Row:
     """Return a row with what a reward model has added to the reward of its sample when the group was finished, at the sample's last token."""
     if not group.model_rewards or (owners := group.owners)[row] in owners[row + 1 :]:
         return sample
-    rewards_T = sample.rewards.clone()
+    rewards_T = sample.rewards.copy()
     rewards_T[-1] += group.rewards[owners[row]] - rewards_T.sum()
     return replace(sample, rewards=rewards_T)
 
 
-def whole_trained(sample: Sample) -> Sample:
+def whole_trained(sample: Row) -> Row:
     """Return a sample with all its tokens trained but the first, which nothing predicts; one of which nothing is trained stays so."""
     if not sample.loss_mask.any():
         return sample
-    mask_T = torch.ones_like(sample.loss_mask)
+    mask_T = np.ones_like(sample.loss_mask)
     mask_T[0] = 0
-    unknown_T = sample.rollout_logprobs.masked_fill(sample.versions < 0, torch.nan)
+    unknown_T = np.where(sample.versions < 0, np.float32(np.nan), sample.rollout_logprobs)
     return replace(sample, loss_mask=mask_T, rollout_logprobs=unknown_T)
 
 
-def masks_without_prefixes(samples: Sequence[Sample], rewards: Sequence[float], least: int) -> list[torch.Tensor]:
+def masks_without_prefixes(samples: Sequence[Row], rewards: Sequence[float], least: int) -> list[np.ndarray]:
     """Return the loss mask [T] of each sample of a group, without the prefix that it shares with a response of different reward.
 
     A response begins with the first token that the policy chose. What comes back to the policy between its turns belongs to it.
@@ -199,10 +200,10 @@ def masks_without_prefixes(samples: Sequence[Sample], rewards: Sequence[float], 
         rewards: of each sample.
         least: tokens that a prefix must have.
     """
-    chosen = [(sample.versions >= 0).int() for sample in samples]
+    chosen = [sample.versions >= 0 for sample in samples]
     starts = [int(chosen_T.argmax()) if chosen_T.any() else len(chosen_T) for chosen_T in chosen]
     responses = [sample.token_ids[start:].tolist() for sample, start in zip(samples, starts, strict=True)]
-    masks = [sample.loss_mask.clone() for sample in samples]
+    masks = [sample.loss_mask.copy() for sample in samples]
     for mask_T, start, size in zip(masks, starts, shared_prefixes(responses, rewards, least), strict=True):
         mask_T[start : start + size] = 0
     return masks

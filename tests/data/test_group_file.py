@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpcrl.data.group_file import check_group, group_bytes, groups_of, read_group, write_group
+from hpcrl.data.group_file import check_group, group_bytes, groups_of, write_group
 from hpcrl.errors import DamagedError, DataError
 from hpcrl.types import GroupMeta, Hint, Sample, SamplingMask
+from tests.rows import read_tensors
 
 
 def sample(length: int, seed: int) -> Sample:
@@ -79,7 +80,7 @@ def group(tmp_path):
 
 def test_round_trip(group):
     path, samples = group
-    read = read_group(path)
+    read = read_tensors(path)
     assert len(read) == 4
     assert all(same(a, b) for a, b in zip(read, samples, strict=True))
     assert replace(check_group(path), digest="") == meta(samples)
@@ -105,8 +106,8 @@ def test_several_groups_of_one_file(three):
     assert list(groups_of(path)) == metas
     for one, samples in zip(metas, rows, strict=True):
         assert check_group(path, one) == one
-        assert all(same(a, b) for a, b in zip(read_group(path, None, one), samples, strict=True))
-        assert same(read_group(path, [2], one)[0], samples[2])
+        assert all(same(a, b) for a, b in zip(read_tensors(path, None, one), samples, strict=True))
+        assert same(read_tensors(path, [2], one)[0], samples[2])
 
 
 def test_what_is_damaged_in_a_file_of_several_groups(three):
@@ -115,7 +116,7 @@ def test_what_is_damaged_in_a_file_of_several_groups(three):
     bit = lambda at: whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :]  # noqa: E731
 
     path.write_bytes(bit(metas[2].offset - 1))
-    for read in (check_group, lambda path, one: read_group(path, None, one)):
+    for read in (check_group, lambda path, one: read_tensors(path, None, one)):
         with pytest.raises(DamagedError, match=r"^group g000003: .*g000007\.safetensors is damaged \(row 2"):
             read(path, metas[1])
         for one in (metas[0], metas[2]):
@@ -142,18 +143,18 @@ def test_what_is_damaged_in_a_file_of_several_groups(three):
 
 def test_part_of_a_group_in_the_order_asked_for(group):
     path, samples = group
-    first, second = read_group(path, [2, 0])
+    first, second = read_tensors(path, [2, 0])
     assert same(first, samples[2])
     assert same(second, samples[0])
     assert first.token_ids.untyped_storage().nbytes() == 17 * 8  # it does not hold on to the rest of the group
-    assert read_group(path, []) == []
+    assert read_tensors(path, []) == []
 
 
 def test_sampling_masks_come_back(tmp_path):
     samples = [masked(sample(7, 0)), sample(5, 1), masked(sample(4, 2)), masked(sample(9, 3))]
     write_group(tmp_path / "g.safetensors", samples, meta(samples))
     for indices in ([0, 1, 2, 3], [3], [2, 0], [1]):
-        found = read_group(tmp_path / "g.safetensors", indices)
+        found = read_tensors(tmp_path / "g.safetensors", indices)
         assert all(same(one, samples[at]) for at, one in zip(indices, found, strict=True)), indices
 
 
@@ -165,7 +166,7 @@ def test_most_probable_tokens_come_back(tmp_path):
     assert check_group(path).lengths == [7, 5, 4]
     samples[0] = replace(samples[0], top_ids=torch.full((7, 3), -1, dtype=torch.int32))
     for indices in ([0, 1, 2], [2], [2, 0]):
-        found = read_group(path, indices)
+        found = read_tensors(path, indices)
         assert all(same(one, samples[at]) for at, one in zip(indices, found, strict=True)), indices
 
 
@@ -179,15 +180,15 @@ def test_what_rows_have_beside_their_tokens_comes_back(tmp_path):
     assert path.stat().st_size < 8000  # an image of two rows is there once
     assert check_group(path, known) == known
     for indices in ([0, 1, 2], [2], [2, 0]):
-        found = read_group(path, indices, known)
+        found = read_tensors(path, indices, known)
         assert all(same(one, samples[at]) for at, one in zip(indices, found, strict=True)), indices
     content = bytearray(path.read_bytes())
     content[content.index(bytes(range(100, 200)))] ^= 1
     path.write_bytes(content)
-    for reading in (check_group, lambda path: read_group(path, [2])):
+    for reading in (check_group, lambda path: read_tensors(path, [2])):
         with pytest.raises(DamagedError, match=r"tensor .* is not what was written"):
             reading(path)
-    assert same(read_group(path, [1])[0], samples[1])
+    assert same(read_tensors(path, [1])[0], samples[1])
 
 
 def test_hints_come_back(tmp_path):
@@ -198,7 +199,7 @@ def test_hints_come_back(tmp_path):
     write_group(path, samples, meta(samples))
     assert check_group(path).lengths == [7, 5, 4, 3]
     for indices in ([0, 1, 2, 3], [3], [2, 1]):
-        found = read_group(path, indices)
+        found = read_tensors(path, indices)
         assert all(same(one, samples[at]) for at, one in zip(indices, found, strict=True)), indices
     content = bytearray(path.read_bytes())
     places = [
@@ -225,7 +226,7 @@ def test_meta_needs_no_torch(group):
 def test_writing_again_replaces(group):
     path, samples = group
     write_group(path, samples[:2], meta(samples[:2]))
-    assert len(read_group(path)) == 2
+    assert len(read_tensors(path)) == 2
 
 
 def test_ragged_sample_is_a_bug_of_the_caller(tmp_path):
@@ -269,7 +270,7 @@ def test_damaged_file_is_named(group, damage):
     path, _ = group
     path.write_bytes(DAMAGE[damage](path.read_bytes()))
     with pytest.raises(DataError, match=r"g000007\.safetensors is damaged"):
-        read_group(path)
+        read_tensors(path)
 
 
 @pytest.mark.parametrize("damage", ["empty", "cut in the size", "cut in the header", "zeros", "huge header", "noise"])
@@ -280,7 +281,7 @@ def test_damaged_header_is_named(group, damage):
         check_group(path)
 
 
-@pytest.mark.parametrize("read", [read_group, check_group])
+@pytest.mark.parametrize("read", [read_tensors, check_group])
 def test_missing_file_is_named(tmp_path, read):
     with pytest.raises(DataError, match=r"nothing\.safetensors is missing"):
         read(tmp_path / "nothing.safetensors")
@@ -295,11 +296,11 @@ def test_no_more_is_read_than_the_samples_wanted(tmp_path):
     samples = [sample(50_000, seed) for seed in range(16)]
     path = tmp_path / "g.safetensors"
     write_group(path, samples, meta(samples))
-    read_group(path, [0])  # imports
+    read_tensors(path, [0])  # imports
     own = bytes_read()
     overhead = bytes_read() - own
     before = bytes_read()
-    (found,) = read_group(path, [5])
+    (found,) = read_tensors(path, [5])
     read = bytes_read() - before - overhead
     assert same(found, samples[5])
     assert read < path.stat().st_size / 12, "one of 16 samples, and the header twice"
@@ -314,6 +315,6 @@ def test_every_bit_of_rows_and_masks_is_looked_at(tmp_path: Path) -> None:
     header = 8 + struct.unpack("<Q", whole[:8])[0]
     for at in range(header, len(whole)):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
-        for read in (check_group, read_group):
+        for read in (check_group, read_tensors):
             with pytest.raises(DataError, match="damaged"):
                 read(path)

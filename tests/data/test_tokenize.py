@@ -12,7 +12,7 @@ import pytest
 from hpcrl.config import Config
 from hpcrl.controller.dataset_rows import DatasetRows
 from hpcrl.controller.prompt_stream import PromptStream
-from hpcrl.data.group_file import read_arrays
+from hpcrl.data.group_file import read_group
 from hpcrl.data.sources import Source
 from hpcrl.data.token_file import open_tokens
 from hpcrl.data.tokenize import (
@@ -178,7 +178,7 @@ def test_a_pair_is_one_row_of_two_sequences(run: Run, tmp_path: Path) -> None:
     group = pairs(3, 0)
     assert (group.row, group.rewards, group.owners) == (3, [1.0, 0.0], [0, 1])
     assert (group.lengths, group.response_lengths) == (file.lengths(3), file.trained(3))
-    (alone,) = read_arrays(run.inside(group.path), group, [1])
+    (alone,) = read_group(run.inside(group.path), [1], group)
     assert alone.token_ids.tolist() == file.read(3)[1].token_ids.tolist()
     assert len({file.digest(at) for at in range(30)}) == len({json.dumps(row) for row in rows})
     content = np.fromfile(file.path / "tokens.i32", "<i4")

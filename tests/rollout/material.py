@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwe
 
 from hpcrl.config import InferenceEngineConfig
 from hpcrl.config.sections.model import Pretrained
-from hpcrl.data.group_file import groups_of, read_group
+from hpcrl.data.group_file import groups_of
 from hpcrl.data.model_config import ConfiguredModel
 from hpcrl.data.weight_files import Probe, PublishedWeights, WeightFile, WeightReader, weight_facts
 from hpcrl.rollout.engines.embedded.launch import Embedded, EmbeddedOptions
@@ -28,6 +28,7 @@ from hpcrl.rundir.layout import Run
 from hpcrl.runtime.scratch import Scratch
 from hpcrl.types import GroupMeta, Sample
 from tests.paths import CONFIGS, ROOT
+from tests.rows import read_tensors
 
 QUICKSTART = CONFIGS / "quickstart" / "model"
 RUN_NAME, TOKEN = "tested", "a-token-of-the-tests"
@@ -196,4 +197,4 @@ def handed_over(run: Run, replica: int) -> set[str]:
 
 
 def rows_of(run: Run, meta: GroupMeta) -> list[Sample[torch.Tensor]]:
-    return read_group(run.inside(meta.path), None, meta)
+    return read_tensors(run.inside(meta.path), None, meta)

@@ -16,7 +16,7 @@ from hpcrl.algorithms.advantages import ESTIMATORS, AdvantageInputs, grpo, per_t
 from hpcrl.config import AlgorithmConfig
 from hpcrl.config.sections.algorithm import ADVANTAGE_ESTIMATORS
 from hpcrl.config.validate import build
-from hpcrl.data.group_file import read_group, write_group
+from hpcrl.data.group_file import write_group
 from hpcrl.errors import ConfigError, DataError
 from hpcrl.rundir.commit import write_json
 from hpcrl.rundir.layout import Run
@@ -27,6 +27,7 @@ from hpcrl.trainer.loss import build_objective
 from hpcrl.trainer.metrics import describe_batch, describe_updates
 from hpcrl.trainer.packing import PackedSamples, pack
 from hpcrl.types import Batch
+from tests.rows import read_tensors
 from tests.trainer.launcher import run_ranks
 from tests.trainer.material import View, load, make_batch, make_run, score, train, views
 from tests.trainer.ranks import Ranks
@@ -71,7 +72,7 @@ def some_batch(path: Path) -> tuple[Run, Batch]:
     run = make_run(path)
     batch = make_batch(run, step=1, groups=4, size=4)
     for at, group in enumerate(batch.groups):
-        samples = read_group(run.path / group.path)
+        samples = read_tensors(run.path / group.path)
         if at == MUTED[0]:
             samples[MUTED[1]].loss_mask.zero_()
         if at == EQUAL:
@@ -85,7 +86,7 @@ def some_batch(path: Path) -> tuple[Run, Batch]:
 
 def everything(run: Run, batch: Batch) -> PackedSamples:
     refs = [SampleRef(at, index, 0) for at in range(4) for index in range(4)]
-    return pack([sample for group in batch.groups for sample in read_group(run.path / group.path)], refs)
+    return pack([sample for group in batch.groups for sample in read_tensors(run.path / group.path)], refs)
 
 
 def one_rank(run: Run, batch: Batch, **settings: Any) -> tuple[list[View], Advantages]:
@@ -195,7 +196,7 @@ def test_groups_of_equal_rewards_are_not_there_at_all(tmp_path: Path) -> None:
     assert trained_groups(batch, algorithm) == [0, 2, 3]
     kept = [at for at in range(4) if at != EQUAL]
     refs = [SampleRef(at, index, 0) for at in kept for index in range(4)]
-    samples = pack([sample for at in kept for sample in read_group(run.path / batch.groups[at].path)], refs)
+    samples = pack([sample for at in kept for sample in read_tensors(run.path / batch.groups[at].path)], refs)
     estimate_advantages(batch, [samples], algorithm, list)
     values = trained(views([samples]))
     assert fmean(values) == pytest.approx(0, abs=1e-6)  # whitened without them
@@ -276,7 +277,7 @@ def test_the_filter_in_the_mini_batches(tmp_path: Path, two: Ranks) -> None:
     two.play([("scenarios:worth", options)])
     parts = [part["on"] for part in told(tmp_path, 2)]
     lengths = {
-        at: sum(int(s.loss_mask.sum()) for s in read_group(run.path / batch.groups[at].path)) for at in (0, 2, 3)
+        at: sum(int(s.loss_mask.sum()) for s in read_tensors(run.path / batch.groups[at].path)) for at in (0, 2, 3)
     }
     assert all(part["tokens"] == [lengths[0], lengths[2] + lengths[3]] for part in parts)
     weights = [weight for part in parts for weight in part["weights"].values()]

@@ -16,7 +16,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel
 
-from hpcrl.data.group_file import read_group
 from hpcrl.errors import DataError, RunError
 from hpcrl.observe.metrics import merged
 from hpcrl.rundir.checkpoints import Retention
@@ -30,6 +29,7 @@ from hpcrl.trainer.models.hf import critic_source
 from hpcrl.trainer.packing import pack
 from hpcrl.trainer.saving.checkpoint import Checkpoints
 from hpcrl.types import Batch, Sample
+from tests.rows import read_tensors
 from tests.trainer import critic_scenarios, test_job
 from tests.trainer.material import make_batch, make_run, make_sample
 from tests.trainer.ranks import Ranks
@@ -97,7 +97,7 @@ class Truth:
         self.samples = {
             f"{group}-{index}": sample
             for group, meta in enumerate(batch.groups)
-            for index, sample in enumerate(read_group(run.path / meta.path))
+            for index, sample in enumerate(read_tensors(run.path / meta.path))
         }
         with torch.no_grad():
             self.old = {key: self.values(sample) for key, sample in self.samples.items()}

@@ -14,7 +14,7 @@ from hpcrl.algorithms.advantages import ESTIMATORS, is_per_token
 from hpcrl.algorithms.reductions import Reduction
 from hpcrl.config import AlgorithmConfig
 from hpcrl.config.validate import build
-from hpcrl.data.group_file import read_group, write_group
+from hpcrl.data.group_file import write_group
 from hpcrl.errors import ConfigError
 from hpcrl.rundir.commit import write_json
 from hpcrl.rundir.layout import Run
@@ -25,6 +25,7 @@ from hpcrl.trainer.distributed import World
 from hpcrl.trainer.loss import build_objective
 from hpcrl.trainer.samples import load_samples
 from hpcrl.types import Batch, Sample
+from tests.rows import read_tensors
 from tests.trainer.launcher import run_ranks
 from tests.trainer.material import load, make_batch, make_run, score, train, views
 from tests.trainer.scenarios import make_engine, parameters
@@ -56,7 +57,7 @@ def both(path: Path) -> tuple[tuple[Run, Batch], tuple[Run, Batch]]:
     for at, group in enumerate(batch.groups):
         reported = [{"form": float((at + number) % 3)} for number in range(SIZE)]
         batch.groups[at] = replace(group, baseline=0.1 * at, env_metrics=reported)
-        rows = [turns_of(sample) for sample in read_group(whole.path / group.path)]
+        rows = [turns_of(sample) for sample in read_tensors(whole.path / group.path)]
         flat = [row for own in rows for row in own]
         meta = replace(batch.groups[at], rows=[len(own) for own in rows], lengths=[len(row.token_ids) for row in flat])
         groups.append(write_group(turned.path / group.path, flat, meta))

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from hpcrl.data.group_file import read_group
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.packing import pack
 from hpcrl.types import MicroBatch
+from tests.rows import read_tensors
 from tests.trainer.scenarios import make_engine, whole
 
 
@@ -20,7 +20,7 @@ def unequal(world: World, options: dict[str, Any]) -> None:
     precision = {"param_dtype": options["dtype"]}
     trainer = {"policy": {"fsdp_config": {"mixed_precision": precision}}}
     engine = make_engine(world, options["model"], {"trainer": trainer})
-    rows = read_group(Path(options["group"]))
+    rows = read_tensors(Path(options["group"]))
     plain = [row for row in rows if not row.tensors]
 
     def objective(batch: MicroBatch, logprobs_P: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:

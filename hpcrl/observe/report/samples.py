@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from hpcrl.data.batch_file import batch_steps, read_batch
-from hpcrl.data.group_file import read_arrays
+from hpcrl.data.group_file import read_group
 from hpcrl.data.rollouts import Decode, Rollout, evaluated_samples
 from hpcrl.errors import DataError, RunError
 from hpcrl.observe.report.curves import rounded
@@ -116,7 +116,7 @@ def _chosen(run: Run, step: int) -> Iterator[tuple[Batch, int, int]]:
 def _trained(run: Run, batch: Batch, place: int, at: int, decode: Decode | None) -> dict[str, Any]:
     group = batch.groups[place]
     indices = [row for row, owner in enumerate(group.owners) if owner == at]
-    rows = read_arrays(run.inside(group.path), group, indices)
+    rows = read_group(run.inside(group.path), indices, group)
     dumped = _dumped(run, batch.step, place, indices)
     parts = [_row(row, dumped.get(index, {}), decode) for index, row in zip(indices, rows, strict=True)]
     return {

@@ -12,7 +12,6 @@ from hpcrl.config import Config
 from hpcrl.config.derive import compares_with_reference, trains_pairs
 from hpcrl.config.reward_model import trains_reward_model
 from hpcrl.config.sections.data import DataConfig
-from hpcrl.data.group_file import as_tensors
 from hpcrl.data.token_file import TokenFile
 from hpcrl.data.tokenize import validation_rows
 from hpcrl.rundir.commit import write_json
@@ -116,7 +115,7 @@ class Validation:
         plan = planned(refs, data.size, self.limits, pairs=self.pairs)
         own = plan.shares[data.rank]
         read = {at: rows[at][0].read(rows[at][1]) for at in {ref.group for ref in own}}
-        samples = pack([as_tensors(read[ref.group][ref.index]) for ref in own], own)
+        samples = pack([read[ref.group][ref.index] for ref in own], own)
         if self.limits[0].shared:
             samples.share_prefixes()
         mini = MiniBatch(plan, samples, data.rank)

@@ -12,7 +12,6 @@ import torch
 
 from hpcrl.config import Config, temperature
 from hpcrl.config.derive import micro_batch_tokens, policy_model, ref_model, ref_model_parallel_size, ref_sharding
-from hpcrl.data.group_file import as_tensors
 from hpcrl.data.token_file import TokenFile
 from hpcrl.rundir.commit import committed_directory
 from hpcrl.trainer.backends.fsdp.model import PackedPolicy, load_model
@@ -87,7 +86,7 @@ class RowTeacher:
         lengths, rank = [sum(tokens.lengths(row)) for row in rows], self._data.rank
         plan = planned([SampleRef(at, 0, length) for at, length in enumerate(lengths)], self._data.size, self._limits)
         refs = plan.shares[rank]
-        samples = pack([as_tensors(tokens.read(rows[ref.group])[0]) for ref in refs], refs)
+        samples = pack([tokens.read(rows[ref.group])[0] for ref in refs], refs)
         stream = MicroBatchStream(samples, plan.score[rank], lambda: None, self.top_k)
         columns = outputs(stream.parts, self._passes(stream))
         if not columns or not self._data.leads:

@@ -11,7 +11,6 @@ from hpcrl.algorithms.advantages import ESTIMATORS, AdvantageInputs, is_per_toke
 from hpcrl.algorithms.filters import varied
 from hpcrl.config import AlgorithmConfig
 from hpcrl.controller.metrics import batch_metrics
-from hpcrl.data.group_file import as_tensors
 from hpcrl.rollout.engines.base import Generation
 from hpcrl.rollout.transcript import Transcript
 from hpcrl.trainer.advantages import KlRewardPenalty, build_estimator, estimate_advantages
@@ -173,7 +172,7 @@ def _said(token_ids: Sequence[int], rewards: Rewards, mask: Sequence[float]) -> 
     transcript = Transcript([0])
     transcript.add_response(Generation(list(token_ids), [0.0] * len(token_ids), "stop", [0] * len(token_ids)))
     transcript.add_reward(rewards)
-    return as_tensors(transcript.sample("stop", {}))
+    return transcript.sample("stop", {})
 
 
 def _response(rewards: Sequence[float], mask: Sequence[float]) -> Sample:

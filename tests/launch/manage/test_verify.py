@@ -15,7 +15,7 @@ import torch
 from hpcrl.cli.main import main
 from hpcrl.config import Config
 from hpcrl.controller.recovery import read_history
-from hpcrl.data.group_file import read_arrays
+from hpcrl.data.group_file import read_group
 from hpcrl.data.kept_files import turn_file
 from hpcrl.data.weight_files import WeightFile, check_weights, weight_facts
 from hpcrl.errors import CommitError, DataError, HpcrlError
@@ -114,7 +114,7 @@ def start(run: Run) -> Start:
     history = read_history(run, step, SCHEDULE.batch_size, lambda _: True, lambda *_: True)
 
     def content(group: GroupMeta) -> list[Any]:
-        rows = read_arrays(run.inside(group.path), group)
+        rows = read_group(run.inside(group.path), None, group)
         return [{name: str(value) for name, value in vars(row).items()} for row in rows]
 
     return Start(

@@ -26,7 +26,7 @@ from hpcrl.config import (
     TrainerConfig,
 )
 from hpcrl.config.sections.generator import EvalSamplingParams
-from hpcrl.data.group_file import read_group, write_group
+from hpcrl.data.group_file import write_group
 from hpcrl.errors import ConfigError
 from hpcrl.rollout.engines.base import Engine, Launched
 from hpcrl.rollout.engines.vllm.server import Server
@@ -50,6 +50,7 @@ from hpcrl.trainer.stop import StopConsensus
 from hpcrl.types import Batch, Prompt, Work
 from tests.rollout.conftest import WithEngine
 from tests.rollout.material import QUICKSTART, VOCABULARY, as_version, distribution
+from tests.rows import read_tensors
 from tests.trainer.material import make_run, world_of_one
 
 TOKENIZER = AutoTokenizer.from_pretrained(QUICKSTART)
@@ -71,7 +72,7 @@ async def group_of(engine: Engine, sampling: SamplingParams, work: Work = WORK, 
 def packed(group: Group, folder: Path) -> PackedSamples:
     """Return a group as the trainer gets it: from its file."""
     write_group(folder / "group", group.samples, group.meta(0, "group"))
-    return pack(read_group(folder / "group"))
+    return pack(read_tensors(folder / "group"))
 
 
 def section(model: Path) -> TrainerConfig:
@@ -137,7 +138,7 @@ def test_the_policys_most_probable_tokens_are_told(
     group = with_each_engine(play)
     write_group(tmp_path / "group", group.samples, group.meta(0, "group"))
     outside = 0
-    for sample in read_group(tmp_path / "group"):
+    for sample in read_tensors(tmp_path / "group"):
         ids = sample.token_ids.tolist()
         start = 1 if afterwards else int(sample.loss_mask.argmax())
         ordered = distribution(models[0], ids[:start], ids[start:]).topk(3).indices

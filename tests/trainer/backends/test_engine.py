@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from hpcrl.data.group_file import read_group
 from hpcrl.rundir.layout import Run
 from hpcrl.trainer.distributed import World
 from hpcrl.types import Batch
+from tests.rows import read_tensors
 from tests.trainer import scenarios
 from tests.trainer.launcher import run_ranks
 from tests.trainer.material import run_of_two
@@ -127,7 +127,7 @@ class Truth:
         self.losses: list[float] = []
         self.norms: list[float] = []
         for batch in batches:
-            samples = [read_group(run.path / group.path) for group in batch.groups]
+            samples = [read_tensors(run.path / group.path) for group in batch.groups]
             old = [[self.score(self.model, s)[0].detach() for s in group] for group in samples]
             for start in range(0, GROUPS, 2):
                 self.update(batch, samples, old, range(start, start + 2))

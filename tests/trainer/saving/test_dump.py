@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 
 from hpcrl import faults
 from hpcrl.config import AlgorithmConfig
-from hpcrl.data.group_file import read_group
 from hpcrl.errors import CommitError
 from hpcrl.rundir.commit import committed, verify
 from hpcrl.rundir.layout import Run, step_of
@@ -25,6 +24,7 @@ from hpcrl.trainer.distributed import World
 from hpcrl.trainer.packing import MiniBatch, pack
 from hpcrl.trainer.saving.dump import Dumps
 from hpcrl.types import Batch
+from tests.rows import read_tensors
 from tests.trainer.material import load, make_batch, make_run, views
 from tests.trainer.ranks import Ranks
 
@@ -65,7 +65,7 @@ def test_a_dump_has_every_token(run: Run, alone: World) -> None:
             part = {name: value.split(lengths)[at] for name, value in found.items() if len(value) == sum(lengths)}
             assert (found["groups"][at], found["samples"][at]) == (row.ref.group, row.ref.index)
             path = run.path / batch.groups[row.ref.group].path
-            (sample,) = read_group(path, [row.ref.index])
+            (sample,) = read_tensors(path, [row.ref.index])
             assert torch.equal(part["token_ids"], sample.token_ids)
             # from here on entry p is about token p + 1
             assert torch.equal(part["labels"][:-1], sample.token_ids[1:])

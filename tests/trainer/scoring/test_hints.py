@@ -14,12 +14,13 @@ from transformers import AutoModelForCausalLM
 from hpcrl.config import AlgorithmConfig
 from hpcrl.config.sections.distillation import DistillationConfig
 from hpcrl.data.batch_file import write_batch
-from hpcrl.data.group_file import read_group, write_group
+from hpcrl.data.group_file import write_group
 from hpcrl.rundir.layout import Run
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.loss import build_objective
 from hpcrl.trainer.packing import idle_micro_batch
 from hpcrl.types import Batch, Hint
+from tests.rows import read_tensors
 from tests.trainer.material import make_batch, make_run
 from tests.trainer.ranks import Ranks
 from tests.trainer.scoring import scenarios
@@ -41,7 +42,7 @@ def run(tmp_path: Path) -> Run:
     run = make_run(tmp_path / "run")
     groups = list(make_batch(run, 1, groups=4, size=3, masked=True).groups)
     for number, meta in enumerate(groups):
-        rows = [replace(one, hint=hint_of(number, at)) for at, one in enumerate(read_group(run.path / meta.path))]
+        rows = [replace(one, hint=hint_of(number, at)) for at, one in enumerate(read_tensors(run.path / meta.path))]
         groups[number] = write_group(run.path / meta.path, rows, replace(meta, digest=""))
     write_batch(run, Batch(1, groups, 4), "")
     return run
@@ -55,7 +56,7 @@ def by_hand(run: Run, model: Path) -> dict[str, torch.Tensor]:
     """Return the whole distribution behind the hint, of each trained token of each sample that has one, as transformers computes it."""
     policy, found = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), dict[str, torch.Tensor]()
     for group in range(4):
-        for at, row in enumerate(read_group(run.path / f"samples/0/g1-{group}.safetensors")):
+        for at, row in enumerate(read_tensors(run.path / f"samples/0/g1-{group}.safetensors")):
             if row.hint is None:
                 continue
             ids = torch.cat([row.hint.token_ids, row.token_ids[row.hint.replaces :]])
@@ -107,7 +108,7 @@ def test_hints_are_shared(tmp_path: Path, alone: World, model_path: Path) -> Non
     groups = [
         write_group(
             run.path / meta.path,
-            [replace(one, hint=hint) for one in read_group(run.path / meta.path)],
+            [replace(one, hint=hint) for one in read_tensors(run.path / meta.path)],
             replace(meta, digest=""),
         )
         for meta in batch.groups

@@ -18,7 +18,7 @@ pytest.importorskip("megatron.core")
 from hpcrl.config import Config
 from hpcrl.config.scorers import scorer_sets, teacher_layout, teacher_ranks
 from hpcrl.data.batch_file import write_batch
-from hpcrl.data.group_file import read_group, write_group
+from hpcrl.data.group_file import write_group
 from hpcrl.launch.submit.models import check_layouts
 from hpcrl.rundir.commit import write_text
 from hpcrl.rundir.layout import Run
@@ -26,6 +26,7 @@ from hpcrl.trainer.distributed import World
 from hpcrl.trainer.scoring.model import ScoringModel
 from hpcrl.types import Batch, GroupMeta
 from tests.paths import QUICKSTART
+from tests.rows import read_tensors
 from tests.trainer.backends.megatron.material import EXPERTS, SHARED
 from tests.trainer.material import QUICKSTART as POLICY
 from tests.trainer.material import make_batch, make_run
@@ -78,7 +79,7 @@ def naming_tokens(run: Run, batch: Batch, count: int) -> Batch:
     for meta in batch.groups:
         rows = [
             replace(row, top_ids=torch.randint(0, 18, (len(row.token_ids), count), generator=draw).int())
-            for row in read_group(run.path / meta.path)
+            for row in read_tensors(run.path / meta.path)
         ]
         groups.append(write_group(run.path / meta.path, rows, replace(meta, digest="")))
     return replace(batch, groups=groups)

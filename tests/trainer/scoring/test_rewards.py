@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from hpcrl.config import Config
 from hpcrl.config.scorers import REWARD, scorer_sets
 from hpcrl.data.batch_file import write_batch
-from hpcrl.data.group_file import Conversation, check_group, group_bytes, read_arrays, read_conversations
+from hpcrl.data.group_file import Conversation, check_group, group_bytes, read_conversations, read_group
 from hpcrl.data.score_file import GroupRewards, read_rewards, write_scores
 from hpcrl.envs.rewards.judged import JudgedRewards
 from hpcrl.errors import ConfigError, DamagedError, DataError
@@ -49,7 +49,7 @@ def with_conversations(run: Run, batch: Batch) -> Batch:
     metas = list[GroupMeta]()
     for at, meta in enumerate(batch.groups):
         path = run.path / meta.path
-        content, meta = group_bytes(read_arrays(path), meta, [said(at, sample) for sample in range(3)])
+        content, meta = group_bytes(read_group(path), meta, [said(at, sample) for sample in range(3)])
         write_bytes(path, content)
         metas.append(meta)
     return replace(batch, groups=metas)
@@ -90,7 +90,7 @@ def test_it_fails_at_what_it_cannot_read(judge: Path, tmp_path: Path, alone: Wor
     run, config, batch = configured(tmp_path / "run", judge)
     group = batch.groups[1]
     long = [{"role": "user", "content": "ab" * 500}, {"role": "assistant", "content": "c"}]
-    content, group = group_bytes(read_arrays(run.path / group.path), group, [said(0, 0), long, said(0, 2)])
+    content, group = group_bytes(read_group(run.path / group.path), group, [said(0, 0), long, said(0, 2)])
     write_bytes(run.path / group.path, content)
     model = RewardScoringModel(run, config, scorer_sets(config)[0], alone)
     scores = model.scores([group], lambda: None)[group.group_id].scores
@@ -181,7 +181,7 @@ def test_of_a_sample_of_several_rows_the_last_one_has_it(tmp_path: Path) -> None
     batch = make_batch(run, 1, groups=1, size=3)
     (group,) = batch.groups
     rows = replace(group, rows=[2, 1], rewards=group.rewards[1:], stop_reasons=["stop"] * 2, response_lengths=[2, 2])
-    content, rows = group_bytes(read_arrays(run.path / group.path), rows, [said(0, 0), said(0, 1)])
+    content, rows = group_bytes(read_group(run.path / group.path), rows, [said(0, 0), said(0, 1)])
     write_bytes(run.path / group.path, content)
     assert read_conversations(run.path / group.path, rows) == [said(0, 0), said(0, 1)]
     assert check_group(run.path / group.path, rows)

@@ -22,7 +22,7 @@ from hpcrl.config.sections.distillation import DistillationConfig
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.config.validate import build
 from hpcrl.data.batch_file import write_batch
-from hpcrl.data.group_file import read_group, write_group
+from hpcrl.data.group_file import write_group
 from hpcrl.data.score_file import RowScores, write_scores
 from hpcrl.errors import DamagedError, DataError
 from hpcrl.rundir.commit import write_text
@@ -35,6 +35,7 @@ from hpcrl.trainer.samples import load_mini_batches, load_samples
 from hpcrl.trainer.scoring.model import ScoringModel, require_same_vocabulary
 from hpcrl.types import Batch
 from tests.paths import QUICKSTART
+from tests.rows import read_tensors
 from tests.trainer.material import QUICKSTART as MODEL
 from tests.trainer.material import load, make_batch, make_run, score, views
 from tests.trainer.ranks import Ranks
@@ -178,7 +179,7 @@ def test_a_teacher_judges_the_tokens_that_the_policy_names(tmp_path: Path, alone
     groups = list(batch_of(run).groups)
     named = dict[tuple[int, int], torch.Tensor]()
     for number, meta in enumerate(groups):
-        rows = read_group(run.path / meta.path)
+        rows = read_tensors(run.path / meta.path)
         for at, row in enumerate(rows):
             named[number, at] = torch.randint(0, 18, (len(row.token_ids), 3), generator=draw).int()
             rows[at] = replace(row, top_ids=None if (number, at) == (1, 2) else named[number, at])
@@ -203,7 +204,7 @@ def test_a_teacher_judges_the_tokens_that_the_policy_names(tmp_path: Path, alone
 def test_a_sample_of_which_nothing_is_trained_has_no_prompt_to_learn(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     (meta,) = make_batch(run, 1, groups=1, size=2).groups
-    first, second = read_group(run.path / meta.path)
+    first, second = read_tensors(run.path / meta.path)
     failed = replace(second, loss_mask=torch.zeros_like(second.loss_mask))
     (run.path / meta.path).unlink()
     batch = Batch(1, [write_group(run.path / meta.path, [first, failed], meta)], 1)

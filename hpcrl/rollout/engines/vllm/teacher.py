@@ -17,7 +17,7 @@ from hpcrl.config import Config, InferenceEngineConfig
 from hpcrl.config.derive import gpu_count, longest_sample
 from hpcrl.config.scorers import ScorerSet
 from hpcrl.config.sections.distillation import TeacherEngineConfig
-from hpcrl.data.group_file import read_arrays
+from hpcrl.data.group_file import read_group
 from hpcrl.data.score_file import RowScores
 from hpcrl.errors import EngineError
 from hpcrl.rollout.engines.vllm.client import EngineClient
@@ -60,7 +60,7 @@ class EngineTeacher:
             return row_scores(row, found, self._top_k)
 
         try:
-            rows = {one.group_id: read_arrays(self._run.inside(one.path), one) for one in groups}
+            rows = {one.group_id: read_group(self._run.inside(one.path), None, one) for one in groups}
             asked = {name: asyncio.gather(*map(score, own)) for name, own in rows.items()}
             await asyncio.gather(*asked.values())
             return {name: list(future.result()) for name, future in asked.items()}

@@ -1,0 +1,34 @@
+"""Rows of sample files as torch has them, for what is computed beside the trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from hpcrl.data.group_file import read_group
+from hpcrl.types import GroupMeta, Hint, Sample, SamplingMask
+
+
+def read_tensors(
+    path: Path, indices: Sequence[int] | None = None, expected: GroupMeta | None = None
+) -> list[Sample[torch.Tensor]]:
+    """Return what `read_group` does, as tensors."""
+    return [_as_tensors(row) for row in read_group(path, indices, expected)]
+
+
+def _as_tensors(row: Sample[np.ndarray]) -> Sample[torch.Tensor]:
+    def tensors(arrays: Sample[np.ndarray] | SamplingMask[np.ndarray]) -> dict[str, torch.Tensor]:
+        return {name: torch.from_numpy(value) for name, value in vars(arrays).items() if isinstance(value, np.ndarray)}
+
+    mask, hint = row.sampling_mask, row.hint
+    return Sample(
+        **tensors(row),
+        stop_reason=row.stop_reason,
+        env_metrics=row.env_metrics,
+        sampling_mask=None if mask is None else SamplingMask(**tensors(mask)),
+        hint=None if hint is None else Hint(torch.from_numpy(hint.token_ids), hint.replaces),
+        tensors={name: torch.from_numpy(array) for name, array in row.tensors.items()},
+    )
