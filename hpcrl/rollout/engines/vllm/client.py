@@ -247,7 +247,8 @@ class EngineClient(Engine):
         version = weights.version
         started = time.monotonic()
         woke = await self._wake("weights")
-        await self._call("POST", "/pause", params={"mode": "keep", "clear_cache": "false"})
+        # vLLM's own route sleeps 20 ms behind it, until the last outputs are there: they are when tokens are counted below
+        await self._on_each_core("pause_scheduler", "keep", False)
         loading = time.monotonic()
         await self._call("POST", "/start_weight_update")
         await self._call("POST", "/update_weights", json={"update_info": {"path": str(weights.path)}})

@@ -150,10 +150,6 @@ class Engine:
             f'vllm:generation_tokens_total{{engine="0"}} {self.tokens}\n'
         )
 
-    async def pause(self, _: Request) -> Response:
-        self.going.clear()
-        return JSONResponse({})
-
     async def resume(self, _: Request) -> Response:
         self.going.set()
         return JSONResponse({})
@@ -189,6 +185,9 @@ class Engine:
 
     async def _call_utility_async(self, method: str, *args: Any, engine: bytes) -> Any:
         assert engine in self.core_engines
+        if method == "pause_scheduler":
+            self.going.clear()
+            return None
         if method == "reset_prefix_cache":
             return True
         assert (method, args[0]) == ("collective_rpc", "weight_proof")
@@ -215,7 +214,6 @@ class Engine:
                 Route("/metrics", self.metrics, methods=get),
                 Route("/weight_info", self.weight_info, methods=get),
                 Route("/inference/v1/generate", self.generate, methods=post),
-                Route("/pause", self.pause, methods=post),
                 Route("/resume", self.resume, methods=post),
                 Route("/sleep", self.sleep, methods=post),
                 Route("/wake_up", self.wake_up, methods=post),

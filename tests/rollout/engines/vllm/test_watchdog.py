@@ -51,7 +51,7 @@ def test_one_that_hangs_when_it_is_to_take_in_weights(
     async def play(engine: EngineClient) -> None:
         with stopped(server):
             update = asyncio.create_task(engine.update_weights(as_version(models[1], 1)))
-            with pytest.raises(EngineError, match="while /pause wait"):
+            with pytest.raises(EngineError, match="while /hpcrl/cores wait"):
                 await asyncio.wait_for(watch_progress(engine, 2.0, 60.0), 20)
         await update
 
