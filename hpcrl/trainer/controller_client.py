@@ -68,7 +68,6 @@ class ControllerClient:
         self._ask("next", step=self._total + 1)
 
     def _next(self, step: int) -> Batch:
-        self.report("waiting for batch", step=step - 1, total=self._total)
         while True:
             self._consensus("wait")
             answer = self._ask("next", step=step, wait=_WAIT_S)

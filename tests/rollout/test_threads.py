@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hpcrl.rollout.threads import Call, CallThreads, TooLong
+from hpcrl.rollout.threads import Call, CallThreads, Notices, TooLong
 
 SLOW_S = 0.1
 
@@ -149,3 +149,34 @@ def test_threads_end_when_there_is_nothing_to_do(monkeypatch: pytest.MonkeyPatch
 
     play(main)
     assert used[0] is not used[1]
+
+
+def test_one_wake_up_tells_of_all_that_is_done() -> None:
+    class Counting(asyncio.SelectorEventLoop):
+        woken = 0
+
+        def call_soon_threadsafe(self, *args: Any, **kwargs: Any) -> asyncio.Handle:
+            self.woken += 1
+            return super().call_soon_threadsafe(*args, **kwargs)
+
+    async def main() -> None:
+        notices, futures = Notices(), [loop.create_future() for _ in range(100)]
+        futures[7].cancel()  # who waited for it does so no longer
+        thread = threading.Thread(target=lambda: [notices.set(loop, future) for future in futures])
+        thread.start()
+        thread.join()
+        assert not any(future.done() for future in futures[:7])
+        await asyncio.wait(futures[8:])
+        assert loop.woken == 1
+        notices.set(loop, late := loop.create_future())
+        await late
+        assert loop.woken == 2
+
+    loop = Counting()
+    try:
+        loop.run_until_complete(main())
+    finally:
+        loop.close()
+    notices, future = Notices(), loop.create_future()
+    notices.set(loop, future)  # nobody hears it
+    assert not future.done()
