@@ -16,10 +16,10 @@ def read_tensors(
     path: Path, indices: Sequence[int] | None = None, expected: GroupMeta | None = None
 ) -> list[Sample[torch.Tensor]]:
     """Return what `read_group` does, as tensors."""
-    return [_as_tensors(row) for row in read_group(path, indices, expected)]
+    return [as_tensors(row) for row in read_group(path, indices, expected)]
 
 
-def _as_tensors(row: Sample[np.ndarray]) -> Sample[torch.Tensor]:
+def as_tensors(row: Sample[np.ndarray]) -> Sample[torch.Tensor]:
     def tensors(arrays: Sample[np.ndarray] | SamplingMask[np.ndarray]) -> dict[str, torch.Tensor]:
         return {name: torch.from_numpy(value) for name, value in vars(arrays).items() if isinstance(value, np.ndarray)}
 

@@ -101,7 +101,7 @@ class Group:
 
 def sample_reward(rows: Sequence[Row]) -> float:
     """Return the reward of a sample: the outcome, which its last row has."""
-    return float(np.add.reduce(rows[-1].rewards))
+    return float(rows[-1].rewards.sum())
 
 
 def apply_stop_reason(sample: Row, config: GeneratorConfig) -> Row:

@@ -21,7 +21,7 @@ from hpcrl.config import EnvironmentConfig, GeneratorConfig, SamplingParams
 from hpcrl.config.sections.generator import ChatTemplateConfig
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.data.chat import load_tokenizer
-from hpcrl.data.group_file import read_group, write_group
+from hpcrl.data.group_file import write_group
 from hpcrl.data.vision.families import FAMILIES, GRID, PIXELS, SECONDS, family_of, placeholders
 from hpcrl.data.vision.inputs import model_inputs
 from hpcrl.data.vision.messages import with_images
@@ -39,6 +39,7 @@ from hpcrl.trainer.models.packed.attention import PACKED
 from hpcrl.trainer.packing import pack
 from hpcrl.types import Prompt, Sample, Work
 from tests.rollout.material import TOKEN, options, publish, served, slowly, started
+from tests.rows import read_tensors
 from tests.vision.material import IMAGE, KINDS, VIDEO, asks, plays, write_model
 
 SAMPLING = SamplingParams(max_generate_length=12, temperature=0.9)
@@ -111,7 +112,7 @@ def played(
         assert not group.failures
         path = folder / group.work.group_id
         write_group(path, group.samples, group.meta(0, path.name))
-        found += read_group(path)
+        found += read_tensors(path)
     return found
 
 
@@ -275,7 +276,7 @@ def test_rows_under_way_see_on_with_new_weights(engine: Launched, model: Path, t
 
     group = asyncio.run(play())
     write_group(tmp_path / "group", group.samples, group.meta(0, "group"))
-    rows = read_group(tmp_path / "group")
+    rows = read_tensors(tmp_path / "group")
     batch = pack(rows).whole()
     versions = torch.cat([torch.cat([row.versions[1:], torch.tensor([-1])]) for row in rows])
     trained = batch.loss_mask > 0

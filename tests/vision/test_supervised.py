@@ -14,7 +14,6 @@ from hpcrl.config import FSDPConfig, MixedPrecisionConfig, ModelConfig, PolicyCo
 from hpcrl.config.sections.generator import ChatTemplateConfig
 from hpcrl.config.sections.model import LoraConfig, Pretrained
 from hpcrl.data.conversations import Columns
-from hpcrl.data.group_file import as_tensors
 from hpcrl.data.sources import Source
 from hpcrl.data.token_file import open_tokens
 from hpcrl.data.tokenize import Recipe, Tokenizer
@@ -25,6 +24,7 @@ from hpcrl.trainer.distributed import World
 from hpcrl.trainer.models.forward import ForwardConfig
 from hpcrl.trainer.models.hf import ModelSource
 from hpcrl.trainer.packing import pack
+from tests.rows import as_tensors
 from tests.trainer.material import make_run
 from tests.vision.material import IMAGE, drawn, write_model
 from tests.vision.test_agreement import of_one

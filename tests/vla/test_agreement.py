@@ -18,7 +18,7 @@ from hpcrl.config.sections.vla import VLAConfig
 from hpcrl.data.actions.tokens import action_tokens
 from hpcrl.data.actions.turns import ActionTurns
 from hpcrl.data.chat import load_tokenizer
-from hpcrl.data.group_file import read_group, write_group
+from hpcrl.data.group_file import write_group
 from hpcrl.data.vision.inputs import model_inputs
 from hpcrl.data.vision.reader import ImageReader, row_images
 from hpcrl.data.vision.videos import EpisodeVideos
@@ -34,6 +34,7 @@ from hpcrl.trainer.models.vision import Sight
 from hpcrl.trainer.packing import pack
 from hpcrl.types import Prompt, Sample, Work
 from tests.rollout.material import started
+from tests.rows import read_tensors
 from tests.vla.material import parallel
 
 CHUNK, TEMPERATURE = 2, 1.3
@@ -100,7 +101,7 @@ def rows(group: Group, tmp_path_factory: pytest.TempPathFactory) -> list[Sample[
     """Return all turns, as the trainer reads them from their file."""
     path = tmp_path_factory.mktemp("actions") / "g"
     write_group(path, group.samples, group.meta(0, path.name))
-    return read_group(path)
+    return read_tensors(path)
 
 
 def test_turns_are_actions_and_nothing_else(group: Group, model: Path) -> None:
