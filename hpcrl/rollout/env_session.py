@@ -6,7 +6,7 @@ Code of users is called here only: in threads, within a time limit, and with err
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from hpcrl.config import EnvironmentConfig
@@ -205,4 +205,4 @@ def _checked(turn: Turn) -> Turn:
         if not -LARGEST <= float(value) <= LARGEST:  # neither is NaN
             raise DataError(f"{name} is {value}; expected a finite number of at most {LARGEST:g}")
     metrics = {name: float(turn.metrics[name]) for name in turn.metrics}
-    return Turn(with_images(turn.observations), float(turn.reward), turn.done, metrics, turn.action)
+    return replace(turn, reward=float(turn.reward), metrics=metrics, observations=with_images(turn.observations))

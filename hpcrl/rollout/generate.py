@@ -210,9 +210,8 @@ class GroupGenerator:
         rows = [[apply_stop_reason(row, self._config) for row in own] for own in said]
         if work.kind == "train":
             rows = neutralize_failed(rows)
-            if self._lessons.hints is not None:
-                told = [Told(one.past, one.messages, len(one.transcripts[0].prompt)) for one in episodes[:n]]
-                rows = self._lessons.with_hints(rows, [sample_reward(own) for own in rows], told, self._template)
+            told = [Told(one.past, one.messages, len(one.transcripts[0].prompt)) for one in episodes[:n]]
+            rows = self._lessons.with_hints(rows, [sample_reward(own) for own in rows], told, self._template)
             rows = await self._lessons.with_top_ids(rows, self._engine)
         else:  # experts are for training
             rows = [[replace(row, tensors={}) for row in own] for own in rows]

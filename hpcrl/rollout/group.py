@@ -56,13 +56,14 @@ class Group:
         said = ([m["content"] for m in messages if m["role"] == "assistant"] for messages in self.conversations)
         return [texts[-1] if texts else "" for texts in said]
 
-    @cached_property
+    @property
     def _versions(self) -> np.ndarray:
         return np.concatenate([sample.versions for sample in self.samples])
 
     @property
     def oldest_version(self) -> int:
-        chosen = self._versions[self._versions >= 0]
+        versions = self._versions
+        chosen = versions[versions >= 0]
         return int(chosen.min()) if len(chosen) else self.version
 
     @property

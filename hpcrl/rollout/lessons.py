@@ -103,11 +103,12 @@ class Lessons:
     def with_hints(
         self, rows: list[list[Row]], rewards: Sequence[float], told: Sequence[Told], template: Template
     ) -> list[list[Row]]:
-        """Return the rows of a group's samples, each sample of one row with a hint if another sample succeeded. Hints are wanted.
+        """Return the rows of a group's samples, each sample of one row with a hint, if hints are wanted and another sample succeeded.
 
         That is the one with the highest reward, the first of several. Where what it said cannot be given as text, there is no hint.
         """
-        assert self.hints is not None
+        if self.hints is None:
+            return rows
         failed = [own[-1].stop_reason == "failed" for own in rows]
         best = sorted(range(len(rows)), key=lambda at: (failed[at], -rewards[at]))
         shown = [at for at in best if not failed[at] and rewards[at] >= self.hints.success_reward and told[at].answer]

@@ -235,12 +235,11 @@ def _joined_mask(samples: Sequence[Sample]) -> SamplingMask | None:
     """Return the sampling masks of samples laid end to end, shifted as labels are."""
     if not (found := [sample.sampling_mask for sample in samples if sample.sampling_mask is not None]):
         return None
-    none = (SamplingMask(np.zeros(0, np.int32), np.zeros(len(sample.versions), np.int32)) for sample in samples)
-    counts = [(sample.sampling_mask or every).counts for sample, every in zip(samples, none, strict=True)]
+    counts = [mask.counts if (mask := s.sampling_mask) else np.zeros(len(s.versions), np.int32) for s in samples]
     # nothing predicts a sample's first token, and no policy chose it, so that the ids keep their order
     assert not any(count_T[:1].any() for count_T in counts)
-    columns = [mask.token_ids for mask in found], [np.roll(count_T, -1) for count_T in counts]
-    return SamplingMask(*(torch.from_numpy(np.concatenate(column)) for column in columns))
+    ids, counts_P = np.concatenate([mask.token_ids for mask in found]), np.concatenate([np.roll(c, -1) for c in counts])
+    return SamplingMask(torch.from_numpy(ids), torch.from_numpy(counts_P))
 
 
 def idle_micro_batch() -> MicroBatch:

@@ -86,7 +86,6 @@ def test_meta_counts_samples_and_says_which_rows_they_have() -> None:
         assert one[:size] == other[:size]
         assert 0 < size < len(other)
         assert size == len(one) or one[size] != other[size]
-    group, _ = stepped()
     group.samples[0].versions[-1] = 1
     assert (group.meta(0, "path").oldest_version, group.meta(0, "path").newest_version) == (1, 3)
     assert replace(meta, rows=[]).owners == [0]

@@ -16,7 +16,7 @@ from hpcrl.algorithms.advantages import ESTIMATORS, AdvantageInputs, grpo, per_t
 from hpcrl.config import AlgorithmConfig
 from hpcrl.config.sections.algorithm import ADVANTAGE_ESTIMATORS
 from hpcrl.config.validate import build
-from hpcrl.data.group_file import write_group
+from hpcrl.data.group_file import read_group, write_group
 from hpcrl.errors import ConfigError, DataError
 from hpcrl.rundir.commit import write_json
 from hpcrl.rundir.layout import Run
@@ -86,7 +86,7 @@ def some_batch(path: Path) -> tuple[Run, Batch]:
 
 def everything(run: Run, batch: Batch) -> PackedSamples:
     refs = [SampleRef(at, index, 0) for at in range(4) for index in range(4)]
-    return pack([sample for group in batch.groups for sample in read_tensors(run.path / group.path)], refs)
+    return pack([sample for group in batch.groups for sample in read_group(run.path / group.path)], refs)
 
 
 def one_rank(run: Run, batch: Batch, **settings: Any) -> tuple[list[View], Advantages]:
@@ -196,7 +196,7 @@ def test_groups_of_equal_rewards_are_not_there_at_all(tmp_path: Path) -> None:
     assert trained_groups(batch, algorithm) == [0, 2, 3]
     kept = [at for at in range(4) if at != EQUAL]
     refs = [SampleRef(at, index, 0) for at in kept for index in range(4)]
-    samples = pack([sample for at in kept for sample in read_tensors(run.path / batch.groups[at].path)], refs)
+    samples = pack([sample for at in kept for sample in read_group(run.path / batch.groups[at].path)], refs)
     estimate_advantages(batch, [samples], algorithm, list)
     values = trained(views([samples]))
     assert fmean(values) == pytest.approx(0, abs=1e-6)  # whitened without them

@@ -34,7 +34,7 @@ def with_images(messages: Any, images: Any = None, folder: Path | None = None, v
     Raises:
         DataError: one is not usable, or there are more or fewer than the messages show.
     """
-    if not isinstance(messages, list) or (not messages and images is None and videos is None):
+    if not isinstance(messages, list):
         return messages
     given = {
         kind: _several(values) for kind, values in zip(_KINDS, (images, videos), strict=True) if values is not None

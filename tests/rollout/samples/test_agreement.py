@@ -26,7 +26,7 @@ from hpcrl.config import (
     TrainerConfig,
 )
 from hpcrl.config.sections.generator import EvalSamplingParams
-from hpcrl.data.group_file import write_group
+from hpcrl.data.group_file import read_group, write_group
 from hpcrl.errors import ConfigError
 from hpcrl.rollout.engines.base import Engine, Launched
 from hpcrl.rollout.engines.vllm.server import Server
@@ -72,7 +72,7 @@ async def group_of(engine: Engine, sampling: SamplingParams, work: Work = WORK, 
 def packed(group: Group, folder: Path) -> PackedSamples:
     """Return a group as the trainer gets it: from its file."""
     write_group(folder / "group", group.samples, group.meta(0, "group"))
-    return pack(read_tensors(folder / "group"))
+    return pack(read_group(folder / "group"))
 
 
 def section(model: Path) -> TrainerConfig:

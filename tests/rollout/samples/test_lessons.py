@@ -108,3 +108,8 @@ def test_what_settings_want() -> None:
     with pytest.raises(ConfigError, match=r"expected less than the policy's 4 tokens .*, found 4"):
         again.check(4)
     again.check(5)
+
+
+def test_where_nobody_wants_hints_rows_stay_as_they_are() -> None:
+    rows = [[row()], [row()]]
+    assert Lessons().with_hints(rows, [1.0, 1.0], [told("a"), told("b")], TEMPLATE) is rows

@@ -24,7 +24,7 @@ from hpcrl.config import (
     TrainerConfig,
 )
 from hpcrl.config.sections.model import ExpertsConfig
-from hpcrl.data.group_file import write_group
+from hpcrl.data.group_file import read_group, write_group
 from hpcrl.data.models.routers import routers
 from hpcrl.errors import EngineError
 from hpcrl.rollout.engines.base import Generation
@@ -38,7 +38,6 @@ from hpcrl.trainer.packing import PackedSamples, pack
 from hpcrl.types import ROUTED_EXPERTS, Prompt, Work
 from tests.rollout.engines.embedded.test_batch import LONG, SIZES, saved, staggered
 from tests.rollout.material import LONG_PROMPT, QUICKSTART, START_S, embedded_options
-from tests.rows import read_tensors
 from tests.trainer.material import world_of_one
 
 LAYERS, CHOSEN = 4, 4
@@ -117,7 +116,7 @@ def logprobs(samples: PackedSamples, model: Path, replay: Any, dtype: Any = "fp3
 
 def from_file(group: Group, folder: Path) -> PackedSamples:
     write_group(folder / "group", group.samples, group.meta(0, "group"))
-    return pack(read_tensors(folder / "group"))
+    return pack(read_group(folder / "group"))
 
 
 def test_replay_brings_trainer_and_engine_together(mixture: Path, tmp_path: Path) -> None:

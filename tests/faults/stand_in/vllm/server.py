@@ -186,6 +186,7 @@ class Engine:
     async def _call_utility_async(self, method: str, *args: Any, engine: bytes) -> Any:
         assert engine in self.core_engines
         if method == "pause_scheduler":
+            assert args == ("keep", False)
             self.going.clear()
             return None
         if method == "reset_prefix_cache":
