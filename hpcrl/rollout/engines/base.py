@@ -233,7 +233,7 @@ class Launched(ABC):
 
     @abstractmethod
     def connect(self, *, version: int = 0, replica: str = "") -> Engine:
-        """Return the engine, which is ready.
+        """Return the engine, which is ready; called in the event loop that asks it.
 
         Args:
             version: of the weights that it was started with.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import httpx
 
 
@@ -28,19 +29,19 @@ class Address:
 
     def client(self) -> dict[str, Any]:
         """Return arguments of httpx.Client."""
-        return {"transport": httpx.HTTPTransport(**self._transport()), "base_url": self.url}
+        at_socket = httpx.HTTPTransport(uds=str(self.socket)) if self.socket else None
+        return {"transport": at_socket or httpx.HTTPTransport(verify=self._certificates()), "base_url": self.url}
 
-    def async_client(self) -> dict[str, Any]:
-        """Return arguments of httpx.AsyncClient."""
+    def connector(self) -> aiohttp.BaseConnector:
+        """Return what connects an aiohttp.ClientSession, as many times at once as it has requests."""
         # each request has a connection of its own, which costs next to nothing on a unix socket: the server closes one that was idle
         # for 5 s, and on a busy machine this process may notice only after it has sent the next request there, which is lost then
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        return {"transport": httpx.AsyncHTTPTransport(**self._transport(), limits=limits), "base_url": self.url}
-
-    def _transport(self) -> dict[str, Any]:
         if self.socket:
-            return {"uds": str(self.socket)}
-        return {"verify": ssl.create_default_context(cafile=self.ca_file) if self.ca_file else self.verified}
+            return aiohttp.UnixConnector(str(self.socket), limit=0, force_close=True)
+        return aiohttp.TCPConnector(ssl=self._certificates(), limit=0, force_close=True)
+
+    def _certificates(self) -> ssl.SSLContext | bool:
+        return ssl.create_default_context(cafile=self.ca_file) if self.verified else False
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
 import json
 import math
 import time
@@ -13,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httpx
+import aiohttp
 
 from hpcrl.data.vision.reader import SeenImage
 from hpcrl.data.weight_files import PublishedWeights
@@ -38,7 +40,8 @@ _SLEEP, _WAKE = "/sleep", "/wake_up"
 _LOADING = ("/start_weight_update", "/update_weights", "/finish_weight_update", _ADD_ADAPTER, _SLEEP, _WAKE)
 _NAMED = "generate-tokens-"  # what vLLM puts before a request's id
 _JSON = {"content-type": "application/json"}
-_AT_ONCE_S = 5.0  # of what the server answers whatever the engine does
+_AT_ONCE = aiohttp.ClientTimeout(total=5.0)  # of what the server answers whatever the engine does
+_BUFFER = 2**26  # bytes of an answer that may wait to be read; twice as long may be one event of a stream
 _GREEDY = 1e-5  # vLLM samples greedily at temperatures below
 
 
@@ -142,8 +145,14 @@ class EngineClient(Engine):
     ) -> None:
         self._who = f"the inference engine of {replica}" if replica else "the inference engine"
         address = Address(socket=address) if isinstance(address, Path) else address
-        # a generation may take any time; whoever watches the server ends the wait when it dies or hangs
-        self._http = httpx.AsyncClient(**address.async_client(), headers=dict(headers), timeout=None)
+        self._url = address.url
+        self._http = aiohttp.ClientSession(
+            connector=address.connector(),
+            headers=headers,
+            # a generation may take any time; whoever watches the server ends the wait when it dies or hangs
+            timeout=aiohttp.ClientTimeout(total=None),
+            read_bufsize=_BUFFER,
+        )
         self.version, self._keep_cache = version, keep_cache
         self._sleep_level, self._share, self._asleep = sleep_level, share, False
         self._updates, self._dropped, self._shows = 0, 0, False
@@ -200,7 +209,7 @@ class EngineClient(Engine):
     async def _choices(self, request: dict[str, Any]) -> list[dict[str, Any]]:
         # a photograph makes it megabytes of text, whose writing would keep the event loop for tens of milliseconds
         body = await in_thread(_as_json, request) if "features" in request else _as_json(request)
-        return (await self._call("POST", _GENERATE, content=body, headers=_JSON))["choices"]
+        return (await self._call("POST", _GENERATE, data=io.BytesIO(body), headers=_JSON))["choices"]
 
     async def _listen(self, request: dict[str, Any], running: _Running, heard: Heard) -> list[dict[str, Any]]:
         """Return the only choice of a request, whose tokens are heard as they come."""
@@ -231,7 +240,7 @@ class EngineClient(Engine):
 
     async def ended(self) -> dict[str, dict[int, Generation]]:
         found = dict[str, dict[int, Generation]]()
-        for request_id, choices in (await self._asked_at_once(ENDED)).json().items():
+        for request_id, choices in json.loads(await self._asked_at_once(ENDED)).items():
             running = self._running.get(request_id)
             if running and running.name is not None:
                 found[running.name] = {choice["index"]: _generation(choice, running) for choice in choices}
@@ -367,7 +376,7 @@ class EngineClient(Engine):
 
     async def _metrics(self, *names: str) -> dict[str, list[float]]:
         """Return those of some metrics that the engine shows, each with its values for all labels."""
-        lines = (await self._asked_at_once("/metrics")).text.splitlines()
+        lines = (await self._asked_at_once("/metrics")).decode().splitlines()
         found = defaultdict[str, list[float]](list)
         for line in lines:
             name = line.partition("{")[0].partition(" ")[0]
@@ -375,20 +384,19 @@ class EngineClient(Engine):
                 found[name].append(float(line.rpartition(" ")[2]))
         return found
 
-    async def _asked_at_once(self, path: str) -> httpx.Response:
-        try:
-            return await self._http.get(path, timeout=_AT_ONCE_S)
-        except httpx.TransportError as error:
-            raise EngineError(f"the inference engine does not answer {path}: {error!r}") from error
+    async def _asked_at_once(self, path: str) -> bytes:
+        async with self._sent("GET", path, timeout=_AT_ONCE) as answer:
+            return await answer.read()
 
     async def healthy(self) -> bool:
         try:
-            return (await self._http.get("/health", timeout=_AT_ONCE_S)).status_code == 200
-        except httpx.TransportError:
+            async with self._sent("GET", "/health", timeout=_AT_ONCE) as answer:
+                return answer.status == 200
+        except EngineError:
             return False
 
     async def close(self) -> None:
-        await self._http.aclose()
+        await self._http.close()
 
     async def prompt_logprobs(self, token_ids: Sequence[int], top_k: int) -> list[dict[str, Any] | None]:
         """Return for each token its log-probability after those before it, and those of the `top_k` most probable tokens in its place: token id
@@ -403,33 +411,40 @@ class EngineClient(Engine):
         return answer["prompt_logprobs"]
 
     @asynccontextmanager
-    async def _asked(self, method: str, path: str, **request: Any) -> AsyncIterator[httpx.Response]:
-        """Have the answer to a request, whose body is yet to be read."""
+    async def _sent(self, method: str, path: str, **request: Any) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Have the answer to a request, of any status, whose body is yet to be read."""
+        try:
+            async with self._http.request(method, self._url + path, **request) as answer:
+                yield answer
+        except (aiohttp.ClientError, asyncio.TimeoutError) as error:
+            raise EngineError(f"the inference engine does not answer {path}: {error!r}") from error
+
+    @asynccontextmanager
+    async def _asked(self, method: str, path: str, **request: Any) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Have the answer to a request that may take its time; the engine counts as waited for."""
         self._waiting[path] += 1
         try:
-            async with self._http.stream(method, path, **request) as answer:
-                if answer.status_code != 200:
-                    await answer.aread()
-                    raise EngineError(f"the inference engine refused {path} ({answer.status_code}): {answer.text}")
+            async with self._sent(method, path, **request) as answer:
+                if answer.status != 200:
+                    said = await answer.text(errors="replace")
+                    raise EngineError(f"the inference engine refused {path} ({answer.status}): {said}")
                 yield answer
-        except httpx.TransportError as error:
-            raise EngineError(f"the inference engine does not answer {path}: {error!r}") from error
         finally:
             self._waiting[path] -= 1
             self.answered += 1
 
     async def _call(self, method: str, path: str, **request: Any) -> dict[str, Any]:
         async with self._asked(method, path, **request) as answer:
-            content = await answer.aread()
-            return json.loads(content) if answer.headers.get("content-type") == "application/json" else {}
+            content = await answer.read()
+            return json.loads(content) if answer.content_type == "application/json" else {}
 
     async def _events(self, path: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """Return the events of an answer as they come."""
         async with self._asked("POST", path, json=body) as answer:
-            async for line in answer.aiter_lines():
-                if not line.startswith("data: {"):
+            async for line in answer.content:
+                if not line.startswith(b"data: {"):
                     continue
-                event = json.loads(line.removeprefix("data: "))
+                event = json.loads(line.removeprefix(b"data: "))
                 if "error" in event:
                     raise EngineError(f"the inference engine failed in {path}: {event['error']}")
                 yield event

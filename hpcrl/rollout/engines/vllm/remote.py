@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import aiohttp
 import httpx
 
 from hpcrl.config import Config
@@ -174,8 +175,9 @@ class RemoteClient(EngineClient):
     """Client of such a server, which others get at once when this one has ended."""
 
     async def close(self) -> None:
-        with suppress(httpx.TransportError):  # it is gone, or the lease ends by itself
-            await self._http.delete(LEASE_PATH, timeout=_ANSWER_S)
+        with suppress(EngineError):  # it is gone, or the lease ends by itself
+            async with self._sent("DELETE", LEASE_PATH, timeout=aiohttp.ClientTimeout(_ANSWER_S)):
+                pass
         await super().close()
 
 

@@ -19,7 +19,7 @@ from tests.rollout.material import LONG_PROMPT, RUN_NAME, TOKEN, as_version, log
 
 async def counted(engine: EngineClient, metric: str) -> float:
     """Return a counter of the server's own metrics."""
-    lines = (await engine._http.get("/metrics")).text.splitlines()
+    lines = (await engine._asked_at_once("/metrics")).decode().splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith(f"vllm:{metric}"))
 
 

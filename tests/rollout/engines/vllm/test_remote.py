@@ -21,7 +21,7 @@ import pytest
 
 from hpcrl.cli.main import main
 from hpcrl.errors import ConfigError, EngineError
-from hpcrl.rollout.engines.base import Engine
+from hpcrl.rollout.engines.base import Engine, Launched
 from hpcrl.rollout.engines.vllm.address import Address, Listen
 from hpcrl.rollout.engines.vllm.middleware import LEASE_S, Leases
 from hpcrl.rollout.engines.vllm.remote import Remote, RemoteOptions, check_network
@@ -146,7 +146,8 @@ def test_it_says_what_an_own_engine_does(
     _, address, key_file, models = shared
     weights = publish(models[1], tmp_path / "v000001", 1, probe=probe_of(models[1]))
 
-    async def play(engine: Engine) -> list[list[int]]:
+    async def play(launched: Launched) -> list[list[int]]:
+        engine = launched.connect(replica="rollout-0")
         try:
             await engine.update_weights(weights)
             assert await engine.probe(weights, "float32", None) is not None
@@ -161,7 +162,7 @@ def test_it_says_what_an_own_engine_does(
 
     remote = Remote(asking(address, key_file))
     remote.wait_ready(START_S)
-    assert asyncio.run(play(remote.connect(replica="rollout-0"))) == asyncio.run(play(server.connect()))
+    assert asyncio.run(play(remote)) == asyncio.run(play(server))
 
 
 @pytest.mark.slow
@@ -184,6 +185,9 @@ def test_one_client_at_a_time(shared: tuple[Server, Address, Path, list[Path]]) 
         await new.generate(LONG_PROMPT, 1, 3, WHOLE)
         await new.close()
 
+    async def end_at_once() -> None:
+        await second.connect().close()
+
     async def _changes(engine: Engine) -> bool:
         try:
             await engine.update_weights(as_version(models[0], 0))
@@ -193,7 +197,7 @@ def test_one_client_at_a_time(shared: tuple[Server, Address, Path, list[Path]]) 
 
     asyncio.run(play())
     second.wait_ready(5.0)
-    asyncio.run(second.connect().close())
+    asyncio.run(end_at_once())
     assert server.alive()
 
 
