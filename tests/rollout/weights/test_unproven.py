@@ -59,12 +59,12 @@ def test_no_group_that_was_finished_under_unproven_weights_is_handed_over(
     write_text(run.token, TOKEN + "\n", mode=0o600)
     publish(models[1], run.weights_of(1), 1, ATTEMPT, probe=probe_of(models[2]))
     Stuck.go.clear()
-    engine = LateProof(server.socket, bearer(TOKEN, RUN_NAME), replica="rollout-5")
     tokenizer = load_tokenizer(Pretrained(str(QUICKSTART)), GENERATOR.chat_template)
     options = WorkerOptions(run, ATTEMPT, 5, 4, n_samples=4, dump_evals=True, engine_dtype="float32")
     status = StatusWriter(run, "rollout-5", ATTEMPT)
 
     async def main() -> None:
+        engine = LateProof(server.socket, bearer(TOKEN, RUN_NAME), replica="rollout-5")
         generator = GroupGenerator(engine, tokenizer, GENERATOR, EnvironmentConfig())
         try:
             engine.worker = Worker(options, server, engine, generator, status, decoder(tokenizer))
