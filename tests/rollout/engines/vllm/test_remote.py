@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -35,13 +36,13 @@ from tests.rollout.material import (
     MAX_MODEL_LEN,
     START_S,
     as_version,
-    children_of,
     group_of,
     make_model,
     options,
     probe_of,
     publish,
     served,
+    wait_for,
 )
 
 WHOLE = {"temperature": 1.0, "max_tokens": 40, "ignore_eos": True}
@@ -236,11 +237,14 @@ def plain_server(model: Path, log: Path, *more: str) -> Iterator[str]:
     try:
         yield f"http://127.0.0.1:{port}"
     finally:
-        for child in children_of(process.pid):
-            os.kill(child, 9)
-        process.kill()
-        process.wait()
-        scratch.remove()
+        process.terminate()  # killed, it would leave a semaphore in /dev/shm
+        try:
+            wait_for(lambda: process.poll() is not None and not group_of(process.pid), 60, "the server does not end")
+        finally:
+            for left in group_of(process.pid):
+                os.kill(left, signal.SIGKILL)
+            process.wait()
+            scratch.remove()
 
 
 @pytest.mark.slow
