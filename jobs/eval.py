@@ -20,6 +20,7 @@ from hpcrl.config.families import is_diffusion
 from hpcrl.config.sections.generator import NODE
 from hpcrl.controller.evaluation import evaluation_work
 from hpcrl.errors import HpcrlError
+from hpcrl.launch.agent.environment import raise_open_files
 from hpcrl.launch.agent.network import node_address
 from hpcrl.observe.eval_report import write_results
 from hpcrl.observe.scores import results_of
@@ -33,6 +34,7 @@ from hpcrl.types import GroupMeta
 
 def main(path: str) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    raise_open_files()
     directory = Run.open(path)
     config, request = Config.from_toml([directory.config]), read_json(directory.path / "evaluation.json")
     assert request is not None, directory.path

@@ -39,6 +39,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     import time
 
     from hpcrl.errors import ConfigError
+    from hpcrl.launch.agent.environment import raise_open_files
     from hpcrl.rollout.engines.vllm.server import Server
     from hpcrl.runtime.scratch import Scratch
     from hpcrl.runtime.token import make_secret, read_secret
@@ -51,6 +52,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--key-file: {arguments.key_file} cannot be made: {error.strerror}") from error
     read_secret(arguments.key_file, "--key-file")
     options = _options(arguments)
+    raise_open_files()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     scratch, server = Scratch("engine"), None
     try:

@@ -48,6 +48,7 @@ def _serve(arguments: argparse.Namespace) -> int:
 
     from hpcrl.config.sections.environment import RewardServiceConfig
     from hpcrl.errors import ConfigError, SubmitError
+    from hpcrl.launch.agent.environment import raise_open_files
     from hpcrl.runtime.http_server import Bearer, bind
 
     token = os.environ.get(_TOKEN)
@@ -71,6 +72,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         chat_template=arguments.chat_template,
     )
     model = RewardModel.load(arguments.model, settings, "MODEL")
+    raise_open_files()
     url = "http://{}:{}".format(*listener.getsockname()[:2])
     print(printable(f"serving {arguments.model} at {url}; where you submit:"))
     print(f"export REMOTE_REWARD_ENQUEUE_URL={url}/enqueue REMOTE_REWARD_FETCH_URL={url}/fetch {_TOKEN}=…", flush=True)

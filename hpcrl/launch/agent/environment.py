@@ -1,8 +1,9 @@
-"""The environment of an agent's processes: who they are, which devices and how many threads they have."""
+"""The environment of an agent's processes: who they are, which devices and how many threads they have, how many files they may open."""
 
 from __future__ import annotations
 
 import os
+import resource
 from pathlib import Path
 
 from hpcrl.config import Config, engine_gpus
@@ -13,6 +14,19 @@ from hpcrl.launch.agent.devices import visible_devices
 from hpcrl.launch.nodes import Node
 from hpcrl.launch.pools import pool_of
 from hpcrl.runtime.heartbeat import DIRECTORY
+
+_OPEN_FILES = 65536  # no more, whatever the hard limit: some programs close every number below the soft one
+
+
+def raise_open_files() -> None:
+    """Let this process and those that it starts open as many files as they may, up to 65,536.
+
+    Many machines have a soft limit of 1,024, and a worker has a connection for each request of its engine.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 class Environments:

@@ -12,7 +12,7 @@ from typing import Any
 
 from hpcrl.config import Config
 from hpcrl.launch.agent.child import Child
-from hpcrl.launch.agent.environment import Environments
+from hpcrl.launch.agent.environment import Environments, raise_open_files
 from hpcrl.launch.agent.network import choose_port, node_address
 from hpcrl.launch.agent.nsight import records_engines, records_ranks, under_nsys
 from hpcrl.launch.agent.recorder import FlightRecorder
@@ -42,6 +42,7 @@ class NodeProcesses:
     def __init__(
         self, run: Run, config: Config, context: NodeContext, attempt: int, node: Node, grace_s: float
     ) -> None:
+        raise_open_files()
         self._run, self._attempt, self._node, self._grace_s = run, attempt, node, grace_s
         self._trainer_nodes = trainer_nodes(make_plan(config))
         self._one_rank = self._trainer_nodes * node.ranks == 1

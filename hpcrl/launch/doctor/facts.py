@@ -133,7 +133,7 @@ def of_place(name: str, place: Mapping[str, Any], host: str, needed: Room | None
 def _limits(facts: Mapping[str, Any]) -> Iterator[Finding]:
     files, subject = facts["open_files"], "open files"
     found = f"at most {files:,} per process on {facts['host']}" if files >= 0 else "unlimited"
-    remedy = 'add "ulimit -n 65536" to slurm.setup, and ask the administrators if it is refused'
+    remedy = "this is the hard limit (`ulimit -Hn`); ask the administrators for 65,536 (LimitNOFILE of slurmd)"
     if 0 <= files < _FEW_FILES:
         yield error(subject, found, remedy)
     elif 0 <= files < _FEWER_FILES:

@@ -1,7 +1,10 @@
-"""How many threads the processes of a node get, of the cores that Slurm was asked for, and how they wait."""
+"""How many threads the processes of a node get, of the cores that Slurm was asked for, how they wait, and how many files they may open."""
 
 from __future__ import annotations
 
+import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -118,3 +121,14 @@ def test_the_allocator_of_ranks_on_gpus_grows_its_blocks(
     environments = Environments(config, Node(0, "trainer", 1, (0,), gpus, 0), 1, "127.0.0.1", None, tmp_path, False)
     assert environments.of("trainer-0").get("PYTORCH_ALLOC_CONF") == trainer
     assert environments.of("rollout-0").get("PYTORCH_ALLOC_CONF") is None
+
+
+@pytest.mark.parametrize(("limit", "raised"), [("ulimit -Sn 256", True), ("ulimit -n 256", False)])
+def test_as_many_open_files_as_there_may_be(limit: str, raised: bool) -> None:
+    """Many machines have a soft limit of 1,024, which requests to an engine exceed."""
+    code = "from hpcrl.launch.agent.environment import raise_open_files; import os; raise_open_files(); os.system('ulimit -n')"
+    shell = f'{limit} && exec {sys.executable} -c "{code}"'
+    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=True)
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
+    assert int(done.stdout) == (most if raised else 256)
