@@ -11,7 +11,10 @@ import pytest
 
 from hpcrl.config import Config
 from hpcrl.launch.agent.environment import Environments
-from hpcrl.launch.nodes import Node
+from hpcrl.launch.agent.processes import NodeProcesses
+from hpcrl.launch.agent.start import NodeContext
+from hpcrl.launch.nodes import Node, make_plan
+from hpcrl.rundir.layout import Run
 from tests.paths import QUICKSTART
 
 SETTINGS = (
@@ -132,3 +135,15 @@ def test_as_many_open_files_as_there_may_be(limit: str, raised: bool) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
     assert int(done.stdout) == (most if raised else 256)
+
+
+def test_a_node_raises_the_limit_for_its_processes(tmp_path: Path) -> None:
+    config, context = Config.from_toml([QUICKSTART]), NodeContext(0, ["here"], "local-1", 0, True)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
+    try:
+        NodeProcesses(Run(tmp_path / "run"), config, context, 1, make_plan(config)[0], 5.0).end(0.0)
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert soft > 256
