@@ -1,410 +1,141 @@
-"""What only a GPU can show, in ten minutes: each check prints one line of JSON, and none is kept from running by another's failure.
+"""What only a GPU can show, in some twelve minutes on one: each check prints one line of JSON, and none is kept from running by another's failure.
 
     python benchmarks/gpu_first.py [--only NAME ...] [--tiny]
 
-Models are random Qwen3, made on the spot; nothing is downloaded, and vLLM is not needed. benchmarks/gpu_settings.py, backends.py, losses.py and checkpoints.py measure more of it. --tiny makes all of it small enough for a CPU, where
-figures say nothing about a GPU, but every check runs. Each check is a process of its own.
+Each check is a command of its own with a time limit. First come whole runs with vLLM in turns on the GPU, then the tests of engines on it, then what
+the trainer computes. Models are random and made on the spot; nothing is downloaded. --tiny makes all of it small enough for a CPU, with vLLM's CPU
+build, where figures say nothing about a GPU, but every check runs.
 """
 
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-import warnings
-from collections.abc import Callable
-from functools import partial
-from itertools import accumulate
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
-from backends import make_batch, make_model, peak_memory
-from shared_prefixes import ALONE
-from torch.nn.attention.varlen import varlen_attn
-from transformers import AutoConfig, AutoModelForCausalLM
+from backends import make_model
 
-from hpcrl.config import AlgorithmConfig, Config, TrainerConfig
-from hpcrl.config.load import nested
-from hpcrl.config.validate import build
-from hpcrl.errors import DeviceError
-from hpcrl.launch.submit.models import folder_of
-from hpcrl.planning.estimate import estimate
-from hpcrl.planning.shapes import model_shapes
-from hpcrl.rundir.layout import Run
-from hpcrl.trainer.backends.base import Objective, PolicyEngine
-from hpcrl.trainer.backends.build import build_policy
-from hpcrl.trainer.distributed import World, joined
-from hpcrl.trainer.loss import build_objective
-from hpcrl.trainer.models.flops import peak_tflops
-from hpcrl.trainer.models.logprobs import compiled_rows, plain_rows, token_logprobs
-from hpcrl.trainer.models.packed.attention import PackedSequences, attend
-from hpcrl.trainer.models.packed.kernels import AttentionKind, last_tokens
-from hpcrl.trainer.models.packed.prefixes import shared_prefixes
-from hpcrl.trainer.models.packed.tree import PrefixTree
-from hpcrl.trainer.saving.publish import Publisher
-from hpcrl.types import MicroBatch
-
-_TIMES = 5
-_TAIL = 400  # characters of an error
-
-Found = dict[str, Any]
+_BENCHMARKS = Path(__file__).parent
+_TAIL = 600  # characters of an error
+_TESTS = ["tests/rollout/engines/test_contract.py", "tests/rollout/engines/vllm/test_server.py"]
+_ADAPTERS = "tests/rollout/engines/test_adapters.py"
 
 
-class Machine:
-    """What checks run on.
+@dataclass(frozen=True)
+class Check:
+    """A command.
 
     Attributes:
-        device: a GPU, or with `tiny` maybe the CPU.
-        model: directory of a random model.
+        on_cpu: arguments that it gets with --tiny; None: a GPU alone can do it.
+        seconds: after which it is ended; five times as many with --tiny.
+        model: whether the path of the random model is its next argument.
     """
 
-    def __init__(self, model: Path, *, tiny: bool) -> None:
-        self.model, self.tiny = model, tiny
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-    def synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-
-    def seconds(self, run: Callable[[], object]) -> float:
-        """Return the median time of a call; the first, which may compile and allocate, is not counted."""
-        run()
-        took = []
-        for _ in range(_TIMES):
-            self.synchronize()
-            began = time.monotonic()
-            run()
-            self.synchronize()
-            took.append(time.monotonic() - began)
-        return median(took)
-
-    def engine(self, world: World, **trainer: Any) -> PolicyEngine:
-        table = {"policy": {"model": {"path": str(self.model)}}, "algorithm": {"use_kl_loss": False}, **trainer}
-        engine = build_policy(build(TrainerConfig, table), 1.0, world)
-        engine.schedule(100)
-        return engine
-
-    def batch(self, tokens: int, sample: int) -> MicroBatch:
-        vocabulary = AutoConfig.from_pretrained(self.model).vocab_size
-        return make_batch([sample] * (tokens // sample), vocabulary, 1 / tokens)
+    program: list[str]
+    on_cpu: tuple[str, ...] | None = ()
+    seconds: int = 60
+    model: bool = False
 
 
-def versions(machine: Machine) -> Found:
-    gpu = machine.device.type == "cuda"
-    return {
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "gpu": torch.cuda.get_device_name() if gpu else None,
-        "gib": round(torch.cuda.get_device_properties(0).total_memory / 2**30, 1) if gpu else None,
-        "peak_tflops": peak_tflops(torch.cuda.get_device_name()) if gpu else None,
-        "varlen_attn": list(inspect.signature(varlen_attn).parameters),
-    }
+def _run(name: str, seconds: int = 90, *, on_gpu_alone: bool = False) -> Check:
+    return Check([str(_BENCHMARKS / "gpu_runs.py"), "--only", name], None if on_gpu_alone else ("--cpu",), seconds)
 
 
-def attention(machine: Machine) -> Found:
-    """Outputs and gradients in bf16 against float32 without flash attention; uneven lengths. Errors are shares of the largest value."""
-    lengths, found = [7, 130, 64, 1], Found()
-    for head in (16,) if machine.tiny else (64, 128, 256):
-        for groups in (1, 2) if machine.tiny else (1, 4, 8):
-            torch.manual_seed(0)
-            heads = [
-                torch.randn(sum(lengths), count, head, device=machine.device) for count in (8, 8 // groups, 8 // groups)
-            ]
-            bounds = torch.tensor([0, 7, 137, 201, 202], dtype=torch.int32, device=machine.device)
-            packed, outputs = PackedSequences.of(lengths, bounds), []
-            for dtype, flash in ((torch.float32, False), (torch.bfloat16, True)):
-                query, key, value = (values.to(dtype, copy=True).requires_grad_() for values in heads)
-                output = attend(query, key, value, packed, AttentionKind(flash=flash))
-                output.float().square().sum().backward()
-                outputs.append([output.detach(), query.grad, key.grad, value.grad])
-            found[f"head {head}, {groups} queries per key"] = [
-                round(((got.float() - exact).abs().max() / exact.abs().max()).item(), 5)
-                for exact, got in zip(*outputs, strict=True)
-            ]
-    return found
+def _computed(name: str, seconds: int = 60) -> Check:
+    return Check([str(_BENCHMARKS / "gpu_checks.py"), name], ("--tiny",), seconds, model=True)
 
 
-def kinds(machine: Machine) -> Found:
-    """Windows, capped scores and sinks in bf16 against float32 with all scores in memory, sample by sample."""
-    lengths, head, found = [7, 130, 64, 1], 16 if machine.tiny else 128, Found()
-    sinks = torch.linspace(-1, 2, 8, device=machine.device)
-    for name, kind in {
-        "window": AttentionKind(window=40),
-        "softcap": AttentionKind(softcap=5.0),
-        "sinks and window": AttentionKind(window=40, sinks=sinks),
-    }.items():
-        torch.manual_seed(0)
-        heads = [torch.randn(sum(lengths), count, head, device=machine.device) for count in (8, 4, 4)]
-        bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=machine.device)
-        packed, outputs = PackedSequences.of(lengths, bounds), []
-        for dtype in (torch.float32, torch.bfloat16):
-            given = [values.to(dtype, copy=True).requires_grad_() for values in heads]
-            if dtype == torch.float32:
-                rows = zip(*(values[None].transpose(1, 2).split(lengths, 2) for values in given), strict=True)
-                whole = [last_tokens(query, key, value, kind)[0].transpose(0, 1) for query, key, value in rows]
-                output = torch.cat(whole)
-            else:
-                query, key, value = given
-                output = attend(query, key, value, packed, kind)
-            output.float().square().sum().backward()
-            outputs.append([output.detach(), *(values.grad for values in given)])
-        found[name] = [
-            round(((got.float() - exact).abs().max() / exact.abs().max()).item(), 5)
-            for exact, got in zip(*outputs, strict=True)
-        ]
-    return found
+def _measured(name: str) -> Check:
+    steps = ["--steps", "3", "--only", name]
+    return Check([str(_BENCHMARKS / "gpu_settings.py"), *steps], ("--tiny",), 90)
 
 
-def prefixes(machine: Machine) -> Found:
-    """The same where prefixes are computed once: against whole samples in float32, which have copies of them. The last but one has one token of its own."""
-    lengths, common = [130, 140, 90, 90, 70], [0, 120, 64, 90, 0]
-    shared = shared_prefixes(lengths, common)
-    assert shared is not None
-    shared, found = shared.to(machine.device), Found()
-    bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=machine.device)
-    whole, tree = PackedSequences.of(lengths, bounds), PrefixTree(lengths, bounds, shared)
-    head = 16 if machine.tiny else 128
-    for groups in (1, 2) if machine.tiny else (1, 4, 8):
-        torch.manual_seed(0)
-        heads, outputs = (
-            [
-                torch.randn(len(shared.kept), count, head, device=machine.device)
-                for count in (8, 8 // groups, 8 // groups)
-            ],
-            [],
-        )
-        for dtype, packed in ((torch.float32, whole), (torch.bfloat16, tree)):
-            given = [values.to(dtype, copy=True).requires_grad_() for values in heads]
-            query, key, value = (values[shared.places] for values in given) if packed is whole else given
-            output = packed.attend(query, key, value, AttentionKind(flash=packed is tree))
-            output = output[shared.kept] if packed is whole else output
-            output.float().square().sum().backward()
-            outputs.append([output.detach(), *(values.grad for values in given)])
-        found[f"{groups} queries per key"] = [
-            round(((got.float() - exact).abs().max() / exact.abs().max()).item(), 5)
-            for exact, got in zip(*outputs, strict=True)
-        ]
-    return found
+def _tests(*paths: str) -> Check:
+    return Check(["-m", "pytest", "-q", "-m", "", "-n", "0", "-p", "no:cacheprovider", *paths], seconds=180)
 
 
-def attention_speed(machine: Machine) -> Found:
-    """TFLOP/s of forward and backward, causal work only."""
-    found = Found()
-    shapes = ((4, 32), (1, 128)) if machine.tiny else ((8, 2048), (1, 16384), (1, 65536))
-    for count, length in shapes:
-        query, key, value = (
-            torch.randn(count * length, heads, 128, device=machine.device, dtype=torch.bfloat16, requires_grad=True)
-            for heads in (16, 8, 8)
-        )
-        bounds = torch.arange(0, (count + 1) * length, length, dtype=torch.int32, device=machine.device)
-        packed = PackedSequences.of([length] * count, bounds)
-        for flash in (True, False):
-            run = partial(attend, query, key, value, packed, AttentionKind(flash=flash))
-            took = machine.seconds(lambda run=run: run().sum().backward())
-            work = 6 * 16 * 128 * count * length**2
-            found[f"{count} x {length}, {'flash' if flash else 'other'}"] = round(work / took / 1e12, 2)
-    return found
-
-
-def head(machine: Machine) -> Found:
-    """Milliseconds and GiB of the head with its log-probabilities, forward and backward."""
-    vocabulary, tokens, found = (512, 256, Found()) if machine.tiny else (151936, 16384, Found())
-    for width in (64,) if machine.tiny else (1024, 4096):
-        hidden = torch.randn(tokens, width, device=machine.device, dtype=torch.bfloat16, requires_grad=True)
-        weight = torch.randn(vocabulary, width, device=machine.device, dtype=torch.bfloat16, requires_grad=True)
-        labels = torch.randint(vocabulary, (tokens,), device=machine.device)
-        for name, rows in (("plain", plain_rows), ("compiled", compiled_rows())):
-            for chunk in (64, 128) if machine.tiny else (1024, 4096, 8192):
-                outputs = partial(token_logprobs, hidden, weight, labels, 1.0, chunk, rows, entropy="metric")
-                if machine.device.type == "cuda":
-                    torch.cuda.reset_peak_memory_stats()
-                took = machine.seconds(lambda outputs=outputs: outputs()[0].sum().backward())
-                gib = peak_memory(machine.device) / 2**30
-                found[f"D {width}, {chunk} rows, {name}"] = [round(1000 * took, 1), round(gib, 2)]
-    return found
-
-
-def engine(machine: Machine) -> Found:
-    """Log-probabilities against float32 transformers, alone and packed; the loss of three steps on the same samples."""
-    with joined() as world:
-        policy = machine.engine(world, policy={"model": {"path": str(machine.model)}, "optimizer_config": {"lr": 1e-3}})
-        sample = 32 if machine.tiny else 512
-        packed = machine.batch(4 * sample, sample)
-        together = torch.cat(list(policy.logprobs([packed]))).cpu()
-        alone = [_part(packed, number, sample) for number in range(4)]
-        apart = torch.cat([logprobs.cpu() for logprobs in policy.logprobs(alone)])
-        model: Any = AutoModelForCausalLM.from_pretrained(machine.model, dtype=torch.float32)
-        model = model.to(machine.device.type)
-        with torch.no_grad():
-            logits = model(packed.token_ids.view(4, sample).to(machine.device)).logits.log_softmax(-1).flatten(0, 1)
-        exact = logits.gather(-1, packed.labels[:, None].to(machine.device))[:, 0].cpu()
-        trained = packed.loss_mask > 0
-        objective = build_objective(AlgorithmConfig(policy_loss_type="cross_entropy", use_kl_loss=False))
-        losses = []
-        for _ in range(3):
-            losses.append(policy.forward_backward([packed], objective)["final_loss"].item())
-            policy.step()
-    return {
-        "mean error": (together - exact)[trained].abs().mean().item(),
-        "packed against alone": (together - apart)[trained].abs().max().item(),
-        "losses": losses,
-    }
-
-
-def _part(batch: MicroBatch, number: int, sample: int) -> MicroBatch:
-    part = slice(number * sample, (number + 1) * sample)
-    columns: dict[str, Any] = {
-        name: value[part]
-        for name, value in vars(batch).items()
-        if isinstance(value, torch.Tensor) and name not in ("cu_seqlens", "head_rows")
-    }
-    return MicroBatch(lengths=[sample], **columns)
-
-
-def waits(machine: Machine) -> Found:
-    """How often the host waits for the GPU in one micro-batch; torch warns of each."""
-    with joined() as world:
-        policy = machine.engine(world)
-        objective, batch = build_objective(AlgorithmConfig(use_kl_loss=False)), machine.batch(256, 64)
-        policy.forward_backward([batch], objective)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            if machine.device.type == "cuda":
-                torch.cuda.set_sync_debug_mode("warn")
-            policy.forward_backward([batch], objective)
-            if machine.device.type == "cuda":
-                torch.cuda.set_sync_debug_mode("default")
-    waited = [
-        f"{warning.filename}:{warning.lineno}"
-        for warning in caught
-        if "called a synchronizing CUDA operation" in str(warning.message)
-    ]
-    return {"waits": len(waited), "where": sorted(set(waited)), "counted": machine.device.type == "cuda"}
-
-
-def _step(policy: PolicyEngine, batches: list[MicroBatch], objective: Objective) -> tuple[float, float]:
-    """Return loss and norm of the gradient."""
-    loss = policy.forward_backward(batches, objective)["final_loss"].item()
-    return loss, policy.step().grad_norm
-
-
-def checkpoint(machine: Machine) -> Found:
-    """Seconds of saving, of the copy after which training goes on, and of loading; whether the next step is bitwise the same."""
-    with joined() as world, tempfile.TemporaryDirectory() as place:
-        policy, objective = machine.engine(world), build_objective(AlgorithmConfig(use_kl_loss=False))
-        found, step = Found(), partial(_step, policy, [machine.batch(256, 64)], objective)
-        step()
-        for name, run in {
-            "save": lambda: policy.save(Path(place), world.control),
-            "snapshot": policy.snapshot,
-            "snapshot again": policy.snapshot,
-        }.items():
-            began = time.monotonic()
-            run()
-            found[name] = round(time.monotonic() - began, 2)
-        before = step()
-        began = time.monotonic()
-        policy.restore(Path(place))
-        found["restore"] = round(time.monotonic() - began, 2)
-        found["bitwise"] = step() == before
-        found["gib"] = round(sum(path.stat().st_size for path in Path(place).rglob("*") if path.is_file()) / 2**30, 2)
-    return found
-
-
-def publish(machine: Machine) -> Found:
-    """Seconds and GiB of publishing weights for engines."""
-    with joined() as world, tempfile.TemporaryDirectory() as place:
-        policy = machine.engine(world)
-        return Publisher(Run(Path(place)), 0, world, torch.bfloat16, 2, longest=64).publish(policy, 1)
-
-
-def memory(machine: Machine) -> Found:
-    """GiB of a step as `hpcrl plan` estimates it, and as torch's allocator saw it."""
-    tokens, sample = (256, 64) if machine.tiny else (16384, 2048)
-    settings = {
-        "data.train_data": ["t"],
-        "data.val_data": ["v"],
-        "slurm.gpus_per_node": 1,
-        "trainer.policy.model.path": str(machine.model),
-        "trainer.algorithm.use_kl_loss": False,
-        "trainer.max_tokens_per_micro_batch": tokens,
-        "trainer.max_prompt_length": sample // 2,
-        "generator.sampling_params.max_generate_length": sample // 2,
-    }
-    config = build(Config, nested(settings))
-    planned = estimate(config, model_shapes(config.trainer, folder_of)).total / 2**30
-    with joined() as world:
-        policy, objective = machine.engine(world), build_objective(AlgorithmConfig(use_kl_loss=False))
-        batches = [machine.batch(tokens, sample)] * 2
-        _step(policy, batches, objective)  # after which there are moments
-        if machine.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        _step(policy, batches, objective)
-        return {"planned": round(planned, 3), "peak": round(peak_memory(machine.device) / 2**30, 3)}
-
-
-def no_gpu(_machine: Machine) -> Found:
-    """A rank that is to have a GPU, and sees none, ends."""
-    try:
-        with joined(on_gpu=True):
-            return {"refused": False}
-    except DeviceError as error:
-        return {"refused": True, "message": str(error)}
-
-
-CHECKS: dict[str, Callable[[Machine], Found]] = {
-    check.__name__: check
-    for check in (
-        versions,
-        attention,
-        kinds,
-        prefixes,
-        attention_speed,
-        head,
-        engine,
-        waits,
-        checkpoint,
-        publish,
-        memory,
-        no_gpu,
-    )
+CHECKS = {
+    "versions": _computed("versions"),
+    "vllm": _run("vllm", 150),
+    "engines": _tests(*_TESTS),
+    "vllm, router replay": _run("vllm, router replay", on_gpu_alone=True),
+    "vllm, no router replay": _run("vllm, no router replay"),
+    "supervised, Megatron-core, experts": _run("supervised, Megatron-core, experts"),
+    **{name: _computed(name) for name in ("attention", "kinds", "prefixes", "waits")},
+    "ranks": Check([str(_BENCHMARKS / "gpu_ranks.py")], ("--cpu",), 90),
+    "weights_between": _computed("weights_between", 90),
+    "vllm, checkpoints beside training": _run("vllm, checkpoints beside training"),
+    "checkpoint": _computed("checkpoint"),
+    "compiled": _measured("compile_model, use_torch_compile"),
+    "activation_offload": _measured("activation_offload"),
+    "cpu_offload": _measured("fsdp_config.cpu_offload"),
+    "vllm, fp8": _run("vllm, fp8", on_gpu_alone=True),
+    "vllm, adapters": _run("vllm, adapters"),
+    "engines with adapters": _tests(_ADAPTERS),
+    "engine_tokens": Check([str(_BENCHMARKS / "engine_tokens.py")], ("--tiny",), 120, model=True),
+    **{name: _computed(name) for name in ("attention_speed", "head", "engine", "publish", "memory", "no_gpu")},
 }
+
+
+def perform(name: str, model: str, tiny: bool) -> dict[str, Any]:
+    """Run a check to its end, or to its limit; return its last line of JSON, or the end of what it printed."""
+    check = CHECKS[name]
+    if tiny and check.on_cpu is None:
+        return {"skipped": "a GPU alone can do it"}
+    command = [
+        sys.executable,
+        *check.program,
+        *([model] if check.model else []),
+        *((check.on_cpu or ()) if tiny else ()),
+    ]
+    environment = os.environ | {"HPCRL_TEST_GPU": "" if tiny else "1", "PYTHONPATH": os.pathsep.join(_paths())}
+    environment |= {"CUDA_VISIBLE_DEVICES": ""} if name == "no_gpu" else {}
+    began, limit = time.monotonic(), check.seconds * (5 if tiny else 1)
+    with subprocess.Popen(
+        command, cwd=_BENCHMARKS.parent, env=environment, text=True, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    ) as process:  # fmt: skip
+        try:
+            output, _ = process.communicate(timeout=limit)
+            ended = f"exit status {process.returncode}"
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            output, _ = process.communicate()
+            ended = f"more than {limit} s"
+    found: dict[str, Any] = {"seconds": round(time.monotonic() - began, 1)}
+    lines = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    found |= {"found": lines[0] if len(lines) == 1 else lines} if lines else {"end": output[-_TAIL:]}
+    return found if process.returncode == 0 else {"failed": ended, **found, "end": output[-_TAIL:]}
+
+
+def _paths() -> list[str]:
+    return [str(_BENCHMARKS.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=CHECKS, default=list(CHECKS))
     parser.add_argument("--tiny", action="store_true", help="for a CPU")
-    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.one:
-        name, model = arguments.one
-        os.environ |= ALONE
-        print(json.dumps(CHECKS[name](Machine(Path(model), tiny=arguments.tiny))))
-        return 0
-    if not torch.cuda.is_available() and not arguments.tiny:
+    given = parser.parse_args()
+    if not torch.cuda.is_available() and not given.tiny:
         parser.error("there is no GPU; expected one, or --tiny, which runs on a CPU")
-    failed = 0
+    failed = False
     with tempfile.TemporaryDirectory() as model:
-        make_model(Path(model), tiny=arguments.tiny)
-        for name in arguments.only:
-            environment = os.environ | ({"CUDA_VISIBLE_DEVICES": ""} if name == "no_gpu" else {})
-            command = [sys.executable, __file__, *(["--tiny"] if arguments.tiny else []), "--one", name, model]
-            began = time.monotonic()
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-            failed += done.returncode != 0
-            result = (
-                json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {"failed": done.stderr[-_TAIL:]}
-            )
-            print(json.dumps({"check": name, "seconds": round(time.monotonic() - began, 1), **result}), flush=True)
-    return min(failed, 1)
+        make_model(Path(model), tiny=given.tiny)
+        for name in given.only:
+            found = perform(name, model, given.tiny)
+            failed |= "failed" in found
+            print(json.dumps({"check": name, **found}), flush=True)
+    return int(failed)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""Whether small runs of each kind go through on one GPU, trainer and embedded engine in turns: one line of JSON per run, one run after the other.
+"""Whether small runs of each kind go through on one GPU, trainer and engine in turns: one line of JSON per run, one run after the other.
 
-    python benchmarks/gpu_runs.py [KEY=VALUE ...] [--only NAME ...] [--cpu]
+    python benchmarks/gpu_runs.py [KEY=VALUE ...] [--only NAME ...] [--cpu] [--keep FOLDER]
 
-Each is a configuration of configs/ for some steps, with overrides for all of them behind. A run without a failed or restarted process and
-with a better score is what to expect; with --cpu the same runs compute on the CPU. Simulators render with what MUJOCO_GL names.
+Each is a configuration of configs/ for some steps, with overrides for all of them behind; those with vLLM train random Qwen3 with heads of 64,
+one of them a mixture of experts. A run without a failed or restarted process is what to expect, and a better score of models that have begun to
+learn; with --cpu the same runs compute on the CPU. Simulators render with what MUJOCO_GL names. --keep leaves the runs there.
 """
 
 from __future__ import annotations
@@ -35,11 +36,31 @@ _ADAPTERS = [
     "trainer.policy.model.lora.alpha=16.0",
     "trainer.algorithm.use_kl_loss=false",
 ]
+_VLLM = [
+    *_TURNS,
+    *_HALF,
+    "generator.inference_engine.backend=vllm",
+    # with a size, vLLM measures no memory while it starts, which others on the GPU would disturb
+    "generator.inference_engine.engine_init_kwargs.kv_cache_memory_bytes=4000000000",
+]
+_DENSE, _EXPERTS = "trainer.policy.model.path={dense}", "trainer.policy.model.path={experts}"
 _RUNS: dict[str, tuple[str, list[str]]] = {
     "float32": ("quickstart_colocated", _TURNS),
     "bfloat16": ("quickstart_colocated", [*_TURNS, *_HALF]),
     "critic": ("quickstart_colocated", [*_TURNS, *_HALF, *_CRITIC]),
     "adapters": ("quickstart_colocated", [*_TURNS, *_ADAPTERS]),
+    "vllm": ("quickstart_colocated", _VLLM),
+    "vllm, checkpoints beside training": (
+        "quickstart_colocated",
+        [*_VLLM, _DENSE, "trainer.ckpt_mode=async", "trainer.ckpt_interval=1"],
+    ),
+    "vllm, router replay": ("quickstart_colocated", [*_VLLM, _EXPERTS, "trainer.policy.experts.router_replay=R3"]),
+    "vllm, no router replay": ("quickstart_colocated", [*_VLLM, _EXPERTS]),
+    "vllm, fp8": (
+        "quickstart_colocated",
+        [*_VLLM, _DENSE, "generator.inference_engine.quantization=fp8_per_channel"],
+    ),
+    "vllm, adapters": ("quickstart_colocated", [*_VLLM, _DENSE, *_ADAPTERS]),
     "images": ("count_shapes", _TURNS),
     "diffusion": ("diffusion_tiny", _TURNS),
     "openvla": ("reach_vla", _TURNS),
@@ -47,7 +68,51 @@ _RUNS: dict[str, tuple[str, list[str]]] = {
     "supervised": ("sft_tiny", []),
     "supervised diffusion": ("diffusion_sft_tiny", []),
     "supervised, Megatron-core": ("sft_tiny", ["trainer.strategy=megatron", "trainer.policy.fsdp_config="]),
+    "supervised, Megatron-core, experts": (
+        "sft_tiny",
+        ["trainer.strategy=megatron", "trainer.policy.fsdp_config=", _EXPERTS],
+    ),
 }  # fmt: skip
+_METRICS = (
+    "policy/logprob_mismatch", "weights/probe_difference", "experts/replayed_share", "memory/engines_asleep_gib",
+    "memory/trainer_away_gib", "weights/wake_seconds", "weights/pause_seconds", "timing/step",
+)  # fmt: skip
+
+
+def make_models(folder: Path) -> dict[str, str]:
+    """Write random Qwen3 models for the quickstart's tokenizer, four layers with heads of 64; one has experts. Returns their paths by name."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    tokenizer = ROOT / "configs" / "quickstart" / "model"
+    sizes: dict[str, Any] = {
+        "vocab_size": 18, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 2048, "initializer_range": 0.05,
+        "tie_word_embeddings": False, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    experts = Qwen3MoeConfig(**sizes, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=256)
+    for name, model in {
+        "dense": Qwen3ForCausalLM(Qwen3Config(**sizes)),
+        "experts": Qwen3MoeForCausalLM(experts),
+    }.items():
+        model.bfloat16().save_pretrained(folder / name)
+        for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+            (folder / name / file).write_bytes((tokenizer / file).read_bytes())
+    return {name: str(folder / name) for name in ("dense", "experts")}
+
+
+def metrics_of(run: Path) -> dict[str, list[float]]:
+    """Return some metrics of a run, of each step."""
+    from hpcrl.observe.metrics import merged
+    from hpcrl.rundir.layout import Run
+
+    found: dict[str, list[float]] = {}
+    for step in merged(Run(run)).values():
+        for name, value in step.items():
+            if name.startswith(_METRICS):  # those of engines end in their replica
+                found.setdefault(name, []).append(round(value, 4))
+    return found
 
 
 def play(configuration: str, overrides: list[str], root: str) -> dict[str, Any]:
@@ -73,6 +138,7 @@ def play(configuration: str, overrides: list[str], root: str) -> dict[str, Any]:
         "score": [summary["eval_first"], summary["eval_last"]],
         "loss": [summary["loss_first"], summary["loss_last"]],
         "restarts": [line[:_TAIL] for line in done.stdout.splitlines() if "to be started again" in line],
+        "metrics": metrics_of(Path(run["path"])),
     }
 
 
@@ -80,15 +146,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=_RUNS, default=list(_RUNS))
     parser.add_argument("--cpu", action="store_true", help="without a GPU")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="where the runs are left")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     given = parser.parse_args()
     device, failed = f"slurm.gpus_per_node={0 if given.cpu else 1}", False
-    for name in given.only:
-        configuration, overrides = _RUNS[name]
-        with tempfile.TemporaryDirectory() as root:
-            found = play(configuration, [device, *overrides, *given.overrides], root)
-        failed |= found.get("state") != "done" or bool(found["restarts"])
-        print(json.dumps({"run": name, "configuration": configuration, **found}), flush=True)
+    with tempfile.TemporaryDirectory() as place:
+        models = make_models(Path(place))
+        for number, name in enumerate(given.only):
+            configuration, overrides = _RUNS[name]
+            root = (given.keep or Path(place)) / f"{number}-{name.replace(', ', '-').replace(' ', '-')}"
+            own = [one.format_map(models) for one in overrides]
+            found = play(configuration, [device, *own, *given.overrides], str(root))
+            failed |= found.get("state") != "done" or bool(found["restarts"])
+            print(json.dumps({"run": name, "configuration": configuration, **found}), flush=True)
     return int(failed)
 
 

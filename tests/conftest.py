@@ -12,8 +12,10 @@ import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
+from tests.paths import ON_GPU
+
 # what is expected was computed on CPUs, and ranks are forked from a process that may have begun to use a GPU
-if Path("/dev/nvidiactl").exists():
+if Path("/dev/nvidiactl").exists() and not ON_GPU:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 # several processes test at a time: waiting threads of one would take the cores from the others
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -21,25 +21,31 @@ from hpcrl.data.group_file import groups_of
 from hpcrl.data.model_config import ConfiguredModel
 from hpcrl.data.weight_files import Probe, PublishedWeights, WeightFile, WeightReader, weight_facts
 from hpcrl.rollout.engines.embedded.launch import Embedded, EmbeddedOptions
+from hpcrl.rollout.engines.proof import TOLERANCES
 from hpcrl.rollout.engines.vllm.processes import shared_memory
 from hpcrl.rollout.engines.vllm.server import Server, ServerOptions
 from hpcrl.rundir.commit import begin, finish, is_committed
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.scratch import Scratch
 from hpcrl.types import GroupMeta, Sample
-from tests.paths import CONFIGS, ROOT
+from tests.paths import CONFIGS, ON_GPU, ROOT
 from tests.rows import read_tensors
 
 QUICKSTART = CONFIGS / "quickstart" / "model"
 RUN_NAME, TOKEN = "tested", "a-token-of-the-tests"
 VOCABULARY, EOS = 18, 1
 MAX_MODEL_LEN, BATCHED_TOKENS = 768, 2048
+SLOWLY: dict[str, Any] = {"logits_processors": ["tests.rollout.engines.vllm.slowly:Slowly"]}
 ENGINE = InferenceEngineConfig(
-    model_dtype="float32",
-    max_num_seqs=64,
+    model_dtype="bfloat16" if ON_GPU else "float32",
+    max_num_seqs=512 if ON_GPU else 64,
     max_num_batched_tokens=BATCHED_TOKENS,
-    engine_init_kwargs={"block_size": 32, "logits_processors": ["tests.rollout.engines.vllm.slowly:Slowly"]},
+    gpu_memory_utilization=0.2,
+    # on a GPU a logits processor of one's own would replace the model runner that runs use
+    engine_init_kwargs={"block_size": 32, **({} if ON_GPU else SLOWLY)},
 )
+CLOSE = TOLERANCES["bfloat16"] if ON_GPU else 1e-3
+"""Differences of log-probabilities that rounding leaves."""
 PROMPT = [5, 9, 4, 12, 7]
 START_S = 420.0  # of an engine, while other tests have the cores
 LONG_PROMPT = [4 + (7 * i + i * i) % 13 for i in range(100)]  # fills three blocks of the prefix cache
@@ -50,7 +56,7 @@ def make_model(path: Path, seed: int, kv_heads: int = 1) -> Path:
     torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=VOCABULARY,
-        hidden_size=64,
+        hidden_size=128 if ON_GPU else 64,  # heads of 64, the smallest that FlashAttention 3 has
         intermediate_size=96,
         num_hidden_layers=2,
         num_attention_heads=2,
@@ -62,7 +68,8 @@ def make_model(path: Path, seed: int, kv_heads: int = 1) -> Path:
         bos_token_id=None,
         eos_token_id=EOS,
     )
-    Qwen2ForCausalLM(config).save_pretrained(path)
+    model = Qwen2ForCausalLM(config)
+    (model.bfloat16().float() if ON_GPU else model).save_pretrained(path)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (path / name).write_bytes((QUICKSTART / name).read_bytes())
     return path
@@ -107,13 +114,13 @@ def slowly(model: Path) -> Iterator[None]:
 
 
 def options(model: str, token_file: Path) -> ServerOptions:
-    return ServerOptions(Pretrained(model), ENGINE, 1, MAX_MODEL_LEN, True, RUN_NAME, token_file)
+    return ServerOptions(Pretrained(model), ENGINE, 1, MAX_MODEL_LEN, not ON_GPU, RUN_NAME, token_file, sleeps=True)
 
 
 def embedded_options(model: Path, **engine: Any) -> EmbeddedOptions:
     """Return the same for the embedded engine."""
     own = replace(ENGINE, engine_init_kwargs={}, **engine)
-    return EmbeddedOptions(ConfiguredModel(path=str(model), role="trainer.policy"), own, MAX_MODEL_LEN, True)
+    return EmbeddedOptions(ConfiguredModel(path=str(model), role="trainer.policy"), own, MAX_MODEL_LEN, not ON_GPU)
 
 
 @contextmanager

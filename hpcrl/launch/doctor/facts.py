@@ -109,7 +109,7 @@ def of_place(name: str, place: Mapping[str, Any], host: str, needed: Room | None
         remedy = "make room (`hpcrl checkpoint ls` and `rm`, exports/), choose another place, or lower trainer.max_ckpts_to_keep"
         return (error if place["free_bytes"] < needed.least else warning)(subject, found, remedy)
     if name == "temporary":
-        remedy = "make room, or set TMPDIR to another place: caches of compiled kernels and sockets lie there"
+        remedy = "make room, or set TMPDIR to another place: compiled kernels of engines and sockets lie there"
         return warning(subject, found, remedy) if room < _SCARCE_GB else ok(subject, found)
     if needed is None and room < _SCARCE_GB:
         return error(subject, found, "make room, or choose another place: a checkpoint holds weights and optimizer")

@@ -82,7 +82,7 @@ class OwnThreadEngine(InProcessEngine):
         if probe is None:
             return None
         with self._asked("probe"):
-            found = difference(probe, await self._computed(lambda: self._probed(probe.token_ids)))
+            found = difference(probe.logprobs, await self._computed(lambda: self._probed(probe.token_ids)))
         check_probe(found, tolerance(probe, dtype, allowed), weights.version, self._who)
         return found
 

@@ -42,13 +42,9 @@ def tolerance(probe: Probe, engine_dtype: str, own: float | None) -> float:
     return max(TOLERANCES[probe.dtype], TOLERANCES[engine_dtype]) if own is None else own
 
 
-def difference(probe: Probe, said: Sequence[float]) -> float:
-    """Return the mean of |engine's - trainer's| log-probabilities over the tokens of a probe but the first.
-
-    Args:
-        said: the engine's, of those tokens.
-    """
-    return sum(abs(one - other) for one, other in zip(said, probe.logprobs, strict=True)) / len(said)
+def difference(logprobs: Sequence[float], others: Sequence[float]) -> float:
+    """Return the mean of the absolute differences of log-probabilities of the same tokens."""
+    return sum(abs(one - other) for one, other in zip(logprobs, others, strict=True)) / len(logprobs)
 
 
 def check_probe(found: float, limit: float, version: int, who: str) -> None:
@@ -62,4 +58,19 @@ def check_probe(found: float, limit: float, version: int, who: str) -> None:
             f"{who} does not compute what the trainer does with the weights of version {version}: log-probabilities of the probe differ by "
             f"{found:.4g} in the mean, and {limit:g} is allowed (generator.inference_engine.probe_tolerance). Has it the model's "
             "configuration of the trainer, such as rotary positions and replaced entries?"
+        )
+
+
+def check_decoding(found: float, limit: float, version: int, who: str) -> None:
+    """Raise EngineError if log-probabilities of decoded tokens differ from those of a prefill by more than `limit`, or are no numbers.
+
+    Raises:
+        EngineError: they do.
+    """
+    if not found <= limit:
+        raise EngineError(
+            f"{who} decodes with other weights than those of version {version}: log-probabilities of tokens that it decoded differ by "
+            f"{found:.4g} in the mean from a prefill of the same tokens, and {limit:g} is allowed "
+            "(generator.inference_engine.probe_tolerance). CUDA graphs may hold older weights: set "
+            "generator.inference_engine.enforce_eager=true, and report it"
         )

@@ -21,7 +21,7 @@ from hpcrl.rollout.engines.embedded.model import read_tensors, replace_adapter
 from hpcrl.rollout.engines.vllm.client import EngineClient
 from hpcrl.rundir.commit import begin, finish, is_committed
 from hpcrl.trainer.models.adapter import Adapted, Adapter
-from tests.rollout.material import LONG_PROMPT, make_model, options, served, slowly, started
+from tests.rollout.material import CLOSE, LONG_PROMPT, make_model, options, served, slowly, started
 
 RANK = 4
 WHOLE: dict[str, Any] = {"temperature": 1.0, "max_tokens": 24}
@@ -104,7 +104,7 @@ def test_versions_are_told_apart(launched: Launched, models: list[Path], version
             for _ in range(2):  # the second may find the prompt in a cache
                 for said in await engine.generate(LONG_PROMPT, 2, 8, WHOLE):
                     assert set(said.versions) == {weights.version}
-                    assert differs(said, models[0], weights.path).max() < 1e-3
+                    assert differs(said, models[0], weights.path).max() < CLOSE
                     assert differs(said, models[0], other.path).max() > 0.1
         await engine.close()
 
@@ -125,7 +125,7 @@ def test_two_workers_share_both_matrices(token_file: Path, tmp_path: Path) -> No
             await engine.update_weights(weights)
             for said in await engine.generate(LONG_PROMPT, 2, 8, WHOLE):
                 assert set(said.versions) == {weights.version}
-                assert differs(said, model, weights.path).max() < 1e-3
+                assert differs(said, model, weights.path).max() < CLOSE
         await engine.close()
 
     with served(given, tmp_path / "engine.log") as server:
@@ -151,8 +151,8 @@ def test_running_requests(launched: Launched, models: list[Path], versions: list
         assert said.versions == [first.version] * switch + [second.version] * (LENGTH - switch)
         assert (switch == LENGTH) == (type(launched).__name__ == "Server")
         assert switch > 0
-        assert (differs(said, models[0], first.path)[:switch] < 1e-3).all()
-        assert (differs(said, models[0], second.path)[switch:] < 1e-3).all()
+        assert (differs(said, models[0], first.path)[:switch] < CLOSE).all()
+        assert (differs(said, models[0], second.path)[switch:] < CLOSE).all()
 
 
 async def _updated_while_running(engine: Engine, newer: PublishedWeights, model: Path) -> list[Generation]:
@@ -179,7 +179,7 @@ def test_a_probe_is_computed_with_the_adapter(
         engine = launched.connect()
         await engine.update_weights(versions[0])
         found = await engine.probe(with_probe(versions[0], versions[0]), "float32", None)
-        assert found == pytest.approx(0, abs=1e-3)
+        assert found == pytest.approx(0, abs=CLOSE)
         with pytest.raises(EngineError, match="does not compute what the trainer does"):
             await engine.probe(with_probe(versions[0], versions[1]), "float32", None)
         await engine.close()

@@ -142,7 +142,7 @@ class EmbeddedEngine(InProcessEngine):
             return None
         with self._asked("probe"):
             said = await asyncio.wrap_future(self._compute.between_tokens(lambda: self._logprobs(probe)))
-        found = difference(probe, said)
+        found = difference(probe.logprobs, said)
         check_probe(found, tolerance(probe, dtype, allowed), weights.version, self._who)
         return found
 

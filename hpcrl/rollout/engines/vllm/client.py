@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import logging
 import math
 import time
 import uuid
@@ -22,13 +23,15 @@ from hpcrl.data.weight_files import PublishedWeights
 from hpcrl.errors import EngineError
 from hpcrl.rollout.engines.base import Engine, Generation, Heard, leaves_out
 from hpcrl.rollout.engines.experts import experts_of
-from hpcrl.rollout.engines.proof import check_probe, check_ranks, difference, tolerance
+from hpcrl.rollout.engines.proof import check_decoding, check_probe, check_ranks, difference, tolerance
 from hpcrl.rollout.engines.vllm.address import Address
 from hpcrl.rollout.engines.vllm.images import features
 from hpcrl.rollout.engines.vllm.middleware import CORES, ENDED, LEFT_OUT, PATH, TOKEN_ID
 from hpcrl.rollout.limiter import Load
 from hpcrl.rollout.threads import in_thread
 from hpcrl.runtime.gpu_memory import describe_memory
+
+log = logging.getLogger(__name__)
 
 _TOKENS = "vllm:generation_tokens_total"
 _USAGE, _QUEUED = "vllm:kv_cache_usage_perc", "vllm:num_requests_waiting"
@@ -42,6 +45,7 @@ _NAMED = "generate-tokens-"  # what vLLM puts before a request's id
 _JSON = {"content-type": "application/json"}
 _AT_ONCE = aiohttp.ClientTimeout(total=5.0)  # of what the server answers whatever the engine does
 _BUFFER = 2**26  # bytes of an answer that may wait to be read; twice as long may be one event of a stream
+_DECODED = 8  # tokens of the check of decoding, and of its prompt
 _GREEDY = 1e-5  # vLLM samples greedily at temperatures below
 
 
@@ -155,7 +159,7 @@ class EngineClient(Engine):
         )
         self.version, self._keep_cache = version, keep_cache
         self._sleep_level, self._share, self._asleep = sleep_level, share, False
-        self._updates, self._dropped, self._shows = 0, 0, False
+        self._updates, self._dropped, self._shows, self._decodes = 0, 0, False, False
         self.answered = 0
         self._waiting: Counter[str] = Counter()
         self._running: dict[str, _Running] = {}
@@ -273,7 +277,7 @@ class EngineClient(Engine):
             running.changes.append((version, had))
         self.version = version
         self._updates += 1
-        if not self._keep_cache:
+        if not self._keep_cache and not self._asleep:  # sleep has emptied the caches
             self._dropped = sum(map(len, counts.values()))
             await self.reset_cache()
         await self._call("POST", "/resume")
@@ -284,7 +288,8 @@ class EngineClient(Engine):
         }
 
     async def sleep(self) -> None:
-        await self._call("POST", _SLEEP, params={"level": str(self._sleep_level)})
+        # nothing runs; with "abort", vLLM's default, it cannot empty its caches where it returns routed experts
+        await self._call("POST", _SLEEP, params={"level": str(self._sleep_level), "mode": "keep"})
         self._asleep = True
 
     async def _wake(self, part: str) -> float:
@@ -344,13 +349,36 @@ class EngineClient(Engine):
     async def probe(self, weights: PublishedWeights, dtype: str, allowed: float | None) -> float | None:
         if weights.probe is None:
             return None
-        params = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
-        request = {"token_ids": weights.probe.token_ids, "sampling_params": params, **self._adapter()}
-        answer = await self._call("POST", _GENERATE, json=request)
-        places = zip(weights.probe.token_ids[1:], answer["prompt_logprobs"][1:], strict=True)
-        found = difference(weights.probe, [(place or {})[str(token)]["logprob"] for token, place in places])
-        check_probe(found, tolerance(weights.probe, dtype, allowed), weights.version, self._who)
+        limit = tolerance(weights.probe, dtype, allowed)
+        found = difference(weights.probe.logprobs, (await self._computed(weights.probe.token_ids))[0])
+        check_probe(found, limit, weights.version, self._who)
+        if not self._decodes:
+            await self._check_decoding(weights.probe.token_ids[:_DECODED], limit)
         return found
+
+    async def _check_decoding(self, prompt: list[int], limit: float) -> None:
+        """Compare tokens that the engine decodes with a prefill of the same: CUDA graphs of decoding might hold tensors of earlier weights.
+
+        Raises:
+            EngineError: their log-probabilities differ by more than `limit` in the mean.
+        """
+        _, (choice,) = await self._computed(prompt, _DECODED)
+        tokens = choice["token_ids"]
+        decoded = _chosen(choice["logprobs"]["content"], masked=False)[0]
+        prefilled, _ = await self._computed([*prompt, *tokens])
+        found = difference(decoded, prefilled[-len(tokens) :])
+        check_decoding(found, limit, self.version, self._who)
+        log.info("log-probabilities of %d decoded tokens differ by %.2g from those of a prefill", len(tokens), found)
+        self._decodes = True
+
+    async def _computed(self, token_ids: list[int], decoded: int = 1) -> tuple[list[float], list[dict[str, Any]]]:
+        """Return the log-probabilities of all tokens but the first, and the answer's choices, of so many decoded tokens."""
+        sampling = {"max_tokens": decoded, "temperature": 1.0, "seed": 0, "ignore_eos": True, "logprobs": 0}
+        params = {**sampling, "prompt_logprobs": 0, "detokenize": False}
+        request = {"token_ids": token_ids, "sampling_params": params, **self._adapter()}
+        answer = await self._call("POST", _GENERATE, json=request)
+        places = zip(token_ids[1:], answer["prompt_logprobs"][1:], strict=True)
+        return [(place or {})[str(token)]["logprob"] for token, place in places], answer["choices"]
 
     async def reset_cache(self) -> None:
         """Drop the prefix cache and the caches of running requests, which are computed again, images included."""

@@ -6,7 +6,6 @@ files, the sockets between its own processes included, lie there too.
 
 from __future__ import annotations
 
-import getpass
 import json
 import os
 import re
@@ -367,14 +366,20 @@ def _environment(options: ServerOptions, directory: Path) -> dict[str, str]:
             )
     if options.on_cpu and runs_eagerly(options.engine, on_cpu=True):
         environment["TORCHDYNAMO_DISABLE"] = "1"  # else the sampler is compiled at the first request, for seconds
-    elif compiled := compile_cache():
-        environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled))
+    else:
+        # by default below the home, which may be missing, read-only, small, or shared by nodes of different GPUs
+        kept = compile_cache() or directory
+        for name in ("VLLM_CACHE_ROOT", "TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE"):
+            environment.setdefault(name, str(kept / name.partition("_")[0].lower()))
     return environment
 
 
 def compile_cache() -> Path | None:
-    """Return torch's default place for code that it has compiled, outside what is removed; None where another user has made it."""
-    path = Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
+    """Return the node's directory for kernels that vLLM, Triton and FlashInfer compile; None where another user has made it.
+
+    It lies in the temporary directory and stays there, so that later engines on the node compile nothing again.
+    """
+    path = Path(tempfile.gettempdir(), f"hpcrl-cache-{os.getuid()}")
     with suppress(FileExistsError):
         path.mkdir(mode=0o700, parents=True)
     found = path.lstat()

@@ -117,16 +117,13 @@ def _replace_in_torch(mode: _Redirect) -> None:
 
 def _replace_in_megatron() -> None:
     from megatron.core.tensor_parallel import random
-    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+    from megatron.core.transformer.moe import token_dispatcher
 
     logging.getLogger(random.__name__).setLevel(
         logging.ERROR
     )  # it warns where the generators are one, as they are here
     names: Any = random
     names._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
-    # 0.16.1 looks the name up where TransformerEngine, which would define it, is not installed: any mixture of experts fails
-    names = moe_utils
-    names.te_general_gemm = None
     # it makes lists for all_to_all out of tensors on a GPU only
     names = token_dispatcher
     names.maybe_move_tensor_to_cpu = _moved

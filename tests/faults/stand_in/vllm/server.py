@@ -112,7 +112,7 @@ class Engine:
         asked = await request.json()
         params = asked["sampling_params"]
         if "prompt_logprobs" in params:
-            return self.probed()
+            return self.probed(asked["token_ids"], params["max_tokens"])
         self.running += 1
         names = self.output_processor.add(asked["request_id"], params["n"])
         note("asked", params["n"])
@@ -157,7 +157,9 @@ class Engine:
     async def start_update(self, _: Request) -> Response:
         return JSONResponse({})
 
-    async def sleep(self, _: Request) -> Response:
+    async def sleep(self, request: Request) -> Response:
+        if request.query_params.get("mode", "abort") != "keep":  # as with --enable-return-routed-experts
+            return JSONResponse({"error": "only supports resetting running requests after pause(mode='keep')"}, 500)
         self.asleep = {"weights", "kv_cache"}
         return Response()
 
@@ -165,6 +167,8 @@ class Engine:
         if knob("short_of_memory", False):
             return JSONResponse({"error": "CUDA Error: out of memory"}, 500)
         self.asleep -= set(request.query_params.getlist("tags"))
+        if not self.asleep:
+            self.going.set()
         return Response()
 
     async def update(self, request: Request) -> Response:
@@ -190,17 +194,21 @@ class Engine:
             self.going.clear()
             return None
         if method == "reset_prefix_cache":
+            if self.going.is_set():
+                raise RuntimeError("only supports resetting running requests after pause(mode='keep')")
             return True
         assert (method, args[0]) == ("collective_rpc", "weight_proof")
         tensors = json.dumps(sorted(self.manifest["tensors"].items()))
         digest = hashlib.blake2b(tensors.encode(), digest_size=16).hexdigest()
         return [{"rank": 0, "of": 1, "version": self.manifest["version"], "digest": digest, "wrong": []}]
 
-    def probed(self) -> Response:
-        """Say of the trainer's probe what the trainer does: the weights change nothing here."""
+    def probed(self, token_ids: list[int], decoded: int) -> Response:
+        """Answer for the trainer's probe what the trainer computed, as the weights change nothing here; the same number for other tokens."""
         probe = self.manifest["probe"]
-        said = zip(probe["token_ids"][1:], probe["logprobs"], strict=True)
-        return JSONResponse({"prompt_logprobs": [None, *({str(token): {"logprob": value}} for token, value in said)]})
+        logprobs = probe["logprobs"] if token_ids == probe["token_ids"] else [core.LOGPROB] * (len(token_ids) - 1)
+        places = [{str(token): {"logprob": value}} for token, value in zip(token_ids[1:], logprobs, strict=True)]
+        tokens = {"token_ids": [4] * decoded, "logprobs": {"content": [{"logprob": core.LOGPROB}] * decoded}}
+        return JSONResponse({"prompt_logprobs": [None, *places], "choices": [tokens]})
 
     async def weight_info(self, _: Request) -> Response:
         return JSONResponse({"weight_version": await self.ask("version")})

@@ -60,6 +60,30 @@ def test_what_was_published_is_proven(with_engine: WithEngine[Any], models: list
     with_engine(play)
 
 
+def test_decoding_that_differs_from_prefill(with_engine: WithEngine[Any], models: list[Path], tmp_path: Path) -> None:
+    """As with CUDA graphs that hold other weights; it is looked for once per start of the engine."""
+    weights = publish(models[1], tmp_path / "v000001", 1, probe=probe_of(models[1]))
+    biased = models[1].parent / "biased"  # for engines/vllm/slowly.py
+
+    async def play(engine: EngineClient) -> None:
+        engine._who = "the inference engine of rollout-5"
+        await engine.update_weights(weights)
+        biased.touch()
+        with pytest.raises(
+            EngineError, match=r"rollout-5 decodes with other weights than those of version 1: .* 0\.01 is"
+        ):
+            await engine.probe(weights, "float32", None)
+        biased.unlink()
+        await engine.probe(weights, "float32", None)
+        biased.touch()
+        await engine.probe(weights, "float32", None)
+
+    try:
+        with_engine(play)
+    finally:
+        biased.unlink()
+
+
 def test_a_tensor_that_is_withheld(with_engine: WithEngine[Any], models: list[Path], tmp_path: Path) -> None:
     """vLLM itself takes k_proj to be there where q_proj is: they are one parameter."""
     name = "model.layers.1.self_attn.k_proj.weight"
@@ -139,7 +163,7 @@ def test_ranks_that_do_not_answer_or_have_nothing(models: list[Path], tmp_path: 
 
 def test_differences_and_what_is_allowed() -> None:
     probe = Probe([4, 7, 9], [-1.0, -2.0], "float32")
-    assert difference(probe, [-1.5, -2.1]) == pytest.approx(0.3)
+    assert difference(probe.logprobs, [-1.5, -2.1]) == pytest.approx(0.3)
     assert tolerance(probe, "float32", None) < tolerance(probe, "bfloat16", None)
     assert tolerance(replace(probe, dtype="bfloat16"), "float32", None) == tolerance(probe, "bfloat16", None)
     assert tolerance(probe, "float32", 0.7) == 0.7

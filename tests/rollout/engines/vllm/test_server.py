@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,12 @@ from safetensors.torch import load_file, save_file
 
 from hpcrl.errors import EngineError
 from hpcrl.rollout.engines.vllm.client import EngineClient
-from hpcrl.rollout.engines.vllm.server import Server, compile_cache
+from hpcrl.rollout.engines.vllm.server import Server, _environment, compile_cache
 from hpcrl.runtime.scratch import Scratch
 from hpcrl.runtime.token import bearer
 from tests.rollout.material import RUN_NAME, START_S, TOKEN, children_of, group_of, options, publish, wait_for
+
+_CACHES = {"VLLM_CACHE_ROOT": "vllm", "TRITON_CACHE_DIR": "triton", "FLASHINFER_WORKSPACE_BASE": "flashinfer"}
 
 
 @pytest.fixture
@@ -76,10 +79,26 @@ def test_bad_weights_and_a_core_that_hangs(
     wait_for(lambda: not group_of(server.pid), 2, "processes are left")
 
 
+def test_kernels_are_kept_on_the_node(tmp_path: Path, token_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own place is below a home that containers lack, and that nodes of other GPUs share."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    given = replace(options(str(tmp_path), token_file), on_cpu=False)
+    kept = compile_cache()
+    assert kept is not None
+    made = _environment(given, tmp_path / "scratch")
+    assert {name: made[name] for name in _CACHES} == {name: str(kept / tool) for name, tool in _CACHES.items()}
+    monkeypatch.setenv("VLLM_CACHE_ROOT", "/fast/own")
+    assert _environment(given, tmp_path / "scratch")["VLLM_CACHE_ROOT"] == "/fast/own"
+    kept.chmod(0o777)
+    made = _environment(given, tmp_path / "scratch")
+    assert made["TRITON_CACHE_DIR"] == str(tmp_path / "scratch" / "triton"), "anybody may write to the other"
+
+
 def test_compiled_code_is_taken_from_no_other_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     place = compile_cache()
     assert place is not None
+    assert place.parent == tmp_path
     assert place.stat().st_mode & 0o777 == 0o700
     assert compile_cache() == place
     place.chmod(0o777)
