@@ -181,7 +181,7 @@ def test_memory_of_a_rank() -> None:
 def test_memory_of_this_machines_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = tmp_path / "nvidia-smi"
     shown.write_text(
-        '#!/bin/sh\necho "0, GPU-1, NVIDIA H100, 570.1, 81559 MiB"\necho "1, GPU-2, NVIDIA H100, 570.1, 71559 MiB"\n'
+        '#!/bin/sh\necho "0, GPU-1, NVIDIA H100, 570.1, 81559 MiB, Default"\necho "1, GPU-2, NVIDIA H100, 570.1, 71559 MiB, Default"\n'
     )
     shown.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")

@@ -67,12 +67,12 @@ class Environments:
         # glibc gives threads heaps of their own, eight per core, each of which keeps what was freed in it
         environment.setdefault("MALLOC_ARENA_MAX", "2")
         if self._cpus:
-            workers = (len(node.workers) or len(node.scorers)) * node.scorer_ranks
-            # those of a node with both take turns
-            turns = node.replicas and not node.elsewhere
-            processes = max(node.ranks, workers) if turns else node.ranks + workers
-            environment["OMP_NUM_THREADS"] = str(max(1, self._cpus // processes))
+            environment["OMP_NUM_THREADS"] = str(self._threads(self._cpus))
+        elif node.gpus:  # a whole node; torchrun would leave each rank one
+            environment.setdefault("OMP_NUM_THREADS", str(self._threads(len(os.sched_getaffinity(0)))))
         if node.gpus:
+            # by default each rank starts up to 32 processes that compile
+            environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", environment["OMP_NUM_THREADS"])
             mine = visible_devices(node, self._shared)
             if name in node.workers:
                 width = self._width if node.replicas or node.engine_parts else node.scorer_ranks
@@ -94,6 +94,15 @@ class Environments:
             # a small one: they spin for some microseconds
             environment |= {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "2000"}
         return environment
+
+    def _threads(self, cores: int) -> int:
+        """Return how many threads each process has that computes on this node."""
+        node = self._node
+        workers = (len(node.workers) or len(node.scorers)) * node.scorer_ranks
+        # those of a node with both take turns
+        turns = node.replicas and not node.elsewhere
+        processes = max(node.ranks, workers) if turns else node.ranks + workers
+        return max(1, cores // max(1, processes))
 
 
 def _wants_order(config: Config) -> bool:

@@ -35,7 +35,8 @@ def check_node(run: Run, config: Config, node: Node, context: NodeContext, sizes
     profiler = config.trainer.profiler
     purpose = Purpose(
         gpus=node.gpus,
-        engines=bool(node.replicas or node.engine_parts) and not node.elsewhere,
+        compiles=compiling(config, node),
+        shares=sharing(config, node),
         named=not (context.local or config.slurm.network_interface),
         requeues=node.index == 0 and not context.local and config.slurm.container.host_python is None,
         nsys=records_ranks(profiler, node) or records_engines(profiler, node),
@@ -49,6 +50,31 @@ def check_node(run: Run, config: Config, node: Node, context: NodeContext, sizes
     if errors:
         shared = all(finding.subject == _SHARED for finding in errors)
         raise (RunError if shared else DeviceError)("; ".join(map(_line, errors)))
+
+
+def compiling(config: Config, node: Node) -> list[str]:
+    """Return what compiles kernels on a node: vLLM, and settings of the trainer and of teachers."""
+    policy, teacher = config.trainer.policy, config.trainer.distillation
+    settings = {
+        "vLLM": bool(node.replicas or node.engine_parts) and not node.elsewhere,
+        "trainer.policy.compile_model": node.ranks > 0 and policy.compile_model,
+        "trainer.policy.use_torch_compile": node.ranks > 0 and policy.use_torch_compile,
+        "trainer.policy.enable_liger_kernel": node.ranks > 0 and policy.enable_liger_kernel,
+        "trainer.policy.low_precision.fp8": node.ranks > 0 and policy.low_precision.fp8,
+        "trainer.policy.optimizer_config.moments": node.ranks > 0 and policy.optimizer_config.moments == "8bit",
+        "trainer.distillation.compile_model": bool(node.scorers) and teacher.compile_model,
+    }
+    return [name for name, used in settings.items() if used]
+
+
+def sharing(config: Config, node: Node) -> list[str]:
+    """Return the settings that have two processes of a node use the same GPU."""
+    settings = {
+        "trainer.placement.colocate_all": config.trainer.placement.colocate_all and node.ranks > 0,
+        "generator.inference_engine.weight_sync_backend": bool(node.replicas)
+        and config.generator.inference_engine.weight_sync_backend == "nccl",
+    }
+    return [name for name, used in settings.items() if used]
 
 
 def _line(finding: Finding) -> str:

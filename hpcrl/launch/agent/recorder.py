@@ -31,8 +31,10 @@ class FlightRecorder:
     def prepare(self) -> dict[str, str]:
         """Make the directory of the files, which torch does not; return what has ranks record and write, variables of torch's."""
         make_directory(self._records)
+        recorded = os.environ.get("TORCH_FR_BUFFER_SIZE", str(_COLLECTIVES))
         return {
-            "TORCH_FR_BUFFER_SIZE": os.environ.get("TORCH_FR_BUFFER_SIZE", str(_COLLECTIVES)),
+            "TORCH_FR_BUFFER_SIZE": recorded,
+            "TORCH_NCCL_TRACE_BUFFER_SIZE": recorded,  # ProcessGroupNCCL looks at this one, for its pipe and its dump
             "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
             "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": str(self._pipes / _FILES),
             "TORCH_FR_DUMP_TEMP_FILE": str(self._records / _FILES),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,7 +46,8 @@ class Purpose:
 
     Attributes:
         gpus: how many GPUs; 0: none.
-        engines: whether engines run there.
+        compiles: what compiles kernels there, vLLM or settings of the trainer.
+        shares: settings that have two processes use the same GPU.
         named: whether other nodes reach it by its name.
         requeues: whether a job is requeued from there.
         nsys: whether Nsight Systems records its processes.
@@ -55,7 +56,8 @@ class Purpose:
     """
 
     gpus: int = 0
-    engines: bool = True
+    compiles: Sequence[str] = ("vLLM",)
+    shares: Sequence[str] = ()
     named: bool = True
     requeues: bool = False
     nsys: bool = False
@@ -81,7 +83,7 @@ def of_node(facts: Mapping[str, Any], purpose: Purpose) -> Iterator[Finding]:
         yield error(purpose.containers, f"not on the PATH of {host} ({facts['path']})", remedy)
     if facts["abandoned"]:
         yield ok("left over", f"removed on {host}, of processes that were killed: {', '.join(facts['abandoned'])}")
-    yield from of_gpus(facts, purpose.gpus, purpose.engines)
+    yield from of_gpus(facts, purpose.gpus, purpose.compiles, purpose.shares)
 
 
 def of_place(name: str, place: Mapping[str, Any], host: str, needed: Room | None = None) -> Finding:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hpcrl.launch.doctor.finding import Finding, error, ok, warning
@@ -12,12 +12,15 @@ _MUCH_MIB = 1024  # what is left of a GPU beside it is less than an engine or a 
 _SLOW = 0.7
 
 
-def of_gpus(facts: Mapping[str, Any], needed: int, engines: bool) -> Iterator[Finding]:
+def of_gpus(
+    facts: Mapping[str, Any], needed: int, compiles: Sequence[str], shares: Sequence[str] = ()
+) -> Iterator[Finding]:
     """Say whether processes of a run can compute on the GPUs of a node.
 
     Args:
         needed: how many the run wants there; 0: it wants none, and what is there is only described.
-        engines: whether vLLM runs there.
+        compiles: what compiles kernels there.
+        shares: settings that have two processes use the same GPU.
     """
     gpus, torch, host = facts["gpus"], facts["torch"], facts["host"]
     if torch is None:  # none is wanted, and none was found
@@ -35,8 +38,9 @@ def of_gpus(facts: Mapping[str, Any], needed: int, engines: bool) -> Iterator[Fi
     yield ok("GPU", f"{found}; torch {torch['version']} with CUDA {torch['cuda']}, NCCL {torch['nccl']}")
     yield _multiplication(facts)
     yield from _others(facts)
-    if engines:
-        yield _compiler(facts)
+    yield from _compute_mode(facts, shares)
+    if compiles:
+        yield _compiler(facts, compiles)
 
 
 def _unusable(facts: Mapping[str, Any], needed: int) -> Finding | None:
@@ -101,13 +105,24 @@ def _others(facts: Mapping[str, Any]) -> Iterator[Finding]:
             yield warning("GPU processes", found, "they take little memory; if they compute, both are slow")
 
 
-def _compiler(facts: Mapping[str, Any]) -> Finding:
+def _compute_mode(facts: Mapping[str, Any], shares: Sequence[str]) -> Iterator[Finding]:
+    """Say where the driver lets fewer processes use a GPU than the run has there."""
+    modes = {gpu["compute_mode"] for gpu in facts["gpus"]} - {"Default"}
+    if not modes or (modes == {"Exclusive_Process"} and not shares):
+        return
+    found = f"{', '.join(sorted(modes))} on {facts['host']}"
+    if settings := ", ".join(shares):
+        found += f", and {settings} has two processes use the same GPU"
+    remedy = "ask the administrators for the mode Default (`nvidia-smi -c DEFAULT`)"
+    yield error("compute mode", found, f"{remedy}, or change {settings}" if settings else remedy)
+
+
+def _compiler(facts: Mapping[str, Any], compiles: Sequence[str]) -> Finding:
     compiler, header, host = facts["compiler"], facts["python_header"], facts["host"]
     missing = [] if compiler else ["no C compiler (gcc, clang or what CC names)"]
     missing += [] if header["there"] else [f"no {header['path']}"]
     if missing:
         remedy = 'load one in slurm.setup ("module load gcc"), and use a Python that has its headers (python3-devel, or one of conda or uv)'
-        return error(
-            "compiler", f"{' and '.join(missing)} on {host}: vLLM's kernels are built by Triton on the node", remedy
-        )
+        found = f"{' and '.join(missing)} on {host}, where Triton builds kernels for {', '.join(compiles)}"
+        return error("compiler", found, remedy)
     return ok("compiler", f"{compiler}, and {header['path']}")

@@ -123,9 +123,9 @@ def filesystem(path: Path, mountinfo: str) -> str:
 
 
 def gpus_here() -> list[dict[str, str]]:
-    """Return index, uuid, name, driver and memory of the GPUs that this process may use."""
-    names = ("index", "uuid", "name", "driver", "memory")
-    rows = [line.split(", ") for line in nvidia_smi("gpu=index,uuid,name,driver_version,memory.total")]
+    """Return index, uuid, name, driver, memory and compute mode of the GPUs that this process may use."""
+    names = ("index", "uuid", "name", "driver", "memory", "compute_mode")
+    rows = [line.split(", ") for line in nvidia_smi("gpu=index,uuid,name,driver_version,memory.total,compute_mode")]
     return [dict(zip(names, row, strict=True)) for row in rows if len(row) == len(names)]
 
 

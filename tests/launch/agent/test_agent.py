@@ -276,6 +276,7 @@ def test_a_hang_has_ranks_write_what_their_collectives_did(tmp_path: Path) -> No
         "slurm.patience.step_seconds=2",
         train="""
 assert int(os.environ["TORCH_FR_BUFFER_SIZE"]) > 0
+assert os.environ["TORCH_NCCL_TRACE_BUFFER_SIZE"] == os.environ["TORCH_FR_BUFFER_SIZE"]
 assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
 rank = os.environ["RANK"]
 pipe = os.environ["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] + rank + ".pipe"

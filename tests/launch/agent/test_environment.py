@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import subprocess
 import sys
@@ -43,6 +44,23 @@ def test_threads(
     config = Config.from_toml([QUICKSTART], [*SETTINGS, *of_pool])
     environments = Environments(config, node, 1, "127.0.0.1", None, tmp_path, False)
     assert environments.of("any" if node.ranks else f"rollout-{node.replicas[0]}").get("OMP_NUM_THREADS") == threads
+
+
+def test_threads_of_a_whole_node_with_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks share the cores of the node: torchrun would leave each of them one. What the user sets stays."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: range(96))
+    config = Config.from_toml([QUICKSTART])
+    trainer, rollout = Node(0, "trainer", 8, (), 8, 0), Node(1, "rollout", 0, (0, 1), 8, 0)
+    for node, name, threads in ((trainer, "trainer-0", "12"), (rollout, "rollout-0", "48")):
+        environment = Environments(config, node, 1, "127.0.0.1", None, tmp_path, False).of(name)
+        assert (environment["OMP_NUM_THREADS"], environment["TORCHINDUCTOR_COMPILE_THREADS"]) == (threads, threads)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert (
+        Environments(config, trainer, 1, "127.0.0.1", None, tmp_path, False).of("trainer-0")["OMP_NUM_THREADS"] == "3"
+    )
+    on_cpus = Environments(config, Node(0, "trainer", 8, (), 0, 0), 1, "127.0.0.1", None, tmp_path, False)
+    assert "TORCHINDUCTOR_COMPILE_THREADS" not in on_cpus.of("trainer-0")
 
 
 @pytest.mark.parametrize(("gpus", "users", "policy"), [(0, None, "PASSIVE"), (0, "ACTIVE", "ACTIVE"), (1, None, None)])

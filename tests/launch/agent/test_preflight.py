@@ -14,7 +14,7 @@ import pytest
 from hpcrl.config import Config
 from hpcrl.errors import ConfigError, DeviceError, HpcrlError, RunError
 from hpcrl.launch.agent import preflight
-from hpcrl.launch.agent.preflight import check_node
+from hpcrl.launch.agent.preflight import check_node, compiling, sharing
 from hpcrl.launch.agent.start import NodeContext
 from hpcrl.launch.doctor.node import gpu_processes, gpus_here
 from hpcrl.launch.doctor.rooms import Sizes
@@ -26,7 +26,7 @@ from tests.paths import QUICKSTART
 CONFIG = Config.from_toml([QUICKSTART])
 ON_GPUS, ON_CPUS = Node(0, "trainer", 4, (), 4, 0), Node(1, "rollout", 0, (0, 1), 0, 0)
 UUIDS = [f"GPU-{index}932f937-d72c-4106-c12f-20bd9faed9f6" for index in range(4)]
-GPUS = [f"{index}, {uuid}, NVIDIA H100 80GB HBM3, 535.104.05, 81559 MiB" for index, uuid in enumerate(UUIDS)]
+GPUS = [f"{index}, {uuid}, NVIDIA H100 80GB HBM3, 535.104.05, 81559 MiB, Default" for index, uuid in enumerate(UUIDS)]
 
 
 @pytest.fixture
@@ -103,6 +103,15 @@ def test_processes_on_the_gpus_that_a_node_was_given(machine: pytest.MonkeyPatch
         {"gpu": UUIDS[2][:12], "pid": 4194305, "name": "nvidia-cuda-mps-server", "user": "somebody", "memory": None},
     ]
     assert gpu_processes(gpus_here(), ["MIG-5c"]) == []
+
+
+def test_what_compiles_and_what_shares_gpus() -> None:
+    assert (compiling(CONFIG, ON_GPUS), sharing(CONFIG, ON_GPUS)) == ([], [])
+    assert compiling(CONFIG, ON_CPUS) == ["vLLM"]
+    compiled = Config.from_toml([QUICKSTART], ["trainer.policy.compile_model=true"])
+    assert compiling(compiled, ON_GPUS) == ["trainer.policy.compile_model"]
+    turns = Config.from_toml([QUICKSTART], ["trainer.placement.colocate_all=true"])
+    assert sharing(turns, ON_GPUS) == ["trainer.placement.colocate_all"]
 
 
 Place = namedtuple("Place", "f_bavail f_frsize f_favail f_files")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,15 +12,17 @@ from hpcrl.launch.doctor.gpus import of_gpus
 
 RIGHT = {"right": True, "tflops": 700.0}
 WELL: dict[str, Any] = {
-    "host": "n1", "gpus": [{"index": "0", "uuid": "GPU-1", "name": "NVIDIA H200", "driver": "570.1", "memory": "143771 MiB"}],
+    "host": "n1", "gpus": [{"index": "0", "uuid": "GPU-1", "name": "NVIDIA H200", "driver": "570.1", "memory": "143771 MiB", "compute_mode": "Default"}],
     "listed": "4,5", "devices": ["4", "5"], "gpu_processes": [], "compiler": "/usr/bin/gcc",
     "python_header": {"path": "/usr/include/python3.11/Python.h", "there": True},
     "torch": {"version": "2.13.0", "cuda": "13.0", "devices": 2, "nccl": "2.29.7", "matmul": [RIGHT, RIGHT]},
 }  # fmt: skip
 
 
-def levels(needed: int = 2, engines: bool = True, **changes: Any) -> dict[str, str]:
-    return {one.subject: one.level for one in of_gpus({**WELL, **changes}, needed, engines)}
+def levels(
+    needed: int = 2, compiles: Sequence[str] = ("vLLM",), shares: Sequence[str] = (), **changes: Any
+) -> dict[str, str]:
+    return {one.subject: one.level for one in of_gpus({**WELL, **changes}, needed, compiles, shares)}
 
 
 def with_torch(**changes: Any) -> dict[str, Any]:
@@ -32,7 +35,7 @@ def process(memory: int | None) -> dict[str, Any]:
 
 def test_gpus_of_a_healthy_node() -> None:
     assert levels() == {"GPU": "ok", "matrix product": "ok", "compiler": "ok"}
-    assert levels(engines=False) == {"GPU": "ok", "matrix product": "ok"}
+    assert levels(compiles=()) == {"GPU": "ok", "matrix product": "ok"}
 
 
 def test_gpus_that_cannot_be_used() -> None:
@@ -47,12 +50,12 @@ def test_gpus_that_cannot_be_used() -> None:
 def test_a_gpu_that_computes_wrongly_or_slowly() -> None:
     found = {
         one.subject: one
-        for one in of_gpus({**WELL, "torch": with_torch(matmul=[RIGHT, {"right": False, "tflops": 1.0}])}, 2, True)
+        for one in of_gpus({**WELL, "torch": with_torch(matmul=[RIGHT, {"right": False, "tflops": 1.0}])}, 2, ["vLLM"])
     }
     assert found["matrix product"].level == "error"
     assert "device 5: a wrong result" in found["matrix product"].found
     failed = {"right": False, "tflops": 0.0, "error": "CUDA error: uncorrectable ECC error encountered"}
-    found = {one.subject: one for one in of_gpus({**WELL, "torch": with_torch(matmul=[failed, RIGHT])}, 2, True)}
+    found = {one.subject: one for one in of_gpus({**WELL, "torch": with_torch(matmul=[failed, RIGHT])}, 2, ["vLLM"])}
     assert "device 4: CUDA error: uncorrectable ECC" in found["matrix product"].found
     assert levels(torch=with_torch(matmul=[RIGHT, {"right": True, "tflops": 300.0}]))["matrix product"] == "warning"
 
@@ -62,16 +65,33 @@ def test_processes_on_them() -> None:
     assert levels(gpu_processes=[process(600), process(600)])["GPU processes"] == "error"
     assert levels(gpu_processes=[process(30)])["GPU processes"] == "warning"
     assert levels(gpu_processes=[process(None)])["GPU processes"] == "warning"
-    found = {one.subject: one.found for one in of_gpus({**WELL, "gpu_processes": [process(30156)]}, 2, True)}
+    found = {one.subject: one.found for one in of_gpus({**WELL, "gpu_processes": [process(30156)]}, 2, ["vLLM"])}
     assert found["GPU processes"] == "GPU 4 of n1 is used by 77 python3 of eve (30156 MiB)"
 
 
 def test_what_triton_needs() -> None:
     assert levels(compiler=None)["compiler"] == "error"
     header = {"path": "/usr/include/python3.11/Python.h", "there": False}
-    found = {one.subject: one for one in of_gpus({**WELL, "python_header": header}, 2, True)}
+    found = {one.subject: one for one in of_gpus({**WELL, "python_header": header}, 2, ["vLLM"])}
     assert found["compiler"].level == "error"
     assert "no /usr/include/python3.11/Python.h on n1" in found["compiler"].found
+
+
+def test_gpus_that_one_process_alone_may_use() -> None:
+    def mode(name: str) -> dict[str, Any]:
+        return {"gpus": [{**WELL["gpus"][0], "compute_mode": name}]}
+
+    assert "compute mode" not in levels(**mode("Exclusive_Process"))
+    assert levels(**mode("Prohibited"))["compute mode"] == "error"
+    shares = ["trainer.placement.colocate_all"]
+    assert levels(shares=shares, **mode("Exclusive_Process"))["compute mode"] == "error"
+    assert "compute mode" not in levels(shares=shares)
+    (found,) = [
+        one for one in of_gpus({**WELL, **mode("Exclusive_Process")}, 2, (), shares) if one.subject == "compute mode"
+    ]
+    assert found.found == (
+        "Exclusive_Process on n1, and trainer.placement.colocate_all has two processes use the same GPU"
+    )
 
 
 def test_a_matrix_product_that_is_known() -> None:

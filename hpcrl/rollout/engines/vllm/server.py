@@ -358,6 +358,8 @@ def _environment(options: ServerOptions, directory: Path) -> dict[str, str]:
     if options.lora_rank:
         environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     environment.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    if not options.on_cpu:
+        environment.pop("OMP_NUM_THREADS", None)  # where it is unset, vLLM chooses one thread per worker
     if options.on_cpu:
         environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         if engine_gpus(options.engine) == 1:
