@@ -133,6 +133,13 @@ def of_place(name: str, place: Mapping[str, Any], host: str, needed: Room | None
 
 
 def _limits(facts: Mapping[str, Any]) -> Iterator[Finding]:
+    usable, cores = facts["cores"]
+    found = f"{usable} of {cores} usable on {facts['host']}"
+    if usable == 1 < cores:
+        remedy = "the site binds tasks to cores: set slurm.cpus_per_task, or ask for whole nodes (slurm.exclusive)"
+        yield warning("cores", found, remedy)
+    else:
+        yield ok("cores", found)
     files, subject = facts["open_files"], "open files"
     found = f"at most {files:,} per process on {facts['host']}" if files >= 0 else "unlimited"
     remedy = "this is the hard limit (`ulimit -Hn`); ask the administrators for 65,536 (LimitNOFILE of slurmd)"

@@ -63,6 +63,7 @@ def facts(
         "prefix": sys.prefix,
         "packages": {name: found for name in PACKAGES if (found := _version(name))},
         "places": {name: place(path) for name, path in places.items() if path.is_dir()},
+        "cores": [len(os.sched_getaffinity(0)), os.cpu_count() or 1],
         "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[1],
         "locked_memory": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         "ephemeral": [int(port) for port in Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()],

@@ -120,6 +120,8 @@ def slurm_executor(submission: Submission) -> ArrayExecutor:
     }
     if takes_whole_nodes(slurm):
         parameters |= {"exclusive": True, "mem": "0"}
+        # where a site binds tasks to cores, the agent, one task of a node, and all its processes would have one core
+        parameters["srun_args"].append("--cpu-bind=none")
     parameters |= _gpus(slurm, slurm.gpus_per_node)
     if slurm.array_parallelism is not None:
         parameters["array_parallelism"] = slurm.array_parallelism

@@ -155,10 +155,12 @@ def levels(facts: dict[str, Any], purpose: Purpose = ON_SLURM) -> dict[str, str]
 
 def test_limits_and_network() -> None:
     well: dict[str, Any] = {
-        "host": "n1", "address": "10.0.0.1", "places": {}, "open_files": 65536, "locked_memory": -1, "ephemeral": [32768, 60999],
+        "host": "n1", "address": "10.0.0.1", "places": {}, "cores": [8, 64], "open_files": 65536, "locked_memory": -1, "ephemeral": [32768, 60999],
         "gpus": [], "devices": [], "torch": None, "scontrol": True, "nsys": None, "containers": ["enroot"], "path": "/bin", "abandoned": [],
     }  # fmt: skip
     assert set(levels(well).values()) == {"ok"}
+    assert levels({**well, "cores": [1, 64]})["cores"] == "warning"
+    assert levels({**well, "cores": [1, 1]})["cores"] == "ok"
     assert levels({**well, "open_files": 256})["open files"] == "error"
     assert levels({**well, "open_files": 4096})["open files"] == "warning"
     on_gpu = {"torch": {"error": ""}, "locked_memory": 65536, "listed": None}

@@ -138,6 +138,7 @@ def test_cores_and_memory_of_a_run_on_gpus_are_those_of_its_nodes(
         if name in options
     }
     assert found == asked
+    assert (" --cpu-bind=none " in text) == ("exclusive" in asked), "a site may bind the one task of a node to one core"
 
 
 def test_a_pool_of_typed_gpus_asks_for_as_many_as_a_replica_needs(tmp_path: Path) -> None:
