@@ -1,10 +1,10 @@
 """What only a GPU can show, in some twelve minutes on one: each check prints one line of JSON, and none is kept from running by another's failure.
 
-    python benchmarks/gpu_first.py [--only NAME ...] [--tiny]
+    python benchmarks/gpu_first.py [--only NAME ...] [--tiny] [--keep FOLDER]
 
 Each check is a command of its own with a time limit. First come whole runs with vLLM in turns on the GPU, then the tests of engines on it, then what
 the trainer computes. Models are random and made on the spot; nothing is downloaded. --tiny makes all of it small enough for a CPU, with vLLM's CPU
-build, where figures say nothing about a GPU, but every check runs.
+build, where figures say nothing about a GPU, but every check runs that a CPU can do. --keep leaves whole runs there, with their logs.
 """
 
 from __future__ import annotations
@@ -38,16 +38,19 @@ class Check:
         on_cpu: arguments that it gets with --tiny; None: a GPU alone can do it.
         seconds: after which it is ended; five times as many with --tiny.
         model: whether the path of the random model is its next argument.
+        keeps: whether it takes --keep.
     """
 
     program: list[str]
     on_cpu: tuple[str, ...] | None = ()
     seconds: int = 60
     model: bool = False
+    keeps: bool = False
 
 
 def _run(name: str, seconds: int = 90, *, on_gpu_alone: bool = False) -> Check:
-    return Check([str(_BENCHMARKS / "gpu_runs.py"), "--only", name], None if on_gpu_alone else ("--cpu",), seconds)
+    program = [str(_BENCHMARKS / "gpu_runs.py"), "--only", name]
+    return Check(program, None if on_gpu_alone else ("--cpu",), seconds, keeps=True)
 
 
 def _computed(name: str, seconds: int = 60) -> Check:
@@ -86,7 +89,7 @@ CHECKS = {
 }
 
 
-def perform(name: str, model: str, tiny: bool) -> dict[str, Any]:
+def perform(name: str, model: str, tiny: bool, keep: Path | None) -> dict[str, Any]:
     """Run a check to its end, or to its limit; return its last line of JSON, or the end of what it printed."""
     check = CHECKS[name]
     if tiny and check.on_cpu is None:
@@ -96,6 +99,7 @@ def perform(name: str, model: str, tiny: bool) -> dict[str, Any]:
         *check.program,
         *([model] if check.model else []),
         *((check.on_cpu or ()) if tiny else ()),
+        *(["--keep", str(keep)] if keep and check.keeps else []),
     ]
     environment = os.environ | {"HPCRL_TEST_GPU": "" if tiny else "1", "PYTHONPATH": os.pathsep.join(_paths())}
     environment |= {"CUDA_VISIBLE_DEVICES": ""} if name == "no_gpu" else {}
@@ -125,6 +129,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=CHECKS, default=list(CHECKS))
     parser.add_argument("--tiny", action="store_true", help="for a CPU")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="where whole runs are left")
     given = parser.parse_args()
     if not torch.cuda.is_available() and not given.tiny:
         parser.error("there is no GPU; expected one, or --tiny, which runs on a CPU")
@@ -132,7 +137,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as model:
         make_model(Path(model), tiny=given.tiny)
         for name in given.only:
-            found = perform(name, model, given.tiny)
+            found = perform(name, model, given.tiny, given.keep)
             failed |= "failed" in found
             print(json.dumps({"check": name, **found}), flush=True)
     return int(failed)

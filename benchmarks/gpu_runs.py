@@ -42,6 +42,7 @@ _VLLM = [
     "generator.inference_engine.backend=vllm",
     # with a size, vLLM measures no memory while it starts, which others on the GPU would disturb
     "generator.inference_engine.engine_init_kwargs.kv_cache_memory_bytes=4000000000",
+    "generator.inference_engine.gpu_memory_utilization=0.3",
 ]
 _DENSE, _EXPERTS = "trainer.policy.model.path={dense}", "trainer.policy.model.path={experts}"
 _RUNS: dict[str, tuple[str, list[str]]] = {
@@ -152,9 +153,9 @@ def main() -> int:
     device, failed = f"slurm.gpus_per_node={0 if given.cpu else 1}", False
     with tempfile.TemporaryDirectory() as place:
         models = make_models(Path(place))
-        for number, name in enumerate(given.only):
+        for name in given.only:
             configuration, overrides = _RUNS[name]
-            root = (given.keep or Path(place)) / f"{number}-{name.replace(', ', '-').replace(' ', '-')}"
+            root = (given.keep or Path(place)) / f"{name.replace(', ', '-').replace(' ', '-')}"
             own = [one.format_map(models) for one in overrides]
             found = play(configuration, [device, *own, *given.overrides], str(root))
             failed |= found.get("state") != "done" or bool(found["restarts"])

@@ -44,7 +44,11 @@ _SETTINGS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "gradient_checkpointing_keep": ((_EVEN, _ONE), {"gradient_checkpointing_keep": "attention"}),
     "logprobs_chunk_size = 4096": ((_EVEN,), {"logprobs_chunk_size": 4096}),
     "use_torch_compile": ((_EVEN,), {"policy": {"use_torch_compile": True}}),
-    "compile_model, use_torch_compile": ((_EVEN, _UNEVEN), {"policy": {"use_torch_compile": True, "compile_model": True}}),
+    "compile_model, use_torch_compile": ((_EVEN, _UNEVEN, _ONE, _LONG), {"policy": {"use_torch_compile": True, "compile_model": True}}),
+    "compile_model, use_torch_compile, flash_attn = false": (
+        (_ONE, _LONG),
+        {"flash_attn": False, "policy": {"use_torch_compile": True, "compile_model": True}},
+    ),
     "the same, fp8": (
         (_EVEN,),
         {"policy": {"use_torch_compile": True, "compile_model": True, "low_precision": {"fp8": True}}},
