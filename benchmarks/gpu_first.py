@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -22,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from backends import make_model
 
 _BENCHMARKS = Path(__file__).parent
-_TAIL = 600  # characters of an error
+_TAIL = 2000  # characters of an error
+_CANCEL_S = 30
 _TESTS = ["tests/rollout/engines/test_contract.py", "tests/rollout/engines/vllm/test_server.py"]
 _ADAPTERS = "tests/rollout/engines/test_adapters.py"
 
@@ -36,7 +37,7 @@ class Check:
 
     Attributes:
         on_cpu: arguments that it gets with --tiny; None: a GPU alone can do it.
-        seconds: after which it is ended; five times as many with --tiny.
+        seconds: that it may take, five times as many with --tiny, before it is ended; a whole run cancels itself, and has half a minute for it.
         model: whether the path of the random model is its next argument.
         keeps: whether it takes --keep.
     """
@@ -49,7 +50,7 @@ class Check:
 
 
 def _run(name: str, seconds: int = 90, *, on_gpu_alone: bool = False) -> Check:
-    program = [str(_BENCHMARKS / "gpu_runs.py"), "--only", name]
+    program = [str(_BENCHMARKS / "gpu_runs.py"), "--only", name, "--seconds", str(seconds)]
     return Check(program, None if on_gpu_alone else ("--cpu",), seconds, keeps=True)
 
 
@@ -103,7 +104,7 @@ def perform(name: str, model: str, tiny: bool, keep: Path | None) -> dict[str, A
     ]
     environment = os.environ | {"HPCRL_TEST_GPU": "" if tiny else "1", "PYTHONPATH": os.pathsep.join(_paths())}
     environment |= {"CUDA_VISIBLE_DEVICES": ""} if name == "no_gpu" else {}
-    began, limit = time.monotonic(), check.seconds * (5 if tiny else 1)
+    began, limit = time.monotonic(), check.seconds * (5 if tiny else 1) + (_CANCEL_S if check.keeps else 0)
     with subprocess.Popen(
         command, cwd=_BENCHMARKS.parent, env=environment, text=True, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -121,6 +122,12 @@ def perform(name: str, model: str, tiny: bool, keep: Path | None) -> dict[str, A
     return found if process.returncode == 0 else {"failed": ended, **found, "end": output[-_TAIL:]}
 
 
+def _make_model(place: str, tiny: bool) -> None:
+    from backends import make_model
+
+    make_model(Path(place), tiny=tiny)
+
+
 def _paths() -> list[str]:
     return [str(_BENCHMARKS.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
 
@@ -135,7 +142,10 @@ def main() -> int:
         parser.error("there is no GPU; expected one, or --tiny, which runs on a CPU")
     failed = False
     with tempfile.TemporaryDirectory() as model:
-        make_model(Path(model), tiny=given.tiny)
+        # in a process of its own: this one would keep memory of the GPU, and runs refuse GPUs that others use
+        making = multiprocessing.get_context("spawn").Process(target=_make_model, args=(model, given.tiny))
+        making.start()
+        making.join()
         for name in given.only:
             found = perform(name, model, given.tiny, given.keep)
             failed |= "failed" in found

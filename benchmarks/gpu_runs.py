@@ -1,10 +1,11 @@
 """Whether small runs of each kind go through on one GPU, trainer and engine in turns: one line of JSON per run, one run after the other.
 
-    python benchmarks/gpu_runs.py [KEY=VALUE ...] [--only NAME ...] [--cpu] [--keep FOLDER]
+    python benchmarks/gpu_runs.py [KEY=VALUE ...] [--only NAME ...] [--cpu] [--keep FOLDER] [--seconds N]
 
 Each is a configuration of configs/ for some steps, with overrides for all of them behind; those with vLLM train random Qwen3 with heads of 64,
 one of them a mixture of experts. A run without a failed or restarted process is what to expect, and a better score of models that have begun to
-learn; with --cpu the same runs compute on the CPU. Simulators render with what MUJOCO_GL names. --keep leaves the runs there.
+learn; with --cpu the same runs compute on the CPU. Simulators render with what MUJOCO_GL names. --keep leaves the runs there. One that takes
+more than --seconds is cancelled; with --cpu it may take five times as many.
 """
 
 from __future__ import annotations
@@ -116,20 +117,29 @@ def metrics_of(run: Path) -> dict[str, list[float]]:
     return found
 
 
-def play(configuration: str, overrides: list[str], root: str) -> dict[str, Any]:
+def play(configuration: str, overrides: list[str], root: str, limit: float | None = None) -> dict[str, Any]:
     """Run it to its end and say how it went: scores or validation losses at first and at last, failures of processes."""
     environment = {**os.environ, "HPCRL_ROOT": root}
     command = [sys.executable, "-m", "hpcrl.cli.main"]
     toml, began = f"configs/{configuration}.toml", time.monotonic()
-    done = subprocess.run(
-        [*command, "submit", toml, f"trainer.max_steps={_STEPS}", *overrides, "--local", "--follow"],
-        cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    submit = [*command, "submit", toml, f"trainer.max_steps={_STEPS}", *overrides, "--local", "--follow"]
+    with subprocess.Popen(
+        submit, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as following:
+        try:
+            output, _ = following.communicate(timeout=limit)
+        except subprocess.TimeoutExpired:
+            following.terminate()
+            output, _ = following.communicate()
+            for path in Path(root).glob("*/*"):
+                subprocess.run(
+                    [*command, "cancel", "--now", str(path)], env=environment, check=False, stdout=subprocess.DEVNULL
+                )
     seconds = round(time.monotonic() - began, 1)
     told = subprocess.run([*command, "status", "--json"], env=environment, capture_output=True, text=True, check=False)
     runs = json.loads(told.stdout) if told.returncode == 0 else []
     if not runs:  # it was refused
-        return {"seconds": seconds, "failed": (done.stdout + done.stderr)[-_TAIL:]}
+        return {"seconds": seconds, "failed": output[-_TAIL:]}
     (run,) = runs
     summary = run["summary"]
     return {
@@ -138,7 +148,7 @@ def play(configuration: str, overrides: list[str], root: str) -> dict[str, Any]:
         "detail": run["detail"][:_TAIL],
         "score": [summary["eval_first"], summary["eval_last"]],
         "loss": [summary["loss_first"], summary["loss_last"]],
-        "restarts": [line[:_TAIL] for line in done.stdout.splitlines() if "to be started again" in line],
+        "restarts": [line[:_TAIL] for line in output.splitlines() if "to be started again" in line],
         "metrics": metrics_of(Path(run["path"])),
     }
 
@@ -148,6 +158,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=_RUNS, default=list(_RUNS))
     parser.add_argument("--cpu", action="store_true", help="without a GPU")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="where the runs are left")
+    parser.add_argument("--seconds", type=float, help="that a run may take")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     given = parser.parse_args()
     device, failed = f"slurm.gpus_per_node={0 if given.cpu else 1}", False
@@ -157,7 +168,8 @@ def main() -> int:
             configuration, overrides = _RUNS[name]
             root = (given.keep or Path(place)) / f"{name.replace(', ', '-').replace(' ', '-')}"
             own = [one.format_map(models) for one in overrides]
-            found = play(configuration, [device, *own, *given.overrides], str(root))
+            limit = given.seconds and given.seconds * (5 if given.cpu else 1)
+            found = play(configuration, [device, *own, *given.overrides], str(root), limit)
             failed |= found.get("state") != "done" or bool(found["restarts"])
             print(json.dumps({"run": name, "configuration": configuration, **found}), flush=True)
     return int(failed)

@@ -359,6 +359,8 @@ def _environment(options: ServerOptions, directory: Path) -> dict[str, str]:
         environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     environment.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     if not options.on_cpu:
+        # it gives no log-probabilities of what it samples from, which all requests want, and has its kernels compiled
+        environment.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
         environment.pop("OMP_NUM_THREADS", None)  # where it is unset, vLLM chooses one thread per worker
     if options.on_cpu:
         environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
