@@ -18,7 +18,7 @@ from hpcrl.envs.rewards import boxed, weighted
 from hpcrl.envs.rewards.numbers import normal_form
 from hpcrl.envs.rewards.response import Response, truth_of
 from hpcrl.envs.rewards.weighted import REWARDS, WeightedRewards
-from hpcrl.errors import ConfigError, DataError, HpcrlError
+from hpcrl.errors import ConfigError, DataError, HpcrlError, UserCodeError
 
 ENVIRONMENT = EnvironmentConfig()
 
@@ -72,6 +72,8 @@ def test_no_text_is_too_odd_to_be_wrong(name: str, text: str) -> None:
         ("<answer>ÉCOLE</answer>", "école", 1),
         ("<answer>4</answer>", 4, 1),
         ("<answer>4.0</answer>", 4, 0),
+        ("<think><answer>A</answer>?</think><answer>B</answer>", "B", 1),
+        ("<think>A?</think>\nB", "B", 1),
     ],
 )
 def test_single_choice(text: str, truth: Any, expected: float) -> None:
@@ -133,6 +135,28 @@ def test_format(text: str, expected: float) -> None:
         ("#### 4" + "0" * 400, "4" + "0" * 399 + "1", 0),
         ("#### 9007199254740993", "9007199254740992", 0),
         ("#### ４２", "42", 0),
+        ("#### 1,234.50", "1234.5", 1),
+        ("#### 42%", "42", 1),
+        ("#### 42 apples, 7 of them red", "42", 1),
+        (r"#### 42\text{ cm}", "42", 1),
+        ("**#### 42**", "42", 1),
+        ("#### 42/7", "42", 0),
+        ("#### 42 / 7", "42", 0),
+        ("#### 42 * 7", "42", 0),
+        ("#### 1/2", "1", 0),
+        ("#### 5 1/2", "5", 0),
+        ("#### 5½", "5", 0),
+        (r"#### 5\frac{1}{2}", "5", 0),
+        ("#### 42^2", "42", 0),
+        ("#### 1e3", "1", 0),
+        ("#### 10:30", "10", 0),
+        ("#### 42-43", "42", 0),
+        ("#### 0,7", "7", 0),
+        ("#### 3,4", "34", 0),
+        ("#### 3,4", "3", 0),
+        ("#### 42/7\n#### 42", "42", 0),
+        ("<think>#### 41?</think>\n#### 42", "42", 1),
+        ("<think>#### 42?</think>\n42", "42", 0),
     ],
 )
 def test_gsm8k(text: str, truth: Any, expected: float) -> None:
@@ -178,6 +202,10 @@ def test_gsm8k_wants_a_number_as_ground_truth(truth: str) -> None:
         (r"Answer: \text{Alice and Bob}", r"\text{Alice} \text{ and } \text{Bob}", -1),
         ("answer: " + "9" * 500, "9" * 500, 1),
         ("Answer: π", "π", 1),
+        ("Answer: 3,4", "34", -1),
+        ("Answer: 3,4", "3, 4", 1),
+        ("<think>Answer: 41</think>\nAnswer: 42", "42", 1),
+        ("<think>Answer: 42</think>\n42", "42", -1),
     ],
 )
 def test_direct_math(text: str, truth: Any, expected: float) -> None:
@@ -202,6 +230,9 @@ def test_direct_math_wants_an_answer_as_ground_truth(truth: str, words: str) -> 
 @pytest.mark.parametrize(
     "unit",
     [
+        "</think>",
+        "#### 4 ",
+        "#### 4,444",
         "because the value ",
         "$",
         r"\boxed{",
@@ -247,10 +278,32 @@ def test_the_normal_form_is_its_own() -> None:
         (r"\boxed{\boxed{7}}", "7", 1),
         (r"\frac" * 3000, "7", 0),
         ("\\boxed{\n7\n}", "7", 1),
+        (r"\boxed{\left(\frac{3}{2}, -13\right)}", r"\left( \frac{3}{2}, -13 \right)", 1),
+        (r"\boxed{\frac{3}{2}}", r"\left( \frac{3}{2}, -13 \right)", 0),
+        (r"\boxed{\frac{11}{2}}", r"5\frac{1}{2}", 1),
+        (r"\boxed{\frac{1}{2}}", r"5\frac{1}{2}", 0),
+        (r"\boxed{\frac{11}{2}}", r"$5\frac{1}{2}$", 1),
+        (r"\boxed{0.5}", r"So it is $\frac{1}{2}$.", 1),
+        (r"\boxed{5}", r"First $x = \boxed{4}$, then $y = \boxed{5}$", 1),
+        (r"\boxed{\frac{2}{3}}", r"10\frac{2}{3}\%", 0),
+        (r"\boxed{10\frac{2}{3}\%}", r"10\frac{2}{3}\%", 1),
+        (r"\boxed{42}", "42.", 1),
+        (r"\boxed{4}. Wait, that is wrong. It is \boxed{5}.", "5", 1),
+        (r"\boxed{4}. Wait, that is wrong. It is \boxed{5}.", "4", 0),
+        (r"\boxed{5}, no: \boxed{4", "5", 0),
+        (r"$\boxed{2}$ and $\boxed{5}$", "2, 5", 1),
+        (r"$\boxed{2}$ or $\boxed{5}$", "5", 0),
+        (r"<think>\boxed{3}?</think> \boxed{5}", "5", 1),
+        (r"<think>\boxed{5}</think> I do not know.", "5", 0),
     ],
 )
 def test_boxed_math(text: str, truth: Any, expected: float) -> None:
     assert value("boxed_math", text, truth) == expected
+
+
+def test_a_ground_truth_that_cannot_be_read_costs_its_samples_and_not_the_run() -> None:
+    with pytest.raises(UserCodeError, match="expected a formula or a number as ground truth"):
+        value("boxed_math", r"\boxed{7}", r"\boxed{}")
 
 
 def test_boxed_math_in_many_threads() -> None:
