@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from hpcrl.config import EnvironmentConfig
 from hpcrl.config.import_path import find
-from hpcrl.envs.base import Turn, user_code
+from hpcrl.envs.base import Turn, finite, user_code
 from hpcrl.envs.rewards.boxed import boxed_math
 from hpcrl.envs.rewards.images import brightness, redness, symmetry
 from hpcrl.envs.rewards.numbers import direct_math, expected_form, expected_number, gsm8k
 from hpcrl.envs.rewards.response import Response, Reward, ground_truth
 from hpcrl.envs.rewards.tags import single_choice, well_formed
-from hpcrl.errors import DataError
 
 
 def overlong(response: Response, environment: EnvironmentConfig) -> float:
@@ -72,7 +70,7 @@ class WeightedRewards:
         """Return the reward, with each reward's own value, unweighted, among the metrics.
 
         Raises:
-            HpcrlError: a reward failed, or is no finite number; the message names it.
+            HpcrlError: a reward failed; UserCodeError also where it is no finite number. The message names it.
         """
         values = {name: self._value(name, reward, response) for name, reward in self._functions.items()}
         total = sum(self._weights[name] * value for name, value in values.items())
@@ -80,7 +78,4 @@ class WeightedRewards:
 
     def _value(self, name: str, reward: Reward, response: Response) -> float:
         with user_code(f"reward {name!r}"):
-            value = float(reward(response, self._environment))
-            if not math.isfinite(value):
-                raise DataError(f"{value}; expected a finite number")
-            return value
+            return finite(reward(response, self._environment))
