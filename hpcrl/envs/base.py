@@ -69,6 +69,13 @@ class Environment(Protocol):
         """Score the policy's text, special tokens such as the end marker removed."""
         ...
 
+    def solution(self) -> str | None:
+        """Return a text that is worth 1 as the first action, made of the row's ground truth; None: there is none to tell.
+
+        `hpcrl submit` tries it on a sample of rows, so that a ground truth which no answer can match is found before the queue.
+        """
+        return None
+
     def act(self, actions_KA: np.ndarray) -> Turn:  # noqa: ARG002
         """Do K actions of A numbers each, one after the other: the place of `step` where the policy moves a robot (vla.enable).
 

@@ -7,6 +7,7 @@ import re
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _JOINED = re.compile(r"[\s$]*(?:,|,?\s*(?:and|or|\\text\{\s*(?:and|or)\s*\}))[\s$]*")
+_DELIMITED = re.compile(r"(?<!\\)\$\$(.+)\$\$|(?<!\\)\$((?:[^$\\]|\\.)+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 _THOUGHT_END = "</think>"
 
 
@@ -29,6 +30,18 @@ def last_box(text: str) -> str | None:
         contents.insert(0, text[start.end() : end])
         after = start.start()
     return ", ".join(contents) if starts else None
+
+
+def formula_of(truth: str) -> str | None:
+    r"""Return the formula that a ground truth is: the content of its last box, of the $…$, \(…\) or \[…\] around it, or all of it.
+
+    None: it is a text in which formulas stand.
+    """
+    if (box := last_box(truth)) is not None:
+        return box
+    if whole := _DELIMITED.fullmatch(truth.strip()):
+        return next(filter(None, whole.groups()))
+    return None if _DELIMITED.search(truth) else truth
 
 
 def _closing(text: str, start: int) -> int | None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from contextlib import suppress
+from importlib.util import find_spec
 from typing import IO, cast
 
 from hpcrl.config import EnvironmentConfig
@@ -81,13 +82,14 @@ class _Comparers:
 
 
 def _start() -> subprocess.Popen[str]:
+    if find_spec("math_verify") is None:
+        missing = ModuleNotFoundError("no module named 'math_verify'", name="math_verify")
+        raise HpcrlError("comparing needs math-verify: pip install 'hpcrl[job]'") from missing
     command = [sys.executable, "-m", "hpcrl.envs.rewards.compare", str(SECONDS)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     if not cast(IO[str], process.stdout).readline():
         _end(process)
-        raise HpcrlError(
-            "comparing cannot start, see the output above; is math-verify installed? pip install 'hpcrl[job]'"
-        )
+        raise HpcrlError("comparing cannot start, see the output above; is math-verify whole? pip install 'hpcrl[job]'")
     return process
 
 

@@ -19,12 +19,11 @@ from typing import Any
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 from math_verify.parser import ExtractionTarget
 
-from hpcrl.envs.rewards.answers import after_thought, last_box
+from hpcrl.envs.rewards.answers import after_thought, formula_of, last_box
 
 _LATEX, _ANYTHING = (LatexExtractionConfig(),), (ExprExtractionConfig(), LatexExtractionConfig())
 # where a box cannot be read, no part of it is taken for the whole
 _BOX = (LatexExtractionConfig(try_extract_without_anchor=False, boxed_match_priority=0),)
-_DELIMITED = re.compile(r"(?<!\\)\$\$(.+)\$\$|(?<!\\)\$((?:[^$\\]|\\.)+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 _FULL_STOP = re.compile(r"(?<=\d)\.$")
 _MEMORY = 8 * 2**30  # bytes of address space; an expression such as 9^{9^{9}} would take all there is
 
@@ -47,21 +46,18 @@ def same(truth: str, text: str) -> bool | None:
     """Return whether the answer in a response is the ground truth; None where the ground truth cannot be read."""
     said = after_thought(text)
     box = last_box(said)
-    expected = _expected(truth.strip())
+    expected = _expected(truth)
     found = _parsed(said, _ANYTHING) if box is None else _in_box(box)
     return verify(expected, found, timeout_seconds=None) if expected else None
 
 
 def _expected(truth: str) -> list[Any]:
-    r"""Read a ground truth: the content of its last box, a formula in $…$, \(…\) or \[…\], or else the whole as if it stood in a box.
+    """Read a ground truth as an answer in a box is read.
 
     A bare one is never searched for a formula: math-verify would take the first fraction of it for the whole.
     """
-    if (box := last_box(truth)) is not None:
-        return _in_box(box)
-    if whole := _DELIMITED.fullmatch(truth):
-        return _in_box(next(filter(None, whole.groups())))
-    return (_parsed(truth, _LATEX) if _DELIMITED.search(truth) else []) or _in_box(truth)
+    formula = formula_of(truth)
+    return _parsed(truth, _LATEX) or _in_box(truth) if formula is None else _in_box(formula)
 
 
 def _in_box(formula: str) -> list[Any]:

@@ -8,11 +8,12 @@ from typing import Any
 from hpcrl.config import EnvironmentConfig
 from hpcrl.config.import_path import find
 from hpcrl.envs.base import Turn, finite, user_code
+from hpcrl.envs.rewards.answers import formula_of
 from hpcrl.envs.rewards.boxed import boxed_math
 from hpcrl.envs.rewards.images import brightness, redness, symmetry
 from hpcrl.envs.rewards.numbers import direct_math, expected_form, expected_number, gsm8k
 from hpcrl.envs.rewards.response import Response, Reward, ground_truth
-from hpcrl.envs.rewards.tags import single_choice, well_formed
+from hpcrl.envs.rewards.tags import answer_in, single_choice, well_formed
 
 
 def overlong(response: Response, environment: EnvironmentConfig) -> float:
@@ -49,6 +50,26 @@ GROUND_TRUTHS: dict[str, Callable[[Any], object]] = {
 
 Whether boxed_math can read a formula is not looked at here: that takes a process with math-verify.
 """
+
+
+def solution(name: str, truth: Any) -> str:
+    """Return a response with a ground truth as its answer, in the form that a reward of `GROUND_TRUTHS` reads; it must be worth 1.
+
+    Raises:
+        DataError: the row has no ground truth.
+    """
+    text = ground_truth(truth)
+    match name:
+        case "boxed_math":
+            formula = formula_of(text)
+            return text if formula is None else f"\\boxed{{{formula}}}"
+        case "gsm8k":
+            return text if "#### " in text else f"#### {text.strip()}"
+        case "direct_math":
+            return f"Answer: {text}"
+        case "single_choice":
+            return f"<answer>{answer_in(text)}</answer>"
+    raise AssertionError(name)
 
 
 class WeightedRewards:

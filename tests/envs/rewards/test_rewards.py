@@ -363,7 +363,7 @@ def test_a_question_that_did_not_arrive_is_asked_again() -> None:
 def test_a_comparison_that_cannot_start_is_an_error_and_not_a_wrong_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(boxed, "SECONDS", "soon")
     monkeypatch.setattr(boxed, "_COMPARERS", boxed._Comparers())
-    with pytest.raises(HpcrlError, match="is math-verify installed"):
+    with pytest.raises(HpcrlError, match="is math-verify whole"):
         value("boxed_math", r"\boxed{7}", "7")
 
 
