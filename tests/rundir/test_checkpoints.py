@@ -6,15 +6,11 @@ import errno
 import os
 import signal
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 import pytest
 
 from hpcrl import faults as fault
-from hpcrl.config import Config
-from hpcrl.config.derive import better_of
 from hpcrl.errors import CommitError
 from hpcrl.rundir.checkpoints import Report, Retention, line_of, newest_usable, retire, set_aside_after, size_of
 from hpcrl.rundir.commit import (
@@ -34,7 +30,6 @@ from hpcrl.rundir.space import explained, require_space
 from hpcrl.rundir.starts import failed_loads, note, read_starts
 from hpcrl.runtime.process_status import StatusWriter, read_process_statuses
 from hpcrl.units import readable_size
-from tests.paths import QUICKSTART
 
 NEW = {"committed", "retire", "trash"}
 POINTS = ["begin", "written", "manifest", "renamed", "synced", *sorted(NEW)]
@@ -134,31 +129,6 @@ def test_retention(run: Run, retention: Retention, kept: list[int]) -> None:
     begin(run.checkpoint(70), 1)
     retire(run, retention, {10: 0.5, 20: 0.9, 30: -1.0, 40: float("nan"), 55: 7.0}, unfenced)
     assert names(run) == [".tmp-s000070.1", *(f"s{step:06d}" for step in kept)], "only committed ones are deleted"
-
-
-@pytest.mark.parametrize(
-    ("metric", "mode"),
-    [
-        ("eval/all/loss", "min"),
-        ("policy/final_loss", "min"),
-        ("eval/math/perplexity", "min"),
-        ("eval/all/avg_score", "max"),
-        ("eval/all/pass_at_4", "max"),
-        ("reward/avg_pass_at_8", "max"),
-        ("reward/avg_raw_reward", "max"),
-        ("eval/all/rewards/accuracies", "max"),
-        ("environment/tries", None),
-        ("generate/avg_tokens_non_zero_rewards", None),
-        ("eval/all/rewards/rejected", None),
-    ],
-)
-def test_the_name_of_a_metric_says_which_value_is_the_best(metric: str, mode: Literal["max", "min"] | None) -> None:
-    assert better_of(metric) == mode
-    if mode:
-        trainer = Config.from_toml([QUICKSTART], [f"trainer.ckpt_keep_best={metric}"]).trainer
-        assert Retention.of(trainer).mode == mode
-        other: Literal["max", "min"] = "min" if mode == "max" else "max"
-        assert Retention.of(replace(trainer, ckpt_keep_best_mode=other)).mode == other
 
 
 def test_a_checkpoint_inside_a_step_is_neither_best_nor_one_of_every(run: Run) -> None:
