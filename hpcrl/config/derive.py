@@ -52,7 +52,7 @@ def reward_weights(environment: EnvironmentConfig, kind: Literal["train", "eval"
 
 
 def better_of(metric: str) -> Literal["max", "min"] | None:
-    """Return whether the highest or the lowest value of a metric is the best, by the last part of its name; None where that does not say."""
+    """Return whether the highest or the lowest value of a metric is the best, by the last part of its name; None of names that hpcrl does not know."""
     name = metric.rpartition("/")[2]
     return "max" if _HIGHER.fullmatch(name) else "min" if _LOWER.fullmatch(name) else None
 

@@ -70,7 +70,7 @@ class Environment(Protocol):
         ...
 
     def solution(self) -> str | None:
-        """Return a text that is worth 1 as the first action, made of the row's ground truth; None: there is none to tell.
+        """Return a text that is worth 1 as the first action, made of the row's ground truth; None: the environment knows none.
 
         `hpcrl submit` tries it on a sample of rows, so that a ground truth which no answer can match is found before the queue.
         """

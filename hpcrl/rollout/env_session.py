@@ -204,6 +204,8 @@ def _checked(turn: Turn) -> Turn:
             raise UserCodeError(
                 f"a metric is called {name!r:.80}; expected a text of 1 to {LONGEST_NAME} characters that can be printed"
             )
+    if not isinstance(turn.action, str | None):
+        raise UserCodeError(f"action: expected a text or None, found {turn.action!r:.80}")
     try:
         observations = with_images(turn.observations)
     except DataError as error:

@@ -194,6 +194,7 @@ def test_a_group_without_the_baseline_that_the_run_compares_with(tmp_path: Path)
         (Turn([], cast(Any, None), True), "reward: None; expected a finite number"),
         (Turn([], cast(Any, "1"), True), "reward: '1'; expected a finite number"),
         (Turn([], 0.0, True, {"x": float("nan")}), "metric 'x': nan; expected a finite number"),
+        (Turn([], 0.0, True, action=cast(Any, 3)), "action: expected a text or None, found 3"),
         (Turn([], 0.0, True, {"x": cast(Any, None)}), "metric 'x': None; expected a finite number"),
         (Turn([{"role": "user", "content": [{"type": "image", "image": "no.png"}]}], 0.0, False), "no.png"),
         (Turn([], 0.0, True, {"a\x1b": 1.0}), r"a metric is called 'a\\x1b'; expected a text"),

@@ -322,7 +322,7 @@ def _checkpoints(config: ConfigTree) -> Iterator[Problem]:
     if best and trainer.ckpt_keep_best_mode is None and better_of(best) is None:
         yield Problem(
             "trainer.ckpt_keep_best_mode",
-            f'required with trainer.ckpt_keep_best="{best}", whose name does not say it: "max" if higher values are better, or "min"',
+            f'required with trainer.ckpt_keep_best="{best}", of which hpcrl does not know it: "max" if higher values are better, or "min"',
         )
     if best.startswith("eval/") and trainer.eval_interval <= 0:
         yield Problem(

@@ -7,13 +7,15 @@ import re
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _JOINED = re.compile(r"[\s$]*(?:,|,?\s*(?:and|or|\\text\{\s*(?:and|or)\s*\}))[\s$]*")
-_DELIMITED = re.compile(r"(?<!\\)\$\$(.+)\$\$|(?<!\\)\$((?:[^$\\]|\\.)+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
-_THOUGHT_END = "</think>"
+_DELIMITED = re.compile(
+    r"(?<!\\)(\$\$?)((?:[^$\\]|\\.)+)\1|\\\(((?:(?!\\\)).)+)\\\)|\\\[((?:(?!\\\]).)+)\\\]", re.DOTALL
+)
+_THOUGHT, _THOUGHT_END = "<think>", "</think>"
 
 
 def after_thought(text: str) -> str:
-    """Return the text behind the last </think>, the whole text where there is none."""
-    return text.rpartition(_THOUGHT_END)[2]
+    """Return the text behind the last </think>, the whole text where there is none; a thought that does not end is left out."""
+    return text.rpartition(_THOUGHT_END)[2].partition(_THOUGHT)[0]
 
 
 def last_box(text: str) -> str | None:
@@ -40,7 +42,7 @@ def formula_of(truth: str) -> str | None:
     if (box := last_box(truth)) is not None:
         return box
     if whole := _DELIMITED.fullmatch(truth.strip()):
-        return next(filter(None, whole.groups()))
+        return next(filter(None, whole.groups()[1:]))
     return None if _DELIMITED.search(truth) else truth
 
 

@@ -44,10 +44,10 @@ def main(seconds: float) -> None:
 
 def same(truth: str, text: str) -> bool | None:
     """Return whether the answer in a response is the ground truth; None where the ground truth cannot be read."""
-    said = after_thought(text)
-    box = last_box(said)
+    answer = after_thought(text)
+    box = last_box(answer)
     expected = _expected(truth)
-    found = _parsed(said, _ANYTHING) if box is None else _in_box(box)
+    found = _parsed(answer, _ANYTHING) if box is None else _in_box(box)
     return verify(expected, found, timeout_seconds=None) if expected else None
 
 

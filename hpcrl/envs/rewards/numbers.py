@@ -136,9 +136,9 @@ def final_number(text: str) -> Decimal | None:
 
     A unit may follow, such as `%` or ` apples`; `42/7`, `12,34` and `5 1/2` are no numbers.
     """
-    said = after_thought(text)
-    mark = _FINAL.search(said)
-    found = mark and _NUMBER.match(said, mark.end())
+    answer = after_thought(text)
+    mark = _FINAL.search(answer)
+    found = mark and _NUMBER.match(answer, mark.end())
     return number(found[0]) if found else None
 
 

@@ -295,6 +295,10 @@ def test_the_normal_form_is_its_own() -> None:
         (r"$\boxed{2}$ or $\boxed{5}$", "5", 0),
         (r"<think>\boxed{3}?</think> \boxed{5}", "5", 1),
         (r"<think>\boxed{5}</think> I do not know.", "5", 0),
+        (r"<think>It may be \boxed{5}, or", "5", 0),
+        (r"\boxed{3}", r"$3$ or $4$", 0),
+        (r"\boxed{3, 4}", r"\(3\) or \(4\)", 1),
+        (r"\boxed{5}", "$$5$$", 1),
     ],
 )
 def test_boxed_math(text: str, truth: Any, expected: float) -> None:
@@ -441,7 +445,7 @@ def test_a_wrong_name_is_a_clear_error(name: str, message: str) -> None:
 
 @pytest.mark.usefixtures("own_module")
 def test_a_reward_that_is_no_number() -> None:
-    with pytest.raises(DataError, match="reward 'my_rewards:nothing': nan; expected a finite number"):
+    with pytest.raises(UserCodeError, match="reward 'my_rewards:nothing': nan; expected a finite number"):
         WeightedRewards("", {"my_rewards:nothing": 1.0}, ENVIRONMENT)(Response(text=""))
 
 
