@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from itertools import accumulate, compress
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 if TYPE_CHECKING:
@@ -187,6 +187,17 @@ class GroupMeta:
     def owners(self) -> list[int]:
         """The sample that each row is of."""
         return [sample for sample, count in enumerate(self.rows or [1] * len(self.rewards)) for _ in range(count)]
+
+    @property
+    def scored(self) -> list[bool]:
+        """Whether each sample has a reward of its own; in `rewards`, one that failed stands with the mean of the others, or 0."""
+        judged = self.model_rewards or [0.0] * len(self.rewards)
+        return [reason != "failed" and one is not None for reason, one in zip(self.stop_reasons, judged, strict=True)]
+
+    @property
+    def own_rewards(self) -> list[float]:
+        """The rewards of the samples that are `scored`, which means are taken over."""
+        return list(compress(self.rewards, self.scored))
 
     def to_json(self) -> dict[str, Any]:
         return dict(vars(self))  # not asdict, which copies every number

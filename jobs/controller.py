@@ -71,7 +71,7 @@ def main(path: str) -> None:
     scores = ScoreQueue(models, partial(judges_of, sets), judged_rewards(config), list(needed_scorers(config)))
     beside = {
         **senders(run, trackers_of(config.trainer.logger)),
-        **watcher(run, attempt, config.trainer.alerts),
+        **watcher(run, attempt, config.trainer),
     }
     service = Service(run, attempt, schedule(config, steps), train, validation, rows, scores)
     gc.freeze()  # the prompts stay, and to look through them for garbage takes long

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import fmean
+from itertools import compress
+from statistics import mean
 
 from hpcrl.config.sections.algorithm import OWN_REWARD
 from hpcrl.errors import DataError
@@ -15,14 +16,15 @@ def filter_values(group: GroupMeta, metrics: Sequence[str]) -> list[float]:
 
     Args:
         metrics: `trainer.algorithm.filter_reward_metric`, numbers that the environment reports, which are added up; a sample that
-            does not report one that others of its group do has 0. Empty: the reward, the sum over a sample's tokens.
+            does not report one that others of its group do has 0, and one that failed the mean of the others. Empty: the reward, the
+            sum over a sample's tokens.
 
     Raises:
         DataError: no sample of the group reports one of the metrics.
     """
     if not metrics:
         return group.rewards
-    named = [reported(group, name, "filter_reward_metric") for name in metrics]
+    named = [_neutral(group, reported(group, name, "filter_reward_metric")) for name in metrics]
     return [sum(values) for values in zip(*named, strict=True)]
 
 
@@ -52,10 +54,15 @@ def named_rewards(group: GroupMeta, name: str) -> list[float]:
         DataError: no sample of the group has it.
     """
     values = group.rewards if name == OWN_REWARD else reported(group, name, "gdpo.rewards")
-    failed = [reason == "failed" for reason in group.stop_reasons]
-    others = [value for value, out in zip(values, failed, strict=True) if not out]
-    mean = fmean(others) if others else 0.0
-    return [mean if out else value for value, out in zip(values, failed, strict=True)]
+    return _neutral(group, values)
+
+
+def _neutral(group: GroupMeta, values: Sequence[float]) -> list[float]:
+    """Return values with the mean of the others in the place of those that failed samples have; 0 where all failed."""
+    scored = group.scored
+    others = list(compress(values, scored))
+    neutral = mean(others) if others else 0.0  # not fmean, by which three values of 0.1 have another mean
+    return [value if one else neutral for value, one in zip(values, scored, strict=True)]
 
 
 def varied(values: Sequence[float]) -> bool:

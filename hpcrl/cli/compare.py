@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from hpcrl.cli._common import add_root
@@ -82,7 +81,7 @@ def _lines(before: Evaluation, after: Evaluation, found: Comparison) -> list[str
     rows = [
         [
             f"{_source(name)} {name.rpartition('/')[2].replace('avg_score', 'score').replace('pass_at_', 'pass@')}",
-            str(found.prompts[_source(name)]),
+            str(found.differences[name].prompts),
             *(f"{mean:.4g}" for mean in found.means[name]),
             *_cells(found.differences[name]),
         ]
@@ -98,7 +97,7 @@ def _lines(before: Evaluation, after: Evaluation, found: Comparison) -> list[str
         lines += ["", "fell most:"]
     for mine, theirs in found.worst:
         said = mine.messages[-1]["content"] if mine.messages else ""
-        lines.append(f"  {fmean(mine.rewards):.4g} -> {fmean(theirs.rewards):.4g}  {theirs.group_id}  {said:.80}")
+        lines.append(f"  {mine.mean_reward:.4g} -> {theirs.mean_reward:.4g}  {theirs.group_id}  {said:.80}")
     return lines
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import fields, replace
 from typing import Any, Literal
 
@@ -28,6 +29,10 @@ from hpcrl.errors import DataError
 
 MOST_KEPT = 256
 """The largest sampling mask: each of its tokens is 4 bytes in the sample's file, and much more in the engine's answer."""
+_HIGHER = re.compile(
+    r"score|avg_score|(avg_)?pass_at_\d+|((avg_raw|mean_positive)_)?reward|(\w+_)?accurac(y|ies)|margins"
+)
+_LOWER = re.compile(r"(\w+_)?loss|nll|perplexity")
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """For which vLLM can reserve room."""
 _LEAST_TOKENS = 16384  # of a micro-batch on a GPU
@@ -44,6 +49,12 @@ def reward_weights(environment: EnvironmentConfig, kind: Literal["train", "eval"
     """Return the named rewards of training or evaluation samples, with their weights; none where an environment or a service scores them."""
     own = environment.eval_reward_function if kind == "eval" else {}
     return own or environment.reward_function
+
+
+def better_of(metric: str) -> Literal["max", "min"] | None:
+    """Return whether the highest or the lowest value of a metric is the best, by the last part of its name; None of names that hpcrl does not know."""
+    name = metric.rpartition("/")[2]
+    return "max" if _HIGHER.fullmatch(name) else "min" if _LOWER.fullmatch(name) else None
 
 
 def several_rows(config: ConfigTree) -> bool:

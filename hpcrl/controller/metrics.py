@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import compress
 from math import sqrt
 from statistics import fmean
 
@@ -28,33 +30,46 @@ def step_metrics(batch: Batch, schedule: Schedule, replicas: dict[str, float] | 
 
 
 def batch_metrics(batch: Batch) -> dict[str, float]:
-    """Return reward/*, generate/*, environment/* and async/* of one batch."""
+    """Return reward/*, generate/*, environment/* and async/* of one batch.
+
+    Means are over the samples that have a value: one that failed has no reward, and what no sample has is left out.
+    """
     groups = batch.groups
     n = len(groups[0].rewards)
-    rewards = [reward for group in groups for reward in group.rewards]
+    scored = [group.own_rewards for group in groups]
+    rewards = [reward for own in scored for reward in own]
     lengths = [length for group in groups for length in group.response_lengths]
-    raw_rewards = [reward for group in groups for reward in group.raw_rewards or group.rewards]
-    rewarded = [length for length, reward in zip(lengths, raw_rewards, strict=True) if reward > 0]
-    unrewarded = [length for length, reward in zip(lengths, raw_rewards, strict=True) if reward == 0]
+    by_raw_reward = [
+        (raw, length)
+        for group in groups
+        for raw, length in compress(
+            zip(group.raw_rewards or group.rewards, group.response_lengths, strict=True), group.scored
+        )
+    ]
     stale = [staleness(batch.step, group) for group in groups]
-    stopped = [reason == "stop" for group in groups for reason in group.stop_reasons]
+    stopped = [reason == "stop" for group in groups for reason in group.stop_reasons if reason != "failed"]
     environment: dict[str, list[float]] = defaultdict(list)
     for group in groups:
-        for metrics in group.env_metrics:
+        for metrics in compress(group.env_metrics, group.scored):
             for name, value in metrics.items():
                 environment[metric_name(name)].append(value)
     return {
-        "reward/avg_raw_reward": fmean(rewards),
-        "reward/mean_positive_reward": fmean(max(reward, 0.0) for reward in rewards),
-        f"reward/avg_pass_at_{n}": fmean(max(group.rewards) > 0 for group in groups),
+        **_means(
+            {
+                "reward/avg_raw_reward": rewards,
+                "reward/mean_positive_reward": [max(reward, 0.0) for reward in rewards],
+                f"reward/avg_pass_at_{n}": [max(own) > 0 for own in scored if own],
+                "generate/stop_ratio": stopped,
+                "generate/avg_tokens_non_zero_rewards": [length for raw, length in by_raw_reward if raw > 0],
+                "generate/avg_tokens_zero_rewards": [length for raw, length in by_raw_reward if raw == 0],
+                **{f"environment/{name}": values for name, values in environment.items()},
+            }
+        ),
         "generate/min_num_tokens": min(lengths),
         "generate/max_num_tokens": max(lengths),
         "generate/avg_num_tokens": (mean := fmean(lengths)),
         "generate/std_num_tokens": sqrt(fmean((length - mean) ** 2 for length in lengths)),
-        "generate/avg_tokens_non_zero_rewards": fmean(rewarded) if rewarded else 0.0,
-        "generate/avg_tokens_zero_rewards": fmean(unrewarded) if unrewarded else 0.0,
-        "generate/stop_ratio": fmean(stopped),
-        "generate/samples": len(rewards),
+        "generate/samples": sum(len(group.rewards) for group in groups),
         "generate/rows": sum(len(group.lengths) for group in groups),
         "generate/failed_samples": sum(len(group.failures) for group in groups),
         "generate/group_seconds_max": max(group.seconds for group in groups),
@@ -62,14 +77,17 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
         "async/staleness_max": max(stale),
         "async/staleness_min": min(stale),
         "async/staleness_ratio": fmean(value > 0 for value in stale),
-        **{f"environment/{name}": fmean(values) for name, values in environment.items()},
     }
+
+
+def _means(values: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    return {name: fmean(each) for name, each in values.items() if each}
 
 
 def batch_histograms(batch: Batch) -> dict[str, Histogram | None]:
     """Return how the rewards and the response lengths, in tokens, of one batch are distributed."""
     return {
-        "reward": Histogram.of([reward for group in batch.groups for reward in group.rewards]),
+        "reward": Histogram.of([reward for group in batch.groups for reward in group.own_rewards]),
         "response_length": Histogram.of([length for group in batch.groups for length in group.response_lengths]),
     }
 

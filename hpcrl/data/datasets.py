@@ -14,7 +14,7 @@ from hpcrl.config.reward_model import is_rewarded_later, uses_reward_service
 from hpcrl.data.chat import token_counter, without_torch
 from hpcrl.data.pi05 import inputs
 from hpcrl.data.pipelines.tokens import prompt_counter
-from hpcrl.data.prompts import load_prompts
+from hpcrl.data.prompts import load_prompts, prompt_reader
 from hpcrl.data.vision.reader import Preparation
 from hpcrl.envs.base import user_code
 from hpcrl.envs.registry import common_extras, environment_class
@@ -46,8 +46,20 @@ def load_dataset(
         DataError: a file is missing, unreadable or empty, or a row lacks what a prompt, its reward or its environment needs.
     """
     requirements = row_requirements(environment, kinds, max_turns, own)
-    columns = data.prompt_column, data.response_column, data.image_column, data.video_column
-    return load_prompts(sources, environment.env_class, *columns, first=first, **requirements)
+    return load_prompts(sources, environment.env_class, *_columns(data), first=first, **requirements)
+
+
+def row_reader(
+    source: str, kinds: Sequence[Kind], data: DataConfig, environment: EnvironmentConfig, max_turns: int
+) -> Callable[[Any, int], Prompt]:
+    """Return what makes a prompt of a row of a file and its number there; arguments and errors as of `load_dataset`."""
+    requirements = row_requirements(environment, kinds, max_turns)
+    read = prompt_reader([source], environment.env_class, *_columns(data), **requirements)
+    return lambda row, number: read(row, str(number), source, number)
+
+
+def _columns(data: DataConfig) -> tuple[str, str | None, str, str]:
+    return data.prompt_column, data.response_column, data.image_column, data.video_column
 
 
 def row_requirements(
@@ -63,14 +75,8 @@ def row_requirements(
     """
     weights = [reward_weights(environment, kind) for kind in kinds]
     reads = dict.fromkeys(GROUND_TRUTHS[name] for rewards in weights for name in rewards if name in GROUND_TRUTHS)
-    scored = all(
-        reward_weights(environment, kind)
-        or uses_reward_service(environment, kind)
-        or is_rewarded_later(environment, kind)
-        for kind in kinds
-    )
     allowed = {environment.env_class, *environment.allowed_env_classes}
-    played, extras_of_all = not scored, common_extras(environment, max_turns)
+    played, extras_of_all = are_played(environment, kinds), common_extras(environment, max_turns)
 
     def check(env_class: str, extras: Mapping[str, Any]) -> None:
         for read in reads:
@@ -86,6 +92,16 @@ def row_requirements(
                 made({**extras_of_all, **extras})
 
     return {"env_class_required": played, "check": check}
+
+
+def are_played(environment: EnvironmentConfig, kinds: Sequence[Kind]) -> bool:
+    """Return whether environments reward rows of one of these kinds, and not named rewards, a service or a reward model."""
+    return not all(
+        reward_weights(environment, kind)
+        or uses_reward_service(environment, kind)
+        or is_rewarded_later(environment, kind)
+        for kind in kinds
+    )
 
 
 def counted_prompts(config: Config) -> tuple[Callable[[Prompt], int], int]:

@@ -59,16 +59,34 @@ def load_prompts(
     rows = chain.from_iterable(
         ((source, number, row) for number, row in enumerate(islice(Source(source).rows(), first))) for source in sources
     )
-    columns = _Columns(
+    read = prompt_reader(
+        sources,
+        default_env_class,
         prompt_column,
         response_column,
-        (image_column, video_column),
-        default_env_class,
-        env_class_required,
-        check,
-        source_names(sources),
+        image_column,
+        video_column,
+        env_class_required=env_class_required,
+        check=check,
     )
-    return [columns.prompt(row, str(index), source, number) for index, (source, number, row) in enumerate(rows)]
+    return [read(row, str(index), source, number) for index, (source, number, row) in enumerate(rows)]
+
+
+def prompt_reader(
+    sources: Sequence[str],
+    default_env_class: str | None,
+    prompt_column: str = "prompt",
+    response_column: str | None = None,
+    image_column: str = "images",
+    video_column: str = "videos",
+    *,
+    env_class_required: bool = True,
+    check: Callable[[str, Mapping[str, Any]], None] | None = None,
+) -> Callable[[Any, str, str, int], Prompt]:
+    """Return what makes a prompt of a row, its uid, the file that it is in and its number there; arguments and errors as of `load_prompts`."""
+    shown = image_column, video_column
+    names = source_names(sources)
+    return _Columns(prompt_column, response_column, shown, default_env_class, env_class_required, check, names).prompt
 
 
 def source_names(paths: Iterable[str]) -> dict[str, str]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hpcrl.errors import ConfigError, HpcrlError, UserCodeError
+from hpcrl.types import LARGEST
 
 if TYPE_CHECKING:
     import numpy as np
@@ -68,6 +69,13 @@ class Environment(Protocol):
         """Score the policy's text, special tokens such as the end marker removed."""
         ...
 
+    def solution(self) -> str | None:
+        """Return a text that is worth 1 as the first action, made of the row's ground truth; None: the environment knows none.
+
+        `hpcrl submit` tries it on a sample of rows, so that a ground truth which no answer can match is found before the queue.
+        """
+        return None
+
     def act(self, actions_KA: np.ndarray) -> Turn:  # noqa: ARG002
         """Do K actions of A numbers each, one after the other: the place of `step` where the policy moves a robot (vla.enable).
 
@@ -122,6 +130,17 @@ class AgentEnvironment(Protocol):
     def close(self) -> None:
         """Give back what the environment holds; also called when a sample is abandoned half-way, after `play` has ended."""
         return
+
+
+def finite(value: Any) -> float:
+    """Return a number that code of a user has returned, numpy's, torch's and booleans too, as Python's own.
+
+    Raises:
+        UserCodeError: it is no number, not finite, or beyond ±`LARGEST`; a text is none, whatever it says.
+    """
+    if not hasattr(value, "__float__") or not -LARGEST <= (number := float(value)) <= LARGEST:  # neither is NaN
+        raise UserCodeError(f"{value!r:.80}; expected a finite number of at most {LARGEST:g}")
+    return number
 
 
 @contextmanager

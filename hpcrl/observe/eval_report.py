@@ -12,6 +12,7 @@ from hpcrl.text import one_line
 
 _SCORE, _PASS, _TOKENS = "avg_score", "pass_at_", "generate/avg_num_tokens"
 _MOST_FAILURES = 20
+_NONE = "-"  # all samples failed, or too many for pass@k
 
 
 def write_results(directory: Run, results: Mapping[str, Any]) -> None:
@@ -42,7 +43,7 @@ def report(results: Mapping[str, Any]) -> str:
     parts = [
         f"# {_headline(results)}",
         "Means over the prompts ± half of their 95 % confidence interval: 1.96 standard errors, those of the means of prompts "
-        "(arXiv:2411.00640); pass@k is the unbiased estimate (arXiv:2107.03374).",
+        "(arXiv:2411.00640); pass@k is the unbiased estimate (arXiv:2107.03374). Samples that failed have no score: they are left out.",
         _markdown(*_scores(results)),
         "## How samples ended",
         _markdown(["source", *reasons], ends),
@@ -95,7 +96,10 @@ def _scores(results: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
         [
             source,
             str(prompts[source]),
-            *(with_interval(metrics[name], errors.get(name)) for name in (f"eval/{source}/{own}" for own in (_SCORE, *passes))),
+            *(
+                with_interval(metrics[name], errors.get(name)) if name in metrics else _NONE
+                for name in (f"eval/{source}/{own}" for own in (_SCORE, *passes))
+            ),
             f"{metrics[f'eval/{source}/{_TOKENS}']:.4g}",
         ]
         for source in _sources(prompts)

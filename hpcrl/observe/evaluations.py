@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Any
 
 from hpcrl.errors import DataError
-from hpcrl.observe.scores import Difference, by_source, compare, of_prompts
+from hpcrl.observe.scores import Difference, by_source, compare, of_prompts, own_rewards
 from hpcrl.rundir.eval_dumps import dumped_samples
 from hpcrl.rundir.layout import Run
 
@@ -45,6 +45,11 @@ class EvaluatedPrompt:
             response_lengths=[response_tokens(line) for line in lines],
             stop_reasons=[line["stop_reason"] for line in lines],
         )
+
+    @property
+    def mean_reward(self) -> float:
+        """Of the samples that did not fail, of which there is one at least."""
+        return fmean(own_rewards(self))
 
 
 def response_tokens(line: Mapping[str, Any]) -> int:
@@ -102,7 +107,7 @@ class Comparison:
         means: of each, by metric as `scores` names it.
         differences: by metric.
         only: prompts that only the first, or only the second has.
-        worst: those whose mean reward fell most, of both.
+        worst: those whose mean reward fell most, of both; none of which all samples failed.
     """
 
     prompts: dict[str, int]
@@ -130,13 +135,21 @@ def compared(before: Evaluation, after: Evaluation) -> Comparison:
     for source, members in sources.items():
         ours, theirs = of_prompts(members), of_prompts([others[id(prompt)] for prompt in members])
         for name in ours.keys() & theirs.keys():
-            means[f"eval/{source}/{name}"] = fmean(ours[name]), fmean(theirs[name])
-            differences[f"eval/{source}/{name}"] = compare(ours[name], theirs[name])
-    fallen = sorted(pairs, key=lambda pair: fmean(pair[1].rewards) - fmean(pair[0].rewards))
+            values = [
+                (mine, other)
+                for mine, other in zip(ours[name], theirs[name], strict=True)
+                if mine is not None and other is not None
+            ]
+            if values:
+                first_values, second_values = zip(*values, strict=True)
+                means[f"eval/{source}/{name}"] = fmean(first_values), fmean(second_values)
+                differences[f"eval/{source}/{name}"] = compare(first_values, second_values)
+    scored = [pair for pair in pairs if all(map(own_rewards, pair))]
+    fallen = sorted(scored, key=lambda pair: pair[1].mean_reward - pair[0].mean_reward)
     return Comparison(
         prompts={source: len(members) for source, members in sources.items()},
         means=means,
         differences=differences,
         only=(len(first) - len(pairs), len(second) - len(pairs)),
-        worst=[pair for pair in fallen[:_MOST_SHOWN] if fmean(pair[1].rewards) < fmean(pair[0].rewards)],
+        worst=[pair for pair in fallen[:_MOST_SHOWN] if pair[1].mean_reward < pair[0].mean_reward],
     )

@@ -21,7 +21,7 @@ _TIE = 1e-9
 
 
 class Scored(Protocol):
-    """A prompt whose samples are scored."""
+    """A prompt whose samples are scored, but for those whose stop reason is "failed": they have no reward."""
 
     @property
     def data_source(self) -> str: ...
@@ -49,26 +49,37 @@ def by_source(prompts: Sequence[S]) -> dict[str, list[S]]:
     return dict(sources)
 
 
-def of_prompts(prompts: Sequence[Scored]) -> dict[str, list[float]]:
-    """Return what each prompt has of avg_score, the mean of its rewards, and of pass_at_k.
+def own_rewards(prompt: Scored) -> list[float]:
+    """Return the rewards of a prompt's samples, those that failed left out."""
+    return [reward for reward, reason in zip(prompt.rewards, prompt.stop_reasons, strict=True) if reason != "failed"]
+
+
+def of_prompts(prompts: Sequence[Scored]) -> dict[str, list[float | None]]:
+    """Return avg_score, the mean reward, and pass_at_k of each prompt; None where too many of its samples failed.
 
     With n samples per prompt, pass_at_n is 1 where any sample was rewarded; for each smaller power of two k, pass_at_k is `pass_at`.
     """
-    n = min(len(prompt.rewards) for prompt in prompts)
-    return {"avg_score": [fmean(prompt.rewards) for prompt in prompts]} | {
-        f"pass_at_{k}": [pass_at(k, prompt.rewards) for prompt in prompts] for k in (*_powers_of_two_below(n), n)
-    }
+    n, scored = min(len(prompt.rewards) for prompt in prompts), [own_rewards(prompt) for prompt in prompts]
+    found: dict[str, list[float | None]] = {"avg_score": [fmean(rewards) if rewards else None for rewards in scored]}
+    for k in (*_powers_of_two_below(n), n):
+        found[f"pass_at_{k}"] = [pass_at(k, rewards) if len(rewards) >= k else None for rewards in scored]
+    return found
 
 
 def scores(prompts: Sequence[Scored]) -> dict[str, float]:
-    """Return the evaluation metrics of each data source and of all together; all prompts have equally many samples."""
+    """Return the evaluation metrics of each data source and of all together; all prompts have equally many samples.
+
+    Means are over what has a value; one that no prompt has is left out.
+    """
     metrics = {}
     for source, members in by_source(prompts).items():
-        rewards = [reward for prompt in members for reward in prompt.rewards]
+        rewards = [reward for prompt in members for reward in own_rewards(prompt)]
         lengths = [length for prompt in members for length in prompt.response_lengths]
-        metrics |= {f"eval/{source}/{name}": fmean(values) for name, values in of_prompts(members).items()}
-        metrics[f"eval/{source}/mean_positive_reward"] = sum(max(r, 0.0) for r in rewards) / len(rewards)
-        metrics[f"eval/{source}/generate/avg_num_tokens"] = sum(lengths) / len(lengths)
+        metrics |= {f"eval/{source}/{name}": fmean(values) for name, values in _known(members).items() if values}
+        if rewards:
+            metrics[f"eval/{source}/mean_positive_reward"] = fmean(max(reward, 0.0) for reward in rewards)
+        metrics[f"eval/{source}/generate/avg_num_tokens"] = fmean(lengths)
+        metrics[f"eval/{source}/generate/failed_samples"] = float(len(lengths) - len(rewards))
     return metrics
 
 
@@ -91,9 +102,13 @@ def standard_errors(prompts: Sequence[Scored]) -> dict[str, float]:
     return {
         f"eval/{source}/{name}": standard_error(values)
         for source, members in by_source(prompts).items()
-        if len(members) > 1
-        for name, values in of_prompts(members).items()
+        for name, values in _known(members).items()
+        if len(values) > 1
     }
+
+
+def _known(prompts: Sequence[Scored]) -> dict[str, list[float]]:
+    return {name: [one for one in values if one is not None] for name, values in of_prompts(prompts).items()}
 
 
 def standard_error(values: Sequence[float]) -> float:
@@ -135,6 +150,11 @@ class Difference:
     better: int
     same: int
     worse: int
+
+    @property
+    def prompts(self) -> int:
+        """Prompts that both evaluations have a value of."""
+        return self.better + self.same + self.worse
 
     @property
     def interval(self) -> tuple[float, float]:

@@ -22,6 +22,7 @@ from hpcrl.units import duration
 REWARD = "reward/avg_raw_reward"
 EVAL_SCORE = "eval/all/avg_score"
 EVAL_LOSS = "eval/all/loss"
+EVAL_FAILED = "eval/all/generate/failed_samples"
 STEP_SECONDS = "timing/step"
 TOKENS_PER_SECOND = "throughput/tokens_per_second"
 SAMPLES = "generate/samples"

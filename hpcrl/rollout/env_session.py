@@ -13,7 +13,7 @@ from hpcrl.config import EnvironmentConfig
 from hpcrl.config.derive import reward_weights
 from hpcrl.config.reward_model import is_rewarded_later, uses_reward_service
 from hpcrl.data.vision.messages import with_images
-from hpcrl.envs.base import AgentEnvironment, Endpoint, Environment, Messages, Turn, user_code
+from hpcrl.envs.base import AgentEnvironment, Endpoint, Environment, Messages, Turn, finite, user_code
 from hpcrl.envs.registry import is_agent, make_environment
 from hpcrl.envs.rewards.judged import rewarded_later
 from hpcrl.envs.rewards.remote import Endpoints, RemoteRewards, exported
@@ -21,7 +21,7 @@ from hpcrl.envs.rewards.response import Response, Scorer, truth_of
 from hpcrl.envs.rewards.weighted import WeightedRewards
 from hpcrl.errors import DataError, UserCodeError
 from hpcrl.rollout.threads import Call, CallThreads, TooLong
-from hpcrl.types import LARGEST, LONGEST_NAME, Kind, Work, is_name
+from hpcrl.types import LONGEST_NAME, Kind, Work, is_name
 
 if TYPE_CHECKING:
     import numpy as np
@@ -194,15 +194,26 @@ class EnvSession:
 
 
 def _checked(turn: Turn) -> Turn:
-    """Return the turn with plain Python numbers, and images as texts, which is what files and messages can hold."""
+    """Return the turn with plain Python numbers, and images as texts, which is what files and messages can hold.
+
+    Raises:
+        UserCodeError: it has something else. Other turns of the environment need not, so this is no error of the run.
+    """
     for name in turn.metrics:
         if not is_name(name):
-            raise DataError(
+            raise UserCodeError(
                 f"a metric is called {name!r:.80}; expected a text of 1 to {LONGEST_NAME} characters that can be printed"
             )
-    numbers = {"reward": turn.reward, **turn.metrics}
-    for name, value in numbers.items():
-        if not -LARGEST <= float(value) <= LARGEST:  # neither is NaN
-            raise DataError(f"{name} is {value}; expected a finite number of at most {LARGEST:g}")
-    metrics = {name: float(turn.metrics[name]) for name in turn.metrics}
-    return replace(turn, reward=float(turn.reward), metrics=metrics, observations=with_images(turn.observations))
+    if not isinstance(turn.action, str | None):
+        raise UserCodeError(f"action: expected a text or None, found {turn.action!r:.80}")
+    try:
+        observations = with_images(turn.observations)
+    except DataError as error:
+        raise UserCodeError(str(error)) from error
+    metrics = {name: _named(f"metric {name!r}", value) for name, value in turn.metrics.items()}
+    return replace(turn, reward=_named("reward", turn.reward), metrics=metrics, observations=observations)
+
+
+def _named(name: str, value: Any) -> float:
+    with user_code(name):
+        return finite(value)

@@ -84,10 +84,11 @@ class PhaseTimer:
 
 def describe_batch(batch: Batch, advantages: Advantages) -> dict[str, float]:
     """Return loss/* and policy/response_length."""
-    rewards = [reward for group in batch.groups for reward in group.rewards]
+    rewards = [reward for group in batch.groups for reward in group.own_rewards]
     lengths_N = torch.tensor([length for group in batch.groups for length in group.response_lengths]).double()
+    final = {"loss/avg_final_rewards": (sum(rewards) - advantages.penalties) / len(rewards)} if rewards else {}
     return {
-        "loss/avg_final_rewards": (sum(rewards) - advantages.penalties) / len(rewards),
+        **final,
         "loss/avg_raw_advantages": advantages.mean,
         "loss/avg_raw_advantages_abs": advantages.mean_abs,
         "policy/response_length": lengths_N.mean().item(),

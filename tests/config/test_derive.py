@@ -1,7 +1,7 @@
 """What follows from the configuration."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -16,9 +16,10 @@ from hpcrl.config import (
     trainer_ranks,
 )
 from hpcrl.config.adapters import reference_is_base
-from hpcrl.config.derive import copy_ranks, micro_batch_tokens, names_own_code
+from hpcrl.config.derive import better_of, copy_ranks, micro_batch_tokens, names_own_code
 from hpcrl.config.sections.generator import EvalSamplingParams
 from hpcrl.errors import DataError
+from hpcrl.rundir.checkpoints import Retention
 from tests.paths import CONFIGS
 
 
@@ -116,3 +117,29 @@ def test_tokens_limit_passes_on_gpus_but_not_those_of_pictures() -> None:
         [CONFIGS / "diffusion_sft_tiny.toml"], ["slurm.gpus_per_node=8", "trainer.micro_train_batch_size_per_gpu="]
     )
     assert micro_batch_tokens(pictures) is None  # a row has twenty tokens, and a picture
+
+
+@pytest.mark.parametrize(
+    ("metric", "mode"),
+    [
+        ("eval/all/loss", "min"),
+        ("policy/final_loss", "min"),
+        ("eval/math/perplexity", "min"),
+        ("eval/all/avg_score", "max"),
+        ("eval/all/pass_at_4", "max"),
+        ("reward/avg_pass_at_8", "max"),
+        ("reward/avg_raw_reward", "max"),
+        ("eval/all/rewards/accuracies", "max"),
+        ("environment/tries", None),
+        ("generate/avg_tokens_non_zero_rewards", None),
+        ("eval/all/rewards/rejected", None),
+    ],
+)
+def test_the_name_of_a_metric_says_which_value_is_the_best(metric: str, mode: Literal["max", "min"] | None) -> None:
+    assert better_of(metric) == mode
+    if mode:
+        sections = {"data": {"train_data": ["t"], "val_data": ["v"]}}
+        trainer = config(trainer={"ckpt_keep_best": metric, "eval_interval": 1}, **sections).trainer
+        assert Retention.of(trainer).mode == mode
+        other: Literal["max", "min"] = "min" if mode == "max" else "max"
+        assert Retention.of(replace(trainer, ckpt_keep_best_mode=other)).mode == other

@@ -9,14 +9,15 @@ import pickle
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from hpcrl.controller.schema import BadRequest, Schema, Schemas
 from hpcrl.controller.service import Service
 from hpcrl.envs.base import Turn
-from hpcrl.errors import DataError, RunError
+from hpcrl.errors import RunError, UserCodeError
 from hpcrl.rollout.env_session import _checked
 from hpcrl.runtime.controller_client import Controller
 from hpcrl.types import is_plain_text, plain_text
@@ -188,15 +189,34 @@ def test_a_group_without_the_baseline_that_the_run_compares_with(tmp_path: Path)
 @pytest.mark.parametrize(
     ("turn", "said"),
     [
-        (Turn([], 1e300, True), "reward is 1e\\+300; expected a finite number of at most 1e\\+30"),
-        (Turn([], 0.0, True, {"x": float("nan")}), "x is nan; expected a finite number"),
+        (Turn([], 1e300, True), "reward: 1e\\+300; expected a finite number of at most 1e\\+30"),
+        (Turn([], float("nan"), True), "reward: nan; expected a finite number"),
+        (Turn([], cast(Any, None), True), "reward: None; expected a finite number"),
+        (Turn([], cast(Any, "1"), True), "reward: '1'; expected a finite number"),
+        (Turn([], 0.0, True, {"x": float("nan")}), "metric 'x': nan; expected a finite number"),
+        (Turn([], 0.0, True, action=cast(Any, 3)), "action: expected a text or None, found 3"),
+        (Turn([], 0.0, True, {"x": cast(Any, None)}), "metric 'x': None; expected a finite number"),
+        (Turn([{"role": "user", "content": [{"type": "image", "image": "no.png"}]}], 0.0, False), "no.png"),
         (Turn([], 0.0, True, {"a\x1b": 1.0}), r"a metric is called 'a\\x1b'; expected a text"),
     ],
 )
 def test_what_an_environment_says_can_be_handed_over(turn: Turn, said: str) -> None:
-    """So that its user hears of it, and not of a message that the controller refuses."""
-    with pytest.raises(DataError, match=said):
+    """So that its user hears of it, and not of a message that the controller refuses; and it costs the sample alone."""
+    with pytest.raises(UserCodeError, match=said):
         _checked(turn)
+
+
+def test_numbers_of_numpy_and_booleans_are_numbers() -> None:
+    turn = _checked(
+        Turn(
+            [],
+            cast(Any, np.float32(0.5)),
+            True,
+            {"hit": cast(Any, np.int64(1)), "done": cast(Any, np.True_), "on": True},
+        )
+    )
+    assert (turn.reward, turn.metrics) == (0.5, {"hit": 1.0, "done": 1.0, "on": 1.0})
+    assert [type(value) for value in (turn.reward, *turn.metrics.values())] == [float] * 4
 
 
 def test_what_a_failure_says_can_be_handed_over() -> None:

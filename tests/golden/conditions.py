@@ -394,12 +394,22 @@ def begins_afresh(case: Case) -> bool:
     return case.inputs.get("resume_mode") in (None, "none")
 
 
+def nobody_rewarded(case: Case) -> bool:
+    return not any(case.inputs["rewards"])
+
+
+def means_of_nothing(case: Case) -> list[str]:
+    """Lengths of samples with, or without, a reward, of which there are none."""
+    names = ("generate/avg_tokens_non_zero_rewards", "generate/avg_tokens_zero_rewards")
+    return [name for name in names if case.outputs.get("rollout_metrics", {}).get(name) == 0]
+
+
 CONDITIONS: dict[str, Callable[[Case], bool]] = {
     function.__name__: function
     for function in (
         alone, begins_afresh, beyond_longest, divisor_shrinks, empty_sample, engines_of_others, equal_lengths_apart, fetches_beyond_bound,
         fewer_than_two_trained, has_rollout_logprobs, last_reward_misleads, last_step_without_validation, masks_differ,
-        more_under_way_than_bound, no_cap, no_logprobs, nothing_trained, old_keys_missing, padding_moves_mean,
+        more_under_way_than_bound, no_cap, no_logprobs, nobody_rewarded, nothing_trained, old_keys_missing, padding_moves_mean,
         partial_micro_batch, ratio_beyond_clamp, reference_of_default_size, refused, reward_outside, rewards_cut_off,
         rewards_differ, rewards_of_both_signs, rewards_per_token, room_for_a_part, row_left_out_before_token_mask,
         row_without_trained_token, several_checkpoints, some_cell_untrained, statistics_with_added_rows, steps_beside,
@@ -411,7 +421,7 @@ PLACES: dict[str, Callable[[Case], list[str]]] = {
     function.__name__: function
     for function in (
         added_end, added_rows, after_turn, after_turns, before_added_end, cells_beyond_clamp, cells_of_another_mask,
-        end_of_message, groups_of_unequal_rewards,
+        end_of_message, groups_of_unequal_rewards, means_of_nothing,
         rows_with_rewards_cut_off, rows_with_steps_beside, untrained_cells,
     )
 }  # fmt: skip

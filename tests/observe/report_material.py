@@ -111,7 +111,13 @@ def write_timelines(run: Run, parts: list[tuple[int, int, range]], started: floa
 
 
 def write_step(
-    run: Run, step: int, rewards: list[float], *, response: int = 6, dropped: dict[str, float] | None = None
+    run: Run,
+    step: int,
+    rewards: list[float],
+    *,
+    response: int = 6,
+    dropped: dict[str, float] | None = None,
+    stop_reasons: list[str] | None = None,
 ) -> GroupMeta:
     """Write the batch of a step: one group, whose samples are the prompt 1 to 4 and so many tokens of the policy."""
     length = 4 + response
@@ -130,7 +136,7 @@ def write_step(
     ]
     meta = GroupMeta(
         group_id=f"g{step:08d}", kind="train", replica=0, path=str(path.relative_to(run.path)), rewards=rewards,
-        lengths=[length] * len(rewards), response_lengths=[response] * len(rewards), stop_reasons=["stop"] * len(rewards),
+        lengths=[length] * len(rewards), response_lengths=[response] * len(rewards), stop_reasons=stop_reasons or ["stop"] * len(rewards),
         oldest_version=step - 1, newest_version=step - 1, data_source="sort_letters", seconds=1.0,
     )  # fmt: skip
     meta = write_group(path, rows, meta)

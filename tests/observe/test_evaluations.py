@@ -102,6 +102,18 @@ def test_prompts_that_one_of_them_lacks(run: Run, capsys: pytest.CaptureFixture[
         compared(Evaluation.read(run, 9), Evaluation.read(run, 13))
 
 
+def test_prompts_whose_samples_failed_are_in_no_difference(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of four, one failed whole and one in one of two samples."""
+    for row, word in enumerate(WORDS):
+        for at in (0, 1):
+            reason = "failed" if row == 3 or (row, at) == (2, 1) else "stop"
+            append_text(run.eval_dump(12, 0), line(row, at, word, word, float(reason == "stop"), stop_reason=reason))
+    shown = said(capsys, "compare", f"{run.path}@0", f"{run.path}@12").splitlines()
+    assert shown[1].split()[:5] == ["all", "score", "3", "0", "1"]
+    assert next(one for one in shown if "pass@2" in one).split()[:5] == ["all", "pass@2", "2", "0", "1"]
+    assert "fell most" not in "".join(shown)
+
+
 def test_a_line_that_is_none(run: Run) -> None:
     append_text(run.eval_dump(9, 0), line(5, 0, "x", "x", "much"))
     with pytest.raises(DataError, match=r"0.jsonl, line 5 is no sample of an evaluation: .*score is 'much'"):
@@ -151,6 +163,7 @@ def test_rewards_of_ones_own_that_fail(run: Run, tmp_path: Path, capsys: pytest.
     assert len(failed["failures"]) == 2
     assert "ZeroDivisionError" in failed["failures"][0]
     assert failed["stop_reasons"]["all"] == {"failed": 2, "stop": 6}
+    assert failed["metrics"]["eval/all/avg_score"] == 0.5, "of the six that have a score"
 
 
 def test_several_turns_are_played_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

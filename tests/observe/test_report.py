@@ -18,6 +18,7 @@ from hpcrl.observe.metrics import MetricsWriter
 from hpcrl.observe.report import live as live_module
 from hpcrl.observe.report.content import content_of
 from hpcrl.observe.report.curves import curves_of
+from hpcrl.observe.report.groups import groups_of
 from hpcrl.observe.report.live import LiveReport
 from hpcrl.observe.report.samples import token_texts
 from hpcrl.observe.report.spans import timeline_of
@@ -107,6 +108,17 @@ def test_groups_and_why_some_were_dropped(run: Run) -> None:
     assert [(one["group"], one["why"]) for one in groups["dropped"]["some"]] == [
         ("g00000007", "all its samples are worth 1")
     ]
+
+
+def test_samples_that_failed_are_in_no_distribution_of_rewards(tmp_path: Path) -> None:
+    run = Run(tmp_path / "failed")
+    write_step(run, 1, [1.0, 0.5, 0.0], stop_reasons=["stop", "failed", "stop"])
+    write_step(run, 2, [0.0, 0.0], stop_reasons=["failed", "failed"])
+    groups = groups_of(run)
+    assert groups is not None
+    assert [sum(row) for row in groups["reward"]["counts"]] == [2, 0]
+    assert groups["alike"] == [0, None]
+    assert groups["stops"]["failed"] == [0.33333, 1]
 
 
 def test_attempts_configuration_and_environment(run: Run) -> None:

@@ -12,11 +12,12 @@ from hpcrl.observe.scores import MOST_SOURCES, by_source, compare, pass_at, resu
 from hpcrl.types import GroupMeta
 
 
-def group(source: str, rewards: list[float], lengths: list[int] | None = None) -> GroupMeta:
+def group(source: str, rewards: list[float], lengths: list[int] | None = None, failed: int = 0) -> GroupMeta:
+    """A group whose last samples have failed."""
     lengths = lengths or [4] * len(rewards)
     return GroupMeta(
         group_id="e", kind="eval", replica=0, path="", rewards=rewards, lengths=lengths, response_lengths=lengths,
-        stop_reasons=["stop"] * len(rewards), oldest_version=0, newest_version=0, data_source=source, seconds=1.0,
+        stop_reasons=["stop"] * (len(rewards) - failed) + ["failed"] * failed, oldest_version=0, newest_version=0, data_source=source, seconds=1.0,
     )  # fmt: skip
 
 
@@ -69,11 +70,31 @@ def test_each_data_source_has_its_own_scores() -> None:
         "pass_at_4": pytest.approx(0.4),
         "pass_at_5": 0.5,
         "generate/avg_num_tokens": 3.5,
+        "generate/failed_samples": 0.0,
     }
     assert found["eval/all_/avg_score"] == 1.0, "a source called all is not all sources"
     assert found["eval/all/avg_score"] == pytest.approx(0.4)
     assert found["eval/all/pass_at_5"] == pytest.approx(2 / 3)
     assert found["eval/all/generate/avg_num_tokens"] == pytest.approx((15 + 20 + 50) / 15)
+
+
+def test_samples_that_failed_have_no_score() -> None:
+    """Eight prompts, of which three failed whole, and one in one of its two samples."""
+    whole = [group("a", [1.0, 1.0])] * 2 + [group("a", [0.0, 0.0])] * 2
+    prompts = [*whole, group("a", [1.0, 0.0], failed=1), *[group("b", [0.0, 0.0], failed=2)] * 3]
+    found = scores(prompts)
+    assert found["eval/all/avg_score"] == 0.6
+    assert found["eval/all/mean_positive_reward"] == pytest.approx(5 / 9)
+    assert found["eval/all/pass_at_1"] == 0.6
+    assert found["eval/all/pass_at_2"] == 0.5, "of the prompts with two samples"
+    assert found["eval/all/generate/failed_samples"] == 7
+    assert {name for name in found if name.startswith("eval/b/")} == {
+        "eval/b/generate/avg_num_tokens",
+        "eval/b/generate/failed_samples",
+    }
+    errors = standard_errors(prompts)
+    assert errors["eval/all/avg_score"] == pytest.approx((0.3 / 5) ** 0.5)
+    assert not any(name.startswith("eval/b/") for name in errors)
 
 
 def test_one_sample_per_prompt_has_one_pass_at_k() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 from urllib.parse import parse_qs
 
+import numpy as np
 import pytest
 
 from hpcrl.config import EnvironmentConfig, GeneratorConfig, SamplingParams
@@ -36,8 +39,11 @@ def fails(response: Response, environment: EnvironmentConfig) -> float:  # noqa:
     raise ZeroDivisionError("cannot score")
 
 
-def endless(response: Response, environment: EnvironmentConfig) -> float:  # noqa: ARG001
-    return float("inf")
+WORTH: Iterator[Any] = iter([])
+
+
+def worth(response: Response, environment: EnvironmentConfig) -> Any:  # noqa: ARG001
+    return next(WORTH)
 
 
 def generate(
@@ -141,10 +147,25 @@ def test_a_reward_that_raises_costs_its_samples(with_engine: WithEngine[Group]) 
     assert f"group g7 (row row3): reward '{HERE}:fails' raised ZeroDivisionError: c" in meta.failures[0]
 
 
+def test_a_reward_that_is_no_finite_number_costs_its_sample(
+    with_engine: WithEngine[Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = [float("inf"), "0.5", None, True, np.float32(0.5), np.nan]
+    monkeypatch.setattr(sys.modules[HERE], "WORTH", iter(values))
+    group = generate(with_engine, EnvironmentConfig(reward_function={f"{HERE}:worth": 1.0}))
+    reasons = [rows[-1].stop_reason for rows in group.rows]
+    assert reasons.count("failed") == 4
+    rewards = [meta for meta, reason in zip(group.meta(0, "path").rewards, reasons, strict=True) if reason != "failed"]
+    assert sorted(rewards) == [0.5, 1.0]
+    told = " ".join(group.failures)
+    for value in ("inf;", "'0.5';", "None;", "nan"):
+        assert f"reward '{HERE}:worth': {value}" in told
+    assert "expected a finite number of at most 1e+30" in told
+
+
 @pytest.mark.parametrize(
     ("name", "extras", "kind", "said"),
     [
-        (f"{HERE}:endless", TRUTH, DataError, f"reward '{HERE}:endless': inf; expected a finite number"),
         (f"{HERE}:missing", TRUTH, ConfigError, "has no function 'missing'"),
         (
             "single_choice",

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from hpcrl.config.adapters import adapters, reference_follows, reference_is_base
-from hpcrl.config.derive import surplus_groups, uses_reference
+from hpcrl.config.derive import better_of, surplus_groups, uses_reference
 from hpcrl.config.errors import Problem
 from hpcrl.config.fields import Setting, values
 from hpcrl.config.import_path import misnamed
@@ -318,7 +318,13 @@ def _checkpoints(config: ConfigTree) -> Iterator[Problem]:
     for name, value in keeps.items():
         if value and trainer.max_ckpts_to_keep < 0:
             yield Problem(f"trainer.{name}", "has no effect where all are kept; set trainer.max_ckpts_to_keep")
-    if (trainer.ckpt_keep_best or "").startswith("eval/") and trainer.eval_interval <= 0:
+    best = trainer.ckpt_keep_best or ""
+    if best and trainer.ckpt_keep_best_mode is None and better_of(best) is None:
+        yield Problem(
+            "trainer.ckpt_keep_best_mode",
+            f'required with trainer.ckpt_keep_best="{best}", of which hpcrl does not know it: "max" if higher values are better, or "min"',
+        )
+    if best.startswith("eval/") and trainer.eval_interval <= 0:
         yield Problem(
             "trainer.ckpt_keep_best", "nothing is evaluated with trainer.eval_interval=0; set that, or another metric"
         )

@@ -386,8 +386,8 @@ _OTHERS = (
     ),
     Switch(
         ("trainer.alerts.command", "trainer.alerts.webhook", "trainer.alerts.webhook_file"),
-        "trainer.alerts.rules",
-        lambda config: bool(config.trainer.alerts.rules),
+        "trainer.alerts.rules or trainer.ckpt_keep_best",
+        lambda config: bool(config.trainer.alerts.rules or config.trainer.ckpt_keep_best),
     ),
     Switch(
         tuple(

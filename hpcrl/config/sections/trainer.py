@@ -234,8 +234,8 @@ class TrainerConfig:
     ckpt_keep_best: str | None = None
     """Metric, such as eval/all/avg_score or reward/avg_raw_reward; the checkpoint whose step has the best value of it is kept beside the newest. Unset: none."""
 
-    ckpt_keep_best_mode: Literal["max", "min"] = "max"
-    """Whether the highest or the lowest value of ckpt_keep_best is the best."""
+    ckpt_keep_best_mode: Literal["max", "min"] | None = None
+    """Whether the highest or the lowest value of ckpt_keep_best is the best; unset: as its name says, the lowest loss, the highest score, reward or accuracy. Required for other metrics."""
 
     ckpt_interval: int = 10
     """Steps between checkpoints, with one more after the last step; 0 or less: none at all."""

@@ -8,11 +8,12 @@ import subprocess
 import sys
 import threading
 from contextlib import suppress
+from importlib.util import find_spec
 from typing import IO, cast
 
 from hpcrl.config import EnvironmentConfig
 from hpcrl.envs.rewards.response import Response, ground_truth
-from hpcrl.errors import DataError, HpcrlError
+from hpcrl.errors import HpcrlError, UserCodeError
 
 SECONDS = 10.0
 """Processor time that one comparison may take; sympy can be busy for ever with an answer of a few characters."""
@@ -23,19 +24,21 @@ _PROCESSES = min(8, len(os.sched_getaffinity(0)))
 def boxed_math(response: Response, _environment: EnvironmentConfig) -> float:
     r"""Return 1 if the answer is mathematically the ground truth; otherwise 0.
 
-    The answer is what \boxed{…} or another formula of the text holds, or else its last number; numbers count as equal that agree in
-    six decimal places. The ground truth is LaTeX with or without \boxed{…} or $…$; math-verify takes most that it cannot read as a
-    text, with which hardly any answer agrees, and only the rest is an error. An answer that cannot be read, or whose comparison
-    takes more than `SECONDS` of processor time or more memory than there is, is wrong.
+    The answer is the last \boxed{…} of the text behind </think>, or without a box another formula, or else the last number; numbers
+    count as equal that agree in six decimal places. A last box that does not end is wrong. The ground truth is LaTeX with or without
+    \boxed{…} or $…$; math-verify takes most that it cannot read as a text, with which hardly any answer agrees, and only the rest is
+    an error. An answer that cannot be read, or whose comparison takes more than `SECONDS` of processor time or more memory than there
+    is, is wrong.
 
     Raises:
-        DataError: the row has no ground truth, or nothing can be made of it.
+        DataError: the row has no ground truth.
+        UserCodeError: nothing can be made of the ground truth, or math-verify failed at the comparison.
         HpcrlError: math-verify is not installed.
     """
     truth = ground_truth(response.ground_truth)
     right = _COMPARERS.same(truth, response.text)
     if right is None:
-        raise DataError(f"expected a formula or a number as ground truth, found {truth!r:.80}")
+        raise UserCodeError(f"expected a formula or a number as ground truth, found {truth!r:.80}")
     return float(right)
 
 
@@ -64,7 +67,7 @@ class _Comparers:
                     self._idle.append(process)
                     return json.loads(answer)
                 if _end(process) > 0:  # otherwise a signal ended it: its time was over, or its stack or memory
-                    raise HpcrlError("the comparison failed; its output above says why")
+                    raise UserCodeError(f"the comparison with {truth!r:.80} failed; its output above says why")
                 return False
 
     def _take(self) -> subprocess.Popen[str]:
@@ -79,13 +82,14 @@ class _Comparers:
 
 
 def _start() -> subprocess.Popen[str]:
+    if find_spec("math_verify") is None:
+        missing = ModuleNotFoundError("no module named 'math_verify'", name="math_verify")
+        raise HpcrlError("comparing needs math-verify: pip install 'hpcrl[job]'") from missing
     command = [sys.executable, "-m", "hpcrl.envs.rewards.compare", str(SECONDS)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     if not cast(IO[str], process.stdout).readline():
         _end(process)
-        raise HpcrlError(
-            "comparing cannot start, see the output above; is math-verify installed? pip install 'hpcrl[job]'"
-        )
+        raise HpcrlError("comparing cannot start, see the output above; is math-verify whole? pip install 'hpcrl[job]'")
     return process
 
 

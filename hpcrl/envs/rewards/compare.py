@@ -9,6 +9,7 @@ waits for nothing, so that it cannot last without using up that time.
 import json
 import logging
 import os
+import re
 import resource
 import signal
 import sys
@@ -18,7 +19,12 @@ from typing import Any
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 from math_verify.parser import ExtractionTarget
 
+from hpcrl.envs.rewards.answers import after_thought, formula_of, last_box
+
 _LATEX, _ANYTHING = (LatexExtractionConfig(),), (ExprExtractionConfig(), LatexExtractionConfig())
+# where a box cannot be read, no part of it is taken for the whole
+_BOX = (LatexExtractionConfig(try_extract_without_anchor=False, boxed_match_priority=0),)
+_FULL_STOP = re.compile(r"(?<=\d)\.$")
 _MEMORY = 8 * 2**30  # bytes of address space; an expression such as 9^{9^{9}} would take all there is
 
 
@@ -37,8 +43,25 @@ def main(seconds: float) -> None:
 
 
 def same(truth: str, text: str) -> bool | None:
-    expected = _parsed(truth, _LATEX) or _parsed(f"\\boxed{{{truth}}}", _LATEX)
-    return verify(expected, _parsed(text, _ANYTHING), timeout_seconds=None) if expected else None
+    """Return whether the answer in a response is the ground truth; None where the ground truth cannot be read."""
+    answer = after_thought(text)
+    box = last_box(answer)
+    expected = _expected(truth)
+    found = _parsed(answer, _ANYTHING) if box is None else _in_box(box)
+    return verify(expected, found, timeout_seconds=None) if expected else None
+
+
+def _expected(truth: str) -> list[Any]:
+    """Read a ground truth as an answer in a box is read.
+
+    A bare one is never searched for a formula: math-verify would take the first fraction of it for the whole.
+    """
+    formula = formula_of(truth)
+    return _parsed(truth, _LATEX) or _in_box(truth) if formula is None else _in_box(formula)
+
+
+def _in_box(formula: str) -> list[Any]:
+    return _parsed(f"\\boxed{{{_FULL_STOP.sub('', formula.strip())}}}", _BOX)
 
 
 def _parsed(text: str, kinds: Sequence[ExtractionTarget]) -> list[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean
+from statistics import mean
 
 from hpcrl.config.sections.environment import REWARD_MODEL, EnvironmentConfig
 from hpcrl.envs.base import Turn
@@ -52,8 +52,8 @@ class JudgedRewards:
         ]
         left_out = [one or score is None for one, score in zip(failed, scores, strict=True)]
         others = [reward for reward, out in zip(counted, left_out, strict=True) if not out]
-        mean = fmean(others) if others else 0.0
-        rewards = [mean if out else reward for reward, out in zip(counted, left_out, strict=True)]
+        neutral = mean(others) if others else 0.0
+        rewards = [neutral if out else reward for reward, out in zip(counted, left_out, strict=True)]
         metrics = group.env_metrics or [{} for _ in scores]
         return replace(
             group,

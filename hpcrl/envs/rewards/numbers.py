@@ -7,10 +7,26 @@ from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from hpcrl.config import EnvironmentConfig
+from hpcrl.envs.rewards.answers import after_thought
 from hpcrl.envs.rewards.response import Response, ground_truth
 from hpcrl.errors import DataError
 
-_FINAL = re.compile(r"#### (-?[0-9.,]+)")
+_FINAL = re.compile(r"#### (?=-?[0-9.,])")
+_GROUPED = r"[0-9]{1,3}(?:,[0-9]{2,3})*,[0-9]{3}"  # thousands, or lakhs and crores
+_WITH_COMMAS = re.compile(rf"[-+]?{_GROUPED}(?:\.[0-9]*)?")
+_NUMBER = re.compile(
+    rf"""
+    -?(?:(?:{_GROUPED}|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)
+    (?!                                          # what would make these digits the beginning of another value:
+        [.,:_]*[0-9]                           | # more of them: 12,34  1.2.3  10:30
+        [eE][-+]?[0-9] | [²³½⅓⅔¼¾√π^]          | # 1e3  5²  5½  5π
+        [^\S\n]*[-+*/×÷·–]+[^\S\n]*[0-9(\\]   | # 42/7  42 * 7
+        [^\S\n]+[0-9]                          | # 42 1/2
+        [^\S\n]*\\(?!text|mathrm)[a-zA-Z]       # 5\frac{1}{2}
+    )
+    """,
+    re.VERBOSE,
+)
 _ANSWER = re.compile(r"answer\s*:", re.IGNORECASE)
 _LONGEST_ANSWER = (
     1000  # characters; what brings an answer into normal form takes time that grows with the square of its length
@@ -34,9 +50,9 @@ _SHORT_ROOT = re.compile(r"sqrt([^{])")
 
 
 def gsm8k(response: Response, _environment: EnvironmentConfig) -> float:
-    """Return 1 if the number after the first `#### ` is the ground truth; otherwise 0 (GSM8K, arXiv:2110.14168).
+    """Return 1 if the number after the first `#### ` behind </think> is the ground truth; otherwise 0 (GSM8K, arXiv:2110.14168).
 
-    Numbers are compared exactly, whatever their thousands separators, trailing zeros and the full stop of a sentence. The ground
+    Numbers are compared exactly, whatever their thousands separators, trailing zeros, a unit and the full stop of a sentence. The ground
     truth is a number, or a text with one after `#### `, such as the column `answer` of GSM8K.
 
     Raises:
@@ -63,7 +79,7 @@ def expected_number(truth: Any) -> Decimal:
 def direct_math(response: Response, _environment: EnvironmentConfig) -> float:
     """Return 1 if the ground truth is what follows the last `Answer:`; otherwise -1 (DAPO, arXiv:2503.14476).
 
-    `Answer:` may stand anywhere in a line, in any letter case; one after which nothing more is said does not count. The answer ends
+    `Answer:` may stand anywhere in a line behind </think>, in any letter case; one that no text follows does not count. The answer ends
     with its line. Both sides are brought into Minerva's normal form (arXiv:2206.14858) and compared as texts. An answer of more
     than 1000 characters is wrong.
 
@@ -103,11 +119,12 @@ def normal_form(answer: str) -> str:
     text = _BOXED.sub(r"\1", _WRAPPED.sub(r"\1", text))
     text = _SHORT_ROOT.sub(r"sqrt{\1}", _SHORT_FRACTION.sub(r"frac{\1}{\2}", text)).replace("$", "")
     plain = text.replace(",", "")
-    return (plain if plain.isdigit() else text).strip()
+    return (plain if plain.isdigit() and (plain == text or _WITH_COMMAS.fullmatch(text)) else text).strip()
 
 
 def _last_answer(text: str) -> str:
-    """Return what follows the last `Answer:` after which anything follows, to the end of its line; empty where there is none."""
+    """Return the line behind the last `Answer:` that text follows, thoughts left out; empty where there is none."""
+    text = after_thought(text)
     for end in reversed([found.end() for found in _ANSWER.finditer(text)]):
         if said := text[end:].lstrip():
             return said.partition("\n")[0]
@@ -115,13 +132,20 @@ def _last_answer(text: str) -> str:
 
 
 def final_number(text: str) -> Decimal | None:
-    """Return the number after the first `#### ` of a text; None where there is none."""
-    found = _FINAL.search(text)
-    return number(found[1]) if found else None
+    """Return the number after the first `#### ` behind a thought; None where there is none, or where another value begins with it.
+
+    A unit may follow, such as `%` or ` apples`; `42/7`, `12,34` and `5 1/2` are no numbers.
+    """
+    answer = after_thought(text)
+    mark = _FINAL.search(answer)
+    found = mark and _NUMBER.match(answer, mark.end())
+    return number(found[0]) if found else None
 
 
 def number(text: str) -> Decimal | None:
     """Return the number that a text is, with or without thousands separators and a full stop; None where it is none."""
+    if "," in text and not _WITH_COMMAS.fullmatch(text):
+        return None
     try:
         found = Decimal(text.replace(",", "").removesuffix("."))
     except InvalidOperation:

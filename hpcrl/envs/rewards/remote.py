@@ -31,8 +31,9 @@ from hpcrl.config.sections.environment import RemoteRewardConfig
 from hpcrl.envs.base import Turn
 from hpcrl.envs.rewards.response import VIDEO_FPS, Response
 from hpcrl.envs.tools.http import Gone, Peer, Service
-from hpcrl.errors import ConfigError, DataError
+from hpcrl.errors import ConfigError, DataError, ServiceError
 from hpcrl.text import said_in
+from hpcrl.types import LARGEST
 
 _TIMEOUT_S, _GATHER_S = 60.0, 0.1
 _ENQUEUE_SHARE, _FETCH_SHARE = 0.2, 0.6  # of the time that a reward may take
@@ -98,7 +99,7 @@ class RemoteRewards:
         """Return the reward, with each function's own score, unweighted, among the metrics; called in several threads at a time.
 
         Raises:
-            ServiceError: the service does not answer, or answers in another form.
+            ServiceError: the service does not answer, answers in another form, or has no finite number for this response.
             DataError: the reply lacks a score.
         """
         with self._lock:
@@ -112,6 +113,8 @@ class RemoteRewards:
         if first:
             self._score(batch)
         scores = result.result()
+        if bad := [name for name, score in scores.items() if not math.isfinite(score)]:
+            raise ServiceError(f"the reward service sent no finite number as the score of {bad[0]}")
         (reward,) = service_rewards({name: [score] for name, score in scores.items()}, self._config)
         return Turn([], reward, done=True, metrics=scores)
 
@@ -203,9 +206,9 @@ class _Batch:
 
 
 def service_scores(
-    reply: Mapping[str, Sequence[float]], score_key: str, clip_min: float = -math.inf, clip_max: float = math.inf
+    reply: Mapping[str, Sequence[Any]], score_key: str, clip_min: float = -math.inf, clip_max: float = math.inf
 ) -> list[float]:
-    """Return one function's score of each response.
+    """Return one function's score of each response; NaN where the reply has anything but a finite number.
 
     Args:
         reply: names of scores to one number per response.
@@ -213,7 +216,8 @@ def service_scores(
         clip_min, clip_max: bounds of the sum.
 
     Raises:
-        DataError: the reply lacks a score, has another number of them than of the others, or one that is no finite number.
+        DataError: the reply lacks a score.
+        ServiceError: it has another number of them than of the others.
     """
     keys = score_key.split("+")
     if missing := [key for key in keys if key not in reply]:
@@ -221,13 +225,15 @@ def service_scores(
             f"the reward service sent no score {missing[0]!r} (score_key={score_key}); it sent {', '.join(reply)}"
         )
     if len({len(reply[key]) for key in keys}) > 1:
-        raise DataError(
+        raise ServiceError(
             f"the reward service sent {[len(reply[key]) for key in keys]} scores {keys}; expected equally many"
         )
-    sums = [sum(values) for values in zip(*(reply[key] for key in keys), strict=True)]
-    if bad := [value for value in sums if not math.isfinite(value)]:
-        raise DataError(f"the reward service sent {bad[0]} as {score_key}; expected a finite number")
+    sums = [sum(map(_number, values)) for values in zip(*(reply[key] for key in keys), strict=True)]
     return [min(max(value, clip_min), clip_max) for value in sums]
+
+
+def _number(value: Any) -> float:
+    return float(value) if type(value) in (int, float) and -LARGEST <= value <= LARGEST else math.nan
 
 
 def service_rewards(scores: Mapping[str, Sequence[float]], config: RemoteRewardConfig) -> list[float]:
@@ -254,9 +260,7 @@ def service_rewards(scores: Mapping[str, Sequence[float]], config: RemoteRewardC
 
 def _are_scores(answer: Any) -> bool:
     scores = answer.get("scores") if isinstance(answer, dict) else None
-    if not isinstance(scores, dict) or not all(isinstance(values, list) for values in scores.values()):
-        return False
-    return all(type(value) in (int, float) for values in scores.values() for value in values)
+    return isinstance(scores, dict) and all(isinstance(values, list) for values in scores.values())
 
 
 def _variable(variables: Mapping[str, str], name: str, model: str | None) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hpcrl.config import EnvironmentConfig
+from hpcrl.envs.rewards.answers import after_thought
 from hpcrl.envs.rewards.response import Response, ground_truth
 
 _THINK, _THINK_END, _ANSWER, _ANSWER_END = "<think>", "</think>", "<answer>", "</answer>"
@@ -13,7 +14,8 @@ _THINK, _THINK_END, _ANSWER, _ANSWER_END = "<think>", "</think>", "<answer>", "<
 def single_choice(response: Response, _environment: EnvironmentConfig) -> float:
     """Return 1 if the answer is the ground truth, but for letter case and surrounding white space; otherwise 0.
 
-    The answer is what the first <answer>…</answer> holds, the whole text where there is none; in the ground truth too.
+    The answer is what the first <answer>…</answer> behind </think> holds, the whole text there where there is none; in the ground truth
+    too.
 
     Raises:
         DataError: the row has no ground truth.
@@ -37,17 +39,17 @@ def well_formed(response: Response, _environment: EnvironmentConfig) -> float:
 
 
 def answer_in(text: str) -> str:
-    """Return what the first <answer>…</answer> of a text holds, the whole text where there is none, without white space around it."""
+    """Return what the first <answer>…</answer> behind a thought holds, the whole text there where there is none, without white space around it."""
     block = first_block(text, ("answer",))
-    return (block[1] if block else text).strip()
+    return (block[1] if block else after_thought(text)).strip()
 
 
 def first_block(text: str, names: Sequence[str]) -> tuple[str, str] | None:
-    """Return the name and the content of the block that begins first; None where there is none.
+    """Return the name and the content of the block that begins first behind </think>; None where there is none.
 
     A block without its end does not count. It ends at the first end tag of its name, so blocks of one name do not nest.
     """
-    found = []
+    found, text = [], after_thought(text)
     for name in names:
         opening = f"<{name}>"
         start = text.find(opening)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from hpcrl.config import EnvironmentConfig
 from hpcrl.config.import_path import find
-from hpcrl.envs.base import Turn, user_code
+from hpcrl.envs.base import Turn, finite, user_code
+from hpcrl.envs.rewards.answers import formula_of
 from hpcrl.envs.rewards.boxed import boxed_math
 from hpcrl.envs.rewards.images import brightness, redness, symmetry
 from hpcrl.envs.rewards.numbers import direct_math, expected_form, expected_number, gsm8k
 from hpcrl.envs.rewards.response import Response, Reward, ground_truth
-from hpcrl.envs.rewards.tags import single_choice, well_formed
-from hpcrl.errors import DataError
+from hpcrl.envs.rewards.tags import answer_in, single_choice, well_formed
 
 
 def overlong(response: Response, environment: EnvironmentConfig) -> float:
@@ -53,6 +52,26 @@ Whether boxed_math can read a formula is not looked at here: that takes a proces
 """
 
 
+def solution(name: str, truth: Any) -> str:
+    """Return a response with a ground truth as its answer, in the form that a reward of `GROUND_TRUTHS` reads; it must be worth 1.
+
+    Raises:
+        DataError: the row has no ground truth.
+    """
+    text = ground_truth(truth)
+    match name:
+        case "boxed_math":
+            formula = formula_of(text)
+            return text if formula is None else f"\\boxed{{{formula}}}"
+        case "gsm8k":
+            return text if "#### " in text else f"#### {text.strip()}"
+        case "direct_math":
+            return f"Answer: {text}"
+        case "single_choice":
+            return f"<answer>{answer_in(text)}</answer>"
+    raise AssertionError(name)
+
+
 class WeightedRewards:
     """Pays a response the weighted sum of rewards, and reports each of them.
 
@@ -72,7 +91,7 @@ class WeightedRewards:
         """Return the reward, with each reward's own value, unweighted, among the metrics.
 
         Raises:
-            HpcrlError: a reward failed, or is no finite number; the message names it.
+            HpcrlError: a reward failed; UserCodeError also where it is no finite number. The message names it.
         """
         values = {name: self._value(name, reward, response) for name, reward in self._functions.items()}
         total = sum(self._weights[name] * value for name, value in values.items())
@@ -80,7 +99,4 @@ class WeightedRewards:
 
     def _value(self, name: str, reward: Reward, response: Response) -> float:
         with user_code(f"reward {name!r}"):
-            value = float(reward(response, self._environment))
-            if not math.isfinite(value):
-                raise DataError(f"{value}; expected a finite number")
-            return value
+            return finite(reward(response, self._environment))

@@ -9,6 +9,7 @@ from fractions import Fraction
 from typing import Any
 
 from hpcrl.envs.base import Environment, Turn
+from hpcrl.envs.rewards.answers import after_thought
 from hpcrl.envs.rewards.numbers import expected_number
 from hpcrl.envs.rewards.response import truth_of
 from hpcrl.envs.tasks.arithmetic import answered
@@ -52,6 +53,9 @@ class Calculator(Environment):
         self._expected = expected_number(truth_of(extras))
         self._calls = self._failed = 0
 
+    def solution(self) -> str | None:
+        return f"<answer>{self._expected}</answer>"
+
     def step(self, action: str) -> Turn:
         call = _first_call(action)
         if call is None:
@@ -68,8 +72,8 @@ class Calculator(Environment):
 
 
 def _first_call(text: str) -> str | None:
-    """Return what the first <tool_call> holds, to the end of the text if it is not closed; None where there is none."""
-    _, found, rest = text.partition(_CALL)
+    """Return what the first <tool_call> behind </think> holds, to the end of the text if it is not closed; None where there is none."""
+    _, found, rest = after_thought(text).partition(_CALL)
     return rest.partition(_CALL_END)[0] if found else None
 
 

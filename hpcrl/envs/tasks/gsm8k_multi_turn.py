@@ -8,6 +8,7 @@ from typing import Any
 from hpcrl.envs.base import Environment, Turn
 from hpcrl.envs.rewards.numbers import expected_number, final_number
 from hpcrl.envs.rewards.response import truth_of
+from hpcrl.envs.rewards.weighted import solution
 
 WRONG = "That is not the answer. Find the mistake, and end with `#### ` and the right number."
 NO_ANSWER = "There is no answer yet. End with `#### ` and the number."
@@ -27,8 +28,12 @@ class GSM8KMultiTurn(Environment):
     """
 
     def __init__(self, extras: Mapping[str, Any]) -> None:
-        self._expected = expected_number(truth_of(extras))
+        self._truth = truth_of(extras)
+        self._expected = expected_number(self._truth)
         self._tries = 0
+
+    def solution(self) -> str | None:
+        return solution("gsm8k", self._truth)
 
     def step(self, action: str) -> Turn:
         found = final_number(action)

@@ -37,6 +37,9 @@ class GuessNumber(Environment):
             raise lacking("guess_number", "reward_spec", within, str(self._secret))
         self._guesses = self._valid = 0
 
+    def solution(self) -> str | None:
+        return f"<answer>{self._secret}</answer>"
+
     def step(self, action: str) -> Turn:
         guess = number(answer_in(action))
         if guess is not None and not (self._low <= guess <= self._high and _is_whole(guess)):

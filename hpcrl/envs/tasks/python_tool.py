@@ -34,9 +34,13 @@ class PythonTool(Environment):
 
     def __init__(self, extras: Mapping[str, Any]) -> None:
         check_sandbox(extras["skyrl_gym"].python_tool)
-        self._answer = _comparable(ground_truth(truth_of(extras)))
+        self._truth = ground_truth(truth_of(extras))
+        self._answer = _comparable(self._truth)
         self._left: int = extras["max_turns"]
         self._metrics = {"programs": 0.0, "failed_programs": 0.0}
+
+    def solution(self) -> str | None:
+        return f"<answer>{self._truth}</answer>"
 
     def step(self, action: str) -> Turn:
         self._left -= 1

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from hpcrl.config import EnvironmentConfig
 from hpcrl.envs.base import Environment, Turn
 from hpcrl.envs.rewards.response import Response, truth_of
-from hpcrl.envs.rewards.weighted import GROUND_TRUTHS, REWARDS
+from hpcrl.envs.rewards.weighted import GROUND_TRUTHS, REWARDS, solution
 
 _SETTINGS = EnvironmentConfig()  # these rewards have none
 
@@ -32,6 +32,9 @@ class Rewarded(Environment):
         self._truth = truth_of(extras)
         if self.reward in GROUND_TRUTHS:
             GROUND_TRUTHS[self.reward](self._truth)
+
+    def solution(self) -> str | None:
+        return solution(self.reward, self._truth) if self.reward in GROUND_TRUTHS else None
 
     def step(self, action: str) -> Turn:
         value = REWARDS[self.reward](Response(text=action, ground_truth=self._truth), _SETTINGS)

@@ -42,11 +42,14 @@ class Search(Environment):
     def __init__(self, extras: Mapping[str, Any]) -> None:
         self._config: SearchConfig = extras["skyrl_gym"].search
         truth = truth_of(extras)
-        self._answers = {normal(answer) for answer in _answers(truth)} - {""}
+        self._answers = {key: answer for answer in _answers(truth) if (key := normal(answer))}
         if not self._answers:
             raise lacking("search", "reward_spec", "one or more answers as `ground_truth`", truth)
         self._left: int = extras["max_turns"]
         self._searches = 0
+
+    def solution(self) -> str | None:
+        return f"<answer>{next(iter(self._answers.values()))}</answer>"
 
     def step(self, action: str) -> Turn:
         self._left -= 1

@@ -30,6 +30,9 @@ class SortLetters(Environment):
             )
         self._answer = answer
 
+    def solution(self) -> str | None:
+        return self._answer
+
     def step(self, action: str) -> Turn:
         right = sum(given == wanted for given, wanted in zip(action, self._answer, strict=False))
         metrics = {"letters_in_place": right / len(self._answer)}

@@ -56,6 +56,9 @@ class Text2SQL(Environment):
         self._left: int = extras["max_turns"]
         self._metrics = {"queries": 0.0, "failed_queries": 0.0}
 
+    def solution(self) -> str | None:
+        return f"<solution>{self._truth}</solution>"
+
     def step(self, action: str) -> Turn:
         self._left -= 1
         block = first_block(action, ("sql", "solution"))

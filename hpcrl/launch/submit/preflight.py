@@ -49,6 +49,7 @@ from hpcrl.launch.submit.models import (
 )
 from hpcrl.launch.submit.own_code import check_own_code, missing_package, not_tried
 from hpcrl.launch.submit.teacher import check_precomputed
+from hpcrl.launch.submit.truths import check_truths
 from hpcrl.launch.submit.uploads import check_uploads, missing_secrets
 from hpcrl.launch.submit.vision import check_vision
 from hpcrl.network import public_address
@@ -81,8 +82,8 @@ def check_files(config: Config, source_of: Callable[[str], str | None] = lambda 
 def look(config: Config) -> tuple[list[Problem], list[str]]:
     """Return what would end a run, and what cannot be known on this machine; layouts of Megatron's ranks are left out.
 
-    Of a dataset the first row is looked at, which mostly tells whether its columns are those that are wanted. A .json file is read
-    whole for that, and one of an evaluation that never happens not at all.
+    Of a dataset the first row is looked at, which mostly tells whether its columns are those that are wanted, and ground truths of a
+    sample of its rows are tried. A .json file is read whole for that, and one of an evaluation that never happens not at all.
     """
     problems = [
         Problem("python_path", f"no folder {folder}") for folder in config.python_path if not Path(folder).is_dir()
@@ -241,6 +242,9 @@ def _of_datasets(config: Config) -> tuple[list[Problem], list[str]]:
                     [path], kinds, data, config.environment, config.generator.max_turns, first=1, own=True
                 )
                 warnings += _other_environment(name, path, rows[0].env_class, config.environment.env_class)
+                of_truths, warnings_of_truths = check_truths(name, path, kinds, config, _changed(path))
+                problems += of_truths
+                warnings += warnings_of_truths
             except (DataError, ModuleNotFoundError) as error:  # of parquet: pyarrow
                 if package := missing_package(error):
                     warnings.append(f"{name}: the first row of {path} {not_tried(package)}")

@@ -14,12 +14,13 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from hpcrl.config import Config
-from hpcrl.config.sections.alerts import AlertRuleConfig, AlertsConfig
+from hpcrl.config.sections.alerts import AlertRuleConfig
+from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.errors import HpcrlError, did_you_mean
 from hpcrl.observe.alerts.rules import Judge, metric_of
 from hpcrl.observe.alerts.tell import call_webhook, run_command, webhook_of
 from hpcrl.observe.metrics import MetricsReader, Record, last_reports
-from hpcrl.observe.summary import EVAL_LOSS, EVAL_SCORE, STEP_SECONDS
+from hpcrl.observe.summary import EVAL_FAILED, EVAL_LOSS, EVAL_SCORE, STEP_SECONDS
 from hpcrl.rundir.alerts import Alert, AlertEvent, Event, append_event, read_alerts
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.followers import more
@@ -27,28 +28,32 @@ from hpcrl.runtime.heartbeat import SuspendAwareClock
 from hpcrl.runtime.signals import ask_to_stop
 
 _MODULE = "hpcrl.observe.alerts.watch"
-_PROGRESS = (STEP_SECONDS, EVAL_SCORE, EVAL_LOSS)
+_EVALUATED = (EVAL_SCORE, EVAL_LOSS, EVAL_FAILED)  # one of them is in every evaluation
+_PROGRESS = (STEP_SECONDS, *_EVALUATED)
+_KEEP_BEST = "trainer.ckpt_keep_best"  # which no rule can be called
 _LONGEST_PAUSE_S = 60.0  # command and webhook are awaited between two looks
 
 
 class Alerts:
-    """The alerts of one attempt."""
+    """The alerts of one attempt: those of its rules, and that nobody reports a metric which a setting names."""
 
-    def __init__(self, run: Run, attempt: int, config: AlertsConfig) -> None:
-        self._run, self._attempt, self._config = run, attempt, config
+    def __init__(self, run: Run, attempt: int, trainer: TrainerConfig) -> None:
+        self._run, self._attempt, self._config = run, attempt, trainer.alerts
+        self._best = trainer.ckpt_keep_best
         self._clock = SuspendAwareClock(_LONGEST_PAUSE_S)
         self._step, self._progressed = 0, self._clock.now()
         self._newest = {alert.name: alert for alert in read_alerts(run)}
         self.begin()
 
     def begin(self) -> None:
-        """Judge from the first step on, and tell what has been raised and was not told, because of a kill or of the filesystem."""
+        """Judge from the first step on, and tell what was raised or missing and was not told, because of a kill or of the filesystem."""
+        rules = {name: metric for name, rule in self._config.rules.items() if (metric := metric_of(rule))}
+        self._judges = {name: Judge(self._config.rules[name]) for name in rules}
+        self._metrics = rules | ({_KEEP_BEST: self._best} if self._best else {})
         for alert in self._newest.values():
-            if alert.raised and not alert.told:
+            if not alert.told and (alert.raised or alert.cleared is None):
                 self._tell(alert)
-        metrics = {name: metric for name, rule in self._config.rules.items() if (metric := metric_of(rule))}
-        self._metrics, self._judges = metrics, {name: Judge(self._config.rules[name]) for name in metrics}
-        self._reader, self._reported = MetricsReader(self._run, *_PROGRESS, *metrics.values()), set[str]()
+        self._reader, self._reported = MetricsReader(self._run, *_PROGRESS, *self._metrics.values()), set[str]()
         self._seen, self._checked = dict[str, int](), set[str]()
 
     def look(self) -> None:
@@ -69,7 +74,8 @@ class Alerts:
             for name, metric in self._metrics.items():
                 if metric in record.metrics and record.step > self._seen.get(name, -1):
                     self._seen[name] = record.step
-                    self._judge(name, record.step, self._judges[name].take(record.metrics[metric]))
+                    judge = self._judges.get(name)
+                    self._judge(name, record.step, judge.take(record.metrics[metric]) if judge else "")
 
     def _judge(self, name: str, step: int, found: str) -> None:
         newest = self._newest.get(name)
@@ -108,16 +114,16 @@ class Alerts:
                 self._write(name, "cleared", self._step, "")
 
     def _look_for_names(self) -> None:
-        """Say which rules wait for a metric that nobody reports, once all that belongs to a first step, or evaluation, was read."""
+        """Tell which rules and settings name a metric that nobody reports, once all that belongs to a first step, or evaluation, was read."""
         for name, metric in self._metrics.items():
-            awaited = (EVAL_SCORE, EVAL_LOSS) if metric.startswith("eval/") else (STEP_SECONDS,)
+            awaited = _EVALUATED if metric.startswith("eval/") else (STEP_SECONDS,)
             if name in self._checked or self._reported.isdisjoint(awaited):
                 continue
             self._checked.add(name)
             if metric not in self._reported and name not in self._newest:
                 known = {other for record in MetricsReader(self._run).poll()[0] for other in record.metrics}
                 text = f"step {self._step} reported no metric {metric}{did_you_mean(metric, known, 3)}"
-                self._write(name, "missing", self._step, text)
+                self._tell(self._write(name, "missing", self._step, text))
 
     def _raise(self, name: str, step: int, text: str) -> None:
         self._tell(self._write(name, "raised", step, text))
@@ -144,7 +150,7 @@ class Alerts:
             run_command(self._config.command, variables, self._run.path)
         if address := webhook_of(self._config.webhook, self._config.webhook_file):
             call_webhook(address, facts)
-        if rule and rule.stop:
+        if rule and rule.stop and alert.raised:
             ask_to_stop(self._run, self._attempt, "cancelled", f"alert {alert.name}: {alert.begin.text}")
         self._write(alert.name, "told", alert.begin.step, "")
 
@@ -154,7 +160,7 @@ class Alerts:
             "text": f"{run.project}/{run.name}: {alert.name} at step {begin.step}: {begin.text}",
             "name": begin.alert,
             "kind": rule.kind if rule else "",
-            "metric": (rule and metric_of(rule)) or "",
+            "metric": self._metrics.get(begin.alert, ""),
             "found": begin.text,
             "step": begin.step,
             "time": begin.time,
@@ -162,19 +168,20 @@ class Alerts:
             "project": run.project,
             "run": run.name,
             "path": str(run.path),
-            "stops": bool(rule and rule.stop),
+            "stops": bool(rule and rule.stop and alert.raised),
         }
 
 
-def watcher(run: Run, attempt: int, config: AlertsConfig) -> dict[str, list[str]]:
-    """Return the process that watches a run, by name; none where there are no rules."""
-    return {"alerts": [_MODULE, str(run.path), str(attempt)]} if config.rules else {}
+def watcher(run: Run, attempt: int, trainer: TrainerConfig) -> dict[str, list[str]]:
+    """Return the process that watches a run, by name; none where no setting names a metric."""
+    watched = trainer.alerts.rules or trainer.ckpt_keep_best
+    return {"alerts": [_MODULE, str(run.path), str(attempt)]} if watched else {}
 
 
 def main(path: str, attempt: int, again: Callable[[], bool]) -> None:
     """Look until `again` says that there is nothing to come; a filesystem that fails is asked again."""
     run = Run.open(path)
-    alerts, goes_on, anew = Alerts(run, attempt, Config.from_toml([run.config]).trainer.alerts), True, False
+    alerts, goes_on, anew = Alerts(run, attempt, Config.from_toml([run.config]).trainer), True, False
     while goes_on:
         goes_on = again()
         try:

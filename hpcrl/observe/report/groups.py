@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
+from statistics import fmean
 from typing import Any
 
 from hpcrl.data.batch_file import batch_steps, read_batch
@@ -25,13 +26,13 @@ def groups_of(run: Run) -> dict[str, Any] | None:
 
     Returns:
         steps: that were read. reward, length: `low`, `high` and `counts` of samples, a row of bins for each step. alike: the share of
-        each step's groups whose samples all have the same reward. stops: by reason, the share of each step's samples.
+        each step's groups whose samples all have the same reward, of those with a sample that did not fail; None where there is none. stops: by reason, the share of each step's samples.
         dropped: by step the groups that dynamic sampling dropped, and why; given_up: by step, the surplus groups that were not waited for.
     """
     batches = _batches(run)
     if not batches or batches[0].groups[0].row is not None:
         return None
-    rewards = [[reward for group in batch.groups for reward in group.rewards] for batch in batches]
+    rewards = [[reward for group in batch.groups for reward in group.own_rewards] for batch in batches]
     lengths = [[float(length) for group in batch.groups for length in group.response_lengths] for batch in batches]
     reasons = [Counter(reason for group in batch.groups for reason in group.stop_reasons) for batch in batches]
     names = sorted({reason for counts in reasons for reason in counts})
@@ -45,7 +46,9 @@ def groups_of(run: Run) -> dict[str, Any] | None:
         "reward": _histogram(rewards),
         "length": _histogram(lengths),
         "alike": [
-            rounded(sum(len(set(group.rewards)) == 1 for group in batch.groups) / len(batch.groups))
+            rounded(fmean(kinds))
+            if (kinds := [len(set(own)) == 1 for group in batch.groups if (own := group.own_rewards)])
+            else None
             for batch in batches
         ],
         "stops": {name: [rounded(counts[name] / counts.total()) for counts in reasons] for name in names},
@@ -69,7 +72,8 @@ def _batches(run: Run) -> list[Batch]:
 
 
 def _histogram(rows: Sequence[Sequence[float]]) -> dict[str, Any]:
-    low, high = min(map(min, rows)), max(map(max, rows))
+    values = [value for row in rows for value in row]
+    low, high = min(values, default=0.0), max(values, default=0.0)
     width = (high - low) / _BINS or 1.0
     counts = []
     for row in rows:

@@ -219,6 +219,12 @@ SKYRL = [
         {"trainer.ckpt_keep_best": "eval/all/avg_score", "trainer.max_ckpts_to_keep": 3, "trainer.eval_interval": 5},
     ),
     Case(
+        "whether higher or lower values of a metric are better is known by its name, or told",
+        {"trainer.ckpt_keep_best": "environment/tries", "trainer.max_ckpts_to_keep": 3},
+        "trainer.ckpt_keep_best_mode", 'required with trainer.ckpt_keep_best="environment/tries"',
+        {"trainer.ckpt_keep_best": "environment/tries", "trainer.ckpt_keep_best_mode": "min", "trainer.max_ckpts_to_keep": 3},
+    ),
+    Case(
         "which value is the best is asked of a metric",
         {"trainer.ckpt_keep_best_mode": "min"}, "trainer.ckpt_keep_best_mode", "no effect without trainer.ckpt_keep_best",
         {"trainer.ckpt_keep_best_mode": "min", "trainer.ckpt_keep_best": "loss", "trainer.max_ckpts_to_keep": 3},

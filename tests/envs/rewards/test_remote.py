@@ -241,19 +241,36 @@ def test_a_wrong_token_is_told_at_once_to_all_and_not_repeated() -> None:
         (lambda _: {}, ServiceError, "expected {.scores.: "),
         (lambda _: [1.0], ServiceError, "expected {.scores.: "),
         (lambda _: {"scores": {"score": 1.0}}, ServiceError, "expected {.scores.: "),
-        (lambda _: {"scores": {"score": ["1.0"]}}, ServiceError, "expected {.scores.: "),
-        (lambda _: {"scores": {"score": [True]}}, ServiceError, "expected {.scores.: "),
-        (lambda _: {"scores": {"score": [None]}}, ServiceError, "expected {.scores.: "),
+        (lambda _: {"scores": {"score": ["1.0"]}}, ServiceError, "no finite number as the score of length"),
+        (lambda _: {"scores": {"score": [True]}}, ServiceError, "no finite number as the score of length"),
+        (lambda _: {"scores": {"score": [None]}}, ServiceError, "no finite number as the score of length"),
+        (lambda _: {"scores": {"score": [10**400]}}, ServiceError, "no finite number as the score of length"),
         (lambda _: {"scores": {"score": [1.0, 2.0]}}, ServiceError, "for 1 completions"),
         (lambda _: {"scores": {"score": []}}, ServiceError, "for 1 completions"),
         (lambda _: {"scores": {"other": [1.0]}}, DataError, "no score 'score'"),
-        (lambda _: b'{"scores": {"score": [NaN]}}', DataError, "expected a finite number"),
+        (lambda _: b'{"scores": {"score": [NaN]}}', ServiceError, "no finite number as the score of length"),
         (lambda _: b"{", ServiceError, "expected JSON"),
     ],
 )
 def test_scores_in_another_form(change: Callable[[Any], Any], kind: type[HpcrlError], words: str) -> None:
     with serving(Rewarding(change)) as server, pytest.raises(kind, match=words):
         rewards(server)(response("abc"))
+
+
+@pytest.mark.parametrize("bad", [math.nan, None, "1.0"])
+def test_a_score_that_is_no_number_costs_its_response_and_no_other_of_the_request(bad: Any) -> None:
+    def change(reply: Any) -> bytes:
+        scores = reply["scores"]["score"]
+        return json.dumps({"scores": {"score": [bad if score == 2 else score for score in scores]}}).encode()
+
+    config = RemoteRewardConfig(**{**vars(CONFIG), "batch_size": 3, "reward_function": {"length": 1.0}})
+    with serving(Rewarding(change)) as server:
+        found = in_threads(rewards(server, config), ["a", "bb", "ccc"])
+    assert isinstance(found["bb"], ServiceError)
+    one, three = found["a"], found["ccc"]
+    assert isinstance(one, Turn)
+    assert isinstance(three, Turn)
+    assert (one.reward, three.reward) == (1.0, 3.0)
 
 
 @pytest.mark.parametrize("answer", [{}, [], {"uuid": None}, {"uuid": ""}, {"uuid": 3}])
@@ -282,17 +299,23 @@ def test_scores_of_several_keys_are_added_and_bounded() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reply", "key", "words"),
+    ("reply", "key", "kind", "words"),
     [
-        ({"x": [1.0]}, "x+z", r"sent no score 'z' \(score_key=x\+z\); it sent x"),
-        ({"x": [1.0], "y": [1.0, 2.0]}, "x+y", r"sent \[1, 2\] scores"),
-        ({"x": [math.nan]}, "x", "sent nan as x"),
-        ({"x": [math.inf], "y": [-math.inf]}, "x+y", "sent nan"),
+        ({"x": [1.0]}, "x+z", DataError, r"sent no score 'z' \(score_key=x\+z\); it sent x"),
+        ({"x": [1.0], "y": [1.0, 2.0]}, "x+y", ServiceError, r"sent \[1, 2\] scores"),
     ],
 )
-def test_a_reply_that_cannot_be_used(reply: dict[str, Any], key: str, words: str) -> None:
-    with pytest.raises(DataError, match=words):
+def test_a_reply_that_cannot_be_used(reply: dict[str, Any], key: str, kind: type[HpcrlError], words: str) -> None:
+    with pytest.raises(kind, match=words):
         service_scores(reply, key)
+
+
+def test_what_is_no_finite_number_is_no_score() -> None:
+    scores = service_scores(
+        {"x": [math.nan, math.inf, "1", None, 2.0], "y": [1.0, -math.inf, 1.0, 1.0, 3.0]}, "x+y", 0.0
+    )
+    assert [math.isnan(score) for score in scores] == [True, True, True, True, False]
+    assert scores[-1] == 5.0
 
 
 def test_the_sum_is_weighted_clipped_and_then_scaled() -> None:

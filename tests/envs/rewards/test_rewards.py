@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import signal
-import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -14,11 +11,11 @@ import pytest
 from hpcrl.config import EnvironmentConfig
 from hpcrl.config.sections.environment import COMPARING_REWARDS, IMAGE_REWARDS, OverlongRewardConfig
 from hpcrl.config.sections.environment import REWARDS as NAMES
-from hpcrl.envs.rewards import boxed, weighted
+from hpcrl.envs.rewards import weighted
 from hpcrl.envs.rewards.numbers import normal_form
 from hpcrl.envs.rewards.response import Response, truth_of
 from hpcrl.envs.rewards.weighted import REWARDS, WeightedRewards
-from hpcrl.errors import ConfigError, DataError, HpcrlError
+from hpcrl.errors import ConfigError, DataError, UserCodeError
 
 ENVIRONMENT = EnvironmentConfig()
 
@@ -72,6 +69,8 @@ def test_no_text_is_too_odd_to_be_wrong(name: str, text: str) -> None:
         ("<answer>ÉCOLE</answer>", "école", 1),
         ("<answer>4</answer>", 4, 1),
         ("<answer>4.0</answer>", 4, 0),
+        ("<think><answer>A</answer>?</think><answer>B</answer>", "B", 1),
+        ("<think>A?</think>\nB", "B", 1),
     ],
 )
 def test_single_choice(text: str, truth: Any, expected: float) -> None:
@@ -133,6 +132,28 @@ def test_format(text: str, expected: float) -> None:
         ("#### 4" + "0" * 400, "4" + "0" * 399 + "1", 0),
         ("#### 9007199254740993", "9007199254740992", 0),
         ("#### ４２", "42", 0),
+        ("#### 1,234.50", "1234.5", 1),
+        ("#### 42%", "42", 1),
+        ("#### 42 apples, 7 of them red", "42", 1),
+        (r"#### 42\text{ cm}", "42", 1),
+        ("**#### 42**", "42", 1),
+        ("#### 42/7", "42", 0),
+        ("#### 42 / 7", "42", 0),
+        ("#### 42 * 7", "42", 0),
+        ("#### 1/2", "1", 0),
+        ("#### 5 1/2", "5", 0),
+        ("#### 5½", "5", 0),
+        (r"#### 5\frac{1}{2}", "5", 0),
+        ("#### 42^2", "42", 0),
+        ("#### 1e3", "1", 0),
+        ("#### 10:30", "10", 0),
+        ("#### 42-43", "42", 0),
+        ("#### 0,7", "7", 0),
+        ("#### 3,4", "34", 0),
+        ("#### 3,4", "3", 0),
+        ("#### 42/7\n#### 42", "42", 0),
+        ("<think>#### 41?</think>\n#### 42", "42", 1),
+        ("<think>#### 42?</think>\n42", "42", 0),
     ],
 )
 def test_gsm8k(text: str, truth: Any, expected: float) -> None:
@@ -178,6 +199,10 @@ def test_gsm8k_wants_a_number_as_ground_truth(truth: str) -> None:
         (r"Answer: \text{Alice and Bob}", r"\text{Alice} \text{ and } \text{Bob}", -1),
         ("answer: " + "9" * 500, "9" * 500, 1),
         ("Answer: π", "π", 1),
+        ("Answer: 3,4", "34", -1),
+        ("Answer: 3,4", "3, 4", 1),
+        ("<think>Answer: 41</think>\nAnswer: 42", "42", 1),
+        ("<think>Answer: 42</think>\n42", "42", -1),
     ],
 )
 def test_direct_math(text: str, truth: Any, expected: float) -> None:
@@ -202,6 +227,9 @@ def test_direct_math_wants_an_answer_as_ground_truth(truth: str, words: str) -> 
 @pytest.mark.parametrize(
     "unit",
     [
+        "</think>",
+        "#### 4 ",
+        "#### 4,444",
         "because the value ",
         "$",
         r"\boxed{",
@@ -226,92 +254,6 @@ def test_a_long_text_is_scored_at_once(name: str, unit: str) -> None:
 def test_the_normal_form_is_its_own() -> None:
     for answer in (r"\frac{1}{2}", r"2\sqrt{3}", "1234", "(1,2)", "x+1", r"\pi"):
         assert normal_form(answer) == answer
-
-
-@pytest.mark.parametrize(
-    ("text", "truth", "expected"),
-    [
-        (r"so \boxed{\frac{1}{2}}", r"\boxed{0.5}", 1),
-        (r"\boxed{\frac12}", r"\frac{1}{2}", 1),
-        (r"\boxed{x+1}", "$1+x$", 1),
-        ("therefore it is 12", 12, 1),
-        ("", "$12$", 0),
-        (r"\boxed{13}", "12", 0),
-        (r"\boxed{-12}", "12", 0),
-        (r"\boxed{1,234,567}", "1234567", 1),
-        (r"\boxed{\{3, 1, 2\}}", r"\{1,2,3\}", 1),
-        (r"\boxed{(2, 1)}", "(1, 2)", 0),
-        (r"\boxed{10^{400}}", "10^{400}", 1),
-        (r"\boxed{10^{400}+1}", "10^{401}", 0),
-        (r"\boxed{\frac{1}{", "1", 0),
-        (r"\boxed{\boxed{7}}", "7", 1),
-        (r"\frac" * 3000, "7", 0),
-        ("\\boxed{\n7\n}", "7", 1),
-    ],
-)
-def test_boxed_math(text: str, truth: Any, expected: float) -> None:
-    assert value("boxed_math", text, truth) == expected
-
-
-def test_boxed_math_in_many_threads() -> None:
-    with ThreadPoolExecutor(12) as pool:
-        found = list(pool.map(lambda n: value("boxed_math", rf"\boxed{{{n % 3} + {n}}}", n + 1), range(60)))
-    assert found == [float(n % 3 == 1) for n in range(60)]
-
-
-def test_an_answer_that_takes_for_ever_is_wrong_after_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the next comparison is none the worse for it."""
-    monkeypatch.setattr(boxed, "SECONDS", 2.0)
-    monkeypatch.setattr(boxed, "_COMPARERS", boxed._Comparers())
-    assert value("boxed_math", r"\boxed{7}", "7") == 1
-    started = time.monotonic()
-    assert value("boxed_math", r"\boxed{9^{9^{9^{9}}}}", "7") == 0
-    assert time.monotonic() - started > 1.5
-    assert value("boxed_math", r"\boxed{7}", "7") == 1
-
-
-def test_a_slow_machine_makes_no_answer_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(boxed, "SECONDS", 1.0)
-    comparers = boxed._Comparers()
-    assert comparers.same("7", "7")
-    (process,) = comparers._idle
-    started = time.monotonic()
-    with ThreadPoolExecutor(1) as pool:
-        found = pool.submit(comparers.same, "(x+y+z)^{9}-1", r"\boxed{(x+y+z)^{8}(x+z+y)-1}")
-        while not found.done():
-            process.send_signal(signal.SIGSTOP)
-            time.sleep(0.25)
-            process.send_signal(signal.SIGCONT)
-            time.sleep(0.02)
-    assert found.result() is True
-    assert time.monotonic() - started > 1.0
-
-
-def test_a_process_that_died_while_nothing_was_asked_is_no_wrong_answer() -> None:
-    comparers = boxed._Comparers()
-    assert comparers.same("7", "7")
-    comparers._idle[0].kill()
-    comparers._idle[0].wait()
-    assert comparers.same("7", "7") is True
-
-
-def test_a_question_that_did_not_arrive_is_asked_again() -> None:
-    deaf = subprocess.Popen(
-        ["sh", "-c", "exec 0<&-; echo; exec sleep 0.5"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert deaf.stdout is not None
-    deaf.stdout.readline()
-    comparers = boxed._Comparers()
-    comparers._idle.append(deaf)
-    assert comparers.same("7", "7") is True
-    assert deaf not in comparers._idle
-
-
-def test_a_comparison_that_cannot_start_is_an_error_and_not_a_wrong_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(boxed, "SECONDS", "soon")
-    monkeypatch.setattr(boxed, "_COMPARERS", boxed._Comparers())
-    with pytest.raises(HpcrlError, match="is math-verify installed"):
-        value("boxed_math", r"\boxed{7}", "7")
 
 
 @pytest.mark.parametrize(
@@ -388,7 +330,7 @@ def test_a_wrong_name_is_a_clear_error(name: str, message: str) -> None:
 
 @pytest.mark.usefixtures("own_module")
 def test_a_reward_that_is_no_number() -> None:
-    with pytest.raises(DataError, match="reward 'my_rewards:nothing': nan; expected a finite number"):
+    with pytest.raises(UserCodeError, match="reward 'my_rewards:nothing': nan; expected a finite number"):
         WeightedRewards("", {"my_rewards:nothing": 1.0}, ENVIRONMENT)(Response(text=""))
 
 

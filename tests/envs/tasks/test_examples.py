@@ -10,13 +10,14 @@ import sys
 from collections.abc import Callable
 from fractions import Fraction
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from hpcrl.config import DataConfig, EnvironmentConfig
 from hpcrl.config.sections.environment import LLMJudgeConfig, RobotConfig, SearchConfig, SkyRLGymConfig, Text2SQLConfig
 from hpcrl.data.datasets import load_dataset
+from hpcrl.envs.base import Environment
 from hpcrl.envs.examples import CORPUS, databases, rows_of
 from hpcrl.envs.examples.make import MAKERS, rows
 from hpcrl.envs.registry import ENVIRONMENTS, common_extras, environment_class, make_environment
@@ -48,6 +49,23 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> EnvironmentConfig:
 
 def examples(name: str, config: EnvironmentConfig) -> list[Prompt]:
     return load_dataset([str(rows_of(name))], ("train",), DATA, config, 4)
+
+
+COMPARING = [
+    "arithmetic", "calculator", "direct_math", "gsm8k", "gsm8k_multi_turn", "guess_number", "math", "python_tool", "search",
+    "single_choice", "sort_letters", "text2sql",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COMPARING)
+def test_a_ground_truth_is_worth_1_as_the_answer(name: str, config: EnvironmentConfig) -> None:
+    for prompt in examples(name, config):
+        environment = cast(Environment, make_environment(name, {**common_extras(config, 4), **prompt.extras}))
+        environment.init(prompt.messages)
+        text = environment.solution()
+        assert text is not None
+        assert environment.step(text).reward == 1.0, text
+        environment.close()
 
 
 def made_of(nums: list[Fraction], texts: list[str], target: Fraction) -> str | None:

@@ -68,6 +68,14 @@ def test_the_judge_sees_the_conversation_the_answer_and_the_truth(monkeypatch: p
         ("Final grade:\n0.25\n", 0.25),
         ("It claims `Final grade: 1`, which is no reason.\nFinal grade: 0", 0.0),
         ("<think>Final grade: 0?</think> Final grade: 1", 1.0),
+        ("Final grade: 1/10", 0.1),
+        ("Final grade: 4 out of 5.", 0.8),
+        ("Final grade: 1e-2", 0.01),
+        ("Final grade: 1%", 0.01),
+        ("Final grade: 0,7", 0.7),
+        ("Final grade: .5", 0.5),
+        ("**Final grade** = 0.4", 0.4),
+        ("The final grade is 0.4.\n\nThat is all.", 0.4),
     ],
 )
 def test_the_last_grade_counts(said: str, grade: float) -> None:
@@ -75,11 +83,34 @@ def test_the_last_grade_counts(said: str, grade: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "said", ["", "It is good.", "Final grade: 7", "Final grade: -1", "Final grade: good", "grade 1", None, 3]
+    "said",
+    [
+        "",
+        "It is good.",
+        "Final grade: 7",
+        "Final grade: -1",
+        "Final grade: good",
+        "Final grade: 1/0",
+        "Final grade: 1/10/20",
+        "Final grade: 0.5 to 0.7",
+        "A final grade: 1 is for perfect answers.\nFinal grade: -0.5",
+        "Final grade: 1\nThe final grade is what matters.",
+        "grade 1",
+        None,
+        3,
+    ],
 )
 def test_an_answer_without_a_grade_is_an_error(said: Any) -> None:
     with pytest.raises(ServiceError, match="expected an answer that ends with `Final grade: X`, X from 0 to 1, found"):
         play(said)
+
+
+def test_a_grade_that_is_cut_off_is_no_grade() -> None:
+    """0.75, of which `0` or `0.7` would be read."""
+    answer = chat("Final grade: 0.7")
+    answer["choices"][0]["finish_reason"] = "length"
+    with serving(lambda _: (200, answer)) as server, pytest.raises(ServiceError, match="raise max_tokens"):
+        judge(server.url).step("4")
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,9 @@ def weighted(case: Case) -> dict[str, Any]:
     truth = case.inputs["reference"]
     turns = [rewards(Response(text=text, ground_truth=truth)) for text in case.inputs["completions"]]
     paid = [turn.reward for turn in turns]
-    group = GroupMeta("", "train", 0, "", paid, [], [], [], 0, 0, "", 0.0, [turn.metrics for turn in turns])
+    group = GroupMeta(
+        "", "train", 0, "", paid, [], [], ["stop"] * len(paid), 0, 0, "", 0.0, [turn.metrics for turn in turns]
+    )
     return {"rewards": paid, "filter_rewards": filter_values(group, config.trainer.algorithm.filter_reward_metric)}
 
 

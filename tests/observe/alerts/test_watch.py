@@ -43,7 +43,7 @@ def configure(run: Run, *settings: str) -> None:
 
 
 def alerts_of(run: Run, attempt: int = 1) -> Alerts:
-    return Alerts(run, attempt, Config.from_toml([run.config]).trainer.alerts)
+    return Alerts(run, attempt, Config.from_toml([run.config]).trainer)
 
 
 def train(run: Run, attempt: int, resume: int, *entropies: float) -> None:
@@ -276,7 +276,7 @@ def test_lines_that_are_damaged_are_left_out(run: Run) -> None:
 def test_the_process_beside_the_controller(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     configure(run, LOW.replace("steps=2", "steps=2, stop=true"))
-    config = Config.from_toml([run.config]).trainer.alerts
+    config = Config.from_toml([run.config]).trainer
     with Followers(run, 1, watcher(run, 1, config)):
         train(run, 1, 0, 0.1, 0.1)
         wait(lambda: stop_asked(run, 1) == "cancelled")
@@ -289,4 +289,50 @@ def test_the_process_beside_the_controller(run: Run, monkeypatch: pytest.MonkeyP
 
 
 def test_no_rules_no_process(run: Run) -> None:
-    assert watcher(run, 1, Config.from_toml([QUICKSTART]).trainer.alerts) == {}
+    assert watcher(run, 1, Config.from_toml([QUICKSTART]).trainer) == {}
+    assert watcher(run, 1, Config.from_toml([QUICKSTART], BEST).trainer)
+
+
+BEST = ["trainer.ckpt_keep_best=eval/all/avg_scores", "trainer.ckpt_keep_best_mode=max"]
+
+
+def test_a_metric_of_a_setting_that_nobody_reports_is_an_alert_when_it_is_first_due(
+    run: Run, webhook: tuple[str, list[Any], list[int]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    address, got, _ = webhook
+    configure(run, *BEST, f"trainer.alerts.webhook={address}")
+    train(run, 1, 0, 1.0, 1.0)
+    alerts = alerts_of(run)
+    alerts.look()
+    alerts.look()
+    assert told(run) == [], "nothing was evaluated yet"
+    with MetricsWriter(run, "controller", 1, 2) as writer:
+        writer.write(2, {"eval/all/avg_score": 0.5})
+    for _ in range(3):
+        alerts.look()
+    text = "step 2 reported no metric eval/all/avg_scores; did you mean eval/all/avg_score"
+    (line,) = told(run)
+    assert line.startswith(f"trainer.ckpt_keep_best at step 2: {text}")
+    assert f"trainer.ckpt_keep_best: missing at step 2: {text}" in capfd.readouterr().out
+    assert [(one["name"], one["metric"], one["stops"]) for one in got] == [
+        ("trainer.ckpt_keep_best", "eval/all/avg_scores", False)
+    ]
+    open_attempt(run, "local-2", ["n1"])
+    second = alerts_of(run, 2)
+    second.look()
+    with MetricsWriter(run, "controller", 2, 2) as writer:
+        writer.write(3, {"eval/all/avg_scores": 0.5})
+    second.look()
+    assert told(run)[0].endswith("; over at step 3")
+    assert len(got) == 1
+
+
+def test_an_evaluation_whose_samples_all_failed_is_one(run: Run) -> None:
+    configure(run, "trainer.ckpt_keep_best=eval/all/avg_score")
+    alerts = alerts_of(run)
+    with MetricsWriter(run, "controller", 1, 0) as writer:
+        writer.write(1, {"eval/all/generate/failed_samples": 8.0})
+    alerts.look()
+    alerts.look()
+    (line,) = told(run)
+    assert "reported no metric eval/all/avg_score" in line

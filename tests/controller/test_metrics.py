@@ -1,0 +1,119 @@
+"""What the controller says of a batch: it counts samples, not rows, and means are over those that have a value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hpcrl.algorithms.filters import filter_values, varied
+from hpcrl.config.sections.algorithm import DynamicSamplingConfig
+from hpcrl.config.sections.environment import REWARD_MODEL
+from hpcrl.controller.dynamic_sampling import DynamicSampling
+from hpcrl.controller.metrics import batch_histograms, batch_metrics
+from hpcrl.envs.rewards.judged import JudgedRewards
+from hpcrl.observe.scores import scores
+from hpcrl.types import Batch, GroupMeta
+
+
+def group(rewards: list[float], failed: str = "", **others: Any) -> GroupMeta:
+    """A group whose samples marked by x in `failed` have failed."""
+    marks = failed or "." * len(rewards)
+    values: dict[str, Any] = {
+        "env_metrics": [{"right": float(reward > 0)} for reward in rewards],
+        "stop_reasons": ["failed" if mark == "x" else "stop" for mark in marks],
+        "failures": ["it raised"] * marks.count("x"),
+    }
+    return GroupMeta(
+        group_id="g00000001", kind="train", replica=0, path="", rewards=rewards, lengths=[10] * len(rewards),
+        response_lengths=[4] * len(rewards), oldest_version=0, newest_version=0, data_source="letters", seconds=1.0,
+        **(values | others),
+    )  # fmt: skip
+
+
+def metrics(*groups: GroupMeta) -> dict[str, float]:
+    return batch_metrics(Batch(1, list(groups), len(groups)))
+
+
+def test_groups_whose_samples_all_failed_are_not_0() -> None:
+    lost = [group([0.0, 0.0], "xx")] * 3
+    found = metrics(*[group([1.0, 1.0])] * 3, *[group([0.0, 0.0])] * 2, *lost)
+    for name in ("reward/avg_raw_reward", "reward/mean_positive_reward", "reward/avg_pass_at_2", "environment/right"):
+        assert found[name] == pytest.approx(0.6)
+    assert found["generate/stop_ratio"] == 1.0
+    assert (found["generate/samples"], found["generate/failed_samples"]) == (16, 6)
+
+
+def test_a_sample_that_failed_counts_in_no_mean() -> None:
+    found = metrics(group([1.0, 0.5, 0.0], ".x."), group([0.0, 0.0, 0.0], "x.."))
+    assert found["reward/avg_raw_reward"] == 0.25
+    assert found["reward/avg_pass_at_3"] == 0.5
+    assert found["environment/right"] == 0.25
+    histogram = batch_histograms(Batch(1, [group([1.0, 0.5, 0.0], ".x.")], 1))["reward"]
+    assert histogram is not None
+    assert sum(histogram.counts) == 2
+
+
+def test_what_no_sample_has_is_left_out() -> None:
+    found = metrics(group([0.0, 0.0], "xx"))
+    assert not [name for name in found if name.startswith(("reward/", "environment/"))]
+    assert "generate/stop_ratio" not in found
+    assert "generate/avg_tokens_zero_rewards" not in found
+    assert found["generate/avg_num_tokens"] == 4
+    assert batch_histograms(Batch(1, [group([0.0, 0.0], "xx")], 1))["reward"] is None
+
+
+def test_a_sample_that_the_reward_model_cannot_score_counts_in_no_mean() -> None:
+    judged = JudgedRewards(1.0, -10.0, 10.0).complete(group([0.0, 0.0, 0.0]), [3.0, None, 1.0])
+    assert judged.rewards == [3.0, 2.0, 1.0]
+    assert judged.own_rewards == [3.0, 1.0]
+    assert metrics(judged)["reward/avg_raw_reward"] == 2.0
+    assert filter_values(judged, [REWARD_MODEL]) == [3.0, 2.0, 1.0]
+
+
+def test_a_failed_sample_makes_no_group_worth_training() -> None:
+    right = [{"right": 0.1}, {}, {"right": 0.1}, {"right": 0.1}]
+    assert not varied(filter_values(group([0.0] * 4, ".x..", env_metrics=right), ["right"]))
+    assert varied(filter_values(group([0.0] * 4, ".x..", env_metrics=[*right[:3], {"right": 0.2}]), ["right"]))
+    judged = JudgedRewards(1.0, -10.0, 10.0).complete(group([0.0] * 4), [0.1, None, 0.1, 0.1])
+    assert not varied(judged.rewards)
+
+
+def of_rows(rewards: list[float], rows: list[int]) -> GroupMeta:
+    """A group as a worker reports it: ten tokens a row."""
+    return GroupMeta(
+        group_id="g00000001", kind="train", replica=0, path="", rewards=rewards, lengths=[10] * sum(rows),
+        response_lengths=[4 * count for count in rows], stop_reasons=["stop"] * len(rewards), oldest_version=0,
+        newest_version=0, data_source="letters", seconds=1.0, env_metrics=[{"tries": float(count)} for count in rows],
+        rows=rows,
+    )  # fmt: skip
+
+
+GROUPS = [of_rows([1.0, 0.0], [3, 1]), of_rows([0.0, 0.0], [1, 5])]
+
+
+def test_metrics_are_means_over_samples() -> None:
+    found = batch_metrics(Batch(1, GROUPS, 2))
+    assert found["reward/avg_raw_reward"] == 0.25
+    assert found["reward/avg_pass_at_2"] == 0.5
+    assert found["environment/tries"] == 2.5
+    assert (found["generate/samples"], found["generate/rows"]) == (4, 10)
+    assert (found["generate/avg_num_tokens"], found["generate/max_num_tokens"]) == (10, 20)
+    assert found["generate/avg_tokens_non_zero_rewards"] == 12
+
+
+def test_scores_are_means_over_samples() -> None:
+    found = scores(GROUPS)
+    assert (found["eval/all/avg_score"], found["eval/all/pass_at_2"], found["eval/all/pass_at_1"]) == (0.25, 0.5, 0.25)
+
+
+def test_dynamic_sampling_judges_samples() -> None:
+    sampling = DynamicSampling(DynamicSamplingConfig(type="filter"))
+    assert [sampling.keeps(meta) for meta in GROUPS] == [True, False]
+
+
+def test_a_batch_file_says_which_rows_belong_to_which_sample() -> None:
+    batch = Batch.from_json(Batch(1, GROUPS, 2).to_json())
+    assert [meta.owners for meta in batch.groups] == [[0, 0, 0, 1], [0, 1, 1, 1, 1, 1]]
+    without = {name: value for name, value in GROUPS[0].to_json().items() if name != "rows"}
+    assert GroupMeta.from_json(without).owners == [0, 1], "files of before have a row for each sample"
