@@ -82,7 +82,11 @@ class Source:
 
     def exists(self) -> bool:
         """Return whether it lies on this machine, or has a name that the hub may know."""
-        return self._place()[0].exists() or self._is_on_hub()
+        return self.is_here() or self._is_on_hub()
+
+    def is_here(self) -> bool:
+        """Return whether it lies on this machine, elsewhere than in the hub's cache."""
+        return self._place()[0].exists()
 
     def rows(self) -> Iterator[Any]:
         """Yield the rows of all files, whatever they hold.
@@ -104,7 +108,7 @@ class Source:
         Raises:
             DataError: it cannot be read.
         """
-        if not self._place()[0].exists():
+        if not self.is_here():
             return None
         counts = [_count(path) for path in self.files()]
         return None if None in counts else sum(count or 0 for count in counts)
