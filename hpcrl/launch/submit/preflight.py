@@ -17,7 +17,7 @@ from typing import Any
 
 from hpcrl.config import Config, total_steps
 from hpcrl.config.adapters import adapters
-from hpcrl.config.derive import has_engines, is_offline, policy_model, steps_per_epoch
+from hpcrl.config.derive import is_offline, policy_model, steps_per_epoch
 from hpcrl.config.errors import Problem, raise_together
 from hpcrl.config.families import is_diffusion, moves_by_flow
 from hpcrl.config.import_path import missing_packages
@@ -26,7 +26,7 @@ from hpcrl.config.sections.alerts import AlertsConfig
 from hpcrl.config.sections.environment import CLASSIFIER
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.data.chat import chat_template
-from hpcrl.data.datasets import load_dataset
+from hpcrl.data.datasets import load_dataset, prompt_datasets
 from hpcrl.data.pi05.statistics import statistics_of
 from hpcrl.data.pipelines.source import PipelineSource
 from hpcrl.data.prompts import count_aside, data_sources
@@ -54,7 +54,6 @@ from hpcrl.launch.submit.vision import check_vision
 from hpcrl.network import public_address
 from hpcrl.rundir.commit import is_committed
 from hpcrl.rundir.layout import Run, step_of
-from hpcrl.types import Kind
 
 _MODEL_PATHS = ("trainer.policy.model.path", "trainer.critic.model.path")
 _MOST_SHOWN = 20
@@ -225,13 +224,7 @@ def _of_datasets(config: Config) -> tuple[list[Problem], list[str]]:
     offline = is_offline(config.trainer)
     if offline:
         problems, warnings = _of_rows(config)
-    training: tuple[Kind, ...] = ("train",) if data.test_size is None else ("train", "eval")
-    sources: tuple[tuple[str, list[str], tuple[Kind, ...]], ...] = (
-        ("data.train_data", [] if offline else data.train_data, training),
-        ("data.val_data", data.val_data if config.trainer.eval_interval > 0 and not offline else [], ("eval",)),
-        ("data.val_prompts", data.val_prompts if has_engines(config) else [], ("eval",)),
-    )
-    for name, paths, kinds in sources:
+    for name, paths, kinds in prompt_datasets(config):
         for path in paths:
             if not Source(path).exists():
                 problems.append(Problem(name, f"no file {path}"))
