@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
@@ -101,9 +101,8 @@ def _of_datasets(config: Config) -> Iterator[Input]:
         sources["data.val_prompts"] = [Source(path) for path in data.val_prompts]
     for setting, those in sources.items():
         for source in those:
-            with suppress(
-                DataError, ModuleNotFoundError
-            ):  # without huggingface_hub, what is on the hub is not seen here
+            # a machine without huggingface_hub does not see what is on the hub
+            with suppress(DataError, ModuleNotFoundError):
                 yield from (Input(setting, path.absolute(), False) for path in source.files())
 
 
@@ -136,9 +135,8 @@ def _files_of_model(folder: Path) -> list[Path]:
 def note_inputs(run: Run, config: Config, progress: Callable[[], object]) -> None:
     """Note the files that the attempts of a run read, as they are now."""
     inputs = inputs_of(config)
-    status = {
-        name: each.status() for name, each in inputs.items()
-    }  # before they are read: who changes one now is found later
+    # before they are read, so that a change meanwhile is found later
+    status = {name: each.status() for name, each in inputs.items()}
     digests = _digests(inputs, progress)
     noted = {
         name: {"setting": each.setting, "digest": digests[name], "status": status[name]}
@@ -188,7 +186,13 @@ def changed_inputs(
     settings = {name: each["setting"] for name, each in noted.items()} | {
         name: each.setting for name, each in now.items()
     }
-    return [f"{name} ({settings[name]}) {became[name]}" for name in sorted(became)]
+    both = [name for name in noted if name in now], [name for name in now if name in noted]
+    moved = [] if both[0] == both[1] else [f"the order of the files, from {_first_moved(*both)} on, was changed"]
+    return [*(f"{name} ({settings[name]}) {became[name]}" for name in sorted(became)), *moved]
+
+
+def _first_moved(before: Sequence[str], now: Sequence[str]) -> str:
+    return next(name for name, other in zip(now, before, strict=True) if name != other)
 
 
 def _is_unseen(name: str, now: Iterable[str]) -> bool:

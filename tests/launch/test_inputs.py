@@ -172,6 +172,23 @@ def test_a_file_whose_status_is_the_same_is_read_by_verify_alone(tmp_path: Path,
     assert changed_inputs(run, config, reread=True) == [f"{train} (data.train_data) was changed"]
 
 
+def test_files_of_a_dataset_in_another_order_are_others(tmp_path: Path, files: Path) -> None:
+    folder = files / "rows"
+    folder.mkdir()
+    for name in ("a", "b"):
+        write_rows(folder / f"{name}.jsonl", 10)
+
+    def name_files(text: str) -> None:
+        (folder / "README.md").write_text(f"---\nconfigs:\n- config_name: x\n  data_files: {text}\n---\n")
+
+    name_files("[a.jsonl, b.jsonl]")
+    run = ended(tmp_path, *names(files), f"data.train_data=[{folder}]")
+    begin(run)
+    name_files("[b.jsonl, a.jsonl]")
+    with pytest.raises(DataError, match=f"the order of the files, from {folder}/b.jsonl on, was changed"):
+        begin(run)
+
+
 def test_large_weights_are_compared_by_parts(tmp_path: Path, files: Path) -> None:
     weights = files / "model" / "model.safetensors"
     os.truncate(weights, 200 << 20)
