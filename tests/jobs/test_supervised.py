@@ -93,7 +93,7 @@ def test_fewer_rows_than_a_batch_fill_it_with_those_of_the_next_epochs(place: Pa
     rows, seed = rows_of(run), Config.from_toml([run.config]).trainer.seed
     stream = PromptStream(1000, BATCH, seed, seed, drop_last=False)
     assert rows == [stream.row(index) for index in range(2 * BATCH)]
-    assert sorted(rows[:1000]) == list(range(1000)), "each once before one comes again"
+    assert set(rows[:1000]) == set(range(1000)), "each once before one comes again"
 
 
 @pytest.mark.faults_slow
