@@ -81,9 +81,9 @@ UNREAD = "  columns that nothing reads: "
 @pytest.mark.parametrize(
     ("experiment", "row", "unread"),
     [
-        ("sft_tiny", {**talk("a", "b"), "system": "Be brief.", "tools": None, "images": None, "id": 3}, ["system", "id"]),
+        ("sft_tiny", {**talk("a", "b"), "note": "Be brief.", "tools": None, "images": None, "id": 3}, ["note", "id"]),
         ("sft_tiny", talk("a", "b"), []),
-        ("dpo_tiny", {"prompt": "a", "chosen": "b", "rejected": "c", "system": "Be brief.", "margin": 1}, ["system", "margin"]),
+        ("dpo_tiny", {"prompt": "a", "chosen": "b", "rejected": "c", "note": "Be brief.", "margin": 1}, ["note", "margin"]),
         ("reward_model_tiny", {"prompt": "a", "chosen": "b", "rejected": "c", "margin": 1, "source": "x"}, ["source"]),
     ],
 )  # fmt: skip
