@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from hpcrl.cli._common import positive, split
 from hpcrl.text import one_line, printable
 
 if TYPE_CHECKING:
+    from hpcrl.config import Config
     from hpcrl.data.conversations import Renderer, Tokens
     from hpcrl.data.pipelines.pictures import PictureRenderer
     from hpcrl.data.sources import Source
@@ -22,7 +23,7 @@ _OF_PAIR = (", chosen", ", rejected")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    text = "count the rows or pairs of the datasets of a run that learns from them, say how long they are and what would be left out, and show some"
+    text = "count the rows, pairs or prompts of the datasets of a run, say how long they are, what would be left out and which columns nothing reads, and show some rows that are trained"
     check = commands.add_parser("check", help=text, description=text[0].upper() + text[1:] + ".")
     check.add_argument(
         "settings", nargs="+", metavar="FILE|KEY=VALUE", help="TOML files and overrides, later ones over earlier ones"
@@ -35,16 +36,56 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _check(arguments: argparse.Namespace) -> int:
     from hpcrl.config import Config
     from hpcrl.config.derive import is_offline
-    from hpcrl.data.token_cache import TokenCache, key_of
-    from hpcrl.data.tokenize import Recipe, shared_facts, training_sources, validation_sources
-    from hpcrl.errors import ConfigError
-    from hpcrl.rundir.layout import root_of, token_cache
 
     config = Config.from_toml(*split(arguments.settings))
-    if not is_offline(config.trainer):
-        raise ConfigError(
-            'trainer.mode: the rows of reinforcement learning are checked by `hpcrl submit`, and shown by `hpcrl env try`; expected "sft", "dpo" or "reward_model"'
-        )
+    usable = _rows(config, arguments.n) if is_offline(config.trainer) else True
+    return 0 if _prompts(config) and usable else 1
+
+
+def _prompts(config: Config) -> bool:
+    """Print what becomes of datasets of prompts, and return whether a run could use them."""
+    from hpcrl.data.datasets import counted_prompts, load_dataset, prompt_datasets, unread_columns
+    from hpcrl.errors import DataError
+
+    sections, usable = (config.data, config.environment, config.generator.max_turns), True
+    named = [(path, kinds) for _, paths, kinds in prompt_datasets(config) for path in paths]
+    if not named:
+        return True
+    count, most = counted_prompts(config)
+    for path, kinds in named:
+        try:
+            prompts = load_dataset([path], kinds, *sections, own=True)
+            unread = unread_columns(prompts, kinds, *sections)
+        except DataError as error:
+            print(one_line(f"{path} cannot be used: {error}"))
+            usable = False
+            continue
+        lengths = sorted(map(count, prompts))
+        fitting = sum(length <= most for length in lengths)
+        print(one_line(f"{path}: {len(prompts):,} prompts, {len(prompts) - fitting:,} of them left out as too long"))
+        _show_lengths("prompt", lengths, f"trainer.max_prompt_length is {most:,}")
+        _show_unread(unread)
+        print()
+        usable &= fitting > 0
+    return usable
+
+
+def _show_lengths(what: str, lengths: list[int], most: str) -> None:
+    shares = [f"{share:.0%} have at most {lengths[int(share * (len(lengths) - 1))]:,}" for share in _SHARES]
+    print(f"  tokens per {what}: {', '.join(shares)}, the longest {lengths[-1]:,}; {most}")
+
+
+def _show_unread(columns: Sequence[str]) -> None:
+    if columns:
+        print(one_line(f"  columns that nothing reads: {', '.join(columns)}"))
+
+
+def _rows(config: Config, shown: int) -> bool:
+    """Print what becomes of datasets whose rows are trained, and return whether a run could use them."""
+    from hpcrl.data.token_cache import TokenCache, key_of
+    from hpcrl.data.tokenize import Recipe, shared_facts, training_sources, validation_sources
+    from hpcrl.rundir.layout import root_of, token_cache
+
     recipe, usable = Recipe.of(config), True
     sources = training_sources(config.data)
     if config.trainer.eval_interval > 0:
@@ -54,27 +95,30 @@ def _check(arguments: argparse.Namespace) -> int:
         TokenCache(token_cache(root_of(config.slurm.root))) if config.data.cache else None,
     )
     for source in sources:
-        usable &= _dataset(source, recipe, renderer, arguments.n)
+        usable &= _dataset(source, recipe, renderer, shown)
         if cache:
             folder = cache.folder / (key := key_of(shared_facts(source, recipe)))
             print(
                 f"  {'kept in' if cache.record(key) else 'not kept yet; the first run that makes these tokens keeps them in'} {folder}"
             )
         print()
-    return 0 if usable else 1
+    return usable
 
 
 def _dataset(source: Source, recipe: Recipe, renderer: Renderer | PictureRenderer, shown: int) -> bool:
     """Print what becomes of a dataset, and return whether a run could use it."""
+    from hpcrl.data.datasets import WatchedRow
     from hpcrl.data.tokenize import Counts, fitted
     from hpcrl.errors import DataError
 
     counts, lengths, errors = Counts(), list[int](), list[str]()
+    columns, read = dict[str, None](), set[str]()
     first: list[tuple[int, list[Tokens]]] = []
     folder = source.files()[0].parent
     for at, row in enumerate(source.rows()):
         try:
-            sequences = renderer.sequences(row, folder)
+            columns |= dict.fromkeys(row if isinstance(row, dict) else ())
+            sequences = renderer.sequences(WatchedRow(row, read) if isinstance(row, dict) else row, folder)
             lengths.append(max(len(tokens.token_ids) for tokens in sequences))
             kept = fitted(sequences, recipe, counts)
         except DataError as error:
@@ -88,8 +132,8 @@ def _dataset(source: Source, recipe: Recipe, renderer: Renderer | PictureRendere
         most = (
             "trainer.max_length is" if recipe.pictures is None else "with max_prompt_length and a noise level at most"
         )
-        shares = [f"{share:.0%} have at most {lengths[int(share * (len(lengths) - 1))]:,}" for share in _SHARES]
-        print(f"  tokens per row: {', '.join(shares)}, the longest {lengths[-1]:,}; {most} {recipe.longest:,}")
+        _show_lengths("row", lengths, f"{most} {recipe.longest:,}")
+        _show_unread([name for name in columns if name not in read])
     for error in errors[:_ERRORS_SHOWN]:
         print(one_line(f"  cannot be used: {error}"))
     if len(errors) > _ERRORS_SHOWN:

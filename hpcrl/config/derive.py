@@ -378,19 +378,22 @@ def max_replicas(config: ConfigTree) -> int:
     return config.generator.inference_engine.num_engines + config.slurm.elastic.replicas
 
 
-def steps_per_epoch(n_prompts: int, batch_size: int) -> int:
-    """Return the full batches of `batch_size` prompts in `n_prompts`; a remainder is not trained.
+def steps_per_epoch(n_prompts: int, batch_size: int, drop_last: bool = True) -> int:
+    """Return the full batches of `batch_size` prompts in `n_prompts`, or 1 where a batch has several epochs.
+
+    Args:
+        drop_last: data.drop_last: a remainder is not trained.
 
     Raises:
-        DataError: there is not one full batch.
+        DataError: there is not one full batch, and none may have several epochs.
     """
-    if n_prompts < batch_size:
+    if n_prompts < (batch_size if drop_last else 1):
         raise DataError(
             f"data.train_data has {n_prompts} usable prompts, fewer than trainer.train_batch_size = {batch_size}; lower "
             "train_batch_size, add data, or raise trainer.max_prompt_length (trainer.max_length where trainer.mode is not rl) if some were dropped "
             "as too long"
         )
-    return n_prompts // batch_size
+    return max(1, n_prompts // batch_size)
 
 
 def surplus_groups(trainer: TrainerConfig) -> int:
@@ -432,8 +435,13 @@ def total_steps(n_prompts: int, trainer: TrainerConfig, drop_last: bool = True) 
         drop_last: data.drop_last.
 
     Raises:
-        DataError: `n_prompts` do not fill one batch.
+        DataError: `n_prompts` do not fill one batch, or all epochs together do not.
     """
-    full = steps_per_epoch(n_prompts, trainer.train_batch_size)
+    full = steps_per_epoch(n_prompts, trainer.train_batch_size, drop_last)
     steps = trainer.epochs * full if drop_last else trainer.epochs * n_prompts // trainer.train_batch_size
+    if not steps:
+        raise DataError(
+            f"data.train_data has {n_prompts} usable prompts, and trainer.epochs = {trainer.epochs} of them do not fill one batch of "
+            f"trainer.train_batch_size = {trainer.train_batch_size}; lower it, or raise trainer.epochs"
+        )
     return steps if trainer.max_steps is None else min(steps, trainer.max_steps)

@@ -47,7 +47,7 @@ class PromptStream:
         drop_last: whether an epoch leaves out what does not fill its last batch; otherwise the next epoch begins in that batch.
 
     Raises:
-        DataError: the dataset does not fill one batch.
+        DataError: the dataset does not fill one batch, which may not have several epochs.
     """
 
     n_prompts: int
@@ -57,11 +57,11 @@ class PromptStream:
     drop_last: bool = True
 
     def __post_init__(self) -> None:
-        steps_per_epoch(self.n_prompts, self.batch_size)
+        steps_per_epoch(self.n_prompts, self.batch_size, self.drop_last)
 
     @property
     def steps_per_epoch(self) -> int:
-        return steps_per_epoch(self.n_prompts, self.batch_size)
+        return steps_per_epoch(self.n_prompts, self.batch_size, self.drop_last)
 
     @property
     def _of_epoch(self) -> int:

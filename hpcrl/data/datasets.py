@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 from hpcrl.config import Config, DataConfig, EnvironmentConfig
-from hpcrl.config.derive import policy_model, reward_weights
+from hpcrl.config.derive import has_engines, is_offline, policy_model, reward_weights
 from hpcrl.config.families import is_diffusion, moves_by_flow
 from hpcrl.config.reward_model import is_rewarded_later, uses_reward_service
 from hpcrl.data.chat import token_counter, without_torch
@@ -22,6 +22,64 @@ from hpcrl.envs.rewards.response import truth_of
 from hpcrl.envs.rewards.weighted import GROUND_TRUTHS
 from hpcrl.errors import DataError
 from hpcrl.types import Kind, Prompt
+
+
+class WatchedRow(Mapping[str, Any]):
+    """A row that notes which of its columns are read.
+
+    Args:
+        read: gets their names, all where the row is copied or gone through.
+    """
+
+    def __init__(self, row: Mapping[str, Any], read: set[str]) -> None:
+        self._row, self._read = row, read
+
+    def __getitem__(self, name: str) -> Any:
+        self._read.add(name)
+        return self._row[name]
+
+    def __iter__(self) -> Iterator[str]:
+        self._read.update(self._row)
+        return iter(self._row)
+
+    def __len__(self) -> int:
+        return len(self._row)
+
+
+def prompt_datasets(config: Config) -> list[tuple[str, list[str], tuple[Kind, ...]]]:
+    """Return the datasets of prompts that a run reads: the setting, its paths, and what their rows serve."""
+    data, offline = config.data, is_offline(config.trainer)
+    training: tuple[Kind, ...] = ("train",) if data.test_size is None else ("train", "eval")
+    return [
+        ("data.train_data", [] if offline else data.train_data, training),
+        ("data.val_data", data.val_data if config.trainer.eval_interval > 0 and not offline else [], ("eval",)),
+        ("data.val_prompts", data.val_prompts if has_engines(config) else [], ("eval",)),
+    ]
+
+
+def unread_columns(
+    prompts: Sequence[Prompt], kinds: Sequence[Kind], data: DataConfig, environment: EnvironmentConfig, max_turns: int
+) -> list[str]:
+    """Return the columns of prompts that neither hpcrl nor what plays or scores them reads; code of a user's may read all.
+
+    Args:
+        kinds, max_turns: as of `load_dataset`.
+
+    Raises:
+        DataError: an environment cannot use a row.
+    """
+    weights = [reward_weights(environment, kind) for kind in kinds]
+    if any(":" in name for rewards in weights for name in rewards):
+        return []
+    read = {"reward_spec", "tools", data.image_column, data.video_column, data.response_column}
+    extras_of_all, found = common_extras(environment, max_turns), dict[str, None]()
+    for prompt in prompts:
+        found |= dict.fromkeys(prompt.extras)
+        if ":" in prompt.env_class:
+            read |= prompt.extras.keys()
+        elif prompt.env_class and are_played(environment, kinds):
+            environment_class(prompt.env_class)(WatchedRow({**extras_of_all, **prompt.extras}, read))
+    return [name for name in found if name not in read]
 
 
 def load_dataset(

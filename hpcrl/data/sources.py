@@ -1,8 +1,7 @@
 """Where the rows of a dataset come from: a file, a folder of files, a folder of Hugging Face's `datasets`, or a dataset on its hub.
 
 A location is a path or, where there is no such path, the name of a dataset on the hub, <owner>/<name>; behind either may stand a split,
-`openai/gsm8k:train`. Of a folder and of the hub, the splits are those that the front matter of its README.md names, or else what names of
-files and folders begin with (`train-00000-of-00004.parquet`, `train/0.jsonl`).
+`openai/gsm8k:train`. Splits of a folder, on the hub too, are found as `datasets` finds them (hpcrl/data/hub/splits.py).
 
 What is on the hub is downloaded into its cache once (HF_HOME, on a filesystem that the nodes share) and found there afterwards, also without
 network; with HF_HUB_OFFLINE=1 nobody asks the hub.
@@ -10,7 +9,6 @@ network; with HF_HUB_OFFLINE=1 nobody asks the hub.
 
 from __future__ import annotations
 
-import fnmatch
 import json
 import os
 import re
@@ -21,23 +19,32 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
+from hpcrl.data.hub.splits import (
+    README,
+    chosen_subset,
+    covering,
+    default_patterns,
+    files_of_split,
+    names_below,
+    of_one_kind,
+)
 from hpcrl.errors import DataError
 from hpcrl.rundir.commit import parse_json
 
 if TYPE_CHECKING:
     from pyarrow import RecordBatch
+    from pyarrow.parquet import ParquetFile
 
 # Arrow's own memory pool keeps some 15 MiB of what it has read; it is chosen when pyarrow is imported
 os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
 
-_ROWS_AT_ONCE = 1024
+_ROWS_AT_ONCE, _BYTES_AT_ONCE = 128, 16 << 20
+_BUFFER = 1 << 20  # bytes of each column of a parquet file
 _COUNTED_BYTES = 256 << 20
 _HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _SPLIT = re.compile(r"(.+):([\w.-]+)")
 _KNOWN_SPLITS = ("train", "validation", "valid", "val", "dev", "test", "eval")
-_README, _SAVED, _SAVED_SPLITS = "README.md", "state.json", "dataset_dict.json"
+_SAVED, _SAVED_SPLITS = "state.json", "dataset_dict.json"
 
 
 @dataclass(frozen=True)
@@ -75,7 +82,11 @@ class Source:
 
     def exists(self) -> bool:
         """Return whether it lies on this machine, or has a name that the hub may know."""
-        return self._place()[0].exists() or self._is_on_hub()
+        return self.is_here() or self._is_on_hub()
+
+    def is_here(self) -> bool:
+        """Return whether it lies on this machine, elsewhere than in the hub's cache."""
+        return self._place()[0].exists()
 
     def rows(self) -> Iterator[Any]:
         """Yield the rows of all files, whatever they hold.
@@ -97,7 +108,7 @@ class Source:
         Raises:
             DataError: it cannot be read.
         """
-        if not self._place()[0].exists():
+        if not self.is_here():
             return None
         counts = [_count(path) for path in self.files()]
         return None if None in counts else sum(count or 0 for count in counts)
@@ -140,84 +151,63 @@ class Source:
                     f"`hf download --repo-type dataset {self._name()}`, with HF_HOME on a filesystem that they share"
                 ) from error
 
-        folder = fetch([_README])
-        named = self._named_patterns(folder, split)
-        return fetch([_README, *(named or [f"*{suffix}" for suffix in READERS])])
+        with self._named_in_errors():
+            named = chosen_subset(fetch([README]), self.subset)
+            wanted = [f"**/*{suffix}" for suffix in READERS]
+            if named is not None and named.splits is not None:
+                wanted = named.splits[self._chosen(split, named.splits)]
+        return fetch([README, *covering(wanted, named.folder if named else "")])
 
     def _of_folder(self, folder: Path, split: str | None) -> list[Path]:
-        if (folder / _SAVED_SPLITS).is_file():
-            splits = _read_object(folder / _SAVED_SPLITS)["splits"]
-            folder = folder / self._chosen(split, splits)
-        if (folder / _SAVED).is_file():  # Dataset.save_to_disk
-            return [folder / entry["filename"] for entry in _read_object(folder / _SAVED)["_data_files"]]
-        if patterns := self._named_patterns(folder, split):
-            return self._matching(folder, patterns)
-        root = folder / self.subset if self.subset and (folder / self.subset).is_dir() else folder
-        files = [path for path in sorted(root.rglob("*")) if path.suffix in READERS and not _is_hidden(path, root)]
-        by_split = {
-            name: own for name in _KNOWN_SPLITS if (own := [path for path in files if _is_of(path, root, name)])
-        }
-        wanted = split or (self._chosen(None, by_split) if by_split else None)
-        if wanted:
-            files = by_split.get(wanted) or [path for path in files if _is_of(path, root, wanted)]
-        if not files:
-            raise DataError(f"dataset {self.location}: {root} has no {', '.join(READERS)} files of split {wanted}")
-        return files
+        with self._named_in_errors():
+            if (folder / _SAVED_SPLITS).is_file():
+                folder = folder / self._chosen(split, _read_object(folder / _SAVED_SPLITS)["splits"])
+            if (folder / _SAVED).is_file():  # Dataset.save_to_disk
+                return [folder / entry["filename"] for entry in _read_object(folder / _SAVED)["_data_files"]]
+            root, patterns = self._patterns(folder)
+            names = names_below(root)
+            by_split = patterns or default_patterns(names)
+            wanted = self._chosen(split, by_split)
+            found = files_of_split(names, by_split[wanted])
+            if patterns is None:
+                found = of_one_kind(found)
+        unread = [name for name in found if Path(name).suffix not in READERS]
+        if unread or not found:
+            what = (
+                f"{unread[0]}, which hpcrl does not read"
+                if unread
+                else f"no file that matches {', '.join(by_split[wanted])}"
+            )
+            raise DataError(
+                f"dataset {self.location}: split {wanted} of {root} has {what}; expected {', '.join(READERS)} files"
+            )
+        return [root / name for name in found]
+
+    def _patterns(self, folder: Path) -> tuple[Path, Mapping[str, Sequence[str]] | None]:
+        """Return the folder of the subset, and the patterns of its splits; None: names of files say which split they are of."""
+        named = chosen_subset(folder, self.subset)
+        if named is not None:
+            return folder / named.folder, named.splits
+        if self.subset and not (folder / self.subset).is_dir():
+            raise DataError(
+                f"it has no subset {self.subset!r}: neither does its {README} name subsets, nor is there such a folder"
+            )
+        return folder / (self.subset or ""), None
+
+    @contextmanager
+    def _named_in_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except DataError as error:
+            raise DataError(f"dataset {self.location}: {error}") from error
 
     def _chosen(self, split: str | None, there: Sequence[str] | Mapping[str, Any]) -> str:
         names = list(there)
         wanted = split or (names[0] if len(names) == 1 else self.split)
         if wanted not in names:
             what = f"it has no split {wanted!r}" if wanted else "it has several splits"
-            raise DataError(
-                f"dataset {self.location}: {what}; name one of {', '.join(names)} as {self._name()}:{names[0]}"
-            )
+            raise DataError(f"{what}; name one of {', '.join(names)} as {self._name()}:{names[0]}")
         return wanted
-
-    def _named_patterns(self, folder: Path, split: str | None) -> list[str]:
-        """Return the patterns of the files of the subset and the split, as the front matter of the README names them; none: it does not."""
-        readme = folder / _README
-        parts = readme.read_text(encoding="utf-8").split("---", 2) if readme.is_file() else []
-        try:
-            front = yaml.safe_load(parts[1]) if len(parts) == 3 and not parts[0].strip() else None
-        except yaml.YAMLError as error:
-            raise DataError(f"dataset {self.location}: the front matter of {readme} is no YAML: {error}") from error
-        configs = front.get("configs") if isinstance(front, dict) else None
-        if not configs:
-            return []
-        by_name = {config["config_name"]: config.get("data_files") for config in configs}
-        names = [name for name in by_name if name == (self.subset or "default")]
-        if not names and (self.subset or len(by_name) > 1):
-            raise DataError(
-                f"dataset {self.location}: no subset {self.subset!r}; set data.subset to one of {', '.join(by_name)}"
-            )
-        data_files = by_name[(names or list(by_name))[0]]
-        if isinstance(data_files, str) or (data_files and isinstance(data_files[0], str)):
-            data_files = [{"split": "train", "path": data_files}]
-        splits = {entry["split"]: entry["path"] for entry in data_files or ()}
-        if not splits:
-            return []
-        paths = splits[self._chosen(split, splits)]
-        return [paths] if isinstance(paths, str) else list(paths)
-
-    def _matching(self, folder: Path, patterns: Sequence[str]) -> list[Path]:
-        paths = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()}
-        found = [path for name, path in paths.items() if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)]
-        if not found or any(path.suffix not in READERS for path in found):
-            raise DataError(
-                f"dataset {self.location}: its README names {', '.join(patterns)}; expected files there that end with {', '.join(READERS)}"
-            )
-        return found
-
-
-def _is_hidden(path: Path, root: Path) -> bool:
-    return any(part.startswith((".", "_")) for part in path.relative_to(root).parts)
-
-
-def _is_of(path: Path, root: Path, split: str) -> bool:
-    """Return whether a file is of a split, by how its name, or that of a folder above it, begins."""
-    begins = re.compile(rf"{re.escape(split)}(?![A-Za-z])")
-    return any(begins.match(part) for part in path.relative_to(root).parts)
 
 
 def _count(path: Path) -> int | None:
@@ -242,8 +232,43 @@ def _read_parquet(path: Path) -> Iterator[Any]:
     import pyarrow.parquet as pq
 
     with _readable(path, "parquet"):
-        file = pq.ParquetFile(path, page_checksum_verification=True)
-        yield from _rows_of(file.iter_batches(_ROWS_AT_ONCE), path)
+        # pre_buffer would hold whole columns of a row group
+        file = pq.ParquetFile(path, page_checksum_verification=True, pre_buffer=False, buffer_size=_BUFFER)
+        groups = range(file.num_row_groups)
+        yield from _rows_of((batch for group in groups for batch in _batches_of(file, group)), path)
+
+
+def _batches_of(file: ParquetFile, group: int) -> Iterator[RecordBatch]:
+    """Yield the rows of a row group in batches of about `_BYTES_AT_ONCE`.
+
+    Its size is no bound: rows differ, and a dictionary has a repeated text once. A batch that is larger is read again in smaller ones, and so
+    is one that Arrow cannot hold: it divides a column of more than 2 GiB, and nothing nested can be divided.
+    """
+    from pyarrow import ArrowNotImplementedError
+
+    facts, done = file.metadata.row_group(group), 0
+    smaller, size = _fitting(facts.num_rows, facts.total_byte_size), 0
+    while smaller != size:
+        seen, size = 0, smaller
+        try:
+            for batch in file.iter_batches(size, row_groups=[group]):
+                seen += batch.num_rows
+                if seen <= done:
+                    continue
+                if batch.nbytes > 2 * _BYTES_AT_ONCE and size > 1:
+                    smaller = min(_fitting(batch.num_rows, batch.nbytes), size // 2)
+                    break
+                yield batch.slice(batch.num_rows - (seen - done))
+                done = seen
+        except ArrowNotImplementedError:
+            if size == 1:
+                raise
+            smaller = size // 2
+
+
+def _fitting(rows: int, size: int) -> int:
+    """Return how many of `rows` rows of together `size` bytes are read at once."""
+    return max(1, min(_ROWS_AT_ONCE, rows * _BYTES_AT_ONCE // max(1, size)))
 
 
 def _read_arrow(path: Path) -> Iterator[Any]:
@@ -257,10 +282,17 @@ def _read_arrow(path: Path) -> Iterator[Any]:
             content.seek(0)
             reader = pa.ipc.open_file(content)
             batches = (reader.get_batch(number) for number in range(reader.num_record_batches))
-        parts = (
-            batch.slice(start, _ROWS_AT_ONCE) for batch in batches for start in range(0, batch.num_rows, _ROWS_AT_ONCE)
-        )
-        yield from _rows_of(parts, path)
+        yield from _rows_of((part for batch in batches for part in _divided(batch)), path)
+
+
+def _divided(batch: RecordBatch) -> Iterator[RecordBatch]:
+    """Yield the rows of a batch in parts of at most `_BYTES_AT_ONCE`, or of one row."""
+    if batch.num_rows > 1 and (batch.num_rows > _ROWS_AT_ONCE or batch.nbytes > _BYTES_AT_ONCE):
+        half = batch.num_rows // 2
+        yield from _divided(batch.slice(0, half))
+        yield from _divided(batch.slice(half))
+    else:
+        yield batch
 
 
 def _rows_of(batches: Iterator[RecordBatch], path: Path) -> Iterator[Any]:
@@ -295,7 +327,7 @@ def _read_object(path: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise DataError(f"dataset {path.parent}: {path.name} cannot be read as JSON: {error}") from error
+        raise DataError(f"{path} cannot be read as JSON: {error}") from error
 
 
 def _read_json(path: Path) -> Iterator[Any]:

@@ -1,6 +1,7 @@
 """The datasets of a run that trains their rows: tokenized once, by the controller, into dataset/ of the run directory.
 
-A run trains what it read at its first start: later attempts find the tokens there, and look at the sources no more.
+A run trains what it read at its first start: later attempts find the tokens there, and read no rows of the sources. One that was changed stops
+them (hpcrl/launch/inputs.py).
 """
 
 from __future__ import annotations

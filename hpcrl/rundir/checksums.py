@@ -85,10 +85,15 @@ def require_unchanged(run: Run, progress: Callable[[], object] = lambda: None) -
         return
     # a container need not have the folder of modules that are a part of its image
     if changed := _changes(run, progress)[0]:
-        raise DataError(
-            f"{'; '.join(changed[:5])}{f'; {len(changed) - 5} more' if changed[5:] else ''}, since {run.name} was submitted or resumed. "
-            f"Put it back, or `hpcrl resume {run.name}` to go on with it as it is now"
-        )
+        raise refusal(run, changed)
+
+
+def refusal(run: Run, changed: Sequence[str]) -> DataError:
+    """Return the error of an attempt that does not begin, as files are others than those of the run."""
+    return DataError(
+        f"{'; '.join(changed[:5])}{f'; {len(changed) - 5} more' if changed[5:] else ''}, since {run.name} was submitted or resumed. "
+        f"Put it back, or `hpcrl resume {run.name}` to go on with it as it is now"
+    )
 
 
 def _of_run(run: Run, progress: Callable[[], object]) -> Iterator[Path]:

@@ -5,6 +5,7 @@
   config.<attempt>.toml            what it was up to this attempt, where `hpcrl resume` changed it after
   code/                            snapshot of hpcrl/ and jobs/ that this run uses
   slurm -> ../.slurm/<name>        submitit's folder: sbatch script, pickles, output of the batch script and of what no log has
+  inputs.json                      datasets, templates and models that attempts read, by their checksums (hpcrl/launch/inputs.py)
   submission.json                  job id, executor, overrides
   attempts.jsonl                   each start of the run
   outcomes/<attempt>.json          how that attempt ended
@@ -112,6 +113,10 @@ class Run:
     @property
     def checksums(self) -> Path:
         return self.path / "checksums.json"
+
+    @property
+    def inputs(self) -> Path:
+        return self.path / "inputs.json"
 
     @property
     def code(self) -> Path:

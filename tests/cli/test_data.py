@@ -75,9 +75,76 @@ def test_of_a_pair_both_answers_are_shown(tmp_path: Path, capsys: pytest.Capture
     assert "cannot be used: row 1: expected a list of chat messages, found 3" in said
 
 
-def test_prompts_are_not_checked_here(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["data", "check", str(CONFIGS / "quickstart.toml")]) != 0
-    assert "trainer.mode" in capsys.readouterr().err
+UNREAD = "  columns that nothing reads: "
+
+
+@pytest.mark.parametrize(
+    ("experiment", "row", "unread"),
+    [
+        ("sft_tiny", {**talk("a", "b"), "note": "Be brief.", "tools": None, "images": None, "id": 3}, ["note", "id"]),
+        ("sft_tiny", talk("a", "b"), []),
+        ("dpo_tiny", {"prompt": "a", "chosen": "b", "rejected": "c", "note": "Be brief.", "margin": 1}, ["note", "margin"]),
+        ("reward_model_tiny", {"prompt": "a", "chosen": "b", "rejected": "c", "margin": 1, "source": "x"}, ["source"]),
+    ],
+)  # fmt: skip
+def test_columns_that_nothing_reads_are_listed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], experiment: str, row: dict, unread: list[str]
+) -> None:
+    settings = ["data.margin_column=margin"] if experiment == "reward_model_tiny" else []
+    assert check(tmp_path / "rows.jsonl", [row, row], *settings, experiment=str(CONFIGS / f"{experiment}.toml")) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert [line for line in said if line.startswith(UNREAD)] == [UNREAD + ", ".join(unread)] * bool(unread)
+
+
+PROMPT = {
+    "prompt": "sort: ba",
+    "reward_spec": {"ground_truth": "ab"},
+    "low": 1,
+    "high": 7,
+    "difficulty": "easy",
+    "data_source": "x",
+}
+
+
+@pytest.mark.parametrize(
+    ("settings", "unread"),
+    [
+        (["environment.env_class=sort_letters"], ["low", "high", "difficulty"]),
+        (["environment.env_class=guess_number", "generator.max_turns=3"], ["difficulty"]),
+        (["environment.env_class=", "environment.reward_function={single_choice=1}"], ["low", "high", "difficulty"]),
+        (["environment.env_class=", "environment.reward_function={'own_reward:all_columns'=1}"], []),
+        (["environment.env_class=own_reward:Mine"], []),
+        (["data.response_column=difficulty"], ["low", "high"]),
+    ],
+)  # fmt: skip
+def test_columns_of_prompts_go_to_what_scores_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], settings: list[str], unread: list[str]
+) -> None:
+    (tmp_path / "own_reward.py").write_text(OWN)
+    row = PROMPT | {"reward_spec": {"ground_truth": "3" if "guess_number" in settings[0] else "ab"}}
+    given = [f"python_path=[{tmp_path}]", *settings]
+    assert check(tmp_path / "rows.jsonl", [row, row], *given, experiment=str(CONFIGS / "quickstart.toml")) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == f"{tmp_path}/rows.jsonl: 2 prompts, 0 of them left out as too long"
+    assert said[1].startswith("  tokens per prompt: 50% have at most 6")
+    assert [line for line in said if line.startswith(UNREAD)] == [UNREAD + ", ".join(unread)] * bool(unread)
+
+
+OWN = """
+def all_columns(response, environment):
+    return float(response.extras["low"])
+
+class Mine:
+    def __init__(self, extras):
+        self.extras = extras
+    init = step = close = print
+"""
+
+
+def test_prompts_that_cannot_be_used_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [PROMPT, {"prompt": "sort: ba"}]
+    assert check(tmp_path / "rows.jsonl", rows, experiment=str(CONFIGS / "quickstart.toml")) == 1
+    assert f"{tmp_path}/rows.jsonl cannot be used: dataset {tmp_path}/rows.jsonl, row uid 1" in capsys.readouterr().out
 
 
 def test_says_whether_the_tokens_are_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -53,6 +53,18 @@ def test_steps_drop_the_remainder_and_stop_at_max_steps() -> None:
 def test_too_few_prompts_are_an_error_that_names_both_numbers() -> None:
     with pytest.raises(DataError, match=r"has 7 usable prompts.* trainer.train_batch_size = 8"):
         steps_per_epoch(7, 8)
+    with pytest.raises(DataError, match="has 0 usable prompts"):
+        steps_per_epoch(0, 8, drop_last=False)
+
+
+def test_few_prompts_fill_a_batch_with_those_of_further_epochs() -> None:
+    trainer = config(trainer={"train_batch_size": 8, "policy_mini_batch_size": 8, "epochs": 3}).trainer
+    assert total_steps(3, trainer, drop_last=False) == 1, "9 prompts"
+    assert steps_per_epoch(3, 8, drop_last=False) == 1
+    with pytest.raises(
+        DataError, match=r"trainer.epochs = 3 of them do not fill one batch of trainer.train_batch_size = 8"
+    ):
+        total_steps(2, trainer, drop_last=False)
 
 
 def test_ranks_and_replicas() -> None:

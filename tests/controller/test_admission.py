@@ -270,5 +270,7 @@ def test_stream_is_a_permutation_per_epoch_and_stable() -> None:
     whole = PromptStream(10, 3, 1, 1, drop_last=False)
     assert [sorted(whole.row(10 * epoch + i) for i in range(10)) for epoch in range(3)] == [list(range(10))] * 3
     assert [whole.epoch(index) for index in (9, 10, 19, 20)] == [0, 1, 1, 2]
+    few = PromptStream(2, 5, 1, None, drop_last=False)
+    assert [few.row(index) for index in range(10)] == [0, 1] * 5
     with pytest.raises(DataError, match="train_batch_size = 3"):
         PromptStream(n_prompts=2, batch_size=3, seed=1, order_seed=1)

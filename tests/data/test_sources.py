@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -47,6 +48,52 @@ def test_an_arrow_file_with_a_footer(tmp_path: Path) -> None:
     assert list(Source(str(tmp_path / "rows.arrow")).rows()) == ROWS
 
 
+READ_ALL = """
+import resource, sys
+from hpcrl.data.sources import Source
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+lengths = [len(row["messages"][0]["content"]) for row in Source(sys.argv[1]).rows()]
+print(len(lengths), sum(lengths), (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10)
+"""
+
+
+def conversations(path: Path, sizes: dict[int, int], **options: Any) -> Path:
+    """Write one row group of conversations: by length of their text, how many."""
+    schema = pa.schema([("messages", pa.list_(pa.struct([("content", pa.string())])))])
+    with pq.ParquetWriter(path, schema, compression="zstd", write_statistics=False, **options) as file:
+        rows = [pa.Table.from_pylist([{"messages": [{"content": "a" * size}]}], schema) for size in sizes]
+        parts = [part for part, count in zip(rows, sizes.values(), strict=True) for _ in range(count)]
+        file.write_table(pa.concat_tables(parts), row_group_size=10**6)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "most_mb"),
+    [
+        # Arrow holds at most 2 GiB of a nested text in a batch; a row group says nothing of texts that its dictionary has once
+        ({2_200_000: 1000}, {}, 400),
+        ({1_000_000: 256}, {"use_dictionary": False, "write_batch_size": 4}, 300),
+    ],
+    ids=["more than 2 GiB", "large rows"],
+)
+def test_rows_are_read_in_batches_of_bytes(
+    tmp_path: Path, sizes: dict[int, int], options: dict[str, Any], most_mb: int
+) -> None:
+    path = conversations(tmp_path / "rows.parquet", sizes, **options)
+    done = subprocess.run([sys.executable, "-c", READ_ALL, str(path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    count, characters, peak_mb = map(int, done.stdout.split())
+    assert (count, characters) == (sum(sizes.values()), sum(size * count for size, count in sizes.items()))
+    assert peak_mb < most_mb
+
+
+def test_large_rows_between_small_ones_are_read_once_and_in_order(tmp_path: Path) -> None:
+    sizes = {10: 300, 3_000_000: 20, 11: 200}
+    path = conversations(tmp_path / "rows.parquet", sizes, use_dictionary=False, write_batch_size=1)
+    lengths = [len(row["messages"][0]["content"]) for row in Source(str(path)).rows()]
+    assert lengths == [size for size, count in sizes.items() for _ in range(count)]
+
+
 def test_what_datasets_has_saved(tmp_path: Path) -> None:
     for split, part in (("train", ROWS[:2000]), ("test", ROWS[2000:])):
         names = [write(tmp_path / split / f"data-{at:05d}-of-00002.arrow", part[at::2]).name for at in range(2)]
@@ -66,7 +113,7 @@ def test_what_datasets_has_saved(tmp_path: Path) -> None:
 def test_a_folder_of_files_has_the_splits_that_their_names_say(tmp_path: Path) -> None:
     write(tmp_path / "data" / "train-00000-of-00002.parquet", ROWS[:10])
     write(tmp_path / "data" / "train-00001-of-00002.parquet", ROWS[10:15])
-    write(tmp_path / "data" / "test.jsonl", ROWS[20:])
+    write(tmp_path / "data" / "test-00000-of-00001.jsonl", ROWS[20:])
     write(tmp_path / ".cache" / "train.jsonl", ROWS)
     assert list(Source(f"{tmp_path}:train").rows()) == ROWS[:15]
     assert list(Source(f"{tmp_path}:test").rows()) == ROWS[20:]
@@ -132,7 +179,7 @@ def test_a_dataset_of_the_hub_is_found_without_network(tmp_path: Path, monkeypat
     assert read("owner/rows", "main", "v1") == "7", "of another revision"
     assert read("owner/rows:test", "main") == "3"
     assert read("owner/rows", "other") == "2"
-    assert "no subset None; set data.subset to one of main, other" in read("owner/rows")
+    assert "it has several subsets; set data.subset" in read("owner/rows")
     assert "the hub does not give one of that name (revision main)" in read("owner/none")
 
 

@@ -84,6 +84,18 @@ def test_a_run_has_no_engines_evaluates_its_validation_sets_and_keeps_the_best_c
     assert (sample["row"], sample["parts"][1]["trained"]) == (rows_of(run)[BATCH], 6)
 
 
+def test_fewer_rows_than_a_batch_fill_it_with_those_of_the_next_epochs(place: Path) -> None:
+    few = place / "few.jsonl"
+    few.write_text("".join(json.dumps({"prompt": "sort: ba", "response": "ab"}) + "\n" for _ in range(1000)))
+    own = [f"data.train_data=[{few}]", f"data.val_data=[{few}]", "data.format=prompt_response"]
+    run = submit(place, "few", *own, "data.drop_last=false", "trainer.epochs=5", "trainer.ckpt_interval=1")
+    assert finish(run, 1) == "done", logs_of(run)
+    rows, seed = rows_of(run), Config.from_toml([run.config]).trainer.seed
+    stream = PromptStream(1000, BATCH, seed, seed, drop_last=False)
+    assert rows == [stream.row(index) for index in range(2 * BATCH)]
+    assert set(rows[:1000]) == set(range(1000)), "each once before one comes again"
+
+
 @pytest.mark.faults_slow
 def test_what_is_learned_is_evaluated_by_generating(place: Path) -> None:
     """Engines get the weights that are evaluated, and no others."""

@@ -20,7 +20,7 @@ class DataConfig:
     """With another trainer.mode than "rl": datasets of prompts that are evaluated as in reinforcement learning, by engines that generate and environments that score; empty: there are no engines."""
 
     subset: str | None = None
-    """Subset (configuration) of training datasets of several; unset: the only one, or the one that is called default."""
+    """Subset (configuration) of training datasets of several; unset: the only one, or the default: called so, or marked `default: true`."""
 
     revision: str | None = None
     """Branch, tag or commit of training datasets on the hub; unset: the main branch."""

@@ -32,6 +32,7 @@ from hpcrl.launch.agent.processes import NodeProcesses
 from hpcrl.launch.agent.start import BatchScript, NodeContext, await_attempt, listen, log_to
 from hpcrl.launch.agent.watchdog import Neighbours, Stall, Watchdog
 from hpcrl.launch.doctor.rooms import Sizes
+from hpcrl.launch.inputs import require_same_inputs
 from hpcrl.launch.nodes import Node, make_plan, needed_nodes
 from hpcrl.launch.requeue.epilogue import ended_before, settle
 from hpcrl.rundir.checksums import require_unchanged
@@ -344,10 +345,14 @@ def main(path: str, sizes: Sizes | None = None) -> None:
     log_to(run.log(attempt.number, f"agent-{context.index}"))
     message, host, agent = "the agent ended without an outcome; its log says why", "", None
     try:
-        if context.index == 0:
-            status = StatusWriter(run, "agent-0", attempt.number)  # the other nodes wait for it no longer than a minute
+        # the other nodes wait for it no longer than a minute
+        status = StatusWriter(run, "agent-0", attempt.number) if context.index == 0 else None
+        if status:
             require_unchanged(run, lambda: status.write("comparing configuration and code"))
-        agent = Agent(run, Config.from_toml([run.config]), context, attempt, signals, sizes=sizes)
+        config = Config.from_toml([run.config])
+        if status:
+            require_same_inputs(run, config, lambda: status.write("comparing datasets and models"))
+        agent = Agent(run, config, context, attempt, signals, sizes=sizes)
         agent.supervise()
     except HpcrlError as error:
         message = f"{type(error).__name__}: {error}"

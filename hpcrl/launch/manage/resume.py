@@ -15,6 +15,7 @@ from pathlib import Path
 from hpcrl.config import Config
 from hpcrl.config.resume_changes import Change, changes
 from hpcrl.errors import ConfigError, RunError
+from hpcrl.launch.inputs import changed_inputs
 from hpcrl.launch.manage.poll import LOOK_S, RunPoller
 from hpcrl.launch.manage.registry import RunState, states_of
 from hpcrl.launch.submit.executors import Element, Submission
@@ -69,7 +70,7 @@ def resume(run: Run, overrides: Sequence[str] = ()) -> list[Change]:
             check_files(config)
         folder = Path(os.path.realpath(run.slurm))
         element = Element(run.name, config, [*state.submission["overrides"], *overrides])
-        for edited in changed_files(run):
+        for edited in [*changed_files(run), *changed_inputs(run, current)]:
             told = f"hpcrl: {run.name}: {edited}; the next attempt begins with the files as they are"
             print(one_line(told), file=sys.stderr)
         with _changed_config(run, kept, config) if config != current else nullcontext(), _noted(run, config):
@@ -165,12 +166,18 @@ def _changed_config(run: Run, kept: Path, config: Config) -> Iterator[None]:
 
 @contextmanager
 def _noted(run: Run, config: Config) -> Iterator[None]:
-    """Note the files that the next attempt begins with; what was noted before is noted again if what follows fails."""
-    before = read_bytes(run.checksums)
+    """Note the files that the next attempt begins with; what was noted before is noted again if what follows fails.
+
+    Datasets, templates and models are noted by that attempt.
+    """
+    before, inputs = read_bytes(run.checksums), read_bytes(run.inputs)
     note_checksums(run, own_files(own_modules(config)))
+    run.inputs.unlink(missing_ok=True)
     try:
         yield
     except BaseException:
+        if inputs is not None:
+            write_bytes(run.inputs, inputs)
         if before is None:
             run.checksums.unlink()
         else:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import tomli
 
+from hpcrl.config import Config
 from hpcrl.data.batch_file import batch_steps, check_batches, read_batch
 from hpcrl.data.group_file import check_group, groups_of
 from hpcrl.data.kept_files import read_rows, read_turns, turn_files
 from hpcrl.data.score_file import check_scores
 from hpcrl.data.weight_files import check_weights
-from hpcrl.errors import CommitError, DataError, RunError
+from hpcrl.errors import CommitError, ConfigError, DataError, RunError
+from hpcrl.launch.inputs import changed_inputs
 from hpcrl.rundir.checked_lines import damaged, read_lines
 from hpcrl.rundir.checkpoints import samples_removed
 from hpcrl.rundir.checksums import changed_files
@@ -46,6 +49,14 @@ def _configuration(run: Run) -> Iterator[str]:
         tomli.loads(run.config.read_text())
     except (OSError, ValueError) as error:
         yield f"{run.config}: {error}"
+
+
+def _inputs(run: Run) -> Iterator[str]:
+    changed = list[str]()
+    with suppress(ConfigError):  # told as such
+        config = Config.from_toml([run.config])
+        yield from _told(lambda: changed.extend(changed_inputs(run, config, reread=True)))
+    yield from changed
 
 
 def _ledger(run: Run) -> Iterator[str]:
@@ -170,6 +181,11 @@ def _told(check: Callable[[], object], listed: Path | None = None) -> Iterator[s
 
 PARTS = (
     Part("configuration and code", _configuration, "put them back, or `hpcrl resume` to go on with them as they are"),
+    Part(
+        "datasets, templates and models that it reads",
+        _inputs,
+        "put them back, or `hpcrl resume` to go on with them as they are",
+    ),
     Part("record of the run", _ledger, "put it back from a backup"),
     Part(
         "batches",

@@ -17,7 +17,7 @@ from typing import Any
 
 from hpcrl.config import Config, total_steps
 from hpcrl.config.adapters import adapters
-from hpcrl.config.derive import has_engines, is_offline, policy_model, steps_per_epoch
+from hpcrl.config.derive import is_offline, policy_model, steps_per_epoch
 from hpcrl.config.errors import Problem, raise_together
 from hpcrl.config.families import is_diffusion, moves_by_flow
 from hpcrl.config.import_path import missing_packages
@@ -26,7 +26,7 @@ from hpcrl.config.sections.alerts import AlertsConfig
 from hpcrl.config.sections.environment import CLASSIFIER
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.data.chat import chat_template
-from hpcrl.data.datasets import load_dataset
+from hpcrl.data.datasets import load_dataset, prompt_datasets
 from hpcrl.data.pi05.statistics import statistics_of
 from hpcrl.data.pipelines.source import PipelineSource
 from hpcrl.data.prompts import count_aside, data_sources
@@ -55,7 +55,6 @@ from hpcrl.launch.submit.vision import check_vision
 from hpcrl.network import public_address
 from hpcrl.rundir.commit import is_committed
 from hpcrl.rundir.layout import Run, step_of
-from hpcrl.types import Kind
 
 _MODEL_PATHS = ("trainer.policy.model.path", "trainer.critic.model.path")
 _MOST_SHOWN = 20
@@ -226,13 +225,7 @@ def _of_datasets(config: Config) -> tuple[list[Problem], list[str]]:
     offline = is_offline(config.trainer)
     if offline:
         problems, warnings = _of_rows(config)
-    training: tuple[Kind, ...] = ("train",) if data.test_size is None else ("train", "eval")
-    sources: tuple[tuple[str, list[str], tuple[Kind, ...]], ...] = (
-        ("data.train_data", [] if offline else data.train_data, training),
-        ("data.val_data", data.val_data if config.trainer.eval_interval > 0 and not offline else [], ("eval",)),
-        ("data.val_prompts", data.val_prompts if has_engines(config) else [], ("eval",)),
-    )
-    for name, paths, kinds in sources:
+    for name, paths, kinds in prompt_datasets(config):
         for path in paths:
             if not Source(path).exists():
                 problems.append(Problem(name, f"no file {path}"))
@@ -250,11 +243,12 @@ def _of_datasets(config: Config) -> tuple[list[Problem], list[str]]:
                     warnings.append(f"{name}: the first row of {path} {not_tried(package)}")
                 else:
                     problems.append(Problem(name, str(error)))
-    if not problems and not offline:
+    if not problems:
         try:
             warnings += _of_the_end(config)
         except DataError as error:
             problems.append(Problem("data.train_data", str(error).removeprefix("data.train_data ")))
+    if not problems and not offline:
         problems += _of_teachers(config)
     return problems, warnings
 
@@ -307,32 +301,46 @@ def _of_the_end(config: Config) -> Iterator[str]:
     Raises:
         DataError: they do not fill one step.
     """
-    data, trainer, counts = (
-        config.data,
-        config.trainer,
-        [_count(path, _changed(path)) for path in config.data.train_data],
-    )
-    rows = sum(count or 0 for count in counts)
-    if None in counts:
+    data, trainer, batch = config.data, config.trainer, config.trainer.train_batch_size
+    prompts = _training_rows(config)
+    if prompts is None:
         return
-    prompts = rows - (0 if data.test_size is None else count_aside(rows, data.test_size))
     last, asked = total_steps(prompts, trainer, data.drop_last), trainer.max_steps
     if asked is not None and last < asked:
-        epoch = steps_per_epoch(prompts, trainer.train_batch_size)
+        epoch = batch * steps_per_epoch(prompts, batch) if data.drop_last else prompts
         yield (
-            f"trainer.max_steps: {asked} steps are asked for, and the data end at step {last}: {prompts:,} prompts are {epoch} steps of "
-            f"{trainer.train_batch_size}, and trainer.epochs is {trainer.epochs}; raise it to {math.ceil(asked / epoch)}"
+            f"trainer.max_steps: {asked} steps are asked for, and the data end at step {last}: {prompts:,} prompts are {epoch // batch} steps of "
+            f"{batch}, and trainer.epochs is {trainer.epochs}; raise it to {math.ceil(asked * batch / epoch)}"
         )
 
 
-def _changed(path: str) -> int:
-    """Return when a file was changed; 0 for what is not on this machine."""
-    return os.stat(path).st_mtime_ns if Path(path).exists() else 0
+def _training_rows(config: Config) -> int | None:
+    """Return the prompts or rows of an epoch, too long ones included; None: that is not quickly known.
+
+    Raises:
+        DataError: data.test_size leaves none of them.
+    """
+    data, offline = config.data, is_offline(config.trainer)
+    sources = training_sources(data) if offline else [Source(path) for path in data.train_data]
+    counts = [_count(source, _changed(source)) for source in sources]
+    if None in counts:
+        return None
+    sizes = [count or 0 for count in counts]
+    left = 0 if data.test_size is None else count_aside(sum(sizes), data.test_size)
+    for at, size in enumerate(sizes):
+        sizes[at] -= min(left, size)
+        left -= size - sizes[at]
+    return sum(round(weight * size) for weight, size in zip(data.weights or [1.0] * len(sizes), sizes, strict=True))
+
+
+def _changed(source: Source) -> int:
+    """Return when the files of a dataset were changed; 0: it is not on this machine."""
+    return max(os.stat(path).st_mtime_ns for path in source.files()) if source.is_here() else 0
 
 
 @lru_cache(maxsize=64)
-def _count(path: str, changed: int) -> int | None:  # noqa: ARG001 - elements of a sweep mostly have the same files
-    return Source(path).count()
+def _count(source: Source, changed: int) -> int | None:  # noqa: ARG001 - elements of a sweep mostly have the same files
+    return source.count()
 
 
 def check_checkpoint(config: Config) -> list[str]:

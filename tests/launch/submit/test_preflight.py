@@ -184,6 +184,47 @@ def test_data_that_end_before_the_last_step_are_told(tmp_path: Path, kind: str) 
         warnings("trainer.train_batch_size=120", "trainer.policy_mini_batch_size=120")
 
 
+def few_rows(folder: Path, mode: str, count: int) -> str:
+    """Return the override of a training dataset of few rows, as the mode reads them."""
+    answers = {"chosen": "cat", "rejected": "dog"} if mode != "sft" else {"response": "cat"}
+    file = folder / "rows.jsonl"
+    file.write_text("".join(json.dumps({"prompt": "act", **answers}) + "\n" for _ in range(count)))
+    return f"data.train_data=[{file}]"
+
+
+@pytest.mark.parametrize("mode", ["sft", "dpo", "reward_model"])
+def test_rows_of_datasets_fill_a_batch_as_prompts_do(tmp_path: Path, mode: str) -> None:
+    given = [
+        few_rows(tmp_path, mode, 20),
+        "trainer.train_batch_size=32",
+        "trainer.policy_mini_batch_size=32",
+        "trainer.epochs=3",
+    ]
+    if mode == "sft":
+        given += ["data.format=prompt_response", f"data.val_data=[{tmp_path}/rows.jsonl]"]
+
+    def warnings(*more: str) -> list[str]:
+        return check_files(Config.from_toml([CONFIGS / f"{mode}_tiny.toml"], [*given, *more]))
+
+    with pytest.raises(
+        DataError, match=r"data.train_data: has 20 usable prompts, fewer than trainer.train_batch_size = 32"
+    ):
+        warnings()
+    assert warnings("data.drop_last=false") == [], "60 rows"
+    (line,) = warnings("data.drop_last=false", "trainer.max_steps=2")
+    assert "2 steps are asked for, and the data end at step 1" in line
+    assert line.endswith("raise it to 4")
+    assert warnings("data.drop_last=false", "trainer.max_steps=2", "trainer.epochs=4") == []
+    with pytest.raises(DataError, match=r"trainer.epochs = 1 of them do not fill one batch .* raise trainer.epochs"):
+        warnings("data.drop_last=false", "trainer.epochs=1")
+    assert warnings("data.weights=[2.0]") == []
+    aside = "data.val_data=[]", "data.weights=[2.0]", "trainer.eval_interval=1"
+    with pytest.raises(DataError, match="has 30 usable prompts, fewer"):
+        warnings(*aside, "data.test_size=5")
+    with pytest.raises(DataError, match="test_size = 20 leaves none of the 20 prompts to train"):
+        warnings(*aside, "data.test_size=20")
+
+
 def test_a_directory_without_adapters(tmp_path: Path) -> None:
     given = ["trainer.policy.model.lora.rank=8", f"trainer.policy.model.lora.adapter_path={tmp_path}"]
     with pytest.raises(
