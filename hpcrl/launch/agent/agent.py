@@ -27,7 +27,7 @@ from hpcrl.config import Config
 from hpcrl.errors import DeviceError, HpcrlError, RunError
 from hpcrl.launch.agent.child import Child, Restarts, concerns_the_run
 from hpcrl.launch.agent.parts import ScorerParts
-from hpcrl.launch.agent.preflight import check_node
+from hpcrl.launch.agent.preflight import check_node, make_room
 from hpcrl.launch.agent.processes import NodeProcesses
 from hpcrl.launch.agent.start import BatchScript, NodeContext, await_attempt, listen, log_to
 from hpcrl.launch.agent.watchdog import Neighbours, Stall, Watchdog
@@ -347,7 +347,10 @@ def main(path: str, sizes: Sizes | None = None) -> None:
         if context.index == 0:
             status = StatusWriter(run, "agent-0", attempt.number)  # the other nodes wait for it no longer than a minute
             require_unchanged(run, lambda: status.write("comparing configuration and code"))
-        agent = Agent(run, Config.from_toml([run.config]), context, attempt, signals, sizes=sizes)
+        config = Config.from_toml([run.config])
+        if context.index == 0:
+            make_room(run, config, attempt.number)
+        agent = Agent(run, config, context, attempt, signals, sizes=sizes)
         agent.supervise()
     except HpcrlError as error:
         message = f"{type(error).__name__}: {error}"

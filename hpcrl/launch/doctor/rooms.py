@@ -32,11 +32,13 @@ class Room:
         least: without them it fails.
         most: what it adds until it has all that it keeps.
         what: what takes the least, in words.
+        required: less than the least is an error, not a warning.
     """
 
     least: int
     most: int
     what: str
+    required: bool = True
 
 
 @dataclass(frozen=True)
