@@ -69,10 +69,10 @@ _RUNS: dict[str, tuple[str, list[str]]] = {
     "pi05": ("reach_pi05", _TURNS),
     "supervised": ("sft_tiny", []),
     "supervised diffusion": ("diffusion_sft_tiny", []),
-    "supervised, Megatron-core": ("sft_tiny", ["trainer.strategy=megatron", "trainer.policy.fsdp_config="]),
+    "supervised, Megatron-core": ("sft_tiny", ["trainer.strategy=megatron", "trainer.policy.fsdp_config=default"]),
     "supervised, Megatron-core, experts": (
         "sft_tiny",
-        ["trainer.strategy=megatron", "trainer.policy.fsdp_config=", _EXPERTS],
+        ["trainer.strategy=megatron", "trainer.policy.fsdp_config=default", _EXPERTS],
     ),
 }  # fmt: skip
 _METRICS = (

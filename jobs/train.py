@@ -40,7 +40,6 @@ from hpcrl.config.derive import (
     max_model_len,
     publishes,
 )
-from hpcrl.config.families import tokenizer_model
 from hpcrl.observe.timeline import Timeline
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.heartbeat import Heartbeat
@@ -55,6 +54,7 @@ from hpcrl.trainer.models.forward import DTYPES
 from hpcrl.trainer.profiling.steps import recorded
 from hpcrl.trainer.saving.checkpoint import Checkpoints
 from hpcrl.trainer.saving.dump import Dumps
+from hpcrl.trainer.saving.export import exported_with
 from hpcrl.trainer.saving.publish import NoPublisher, Publisher
 from hpcrl.trainer.step import Learner
 from hpcrl.trainer.stop import StopConsensus, Stopping
@@ -141,7 +141,7 @@ def train(
     total, epoch = controller.start(step)
     save_interval, export_interval = checkpoint_interval(trainer, epoch), trainer.hf_save_interval
     learner.schedule(total)
-    export = partial(publisher.export, policy, model=tokenizer_model(trainer), template=config.generator.chat_template)
+    export = partial(publisher.export, policy, **exported_with(config))
     if publisher.misses_export(start.checkpoint) and is_due(export_interval, step, total):
         export(step)
     try:
@@ -169,7 +169,7 @@ def train(
                     written = checkpoints.save(policy, learner.critic, batch, learner.extra_state())
             consensus("export")
             if is_due(export_interval, step, total):
-                with timer("save_hf_model"):
+                with timer("save_hf_model"), checkpoints.settled_on_error():
                     export(step)
             controller.measured(step, written | describe_times(timer.between()))
             record_step(step)

@@ -81,7 +81,7 @@ def read(
     """Return the merged values of TOML files and of overrides `a.b.c=value`.
 
     Args:
-        overrides: a value is TOML; a bare word is text; no value at all goes back to the default.
+        overrides: a value is TOML; a bare word is text; `default` goes back to the default, of texts and keys of tables no value at all.
         cls: the configuration; its settings that are locations are resolved against the file that sets them.
         elsewhere: what an unknown name is in SkyRL or Cosmos-RL, for errors.
 
@@ -210,11 +210,15 @@ def _apply(merged: Merged, override: str, known: Sequence[Setting], elsewhere: C
         raise _Unreadable(_NOTHING_NEW)
     if len(names) > _DEEPEST:
         raise _Unreadable(f"nested more than {_DEEPEST} levels deep")
-    if not text.strip():
-        if not any(
-            path == setting.path or (setting.is_free and path.startswith(setting.path + ".")) for setting in known
-        ):
+    setting = next((one for one in known if one.path == path), None)
+    by_nothing = emptiable(path, known)
+    if not text.strip() and not by_nothing:
+        if setting is None:
             raise _Unreadable(unknown(path, known, elsewhere).message)
+        raise _Unreadable(
+            f"expected {setting.expects()}, found nothing, as of a variable that the shell does not know; {path}=default goes back to the default"
+        )
+    if not text.strip() or (text.strip() == "default" and setting is not None and not by_nothing):
         merged.unset(names)
         return
     if text.strip() == "null":
@@ -227,12 +231,21 @@ def _apply(merged: Merged, override: str, known: Sequence[Setting], elsewhere: C
     merged.merge(_located(tree, Path.cwd(), known), "override")
 
 
+def emptiable(path: str, known: Sequence[Setting]) -> bool:
+    """Return whether an override without a value goes back to the default: that of a text, or of a key of a table whose keys are the user's."""
+    return any(
+        (path == one.path and (str in one.types or "default" in one.choices))
+        or (one.is_free and path.startswith(f"{one.path}."))
+        for one in known
+    )
+
+
 def _check_null(path: str, known: Sequence[Setting]) -> None:
     """Take SkyRL's null for what is unset; it means nothing where a value counts that is none."""
     default = next((setting.default for setting in known if setting.path == path and not setting.subsection), None)
     if default not in (None, [], {}):
         shown = f"{default!r}" if not isinstance(default, str) else f'"{default}"'
-        raise _Unreadable(f"null has no meaning here; {path}= goes back to the default, {shown}")
+        raise _Unreadable(f"null has no meaning here; {path}=default goes back to the default, {shown}")
 
 
 def _value(text: str) -> Any:

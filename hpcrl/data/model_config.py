@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hpcrl.config.sections.environment import CLASSIFIER
 from hpcrl.config.sections.model import Pretrained, rope_parameters
+from hpcrl.data.models.files import CONFIG, model_folder
 from hpcrl.errors import DataError, did_you_mean
 
 if TYPE_CHECKING:
@@ -35,6 +37,35 @@ def require_classifier(config: PreTrainedConfig, path: str, setting: str) -> Non
 def longest_input(config: PreTrainedConfig) -> int | None:
     """Return how many tokens a model takes; None: its configuration does not say."""
     return getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
+def with_older_names(entries: dict[str, Any]) -> dict[str, Any]:
+    """Return a config.json that transformers 5 wrote with the names that transformers 4 reads beside its own.
+
+    Without them transformers 4 takes its default base of rotary positions. One that transformers 4 wrote stays as it is.
+    """
+    entries = {name: with_older_names(value) if isinstance(value, dict) else value for name, value in entries.items()}
+    parameters = entries.get("rope_parameters")
+    if not isinstance(parameters, dict) or "rope_theta" in entries:
+        return entries
+    of_all = parameters.get("full_attention", parameters)
+    older: dict[str, Any] = {"rope_theta": of_all.get("rope_theta"), "rope_scaling": _older_scaling(entries, of_all)}
+    if "partial_rotary_factor" in of_all:
+        older["partial_rotary_factor"] = of_all["partial_rotary_factor"]
+    if "sliding_attention" in parameters:
+        older["rope_local_base_freq"] = parameters["sliding_attention"].get("rope_theta")
+    if "num_local_experts" in entries:
+        older["num_experts"] = entries["num_local_experts"]
+    return entries | {name: value for name, value in older.items() if name not in entries}
+
+
+def _older_scaling(entries: dict[str, Any], parameters: dict[str, Any]) -> dict[str, Any] | None:
+    if entries.get("model_type") == "phi3" and parameters.get("rope_type") == "longrope":
+        # transformers 4 refuses any further entry there
+        return {"type": "longrope", **{name: parameters[name] for name in ("short_factor", "long_factor")}}
+    scaling = {name: value for name, value in parameters.items() if name != "rope_theta"}
+    plain = {name: value for name, value in scaling.items() if name != "partial_rotary_factor"}
+    return None if plain in ({}, {"rope_type": "default"}) else scaling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +99,23 @@ class ConfiguredModel(Pretrained):
             entries, _ = PreTrainedConfig.get_config_dict(self.path, **self.at_revision)
         except (OSError, ValueError) as error:
             raise self.not_a_model(error) from error
+        changed = self._with_changes(config, entries)
+        return config if changed == entries else self._changed(config, changed)
+
+    def entries(self) -> dict[str, Any]:
+        """Return config.json as an export has it: that of the model, with the changes, which transformers 4 can read too.
+
+        Raises:
+            DataError: as `config`.
+        """
+        config = self.config()
+        try:
+            entries = json.loads((model_folder(self, [CONFIG]) / CONFIG).read_bytes())
+        except (OSError, ValueError) as error:
+            raise self.not_a_model(error) from error
+        return with_older_names(self._with_changes(config, entries))
+
+    def _with_changes(self, config: PreTrainedConfig, entries: dict[str, Any]) -> dict[str, Any]:
         changes = self.config_kwargs
         for name in changes:
             if name not in entries and not hasattr(config, name):
@@ -79,7 +127,7 @@ class ConfiguredModel(Pretrained):
             # where both are there, config.json's older form would only be ignored
             entries = {name: value for name, value in entries.items() if name not in ("rope_scaling", "rope_theta")}
             changes = changes | {"rope_parameters": self._rope(config)}
-        return self._changed(config, entries | changes) if changes else config
+        return entries | changes
 
     def _changed(self, config: PreTrainedConfig, entries: dict[str, Any]) -> PreTrainedConfig:
         from huggingface_hub.errors import StrictDataclassError

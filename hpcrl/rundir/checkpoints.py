@@ -265,6 +265,29 @@ def retire(run: Run, retention: Retention, scores: Mapping[int, float], fence: F
             discard(path, fence)
 
 
+def prune(run: Run, attempt: int, retention: Retention, scores: Mapping[int, float], fence: Fence) -> None:
+    """Make room before an attempt starts: delete what earlier ones left half-written, and the checkpoints that need not stay.
+
+    No committed one goes unless two of those that stay have all their files.
+    """
+    for path in [run.checkpoints / name for name in children(run.checkpoints)]:
+        staged = _STAGED.fullmatch(path.name)
+        if path.name.startswith(".trash-") or (staged and int(staged[1]) < attempt):
+            discard(path, fence)
+    line = line_of(run)
+    kept = retention.reasons(line, scores)
+    if len(kept) < len(line) and sum(map(_has_its_files, kept)) >= NEVER_DELETED:
+        retire(run, retention, scores, fence)
+
+
+def _has_its_files(path: Path) -> bool:
+    try:
+        verify(path, checksums=False)
+    except CommitError:
+        return False
+    return True
+
+
 def size_of(manifest: dict[str, Any]) -> int:
     """Return the bytes of the files that a manifest lists."""
     return sum(entry["size"] for entry in manifest["files"].values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -245,3 +246,28 @@ def test_what_is_unimplemented_or_is_unknown_makes_the_conversion_incomplete(tmp
 def test_convert_refuses_what_is_no_file(words: list[str], capsys: Output) -> None:
     assert main(["config", "convert", *words]) == 2
     assert capsys.readouterr().err.startswith("hpcrl: ")
+
+
+def test_texts_that_an_override_leaves_empty_are_said(capsys: Output) -> None:
+    assert (
+        main(["config", "validate", QUICKSTART, "trainer.run_name=", "slurm.extra.nice=", "trainer.project_name=a"]) == 0
+    )
+    assert capsys.readouterr().err == (
+        "hpcrl: trainer.run_name= has no value and goes back to its default\n"
+        "hpcrl: slurm.extra.nice= has no value and goes back to its default\n"
+    )
+    assert main(["config", "validate", QUICKSTART, "trainer.epochs="]) != 0
+    (line,) = [one for one in capsys.readouterr().err.splitlines() if "trainer.epochs" in one]
+    assert "expected a whole number, found nothing" in line
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_a_terminal_that_lacks_a_character_gets_its_number(encoding: str, tmp_path: Path) -> None:
+    """Of names and texts in whatever a command prints."""
+    file = tmp_path / "größe-日本.toml"
+    file.write_text("[trainer]\ngroup_name = '日本'\n", encoding="utf-8")
+    command = [sys.executable, "-m", "hpcrl.cli.main", "config", "show", QUICKSTART, str(file)]
+    environment = {**os.environ, "PYTHONIOENCODING": encoding, "PYTHONUTF8": "0"}
+    done = subprocess.run(command, capture_output=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert b"\\u65e5\\u672c" in done.stdout

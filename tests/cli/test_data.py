@@ -34,7 +34,7 @@ def check(path: Path, rows: list, *settings: str, experiment: str = EXPERIMENT) 
             "data.val_data=[]",
             "trainer.eval_interval=0",
             "trainer.ckpt_keep_best=",
-            "trainer.ckpt_keep_best_mode=",
+            "trainer.ckpt_keep_best_mode=default",
             *settings,
         ]
     )

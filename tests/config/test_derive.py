@@ -126,7 +126,8 @@ def test_tokens_limit_passes_on_gpus_but_not_those_of_pictures() -> None:
     gpus = {"slurm": {"gpus_per_node": 8}}
     assert micro_batch_tokens(config(**gpus)) is not None
     pictures = Config.from_toml(
-        [CONFIGS / "diffusion_sft_tiny.toml"], ["slurm.gpus_per_node=8", "trainer.micro_train_batch_size_per_gpu="]
+        [CONFIGS / "diffusion_sft_tiny.toml"],
+        ["slurm.gpus_per_node=8", "trainer.micro_train_batch_size_per_gpu=default"],
     )
     assert micro_batch_tokens(pictures) is None  # a row has twenty tokens, and a picture
 

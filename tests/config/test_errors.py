@@ -69,7 +69,7 @@ def test_a_name_with_dots_in_quotes_is_explained(tmp_path: Path) -> None:
 
 
 def test_what_an_override_took_away_has_no_source(tmp_path: Path) -> None:
-    (line,) = problems(tmp_path, "trainer=")
+    (line,) = problems(tmp_path, "trainer=default")
     assert line.startswith("trainer.policy.model.path: required")
 
 

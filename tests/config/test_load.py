@@ -95,10 +95,36 @@ def test_override_of_a_nested_number_keeps_its_type(experiment: Path) -> None:
     )
 
 
-def test_an_empty_override_goes_back_to_the_default(experiment: Path, tmp_path: Path) -> None:
-    limit = write(tmp_path / "limit.toml", "[trainer]\nmax_steps = 3\n")
+def test_an_override_goes_back_to_the_default(experiment: Path, tmp_path: Path) -> None:
+    limit = write(tmp_path / "limit.toml", "[trainer]\nmax_steps = 3\nseed = 7\nrun_name = 'a'\n")
     assert Config.from_toml([experiment, limit]).trainer.max_steps == 3
-    assert Config.from_toml([experiment, limit], ["trainer.max_steps="]).trainer.max_steps is None
+    trainer = Config.from_toml([experiment, limit], ["trainer.max_steps=default", "trainer.seed=default"]).trainer
+    assert (trainer.max_steps, trainer.seed) == (None, 42)
+    assert Config.from_toml([experiment, limit], ["trainer.policy.fsdp_config=default"]).trainer.seed == 7
+    assert Config.from_toml([experiment, limit], ["trainer.run_name=default"]).trainer.run_name == "default"
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("trainer.seed", "a whole number"),
+        ("trainer.max_steps", "a whole number"),
+        ("trainer.policy.optimizer_config.lr", "a number"),
+        ("trainer.resume_mode", 'one of "latest", "none", "from_path"'),
+        ("data.val_data", "a list of texts"),
+        ("generator.sampling_params.stop", "a list of texts"),
+        ("trainer.flash_attn", "true or false"),
+        ("trainer.policy.fsdp_config", "a table"),
+    ],
+)
+def test_an_override_without_a_value_is_refused_where_no_text_is_expected(
+    experiment: Path, name: str, expected: str
+) -> None:
+    """As a shell leaves `KEY=$VARIABLE` whose variable it does not know: the file's value must not make way for the default."""
+    with pytest.raises(ConfigError) as caught:
+        Config.from_toml([experiment], [f"{name}= "])
+    assert f"expected {expected}, found nothing, as of a variable that the shell does not know" in str(caught.value)
+    assert f"{name}=default goes back to the default" in str(caught.value)
 
 
 def test_an_empty_override_takes_a_quoted_key_away(experiment: Path, tmp_path: Path) -> None:
@@ -337,7 +363,8 @@ def test_overrides_may_be_written_as_in_skyrl() -> None:
 
 def test_null_where_a_value_counts_names_the_default() -> None:
     with pytest.raises(
-        ConfigError, match=r"null has no meaning here; trainer\.resume_mode= goes back to the default, \"latest\""
+        ConfigError,
+        match=r"null has no meaning here; trainer\.resume_mode=default goes back to the default, \"latest\"",
     ):
         Config.from_cli_overrides(["trainer.resume_mode=null"])
 

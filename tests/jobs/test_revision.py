@@ -52,6 +52,7 @@ import torch
 from hpcrl.config import Config
 from hpcrl.config.derive import policy_model
 from hpcrl.data.chat import load_tokenizer
+from hpcrl.data.models.files import exported_files
 from hpcrl.launch.submit.models import entries_of, folder_of
 from hpcrl.planning.shapes import model_shapes
 from hpcrl.rollout.engines.embedded.launch import embedded_options
@@ -66,7 +67,7 @@ for make in (policy_source, reference_source, critic_source):
     source = make(trainer)
     found[make.__name__] = source.config().hidden_size, source.whole(torch.float32, "eager").config.hidden_size, str(source.stored_dtype())
 export_config(policy_source(trainer), Path(place), torch.float32)
-found["exported"] = sorted(path.name for path in Path(place).iterdir())
+found["exported"] = [path.name for path in Path(place).iterdir()], sorted(exported_files(policy_model(trainer), None, None))
 found["engine"] = load_model(embedded_options(config).model, "float32", torch.device("cpu")).config.hidden_size
 found["plan"] = {role: shapes.width.hidden for role, shapes in model_shapes(trainer, folder_of).items()}
 found["submit"] = entries_of(policy_model(trainer))["hidden_size"]
@@ -98,7 +99,10 @@ def test_every_part_of_a_model_is_of_its_revision(tmp_path: Path) -> None:
     assert json.loads(done.stdout) == {
         "tokenizer": len(json.loads((MODEL / "tokenizer.json").read_text())["model"]["vocab"]),
         **{name: [size, size, dtype] for name in ("policy_source", "reference_source", "critic_source")},
-        "exported": ["config.json", "generation_config.json"],
+        "exported": [
+            ["config.json"],
+            ["chat_template.jinja", "generation_config.json", "tokenizer.json", "tokenizer_config.json"],
+        ],
         "engine": size,
         "plan": {"policy": size, "ref": size, "critic": size},
         "submit": size,

@@ -25,7 +25,7 @@ SCORED = [
 ]
 MEGATRON = [
     "trainer.strategy=megatron",
-    "trainer.policy.fsdp_config=",
+    "trainer.policy.fsdp_config=default",
     "trainer.policy.megatron_config={dtype='fp32', tensor_model_parallel_size=2}",
 ]
 ROWS, BATCH = 8192, 2048  # four steps are an epoch

@@ -41,7 +41,7 @@ def model(tmp_path: Path) -> Path:
         ({"trainer.critic.model.path": "a/critic"}, ["about 22.9 MiB"]),
         ({"trainer.strategy": "megatron", "trainer.algorithm.use_kl_loss": False}, ["about 13.4 MiB"]),
         ({"trainer.policy.fsdp_config.mixed_precision.master_dtype": "bf16"}, ["about 5.7 MiB"]),
-        ({"generator.inference_engine.model_dtype": "float32", "trainer.hf_save_interval": 5}, ["an export has 3.8 MiB, and none is deleted"]),
+        ({"generator.inference_engine.model_dtype": "float32", "trainer.hf_save_interval": 5}, ["weights have 3.8 MiB", "an export has 1.9 MiB, and none is deleted"]),
         ({"generator.inference_engine.weight_copy_dir": "$TMPDIR"}, ["copies of them take 1.9 MiB of $TMPDIR on each", "3.8 MiB"]),
         (
             {"generator.inference_engine.weight_copy_dir": "$TMPDIR", "generator.inference_engine.full_weights_interval": 8},

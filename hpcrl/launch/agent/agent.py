@@ -27,7 +27,7 @@ from hpcrl.config import Config
 from hpcrl.errors import DeviceError, HpcrlError, RunError
 from hpcrl.launch.agent.child import Child, Restarts, concerns_the_run
 from hpcrl.launch.agent.parts import ScorerParts
-from hpcrl.launch.agent.preflight import check_node
+from hpcrl.launch.agent.preflight import check_node, make_room
 from hpcrl.launch.agent.processes import NodeProcesses
 from hpcrl.launch.agent.start import BatchScript, NodeContext, await_attempt, listen, log_to
 from hpcrl.launch.agent.watchdog import Neighbours, Stall, Watchdog
@@ -352,6 +352,7 @@ def main(path: str, sizes: Sizes | None = None) -> None:
         config = Config.from_toml([run.config])
         if status:
             require_same_inputs(run, config, lambda: status.write("comparing datasets and models"))
+            make_room(run, config, attempt.number)
         agent = Agent(run, config, context, attempt, signals, sizes=sizes)
         agent.supervise()
     except HpcrlError as error:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,28 @@ from hpcrl.launch.doctor.finding import Finding
 from hpcrl.launch.doctor.node import facts, gpu_processes
 from hpcrl.launch.doctor.rooms import Sizes, rooms
 from hpcrl.launch.nodes import Node
+from hpcrl.observe.metrics import values_of
+from hpcrl.rundir.checkpoints import Retention, prune
 from hpcrl.rundir.layout import Run
+from hpcrl.rundir.ledger import require_newest
 from hpcrl.runtime.scratch import weight_copy_dir
 
 _LEAVING_S, _POLL_S = 20.0, 2.0
 _SHARED = "slurm.root"
+
+
+def make_room(run: Run, config: Config, attempt: int) -> None:
+    """Delete the checkpoints that need not stay by the settings of this attempt, which may keep fewer than the one before it.
+
+    Raises:
+        CommitError: a newer attempt has begun.
+    """
+    keep = Retention.of(config.trainer)
+    try:
+        scores = values_of(run, keep.metric) if keep.metric else {}
+        prune(run, attempt, keep, scores, partial(require_newest, run, attempt))
+    except OSError as error:
+        print(f"older checkpoints could not be deleted: {error}", flush=True)
 
 
 def check_node(run: Run, config: Config, node: Node, context: NodeContext, sizes: Sizes | None) -> None:
@@ -32,7 +51,9 @@ def check_node(run: Run, config: Config, node: Node, context: NodeContext, sizes
         DeviceError: this node cannot do its part; the message says what was found and the remedy.
         RunError: the run directory has too little room, which no other node has more of.
     """
-    profiler = config.trainer.profiler
+    profiler, needed = config.trainer.profiler, rooms(run, config, sizes)
+    if node.index and "root" in needed:  # node 0 deletes old checkpoints meanwhile, and looks then
+        needed["root"] = replace(needed["root"], required=False)
     purpose = Purpose(
         gpus=node.gpus,
         compiles=compiling(config, node),
@@ -41,7 +62,7 @@ def check_node(run: Run, config: Config, node: Node, context: NodeContext, sizes
         requeues=node.index == 0 and not context.local and config.slurm.container.host_python is None,
         nsys=records_ranks(profiler, node) or records_engines(profiler, node),
         containers=config.environment.skyrl_gym.agent.container.kind if node.replicas else "none",
-        rooms=rooms(run, config, sizes),
+        rooms=needed,
     )
     findings = list(of_node(_facts(run, node, context, _copies(config, node)), purpose))
     for finding in findings:

@@ -109,7 +109,7 @@ def of_place(name: str, place: Mapping[str, Any], host: str, needed: Room | None
             f"; {needed.what} take about {readable_size(needed.least)}, all that is kept {readable_size(needed.most)}"
         )
         remedy = "make room (`hpcrl checkpoint ls` and `rm`, exports/), choose another place, or lower trainer.max_ckpts_to_keep"
-        return (error if place["free_bytes"] < needed.least else warning)(subject, found, remedy)
+        return (error if needed.required and place["free_bytes"] < needed.least else warning)(subject, found, remedy)
     if name == "temporary":
         remedy = "make room, or set TMPDIR to another place: compiled kernels of engines and sockets lie there"
         return warning(subject, found, remedy) if room < _SCARCE_GB else ok(subject, found)

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hpcrl.config import Config
 from hpcrl.config.adapters import adapters, largest_rank, loads_adapters
@@ -31,11 +32,13 @@ class Room:
         least: without them it fails.
         most: what it adds until it has all that it keeps.
         what: what takes the least, in words.
+        required: less than the least is an error, not a warning.
     """
 
     least: int
     most: int
     what: str
+    required: bool = True
 
 
 @dataclass(frozen=True)
@@ -61,9 +64,10 @@ class Sizes:
         """
         trainer = config.trainer
         trained = {role: model for role, model in models_of(trainer).items() if role != "ref"}
-        files = {role: _shapes(folder_of(model)) for role, model in trained.items()}
-        if not all(files.values()):
+        headers = {role: _headers(folder_of(model)) for role, model in trained.items()}
+        if not all(headers.values()):
             return None
+        files = {role: {name: entry["shape"] for name, entry in header.items()} for role, header in headers.items()}
         counts = {role: _saved_parameters(shapes, adapters(trainer).get(role)) for role, shapes in files.items()}
         weight = 4 if config.generator.inference_engine.model_dtype == "float32" else 2
         whole = _saved_parameters(files["policy"], None)
@@ -71,7 +75,7 @@ class Sizes:
         return cls(
             weight * published if has_engines(config) else 0,
             sum(_saved(trainer, role) * count for role, count in counts.items()),
-            weight * whole,
+            _width(folder_of(trained["policy"]), headers["policy"]) * whole,
         )
 
 
@@ -109,9 +113,21 @@ def _saved_parameters(shapes: dict[str, list[int]], lora: LoraConfig | None) -> 
     )
 
 
-def _shapes(folder: Path | None) -> dict[str, list[int]]:
-    """Return the shapes of a model's tensors, by the headers of its safetensors files; none where it has no such files, or they cannot be read."""
-    found: dict[str, list[int]] = {}
+def _width(folder: Path | None, header: dict[str, dict[str, Any]]) -> int:
+    """Return the bytes of a parameter in an export, which has the number type of config.json, else that of the files."""
+    try:
+        entries = json.loads((folder / "config.json").read_bytes()) if folder else {}
+    except (OSError, ValueError):
+        entries = {}
+    entries = entries.get("text_config", {}) | entries
+    named = entries.get("dtype") or entries.get("torch_dtype")
+    stored = {entry["dtype"] for entry in header.values()}
+    return 2 if named in ("bfloat16", "float16") or (named is None and stored in ({"BF16"}, {"F16"})) else 4
+
+
+def _headers(folder: Path | None) -> dict[str, dict[str, Any]]:
+    """Return shape and number type of a model's tensors, by the headers of its safetensors files; none where it has no such files, or they cannot be read."""
+    found: dict[str, dict[str, Any]] = {}
     try:
         for path in sorted(folder.glob("*.safetensors")) if folder else []:
             found |= _listed(path)
@@ -120,11 +136,11 @@ def _shapes(folder: Path | None) -> dict[str, list[int]]:
     return found
 
 
-def _listed(path: Path) -> dict[str, list[int]]:
-    """Return the shapes in a safetensors file: eight bytes, the length of a JSON header of its tensors, then that header."""
+def _listed(path: Path) -> dict[str, dict[str, Any]]:
+    """Return the tensors of a safetensors file: eight bytes, the length of a JSON header of its tensors, then that header."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > _HEADER_LIMIT:
             raise ValueError(f"{path} is no safetensors file")
         header = json.loads(file.read(length))
-    return {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}
+    return {name: entry for name, entry in header.items() if name != "__metadata__"}

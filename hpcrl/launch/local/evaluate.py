@@ -124,7 +124,7 @@ def configured(
     paths = [str(Path(path).expanduser().absolute()) for path in data]
     ours = [
         f"data.val_data={json.dumps(paths)}",
-        "data.test_size=",
+        "data.test_size=default",
         "trainer.eval_interval=1",
         f"trainer.policy.model.path={json.dumps(subject.model.path)}",
         f"trainer.policy.model.revision={json.dumps(subject.model.revision) if subject.model.revision else ''}",

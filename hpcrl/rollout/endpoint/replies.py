@@ -79,7 +79,11 @@ class Events:
 
 
 def models(name: str) -> dict[str, Any]:
-    return {"object": "list", "data": [{"id": name, "object": "model", "created": 0, "owned_by": "hpcrl"}]}
+    return {"object": "list", "data": [described(name)]}
+
+
+def described(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "hpcrl"}
 
 
 def event(content: Mapping[str, Any]) -> bytes:

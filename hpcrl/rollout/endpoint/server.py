@@ -1,6 +1,6 @@
 """OpenAI's protocol for the policy that a replica holds: a server in the rollout worker, which answers those who have the key of a sample.
 
-    POST /v1/chat/completions, /v1/completions, /v1/score      GET /v1/models
+    POST /v1/chat/completions, /v1/completions, /v1/score      GET /v1/models, /v1/models/{model}
 
 A key is a session, which is one sample while its environment plays it; it shows in no file and no log.
 """
@@ -21,7 +21,7 @@ from hpcrl.config.sections.generator import NODE
 from hpcrl.data.chat import decoder
 from hpcrl.envs.base import Endpoint
 from hpcrl.errors import EngineError, HpcrlError, RunError
-from hpcrl.rollout.endpoint.replies import Events, event, models, reply
+from hpcrl.rollout.endpoint.replies import Events, described, event, models, reply
 from hpcrl.rollout.endpoint.requests import (
     Declined,
     Request,
@@ -95,9 +95,12 @@ class PolicyServer:
         stream = _EventStream(send)
         try:
             session = self._of(headers_of(scope).get("authorization", ""))
-            session.admit()
+            await session.admit()
             if (scope["method"], scope["path"]) == ("GET", _MODELS):
                 return await send_body(send, 200, json_body(models(self._model)), _JSON)
+            if scope["method"] == "GET" and scope["path"].startswith(f"{_MODELS}/"):
+                self._require(scope["path"].removeprefix(f"{_MODELS}/"))
+                return await send_body(send, 200, json_body(described(self._model)), _JSON)
             if (scope["method"], scope["path"]) == ("POST", _SCORE):
                 session.take_score(await read_body(receive))
                 return await send_body(send, 200, json_body({}), _JSON)
@@ -105,8 +108,7 @@ class PolicyServer:
             if parser is None or scope["method"] != "POST":
                 raise Declined(404, "not_found", f"expected GET {_MODELS}, or POST {', '.join([*_PARSERS, _SCORE])}")
             request = parser(await read_body(receive))
-            if request.model != self._model:
-                raise Declined(404, "model_not_found", f"there is only the model {self._model!r}")
+            self._require(request.model)
             await self._answer(session, request, receive, send, stream)
         except Refused as refusal:
             await _refuse(send, stream, refusal)
@@ -115,6 +117,10 @@ class PolicyServer:
             code = "engine_failed" if broken else "invalid_request"
             await _refuse(send, stream, Declined(500 if broken else 400, code, str(error)))
         return None
+
+    def _require(self, model: str) -> None:
+        if model != self._model:
+            raise Declined(404, "model_not_found", f"there is only the model {self._model!r}")
 
     def _of(self, authorization: str) -> Session:
         digest = _digest(authorization.removeprefix("Bearer "))

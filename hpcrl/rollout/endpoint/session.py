@@ -11,8 +11,9 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -42,10 +43,10 @@ Tell = Callable[[int, str, Sequence[int], Sequence[float]], None]
 """Tells a client of a piece of an answer: the number of the choice, text, and what it came with: token ids and their log-probabilities."""
 
 MOST_OPEN = 32
-"""Requests of a session that wait for an answer at a time, each choice counted."""
+"""Answers of a session that are generated at a time, each choice counted; further requests wait."""
 
 PER_SECOND, AT_ONCE = 50.0, 100.0
-"""Requests that a session may make, answered or not: on average, and in a burst."""
+"""Requests of a session that are read, answered or not: on average, and in a burst; further ones wait."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,30 +123,36 @@ class Session:
         self._running = set[asyncio.Task[Any]]()
         self._used: tuple[list[dict[str, Any]], Template] | None = None
         self._allowed, self._counted = AT_ONCE, time.monotonic()
+        self._freed, self._over = asyncio.Event(), asyncio.Event()
 
-    def admit(self) -> None:
-        """Count a request; Declined where there are too many."""
+    async def admit(self) -> None:
+        """Count a request, and wait where there were too many in the last seconds.
+
+        Raises:
+            Declined: the sample ended meanwhile.
+        """
         now = time.monotonic()
         self._allowed = min(AT_ONCE, self._allowed + (now - self._counted) * PER_SECOND) - 1
         self._counted = now
         if self._allowed < 0:
-            self._allowed += 1
-            raise Declined(429, "rate_limit_exceeded", f"more than {PER_SECOND:g} requests per second", retry=1)
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._over.wait(), -self._allowed / PER_SECOND)
+                raise session_over()
 
     async def answer(self, request: Request, tell: Tell | None = None) -> list[Answer]:
-        """Return the choices of a request.
+        """Return the choices of a request, once fewer than MOST_OPEN others are generated.
 
         Args:
             tell: called with pieces of them as they come, with all tokens and with text that their contents begin with.
 
         Raises:
             BadRequest, HpcrlError: the chat template refuses the messages, or they have no tokens.
-            Declined: the sample may have no more turns, or none of this length, or not now.
+            Declined: the sample may have no more turns, or none of this length, or it ended.
             EngineError: the engine failed.
         """
         task = asyncio.current_task()
         assert task is not None
-        self._check_room(request.n)
+        self._check_turns(request.n)
         try:
             parent, prompt = self._prompt(request)
         # such as roles that do not take turns, a content that is no text, half a character
@@ -154,7 +161,6 @@ class Session:
         self._check_length(len(prompt))
         turns = range(self._begun, self._begun + request.n)
         self._begun += request.n
-        self._open += request.n
         self._running.add(task)
         try:
             limits = {
@@ -163,13 +169,14 @@ class Session:
             }
             texts = [self._pieces(request, limits["stop"]) for _ in turns]
             heard = [tell and _hearing(tell, at, text) for at, text in enumerate(texts)]
-            said = await asyncio.gather(*(self._say(turn, prompt, limits, heard[at]) for at, turn in enumerate(turns)))
+            async with self._room(request.n):
+                every = (self._say(turn, prompt, limits, heard[at]) for at, turn in enumerate(turns))
+                said = await asyncio.gather(*every)
         except EngineError as error:
             self.failure = error
             self.ended.set()
             raise
         finally:
-            self._open -= request.n
             self._running.discard(task)
         told = [text.told for text in texts]
         answers = [self._answered(request, parent, prompt, *one) for one in zip(said, told, strict=True)]
@@ -200,6 +207,7 @@ class Session:
     def end(self) -> None:
         """Answer no more."""
         self.ended.set()
+        self._over.set()
         for task in self._running:
             task.cancel()
 
@@ -207,14 +215,27 @@ class Session:
     def _longest(self) -> int:
         return self._params.max_generate_length
 
-    def _check_room(self, n: int) -> None:
+    @asynccontextmanager
+    async def _room(self, n: int) -> AsyncIterator[None]:
+        """Hold the places of `n` answers, once they are free. A request for more than MOST_OPEN waits until it is alone."""
+        while self._open and self._open + n > MOST_OPEN:
+            self._freed.clear()
+            await self._freed.wait()
+        if self.ended.is_set():
+            raise session_over()
+        self._open += n
+        try:
+            yield
+        finally:
+            self._open -= n
+            self._freed.set()
+
+    def _check_turns(self, n: int) -> None:
         if self.ended.is_set():
             raise session_over()
         most = self._config.max_turns
         if self._begun + n > most:
             raise Declined(400, "max_turns", f"the sample has no more turns (generator.max_turns = {most})")
-        if self._open and self._open + n > MOST_OPEN:
-            raise Declined(429, "rate_limit_exceeded", f"more than {MOST_OPEN} answers are waited for", retry=1)
 
     def _check_length(self, length: int) -> None:
         longest = self._config.max_input_length

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.distributed import ProcessGroup
@@ -13,6 +13,9 @@ from torch.distributed import ProcessGroup
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.models.adapter import Adapter
 from hpcrl.types import MicroBatch
+
+if TYPE_CHECKING:
+    from hpcrl.trainer.models.hf import ModelSource
 
 Objective = Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]
 """(micro-batch, model outputs) -> the loss to differentiate and the metrics, all of them sums: over all micro-batches and ranks they are the
@@ -132,10 +135,14 @@ class PolicyEngine(Engine, Protocol):
     Attributes:
         vocabulary: token ids that it knows.
         dtype: in which it computes.
+        source: the model that training began with.
     """
 
     @property
     def vocabulary(self) -> int: ...
+
+    @property
+    def source(self) -> ModelSource: ...
 
     @property
     def dtype(self) -> torch.dtype: ...
@@ -185,7 +192,7 @@ class PolicyEngine(Engine, Protocol):
         ...
 
     def export_config(self, directory: Path, dtype: torch.dtype) -> None:
-        """Write what makes exported weights a model: its configuration and generation settings. Rank 0 writes."""
+        """Write what makes exported weights a model: its configuration. Rank 0 writes."""
         ...
 
     def adapter(self) -> Adapter | None:

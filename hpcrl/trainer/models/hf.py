@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import shutil
+import json
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
-import httpx
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import OfflineModeIsEnabled
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import (
     AutoModel,
     AutoModelForSequenceClassification,
-    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -33,12 +28,13 @@ from hpcrl.config.sections.model import Pretrained
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.data.chat import load_tokenizer
 from hpcrl.data.model_config import ConfiguredModel, require_classifier
+from hpcrl.data.models.files import CONFIG, model_folder
 from hpcrl.data.vision.classes import auto_class
 from hpcrl.data.vision.families import family_of
 from hpcrl.errors import DataError
+from hpcrl.rundir.commit import write_text
+from hpcrl.trainer.models.forward import DTYPES
 from hpcrl.trainer.models.logits import LogitChange
-
-_PROCESSORS = "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +74,21 @@ class ModelSource(ConfiguredModel):
     def _model_class(self) -> Any:
         return auto_class(self.config())
 
+    def export_dtype(self) -> torch.dtype:
+        """Return the number type of exported weights: that of config.json, else of the safetensors files, else float32.
+
+        Raises:
+            DataError: they cannot be read.
+        """
+        known = set(DTYPES.values())
+        named = self._named_dtype()
+        return named if named in known else stored if (stored := self.stored_dtype()) in known else torch.float32
+
+    def _named_dtype(self) -> torch.dtype | None:
+        config = self.config()
+        named = config.dtype or config.get_text_config().dtype
+        return named if isinstance(named, torch.dtype) else None
+
     def stored_dtype(self) -> torch.dtype | None:
         """Return a number type that holds all that the model's safetensors files have, without loss; None: it has no such files.
 
@@ -85,29 +96,11 @@ class ModelSource(ConfiguredModel):
             DataError: they cannot be read.
         """
         try:
-            folder = self.folder(["*.safetensors", "*.json"])
+            folder = model_folder(self, ["*.safetensors", "*.json"])
             found = {tensor.dtype for file in folder.glob("model*.safetensors") for tensor in _contents(file)}
         except (OSError, ValueError, SafetensorError) as error:
             raise self.not_a_model(error) from error
         return reduce(torch.promote_types, found) if found else None
-
-    def folder(self, patterns: list[str]) -> Path:
-        """Return the directory with its files, those of the hub downloaded where they are not here.
-
-        Args:
-            patterns: names of the files that are wanted.
-
-        Raises:
-            OSError, ValueError: there is no such model, here or on the hub.
-        """
-        if Path(self.path).is_dir():
-            return Path(self.path)
-        options: dict[str, Any] = {"allow_patterns": patterns, **self.at_revision}
-        try:
-            return Path(snapshot_download(self.path, **options))
-        except (httpx.ConnectError, httpx.TimeoutException, OfflineModeIsEnabled):
-            # of a commit it asks for the list of files, even where they are in the cache
-            return Path(snapshot_download(self.path, local_files_only=True, **options))
 
     def _read(self, model_class: Any, dtype: torch.dtype, attention: str) -> tuple[PreTrainedModel, list[str]]:
         """Return the model, and the parameters for which it has no weights on disk."""
@@ -219,6 +212,14 @@ class RewardModelSource(CriticSource):
         known = [token for token in tokens if isinstance(token, int) and token < text.vocab_size]
         text.pad_token_id = next(iter(known), None)
         return config
+
+    def entries(self) -> dict[str, Any]:
+        """Return config.json as an export has it; errors as of `config`."""
+        entries, config = super().entries(), self.config()
+        text = entries.get("text_config", entries)
+        text["pad_token_id"] = config.get_text_config().pad_token_id
+        labels = {name: value for name, value in config.to_dict().items() if name in ("id2label", "label2id")}
+        return {name: value for name, value in entries.items() if name != "num_labels"} | labels
 
     def _model_class(self) -> type[PreTrainedModel]:
         """Return the class of the classifier, which says what its head is."""
@@ -344,22 +345,15 @@ def critic_source(trainer: TrainerConfig) -> CriticSource:
 
 
 def export_config(source: ModelSource, directory: Path, dtype: torch.dtype, architecture: str | None = None) -> None:
-    """Write what makes exported weights of a model one: its configuration, with their type, generation settings, and how it prepares images.
+    """Write config.json of exported weights.
 
     Args:
-        architecture: name of its class, where that is another than that of `source`, and generates nothing.
+        dtype: of the weights.
+        architecture: name of the class of the model, where it is not that of config.json.
     """
-    config = source.config()
-    config.dtype = dtype
+    entries = source.entries()
     if architecture is not None:
-        config.architectures = [architecture]
-    config.save_pretrained(directory)
-    if architecture is not None:
-        return
-    if family_of(config) is not None:
-        folder = source.folder(list(_PROCESSORS))
-        for name in _PROCESSORS:
-            if (folder / name).is_file():
-                shutil.copyfile(folder / name, directory / name)
-    with suppress(OSError):  # a model need not have one
-        GenerationConfig.from_pretrained(source.path, **source.at_revision).save_pretrained(directory)
+        entries["architectures"] = [architecture]
+    for part in (entries, *(value for value in entries.values() if isinstance(value, dict) and "model_type" in value)):
+        part |= {name: str(dtype).removeprefix("torch.") for name in ("dtype", "torch_dtype") if part.get(name)}
+    write_text(directory / CONFIG, json.dumps(entries, indent=2, ensure_ascii=False) + "\n")

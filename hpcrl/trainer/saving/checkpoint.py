@@ -17,7 +17,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +27,7 @@ from typing import Literal
 import torch
 
 from hpcrl.config.sections.trainer import TrainerConfig
-from hpcrl.errors import CommitError
+from hpcrl.errors import CommitError, HpcrlError
 from hpcrl.rundir.checkpoints import NEVER_DELETED, Retention, set_aside_after
 from hpcrl.rundir.commit import committed_by
 from hpcrl.rundir.layout import Run
@@ -196,6 +197,15 @@ class Checkpoints:
         self._committer.expect(background.committer.size)
         self._conclude(background.content, background.error, go_on=last)
         return {"timing/save_checkpoints_behind": background.seconds} | ({} if background.error else self._size())
+
+    @contextmanager
+    def settled_on_error(self) -> Iterator[None]:
+        """Wait for a checkpoint that is being written before an error, the same on every rank, ends the attempt."""
+        try:
+            yield
+        except HpcrlError:
+            self.settle(wait=True)
+            raise
 
     def _size(self) -> dict[str, float]:
         """Return what the last checkpoint takes, as a metric."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from hpcrl.config import Config, FSDPConfig, temperature
-from hpcrl.config.derive import kept_versions
+from hpcrl.config.derive import is_offline, kept_versions
 from hpcrl.config.families import tokenizer_model
 from hpcrl.config.rules.megatron_groups import on_one_rank
 from hpcrl.config.sections.trainer import TrainerConfig
@@ -37,9 +38,17 @@ def export_checkpoint(run: Run, checkpoint: Path, target: Path) -> None:
         engine.restore_weights(checkpoint)
         dtype = DTYPES[config.generator.inference_engine.model_dtype]
         publisher = Publisher(run, 0, world, dtype, kept_versions(config.trainer))
-        publisher.export(
-            engine, position[0], tokenizer_model(config.trainer), config.generator.chat_template, target=target
-        )
+        publisher.export(engine, position[0], target=target, **exported_with(config))
+
+
+def exported_with(config: Config) -> dict[str, Any]:
+    """Return the arguments of `Publisher.export` that follow from the settings."""
+    return {
+        "model": tokenizer_model(config.trainer),
+        "template": config.generator.chat_template,
+        "options": config.generator.chat_template_kwargs,
+        "texts": is_offline(config.trainer) and config.data.format == "text",
+    }
 
 
 def _alone(trainer: TrainerConfig) -> TrainerConfig:

@@ -1,7 +1,7 @@
 """The policy as a model that others load: weights/v<k> for the inference engines, exports/s<k> for people.
 
-Both are the same files, safetensors under Hugging Face names, to which every rank writes its part; an export adds configuration and
-tokenizer, weights add what proves to engines that they hold them: a digest of each tensor, and a probe. Between whole versions there may be
+Both are safetensors under Hugging Face names, to which every rank writes its part; an export has the model's number type and its other files,
+weights add what proves to engines that they hold them: a digest of each tensor, and a probe. Between whole versions there may be
 some whose files have only what has changed since the one before. Where engines load adapters, weights/v<k> is one instead, which rank 0 writes.
 """
 
@@ -12,22 +12,36 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from hpcrl.config.sections.generator import ChatTemplateConfig
 from hpcrl.config.sections.model import Pretrained
-from hpcrl.data.chat import load_tokenizer
+from hpcrl.data.chat import chat_template, load_tokenizer
+from hpcrl.data.models.files import exported_files, trained_end
 from hpcrl.data.weight_files import Base, Probe, PublishedWeights, weight_facts, whole_digest
 from hpcrl.errors import CommitError, HpcrlError
-from hpcrl.rundir.commit import abandon, begin, committed, committed_by, discard, finish, is_committed, listing, staging
+from hpcrl.rundir.commit import (
+    abandon,
+    begin,
+    committed,
+    committed_by,
+    discard,
+    finish,
+    is_committed,
+    listing,
+    staging,
+    write_bytes,
+)
 from hpcrl.rundir.layout import Run, step_of, version_of
 from hpcrl.rundir.ledger import require_newest
 from hpcrl.rundir.space import explained
 from hpcrl.trainer.backends.base import PolicyEngine
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.models.adapter import Adapter
+from hpcrl.trainer.models.forward import DTYPES
 from hpcrl.trainer.saving.changes import ChangesWriter, Kept
 from hpcrl.trainer.saving.shards import ShardPlan, ShardWriter
 
@@ -54,7 +68,7 @@ class Publisher:
     """Writes what the policy is after a step. Every method is called by all ranks; each writes its tensors, rank 0 commits.
 
     Args:
-        dtype: of the written tensors, generator.inference_engine.model_dtype.
+        dtype: of published tensors, generator.inference_engine.model_dtype.
         kept_versions: of the newest, that must stay readable.
         longest: tokens that an engine takes at most; fewer than two: versions get no probe.
         adapters: whether engines load adapters, and get nothing else.
@@ -167,27 +181,35 @@ class Publisher:
         model: Pretrained | None,
         template: ChatTemplateConfig,
         target: Path | None = None,
+        *,
+        options: Mapping[str, Any] = MappingProxyType({}),
+        texts: bool = False,
     ) -> Path:
         """Commit a model directory for transformers and vLLM, and return it; what this attempt has committed stays as it is.
 
         Args:
-            model: whose tokenizer it gets; None: the policy has none of its own.
+            model: whose tokenizer and other files it gets; None: the policy has none of its own.
             template: chat template with which the policy was trained; the tokenizer keeps it.
             target: the directory; None: exports/s<step>.
+            options, texts: as of `trained_end`.
 
         Raises:
-            ConfigError: as `load_tokenizer`.
+            ConfigError, DataError: as `load_tokenizer`; the model's files cannot be read.
             CommitError: on every rank: it could not be written, or a newer attempt has begun.
         """
 
         def complete(directory: Path) -> None:
-            engine.export_config(directory, self._dtype)
             if model is not None:
-                load_tokenizer(model, template).save_pretrained(directory)
+                end = trained_end(load_tokenizer(model, template), options, texts=texts)
+                for name, content in exported_files(model, chat_template(template), end).items():
+                    write_bytes(directory / name, content)
+            engine.export_config(directory, dtype)
             if adapter:
                 adapter.write(directory / ADAPTER)
 
         place = target or self._run.export(step)
+        name = self._world.rank0_broadcast(lambda: str(engine.source.export_dtype()).removeprefix("torch."))
+        dtype = DTYPES[name]
         if self._world.rank0_broadcast(lambda: committed_by(place)) != self._attempt:
             adapter, rank = engine.adapter(), self._world.rank
             self._write(
@@ -195,6 +217,7 @@ class Publisher:
                 place,
                 lambda directory, plan: ShardWriter(directory, plan, rank),
                 lambda tensors: {"step": step, **weight_facts(tensors, None)},
+                dtype,
                 complete,
             )
         return place
@@ -219,7 +242,7 @@ class Publisher:
         def facts(tensors: Mapping[str, str]) -> dict[str, Any]:
             return {"version": version, **weight_facts(tensors, probe, before.base if before else None, senders)}
 
-        written = self._write(engine, target, writer, facts, offered=version)
+        written = self._write(engine, target, writer, facts, self._dtype, offered=version)
         if self._full_interval > 1:
             base = Base(target.name, version, whole_digest(written.tensors))
             self._kept = Kept(base, written.kept, before.changes + 1 if before else 0)
@@ -231,6 +254,7 @@ class Publisher:
         target: Path,
         writer_of: Callable[[Path, ShardPlan], ShardWriter | ChangesWriter],
         facts: Callable[[Mapping[str, str]], dict[str, Any]],
+        dtype: torch.dtype,
         complete: Callable[[Path], None] = lambda _: None,
         offered: int | None = None,
     ) -> _Written:
@@ -238,15 +262,16 @@ class Publisher:
 
         Args:
             facts: returns what the manifest says, from the digests of all tensors.
+            dtype: of the written tensors.
             complete: writes what else belongs to it, on rank 0.
             offered: the version, where files are sent to who asks for them.
         """
-        world, pieces = self._world, engine.export_pieces(self._dtype)
+        world, pieces = self._world, engine.export_pieces(dtype)
         plan = ShardPlan.of(pieces, world.size)
         try:
             world.rank0_broadcast(lambda: self._begin(target))
             writer = writer_of(staging(target, self._attempt), plan)
-            for piece in engine.export_weights(self._dtype, plan.owners):
+            for piece in engine.export_weights(dtype, plan.owners):
                 writer.put(piece)
             parts = world.all_gather(lambda: self._written(target, writer))
             digests = {name: digest for part in parts for name, digest in part["tensors"].items()}

@@ -72,7 +72,7 @@ def log_of(run: Run, process: str) -> str:
         ("transformers", 2, []),
         ("vllm", 1, []),
         ("vllm", 2, [f"{ENGINE}.tensor_parallel_size=2"]),
-        ("transformers", 2, ["trainer.strategy=megatron", "trainer.policy.fsdp_config="]),
+        ("transformers", 2, ["trainer.strategy=megatron", "trainer.policy.fsdp_config=default"]),
     ],
     ids=["fsdp2", "vllm", "tensor parallel", "megatron"],
 )

@@ -7,23 +7,27 @@ import os
 import subprocess
 import sys
 from collections import namedtuple
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from hpcrl.config import Config
-from hpcrl.errors import ConfigError, DeviceError, HpcrlError, RunError
+from hpcrl.errors import CommitError, ConfigError, DeviceError, HpcrlError, RunError
 from hpcrl.launch.agent import preflight
-from hpcrl.launch.agent.preflight import check_node, compiling, sharing
+from hpcrl.launch.agent.preflight import check_node, compiling, make_room, sharing
 from hpcrl.launch.agent.start import NodeContext
 from hpcrl.launch.doctor.node import gpu_processes, gpus_here
 from hpcrl.launch.doctor.rooms import Sizes
 from hpcrl.launch.nodes import Node
-from hpcrl.rundir.commit import write_text
+from hpcrl.rundir.commit import begin, committed_directory, write_text
 from hpcrl.rundir.layout import Run
+from hpcrl.rundir.ledger import open_attempt
+from tests.filesystem.small import small_filesystem
 from tests.paths import QUICKSTART
 
 CONFIG = Config.from_toml([QUICKSTART])
+FIRST = Node(0, "rollout", 0, (0, 1), 0, 0)
 ON_GPUS, ON_CPUS = Node(0, "trainer", 4, (), 4, 0), Node(1, "rollout", 0, (0, 1), 0, 0)
 UUIDS = [f"GPU-{index}932f937-d72c-4106-c12f-20bd9faed9f6" for index in range(4)]
 GPUS = [f"{index}, {uuid}, NVIDIA H100 80GB HBM3, 535.104.05, 81559 MiB, Default" for index, uuid in enumerate(UUIDS)]
@@ -125,7 +129,9 @@ def nearly_full(machine: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("nearly_full")
 def test_too_little_room_for_a_checkpoint_is_refused_and_blames_no_node(tmp_path: Path) -> None:
-    message = refused(tmp_path, ON_CPUS, Sizes(weights=10**8, checkpoint=10**9, export=0), RunError)
+    sizes = Sizes(weights=10**8, checkpoint=10**9, export=0)
+    check(tmp_path, sizes=sizes)  # the first node makes room, and looks
+    message = refused(tmp_path, FIRST, sizes, RunError)
     assert "1.0 GB free" in message
     assert "a checkpoint and the weights for the engines take about 1.0 GiB" in message
     assert "trainer.max_ckpts_to_keep" in message
@@ -136,6 +142,35 @@ def test_room_for_one_checkpoint_alone_is_a_warning(tmp_path: Path, capsys: pyte
     check(tmp_path, ON_CPUS, Sizes(weights=10**8, checkpoint=5 * 10**8, export=0))
     said = capsys.readouterr().out
     assert "warning: slurm.root: " in said
+
+
+def test_an_attempt_that_keeps_fewer_checkpoints_makes_room_for_the_next(tmp_path: Path) -> None:
+    """On a filesystem that is full of them, and of what an attempt left that was killed while it wrote."""
+    checkpoints = tmp_path / "run" / "checkpoints"
+    with small_filesystem(checkpoints, "2m") as mounted:
+        if not mounted:
+            pytest.skip("no filesystem can be mounted here")
+        run, there = Run(tmp_path / "run"), os.statvfs(checkpoints)
+        size = there.f_bavail * there.f_frsize // 6 // 4096 * 4096
+        run.config.touch()
+        open_attempt(run, "local-1", ["here"])
+        for step in range(1, 6):
+            with committed_directory(run.checkpoint(step), 1, step=step) as directory:
+                (directory / "model").write_bytes(bytes(size - 4 * 4096))
+        (begin(run.checkpoint(6), 1) / "model").write_bytes(bytes(size // 2))
+        free = lambda: os.statvfs(checkpoints).f_bavail * there.f_frsize  # noqa: E731
+        assert free() < size
+        fewer = replace(CONFIG, trainer=replace(CONFIG.trainer, max_ckpts_to_keep=2, ckpt_keep_every=2))
+        open_attempt(run, "local-2", ["here"])
+        with pytest.raises(CommitError, match="attempt"):
+            make_room(run, fewer, 1)
+        make_room(run, fewer, 2)
+        assert sorted(path.name for path in checkpoints.iterdir()) == ["s000002", "s000004", "s000005"]
+        assert free() > 2 * size
+        (run.checkpoint(4) / "model").unlink()
+        (run.checkpoint(2) / "model").unlink()
+        make_room(run, replace(fewer, trainer=replace(fewer.trainer, ckpt_keep_every=0)), 2)
+        assert len(list(checkpoints.iterdir())) == 3, "only one has all its files"
 
 
 def with_copies(place: Path | str) -> Config:

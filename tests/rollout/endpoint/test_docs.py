@@ -47,5 +47,5 @@ def test_the_environment_of_the_page_plays(tmp_path: Path, monkeypatch: pytest.M
 
 def test_the_limits_of_the_page_are_those_of_the_code() -> None:
     assert f"more than {MAX_BODY >> 20} MiB" in PAGE
-    assert f"more than {session.PER_SECOND:g} requests per second, {session.AT_ONCE:g} in a burst" in PAGE
-    assert f"more than {session.MOST_OPEN} answers waited for" in PAGE
+    assert f"{session.PER_SECOND:g} requests per second are read, {session.AT_ONCE:g} in a burst" in PAGE
+    assert f"{session.MOST_OPEN} answers are generated at a time" in PAGE

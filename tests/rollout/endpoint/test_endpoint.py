@@ -21,7 +21,6 @@ from hpcrl.data.group_file import check_group, write_group
 from hpcrl.envs.base import AgentEnvironment, Endpoint, Messages, Turn
 from hpcrl.errors import ConfigError, EngineError, RunError
 from hpcrl.rollout.endpoint.server import serving
-from hpcrl.rollout.endpoint.session import AT_ONCE
 from hpcrl.rollout.engines.base import Engine
 from hpcrl.rollout.engines.embedded.launch import Embedded
 from hpcrl.rollout.generate import GroupGenerator
@@ -266,25 +265,6 @@ def test_who_may_ask_and_how_much(with_embedded: WithEngine[Any]) -> None:
         return Turn([], 1.0, True)
 
     assert not played(with_embedded, late).failures
-
-
-def test_turns_and_requests_are_counted(with_embedded: WithEngine[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpcrl.rollout.endpoint.session.PER_SECOND", 0.0)  # a busy machine asks no faster than it may
-
-    def play(messages: Messages, client: Client) -> Turn:
-        for _ in range(2):
-            client.say(messages)
-        over = client.post(messages=messages)
-        assert (over.status_code, over.json()["error"]["code"]) == (400, "max_turns")
-        headers = {"authorization": f"Bearer {client.endpoint.key}"}
-        models = f"{client.endpoint.base_url}/models"
-        asked = [client.http.get(models, headers=headers) for _ in range(int(AT_ONCE))]
-        assert [one.status_code for one in asked[-4:-2]] == [200, 429], "three were for answers"
-        assert asked[0].json()["data"][0]["id"] == "policy"
-        assert asked[-3].headers["retry-after"] == "1"
-        return Turn([], 1.0, True)
-
-    assert not played(with_embedded, play, replace(CONFIG, max_turns=2)).failures
 
 
 def test_samples_do_not_hear_of_each_other(with_embedded: WithEngine[Any]) -> None:

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+
+import pytest
+from openai import NotFoundError, OpenAI
 
 from hpcrl.config import EnvironmentConfig, SamplingParams
 from hpcrl.data.chat import decoder
 from hpcrl.envs.agents.score import LONGEST_SCORE
 from hpcrl.envs.base import Messages, Turn
-from hpcrl.rollout.endpoint.session import MOST_OPEN
+from hpcrl.rollout.endpoint.session import AT_ONCE, MOST_OPEN, PER_SECOND
+from hpcrl.rollout.engines.base import Generation
 from hpcrl.rollout.engines.embedded.launch import Embedded
 from hpcrl.rollout.generate import conversations
 from hpcrl.rollout.worker import WorkerOptions, work
@@ -32,26 +38,100 @@ from tests.rollout.endpoint.test_endpoint import (
     user,
     with_embedded,  # noqa: F401  a fixture
 )
-from tests.rollout.endpoint.test_streaming import Hesitates, asked, on
+from tests.rollout.endpoint.test_streaming import Hesitates, on
 from tests.rollout.material import RUN_NAME, TOKEN, wait_for
 
 
-def test_answers_that_are_waited_for_are_counted() -> None:
-    engine = Hesitates("abc")
+class Counts(Hesitates):
+    """An engine that counts the answers that it is asked for at a time."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.open = self.most = 0
+
+    async def generate(self, *asked: object) -> list[Generation]:
+        self.open += 1
+        self.most = max(self.most, self.open)
+        try:
+            return await super().generate(*asked)
+        finally:
+            self.open -= 1
+
+
+def test_more_requests_than_are_answered_at_a_time_wait() -> None:
+    """Of a program with plain OpenAI clients, which ask 128 times in parallel and do not ask again."""
+    engine, clients = Counts("abc"), 4 * MOST_OPEN
 
     def play(messages: Messages, client: Client) -> Turn:
-        with asked(client, messages, n=MOST_OPEN) as answer:
-            lines = answer.iter_lines()
-            next(lines)  # all of them have begun
-            refused = client.post(messages=messages)
-            assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
-            assert "answers are waited for" in refused.json()["error"]["message"]
+        def asks(_: int) -> str | None:
+            with OpenAI(base_url=client.endpoint.base_url, api_key=client.endpoint.key, max_retries=0) as openai:
+                told = openai.chat.completions.create(model=client.endpoint.model, messages=cast(Any, messages))
+            return told.choices[0].message.content
+
+        with ThreadPoolExecutor(clients) as threads:
+            answers = threads.map(asks, range(clients))
+            wait_for(lambda: engine.open == MOST_OPEN, 60, "too few are generated")
             engine.may_go_on.set()
-            assert list(lines)[-2] == "data: [DONE]"
+            assert set(answers) == {"abc"}
+        return Turn([], 1.0, True)
+
+    began = time.monotonic()
+    group = played(on(engine), play, replace(CONFIG, max_turns=clients))
+    assert not group.failures
+    assert engine.most == MOST_OPEN
+    assert time.monotonic() - began > (clients - AT_ONCE) / PER_SECOND, "no more are read per second"
+
+
+def test_a_model_is_retrieved_by_its_name(with_embedded: WithEngine[Any]) -> None:  # noqa: F811
+    named = replace(CONFIG.inference_engine, served_model_name="own/policy 1")
+
+    def play(messages: Messages, client: Client) -> Turn:
+        with OpenAI(base_url=client.endpoint.base_url, api_key=client.endpoint.key) as openai:
+            (listed,) = openai.models.list().data
+            assert openai.models.retrieve("own/policy 1") == listed
+            assert listed.id == client.endpoint.model
+            with pytest.raises(NotFoundError, match="there is only the model 'own/policy 1'"):
+                openai.models.retrieve("other")
         client.say(messages)
         return Turn([], 1.0, True)
 
-    assert not played(on(engine), play, replace(CONFIG, max_turns=3 * MOST_OPEN)).failures
+    assert not played(with_embedded, play, replace(CONFIG, inference_engine=named)).failures
+
+
+def test_turns_and_requests_are_counted(with_embedded: WithEngine[Any], monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    monkeypatch.setattr("hpcrl.rollout.endpoint.session.PER_SECOND", 2.0)
+
+    def play(messages: Messages, client: Client) -> Turn:
+        began = time.monotonic()
+        for _ in range(2):
+            client.say(messages)
+        over = client.post(messages=messages)
+        assert (over.status_code, over.json()["error"]["code"]) == (400, "max_turns")
+        headers = {"authorization": f"Bearer {client.endpoint.key}"}
+        models = f"{client.endpoint.base_url}/models"
+        asked = [client.http.get(models, headers=headers) for _ in range(int(AT_ONCE))]
+        assert {one.status_code for one in asked} == {200}
+        assert time.monotonic() - began > 1.4, "three were for answers, and as many of these wait"
+        assert asked[0].json()["data"][0]["id"] == "policy"
+        return Turn([], 1.0, True)
+
+    assert not played(with_embedded, play, replace(CONFIG, max_turns=2)).failures
+
+
+def test_what_waits_ends_with_the_sample() -> None:
+    engine, heard = Hesitates("abc"), list[int]()
+
+    def play(messages: Messages, client: Client) -> Turn:
+        with ThreadPoolExecutor(MOST_OPEN + 1) as threads:
+            asked = [threads.submit(client.post, messages=messages) for _ in range(MOST_OPEN + 1)]
+            assert client.endpoint.ended.wait(60)
+            heard.extend(one.result().status_code for one in asked)
+        return Turn([], 1.0, True)
+
+    limited = EnvironmentConfig(timeout_seconds=2)
+    group = played(on(engine), play, replace(CONFIG, max_turns=2 * MOST_OPEN), environment=limited)
+    assert group.failures
+    assert heard == [429] * (MOST_OPEN + 1)
 
 
 def test_an_answer_is_no_longer_than_the_run_lets_it_be(with_embedded: WithEngine[Any]) -> None:  # noqa: F811

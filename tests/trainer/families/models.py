@@ -106,10 +106,12 @@ def config_of(family: Family) -> Any:
     return AutoConfig.for_model(family.kind, **{**SIZES, **family.sizes})
 
 
-def model_of(family: Family, attention: str) -> PreTrainedModel:
-    """Return the tiny model, in float32; its parameters are random where a new model has ones and zeros."""
+def model_of(family: Family, attention: str, config: Any = None) -> PreTrainedModel:
+    """Return the tiny model, or one of another configuration, in float32; its parameters are random where a new model has ones and zeros."""
     torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(config_of(family), attn_implementation=attention, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(
+        config or config_of(family), attn_implementation=attention, dtype=torch.float32
+    )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if not name.endswith("A_log"):

@@ -11,14 +11,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoConfig
 
 from hpcrl.config.rules.model_fit import MEGATRON_FAMILIES, STATE_LAYERS
+from hpcrl.data.model_config import with_older_names
 from hpcrl.trainer.backends.fsdp.model import PackedPolicy
 from hpcrl.trainer.backends.fsdp.sharding import units
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.models.packed.attention import PACKED
 from tests.trainer.families.features import FEATURES, Feature, works
-from tests.trainer.families.models import FAMILIES, Family, model_of, write_model
+from tests.trainer.families.models import FAMILIES, Family, config_of, model_of, write_model
 from tests.trainer.families.ranks import trained
 from tests.trainer.families.table import PAGE, promised, rows_of
 from tests.trainer.material import run_of_two
@@ -48,6 +50,39 @@ def test_the_table_is_true(family: Family, feature: Feature, tmp_path: Path) -> 
     if feature.name in MEGATRON_OR_VLLM:
         pytest.importorskip(MEGATRON_OR_VLLM[feature.name])
     assert works(family, feature, tmp_path) == promised(rows_of(PAGE.read_text())[family.kind], feature)
+
+
+_SCALED: dict[str, dict[str, Any]] = {
+    "llama": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32},
+    "qwen2": {"rope_type": "linear", "factor": 4.0},
+    "qwen3": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+    "phi3": {"rope_type": "longrope", "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 2.1, 2.2, 2.3]},
+    "glm4": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "partial_rotary_factor": 0.5},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "scaled"), [(each, scaled) for each in FAMILIES for scaled in (False, True) if not scaled or each.kind in _SCALED],
+    ids=lambda value: value.kind if isinstance(value, Family) else str(value),
+)  # fmt: skip
+def test_names_for_transformers_4_change_nothing_in_transformers_5(
+    tmp_path: Path, family: Family, scaled: bool
+) -> None:
+    """Of models whose bases of rotary positions are not the defaults."""
+    config_of(family).save_pretrained(tmp_path)
+    entries = json.loads((tmp_path / "config.json").read_text())
+    positions = entries.get("rope_parameters") or {}
+    for one in [positions] if "rope_theta" in positions else positions.values():
+        one |= {"rope_theta": one["rope_theta"] * 1.7, **(_SCALED[family.kind] if scaled else {})}
+    older, read = with_older_names(entries), list[Any]()
+    for each in (entries, older):
+        (tmp_path / "config.json").write_text(json.dumps(each))
+        read.append(AutoConfig.from_pretrained(tmp_path))
+    assert ("rope_theta" in older) == ("rope_parameters" in entries)
+    assert older == with_older_names(older), "what has them stays as it is"
+    with torch.no_grad():
+        ids, models = torch.arange(2, 30)[None], [model_of(family, "eager", config) for config in read]
+        assert torch.equal(*(model(ids).logits for model in models))
 
 
 SHARDED = ["gemma2", "gpt_oss", "mamba2", "qwen3_next", "zamba2"]

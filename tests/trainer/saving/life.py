@@ -126,6 +126,15 @@ def behind(world: World, options: dict[str, Any]) -> dict[str, Any]:
         found["failed"] = [life.settle(), *life.there]
         life.save(3)
         found["made up for"] = [life.finish(3), *life.there]
+    ended = Life(world, options, "ended", mode="async")
+    ended.train(1)
+    ended.save(1)
+
+    def fails() -> None:
+        with ended.checkpoints.settled_on_error():
+            raise CommitError("the export could not be written")
+
+    found["ended"] = [ended._tried(fails), *ended.there]
     return found
 
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +28,7 @@ from hpcrl.rundir.starts import note, read_starts
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.saving.checkpoint import Checkpoints
 from hpcrl.trainer.saving.publish import Publisher
+from tests.filesystem.small import small_filesystem
 from tests.trainer import scenarios
 from tests.trainer.launcher import environment
 from tests.trainer.material import make_batch, make_run
@@ -37,23 +36,6 @@ from tests.trainer.ranks import Ranks
 from tests.trainer.saving.life import Life
 
 _TOO_SMALL = "900k"  # for two checkpoints of the tiny model
-
-
-@contextmanager
-def small_filesystem(path: Path) -> Iterator[bool]:
-    """Mount a filesystem that is soon full, where this may be done."""
-    path.mkdir(parents=True)
-    mounted = (
-        os.getuid() == 0
-        and not subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", f"size={_TOO_SMALL}", "tmpfs", str(path)], capture_output=True, check=False
-        ).returncode
-    )
-    try:
-        yield mounted
-    finally:
-        if mounted:
-            subprocess.run(["umount", str(path)], check=True)
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +52,7 @@ def told(tmp_path_factory: pytest.TempPathFactory, model_path: Path, source: Run
     path = tmp_path_factory.mktemp("together")
     with ExitStack() as stack:
         places = [path / f"full-{mode}" / "checkpoints" for mode in ("sync", "async")]
-        full = False not in [stack.enter_context(small_filesystem(place)) for place in places]
+        full = False not in [stack.enter_context(small_filesystem(place, _TOO_SMALL)) for place in places]
         options = {"model": str(model_path), "run": str(source.path), "out": str(path / "told"), "full": full}
         two.play([("saving.life:together", options)])
     first, second = (json.loads(path.joinpath(f"told.{rank}").read_text()) for rank in (0, 1))
@@ -146,6 +128,7 @@ def test_written_behind_training(told: dict[str, Any]) -> None:
     assert "No space left" in message
     assert there == [[1, 2], [1, 2], 0]
     assert found["made up for"] == ["ok", [1, 2, 3], [1, 2, 3], 0]
+    assert found["ended"] == ["the export could not be written", [1], [1], 0], "the one on its way is there"
 
 
 def test_a_filesystem_that_is_really_full(told: dict[str, Any]) -> None:
@@ -192,7 +175,7 @@ def test_too_little_space_is_told_before_it_is_written(
     life = make_life(alone, model_path, source, tmp_path)
     assert life.save(1) == "ok"
     size = life.checkpoints._committer.size
-    numbers = sum(map(math.prod, rooms._shapes(model_path).values()))
+    numbers = sum(map(math.prod, (entry["shape"] for entry in rooms._headers(model_path).values())))
     assert size is not None
     assert 12 * numbers < size, "what `hpcrl plan` says; of a model so small the names take more"
     assert size == sum(entry["size"] for entry in verify(life.run.checkpoint(1))["files"].values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +25,16 @@ from hpcrl.config import (
 from hpcrl.config.sections.generator import ChatTemplateConfig
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.errors import DataError
-from hpcrl.rundir.commit import committed, is_committed
+from hpcrl.rundir.commit import committed, is_committed, verify
 from hpcrl.rundir.layout import Run, version_of
 from hpcrl.trainer.backends.base import ExportPiece
 from hpcrl.trainer.backends.fsdp.engine import FsdpPolicy
 from hpcrl.trainer.distributed import World
-from hpcrl.trainer.models.hf import policy_source, reference_source
+from hpcrl.trainer.models.hf import export_config, policy_source, reference_source
 from hpcrl.trainer.packing import PackedSamples, pack
 from hpcrl.trainer.saving.publish import Publisher
 from hpcrl.trainer.saving.shards import ShardPlan, ShardWriter
+from tests.paths import CONFIGS
 from tests.trainer.material import make_run, make_sample
 
 
@@ -99,11 +101,56 @@ def test_an_export_keeps_the_chat_template_of_the_run(
     assert AutoTokenizer.from_pretrained(run.export(1)).apply_chat_template(text, tokenize=False) == "a b"
 
 
+def stored_types(path: Path) -> set[torch.dtype]:
+    with safe_open(path / "model-00001.safetensors", "pt") as file:
+        return {file.get_tensor(name).dtype for name in file.keys()}  # noqa: SIM118
+
+
+def test_an_export_has_the_models_files_and_number_type(run: Run, alone: World, tmp_path: Path) -> None:
+    """Whatever the engine's type is: of a model in transformers 4's form, which no generation settings of transformers may change."""
+    model = tmp_path / "model"
+    shutil.copytree(CONFIGS / "quickstart" / "model", model)
+    entries = json.loads((model / "config.json").read_text())
+    del entries["rope_parameters"], entries["dtype"]
+    entries |= {"rope_theta": 500.0, "rope_scaling": None, "torch_dtype": "bfloat16", "own": {"kept": 1}}
+    (model / "config.json").write_text(json.dumps(entries))
+    (model / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.9, "eos_token_id": [1]}')
+    engine = make_engine(model, alone)
+    Publisher(run, 1, alone, torch.float32, 2).export(engine, 1, Pretrained(str(model)), ChatTemplateConfig())
+    assert json.loads((run.export(1) / "config.json").read_text()) == entries
+    for name in ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (run.export(1) / name).read_bytes() == (model / name).read_bytes(), name
+    assert stored_types(run.export(1)) == {torch.bfloat16}
+    verify(run.export(1))
+
+
+@pytest.mark.parametrize(
+    ("named", "stored", "expected"),
+    [
+        ("bfloat16", torch.float32, torch.bfloat16),
+        (None, torch.bfloat16, torch.bfloat16),
+        (None, torch.float64, torch.float32),
+        ("float64", torch.float64, torch.float32),
+    ],
+)
+def test_the_number_type_of_an_export(
+    model_path: Path, tmp_path: Path, named: str | None, stored: torch.dtype, expected: torch.dtype
+) -> None:
+    AutoModelForCausalLM.from_pretrained(model_path, dtype=stored).save_pretrained(tmp_path / "model")
+    entries = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps(entries | {"dtype": named}))
+    source = policy_source(TrainerConfig(policy=PolicyConfig(model=ModelConfig(path=str(tmp_path / "model")))))
+    assert source.export_dtype() == expected
+    export_config(source, tmp_path, source.export_dtype())
+    told = json.loads((tmp_path / "config.json").read_text())["dtype"]
+    assert told == (named and str(expected).removeprefix("torch."))
+
+
 def test_weights_have_the_engines_type_and_tied_ones_come_once(run: Run, alone: World, engine: FsdpPolicy) -> None:
     Publisher(run, 1, alone, torch.bfloat16, 2).publish(engine, 1)
+    assert stored_types(run.weights_of(1)) == {torch.bfloat16}
     with safe_open(run.weights_of(1) / "model-00001.safetensors", "pt") as file:
         names = set(file.keys())
-        assert {file.get_tensor(name).dtype for name in names} == {torch.bfloat16}
     assert "model.embed_tokens.weight" in names
     assert "lm_head.weight" not in names
     index = json.loads((run.weights_of(1) / "model.safetensors.index.json").read_text())

@@ -48,6 +48,9 @@ class Pi05Source(ModelSource):
     def stored_dtype(self) -> torch.dtype | None:
         return source.stored_dtype(self)
 
+    def _named_dtype(self) -> None:
+        return None
+
 
 def action_source(trainer: TrainerConfig) -> Pi05Source:
     """Return the model that is trained, as it is loaded."""
@@ -113,7 +116,7 @@ class ActionPolicy(FsdpPolicy):
         """Write what makes the export a model that a run can begin from, its robot's statistics among it."""
         if self._world.first:
             (directory / "config.json").write_text(self._model.network.architecture.written())
-            for file in statistics_files(self._source):
+            for file in statistics_files(self.source):
                 shutil.copyfile(file, directory / file.name)
 
 

@@ -56,6 +56,9 @@ class TransformerSource(ModelSource):
                     found = kind if found is None else torch.promote_types(found, kind)
         return found
 
+    def _named_dtype(self) -> None:
+        return None
+
 
 def transformer_source(trainer: TrainerConfig) -> TransformerSource:
     """Return the transformer that is trained, as it is loaded."""

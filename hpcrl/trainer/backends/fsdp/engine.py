@@ -224,7 +224,7 @@ class FsdpExported(FsdpEngine[Model]):
         self, model: Model, source: ModelSource, section: PolicyConfig, trainer: TrainerConfig, world: World
     ) -> None:
         super().__init__(model, section, trainer, world)
-        self._source = source
+        self.source = source
         self._first_values = self._copied() if begins_from_weights(section.model.lora) else {}
 
     def export_pieces(self, dtype: torch.dtype) -> list[ExportPiece]:
@@ -266,8 +266,8 @@ class FsdpExported(FsdpEngine[Model]):
     def export_config(self, directory: Path, dtype: torch.dtype) -> None:
         if not self._world.first:
             return
-        classifier = type(self._model.model).__name__ if self._source.gives_scores else None
-        export_config(self._source, directory, dtype, classifier)
+        classifier = type(self._model.model).__name__ if self.source.gives_scores else None
+        export_config(self.source, directory, dtype, classifier)
 
     def end_batch(self, step: int) -> None:
         pass
@@ -286,7 +286,7 @@ class FsdpExported(FsdpEngine[Model]):
 
     def _adapter(self) -> Adapter:
         free_gathered(self._model)
-        return gather_adapter(self._model.model, self._lora, self._source, whole)
+        return gather_adapter(self._model.model, self._lora, self.source, whole)
 
     def _trained(self) -> dict[str, torch.Tensor]:
         return {name: each.detach() for name, each in self._model.named_parameters() if each.requires_grad}

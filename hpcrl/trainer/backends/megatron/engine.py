@@ -182,7 +182,7 @@ class MegatronExported(MegatronEngine[Model]):
         self, kind: type[Model], source: ModelSource, forward: ForwardConfig, trainer: TrainerConfig, world: World
     ) -> None:
         super().__init__(kind, source, forward, trainer.policy, "trainer.policy", trainer, world)
-        self._source, self.dtype = source, DTYPES[trainer.policy.megatron_config.dtype]
+        self.source, self.dtype = source, DTYPES[trainer.policy.megatron_config.dtype]
         self._first_values = self._copied() if begins_from_weights(self._lora) else {}
 
     def export_pieces(self, dtype: torch.dtype) -> list[ExportPiece]:
@@ -194,8 +194,8 @@ class MegatronExported(MegatronEngine[Model]):
 
     def export_config(self, directory: Path, dtype: torch.dtype) -> None:
         if self._world.first:
-            classifier = type(self._source.empty(dtype, "eager")).__name__ if self._source.gives_scores else None
-            export_config(self._source, directory, dtype, classifier)
+            classifier = type(self.source.empty(dtype, "eager")).__name__ if self.source.gives_scores else None
+            export_config(self.source, directory, dtype, classifier)
 
     def end_batch(self, step: int) -> None:
         pass
@@ -216,7 +216,7 @@ class MegatronExported(MegatronEngine[Model]):
     def _adapter(self) -> Adapter:
         layers = whole_adapters(self._chunks, lambda matrix: matrix.data, self._world)
         kept = whole_modules(self._chunks, self._architecture, self.dtype, self._world)
-        return made_adapter(layers, self._lora, self._source, kept)
+        return made_adapter(layers, self._lora, self.source, kept)
 
     def _copied(self) -> dict[nn.Parameter, torch.Tensor]:
         """Return a copy of what is trained."""

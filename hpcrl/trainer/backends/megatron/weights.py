@@ -15,6 +15,7 @@ from megatron.core.models.gpt import GPTModel
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from hpcrl.data.models.files import model_folder
 from hpcrl.errors import DataError
 from hpcrl.trainer.backends.base import ExportPiece
 from hpcrl.trainer.backends.megatron.architecture import Architecture
@@ -47,7 +48,7 @@ class _Files:
         self._source = source
         self._open: dict[Path, Any] = {}
         try:
-            directory = source.folder(["model*.safetensors", _INDEX])
+            directory = model_folder(source, ["model*.safetensors", _INDEX])
             self._places = self._find(directory)
         except (OSError, ValueError, SafetensorError) as error:
             raise source.not_a_model(error) from error

@@ -1,0 +1,26 @@
+"""A filesystem that is soon full."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def small_filesystem(path: Path, size: str) -> Iterator[bool]:
+    """Mount a filesystem of so many bytes, as `mount` writes them, at a new directory; yield whether this may be done here."""
+    path.mkdir(parents=True)
+    mounted = (
+        os.getuid() == 0
+        and not subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(path)], capture_output=True, check=False
+        ).returncode
+    )
+    try:
+        yield mounted
+    finally:
+        if mounted:
+            subprocess.run(["umount", str(path)], check=True)
