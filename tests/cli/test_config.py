@@ -250,7 +250,8 @@ def test_convert_refuses_what_is_no_file(words: list[str], capsys: Output) -> No
 
 def test_texts_that_an_override_leaves_empty_are_said(capsys: Output) -> None:
     assert (
-        main(["config", "validate", QUICKSTART, "trainer.run_name=", "slurm.extra.nice=", "trainer.project_name=a"]) == 0
+        main(["config", "validate", QUICKSTART, "trainer.run_name=", "slurm.extra.nice=", "trainer.project_name=a"])
+        == 0
     )
     assert capsys.readouterr().err == (
         "hpcrl: trainer.run_name= has no value and goes back to its default\n"

@@ -6,13 +6,11 @@ import asyncio
 import io
 import json
 import logging
-import math
 import time
 import uuid
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +20,11 @@ from hpcrl.data.vision.reader import SeenImage
 from hpcrl.data.weight_files import PublishedWeights
 from hpcrl.errors import EngineError
 from hpcrl.rollout.engines.base import Engine, Generation, Heard, leaves_out
-from hpcrl.rollout.engines.experts import experts_of
 from hpcrl.rollout.engines.proof import check_decoding, check_probe, check_ranks, difference, tolerance
 from hpcrl.rollout.engines.vllm.address import Address
+from hpcrl.rollout.engines.vllm.answers import Running, chosen_logprobs, generation_of, most_probable
 from hpcrl.rollout.engines.vllm.images import features
-from hpcrl.rollout.engines.vllm.middleware import CORES, ENDED, LEFT_OUT, PATH, TOKEN_ID
+from hpcrl.rollout.engines.vllm.middleware import CORES, ENDED, PATH
 from hpcrl.rollout.limiter import Load
 from hpcrl.rollout.threads import in_thread
 from hpcrl.runtime.gpu_memory import describe_memory
@@ -47,73 +45,6 @@ _AT_ONCE = aiohttp.ClientTimeout(total=5.0)  # of what the server answers whatev
 _BUFFER = 2**26  # bytes of an answer that may wait to be read; twice as long may be one event of a stream
 _DECODED = 8  # tokens of the check of decoding, and of its prompt
 _GREEDY = 1e-5  # vLLM samples greedily at temperatures below
-
-
-@dataclass
-class _Running:
-    """A request that the engine has yet to answer.
-
-    Attributes:
-        name: of the call.
-        masked: whether its tokens have sampling masks.
-        top: how many of the most probable tokens are wanted in the place of each.
-        version: of the weights when it began.
-        prompt: tokens of it.
-        changes: since then, each the newer version, and how many tokens a sample had before, by its index. A sample that is missing was
-            finished, or had not reached the engine: its tokens count as older ones.
-    """
-
-    name: str | None
-    masked: bool
-    top: int
-    version: int
-    prompt: int
-    changes: list[tuple[int, dict[int, int]]] = field(default_factory=list)
-
-    def versions(self, index: int, count: int) -> list[int]:
-        """Return the version of each of a sample's tokens."""
-        versions = list[int]()
-        version = self.version
-        for newer, had in self.changes:
-            versions += [version] * (had.get(index, count) - len(versions))
-            version = newer
-        return (versions + [version] * count)[:count]
-
-
-def _chosen(content: Sequence[Mapping[str, Any]], masked: bool) -> tuple[list[float], list[list[int]] | None]:
-    """Return the log-probabilities of tokens, and their sampling masks."""
-    logprobs = [token["logprob"] for token in content]
-    if not masked:
-        return logprobs, None
-    kept = [[top for top in token["top_logprobs"] if top["logprob"] > LEFT_OUT] for token in content]
-    masks = [[int(top["token"].removeprefix(TOKEN_ID)) for top in tops] for tops in kept]
-    # top_k keeps all tokens that share the last place, of which the answer may lack some: with its probability relative to those
-    # that it has, a token has the same here and in the trainer
-    totals = [math.log(math.fsum(math.exp(top["logprob"]) for top in tops)) for tops in kept]
-    return [logprob - total for logprob, total in zip(logprobs, totals, strict=True)], masks
-
-
-def _generation(choice: Mapping[str, Any], running: _Running) -> Generation:
-    content, top_ids = choice["logprobs"]["content"], None
-    logprobs, masks = _chosen(content, running.masked)
-    if running.top:
-        top_ids = [_most_probable(token["top_logprobs"], running.top) for token in content]
-    told = choice.get("routed_experts")  # of a server that has enable-return-routed-experts
-    return Generation(
-        token_ids=choice["token_ids"],
-        logprobs=logprobs,
-        stop_reason=choice["finish_reason"],
-        versions=running.versions(choice["index"], len(choice["token_ids"])),
-        sampling_mask=masks,
-        top_ids=top_ids,
-        experts=experts_of(told)[: running.prompt + len(choice["token_ids"]) - 1] if told else None,
-    )
-
-
-def _most_probable(tops: Sequence[Mapping[str, Any]], count: int) -> list[int]:
-    """Return the most probable ones of those tokens that vLLM tells: the sampled one first, then others."""
-    ordered = sorted(tops, key=lambda top: -top["logprob"])[:count]
-    return [int(top["token"].removeprefix(TOKEN_ID)) for top in ordered]
 
 
 def _as_json(content: Mapping[str, Any]) -> bytes:
@@ -162,7 +93,7 @@ class EngineClient(Engine):
         self._updates, self._dropped, self._shows, self._decodes = 0, 0, False, False
         self.answered = 0
         self._waiting: Counter[str] = Counter()
-        self._running: dict[str, _Running] = {}
+        self._running: dict[str, Running] = {}
         self._adapters: dict[int, int] = {}  # versions that the engine has as adapters, and vLLM's numbers of them
 
     @property
@@ -198,7 +129,7 @@ class EngineClient(Engine):
             request["features"] = await in_thread(features, prompt_ids, images, salt)
         if salt:  # caches of older weights are there too, which no request that begins now may find
             request["cache_salt"] = salt
-        running = self._running[_NAMED + request_id] = _Running(
+        running = self._running[_NAMED + request_id] = Running(
             name, told > 0 and masked, 0 if masked else told, self.version, len(prompt_ids)
         )
         try:
@@ -207,7 +138,7 @@ class EngineClient(Engine):
             del self._running[_NAMED + request_id]
         choices = sorted(choices, key=lambda choice: choice["index"])
         assert len(choices) == asked, f"asked for {asked} samples, got {len(choices)}"
-        said = [_generation(choice, running) for choice in choices]
+        said = [generation_of(choice, running) for choice in choices]
         return said * n_samples if greedy else said
 
     async def _choices(self, request: dict[str, Any]) -> list[dict[str, Any]]:
@@ -215,13 +146,13 @@ class EngineClient(Engine):
         body = await in_thread(_as_json, request) if "features" in request else _as_json(request)
         return (await self._call("POST", _GENERATE, data=io.BytesIO(body), headers=_JSON))["choices"]
 
-    async def _listen(self, request: dict[str, Any], running: _Running, heard: Heard) -> list[dict[str, Any]]:
+    async def _listen(self, request: dict[str, Any], running: Running, heard: Heard) -> list[dict[str, Any]]:
         """Return the only choice of a request, whose tokens are heard as they come."""
         content, whole = list[dict[str, Any]](), {"index": 0, "token_ids": [], "finish_reason": None}
         async for event in self._events(_GENERATE, {**request, "stream": True}):
             for piece in event["choices"]:
                 tokens = piece["logprobs"]["content"]
-                heard(piece["token_ids"], _chosen(tokens, running.masked)[0])
+                heard(piece["token_ids"], chosen_logprobs(tokens, running.masked)[0])
                 whole["token_ids"] += piece["token_ids"]
                 whole["finish_reason"] = piece["finish_reason"]
                 whole["routed_experts"] = piece.get("routed_experts")
@@ -240,14 +171,14 @@ class EngineClient(Engine):
             ordered = sorted(place, key=lambda token: -place[token]["logprob"])
             found.append([int(token) for token in ordered[:count]])
         (token,) = answer["choices"][0]["logprobs"]["content"]
-        return [*found, _most_probable(token["top_logprobs"], count)]
+        return [*found, most_probable(token["top_logprobs"], count)]
 
     async def ended(self) -> dict[str, dict[int, Generation]]:
         found = dict[str, dict[int, Generation]]()
         for request_id, choices in json.loads(await self._asked_at_once(ENDED)).items():
             running = self._running.get(request_id)
             if running and running.name is not None:
-                found[running.name] = {choice["index"]: _generation(choice, running) for choice in choices}
+                found[running.name] = {choice["index"]: generation_of(choice, running) for choice in choices}
         return found
 
     def _adapter(self) -> dict[str, str]:
@@ -364,7 +295,7 @@ class EngineClient(Engine):
         """
         _, (choice,) = await self._computed(prompt, _DECODED)
         tokens = choice["token_ids"]
-        decoded = _chosen(choice["logprobs"]["content"], masked=False)[0]
+        decoded = chosen_logprobs(choice["logprobs"]["content"], masked=False)[0]
         prefilled, _ = await self._computed([*prompt, *tokens])
         found = difference(decoded, prefilled[-len(tokens) :])
         check_decoding(found, limit, self.version, self._who)

@@ -19,7 +19,8 @@ import torch
 from hpcrl.config import Config
 from hpcrl.errors import ConfigError
 from hpcrl.rollout.engines.base import Generation
-from hpcrl.rollout.engines.vllm.client import EngineClient, _generation, _Running
+from hpcrl.rollout.engines.vllm.answers import Running, generation_of
+from hpcrl.rollout.engines.vllm.client import EngineClient
 from hpcrl.rollout.engines.vllm.middleware import _choice
 from hpcrl.rollout.engines.vllm.server import Server, ServerOptions, _command, server_options
 from hpcrl.rundir.layout import Run
@@ -188,12 +189,12 @@ def test_experts_are_asked_of_vllm_and_read_from_its_answers(models: list[Path],
     content = [{"logprob": -0.5}, {"logprob": -0.25}]
     at_the_end = {"index": 0, "token_ids": [7, 8], "finish_reason": "stop", "logprobs": {"content": content}}
     for choice in (_choice(said, 1), {**at_the_end, "routed_experts": numpy2base64(experts)}):
-        found = _generation(choice, _Running(None, False, 0, 3, 4))
+        found = generation_of(choice, Running(None, False, 0, 3, 4))
         assert (found.token_ids, found.logprobs, found.versions) == ([7, 8], [-0.5, -0.25], [3, 3])
         assert found.experts is not None
         assert found.experts.dtype == np.int16
         assert (found.experts == experts).all()
-    assert _generation({**at_the_end, "routed_experts": None}, _Running(None, False, 0, 3, 4)).experts is None
+    assert generation_of({**at_the_end, "routed_experts": None}, Running(None, False, 0, 3, 4)).experts is None
 
 
 def test_what_the_job_asks_of_the_server(token_file: Path) -> None:
