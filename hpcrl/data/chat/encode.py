@@ -6,11 +6,12 @@ import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from hpcrl.errors import DataError
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
 Piece = tuple[str, bool]
@@ -137,12 +138,13 @@ def _encoded_part(
     Args:
         behind: it follows other text, so that no space is put before it.
     """
+    backend = cast("Tokenizer", tokenizer.backend_tokenizer)  # a property, which transformers does not annotate
     if behind:
-        found = tokenizer.backend_tokenizer.encode(f"\n{text}", add_special_tokens=False)
+        found = backend.encode(f"\n{text}", add_special_tokens=False)
         at = next((at for at, (begin, _) in enumerate(found.offsets) if begin), len(found.ids))
         if not at or found.offsets[at - 1][1] == 1:
             return found.ids[at:], [(begin - 1, end - 1) for begin, end in found.offsets[at:]]
-    found = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
+    found = backend.encode(text, add_special_tokens=False)
     return found.ids, found.offsets
 
 
