@@ -44,6 +44,8 @@ def _check(arguments: argparse.Namespace) -> int:
 
 def _prompts(config: Config) -> bool:
     """Print what becomes of datasets of prompts, and return whether a run could use them."""
+    from hpcrl.config.derive import is_offline
+    from hpcrl.config.families import is_diffusion, moves_by_flow
     from hpcrl.data.datasets import counted_prompts, load_dataset, prompt_datasets, unread_columns
     from hpcrl.errors import DataError
 
@@ -52,6 +54,8 @@ def _prompts(config: Config) -> bool:
     if not named:
         return True
     count, most = counted_prompts(config)
+    if not is_offline(config.trainer) and not is_diffusion(config.trainer) and not moves_by_flow(config.vla):
+        _print_tokenizer(config, chats=True)
     for path, kinds in named:
         try:
             prompts = load_dataset([path], kinds, *sections, own=True)
@@ -94,6 +98,8 @@ def _rows(config: Config, shown: int) -> bool:
         recipe.renderer(),
         TokenCache(token_cache(root_of(config.slurm.root))) if config.data.cache else None,
     )
+    if recipe.pictures is None and recipe.columns.format != "tokens":
+        _print_tokenizer(config, chats=recipe.columns.format != "text")
     for source in sources:
         usable &= _dataset(source, recipe, renderer, shown)
         if cache:
@@ -103,6 +109,20 @@ def _rows(config: Config, shown: int) -> bool:
             )
         print()
     return usable
+
+
+def _print_tokenizer(config: Config, *, chats: bool) -> None:
+    """Print what is found of the policy's tokenizer and of the chat template, where rows are conversations."""
+    from hpcrl.config.derive import policy_model
+    from hpcrl.launch.doctor.tokenizer import of_tokenizer
+
+    template, options = config.generator.chat_template, config.generator.chat_template_kwargs
+    for found in of_tokenizer(policy_model(config.trainer), template, options, chats=chats):
+        print(
+            one_line(f"{found.level:8} {found.subject}: {found.found}")
+            + (f"\n{'':8} -> {one_line(found.remedy)}" if found.remedy else "")
+        )
+    print()
 
 
 def _dataset(source: Source, recipe: Recipe, renderer: Renderer | PictureRenderer, shown: int) -> bool:

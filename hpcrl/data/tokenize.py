@@ -20,13 +20,13 @@ from hpcrl.config.derive import longest_sample, policy_model, trains_pairs
 from hpcrl.config.sections.data import DataConfig
 from hpcrl.config.sections.generator import ChatTemplateConfig
 from hpcrl.config.sections.model import Pretrained
-from hpcrl.data.chat import chat_template, load_tokenizer, without_torch
 from hpcrl.data.conversations import RESPONSE, Columns, Renderer, Tokens, TrainOnWhat
 from hpcrl.data.pipelines.pictures import PictureRenderer, PictureRows
 from hpcrl.data.prompts import count_aside, source_names
 from hpcrl.data.sources import Source
 from hpcrl.data.token_cache import TokenCache, contents_of, key_of, made_by, tokenizer_facts
 from hpcrl.data.token_file import TokenFile, open_tokens, write_tokens
+from hpcrl.data.tokenizer import chat_template, load_tokenizer, without_torch
 from hpcrl.data.vision.reader import ImageReader, Preparation
 from hpcrl.errors import CommitError, DataError
 from hpcrl.rundir.commit import Fence, is_committed, unfenced, verify
@@ -47,6 +47,8 @@ class Counts:
     Attributes:
         cut, dropped: rows of more than trainer.max_length tokens; pairs of which one answer with its prompt has more.
         untrained: rows that are left out because none of their tokens, or of one of their answers, would be trained.
+        lost: rows of which the chat template leaves out something that is to be trained, `data.lost`.
+        special: special tokens within what is trained of messages, such as marks of thoughts.
         rows, tokens, trained: what is left.
         longest: tokens of the longest row, or answer with its prompt, before it was cut or dropped.
     """
@@ -58,6 +60,8 @@ class Counts:
     tokens: int = 0
     trained: int = 0
     longest: int = 0
+    lost: int = 0
+    special: int = 0
 
     def __str__(self) -> str:
         left_out = [
@@ -65,7 +69,10 @@ class Counts:
             f"{self.dropped:,} dropped as too long",
             f"{self.untrained:,} with nothing to train",
         ]
-        return f"{self.rows:,} rows, {self.tokens:,} tokens, {self.trained:,} of them trained; longest row {self.longest:,}; {', '.join(left_out)}"
+        if self.lost:
+            left_out.append(f"{self.lost:,} of which the chat template leaves out something that is to be trained")
+        special = f", {self.special:,} of these special tokens within answers" if self.special else ""
+        return f"{self.rows:,} rows, {self.tokens:,} tokens, {self.trained:,} of them trained{special}; longest row {self.longest:,}; {', '.join(left_out)}"
 
 
 @dataclass(frozen=True)
@@ -77,6 +84,7 @@ class Recipe:
         too_long: what becomes of a longer one.
         seeing: how images and videos are prepared.
         pictures: what rows of pictures become; None: tokens of texts are trained.
+        lost: what becomes of a row of which the chat template leaves out something that is to be trained.
     """
 
     model: Pretrained
@@ -88,6 +96,7 @@ class Recipe:
     too_long: str
     seeing: Preparation = field(default_factory=Preparation)
     pictures: PictureRows | None = None
+    lost: str = "refuse"
 
     @classmethod
     def of(cls, config: Config) -> Recipe:
@@ -114,6 +123,7 @@ class Recipe:
             data.too_long,
             Preparation.of(data),
             PictureRows.of(config.trainer),
+            data.lost,
         )
 
     def reader(self) -> ImageReader | None:
@@ -137,7 +147,7 @@ class Recipe:
         with without_torch():
             tokenizer, reader = load_tokenizer(self.model, self.template), self.reader()
         special = self.template.allow_special_tokens
-        return Renderer(tokenizer, self.columns, self.options, special, self.train_on, reader)
+        return Renderer(tokenizer, self.columns, self.options, special, self.train_on, reader, self.lost == "refuse")
 
     def facts(self) -> dict[str, Any]:
         """Return all that decides what a row becomes, as JSON has it."""
@@ -152,7 +162,7 @@ class Recipe:
         del facts["model"], facts["template"], facts["seeing"], facts["pictures"]
         facts |= {"by": made_by(), "columns": _READ.get(form, asdict)(columns), "format": form}
         if form in ("text", "tokens"):
-            del facts["train_on"], facts["options"]
+            del facts["train_on"], facts["options"], facts["lost"]
         if form != "tokens":
             renderer = self.renderer()
             assert isinstance(renderer, Renderer), "what is learned from pictures is not kept for other runs"
@@ -290,6 +300,8 @@ def fitted(row: list[Tokens], recipe: Recipe, counts: Counts) -> list[Tokens] | 
     counts.rows += 1
     counts.tokens += sum(len(sequence.token_ids) for sequence in row)
     counts.trained += sum(sequence.trained for sequence in row)
+    counts.special += sum(sequence.special for sequence in row)
+    counts.lost += any(sequence.lost for sequence in row)
     return row
 
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.errors import DataError
 from hpcrl.rundir.commit import MANIFEST
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +22,6 @@ _COPIED = ["*.json", "*.jinja", "*.txt", "*.model", "*.py", "*.tiktoken", f"{_TE
 _OTHERS = {CONFIG, MANIFEST, "adapter_config.json", "trainer_state.json"}  # of weights that an export does not have
 _INDEX = ".index.json"
 _ENDS, _DERIVED = "eos_token_id", "_from_model_config"
-_ANSWER = "ANSWER-OF-THE-ASSISTANT"
 
 
 def model_folder(model: Pretrained, patterns: list[str]) -> Path:
@@ -69,28 +65,6 @@ def exported_files(model: Pretrained, template: str | None, end: int | None) -> 
         return files if end is None else files | _generation_with(end, files.get(_GENERATION), folder / CONFIG)
     except (OSError, ValueError) as error:
         raise DataError(f"{model}: its tokenizer, template and configuration cannot be copied: {error}") from error
-
-
-def trained_end(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any], *, texts: bool = False) -> int | None:
-    """Return the token that ends a trained answer: what the chat template writes behind it, or the tokenizer's end of a text.
-
-    Args:
-        options: arguments of the template, `generator.chat_template_kwargs`.
-        texts: rows are plain texts, which no template ends.
-    """
-    from jinja2 import TemplateError
-
-    after, messages = "", [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
-    if tokenizer.chat_template and not texts:
-        try:
-            after = str(tokenizer.apply_chat_template(messages, tokenize=False, **options)).rpartition(_ANSWER)[2]
-        except TemplateError:
-            after = ""
-    added = {token.content: token_id for token_id, token in tokenizer.added_tokens_decoder.items()}
-    found = min(
-        (name for name in added if name in after), key=lambda name: (after.find(name), -len(name)), default=None
-    )
-    return added[found] if found is not None else cast("int | None", tokenizer.eos_token_id)
 
 
 def _copied(folder: Path) -> Iterator[Path]:

@@ -25,13 +25,13 @@ from hpcrl.config.resume_changes import Change, changes_from_path
 from hpcrl.config.sections.alerts import AlertsConfig
 from hpcrl.config.sections.environment import CLASSIFIER
 from hpcrl.config.sections.model import Pretrained
-from hpcrl.data.chat import chat_template
 from hpcrl.data.datasets import load_dataset, prompt_datasets
 from hpcrl.data.pi05.statistics import statistics_of
 from hpcrl.data.pipelines.source import PipelineSource
 from hpcrl.data.prompts import count_aside, data_sources
 from hpcrl.data.sources import Source
 from hpcrl.data.tokenize import Recipe, tokenized, training_sources, validation_sources
+from hpcrl.data.tokenizer import chat_template
 from hpcrl.data.weight_files import ADAPTER_FILE
 from hpcrl.envs.registry import environment_class
 from hpcrl.errors import ConfigError, DataError
@@ -49,6 +49,7 @@ from hpcrl.launch.submit.models import (
 )
 from hpcrl.launch.submit.own_code import check_own_code, missing_package, not_tried
 from hpcrl.launch.submit.teacher import check_precomputed
+from hpcrl.launch.submit.tokenizer import TRIED, check_prompts, check_tokenizer, has_tokenizer
 from hpcrl.launch.submit.truths import check_truths
 from hpcrl.launch.submit.uploads import check_uploads, missing_secrets
 from hpcrl.launch.submit.vision import check_vision
@@ -81,7 +82,7 @@ def check_files(config: Config, source_of: Callable[[str], str | None] = lambda 
 def look(config: Config) -> tuple[list[Problem], list[str]]:
     """Return what would end a run, and what cannot be known on this machine; layouts of Megatron's ranks are left out.
 
-    Of a dataset the first row is looked at, which mostly tells whether its columns are those that are wanted, and ground truths of a
+    Of a dataset the first rows are looked at, which mostly tells whether its columns are those that are wanted, and ground truths of a
     sample of its rows are tried. A .json file is read whole for that, and one of an evaluation that never happens not at all.
     """
     problems = [
@@ -101,11 +102,28 @@ def look(config: Config) -> tuple[list[Problem], list[str]]:
         *check_precomputed(config),
         *check_vision(config),
     ]
+    of_template, warnings_of_template = _of_chat_template(config)
+    problems += of_template
+    return problems, [
+        *warnings,
+        *warnings_of_alerts,
+        *warnings_of_data,
+        *warnings_of_template,
+        *missing_secrets(config),
+    ]
+
+
+def _writes(config: Config) -> bool:
+    """Return whether the policy reads and writes texts, with a tokenizer that lies here."""
+    return not is_diffusion(config.trainer) and not moves_by_flow(config.vla) and has_tokenizer(config)
+
+
+def _of_chat_template(config: Config) -> tuple[list[Problem], list[str]]:
     try:
         chat_template(config.generator.chat_template)
     except ConfigError as error:
-        problems.append(_problem(error))
-    return problems, [*warnings, *warnings_of_alerts, *warnings_of_data, *missing_secrets(config)]
+        return [_problem(error)], []
+    return check_tokenizer(config) if _writes(config) else ([], [])
 
 
 def _of_alerts(alerts: AlertsConfig) -> tuple[list[Problem], list[str]]:
@@ -232,10 +250,11 @@ def _of_datasets(config: Config) -> tuple[list[Problem], list[str]]:
                 continue
             try:
                 rows = load_dataset(
-                    [path], kinds, data, config.environment, config.generator.max_turns, first=1, own=True
+                    [path], kinds, data, config.environment, config.generator.max_turns, first=TRIED, own=True
                 )
+                problems += check_prompts(config, name, path, rows) if _writes(config) else ()
                 warnings += _other_environment(name, path, rows[0].env_class, config.environment.env_class)
-                of_truths, warnings_of_truths = check_truths(name, path, kinds, config, _changed(path))
+                of_truths, warnings_of_truths = check_truths(name, path, kinds, config, _changed(Source(path)))
                 problems += of_truths
                 warnings += warnings_of_truths
             except (DataError, ModuleNotFoundError) as error:  # of parquet: pyarrow
@@ -292,6 +311,8 @@ def _of_rows(config: Config) -> tuple[list[Problem], list[str]]:
                 warnings.append(f"{name}: the first row of {source.location} {not_tried(package)}")
             else:
                 problems.append(Problem(name, str(error)))
+        except ConfigError as error:
+            problems.append(_problem(error))
     return problems, warnings
 
 

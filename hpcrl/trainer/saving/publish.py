@@ -19,8 +19,9 @@ import torch
 
 from hpcrl.config.sections.generator import ChatTemplateConfig
 from hpcrl.config.sections.model import Pretrained
-from hpcrl.data.chat import chat_template, load_tokenizer
-from hpcrl.data.models.files import exported_files, trained_end
+from hpcrl.data.chat.ending import trained_end
+from hpcrl.data.models.files import exported_files
+from hpcrl.data.tokenizer import chat_template, load_tokenizer
 from hpcrl.data.weight_files import Base, Probe, PublishedWeights, weight_facts, whole_digest
 from hpcrl.errors import CommitError, HpcrlError
 from hpcrl.rundir.commit import (

@@ -11,7 +11,8 @@ import pytest
 from transformers import AutoTokenizer, GenerationConfig
 
 from hpcrl.config.sections.model import Pretrained
-from hpcrl.data.models.files import exported_files, trained_end
+from hpcrl.data.chat.ending import trained_end
+from hpcrl.data.models.files import exported_files
 from hpcrl.errors import DataError
 from tests.paths import CONFIGS
 

@@ -14,7 +14,7 @@ import pytest
 from openai import NotFoundError, OpenAI
 
 from hpcrl.config import EnvironmentConfig, SamplingParams
-from hpcrl.data.chat import decoder
+from hpcrl.data.tokenizer import decoder
 from hpcrl.envs.agents.score import LONGEST_SCORE
 from hpcrl.envs.base import Messages, Turn
 from hpcrl.rollout.endpoint.session import AT_ONCE, MOST_OPEN, PER_SECOND
