@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _TURNS = 10  # without a configuration
 _EMPTY_LINE = "\\"
+_TABLES = "config_class", "python_path", "data", "environment", "generator"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--config",
         type=Path,
         metavar="FILE",
-        help=f"its data, environment and generator.max_turns (default: {_TURNS} turns)",
+        help=f"its tables data, environment and generator, which may be alone in it (default: {_TURNS} turns)",
     )
 
 
@@ -63,10 +64,12 @@ def _ls(arguments: argparse.Namespace) -> int:  # noqa: ARG001 - as every comman
 def _try(arguments: argparse.Namespace) -> int:
     from hpcrl.config import Config, EnvironmentConfig
     from hpcrl.envs.base import user_code
+    from hpcrl.envs.examples import rows_of
     from hpcrl.envs.registry import common_extras, environment_class, is_agent
     from hpcrl.errors import ConfigError
 
-    config = Config.from_toml([arguments.config]) if arguments.config else None
+    required = {"trainer.policy.model.path": "none", "data.train_data": [str(rows_of(arguments.name))]}
+    config = Config.from_tables(arguments.config, _TABLES, required) if arguments.config else None
     if config is None:
         sys.path.append(os.getcwd())
     made = environment_class(arguments.name)

@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--checkpoint", metavar="STEP", help="of the run; 0: before training (default: the newest)")
     parser.add_argument("-n", type=positive, metavar="K", help="samples per prompt (default: as configured)")
     parser.add_argument(
-        "--config", type=Path, nargs="+", action="extend", default=[], metavar="FILE", help="further TOML files"
+        "--config", nargs="+", action="extend", default=[], metavar="FILE", help="further TOML files, then settings"
     )
     parser.add_argument(
         "-o", "--output", type=Path, metavar="DIR", help="default: RUN/evaluations/…, of a model ./evaluations/…"
@@ -34,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _eval(arguments: argparse.Namespace) -> int:
     from json import dumps
+    from shlex import quote
 
     from hpcrl.launch.local.evaluate import configured, default_place, evaluate, find_subject
     from hpcrl.launch.local.foreground import to_stderr
@@ -41,14 +42,15 @@ def _eval(arguments: argparse.Namespace) -> int:
     from hpcrl.rundir.layout import Run, default_root
 
     data, settings = split(arguments.data)
-    settings += arguments.settings
+    files, more = split(arguments.config)
+    settings += [*more, *arguments.settings]
     subject = find_subject(arguments.subject, arguments.checkpoint, arguments.root or default_root())
-    config = configured(subject, data, arguments.n, arguments.config, settings)
+    config = configured(subject, data, arguments.n, [Path(file) for file in files], settings)
     place = (arguments.output or default_place(subject)).absolute()
     results = evaluate(subject, config, Run(place), to_stderr)
     if arguments.json:
         print(dumps(results, indent=2))
         return 0
     print("\n".join(summary(results)))
-    print(f"{place / 'report.md'}\n  hpcrl samples {place} --eval --worst    shows the responses")
+    print(f"{place / 'report.md'}\n  hpcrl samples {quote(str(place))} --eval --worst    shows the responses")
     return 0

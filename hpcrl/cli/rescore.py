@@ -30,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _rescore(arguments: argparse.Namespace) -> int:
     from json import dumps
+    from shlex import quote
 
     from hpcrl.config import Config
     from hpcrl.errors import RunError
@@ -47,7 +48,7 @@ def _rescore(arguments: argparse.Namespace) -> int:
         return 0
     print("\n".join(summary(results)))
     before = f"{evaluation.run.path}@{evaluation.version}"
-    print(f"{place.path}\n  hpcrl compare {before} {place.path}    shows what differs")
+    print(f"{place.path}\n  hpcrl compare {quote(before)} {quote(str(place.path))}    shows what differs")
     return 0
 
 

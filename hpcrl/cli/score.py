@@ -25,6 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _score(arguments: argparse.Namespace) -> int:
+    from shlex import quote
+
     from hpcrl.config import Config
     from hpcrl.errors import ConfigError
     from hpcrl.launch.local.foreground import to_stderr
@@ -40,6 +42,6 @@ def _score(arguments: argparse.Namespace) -> int:
     place = Run(arguments.output.absolute())
     score(config, ranks_here(config.trainer, arguments.ranks, "ref"), place, to_stderr)
     print(
-        f"{place.path}\n  hpcrl submit {files[0]} trainer.distillation.precomputed_logprobs={place.path}    learns from it"
+        f"{place.path}\n  hpcrl submit {quote(files[0])} trainer.distillation.precomputed_logprobs={quote(str(place.path))}    learns from it"
     )
     return 0

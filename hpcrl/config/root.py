@@ -6,9 +6,10 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, is_dataclass, make_dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import tomli_w
@@ -48,6 +49,27 @@ class Config(ConfigTree):
         merged = read(paths, overrides, cls, _elsewhere)
         chosen = cls._chosen(merged)
         return chosen._checked(merged if chosen is cls else read(paths, overrides, chosen, _elsewhere))
+
+    @classmethod
+    def from_tables(
+        cls: type[_C], path: Path | str, names: Collection[str], otherwise: Mapping[str, Any] = MappingProxyType({})
+    ) -> _C:
+        """Return what some tables of a TOML file set; other tables are as by default, and rules for several settings do not apply.
+
+        Args:
+            otherwise: values by dotted path where the tables set none, as of what is required.
+
+        Raises:
+            ConfigError: the file cannot be read, or a value of these tables is wrong.
+        """
+        merged = read([path], [], cls, _elsewhere)
+        chosen = cls._chosen(merged)
+        if chosen is not cls:
+            merged = read([path], [], chosen, _elsewhere)
+        tables = {name: table for name, table in merged.tree.items() if name in names}
+        merged.tree = nested(otherwise)
+        merged.merge(tables, str(path))
+        return build(chosen, merged.tree, merged.source_of, alone, _elsewhere)
 
     @classmethod
     def from_cli_overrides(cls: type[_C], overrides: Sequence[str] | str | Mapping[str, Any]) -> _C:

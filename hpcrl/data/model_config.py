@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 def download(model: Pretrained) -> str:
     """Return the command that puts a model of the hub into the cache of its library."""
-    return f"hf download {model.path}" + (f" --revision {model.revision}" if model.revision else "")
+    return shlex.join(["hf", "download", model.path, *(["--revision", model.revision] if model.revision else [])])
 
 
 def require_classifier(config: PreTrainedConfig, path: str, setting: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -18,7 +20,10 @@ def show_summary(run: Run, console: Console) -> None:
     for name, value in summary_rows(summarise(run)):
         table.add_row(name, Text(one_line(value)))
     console.print(table)
-    for line in (f"run directory  {run.path}", f"curves         tensorboard --logdir {run.tensorboard}"):
+    for line in (
+        f"run directory  {run.path}",
+        f"curves         {shlex.join(['tensorboard', '--logdir', str(run.tensorboard)])}",
+    ):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 

@@ -14,6 +14,7 @@ import hashlib
 import hmac
 import os
 import secrets
+import shlex
 from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import suppress
@@ -59,7 +60,7 @@ def read_secret(path: Path, setting: str) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{setting}: {path} cannot be read: {error}") from error
     if open_to_others:
-        raise ConfigError(f"{setting}: {path} can be read by others; run `chmod 600 {path}`")
+        raise ConfigError(f"{setting}: {path} can be read by others; run `chmod 600 {shlex.quote(str(path))}`")
     if not found or not found.isascii() or len(found.split()) > 1:
         raise ConfigError(f"{setting}: expected one line with the key in {path}, without spaces")
     return found

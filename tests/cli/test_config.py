@@ -19,6 +19,7 @@ from hpcrl.config import Config
 from hpcrl.config.convert.correspondence import SOURCES
 from hpcrl.config.fields import leaves, settings
 from hpcrl.config.unimplemented import unimplemented_at
+from hpcrl.errors import ConfigError, SubmitError
 from tests.paths import CONFIGS
 
 QUICKSTART = str(CONFIGS / "quickstart.toml")
@@ -272,3 +273,22 @@ def test_a_terminal_that_lacks_a_character_gets_its_number(encoding: str, tmp_pa
     done = subprocess.run(command, capture_output=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     assert b"\\u65e5\\u672c" in done.stdout
+
+
+def test_a_root_that_slurm_would_take_for_a_pattern_is_refused(tmp_path: Path, capsys: Output) -> None:
+    assert main(["submit", QUICKSTART, f"slurm.root={tmp_path}/run%j", "--dry-run"]) == SubmitError.exit_code
+    assert f"slurm.root: {tmp_path}/run%j/quickstart has a %" in capsys.readouterr().err
+
+
+def test_settings_behind_further_files_of_an_evaluation(tmp_path: Path, capsys: Output) -> None:
+    (tmp_path / "more.toml").write_text("[trainer]\nseed = 1\n")
+    words = [
+        "eval",
+        str(CONFIGS / "quickstart" / "model"),
+        "--data",
+        "rows.parquet",
+        "--config",
+        str(tmp_path / "more.toml"),
+    ]
+    assert main([*words, "trainer.sead=2"]) == ConfigError.exit_code
+    assert "trainer.sead: unknown setting; did you mean trainer.seed" in capsys.readouterr().err

@@ -171,6 +171,20 @@ def test_in_a_terminal(tmp_path: Path) -> None:
     assert b"\n> reward 0\n\ndone after 1 turn, total reward 0\n" in out
 
 
+def test_a_configuration_needs_no_more_than_the_tables_that_are_read(own: Path) -> None:
+    (own / "part.toml").write_text(
+        "python_path = ['.']\n[generator]\nmax_turns = 1\n[trainer]\nmode = 'of another day'\n"
+    )
+    done = env("try", "gsm8k", "--config", "part.toml", said="#### 1", cwd=own)
+    assert done.returncode == 0, done.stderr
+    assert "done after 1 turn" in done.stdout
+    (own / "wrong.toml").write_text("[generator]\nmax_turn = 1\n")
+    done = env("try", "gsm8k", "--config", "wrong.toml", said="#### 1", cwd=own)
+    assert (done.returncode, "wrong.toml:2: generator.max_turn: unknown setting" in done.stderr) == (2, True), (
+        done.stderr
+    )
+
+
 def test_an_environment_of_the_working_directory_needs_no_configuration(own: Path) -> None:
     (own / "prompts.jsonl").write_text('{"prompt": "say"}\n')
     command = [str(Path(sys.executable).with_name("hpcrl")), "env", "try", "echoing:Echo", "--data", "prompts.jsonl"]

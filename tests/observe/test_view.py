@@ -2,18 +2,21 @@
 
 import json
 import os
+import shlex
 import socket
 import subprocess
 import sys
 import time
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from hpcrl.observe import watch as watch_module
 from hpcrl.observe.metrics import MetricsWriter
 from hpcrl.observe.summary import PAUSE, pace_of, seconds_per_step, summarise
-from hpcrl.observe.view import summary_rows
+from hpcrl.observe.view import show_summary, summary_rows
 from hpcrl.observe.watch import Watch
 from hpcrl.rundir.commit import write_json, write_text
 from hpcrl.rundir.layout import Run
@@ -53,6 +56,14 @@ def train(run: Run, attempt: int, resume: int, last: int) -> None:
         replica.write(last, {PAUSE: 0.1})
     with MetricsWriter(run, "rollout-1", attempt, resume) as replica:
         replica.write(last, {PAUSE: 0.3})
+
+
+def test_the_command_for_curves_is_one_that_a_shell_takes(tmp_path: Path) -> None:
+    run, out = Run(tmp_path / "my runs; ls" / "project" / "run"), StringIO()
+    run.path.mkdir(parents=True)
+    show_summary(run, Console(file=out))
+    (line,) = [line for line in out.getvalue().splitlines() if line.startswith("curves")]
+    assert shlex.split(line)[1:] == ["tensorboard", "--logdir", str(run.tensorboard)]
 
 
 def test_summary_of_a_run_that_was_resumed(run: Run) -> None:

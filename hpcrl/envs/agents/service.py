@@ -11,6 +11,7 @@ import asyncio
 import json
 import random
 import secrets
+import shlex
 import threading
 import time
 from collections.abc import Coroutine, Mapping
@@ -151,7 +152,7 @@ def service_token(name: str) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{SETTING}.token_file: {path} cannot be read ({error})") from error
     if others:
-        raise ConfigError(f"{SETTING}.token_file: others can read {path}; run `chmod 600 {path}`")
+        raise ConfigError(f"{SETTING}.token_file: others can read {path}; run `chmod 600 {shlex.quote(str(path))}`")
     if not token.isascii() or not token.isprintable() or not token:
         raise ConfigError(f"{SETTING}.token_file: {path} holds no token; expected one line of printable ASCII")
     return token

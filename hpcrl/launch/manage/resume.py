@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -114,8 +115,8 @@ def _ended(run: Run) -> RunState:
     if state.kind == "done":
         last = line_of(run)[-1] if line_of(run) else "a checkpoint of it"
         raise RunError(
-            f"{run.name} is done; a new run trains on from it: hpcrl submit {run.config} trainer.run_name={run.name}-2 "
-            f"trainer.resume_mode=from_path trainer.resume_path={last}, with a higher trainer.max_steps or trainer.epochs"
+            f"{run.name} is done; a new run trains on from it: hpcrl submit {shlex.quote(str(run.config))} trainer.run_name={run.name}-2 "
+            f"trainer.resume_mode=from_path trainer.resume_path={shlex.quote(str(last))}, with a higher trainer.max_steps or trainer.epochs"
         )
     return state
 

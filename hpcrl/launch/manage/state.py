@@ -204,7 +204,7 @@ class _View:
             kind, decision = "cancelled" if self.job.name == "CANCELLED" else outcome.kind, self._decision
             return kind, decision.why if decision else outcome.message, resume
         if repeats(outcome):
-            advice = f"put that right first, another attempt would end the same way; then {resume}"
+            advice = f"another attempt would end the same way: put that right, then hpcrl resume {self.run.name}"
             return outcome.kind, outcome.message, advice
         # the first crash holds no run, and a list of many runs need not read their configurations
         crashes = self.submission.get("executor") == "slurm" and outcome.attempt > 1

@@ -82,6 +82,10 @@ def prepare(name: str, elements: Sequence[tuple[Config, list[str]]]) -> Submissi
 
 
 def _require_writable(folder: Path) -> None:
+    if "%" in str(folder):
+        raise SubmitError(
+            f"slurm.root: {folder} has a %, which Slurm and submitit replace in the names of logs; choose another slurm.root"
+        )
     place = folder
     while not os.path.lexists(place):
         place = place.parent

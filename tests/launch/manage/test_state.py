@@ -184,9 +184,7 @@ def test_what_no_further_attempt_can_help_is_not_advised_to_be_resumed(
     report_outcome(run, 1, "failed", "controller: DataError: the tokenizer of 'no/model' cannot be loaded", "agent-0")
     squeue(monkeypatch, tmp_path)
     assert state(run).kind == "failed"
-    assert state(run).advice.startswith(
-        "put that right first, another attempt would end the same way; then hpcrl resume"
-    )
+    assert state(run).advice.startswith("another attempt would end the same way: put that right, then hpcrl resume")
 
 
 def test_words_that_contradict_each_other_are_not_said(

@@ -119,18 +119,20 @@ def test_turns_and_requests_are_counted(with_embedded: WithEngine[Any], monkeypa
 
 
 def test_what_waits_ends_with_the_sample() -> None:
-    engine, heard = Hesitates("abc"), list[int]()
+    engine, heard, told = Hesitates("abc"), list[int](), threading.Event()
 
     def play(messages: Messages, client: Client) -> Turn:
         with ThreadPoolExecutor(MOST_OPEN + 1) as threads:
             asked = [threads.submit(client.post, messages=messages) for _ in range(MOST_OPEN + 1)]
             assert client.endpoint.ended.wait(60)
             heard.extend(one.result().status_code for one in asked)
+            told.set()
         return Turn([], 1.0, True)
 
     limited = EnvironmentConfig(timeout_seconds=2)
     group = played(on(engine), play, replace(CONFIG, max_turns=2 * MOST_OPEN), environment=limited)
     assert group.failures
+    assert told.wait(60), "the program is still at work"
     assert heard == [429] * (MOST_OPEN + 1)
 
 

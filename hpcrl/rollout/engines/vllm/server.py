@@ -58,6 +58,11 @@ _TAIL_LINES = 15
 _ONE_NODE = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 _UNRECORDED = 100  # iterations before those that are recorded: the first requests come one by one
 _ERROR_LINE = re.compile(r"((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt)): \S|error: \S")
+_USAGE = 2  # exit status of argparse
+_REFUSED = re.compile(
+    r"ValidationError: \d+ validation errors? for "
+)  # of vLLM's configuration, unsupported models included
+_UNREACHABLE = re.compile(r"ConnectionError|ConnectError|Timeout|LocalEntryNotFoundError|OfflineModeIsEnabled")
 _HARMLESS = re.compile(r"^(?:\(\w+ pid=\d+\) )?(?:WARNING|INFO|DEBUG) ")
 _PREFIX = re.compile(r"^\(\w+ pid=\d+\) (?:[A-Z]+ [\d-]+ [\d:]+ \[[\w.]+:\d+\] ?)?")
 
@@ -191,7 +196,7 @@ class Server(Launched):
             while clock.now() < timeout_s:
                 still_waiting()
                 if not self.alive():
-                    raise self.failure("did not start")
+                    raise self._refusal() or self.failure("did not start")
                 try:
                     if http.get("/health").status_code == 200:
                         if self._recorded and http.post("/start_profile").status_code != 200:
@@ -224,10 +229,19 @@ class Server(Launched):
         if status is None and self._lost:
             ended = " (one of its processes has ended, and its server has not)"
         lines = [line for line in self._said().splitlines() if line.strip()]
-        errors = (line for line in lines if _ERROR_LINE.search(line) and not _HARMLESS.match(line))
-        first = _PREFIX.sub("", next(errors, "no error in its log")).strip()
+        errors = (at for at, line in enumerate(lines) if _ERROR_LINE.search(line) and not _HARMLESS.match(line))
+        at = next(errors, len(lines))
+        first = _PREFIX.sub("", " ".join(lines[at : at + 1])).strip() or "no error in its log"
+        if _REFUSED.search(first):  # what is wrong stands below it
+            first += f": {_PREFIX.sub('', ' '.join(lines[at + 1 : at + 2])).strip()}"
         tail = "\n".join(f"  | {_PREFIX.sub('', line)}" for line in lines[-_TAIL_LINES:])
         return EngineError(f"the inference engine {what}{ended}: {first}\n{tail}\n  whole log: {self._log}")
+
+    def _refusal(self) -> ConfigError | None:
+        """Return that vLLM refuses its options or the model, which no further start changes; None: it ended for another reason."""
+        said = self._said()
+        refused = self._process.poll() == _USAGE or _REFUSED.search(said)
+        return ConfigError(str(self.failure("did not start"))) if refused and not _UNREACHABLE.search(said) else None
 
     def stop(self) -> None:
         if self._process.poll() is None:

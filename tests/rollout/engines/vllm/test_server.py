@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
 
-from hpcrl.errors import EngineError
+from hpcrl.errors import ConfigError, EngineError
 from hpcrl.rollout.engines.vllm.client import EngineClient
 from hpcrl.rollout.engines.vllm.server import Server, _environment, compile_cache
 from hpcrl.runtime.scratch import Scratch
@@ -45,6 +48,33 @@ def test_a_model_that_is_missing_is_said(token_file: Path, tmp_path: Path) -> No
         scratch.remove()
     assert not group_of(server.pid)
     assert not scratch.path.exists()
+
+
+@pytest.mark.faults_slow
+@pytest.mark.parametrize(
+    ("architecture", "extra", "words"),
+    [
+        ("NoSuchForCausalLM", {}, "NoSuchForCausalLM"),
+        ("Qwen2ForCausalLM", {"no_such_option": 1}, "no-such-option"),
+        ("Qwen2ForCausalLM", {"block_size": "many"}, "block-size"),
+    ],
+)
+def test_what_no_further_start_changes_is_an_error_of_the_configuration(
+    models: list[Path], token_file: Path, tmp_path: Path, architecture: str, extra: dict[str, Any], words: str
+) -> None:
+    """Which ends the attempt, where an error of the engine starts the replica again."""
+    model, scratch = shutil.copytree(models[0], tmp_path / "model"), Scratch("engine")
+    entries = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(entries | {"architectures": [architecture]}))
+    asked = options(str(model), token_file)
+    engine = replace(asked.engine, engine_init_kwargs={**asked.engine.engine_init_kwargs, **extra})
+    server = Server(replace(asked, engine=engine), scratch.path, tmp_path / "engine.log")
+    try:
+        with pytest.raises(ConfigError, match=f"did not start.*{words}"):
+            server.wait_ready(START_S)
+    finally:
+        server.stop()
+        scratch.remove()
 
 
 @pytest.mark.faults_slow
