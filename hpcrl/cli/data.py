@@ -45,16 +45,16 @@ def _check(arguments: argparse.Namespace) -> int:
 def _prompts(config: Config) -> bool:
     """Print what becomes of datasets of prompts, and return whether a run could use them."""
     from hpcrl.config.derive import is_offline
-    from hpcrl.config.families import is_diffusion, moves_by_flow
     from hpcrl.data.datasets import counted_prompts, load_dataset, prompt_datasets, unread_columns
     from hpcrl.errors import DataError
+    from hpcrl.launch.submit.preflight import writes_texts
 
     sections, usable = (config.data, config.environment, config.generator.max_turns), True
     named = [(path, kinds) for _, paths, kinds in prompt_datasets(config) for path in paths]
     if not named:
         return True
     count, most = counted_prompts(config)
-    if not is_offline(config.trainer) and not is_diffusion(config.trainer) and not moves_by_flow(config.vla):
+    if not is_offline(config.trainer) and writes_texts(config):
         _print_tokenizer(config, chats=True)
     for path, kinds in named:
         try:

@@ -113,7 +113,7 @@ def look(config: Config) -> tuple[list[Problem], list[str]]:
     ]
 
 
-def _writes(config: Config) -> bool:
+def writes_texts(config: Config) -> bool:
     """Return whether the policy reads and writes texts, with a tokenizer that lies here."""
     return not is_diffusion(config.trainer) and not moves_by_flow(config.vla) and has_tokenizer(config)
 
@@ -123,7 +123,7 @@ def _of_chat_template(config: Config) -> tuple[list[Problem], list[str]]:
         chat_template(config.generator.chat_template)
     except ConfigError as error:
         return [_problem(error)], []
-    return check_tokenizer(config) if _writes(config) else ([], [])
+    return check_tokenizer(config) if writes_texts(config) else ([], [])
 
 
 def _of_alerts(alerts: AlertsConfig) -> tuple[list[Problem], list[str]]:
@@ -252,7 +252,7 @@ def _of_datasets(config: Config) -> tuple[list[Problem], list[str]]:
                 rows = load_dataset(
                     [path], kinds, data, config.environment, config.generator.max_turns, first=TRIED, own=True
                 )
-                problems += check_prompts(config, name, path, rows) if _writes(config) else ()
+                problems += check_prompts(config, name, path, rows) if writes_texts(config) else ()
                 warnings += _other_environment(name, path, rows[0].env_class, config.environment.env_class)
                 of_truths, warnings_of_truths = check_truths(name, path, kinds, config, _changed(Source(path)))
                 problems += of_truths

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-from megatron.core.transformer.moe import moe_utils
 from torch import nn
 
 from hpcrl.config.adapters import begins_from_weights, reference_follows, reference_has_values, reference_is_base
@@ -438,10 +437,6 @@ def build(
     """
     if world.device.type != "cuda":
         shims.install()
-    if not hasattr(
-        moe_utils, "te_general_gemm"
-    ):  # 0.16.1 binds it with TransformerEngine only, and every router reads it
-        setattr(moe_utils, "te_general_gemm", None)  # noqa: B010 - pyright knows no such attribute
     head = source.head if isinstance(source, CriticSource) else None
     architecture = architecture_of(source.config(), source.path, head, classifier=source.gives_scores)
     virtual = virtual_stages(architecture, megatron)

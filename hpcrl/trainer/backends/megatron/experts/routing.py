@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
@@ -21,6 +22,10 @@ from hpcrl.trainer.backends.megatron.process_groups import context_group, tensor
 from hpcrl.trainer.models.experts.balance import Balance, Samples
 from hpcrl.trainer.models.experts.replay import Chosen, given_experts
 from hpcrl.types import MicroBatch
+
+# 0.16.1 binds the name with TransformerEngine only, and every router reads it
+if not hasattr(moe_utils, "te_general_gemm"):
+    setattr(moe_utils, "te_general_gemm", None)  # noqa: B010 - pyright knows no such attribute
 
 
 class MegatronRouting:
