@@ -125,8 +125,9 @@ def test_columns_of_prompts_go_to_what_scores_them(
     given = [f"python_path=[{tmp_path}]", *settings]
     assert check(tmp_path / "rows.jsonl", [row, row], *given, experiment=str(CONFIGS / "quickstart.toml")) == 0
     said = capsys.readouterr().out.splitlines()
-    assert said[0] == f"{tmp_path}/rows.jsonl: 2 prompts, 0 of them left out as too long"
-    assert said[1].startswith("  tokens per prompt: 50% have at most 6")
+    assert said[0].startswith("ok       tokenizer: ")
+    at = said.index(f"{tmp_path}/rows.jsonl: 2 prompts, 0 of them left out as too long")
+    assert said[at + 1].startswith("  tokens per prompt: 50% have at most 6")
     assert [line for line in said if line.startswith(UNREAD)] == [UNREAD + ", ".join(unread)] * bool(unread)
 
 
