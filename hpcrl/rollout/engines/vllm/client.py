@@ -65,6 +65,7 @@ class EngineClient(Engine):
         replica: name in errors.
         sleep_level: vLLM's: 1 keeps the weights in host memory while the engine sleeps, 2 forgets them, as all of them come with the next version.
         share: of a GPU's memory that it has when it is awake, for errors.
+        graphs: whether it decodes by CUDA graphs, or by other code than it prefills with.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class EngineClient(Engine):
         keep_cache: bool = False,
         sleep_level: int = 2,
         share: float = 1.0,
+        graphs: bool = True,
     ) -> None:
         self._who = f"the inference engine of {replica}" if replica else "the inference engine"
         address = Address(socket=address) if isinstance(address, Path) else address
@@ -90,7 +92,8 @@ class EngineClient(Engine):
         )
         self.version, self._keep_cache = version, keep_cache
         self._sleep_level, self._share, self._asleep = sleep_level, share, False
-        self._updates, self._dropped, self._shows, self._decodes = 0, 0, False, False
+        self._updates, self._dropped, self._shows = 0, 0, False
+        self._unchecked = graphs
         self.answered = 0
         self._waiting: Counter[str] = Counter()
         self._running: dict[str, Running] = {}
@@ -283,7 +286,7 @@ class EngineClient(Engine):
         limit = tolerance(weights.probe, dtype, allowed)
         found = difference(weights.probe.logprobs, (await self._computed(weights.probe.token_ids))[0])
         check_probe(found, limit, weights.version, self._who)
-        if not self._decodes:
+        if self._unchecked:
             await self._check_decoding(weights.probe.token_ids[:_DECODED], limit)
         return found
 
@@ -300,7 +303,7 @@ class EngineClient(Engine):
         found = difference(decoded, prefilled[-len(tokens) :])
         check_decoding(found, limit, self.version, self._who)
         log.info("log-probabilities of %d decoded tokens differ by %.2g from those of a prefill", len(tokens), found)
-        self._decodes = True
+        self._unchecked = False
 
     async def _computed(self, token_ids: list[int], decoded: int = 1) -> tuple[list[float], list[dict[str, Any]]]:
         """Return the log-probabilities of all tokens but the first, and the answer's choices, of so many decoded tokens."""

@@ -219,7 +219,7 @@ class Server(Launched):
         engine, level = self._options.engine, 1 if self._options.lora_rank else 2
         return EngineClient(
             self.socket, self._headers, version, replica=replica, keep_cache=engine.keep_cache_on_update,
-            sleep_level=level, share=engine.gpu_memory_utilization,
+            sleep_level=level, share=engine.gpu_memory_utilization, graphs=not runs_eagerly(engine, on_cpu=self._options.on_cpu),
         )  # fmt: skip
 
     def failure(self, what: str) -> EngineError:

@@ -112,7 +112,7 @@ class Engine:
         asked = await request.json()
         params = asked["sampling_params"]
         if "prompt_logprobs" in params:
-            return self.probed(asked["token_ids"], params["max_tokens"])
+            return self.probed()
         self.running += 1
         names = self.output_processor.add(asked["request_id"], params["n"])
         note("asked", params["n"])
@@ -202,13 +202,12 @@ class Engine:
         digest = hashlib.blake2b(tensors.encode(), digest_size=16).hexdigest()
         return [{"rank": 0, "of": 1, "version": self.manifest["version"], "digest": digest, "wrong": []}]
 
-    def probed(self, token_ids: list[int], decoded: int) -> Response:
-        """Answer for the trainer's probe what the trainer computed, as the weights change nothing here; the same number for other tokens."""
+    def probed(self) -> Response:
+        """Say of the trainer's probe what the trainer does: the weights change nothing here."""
         probe = self.manifest["probe"]
-        logprobs = probe["logprobs"] if token_ids == probe["token_ids"] else [core.LOGPROB] * (len(token_ids) - 1)
-        places = [{str(token): {"logprob": value}} for token, value in zip(token_ids[1:], logprobs, strict=True)]
-        tokens = {"token_ids": [4] * decoded, "logprobs": {"content": [{"logprob": core.LOGPROB}] * decoded}}
-        return JSONResponse({"prompt_logprobs": [None, *places], "choices": [tokens]})
+        said = zip(probe["token_ids"][1:], probe["logprobs"], strict=True)
+        places = [{str(token): {"logprob": value}} for token, value in said]
+        return JSONResponse({"prompt_logprobs": [None, *places], "choices": []})
 
     async def weight_info(self, _: Request) -> Response:
         return JSONResponse({"weight_version": await self.ask("version")})
