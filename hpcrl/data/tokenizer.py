@@ -98,7 +98,9 @@ def read_tokenizer(path: str, **options: Any) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
     from transformers.utils.hub import cached_file
 
-    found = AutoTokenizer.from_pretrained(path, **options)
+    # texts are to come back as they were; where a file has true, transformers ignores it with a warning
+    plainly = {**options, "clean_up_tokenization_spaces": False}
+    found = AutoTokenizer.from_pretrained(path, **plainly)
     missing: dict[str, Any] = {
         "_raise_exceptions_for_missing_entries": False,
         "_raise_exceptions_for_connection_errors": False,
@@ -119,7 +121,7 @@ def read_tokenizer(path: str, **options: Any) -> PreTrainedTokenizerBase:
 
     # what config.json and tokenizer_config.json name may be a class with another pre-tokenizer, as for DeepSeek's models on Llama
     if not agrees(found):
-        found = PreTrainedTokenizerFast.from_pretrained(path, **options)
+        found = PreTrainedTokenizerFast.from_pretrained(path, **plainly)
         if not agrees(found):
             raise DataError(
                 f"the tokenizer of {path}: transformers gives other ids than its tokenizer.json ({type(found).__name__}); expected a "
