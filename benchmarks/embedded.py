@@ -21,9 +21,10 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from hpcrl.config.sections.generator import ChatTemplateConfig, InferenceEngineConfig
 from hpcrl.config.sections.model import Pretrained
-from hpcrl.data.chat import load_tokenizer, prompt_ids
+from hpcrl.data.chat.turns import ChatTurns
 from hpcrl.data.model_config import ConfiguredModel
 from hpcrl.data.prompts import load_prompts
+from hpcrl.data.tokenizer import load_tokenizer
 from hpcrl.rollout.engines.embedded.launch import Embedded, EmbeddedOptions
 from hpcrl.rollout.engines.embedded.model import load_model
 
@@ -34,7 +35,7 @@ _PROMPTS, _SAMPLES, _TOKENS = 64, 8, 8
 def prompts() -> list[list[int]]:
     tokenizer = load_tokenizer(Pretrained(str(QUICKSTART / "model")), ChatTemplateConfig())
     rows = load_prompts([str(QUICKSTART / "data" / "validation.parquet")], None)[:_PROMPTS]
-    return [prompt_ids(tokenizer, row.messages, {}) for row in rows]
+    return [ChatTurns(tokenizer, {}).opening(row.messages).token_ids for row in rows]
 
 
 def ways(given: list[list[int]]) -> Mapping[str, Callable[[], int]]:

@@ -117,7 +117,7 @@ class Instant(Engine, Launched):
 
 
 def be_worker(run: Run) -> None:
-    from hpcrl.data.chat import decoder, load_tokenizer, without_torch
+    from hpcrl.data.tokenizer import decoder, load_tokenizer, without_torch
     from hpcrl.rollout.generate import conversations
     from hpcrl.rollout.worker import work
 

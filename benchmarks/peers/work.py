@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, cast
 from hpcrl.config import Config, eval_sampling, order_seed, total_steps
 from hpcrl.config.derive import policy_model
 from hpcrl.controller.prompt_stream import PromptStream
-from hpcrl.data.chat import load_tokenizer, prompt_ids, token_counter
+from hpcrl.data.chat.count import token_counter
+from hpcrl.data.chat.turns import ChatTurns
 from hpcrl.data.datasets import load_dataset
 from hpcrl.data.prompts import drop_long
+from hpcrl.data.tokenizer import load_tokenizer
 from hpcrl.envs.base import Environment
 from hpcrl.envs.registry import common_extras, make_environment
 from hpcrl.types import Prompt
@@ -79,7 +81,10 @@ class Work:
 
         generator = self.config.generator
         tokenizer = load_tokenizer(policy_model(self.config.trainer), generator.chat_template)
-        prompts = [prompt_ids(tokenizer, one.messages, generator.chat_template_kwargs) for one in self.validation]
+        prompts = [
+            ChatTurns(tokenizer, generator.chat_template_kwargs).opening(one.messages).token_ids
+            for one in self.validation
+        ]
         width = max(map(len, prompts))
         ids = torch.tensor([[tokenizer.pad_token_id] * (width - len(one)) + one for one in prompts])
         mask = torch.tensor([[0] * (width - len(one)) + [1] * len(one) for one in prompts])

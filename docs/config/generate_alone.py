@@ -13,7 +13,7 @@ from hpcrl.config.sections.environment import EnvironmentConfig
 from hpcrl.config.sections.generator import GeneratorConfig
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.config.validate import build
-from hpcrl.data.chat import load_tokenizer
+from hpcrl.data.tokenizer import load_tokenizer
 from hpcrl.rollout.engines.vllm.client import EngineClient
 from hpcrl.rollout.engines.vllm.server import Server, ServerOptions
 from hpcrl.rollout.generate import GroupGenerator

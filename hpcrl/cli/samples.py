@@ -68,9 +68,9 @@ def decoder_of(run: Run) -> Decode:
     from hpcrl.config import Config
     from hpcrl.config.derive import policy_model
     from hpcrl.config.families import is_diffusion, moves_by_flow
-    from hpcrl.data.chat import decoder, load_tokenizer
     from hpcrl.data.pi05 import inputs
     from hpcrl.data.pipelines.tokens import row_decoder
+    from hpcrl.data.tokenizer import decoder, load_tokenizer
     from hpcrl.errors import RunError
 
     config = Config.from_toml([run.config])

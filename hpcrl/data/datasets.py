@@ -11,10 +11,11 @@ from hpcrl.config import Config, DataConfig, EnvironmentConfig
 from hpcrl.config.derive import policy_model, reward_weights
 from hpcrl.config.families import is_diffusion, moves_by_flow
 from hpcrl.config.reward_model import is_rewarded_later, uses_reward_service
-from hpcrl.data.chat import token_counter, without_torch
+from hpcrl.data.chat.count import token_counter
 from hpcrl.data.pi05 import inputs
 from hpcrl.data.pipelines.tokens import prompt_counter
 from hpcrl.data.prompts import load_prompts
+from hpcrl.data.tokenizer import without_torch
 from hpcrl.data.vision.reader import Preparation
 from hpcrl.envs.base import user_code
 from hpcrl.envs.registry import common_extras, environment_class

@@ -7,7 +7,6 @@ truth for rule-checked tasks, and any further columns that its environment wants
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,14 +14,13 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+from hpcrl.data.chat.messages import read_messages, read_tools
 from hpcrl.data.sources import Source
 from hpcrl.data.vision.messages import with_images
 from hpcrl.errors import ConfigError, DataError, UserCodeError
 from hpcrl.types import LONGEST_NAME, Prompt, is_name
 
 _DEEPEST = 100  # what sends and reads rows later has less room on the stack than what loads them
-ROLE = re.compile(r"[\w .-]+")
-"""What names the speaker of a chat message."""
 
 
 def load_prompts(
@@ -169,7 +167,6 @@ class _Columns:
                 self.check(env_class or "", extras)
             except (ConfigError, DataError, UserCodeError) as error:
                 raise DataError(f"{place}: {error}") from error
-        messages = _messages(row[self.of_prompt], f"{place}, column `{self.of_prompt}`")
         data_source = row.get("data_source") or self.source_names[source]
         if not is_name(data_source):
             raise DataError(
@@ -177,7 +174,7 @@ class _Columns:
             )
         return Prompt(
             uid=uid,
-            messages=messages,
+            messages=row[self.of_prompt],
             env_class=env_class or "",
             extras=extras,
             data_source=data_source,
@@ -186,17 +183,18 @@ class _Columns:
     def _with_images(self, row: dict[str, Any], source: str, place: str) -> dict[str, Any]:
         """Return a row whose prompt has its images and videos as texts, and no columns of them."""
         images, videos = (row.get(name) for name in self.shown)
+        left = {name: value for name, value in row.items() if name not in self.shown or value is None}
+        if self.of_prompt not in row:
+            return left
         try:
-            prompt = with_images(_as_chat(row.get(self.of_prompt)), images, Path(source).parent, videos)
+            messages = read_messages(row[self.of_prompt] or None, "user")
+            read_tools(row.get("tools"))
+        except DataError as error:
+            raise DataError(f"{place}, column `{self.of_prompt}`: {error}") from error
+        try:
+            return {**left, self.of_prompt: with_images(messages, images, Path(source).parent, videos)}
         except DataError as error:
             raise DataError(f"{place}: {error}") from error
-        left = {name: value for name, value in row.items() if name not in self.shown or value is None}
-        return {**left, self.of_prompt: prompt} if self.of_prompt in row else left
-
-
-def _as_chat(prompt: Any) -> Any:
-    """Return a prompt as chat messages, if it is a text."""
-    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) and prompt else prompt
 
 
 def _with_truth(reward_spec: Any, answer: Any, place: str) -> dict[str, Any]:
@@ -223,18 +221,3 @@ def _check_json(row: dict[str, Any], place: str) -> None:
 def _is_deep(value: Any, most: int) -> bool:
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return most < 0 or any(_is_deep(part, most - 1) for part in parts)
-
-
-def _messages(value: Any, place: str) -> list[dict[str, Any]]:
-    wanted = "expected text or a list of chat messages such as [{'role': 'user', 'content': '…'}]"
-    if not isinstance(value, list) or not value:
-        raise DataError(f"{place}: {wanted}, found {value!r:.80}")
-    for message in value:
-        found = [message.get(key) for key in ("role", "content")] if isinstance(message, dict) else [None]
-        if not (
-            isinstance(found[0], str) and isinstance(found[-1], str | list)
-        ):  # a list has been read by `with_images`
-            raise DataError(f"{place}: {wanted}, found the message {message!r:.80}")
-        if not ROLE.fullmatch(message["role"]):  # templates may write it within a special token
-            raise DataError(f"{place}: expected a role such as user, found {message['role']!r:.80}")
-    return value

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from hpcrl.data.chat.messages import without_nulls
 from hpcrl.errors import DataError
 from hpcrl.rundir.commit import parse_json
 
@@ -267,16 +268,21 @@ def _rows_of(batches: Iterator[RecordBatch], path: Path) -> Iterator[Any]:
     number = 0
     for batch in batches:
         try:
-            yield from batch.to_pylist()
+            yield from map(_as_written, batch.to_pylist())
         except UnicodeDecodeError:
             yield from _row_by_row(batch, path, number)
         number += batch.num_rows
 
 
+def _as_written(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row as a .jsonl file has it: Arrow gives objects in its columns the keys that those of other rows have, with null."""
+    return {name: without_nulls(value) for name, value in row.items()}
+
+
 def _row_by_row(batch: RecordBatch, path: Path, first: int) -> Iterator[Any]:
     for at in range(batch.num_rows):
         try:
-            yield from batch.slice(at, 1).to_pylist()
+            yield from map(_as_written, batch.slice(at, 1).to_pylist())
         except UnicodeDecodeError as error:
             raise DataError(f"dataset {path}, row {first + at} of the file: a text is no UTF-8 ({error})") from error
 

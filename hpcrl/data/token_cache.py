@@ -50,7 +50,8 @@ if TYPE_CHECKING:
 RECORD = "record.json"
 _OF_A_RUN = ("name", "made_of", "attempt", "files")  # of a manifest
 _CHUNK = 1 << 22
-_CODE = ("chat.py", "conversations.py", "sources.py", "token_cache.py", "token_file.py", "tokenize.py")
+_CODE = ("conversations.py", "sources.py", "token_cache.py", "token_file.py", "tokenize.py", "tokenizer.py")
+_CODE_OF_CHATS = "chat"  # all modules of it
 _LIBRARIES = ("transformers", "tokenizers", "jinja2")
 _OF_NO_TOKEN = ("is_local", "local_files_only", "name_or_path", "model_max_length")  # entries of tokenizer_config.json
 _TODAY = "strftime_now"  # transformers' function that writes the day into what a chat template makes
@@ -149,7 +150,9 @@ def key_of(made_of: Mapping[str, Any]) -> str:
 
 def made_by() -> dict[str, str]:
     """Return what makes tokens of rows: hpcrl's own modules by their checksums, libraries by their versions."""
-    own = {name: checksum(Path(__file__).with_name(name)) for name in _CODE}
+    here = Path(__file__).parent
+    paths = [*(here / name for name in _CODE), *sorted((here / _CODE_OF_CHATS).glob("*.py"))]
+    own = {str(path.relative_to(here)): checksum(path) for path in paths}
     return own | {name: version(name) for name in _LIBRARIES}
 
 

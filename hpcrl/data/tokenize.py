@@ -19,13 +19,13 @@ from hpcrl.config.derive import longest_sample, policy_model, trains_pairs
 from hpcrl.config.sections.data import DataConfig
 from hpcrl.config.sections.generator import ChatTemplateConfig
 from hpcrl.config.sections.model import Pretrained
-from hpcrl.data.chat import chat_template, load_tokenizer, without_torch
 from hpcrl.data.conversations import RESPONSE, Columns, Renderer, Tokens, TrainOnWhat
 from hpcrl.data.pipelines.pictures import PictureRenderer, PictureRows
 from hpcrl.data.prompts import count_aside, source_names
 from hpcrl.data.sources import Source
 from hpcrl.data.token_cache import TokenCache, contents_of, key_of, made_by, tokenizer_facts
 from hpcrl.data.token_file import TokenFile, open_tokens, write_tokens
+from hpcrl.data.tokenizer import chat_template, load_tokenizer, without_torch
 from hpcrl.data.vision.reader import ImageReader, Preparation
 from hpcrl.errors import CommitError, DataError
 from hpcrl.rundir.commit import Fence, is_committed, unfenced, verify

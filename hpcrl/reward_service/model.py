@@ -12,7 +12,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from hpcrl.config.sections.environment import RewardServiceConfig
 from hpcrl.config.sections.model import Pretrained
-from hpcrl.data.chat import JudgedConversations
+from hpcrl.data.chat.judged import JudgedConversations
 from hpcrl.data.model_config import longest_input, require_classifier
 from hpcrl.errors import DataError
 

@@ -58,7 +58,7 @@ def load_family(run: Run, config: Config, interval: int | None) -> Family:
         moving = actions(generator, environment, config.vla, Robotics.of(model), videos)
         return Family(lambda **_: moving, inputs.row_decoder(model))
     from hpcrl.data.actions.turns import ActionTurns
-    from hpcrl.data.chat import decoder, load_tokenizer, without_torch
+    from hpcrl.data.tokenizer import decoder, load_tokenizer, without_torch
     from hpcrl.data.vision.reader import ImageReader, Preparation
     from hpcrl.rollout.generate import conversations
 
@@ -70,5 +70,5 @@ def load_family(run: Run, config: Config, interval: int | None) -> Family:
         states = said.states.shown if said and said.states else None
         reader = ImageReader.of(model, Preparation.of(config.data), states)
     generator = replace(generator, max_input_length=max_input_length(generator, config.trainer))
-    maker = partial(conversations, tokenizer, generator, environment, reader, kept, said, videos)
+    maker = partial(conversations, tokenizer, generator, environment, reader, kept, said, videos, model=model)
     return Family(maker, decoder(tokenizer))

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from bisect import bisect_left
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -20,7 +19,11 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hpcrl.config import EnvironmentConfig, GeneratorConfig, SamplingParams, eval_sampling
+from hpcrl.config.sections.model import Pretrained
 from hpcrl.data.actions.turns import ActionTurns, written
+from hpcrl.data.chat.messages import read_tools
+from hpcrl.data.chat.template import Tools
+from hpcrl.data.chat.turns import ChatTurns
 from hpcrl.data.vision.reader import Context, ImageReader, SeenImage
 from hpcrl.data.vision.videos import EpisodeVideos, shown_in
 from hpcrl.envs.base import Messages, Turn
@@ -36,7 +39,7 @@ from hpcrl.rollout.images.kept import KeptPictures
 from hpcrl.rollout.images.preparing import ImagePreparation
 from hpcrl.rollout.lessons import Lessons, Told
 from hpcrl.rollout.threads import CallThreads, in_thread
-from hpcrl.rollout.transcript import Template, Transcript
+from hpcrl.rollout.transcript import Transcript
 from hpcrl.rollout.turns import Turns
 from hpcrl.types import LONGEST_FAILURE, Kind, StopReason, Work, plain_text
 
@@ -66,6 +69,7 @@ class _Episode:
         turns: of its group.
         number: in its group.
         seed: of the first turn.
+        tools: of its row, for the chat template.
         transcripts: one, or with step-wise trajectories one per turn.
         opening: what the environment begins with.
         past: the conversation as the policy is shown it, with step-wise trajectories; else only what came before the sample.
@@ -78,6 +82,7 @@ class _Episode:
     number: int
     seed: int
     sampling: dict[str, Any]
+    tools: Tools
     transcripts: list[Transcript] = field(default_factory=list)
     opening: Messages = field(default_factory=list)
     past: Messages = field(default_factory=list)
@@ -135,6 +140,7 @@ class GroupGenerator:
         actions: of a policy that moves a robot; None: it writes.
         videos: of what robots do; None: none are written.
         lessons: what training groups have for teachers; None: nothing.
+        model: of the policy, whose files name tokens that end a turn; None: only its tokenizer and the template do.
 
     Raises:
         ConfigError: as of `Lessons.check`.
@@ -154,14 +160,15 @@ class GroupGenerator:
         kept: KeptPictures | None = None,
         actions: ActionTurns | None = None,
         videos: EpisodeVideos | None = None,
+        model: Pretrained | None = None,
     ) -> None:
         self._actions, self._videos = actions, videos
         self._engine, self._config, self._baselines, self._server = engine, config, baselines, server
         self._lessons = lessons or Lessons()
         special = config.chat_template.allow_special_tokens
-        self._template = Template(tokenizer, config.chat_template_kwargs, special, reader)
+        self._template = ChatTurns(tokenizer, config.chat_template_kwargs, special, reader, model)
         self._images, self._kept = ImagePreparation(reader), kept if reader else None
-        self._vocabulary = len(tokenizer)
+        self._vocabulary, self._eos = len(tokenizer), tokenizer.eos_token_id
         self._lessons.check(self._vocabulary)
         gym, self._judged = environment.skyrl_gym, environment.reward_model.model is not None
         self._extras = common_extras(environment, config.max_turns)
@@ -186,10 +193,11 @@ class GroupGenerator:
         started, version = time.monotonic(), self._engine.version
         sampling = self._sampling(work.kind)
         n, compared = work.n_samples, self._baselines and work.kind == "train"
-        episodes = [_Episode(self._session(work), turns, i, work.seed + i, sampling) for i in range(n)]
+        tools = read_tools(work.prompt.extras.get("tools"))
+        episodes = [_Episode(self._session(work), turns, i, work.seed + i, sampling, tools) for i in range(n)]
         if compared:
             greedy = {**sampling, "temperature": 0.0, "logprobs": 0}
-            episodes.append(_Episode(self._session(work), turns, n, work.seed, greedy))
+            episodes.append(_Episode(self._session(work), turns, n, work.seed, greedy, tools))
         try:
             await self._open(episodes, work)
             first = await self._together(episodes[:n])
@@ -210,7 +218,7 @@ class GroupGenerator:
         rows = [[apply_stop_reason(row, self._config) for row in own] for own in said]
         if work.kind == "train":
             rows = neutralize_failed(rows)
-            told = [Told(one.past, one.messages, len(one.transcripts[0].prompt)) for one in episodes[:n]]
+            told = [Told(one.past, one.messages, len(one.transcripts[0].prompt), tools) for one in episodes[:n]]
             rows = self._lessons.with_hints(rows, [sample_reward(own) for own in rows], told, self._template)
             rows = await self._lessons.with_top_ids(rows, self._engine)
         else:  # experts are for training
@@ -230,7 +238,8 @@ class GroupGenerator:
 
     def _sampling(self, kind: Kind) -> dict[str, Any]:
         never_said = () if self._actions else self._template.never_said
-        found = engine_sampling(self._params[kind], kind, self._vocabulary, self._lessons.generated, never_said)
+        ends = () if self._actions else self._template.ends
+        found = engine_sampling(self._params[kind], kind, self._vocabulary, self._lessons.generated, never_said, ends)
         return found | (self._actions.sampling if self._actions else {})
 
     def _baseline(self, greedy: _Episode, samples: Sequence[Sequence[Row]]) -> float:
@@ -253,7 +262,7 @@ class GroupGenerator:
                 episode.failure = _told(error)
             if opened != messages or not prompt.token_ids:  # as a rule all samples begin alike
                 _held = await self._images.prepare(opened)  # until the template wants them
-                messages, prompt = opened, self._template.opening(opened)
+                messages, prompt = opened, self._template.opening(opened, episode.tools)
             episode.transcripts, episode.opening, episode.past = [Transcript(*prompt)], opened, list(opened)
 
     async def _close(self, episodes: Sequence[_Episode]) -> None:
@@ -347,12 +356,12 @@ class GroupGenerator:
         if not self._config.step_wise_trajectories:
             transcript = episode.transcript
             before = Context(transcript.token_ids, transcript.images)
-            return before.followed_by(self._following(transcript, answer.observations))
+            return before.followed_by(self._following(transcript, answer.observations, episode.tools))
         if self._actions:
-            return self._template.opening(answer.observations)
+            return self._template.opening(answer.observations, episode.tools)
         content = self._template.decoded(said.token_ids) if answer.action is None else answer.action
         episode.past += [{"role": "assistant", "content": content}, *answer.observations]
-        return self._template.opening(episode.past)
+        return self._template.opening(episode.past, episode.tools)
 
     def _ask(self, episode: _Episode, said: Generation, kind: Kind) -> Answer[Turn]:
         """Have the environment answer what the policy said."""
@@ -360,7 +369,8 @@ class GroupGenerator:
             actions_KA = self._actions.actions(said.token_ids)
             episode.messages.append({"role": "assistant", "content": written(actions_KA)})
             return episode.session.act(actions_KA)
-        text = self._text(said.token_ids, self._params[kind])
+        params = self._params[kind]
+        text = self._template.text(said.token_ids, params.stop or [], keep=params.include_stop_str_in_output)
         episode.messages.append({"role": "assistant", "content": text})
         episode.stop_reason = said.stop_reason
         return episode.session.step(text, len(said.token_ids))
@@ -383,35 +393,25 @@ class GroupGenerator:
         if answer is None:
             return transcript.add_response(said)
         if answer.action is not None:
-            if kept := self._tokens_of(answer.action, token_ids):
+            if kept := self._template.count_of(answer.action, token_ids):
                 transcript.add_response(said, kept)
             else:
-                transcript.add_context(self._template.encoded(answer.action))
-        elif not over and not self._config.use_conversation_multi_turn and token_ids[-1] == self._template.eos:
+                transcript.add_context(self._template.continued(transcript.token_ids, answer.action))
+        elif not over and not self._config.use_conversation_multi_turn and token_ids[-1] in self._template.ends:
             transcript.add_response(said, len(token_ids) - 1)
         else:
             transcript.add_response(said)
         transcript.add_reward(answer.reward)
-        if self._actions and self._actions.parallel and self._template.eos is not None:
-            transcript.add_context([self._template.eos])  # each token has seen it
+        if self._actions and self._actions.parallel and self._eos is not None:
+            transcript.add_context([self._eos])  # each token has seen it
         return None
 
-    def _tokens_of(self, action: str, token_ids: Sequence[int]) -> int | None:
-        """Return how many of the tokens say just that action, if it is what the policy said up to some token."""
-        decoded = self._template.decoded
-        count = bisect_left(range(len(token_ids)), len(action), key=lambda end: len(decoded(token_ids[:end])))
-        return count if decoded(token_ids[:count]) == action else None
-
-    def _following(self, transcript: Transcript, observations: Messages) -> Context:
+    def _following(self, transcript: Transcript, observations: Messages, tools: Tools) -> Context:
         """Return what stands between what the policy said and what it says next."""
         if not self._config.use_conversation_multi_turn:
             return self._template.plain(observations)
         end = self._config.append_eos_token_after_stop_str_in_multi_turn
-        return self._template.between(transcript.token_ids, observations, end=end)
-
-    def _text(self, token_ids: list[int], params: SamplingParams) -> str:
-        """Return a response as the environment sees it: without special tokens, and up to the stop text that ended it."""
-        return self._template.text(token_ids, params.stop or [], keep=params.include_stop_str_in_output)
+        return self._template.between(transcript.token_ids, observations, tools, end=end)
 
 
 def _told(error: Exception) -> str:
@@ -432,14 +432,15 @@ def conversations(
     baselines: bool = False,
     rewards: Callable[[], Endpoints] | None = None,
     lessons: Lessons | None = None,
+    model: Pretrained | None = None,
 ) -> Maker:
     """Return what makes the generator of language models; arguments as of `GroupGenerator`."""
 
     @asynccontextmanager
     async def made(engine: Engine) -> AsyncIterator[Generator]:
-        async with serving(config, tokenizer, replica) as server:
+        async with serving(config, tokenizer, replica, model) as server:
             yield GroupGenerator(
-                engine, tokenizer, config, environment, baselines, rewards, lessons, server, reader, kept, actions, videos
+                engine, tokenizer, config, environment, baselines, rewards, lessons, server, reader, kept, actions, videos, model
             )  # fmt: skip
 
     return made

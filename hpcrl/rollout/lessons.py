@@ -17,10 +17,11 @@ import numpy as np
 from hpcrl.config.derive import self_teacher
 from hpcrl.config.sections.distillation import SelfTeacherConfig
 from hpcrl.config.sections.trainer import TrainerConfig
+from hpcrl.data.chat.template import Tools
+from hpcrl.data.chat.turns import ChatTurns
 from hpcrl.envs.base import Messages
 from hpcrl.errors import ConfigError, DataError
 from hpcrl.rollout.engines.base import Engine
-from hpcrl.rollout.transcript import Template
 from hpcrl.types import Hint, Sample
 
 Row = Sample[np.ndarray]
@@ -34,11 +35,13 @@ class Told:
         opening: the messages of its prompt.
         messages: what followed.
         prompt_tokens: tokens of the prompt.
+        tools: of the prompt's row.
     """
 
     opening: Messages
     messages: Messages
     prompt_tokens: int
+    tools: Tools = ()
 
     @property
     def answer(self) -> str:
@@ -101,7 +104,7 @@ class Lessons:
         return [[replace(row, top_ids=next(tops)) if row.loss_mask.any() else row for row in own] for own in rows]
 
     def with_hints(
-        self, rows: list[list[Row]], rewards: Sequence[float], told: Sequence[Told], template: Template
+        self, rows: list[list[Row]], rewards: Sequence[float], told: Sequence[Told], template: ChatTurns
     ) -> list[list[Row]]:
         """Return the rows of a group's samples, each sample of one row with a hint, if hints are wanted and another sample succeeded.
 
@@ -118,7 +121,9 @@ class Lessons:
             messages = None if other is None or failed[at] else self._hinted(told[at], told[other].answer)
             if messages is not None:
                 with suppress(DataError):  # special tokens, which no text has
-                    hint = Hint(np.array(template.opening(messages).token_ids, np.int64), told[at].prompt_tokens)
+                    hint = Hint(
+                        np.array(template.opening(messages, told[at].tools).token_ids, np.int64), told[at].prompt_tokens
+                    )
                     own = [replace(row, hint=hint) for row in own]
             found.append(own)
         return found

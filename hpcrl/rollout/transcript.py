@@ -7,143 +7,17 @@ with generator.step_wise_trajectories it may: then each turn is laid down for it
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hpcrl.data.chat import cut_messages, encoded, prompt_ids
-from hpcrl.data.vision.frames import Shown
-from hpcrl.data.vision.messages import without_images
-from hpcrl.data.vision.reader import Context, ImageReader, SeenImage, named_tensors
-from hpcrl.envs.base import Messages
-from hpcrl.errors import ConfigError, DataError
+from hpcrl.data.vision.reader import Context, SeenImage, named_tensors
 from hpcrl.rollout.engines.base import Generation
-from hpcrl.text import said_in
 from hpcrl.types import ROUTED_EXPERTS, Sample, SamplingMask, StopReason
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-    from transformers import PreTrainedTokenizerBase
-
-_SAID = "SAID-BY-THE-POLICY"
-
-
-class Template:
-    """The chat template of a tokenizer, as far as it stands around what the policy says.
-
-    Args:
-        options: arguments of the template, `generator.chat_template_kwargs`.
-        special_tokens: those that are written in messages are not text.
-        reader: of images in messages; None: the policy sees none.
-    """
-
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        options: Mapping[str, Any],
-        special_tokens: bool = False,
-        reader: ImageReader | None = None,
-    ) -> None:
-        self._tokenizer, self._options, self._special_tokens = tokenizer, options, special_tokens
-        self._reader = reader
-
-    @property
-    def never_said(self) -> Sequence[int]:
-        """Tokens that the policy may not say, since they stand for images."""
-        return self._reader.never_said if self._reader else ()
-
-    def opening(self, messages: Messages) -> Context:
-        """Return the prompt of the first turn.
-
-        Raises:
-            DataError: an image cannot be shown to the policy.
-        """
-        bare, images = without_images(messages)
-        return self._with_images(prompt_ids(self._tokenizer, bare, self._options, self._special_tokens), images)
-
-    def _with_images(self, token_ids: list[int], images: Sequence[Shown]) -> Context:
-        if self._reader is not None:
-            return self._reader.context(token_ids, images)
-        if images:
-            raise DataError(
-                "a message shows an image or a video, and the policy sees none; use a vision-language model"
-            )
-        return Context(token_ids)
-
-    def plain(self, observations: Messages) -> Context:
-        """Return what an environment says without the template, the texts of its messages one after the other.
-
-        Raises:
-            DataError: it shows an image, which has no place in a text.
-        """
-        if any(not isinstance(message["content"], str) for message in observations):
-            raise DataError("an observation shows an image; set generator.use_conversation_multi_turn to true")
-        return Context(self.encoded("".join(said_in(message["content"]) for message in observations)))
-
-    def encoded(self, text: str) -> list[int]:
-        """Return the tokens of what an environment says."""
-        return encoded(self._tokenizer, text if self._special_tokens else cut_messages(self._tokenizer, text))
-
-    def decoded(self, token_ids: Sequence[int]) -> str:
-        """Return the text without special tokens."""
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
-
-    def text(self, token_ids: Sequence[int], stop: Sequence[str], *, keep: bool) -> str:
-        """Return a response without special tokens, and up to the stop text that ended it; arguments as in `cut_at_stop`."""
-        text = self.decoded(token_ids)
-        if not stop:
-            return text
-        before = self.decoded(token_ids[:-1]).rstrip(HALF_A_CHARACTER)
-        return cut_at_stop(text, len(before), stop, keep=keep)
-
-    @property
-    def eos(self) -> int | None:
-        return cast("int | None", self._tokenizer.eos_token_id)
-
-    @cached_property
-    def ending(self) -> list[int]:
-        """What ends the policy's message, up to the last end-of-sequence token; empty where the template writes none."""
-        token_ids = encoded(self._tokenizer, self._after([], prompt=False))
-        return token_ids[: len(token_ids) - token_ids[::-1].index(self.eos)] if self.eos in token_ids else []
-
-    def following(self, observations: Messages) -> Context:
-        """Return what stands between the `ending` of a turn and what the policy says next.
-
-        Raises:
-            ConfigError: the template ends the policy's messages now in this way, now in another.
-            DataError: an image cannot be shown to the policy.
-        """
-        bare, images = without_images(observations)
-        said = bare if self._special_tokens else cut_messages(self._tokenizer, bare)
-        token_ids, ending = encoded(self._tokenizer, self._after(said, prompt=True)), self.ending
-        if token_ids[: len(ending)] != ending:
-            raise ConfigError(
-                f"generator.chat_template: the template ends a message of the assistant with the tokens {ending}, but "
-                f"before {[message['role'] for message in observations]} with {token_ids[: len(ending)]}; use another template"
-            )
-        return self._with_images(token_ids[len(ending) :], images)
-
-    def between(self, token_ids: Sequence[int], observations: Messages, *, end: bool) -> Context:
-        """Return what stands between the policy's turn, the last of `token_ids`, and what it says next.
-
-        Args:
-            end: whether a turn that the policy did not end itself is ended as the template does it.
-        """
-        ending = self.ending
-        ended = not ending or token_ids[-1] == ending[-1]
-        return Context([] if ended or not end else ending).followed_by(self.following(observations))
-
-    def _after(self, observations: Messages, *, prompt: bool) -> str:
-        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SAID}, *observations]
-        text = str(
-            self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt, **self._options)
-        )
-        _, said, after = text.partition(_SAID)
-        if not said:
-            raise ConfigError("generator.chat_template: the template leaves out what the assistant says; use another")
-        return after
 
 
 class Transcript:
@@ -236,21 +110,3 @@ class Transcript:
         for at, ids in enumerate(self._tops):
             ids_TK[at, : len(ids)] = ids
         return ids_TK
-
-
-HALF_A_CHARACTER = "\ufffd"  # what tokens decode to that end within a character
-
-
-def cut_at_stop(text: str, before: int, stop: Sequence[str], *, keep: bool) -> str:
-    """Return `text` up to the first stop text that its last token completed, the whole text if there is none.
-
-    Args:
-        before: characters of the text without its last token.
-        keep: whether the stop text stays at the end.
-    """
-    starts = {one: text.find(one, max(0, before - len(one) + 1)) for one in stop}
-    found = [one for one in stop if starts[one] >= 0]
-    if not found:
-        return text
-    first = min(found, key=lambda one: starts[one] + len(one))
-    return text[: starts[first] + len(first) * keep]

@@ -11,7 +11,8 @@ import pytest
 from hpcrl.config import Config
 from hpcrl.config.sections.generator import ChatTemplateConfig
 from hpcrl.config.sections.model import Pretrained
-from hpcrl.data.chat import chat_template, load_tokenizer, prompt_ids
+from hpcrl.data.chat.turns import ChatTurns
+from hpcrl.data.tokenizer import chat_template, load_tokenizer
 from hpcrl.errors import ConfigError, DataError
 from hpcrl.launch.submit.preflight import check_files
 from tests.paths import CONFIGS
@@ -127,7 +128,8 @@ def test_prompts_are_counted_without_torch() -> None:
 import sys
 from hpcrl.config.sections.generator import ChatTemplateConfig
 from hpcrl.config.sections.model import Pretrained
-from hpcrl.data.chat import load_tokenizer, token_counter, without_torch
+from hpcrl.data.chat.count import token_counter
+from hpcrl.data.tokenizer import load_tokenizer, without_torch
 from hpcrl.types import Prompt
 with without_torch():
     load_tokenizer(Pretrained(sys.argv[2]), ChatTemplateConfig())
@@ -138,8 +140,8 @@ print(torch.ones(2).sum().item())
 """
     models = [str(MODEL), str(CONFIGS / "reach_vla" / "model")]
     done = subprocess.run([sys.executable, "-c", code, *models], capture_output=True, text=True, check=True)
-    ids = prompt_ids(
-        load_tokenizer(Pretrained(str(MODEL)), ChatTemplateConfig()), [{"role": "user", "content": "sort: cba"}], {}
+    ids = ChatTurns(load_tokenizer(Pretrained(str(MODEL)), ChatTemplateConfig()), {}).prompt_ids(
+        [{"role": "user", "content": "sort: cba"}]
     )
     assert (done.stdout, done.stderr) == (f"{len(ids)} False\n2.0\n", "")
 

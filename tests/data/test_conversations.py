@@ -9,8 +9,8 @@ import pytest
 
 from hpcrl.config.sections.generator import ChatTemplateConfig
 from hpcrl.config.sections.model import Pretrained
-from hpcrl.data.chat import load_tokenizer
 from hpcrl.data.conversations import Columns, Renderer
+from hpcrl.data.tokenizer import load_tokenizer
 from hpcrl.errors import DataError
 from tests.paths import CONFIGS
 
@@ -226,7 +226,7 @@ def test_texts_without_a_prompt_are_whole(renderer) -> None:
     ("row", "message"),
     [
         ({"prompt": PROMPT, "chosen": "a"}, r"no column `rejected` \(data.rejected_column\); its columns are chosen, prompt"),
-        ({"prompt": PROMPT, "chosen": 3, "rejected": "a"}, "expected a list of chat messages, found 3"),
+        ({"prompt": PROMPT, "chosen": 3, "rejected": "a"}, "expected text or a list of chat messages .*, found 3"),
         ({"chosen": [*PROMPT, *answer("a")], "rejected": "a"}, "column `chosen` begins with a message of system, column `rejected` with one of assistant"),
     ],
 )  # fmt: skip

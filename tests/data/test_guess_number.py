@@ -11,11 +11,11 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hpcrl.config import Config
+from hpcrl.data.chat.turns import ChatTurns
 from hpcrl.data.prompts import load_prompts
 from hpcrl.envs.registry import make_environment
 from hpcrl.envs.tasks.guess_number import HIGHER, LOWER
 from hpcrl.launch.submit.preflight import check_files
-from hpcrl.rollout.transcript import Template
 from hpcrl.types import Prompt
 from tests.paths import CONFIGS
 
@@ -77,7 +77,7 @@ def test_the_whole_conversation_has_tokens_and_fits(
 ) -> None:
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     assert tokenizer.get_vocab() == make.make_tokenizer().get_vocab()
-    template, prompt = Template(tokenizer, {}), prompts[1][-1]
+    template, prompt = ChatTurns(tokenizer, {}), prompts[1][-1]
     opening = template.opening(prompt.messages).token_ids
     assert tokenizer.decode(opening) == "<|user|>guess: 8 to 14<|end|><|assistant|>"
     assert len(opening) <= config.trainer.max_prompt_length

@@ -51,7 +51,7 @@ from pathlib import Path
 import torch
 from hpcrl.config import Config
 from hpcrl.config.derive import policy_model
-from hpcrl.data.chat import load_tokenizer
+from hpcrl.data.tokenizer import load_tokenizer
 from hpcrl.launch.submit.models import entries_of, folder_of
 from hpcrl.planning.shapes import model_shapes
 from hpcrl.rollout.engines.embedded.launch import embedded_options

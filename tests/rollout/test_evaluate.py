@@ -14,8 +14,8 @@ from hpcrl.config import EnvironmentConfig, GeneratorConfig, SamplingParams
 from hpcrl.config.sections.generator import ChatTemplateConfig
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.controller.evaluation import evaluation_work
-from hpcrl.data.chat import decoder, load_tokenizer
 from hpcrl.data.rollouts import evaluated_samples
+from hpcrl.data.tokenizer import decoder, load_tokenizer
 from hpcrl.errors import EngineError
 from hpcrl.rollout.engines.base import Engine, Launched
 from hpcrl.rollout.evaluate import evaluate

@@ -17,11 +17,11 @@ from transformers import AutoTokenizer
 from hpcrl.config import EnvironmentConfig, GeneratorConfig, SamplingParams
 from hpcrl.config.sections.environment import SkyRLGymConfig
 from hpcrl.config.sections.generator import EvalSamplingParams
+from hpcrl.data.chat.turns import cut_at_stop
 from hpcrl.errors import ConfigError
 from hpcrl.rollout.engines.vllm.client import EngineClient
 from hpcrl.rollout.generate import GroupGenerator
 from hpcrl.rollout.group import Group
-from hpcrl.rollout.transcript import cut_at_stop
 from hpcrl.types import Prompt, Work
 from tests.rollout import environments
 from tests.rollout.conftest import WithEngine

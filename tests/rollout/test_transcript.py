@@ -14,12 +14,12 @@ from transformers import PreTrainedTokenizerFast
 
 from hpcrl.config import EnvironmentConfig, GeneratorConfig, SamplingParams
 from hpcrl.config.sections.environment import ScoringRewardModelConfig
+from hpcrl.data.chat.turns import ChatTurns
 from hpcrl.envs.base import Messages, Turn
 from hpcrl.errors import ConfigError
 from hpcrl.rollout.engines.base import Generation, Heard
 from hpcrl.rollout.generate import GroupGenerator
 from hpcrl.rollout.group import Group
-from hpcrl.rollout.transcript import Template
 from hpcrl.types import Prompt, Sample, Work
 
 TEMPLATES = Path(__file__).with_name("templates")
@@ -256,7 +256,7 @@ def test_a_template_that_hides_the_answer_is_refused() -> None:
     tokenizer = tokenizer_of("chatml")
     tokenizer.chat_template = "{{ messages[0].content }}"
     with pytest.raises(ConfigError, match="leaves out what the assistant says"):
-        Template(tokenizer, {}).following([])
+        ChatTurns(tokenizer, {}).following([])
 
 
 def test_a_template_whose_answers_end_differently_is_refused() -> None:
@@ -264,8 +264,8 @@ def test_a_template_whose_answers_end_differently_is_refused() -> None:
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m.content }}{% if loop.last %}<|im_end|>{% else %}|{% endif %}{% endfor %}"
     )
-    with pytest.raises(ConfigError, match="ends a message of the assistant with the tokens"):
-        Template(tokenizer, {}).following(user("more"))
+    with pytest.raises(ConfigError, match=r"ends a message of the assistant with .*, but before"):
+        ChatTurns(tokenizer, {}).following(user("more"))
 
 
 def test_metrics_of_later_turns_take_the_place_of_earlier_ones() -> None:

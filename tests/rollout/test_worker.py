@@ -21,8 +21,8 @@ import torch
 from hpcrl.config import Config, EnvironmentConfig, GeneratorConfig, SamplingParams
 from hpcrl.config.sections.generator import ChatTemplateConfig
 from hpcrl.config.sections.model import Pretrained
-from hpcrl.data.chat import decoder, load_tokenizer
 from hpcrl.data.kept_files import read_rows
+from hpcrl.data.tokenizer import decoder, load_tokenizer
 from hpcrl.data.weight_files import PublishedWeights
 from hpcrl.errors import CommitError, ConfigError, EngineError, HpcrlError
 from hpcrl.observe.metrics import merged

@@ -24,10 +24,10 @@ from transformers import (
 
 from hpcrl.config.sections.generator import ChatTemplateConfig
 from hpcrl.config.sections.model import Pretrained
-from hpcrl.data.chat import load_tokenizer
+from hpcrl.data.chat.turns import ChatTurns
+from hpcrl.data.tokenizer import load_tokenizer
 from hpcrl.data.vision.messages import with_images
 from hpcrl.data.vision.reader import ImageReader, named_tensors
-from hpcrl.rollout.transcript import Template
 from hpcrl.types import Sample
 from tests.paths import CONFIGS
 
@@ -147,7 +147,7 @@ def plays(count: int, fps: float = 2.0, first: int = 1) -> dict[str, Any]:
 def make_rows(model: Path, *shown: tuple[int, ...]) -> list[Sample[torch.Tensor]]:
     """Return a sample for each tuple of images' seeds, with two trained tokens behind the prompt; three or more are a video, and then an image."""
     pretrained = Pretrained(str(model))
-    template = Template(load_tokenizer(pretrained, ChatTemplateConfig()), {}, reader=ImageReader.of(pretrained))
+    template = ChatTurns(load_tokenizer(pretrained, ChatTemplateConfig()), {}, reader=ImageReader.of(pretrained))
     found = []
     for seeds in shown:
         asked = asks(*seeds) if seeds else [{"role": "user", "content": "count: red"}]

@@ -20,8 +20,8 @@ from transformers import AutoModelForImageTextToText
 from hpcrl.config import EnvironmentConfig, GeneratorConfig, SamplingParams
 from hpcrl.config.sections.generator import ChatTemplateConfig
 from hpcrl.config.sections.model import Pretrained
-from hpcrl.data.chat import load_tokenizer
 from hpcrl.data.group_file import write_group
+from hpcrl.data.tokenizer import load_tokenizer
 from hpcrl.data.vision.families import FAMILIES, GRID, PIXELS, SECONDS, family_of, placeholders
 from hpcrl.data.vision.inputs import model_inputs
 from hpcrl.data.vision.messages import with_images

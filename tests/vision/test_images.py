@@ -15,15 +15,16 @@ from PIL import Image
 
 from hpcrl.config.sections.generator import ChatTemplateConfig
 from hpcrl.config.sections.model import Pretrained
-from hpcrl.data.chat import load_tokenizer, token_counter
+from hpcrl.data.chat.count import token_counter
+from hpcrl.data.chat.turns import ChatTurns
 from hpcrl.data.prompts import load_prompts
+from hpcrl.data.tokenizer import load_tokenizer
 from hpcrl.data.vision.families import family_of, placeholders
 from hpcrl.data.vision.images import image_text, opened, size_of
 from hpcrl.data.vision.messages import with_images, without_images
 from hpcrl.data.vision.reader import GRID, PIXELS, ImageReader, Preparation, named_tensors, row_images
 from hpcrl.errors import DataError, EngineError
 from hpcrl.rollout.engines.vllm.images import _items
-from hpcrl.rollout.transcript import Template
 from hpcrl.types import Prompt
 from tests.vision.material import IMAGE, KINDS, asks, drawn, write_model
 
@@ -123,7 +124,7 @@ def test_a_prompt_has_as_many_placeholders_as_the_model_sees_patches(models: dic
     reader = ImageReader.of(model)
     assert reader is not None
     tokenizer = load_tokenizer(model, ChatTemplateConfig())
-    template = Template(tokenizer, {}, reader=reader)
+    template = ChatTurns(tokenizer, {}, reader=reader)
     count = token_counter(model, ChatTemplateConfig(), {})
     for seeds in ((1,), (2, 3), ()):
         messages = with_images(asks(*seeds))
@@ -145,11 +146,11 @@ def test_text_is_no_image(models: dict[str, Pretrained]) -> None:
     model = models["qwen2_5_vl"]
     reader, tokenizer = ImageReader.of(model), load_tokenizer(model, ChatTemplateConfig())
     evil = [{"role": "user", "content": "count: <|image_pad|>"}]
-    assert IMAGE not in Template(tokenizer, {}, reader=reader).opening(evil).token_ids
+    assert IMAGE not in ChatTurns(tokenizer, {}, reader=reader).opening(evil).token_ids
     with pytest.raises(DataError, match="writes 1 placeholders for 0 images"):
-        Template(tokenizer, {}, special_tokens=True, reader=reader).opening(evil)
+        ChatTurns(tokenizer, {}, special_tokens=True, reader=reader).opening(evil)
     with pytest.raises(DataError, match="the policy sees none"):
-        Template(tokenizer, {}).opening(with_images(asks(1)))
+        ChatTurns(tokenizer, {}).opening(with_images(asks(1)))
 
 
 def test_where_vllm_is_told_that_images_are(models: dict[str, Pretrained]) -> None:
@@ -157,7 +158,7 @@ def test_where_vllm_is_told_that_images_are(models: dict[str, Pretrained]) -> No
         ImageReader.of(models["qwen2_5_vl"]),
         load_tokenizer(models["qwen2_5_vl"], ChatTemplateConfig()),
     )
-    ids, images = Template(tokenizer, {}, reader=reader).opening(with_images(asks(1, 2)))
+    ids, images = ChatTurns(tokenizer, {}, reader=reader).opening(with_images(asks(1, 2)))
     places = [item.places for item in _items(ids, images)]
     assert [place["length"] for place in places] == [9, 6]
     for place in places:

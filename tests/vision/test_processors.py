@@ -17,13 +17,13 @@ import pytest
 
 from hpcrl.config.sections.generator import ChatTemplateConfig
 from hpcrl.config.sections.model import Pretrained
-from hpcrl.data.chat import load_tokenizer
+from hpcrl.data.chat.turns import ChatTurns
+from hpcrl.data.tokenizer import load_tokenizer
 from hpcrl.data.vision.families import GRID, PIXELS, SECONDS, Videos
 from hpcrl.data.vision.frames import Choice, Video, frames_of
 from hpcrl.data.vision.messages import with_images
 from hpcrl.data.vision.reader import ImageReader
 from hpcrl.data.vision.video_processor import VideoProcessor
-from hpcrl.rollout.transcript import Template
 from tests.paths import ROOT
 from tests.vision.material import drawn, write_model
 
@@ -83,7 +83,7 @@ def compare_prompts(model: Path, kind: str) -> None:
     for width, largest in ((24, 1e-5), (40, 0.06)):
         video = Video.of([drawn(at, width, 24) for at in range(FRAMES)], fps=FPS)
         messages = [{"role": "user", "content": [video.part, {"type": "text", "text": "count: red"}]}]
-        ids, (seen,) = Template(tokenizer, {}, reader=reader).opening(with_images(messages))
+        ids, (seen,) = ChatTurns(tokenizer, {}, reader=reader).opening(with_images(messages))
         frames = np.stack([np.asarray(frame) for frame in frames_of(video, Choice.of(video, FRAMES))])
         text = tokenizer.apply_chat_template(
             [{"role": "user", "content": [{"type": "video"}, messages[0]["content"][1]]}],

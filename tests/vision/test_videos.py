@@ -17,11 +17,13 @@ from transformers import AutoConfig
 
 from hpcrl.config.sections.generator import ChatTemplateConfig
 from hpcrl.config.sections.model import Pretrained
-from hpcrl.data.chat import load_tokenizer, token_counter
+from hpcrl.data.chat.count import token_counter
+from hpcrl.data.chat.turns import ChatTurns
 from hpcrl.data.conversations import Columns
 from hpcrl.data.prompts import load_prompts
 from hpcrl.data.sources import Source
 from hpcrl.data.tokenize import Recipe, Tokenizer
+from hpcrl.data.tokenizer import load_tokenizer
 from hpcrl.data.vision.frames import Choice, Video, frames_of, kept_of, shown_of
 from hpcrl.data.vision.images import png
 from hpcrl.data.vision.inputs import plane_positions
@@ -30,7 +32,6 @@ from hpcrl.data.vision.reader import GRID, PIXELS, SECONDS, ImageReader, Prepara
 from hpcrl.data.vision.video_processor import VideoProcessor
 from hpcrl.errors import DataError
 from hpcrl.rollout.engines.vllm.images import _items
-from hpcrl.rollout.transcript import Template
 from hpcrl.text import said_in
 from hpcrl.types import Prompt
 from tests.trainer.material import make_run
@@ -175,7 +176,7 @@ def test_a_prompt_has_what_stands_for_its_videos(models: dict[str, Pretrained], 
     reader, tokenizer = reader_of(model), load_tokenizer(model, ChatTemplateConfig())
     messages = with_images(asks(1))
     messages[0]["content"].insert(0, Video.of(plays(5, fps=4.0)["video"], fps=4.0).part)
-    found = Template(tokenizer, {}, reader=reader).opening(messages)
+    found = ChatTurns(tokenizer, {}, reader=reader).opening(messages)
     assert len(found.token_ids) == token_counter(model, ChatTemplateConfig(), {})(Prompt("0", messages, "format"))
     video, image = found.images
     assert video.tensors[GRID].tolist() == [[3, 6, 6]]

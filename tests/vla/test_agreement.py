@@ -17,8 +17,8 @@ from hpcrl.config.sections.model import Pretrained
 from hpcrl.config.sections.vla import VLAConfig
 from hpcrl.data.actions.tokens import action_tokens
 from hpcrl.data.actions.turns import ActionTurns
-from hpcrl.data.chat import load_tokenizer
 from hpcrl.data.group_file import write_group
+from hpcrl.data.tokenizer import load_tokenizer
 from hpcrl.data.vision.inputs import model_inputs
 from hpcrl.data.vision.reader import ImageReader, row_images
 from hpcrl.data.vision.videos import EpisodeVideos

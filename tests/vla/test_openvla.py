@@ -22,9 +22,9 @@ from transformers import (
 )
 
 from hpcrl.config.sections.generator import ChatTemplateConfig
-from hpcrl.data.chat import chat_template
 from hpcrl.data.models.openvla.config import OpenVLAConfig
 from hpcrl.data.models.openvla.model import VisionTransformer
+from hpcrl.data.tokenizer import chat_template
 from hpcrl.data.vision.openvla import OpenVLAImageProcessor
 from hpcrl.trainer.backends.fsdp.sharding import units
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.data.pi05.architecture import folder_of, not_pi05
+from hpcrl.data.tokenizer import read_tokenizer
 from hpcrl.types import Prompt
 
 if TYPE_CHECKING:
@@ -56,11 +57,9 @@ def load_tokenizer(model: Pretrained) -> PreTrainedTokenizerBase:
     Raises:
         DataError: there is none.
     """
-    from transformers import AutoTokenizer
-
     folder: Path = folder_of(model)
     try:
-        return AutoTokenizer.from_pretrained(str(folder))
+        return read_tokenizer(str(folder))
     except (OSError, ValueError) as error:
         raise not_pi05(model, f"its tokenizer, PaliGemma's: {error}") from error
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpcrl.config.sections.model import Pretrained
+from hpcrl.data.tokenizer import read_tokenizer
 from hpcrl.errors import DataError
 from hpcrl.types import Prompt
 
@@ -22,13 +23,11 @@ def load_tokenizer(model: Pretrained) -> PreTrainedTokenizerBase:
     Raises:
         DataError: there is none, here or on the hub.
     """
-    from transformers import AutoTokenizer
-
     path = Path(model.path).expanduser()
     try:
         if path.is_dir():
-            return AutoTokenizer.from_pretrained(str(path / TOKENIZER))
-        return AutoTokenizer.from_pretrained(model.path, subfolder=TOKENIZER, **model.at_revision)
+            return read_tokenizer(str(path / TOKENIZER))
+        return read_tokenizer(model.path, subfolder=TOKENIZER, **model.at_revision)
     except (OSError, ValueError) as error:
         said = " ".join(str(error).split())
         raise DataError(

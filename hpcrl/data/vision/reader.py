@@ -13,6 +13,7 @@ from weakref import WeakValueDictionary
 from hpcrl.config.import_path import imported
 from hpcrl.config.sections.data import DataConfig
 from hpcrl.config.sections.model import Pretrained
+from hpcrl.data.tokenizer import read_tokenizer
 from hpcrl.data.vision.families import GRID, PIXELS, SECONDS, STATES, Family, family_of, placeholders
 from hpcrl.data.vision.frames import Choice, Shown, Video, frames_of
 from hpcrl.data.vision.images import opened, size_of, state_in
@@ -191,9 +192,7 @@ class ImageReader:
 
     @cached_property
     def _tokenizer(self) -> Any:
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(self._model.path, **self._model.at_revision)
+        return read_tokenizer(self._model.path, **self._model.at_revision)
 
     def known(self, shown: Shown) -> SeenImage | None:
         """Return an image or a video that was prepared, if somebody still has it or it is one of the latest."""

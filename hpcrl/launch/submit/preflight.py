@@ -25,13 +25,13 @@ from hpcrl.config.resume_changes import Change, changes_from_path
 from hpcrl.config.sections.alerts import AlertsConfig
 from hpcrl.config.sections.environment import CLASSIFIER
 from hpcrl.config.sections.model import Pretrained
-from hpcrl.data.chat import chat_template
 from hpcrl.data.datasets import load_dataset
 from hpcrl.data.pi05.statistics import statistics_of
 from hpcrl.data.pipelines.source import PipelineSource
 from hpcrl.data.prompts import count_aside, data_sources
 from hpcrl.data.sources import Source
 from hpcrl.data.tokenize import Recipe, tokenized, training_sources, validation_sources
+from hpcrl.data.tokenizer import chat_template
 from hpcrl.data.weight_files import ADAPTER_FILE
 from hpcrl.envs.registry import environment_class
 from hpcrl.errors import ConfigError, DataError

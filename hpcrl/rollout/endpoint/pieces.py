@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from hpcrl.rollout.transcript import HALF_A_CHARACTER
+from hpcrl.data.chat.turns import HALF_A_CHARACTER
 
 
 class TextInPieces:

@@ -6,9 +6,12 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from hpcrl.data.chat.messages import read_messages, read_tools
+from hpcrl.errors import DataError
 from hpcrl.runtime.http_server import BadRequest, Refused
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+_NAMES = ("name", "tool_call_id", "tool_calls")
 _MOST_CHOICES = 128
 
 
@@ -70,16 +73,17 @@ def chat_request(content: bytes) -> Request:
         raise BadRequest("messages: expected a list of chat messages")
     if body.get("top_logprobs"):
         raise BadRequest("top_logprobs: only the tokens that were chosen have log-probabilities here")
-    tools = body.get("tools") or []
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise BadRequest("tools: expected a list of objects")
+    try:
+        tools, messages = read_tools(body.get("tools")), [_message(message) for message in messages]
+    except DataError as error:
+        raise BadRequest(f"messages: {error}") from error
     if body.get("tool_choice") not in (None, "auto", "none"):
         raise BadRequest('tool_choice: expected "auto" or "none"; the policy decides')
     if body.get("response_format") not in (None, {"type": "text"}):
         raise BadRequest("response_format: only text")
     tokens = body.get("max_completion_tokens")
     return Request(
-        messages=[_message(message) for message in messages],
+        messages=messages,
         tools=[] if body.get("tool_choice") == "none" else tools,
         logprobs=bool(body.get("logprobs")),
         **_common(body, body.get("max_tokens") if tokens is None else tokens),
@@ -142,48 +146,16 @@ def _is_number(value: Any) -> bool:
 
 
 def _message(value: Any) -> dict[str, Any]:
-    """Return a message as chat templates take it: content is a text, arguments of calls are objects."""
+    """Return a message as chat templates take it, of the fields that the protocol has: content is a text, arguments of calls are objects."""
     role = value.get("role") if isinstance(value, dict) else None
     if not isinstance(role, str) or role not in _ROLES:
         raise BadRequest(f"messages: expected objects with a role, one of {', '.join(_ROLES)}")
-    message: dict[str, Any] = {"role": _ROLES[role], "content": _text(value.get("content"))}
+    named = {name: value[name] for name in _NAMES if value.get(name) is not None}
     for name in ("name", "tool_call_id"):
-        if value.get(name) is not None:
-            if not isinstance(value[name], str):
-                raise BadRequest(f"messages: {name} is a text")
-            message[name] = value[name]
-    if value.get("tool_calls"):
-        message["tool_calls"] = [_call(one) for one in _listed(value["tool_calls"])]
-    return message
-
-
-def _text(content: Any) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    parts = [part if isinstance(part, dict) else {} for part in _listed(content)]
-    if not all(part.get("type") == "text" and isinstance(part.get("text"), str) for part in parts):
+        if not isinstance(named.get(name, ""), str):
+            raise BadRequest(f"messages: {name} is a text")
+    content = value.get("content")
+    (message,) = read_messages([{**named, "role": _ROLES[role], "content": "" if content is None else content}])
+    if not isinstance(message["content"], str):
         raise BadRequest("messages: content is a text, or parts of the type text")
-    return "".join(part["text"] for part in parts)
-
-
-def _call(value: Any) -> dict[str, Any]:
-    function = value.get("function") if isinstance(value, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise BadRequest("messages: tool_calls are objects with a function that has a name and arguments")
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments or "{}")
-        except (ValueError, RecursionError) as error:
-            raise BadRequest(f"messages: arguments of a tool call are no JSON: {error}") from error
-    return {
-        "id": str(value.get("id") or ""),
-        "type": "function",
-        "function": {"name": function["name"], "arguments": arguments},
-    }
-
-
-def _listed(value: Any) -> list[Any]:
-    if not isinstance(value, list):
-        raise BadRequest("messages: expected a list")
-    return value
+    return message

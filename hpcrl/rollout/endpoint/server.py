@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from hpcrl.config import GeneratorConfig, SamplingParams
 from hpcrl.config.sections.generator import NODE
-from hpcrl.data.chat import decoder
+from hpcrl.config.sections.model import Pretrained
+from hpcrl.data.chat.turns import ChatTurns
+from hpcrl.data.tokenizer import decoder
 from hpcrl.envs.base import Endpoint
 from hpcrl.errors import EngineError, HpcrlError, RunError
 from hpcrl.rollout.endpoint.replies import Events, event, models, reply
@@ -64,10 +66,20 @@ class PolicyServer:
     Args:
         url: where it is reached, with /v1.
         model: its name in requests.
+        source: the model itself; as of `ChatTurns`.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, config: GeneratorConfig, url: str, model: str) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        config: GeneratorConfig,
+        url: str,
+        model: str,
+        source: Pretrained | None = None,
+    ) -> None:
         self._tokenizer, self._config, self._url, self._model = tokenizer, config, url, model
+        special = config.chat_template.allow_special_tokens
+        self._turns = ChatTurns(tokenizer, config.chat_template_kwargs, special, model=source)
         self._decode = decoder(tokenizer)
         self._sessions = dict[bytes, Session]()
         self._over = dict[bytes, Callable[[], Declined]]()
@@ -75,7 +87,7 @@ class PolicyServer:
     @asynccontextmanager
     async def session(self, say: Say, params: SamplingParams) -> AsyncIterator[tuple[Session, Endpoint]]:
         """Have a session as long as the block lasts, and where it is reached."""
-        session, key = Session(say, self._tokenizer, self._config, params), secrets.token_urlsafe(32)
+        session, key = Session(say, self._tokenizer, self._turns, self._config, params), secrets.token_urlsafe(32)
         self._sessions[_digest(key)] = session
         reason = session_ended
         try:
@@ -192,9 +204,9 @@ async def _refuse(send: Send, stream: _EventStream, refusal: Refused) -> None:
 
 @asynccontextmanager
 async def serving(
-    config: GeneratorConfig, tokenizer: PreTrainedTokenizerBase, replica: int
+    config: GeneratorConfig, tokenizer: PreTrainedTokenizerBase, replica: int, source: Pretrained | None = None
 ) -> AsyncIterator[PolicyServer | None]:
-    """Serve the policy as long as the block lasts, if the configuration wants it.
+    """Serve the policy as long as the block lasts, if the configuration wants it; `source` is as of `PolicyServer`.
 
     Raises:
         RunError: the address or the port is not to be had.
@@ -209,7 +221,7 @@ async def serving(
     )
     host, port = listener.getsockname()[:2]
     model = engine.served_model_name or tokenizer.name_or_path
-    server, done = PolicyServer(tokenizer, config, f"http://{host}:{port}/v1", model), asyncio.Event()
+    server, done = PolicyServer(tokenizer, config, f"http://{host}:{port}/v1", model, source), asyncio.Event()
     print(f"the policy answers at http://{host}:{port}/v1 as {model}", flush=True)
     task = asyncio.create_task(serve(server, listener, done.wait()))
     try:

@@ -16,10 +16,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import TemplateError
-
 from hpcrl.config import GeneratorConfig, SamplingParams
-from hpcrl.data.chat import cut_messages
+from hpcrl.data.chat.encode import cut_messages
+from hpcrl.data.chat.turns import ChatTurns
 from hpcrl.envs.agents.score import EXPECTED, read_score
 from hpcrl.envs.base import Messages, Turn
 from hpcrl.errors import EngineError
@@ -27,7 +26,7 @@ from hpcrl.rollout.endpoint.pieces import TextInPieces
 from hpcrl.rollout.endpoint.requests import Declined, Request, session_over
 from hpcrl.rollout.endpoint.tool_calls import Call, first_of_calls, tool_calls
 from hpcrl.rollout.engines.base import Generation, Heard
-from hpcrl.rollout.transcript import Template, Transcript
+from hpcrl.rollout.transcript import Transcript
 from hpcrl.runtime.http_server import BadRequest
 from hpcrl.types import StopReason
 
@@ -110,9 +109,15 @@ class Session:
     """
 
     def __init__(
-        self, say: Say, tokenizer: PreTrainedTokenizerBase, config: GeneratorConfig, params: SamplingParams
+        self,
+        say: Say,
+        tokenizer: PreTrainedTokenizerBase,
+        turns: ChatTurns,
+        config: GeneratorConfig,
+        params: SamplingParams,
     ) -> None:
         self._say, self._tokenizer, self._config, self._params = say, tokenizer, config, params
+        self._template = turns
         self.answers = list[Answer]()
         self.too_long = False
         self.failure: EngineError | None = None
@@ -120,7 +125,6 @@ class Session:
         self.ended = threading.Event()
         self._begun = self._open = 0
         self._running = set[asyncio.Task[Any]]()
-        self._used: tuple[list[dict[str, Any]], Template] | None = None
         self._allowed, self._counted = AT_ONCE, time.monotonic()
 
     def admit(self) -> None:
@@ -148,9 +152,9 @@ class Session:
         self._check_room(request.n)
         try:
             parent, prompt = self._prompt(request)
-        # such as roles that do not take turns, a content that is no text, half a character
-        except (TemplateError, TypeError, ValueError) as error:
-            raise BadRequest(f"the chat template refuses the messages: {error}") from error
+        # such as half a character
+        except (TypeError, ValueError) as error:
+            raise BadRequest(f"the messages have no tokens: {error}") from error
         self._check_length(len(prompt))
         turns = range(self._begun, self._begun + request.n)
         self._begun += request.n
@@ -227,17 +231,17 @@ class Session:
         """Return the answer from which a request goes on, if there is one, and the tokens that it wants continued."""
         if request.messages is None:
             return self._completed(request.prompt)
-        template = self._template(request.tools)
+        self._check_tools(request.tools)
         end = self._config.append_eos_token_after_stop_str_in_multi_turn
         chats = [one for one in self.answers if not isinstance(one.asked, str) and one.tools == request.tools]
         for parent in sorted(chats, key=lambda one: len(one.asked), reverse=True):  # most often it is the first
             if left := parent.left_of(request.messages):
                 token_ids = parent.token_ids
-                return parent, token_ids + template.between(token_ids, left, end=end).token_ids
-        return None, template.opening(request.messages).token_ids
+                return parent, token_ids + self._template.between(token_ids, left, request.tools, end=end).token_ids
+        return None, self._template.opening(request.messages, request.tools).token_ids
 
     def _completed(self, prompt: str | list[int]) -> tuple[Answer | None, list[int]]:
-        template, parent = self._template([]), None
+        parent = None
         if isinstance(prompt, list):
             known = [
                 one for one in self.answers if prompt[: len(one.prompt) + len(one.said.token_ids)] == one.token_ids
@@ -251,28 +255,25 @@ class Session:
             key=lambda found: len(found[1]),
             default=(None, ""),
         )
-        new = template.encoded(prompt[len(before) :])
-        return parent, [*(parent.token_ids if parent else []), *new]
+        if parent is None:
+            return None, self._template.encoded(prompt)
+        new = self._template.continued(parent.token_ids, prompt[len(before) :])
+        return parent, [*parent.token_ids, *new]
 
-    def _template(self, tools: list[dict[str, Any]]) -> Template:
-        """Return the chat template with these tools; special tokens that are written in them are refused."""
-        if self._used is None or self._used[0] != tools:
-            config, options = self._config, self._config.chat_template_kwargs
-            special = config.chat_template.allow_special_tokens
-            if not special and cut_messages(self._tokenizer, tools) != tools:
-                raise BadRequest("tools: special tokens of the tokenizer are not text")
-            own = {**options, "tools": tools} if tools else options
-            self._used = tools, Template(self._tokenizer, own, special)
-        return self._used[1]
+    def _check_tools(self, tools: list[dict[str, Any]]) -> None:
+        """Refuse special tokens that are written in tools."""
+        special = self._config.chat_template.allow_special_tokens
+        if tools and not special and cut_messages(self._tokenizer, tools) != tools:
+            raise BadRequest("tools: special tokens of the tokenizer are not text")
 
     def _pieces(self, request: Request, stop: list[str]) -> TextInPieces:
         marks = [*stop, first_of_calls(self._tokenizer)] if request.tools else stop
-        return TextInPieces(self._template(request.tools).decoded, marks, trims=bool(request.tools))
+        return TextInPieces(self._template.decoded, marks, trims=bool(request.tools))
 
     def _answered(
         self, request: Request, parent: Answer | None, prompt: list[int], said: Generation, told: str
     ) -> Answer:
-        template, params = self._template(request.tools), self._params
+        template, params = self._template, self._params
         text = template.text(said.token_ids, params.stop or [], keep=params.include_stop_str_in_output)
         if request.stop:
             text = min(text, template.text(said.token_ids, request.stop, keep=False), key=len)

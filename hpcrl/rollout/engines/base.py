@@ -7,7 +7,7 @@ in the worker's own process is in `embedded/`; `launch.py` chooses. Whatever is 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +59,12 @@ NEVER = -100.0
 
 
 def engine_sampling(
-    params: SamplingParams, kind: Kind, vocabulary: int, top_ids: int = 0, never_said: Sequence[int] = ()
+    params: SamplingParams,
+    kind: Kind,
+    vocabulary: int,
+    top_ids: int = 0,
+    never_said: Sequence[int] = (),
+    ends: Collection[int] = (),
 ) -> dict[str, Any]:
     """Return the configured sampling under vLLM's names, which all engines take.
 
@@ -70,10 +75,12 @@ def engine_sampling(
         vocabulary: tokens that there are; vLLM cannot tell of more.
         top_ids: of what is trained: tokens that are the most probable ones in the place of each, where sampling leaves none out.
         never_said: tokens that stand for images.
+        ends: ids that end a turn.
     """
     given = params.additional_kwargs
     biases = {**given.get("logit_bias", {}), **{str(token_id): NEVER for token_id in never_said}}
     told = mask_size(params) or top_ids
+    stops = {*given.get("stop_token_ids", ()), *(() if given.get("ignore_eos") else ends)}
     return {
         **given,
         **({"logit_bias": biases} if biases else {}),
@@ -84,6 +91,7 @@ def engine_sampling(
         "min_p": params.min_p,
         "repetition_penalty": params.repetition_penalty,
         "stop": params.stop or [],
+        **({"stop_token_ids": sorted(stops)} if stops else {}),
         "logprobs": min(told, vocabulary) if kind == "train" else 0,
     }
 

@@ -18,7 +18,7 @@ import torch
 
 from hpcrl.config.sections.generator import ChatTemplateConfig
 from hpcrl.config.sections.model import Pretrained
-from hpcrl.data.chat import load_tokenizer
+from hpcrl.data.tokenizer import load_tokenizer
 from hpcrl.data.weight_files import Base, Probe, PublishedWeights, weight_facts, whole_digest
 from hpcrl.errors import CommitError, HpcrlError
 from hpcrl.rundir.commit import abandon, begin, committed, committed_by, discard, finish, is_committed, listing, staging

@@ -13,8 +13,8 @@ from hpcrl.config import Config, temperature
 from hpcrl.config.derive import micro_batch_tokens, policy_model
 from hpcrl.config.scorers import TEACHER, ScorerSet, learns_prompts, teacher_layout
 from hpcrl.config.sections.model import Pretrained
-from hpcrl.data.chat import load_tokenizer
 from hpcrl.data.score_file import RowScores
+from hpcrl.data.tokenizer import load_tokenizer
 from hpcrl.errors import DataError
 from hpcrl.rundir.layout import Run
 from hpcrl.trainer.backends.fsdp.model import PackedModel, PackedPolicy, free_gathered, load_model

@@ -11,7 +11,7 @@ import torch
 
 from hpcrl.config import Config
 from hpcrl.config.scorers import ScorerSet
-from hpcrl.data.chat import JudgedConversations
+from hpcrl.data.chat.judged import JudgedConversations
 from hpcrl.data.group_file import Conversation, read_conversations
 from hpcrl.data.model_config import longest_input
 from hpcrl.data.score_file import GroupRewards

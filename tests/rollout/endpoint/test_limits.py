@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.config import EnvironmentConfig, SamplingParams
-from hpcrl.data.chat import decoder
+from hpcrl.data.tokenizer import decoder
 from hpcrl.envs.agents.score import LONGEST_SCORE
 from hpcrl.envs.base import Messages, Turn
 from hpcrl.rollout.endpoint.session import MOST_OPEN

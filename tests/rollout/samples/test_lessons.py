@@ -14,14 +14,15 @@ from transformers import AutoTokenizer
 from hpcrl.config import TrainerConfig
 from hpcrl.config.sections.distillation import SelfTeacherConfig
 from hpcrl.config.validate import build
+from hpcrl.data.chat.template import Tools
+from hpcrl.data.chat.turns import ChatTurns
 from hpcrl.envs.base import Messages
 from hpcrl.errors import ConfigError, DataError
 from hpcrl.rollout.lessons import Lessons, Row, Told
-from hpcrl.rollout.transcript import Template
 from hpcrl.types import Sample
 from tests.rollout.material import QUICKSTART
 
-TEMPLATE = Template(AutoTokenizer.from_pretrained(QUICKSTART), {})
+TEMPLATE = ChatTurns(AutoTokenizer.from_pretrained(QUICKSTART), {})
 HINTS = SelfTeacherConfig(model="policy", template="{prompt}{answer}{feedback}", success_reward=1.0)
 OPENING = [{"role": "system", "content": "ab"}, {"role": "user", "content": "sort: bca"}]
 
@@ -86,8 +87,8 @@ def test_without_a_message_of_the_user_there_is_no_hint() -> None:
 
 
 def test_what_cannot_be_given_as_text_is_not_shown() -> None:
-    class Refusing(Template):
-        def opening(self, messages: Messages) -> list[int]:
+    class Refusing(ChatTurns):
+        def opening(self, messages: Messages, tools: Tools = ()) -> list[int]:  # noqa: ARG002
             raise DataError(f"a special token in {messages}")
 
     template = Refusing(AutoTokenizer.from_pretrained(QUICKSTART), {})

@@ -10,7 +10,7 @@ import pytest
 
 from hpcrl.config import EnvironmentConfig, GeneratorConfig, SamplingParams
 from hpcrl.config.sections.model import Pretrained
-from hpcrl.data.chat import decoder, load_tokenizer
+from hpcrl.data.tokenizer import decoder, load_tokenizer
 from hpcrl.data.weight_files import PublishedWeights
 from hpcrl.errors import EngineError
 from hpcrl.rollout.engines.vllm.client import EngineClient

@@ -104,7 +104,7 @@ class Batch:
     """The rows and their caches.
 
     Args:
-        end_tokens: ids that end a response, the tokenizer's own first.
+        end_tokens: ids that end a response, the tokenizer's own first; a request may name more.
         decode: token ids to text, for stop texts.
         prefill_tokens: of one forward pass over prompts at most; a longer prompt has one of its own.
         recorder: notes the experts that tokens go to; None: nobody asks.
@@ -123,7 +123,7 @@ class Batch:
     ) -> None:
         self._recorder = recorder
         self._model, self._decode, self._prefill_tokens = model, decode, prefill_tokens
-        self._device, self._end = model.device, torch.tensor(list(end_tokens), device=model.device)
+        self._device, self._end = model.device, list(end_tokens)
         self._layers = model.config.get_text_config().num_hidden_layers
         self._rows: list[_Row | None] = []
         self._columns: Columns | None = None
@@ -165,7 +165,7 @@ class Batch:
 
     def _say_at_once(self, requests: Sequence[Request], version: int) -> None:
         for some in self._together(requests):
-            for request, said in zip(some, said_at_once(self._model, some, int(self._end[0]), version), strict=True):
+            for request, said in zip(some, said_at_once(self._model, some, self._end[0], version), strict=True):
                 for number, one in enumerate(said):
                     self.tokens += len(one.token_ids)
                     request.end(number, one)
@@ -312,7 +312,10 @@ class Batch:
         self._ends = vector([row.end - self._offset for row in rows])
         ahead = [row.request.ahead for row in rows]
         self._ahead = vector(ahead) if any(ahead) else None
-        self._ends_early = vector([not sampling.ignore_eos for sampling in asked], torch.bool)
+        stops = [{*(() if one.ignore_eos else self._end), *one.stop_token_ids} for one in asked]
+        width = max(map(len, stops), default=0)
+        self._stops = vector([[*some, *[-1] * (width - len(some))] for some in stops]).reshape(len(rows), width)
+        self._stops_of_any = vector(sorted({*self._end}.union(*stops)))
         least = [sampling.min_tokens for sampling in asked]
         self._least = vector(least) if any(least) else None
         penalties = [sampling.repetition_penalty for sampling in asked]
@@ -337,13 +340,13 @@ class Batch:
             logits_RV = among_allowed(logits_RV, self._allowed[first:])
         if self._least is not None:
             early = (said < self._least[first:])[:, None]
-            logits_RV = logits_RV.index_fill(1, self._end, -torch.inf).where(early, logits_RV)
+            logits_RV = logits_RV.index_fill(1, self._stops_of_any, -torch.inf).where(early, logits_RV)
         choice = choose(logits_RV, self._sampling.part(first, count), said)
         columns.tokens[first:, at], columns.logprobs[first:, at] = choice.tokens, choice.logprobs
         columns.versions[first:, at] = version
         self._keep_masks(first, choice)
         self._keep_tops(first, logits_RV)
-        stopped = torch.isin(choice.tokens, self._end) & self._ends_early[first:]
+        stopped = (choice.tokens[:, None] == self._stops[first:]).any(1)
         over = stopped | (at + 1 >= self._ends[first:])
         self._end_rows(first, stopped.tolist(), over.tolist())
 

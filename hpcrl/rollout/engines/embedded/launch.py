@@ -5,18 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hpcrl.config import Config, InferenceEngineConfig, engine_rope
 from hpcrl.config.derive import gpu_count, max_model_len, model_config_kwargs, policy_model
+from hpcrl.data.chat.ending import end_ids
 from hpcrl.data.model_config import ConfiguredModel
 from hpcrl.data.models.routers import ExpertRecorder, routers
+from hpcrl.data.tokenizer import read_tokenizer
 from hpcrl.errors import EngineError
 from hpcrl.rollout.engines.base import Engine
 from hpcrl.rollout.engines.embedded.batch import Batch
 from hpcrl.rollout.engines.embedded.compute import Compute, Limits
 from hpcrl.rollout.engines.embedded.engine import EmbeddedEngine
-from hpcrl.rollout.engines.embedded.model import end_tokens, load_model
+from hpcrl.rollout.engines.embedded.model import load_model
 from hpcrl.rollout.engines.in_process import InProcess
 
 _CPU_CACHE_BYTES = 1 << 30
@@ -66,8 +68,9 @@ class Embedded(InProcess[tuple[PreTrainedModel, Compute]]):
     def _load(self) -> tuple[PreTrainedModel, Compute]:
         options, device = self._options, torch.device("cpu" if self._options.on_cpu else "cuda")
         model = load_model(options.model, options.engine.model_dtype, device)
-        tokenizer = AutoTokenizer.from_pretrained(options.model.path, **options.model.at_revision)
-        ends = sorted(end_tokens(model, tokenizer.eos_token_id), key=lambda one: one != tokenizer.eos_token_id)
+        tokenizer = read_tokenizer(options.model.path, **options.model.at_revision)
+        # requests name those of the chat template too
+        ends = sorted(end_ids(tokenizer, options.model, ""), key=lambda one: one != tokenizer.eos_token_id)
         if options.records_experts and not routers(model):
             raise EngineError(
                 f"trainer.policy.experts.router_replay: {type(model).__name__} has no routers that transformers tells of"

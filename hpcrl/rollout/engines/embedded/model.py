@@ -51,15 +51,6 @@ def _attention(config: PreTrainedConfig) -> str:
     return "eager" if capped or not getattr(model_class, "_supports_sdpa", True) else "sdpa"
 
 
-def end_tokens(model: PreTrainedModel, tokenizer_end: int | None) -> set[int]:
-    """Return the ids that end a response: of the tokenizer, and those that the model's generation_config.json names."""
-    found = {tokenizer_end} - {None}
-    for config in (model.generation_config, model.config.get_text_config()):
-        own = getattr(config, "eos_token_id", None) if config is not None else None
-        found |= set(own) if isinstance(own, list) else {own} - {None}
-    return cast("set[int]", found)
-
-
 def read_tensors(weights: PublishedWeights) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Return the tensors of a published version by name, and what was read as `proof.check_ranks` wants it.
 

@@ -25,6 +25,7 @@ class Sampling:
         logprobs: above 0: the tokens that each was sampled among are wanted too, or, where sampling leaves none out, as many of the most
             probable ones.
         logit_bias: what is added to the logits of tokens.
+        stop_token_ids: ids that end a response, with `ignore_eos` too.
         allowed_token_ids: all that may be said; empty: every token.
     """
 
@@ -38,6 +39,7 @@ class Sampling:
     ignore_eos: bool = False
     logprobs: int = 0
     stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_token_ids: tuple[int, ...] = ()
 
@@ -55,7 +57,7 @@ class Sampling:
                 'those of vLLM need generator.inference_engine.backend = "vllm"'
             )
         biases = ((int(token_id), float(bias)) for token_id, bias in (given.get("logit_bias") or {}).items())
-        tuples = {name: tuple(given.get(name) or ()) for name in ("stop", "allowed_token_ids")}
+        tuples = {name: tuple(given.get(name) or ()) for name in ("stop", "stop_token_ids", "allowed_token_ids")}
         found = cls(**{**given, **tuples, "logit_bias": tuple(biases)})
         for name, right, expected in (
             ("max_tokens", found.max_tokens >= 1, "at least 1"),

@@ -1,0 +1,66 @@
+"""Which tokens end a turn of the policy: for engines, which stop there, and for all that writes what follows.
+
+Files of released models disagree about it: the tokenizer names one token, generation_config.json a list, and the chat template writes a third
+behind an answer. All of them end a turn.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hpcrl.config.sections.model import Pretrained
+from hpcrl.data.chat.encode import encoded
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_FILES = ("generation_config.json", "config.json")
+
+
+def declared_ends(model: Pretrained) -> dict[str, frozenset[int]]:
+    """Return the ids that a model's files call the end of a text, by file; files that it lacks are left out.
+
+    Raises:
+        OSError: the model is neither here nor on the hub.
+    """
+    from transformers.utils.hub import cached_file
+
+    found, missing = dict[str, frozenset[int]](), {"_raise_exceptions_for_missing_entries": False}
+    missing["_raise_exceptions_for_connection_errors"] = False
+    for name in _FILES:
+        file = cached_file(model.path, name, **model.at_revision, **missing)
+        if file is not None:
+            entries = json.loads(Path(file).read_text(encoding="utf-8"))
+            found[name] = frozenset(_ids_of(entries) | _ids_of(entries.get("text_config") or {}))
+    return found
+
+
+def end_ids(tokenizer: PreTrainedTokenizerBase, model: Pretrained | None, ending: str) -> frozenset[int]:
+    """Return the ids that end a turn.
+
+    Args:
+        model: whose files name some; None: only the tokenizer does.
+        ending: what the chat template writes behind an answer, to the token that ends it.
+
+    Raises:
+        OSError: as of `declared_ends`.
+    """
+    found = set[int]().union(*declared_ends(model).values()) if model else set[int]()
+    if isinstance(tokenizer.eos_token_id, int):
+        found.add(tokenizer.eos_token_id)
+    if (written := template_end(tokenizer, ending)) is not None:
+        found.add(written)
+    return frozenset(one for one in found if one < len(tokenizer))
+
+
+def template_end(tokenizer: PreTrainedTokenizerBase, ending: str) -> int | None:
+    """Return the id of the token that an ending of the chat template ends with; None: it ends with plain text, at which no engine stops."""
+    last = encoded(tokenizer, ending)[-1:]
+    return last[0] if last and last[0] in tokenizer.added_tokens_decoder else None
+
+
+def _ids_of(entries: dict[str, Any]) -> set[int]:
+    named = entries.get("eos_token_id")
+    return {one for one in (named if isinstance(named, list) else [named]) if isinstance(one, int)}

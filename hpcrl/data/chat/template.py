@@ -1,0 +1,223 @@
+"""What a chat template writes for the messages of a conversation, as text: before, within and behind those of the assistant."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from hpcrl.data.chat.encode import special_tokens
+from hpcrl.data.chat.messages import THOUGHTS
+from hpcrl.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ASSISTANT = "assistant"
+Messages = list[dict[str, Any]]
+Tools = Sequence[dict[str, Any]]
+
+_ANSWER, _QUESTION = "ANSWER-OF-THE-ASSISTANT", "QUESTION-OF-THE-USER"
+_NAMED = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
+
+
+class ChatTemplate:
+    """The chat template of a tokenizer.
+
+    Args:
+        options: further arguments of it, `generator.chat_template_kwargs`.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> None:
+        self.tokenizer, self._options = tokenizer, dict(options)
+
+    def text(self, messages: Messages, tools: Tools = (), *, prompt: bool = False) -> str:
+        """Return what the template writes for a conversation.
+
+        What it adds only where a conversation ends, such as a header of the next answer without being asked for one, is left out.
+
+        Args:
+            prompt: whether an answer is asked for.
+
+        Raises:
+            DataError: the template refuses the messages.
+            ConfigError: there is no template.
+        """
+        text = self._written(messages, tools, prompt=prompt)
+        return text if prompt else text.removesuffix(self.closing)
+
+    def whole(self, messages: Messages) -> str:
+        """Return all that the template writes for a conversation; errors as of `text`."""
+        return self._written(messages, (), prompt=False)
+
+    @cached_property
+    def ending(self) -> str:
+        """What is written behind an answer, to the first special token, at which an engine stops; all of it where there is none."""
+        return self._to_the_end(self._behind().removesuffix(self.closing))
+
+    @property
+    def ends_with_token(self) -> bool:
+        """Whether that is a special token."""
+        return self._last_end(self.ending) is not None
+
+    @cached_property
+    def structure(self) -> frozenset[str]:
+        """Special tokens that stand around messages and texts: those of the tokenizer's own roles, and those that the template writes around a
+        question and an answer. All others, such as marks of thoughts and of tool calls, are what an assistant itself may write."""
+        special = special_tokens(self.tokenizer)
+        found = {str(token) for name in _NAMED if (token := getattr(self.tokenizer, name, None))}
+        with suppress(ConfigError, DataError):  # there is no template, or it is one for other conversations
+            question, whole = self.text([_question()]), self.text([_question(), _answer(), _question()])
+            found |= {
+                *special.findall(question),
+                *special.findall(whole.rpartition(_ANSWER)[2]),
+                *special.findall(self._behind()),
+            }
+            # before an answer a template may write the marks of an empty thought, which are a pair
+            found |= {
+                one
+                for one in special.findall(whole)
+                if not special.fullmatch(one[:1] + "/" + one[1:]) and one[1:2] != "/"
+            }
+        with suppress(ConfigError, DataError):  # nor do all templates take a message of the system
+            found |= {*special.findall(self.text([{"role": "system", "content": "x"}, _question()]))}
+        return frozenset(found)
+
+    def after(self, messages: Messages, tools: Tools = (), *, prompt: bool) -> str:
+        """Return what is written behind an answer that messages follow; arguments and errors as of `text`.
+
+        Raises:
+            ConfigError: the template leaves out the answer.
+        """
+        _, answer, after = self.text([_question(), _answer(), *messages], tools, prompt=prompt).partition(_ANSWER)
+        if not answer:
+            raise ConfigError("generator.chat_template: the template leaves out what the assistant says; use another")
+        return after
+
+    def others(self, before: Messages, messages: Messages, tools: Tools = ()) -> str:
+        """Return what is written for messages that are not the assistant's."""
+        placed = _in_place(before)
+        return self._added(placed, [*placed, *messages], messages[0], tools)
+
+    def turn(self, before: Messages, message: dict[str, Any], tools: Tools = ()) -> tuple[str, str, str]:
+        """Return what is written before an assistant's message, what it says with what ends it, and what is written behind that.
+
+        Raises:
+            DataError: the template does not show where the message begins.
+        """
+        placed = _in_place(before)
+        text, base = self._added(placed, [*placed, message], message, tools), self._tail(placed, tools)
+        asked = self._tail(placed, tools, prompt=True)
+        whole, _, after = self.text([*placed, _answer()], tools).rpartition(_ANSWER)
+        openings = [one.removeprefix(base) for one in (asked, whole.rpartition(_ANSWER)[2]) if one.startswith(base)]
+        # a template may write nothing where an answer is asked for
+        begin = next((one for one in (*filter(None, openings[:1]), *openings[1:]) if text.startswith(one)), None)
+        if begin is None:
+            raise DataError(
+                f"the chat template begins a message of the assistant with {text[:60]!r}, and with {openings} where one is asked for, so "
+                "that what of it is to be trained is not known; use another template (generator.chat_template), or rows of tokens"
+            )
+        said = text[len(begin) :]
+        end = len(said) - len(after) + len(self._to_the_end(after)) if said.endswith(after) else len(said)
+        return begin, said[:end], said[end:]
+
+    def _written(self, messages: Messages, tools: Tools, *, prompt: bool) -> str:
+        from jinja2 import TemplateError
+
+        if not self.tokenizer.chat_template and "chat_template" not in self._options:
+            raise ConfigError(
+                "generator.chat_template: the tokenizer has no chat template; expected one that writes conversations as the model is to "
+                'read them: a Jinja file (generator.chat_template.source = "file", generator.chat_template.name_or_path), or '
+                'data.format = "text" for texts without turns'
+            )
+        options = {**self._options, **({"tools": list(tools)} if tools else {})}
+        try:
+            return str(
+                self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt, **options)
+            )
+        except TemplateError as error:  # such as roles that do not take turns
+            raise DataError(f"the chat template refuses its messages: {error}") from error
+        # what expressions of a template raise, and what transformers raises of tools
+        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+            raise DataError(f"the chat template refuses its messages: {type(error).__name__}: {error}") from error
+
+    @cached_property
+    def closing(self) -> str:
+        """What the template writes only where a conversation ends: a header of the next answer that it always adds, as the first one of Llama 3
+        does, or a token behind the last turn, as that of Phi-3 does."""
+        try:
+            question, asked = (self._written([_question()], (), prompt=prompt) for prompt in (False, True))
+            answered, alone = self._written([_question(), _answer()], (), prompt=False), self._behind()
+            if question == asked and answered.startswith(question + _ANSWER):
+                return _common_suffix(alone[len(self._to_the_end(alone)) :], question)
+            followed = self._behind([_question()])
+        except DataError:  # it is one for other conversations
+            return ""
+        same = alike(alone, followed)
+        within = (
+            one.start() for one in special_tokens(self.tokenizer).finditer(alone) if one.start() < same < one.end()
+        )
+        same = next(within, same)
+        end = self._last_end(alone)
+        return alone[same:] if end is not None and end <= same else ""
+
+    def _behind(self, messages: Sequence[dict[str, Any]] = ()) -> str:
+        return self._written([_question(), _answer(), *messages], (), prompt=False).rpartition(_ANSWER)[2]
+
+    def _to_the_end(self, text: str) -> str:
+        return text[: self._last_end(text)]
+
+    def _last_end(self, text: str) -> int | None:
+        """Return where the first special token of a text ends, or the first added one; None: there is none."""
+        for pattern in (special_tokens(self.tokenizer), self._added_tokens):
+            if found := pattern.search(text):
+                return found.end()
+        return None
+
+    @cached_property
+    def _added_tokens(self) -> re.Pattern[str]:
+        names = sorted((one.content for one in self.tokenizer.added_tokens_decoder.values()), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, names)) or "(?!)")
+
+    def _added(self, before: Messages, messages: Messages, message: dict[str, Any], tools: Tools) -> str:
+        base, text = self._tail(before, tools), self._tail(messages, tools)
+        if not text.startswith(base):
+            raise DataError(
+                f"the chat template writes what comes before a message of {message['role']} in another way once that is there; use another "
+                "template (generator.chat_template), or rows of tokens"
+            )
+        return text[len(base) :]
+
+    def _tail(self, messages: Messages, tools: Tools, *, prompt: bool = False) -> str:
+        """Return the text behind the last answer that stands in for the assistant's; the whole of it where there is none."""
+        return self.text(messages, tools, prompt=prompt).rpartition(_ANSWER)[2] if messages else ""
+
+
+def _question() -> dict[str, Any]:
+    return {"role": "user", "content": _QUESTION}
+
+
+def _answer() -> dict[str, Any]:
+    return {"role": ASSISTANT, "content": _ANSWER}
+
+
+def _in_place(messages: Messages) -> Messages:
+    """Return messages with a word in the place of what the assistant says: what a template drops of earlier turns, it cannot drop then."""
+    return [
+        {name: value for name, value in message.items() if name not in THOUGHTS} | {"content": _ANSWER}
+        if message["role"] == ASSISTANT
+        else message
+        for message in messages
+    ]
+
+
+def _common_suffix(one: str, other: str) -> str:
+    return one[len(one) - alike(one[::-1], other[::-1]) :]
+
+
+def alike(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Return how many entries both begin with."""
+    places = enumerate(zip(one, other, strict=False))
+    return next((at for at, (own, its) in places if own != its), min(len(one), len(other)))

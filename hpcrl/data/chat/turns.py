@@ -1,0 +1,201 @@
+"""What a policy reads and writes, turn by turn: prompts as token ids, and the text of what it said.
+
+A prompt is tokenized as a whole. It then grows by the policy's own tokens, which are never tokenized again, and by what the template writes
+between two turns, with the token ids that this has in the whole text.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from hpcrl.config.sections.model import Pretrained
+from hpcrl.data.chat.encode import cut_messages, encoded, uncut_messages
+from hpcrl.data.chat.ending import end_ids
+from hpcrl.data.chat.template import ASSISTANT, ChatTemplate, Messages, Tools
+from hpcrl.data.vision.frames import Shown
+from hpcrl.data.vision.messages import without_images
+from hpcrl.data.vision.reader import Context, ImageReader
+from hpcrl.errors import ConfigError, DataError
+from hpcrl.text import said_in
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_BEFORE = "x"  # stands for what the policy said, where a tokenizer looks at what a text follows
+
+
+def protected(template: ChatTemplate, messages: Messages) -> Messages:
+    """Return messages in which special tokens are text, as `cut_messages` marks them, but for those that an assistant itself may write.
+
+    Raises:
+        DataError: one of them cannot be given as text.
+    """
+    tokenizer = template.tokenizer
+    if not any(message["role"] == ASSISTANT for message in messages):
+        return cut_messages(tokenizer, messages)
+    own = {*tokenizer.all_special_tokens, *map(str, tokenizer.added_tokens_decoder.values())} - template.structure
+    return [cut_messages(tokenizer, one, own if one["role"] == ASSISTANT else ()) for one in messages]
+
+
+class ChatTurns:
+    """The chat template of a tokenizer, as far as it stands around what the policy says.
+
+    Args:
+        options: arguments of the template, `generator.chat_template_kwargs`.
+        special_tokens: those that are written in messages are not text; `generator.chat_template.allow_special_tokens`.
+        reader: of images in messages; None: the policy sees none.
+        model: whose files name tokens that end a turn; None: only the tokenizer and the template do.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        options: Mapping[str, Any],
+        special_tokens: bool = False,
+        reader: ImageReader | None = None,
+        model: Pretrained | None = None,
+    ) -> None:
+        self._tokenizer, self._special_tokens = tokenizer, special_tokens
+        self._template, self._reader, self._model = ChatTemplate(tokenizer, options), reader, model
+
+    @property
+    def never_said(self) -> Sequence[int]:
+        """Tokens that the policy may not say, since they stand for images."""
+        return self._reader.never_said if self._reader else ()
+
+    @cached_property
+    def ends(self) -> frozenset[int]:
+        """Ids that end a turn; errors as of `end_ids`."""
+        return end_ids(self._tokenizer, self._model, self._ending)
+
+    @cached_property
+    def ending(self) -> list[int]:
+        """Token ids that end the policy's message, as the template writes it; empty where it writes no token for it."""
+        return encoded(self._tokenizer, self._ending, behind=_BEFORE)
+
+    @cached_property
+    def _ending(self) -> str:
+        try:
+            return self._template.ending if self._template.ends_with_token else ""
+        except (ConfigError, DataError):  # no template, or one for other conversations: those that need it say so
+            return ""
+
+    def opening(self, messages: Messages, tools: Tools = ()) -> Context:
+        """Return the prompt of the first turn.
+
+        Raises:
+            DataError: the template refuses the messages, or an image cannot be shown to the policy.
+        """
+        bare, images = without_images(messages)
+        return self._with_images(self.prompt_ids(bare, tools), images)
+
+    def prompt_ids(self, bare: Messages, tools: Tools = ()) -> list[int]:
+        """Return the token ids of a prompt in which each image is one placeholder, as of `without_images`; errors as of `opening`."""
+        return encoded(self._tokenizer, self._template.text(self._cut(bare), tools, prompt=True))
+
+    def following(self, observations: Messages, tools: Tools = ()) -> Context:
+        """Return what stands between the `ending` of a turn and what the policy says next.
+
+        Raises:
+            ConfigError: the template ends the policy's messages now in this way, now in another.
+            DataError: as of `opening`.
+        """
+        bare, images = without_images(observations)
+        text = self._template.after(self._cut(bare), tools, prompt=True)
+        if not text.startswith(self._ending):
+            raise ConfigError(
+                f"generator.chat_template: the template ends a message of the assistant with {self._ending!r}, but before "
+                f"{[message['role'] for message in observations]} with {text[: len(self._ending)]!r}; use another template"
+            )
+        rest = text.removeprefix(self._ending)
+        return self._with_images(encoded(self._tokenizer, rest, behind=self._ending or _BEFORE), images)
+
+    def between(self, token_ids: Sequence[int], observations: Messages, tools: Tools = (), *, end: bool) -> Context:
+        """Return what stands between the policy's turn, the last of `token_ids`, and what it says next.
+
+        Args:
+            end: whether a turn that the policy did not end itself is ended as the template does it.
+        """
+        following, last = self.following(observations, tools), token_ids[-1]
+        if last in self.ends:  # some templates end a turn by the role of the next one
+            repeated = following.token_ids[:1] == [last]
+            return Context(following.token_ids[repeated:], following.images)
+        return Context(self.ending if end else []).followed_by(following)
+
+    def plain(self, observations: Messages) -> Context:
+        """Return what an environment says without the template, the texts of its messages one after the other.
+
+        Raises:
+            DataError: it shows an image, which has no place in a text.
+        """
+        if any(not isinstance(message["content"], str) for message in observations):
+            raise DataError("an observation shows an image; set generator.use_conversation_multi_turn to true")
+        return Context(self.encoded("".join(said_in(message["content"]) for message in observations), behind=_BEFORE))
+
+    def encoded(self, text: str, behind: str = "") -> list[int]:
+        """Return the token ids of what an environment says; `behind` is as of `encode.encoded`."""
+        cut = uncut_messages(text) if self._special_tokens else cut_messages(self._tokenizer, text)
+        return encoded(self._tokenizer, cut, behind)
+
+    def continued(self, token_ids: Sequence[int], text: str) -> list[int]:
+        """Return the token ids of a text that goes on behind others, of which there is at least one."""
+        return self.encoded(text, str(self._tokenizer.decode(token_ids[-1:])))
+
+    def count_of(self, text: str, token_ids: Sequence[int]) -> int | None:
+        """Return how many of the first tokens say just that text; None: it ends within one, or says something else."""
+        count = bisect_left(range(len(token_ids)), len(text), key=lambda end: len(self.decoded(token_ids[:end])))
+        return count if self.decoded(token_ids[:count]) == text else None
+
+    def decoded(self, token_ids: Sequence[int]) -> str:
+        """Return the text of what the policy said, without what ends it and other tokens that stand around messages.
+
+        Special tokens that an assistant itself writes, such as marks of thoughts, are in it.
+        """
+        return str(self._tokenizer.decode([one for one in token_ids if one not in self._around]))
+
+    @cached_property
+    def _around(self) -> frozenset[int]:
+        known = {str(token): token_id for token_id, token in self._tokenizer.added_tokens_decoder.items()}
+        named = {known[token] for token in self._template.structure if token in known}
+        return self.ends | named | set(self.never_said)
+
+    def text(self, token_ids: Sequence[int], stop: Sequence[str], *, keep: bool) -> str:
+        """Return a response as `decoded`, up to the stop text that ended it; arguments as in `cut_at_stop`."""
+        text = self.decoded(token_ids)
+        if not stop:
+            return text
+        before = self.decoded(token_ids[:-1]).rstrip(HALF_A_CHARACTER)
+        return cut_at_stop(text, len(before), stop, keep=keep)
+
+    def _cut(self, messages: Messages) -> Messages:
+        return uncut_messages(messages) if self._special_tokens else protected(self._template, messages)
+
+    def _with_images(self, token_ids: list[int], images: Sequence[Shown]) -> Context:
+        if self._reader is not None:
+            return self._reader.context(token_ids, images)
+        if images:
+            raise DataError(
+                "a message shows an image or a video, and the policy sees none; use a vision-language model"
+            )
+        return Context(token_ids)
+
+
+HALF_A_CHARACTER = "\ufffd"  # what tokens decode to that end within a character
+
+
+def cut_at_stop(text: str, before: int, stop: Sequence[str], *, keep: bool) -> str:
+    """Return `text` up to the first stop text that its last token completed, the whole text if there is none.
+
+    Args:
+        before: characters of the text without its last token.
+        keep: whether the stop text stays at the end.
+    """
+    starts = {one: text.find(one, max(0, before - len(one) + 1)) for one in stop}
+    found = [one for one in stop if starts[one] >= 0]
+    if not found:
+        return text
+    first = min(found, key=lambda one: starts[one] + len(one))
+    return text[: starts[first] + len(first) * keep]
