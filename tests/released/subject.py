@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from hpcrl.config import EnvironmentConfig, GeneratorConfig, InferenceEngineConfig, SamplingParams
 from hpcrl.config.sections.generator import ChatTemplateConfig
 from hpcrl.config.sections.model import Pretrained
-from hpcrl.data.chat import load_tokenizer
+from hpcrl.data.tokenizer import load_tokenizer
 from hpcrl.data.conversations import Columns, Renderer, TrainOnWhat
 from hpcrl.data.prompts import load_prompts
 from hpcrl.envs.base import AgentEnvironment, Endpoint, Turn

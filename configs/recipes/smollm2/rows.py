@@ -50,24 +50,16 @@ def dpo(pair: Pair) -> Row:
     return {"prompt": question(pair), "chosen": answer(pair, sum(pair)), "rejected": answer(pair, wrong)}
 
 
-def call(expression: str) -> str:
-    arguments = {"name": "calculator", "arguments": {"expression": expression}}
-    return f"<tool_call>{json.dumps(arguments)}</tool_call>"
-
-
 def calculator(pair: Pair) -> Row:
     messages = [
-        message("system", "Ask the calculator, then write the number alone."),
+        message("system", "Use the calculator."),
         message("user", "123 * 456"),
-        message("assistant", call("123 * 456")),
+        message("assistant", "calc: 123 * 456"),
         message("tool", "56088"),
-        message("assistant", "56088"),
+        message("assistant", "It is 56088"),
         message("user", f"{pair[0]} * {pair[1]}"),
     ]
-    return {
-        "prompt": messages,
-        "reward_spec": {"ground_truth": str(pair[0] * pair[1])},
-    }
+    return {"prompt": messages, "reward_spec": {"ground_truth": f"It is {pair[0] * pair[1]}"}}
 
 
 def drawn(least: int, most: int, count: int) -> list[Pair]:
