@@ -102,7 +102,9 @@ class Reference:
                 continue
             prompt = self.written(messages[:at], tools, prompt=True)
             whole = self.written(messages[: at + 1], tools)
-            if not whole.startswith(prompt):  # a template such as that of Llama 2 writes nothing where an answer is asked for
+            if not whole.startswith(
+                prompt
+            ):  # a template such as that of Llama 2 writes nothing where an answer is asked for
                 raise AssertionError(f"the template does not continue {prompt[-60:]!r}: {whole[-120:]!r}")
             answer, end, _ = whole[len(prompt) :].partition(self.end)
             assert end

@@ -64,7 +64,9 @@ _ADD = {
     },
 }
 _CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 17, "b": 25}}}
-_CODE = "```python\ndef f(x):\n\tif x < 0:\n\t\treturn -x\n\n\n    return {'a': [x], \"b\": None}  # {{ x }} {% raw %}\n```"
+_CODE = (
+    "```python\ndef f(x):\n\tif x < 0:\n\t\treturn -x\n\n\n    return {'a': [x], \"b\": None}  # {{ x }} {% raw %}\n```"
+)
 _UNICODE = "Größe naïve e\u0301 日本語テキスト русский שלום 👩‍👩‍👧 🏳️‍🌈 \u00a0\u2028 ∑∞ ﬁ"
 
 SHAPES = {
@@ -102,7 +104,12 @@ SHAPES = {
     "unicode": Shape([user(f"Repeat: {_UNICODE}"), assistant(_UNICODE)]),
     "code": Shape([user(f"Explain\n{_CODE}"), assistant(f"It is\n{_CODE}"), user("Again"), assistant(_CODE)]),
     "spaces": Shape(
-        [user("  two before, a tab behind\t"), assistant(" one before, two behind  "), user("\nline\n"), assistant("a  b ")]
+        [
+            user("  two before, a tab behind\t"),
+            assistant(" one before, two behind  "),
+            user("\nline\n"),
+            assistant("a  b "),
+        ]
     ),
     "lines": Shape([user("A poem?"), assistant("\n\nRoses\n\n\nViolets\n")]),
 }

@@ -19,9 +19,9 @@ from transformers import PreTrainedTokenizerBase
 from hpcrl.config import EnvironmentConfig, GeneratorConfig, InferenceEngineConfig, SamplingParams
 from hpcrl.config.sections.generator import ChatTemplateConfig
 from hpcrl.config.sections.model import Pretrained
-from hpcrl.data.tokenizer import load_tokenizer
 from hpcrl.data.conversations import Columns, Renderer, TrainOnWhat
 from hpcrl.data.prompts import load_prompts
+from hpcrl.data.tokenizer import load_tokenizer
 from hpcrl.envs.base import AgentEnvironment, Endpoint, Turn
 from hpcrl.errors import DataError
 from hpcrl.rollout.endpoint.server import PolicyServer, serving
@@ -96,7 +96,7 @@ PLAYED = list[tuple[Played, list[Messages]]]()
 class Observing:
     """An environment that answers with given messages."""
 
-    def __init__(self, extras: Mapping[str, Any]) -> None:
+    def __init__(self, _extras: Mapping[str, Any]) -> None:
         self._played, observations = PLAYED[-1]
         self._observations = iter(observations)
 

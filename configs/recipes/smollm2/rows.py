@@ -79,7 +79,12 @@ def main() -> None:
     parser.add_argument("folder", type=Path, nargs="?", default=Path(__file__).parent / "data")
     folder: Path = parser.parse_args().folder
     folder.mkdir(parents=True, exist_ok=True)
-    kinds: list[tuple[Callable[[Pair], Row], int, int]] = [(addition, 10, 99), (sft, 10, 99), (dpo, 10, 99), (calculator, 100, 999)]
+    kinds: list[tuple[Callable[[Pair], Row], int, int]] = [
+        (addition, 10, 99),
+        (sft, 10, 99),
+        (dpo, 10, 99),
+        (calculator, 100, 999),
+    ]
     for make, least, most in kinds:
         rows = [make(pair) for pair in drawn(least, most, TRAIN + VALIDATION)]
         write(folder / f"{make.__name__}_train.jsonl", rows[:TRAIN])
