@@ -53,6 +53,7 @@ def _check(arguments: argparse.Namespace) -> int:
         recipe.renderer(),
         TokenCache(token_cache(root_of(config.slurm.root))) if config.data.cache else None,
     )
+    _print_tokenizer(recipe)
     for source in sources:
         usable &= _dataset(source, recipe, renderer, arguments.n)
         if cache:
@@ -62,6 +63,20 @@ def _check(arguments: argparse.Namespace) -> int:
             )
         print()
     return 0 if usable else 1
+
+
+def _print_tokenizer(recipe: Recipe) -> None:
+    """Print what is found of the tokenizer and the chat template; of pictures and of rows of tokens there is nothing to say."""
+    from hpcrl.launch.doctor.tokenizer import of_tokenizer
+
+    if recipe.pictures is not None or recipe.columns.format == "tokens":
+        return
+    for found in of_tokenizer(recipe.model, recipe.template, recipe.options, chats=recipe.columns.format != "text"):
+        print(
+            one_line(f"{found.level:8} {found.subject}: {found.found}")
+            + (f"\n{'':8} -> {one_line(found.remedy)}" if found.remedy else "")
+        )
+    print()
 
 
 def _dataset(source: Source, recipe: Recipe, renderer: Renderer | PictureRenderer, shown: int) -> bool:

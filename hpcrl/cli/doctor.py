@@ -12,8 +12,11 @@ from hpcrl.text import printable
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     assert parser.description
     parser.description += " Exit code 1 if something is wrong."
+    parser.description += " Of a MODEL, a directory or an id on the hub: its tokenizer and chat template alone."
     parser.epilog = "example: hpcrl doctor slurm/sites/devcluster.toml --partition nograce"
-    parser.add_argument("settings", nargs="*", metavar="FILE|KEY=VALUE", help="a site file, and settings of slurm")
+    parser.add_argument(
+        "settings", nargs="*", metavar="FILE|KEY=VALUE|MODEL", help="a site file, and settings; or a model"
+    )
     parser.add_argument("--partition", metavar="P", help="where to look (default: slurm.partition, else the cluster's)")
     parser.add_argument("--root", type=Path, help="slurm.root (default: of the files, else $HPCRL_ROOT, else ./runs)")
     parser.add_argument("--wait", type=int, default=60, metavar="S", help="seconds to wait for a free node (60)")
@@ -23,19 +26,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _doctor(arguments: argparse.Namespace) -> int:
     from dataclasses import asdict
+    from itertools import chain
     from json import dumps
 
     from hpcrl.config import Config
     from hpcrl.config.load import read
+    from hpcrl.config.sections.generator import ChatTemplateConfig
+    from hpcrl.config.sections.model import Pretrained
+    from hpcrl.config.validate import build
     from hpcrl.launch.doctor.examine import examine
+    from hpcrl.launch.doctor.tokenizer import of_tokenizer
     from hpcrl.rundir.layout import default_root
 
-    files, overrides = split(arguments.settings)
-    slurm = read(files, overrides, Config).tree.get("slurm", {})
+    models = [one for one in arguments.settings if "=" not in one and not one.endswith(".toml")]
+    files, overrides = split([one for one in arguments.settings if one not in models])
+    tree = read(files, overrides, Config).tree
+    slurm = tree.get("slurm", {})
     if arguments.partition:
         slurm["partition"] = arguments.partition
+    if models:
+        generator = tree.get("generator", {})
+        template = build(ChatTemplateConfig, generator.get("chat_template", {}))
+        options = generator.get("chat_template_kwargs", {})
+        found = chain.from_iterable(of_tokenizer(Pretrained(model), template, options) for model in models)
+    else:
+        found = examine(arguments.root or Path(slurm.get("root") or default_root()), slurm, arguments.wait)
     findings = []
-    for finding in examine(arguments.root or Path(slurm.get("root") or default_root()), slurm, arguments.wait):
+    for finding in found:
         findings.append(finding)
         if not arguments.json:
             print(printable(f"{finding.level:8} {finding.subject:18} {finding.found}"), flush=True)

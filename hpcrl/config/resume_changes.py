@@ -73,7 +73,7 @@ _TABLE: tuple[tuple[Effect, str], ...] = (
     ),
     (
         Effect("refused", "prompts would become other tokens", "warning"),
-        "trainer.max_length data.train_on_what data.too_long generator.chat_template generator.chat_template_kwargs",
+        "trainer.max_length data.train_on_what data.too_long data.lost generator.chat_template generator.chat_template_kwargs",
     ),
     (
         Effect("refused", "groups that wait to be trained have the old number of samples"),

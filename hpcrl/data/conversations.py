@@ -16,7 +16,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from hpcrl.data.chat.encode import Piece, cut_messages, encoded, encoded_pieces, uncut_messages
+from hpcrl.data.chat.encode import Piece, cut_messages, encoded, encoded_pieces, special_tokens, uncut_messages
+from hpcrl.data.chat.lost import lost_of
 from hpcrl.data.chat.messages import read_messages, read_tools
 from hpcrl.data.chat.template import ASSISTANT, ChatTemplate, Messages, Tools, alike
 from hpcrl.data.chat.turns import protected
@@ -74,6 +75,8 @@ class Tokens:
         margin: of the chosen answer of a pair, over the rejected one.
         images: that it shows, and videos, in their order: where what stands for each begins, how many tokens that is, and itself.
         prompt: what images are to be made of; None: they are shown, and texts are made.
+        lost: what the chat template leaves out of messages that are trained.
+        special: special tokens within what is trained of messages, such as marks of thoughts.
     """
 
     token_ids: list[int]
@@ -81,6 +84,8 @@ class Tokens:
     margin: float = 0.0
     images: Sequence[tuple[int, int, Shown]] = ()
     prompt: str | None = None
+    lost: Sequence[str] = ()
+    special: int = 0
 
     @property
     def trained(self) -> int:
@@ -90,7 +95,7 @@ class Tokens:
         """Return its first tokens, so many or as many as end before an image that would be divided."""
         length = min([length, *(begin for begin, count, _ in self.images if begin < length < begin + count)])
         images = [image for image in self.images if image[0] < length]
-        return Tokens(self.token_ids[:length], self.mask[:length], self.margin, images)
+        return replace(self, token_ids=self.token_ids[:length], mask=self.mask[:length], images=images)
 
 
 @dataclass(frozen=True)
@@ -102,6 +107,7 @@ class Renderer:
         special_tokens: those that are written in texts are not text; `generator.chat_template.allow_special_tokens`.
         train_on: which tokens of a conversation are trained: those of the assistant's messages, of its last one, or all, but those of images.
         reader: of images; None: the model sees none.
+        refuse_lost: whether a conversation is refused of which the template leaves out something that is to be trained.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -110,6 +116,7 @@ class Renderer:
     special_tokens: bool = False
     train_on: TrainOnWhat = "assistant"
     reader: ImageReader | None = None
+    refuse_lost: bool = True
 
     def decode(self, token_ids: list[int]) -> str:
         """Return tokens as a text."""
@@ -150,7 +157,11 @@ class Renderer:
         Raises:
             DataError: the chat template does not say what of it is the assistant's.
         """
-        template = self._template
+        return self._pieces(messages, tools)[0]
+
+    def _pieces(self, messages: Messages, tools: Tools) -> tuple[list[Piece], list[str]]:
+        """Return the pieces of a conversation, and what the template leaves out of messages that are trained."""
+        template, lost = self._template, list[str]()
         counts = [bool(message.get("weight", 1)) for message in messages]
         plain = [{name: value for name, value in message.items() if name != "weight"} for message in messages]
         plain = uncut_messages(plain) if self.special_tokens else protected(template, plain)
@@ -166,12 +177,13 @@ class Renderer:
             if at < len(plain):
                 before, said, after = template.turn(plain[:at], plain[at], tools)
                 found += [(before, False), (said, counts[at]), (after, False)]
+                lost += [f"message {at}: {one}" for one in lost_of(plain[at], said)] if counts[at] else []
             written = at + 1
         everything = self.train_on == "all"
         if not everything:  # which would train it as what follows an answer
             found.append((template.closing, False))
         runs = groupby(found, lambda piece: everything or piece[1])
-        return [(text, mask) for mask, run in runs if (text := "".join(text for text, _ in run))]
+        return [(text, mask) for mask, run in runs if (text := "".join(text for text, _ in run))], lost
 
     def _answered(self, row: Mapping[str, Any]) -> Messages:
         """Return prompt and response as a conversation, of which the response is trained."""
@@ -219,8 +231,15 @@ class Renderer:
         messages, images = without_images(messages)
         if images and self.reader is None:
             raise DataError("it shows images, and the model sees none; use a vision-language model (docs/vision.md)")
-        pieces = self.pieces(messages, read_tools(row.get("tools")))
-        tokens = Tokens(*encoded_pieces(self.tokenizer, pieces))
+        pieces, lost = self._pieces(messages, read_tools(row.get("tools")))
+        if lost and self.refuse_lost:
+            raise DataError(
+                f"the chat template leaves out what is to be trained: {'; '.join(lost)}; use a template that writes it "
+                '(generator.chat_template), give such messages the weight 0, or set data.lost = "train" to train the rest'
+            )
+        trained = special_tokens(self.tokenizer).findall("".join(text for text, mask in pieces if mask))
+        special = sum(one not in self._template.structure for one in trained)
+        tokens = Tokens(*encoded_pieces(self.tokenizer, pieces), lost=lost, special=special)
         return tokens if self.reader is None else _placed(tokens, images, self.reader)
 
     def _text(self, text: Any) -> Tokens:

@@ -46,6 +46,8 @@ class Counts:
     Attributes:
         cut, dropped: rows of more than trainer.max_length tokens; pairs of which one answer with its prompt has more.
         untrained: rows that are left out because none of their tokens, or of one of their answers, would be trained.
+        lost: rows of which the chat template leaves out something that is to be trained, `data.lost`.
+        special: special tokens within what is trained of messages, such as marks of thoughts.
         rows, tokens, trained: what is left.
         longest: tokens of the longest row, or answer with its prompt, before it was cut or dropped.
     """
@@ -57,6 +59,8 @@ class Counts:
     tokens: int = 0
     trained: int = 0
     longest: int = 0
+    lost: int = 0
+    special: int = 0
 
     def __str__(self) -> str:
         left_out = [
@@ -64,7 +68,10 @@ class Counts:
             f"{self.dropped:,} dropped as too long",
             f"{self.untrained:,} with nothing to train",
         ]
-        return f"{self.rows:,} rows, {self.tokens:,} tokens, {self.trained:,} of them trained; longest row {self.longest:,}; {', '.join(left_out)}"
+        if self.lost:
+            left_out.append(f"{self.lost:,} of which the chat template leaves out something that is to be trained")
+        special = f", {self.special:,} of these special tokens within answers" if self.special else ""
+        return f"{self.rows:,} rows, {self.tokens:,} tokens, {self.trained:,} of them trained{special}; longest row {self.longest:,}; {', '.join(left_out)}"
 
 
 @dataclass(frozen=True)
@@ -74,6 +81,7 @@ class Recipe:
     Attributes:
         longest: tokens of a row at most.
         too_long: what becomes of a longer one.
+        lost: what becomes of one of which the chat template leaves out something that is to be trained.
         seeing: how images and videos are prepared.
         pictures: what rows of pictures become; None: tokens of texts are trained.
     """
@@ -85,6 +93,7 @@ class Recipe:
     train_on: TrainOnWhat
     longest: int
     too_long: str
+    lost: str = "refuse"
     seeing: Preparation = field(default_factory=Preparation)
     pictures: PictureRows | None = None
 
@@ -111,6 +120,7 @@ class Recipe:
             data.train_on_what,
             longest_sample(config),
             data.too_long,
+            data.lost,
             Preparation.of(data),
             PictureRows.of(config.trainer),
         )
@@ -136,7 +146,7 @@ class Recipe:
         with without_torch():
             tokenizer, reader = load_tokenizer(self.model, self.template), self.reader()
         special = self.template.allow_special_tokens
-        return Renderer(tokenizer, self.columns, self.options, special, self.train_on, reader)
+        return Renderer(tokenizer, self.columns, self.options, special, self.train_on, reader, self.lost == "refuse")
 
     def facts(self) -> dict[str, Any]:
         """Return all that decides what a row becomes, as JSON has it."""
@@ -151,7 +161,7 @@ class Recipe:
         del facts["model"], facts["template"], facts["seeing"], facts["pictures"]
         facts |= {"by": made_by(), "columns": _READ.get(form, asdict)(columns), "format": form}
         if form in ("text", "tokens"):
-            del facts["train_on"], facts["options"]
+            del facts["train_on"], facts["options"], facts["lost"]
         if form != "tokens":
             renderer = self.renderer()
             assert isinstance(renderer, Renderer), "what is learned from pictures is not kept for other runs"
@@ -289,6 +299,8 @@ def fitted(row: list[Tokens], recipe: Recipe, counts: Counts) -> list[Tokens] | 
     counts.rows += 1
     counts.tokens += sum(len(sequence.token_ids) for sequence in row)
     counts.trained += sum(sequence.trained for sequence in row)
+    counts.special += sum(sequence.special for sequence in row)
+    counts.lost += any(sequence.lost for sequence in row)
     return row
 
 

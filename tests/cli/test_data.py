@@ -72,7 +72,7 @@ def test_of_a_pair_both_answers_are_shown(tmp_path: Path, capsys: pytest.Capture
         in said
     )
     assert "=== row 0, rejected: 8 tokens, 3 of them trained" in said
-    assert "cannot be used: row 1: expected a list of chat messages, found 3" in said
+    assert "cannot be used: row 1: expected text or a list of chat messages such as" in said
 
 
 def test_prompts_are_not_checked_here(capsys: pytest.CaptureFixture[str]) -> None:

@@ -211,7 +211,7 @@ _OF_ALGORITHM = (
 _OF_MODES = (
     Switch(
         (
-            *("trainer.max_length", "data.too_long", "data.weights", "data.num_workers", "data.prefetch_factor", "data.cache"),
+            *("trainer.max_length", "data.too_long", "data.lost", "data.weights", "data.num_workers", "data.prefetch_factor", "data.cache"),
             *("data.subset", "data.revision", "data.val_subset", "data.val_revision", "data.local_dir"),
         ),
         'trainer.mode="sft", "dpo" or "reward_model"',

@@ -65,7 +65,7 @@ class DataConfig:
     """Column with the reference answer: reward_spec.ground_truth of rows that have none; unset: rows bring their own. With trainer.mode="sft" it is the answer that format="prompt_response" trains; unset: response."""
 
     conversation_column: str = "conversations"
-    """Column with the chat messages that supervised fine-tuning learns: `role` and `content`, or ShareGPT's `from` and `value`; a message of weight 0 is not trained. A column `tools` goes to the chat template."""
+    """Column with the chat messages that supervised fine-tuning learns: `role` and `content`, or ShareGPT's `from` and `value`; a message of weight 0 is not trained. A column `tools`, a list of objects or its JSON text, goes to the chat template, here as in other formats and in reinforcement learning; the text of a column `system` stands before messages without one."""
 
     format: Literal["conversations", "prompt_response", "text", "tokens"] = "conversations"
     """What the rows of supervised fine-tuning are: chat messages, a prompt with its response, plain text, or tokens: `input_ids` with `labels` (-100 where a token is not trained) or with a `loss_mask`."""
@@ -87,6 +87,9 @@ class DataConfig:
 
     too_long: Literal["cut", "drop", "refuse"] = "cut"
     """What becomes of a row of more than trainer.max_length tokens, or of a pair of which one has more: its end is cut off, it is left out, or the run ends with an error."""
+
+    lost: Literal["refuse", "train"] = "refuse"
+    """What becomes of a row of which the chat template leaves out something that is to be trained, such as thoughts or tool calls: the run ends with an error, or the rest is trained and such rows are counted."""
 
     weights: list[float] = field(default_factory=list)
     """How often an epoch has the rows of each dataset of train_data: 2 means twice, 0.5 half of them, others in each epoch; empty: once."""

@@ -38,8 +38,8 @@ def read_messages(value: Any, role: str | None = None) -> list[Message]:
     if role is not None and isinstance(value, str):
         return [{"role": role, "content": value}]
     if not isinstance(value, list) or not value:
-        text = "text or " if role is not None else ""
-        raise DataError(f"expected {text}a list of chat messages such as [{_EXAMPLE}], found {value!r:.80}")
+        wanted = "a list of chat messages" if role is None else f"text or a list of chat messages such as [{_EXAMPLE}]"
+        raise DataError(f"expected {wanted}, found {value!r:.80}")
     try:
         return [_message(one) for one in value]
     except RecursionError as error:

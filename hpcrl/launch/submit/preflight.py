@@ -49,6 +49,7 @@ from hpcrl.launch.submit.models import (
 )
 from hpcrl.launch.submit.own_code import check_own_code, missing_package, not_tried
 from hpcrl.launch.submit.teacher import check_precomputed
+from hpcrl.launch.submit.tokenizer import TRIED, check_prompts, check_tokenizer, has_tokenizer
 from hpcrl.launch.submit.uploads import check_uploads, missing_secrets
 from hpcrl.launch.submit.vision import check_vision
 from hpcrl.network import public_address
@@ -81,7 +82,7 @@ def check_files(config: Config, source_of: Callable[[str], str | None] = lambda 
 def look(config: Config) -> tuple[list[Problem], list[str]]:
     """Return what would end a run, and what cannot be known on this machine; layouts of Megatron's ranks are left out.
 
-    Of a dataset the first row is looked at, which mostly tells whether its columns are those that are wanted. A .json file is read
+    Of a dataset the first rows are looked at, which mostly tells whether its columns are those that are wanted. A .json file is read
     whole for that, and one of an evaluation that never happens not at all.
     """
     problems = [
@@ -101,11 +102,28 @@ def look(config: Config) -> tuple[list[Problem], list[str]]:
         *check_precomputed(config),
         *check_vision(config),
     ]
+    of_template, warnings_of_template = _of_chat_template(config)
+    problems += of_template
+    return problems, [
+        *warnings,
+        *warnings_of_alerts,
+        *warnings_of_data,
+        *warnings_of_template,
+        *missing_secrets(config),
+    ]
+
+
+def _writes(config: Config) -> bool:
+    """Return whether the policy reads and writes texts, with a tokenizer that lies here."""
+    return not is_diffusion(config.trainer) and not moves_by_flow(config.vla) and has_tokenizer(config)
+
+
+def _of_chat_template(config: Config) -> tuple[list[Problem], list[str]]:
     try:
         chat_template(config.generator.chat_template)
     except ConfigError as error:
-        problems.append(_problem(error))
-    return problems, [*warnings, *warnings_of_alerts, *warnings_of_data, *missing_secrets(config)]
+        return [_problem(error)], []
+    return check_tokenizer(config) if _writes(config) else ([], [])
 
 
 def _of_alerts(alerts: AlertsConfig) -> tuple[list[Problem], list[str]]:
@@ -238,8 +256,9 @@ def _of_datasets(config: Config) -> tuple[list[Problem], list[str]]:
                 continue
             try:
                 rows = load_dataset(
-                    [path], kinds, data, config.environment, config.generator.max_turns, first=1, own=True
+                    [path], kinds, data, config.environment, config.generator.max_turns, first=TRIED, own=True
                 )
+                problems += check_prompts(config, name, path, rows) if _writes(config) else ()
                 warnings += _other_environment(name, path, rows[0].env_class, config.environment.env_class)
             except (DataError, ModuleNotFoundError) as error:  # of parquet: pyarrow
                 if package := missing_package(error):
@@ -294,6 +313,8 @@ def _of_rows(config: Config) -> tuple[list[Problem], list[str]]:
                 warnings.append(f"{name}: the first row of {source.location} {not_tried(package)}")
             else:
                 problems.append(Problem(name, str(error)))
+        except ConfigError as error:
+            problems.append(_problem(error))
     return problems, warnings
 
 

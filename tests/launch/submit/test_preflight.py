@@ -11,6 +11,7 @@ import pytest
 from hpcrl.config import Config
 from hpcrl.errors import ConfigError, DataError
 from hpcrl.launch.submit.preflight import check_checkpoint, check_files
+from hpcrl.launch.submit.tokenizer import TRIED
 from hpcrl.rundir.commit import begin, finish, write_text
 from hpcrl.rundir.layout import Run
 from tests.data.pi05.material import write_lerobot
@@ -119,11 +120,11 @@ def test_folders_of_ones_own_modules_must_be_there(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_the_first_row_of_a_dataset_is_looked_at(
+def test_the_first_rows_of_a_dataset_are_looked_at(
     tmp_path: Path, row: dict[str, str], overrides: list[str], told: str | None
 ) -> None:
     rows = tmp_path / "rows.jsonl"
-    rows.write_text(json.dumps(row) + "\nno json")
+    rows.write_text((json.dumps(row) + "\n") * TRIED + "no json")
     given = Config.from_toml(
         [QUICKSTART],
         [

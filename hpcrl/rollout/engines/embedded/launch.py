@@ -12,7 +12,7 @@ from hpcrl.config.derive import gpu_count, max_model_len, model_config_kwargs, p
 from hpcrl.data.chat.ending import end_ids
 from hpcrl.data.model_config import ConfiguredModel
 from hpcrl.data.models.routers import ExpertRecorder, routers
-from hpcrl.data.tokenizer import read_tokenizer
+from hpcrl.data.tokenizer import decoder, read_tokenizer
 from hpcrl.errors import EngineError
 from hpcrl.rollout.engines.base import Engine
 from hpcrl.rollout.engines.embedded.batch import Batch
@@ -76,7 +76,7 @@ class Embedded(InProcess[tuple[PreTrainedModel, Compute]]):
                 f"trainer.policy.experts.router_replay: {type(model).__name__} has no routers that transformers tells of"
             )
         recorder = ExpertRecorder(model) if options.records_experts else None
-        batch = Batch(model, ends, tokenizer.decode, options.engine.max_num_batched_tokens, recorder)
+        batch = Batch(model, ends, decoder(tokenizer), options.engine.max_num_batched_tokens, recorder)
         limits = Limits(
             options.engine.max_num_seqs, places(model, options.engine.gpu_memory_utilization), options.max_model_len
         )

@@ -1,0 +1,61 @@
+"""What the policy's tokenizer and chat template make of conversations, and of the first prompts, before anything is queued."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+
+from hpcrl.config import Config
+from hpcrl.config.derive import is_offline, policy_model, trains_pairs
+from hpcrl.config.errors import Problem
+from hpcrl.data.datasets import counted_prompts
+from hpcrl.errors import ConfigError, DataError
+from hpcrl.launch.doctor.tokenizer import TEMPLATE, of_tokenizer
+from hpcrl.launch.submit.models import folder_of
+from hpcrl.types import Prompt
+
+TRIED = 16
+"""Rows of each dataset whose prompts are written with the chat template."""
+_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+_OF_ALL_RUNS = ("tokenizer", "end of a turn")  # whether the rest matters shows in the rows, which are tried
+
+
+def has_tokenizer(config: Config) -> bool:
+    """Return whether the tokenizer of the policy lies on this machine, and transformers can load it."""
+    folder = folder_of(policy_model(config.trainer))
+    return (
+        folder is not None
+        and any((folder / name).is_file() for name in _FILES)
+        and find_spec("transformers") is not None
+    )
+
+
+def check_tokenizer(config: Config) -> tuple[list[Problem], list[str]]:
+    """Return what would end a run, and what a run does with files that disagree."""
+    trainer, generator = config.trainer, config.generator
+    chats = (
+        not is_offline(trainer) or trains_pairs(trainer) or config.data.format in ("conversations", "prompt_response")
+    )
+    problems, warnings = list[Problem](), list[str]()
+    try:
+        for found in of_tokenizer(
+            policy_model(trainer), generator.chat_template, generator.chat_template_kwargs, chats=chats
+        ):
+            if found.level == "error":
+                problems.append(Problem(TEMPLATE, f"{found.found}; {found.remedy}"))
+            elif found.level == "warning" and found.subject in _OF_ALL_RUNS:
+                warnings.append(f"{found.subject}: {found.found}; {found.remedy}")
+    except (ConfigError, DataError) as error:
+        setting, _, said = str(error).partition(": ")
+        problems.append(Problem(setting, said))
+    return problems, warnings
+
+
+def check_prompts(config: Config, setting: str, path: str, prompts: Sequence[Prompt]) -> Iterator[Problem]:
+    """Write the first prompts of a dataset as a run does; yield the first that it could not use."""
+    try:
+        count, _ = counted_prompts(config)
+        for prompt in prompts[:TRIED]:
+            count(prompt)
+    except DataError as error:
+        yield Problem(setting, f"{path}, {error}")
