@@ -83,7 +83,7 @@ import json, sys
 from vllm import LLM, SamplingParams
 
 export, rows, longest = sys.argv[1], json.load(sys.stdin), int(sys.argv[2])
-engine = LLM(export, enforce_eager=True, max_model_len=256)
+engine = LLM(export, enforce_eager=True, max_model_len=256, gpu_memory_utilization=0.2)
 answers = engine.chat([row["prompt"] for row in rows], SamplingParams(temperature=0.0, max_tokens=longest))
 print("ANSWERS", json.dumps([(one.outputs[0].text, one.outputs[0].finish_reason) for one in answers]))
 """
