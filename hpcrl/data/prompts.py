@@ -186,6 +186,10 @@ class _Columns:
         left = {name: value for name, value in row.items() if name not in self.shown or value is None}
         if self.of_prompt not in row:
             return left
+        if _is_deep(row[self.of_prompt], _DEEPEST):
+            raise DataError(
+                f"{place}, column `{self.of_prompt}` is nested more than {_DEEPEST} deep; convert or drop it"
+            )
         try:
             messages = read_messages(row[self.of_prompt] or None, "user")
             read_tools(row.get("tools"))

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from hpcrl.config import EnvironmentConfig, GeneratorConfig, SamplingParams, eval_sampling
 from hpcrl.config.sections.model import Pretrained
@@ -168,7 +168,7 @@ class GroupGenerator:
         special = config.chat_template.allow_special_tokens
         self._template = ChatTurns(tokenizer, config.chat_template_kwargs, special, reader, model)
         self._images, self._kept = ImagePreparation(reader), kept if reader else None
-        self._vocabulary, self._eos = len(tokenizer), tokenizer.eos_token_id
+        self._vocabulary, self._eos = len(tokenizer), cast("int | None", tokenizer.eos_token_id)
         self._lessons.check(self._vocabulary)
         gym, self._judged = environment.skyrl_gym, environment.reward_model.model is not None
         self._extras = common_extras(environment, config.max_turns)

@@ -6,11 +6,12 @@ import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from hpcrl.errors import DataError
 
 if TYPE_CHECKING:
+    from tokenizers import Encoding, Tokenizer
     from transformers import PreTrainedTokenizerBase
 
 Piece = tuple[str, bool]
@@ -106,10 +107,12 @@ def encoded_pieces(tokenizer: PreTrainedTokenizerBase, pieces: Sequence[Piece]) 
 def _encoded(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], _Spans]:
     """Return token ids, and the characters that each stands for, as begin and end in the text without marks."""
     first, *others = _parts(text)
-    token_ids, spans = _encoded_part(tokenizer, first)
-    length = len(first)
+    found = _backend(tokenizer).encode(first, add_special_tokens=False)
+    if not others:
+        return found.ids, _SpansOf(found)
+    token_ids, spans, length = found.ids, found.offsets, len(first)
     for part in others:
-        ids, own = _encoded_part(tokenizer, part, behind=_begins_with_space(tokenizer))
+        ids, own = _encoded_behind(tokenizer, part)
         token_ids += ids
         spans += [(begin + length, end + length) for begin, end in own]
         length += len(part)
@@ -129,20 +132,31 @@ def _parts(text: str) -> list[str]:
     return found
 
 
-def _encoded_part(
-    tokenizer: PreTrainedTokenizerBase, text: str, *, behind: bool = False
-) -> tuple[list[int], list[tuple[int, int]]]:
-    """Return the token ids and spans of a text without marks.
+class _SpansOf(Sequence[tuple[int, int]]):
+    """The spans of tokens, each made when it is asked for: a border needs a few of them, and a list of all takes a tenth of the time."""
 
-    Args:
-        behind: it follows other text, so that no space is put before it.
-    """
-    if behind:
-        found = tokenizer.backend_tokenizer.encode(f"\n{text}", add_special_tokens=False)
+    def __init__(self, encoding: Encoding) -> None:
+        self._encoding = encoding
+
+    def __len__(self) -> int:
+        return len(self._encoding)
+
+    def __getitem__(self, at: int) -> tuple[int, int]:  # pyright: ignore[reportIncompatibleMethodOverride]  no slices
+        return cast("tuple[int, int]", self._encoding.token_to_chars(at))
+
+
+def _backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
+    return cast("Tokenizer", tokenizer.backend_tokenizer)  # a property, which transformers does not annotate
+
+
+def _encoded_behind(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+    """Return the token ids and spans of a text without marks that follows other text, so that no space is written before it."""
+    if _begins_with_space(tokenizer):
+        found = _backend(tokenizer).encode(f"\n{text}", add_special_tokens=False)
         at = next((at for at, (begin, _) in enumerate(found.offsets) if begin), len(found.ids))
         if not at or found.offsets[at - 1][1] == 1:
             return found.ids[at:], [(begin - 1, end - 1) for begin, end in found.offsets[at:]]
-    found = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
+    found = _backend(tokenizer).encode(text, add_special_tokens=False)
     return found.ids, found.offsets
 
 

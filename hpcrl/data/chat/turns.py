@@ -142,7 +142,7 @@ class ChatTurns:
 
     def continued(self, token_ids: Sequence[int], text: str) -> list[int]:
         """Return the token ids of a text that goes on behind others, of which there is at least one."""
-        return self.encoded(text, str(self._tokenizer.decode(token_ids[-1:])))
+        return self.encoded(text, str(self._tokenizer.decode([token_ids[-1]])))
 
     def count_of(self, text: str, token_ids: Sequence[int]) -> int | None:
         """Return how many of the first tokens say just that text; None: it ends within one, or says something else."""

@@ -11,7 +11,7 @@ from hpcrl.data.chat.encode import special_tokens
 from hpcrl.data.chat.ending import declared_ends, end_ids, template_end
 from hpcrl.data.chat.lost import lost_of
 from hpcrl.data.chat.messages import read_messages
-from hpcrl.data.chat.template import ChatTemplate, Messages
+from hpcrl.data.chat.template import ASSISTANT, ChatTemplate, Messages
 from hpcrl.data.tokenizer import PROBE, load_tokenizer, without_torch
 from hpcrl.errors import DataError
 from hpcrl.launch.doctor.finding import Finding, error, ok, warning
@@ -102,11 +102,8 @@ def _of_ends(tokenizer: PreTrainedTokenizerBase, written: ChatTemplate, model: P
     if all(own == [end] for own in named.values()):
         return ok("end of a turn", found)
     note = f"all of them end a turn; {_names(tokenizer, [end])} is trained, as the chat template writes it"
-    return (
-        ok("end of a turn", found, note)
-        if any(end in own for own in named.values())
-        else warning("end of a turn", found, note)
-    )
+    agree = all(end in own for own in named.values())
+    return ok("end of a turn", found, note) if agree else warning("end of a turn", found, note)
 
 
 def _names(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
@@ -130,15 +127,16 @@ def _of_template(written: ChatTemplate) -> Iterator[Finding]:
 
 
 def _lost(written: ChatTemplate, messages: Messages) -> str:
-    """Return what the template does not write of a conversation that ends with the assistant's message; empty where all is written."""
-    *before, last = messages
+    """Return what the template does not write of a conversation, of which the assistant's messages are trained; empty where all is written."""
+    missing, end = list[str](), 0
     try:
-        if len(before) > 1:
-            written.others(before[:-1], before[-1:])
-        _, said, _ = written.turn(before, last)
+        for at, message in enumerate(messages):
+            if message["role"] == ASSISTANT:
+                written.others(messages[:end], messages[end:at])
+                missing += lost_of(message, written.turn(messages[:at], message)[1])
+                end = at + 1
     except DataError as refused:
         return str(refused)
-    missing = lost_of(last, said)
     return f"it leaves out {'; '.join(missing)}" if missing else ""
 
 

@@ -34,6 +34,11 @@ TEMPLATES = {
 }
 
 
+def token(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
+    (token_id,) = tokenizer.encode(text, add_special_tokens=False)
+    return token_id
+
+
 def rendered(tokenizer: PreTrainedTokenizerBase, talk: list[dict] = TALK, **settings) -> Tokens:
     (row,) = Renderer(tokenizer, Columns(conversation="m"), {}, **settings).sequences({"m": talk})
     return row
@@ -58,8 +63,8 @@ def test_a_conversation_has_the_tokens_of_its_whole_text(form: str, name: str, t
     template, end = TEMPLATES[name]
     tokenizer, talk = made(form, template, "<|endoftext|>"), TALK[: 2 * turns]
     row = rendered(tokenizer, talk)
-    text = tokenizer.apply_chat_template(talk, tokenize=False)
-    assert row.token_ids == tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
+    text = str(tokenizer.apply_chat_template(talk, tokenize=False))
+    assert row.token_ids == tokenizer.encode(text, add_special_tokens=False)
     contents = [one["content"] for one in talk if one["role"] == "assistant"]
     contents = [content.strip() if name == "llama3" else content for content in contents]
     assert [part.lstrip(" ") for part in trained(tokenizer, row)] == [content + end for content in contents]
@@ -82,7 +87,9 @@ def test_turns_of_a_policy_have_the_tokens_of_the_whole_text(form: str, name: st
     for said in (answer, answer[: -len(turns.ending)]):
         following = turns.between([*opening, *said], TALK[2:3], end=True).token_ids
         assert [*opening, *said, *following] == row.token_ids[:second]
-    assert turns.ends >= {tokenizer.convert_tokens_to_ids(end), tokenizer.eos_token_id}
+    assert turns.ends >= {
+        tokenizer.encode(one, add_special_tokens=False)[-1] for one in (end, str(tokenizer.eos_token))
+    }
 
 
 def test_other_tokens_that_end_a_turn_are_not_followed_by_another() -> None:
@@ -94,7 +101,7 @@ def test_other_tokens_that_end_a_turn_are_not_followed_by_another() -> None:
     # as GLM's: a turn ends where the next one begins
     by_next = made("bytes", "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}", "<|im_end|>")
     by_next.add_special_tokens({"additional_special_tokens": ["<|user|>"]})
-    user = by_next.convert_tokens_to_ids("<|user|>")
+    user = token(by_next, "<|user|>")
     by_next.eos_token = "<|user|>"
     turns = ChatTurns(by_next, {})
     assert turns.between(
@@ -143,7 +150,7 @@ def test_a_token_on_both_sides_of_a_border_is_trained() -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_special_tokens_of_an_answer_are_trained_and_seen_by_rewards(form: str) -> None:
     tokenizer = made(form, CHATML, "<|im_end|>")
-    think, end = (tokenizer.convert_tokens_to_ids(token) for token in ("<think>", "<|im_end|>"))
+    think, end = (tokenizer.encode(one, add_special_tokens=False)[-1] for one in ("<think>", "<|im_end|>"))
     said = "<think>It is 3</think>3 <|im_end|> 4"
     row = rendered(tokenizer, [{"role": "user", "content": "<think>?"}, {"role": "assistant", "content": said}])
     own = [token_id for token_id, mask in zip(row.token_ids, row.mask, strict=True) if mask]

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from tokenizers import AddedToken
 
 from hpcrl.config import GeneratorConfig
 from hpcrl.controller.metrics import batch_metrics
@@ -27,8 +28,11 @@ class Letters:
     """The tokenizer of the cases: a token per character."""
 
     eos_token_id = _EOS
-    all_special_tokens: Sequence[str] = ()
-    added_tokens_decoder: Mapping[int, Any] = {}
+    eos_token = chr(_EOS)
+    chat_template = "below"
+    is_fast = False
+    all_special_tokens: Sequence[str] = (eos_token,)
+    added_tokens_decoder: Mapping[int, Any] = {_EOS: AddedToken(eos_token, special=True)}
 
     def __len__(self) -> int:
         return sys.maxunicode + 1

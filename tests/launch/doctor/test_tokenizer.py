@@ -24,7 +24,7 @@ def model(place: Path, template: str, eos: str = "<|im_end|>") -> Path:
     return write_model(place / "model", made("bytes", template, eos), eos_token_id=3)
 
 
-def submitted(place: Path, template: str, *settings: str, prompt: object = "What is 1 + 2?") -> list[str]:
+def submitted(place: Path, template: str, prompt: object = "What is 1 + 2?") -> list[str]:
     """Return the warnings of a run of reinforcement learning, as submit has them."""
     rows = place / "rows.jsonl"
     rows.write_text((json.dumps({"prompt": prompt, "reward_spec": {"ground_truth": "3"}}) + "\n") * 8)
@@ -42,9 +42,9 @@ def submitted(place: Path, template: str, *settings: str, prompt: object = "What
         (TOOLS, "ok", "it writes turns, thoughts, tool calls, system message"),
         (CHATML, "warning", "tool calls: it leaves out the tool call add"),
         (R1, "warning", "thoughts: it leaves out content 'let me add'"),
-        (PAST, "warning", "turns: the chat template writes what comes before a message of user in another way"),
+        (PAST, "warning", "turns: the chat template writes what comes before a message of assistant in another way"),
         (NO_END, "warning", "no token that ends it"),
-        (LLAMA3, "warning", "<|eot_id|>, <|im_end|> (chat template: <|eot_id|>; config.json: <|im_end|>; tokenizer: <|im_end|>)"),
+        (LLAMA3, "warning", "<|im_end|>, <|eot_id|> (chat template: <|eot_id|>; config.json: <|im_end|>; tokenizer: <|im_end|>)"),
         ("", "error", "the tokenizer has none"),
         ("{{ raise_exception('never') }}", "warning", "it takes no question with an answer"),
     ],
@@ -65,7 +65,7 @@ def test_what_a_template_makes_of_conversations(tmp_path: Path, template: str, l
 def test_the_command_looks_at_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", str(model(tmp_path, R1))]) == 0
     said = capsys.readouterr().out
-    assert "rewards see </think>, <s>" in said
+    assert "rewards see </s>, </think>, <s>, <think>" in said
     assert "-> rows with thoughts need another template (generator.chat_template)" in said
     assert main(["doctor", str(model(tmp_path / "none", ""))]) == 1
     own = tmp_path / "own.jinja"

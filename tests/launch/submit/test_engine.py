@@ -121,7 +121,8 @@ def test_a_machine_without_vllm_is_said(monkeypatch: pytest.MonkeyPatch) -> None
     check_files(Config.from_toml([QUICKSTART]))
     container = ["slurm.container.kind=apptainer", "slurm.container.image=/images/hpcrl.sif"]
     check_files(Config.from_toml([QUICKSTART], [VLLM, *container]))
-    monkeypatch.setitem(sys.modules, "torch", None)
+    for package in ("torch", "transformers"):
+        monkeypatch.setitem(sys.modules, package, None)
     check_files(Config.from_toml([QUICKSTART], [VLLM]))
 
 

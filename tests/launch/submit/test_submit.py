@@ -150,7 +150,8 @@ def least_work(count: int, *arguments: str, cwd: Path) -> float:
 
 def test_answers_are_quick(tmp_path: Path) -> None:
     assert least_work(5, "--help", cwd=tmp_path) < 0.3
-    assert least_work(5, "submit", QUICKSTART, "--dry-run", cwd=tmp_path) < 1.0
+    # most of it is the import of transformers, which looks at the tokenizer and writes the first prompts
+    assert least_work(5, "submit", QUICKSTART, "--dry-run", cwd=tmp_path) < 2.5
 
 
 def test_status_without_runs_and_unknown_names(tmp_path: Path) -> None:

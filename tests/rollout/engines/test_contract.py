@@ -116,6 +116,22 @@ def test_stop_strings_end_a_response(with_each_engine: WithEngine[Any]) -> None:
     with_each_engine(play)
 
 
+def test_tokens_that_a_request_names_end_a_response(with_each_engine: WithEngine[Any]) -> None:
+    async def play(engine: Engine) -> None:
+        letters = {**WHOLE, "max_tokens": 100, "ignore_eos": True}
+        (plain,) = await engine.generate(PROMPT, 1, 2, letters)
+        end = plain.token_ids[5]
+        for said in await engine.generate(PROMPT, 4, 2, {**letters, "stop_token_ids": [end]}):
+            assert (said.stop_reason, said.token_ids.index(end)) == ("stop", len(said.token_ids) - 1)
+        both = await engine.generate(
+            PROMPT, 4, 2, {**letters, "ignore_eos": False, "stop_token_ids": [end], "min_tokens": 9}
+        )
+        assert {said.token_ids[-1] for said in both} <= {end, EOS}
+        assert all(len(said.token_ids) >= 9 for said in both)
+
+    with_each_engine(play)
+
+
 def test_refused_request_tells_the_servers_reason(with_each_engine: WithEngine[Any]) -> None:
     with pytest.raises(EngineError, match=str(MAX_MODEL_LEN)):
         with_each_engine(lambda engine: engine.generate([4] * (MAX_MODEL_LEN + 1), 1, 0, WHOLE))

@@ -16,6 +16,7 @@ from hpcrl.config.sections.distillation import SelfTeacherConfig
 from hpcrl.config.validate import build
 from hpcrl.data.chat.template import Tools
 from hpcrl.data.chat.turns import ChatTurns
+from hpcrl.data.vision.reader import Context
 from hpcrl.envs.base import Messages
 from hpcrl.errors import ConfigError, DataError
 from hpcrl.rollout.lessons import Lessons, Row, Told
@@ -88,7 +89,7 @@ def test_without_a_message_of_the_user_there_is_no_hint() -> None:
 
 def test_what_cannot_be_given_as_text_is_not_shown() -> None:
     class Refusing(ChatTurns):
-        def opening(self, messages: Messages, tools: Tools = ()) -> list[int]:  # noqa: ARG002
+        def opening(self, messages: Messages, tools: Tools = ()) -> Context:  # noqa: ARG002
             raise DataError(f"a special token in {messages}")
 
     template = Refusing(AutoTokenizer.from_pretrained(QUICKSTART), {})
