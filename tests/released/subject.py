@@ -51,10 +51,12 @@ def supervised(
     return list(found.token_ids), list(found.mask)
 
 
-def preference(tokenizer: PreTrainedTokenizerBase, prompt: Messages, answers: Sequence[str]) -> list[Trained]:
+def preference(
+    tokenizer: PreTrainedTokenizerBase, prompt: Messages, answers: Sequence[str], tools: Messages
+) -> list[Trained]:
     """Return a pair of DPO: the chosen and the rejected answer, each behind the prompt."""
     chosen, rejected = ([{"role": "assistant", "content": text}] for text in answers)
-    row = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+    row = {"prompt": prompt, "chosen": chosen, "rejected": rejected, "tools": tools}
     pair = Renderer(tokenizer, Columns(format="preference"), {}).sequences(row)
     return [(list(one.token_ids), list(one.mask)) for one in pair]
 

@@ -16,6 +16,8 @@ from tests.released.material import CASES, ENDS, SHAPES, Messages, Shape, assist
 
 pytestmark = pytest.mark.released
 
+_NOT_WRITTEN = "the template refuses this conversation, or leaves out what the assistant does; test_supervised has it"
+
 Tokenizers = tuple[Reference, PreTrainedTokenizerBase]
 
 
@@ -89,7 +91,7 @@ def test_supervised_last_turn(both: Tokenizers, shape: Shape) -> None:
     reference, tokenizer = both
     turns = turns_of(reference, shape)
     if turns is None:
-        return
+        pytest.skip(_NOT_WRITTEN)
     prompt = reference.written(shape.messages[:-1], shape.tools, prompt=True)
     whole = reference.written(shape.messages, shape.tools)
     assert whole.startswith(prompt + turns[-1].answer)
@@ -100,12 +102,12 @@ def test_supervised_last_turn(both: Tokenizers, shape: Shape) -> None:
 def test_preferences(both: Tokenizers, shape: Shape) -> None:
     reference, tokenizer = both
     prompt, right = shape.messages[:-1], str(shape.messages[-1]["content"])
-    if shape.tools or turns_of(reference, shape) is None:
-        return
+    if turns_of(reference, shape) is None:
+        pytest.skip(_NOT_WRITTEN)
     texts = (right, f"{right.strip()} Or not?")
-    pair = subject.preference(tokenizer, prompt, texts)
+    pair = subject.preference(tokenizer, prompt, texts, shape.tools)
     for found, text in zip(pair, texts, strict=True):
-        turns = reference.turns([*prompt, assistant(text)], [])
+        turns = reference.turns([*prompt, assistant(text)], shape.tools)
         check(reference, found, turns, last_turn=True)
 
 
@@ -146,14 +148,13 @@ def played(
 def test_turns(both: Tokenizers, shape: Shape, tmp_path: Path, at_endpoint: bool) -> None:
     reference, tokenizer = both
     if turns_of(reference, shape) is None:
-        return
+        pytest.skip(_NOT_WRITTEN)
     answers, sample, prompts = played(reference, tokenizer, shape, tmp_path, at_endpoint=at_endpoint)
     for found, expected in zip(sample.prompts, prompts, strict=True):
         assert reference.text(found) == reference.text(expected)
         assert found == expected
     ids, mask = sample.trained
-    whole = [*prompts[-1], *ids[len(prompts[-1]) :]]
-    assert ids == whole
+    assert ids[: len(prompts[-1])] == prompts[-1]
     if not (at_endpoint and shape.tools):  # calls are objects there
         assert sample.texts == answers
     ends = [at for at, one in enumerate(ids) if one == reference.end_id and mask[at]]
