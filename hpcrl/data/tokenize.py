@@ -81,9 +81,9 @@ class Recipe:
     Attributes:
         longest: tokens of a row at most.
         too_long: what becomes of a longer one.
-        lost: what becomes of one of which the chat template leaves out something that is to be trained.
         seeing: how images and videos are prepared.
         pictures: what rows of pictures become; None: tokens of texts are trained.
+        lost: what becomes of a row of which the chat template leaves out something that is to be trained.
     """
 
     model: Pretrained
@@ -93,9 +93,9 @@ class Recipe:
     train_on: TrainOnWhat
     longest: int
     too_long: str
-    lost: str = "refuse"
     seeing: Preparation = field(default_factory=Preparation)
     pictures: PictureRows | None = None
+    lost: str = "refuse"
 
     @classmethod
     def of(cls, config: Config) -> Recipe:
@@ -120,9 +120,9 @@ class Recipe:
             data.train_on_what,
             longest_sample(config),
             data.too_long,
-            data.lost,
             Preparation.of(data),
             PictureRows.of(config.trainer),
+            data.lost,
         )
 
     def reader(self) -> ImageReader | None:
