@@ -5,6 +5,7 @@
 # make agents  install packages of environments that ask an endpoint and train with one
 # make vision  install torchvision, and test vLLM with images
 # make lerobot install lerobot and compare PI0.5 with its own; LEROBOT_PYTHON=python3.13: with another Python than python3.12
+# make released  install a released model and released tokenizers from packages, and test what becomes of conversations with each
 # make kernels install torchao and Liger's kernels, and test FP8, moments of 8 bits and what is replaced
 # make faults  all failure scenarios on a real Slurm, also those that `make test` leaves out: more than an hour
 # make soak    a thousand processes of three runs killed, one after the other: hours; HPCRL_SOAK=300: so many; and 10,000 steps of one run
@@ -23,7 +24,7 @@ TORCH_CPU ?= https://download.pytorch.org/whl/cpu
 FAULTS    := $(shell grep -rl 'mark\.faults_slow' tests --include='test_*.py' | grep -v '^tests/faults/')
 PIP       := $(BIN)/pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test learn trackers agents lerobot kernels vision faults soak fuzz check format slurm egl chromium
+.PHONY: demo test learn trackers agents lerobot kernels vision released faults soak fuzz check format slurm egl chromium npm
 demo: $(VENV)/$(if $(filter vllm,$(ENGINE)),installed,embedded)
 	$(BIN)/hpcrl submit configs/quickstart.toml generator.inference_engine.backend=$(ENGINE) --local --follow
 
@@ -58,6 +59,12 @@ lerobot: $(VENV)/installed
 vision: $(VENV)/installed
 	$(PIP) --no-deps --target $(VENV)-vision torchvision==0.28.0
 	HPCRL_TORCHVISION=$(abspath $(VENV)-vision) $(BIN)/pytest -m vision tests/vision
+
+# Other people's files: the model lies with its recipe, the tokenizers in .released, and git knows neither.
+released: $(VENV)/installed npm
+	test -d configs/recipes/smollm2/model || $(BIN)/python configs/recipes/smollm2/model.py
+	$(BIN)/python tests/released/install.py .released
+	$(BIN)/pytest -n 2 -m released tests/released
 
 # Beside the environment: where transformers finds torchao, each process imports it, for a second. Triton's interpreter stands for a GPU.
 kernels: $(VENV)/installed
@@ -114,3 +121,8 @@ chromium:
 	@command -v chromedriver > /dev/null || if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
 	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium chromium-driver > /dev/null; \
 	else echo "no Chromium here and no way to install it: the tests of reports in a browser will fail"; fi
+
+npm:
+	@command -v npm > /dev/null || if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
+	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends npm > /dev/null; \
+	else echo "no npm here and no way to install it: the tests of released tokenizers will be skipped"; fi

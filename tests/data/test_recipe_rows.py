@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +14,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from hpcrl.config import Config
+from hpcrl.config import Config, EnvironmentConfig
+from hpcrl.config.import_path import imported
 from hpcrl.data.prompts import load_prompts
+from hpcrl.envs.rewards.response import Response
 from hpcrl.launch.submit.preflight import check_files
 from tests.hub import hub
 from tests.paths import CONFIGS
 
 RECIPES = CONFIGS / "recipes"
+NAMES = {"train": "train", "val": "validation"}
 _DAPO = {
     "data_source": "math_dapo",
     "prompt": [{"role": "user", "content": 'Solve: 1 + 1. The last line is "Answer: $Answer".'}],
@@ -80,3 +85,36 @@ def test_gsm8k_is_downloaded_and_becomes_rows(tmp_path: Path) -> None:
         assert len(prompts) == count
         assert prompts[0].messages[0]["content"].startswith(question["question"])
         assert prompts[0].extras["reward_spec"]["ground_truth"] == question["answer"]
+
+
+def test_rows_of_the_small_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """configs/recipes/smollm2: rows that its files can use, whose right answers are worth 1 and wrong ones nothing."""
+    recipe = RECIPES / "smollm2"
+    subprocess.run([sys.executable, str(recipe / "rows.py"), str(tmp_path)], check=True)
+    rows = {path.stem: [json.loads(line) for line in path.read_text().splitlines()] for path in tmp_path.iterdir()}
+    assert {len(rows[name]) for name in rows if name.endswith("_validation")} == {128}
+    for file, kind in {"grpo": "addition", "calculator": "calculator", "sft": "sft", "dpo": "dpo"}.items():
+        data = [f'data.{name}_data=["{tmp_path}/{kind}_{split}.jsonl"]' for name, split in NAMES.items()]
+        model = f"trainer.policy.model.path={CONFIGS}/quickstart/model"  # its own is made by a script
+        check_files(Config.from_toml([recipe / f"{file}.toml"], [*data, model]))
+        asked = [{json.dumps(row["prompt"]) for row in rows[f"{kind}_{split}"]} for split in NAMES.values()]
+        assert not asked[0] & asked[1]
+
+    monkeypatch.syspath_prepend(recipe)
+    addition, calculator = imported("a reward", "reward:addition"), imported("an environment", "tool:Calculator")
+    assert all(row["prompt"] == pair["prompt"] for row, pair in zip(rows["sft_train"], rows["dpo_train"], strict=True))
+    for row, pair in zip(rows["addition_validation"], rows["dpo_validation"], strict=True):
+        said = {name: pair[name][0]["content"] for name in ("chosen", "rejected")}
+        answers = {
+            name: Response(text=text, messages=row["prompt"], **row["reward_spec"]) for name, text in said.items()
+        }
+        assert [addition(answers[name], EnvironmentConfig()) for name in answers] == [1.0, 0.0]
+        assert addition(replace(answers["chosen"], text=said["chosen"] + "."), EnvironmentConfig()) == 0.0
+    for row in rows["calculator_validation"]:
+        question = row["prompt"][-1]["content"]
+        played = calculator(row)
+        (shown,) = played.step(f"calc: {question}").observations
+        first, other = map(int, question.split(" * "))
+        assert shown == {"role": "tool", "content": str(first * other)}
+        assert played.step(f"It is {shown['content']}").reward == 1.0
+        assert calculator(row).step(f"It is {first * other + 1}").reward == 0.0

@@ -114,6 +114,8 @@ class ChatTemplate:
         openings = [one.removeprefix(base) for one in (asked, whole.rpartition(_ANSWER)[2]) if one.startswith(base)]
         # a template may write nothing where an answer is asked for
         begin = next((one for one in (*filter(None, openings[:1]), *openings[1:]) if text.startswith(one)), None)
+        if asked == base and begin is not None and begin.isspace():  # then the policy has to write that itself
+            begin = ""
         if begin is None:
             raise DataError(
                 f"the chat template begins a message of the assistant with {text[:60]!r}, and with {openings} where one is asked for, so "

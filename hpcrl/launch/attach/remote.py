@@ -43,7 +43,7 @@ def main(path: str, attempt: str, index: str, role: str, *command: str) -> None:
     environment = next((own for script, own in found.values() if script in _JOBS[role]), None)
     if environment is None:
         print(f"hpcrl: no {role} process of {run.name} runs on {socket.gethostname()}", file=sys.stderr)
-        environment = {**os.environ, "PYTHONPATH": str(run.code), "HPCRL_ATTEMPT": attempt}
+        environment = {**os.environ, "PYTHONPATH": str(run.code), "PYTHONSAFEPATH": "1", "HPCRL_ATTEMPT": attempt}
     mine = {name: value for name, value in os.environ.items() if name.startswith(_KEPT)}
     environment = {**environment, **mine, "PATH": _path(environment)}
     os.chdir(run.path)

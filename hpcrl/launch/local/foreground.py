@@ -42,7 +42,9 @@ def run_here(
     """
     package = str(code_sources()["hpcrl"].parent)
     paths = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
-    variables = {**os.environ, "PYTHONPATH": paths, "HPCRL_ATTEMPT": "0", **environment}
+    # as in the jobs of a run: scripts beside the job, reward.py for one, are not what a user's own names mean
+    own = {"PYTHONPATH": paths, "PYTHONSAFEPATH": "1", "HPCRL_ATTEMPT": "0"}
+    variables = {**os.environ, **own, **environment}
     child, last_state = Child(process, command, variables, place.log(0, process)), ""
     try:
         while child.poll() is None:

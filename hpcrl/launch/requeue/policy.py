@@ -15,7 +15,7 @@ from hpcrl.rundir.ledger import Attempt, Outcome, read_attempts, read_outcomes
 _CRASHES = ("failed", "hang")
 _CRASHES_OF_A_BAD_NODE = 2
 # hpcrl's own: what is wrong is in files that only a person changes
-_REPEATS = re.compile(r"(?<![\w.])(?:hpcrl\.errors\.)?(?:ConfigError|DataError|DamagedError): ")
+_REPEATS = re.compile(r"(?<![\w.])(?:hpcrl\.errors\.)?(?:ConfigError|DataError): ")
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,7 @@ def test_folders_of_ones_own_modules_must_be_there(tmp_path: Path) -> None:
         ({"prompt": "2+2"}, [], r"data.train_data: dataset .*rows.jsonl, row uid 0: no `env_class`"),
         ({"question": "2+2"}, [GSM8K], r"no column `prompt` \(data.prompt_column\); its columns are question"),
         ({"prompt": "2+2", "answer": "4"}, [GSM8K], r"row uid 0: the row needs a ground truth, a text or a number"),
-        ({"prompt": "2+2", "answer": "4"}, [GSM8K, "data.response_column=answer"], "line 2 cannot be read as JSON"),
+        ({"prompt": "2+2", "answer": "4"}, [GSM8K, "data.response_column=answer"], "line 17 cannot be read as JSON"),
         (
             {"prompt": "2+2", "answer": "four"},
             [GSM8K, "data.response_column=answer"],
