@@ -65,7 +65,7 @@ def test_a_run_has_no_engines_evaluates_its_validation_sets_and_keeps_the_best_c
     )
     assert finish(run, 1) == "done", logs_of(run)
     assert rows_of(run) == in_order(run, 3 * BATCH)
-    assert {path.stem for path in run.logs(1).glob("*.log")} == {"agent-0", "controller", "trainer-0"}
+    assert {path.stem for path in run.logs(1).glob("*.log")} == {"agent-0", "alerts", "controller", "trainer-0"}
     assert not run.weights.exists(), "nobody loads them"
     losses = curve(run, "eval/sft_validation/loss")
     assert sorted(losses) == [0, 2, 3]

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -30,21 +31,23 @@ pytestmark = pytest.mark.released
 
 FOLDER = Path(os.environ.get("HPCRL_RELEASED", ROOT / ".released"))
 SMOLLM2 = Path(os.environ.get("HPCRL_SMOLLM2", CONFIGS / "recipes" / "smollm2" / "model"))
-PYTHON_4 = os.environ.get("HPCRL_TRANSFORMERS_4")
-"""A Python that has transformers 4 and torch."""
+PACKAGES_4 = os.environ.get("HPCRL_TRANSFORMERS_4")
+"""A folder with the packages of transformers 4, before those of this Python."""
 TEXT = "  Größe naïve 日本語 👩‍👩‍👧\n\n\tdef f(x): return {'a': 1234}  <|im_end|></s>"
 NOT_IN_4 = {"granitemoehybrid", "lfm2_moe", "mamba2", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "zamba", "zamba2"}  # fmt: skip
 """Kinds that transformers 4 lacks, or of which it cannot load what transformers 5 saved."""
 
 _NOTHING: dict[str, Any] = {"models": {}, "ids": [], "tokenizers": {}, "text": ""}
 
-needs_4 = pytest.mark.skipif(PYTHON_4 is None, reason="HPCRL_TRANSFORMERS_4 names no Python with transformers 4")
+needs_4 = pytest.mark.skipif(PACKAGES_4 is None, reason="HPCRL_TRANSFORMERS_4 names no folder with transformers 4")
 
 
 def in_transformers_4(**asked: Any) -> dict[str, Any]:
-    assert PYTHON_4 is not None
+    assert PACKAGES_4 is not None
     script, text = Path(__file__).with_name("in_transformers_4.py"), json.dumps(_NOTHING | asked)
-    done = subprocess.run([PYTHON_4, str(script)], input=text, capture_output=True, text=True, check=False)
+    environment = os.environ | {"PYTHONPATH": PACKAGES_4}
+    command = [sys.executable, str(script)]
+    done = subprocess.run(command, env=environment, input=text, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["version"].startswith("4."), found["version"]

@@ -32,6 +32,7 @@ from hpcrl.types import ROUTED_EXPERTS, Batch, GroupMeta, Sample, SamplingMask
 from tests.paths import CONFIGS
 
 VOCABULARY = 18
+ROUNDING = 1e-6  # of gradients of the tiny models, summed in float32; less than half of it was seen
 QUICKSTART = CONFIGS / "quickstart" / "model"
 
 
@@ -134,6 +135,34 @@ def expect_same_metrics(
     for name, value in expected.items():
         bound = max(absolute, 0.1) if "clip" in name else absolute
         assert found[name] == pytest.approx(value, rel=relative, abs=bound, nan_ok=True), name
+
+
+class StepBounds:
+    """How far weights may differ after Adam's steps when gradients were summed in another order, element by element.
+
+    Adam divides by the root of the second moment: where a gradient is no larger than rounding, which differs between processors, a step may go
+    either way.
+    """
+
+    def __init__(self, atol: float) -> None:
+        self._atol, self._bounds = atol, dict[torch.nn.Parameter, torch.Tensor]()
+
+    def add(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take in a step that the optimizer has just made."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if "exp_avg_sq" not in (state := optimizer.state[parameter]):
+                    continue
+                second = state["exp_avg_sq"] / (1 - group["betas"][1] ** float(state["step"]))
+                share = (ROUNDING / (second.sqrt() + group["eps"])).clamp(max=1)
+                self._bounds[parameter] = self._bounds.get(parameter, torch.zeros(())) + group["lr"] * share
+
+    def expect(self, found: torch.Tensor, parameter: torch.nn.Parameter) -> None:
+        bound = self._atol + self._bounds.get(parameter, torch.zeros(()))
+        apart = (found - parameter.detach()).abs()
+        assert (apart <= bound).all(), (
+            f"differs by {apart.max():.2g}, {(apart / bound).max():.2g} of what rounding explains"
+        )
 
 
 def write_model(path: Path, *, tied: bool = True) -> Path:

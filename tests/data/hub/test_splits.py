@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -295,7 +294,7 @@ def test_splits_are_those_that_datasets_finds(case: Case, tmp_path: Path) -> Non
         assert splits(folder, case.subset) == case.splits
 
 
-@pytest.mark.skipif(find_spec("datasets") is None, reason="the package `datasets` is not installed")
+@pytest.mark.released
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_what_datasets_finds_here(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
