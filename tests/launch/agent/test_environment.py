@@ -48,7 +48,8 @@ def test_threads(
 
 def test_threads_of_a_whole_node_with_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks share the cores of the node: torchrun would leave each of them one. What the user sets stays."""
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for name in ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"):  # vLLM sets the latter where it is imported
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: range(96))
     config = Config.from_toml([QUICKSTART])
     trainer, rollout = Node(0, "trainer", 8, (), 8, 0), Node(1, "rollout", 0, (0, 1), 8, 0)
