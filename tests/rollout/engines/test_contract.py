@@ -133,6 +133,19 @@ def test_tokens_that_a_request_names_end_a_response(with_each_engine: WithEngine
     with_each_engine(play)
 
 
+def test_ends_of_one_request_are_tokens_of_another(with_each_engine: WithEngine[Any]) -> None:
+    """Also while the other one may not end yet."""
+
+    async def play(engine: Engine) -> None:
+        longer = {**WHOLE, "max_tokens": 40, "ignore_eos": True, "min_tokens": 40}
+        (alone,) = await engine.generate(PROMPT, 1, 2, longer)
+        ends = {**longer, "min_tokens": 0, "stop_token_ids": sorted({*alone.token_ids} - {EOS})[:2]}
+        (said,), _ = await asyncio.gather(engine.generate(PROMPT, 1, 2, longer), engine.generate(PROMPT, 8, 50, ends))
+        assert said.token_ids == alone.token_ids
+
+    with_each_engine(play)
+
+
 def test_refused_request_tells_the_servers_reason(with_each_engine: WithEngine[Any]) -> None:
     with pytest.raises(EngineError, match=str(MAX_MODEL_LEN)):
         with_each_engine(lambda engine: engine.generate([4] * (MAX_MODEL_LEN + 1), 1, 0, WHOLE))

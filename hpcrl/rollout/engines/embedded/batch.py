@@ -315,9 +315,12 @@ class Batch:
         stops = [{*(() if one.ignore_eos else self._end), *one.stop_token_ids} for one in asked]
         width = max(map(len, stops), default=0)
         self._stops = vector([[*some, *[-1] * (width - len(some))] for some in stops]).reshape(len(rows), width)
-        self._stops_of_any = vector(sorted({*self._end}.union(*stops)))
         least = [sampling.min_tokens for sampling in asked]
         self._least = vector(least) if any(least) else None
+        if self._least is not None:
+            held = [[*self._end, *one.stop_token_ids] for one in asked]
+            width = max(map(len, held))
+            self._held_back = vector([[*some, *some[:1] * (width - len(some))] for some in held])
         penalties = [sampling.repetition_penalty for sampling in asked]
         self._biases, self._allowed = biases(asked, self._device), allowed(asked, self._device)
         self._penalties = vector(penalties, torch.float32) if set(penalties) != {1.0} else None
@@ -340,7 +343,7 @@ class Batch:
             logits_RV = among_allowed(logits_RV, self._allowed[first:])
         if self._least is not None:
             early = (said < self._least[first:])[:, None]
-            logits_RV = logits_RV.index_fill(1, self._stops_of_any, -torch.inf).where(early, logits_RV)
+            logits_RV = logits_RV.scatter(1, self._held_back[first:], -torch.inf).where(early, logits_RV)
         choice = choose(logits_RV, self._sampling.part(first, count), said)
         columns.tokens[first:, at], columns.logprobs[first:, at] = choice.tokens, choice.logprobs
         columns.versions[first:, at] = version
