@@ -5,7 +5,8 @@
     produces   samples/<replica>/g….safetensors, turns/<worker>/, evals/v<k>/<replica>.jsonl and .rows, metrics/rollout-<replica>.jsonl, timeline/
 
 Work of a claim begins before a newer version that the same answer names is loaded: it was assigned for the version that the engine holds.
-Running training groups go on meanwhile, as `Engine.update_weights` says; running evaluation is waited for, since a score belongs to one version.
+Running training groups go on meanwhile, as `Engine.update_weights` says; evaluation is waited for until it is handed over, since a score belongs to
+one version.
 Where an answer says that the trainer waits for the devices, the engine sleeps as soon as all that it has generated is handed over, until there is a
 newer version and the controller says that it may wake.
 """
@@ -169,7 +170,7 @@ class Worker:
                 await self._sleep()
                 continue
             free, behind = self._free(), self._newest > self._engine.version or self._lacks_first
-            evaluating = any(item.kind == "eval" for item in self._flight.values())
+            evaluating = any(item.kind == "eval" for item in (*self._flight.values(), *self._undelivered()))
             # a claim under way may be answered with work for the version at hand; with news it is answered at once
             if behind and self._metrics and update is None and claim is None and not evaluating:
                 update = asyncio.create_task(self._update(self._newest))
@@ -238,9 +239,12 @@ class Worker:
         return answer | {"work": [item for item in answer["work"] if item["group_id"] not in holding]}
 
     def _holding(self) -> list[str]:
-        """Return the groups that are in flight, or that the controller has yet to hear of."""
-        finished = [group.work for group in (*self._finished, *self._delivering)]
-        return [item.group_id for item in (*self._flight.values(), *finished)]
+        """Return the ids of the groups in flight and of the finished ones that the controller has yet to hear of."""
+        return [item.group_id for item in (*self._flight.values(), *self._undelivered())]
+
+    def _undelivered(self) -> list[Work]:
+        """Return the finished groups that the controller has yet to hear of."""
+        return [group.work for group in (*self._finished, *self._delivering)]
 
     def _call(self, route: str, **payload: Any) -> Awaitable[dict[str, Any]]:
         return in_thread(self._controller.call, route, worker=self._options.name, **payload)

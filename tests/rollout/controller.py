@@ -26,8 +26,8 @@ class Anything(Schema):
 
 
 class FakeController:
-    """Set `work`, `version`, `stop`, `unwanted`, `trains` and `claim_takes`, in seconds; look at `completed`, `claims`, `turns`, `process statuses`
-    and `left`.
+    """Set `work`, `version`, `stop`, `unwanted`, `trains`, `claim_takes` and `complete_takes`, in seconds; look at `completed`, `claims`, `turns`,
+    `process statuses` and `left`.
 
     What is in `again` is given to the first worker that says it holds something.
     """
@@ -39,7 +39,7 @@ class FakeController:
         self.stop: str | None = None
         self.trains = False
         self.turns = 0
-        self.claim_takes = 0.0
+        self.claim_takes = self.complete_takes = 0.0
         self.again: deque[Work] = deque()
         self.completed: list[GroupMeta] = []
         self.claims: list[dict[str, Any]] = []
@@ -66,6 +66,7 @@ class FakeController:
         return {"stop": self.stop, "version": self.version, "turn": not self.trains}
 
     async def complete(self, body: dict[str, Any]) -> dict[str, Any]:
+        await asyncio.sleep(self.complete_takes)
         groups = [GroupMeta.from_json(value) for value in body["groups"]]
         self.completed += groups
         return {"accepted": [group.group_id for group in groups], "rejected": {}}

@@ -252,7 +252,7 @@ def test_a_group_that_nobody_waits_for_is_given_up(
     assert handed_over(run, 5) == {"g2", "g3", "g4"}
 
 
-@pytest.mark.parametrize("claim_takes", [0.0, 1.0])
+@pytest.mark.parametrize(("claim_takes", "complete_takes"), [(0.0, 0.0), (1.0, 0.0), (0.0, 1.0)])
 def test_evaluation_is_not_interrupted_by_new_weights(
     run: Run,
     controller: FakeController,
@@ -260,20 +260,21 @@ def test_evaluation_is_not_interrupted_by_new_weights(
     with_engine: WithEngine[Any],
     models: list[Path],
     claim_takes: float,
+    complete_takes: float,
 ) -> None:
-    """Also where the worker hears of them while the claim's answer is still on its way."""
+    """Also where news of them comes before the claim's answer, and where the last groups end while the first are handed over."""
     publish(run, 1, models[1])
-    controller.claim_takes = claim_takes
+    controller.claim_takes, controller.complete_takes = claim_takes, complete_takes
     controller.work.extend(item(f"e{i}", "eval", 1) for i in range(3))
     controller.version = 1
     thread, failed = start(run, server, with_engine)
     try:
         wait_for(lambda: controller.claims and controller.claims[-1]["version"] == 1, 30, f"still version 0, {failed}")
+        assert len(controller.completed) == 3, "it takes in new weights before it has handed over"
     finally:
         controller.stop = "finished"
         thread.join(30)
     assert not failed
-    assert len(controller.completed) == 3
     for line in run.eval_dump(0, 5).read_text().splitlines():
         assert json.loads(line)["group_id"] in ("e0", "e1", "e2")
     assert len(controller.claims) < 10, "it asks again and again while it waits"
