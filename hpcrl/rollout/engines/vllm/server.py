@@ -46,6 +46,7 @@ from hpcrl.rollout.engines.vllm.processes import computes, group_of, shared_memo
 from hpcrl.rundir.commit import make_directory
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.heartbeat import SuspendAwareClock
+from hpcrl.runtime.numa import nodes_of_gpus
 from hpcrl.runtime.scratch import note_shared_memory, remove_shared_memory
 from hpcrl.runtime.token import bearer, read_token_file
 
@@ -299,6 +300,7 @@ def _command(options: ServerOptions, socket: Path) -> list[str]:
         "mm-device-do-normalize": False,  # images come as the trainer has them, normalized
         "mm-processor-kwargs": dict(options.image_processor_kwargs) or None,  # how large they are at most
         **_of_adapters(options),
+        **_binding(options),
     }
     if options.part:
         arguments |= options.part.options
@@ -330,6 +332,14 @@ def _of_adapters(options: ServerOptions) -> dict[str, Any]:
         "max-loras": options.lora_slots,
         "fully-sharded-loras": options.engine.fully_sharded_loras,
     }
+
+
+def _binding(options: ServerOptions) -> dict[str, Any]:
+    """Return what binds each process of the engine to the NUMA node of its GPU, where it can be."""
+    if options.on_cpu or "numa_bind" in options.engine.engine_init_kwargs:
+        return {}
+    nodes = nodes_of_gpus(os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+    return {"numa-bind": True, "numa-bind-nodes": nodes} if nodes else {}
 
 
 def _rope(options: ServerOptions) -> dict[str, Any]:
