@@ -91,7 +91,9 @@ def test_commands_of_ranks_and_engines(
         processes.end(0.0)
     words = capsys.readouterr().out.split()
     assert ("--numa-binding=node" in words) == numactl
-    assert words.index("--no-python") > max((words.index(word) for word in words if word.startswith("--numa")), default=0)
+    assert words.index("--no-python") > max(
+        (words.index(word) for word in words if word.startswith("--numa")), default=0
+    )
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
     given = replace(options("model", tmp_path), on_cpu=False)
