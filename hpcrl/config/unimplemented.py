@@ -108,6 +108,7 @@ DIFFERENT_DEFAULTS: dict[str, str] = {
     "generator.sampling_params.additional_kwargs": _EMPTY,
     "generator.inference_engine.weight_sync_backend": "every replica can read files, also one that starts later or on another partition",
     "generator.inference_engine.http_endpoint_port": "unset: each replica finds a free port, also beside others on its node",
+    "generator.inference_engine.gpu_memory_utilization": "unset: 0.9 where nothing but engines is on the GPU, which SkyRL's 0.8 would leave a fifth of empty",
     "generator.inference_engine.enforce_eager": "unset: CUDA graphs wherever there are GPUs, without which decoding waits for kernel launches",
     "generator.eval_sampling_params.max_generate_length": _AS_TRAINING,
     "generator.eval_sampling_params.temperature": _AS_TRAINING,

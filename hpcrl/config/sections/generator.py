@@ -88,8 +88,8 @@ class InferenceEngineConfig:
     use_flashinfer: bool = False
     """Use FlashInfer for attention; needs GPUs with vLLM's FlashInfer. Otherwise vLLM chooses."""
 
-    gpu_memory_utilization: float = 0.8
-    """Share of a GPU's memory that the engine may use; no effect on CPU."""
+    gpu_memory_utilization: float | None = None
+    """Share of a GPU's memory that the engine may use; no effect on CPU. Unset: 0.9, and 0.8 where the trainer shares the GPU (trainer.placement.colocate_all)."""
 
     max_num_seqs: int = 1024
     """Sequences that the engine decodes together."""
