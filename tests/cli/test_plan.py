@@ -15,7 +15,7 @@ import pytest
 import tomli
 
 from hpcrl.cli.main import main
-from hpcrl.cli.plan import plan_lines
+from hpcrl.cli.plan import _layers, plan_lines
 from hpcrl.config import Config
 from hpcrl.config.fields import leaves
 from hpcrl.config.load import nested
@@ -161,6 +161,10 @@ def test_layers_of_megatron() -> None:
     at = lines.index("layers: Megatron-core's, with torch's attention (TransformerEngine's need a GPU)")
     assert lines[at + 1].startswith("  hint: without TransformerEngine each of the 2 context-parallel ranks gathers")
     assert not any("hint" in line for line in plan_lines(megatron(two)))
+    experts = {**two, "slurm.gpus_per_node": 2, **sizes(1, expert_model_parallel_size=2)}
+    hints = [line for line in _layers(megatron(experts)) if "hint" in line]
+    assert bool(hints) != bool(find_spec("transformer_engine"))
+    assert all(line.endswith("one after the other; it is the extra transformer-engine") for line in hints)
     on_gpus = [line for line in plan_lines(megatron({**shared, "slurm.gpus_per_node": 2})) if "layers: " in line]
     assert on_gpus == [
         "layers: TransformerEngine's"
