@@ -27,7 +27,6 @@ _LEFT: set[str] = {
     "docs/devcluster.md",
     "docs/development.md",
     "docs/diffusion.md",
-    "docs/distillation.md",
     "docs/engines.md",
     "docs/environments/README.md",
     "docs/environments/agent.md",
@@ -48,7 +47,6 @@ _LEFT: set[str] = {
     "docs/pi05.md",
     "docs/planning.md",
     "docs/profiling.md",
-    "docs/reliability.md",
     "docs/rewards.md",
     "docs/security.md",
     "docs/uploads.md",
@@ -63,6 +61,7 @@ PAGES = [page for page in WRITTEN if name_of(page) not in _LEFT]
 def prose(text: str) -> Iterator[str]:
     """Yield paragraphs, points of lists and cells of tables, a piece of code or a link as one word."""
     text = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"(?<=\n\n)(?: {4}.*\n)+", "", text)
     text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
     text = re.sub(r"!\[[^\]]*\]\([^)]*\)", "", text)
     text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", re.sub(r"(`+).+?\1", "Code", text))
