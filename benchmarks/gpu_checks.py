@@ -46,8 +46,8 @@ from hpcrl.trainer.models.flops import peak_tflops
 from hpcrl.trainer.models.logprobs import compiled_rows, plain_rows, token_logprobs
 from hpcrl.trainer.models.packed.attention import PackedSequences, attend
 from hpcrl.trainer.models.packed.kernels import AttentionKind, last_tokens
-from hpcrl.trainer.models.packed.prefixes import shared_prefixes
 from hpcrl.trainer.models.packed.tree import PrefixTree
+from hpcrl.trainer.packing import shared_prefixes
 from hpcrl.trainer.saving.publish import Publisher
 from hpcrl.types import MicroBatch
 

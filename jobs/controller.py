@@ -40,7 +40,7 @@ from hpcrl.data.tokenize import AHEAD, Recipe, Tokenizer, tokenize_datasets, tra
 from hpcrl.envs.rewards.judged import JudgedRewards
 from hpcrl.errors import HpcrlError
 from hpcrl.observe.alerts.watch import watcher
-from hpcrl.observe.tensorboard.follower import Follower
+from hpcrl.observe.tensorboard.event_file import Follower
 from hpcrl.observe.timeline import Timeline
 from hpcrl.observe.trackers.base import senders, trackers_of
 from hpcrl.rundir.layout import Run, token_cache

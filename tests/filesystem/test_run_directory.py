@@ -24,7 +24,7 @@ from hpcrl.data.group_file import check_group, write_group
 from hpcrl.errors import CommitError, SubmitError
 from hpcrl.launch.submit import submit
 from hpcrl.observe.metrics import MetricsWriter
-from hpcrl.observe.tensorboard.follower import Follower
+from hpcrl.observe.tensorboard.event_file import Follower
 from hpcrl.rollout.weights.fetch import fetch
 from hpcrl.rundir import commit
 from hpcrl.rundir.checkpoints import Retention, newest_usable, set_aside_after

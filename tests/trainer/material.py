@@ -24,8 +24,7 @@ from hpcrl.rundir.layout import Run
 from hpcrl.trainer.backends.base import Engine, Objective, PolicyEngine, UpdateResult
 from hpcrl.trainer.batching import MicroBatchLimit, SampleRef, consecutive, split_micro_batches
 from hpcrl.trainer.distributed import World, joined
-from hpcrl.trainer.models.packed.prefixes import common_prefixes
-from hpcrl.trainer.packing import MiniBatch, PackedSamples
+from hpcrl.trainer.packing import MiniBatch, PackedSamples, common_prefixes
 from hpcrl.trainer.samples import load_mini_batches
 from hpcrl.trainer.step import sum_over_ranks
 from hpcrl.types import ROUTED_EXPERTS, Batch, GroupMeta, Sample, SamplingMask

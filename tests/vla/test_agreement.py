@@ -26,11 +26,10 @@ from hpcrl.errors import DataError
 from hpcrl.rollout.generate import GroupGenerator
 from hpcrl.rollout.group import Group
 from hpcrl.rundir.layout import Run
-from hpcrl.trainer.backends.fsdp.model import PackedPolicy
+from hpcrl.trainer.backends.fsdp.model import PackedPolicy, Sight
 from hpcrl.trainer.models.forward import ForwardConfig
 from hpcrl.trainer.models.hf import ModelSource
 from hpcrl.trainer.models.packed.attention import PACKED
-from hpcrl.trainer.models.vision import Sight
 from hpcrl.trainer.packing import pack
 from hpcrl.types import Prompt, Sample, Work
 from tests.rollout.material import started

@@ -11,8 +11,7 @@ from hpcrl.config import Config, EnvironmentConfig
 from hpcrl.data.group_file import write_group
 from hpcrl.envs.rewards.response import Response
 from hpcrl.rollout.diffusion.generate import PictureGenerator
-from hpcrl.rollout.engines.diffusion.engine import DiffusionEngine
-from hpcrl.rollout.engines.diffusion.launch import Diffusion
+from hpcrl.rollout.engines.diffusion.engine import Diffusion, DiffusionEngine
 from hpcrl.rollout.images.kept import KeptPictures
 from hpcrl.rundir.commit import write_json
 from hpcrl.rundir.layout import Run
