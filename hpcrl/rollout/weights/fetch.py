@@ -62,13 +62,13 @@ def fetch(
         )
     try:
         if ahead:
-            _read(sorted(source.glob(f"*{SUFFIX}")))
+            read_ahead(sorted(source.glob(f"*{SUFFIX}")))
     except OSError as error:  # retired meanwhile
         raise CommitError(f"{source}: {error}") from error
     return weights
 
 
-def _read(files: Iterable[Path]) -> None:
+def read_ahead(files: Iterable[Path]) -> None:
     """Read files from end to end into the page cache, in several threads.
 
     Raises:
