@@ -11,6 +11,7 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from hpcrl.config.setting import Facts, facts_of
 from hpcrl.errors import ConfigError
 
 _LOCATION = "location"
@@ -34,6 +35,7 @@ class Setting:
         optional: whether it may be unset (None).
         location: whether its text is a `Location`.
         default: MISSING where it is required.
+        facts: what its section declares of it beside these.
     """
 
     path: str
@@ -44,6 +46,7 @@ class Setting:
     optional: bool
     location: bool
     default: Any
+    facts: Facts = Facts()
 
     @property
     def subsection(self) -> type | None:
@@ -175,7 +178,10 @@ def section_settings(section: type, prefix: str = "") -> tuple[Setting, ...]:
         types = tuple(kind for kind in kinds if kind is not NoneType)
         default = field.default_factory() if field.default_factory is not MISSING else field.default
         optional, location = len(types) < len(kinds), _is_location(annotation)
-        setting = Setting(prefix + field.name, section, field.name, annotation, types, optional, location, default)
+        facts = facts_of(section, field.name)
+        setting = Setting(
+            prefix + field.name, section, field.name, annotation, types, optional, location, default, facts
+        )
         if (
             setting.subsection
             and not setting.required

@@ -14,11 +14,11 @@ from hpcrl.config.convert import correspondence
 from hpcrl.config.convert.correspondence import SOURCES, fields_of
 from hpcrl.config.convert.mapping import Dropped, Target, To, Translated
 from hpcrl.config.convert.skyrl.fields import SKYRL_DEFAULTS
-from hpcrl.config.docs.explain import about, default_of, values_of
+from hpcrl.config.docs.explain import about, default_of, values_of, why_not_skyrls
 from hpcrl.config.docs.schema import json_schema
 from hpcrl.config.fields import Setting, leaves, section_settings
 from hpcrl.config.root import Config
-from hpcrl.config.unimplemented import DIFFERENT_DEFAULTS, Unimplemented, unimplemented_at
+from hpcrl.config.setting import Unimplemented
 
 _COUNTS = ("<!-- counts -->", "<!-- end of counts -->")
 _MADE = "<!-- made by `python -m hpcrl.config.docs.describe`; do not edit -->"
@@ -66,7 +66,7 @@ def _tables(section: type, path: str) -> Iterator[str]:
 
 
 def _row(setting: Setting) -> str:
-    missing = unimplemented_at(setting.path)
+    missing = setting.facts.unimplemented
     meaning = setting.meaning + (f" *Not implemented yet ({missing.feature}).*" if missing else "")
     theirs = "; ".join(f"{source} {_names(found, setting.path)}" for source, found in fields_of(setting.path).items())
     cells = [_code(setting.name), values_of(setting), _default(setting), meaning, theirs]
@@ -87,7 +87,7 @@ def _status() -> str:
     ]
     lines += ["| feature | settings |", "|---|---|", *_unimplemented_rows(), ""]
     lines += ["## Defaults that differ from SkyRL's", "", "| setting | here | SkyRL | why |", "|---|---|---|---|"]
-    lines += [_differing(setting) for setting in leaves(Config) if setting.path in DIFFERENT_DEFAULTS]
+    lines += [_differing(setting) for setting in leaves(Config) if why_not_skyrls(setting)]
     for source, targets in SOURCES.items():
         lines += ["", f"## Fields of {source}", "", f"| {source} | state | here |", "|---|---|---|"]
         lines += [_field(name, target) for name, target in targets.items()]
@@ -97,13 +97,13 @@ def _status() -> str:
 def _differing(setting: Setting) -> str:
     theirs = [name for name in fields_of(setting.path).get("SkyRL", []) if name in SKYRL_DEFAULTS]
     default = _code(json.dumps(SKYRL_DEFAULTS[theirs[0]])) if theirs else ""
-    return f"| `{setting.path}` | {_default(setting)} | {_cell(default)} | {_cell(DIFFERENT_DEFAULTS[setting.path])} |"
+    return f"| `{setting.path}` | {_default(setting)} | {_cell(default)} | {_cell(why_not_skyrls(setting))} |"
 
 
 def _unimplemented_rows() -> Iterator[str]:
     features: dict[str, list[str]] = {}
     for setting in leaves(Config):
-        if missing := unimplemented_at(setting.path):
+        if missing := setting.facts.unimplemented:
             features.setdefault(missing.feature, []).append(_with_supported(setting, missing))
     for feature in sorted(features, key=str.lower):
         yield f"| {feature} | {', '.join(features[feature])} |"
@@ -141,7 +141,7 @@ def _tallies() -> dict[str, Counter[str]]:
     }
     return tallies | {
         "hpcrl": Counter(
-            "not implemented yet" if unimplemented_at(setting.path) else "works" for setting in leaves(Config)
+            "not implemented yet" if setting.facts.unimplemented else "works" for setting in leaves(Config)
         )
     }
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from hpcrl.config.fields import Location
+from hpcrl.config.setting import setting
 
 Metric = Literal["above", "below", "fell"]
 """What a rule may ask of a metric that it names."""
@@ -53,10 +54,10 @@ class AlertRuleConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AlertsConfig:
-    rules: dict[str, AlertRuleConfig] = field(default_factory=dict)
+    rules: dict[str, AlertRuleConfig] = setting({})
     """What to look out for, by names of your own: tables [trainer.alerts.rules.NAME]."""
 
-    command: list[Location] = field(default_factory=list)
+    command: list[Location] = setting([])
     """Program and arguments that are run for each alert, with what it is about in environment variables; no shell. Empty: none."""
 
     webhook: str | None = None

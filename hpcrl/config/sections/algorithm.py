@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
+
+from hpcrl.config.effects import OTHER_MODEL
+from hpcrl.config.setting import COUNT, FINITE, NOT_NEGATIVE, POSITIVE, SHARE, SHARE_BELOW_1, Range, section, setting
 
 LogprobDtype = Literal["fp32", "bf16", "fp16"]
 OWN_REWARD = "reward"
@@ -35,10 +38,10 @@ class KLControllerConfig:
     type: Literal["fixed", "adaptive"] = "fixed"
     """Weight of the KL divergence in the reward (use_kl_in_reward): fixed at kl_loss_coef, or adapted from there on so that the divergence approaches kl_target."""
 
-    kl_target: float = 0.1
+    kl_target: float = setting(0.1, range=POSITIVE)
     """KL divergence that the adaptive controller aims at, in nats per token."""
 
-    horizon: int = 10000
+    horizon: int = setting(10000, range=COUNT)
     """Time constant of the adaptive controller in samples: n samples change the weight by at most 0.2 * n / horizon of itself, a batch by at most 0.2 (arXiv:1909.08593)."""
 
 
@@ -47,43 +50,43 @@ class OffPolicyCorrectionConfig:
     tis_ratio_type: Literal["token", "sequence"] | None = None
     """Multiply the loss by the ratio of a token's, or a whole sample's, old to rollout probability, capped; unset: do not. What is left out or weighs less still counts in the means of loss_reduction, with this and all other corrections."""
 
-    token_tis_ratio_clip_high: float = 2.0
+    token_tis_ratio_clip_high: float = setting(2.0, range=POSITIVE)
     """Cap of the ratio with tis_ratio_type=token."""
 
-    sequence_tis_ratio_clip_high: float = 5.0
+    sequence_tis_ratio_clip_high: float = setting(5.0, range=POSITIVE)
     """Cap of the product of a sample's ratios with tis_ratio_type=sequence."""
 
-    token_tis_ratio_drop_high: float | None = None
+    token_tis_ratio_drop_high: float | None = setting(None, range=POSITIVE)
     """Tokens whose ratio is above this count nothing, instead of as much as the cap; needs tis_ratio_type=token."""
 
     sequence_mask_metric: Literal["product", "geometric"] | None = None
     """Leave out samples whose ratio of old to rollout probability, the product over tokens or their geometric mean, is out of bounds; unset: none."""
 
-    geo_mask_high: float = 1.01
+    geo_mask_high: float = setting(1.01, range=POSITIVE)
     """Upper bound of the geometric mean; the bound itself is in."""
 
-    geo_mask_low: float = 0.99
+    geo_mask_low: float = setting(0.99, range=NOT_NEGATIVE)
     """Lower bound of the geometric mean; the bound itself is in."""
 
-    product_mask_high: float = 2.0
+    product_mask_high: float = setting(2.0, range=POSITIVE)
     """Upper bound of the product; the bound itself is in."""
 
-    product_mask_low: float = 0.5
+    product_mask_low: float = setting(0.5, range=NOT_NEGATIVE)
     """Lower bound of the product; the bound itself is in."""
 
-    outlier_token_is_threshold_low: float | None = None
+    outlier_token_is_threshold_low: float | None = setting(None, range=NOT_NEGATIVE)
     """Leave out samples with a token whose ratio is below this; unset: none."""
 
-    outlier_token_is_threshold_high: float | None = None
+    outlier_token_is_threshold_high: float | None = setting(None, range=POSITIVE)
     """Leave out samples with a token whose ratio is above this; unset: none."""
 
-    token_mask_is_threshold_low: float | None = None
+    token_mask_is_threshold_low: float | None = setting(None, range=NOT_NEGATIVE)
     """Leave out tokens whose ratio is below this; needs the upper bound too."""
 
-    token_mask_is_threshold_high: float | None = None
+    token_mask_is_threshold_high: float | None = setting(None, range=POSITIVE)
     """Leave out tokens whose ratio is above this; needs the lower bound too."""
 
-    token_mask_kl_threshold: float | None = None
+    token_mask_kl_threshold: float | None = setting(None, range=POSITIVE)
     """Leave out tokens whose binary KL divergence between old policy and rollout, of this token against all others, is above this in one direction or the other, in nats (KPop, whose authors use 0.1); unset: none."""
 
     negative_sample_mask_delta: float | None = None
@@ -92,10 +95,10 @@ class OffPolicyCorrectionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SAPOConfig:
-    tau_pos: float = 1.0
+    tau_pos: float = setting(1.0, range=POSITIVE)
     """sapo: steepness of the gate around ratio 1 for positive advantages (arXiv:2511.20347)."""
 
-    tau_neg: float = 1.05
+    tau_neg: float = setting(1.05, range=POSITIVE)
     """sapo: the same for other advantages; above tau_pos: they are damped sooner."""
 
 
@@ -107,13 +110,13 @@ class DynamicSamplingConfig:
     max_sample_batches: int = 30
     """How many times a batch of groups may be generated for one step; the run fails if these do not yield one batch. 0 or less: no bound."""
 
-    min_replace_ratio: float = 0.3
+    min_replace_ratio: float = setting(0.3, range=SHARE_BELOW_1)
     """replace: share of groups with different rewards that a batch must exceed to be used; otherwise it is generated again."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClipCovConfig:
-    clip_ratio: float = 0.0002
+    clip_ratio: float = setting(0.0002, range=SHARE)
     """clip_cov: share of the tokens of a micro-batch that is left out, drawn at random, at least one token (arXiv:2505.22617)."""
 
     clip_cov_lb: float = 1.0
@@ -125,19 +128,19 @@ class ClipCovConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class KLCovConfig:
-    kl_cov_frac: float = 0.2
+    kl_cov_frac: float = setting(0.2, range=SHARE)
     """kl_cov: share of the tokens of a micro-batch, those of largest covariance of advantage and log-probability, that get a KL term (arXiv:2505.22617)."""
 
-    ppo_kl_coef: float = 1.0
+    ppo_kl_coef: float = setting(1.0, range=NOT_NEGATIVE)
     """kl_cov: weight of that term, |new - old log-probability|."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CISPOConfig:
-    cispo_eps_clip_low: float = 0.0
+    cispo_eps_clip_low: float = setting(0.0, range=SHARE)
     """cispo: probability ratios below 1 - cispo_eps_clip_low are raised to that bound (arXiv:2506.13585)."""
 
-    cispo_eps_clip_high: float = 5.0
+    cispo_eps_clip_high: float = setting(5.0, range=NOT_NEGATIVE)
     """cispo: probability ratios above 1 + cispo_eps_clip_high are lowered to that bound."""
 
 
@@ -146,52 +149,52 @@ class DPPOConfig:
     dppo_type: Literal["binary_tv", "binary_kl"] = "binary_tv"
     """dppo: divergence of the policy from the rollout, of this token against all others; binary_tv: difference of the probabilities, binary_kl: KL(rollout || policy) in nats (arXiv:2602.04879)."""
 
-    delta_low: float = 0.2
+    delta_low: float = setting(0.2, range=NOT_NEGATIVE)
     """dppo: tokens of negative advantage count nothing once the policy has fallen from the rollout by a divergence above this; 0.05 is usual with binary_kl."""
 
-    delta_high: float = 0.2
+    delta_high: float = setting(0.2, range=NOT_NEGATIVE)
     """dppo: the same for tokens of positive advantage and a policy that has risen."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GMPOConfig:
-    log_clip_low: float = 0.4
+    log_clip_low: float = setting(0.4, range=NOT_NEGATIVE)
     """gmpo: logarithms of probability ratios below -log_clip_low are raised to it, where the advantage is negative (arXiv:2507.20673)."""
 
-    log_clip_high: float = 0.4
+    log_clip_high: float = setting(0.4, range=NOT_NEGATIVE)
     """gmpo: those above log_clip_high are lowered to it, where the advantage is positive."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class VESPOConfig:
-    k_pos: float = 2.0
+    k_pos: float = setting(2.0, range=NOT_NEGATIVE)
     """vespo: exponent of a sample's probability ratio to the rollout in its weight, for advantages that are not negative; the larger it is, the less count samples that have become rare (arXiv:2602.10693)."""
 
-    lambda_pos: float = 3.0
+    lambda_pos: float = setting(3.0, range=NOT_NEGATIVE)
     """vespo: rate at which the weight falls for these where the ratio is large."""
 
-    k_neg: float = 3.0
+    k_neg: float = setting(3.0, range=NOT_NEGATIVE)
     """vespo: the exponent for negative advantages."""
 
-    lambda_neg: float = 2.0
+    lambda_neg: float = setting(2.0, range=NOT_NEGATIVE)
     """vespo: the rate for negative advantages."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DROConfig:
-    beta: float = 1.0
+    beta: float = setting(1.0, range=NOT_NEGATIVE)
     """dro: weight of the squared logarithm of the probability ratio to the rollout, half of which is added to the loss (arXiv:2405.19107); a token is drawn to the logarithm A / beta, so that it belongs to the size of the advantages, about 1 with grpo."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class M2POConfig:
-    threshold: float = 0.04
+    threshold: float = setting(0.04, range=POSITIVE)
     """m2po: what the mean of the squared logarithms of probability ratios to the rollout may be at most, over tokens that move away from it; the largest are left out until it is (arXiv:2510.01161)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GDPOConfig:
-    rewards: dict[str, float] = field(default_factory=dict)
+    rewards: dict[str, float] = setting({})
     """gdpo: named rewards, or metrics of the environment, with their weights, such as {correct = 1.0, format = 0.3}; `reward` is that of the sample itself. An advantage estimator of your own finds them in `named_B`."""
 
 
@@ -212,10 +215,10 @@ class AlgorithmConfig:
     advantage_clip_high: float | None = None
     """Advantages above this are lowered to it; unset: none."""
 
-    gamma: float = 1.0
+    gamma: float = setting(1.0, range=SHARE)
     """gae, reinforce++ and what a critic learns: discount of a reward per trained token that it comes later."""
 
-    lambd: float = 1.0
+    lambd: float = setting(1.0, range=SHARE)
     """gae, and what a critic learns: lambda; 1: advantages from all later rewards, 0: from the next value alone."""
 
     policy_loss_type: str = "regular"
@@ -233,28 +236,28 @@ class AlgorithmConfig:
     ] = "token_mean"
     """How the loss of the trained tokens of a mini-batch becomes one number; token_mean: mean over tokens, token_mean_legacy: mean over micro-batches of means over their tokens, token_sum: sum, sequence_mean and seq_mean_token_mean: mean over samples of means over their tokens, seq_mean_token_sum: mean over samples of sums, seq_mean_token_sum_norm: the same divided by max_seq_len, prompt_mean: mean over groups of means over their tokens."""
 
-    max_seq_len: int | None = None
+    max_seq_len: int | None = setting(None, range=COUNT)
     """Divisor of seq_mean_token_sum_norm in tokens; unset: generator.max_input_length + generator.sampling_params.max_generate_length."""
 
-    unbiased_loss_max_tokens: int | None = None
+    unbiased_loss_max_tokens: int | None = setting(None, range=COUNT)
     """Divisor of seq_mean_token_mean in tokens, instead of each sample's own length (Dr.GRPO)."""
 
-    eps_clip_low: float = 0.2
+    eps_clip_low: float = setting(0.2, range=SHARE)
     """Probability ratios below 1 - eps_clip_low are clipped; 1: none."""
 
-    eps_clip_high: float = 0.2
+    eps_clip_high: float = setting(0.2, range=NOT_NEGATIVE)
     """Probability ratios above 1 + eps_clip_high are clipped."""
 
-    clip_ratio_c: float = 3.0
+    clip_ratio_c: float = setting(3.0, range=Range(1, low_open=True))
     """dual_clip: the loss of a token of negative advantage A is at most clip_ratio_c * |A| (arXiv:1912.09729)."""
 
-    aipo_rho: float = 2.0
+    aipo_rho: float = setting(2.0, range=POSITIVE)
     """aipo: upper bound of the probability ratio, the only one of this loss."""
 
-    positive_nll_coef: float | None = None
+    positive_nll_coef: float | None = setting(None, range=NOT_NEGATIVE)
     """Weight of the negative log-likelihood, as a mean over tokens, of samples with positive reward, which is added to the loss (VAPO, arXiv:2504.05118); unset: none."""
 
-    observation_nll_coef: float | None = None
+    observation_nll_coef: float | None = setting(None, range=NOT_NEGATIVE)
     """Weight of the negative log-likelihood, as a mean over tokens, of what the environment answers between turns, which is added to the loss (ECHO, arXiv:2605.24517, whose authors use 0.05); unset: none."""
 
     use_rollout_logprobs_for_loss: bool = False
@@ -269,7 +272,7 @@ class AlgorithmConfig:
     use_kl_in_reward: bool = False
     """Subtract the KL divergence from the reference model from the reward of each token; excludes use_kl_loss."""
 
-    kl_loss_coef: float = 0.001
+    kl_loss_coef: float = setting(0.001, range=NOT_NEGATIVE)
     """Weight of the KL divergence, in the loss, where tokens are reduced as loss_reduction says, or in the reward."""
 
     kl_estimator_type: Literal["k1", "k2", "k3", "abs"] = "k3"
@@ -278,9 +281,9 @@ class AlgorithmConfig:
     kl_importance_weighted: bool = False
     """Multiply the estimate in the loss by the ratio of new to old probability, which makes its gradient unbiased."""
 
-    kl_ctrl: KLControllerConfig = field(default_factory=KLControllerConfig)
+    kl_ctrl: KLControllerConfig = section(KLControllerConfig)
 
-    reference_reset_interval: int | None = None
+    reference_reset_interval: int | None = setting(None, range=COUNT)
     """Steps between resets of the reference to the current policy; unset: never."""
 
     reset_optimizer_with_reference: bool = True
@@ -289,50 +292,50 @@ class AlgorithmConfig:
     use_entropy_loss: bool = False
     """Subtract the policy's entropy, weighted, from the loss; it is reported either way."""
 
-    entropy_loss_coef: float = 0.01
+    entropy_loss_coef: float = setting(0.01, range=FINITE)
     """Weight of the entropy in nats with use_entropy_loss; tokens are reduced as loss_reduction says."""
 
-    temperature: float | None = None
+    temperature: float | None = setting(None, range=POSITIVE)
     """Divides the logits in training; unset: generator.sampling_params.temperature."""
 
     logprob_dtype: LogprobDtype = "fp32"
     """Number type in which logits become log-probabilities, of policy, old policy and reference; bf16 and fp16 take half the memory and leave 2 or 3 digits."""
 
-    value_head_prefix: str = "value_head"
+    value_head_prefix: str = setting("value_head", on_change=OTHER_MODEL)
     """Name of the critic's output layer. A parameter `<name>.weight` of trainer.critic.model.path is loaded; without one, weights are drawn with trainer.seed, so small that values begin near 0."""
 
-    value_clip: float = 0.2
+    value_clip: float = setting(0.2, range=NOT_NEGATIVE)
     """A value may move by this much from that before the update, further changes count nothing; 0: no bound, as SkyRL's null."""
 
     zero_variance_filter: bool = False
     """Leave groups of several samples whose rewards are all equal out of the loss, which then does not count them either."""
 
-    filter_reward_metric: list[str] = field(default_factory=list)
+    filter_reward_metric: list[str] = setting([])
     """Named rewards, or metrics of the environment, whose sum decides for dynamic_sampling and zero_variance_filter whether a group's rewards are all equal; empty: the reward itself."""
 
-    min_filter_prefix_tokens: int | None = None
+    min_filter_prefix_tokens: int | None = setting(None, range=COUNT)
     """Leave the longest beginnings that several responses of a group share, and that were rewarded differently, out of the loss where they have at least this many tokens; unset: never."""
 
-    off_policy_correction: OffPolicyCorrectionConfig = field(default_factory=OffPolicyCorrectionConfig)
+    off_policy_correction: OffPolicyCorrectionConfig = section(OffPolicyCorrectionConfig)
 
-    dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
+    dynamic_sampling: DynamicSamplingConfig = section(DynamicSamplingConfig)
 
-    sapo: SAPOConfig = field(default_factory=SAPOConfig)
+    sapo: SAPOConfig = section(SAPOConfig)
 
-    clip_cov: ClipCovConfig = field(default_factory=ClipCovConfig)
+    clip_cov: ClipCovConfig = section(ClipCovConfig)
 
-    kl_cov: KLCovConfig = field(default_factory=KLCovConfig)
+    kl_cov: KLCovConfig = section(KLCovConfig)
 
-    cispo: CISPOConfig = field(default_factory=CISPOConfig)
+    cispo: CISPOConfig = section(CISPOConfig)
 
-    dppo: DPPOConfig = field(default_factory=DPPOConfig)
+    dppo: DPPOConfig = section(DPPOConfig)
 
-    gmpo: GMPOConfig = field(default_factory=GMPOConfig)
+    gmpo: GMPOConfig = section(GMPOConfig)
 
-    vespo: VESPOConfig = field(default_factory=VESPOConfig)
+    vespo: VESPOConfig = section(VESPOConfig)
 
-    dro: DROConfig = field(default_factory=DROConfig)
+    dro: DROConfig = section(DROConfig)
 
-    m2po: M2POConfig = field(default_factory=M2POConfig)
+    m2po: M2POConfig = section(M2POConfig)
 
-    gdpo: GDPOConfig = field(default_factory=GDPOConfig)
+    gdpo: GDPOConfig = section(GDPOConfig)
