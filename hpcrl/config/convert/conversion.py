@@ -16,7 +16,7 @@ from hpcrl.config.errors import Problem
 from hpcrl.config.fields import Setting, leaves, settings
 from hpcrl.config.load import nested
 from hpcrl.config.rules.combinations import impossible
-from hpcrl.config.rules.idle import not_switched_on
+from hpcrl.config.rules.unused_settings import not_switched_on
 from hpcrl.config.sections.tree import ConfigTree
 from hpcrl.config.setting import Unimplemented
 from hpcrl.config.validate import UNCONVERTED, build

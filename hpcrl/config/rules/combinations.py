@@ -42,7 +42,6 @@ from hpcrl.config.rules.generation import (
     step_wise,
     turns,
 )
-from hpcrl.config.rules.idle import not_switched_on
 from hpcrl.config.rules.megatron_layouts import expert_sizes, pipeline, reference_layout
 from hpcrl.config.rules.ranks import (
     colocated_engines,
@@ -91,6 +90,7 @@ from hpcrl.config.rules.training import (
     units,
     without_effect,
 )
+from hpcrl.config.rules.unused_settings import not_switched_on
 from hpcrl.config.rules.uploads import uploads
 from hpcrl.config.sections.algorithm import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from hpcrl.config.sections.trainer import LOGGERS, TrainerConfig

@@ -5,8 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from hpcrl.config.conditions import CRITIC, RL_OR_SFT
 from hpcrl.config.effects import OTHER_MODEL
-from hpcrl.config.setting import COUNT, FINITE, NOT_NEGATIVE, POSITIVE, SHARE, SHARE_BELOW_1, Range, section, setting
+from hpcrl.config.setting import (
+    COUNT,
+    FINITE,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SHARE,
+    SHARE_BELOW_1,
+    Range,
+    When,
+    any_of,
+    section,
+    setting,
+    when,
+)
 
 LogprobDtype = Literal["fp32", "bf16", "fp16"]
 OWN_REWARD = "reward"
@@ -35,13 +49,18 @@ POLICY_LOSSES = (
 
 @dataclass(frozen=True, kw_only=True)
 class KLControllerConfig:
-    type: Literal["fixed", "adaptive"] = "fixed"
+    type: Literal["fixed", "adaptive"] = setting(
+        "fixed",
+        used_by=when(
+            "trainer.algorithm.use_kl_in_reward", needs="trainer.algorithm.use_kl_in_reward, whose weight it adapts"
+        ),
+    )
     """Weight of the KL divergence in the reward (use_kl_in_reward): fixed at kl_loss_coef, or adapted from there on so that the divergence approaches kl_target."""
 
-    kl_target: float = setting(0.1, range=POSITIVE)
+    kl_target: float = setting(0.1, range=POSITIVE, used_by=when(".type", "adaptive"))
     """KL divergence that the adaptive controller aims at, in nats per token."""
 
-    horizon: int = setting(10000, range=COUNT)
+    horizon: int = setting(10000, range=COUNT, used_by=when(".type", "adaptive"))
     """Time constant of the adaptive controller in samples: n samples change the weight by at most 0.2 * n / horizon of itself, a batch by at most 0.2 (arXiv:1909.08593)."""
 
 
@@ -50,28 +69,28 @@ class OffPolicyCorrectionConfig:
     tis_ratio_type: Literal["token", "sequence"] | None = None
     """Multiply the loss by the ratio of a token's, or a whole sample's, old to rollout probability, capped; unset: do not. What is left out or weighs less still counts in the means of loss_reduction, with this and all other corrections."""
 
-    token_tis_ratio_clip_high: float = setting(2.0, range=POSITIVE)
+    token_tis_ratio_clip_high: float = setting(2.0, range=POSITIVE, used_by=when(".tis_ratio_type", "token"))
     """Cap of the ratio with tis_ratio_type=token."""
 
-    sequence_tis_ratio_clip_high: float = setting(5.0, range=POSITIVE)
+    sequence_tis_ratio_clip_high: float = setting(5.0, range=POSITIVE, used_by=when(".tis_ratio_type", "sequence"))
     """Cap of the product of a sample's ratios with tis_ratio_type=sequence."""
 
-    token_tis_ratio_drop_high: float | None = setting(None, range=POSITIVE)
+    token_tis_ratio_drop_high: float | None = setting(None, range=POSITIVE, used_by=when(".tis_ratio_type", "token"))
     """Tokens whose ratio is above this count nothing, instead of as much as the cap; needs tis_ratio_type=token."""
 
     sequence_mask_metric: Literal["product", "geometric"] | None = None
     """Leave out samples whose ratio of old to rollout probability, the product over tokens or their geometric mean, is out of bounds; unset: none."""
 
-    geo_mask_high: float = setting(1.01, range=POSITIVE)
+    geo_mask_high: float = setting(1.01, range=POSITIVE, used_by=when(".sequence_mask_metric", "geometric"))
     """Upper bound of the geometric mean; the bound itself is in."""
 
-    geo_mask_low: float = setting(0.99, range=NOT_NEGATIVE)
+    geo_mask_low: float = setting(0.99, range=NOT_NEGATIVE, used_by=when(".sequence_mask_metric", "geometric"))
     """Lower bound of the geometric mean; the bound itself is in."""
 
-    product_mask_high: float = setting(2.0, range=POSITIVE)
+    product_mask_high: float = setting(2.0, range=POSITIVE, used_by=when(".sequence_mask_metric", "product"))
     """Upper bound of the product; the bound itself is in."""
 
-    product_mask_low: float = setting(0.5, range=NOT_NEGATIVE)
+    product_mask_low: float = setting(0.5, range=NOT_NEGATIVE, used_by=when(".sequence_mask_metric", "product"))
     """Lower bound of the product; the bound itself is in."""
 
     outlier_token_is_threshold_low: float | None = setting(None, range=NOT_NEGATIVE)
@@ -107,10 +126,10 @@ class DynamicSamplingConfig:
     type: Literal["filter", "replace"] | None = None
     """What happens to groups of several samples whose rewards are all equal; filter: another prompt is generated instead (DAPO, arXiv:2503.14476), replace: other groups of the batch take their places (POLARIS), unset: they are trained. trainer.epochs sets the number of steps as without it."""
 
-    max_sample_batches: int = 30
+    max_sample_batches: int = setting(30, used_by=when(".type"))
     """How many times a batch of groups may be generated for one step; the run fails if these do not yield one batch. 0 or less: no bound."""
 
-    min_replace_ratio: float = setting(0.3, range=SHARE_BELOW_1)
+    min_replace_ratio: float = setting(0.3, range=SHARE_BELOW_1, used_by=when(".type", "replace"))
     """replace: share of groups with different rewards that a batch must exceed to be used; otherwise it is generated again."""
 
 
@@ -198,12 +217,25 @@ class GDPOConfig:
     """gdpo: named rewards, or metrics of the environment, with their weights, such as {correct = 1.0, format = 0.3}; `reward` is that of the sample itself. An advantage estimator of your own finds them in `named_B`."""
 
 
+def _with(name: str, *values: str) -> When:
+    """Return the condition that a setting of the section has one of some values."""
+    return when(f".{name}", *values, needs=f"{{section}}.{name}={' or '.join(values)}")
+
+
+_DISCOUNTS = any_of(
+    _with("advantage_estimator", "gae", "reinforce++"),
+    CRITIC,
+    needs="{section}.advantage_estimator=gae or reinforce++, or a critic",
+)
+_REFERENCE = when("uses_reference", needs="{section}.use_kl_loss or use_kl_in_reward")
+
+
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig:
     advantage_estimator: str = "grpo"
     """How rewards become advantages: grpo (against the group's mean, arXiv:2402.03300), rloo (against the mean of the group's other samples, arXiv:2402.14740), maxrl (as grpo, but divided by the mean of the group, arXiv:2602.02710), opo (against the group's mean weighted by length, arXiv:2505.23585), remax (against the greedy response to the same prompt, which is generated beside the group, arXiv:2310.10505), gdpo (several rewards, each against its group's mean by itself, arXiv:2601.05242), reinforce++ (rewards from each token on, discounted, standardized over the batch, arXiv:2501.03262), reinforce++_baseline (against the group's mean, standardized over the batch), gae (against a critic, arXiv:1506.02438), or your own as "package.module:function"."""
 
-    grpo_norm_by_std: bool = True
+    grpo_norm_by_std: bool = setting(True, used_by=_with("advantage_estimator", "grpo"))
     """grpo: divide a group's advantages by the standard deviation of its rewards (false: Dr.GRPO, arXiv:2503.20783)."""
 
     advantage_batch_normalize: bool = False
@@ -215,10 +247,10 @@ class AlgorithmConfig:
     advantage_clip_high: float | None = None
     """Advantages above this are lowered to it; unset: none."""
 
-    gamma: float = setting(1.0, range=SHARE)
+    gamma: float = setting(1.0, range=SHARE, used_by=_DISCOUNTS)
     """gae, reinforce++ and what a critic learns: discount of a reward per trained token that it comes later."""
 
-    lambd: float = setting(1.0, range=SHARE)
+    lambd: float = setting(1.0, range=SHARE, used_by=CRITIC)
     """gae, and what a critic learns: lambda; 1: advantages from all later rewards, 0: from the next value alone."""
 
     policy_loss_type: str = "regular"
@@ -233,25 +265,35 @@ class AlgorithmConfig:
         "seq_mean_token_mean",
         "token_sum",
         "prompt_mean",
-    ] = "token_mean"
+    ] = setting("token_mean", used_by=RL_OR_SFT)
     """How the loss of the trained tokens of a mini-batch becomes one number; token_mean: mean over tokens, token_mean_legacy: mean over micro-batches of means over their tokens, token_sum: sum, sequence_mean and seq_mean_token_mean: mean over samples of means over their tokens, seq_mean_token_sum: mean over samples of sums, seq_mean_token_sum_norm: the same divided by max_seq_len, prompt_mean: mean over groups of means over their tokens."""
 
-    max_seq_len: int | None = setting(None, range=COUNT)
+    max_seq_len: int | None = setting(
+        None, range=COUNT, used_by=(RL_OR_SFT, _with("loss_reduction", "seq_mean_token_sum_norm"))
+    )
     """Divisor of seq_mean_token_sum_norm in tokens; unset: generator.max_input_length + generator.sampling_params.max_generate_length."""
 
-    unbiased_loss_max_tokens: int | None = setting(None, range=COUNT)
+    unbiased_loss_max_tokens: int | None = setting(
+        None, range=COUNT, used_by=(RL_OR_SFT, _with("loss_reduction", "seq_mean_token_mean"))
+    )
     """Divisor of seq_mean_token_mean in tokens, instead of each sample's own length (Dr.GRPO)."""
 
-    eps_clip_low: float = setting(0.2, range=SHARE)
+    eps_clip_low: float = setting(
+        0.2, range=SHARE, used_by=_with("policy_loss_type", "regular", "dual_clip", "gspo", "rollout_is", "clip_cov")
+    )
     """Probability ratios below 1 - eps_clip_low are clipped; 1: none."""
 
-    eps_clip_high: float = setting(0.2, range=NOT_NEGATIVE)
+    eps_clip_high: float = setting(
+        0.2,
+        range=NOT_NEGATIVE,
+        used_by=_with("policy_loss_type", "regular", "dual_clip", "gspo", "rollout_is", "clip_cov"),
+    )
     """Probability ratios above 1 + eps_clip_high are clipped."""
 
-    clip_ratio_c: float = setting(3.0, range=Range(1, low_open=True))
+    clip_ratio_c: float = setting(3.0, range=Range(1, low_open=True), used_by=_with("policy_loss_type", "dual_clip"))
     """dual_clip: the loss of a token of negative advantage A is at most clip_ratio_c * |A| (arXiv:1912.09729)."""
 
-    aipo_rho: float = setting(2.0, range=POSITIVE)
+    aipo_rho: float = setting(2.0, range=POSITIVE, used_by=_with("policy_loss_type", "aipo"))
     """aipo: upper bound of the probability ratio, the only one of this loss."""
 
     positive_nll_coef: float | None = setting(None, range=NOT_NEGATIVE)
@@ -272,13 +314,15 @@ class AlgorithmConfig:
     use_kl_in_reward: bool = False
     """Subtract the KL divergence from the reference model from the reward of each token; excludes use_kl_loss."""
 
-    kl_loss_coef: float = setting(0.001, range=NOT_NEGATIVE)
+    kl_loss_coef: float = setting(0.001, range=NOT_NEGATIVE, used_by=_REFERENCE)
     """Weight of the KL divergence, in the loss, where tokens are reduced as loss_reduction says, or in the reward."""
 
-    kl_estimator_type: Literal["k1", "k2", "k3", "abs"] = "k3"
+    kl_estimator_type: Literal["k1", "k2", "k3", "abs"] = setting("k3", used_by=_REFERENCE)
     """Estimate of the KL divergence per token, with d = policy - reference log-probability; k1: d, abs: |d|, k2: d^2 / 2, k3: exp(-d) - 1 + d."""
 
-    kl_importance_weighted: bool = False
+    kl_importance_weighted: bool = setting(
+        False, used_by=when(".use_kl_loss", needs="{section}.use_kl_loss, because only the loss has a gradient")
+    )
     """Multiply the estimate in the loss by the ratio of new to old probability, which makes its gradient unbiased."""
 
     kl_ctrl: KLControllerConfig = section(KLControllerConfig)
@@ -286,13 +330,13 @@ class AlgorithmConfig:
     reference_reset_interval: int | None = setting(None, range=COUNT)
     """Steps between resets of the reference to the current policy; unset: never."""
 
-    reset_optimizer_with_reference: bool = True
+    reset_optimizer_with_reference: bool = setting(True, used_by=when(".reference_reset_interval"))
     """Start with a fresh optimizer state after such a reset."""
 
     use_entropy_loss: bool = False
     """Subtract the policy's entropy, weighted, from the loss; it is reported either way."""
 
-    entropy_loss_coef: float = setting(0.01, range=FINITE)
+    entropy_loss_coef: float = setting(0.01, range=FINITE, used_by=when(".use_entropy_loss", True))
     """Weight of the entropy in nats with use_entropy_loss; tokens are reduced as loss_reduction says."""
 
     temperature: float | None = setting(None, range=POSITIVE)
@@ -301,16 +345,18 @@ class AlgorithmConfig:
     logprob_dtype: LogprobDtype = "fp32"
     """Number type in which logits become log-probabilities, of policy, old policy and reference; bf16 and fp16 take half the memory and leave 2 or 3 digits."""
 
-    value_head_prefix: str = setting("value_head", on_change=OTHER_MODEL)
+    value_head_prefix: str = setting("value_head", used_by=CRITIC, on_change=OTHER_MODEL)
     """Name of the critic's output layer. A parameter `<name>.weight` of trainer.critic.model.path is loaded; without one, weights are drawn with trainer.seed, so small that values begin near 0."""
 
-    value_clip: float = setting(0.2, range=NOT_NEGATIVE)
+    value_clip: float = setting(0.2, range=NOT_NEGATIVE, used_by=CRITIC)
     """A value may move by this much from that before the update, further changes count nothing; 0: no bound, as SkyRL's null."""
 
     zero_variance_filter: bool = False
     """Leave groups of several samples whose rewards are all equal out of the loss, which then does not count them either."""
 
-    filter_reward_metric: list[str] = setting([])
+    filter_reward_metric: list[str] = setting(
+        [], used_by=any_of(when(".dynamic_sampling.type"), when(".zero_variance_filter"))
+    )
     """Named rewards, or metrics of the environment, whose sum decides for dynamic_sampling and zero_variance_filter whether a group's rewards are all equal; empty: the reward itself."""
 
     min_filter_prefix_tokens: int | None = setting(None, range=COUNT)
@@ -320,22 +366,22 @@ class AlgorithmConfig:
 
     dynamic_sampling: DynamicSamplingConfig = section(DynamicSamplingConfig)
 
-    sapo: SAPOConfig = section(SAPOConfig)
+    sapo: SAPOConfig = section(SAPOConfig, used_by=_with("policy_loss_type", "sapo"))
 
-    clip_cov: ClipCovConfig = section(ClipCovConfig)
+    clip_cov: ClipCovConfig = section(ClipCovConfig, used_by=_with("policy_loss_type", "clip_cov"))
 
-    kl_cov: KLCovConfig = section(KLCovConfig)
+    kl_cov: KLCovConfig = section(KLCovConfig, used_by=_with("policy_loss_type", "kl_cov"))
 
-    cispo: CISPOConfig = section(CISPOConfig)
+    cispo: CISPOConfig = section(CISPOConfig, used_by=_with("policy_loss_type", "cispo"))
 
-    dppo: DPPOConfig = section(DPPOConfig)
+    dppo: DPPOConfig = section(DPPOConfig, used_by=_with("policy_loss_type", "dppo"))
 
-    gmpo: GMPOConfig = section(GMPOConfig)
+    gmpo: GMPOConfig = section(GMPOConfig, used_by=_with("policy_loss_type", "gmpo"))
 
-    vespo: VESPOConfig = section(VESPOConfig)
+    vespo: VESPOConfig = section(VESPOConfig, used_by=_with("policy_loss_type", "vespo"))
 
-    dro: DROConfig = section(DROConfig)
+    dro: DROConfig = section(DROConfig, used_by=_with("policy_loss_type", "dro"))
 
-    m2po: M2POConfig = section(M2POConfig)
+    m2po: M2POConfig = section(M2POConfig, used_by=_with("policy_loss_type", "m2po"))
 
-    gdpo: GDPOConfig = section(GDPOConfig)
+    gdpo: GDPOConfig = section(GDPOConfig, used_by=_with("advantage_estimator", "gdpo"))

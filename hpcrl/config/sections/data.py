@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from hpcrl.config.conditions import ENGINES, OFFLINE, PAIRS, RL_OR_SFT, SFT
 from hpcrl.config.effects import OTHER_PROMPTS, OTHER_TOKENS, READING_SPEED, SCORES
 from hpcrl.config.fields import Location
-from hpcrl.config.setting import COUNT, NOT_NEGATIVE, POSITIVE, Check, required, setting
+from hpcrl.config.setting import COUNT, NOT_NEGATIVE, POSITIVE, Check, any_of, required, setting, when
 
 _USERS_OWN = "the user names the data; SkyRL's default is a path in its authors' setup"
 
@@ -20,22 +21,22 @@ class DataConfig:
     val_data: list[Location] = setting([], on_change=SCORES, why=_USERS_OWN)
     """Datasets of evaluation prompts; scores are reported per `data_source` column. Rows without one have the name of their file. With another trainer.mode than "rl": datasets whose loss is reported, each by the name of its file."""
 
-    val_prompts: list[Location] = setting([], on_change=SCORES)
+    val_prompts: list[Location] = setting([], used_by=when("trainer.mode", "sft", "dpo"), on_change=SCORES)
     """With another trainer.mode than "rl": datasets of prompts that are evaluated as in reinforcement learning, by engines that generate and environments that score; empty: there are no engines."""
 
-    subset: str | None = setting(None, on_change=OTHER_PROMPTS)
+    subset: str | None = setting(None, used_by=OFFLINE, on_change=OTHER_PROMPTS)
     """Subset (configuration) of training datasets of several; unset: the only one, or the default: called so, or marked `default: true`."""
 
-    revision: str | None = setting(None, on_change=OTHER_PROMPTS)
+    revision: str | None = setting(None, used_by=OFFLINE, on_change=OTHER_PROMPTS)
     """Branch, tag or commit of training datasets on the hub; unset: the main branch."""
 
-    val_subset: str | None = setting(None, on_change=SCORES)
+    val_subset: str | None = setting(None, used_by=OFFLINE, on_change=SCORES)
     """Subset (configuration) of evaluation datasets of several; unset: as for training datasets."""
 
-    val_revision: str | None = setting(None, on_change=SCORES)
+    val_revision: str | None = setting(None, used_by=OFFLINE, on_change=SCORES)
     """Branch, tag or commit of evaluation datasets on the hub; unset: the main branch."""
 
-    local_dir: Location | None = setting(None, on_change=OTHER_PROMPTS)
+    local_dir: Location | None = setting(None, used_by=OFFLINE, on_change=OTHER_PROMPTS)
     """Folder in which datasets with a relative name are looked for, before the hub is asked."""
 
     test_size: float | int | None = setting(None, range=POSITIVE, on_change=OTHER_PROMPTS)
@@ -44,7 +45,9 @@ class DataConfig:
     shuffle: bool = setting(True, on_change=OTHER_PROMPTS)
     """Draw a new order of the training prompts for each epoch; otherwise each epoch trains them in the order of the files."""
 
-    shuffle_seed: int | None = setting(None, range=NOT_NEGATIVE, on_change=OTHER_PROMPTS)
+    shuffle_seed: int | None = setting(
+        None, range=NOT_NEGATIVE, used_by=when(".shuffle", True), on_change=OTHER_PROMPTS
+    )
     """Seed of that order; unset: trainer.seed."""
 
     prompt_column: str = setting("prompt", on_change=OTHER_PROMPTS)
@@ -65,36 +68,40 @@ class DataConfig:
     video_pixels: int | None = setting(None, range=COUNT, on_change=OTHER_PROMPTS)
     """Pixels of a frame of a video at most, which bounds its tokens; unset: as the policy's video processor (video_preprocessor_config.json) bounds them."""
 
-    response_column: str | None = setting(None, on_change=OTHER_PROMPTS)
+    response_column: str | None = setting(
+        None,
+        used_by=any_of(RL_OR_SFT, ENGINES, needs='trainer.mode="rl" or "sft", or data.val_prompts'),
+        on_change=OTHER_PROMPTS,
+    )
     """Column with the reference answer: reward_spec.ground_truth of rows that have none; unset: rows bring their own. With trainer.mode="sft" it is the answer that format="prompt_response" trains; unset: response."""
 
-    conversation_column: str = setting("conversations", on_change=OTHER_PROMPTS)
+    conversation_column: str = setting("conversations", used_by=SFT, on_change=OTHER_PROMPTS)
     """Column with the chat messages that supervised fine-tuning learns: `role` and `content`, or ShareGPT's `from` and `value`; a message of weight 0 is not trained. A column `tools`, a list of objects or its JSON text, goes to the chat template, here as in other formats and in reinforcement learning; the text of a column `system` stands before messages without one."""
 
     format: Literal["conversations", "prompt_response", "text", "tokens"] = setting(
-        "conversations", on_change=OTHER_PROMPTS
+        "conversations", used_by=SFT, on_change=OTHER_PROMPTS
     )
     """What the rows of supervised fine-tuning are: chat messages, a prompt with its response, plain text, or tokens: `input_ids` with `labels` (-100 where a token is not trained) or with a `loss_mask`."""
 
-    chosen_column: str = setting("chosen", on_change=OTHER_PROMPTS)
+    chosen_column: str = setting("chosen", used_by=PAIRS, on_change=OTHER_PROMPTS)
     """Column with the better answer of a pair (trainer.mode="dpo" or "reward_model"): chat messages, or text that becomes one message of the assistant. One that begins with another message than the assistant's, and a text without a prompt_column, is whole: what both answers begin with is the prompt."""
 
-    rejected_column: str = setting("rejected", on_change=OTHER_PROMPTS)
+    rejected_column: str = setting("rejected", used_by=PAIRS, on_change=OTHER_PROMPTS)
     """Column with the worse answer."""
 
-    margin_column: str | None = setting(None, on_change=OTHER_PROMPTS)
+    margin_column: str | None = setting(None, used_by=when("trainer.mode", "reward_model"), on_change=OTHER_PROMPTS)
     """Column with the margin of a pair, a number: by how much the score of the better answer should be ahead, with trainer.mode="reward_model". Unset: 0."""
 
-    text_column: str = setting("text", on_change=OTHER_PROMPTS)
+    text_column: str = setting("text", used_by=SFT, on_change=OTHER_PROMPTS)
     """Column with the text of format="text"; all its tokens are trained, with the one that ends it."""
 
-    train_on_what: Literal["assistant", "last_turn", "all"] = setting("assistant", on_change=OTHER_TOKENS)
+    train_on_what: Literal["assistant", "last_turn", "all"] = setting("assistant", used_by=SFT, on_change=OTHER_TOKENS)
     """Which tokens of a conversation are trained: those of all messages of the assistant, of its last one, or all."""
 
-    too_long: Literal["cut", "drop", "refuse"] = setting("cut", on_change=OTHER_TOKENS)
+    too_long: Literal["cut", "drop", "refuse"] = setting("cut", used_by=OFFLINE, on_change=OTHER_TOKENS)
     """What becomes of a row of more than trainer.max_length tokens, or of a pair of which one has more: its end is cut off, it is left out, or the run ends with an error."""
 
-    lost: Literal["refuse", "train"] = setting("refuse", on_change=OTHER_TOKENS)
+    lost: Literal["refuse", "train"] = setting("refuse", used_by=OFFLINE, on_change=OTHER_TOKENS)
     """What becomes of a row of which the chat template leaves out something that is to be trained, such as thoughts or tool calls: the run ends with an error, or the rest is trained and such rows are counted."""
 
     weights: list[float] = setting(
@@ -102,17 +109,20 @@ class DataConfig:
         check=Check(
             "expected weights of more than 0, found {value}", lambda weights: all(weight > 0 for weight in weights)
         ),
+        used_by=OFFLINE,
         on_change=OTHER_PROMPTS,
     )
     """How often an epoch has the rows of each dataset of train_data: 2 means twice, 0.5 half of them, others in each epoch; empty: once."""
 
-    cache: bool = setting(False, on_change=READING_SPEED)
+    cache: bool = setting(False, used_by=OFFLINE, on_change=READING_SPEED)
     """Keep the tokens of supervised fine-tuning in slurm.root too (.tokens), for other runs that make the same of the same contents."""
 
-    num_workers: int = setting(0, range=NOT_NEGATIVE, on_change=READING_SPEED)
+    num_workers: int = setting(0, range=NOT_NEGATIVE, used_by=OFFLINE, on_change=READING_SPEED)
     """Further processes that tokenize the rows of datasets; 0: the controller does it alone."""
 
-    prefetch_factor: int | None = setting(None, range=COUNT, on_change=READING_SPEED)
+    prefetch_factor: int | None = setting(
+        None, range=COUNT, used_by=(OFFLINE, when(".num_workers")), on_change=READING_SPEED
+    )
     """Parts of 256 rows that each of them has before it; unset: 2. Needs num_workers."""
 
     drop_last: bool = setting(True, on_change=OTHER_PROMPTS)

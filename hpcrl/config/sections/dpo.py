@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hpcrl.config.setting import POSITIVE, Range, setting
+from hpcrl.config.setting import POSITIVE, Range, setting, when
 
 PREFERENCE_LOSSES = (
     *("sigmoid", "sigmoid_norm", "hinge", "ipo", "robust", "bco_pair", "nca_pair", "apo_zero", "apo_down"),
@@ -24,7 +24,11 @@ class DPOConfig:
     loss_weights: list[float] = setting([])
     """Weight of each loss of loss_type; empty: 1 each."""
 
-    label_smoothing: float = setting(0.0, range=Range(0, 0.5, high_open=True))
+    label_smoothing: float = setting(
+        0.0,
+        range=Range(0, 0.5, high_open=True),
+        used_by=when(".loss_type", test=lambda losses: "robust" in losses, needs="robust in {section}.loss_type"),
+    )
     """Probability that a pair is the wrong way round, for loss_type robust."""
 
     reference_free: bool = False

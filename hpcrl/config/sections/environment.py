@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from hpcrl.config.conditions import RL
 from hpcrl.config.effects import CALLS, SAME_NUMBERS, SCORES
 from hpcrl.config.fields import Location
 from hpcrl.config.sections.model import ScorerFSDPConfig
-from hpcrl.config.setting import COUNT, NOT_NEGATIVE, SHARE, Range, section, setting
+from hpcrl.config.setting import COUNT, NOT_NEGATIVE, SHARE, Range, any_of, section, setting, when
 
 COMPARING_REWARDS = ("single_choice", "boxed_math", "gsm8k", "direct_math")
 """Rewards that compare a response with the ground truth of its row."""
@@ -200,7 +201,7 @@ class RemoteRewardConfig:
     enable: bool = False
     """Score responses at a reward service: one that the run starts (service.model), or one whose address and token are in REMOTE_REWARD_ENQUEUE_URL, _FETCH_URL and _TOKEN."""
 
-    service: RewardServiceConfig = section(RewardServiceConfig)
+    service: RewardServiceConfig = section(RewardServiceConfig, used_by=when(".service.model"))
 
     reward_function: dict[str, float] = setting({})
     """Rewards that the service computes, with their weights in the sum; each is reported as environment/<name>, unweighted. Empty with service.model: reward_model, which is the only one of such a service, with weight 1."""
@@ -268,6 +269,17 @@ class OverlongRewardConfig:
     """overlong: penalty at the longest response (max_generate_length of training or evaluation); it grows linearly over the buffer."""
 
 
+def _has_overlong(rewards: dict[str, float]) -> bool:
+    return "overlong" in rewards
+
+
+_OVERLONG = any_of(
+    when(".reward_function", test=_has_overlong),
+    when(".eval_reward_function", test=_has_overlong),
+    needs="overlong in {section}.reward_function",
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentConfig:
     env_class: str | None = setting(None, why="no environment fits every run; the rows or the user name it")
@@ -282,11 +294,13 @@ class EnvironmentConfig:
     eval_reward_function: dict[str, float] = setting({}, on_change=SCORES)
     """The same for evaluation; empty: reward_function."""
 
-    overlong_reward: OverlongRewardConfig = section(OverlongRewardConfig)
+    overlong_reward: OverlongRewardConfig = section(OverlongRewardConfig, used_by=_OVERLONG)
 
-    remote_reward: RemoteRewardConfig = section(RemoteRewardConfig)
+    remote_reward: RemoteRewardConfig = section(RemoteRewardConfig, used_by=when(".remote_reward.enable", True))
 
-    reward_model: ScoringRewardModelConfig = section(ScoringRewardModelConfig)
+    reward_model: ScoringRewardModelConfig = section(
+        ScoringRewardModelConfig, used_by=(RL, when(".reward_model.model"))
+    )
 
     skyrl_gym: SkyRLGymConfig = section(SkyRLGymConfig)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from hpcrl.config.conditions import ENGINES, RL
 from hpcrl.config.effects import ENDS_A_RUN, OBJECTIVE, OTHER_FUNCTION, OTHER_GROUPS, OTHER_TOKENS, SAMPLING, SCORES
 from hpcrl.config.fields import Location
 from hpcrl.config.setting import (
@@ -19,10 +20,18 @@ from hpcrl.config.setting import (
     Range,
     section,
     setting,
+    when,
 )
 
 NODE = "node"
 """The endpoint listens at the address of its node."""
+
+
+_ADAPTERS = when("trainer.policy.model.lora.rank")
+_LOADED_ADAPTERS = when(
+    "engines_load_adapters",
+    needs="adapters that engines load: no modules_to_save or target_parameters, and no init_method that changes the weights (olora, pissa)",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,12 +108,14 @@ class InferenceEngineConfig:
     probabilities for them are of another distribution than the engine's."""
 
     merge_lora: bool = setting(
-        False, on_change=Effect("refused", "a step that was begun would go on with weights of the other kind")
+        False,
+        used_by=_ADAPTERS,
+        on_change=Effect("refused", "a step that was begun would go on with weights of the other kind"),
     )
     """Give engines the policy with its adapters merged into it, instead of the adapters: as many bytes as without LoRA, and a pause for each
     version, but no adapters to compute with for each token, and any model that the engine knows."""
 
-    fully_sharded_loras: bool = False
+    fully_sharded_loras: bool = setting(False, used_by=(_ADAPTERS, when(".merge_lora", False), _LOADED_ADAPTERS))
     """Split both matrices of adapters over the GPUs of a replica, and not one of them alone; faster with large ranks or many GPUs."""
 
     use_flashinfer: bool = False
@@ -119,15 +130,18 @@ class InferenceEngineConfig:
     enable_http_endpoint: bool = False
     """Let environments ask the policy themselves, as env_class = "agent" does: each rollout worker serves OpenAI's protocol, with a key for each sample, and keeps the tokens of what it answered for training."""
 
-    http_endpoint_host: str = "127.0.0.1"
+    http_endpoint_host: str = setting("127.0.0.1", used_by=when(".enable_http_endpoint", True))
     """Address at which it listens, on the node of each replica: one address, which agents reach; node: the node's own, by which the run's other servers are reached too (slurm.network_interface), for agents on other nodes."""
 
     http_endpoint_port: int | None = setting(
-        None, range=Range(1, 65535), why="unset: each replica finds a free port, also beside others on its node"
+        None,
+        range=Range(1, 65535),
+        used_by=when(".enable_http_endpoint", True),
+        why="unset: each replica finds a free port, also beside others on its node",
     )
     """Port of the first replica; each further one has the next. Unset: each finds a free one."""
 
-    served_model_name: str | None = None
+    served_model_name: str | None = setting(None, used_by=when(".enable_http_endpoint", True))
     """Name of the policy in requests; unset: trainer.policy.model.path."""
 
     engine_init_kwargs: dict[str, Any] = setting({}, on_change=SAMPLING)
@@ -266,13 +280,13 @@ class GeneratorConfig:
         InferenceEngineConfig, on_change=Effect("harmless", "it concerns the engines, which start anew in each attempt")
     )
 
-    n_samples_per_prompt: int = setting(5, range=COUNT, on_change=OTHER_GROUPS)
+    n_samples_per_prompt: int = setting(5, range=COUNT, used_by=RL, on_change=OTHER_GROUPS)
     """Samples per group in training."""
 
-    eval_n_samples_per_prompt: int = setting(1, range=COUNT, on_change=SCORES)
+    eval_n_samples_per_prompt: int = setting(1, range=COUNT, used_by=ENGINES, on_change=SCORES)
     """Samples per prompt in evaluation; the k of pass@k."""
 
-    max_turns: int = setting(1, range=COUNT, on_change=SAMPLING)
+    max_turns: int = setting(1, range=COUNT, used_by=ENGINES, on_change=SAMPLING)
     """Actions of the policy per sample at most."""
 
     max_input_length: int | None = setting(None, range=COUNT, on_change=SAMPLING)
@@ -283,9 +297,9 @@ class GeneratorConfig:
     chat_template_kwargs: dict[str, Any] = setting({}, on_change=OTHER_TOKENS)
     """Further arguments of the chat template, such as enable_thinking."""
 
-    sampling_params: SamplingParams = section(SamplingParams, on_change=SAMPLING)
+    sampling_params: SamplingParams = section(SamplingParams, used_by=ENGINES, on_change=SAMPLING)
 
-    eval_sampling_params: EvalSamplingParams = section(EvalSamplingParams, on_change=SCORES)
+    eval_sampling_params: EvalSamplingParams = section(EvalSamplingParams, used_by=ENGINES, on_change=SCORES)
 
     use_conversation_multi_turn: bool = setting(True, on_change=SAMPLING)
     """Each turn is a chat message of its own; otherwise all are one message of the assistant, in which observations are plain text."""
@@ -293,7 +307,7 @@ class GeneratorConfig:
     append_eos_token_after_stop_str_in_multi_turn: bool = setting(True, on_change=SAMPLING)
     """End a turn that the policy did not end itself (a stop text, the length or the environment did) as the chat template ends it, with tokens that are not trained; nothing is added after the last turn."""
 
-    step_wise_trajectories: bool = setting(False, on_change=OTHER_GROUPS)
+    step_wise_trajectories: bool = setting(False, used_by=RL, on_change=OTHER_GROUPS)
     """Each turn is trained on its own, after the conversation so far as the chat template writes it anew; the reward of a sample is that of its last turn, and its advantage is that of all its turns."""
 
     zero_reward_on_non_stop: bool = setting(False, on_change=OBJECTIVE)

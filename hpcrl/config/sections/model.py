@@ -28,9 +28,11 @@ from hpcrl.config.setting import (
     Check,
     Effect,
     Unimplemented,
+    any_of,
     required,
     section,
     setting,
+    when,
 )
 
 
@@ -134,7 +136,7 @@ class RefModelConfig:
     path: Location | None = None
     """Model that the KL term compares with; unset: the policy's initial model."""
 
-    revision: str | None = None
+    revision: str | None = setting(None, used_by=when(".path"))
     """Branch, tag or commit of that model on the hub; unset: its main branch, or with path unset the policy's revision."""
 
 
@@ -147,6 +149,14 @@ class CriticModelConfig:
     """Branch, tag or commit of that model on the hub; unset: its main branch."""
 
     lora: LoraConfig = section(LoraConfig)
+
+
+_FALLING = when(
+    ".scheduler", test=lambda scheduler: scheduler != "constant_with_warmup", needs="a {section}.scheduler that falls"
+)
+_WARM_UP = any_of(
+    when(".num_warmup_steps"), when(".warmup_ratio"), needs="a warm-up ({section}.num_warmup_steps or warmup_ratio)"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,7 +191,7 @@ class OptimizerConfig:
     max_grad_norm: float = 1.0
     """Bound on the 2-norm of all gradients together, above which they are scaled down; 0 or less: none."""
 
-    offload_after_step: bool = setting(True, on_change=SAME_NUMBERS)
+    offload_after_step: bool = setting(True, used_by=when("trainer.placement.colocate_all"), on_change=SAME_NUMBERS)
     """With colocated engines: move the optimizer's state to host memory while they generate."""
 
     num_warmup_steps: int = setting(0, range=NOT_NEGATIVE)
@@ -190,19 +200,19 @@ class OptimizerConfig:
     warmup_ratio: float | None = setting(None, range=SHARE)
     """The same as a share of all optimizer steps of the run, rounded, instead of num_warmup_steps."""
 
-    warmup_start_factor: float = setting(0.0, range=SHARE)
+    warmup_start_factor: float = setting(0.0, range=SHARE, used_by=_WARM_UP)
     """Share of lr from which the warm-up rises."""
 
-    warmup_shape: WarmupShape = "between"
+    warmup_shape: WarmupShape = setting("between", used_by=_WARM_UP)
     """Where step t (from 0) of a warm-up of w steps lies on the way from warmup_start_factor to lr: between, (t + 1) / (w + 1), so that every step moves, and with less than lr; to_lr, (t + 1) / w, so that the last has lr, as in Cosmos-RL of January 2026; from_start, t / (w - 1), so that the first has warmup_start_factor too, as in Cosmos-RL since."""
 
     scheduler: Scheduler = "constant_with_warmup"
     """Learning rate after the warm-up: constant, or falling linearly, as a half cosine, or as 1 - sqrt(progress of the decay)."""
 
-    decay_ratio: float | None = setting(None, range=SHARE)
+    decay_ratio: float | None = setting(None, range=SHARE, used_by=_FALLING)
     """Share of all optimizer steps of the run, at its end, over which a learning rate falls; unset: all after the warm-up, which is also the most."""
 
-    min_lr_factor: float = setting(0.0, range=SHARE)
+    min_lr_factor: float = setting(0.0, range=SHARE, used_by=_FALLING)
     """Share of lr at which a falling learning rate ends."""
 
 
@@ -280,7 +290,9 @@ class ScorerFSDPConfig(RefFSDPConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherFSDPConfig(ShardingConfig):
-    mixed_precision: TeacherPrecisionConfig = section(TeacherPrecisionConfig)
+    mixed_precision: TeacherPrecisionConfig = section(
+        TeacherPrecisionConfig, used_by=when("trainer.distillation.backend", "fsdp2", "megatron")
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -352,7 +364,9 @@ class PolicyConfig:
     compile_model: bool = setting(False, on_change=SAME_NUMBERS)
     """Compile the layers of policy and reference with torch.compile: the first passes take minutes, later ones less time; FSDP2 only."""
 
-    activation_offload: bool = setting(False, on_change=SAME_NUMBERS)
+    activation_offload: bool = setting(
+        False, used_by=when("trainer.gradient_checkpointing", True), on_change=SAME_NUMBERS
+    )
     """Move what gradient checkpointing keeps, the inputs of layers, to host memory between forward and backward; on GPUs with FSDP2 only."""
 
     enable_liger_kernel: bool = setting(False, on_change=SAME_NUMBERS)

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from hpcrl.config.conditions import ENGINES
 from hpcrl.config.effects import CLUSTER, OTHER_DIRECTORY, SOFTWARE, SPREAD
 from hpcrl.config.fields import Location
 from hpcrl.config.setting import COUNT, NOT_NEGATIVE, POSITIVE, Check, Range, section, setting
@@ -66,6 +67,11 @@ class ElasticConfig:
 
     extra: dict[str, Any] = setting({})
     """Further sbatch options by their long names; true: an option without a value."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ElasticReplicasConfig(ElasticConfig):
+    replicas: int = setting(0, used_by=ENGINES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,7 +207,7 @@ class SlurmConfig:
     replica_patience_minutes: int = setting(15, range=COUNT, on_change=CLUSTER)
     """How long a run goes on with fewer replicas than min_replicas, those whose engines start included, or fewer scorers than min_scorers."""
 
-    elastic: ElasticConfig = section(ElasticConfig, on_change=CLUSTER)
+    elastic: ElasticReplicasConfig = section(ElasticReplicasConfig, on_change=CLUSTER)
 
     elastic_scorers: ElasticScorersConfig = section(ElasticScorersConfig, on_change=CLUSTER)
 

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from hpcrl.config.conditions import CRITIC, ENGINES, OFFLINE, RL, RL_OR_SFT
 from hpcrl.config.effects import (
     ENDS_A_RUN,
     LAST_STEP,
@@ -38,6 +39,7 @@ from hpcrl.config.setting import (
     Unimplemented,
     section,
     setting,
+    when,
 )
 
 LOGGERS = ("tensorboard", "console", "wandb", "mlflow", "swanlab", "trackio")
@@ -60,6 +62,7 @@ class PlacementConfig:
     critic_num_nodes: int | None = setting(
         None,
         range=COUNT,
+        used_by=CRITIC,
         why=_BESIDE_POLICY,
     )
     """Nodes of a critic that has its own, after the policy's; unset: as the policy. With neither this nor critic_num_gpus_per_node the critic is
@@ -68,6 +71,7 @@ class PlacementConfig:
     critic_num_gpus_per_node: int | None = setting(
         None,
         range=COUNT,
+        used_by=CRITIC,
         why=_BESIDE_POLICY,
     )
     """Ranks of such a critic per node; unset: as the policy."""
@@ -153,34 +157,34 @@ class UploadConfig:
     hf: bool = False
     """Push the last export to the Hugging Face hub, once the run is done."""
 
-    hf_repo_name: str | None = None
+    hf_repo_name: str | None = setting(None, used_by=when(".hf"))
     """Repository on the hub, <owner>/<name>, or <name> alone for the owner of the token; the run's name is appended to it."""
 
-    hf_private: bool = True
+    hf_private: bool = setting(True, used_by=when(".hf"))
     """Whether a repository that is made for it is private."""
 
-    hf_token_file: Location | None = None
+    hf_token_file: Location | None = setting(None, used_by=when(".hf"))
     """File with a token that may write; unset: $HF_TOKEN, or the file $HF_TOKEN_PATH, or what `hf auth login` has left."""
 
-    hf_endpoint: str | None = None
+    hf_endpoint: str | None = setting(None, used_by=when(".hf"))
     """Address of another hub; unset: $HF_ENDPOINT, else https://huggingface.co."""
 
     s3: Literal["final", "all"] | None = None
     """Copy to S3 the last export and checkpoint, once the run is done, or all of them, as soon as each is there."""
 
-    s3_checkpoints: bool = True
+    s3_checkpoints: bool = setting(True, used_by=when(".s3"))
     """Copy checkpoints beside exports; false: exports alone, which are several times smaller."""
 
-    s3_bucket: str | None = None
+    s3_bucket: str | None = setting(None, used_by=when(".s3"))
     """Bucket of the copies."""
 
-    s3_prefix: str = "outputs"
+    s3_prefix: str = setting("outputs", used_by=when(".s3"))
     """Beginning of the keys in the bucket; <project>/<run> follows."""
 
-    s3_endpoint: str | None = None
+    s3_endpoint: str | None = setting(None, used_by=when(".s3"))
     """Address of an S3-compatible store; unset: $AWS_ENDPOINT_URL_S3, else AWS."""
 
-    s3_credentials_file: Location | None = None
+    s3_credentials_file: Location | None = setting(None, used_by=when(".s3"))
     """Credentials file as of the AWS command line; unset: AWS's own variables and files, $AWS_SHARED_CREDENTIALS_FILE among them."""
 
 
@@ -192,6 +196,12 @@ _DIRECTORY_NAME = Check(
     "{value!r:.140}",
     # a sweep makes longer names of it, and a filesystem takes 255
     lambda name: re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", name) is not None,
+)
+
+
+_SCORERS = when(
+    "has_scorers",
+    needs="trainer.distillation.enable, a reference on nodes of its own (trainer.placement.colocate_policy_ref=false), or environment.reward_model.model",
 )
 
 
@@ -243,21 +253,26 @@ class TrainerConfig:
 
     ref: RefConfig = section(RefConfig)
 
-    critic: CriticConfig = section(CriticConfig)
+    critic: CriticConfig = section(CriticConfig, used_by=(CRITIC, RL))
 
-    algorithm: AlgorithmConfig = section(AlgorithmConfig, on_change=OBJECTIVE)
+    algorithm: AlgorithmConfig = section(AlgorithmConfig, used_by=RL, on_change=OBJECTIVE)
 
-    dpo: DPOConfig = section(DPOConfig, on_change=OBJECTIVE)
+    dpo: DPOConfig = section(DPOConfig, used_by=when("trainer.mode", "dpo"), on_change=OBJECTIVE)
 
-    reward_model: RewardModelConfig = section(RewardModelConfig, on_change=OBJECTIVE)
+    reward_model: RewardModelConfig = section(
+        RewardModelConfig, used_by=when("trainer.mode", "reward_model"), on_change=OBJECTIVE
+    )
 
-    distillation: DistillationConfig = section(DistillationConfig, on_change=OBJECTIVE)
+    distillation: DistillationConfig = section(
+        DistillationConfig, used_by=(when(".distillation.enable"), RL_OR_SFT), on_change=OBJECTIVE
+    )
 
-    max_unscored_ratio: float = setting(0.1, range=SHARE, on_change=OBJECTIVE)
+    max_unscored_ratio: float = setting(0.1, range=SHARE, used_by=_SCORERS, on_change=OBJECTIVE)
     """Share of a step's samples at which a teacher, or a reference on nodes of its own, may fail; those are not trained. More end the run."""
 
     fully_async: FullyAsyncConfig = section(
         FullyAsyncConfig,
+        used_by=RL,
         on_change=Effect("warning", "groups that wait to be trained and are too old under it are generated again"),
     )
 
@@ -271,13 +286,19 @@ class TrainerConfig:
     gradient_checkpointing: bool = setting(True, on_change=SAME_NUMBERS)
     """Compute activations again in backward instead of keeping them."""
 
-    gradient_checkpointing_use_reentrant: bool = setting(False, on_change=SAME_NUMBERS)
+    gradient_checkpointing_use_reentrant: bool = setting(
+        False, used_by=when(".gradient_checkpointing", True), on_change=SAME_NUMBERS
+    )
     """Use PyTorch's older, reentrant implementation of that; FSDP2 only."""
 
-    gradient_checkpointing_every: int = setting(1, range=COUNT, on_change=SAME_NUMBERS)
+    gradient_checkpointing_every: int = setting(
+        1, range=COUNT, used_by=when(".gradient_checkpointing", True), on_change=SAME_NUMBERS
+    )
     """Compute activations again in every n-th layer only, from the first; the others keep theirs; FSDP2 only."""
 
-    gradient_checkpointing_keep: Literal["nothing", "attention"] = setting("nothing", on_change=SAME_NUMBERS)
+    gradient_checkpointing_keep: Literal["nothing", "attention"] = setting(
+        "nothing", used_by=when(".gradient_checkpointing", True), on_change=SAME_NUMBERS
+    )
     """What is kept of the layers that are computed again, beside their inputs; attention: the results of attention, which then is not computed again; FSDP2 only."""
 
     flash_attn: bool = setting(True, on_change=SAME_NUMBERS)
@@ -316,7 +337,9 @@ class TrainerConfig:
     ckpt_keep_best: str | None = setting(None, on_change=WRITTEN)
     """Metric, such as eval/all/avg_score or reward/avg_raw_reward; the checkpoint whose step has the best value of it is kept beside the newest. Unset: none."""
 
-    ckpt_keep_best_mode: Literal["max", "min"] | None = setting(None, on_change=WRITTEN)
+    ckpt_keep_best_mode: Literal["max", "min"] | None = setting(
+        None, used_by=when(".ckpt_keep_best"), on_change=WRITTEN
+    )
     """Whether the highest or the lowest value of ckpt_keep_best is the best; unset: as its name says, the lowest loss, the highest score, reward or accuracy. Required for other metrics."""
 
     ckpt_interval: int = setting(10, on_change=WRITTEN)
@@ -349,7 +372,7 @@ class TrainerConfig:
     policy_mini_batch_size: int = setting(256, range=COUNT, on_change=UPDATES)
     """Prompts per optimizer step."""
 
-    critic_mini_batch_size: int = setting(256, range=COUNT, on_change=UPDATES)
+    critic_mini_batch_size: int = setting(256, range=COUNT, used_by=(CRITIC, RL), on_change=UPDATES)
     """Prompts per optimizer step of the critic."""
 
     micro_train_batch_size_per_gpu: int | None = setting(
@@ -392,10 +415,10 @@ class TrainerConfig:
     eval_interval: int = setting(5, on_change=WRITTEN)
     """Steps between evaluations, with one more after the last step; 0 or less: no evaluation at all."""
 
-    max_prompt_length: int = setting(512, range=COUNT, on_change=OTHER_PROMPTS)
+    max_prompt_length: int = setting(512, range=COUNT, used_by=ENGINES, on_change=OTHER_PROMPTS)
     """Longest prompt in tokens, chat template included; longer ones are dropped."""
 
-    max_length: int | None = setting(None, range=COUNT, on_change=OTHER_TOKENS)
+    max_length: int | None = setting(None, range=COUNT, used_by=OFFLINE, on_change=OTHER_TOKENS)
     """Tokens of a dataset's row at most, of a pair each answer with its prompt, which has to be set with another trainer.mode than "rl"; data.too_long says what becomes of longer ones."""
 
     dump_data_batch: bool = setting(False, on_change=WRITTEN)
@@ -404,5 +427,5 @@ class TrainerConfig:
     dump_eval_results: bool = setting(True, on_change=WRITTEN)
     """Write texts and scores of each evaluation into the run directory."""
 
-    multi_modal_log_interval: int | None = setting(None, range=COUNT, on_change=WRITTEN)
+    multi_modal_log_interval: int | None = setting(None, range=COUNT, used_by=ENGINES, on_change=WRITTEN)
     """Versions of a policy between those of whose training samples the pictures are kept as PNG files in pictures/ of the run directory, for `hpcrl samples` and reports: the images that a vision-language model was shown, in every turn, or what a diffusion pipeline painted; those of evaluations are kept too. Unset: none."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hpcrl.config.conditions import ENGINES
 from hpcrl.config.effects import OTHER_RUN, SOFTWARE
 from hpcrl.config.fields import Location
 from hpcrl.config.sections.data import DataConfig
@@ -30,6 +31,7 @@ class ConfigTree:
     generator: GeneratorConfig = section(GeneratorConfig)
     environment: EnvironmentConfig = section(
         EnvironmentConfig,
+        used_by=ENGINES,
         on_change=Effect("warning", "rewards change; groups that wait to be trained have the old ones"),
     )
     vla: VLAConfig = section(VLAConfig)
