@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpcrl.config.setting import any_of, when
+from hpcrl.config.setting import When, any_of, when
 
 RL = when("trainer.mode", "rl")
 SFT = when("trainer.mode", "sft")
@@ -11,3 +11,8 @@ PAIRS = when("trainer.mode", "dpo", "reward_model")
 OFFLINE = when("trainer.mode", "sft", "dpo", "reward_model")
 ENGINES = any_of(RL, when("has_engines"), needs='data.val_prompts, or trainer.mode="rl"')
 CRITIC = when("trainer.critic.model.path")
+
+
+def chosen(name: str, *values: str) -> When:
+    """Return the condition that a setting of the same section names one of some functions."""
+    return when(f".{name}", *values, needs=f"{{section}}.{name}={' or '.join(values)}")

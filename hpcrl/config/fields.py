@@ -79,7 +79,9 @@ class Setting:
     @property
     def meaning(self) -> str:
         """The text below the field in its section's source; empty where there is none."""
-        return next((text for cls in self.section.__mro__ if (text := _meanings(cls).get(self.name))), "")
+        text = next((text for cls in self.section.__mro__ if (text := _meanings(cls).get(self.name))), "")
+        names = "; ".join(f"{name}: {one.summary}" for name, one in self.facts.named.items())
+        return text.replace("{names}", names) if names else text
 
     def expects(self) -> str:
         """Return which values the setting takes, in words."""
@@ -104,7 +106,6 @@ def noun(kind: Any) -> str:
     return _NOUNS.get(kind, "a table")
 
 
-@cache
 def alternatives(annotation: Any) -> tuple[Any, ...]:
     """Return the types that an annotation admits, without `Annotated`; `None` is among them where it may be unset."""
     if get_origin(annotation) is Annotated:

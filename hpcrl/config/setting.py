@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 T = TypeVar("T")
 Kind = Literal["harmless", "warning", "refused"]
@@ -57,6 +57,12 @@ COUNT, NOT_NEGATIVE, POSITIVE = Range(1), Range(0), Range(0, low_open=True)
 SHARE, SHARE_ABOVE_0 = Range(0, 1), Range(0, 1, low_open=True)
 SHARE_BELOW_1 = Range(0, 1, high_open=True)
 FINITE = Range()
+
+Count = Annotated[int, COUNT]
+NotNegative = Annotated[float, NOT_NEGATIVE]
+Positive = Annotated[float, POSITIVE]
+Share = Annotated[float, SHARE]
+"""Types of settings in the signatures of losses and advantage estimators."""
 
 
 @dataclass(frozen=True)
@@ -146,6 +152,19 @@ def _is_something(value: Any) -> bool:
 
 
 @dataclass(frozen=True)
+class Named:
+    """A function that a setting chooses by its name.
+
+    Attributes:
+        summary: what it is, in a few words.
+        settings: names of the settings that it reads.
+    """
+
+    summary: str
+    settings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Facts:
     """What a section declares of one of its settings, or of a section in it, beside type and default."""
 
@@ -155,6 +174,7 @@ class Facts:
     on_change: Effect | None = None
     unimplemented: Unimplemented | None = None
     why: str = ""
+    named: Mapping[str, Named] = field(default_factory=dict)
 
 
 def setting(
@@ -166,6 +186,7 @@ def setting(
     on_change: Effect | None = None,
     unimplemented: Unimplemented | None = None,
     why: str = "",
+    named: Mapping[str, Named] | None = None,
 ) -> T:
     """Return the dataclass field of a setting.
 
@@ -178,9 +199,16 @@ def setting(
         on_change: effect of a change at a resume; None: that of the section.
         unimplemented: why it is accepted at its default only.
         why: why the default is not SkyRL's.
+        named: functions that it may name; `{names}` in its meaning stands for them.
     """
     facts = _metadata(
-        range=range, check=check, used_by=used_by, on_change=on_change, unimplemented=unimplemented, why=why
+        range=range,
+        check=check,
+        used_by=used_by,
+        on_change=on_change,
+        unimplemented=unimplemented,
+        why=why,
+        named=named,
     )
     if isinstance(default, list | dict):
         return field(default_factory=lambda: copy.deepcopy(default), metadata=facts)

@@ -18,8 +18,6 @@ from hpcrl.algorithms.kl import KL_ESTIMATORS
 from hpcrl.algorithms.losses import POLICY_LOSSES
 from hpcrl.config import AlgorithmConfig, Config, EnvironmentConfig
 from hpcrl.config.fields import leaves, section_settings
-from hpcrl.config.sections.algorithm import ADVANTAGE_ESTIMATORS
-from hpcrl.config.sections.algorithm import POLICY_LOSSES as LOSS_NAMES
 from hpcrl.config.sections.environment import REWARDS as REWARD_NAMES
 from hpcrl.envs.registry import make_environment
 from hpcrl.envs.rewards.response import Response
@@ -36,8 +34,6 @@ ALGORITHM = "trainer.algorithm."
 REDUCTIONS = get_args(get_type_hints(AlgorithmConfig)["loss_reduction"])
 
 NAMES: dict[str, list[Collection[str]]] = {
-    "Advantage estimators": [ESTIMATORS, ADVANTAGE_ESTIMATORS],
-    "Policy losses": [POLICY_LOSSES, LOSS_NAMES],
     "KL estimators": [KL_ESTIMATORS, get_args(get_type_hints(AlgorithmConfig)["kl_estimator_type"])],
     "Reductions": [REDUCTIONS],
     "Rewards": [REWARDS, REWARD_NAMES],

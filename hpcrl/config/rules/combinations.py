@@ -92,7 +92,7 @@ from hpcrl.config.rules.training import (
 )
 from hpcrl.config.rules.unused_settings import not_switched_on
 from hpcrl.config.rules.uploads import uploads
-from hpcrl.config.sections.algorithm import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
+from hpcrl.config.sections.functions import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from hpcrl.config.sections.trainer import LOGGERS, TrainerConfig
 from hpcrl.config.sections.tree import ConfigTree
 

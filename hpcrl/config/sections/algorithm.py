@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from hpcrl.config.conditions import CRITIC, RL_OR_SFT
+from hpcrl.config.conditions import CRITIC, RL_OR_SFT, chosen
 from hpcrl.config.effects import OTHER_MODEL
+from hpcrl.config.sections.functions import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, FunctionsConfig
 from hpcrl.config.setting import (
     COUNT,
     FINITE,
@@ -25,26 +26,6 @@ from hpcrl.config.setting import (
 LogprobDtype = Literal["fp32", "bf16", "fp16"]
 OWN_REWARD = "reward"
 """In gdpo.rewards: the reward of the sample itself."""
-ADVANTAGE_ESTIMATORS = ("grpo", "rloo", "maxrl", "opo", "remax", "gdpo", "reinforce++", "reinforce++_baseline", "gae")
-POLICY_LOSSES = (
-    "regular",
-    "dual_clip",
-    "gspo",
-    "sapo",
-    "cispo",
-    "rollout_is",
-    "clip_cov",
-    "kl_cov",
-    "cross_entropy",
-    "importance_sampling",
-    "aipo",
-    "dppo",
-    "gpg",
-    "gmpo",
-    "vespo",
-    "dro",
-    "m2po",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,15 +94,6 @@ class OffPolicyCorrectionConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SAPOConfig:
-    tau_pos: float = setting(1.0, range=POSITIVE)
-    """sapo: steepness of the gate around ratio 1 for positive advantages (arXiv:2511.20347)."""
-
-    tau_neg: float = setting(1.05, range=POSITIVE)
-    """sapo: the same for other advantages; above tau_pos: they are damped sooner."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class DynamicSamplingConfig:
     type: Literal["filter", "replace"] | None = None
     """What happens to groups of several samples whose rewards are all equal; filter: another prompt is generated instead (DAPO, arXiv:2503.14476), replace: other groups of the batch take their places (POLARIS), unset: they are trained. trainer.epochs sets the number of steps as without it."""
@@ -134,96 +106,17 @@ class DynamicSamplingConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClipCovConfig:
-    clip_ratio: float = setting(0.0002, range=SHARE)
-    """clip_cov: share of the tokens of a micro-batch that is left out, drawn at random, at least one token (arXiv:2505.22617)."""
-
-    clip_cov_lb: float = 1.0
-    """clip_cov: tokens may be left out whose covariance of advantage and log-probability is above this."""
-
-    clip_cov_ub: float = 5.0
-    """clip_cov: and below this."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class KLCovConfig:
-    kl_cov_frac: float = setting(0.2, range=SHARE)
-    """kl_cov: share of the tokens of a micro-batch, those of largest covariance of advantage and log-probability, that get a KL term (arXiv:2505.22617)."""
-
-    ppo_kl_coef: float = setting(1.0, range=NOT_NEGATIVE)
-    """kl_cov: weight of that term, |new - old log-probability|."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CISPOConfig:
-    cispo_eps_clip_low: float = setting(0.0, range=SHARE)
-    """cispo: probability ratios below 1 - cispo_eps_clip_low are raised to that bound (arXiv:2506.13585)."""
-
-    cispo_eps_clip_high: float = setting(5.0, range=NOT_NEGATIVE)
-    """cispo: probability ratios above 1 + cispo_eps_clip_high are lowered to that bound."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DPPOConfig:
-    dppo_type: Literal["binary_tv", "binary_kl"] = "binary_tv"
-    """dppo: divergence of the policy from the rollout, of this token against all others; binary_tv: difference of the probabilities, binary_kl: KL(rollout || policy) in nats (arXiv:2602.04879)."""
-
-    delta_low: float = setting(0.2, range=NOT_NEGATIVE)
-    """dppo: tokens of negative advantage count nothing once the policy has fallen from the rollout by a divergence above this; 0.05 is usual with binary_kl."""
-
-    delta_high: float = setting(0.2, range=NOT_NEGATIVE)
-    """dppo: the same for tokens of positive advantage and a policy that has risen."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class GMPOConfig:
-    log_clip_low: float = setting(0.4, range=NOT_NEGATIVE)
-    """gmpo: logarithms of probability ratios below -log_clip_low are raised to it, where the advantage is negative (arXiv:2507.20673)."""
-
-    log_clip_high: float = setting(0.4, range=NOT_NEGATIVE)
-    """gmpo: those above log_clip_high are lowered to it, where the advantage is positive."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class VESPOConfig:
-    k_pos: float = setting(2.0, range=NOT_NEGATIVE)
-    """vespo: exponent of a sample's probability ratio to the rollout in its weight, for advantages that are not negative; the larger it is, the less count samples that have become rare (arXiv:2602.10693)."""
-
-    lambda_pos: float = setting(3.0, range=NOT_NEGATIVE)
-    """vespo: rate at which the weight falls for these where the ratio is large."""
-
-    k_neg: float = setting(3.0, range=NOT_NEGATIVE)
-    """vespo: the exponent for negative advantages."""
-
-    lambda_neg: float = setting(2.0, range=NOT_NEGATIVE)
-    """vespo: the rate for negative advantages."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DROConfig:
-    beta: float = setting(1.0, range=NOT_NEGATIVE)
-    """dro: weight of the squared logarithm of the probability ratio to the rollout, half of which is added to the loss (arXiv:2405.19107); a token is drawn to the logarithm A / beta, so that it belongs to the size of the advantages, about 1 with grpo."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class M2POConfig:
-    threshold: float = setting(0.04, range=POSITIVE)
-    """m2po: what the mean of the squared logarithms of probability ratios to the rollout may be at most, over tokens that move away from it; the largest are left out until it is (arXiv:2510.01161)."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class GDPOConfig:
     rewards: dict[str, float] = setting({})
     """gdpo: named rewards, or metrics of the environment, with their weights, such as {correct = 1.0, format = 0.3}; `reward` is that of the sample itself. An advantage estimator of your own finds them in `named_B`."""
 
 
-def _with(name: str, *values: str) -> When:
-    """Return the condition that a setting of the section has one of some values."""
-    return when(f".{name}", *values, needs=f"{{section}}.{name}={' or '.join(values)}")
+def _read_by(name: str) -> When:
+    return chosen("policy_loss_type", *(loss for loss, one in POLICY_LOSSES.items() if name in one.settings))
 
 
 _DISCOUNTS = any_of(
-    _with("advantage_estimator", "gae", "reinforce++"),
+    chosen("advantage_estimator", "gae", "reinforce++"),
     CRITIC,
     needs="{section}.advantage_estimator=gae or reinforce++, or a critic",
 )
@@ -231,11 +124,11 @@ _REFERENCE = when("uses_reference", needs="{section}.use_kl_loss or use_kl_in_re
 
 
 @dataclass(frozen=True, kw_only=True)
-class AlgorithmConfig:
-    advantage_estimator: str = "grpo"
-    """How rewards become advantages: grpo (against the group's mean, arXiv:2402.03300), rloo (against the mean of the group's other samples, arXiv:2402.14740), maxrl (as grpo, but divided by the mean of the group, arXiv:2602.02710), opo (against the group's mean weighted by length, arXiv:2505.23585), remax (against the greedy response to the same prompt, which is generated beside the group, arXiv:2310.10505), gdpo (several rewards, each against its group's mean by itself, arXiv:2601.05242), reinforce++ (rewards from each token on, discounted, standardized over the batch, arXiv:2501.03262), reinforce++_baseline (against the group's mean, standardized over the batch), gae (against a critic, arXiv:1506.02438), or your own as "package.module:function"."""
+class AlgorithmConfig(FunctionsConfig):
+    advantage_estimator: str = setting("grpo", named=ADVANTAGE_ESTIMATORS)
+    """How rewards become advantages. {names}; or your own as "package.module:function"."""
 
-    grpo_norm_by_std: bool = setting(True, used_by=_with("advantage_estimator", "grpo"))
+    grpo_norm_by_std: bool = setting(True, used_by=chosen("advantage_estimator", "grpo"))
     """grpo: divide a group's advantages by the standard deviation of its rewards (false: Dr.GRPO, arXiv:2503.20783)."""
 
     advantage_batch_normalize: bool = False
@@ -253,8 +146,8 @@ class AlgorithmConfig:
     lambd: float = setting(1.0, range=SHARE, used_by=CRITIC)
     """gae, and what a critic learns: lambda; 1: advantages from all later rewards, 0: from the next value alone."""
 
-    policy_loss_type: str = "regular"
-    """Policy loss: regular (the clipped surrogate of PPO, arXiv:1707.06347), dual_clip (also bounded for negative advantages, arXiv:1912.09729), gspo (one ratio per sample, arXiv:2507.18071), sapo (a soft gate, arXiv:2511.20347), cispo (clipped weights, arXiv:2506.13585), rollout_is (ratio to the rollout, out of bounds: no weight), clip_cov and kl_cov (arXiv:2505.22617), aipo (ratio bounded on one side, arXiv:2505.24034), dppo (ratio to the rollout, inside a bound on the divergence, arXiv:2602.04879), gmpo (geometric mean of a sample's ratios, arXiv:2507.20673; the paper's loss_reduction is sequence_mean), vespo (a smooth weight by the ratio of whole samples, arXiv:2602.10693), dro (no ratio, and a squared penalty, arXiv:2405.19107), m2po (the ratio to the rollout, without outliers, arXiv:2510.01161), gpg (no ratio, arXiv:2504.02546), importance_sampling (the plain ratio), cross_entropy (likelihood, without advantages), or your own as "package.module:function"."""
+    policy_loss_type: str = setting("regular", named=POLICY_LOSSES)
+    """Policy loss. {names}; or your own as "package.module:function"."""
 
     loss_reduction: Literal[
         "token_mean",
@@ -269,31 +162,29 @@ class AlgorithmConfig:
     """How the loss of the trained tokens of a mini-batch becomes one number; token_mean: mean over tokens, token_mean_legacy: mean over micro-batches of means over their tokens, token_sum: sum, sequence_mean and seq_mean_token_mean: mean over samples of means over their tokens, seq_mean_token_sum: mean over samples of sums, seq_mean_token_sum_norm: the same divided by max_seq_len, prompt_mean: mean over groups of means over their tokens."""
 
     max_seq_len: int | None = setting(
-        None, range=COUNT, used_by=(RL_OR_SFT, _with("loss_reduction", "seq_mean_token_sum_norm"))
+        None, range=COUNT, used_by=(RL_OR_SFT, chosen("loss_reduction", "seq_mean_token_sum_norm"))
     )
     """Divisor of seq_mean_token_sum_norm in tokens; unset: generator.max_input_length + generator.sampling_params.max_generate_length."""
 
     unbiased_loss_max_tokens: int | None = setting(
-        None, range=COUNT, used_by=(RL_OR_SFT, _with("loss_reduction", "seq_mean_token_mean"))
+        None, range=COUNT, used_by=(RL_OR_SFT, chosen("loss_reduction", "seq_mean_token_mean"))
     )
     """Divisor of seq_mean_token_mean in tokens, instead of each sample's own length (Dr.GRPO)."""
 
-    eps_clip_low: float = setting(
-        0.2, range=SHARE, used_by=_with("policy_loss_type", "regular", "dual_clip", "gspo", "rollout_is", "clip_cov")
-    )
+    eps_clip_low: float = setting(0.2, range=SHARE, used_by=_read_by("eps_clip_low"))
     """Probability ratios below 1 - eps_clip_low are clipped; 1: none."""
 
     eps_clip_high: float = setting(
         0.2,
         range=NOT_NEGATIVE,
-        used_by=_with("policy_loss_type", "regular", "dual_clip", "gspo", "rollout_is", "clip_cov"),
+        used_by=_read_by("eps_clip_high"),
     )
     """Probability ratios above 1 + eps_clip_high are clipped."""
 
-    clip_ratio_c: float = setting(3.0, range=Range(1, low_open=True), used_by=_with("policy_loss_type", "dual_clip"))
+    clip_ratio_c: float = setting(3.0, range=Range(1, low_open=True), used_by=_read_by("clip_ratio_c"))
     """dual_clip: the loss of a token of negative advantage A is at most clip_ratio_c * |A| (arXiv:1912.09729)."""
 
-    aipo_rho: float = setting(2.0, range=POSITIVE, used_by=_with("policy_loss_type", "aipo"))
+    aipo_rho: float = setting(2.0, range=POSITIVE, used_by=_read_by("aipo_rho"))
     """aipo: upper bound of the probability ratio, the only one of this loss."""
 
     positive_nll_coef: float | None = setting(None, range=NOT_NEGATIVE)
@@ -366,22 +257,4 @@ class AlgorithmConfig:
 
     dynamic_sampling: DynamicSamplingConfig = section(DynamicSamplingConfig)
 
-    sapo: SAPOConfig = section(SAPOConfig, used_by=_with("policy_loss_type", "sapo"))
-
-    clip_cov: ClipCovConfig = section(ClipCovConfig, used_by=_with("policy_loss_type", "clip_cov"))
-
-    kl_cov: KLCovConfig = section(KLCovConfig, used_by=_with("policy_loss_type", "kl_cov"))
-
-    cispo: CISPOConfig = section(CISPOConfig, used_by=_with("policy_loss_type", "cispo"))
-
-    dppo: DPPOConfig = section(DPPOConfig, used_by=_with("policy_loss_type", "dppo"))
-
-    gmpo: GMPOConfig = section(GMPOConfig, used_by=_with("policy_loss_type", "gmpo"))
-
-    vespo: VESPOConfig = section(VESPOConfig, used_by=_with("policy_loss_type", "vespo"))
-
-    dro: DROConfig = section(DROConfig, used_by=_with("policy_loss_type", "dro"))
-
-    m2po: M2POConfig = section(M2POConfig, used_by=_with("policy_loss_type", "m2po"))
-
-    gdpo: GDPOConfig = section(GDPOConfig, used_by=_with("advantage_estimator", "gdpo"))
+    gdpo: GDPOConfig = section(GDPOConfig, used_by=chosen("advantage_estimator", "gdpo"))
