@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.config import Config
+from hpcrl.config.derive import engine_memory_share
 from hpcrl.planning.engines import engine_sizes
 from hpcrl.planning.estimate import estimate
 from hpcrl.planning.memory import Shapes
@@ -92,7 +93,8 @@ def engine(model: str, longest: int, shapes: Shapes) -> tuple[int, int]:
     room = 0
     for size in (1, 2, 4, 8):
         config = config_of(model, longest, 1, f"generator.inference_engine.tensor_parallel_size={size}")
-        room = engine_sizes(config.generator.inference_engine, shapes, GPU_GIB * GIB).tokens // longest
+        share = engine_memory_share(config) * GPU_GIB * GIB
+        room = engine_sizes(config.generator.inference_engine, shapes, share).tokens // longest
         if room >= SAMPLES:
             return size, room
     return 8, room
