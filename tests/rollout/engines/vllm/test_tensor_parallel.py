@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from hpcrl.rollout.engines.base import Engine, Generation
 from hpcrl.rollout.engines.vllm.client import EngineClient
 from hpcrl.rollout.engines.vllm.processes import shared_memory
 from hpcrl.rollout.engines.vllm.server import Server
+from hpcrl.rundir.commit import write_text
 from hpcrl.runtime.token import bearer
 from tests.rollout.conftest import runner
 from tests.rollout.engines.test_contract import LENGTH, assert_close, updated_while_running
@@ -36,14 +39,29 @@ from tests.rollout.material import (
 WHOLE = {"temperature": 1.0, "max_tokens": 24}
 
 
+NUMACTL = """#!/bin/sh
+echo "$@" >> "${0%/*}/calls"
+while [ "${1#--}" != "$1" ]; do shift; done
+exec "$@"
+"""
+"""In place of a program that may not be here: it binds nothing, and keeps what it was called with."""
+
+
 @pytest.fixture(scope="module")
 def two_ranks(token_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, list[Path]]]:
     """An engine of two tensor parallel ranks, and models that it can be."""
     folder = tmp_path_factory.mktemp("two")
     models = [make_model(folder / str(seed), seed, kv_heads=2) for seed in (0, 2)]
     given = options(str(models[0]), token_file)
-    given = replace(given, engine=replace(given.engine, tensor_parallel_size=2))
-    with served(given, folder / "engine.log") as server:
+    bound = {**given.engine.engine_init_kwargs, "numa_bind": True, "numa_bind_nodes": [0, 0]}
+    given = replace(given, engine=replace(given.engine, tensor_parallel_size=2, engine_init_kwargs=bound))
+    write_text(folder / "bin" / "numactl", NUMACTL, mode=0o700)
+    with pytest.MonkeyPatch.context() as patched, ExitStack() as stack:
+        patched.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}")
+        server = stack.enter_context(served(given, folder / "engine.log"))
+        calls = [line for line in (folder / "bin" / "calls").read_text().splitlines() if "spawn_main" in line]
+        assert len(calls) == 3, "the core and two workers"
+        assert all(call.startswith("--cpunodebind=0 --membind=0 ") for call in calls)
         made = shared_memory(server.pid)
         assert {name.partition("_")[0].partition("-")[0] for name in made} == {"psm", "sem.mp", "vllm"}
         yield server, models
