@@ -33,7 +33,7 @@ from hpcrl.trainer.backends.fsdp.model import (
     own_state,
 )
 from hpcrl.trainer.backends.fsdp.optimizer import LossScale, make_adam, make_step, numbers, set_numbers
-from hpcrl.trainer.backends.fsdp.sharding import copy_parameters, local, one_copy, whole
+from hpcrl.trainer.backends.fsdp.sharding import accumulated, copy_parameters, local, one_copy, whole
 from hpcrl.trainer.backends.reference import (
     REFERENCE,
     exchanged,
@@ -79,7 +79,7 @@ class FsdpEngine(Generic[Model]):
         self._optimizer_config: OptimizerConfig = section.optimizer_config
         self._stager: DefaultStager | None = None
         self._away: tuple[list[PackedModel], list[tuple[dict[str, Any], str]]] = [], []
-        self._lora = section.model.lora
+        self._lora, self._offloaded = section.model.lora, section.fsdp_config.cpu_offload
         self._scale = LossScale.of(section.fsdp_config.mixed_precision.param_dtype)
         self.updates = 0
         self._total_updates = 0
@@ -93,7 +93,7 @@ class FsdpEngine(Generic[Model]):
 
     def forward_backward(self, batches: MicroBatches, objective: Objective) -> dict[str, torch.Tensor]:
         totals: dict[str, torch.Tensor] = {}
-        for batch in batches:
+        for batch in accumulated(self._model, batches, offloaded=self._offloaded):
             batch = self._model.taken(batch, self._world.device)
             with self._model.running(batch, self._scale.value) as outputs:
                 loss, sums = objective(batch, *outputs)
