@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from hpcrl.data.vision.inputs import blank_image, has_planes, image_features, model_inputs, one_kind, plane_positions
 from hpcrl.data.vision.reader import row_images
-from hpcrl.types import MicroBatch
+from hpcrl.types import MicroBatch, to_device
 
 Inputs = dict[str, torch.Tensor]
 
@@ -34,7 +34,7 @@ class Sight:
         token_ids = one_kind(self._model, batch.token_ids) if images else batch.token_ids
         if not inputs or not has_planes(self._model):
             return token_ids, batch.positions, inputs
-        rows_BT, lengths = _rows(batch), torch.tensor(batch.lengths, device=device)
+        rows_BT, lengths = _rows(batch), to_device(torch.tensor(batch.lengths), device)
         filled_BT = torch.arange(rows_BT.shape[1], device=device) < lengths[:, None]
         positions = plane_positions(self._model, rows_BT, filled_BT, images)
         return token_ids, positions.movedim(0, -1)[filled_BT], inputs

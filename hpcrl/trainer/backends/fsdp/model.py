@@ -166,6 +166,9 @@ class PackedPolicy(ProbabilityModel):
         self._logits = LogitChange.of(model.config)
         softcap = self._logits.softcap
         self._rows = compiled_rows(softcap) if forward.compiled else partial(plain_rows, softcap=softcap)
+        self._never = torch.tensor(
+            self.forward_config.never_said, dtype=torch.int64
+        )  # on the device from the first pass on
         self._top_rows = partial(top_rows, softcap=softcap)
 
     def forward(
@@ -189,7 +192,8 @@ class PackedPolicy(ProbabilityModel):
         told = top_k > 0 and not trained
         rows = self._rows
         if forward.never_said or forward.only_said:
-            rows = partial(self._rows, never=forward.never_said, only=forward.only_said)
+            self._never = self._never.to(token_ids.device)
+            rows = partial(self._rows, never=self._never if forward.never_said else None, only=forward.only_said)
 
         def outputs(hidden_RD: torch.Tensor, head_VD: torch.Tensor) -> tuple[torch.Tensor, ...]:
             return token_logprobs(
