@@ -57,7 +57,7 @@ def _away(config: Config) -> int:
 
 
 def on_host(config: Config, found: Estimate) -> int:
-    """Return the bytes of host memory that a rank's state takes while an engine has its device."""
+    """Return the bytes of host memory that a rank's state takes while an engine has its device; they stay allocated."""
     return sum(need.resident for need in found.needs.values()) - _kept(config, found)
 
 

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from hpcrl.config import InferenceEngineConfig
+from hpcrl.errors import ConfigError
 from hpcrl.rollout.engines.vllm.processes import shared_memory
 from hpcrl.runtime.scratch import (
     SHARED_MEMORY,
@@ -22,6 +24,7 @@ from hpcrl.runtime.scratch import (
     note_shared_memory,
     remove_abandoned,
     remove_shared_memory,
+    weight_copy_dir,
 )
 from tests.envs.sandbox.material import without_namespaces
 
@@ -155,6 +158,16 @@ def test_what_another_node_or_user_made_is_left(folder: Path) -> None:
     before = sorted(folder.iterdir())
     assert remove_abandoned() == []
     assert sorted(folder.iterdir()) == before
+
+
+def test_a_variable_that_is_empty_makes_no_path_of_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = InferenceEngineConfig(weight_copy_dir="$SCRATCH/${USER}_copies")
+    monkeypatch.setenv("SCRATCH", "/local")
+    monkeypatch.setenv("USER", "me")
+    assert weight_copy_dir(engine) == Path("/local/me_copies")
+    monkeypatch.setenv("SCRATCH", "")
+    with pytest.raises(ConfigError, match="whose variables the node has"):
+        weight_copy_dir(engine)
 
 
 MAPS = "import mmap, sys, time; file = open(sys.argv[1], 'r+b'); kept = mmap.mmap(file.fileno(), 0); print('mapped', flush=True); time.sleep(600)"
