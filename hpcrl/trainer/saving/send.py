@@ -105,20 +105,21 @@ class WeightSender:
             raise Refused(503, str(error)) from error
 
     def _send(self, wanted: _Wanted, files: Files, pair: Pair) -> None:
+        useless: Pair | None = pair
         try:
             pair.hear(wanted.told or {})
             send_files(pair, files)
-            self._keep(wanted.pair, pair)
+            useless = self._keep(wanted.pair, pair)
         except (RuntimeError, ValueError) as error:
-            pair.close()
             log.warning("version %d was not sent to a node that had asked for it: %s", wanted.version, error)
         finally:
+            if useless:
+                useless.close()
             self._slots.release()
 
-    def _keep(self, name: str, pair: Pair) -> None:
+    def _keep(self, name: str, pair: Pair) -> Pair | None:
+        """Keep a pair for later versions; return another one that has no room any more, None: all have."""
         pair.rest()
         with self._keeping:
             self._kept[name] = pair
-            oldest = self._kept.popitem(last=False)[1] if len(self._kept) > _KEPT else None
-        if oldest:
-            oldest.close()
+            return self._kept.popitem(last=False)[1] if len(self._kept) > _KEPT else None
