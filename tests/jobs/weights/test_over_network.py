@@ -139,7 +139,8 @@ def test_a_replica_hurts_itself_only(
 
 def test_a_trainer_that_does_not_send_costs_a_stage(place: Path, copies: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its other threads train: the version is read from its files, the next ones come over the network again."""
-    monkeypatch.setenv("HPCRL_FAULT", "weights.send@2:sleep=20")
+    # over the pair that the first version was sent by, and over another one
+    monkeypatch.setenv("HPCRL_FAULT", "weights.send@2:sleep=20 weights.send@3:sleep=20")
     run = submit(place, copies, "trainer.eval_interval=0")
     expect_done(run)
     received = of_replica(run, "received")
