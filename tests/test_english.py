@@ -19,14 +19,9 @@ _PRIVATE = re.compile(
 _LEFT: set[str] = {
     "configs/recipes/README.md",
     "configs/recipes/smollm2/README.md",
-    "docs/agents.md",
-    "docs/algorithms.md",
-    "docs/configuration.md",
     "docs/containers.md",
     "docs/data.md",
     "docs/devcluster.md",
-    "docs/diffusion.md",
-    "docs/engines.md",
     "docs/environments/README.md",
     "docs/environments/agent.md",
     "docs/environments/calculator.md",
@@ -38,7 +33,6 @@ _LEFT: set[str] = {
     "docs/evaluation.md",
     "docs/generation.md",
     "docs/gpu.md",
-    "docs/lora.md",
     "docs/megatron.md",
     "docs/modalities.md",
     "docs/models.md",
@@ -48,7 +42,6 @@ _LEFT: set[str] = {
     "docs/rewards.md",
     "docs/security.md",
     "docs/uploads.md",
-    "docs/vision.md",
     "docs/vla.md",
     "docs/weights.md",
 }
@@ -57,14 +50,17 @@ PAGES = [page for page in WRITTEN if name_of(page) not in _LEFT]
 
 
 def prose(text: str) -> Iterator[str]:
-    """Yield paragraphs, points of lists and cells of tables, a piece of code or a link as one word."""
+    """Yield paragraphs, points of lists and cells of tables without formulas, a piece of code or a link as one word."""
     text = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
     text = re.sub(r"(?<=\n\n)(?: {4}.*\n)+", "", text)
     text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
     text = re.sub(r"!\[[^\]]*\]\([^)]*\)", "", text)
     text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", re.sub(r"(`+).+?\1", "Code", text))
     for block in re.split(r"\n\s*\n|\n(?=\s*(?:[-*|]|\d+\.) ?)", text):
-        yield from block.split("|") if block.lstrip().startswith("|") else [block.lstrip("-*# ")]
+        if not block.lstrip().startswith("|"):
+            yield block.lstrip("-*# ")
+        else:
+            yield from (cell for cell in block.split("|") if not re.search(r"[πσΣ²]", cell))
 
 
 def sentences(text: str) -> Iterator[str]:
