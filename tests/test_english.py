@@ -17,26 +17,7 @@ _PRIVATE = re.compile(
     r"\b(?:told|said|speaks|anew|apart|whoever|that which)\b|\bwhat (?:\w+ ){1,4}is,? is\b", re.IGNORECASE
 )
 _LEFT: set[str] = {
-    "configs/recipes/README.md",
-    "configs/recipes/smollm2/README.md",
-    "docs/containers.md",
-    "docs/data.md",
-    "docs/decisions.md",
-    "docs/devcluster.md",
-    "docs/environments/agent.md",
-    "docs/environments/calculator.md",
-    "docs/environments/llm_as_a_judge.md",
-    "docs/environments/python_tool.md",
-    "docs/environments/robot.md",
-    "docs/environments/search.md",
-    "docs/environments/text2sql.md",
     "docs/gpu.md",
-    "docs/modalities.md",
-    "docs/models.md",
-    "docs/pi05.md",
-    "docs/profiling.md",
-    "docs/uploads.md",
-    "docs/vla.md",
 }
 """Pages that are not yet cleaned."""
 PAGES = [page for page in WRITTEN if name_of(page) not in _LEFT]
