@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import socket
 import tempfile
 from collections.abc import Iterable
@@ -126,12 +127,13 @@ def weight_copy_dir(engine: InferenceEngineConfig) -> Path | None:
     """Return where replicas on this node copy weights to; None: nowhere.
 
     Raises:
-        ConfigError: the setting names an environment variable that the node lacks.
+        ConfigError: the setting names an environment variable that the node lacks, or has empty.
     """
     if engine.weight_copy_dir is None:
         return None
     found = os.path.expandvars(os.path.expanduser(engine.weight_copy_dir))
-    if "$" in found or not os.path.isabs(found):
+    lacking = [name for name in re.findall(r"\$\{?(\w+)", engine.weight_copy_dir) if not os.environ.get(name)]
+    if lacking or not os.path.isabs(found):
         raise ConfigError(
             "generator.inference_engine.weight_copy_dir: expected an absolute path whose variables the node has, found "
             f"{engine.weight_copy_dir!r}, which is {found!r} on {socket.gethostname()}"

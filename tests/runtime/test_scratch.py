@@ -14,7 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.runtime.scratch import SHARED_MEMORY, Scratch, remove_abandoned
+from hpcrl.config import InferenceEngineConfig
+from hpcrl.errors import ConfigError
+from hpcrl.runtime.scratch import SHARED_MEMORY, Scratch, remove_abandoned, weight_copy_dir
 from tests.envs.sandbox.material import without_namespaces
 
 OWNER = (
@@ -147,3 +149,13 @@ def test_what_another_node_or_user_made_is_left(folder: Path) -> None:
     before = sorted(folder.iterdir())
     assert remove_abandoned() == []
     assert sorted(folder.iterdir()) == before
+
+
+def test_a_variable_that_is_empty_makes_no_path_of_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = InferenceEngineConfig(weight_copy_dir="$SCRATCH/${USER}_copies")
+    monkeypatch.setenv("SCRATCH", "/local")
+    monkeypatch.setenv("USER", "me")
+    assert weight_copy_dir(engine) == Path("/local/me_copies")
+    monkeypatch.setenv("SCRATCH", "")
+    with pytest.raises(ConfigError, match="whose variables the node has"):
+        weight_copy_dir(engine)

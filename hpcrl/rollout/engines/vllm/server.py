@@ -371,10 +371,10 @@ def _environment(options: ServerOptions, directory: Path) -> dict[str, str]:
         environment[LEASED] = "1"
     if options.lora_rank:
         environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
-    environment.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    environment["VLLM_LOGGING_LEVEL"] = environment.get("VLLM_LOGGING_LEVEL") or "WARNING"
     if not options.on_cpu:
         # it gives no log-probabilities of what it samples from, which all requests want, and has its kernels compiled
-        environment.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+        environment["VLLM_USE_FLASHINFER_SAMPLER"] = environment.get("VLLM_USE_FLASHINFER_SAMPLER") or "0"
         environment.pop("OMP_NUM_THREADS", None)  # where it is unset, vLLM chooses one thread per worker
     if options.on_cpu:
         environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
@@ -388,7 +388,7 @@ def _environment(options: ServerOptions, directory: Path) -> dict[str, str]:
         # by default below the home, which may be missing, read-only, small, or shared by nodes of different GPUs
         kept = compile_cache() or directory
         for name in ("VLLM_CACHE_ROOT", "TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE"):
-            environment.setdefault(name, str(kept / name.partition("_")[0].lower()))
+            environment[name] = environment.get(name) or str(kept / name.partition("_")[0].lower())
     return environment
 
 
