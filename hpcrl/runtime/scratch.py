@@ -8,6 +8,7 @@ import os
 import re
 import socket
 import tempfile
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +18,9 @@ from hpcrl.envs.tools.python import discard_tree
 from hpcrl.errors import ConfigError, RunError
 
 SHARED_MEMORY = Path("/dev/shm")
+SEGMENTS = ("psm_", "sem.mp-", "vllm_", "nccl-")
+"""What the names of shared memory begin with: of Python's multiprocessing, vLLM and NCCL."""
+_OF_TORCH, _FRESH_S = "torch_", 60.0
 _PREFIX = "hpcrl-"
 _LOCK = "lock"
 _SHARED = "shared-memory"
@@ -78,6 +82,22 @@ def remove_shared_memory(directory: Path) -> None:
                 if path.lstat().st_uid == os.getuid():
                     path.unlink()
         (directory / _SHARED).unlink()
+
+
+def left_shared_memory() -> dict[str, int]:
+    """Return names and bytes of this user's shared memory that no process has mapped which this one sees; one in another container, it does not."""
+    mapped = set[int]()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):  # it has ended, or is another user's
+            lines = maps.read_text().splitlines()
+            mapped |= {int(line.split()[4]) for line in lines if f" {SHARED_MEMORY}/" in line}
+    found, now = dict[str, int](), time.time()
+    for path in SHARED_MEMORY.iterdir() if SHARED_MEMORY.is_dir() else []:
+        with suppress(OSError):
+            status, own = path.lstat(), path.name.startswith((*SEGMENTS, _OF_TORCH))
+            if own and status.st_uid == os.getuid() and status.st_ino not in mapped:
+                found |= {path.name: status.st_size} if now - status.st_mtime > _FRESH_S else {}
+    return found
 
 
 class SharedScratch:

@@ -25,13 +25,15 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from hpcrl.rundir.commit import write_text
 from hpcrl.runtime.gpu_memory import nvidia_smi
-from hpcrl.runtime.scratch import remove_abandoned
+from hpcrl.runtime.numa import numa_nodes
+from hpcrl.runtime.scratch import left_shared_memory, remove_abandoned
 
 PACKAGES = ("hpcrl", "torch", "vllm", "transformers", "safetensors", "submitit", "pydantic", "tensorboard", "numpy")
 CONTAINERS = ("apptainer", "enroot")  # programs that start them
@@ -76,10 +78,14 @@ def facts(
         "torch": torch_here(devices) if gpus_needed or (gpus and devices) else None,
         "gpu_processes": gpu_processes(gpus, devices),
         "compiler": _compiler(),
+        "nvcc": shutil.which("nvcc"),
+        "flashinfer_cubin": find_spec("flashinfer_cubin") is not None,
+        "numa": {"nodes": len(numa_nodes()), "numactl": shutil.which("numactl")},
         "python_header": {
             "path": (header := str(Path(sysconfig.get_paths()["include"]) / "Python.h")),
             "there": os.path.exists(header),
         },
+        "left": left_shared_memory(),
         "abandoned": [str(path) for path in abandoned],
         "scontrol": shutil.which("scontrol") is not None,
         "nsys": shutil.which("nsys"),
