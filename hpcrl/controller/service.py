@@ -272,11 +272,7 @@ class Service:
         return rejected
 
     def check_version(self, version: int) -> None:
-        """Refuse what was never published.
-
-        Raises:
-            RunError: `version` is newer than the newest.
-        """
+        """Refuse what was never published. Raises RunError where `version` is newer than the newest."""
         if version > (self._version or 0):
             newest = (
                 "the trainer has not started" if self._version is None else f"the newest is version {self._version}"

@@ -191,9 +191,6 @@ def write_tokens(
     Args:
         of_each_row: how many of them, one after the other, are a row.
         facts: JSON values that the manifest keeps; `counts` may still change while rows are taken.
-
-    Raises:
-        CommitError: a newer attempt has begun.
     """
     import numpy as np
 

@@ -141,9 +141,6 @@ class GroupGenerator:
         videos: of what robots do; None: none are written.
         lessons: what training groups have for teachers; None: nothing.
         model: of the policy, whose files name tokens that end a turn; None: only its tokenizer and the template do.
-
-    Raises:
-        ConfigError: as of `Lessons.check`.
     """
 
     def __init__(

@@ -90,9 +90,6 @@ def picture_tensors(contents: Sequence[bytes], row: int, rows: PictureRows) -> d
     Args:
         contents: the prompt, then files of pictures.
         row: in its dataset.
-
-    Raises:
-        DataError: a picture cannot be read.
     """
     import numpy as np
     from PIL import Image, ImageOps

@@ -97,11 +97,7 @@ class Agent(AgentEnvironment):
 
 
 def _reward(path: Path) -> Turn:
-    """Return what a program wrote.
-
-    Raises:
-        UserCodeError: there is no such file, or it is not as expected.
-    """
+    """Return what a program wrote. Raises UserCodeError where there is no such file, or it is not as expected."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:

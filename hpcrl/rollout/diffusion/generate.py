@@ -31,9 +31,6 @@ class PictureGenerator:
 
     Args:
         kept: where pictures are kept; None: nowhere.
-
-    Raises:
-        ConfigError: a reward is not known.
     """
 
     def __init__(

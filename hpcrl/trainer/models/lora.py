@@ -118,9 +118,6 @@ def first_values(
 
     Args:
         section: of `lora`, for errors.
-
-    Raises:
-        DataError: adapter_path has no adapters for them.
     """
     if lora.adapter_path is not None:
         yield from _given(list(adapted_layers(model)), Path(lora.adapter_path), section)

@@ -430,11 +430,7 @@ def build(
     trainer: TrainerConfig,
     world: World,
 ) -> tuple[list[Model], Architecture, World]:
-    """Return this rank's chunks of the model of `source`, its architecture, and the ranks that train other samples.
-
-    Raises:
-        DataError: there is no such model, or Megatron-core cannot be it.
-    """
+    """Return this rank's chunks of the model of `source`, its architecture, and the ranks that train other samples."""
     if world.device.type != "cuda":
         shims.install()
     head = source.head if isinstance(source, CriticSource) else None
