@@ -95,7 +95,6 @@ def _try(arguments: argparse.Namespace) -> int:
 
 
 def _prompt(arguments: argparse.Namespace, config: Config | None) -> Prompt:
-    """Return the row that is to be played."""
     from hpcrl.config import DataConfig
     from hpcrl.data.prompts import load_prompts
     from hpcrl.envs.examples import rows_of

@@ -166,12 +166,10 @@ class TokenFile:
         return float(self._rows["margin"][at]) if "margin" in (self._rows.dtype.names or ()) else 0.0
 
     def _content(self, at: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return token ids and mask of a sequence."""
         where = slice(self._begin(at), int(self._rows["end"][at]))
         return self._tokens[where], self._mask[where]
 
     def _places(self, row: int) -> range:
-        """Return which sequences of the file are those of a row."""
         return range(row * self.sequences, (row + 1) * self.sequences)
 
     def _begin(self, at: int) -> int:

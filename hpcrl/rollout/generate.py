@@ -288,7 +288,6 @@ class GroupGenerator:
             self._say(episode.transcript, one, await self._answer(episode, asked_one), over=True)
 
     async def _turns(self, episode: _Episode, kind: Kind) -> None:
-        """Play a sample to its end."""
         if episode.session.plays:
             await self._play(episode, self._params[kind])
             return

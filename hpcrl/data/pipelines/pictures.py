@@ -107,7 +107,6 @@ def picture_tensors(contents: Sequence[bytes], row: int, rows: PictureRows) -> d
 
 
 def _pictures(files: Sequence[bytes], count: int) -> Iterator[Any]:
-    """Yield the first pictures of files, one after the other."""
     for content in files:
         for frame in Frames(image_text(content)):
             if count == 0:

@@ -70,7 +70,6 @@ class Agent(AgentEnvironment):
             discard_tree(home)
 
     def _run(self, home: Path, row: dict[str, Any], endpoint: Endpoint) -> Turn:
-        """Run the program to its end in a directory."""
         work, asked, reward = home / "work", home / "row.json", home / "reward.json"
         work.mkdir()
         asked.write_text(json.dumps(row, ensure_ascii=False), encoding="utf-8")

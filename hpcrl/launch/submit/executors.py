@@ -197,7 +197,6 @@ def _until_decided(finish: str) -> list[str]:
 
 
 def _gpus(slurm: SlurmConfig, wanted: int | str) -> dict[str, Any]:
-    """Return the parameter that asks for GPUs of each node."""
     if gpu_count(slurm) == 0 or slurm.gpu_option == "none":
         return {}
     return {"gres": f"gpu:{wanted}"} if slurm.gpu_option == "gres" else {"gpus_per_node": wanted}

@@ -69,7 +69,6 @@ class PictureGenerator:
         )
 
     async def _scored(self, work: Work, said: Generation) -> tuple[Turn | None, str | None]:
-        """Return what a sample is worth, or why its reward failed."""
         extras = {**self._extras, **work.prompt.extras}
         session = EnvSession(work, self._rewards[work.kind], extras, len(said.token_ids), self._threads)
         try:

@@ -81,7 +81,6 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, role: str, dtype: tor
 
 
 def _adapting(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield PEFT's layers, with their names."""
     return ((name, layer) for name, layer in model.named_modules() if hasattr(layer, "base_layer"))
 
 

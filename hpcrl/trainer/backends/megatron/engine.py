@@ -218,7 +218,6 @@ class MegatronExported(MegatronEngine[Model]):
         return made_adapter(layers, self._lora, self.source, kept)
 
     def _copied(self) -> dict[nn.Parameter, torch.Tensor]:
-        """Return a copy of what is trained."""
         trained = (parameter for chunk in self._chunks for parameter in chunk.parameters() if parameter.requires_grad)
         return {parameter: parameter.detach().clone() for parameter in trained}
 
