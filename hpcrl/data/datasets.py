@@ -65,6 +65,9 @@ def unread_columns(
 
     Args:
         kinds, max_turns: as of `load_dataset`.
+
+    Raises:
+        DataError: an environment cannot use a row.
     """
     weights = [reward_weights(environment, kind) for kind in kinds]
     if any(":" in name for rewards in weights for name in rewards):
@@ -161,7 +164,11 @@ def are_played(environment: EnvironmentConfig, kinds: Sequence[Kind]) -> bool:
 
 
 def counted_prompts(config: Config) -> tuple[Callable[[Prompt], int], int]:
-    """Return what counts the tokens of a prompt, as the policy's family writes it, and how many it may have."""
+    """Return what counts the tokens of a prompt, as the policy's family writes it, and how many it may have.
+
+    Raises:
+        DataError: there is no tokenizer.
+    """
     trainer, generator = config.trainer, config.generator
     with without_torch():
         if is_diffusion(trainer):

@@ -90,6 +90,9 @@ def picture_tensors(contents: Sequence[bytes], row: int, rows: PictureRows) -> d
     Args:
         contents: the prompt, then files of pictures.
         row: in its dataset.
+
+    Raises:
+        DataError: a picture cannot be read.
     """
     import numpy as np
     from PIL import Image, ImageOps
@@ -107,6 +110,7 @@ def picture_tensors(contents: Sequence[bytes], row: int, rows: PictureRows) -> d
 
 
 def _pictures(files: Sequence[bytes], count: int) -> Iterator[Any]:
+    """Yield the first pictures of files, one after the other."""
     for content in files:
         for frame in Frames(image_text(content)):
             if count == 0:
