@@ -7,10 +7,8 @@ from typing import Any
 import pytest
 
 from hpcrl.config import Config
-from hpcrl.config.fields import settings
 from hpcrl.config.load import nested
 from hpcrl.config.rules.combinations import impossible
-from hpcrl.config.rules.idle import SWITCHES
 from hpcrl.config.validate import build
 
 BASE = {"data.train_data": ["t"], "data.val_data": ["v"], "trainer.policy.model.path": "m"}
@@ -45,11 +43,6 @@ def test_a_setting_has_an_effect_or_is_refused(path: str, value: Any, off: dict[
     assert where == path
     assert message.startswith("has no effect without ")
     assert found({**on, path: value}) == []
-
-
-def test_each_switch_is_for_settings_that_there_are() -> None:
-    known = {setting.path for setting in settings(Config)}
-    assert {path for switch in SWITCHES for path in switch.paths} <= known
 
 
 @pytest.mark.parametrize("name", ["policy_loss_type", "advantage_estimator"])

@@ -12,11 +12,13 @@ from hpcrl.config import AlgorithmConfig, Config
 from hpcrl.config.fields import Setting, leaves, values
 from hpcrl.config.load import nested
 from hpcrl.config.root import make_config
-from hpcrl.config.rules.ranges import RANGES, Range, out_of_range, range_of
+from hpcrl.config.rules.single_values import out_of_range
+from hpcrl.config.setting import Range, setting
 from hpcrl.config.validate import build
 
 BASE = {"data.train_data": ["t"], "data.val_data": ["v"], "trainer.policy.model.path": "m"}
-RANGED = [setting for setting in leaves(Config) if range_of(setting.path)]
+NUMBERS = [one for one in leaves(Config) if {int, float} & set(one.types)]
+RANGED = [one for one in NUMBERS if one.facts.range]
 # Every finite number means something: bounds of rewards, advantages and covariances, and intervals whose 0 or less means never.
 UNBOUNDED = {
     "trainer.algorithm.advantage_clip_high",
@@ -62,7 +64,7 @@ def beside(allowed: Range, whole: bool) -> tuple[list[float], list[float]]:
 
 @pytest.mark.parametrize("setting", RANGED, ids=lambda setting: setting.path)
 def test_a_number_is_accepted_inside_its_range_and_refused_outside(setting: Setting) -> None:
-    allowed, whole = range_of(setting.path), float not in setting.types
+    allowed, whole = setting.facts.range, float not in setting.types
     assert allowed
     inside, outside = beside(allowed, whole)
     for value in inside:
@@ -89,17 +91,8 @@ def test_a_range_says_what_it_is(allowed: Range, text: str) -> None:
 
 
 def test_every_number_has_a_range_or_means_something_everywhere() -> None:
-    special = {path for path, _, _ in OTHERS}
-    numbers = {setting.path for setting in leaves(Config) if {int, float} & set(setting.types)}
-    ranged = {setting.path for setting in RANGED}
-    ending = ("fsdp_size", "reshard_after_forward")
-    assert numbers - ranged - special - {path for path in numbers if path.endswith(ending)} == UNBOUNDED
-
-
-def test_every_range_has_a_setting_that_is_a_number() -> None:
-    used = {name for setting in RANGED for name in RANGES if f".{setting.path}".endswith(f".{name}")}
-    assert used == set(RANGES)
-    assert all({int, float} & set(setting.types) for setting in RANGED)
+    assert {one.path for one in NUMBERS if not (one.facts.range or one.facts.check)} == UNBOUNDED
+    assert [one.path for one in leaves(Config) if one.facts.range and one not in NUMBERS] == []
 
 
 @pytest.mark.parametrize("path", sorted(UNBOUNDED))
@@ -148,8 +141,7 @@ def test_other_values(path: str, right: list[Any], wrong: dict[str, Any]) -> Non
 @dataclass(frozen=True, kw_only=True)
 class OwnAlgorithm(AlgorithmConfig):
     seed: int = -1
-    stop: bool = False
-    top_k: str = "all"
+    share: float = setting(2.0, range=Range(0, 1))
 
 
 def test_what_a_subclass_adds_may_have_any_value() -> None:
