@@ -103,11 +103,7 @@ def source_names(paths: Iterable[str]) -> dict[str, str]:
 
 
 def data_sources(paths: Sequence[str]) -> set[str]:
-    """Return the data sources of all rows of some files.
-
-    Raises:
-        DataError: a file cannot be read.
-    """
+    """Return the data sources of all rows of some files."""
     names = source_names(paths)
     rows = ((path, row) for path in names for row in Source(path).rows())
     return {str((isinstance(row, dict) and row.get("data_source")) or names[path]) for path, row in rows}
@@ -135,11 +131,7 @@ def count_aside(n_prompts: int, test_size: float) -> int:
 
 
 def drop_long(prompts: Sequence[Prompt], count_tokens: Callable[[Prompt], int], max_prompt_length: int) -> list[Prompt]:
-    """Return the prompts of at most `max_prompt_length` tokens, in order.
-
-    Raises:
-        DataError: none is left.
-    """
+    """Return the prompts of at most `max_prompt_length` tokens, in order. Raises DataError where none is left."""
     kept = [prompt for prompt in prompts if count_tokens(prompt) <= max_prompt_length]
     if prompts and not kept:
         raise DataError(

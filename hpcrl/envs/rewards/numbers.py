@@ -62,11 +62,7 @@ def gsm8k(response: Response, _environment: EnvironmentConfig) -> float:
 
 
 def expected_number(truth: Any) -> Decimal:
-    """Return the number that gsm8k expects.
-
-    Raises:
-        DataError: the ground truth is missing or has no number.
-    """
+    """Return the number that gsm8k expects. Raises DataError where the ground truth is missing or has no number."""
     text = ground_truth(truth).strip()
     expected = final_number(text)
     if expected is None:
@@ -92,11 +88,7 @@ def direct_math(response: Response, _environment: EnvironmentConfig) -> float:
 
 
 def expected_form(truth: Any) -> str:
-    """Return the normal form that direct_math expects.
-
-    Raises:
-        DataError: the ground truth is missing, too long, or has an empty normal form.
-    """
+    """Return the normal form that direct_math expects. Raises DataError where the ground truth is missing, too long, or has an empty normal form."""
     text = ground_truth(truth)
     if len(text) > _LONGEST_ANSWER:
         raise DataError(

@@ -12,13 +12,10 @@ _THINK, _THINK_END, _ANSWER, _ANSWER_END = "<think>", "</think>", "<answer>", "<
 
 
 def single_choice(response: Response, _environment: EnvironmentConfig) -> float:
-    """Return 1 if the answer is the ground truth, but for letter case and surrounding white space; otherwise 0.
+    """Return 1 if the answer is the ground truth, but for letter case and surrounding white space; otherwise 0. Raises DataError where the row has none.
 
     The answer is what the first <answer>…</answer> behind </think> holds, the whole text there where there is none; in the ground truth
     too.
-
-    Raises:
-        DataError: the row has no ground truth.
     """
     expected = answer_in(ground_truth(response.ground_truth))
     return float(answer_in(response.text).lower() == expected.lower())

@@ -78,9 +78,6 @@ class WeightedRewards:
     Args:
         weights: a name in `REWARDS`, or "package.module:function" for a user's own, to its weight; 0: only reported.
         setting: dotted path of the weights, for errors.
-
-    Raises:
-        ConfigError: nothing has one of these names.
     """
 
     def __init__(self, setting: str, weights: Mapping[str, float], environment: EnvironmentConfig) -> None:
