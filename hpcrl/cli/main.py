@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Sequence
 from io import TextIOWrapper
+from pathlib import Path
 
 import hpcrl
 from hpcrl.cli._common import say_what_is_empty
@@ -124,6 +125,9 @@ def main(argv: list[str] | None = None) -> int:
     if command and not hasattr(arguments, "command"):
         parser.error(f"unexpected: -- {' '.join(command)}")
     arguments.command = command
+    for name, value in vars(arguments).items():
+        if isinstance(value, Path):  # a shell leaves the ~ of --root=~/runs
+            setattr(arguments, name, value.expanduser())
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):  # names and texts may have what the terminal's encoding lacks
             stream.reconfigure(errors="backslashreplace")
