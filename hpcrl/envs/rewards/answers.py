@@ -16,9 +16,8 @@ _SIGNS = str.maketrans({
     "€": r"\$", "£": r"\$",
 })  # fmt: skip
 _ROOT = re.compile(r"√\s*(\d+|[a-z])")
-_GROUPS = re.compile(
-    r"(?<![\d.,])\d{1,3}(?:(?:\\[,;: ]|[~\s])\d{3})+(?![\d,])"
-)  # 10 000, with one of LaTeX's spaces or a plain one
+# 10 000, with one of LaTeX's spaces or a plain one
+_GROUPS = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:\\[,;: ]|[~\s])\d{3})+(?![\d,])")
 _MIXED = re.compile(r"(?<![\d./])(\d+)\s+(\d+)/(\d+)")
 _NUMBER_OF = re.compile(
     r"(.*[\d}])\s+((?!and|or|mod|sin|cos|tan|log|exp)[a-z]{3,}(?:\s+[a-z]+)*)\.?", re.IGNORECASE | re.DOTALL
