@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import os
 import re
@@ -140,6 +141,12 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise
+        where = printable(str(error.filename or "a file"))
+        print(f"hpcrl: {where}: {error.strerror}; look at its permissions, or name another place", file=sys.stderr)
+        return HpcrlError.exit_code
 
 
 if __name__ == "__main__":
