@@ -7,7 +7,7 @@ from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from hpcrl.config import EnvironmentConfig
-from hpcrl.envs.rewards.answers import after_thought
+from hpcrl.envs.rewards.answers import after_thought, plain_minus
 from hpcrl.envs.rewards.response import Response, ground_truth
 from hpcrl.errors import DataError
 
@@ -104,7 +104,7 @@ def expected_form(truth: Any) -> str:
 
 def normal_form(answer: str) -> str:
     r"""Return an answer without units, articles, spaces and the marks of LaTeX, with \frac and \sqrt written out in full."""
-    text = answer.rpartition("=")[2].replace(".$", "$").replace("mbox", "text")
+    text = plain_minus(answer).rpartition("=")[2].replace(".$", "$").replace("mbox", "text")
     text = _AND.sub(",", _ARTICLES_AND_SPACES.sub("", text))
     text = _REMAINS.sub("", _UNITS.sub("", text))
     text = _FIRST_FORMULA.sub(r"$\1$", text)
@@ -128,7 +128,7 @@ def final_number(text: str) -> Decimal | None:
 
     A unit may follow, such as `%` or ` apples`; `42/7`, `12,34` and `5 1/2` are no numbers.
     """
-    answer = after_thought(text)
+    answer = plain_minus(after_thought(text))
     mark = _FINAL.search(answer)
     found = mark and _NUMBER.match(answer, mark.end())
     return number(found[0]) if found else None
@@ -136,6 +136,7 @@ def final_number(text: str) -> Decimal | None:
 
 def number(text: str) -> Decimal | None:
     """Return the number that a text is, with or without thousands separators and a full stop; None where it is none."""
+    text = plain_minus(text)
     if "," in text and not _WITH_COMMAS.fullmatch(text):
         return None
     try:

@@ -154,6 +154,9 @@ def test_format(text: str, expected: float) -> None:
         ("#### 42/7\n#### 42", "42", 0),
         ("<think>#### 41?</think>\n#### 42", "42", 1),
         ("<think>#### 42?</think>\n42", "42", 0),
+        ("#### \N{MINUS SIGN}5", "-5", 1),
+        ("#### -5", "\N{MINUS SIGN}5", 1),
+        ("#### 5", "\N{MINUS SIGN}5", 0),
     ],
 )
 def test_gsm8k(text: str, truth: Any, expected: float) -> None:
@@ -203,6 +206,7 @@ def test_gsm8k_wants_a_number_as_ground_truth(truth: str) -> None:
         ("Answer: 3,4", "3, 4", 1),
         ("<think>Answer: 41</think>\nAnswer: 42", "42", 1),
         ("<think>Answer: 42</think>\n42", "42", -1),
+        ("Answer: \N{MINUS SIGN}5", "-5", 1),
     ],
 )
 def test_direct_math(text: str, truth: Any, expected: float) -> None:
