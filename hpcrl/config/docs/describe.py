@@ -24,6 +24,7 @@ from hpcrl.config.fields import Setting, leaves, section_settings
 from hpcrl.config.root import Config
 from hpcrl.config.sections.algorithm import AlgorithmConfig
 from hpcrl.config.setting import Unimplemented
+from hpcrl.errors import ConfigError
 
 FUNCTIONS = "hpcrl/config/sections/functions.py"
 _MADE = "<!-- made by `python -m hpcrl.config.docs.describe`; do not edit -->"
@@ -54,6 +55,7 @@ def _between(page: str, name: str, text: str) -> str:
     """Return a page with another text between the comments that begin and end a generated part."""
     begin, end = f"<!-- {name} -->\n", f"\n<!-- end of {name} -->"
     before, _, rest = page.partition(begin)
+    assert end in rest, f"a page lacks the comments of its generated part, {begin.strip()} and {end.strip()}"
     return f"{before}{begin}{text}{end}{rest.partition(end)[2]}"
 
 
@@ -202,4 +204,7 @@ def main(root: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path.cwd())
+    try:
+        main(Path.cwd())
+    except ConfigError as error:  # of a loss's docstring
+        sys.exit(str(error))

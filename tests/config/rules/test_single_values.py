@@ -18,7 +18,8 @@ from hpcrl.config.validate import build
 
 BASE = {"data.train_data": ["t"], "data.val_data": ["v"], "trainer.policy.model.path": "m"}
 NUMBERS = [one for one in leaves(Config) if {int, float} & set(one.types)]
-RANGED = [one for one in NUMBERS if one.facts.range]
+EACH_RANGE = list({(one.facts.range, float in one.types): one for one in NUMBERS if one.facts.range}.values())
+"""A setting for each range, of whole numbers and of others."""
 # Every finite number means something: bounds of rewards, advantages and covariances, and intervals whose 0 or less means never.
 UNBOUNDED = {
     "trainer.algorithm.advantage_clip_high",
@@ -62,7 +63,7 @@ def beside(allowed: Range, whole: bool) -> tuple[list[float], list[float]]:
     return [value for value in inside if value in allowed], outside
 
 
-@pytest.mark.parametrize("setting", RANGED, ids=lambda setting: setting.path)
+@pytest.mark.parametrize("setting", EACH_RANGE, ids=lambda setting: setting.path)
 def test_a_number_is_accepted_inside_its_range_and_refused_outside(setting: Setting) -> None:
     allowed, whole = setting.facts.range, float not in setting.types
     assert allowed
