@@ -30,10 +30,10 @@ from hpcrl.rundir.commit import read_json, write_json
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.heartbeat import Heartbeat
 from hpcrl.runtime.process_status import StatusWriter
+from hpcrl.trainer.build import load_learner
 from hpcrl.trainer.controller_client import PROCESS
 from hpcrl.trainer.critic.ranks import ModelRanks
 from hpcrl.trainer.distributed import World, joined
-from hpcrl.trainer.load import load_learner
 from hpcrl.trainer.metrics import PhaseTimer
 from hpcrl.trainer.saving.checkpoint import Checkpoints
 from hpcrl.trainer.saving.dump import Dumps

@@ -24,43 +24,30 @@ import sys
 from collections.abc import Callable
 from contextlib import closing
 from functools import partial
-from typing import TYPE_CHECKING
 
-import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from hpcrl.config import Config, InferenceEngineConfig
-from hpcrl.config.adapters import engines_begin_with_model, loads_adapters
-from hpcrl.config.derive import (
-    checkpoint_interval,
-    gpu_count,
-    has_engines,
-    is_offline,
-    kept_versions,
-    max_model_len,
-    publishes,
-)
+from hpcrl.config import Config
+from hpcrl.config.adapters import engines_begin_with_model
+from hpcrl.config.derive import checkpoint_interval, gpu_count, is_offline, publishes
 from hpcrl.observe.timeline import Timeline
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.heartbeat import Heartbeat
 from hpcrl.trainer.backends.schedule import is_due
 from hpcrl.trainer.backends.turns import DeviceTurns
+from hpcrl.trainer.build import build_publisher, load_learner
 from hpcrl.trainer.controller_client import PROCESS, ControllerClient
 from hpcrl.trainer.critic.ranks import ModelRanks
 from hpcrl.trainer.distributed import World, joined
-from hpcrl.trainer.load import load_learner
 from hpcrl.trainer.metrics import PhaseTimer, describe_times
-from hpcrl.trainer.models.forward import DTYPES
 from hpcrl.trainer.profiling.steps import recorded
 from hpcrl.trainer.saving.checkpoint import Checkpoints
 from hpcrl.trainer.saving.dump import Dumps
 from hpcrl.trainer.saving.export import exported_with
-from hpcrl.trainer.saving.publish import NoPublisher, Publisher
+from hpcrl.trainer.saving.publish import Publisher
 from hpcrl.trainer.step import Learner
 from hpcrl.trainer.stop import StopConsensus, Stopping
-
-if TYPE_CHECKING:
-    from hpcrl.trainer.saving.send import WeightSender
+from hpcrl.types import Batch
 
 
 @record
@@ -88,8 +75,7 @@ def work(
     record_step: Callable[[int], None],
 ) -> None:
     """Load, train to the end of the run or to a stop request, and report which."""
-    trainer, engine = config.trainer, config.generator.inference_engine
-    dtype = DTYPES[engine.model_dtype]
+    trainer = config.trainer
     ranks = ModelRanks.of(trainer, world)
     controller = ControllerClient(run, attempt, world, consensus, critic=ranks.own.first and not ranks.policy)
     try:
@@ -97,11 +83,7 @@ def work(
         checkpoints = Checkpoints.of(trainer, run, attempt, world, controller.committed)
         resume = partial(checkpoints.resume, mode=trainer.resume_mode, path=trainer.resume_path)
         learner = load_learner(run, config, ranks, consensus, resume, Dumps(run, attempt, world))
-        publisher = Publisher(
-            run, attempt, ranks.own, dtype, kept_versions(trainer), max_model_len(config),
-            adapters=loads_adapters(config), engines=has_engines(config), full_interval=engine.full_weights_interval,
-            sender=sender_of(run, attempt, ranks.own, engine) if has_engines(config) else None,
-        ) if ranks.policy else NoPublisher()  # fmt: skip
+        publisher = build_publisher(run, attempt, config, ranks)
         policy = None if learner.start.updates else learner.policy
         publisher.resume(policy, learner.start.step, from_model=engines_begin_with_model(config))
         gc.freeze()  # what is loaded stays: to look through it for garbage, again and again, takes long
@@ -110,18 +92,6 @@ def work(
         controller.close("stopped")
     else:
         controller.close("finished")
-
-
-def sender_of(run: Run, attempt: int, world: World, engine: InferenceEngineConfig) -> WeightSender | None:
-    """Return what sends this rank's part of the weights; None where it is read as files."""
-    if engine.weight_sync_backend == "filesystem":
-        return None
-    from hpcrl.trainer.saving.send import WeightSender
-
-    device = world.device if engine.weight_sync_backend == "nccl" else torch.device("cpu")
-    return WeightSender(
-        run, attempt, world.rank, device, os.environ["HPCRL_ADDRESS"], engine.weight_sync_timeout_seconds
-    )
 
 
 def train(
@@ -175,17 +145,21 @@ def train(
             record_step(step)
     except Stopping as request:
         stopping = request
-    if learner.batch is not None and save_interval > 0:
+    if (last := learner.batch) is not None and save_interval > 0:
         controller.report("saving", step=step, total=total)
-        consensus.asked("save.last")
-        with timer("save_checkpoints"):
-            times = checkpoints.finish(policy, learner.critic, learner.batch, learner.extra_state(), learner.partial)
-        controller.measured(step, times)
+        controller.measured(step, save_last(learner, last, checkpoints, timer))
     if stopping is not None:
         if save_interval > 0:
             controller.everything_is_saved(step)
         raise stopping
     controller.finished()
+
+
+def save_last(learner: Learner, batch: Batch, checkpoints: Checkpoints, timer: PhaseTimer) -> dict[str, float]:
+    """Commit a checkpoint of all that is trained, up to the last optimizer step; return its metrics."""
+    learner.consensus.asked("save.last")
+    with timer("save_checkpoints"):
+        return checkpoints.finish(learner.policy, learner.critic, batch, learner.extra_state(), learner.partial)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 
@@ -28,6 +28,7 @@ from hpcrl.trainer.backends.base import CriticEngine, Engine, Objective, PolicyE
 from hpcrl.trainer.backends.reference import reset_is_due, resets_optimizer
 from hpcrl.trainer.batching import Limits, updates_per_batch
 from hpcrl.trainer.critic.loss import CRITIC_REDUCTION, build_critic_objective, describe_critic
+from hpcrl.trainer.critic.peer import CriticPeer
 from hpcrl.trainer.critic.ranks import ModelRanks
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.metrics import (
@@ -35,7 +36,6 @@ from hpcrl.trainer.metrics import (
     advantage_histogram,
     describe_batch,
     describe_cost,
-    describe_memory,
     describe_mini_batches,
     describe_updates,
     mismatch_histogram,
@@ -108,10 +108,10 @@ class Learner:
         self._critic_objective = build_critic_objective(trainer.algorithm.value_clip)
         self._reduction = reduction_of(trainer, max_seq_len)
         self._random: dict[str, torch.Tensor] = {}
-        self._of_critic = dict[str, float]()
         own = policy if ranks.policy else critic
         assert own is not None
         self._data = own.data
+        self._peer = CriticPeer(ranks, own.data, consensus)
 
     def schedule(self, total_steps: int) -> None:
         """Tell the engines how many steps the whole run has."""
@@ -151,55 +151,65 @@ class Learner:
         """Make the optimizer steps of a batch and return its metrics; none on ranks without the policy.
 
         Raises:
-            Stopping: they are not all made. Everything is then as after the last one, or as before the batch, which `batch`
-                and `partial` tell.
+            Stopping: they are not all made. Everything is then as after the last one (`batch` and `partial` are of it) or as before the batch.
         """
         with self._undone_if_stopped(batch, timer):
-            with timer("load_samples"):
-                minis = load_mini_batches(self._run, batch, self._trainer, self._limits, self._data, self._reduction)
-            self.partial = work = self._resumed(batch, minis, timer) or self._scored(batch, minis, timer)
-            for mini in minis:
-                mini.samples.complete_rollout()
-            if self._trainer.dump_data_batch:
-                with timer("dump_data_batch"):
-                    self._measure_entropies(minis)
-                    self._dumps.write(batch, minis, self._data)
-            with self._apart("update", timer, partial(self._tell_updates, work, timer)):
-                for todo in self._updates(work, timer):
-                    with timer(todo.phase):
-                        for mini in (todo.minis * self._trainer.update_epochs_per_batch)[len(todo.done) :]:
-                            micro_batches = mini.micro_batches(before=partial(self.consensus, "update.micro_batch"))
-                            totals = todo.engine.forward_backward(micro_batches, todo.objective)
-                            sums = sum_over_ranks(totals, todo.engine.data)
-                            if todo.engine is self.policy and not todo.done and not self._offline:
-                                self._mismatch.check(batch.step, sums, speaks=self.world.first)
-                            # without a trained token, momentum and weight decay alone would move the model
-                            report = todo.engine.step() if mini.tokens else todo.engine.skip()
-                            todo.done.append(UpdateResult(sums, report))
-                            self._random = random_state(self.world.device)
-                            self.consensus.mark_progress()
+            minis = self._load(batch, timer)
+            partial_batch = self.partial = self._resumed(batch, minis, timer) or self._scored(batch, minis, timer)
+            self._dump(batch, minis, timer)
+            with self._peer.separately("update", timer, partial(self._peer.share_updates, partial_batch, timer)):
+                for update, mini in self._pending(partial_batch, timer):
+                    with timer(update.phase):
+                        micro_batches = mini.micro_batches(before=partial(self.consensus, "update.micro_batch"))
+                        totals = update.engine.forward_backward(micro_batches, update.objective)
+                        self._step(batch, update, mini, totals)
                 if self._ranks.policy:
                     self.policy.end_batch(batch.step)
-        if not self._ranks.policy:
-            return {}
-        lengths, computed = (
-            list(chain.from_iterable(of_minis))
-            for of_minis in ([mini.plan.lengths for mini in minis], [mini.plan.computed for mini in minis])
-        )
+        return self._describe(batch, partial_batch) if self._ranks.policy else {}
+
+    def _load(self, batch: Batch, timer: PhaseTimer) -> list[MiniBatch]:
+        with timer("load_samples"):
+            return load_mini_batches(self._run, batch, self._trainer, self._limits, self._data, self._reduction)
+
+    def _dump(self, batch: Batch, minis: list[MiniBatch], timer: PhaseTimer) -> None:
+        for mini in minis:
+            mini.samples.complete_rollout()
+        if self._trainer.dump_data_batch:
+            with timer("dump_data_batch"):
+                self._measure_entropies(minis)
+                self._dumps.write(batch, minis, self._data)
+
+    def _step(self, batch: Batch, update: Updates, mini: MiniBatch, totals: Mapping[str, torch.Tensor]) -> None:
+        """Make the optimizer step of a mini-batch whose gradients are there."""
+        sums = sum_over_ranks(totals, update.engine.data)
+        if update.engine is self.policy and not update.done and not self._offline:
+            self._mismatch.check(batch.step, sums, speaks=self.world.first)
+        # without a trained token, momentum and weight decay alone would move the model
+        report = update.engine.step() if mini.tokens else update.engine.skip()
+        update.done.append(UpdateResult(sums, report))
+        self._random = random_state(self.world.device)
+        self.consensus.mark_progress()
+
+    def _describe(self, batch: Batch, work: PartialBatch) -> dict[str, float]:
+        """Return the metrics of a batch whose optimizer steps are made, and keep its histograms and operations."""
+        minis = work.minis
+        lengths = list(chain.from_iterable(mini.plan.lengths for mini in minis))
+        computed = list(chain.from_iterable(mini.plan.computed for mini in minis))
         flops = self._model_flops.training(lengths, sum(mini.tokens for mini in minis), computed)
         self._flops = self._trainer.update_epochs_per_batch * flops
+        described = {}
         if not self._offline:
             advantages = advantage_histogram(minis, self._data)
             self.histograms = {"advantage": advantages, "log10_mismatch": mismatch_histogram(work.policy)}
-        described = {} if self._offline else describe_batch(batch, work.advantages)
-        described |= describe_mini_batches(minis) | work.kl_penalty | self._of_critic
+            described = describe_batch(batch, work.advantages)
+        described |= describe_mini_batches(minis) | work.kl_penalty | self._peer.metrics
         return described | (describe_critic(work.critic) if work.critic else {}) | describe_updates(work.policy)
 
     def _scored(self, batch: Batch, minis: list[MiniBatch], timer: PhaseTimer) -> PartialBatch:
         """Return the batch with log-probabilities, values and advantages."""
         data, samples, of_hints = self._data, [mini.samples for mini in minis], dict[str, float]()
         if not self._offline or uses_reference(self._trainer) or teaches_rows(self._trainer):
-            with self._apart("score", timer), timer("fwd_logprobs_values_reward"):
+            with self._peer.separately("score", timer), timer("fwd_logprobs_values_reward"):
                 for number, mini in enumerate(minis):
                     self._score(batch, mini, first=number == 0)
                 if self_teacher(self._trainer) and self._ranks.policy:
@@ -210,9 +220,9 @@ class Learner:
                 each.scores.margins = each.rewards
         if self._offline:
             return PartialBatch(data, self._trainer, batch, minis, {}, Advantages())
-        self._exchange("values", minis, worked_out=self._ranks.critic)
+        self._peer.share_values(minis)
         metrics, advantages = self._advantages(batch, samples, timer) if self._ranks.policy else ({}, Advantages())
-        self._exchange("returns", minis, worked_out=self._ranks.policy)
+        self._peer.share_returns(minis)
         return PartialBatch(data, self._trainer, batch, minis, metrics | of_hints, advantages)
 
     def _advantages(
@@ -256,43 +266,6 @@ class Learner:
         if self.critic is not None and self._ranks.critic:
             scores.values = mini.scored(self.critic.values, before)
 
-    def _exchange(self, column: str, minis: list[MiniBatch], *, worked_out: bool) -> None:
-        """Let the ranks of the other model have scores that those of one have worked out, where there are others."""
-        if self._ranks.together:
-            return
-        together = self._data.together
-        told = worked_out and (together is None or together.rank() == 0)  # of ranks with the same samples, one tells
-        own = [getattr(mini.samples.scores, column) for mini in minis] if told else None
-        for mini, found_P in zip(minis, self._ranks.exchange(minis, own), strict=True):
-            setattr(mini.samples.scores, column, found_P)
-
-    @contextmanager
-    def _apart(self, place: str, timer: PhaseTimer, tell: Callable[[], None] = lambda: None) -> Iterator[None]:
-        """Let the ranks of each model work by themselves, where there are different ones, until all are done or some were stopped.
-
-        Args:
-            tell: is called then, on all ranks.
-
-        Raises:
-            Stopping: on all ranks: some were stopped.
-        """
-        if self._ranks.together:
-            yield
-            return
-        if place == "update":
-            self.consensus.mark_progress()  # also where the others make it: who leaves by itself would take it along
-        stopped = False
-        try:
-            with self.consensus.among(self._ranks.own):
-                yield
-        except Stopping:
-            stopped = True
-        with timer("wait_for_critic" if self._ranks.policy else "wait_for_policy"):
-            stopped = self.consensus.meet(stopped)
-        tell()
-        if stopped:
-            raise Stopping(place)
-
     def _resumed(self, batch: Batch, minis: list[MiniBatch], timer: PhaseTimer) -> PartialBatch | None:
         """Return the batch as an earlier attempt left it between two optimizer steps; None where none has begun it."""
         if self._begun is None:
@@ -302,33 +275,19 @@ class Learner:
         self._begun = None
         return work
 
-    def _tell_updates(self, work: PartialBatch, timer: PhaseTimer) -> None:
-        """Let all ranks know which optimizer steps were made of each model, and what they cost the critic's ranks."""
-        own = {
-            "updates": [asdict(update) for update in (work.policy if self._ranks.policy else work.critic)],
-            "seconds": {phase: timer.seconds(phase) for phase in ("critic_train", "wait_for_policy")},
-            "memory": {} if self._ranks.policy else describe_memory(self._ranks.own),
-        }
-        policy, critic = self._ranks.tell(own)
-        work.policy[:], work.critic[:] = (
-            [UpdateResult.of(each) for each in told["updates"]] for told in (policy, critic)
-        )
-        if self._ranks.policy:
-            timer.resume(critic["seconds"])
-            self._of_critic = {name.replace("/", "/critic_"): peak for name, peak in critic["memory"].items()}
+    def _pending(self, work: PartialBatch, timer: PhaseTimer) -> Iterator[tuple[Updates, MiniBatch]]:
+        """Yield the mini-batches of the optimizer steps that are still to be made on this rank: the critic's, then the policy's."""
+        passes = self._trainer.update_epochs_per_batch
+        for update in self._updates(work, timer):
+            for mini in (update.minis * passes)[len(update.done) :]:
+                yield update, mini
 
     def _updates(self, work: PartialBatch, timer: PhaseTimer) -> Iterator[Updates]:
-        """Yield what the critic, then the policy is to be trained with, as far as they are here."""
+        """Yield the optimizer steps of the critic, then those of the policy, of the models that this rank has."""
         if self.critic is not None and self._ranks.critic:
+            size, data = self._trainer.critic_mini_batch_size, self.critic.data
             with timer("critic_train"):
-                minis = regrouped(
-                    work.minis,
-                    work.batch,
-                    self._trainer.critic_mini_batch_size,
-                    self._limits,
-                    self.critic.data,
-                    CRITIC_REDUCTION,
-                )
+                minis = regrouped(work.minis, work.batch, size, self._limits, data, CRITIC_REDUCTION)
             yield Updates("critic_train", self.critic, self._critic_objective, minis, work.critic)
         if self._ranks.policy:
             yield Updates("policy_train", self.policy, self._objective, work.minis, work.policy)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from hpcrl.config import Config
+from hpcrl.controller.build import build_schedule
 from hpcrl.controller.dataset_rows import DatasetRows, Mixture
 from hpcrl.controller.replicas import MinReplicas
 from hpcrl.controller.schedule import Schedule
@@ -24,7 +25,6 @@ from hpcrl.rundir.commit import read_json
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import open_attempt
 from hpcrl.types import GroupMeta, Work
-from jobs.controller import schedule
 from tests.controller.test_api import finish, make_run, prompts
 
 SCHEDULE = Schedule(
@@ -399,5 +399,5 @@ def test_weights_say_how_often_an_epoch_has_the_rows_of_a_dataset(
 def test_samples_follow_the_seed_of_the_engines_and_prompts_that_of_the_run() -> None:
     required = {"data.train_data": ["t.parquet"], "trainer.policy.model.path": "m", "trainer.eval_interval": 0}
     config = Config.from_dict({**required, "trainer.seed": 7, "generator.inference_engine.seed": 5})
-    found = schedule(config, 2048)
+    found = build_schedule(config, 2048)
     assert (found.seed, found.order_seed) == (5, 7)

@@ -123,7 +123,7 @@ def test_names_that_are_none() -> None:
 
 
 def test_prompts_are_counted_without_torch() -> None:
-    """As jobs/controller.py does it; what needs torch afterwards has it. Nothing is said of models that transformers does not know, such as OpenVLA."""
+    """As the controller does it; what needs torch afterwards has it. Nothing is said of models that transformers does not know, such as OpenVLA."""
     code = """
 import sys
 from hpcrl.config.sections.generator import ChatTemplateConfig

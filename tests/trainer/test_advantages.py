@@ -15,7 +15,7 @@ import torch
 from hpcrl.algorithms.advantages import ESTIMATORS, AdvantageInputs, grpo, per_token
 from hpcrl.config import AlgorithmConfig
 from hpcrl.config.validate import build
-from hpcrl.data.group_file import read_group, write_group
+from hpcrl.data.group_file import read_group
 from hpcrl.errors import ConfigError, DataError
 from hpcrl.rundir.commit import write_json
 from hpcrl.rundir.layout import Run
@@ -26,7 +26,7 @@ from hpcrl.trainer.loss import build_objective
 from hpcrl.trainer.metrics import describe_batch, describe_updates
 from hpcrl.trainer.packing import PackedSamples, pack
 from hpcrl.types import Batch
-from tests.rows import read_tensors
+from tests.rows import read_tensors, write_group
 from tests.trainer.launcher import run_ranks
 from tests.trainer.material import View, load, make_batch, make_run, score, train, views
 from tests.trainer.ranks import Ranks

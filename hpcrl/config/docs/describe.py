@@ -169,14 +169,16 @@ def _tallies() -> dict[str, Counter[str]]:
 
 
 def _counts() -> str:
-    parts = [
-        f"of {source}'s {count.total()} fields, those of all its versions, {count['works']} work, {count['not implemented yet']} are not "
-        f"implemented yet and {count['not supported']} are not supported"
-        for source, count in _tallies().items()
+    tallies = _tallies()
+    others = [
+        f"Of {source}'s {count.total()} fields, {count['works']} work, {count['not implemented yet']} are not implemented yet and "
+        f"{count['not supported']} are not supported."
+        for source, count in tallies.items()
         if source != "hpcrl"
     ]
-    own = _tallies()["hpcrl"]
-    return f"Of hpcrl's {own.total()} settings {own['works']} work and {own['not implemented yet']} are not implemented yet; {'; '.join(parts)} ([each of them](docs/config/status.md))."
+    own = tallies["hpcrl"]
+    first = f"Of hpcrl's {own.total()} settings, {own['works']} work and {own['not implemented yet']} are not implemented yet."
+    return " ".join([first, *others, "[Each of them](docs/config/status.md)."])
 
 
 def _default(setting: Setting) -> str:

@@ -10,7 +10,7 @@ PREFERENCE_LOSSES = (
     *("sigmoid", "sigmoid_norm", "hinge", "ipo", "robust", "bco_pair", "nca_pair", "apo_zero", "apo_down"),
     "sft",
 )
-"""Losses by their names; docs/dpo.md has their formulas."""
+"""Losses by their names; docs/learning_from_datasets.md has their formulas."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -267,10 +267,10 @@ class ShardingConfig:
     """Ranks that share one copy of the parameters; further ranks hold further copies; -1, or more than there are: all ranks share one. Unset: those of a node, where there are several nodes and parameters, gradients and optimizer take at most a third of its GPUs' memory, so that parameters are gathered within a node; else all."""
 
     expert_parallel_size: int = setting(1, range=COUNT)
-    """Ranks that share the experts of each layer of a mixture: tokens go to the ranks that have their experts, in place of weights to all ranks (docs/experts.md). It divides the experts and the ranks of a copy."""
+    """Ranks that share the experts of each layer of a mixture: tokens go to the ranks that have their experts, in place of weights to all ranks (docs/large_models.md). It divides the experts and the ranks of a copy."""
 
     wrap_policy: dict[str, Any] = setting({})
-    """Which modules are sharded as units: transformer_layer_cls_to_wrap (class names), min_num_params (a module becomes one when so many parameters in it are in none yet) or disable (one unit only); empty: each decoder layer. Embedding and head are units of their own unless they are tied (docs/precision.md)."""
+    """Which modules are sharded as units: transformer_layer_cls_to_wrap (class names), min_num_params (a module becomes one when so many parameters in it are in none yet) or disable (one unit only); empty: each decoder layer. Embedding and head are units of their own unless they are tied (docs/large_models.md)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -356,7 +356,7 @@ class PolicyConfig:
     diffusers: DiffusersConfig = section(DiffusersConfig, on_change=OBJECTIVE)
 
     sequence_parallel_size: int = setting(1, range=COUNT, on_change=SPREAD)
-    """Ranks that share the tokens of each sample, at most as many as the model has query heads (docs/sequence_parallel.md); FSDP2 only."""
+    """Ranks that share the tokens of each sample, at most as many as the model has query heads (docs/large_models.md); FSDP2 only."""
 
     use_torch_compile: bool = setting(False, on_change=SAME_NUMBERS)
     """Compile the chunked computation of log-probabilities and entropy."""

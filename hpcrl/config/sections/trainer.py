@@ -401,7 +401,7 @@ class TrainerConfig:
     """Lay the samples of a micro-batch end to end, without padding; otherwise each is a row of its own, padded to the longest."""
 
     shared_prefixes: bool = setting(False, on_change=SAME_NUMBERS)
-    """Compute once what samples of a micro-batch begin with alike, such as the prompt of a group, in training and in passes without gradient, with FSDP2; see docs/shared_prefixes.md. Losses and gradients stay the same, but for rounding. max_tokens_per_micro_batch then counts such tokens once, and samples of a group are kept together as far as it lets them."""
+    """Compute once what samples of a micro-batch begin with alike, such as the prompt of a group, in training and in passes without gradient, with FSDP2; see docs/large_models.md. Losses and gradients stay the same, but for rounding. max_tokens_per_micro_batch then counts such tokens once, and samples of a group are kept together as far as it lets them."""
 
     update_ref_every_epoch: bool = setting(False, on_change=OBJECTIVE)
     """Make the policy the new reference at the end of each epoch: whenever so many steps are done as the dataset has full batches."""

@@ -1,28 +1,21 @@
-"""How many finished groups per second one controller takes over HTTP, and how long each request waits.
+"""A controller in a process of its own, and the requests of many workers and of a trainer to it over HTTP.
 
-    python benchmarks/controller_http.py [--rate N] [--seconds N] [--groups N] [--workers N] [--samples N]
-
-Starts a controller of its own process on the loopback interface, and gives it the requests of many workers and of a trainer: workers claim
-groups and hand each over in a request of its own (--groups: so many together), the trainer takes each batch and publishes at once. Requests
-to hand over leave at a fixed rate, whether the earlier ones are answered or not, and the time of each counts from the moment at which it was to leave.
-Nothing is generated or trained. Batches are files on the disk of the temporary directory.
+Workers claim groups and report each in a request of its own (`Load.groups`: as many together), the trainer takes each batch and publishes at
+once. Reports leave at a fixed rate. Nothing is generated or trained.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
-import platform
 import subprocess
 import sys
-import tempfile
 import time
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,20 +37,21 @@ class Load:
     """What is asked of the controller.
 
     Attributes:
-        rate: finished groups per second; 0: as many as are taken, each request after the answer to the one before.
-        groups: that are handed over in one request.
+        rate: finished groups per second.
+        seconds: for which they are reported.
+        groups: of one request.
         capacity: groups that a worker holds at most.
         samples: of each group.
         batch_size: groups per step.
     """
 
-    rate: float = 2000.0
-    seconds: float = 10.0
-    groups: int = 1
-    workers: int = 100
+    rate: float
+    seconds: float
+    groups: int
+    workers: int
+    batch_size: int
     capacity: int = 16
     samples: int = 8
-    batch_size: int = 512
     staleness: int = 4
 
 
@@ -67,20 +61,14 @@ class Result:
 
     Attributes:
         taken: groups that were accepted.
-        waits: seconds from the moment at which a request was to leave to its answer.
-        cpu: seconds of processor that the controller took.
+        cpu: processor seconds of the controller.
         steps: batches.
     """
 
     taken: int = 0
     refused: int = 0
-    seconds: float = 0.0
     cpu: float = 0.0
     steps: int = 0
-    waits: list[float] = field(default_factory=list)
-
-    def percentile(self, share: float) -> float:
-        return sorted(self.waits)[int(share * (len(self.waits) - 1))]
 
 
 class Connection:
@@ -139,9 +127,7 @@ class Drive:
         trainer = asyncio.create_task(self._train())
         workers = [asyncio.create_task(self._claim(name)) for name in self._held]
         await self._supply.wait()
-        began = time.monotonic()
-        await (self._paced(began) if self._load.rate else self._flat_out(began))
-        self.result.seconds = time.monotonic() - began
+        await self._report()
         self._over = True
         for task in (trainer, *workers):
             task.cancel()
@@ -173,12 +159,11 @@ class Drive:
             if self._done:
                 self._supply.set()
 
-    async def _complete(self, due: float) -> None:
+    async def _complete(self) -> None:
         connection = self._idle.pop() if self._idle else Connection(self._port, self._run)
         taking = [self._done.popleft() for _ in range(min(self._load.groups, len(self._done)))]
         groups = [finished(name, version, self._load.samples) for _, name, version in taking]
         answer = await connection.call("complete", worker=taking[0][0], groups=groups)
-        self.result.waits.append(time.monotonic() - due)
         self.result.taken += len(answer["accepted"])
         self.result.refused += len(answer["rejected"])
         for worker, name, _ in taking:
@@ -186,34 +171,25 @@ class Drive:
             self._free[worker].set()
         self._idle.append(connection)
 
-    async def _paced(self, began: float) -> None:
-        pending, due, gap = set[asyncio.Task[None]](), began, self._load.groups / self._load.rate
+    async def _report(self) -> None:
+        began = due = time.monotonic()
+        pending, gap = set[asyncio.Task[None]](), self._load.groups / self._load.rate
         while due < began + self._load.seconds:
             await asyncio.sleep(max(0.0, due - time.monotonic()))
             if not self._done:  # the controller has given out all that may begin: what comes next is not late
                 await asyncio.sleep(0.001)
                 due = max(due, time.monotonic())
                 continue
-            task = asyncio.create_task(self._complete(due))
+            task = asyncio.create_task(self._complete())
             pending.add(task)
             task.add_done_callback(pending.discard)
             await asyncio.sleep(0)
             due += gap
         await asyncio.gather(*pending)
 
-    async def _flat_out(self, began: float) -> None:
-        async def stream() -> None:
-            while time.monotonic() < began + self._load.seconds:
-                if self._done:
-                    await self._complete(time.monotonic())
-                else:
-                    await asyncio.sleep(0.001)
-
-        await asyncio.gather(*(stream() for _ in range(16)))
-
 
 def serve_controller(directory: str, load: Load) -> None:
-    """Serve until the parent closes the pipe; say the port first."""
+    """Print the port, and serve until the parent closes the pipe."""
     run = Run(Path(directory))
     schedule = Schedule(
         batch_size=load.batch_size,
@@ -251,8 +227,7 @@ async def controller(run: Run, load: Load) -> AsyncIterator[tuple[int, subproces
     """A controller in a process of its own, and the port it listens on."""
     write_text(run.config, "")
     write_text(run.token, "secret\n", mode=0o600)
-    words = [f"--{name}={getattr(load, name)}" for name in ("workers", "samples", "batch_size")]
-    command = [sys.executable, __file__, f"--serve={run.path}", *words]
+    command = [sys.executable, __file__, str(run.path), json.dumps(asdict(load))]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin
         assert process.stdout
@@ -279,35 +254,5 @@ async def measure(directory: Path, load: Load) -> Result:
     return result
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rate", type=float, default=2000.0, help="groups per second; 0: as many as it takes")
-    parser.add_argument("--seconds", type=float, default=10.0)
-    parser.add_argument("--groups", type=int, default=1, help="groups per request")
-    parser.add_argument("--workers", type=int, default=100)
-    parser.add_argument("--samples", type=int, default=8)
-    parser.add_argument("--batch_size", type=int, default=512)
-    parser.add_argument("--serve", help=argparse.SUPPRESS)
-    given = vars(parser.parse_args())
-    directory, load = given.pop("serve"), Load(**given)
-    if directory:
-        serve_controller(directory, load)
-        return
-    with tempfile.TemporaryDirectory() as temporary:
-        result = asyncio.run(measure(Path(temporary) / "bench" / "run", load))
-    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
-    print(
-        f"{result.taken} groups in {result.seconds:.1f} s: {result.taken / result.seconds:.0f} per second, {result.refused} refused"
-    )
-    print(f"{len(result.waits)} requests, {result.steps} steps")
-    figures = ", ".join(
-        f"p{100 * share:g} {1000 * result.percentile(share):.1f} ms" for share in (0.5, 0.9, 0.99, 0.999, 1.0)
-    )
-    print(f"a request takes {figures}")
-    print(
-        f"the controller takes {1e6 * result.cpu / max(1, result.taken):.0f} us of processor per group, {result.cpu / result.seconds:.0%} of one"
-    )
-
-
 if __name__ == "__main__":
-    main()
+    serve_controller(sys.argv[1], Load(**json.loads(sys.argv[2])))

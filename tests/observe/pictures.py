@@ -1,6 +1,6 @@
 """Pictures of what TensorBoard and reports show of runs, for README and docs: a headless Chromium, each page once.
 
-python benchmarks/pictures.py FOLDER RUN... [--only NAME...]    wants Chromium (`make chromium`), and RUN as `hpcrl tensorboard` takes it
+python -m tests.observe.pictures FOLDER RUN... [--only NAME...]    wants Chromium (`make chromium`), and RUN as `hpcrl tensorboard` takes it
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from benchmarks.browser import Browser, browser
+from tests.observe.browser import Browser, browser
 
 PAGES = {"overview": "custom_scalars", "histograms": "histograms", "texts": "text", "hyperparameters": "hparams"}
 REPORT = {"report": "overview", "report-curves": "curves", "report-timeline": "timeline", "report-samples": "samples"}

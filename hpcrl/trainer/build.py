@@ -1,14 +1,24 @@
-"""What a rank of the trainer loads before its first step, be it of a run or of a step that is replayed."""
+"""A trainer rank's learner and publisher, built from a run's configuration; of a run or of the replay of a step."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
-from hpcrl.config import Config, TrainerConfig, max_seq_len, temperature
-from hpcrl.config.derive import is_offline, micro_batch_tokens, teaches_rows, uses_reference
+from hpcrl.config import Config, InferenceEngineConfig, TrainerConfig, max_seq_len, temperature
+from hpcrl.config.adapters import loads_adapters
+from hpcrl.config.derive import (
+    has_engines,
+    is_offline,
+    kept_versions,
+    max_model_len,
+    micro_batch_tokens,
+    teaches_rows,
+    uses_reference,
+)
 from hpcrl.config.families import is_diffusion, moves_by_flow
 from hpcrl.config.sections.vla import VLAConfig
 from hpcrl.rundir.layout import Run
@@ -16,18 +26,23 @@ from hpcrl.trainer.backends.base import CriticEngine, PolicyEngine
 from hpcrl.trainer.backends.build import build_critic, build_policy
 from hpcrl.trainer.batching import micro_batch_limits
 from hpcrl.trainer.critic.ranks import Elsewhere, ModelRanks
-from hpcrl.trainer.distributed import check_all_reduce
+from hpcrl.trainer.distributed import World, check_all_reduce
 from hpcrl.trainer.mismatch import MismatchLimit
 from hpcrl.trainer.models.flops import ModelFlops
+from hpcrl.trainer.models.forward import DTYPES
 from hpcrl.trainer.models.hf import policy_source
 from hpcrl.trainer.models.packed.attention import PACKED
 from hpcrl.trainer.models.trained import mark_trained
 from hpcrl.trainer.offline.validation import Validation
 from hpcrl.trainer.saving.checkpoint import ResumePoint
 from hpcrl.trainer.saving.dump import Dumps
+from hpcrl.trainer.saving.publish import NoPublisher, Publisher
 from hpcrl.trainer.scoring.rows import require_row_teacher
 from hpcrl.trainer.step import Learner
 from hpcrl.trainer.stop import StopConsensus
+
+if TYPE_CHECKING:
+    from hpcrl.trainer.saving.send import WeightSender
 
 
 def load_learner(
@@ -69,6 +84,30 @@ def load_learner(
         model_flops=flops, max_seq_len=max_seq_len(config),
         mismatch=mismatch, dumps=dumps, consensus=consensus, start=start,
     )  # fmt: skip
+
+
+def build_publisher(run: Run, attempt: int, config: Config, ranks: ModelRanks) -> Publisher:
+    """Return the publisher of this rank's share of weight versions and exports."""
+    if not ranks.policy:
+        return NoPublisher()
+    engine, engines = config.generator.inference_engine, has_engines(config)
+    return Publisher(
+        run, attempt, ranks.own, DTYPES[engine.model_dtype], kept_versions(config.trainer), max_model_len(config),
+        adapters=loads_adapters(config), engines=engines, full_interval=engine.full_weights_interval,
+        sender=_weight_sender(run, attempt, ranks.own, engine) if engines else None,
+    )  # fmt: skip
+
+
+def _weight_sender(run: Run, attempt: int, world: World, engine: InferenceEngineConfig) -> WeightSender | None:
+    """Return the sender of this rank's files; None where engines read them in the run directory."""
+    if engine.weight_sync_backend == "filesystem":
+        return None
+    from hpcrl.trainer.saving.send import WeightSender
+
+    device = world.device if engine.weight_sync_backend == "nccl" else torch.device("cpu")
+    return WeightSender(
+        run, attempt, world.rank, device, os.environ["HPCRL_ADDRESS"], engine.weight_sync_timeout_seconds
+    )
 
 
 def _flops(trainer: TrainerConfig, vla: VLAConfig) -> ModelFlops:
