@@ -7,7 +7,13 @@ from typing import Literal
 
 from hpcrl.config.conditions import CRITIC, RL_OR_SFT, chosen
 from hpcrl.config.effects import OTHER_MODEL
-from hpcrl.config.sections.functions import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, FunctionsConfig
+from hpcrl.config.sections.functions import (
+    ADVANTAGE_ESTIMATORS,
+    KL_ESTIMATORS,
+    POLICY_LOSSES,
+    FunctionsConfig,
+    KlEstimator,
+)
 from hpcrl.config.setting import (
     COUNT,
     FINITE,
@@ -208,8 +214,8 @@ class AlgorithmConfig(FunctionsConfig):
     kl_loss_coef: float = setting(0.001, range=NOT_NEGATIVE, used_by=_REFERENCE)
     """Weight of the KL divergence, in the loss, where tokens are reduced as loss_reduction says, or in the reward."""
 
-    kl_estimator_type: Literal["k1", "k2", "k3", "abs"] = setting("k3", used_by=_REFERENCE)
-    """Estimate of the KL divergence per token, with d = policy - reference log-probability; k1: d, abs: |d|, k2: d^2 / 2, k3: exp(-d) - 1 + d."""
+    kl_estimator_type: KlEstimator = setting("k3", used_by=_REFERENCE, named=KL_ESTIMATORS)
+    """Estimate of the KL divergence per token, with d = policy - reference log-probability. {names}."""
 
     kl_importance_weighted: bool = setting(
         False, used_by=when(".use_kl_loss", needs="{section}.use_kl_loss, because only the loss has a gradient")
