@@ -95,12 +95,14 @@ def _layers(config: Config) -> Iterator[str]:
         return
     reason = "transformer_engine is not installed here" if gpus else "TransformerEngine's need a GPU"
     yield f"layers: Megatron-core's, with torch's attention ({reason})"
-    size = config.trainer.policy.megatron_config.context_parallel_size
-    if size > 1:
+    megatron, remedy = config.trainer.policy.megatron_config, "; it is the extra transformer-engine" if gpus else ""
+    if (size := megatron.context_parallel_size) > 1:
         yield (
             f"  hint: without TransformerEngine each of the {size} context-parallel ranks gathers the keys and values of a sample and computes "
-            "attention over all of its tokens; what they share is the rest of the layers"
+            f"attention over all of its tokens; what they share is the rest of the layers{remedy}"
         )
+    if gpus and megatron.expert_model_parallel_size > 1 and megatron.moe_grouped_gemm:
+        yield f"  hint: without TransformerEngine a rank computes its experts one after the other{remedy}"
 
 
 def _models(config: Config) -> Iterator[str]:
@@ -239,7 +241,8 @@ def _turns(config: Config, found: Estimate, memory: tuple[float | None, str], un
             both = f"{turn.trainer / unit:,.2f} of the trainer and {turn.engine / unit:,.2f} of the engine"
             yield f"  in the {turn.whose}'s turn {both}"
             yield _of_device(turn.trainer + turn.engine, memory, unit)
-    yield f"  host memory for what leaves the device in the engine's turn: {on_host(config, found) / unit:,.2f} for each rank"
+    held = on_host(config, found) / unit
+    yield f"  host memory for what leaves the device in the engine's turn, kept in both: {held:,.2f} for each rank"
 
 
 def _of_device(total: int, memory: tuple[float | None, str], unit: int) -> str:

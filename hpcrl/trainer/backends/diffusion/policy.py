@@ -33,7 +33,7 @@ from hpcrl.trainer.backends.diffusion.rows import StepRows
 from hpcrl.trainer.backends.diffusion.tasks import Other, Points, task_of
 from hpcrl.trainer.backends.fsdp.engine import FsdpExported
 from hpcrl.trainer.backends.fsdp.model import free_gathered, load_model
-from hpcrl.trainer.backends.fsdp.sharding import local
+from hpcrl.trainer.backends.fsdp.sharding import accumulated, local
 from hpcrl.trainer.backends.shares import read
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.models.adapter import PARTS, Adapter
@@ -82,7 +82,7 @@ class DiffusionPolicy(FsdpExported[DiffusionModel]):
 
     def forward_backward(self, batches: MicroBatches, objective: Objective) -> dict[str, torch.Tensor]:
         totals: dict[str, torch.Tensor] = {}
-        for batch in batches:
+        for batch in accumulated(self._model, batches, offloaded=self._offloaded):
             batch = batch.to(self._world.device)
             rows = self._rows(batch, self.updates)
             points = self._points(rows)

@@ -34,7 +34,7 @@ from hpcrl.trainer.models.packed.sequence_parallel import SharedTokens, of_all, 
 from hpcrl.trainer.models.packed.states import keep_samples_apart
 from hpcrl.trainer.models.packed.tree import PrefixTree
 from hpcrl.trainer.models.trained import mark_trained
-from hpcrl.types import MicroBatch
+from hpcrl.types import MicroBatch, to_device
 
 Inputs = dict[str, torch.Tensor]
 
@@ -169,6 +169,9 @@ class PackedPolicy(ProbabilityModel):
         self._logits = LogitChange.of(model.config)
         softcap = self._logits.softcap
         self._rows = compiled_rows(softcap) if forward.compiled else partial(plain_rows, softcap=softcap)
+        self._never = torch.tensor(
+            self.forward_config.never_said, dtype=torch.int64
+        )  # on the device from the first pass on
         self._top_rows = partial(top_rows, softcap=softcap)
 
     def forward(
@@ -192,7 +195,8 @@ class PackedPolicy(ProbabilityModel):
         told = top_k > 0 and not trained
         rows = self._rows
         if forward.never_said or forward.only_said:
-            rows = partial(self._rows, never=forward.never_said, only=forward.only_said)
+            self._never = self._never.to(token_ids.device)
+            rows = partial(self._rows, never=self._never if forward.never_said else None, only=forward.only_said)
 
         def outputs(hidden_RD: torch.Tensor, head_VD: torch.Tensor) -> tuple[torch.Tensor, ...]:
             return token_logprobs(
@@ -395,7 +399,7 @@ class Sight:
         token_ids = one_kind(self._model, batch.token_ids) if images else batch.token_ids
         if not inputs or not has_planes(self._model):
             return token_ids, batch.positions, inputs
-        rows_BT, lengths = _rows(batch), torch.tensor(batch.lengths, device=device)
+        rows_BT, lengths = _rows(batch), to_device(torch.tensor(batch.lengths), device)
         filled_BT = torch.arange(rows_BT.shape[1], device=device) < lengths[:, None]
         positions = plane_positions(self._model, rows_BT, filled_BT, images)
         return token_ids, positions.movedim(0, -1)[filled_BT], inputs
