@@ -180,11 +180,7 @@ class AlgorithmConfig(FunctionsConfig):
     eps_clip_low: float = setting(0.2, range=SHARE, used_by=_read_by("eps_clip_low"))
     """Probability ratios below 1 - eps_clip_low are clipped; 1: none."""
 
-    eps_clip_high: float = setting(
-        0.2,
-        range=NOT_NEGATIVE,
-        used_by=_read_by("eps_clip_high"),
-    )
+    eps_clip_high: float = setting(0.2, range=NOT_NEGATIVE, used_by=_read_by("eps_clip_high"))
     """Probability ratios above 1 + eps_clip_high are clipped."""
 
     clip_ratio_c: float = setting(3.0, range=Range(1, low_open=True), used_by=_read_by("clip_ratio_c"))
