@@ -50,11 +50,15 @@ _SHORT_ROOT = re.compile(r"sqrt([^{])")
 
 
 def gsm8k(response: Response, _environment: EnvironmentConfig) -> float:
-    """Return 1 if the number after the first `#### ` behind </think> is the ground truth; otherwise 0 (GSM8K, arXiv:2110.14168).
+    """Return 1 if the number after the first `####` behind </think> is the ground truth, else 0 (GSM8K, arXiv:2110.14168).
 
     Numbers are compared exactly, whatever their thousands separators, trailing zeros, a unit and the full stop of a sentence. The ground
     truth is a number, or a text with one after `#### `, such as the column `answer` of GSM8K.
 
+    Formula:
+        1 if the number after `####` is that of the ground truth
+    Use:
+        GSM8K
     Raises:
         DataError: the row has no ground truth, or there is no number in it.
     """
@@ -73,12 +77,16 @@ def expected_number(truth: Any) -> Decimal:
 
 
 def direct_math(response: Response, _environment: EnvironmentConfig) -> float:
-    """Return 1 if the ground truth is what follows the last `Answer:`; otherwise -1 (DAPO, arXiv:2503.14476).
+    """Return 1 if the ground truth is what follows the last `Answer:`, else -1 (DAPO, arXiv:2503.14476).
 
     `Answer:` may stand anywhere in a line behind </think>, in any letter case; one that no text follows does not count. The answer ends
     with its line. Both sides are brought into Minerva's normal form (arXiv:2206.14858) and compared as texts. An answer of more
     than 1000 characters is wrong.
 
+    Formula:
+        1 or -1, by the last line that begins with `Answer:`
+    Use:
+        the prompts of DAPO's dataset
     Raises:
         DataError: the row has no ground truth, or one of which the normal form leaves nothing, or of more than 1000 characters.
     """
