@@ -103,6 +103,7 @@ DIFFERENT_DEFAULTS: dict[str, str] = {
     "trainer.micro_train_batch_size_per_gpu": _PASS,
     "trainer.micro_forward_batch_size_per_gpu": _PASS,
     **{f"trainer.{role}.fsdp_config.fsdp_size": _COPY for role in ("policy", "ref", "critic")},
+    "trainer.policy.use_torch_compile": "unset: compiled with the layers on GPUs, which gave 1.9 times the tokens/s on an H200",
     "trainer.rope_scaling": _EMPTY,
     "generator.rope_scaling": _EMPTY,
     "generator.sampling_params.additional_kwargs": _EMPTY,

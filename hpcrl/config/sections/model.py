@@ -286,11 +286,11 @@ class PolicyConfig:
     sequence_parallel_size: int = 1
     """Ranks that share the tokens of each sample, at most as many as the model has query heads (docs/sequence_parallel.md); FSDP2 only."""
 
-    use_torch_compile: bool = False
-    """Compile the chunked computation of log-probabilities and entropy."""
+    use_torch_compile: bool | None = None
+    """Compile the chunked computation of log-probabilities and entropy; unset: as compile_model where that is unset."""
 
-    compile_model: bool = False
-    """Compile the layers of policy and reference with torch.compile: the first passes take minutes, later ones less time; FSDP2 only."""
+    compile_model: bool | None = None
+    """Compile the layers of policy and reference with torch.compile: the first passes take minutes, later ones less time; FSDP2 only. Unset: on GPUs where a compiler works, for dense language models with settings that it was measured with (docs/precision.md)."""
 
     activation_offload: bool = False
     """Move what gradient checkpointing keeps, the inputs of layers, to host memory between forward and backward; on GPUs with FSDP2 only."""
