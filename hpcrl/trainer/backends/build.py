@@ -56,7 +56,9 @@ def build_policy(
         return ActionPolicy(trainer, world, vla.pi05)
     from hpcrl.trainer.backends.fsdp.engine import FsdpPolicy
     from hpcrl.trainer.backends.fsdp.values import FsdpRewardModel
+    from hpcrl.trainer.models.layers.compilation import with_compilation
 
+    trainer = with_compilation(trainer, world)
     if trains_reward_model(trainer):
         return cast(PolicyEngine, FsdpRewardModel(trainer, world))
     return FsdpPolicy(trainer, temperature, world)
