@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
 
 from hpcrl.config.adapters import reference_is_base
 from hpcrl.config.derive import ref_sharding
@@ -50,9 +50,6 @@ def shapes(source: ModelSource, fsdp: FSDPConfig, trained: PolicyConfig | Critic
 
     Args:
         trained: section with what is trained; None: nothing.
-
-    Raises:
-        DataError: it cannot be loaded, or does not have what the configuration names.
     """
     model = source.empty(torch.float32, PACKED)
     mark_trained(model, trained, torch.float32)
@@ -66,11 +63,7 @@ def shapes(source: ModelSource, fsdp: FSDPConfig, trained: PolicyConfig | Critic
 
 
 def classifier_shapes(model: Pretrained) -> Shapes:
-    """Return the parameters and sizes of a reward model that is served.
-
-    Raises:
-        DataError: it is no sequence classifier.
-    """
+    """Return the parameters and sizes of a reward model that is served. Raises DataError where it is no sequence classifier."""
     try:
         config = AutoConfig.from_pretrained(model.path, **model.at_revision)
         with torch.device("meta"):
@@ -91,11 +84,11 @@ def _shapes(model: PreTrainedModel, inner: Mapping[int, torch.nn.Module]) -> Sha
         Weight(name, tuple(parameter.shape), parameter.requires_grad, unit_of.get(parameter, 0))
         for name, parameter in model.named_parameters()
     ]
-    return Shapes(type(model).__name__, weights, _width(model.config))
+    return Shapes(type(model).__name__, weights, _width(model))
 
 
-def _width(config: PreTrainedConfig) -> Width:
-    text = config.get_text_config()
+def _width(model: PreTrainedModel) -> Width:
+    text = model.config.get_text_config()
     heads, experts = text.num_attention_heads, getattr(text, "num_experts_per_tok", None)
     ffn = text.intermediate_size
     if experts:
@@ -109,4 +102,5 @@ def _width(config: PreTrainedConfig) -> Width:
         head=getattr(text, "head_dim", None) or text.hidden_size // heads,
         ffn=ffn,
         vocabulary=text.vocab_size,
+        norms_heads=any(name.endswith(".q_norm.weight") for name, _ in model.named_parameters()),
     )

@@ -56,19 +56,16 @@ def build_policy(
         return ActionPolicy(trainer, world, vla.pi05)
     from hpcrl.trainer.backends.fsdp.engine import FsdpPolicy
     from hpcrl.trainer.backends.fsdp.values import FsdpRewardModel
+    from hpcrl.trainer.models.layers.compilation import with_compilation
 
+    trainer = with_compilation(trainer, world)
     if trains_reward_model(trainer):
         return cast(PolicyEngine, FsdpRewardModel(trainer, world))
     return FsdpPolicy(trainer, temperature, world)
 
 
 def build_critic(trainer: TrainerConfig, world: World) -> CriticEngine | None:
-    """Load the critic; None where the configuration names none.
-
-    Raises:
-        DataError: the path holds no model, or the model does not have what the configuration names.
-        RunError: a package that a setting needs is not installed.
-    """
+    """Load the critic; None where the configuration names none."""
     if trainer.critic.model.path is None:
         return None
     if trainer.strategy == "megatron":
