@@ -63,6 +63,13 @@ def _merged(one: dict, other: dict) -> dict:
     return {**one, **other, **both}
 
 
+def test_choices_are_in_the_order_in_which_their_section_has_them() -> None:
+    """Python takes two Literals for equal whose choices are the same in another order."""
+    choices = {setting.path: setting.choices for setting in leaves(Config)}
+    assert choices["trainer.algorithm.logprob_dtype"] == ("fp32", "bf16", "fp16")
+    assert choices["trainer.policy.fsdp_config.mixed_precision.param_dtype"] == ("bf16", "fp32", "fp16")
+
+
 def test_the_schema_says_what_the_loader_says() -> None:
     schema = json_schema()
     jsonschema.Draft202012Validator.check_schema(schema)
