@@ -15,7 +15,7 @@ from hpcrl.data.group_file import read_group
 from hpcrl.errors import DataError, RunError
 from hpcrl.rundir.eval_dumps import dumped_samples
 from hpcrl.rundir.layout import Run
-from hpcrl.types import Batch, GroupMeta, Sample
+from hpcrl.types import Batch, GroupMeta, Row
 
 Decode = Callable[[list[int]], str]
 Order = Literal["best", "worst", "random"]
@@ -83,23 +83,13 @@ def ordered(rewards: Sequence[float], order: Order | None, seed: int) -> list[in
 
 
 def trained_samples(run: Run, step: int | None) -> tuple[int, list[tuple[GroupMeta, int]]]:
-    """Return a step, the newest one with a batch where none is named, and its samples: group, and place in the group.
-
-    Raises:
-        RunError: there is no such batch, or its samples were removed.
-        DataError: its file is damaged.
-    """
+    """Return a step, the newest one with a batch where none is named, and its samples: group, and place in the group."""
     chosen = max(batch_steps(run), default=0) if step is None else step
     return chosen, [(group, at) for group in require_samples(run, chosen).groups for at in range(len(group.rewards))]
 
 
 def require_samples(run: Run, step: int) -> Batch:
-    """Return the batch of a step.
-
-    Raises:
-        RunError: there is none, or its samples were removed.
-        DataError: its file is damaged.
-    """
+    """Return the batch of a step. Raises RunError where there is none or its samples were removed, DataError where its file is damaged."""
     steps = batch_steps(run)
     if not steps:
         raise RunError(f"{run.name} has no batch yet, so nothing was trained")
@@ -126,18 +116,15 @@ def read_trained(run: Run, samples: Sequence[tuple[GroupMeta, int]], decode: Dec
 
     Args:
         decode: token ids to text.
-
-    Raises:
-        DataError: a file is damaged, or was removed meanwhile.
     """
-    groups: dict[str, list[Sample[np.ndarray]]] = {}
+    groups: dict[str, list[Row]] = {}
     for group, _ in samples:
         if group.group_id not in groups:
             groups[group.group_id] = read_group(run.inside(group.path), None, group)
     return [_rollout(group, at, groups[group.group_id], decode) for group, at in samples]
 
 
-def _rollout(group: GroupMeta, at: int, of_group: Sequence[Sample[np.ndarray]], decode: Decode) -> Rollout:
+def _rollout(group: GroupMeta, at: int, of_group: Sequence[Row], decode: Decode) -> Rollout:
     rows = [row for row, owner in zip(of_group, group.owners, strict=True) if owner == at]
     versions = np.concatenate([row.versions for row in rows])
     chosen = versions[versions >= 0]
@@ -157,7 +144,7 @@ def _rollout(group: GroupMeta, at: int, of_group: Sequence[Sample[np.ndarray]], 
     )
 
 
-def segments_of(sample: Sample[np.ndarray], decode: Decode, *, of_dataset: bool = False) -> list[Segment]:
+def segments_of(sample: Row, decode: Decode, *, of_dataset: bool = False) -> list[Segment]:
     """Return what each side said, in order.
 
     A reward at or after the tokens of a turn, and before the next turn, is what that turn earned.

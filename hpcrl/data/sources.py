@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from pyarrow.parquet import ParquetFile
 
 # Arrow's own memory pool keeps some 15 MiB of what it has read; it is chosen when pyarrow is imported
-os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
+os.environ["ARROW_DEFAULT_MEMORY_POOL"] = os.environ.get("ARROW_DEFAULT_MEMORY_POOL") or "system"
 
 _ROWS_AT_ONCE, _BYTES_AT_ONCE = 128, 16 << 20
 _BUFFER = 1 << 20  # bytes of each column of a parquet file
@@ -331,14 +331,14 @@ def _readable(path: Path, kind: str) -> Iterator[None]:
 
 def _read_object(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8-sig"))
     except ValueError as error:
         raise DataError(f"{path} cannot be read as JSON: {error}") from error
 
 
 def _read_json(path: Path) -> Iterator[Any]:
     try:
-        rows = parse_json(path.read_text(encoding="utf-8"))
+        rows = parse_json(path.read_text(encoding="utf-8-sig"))
     except ValueError as error:
         raise DataError(f"dataset {path} cannot be read as JSON: {error}") from error
     if not isinstance(rows, list):

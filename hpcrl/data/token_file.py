@@ -28,7 +28,7 @@ from hpcrl.data.vision.frames import kept_of, shown_of
 from hpcrl.data.vision.reader import ImageReader, Preparation, named_tensors
 from hpcrl.errors import CommitError, DamagedError
 from hpcrl.rundir.commit import Fence, committed_directory, unfenced, verify
-from hpcrl.types import Sample
+from hpcrl.types import Row, Sample
 
 if TYPE_CHECKING:
     import numpy as np
@@ -127,7 +127,7 @@ class TokenFile:
     def digest(self, row: int) -> str:
         return "".join(f"{int(self._rows['checksum'][at]):08x}" for at in self._places(row)).rjust(32, "0")
 
-    def read(self, row: int, digest: str | None = None) -> list[Sample[np.ndarray]]:
+    def read(self, row: int, digest: str | None = None) -> list[Row]:
         """Return the sequences of a row as samples that no policy has chosen; the reward of the last token is the margin.
 
         Args:
@@ -143,7 +143,7 @@ class TokenFile:
             raise DamagedError(f"row {row} of {self.path} is damaged, or not the one that the batch was composed of")
         return [self._sample(at) for at in self._places(row)]
 
-    def _sample(self, at: int) -> Sample[np.ndarray]:
+    def _sample(self, at: int) -> Row:
         import numpy as np
 
         tokens, mask = self._content(at)
@@ -166,12 +166,10 @@ class TokenFile:
         return float(self._rows["margin"][at]) if "margin" in (self._rows.dtype.names or ()) else 0.0
 
     def _content(self, at: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return token ids and mask of a sequence."""
         where = slice(self._begin(at), int(self._rows["end"][at]))
         return self._tokens[where], self._mask[where]
 
     def _places(self, row: int) -> range:
-        """Return which sequences of the file are those of a row."""
         return range(row * self.sequences, (row + 1) * self.sequences)
 
     def _begin(self, at: int) -> int:
@@ -191,9 +189,6 @@ def write_tokens(
     Args:
         of_each_row: how many of them, one after the other, are a row.
         facts: JSON values that the manifest keeps; `counts` may still change while rows are taken.
-
-    Raises:
-        CommitError: a newer attempt has begun.
     """
     import numpy as np
 

@@ -75,7 +75,7 @@ def run_slurm(command: Sequence[str], patience_s: float, limit_s: float = _ANSWE
         try:
             done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=limit_s)
         except FileNotFoundError:
-            raise SubmitError(f"{command[0]} was not found: ask for runs of Slurm on a node of its cluster") from None
+            raise not_here(command[0]) from None
         except subprocess.TimeoutExpired:
             said = f"no answer in {limit_s:.0f} s (timed out)"
         else:
@@ -90,19 +90,21 @@ def run_slurm(command: Sequence[str], patience_s: float, limit_s: float = _ANSWE
         time.sleep(_RETRY_S)
 
 
+def not_here(program: str) -> SubmitError:
+    """Return what is raised where a program of Slurm is not on this machine."""
+    return SubmitError(f"{program} was not found: ask for runs of Slurm on a node of its cluster")
+
+
 def is_away(said: str) -> bool:
     """Return whether a complaint of Slurm means that slurmctld may answer later."""
     return any(text in said for text in AWAY)
 
 
 def queue(patience_s: float) -> dict[str, JobState]:
-    """Return the jobs of this user that Slurm still knows, those that ended a few minutes ago too.
+    """Return the jobs of this user that Slurm still knows, those that ended a few minutes ago too. Raises SubmitError where Slurm could not be asked.
 
     Args:
         patience_s: for how long a slurmctld that is away is asked; 0: once, and its answer is awaited for 10 s only.
-
-    Raises:
-        SubmitError: Slurm could not be asked.
     """
     limit_s = _ANSWER_S if patience_s else _GLANCE_S
     me, columns = str(os.getuid()), "%i|%T|%S|%r|%o"
@@ -151,9 +153,5 @@ def local_state(job: str) -> JobState:
 
 
 def cancel_slurm(job: str) -> None:
-    """Cancel a Slurm job.
-
-    Raises:
-        SubmitError: scancel refused.
-    """
+    """Cancel a Slurm job. Raises SubmitError where scancel refuses."""
     run_slurm(["scancel", job], PATIENCE_S)

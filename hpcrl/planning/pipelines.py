@@ -20,12 +20,7 @@ from hpcrl.trainer.models.trained import mark_trained
 
 
 def describe_pipeline(config: Config) -> tuple[list[str], int]:
-    """Return lines about the policy's transformer, and the bytes that a rank needs of it.
-
-    Raises:
-        DataError: the pipeline cannot be loaded, or does not have what the configuration names.
-        RunError: diffusers is not installed here.
-    """
+    """Return lines about the policy's transformer, and the bytes that a rank needs of it."""
     trainer, source = config.trainer, transformer_source(config.trainer)
     settings = trainer.policy.diffusers
     model = source.empty(torch.float32, "")
@@ -50,11 +45,7 @@ def describe_pipeline(config: Config) -> tuple[list[str], int]:
 
 
 def describe_actions(config: Config) -> tuple[list[str], int]:
-    """Return lines about a policy that moves robots by a flow, and the bytes that a rank needs of it, activations not counted.
-
-    Raises:
-        DataError: the model cannot be loaded, or does not have what the configuration names.
-    """
+    """Return lines about a policy that moves robots by a flow, and the bytes that a rank needs of it, activations not counted."""
     source, settings = action_source(config.trainer), config.vla.pi05
     model = source.empty(torch.float32, "")
     of_model, parts = _of_trainer(config, model, copies=0)

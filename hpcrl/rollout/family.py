@@ -39,9 +39,6 @@ def load_family(run: Run, config: Config, interval: int | None) -> Family:
     Args:
         run: whose pictures and videos are kept; an evaluation has a directory laid out as a run.
         interval: versions of which pictures are kept, as trainer.multi_modal_log_interval says it; None: of none.
-
-    Raises:
-        DataError: the model lacks what its family needs, such as a tokenizer.
     """
     model, generator, environment = policy_model(config.trainer), config.generator, config.environment
     kept, videos = KeptPictures(run, interval) if interval else None, EpisodeVideos.of(run, config.vla)

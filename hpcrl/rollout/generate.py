@@ -34,14 +34,14 @@ from hpcrl.errors import ConfigError, DataError, ServiceError, UserCodeError
 from hpcrl.rollout.endpoint.server import PolicyServer, serving
 from hpcrl.rollout.engines.base import Engine, Generation, Heard, engine_sampling
 from hpcrl.rollout.env_session import Answer, EnvSession, scorer_of
-from hpcrl.rollout.group import Group, Row, apply_stop_reason, neutralize_failed, sample_reward
+from hpcrl.rollout.group import Group, apply_stop_reason, neutralize_failed, sample_reward
 from hpcrl.rollout.images.kept import KeptPictures
 from hpcrl.rollout.images.preparing import ImagePreparation
 from hpcrl.rollout.lessons import Lessons, Told
 from hpcrl.rollout.threads import CallThreads, in_thread
 from hpcrl.rollout.transcript import Transcript
 from hpcrl.rollout.turns import Turns
-from hpcrl.types import LONGEST_FAILURE, Kind, StopReason, Work, plain_text
+from hpcrl.types import LONGEST_FAILURE, Kind, Row, StopReason, Work, plain_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -141,9 +141,6 @@ class GroupGenerator:
         videos: of what robots do; None: none are written.
         lessons: what training groups have for teachers; None: nothing.
         model: of the policy, whose files name tokens that end a turn; None: only its tokenizer and the template do.
-
-    Raises:
-        ConfigError: as of `Lessons.check`.
     """
 
     def __init__(
@@ -291,7 +288,6 @@ class GroupGenerator:
             self._say(episode.transcript, one, await self._answer(episode, asked_one), over=True)
 
     async def _turns(self, episode: _Episode, kind: Kind) -> None:
-        """Play a sample to its end."""
         if episode.session.plays:
             await self._play(episode, self._params[kind])
             return

@@ -8,7 +8,6 @@ import torch
 
 from hpcrl.algorithms.reductions import Reduction
 from hpcrl.config import AlgorithmConfig
-from hpcrl.data.group_file import write_group
 from hpcrl.errors import DataError
 from hpcrl.rundir.layout import Run
 from hpcrl.trainer.batching import MicroBatchLimit, SampleRef, assign_to_ranks, mini_batches, planned
@@ -16,6 +15,7 @@ from hpcrl.trainer.distributed import World
 from hpcrl.trainer.packing import MiniBatch, Scores, pack, set_loss_weights
 from hpcrl.trainer.samples import load_samples, observations
 from hpcrl.types import Batch, Sample, SamplingMask
+from tests.rows import write_group
 from tests.trainer.material import load, make_batch, make_run, make_sample, views
 
 
@@ -200,6 +200,13 @@ def test_a_prefix_that_good_and_bad_share_is_not_trained(told: tuple[Run, Batch]
     # each sample has one token in its response that the policy did not choose; it was not trained before either
     assert sum(samples.left_out for samples in packed) == 2 * (ALIKE - 1)
     assert load_samples(run, batch, refs, ALIKE + 1).left_out == 0
+
+
+def test_a_sample_that_failed_makes_no_prefix_one_of_different_rewards(told: tuple[Run, Batch]) -> None:
+    run, batch = told
+    batch.groups[1] = replace(batch.groups[1], stop_reasons=["failed", "stop", "stop"])
+    (refs,) = mini_batches(batch, 3)
+    assert load_samples(run, batch, refs, ALIKE).left_out == 0
 
 
 def test_only_trained_tokens_are_counted(told: tuple[Run, Batch], alone: World) -> None:

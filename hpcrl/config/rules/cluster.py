@@ -243,7 +243,7 @@ def ways_of_weights(config: ConfigTree) -> Iterator[Problem]:
     elif backend == "nccl" and config.trainer.placement.colocate_all:
         yield Problem(
             path + "weight_sync_backend",
-            "nccl connects no two processes of one GPU, and trainer.placement.colocate_all=true has them; use gloo or filesystem",
+            "NCCL refuses two processes of one GPU, and trainer.placement.colocate_all=true has them; use gloo or filesystem",
         )
 
 
@@ -326,7 +326,7 @@ def sbatch_options(config: ConfigTree) -> Iterator[Problem]:
                 yield Problem(f"{section}.extra.{name}", "hpcrl sets this option of sbatch itself; leave it out")
 
 
-def _pools(slurm: SlurmConfig) -> dict[str, ElasticConfig]:
+def _pools(slurm: SlurmConfig) -> Mapping[str, ElasticConfig]:
     """Return the sections of elastic pools, by their paths."""
     scorers = slurm.elastic_scorers
     return {"slurm.elastic": slurm.elastic} | {

@@ -167,11 +167,7 @@ def _fitting(model: Pretrained, files: Sequence[Path], settings: Sequence[str]) 
 
 
 def assembled(run: Run, transformer: Path, place: Path) -> Path:
-    """Make a pipeline of links: the one that a run trains, with an exported transformer in the place of its own. Return it.
-
-    Raises:
-        DataError: the run's pipeline is gone.
-    """
+    """Make a pipeline of links: the one that a run trains, with an exported transformer in the place of its own. Return it."""
     trainer = Config.from_toml([run.config]).trainer
     folder = PipelineSource(policy_model(trainer), trainer.policy.diffusers).folder.absolute()
     place.mkdir()

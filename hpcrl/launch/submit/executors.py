@@ -71,6 +71,11 @@ class Submission:
 class ArrayExecutor(submitit.SlurmExecutor):
     """Submits one function, too, as a job array: every run is an element, with an id of the form 12_0."""
 
+    @classmethod
+    def affinity(cls) -> int:
+        """Return that it can be used, also where there is no srun: a dry run prints batch scripts anywhere."""
+        return 2
+
     def _internal_process_submissions(self, delayed_submissions: list[DelayedSubmission]) -> list[Job[Any]]:
         if len(delayed_submissions) > 1:
             return super()._internal_process_submissions(delayed_submissions)
@@ -197,7 +202,6 @@ def _until_decided(finish: str) -> list[str]:
 
 
 def _gpus(slurm: SlurmConfig, wanted: int | str) -> dict[str, Any]:
-    """Return the parameter that asks for GPUs of each node."""
     if gpu_count(slurm) == 0 or slurm.gpu_option == "none":
         return {}
     return {"gres": f"gpu:{wanted}"} if slurm.gpu_option == "gres" else {"gpus_per_node": wanted}
@@ -258,12 +262,9 @@ def local_executor(submission: Submission) -> submitit.LocalExecutor:
 
 
 def _devices(count: int) -> list[str]:
-    """Return the setup line that leaves a run `count` of the devices that the user has left, if the user has left only some.
+    """Return the setup line that leaves a run `count` of the devices that the user has left, if the user has left only some. Raises SubmitError where there are fewer.
 
     submitit takes numbers alone; CUDA_VISIBLE_DEVICES may also hold ids such as GPU-8932f937-... and MIG-....
-
-    Raises:
-        SubmitError: there are fewer.
     """
     devices = listed_gpus()
     if not count or devices is None:

@@ -32,6 +32,7 @@ from hpcrl.launch.doctor.cluster import of_request
 from hpcrl.launch.doctor.rooms import Sizes
 from hpcrl.launch.pools import ROLLOUT, elastic_pools, with_few_cores
 from hpcrl.launch.requeue.elastic import cancel_pools
+from hpcrl.launch.scheduler import not_here
 from hpcrl.launch.submit.executors import (
     Element,
     Submission,
@@ -107,11 +108,7 @@ def code_sources() -> dict[str, Path]:
 
 
 def _make_folder(folder: Path) -> None:
-    """Take the name of the submission.
-
-    Raises:
-        RunError: somebody took the name a moment ago.
-    """
+    """Take the name of the submission. Raises RunError where somebody took it a moment ago."""
     try:
         folder.mkdir(parents=True, mode=0o700)  # what lies in it is executed by the job
     except FileExistsError:
@@ -199,11 +196,7 @@ def submit(submission: Submission, local: bool) -> list[Run]:
 
 
 def launch(submission: Submission, local: bool) -> None:
-    """Start agents for run directories that exist, and record the jobs in each of them.
-
-    Raises:
-        SubmitError: the executor refused.
-    """
+    """Start agents for run directories that exist, and record the jobs in each of them. Raises SubmitError where the executor refuses."""
     logging.getLogger("submitit").setLevel(logging.ERROR)
     runs, config = submission.runs, submission.elements[0].config
     pools = [each for element in submission.elements for each in elastic_pools(element.config)]
@@ -219,6 +212,8 @@ def launch(submission: Submission, local: bool) -> None:
         raise SubmitError(
             'slurm.container: with --local the agents run as they are here; set slurm.container.kind = "none"'
         )
+    if not local and shutil.which("sbatch") is None:
+        raise not_here("sbatch")
     for finding in [] if local else of_request(config.slurm, with_few_cores(config)):
         print(printable(f"hpcrl: {finding.found}: {finding.remedy}"), file=sys.stderr)
     write_json(submission.element_list, [str(run.path) for run in runs])

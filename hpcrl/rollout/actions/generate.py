@@ -31,10 +31,10 @@ from hpcrl.rollout.engines.actions.engine import ActionEngine
 from hpcrl.rollout.engines.base import Engine, Generation
 from hpcrl.rollout.env_session import EnvSession
 from hpcrl.rollout.generate import Generator, Maker
-from hpcrl.rollout.group import Group, Row, apply_stop_reason, neutralize_failed, sample_reward
+from hpcrl.rollout.group import Group, apply_stop_reason, neutralize_failed, sample_reward
 from hpcrl.rollout.threads import CallThreads, in_thread
 from hpcrl.rollout.turns import Turns
-from hpcrl.types import LONGEST_FAILURE, Kind, Sample, StopReason, Work, plain_text
+from hpcrl.types import LONGEST_FAILURE, Kind, Row, Sample, StopReason, Work, plain_text
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -145,7 +145,6 @@ class ActionGenerator:
         )
 
     async def _play(self, episode: _Episode, work: Work) -> None:
-        """Play a sample to its end."""
         try:
             seen, bounds = await episode.session.begin(Robot.begin).result()
             self._film(episode, work.kind, seen)
@@ -173,7 +172,6 @@ class ActionGenerator:
             episode.shown.append(list(seen.images.values()))
 
     def _shown(self, work: Work, seen: Observation, bounds: Bounds) -> tuple[list[int], np.ndarray | None]:
-        """Return the tokens of a turn's text, and the images."""
         ids = self._written(work, self._robotics.state(seen.state, bounds) if self._vla.use_proprio else None)
         pictures = list(seen.images.values())
         if not pictures:

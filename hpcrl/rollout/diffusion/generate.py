@@ -19,11 +19,11 @@ from hpcrl.rollout.engines.base import Engine, Generation
 from hpcrl.rollout.engines.diffusion.engine import DiffusionEngine
 from hpcrl.rollout.env_session import EnvSession, scorer_of
 from hpcrl.rollout.generate import Generator, Maker
-from hpcrl.rollout.group import Group, Row, apply_stop_reason, neutralize_failed, sample_reward
+from hpcrl.rollout.group import Group, apply_stop_reason, neutralize_failed, sample_reward
 from hpcrl.rollout.images.kept import KeptPictures
 from hpcrl.rollout.threads import CallThreads, in_thread
 from hpcrl.rollout.turns import Turns
-from hpcrl.types import LONGEST_FAILURE, Sample, Work, plain_text
+from hpcrl.types import LONGEST_FAILURE, Row, Sample, Work, plain_text
 
 
 class PictureGenerator:
@@ -31,9 +31,6 @@ class PictureGenerator:
 
     Args:
         kept: where pictures are kept; None: nowhere.
-
-    Raises:
-        ConfigError: a reward is not known.
     """
 
     def __init__(
@@ -72,7 +69,6 @@ class PictureGenerator:
         )
 
     async def _scored(self, work: Work, said: Generation) -> tuple[Turn | None, str | None]:
-        """Return what a sample is worth, or why its reward failed."""
         extras = {**self._extras, **work.prompt.extras}
         session = EnvSession(work, self._rewards[work.kind], extras, len(said.token_ids), self._threads)
         try:

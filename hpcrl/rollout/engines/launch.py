@@ -42,7 +42,7 @@ def launched(
 
             engine = Embedded(embedded_options(config))
         elif config.generator.inference_engine.backend == "diffusers":
-            from hpcrl.rollout.engines.diffusion.launch import Diffusion
+            from hpcrl.rollout.engines.diffusion.engine import Diffusion
 
             engine = Diffusion.of(config)
         elif config.generator.inference_engine.remote_urls:

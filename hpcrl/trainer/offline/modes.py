@@ -37,11 +37,7 @@ class Measure(Protocol):
 
 
 def objective_of(trainer: TrainerConfig) -> Objective:
-    """Return what the policy minimizes.
-
-    Raises:
-        ConfigError: as of `build_objective`.
-    """
+    """Return what the policy minimizes."""
     if is_diffusion(trainer) and trainer.mode == "rl":
         return diffusion_objective(trainer)
     match trainer.mode:

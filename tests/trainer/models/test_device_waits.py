@@ -23,8 +23,8 @@ from hpcrl.trainer.backends.fsdp.model import PackedPolicy
 from hpcrl.trainer.loss import build_objective
 from hpcrl.trainer.models.forward import ForwardConfig
 from hpcrl.trainer.models.packed.attention import PACKED
-from hpcrl.trainer.models.packed.prefixes import shared_prefixes
 from hpcrl.trainer.offline.preferences import build_preference_objective
+from hpcrl.trainer.packing import shared_prefixes
 from hpcrl.types import MicroBatch
 
 META = torch.device("meta")

@@ -10,7 +10,7 @@ from hpcrl.config.errors import Problem
 from hpcrl.config.families import draws_steps, is_diffusion
 from hpcrl.config.fields import values
 from hpcrl.config.reward_model import reward_services
-from hpcrl.config.sections.environment import IMAGE_REWARDS, REWARDS
+from hpcrl.config.sections.functions import IMAGE_REWARDS, REWARDS
 from hpcrl.config.sections.model import ExpertsConfig
 from hpcrl.config.sections.tree import ConfigTree
 
