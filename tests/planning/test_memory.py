@@ -119,7 +119,15 @@ def test_rows_of_each_rank_are_those_of_the_matrix() -> None:
 
 
 def width(**changes: Any) -> Width:
-    sizes = {"layers": 3, "hidden": 64, "heads": 4, "kv_heads": 2, "head": 16, "ffn": 160, "vocabulary": 50}
+    sizes: dict[str, Any] = {
+        "layers": 3,
+        "hidden": 64,
+        "heads": 4,
+        "kv_heads": 2,
+        "head": 16,
+        "ffn": 160,
+        "vocabulary": 50,
+    }
     return Width(**(sizes | changes))
 
 

@@ -76,6 +76,7 @@ def test_what_cannot_be_compiled_runs_eagerly_on_the_rank_that_cannot(
     assert "WON'T CONVERT" not in mixed.log
 
 
+@pytest.mark.faults_slow
 def test_what_is_set_to_true_fails_aloud(place: Path, model_path: Path) -> None:
     found = play(place, model_path, "set", "0,1")
     assert found.code != 0
