@@ -28,6 +28,7 @@ from hpcrl.config.derive import (
     needs_baselines,
     surplus_groups,
 )
+from hpcrl.config.family import family_of
 from hpcrl.config.reward_model import reward_services
 from hpcrl.errors import HpcrlError
 from hpcrl.launch.agent.network import choose_port
@@ -164,7 +165,7 @@ def worker_options(run: Run, config: Config, attempt: int, replica: int) -> Work
         probe_tolerance=engine.probe_tolerance,
         from_model=engines_begin_with_model(config),
         lessons=Lessons.of(config.trainer),
-        waves=config.vla.enable and not config.vla.continuous,
+        waves=family_of(config).generates_in_waves(config),
     )
 
 
@@ -184,7 +185,7 @@ def capacity(config: Config) -> int:
     engine, greedy = config.generator.inference_engine, needs_baselines(config.trainer.algorithm)
     samples = config.generator.n_samples_per_prompt + greedy
     most = config.trainer.train_batch_size + surplus_groups(config.trainer)
-    at_once = min(engine.max_num_seqs, config.vla.num_envs or engine.max_num_seqs)
+    at_once = min(engine.max_num_seqs, family_of(config).samples_at_once(config)[1])
     return max(1, min(at_once // samples, most))
 
 
