@@ -64,11 +64,8 @@ for name in {modules}:
 
 KNOW_FAMILIES = {
     "hpcrl.cli.plan",
-    "hpcrl.cli.samples",
     "hpcrl.config.families",
     "hpcrl.config.rules.families.diffusion",
-    "hpcrl.data.datasets",
-    "hpcrl.data.pipelines.pictures",
     "hpcrl.launch.local.evaluate",
     "hpcrl.launch.submit.vision",
     "hpcrl.config.rules.families.pi05",

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from hpcrl.config.families import is_diffusion
+from hpcrl.config.sections.diffusers import DiffusersConfig
 from hpcrl.config.sections.model import Pretrained
-from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.data.conversations import Columns, Tokens
 from hpcrl.data.pipelines.samples import IMAGE, NOISE_SEED, PROMPT
 from hpcrl.data.pipelines.tokens import load_tokenizer, row_decoder
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PictureRows:
-    """What rows become.
+    """Rows of a prompt and a picture or a video: a RowFormat (hpcrl/data/family.py).
 
     Attributes:
         size: height and width of a picture, to which what is larger or smaller is scaled, and cut around its middle.
@@ -34,14 +33,40 @@ class PictureRows:
     frames: int | None
     longest: int
 
+    limit: ClassVar[str] = "with max_prompt_length and a noise level at most"
+
     @classmethod
-    def of(cls, trainer: TrainerConfig) -> PictureRows | None:
-        """Return what the configuration says; None: the policy is a language model."""
-        settings = trainer.policy.diffusers
-        if not is_diffusion(trainer):
-            return None
+    def of(cls, settings: DiffusersConfig) -> PictureRows:
         frames = settings.train_frames if settings.is_video else None
         return cls(settings.inference_size, frames, settings.max_prompt_length)
+
+    def renderer(self, model: Pretrained, columns: Columns) -> PictureRenderer:
+        """Return the renderer of rows; errors as of `load_tokenizer`."""
+        return PictureRenderer(model, columns, self)
+
+    def tensors(self, contents: Sequence[bytes], row: int) -> dict[str, np.ndarray]:
+        """Return a sample's tensors: the prompt in UTF-8, the picture or the frames of the size that is trained, and the seed of their noise.
+
+        Args:
+            contents: the prompt, then files of pictures.
+            row: its number in the dataset.
+
+        Raises:
+            DataError: a picture cannot be read.
+        """
+        import numpy as np
+        from PIL import Image, ImageOps
+
+        height, width = self.size
+        pixels = list[np.ndarray]()
+        for picture in _pictures(contents[1:], self.frames or 1):
+            fitted = ImageOps.fit(picture, (width, height), Image.Resampling.LANCZOS)
+            pixels.append(np.array(fitted, np.uint8))
+        return {
+            PROMPT: np.frombuffer(contents[0], np.uint8).copy(),
+            IMAGE: pixels[0] if self.frames is None else np.stack(pixels),
+            NOISE_SEED: np.array([row], np.int64),
+        }
 
 
 class PictureRenderer:
@@ -82,31 +107,6 @@ class PictureRenderer:
                 f"column `{self._columns.images}` (data.image_column) has {there} frames; expected trainer.policy.diffusers.train_frames = "
                 f"{self._rows.frames} at least, as several pictures or as an animated PNG, WebP or GIF"
             )
-
-
-def picture_tensors(contents: Sequence[bytes], row: int, rows: PictureRows) -> dict[str, np.ndarray]:
-    """Return what a row's sample carries: the prompt in UTF-8, the picture or the frames of the size that is trained, and the seed of their noise.
-
-    Args:
-        contents: the prompt, then files of pictures.
-        row: in its dataset.
-
-    Raises:
-        DataError: a picture cannot be read.
-    """
-    import numpy as np
-    from PIL import Image, ImageOps
-
-    height, width = rows.size
-    pixels = list[np.ndarray]()
-    for picture in _pictures(contents[1:], rows.frames or 1):
-        fitted = ImageOps.fit(picture, (width, height), Image.Resampling.LANCZOS)
-        pixels.append(np.array(fitted, np.uint8))
-    return {
-        PROMPT: np.frombuffer(contents[0], np.uint8).copy(),
-        IMAGE: pixels[0] if rows.frames is None else np.stack(pixels),
-        NOISE_SEED: np.array([row], np.int64),
-    }
 
 
 def _pictures(files: Sequence[bytes], count: int) -> Iterator[Any]:

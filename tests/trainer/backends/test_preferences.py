@@ -21,9 +21,9 @@ from hpcrl.rundir.commit import write_json
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.heartbeat import Heartbeat
 from hpcrl.runtime.signals import StopSignal
+from hpcrl.trainer.build import load_learner
 from hpcrl.trainer.critic.ranks import ModelRanks
 from hpcrl.trainer.distributed import World
-from hpcrl.trainer.build import load_learner
 from hpcrl.trainer.metrics import PhaseTimer
 from hpcrl.trainer.saving.checkpoint import ResumePoint
 from hpcrl.trainer.saving.dump import Dumps

@@ -31,7 +31,7 @@ class RowEncoder:
         """Return what each row is trained with, under the names of samples that were made, with one step of each.
 
         Args:
-            rows: as `picture_tensors` (hpcrl/data/pipelines/pictures.py) returns them.
+            rows: as `PictureRows.tensors` (hpcrl/data/pipelines/pictures.py) returns them.
             update: optimizer steps that were made, for each of which noise is drawn anew; None: always the same noise.
         """
         if not rows:
