@@ -86,7 +86,7 @@ def serve(
             )
         )
         # what follows takes seconds to import, while the engine starts
-        from hpcrl.rollout.family import load_family
+        from hpcrl.rollout.family import load_generator
         from hpcrl.rollout.weights.copies import NodeCopies
         from hpcrl.rollout.worker import work
 
@@ -94,7 +94,7 @@ def serve(
         if copies:
             receiver = weight_receiver(run, attempt, config.generator.inference_engine)
             options = replace(options, copies=stack.enter_context(closing(NodeCopies(copies, run, attempt, receiver))))
-        family = load_family(run, config, config.trainer.multi_modal_log_interval)
+        generator = load_generator(run, config, config.trainer.multi_modal_log_interval)
         engine.wait_ready(start_s, partial(starting, status))
         if services := reward_services(config):
             from hpcrl.rollout.reward_services import RewardServices
@@ -112,7 +112,7 @@ def serve(
             "rewards": options.rewards,
             "lessons": options.lessons,
         }
-        asyncio.run(work(options, engine, family.maker(**given), family.decode, status))
+        asyncio.run(work(options, engine, generator.maker(**given), generator.decode, status))
 
 
 def end(*_: object) -> NoReturn:

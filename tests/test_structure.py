@@ -17,6 +17,7 @@ MOST_LINES, MOST_LINES_OF_A_FUNCTION = 600, 61
 WITH_TORCH = (
     "jobs", "hpcrl.types", "hpcrl.algorithms", "hpcrl.data.group_file", "hpcrl.data.models", "hpcrl.data.pi05.network", "hpcrl.data.pi05.probe", "hpcrl.data.pi05.source", "hpcrl.data.vision.classes", "hpcrl.data.vision.inputs", "hpcrl.data.weight_files", "hpcrl.data.weights.stream", "hpcrl.trainer", "hpcrl.rollout", "hpcrl.controller", "hpcrl.reward_service", "hpcrl.envs",
     "hpcrl.planning.activations", "hpcrl.planning.estimate", "hpcrl.planning.memory", "hpcrl.planning.partition", "hpcrl.planning.pipelines", "hpcrl.planning.shapes",
+    "hpcrl.families.openvla.generate", *(f"hpcrl.families.{name}.{layer}" for name in ("diffusion", "pi05", "openvla", "text") for layer in ("rollout", "trainer", "plan")),
 )  # fmt: skip
 """Modules, and folders, that may import torch; all others run on a login node."""
 
@@ -67,16 +68,12 @@ KNOW_FAMILIES = {
     "hpcrl.config.families",
     "hpcrl.config.rules.families.diffusion",
     "hpcrl.launch.local.evaluate",
-    "hpcrl.launch.submit.vision",
     "hpcrl.config.rules.families.pi05",
     "hpcrl.config.rules.families.vla",
     "hpcrl.launch.submit.preflight",
-    "hpcrl.rollout.engines.launch",
-    "hpcrl.rollout.family",
     "hpcrl.trainer.backends.build",
     "hpcrl.trainer.build",
     "hpcrl.trainer.offline.modes",
-    "jobs.eval",
 }
 """Where a part is chosen by the family of the policy: what loads models, reads prompts and decodes tokens, and rules."""
 

@@ -8,7 +8,7 @@ needed, so that no layer depends on a family.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
@@ -80,6 +80,10 @@ class Family:
     def generates_in_waves(self, config: ConfigTree) -> bool:  # noqa: ARG002
         """Return whether a replica begins groups only after all of those before them are finished."""
         return False
+
+    def check_entries(self, config: ConfigTree, entries: Mapping[str, Any]) -> Iterator[Problem]:  # noqa: ARG002
+        """Yield what does not fit between a configuration, that of any family, and the entries of its model's config.json."""
+        yield from ()
 
     def layer(self, name: Layer) -> ModuleType:
         """Import the family's module for a layer."""

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from hpcrl.config.family import Family
 from hpcrl.config.sections.tree import ConfigTree
+from hpcrl.config.sections.vla import VLAConfig
+from hpcrl.rundir.layout import Run
+
+if TYPE_CHECKING:
+    from hpcrl.data.vision.videos import EpisodeVideos
 
 
 class Robots(Family):
@@ -14,3 +21,10 @@ class Robots(Family):
 
     def generates_in_waves(self, config: ConfigTree) -> bool:
         return not config.vla.continuous
+
+
+def videos_of(run: Run, vla: VLAConfig) -> EpisodeVideos | None:
+    """Return the videos of a run's episodes; None: none are written."""
+    from hpcrl.data.vision.videos import EpisodeVideos
+
+    return EpisodeVideos(run, vla.trace_verbosity > 1) if vla.enable and vla.save_video else None

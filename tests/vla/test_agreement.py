@@ -21,8 +21,9 @@ from hpcrl.data.group_file import write_group
 from hpcrl.data.tokenizer import load_tokenizer
 from hpcrl.data.vision.inputs import model_inputs
 from hpcrl.data.vision.reader import ImageReader, row_images
-from hpcrl.data.vision.videos import EpisodeVideos
 from hpcrl.errors import DataError
+from hpcrl.families.openvla.generate import ActionGroups
+from hpcrl.families.robots import videos_of
 from hpcrl.rollout.generate import GroupGenerator
 from hpcrl.rollout.group import Group
 from hpcrl.rundir.layout import Run
@@ -59,14 +60,14 @@ def generator_of(engine: Any, model: Path, run: Run) -> GroupGenerator:
         max_turns=4,
         step_wise_trajectories=True,
     )
-    return GroupGenerator(
+    return ActionGroups(
         engine,
         load_tokenizer(pretrained, ChatTemplateConfig()),
         settings,
         EnvironmentConfig(),
         reader=ImageReader.of(pretrained, states=actions.states.shown if actions.states else None),
         actions=actions,
-        videos=EpisodeVideos.of(run, VLAConfig(enable=True, save_video=True, trace_verbosity=2)),
+        videos=videos_of(run, VLAConfig(enable=True, save_video=True, trace_verbosity=2)),
     )
 
 
@@ -217,7 +218,7 @@ def test_videos_show_every_turn(group: Group, run: Run) -> None:
                 "what was seen before each turn, and at the end; frames that are alike are one"
             )
             assert frames > 1
-    assert EpisodeVideos.of(run, VLAConfig(enable=True)) is None
-    of_evaluations = EpisodeVideos.of(run, VLAConfig(enable=True, save_video=True))
+    assert videos_of(run, VLAConfig(enable=True)) is None
+    of_evaluations = videos_of(run, VLAConfig(enable=True, save_video=True))
     assert of_evaluations is not None
     assert (of_evaluations.wants("eval"), of_evaluations.wants("train")) == (True, False)

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from importlib.util import find_spec
+from typing import Any
 
-from hpcrl.config.derive import compares_with_reference
+from hpcrl.config.derive import compares_with_reference, model_config_kwargs, policy_model
+from hpcrl.config.errors import Problem
 from hpcrl.config.family import Config
 from hpcrl.config.rules.families.vla import RULES
 from hpcrl.config.sections.tree import ConfigTree
+from hpcrl.config.sections.vla import VLAConfig
+from hpcrl.data.actions.tokens import action_tokens, scale_of
+from hpcrl.data.actions.turns import States, disagreement
+from hpcrl.errors import DataError
 from hpcrl.families.robots import Robots
 
 
 class OpenVLA(Robots):
     name, package = "openvla", "hpcrl.families.openvla"
-    brings = "rollout", "launch"
+    brings = ("rollout",)
     rules = RULES
 
     def matches(self, config: ConfigTree) -> bool:
@@ -31,6 +39,31 @@ class OpenVLA(Robots):
             for role, section in sections.items()
         }
         return replace(config, trainer=replace(trainer, **changed))
+
+    def check_entries(self, config: ConfigTree, entries: Mapping[str, Any]) -> Iterator[Problem]:
+        tokens = action_tokens(entries)
+        if (tokens is not None) != self.matches(config):
+            yield Problem("vla.enable", disagreement(str(policy_model(config.trainer)), tokens))
+        elif tokens is not None:
+            yield from _of_actions(config.vla, {**entries, **model_config_kwargs(config.trainer.policy)})
+
+
+def _of_actions(vla: VLAConfig, entries: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yield what does not fit between `vla` and a model that makes actions of tokens."""
+    if entries.get("parallel_decoding") and vla.vla_type != "openvla-oft":
+        yield Problem(
+            "vla.vla_type",
+            f'expected "openvla-oft", found "{vla.vla_type}": the model\'s config.json has parallel_decoding',
+        )
+    if find_spec("numpy") is None:  # as on a login node; the job compares them then
+        return
+    try:
+        scale_of(entries, vla.unnorm_key, vla.norm_type)
+        if vla.use_proprio:
+            States.of(entries, vla)
+    except DataError as error:
+        path, _, message = str(error).partition(": ")
+        yield Problem(path, message)
 
 
 FAMILY = OpenVLA()
