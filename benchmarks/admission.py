@@ -301,19 +301,9 @@ class Play:
     def _deliver(self, replica: Replica, index: int, version: int) -> None:
         owner = self.admission.worker_of(index)
         rewards = _BAD if self._draw.random() < self.scene.dropped else _GOOD
+        stops = ["stop", "stop"]
         meta = GroupMeta(
-            group_id(index),
-            "train",
-            0,
-            "",
-            rewards,
-            [2, 2],
-            [1, 1],
-            ["stop", "stop"],
-            version,
-            replica.version,
-            "s",
-            1.0,
+            group_id(index), "train", 0, "", rewards, [2, 2], [1, 1], stops, version, replica.version, "s", 1.0
         )
         reason = self._composer.complete(index, meta)
         if reason is None and self.admission.is_finished(index):
@@ -376,30 +366,20 @@ class Play:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--groups", type=int, default=1_000_000)
-    parser.add_argument("--replicas", type=int, default=1000)
-    parser.add_argument("--staleness", type=int, default=2)
-    parser.add_argument("--surplus", type=int, default=0)
-    parser.add_argument("--interval", type=int, default=1)
-    parser.add_argument("--seed", type=int, default=0)
+    defaults = {"groups": 1_000_000, "replicas": 1000, "staleness": 2, "surplus": 0, "interval": 1, "seed": 0}
+    for name, default in defaults.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
     given = parser.parse_args()
+    size = 2 * given.replicas
     scene = Scene(
-        replicas=given.replicas,
-        batch_size=2 * given.replicas,
-        steps=given.groups // (2 * given.replicas),
-        bound=given.staleness,
-        surplus=given.surplus,
-        interval=given.interval,
-        seed=given.seed,
-    )
+        replicas=given.replicas, batch_size=size, steps=given.groups // size, bound=given.staleness, surplus=given.surplus,
+        interval=given.interval, seed=given.seed,
+    )  # fmt: skip
     play, began = Play(scene), time.process_time()
     play.run()
     seconds = time.process_time() - began
-    print(
-        f"{play.admission.cursor} groups, {scene.replicas} replicas, {scene.steps} steps: {seconds:.1f} s of processor,",
-        end=" ",
-    )
-    print(f"{play.now / 3600:.1f} virtual hours")
+    print(f"{play.admission.cursor} groups, {scene.replicas} replicas, {scene.steps} steps", end=": ")
+    print(f"{seconds:.1f} s of processor, {play.now / 3600:.1f} virtual hours")
     print(f"{play.trained} trained, {play.dropped} dropped, {play.given_up} given up")
     print(f"idle while there was work: {play.idle / (play.idle + play.busy):.3%} of the replicas' time")
     print(", ".join(f"{count} {what}" for what, count in play.counts.items()))

@@ -20,17 +20,10 @@ from statistics import median
 from typing import Literal
 
 import torch
-from shared_prefixes import ALONE
+from random_qwen3 import ALONE
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from hpcrl.config import (
-    AlgorithmConfig,
-    FSDPConfig,
-    MixedPrecisionConfig,
-    ModelConfig,
-    PolicyConfig,
-    TrainerConfig,
-)
+from hpcrl.config import AlgorithmConfig, FSDPConfig, MixedPrecisionConfig, ModelConfig, PolicyConfig, TrainerConfig
 from hpcrl.config.sections.megatron import MegatronConfig
 from hpcrl.rundir.checkpoints import Retention, size_of
 from hpcrl.rundir.commit import verify

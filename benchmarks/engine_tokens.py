@@ -2,7 +2,7 @@
 
     python benchmarks/engine_tokens.py MODEL [--prompts 32] [--samples 32] [--tokens 512] [--logprobs 0 20] [--tiny]
 
-MODEL is a folder with the random Qwen3 of benchmarks/backends.py, which gets the quickstart's tokenizer. Prompts are asked for together, as a rollout
+MODEL is a folder with the random Qwen3 of benchmarks/random_qwen3.py, which gets the quickstart's tokenizer. Prompts are asked for together, as a rollout
 worker asks; a first round, which is not measured, warms up. Prints one line of JSON.
 """
 
@@ -47,14 +47,12 @@ async def measure(server: Server, given: argparse.Namespace) -> list[dict[str, A
     try:
         for number, logprobs in enumerate([given.logprobs[0], *given.logprobs]):
             before, began = processor_seconds(server.pid), time.monotonic()
-            await asyncio.gather(
-                *(
-                    engine.generate(
-                        [5 + prompt, 7, 9, 11], given.samples, 1000 * prompt, {**sampling, "logprobs": logprobs}
-                    )
-                    for prompt in range(given.prompts)
-                )
+            own = {**sampling, "logprobs": logprobs}
+            requests = (
+                engine.generate([5 + prompt, 7, 9, 11], given.samples, 1000 * prompt, own)
+                for prompt in range(given.prompts)
             )
+            await asyncio.gather(*requests)
             seconds = time.monotonic() - began
             after = processor_seconds(server.pid)
             cores = {name: round((after[name] - before.get(name, 0.0)) / seconds, 2) for name in after}

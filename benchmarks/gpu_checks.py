@@ -2,7 +2,7 @@
 
     python benchmarks/gpu_checks.py NAME MODEL [--tiny]
 
-Prints one line of JSON. MODEL is a folder with the random Qwen3 of benchmarks/backends.py; nothing is downloaded, and vLLM is not needed.
+Prints one line of JSON. MODEL is a folder with the random Qwen3 of benchmarks/random_qwen3.py; nothing is downloaded, and vLLM is not needed.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ from threading import Thread
 from typing import Any
 
 import torch
-from backends import make_batch, peak_memory
+from random_qwen3 import ALONE, make_batch, peak_memory
 from safetensors import safe_open
-from shared_prefixes import ALONE
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -47,8 +46,8 @@ from hpcrl.trainer.models.flops import peak_tflops
 from hpcrl.trainer.models.logprobs import compiled_rows, plain_rows, token_logprobs
 from hpcrl.trainer.models.packed.attention import PackedSequences, attend
 from hpcrl.trainer.models.packed.kernels import AttentionKind, last_tokens
-from hpcrl.trainer.models.packed.prefixes import shared_prefixes
 from hpcrl.trainer.models.packed.tree import PrefixTree
+from hpcrl.trainer.packing import shared_prefixes
 from hpcrl.trainer.saving.publish import Publisher
 from hpcrl.types import MicroBatch
 
@@ -115,9 +114,8 @@ def attention(machine: Machine) -> Found:
     for head in (16,) if machine.tiny else (64, 128, 256):
         for groups in (1, 2) if machine.tiny else (1, 4, 8):
             torch.manual_seed(0)
-            heads = [
-                torch.randn(sum(lengths), count, head, device=machine.device) for count in (8, 8 // groups, 8 // groups)
-            ]
+            counts = (8, 8 // groups, 8 // groups)
+            heads = [torch.randn(sum(lengths), count, head, device=machine.device) for count in counts]
             bounds = torch.tensor([0, 7, 137, 201, 202], dtype=torch.int32, device=machine.device)
             packed, outputs = PackedSequences.of(lengths, bounds), []
             for dtype, flash in ((torch.float32, False), (torch.bfloat16, True)):
@@ -125,10 +123,7 @@ def attention(machine: Machine) -> Found:
                 output = attend(query, key, value, packed, AttentionKind(flash=flash))
                 output.float().square().sum().backward()
                 outputs.append([output.detach(), query.grad, key.grad, value.grad])
-            found[f"head {head}, {groups} queries per key"] = [
-                round(((got.float() - exact).abs().max() / exact.abs().max()).item(), 5)
-                for exact, got in zip(*outputs, strict=True)
-            ]
+            found[f"head {head}, {groups} queries per key"] = _errors(*outputs)
     return found
 
 
@@ -156,10 +151,7 @@ def kinds(machine: Machine) -> Found:
                 output = attend(query, key, value, packed, kind)
             output.float().square().sum().backward()
             outputs.append([output.detach(), *(values.grad for values in given)])
-        found[name] = [
-            round(((got.float() - exact).abs().max() / exact.abs().max()).item(), 5)
-            for exact, got in zip(*outputs, strict=True)
-        ]
+        found[name] = _errors(*outputs)
     return found
 
 
@@ -174,13 +166,8 @@ def prefixes(machine: Machine) -> Found:
     head = 16 if machine.tiny else 128
     for groups in (1, 2) if machine.tiny else (1, 4, 8):
         torch.manual_seed(0)
-        heads, outputs = (
-            [
-                torch.randn(len(shared.kept), count, head, device=machine.device)
-                for count in (8, 8 // groups, 8 // groups)
-            ],
-            [],
-        )
+        counts, outputs = (8, 8 // groups, 8 // groups), []
+        heads = [torch.randn(len(shared.kept), count, head, device=machine.device) for count in counts]
         for dtype, packed in ((torch.float32, whole), (torch.bfloat16, tree)):
             given = [values.to(dtype, copy=True).requires_grad_() for values in heads]
             query, key, value = (values[shared.places] for values in given) if packed is whole else given
@@ -188,11 +175,14 @@ def prefixes(machine: Machine) -> Found:
             output = output[shared.kept] if packed is whole else output
             output.float().square().sum().backward()
             outputs.append([output.detach(), *(values.grad for values in given)])
-        found[f"{groups} queries per key"] = [
-            round(((got.float() - exact).abs().max() / exact.abs().max()).item(), 5)
-            for exact, got in zip(*outputs, strict=True)
-        ]
+        found[f"{groups} queries per key"] = _errors(*outputs)
     return found
+
+
+def _errors(exact: list[Any], found: list[Any]) -> list[float]:
+    """Return the largest difference of each pair of tensors, as a share of the largest exact value."""
+    pairs = zip(exact, found, strict=True)
+    return [round(((got.float() - right).abs().max() / right.abs().max()).item(), 5) for right, got in pairs]
 
 
 def attention_speed(machine: Machine) -> Found:
@@ -282,11 +272,8 @@ def waits(machine: Machine) -> Found:
             policy.forward_backward([batch], objective)
             if machine.device.type == "cuda":
                 torch.cuda.set_sync_debug_mode("default")
-    waited = [
-        f"{warning.filename}:{warning.lineno}"
-        for warning in caught
-        if "called a synchronizing CUDA operation" in str(warning.message)
-    ]
+    synchronized = [one for one in caught if "called a synchronizing CUDA operation" in str(one.message)]
+    waited = [f"{one.filename}:{one.lineno}" for one in synchronized]
     return {"waits": len(waited), "where": sorted(set(waited)), "counted": machine.device.type == "cuda"}
 
 
@@ -416,21 +403,9 @@ def no_gpu(_machine: Machine) -> Found:
 CHECKS: dict[str, Callable[[Machine], Found]] = {
     check.__name__: check
     for check in (
-        versions,
-        attention,
-        kinds,
-        prefixes,
-        attention_speed,
-        head,
-        engine,
-        waits,
-        checkpoint,
-        publish,
-        memory,
-        weights_between,
-        no_gpu,
+        versions, attention, kinds, prefixes, attention_speed, head, engine, waits, checkpoint, publish, memory, weights_between, no_gpu,
     )
-}
+}  # fmt: skip
 
 
 def main() -> None:

@@ -123,7 +123,7 @@ def perform(name: str, model: str, tiny: bool, keep: Path | None) -> dict[str, A
 
 
 def _make_model(place: str, tiny: bool) -> None:
-    from backends import make_model
+    from random_qwen3 import make_model
 
     make_model(Path(place), tiny=tiny)
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from backends import make_batch
+from random_qwen3 import make_batch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from hpcrl.config import AlgorithmConfig, TrainerConfig
@@ -87,17 +87,8 @@ def main() -> None:
         Qwen3MoeForCausalLM(Qwen3MoeConfig(**_SIZES)).save_pretrained(model)
         for ranks in (1, 2):
             torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-            torchrun += [
-                "--no-python",
-                "sh",
-                "-c",
-                _ON_ONE_GPU,
-                sys.executable,
-                __file__,
-                "--compute",
-                model,
-                str(ranks),
-            ]
+            torchrun += ["--no-python", "sh", "-c", _ON_ONE_GPU]
+            torchrun += [sys.executable, __file__, "--compute", model, str(ranks)]
             done = subprocess.run(torchrun, env=environment, stdout=subprocess.PIPE, text=True, check=True)
             found[ranks] = json.loads(done.stdout.splitlines()[-1])
     rows = {name: {"one rank": found[1][name], "two ranks": found[2][name]} for name in _LAYOUTS}

@@ -2,7 +2,7 @@
 
     python benchmarks/gpu_settings.py [--only NAME ...] [--steps N] [--micro-batches N] [--tiny]
 
-The policy is the random Qwen3 of benchmarks/backends.py, in one process without others; micro-batches have 16384 packed tokens, but for the
+The policy is the random Qwen3 of benchmarks/random_qwen3.py, in one process without others; micro-batches have 16384 packed tokens, but for the
 row of one sample of 65536. Every row trains the same samples from the same weights, but for the rows of uneven lengths, which get others at
 each step, as runs do. The first two steps, which compile and allocate, are not counted; seconds are medians. A row is printed when it is
 there, and a setting whose package is missing says so. --tiny makes all of it small enough for a CPU, whose figures say nothing about a GPU.
@@ -23,8 +23,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from backends import WARM, make_batch, make_model, peak_memory
-from shared_prefixes import ALONE
+from random_qwen3 import ALONE, make_batch, make_model, peak_memory
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from hpcrl.config import AlgorithmConfig, TrainerConfig
@@ -35,8 +34,9 @@ from hpcrl.trainer.distributed import World, joined
 from hpcrl.trainer.loss import build_objective
 from hpcrl.trainer.models.flops import ModelFlops, peak_tflops
 
-_TOKENS, _TINY_TOKENS = 16384, 256
+_WARM, _TOKENS, _TINY_TOKENS = 2, 16384, 256
 _EVEN, _ONE, _UNEVEN, _LONG = "8 samples", "one sample", "uneven samples", "one of 4 times the tokens"
+Found = dict[str, Any]
 _SETTINGS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "none": ((_EVEN, _UNEVEN, _ONE, _LONG), {}),
     "flash_attn = false": ((_EVEN, _UNEVEN, _ONE, _LONG), {"flash_attn": False}),
@@ -75,9 +75,7 @@ def lengths_of(shape: str, tokens: int, drawn: random.Random) -> list[int]:
     return lengths
 
 
-def measure(
-    world: World, model: str, settings: dict[str, Any], shape: str, given: argparse.Namespace
-) -> dict[str, Any]:
+def measure(world: World, model: str, settings: Found, shape: str, given: argparse.Namespace) -> Found:
     config, tokens = Qwen3Config.from_pretrained(model), _TINY_TOKENS if given.tiny else _TOKENS
     with torch.device("meta"):
         flops = ModelFlops.of(Qwen3ForCausalLM(config))
@@ -98,7 +96,7 @@ def measure(
         return [make_batch(lengths, config.vocab_size, 1 / total) for lengths in all_lengths]
 
     batches, took, rates, loss = micro_batches(), [], [], 0.0
-    for _ in range(WARM + given.steps):
+    for _ in range(_WARM + given.steps):
         began = time.monotonic()
         loss = engine.forward_backward(batches, objective)["final_loss"].item()
         engine.step()
@@ -108,10 +106,10 @@ def measure(
         lengths = [length for batch in batches for length in batch.lengths]
         rates.append((sum(lengths) / took[-1], flops.training(lengths, sum(lengths) - len(lengths)) / took[-1]))
         batches = micro_batches() if shape == _UNEVEN else batches
-    per_second, of_flops = (median(values) for values in zip(*rates[WARM:], strict=True))
+    per_second, of_flops = (median(values) for values in zip(*rates[_WARM:], strict=True))
     peak = peak_tflops(torch.cuda.get_device_name()) if world.device.type == "cuda" else None
     return {
-        "seconds": round(median(took[WARM:]), 4),
+        "seconds": round(median(took[_WARM:]), 4),
         "first": round(took[0], 1),
         "tokens/s": round(per_second),
         "mfu": round(of_flops / peak / 1e12, 4) if peak else None,
@@ -120,8 +118,8 @@ def measure(
     }
 
 
-def told(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return what was measured, or why it could not be."""
+def measured(run: Callable[[], Found]) -> Found:
+    """Return the figures of a run, or the error that ended it."""
     try:
         return run()
     except (HpcrlError, RuntimeError) as error:
@@ -140,15 +138,12 @@ def main() -> None:
     os.environ |= ALONE
     with tempfile.TemporaryDirectory() as model, joined() as world:
         make_model(Path(model), tiny=given.tiny)
-        print(
-            json.dumps(
-                {"torch": torch.__version__, "device": torch.cuda.get_device_name() if not given.tiny else "CPU"}
-            )
-        )
+        device = torch.cuda.get_device_name() if not given.tiny else "CPU"
+        print(json.dumps({"torch": torch.__version__, "device": device}))
         for name in given.only:
             shapes, settings = _SETTINGS[name]
             for shape in shapes:
-                found = told(lambda settings=settings, shape=shape: measure(world, model, settings, shape, given))
+                found = measured(lambda settings=settings, shape=shape: measure(world, model, settings, shape, given))
                 print(json.dumps({"settings": name, "micro-batch": shape, **found}), flush=True)
                 gc.collect()
                 if world.device.type == "cuda":

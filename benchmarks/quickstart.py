@@ -50,16 +50,14 @@ def processes(session: set[int]) -> dict[int, tuple[str, float]]:
 def run_quickstart(root: Path, settings: list[str]) -> tuple[Run, dict[str, float], float]:
     """Run to the end; return the run, peak memory in MiB by process name, and the wall-clock seconds of the command."""
     began, peaks = time.monotonic(), dict[str, float]()
+    submit = [sys.executable, "-m", "hpcrl.cli.main", "submit", "--local", "--follow"]
     command = [
-        sys.executable,
-        "-m",
-        "hpcrl.cli.main",
-        "submit",
-        str(ROOT / "configs" / "quickstart.toml"),
-        "--local",
-        "--follow",
+        *submit,
+        f"{ROOT}/configs/quickstart.toml",
+        "trainer.run_name=benchmark",
+        f"slurm.root={root}",
+        *settings,
     ]
-    command += ["trainer.run_name=benchmark", f"slurm.root={root}", *settings]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
         while process.poll() is None:
             for name, peak in processes({process.pid}).values():
@@ -85,15 +83,12 @@ def report(run: Run, peaks: dict[str, float], wall: float) -> None:
     print(f"eval score            {summary.eval_first} -> {summary.eval_last}")
     print(f"s/step                {middle('timing/step'):8.2f} (median)")
     print(f"tokens/s              {middle('throughput/tokens_per_second'):8.0f} (median over steps, prompts included)")
-    for name in sorted(
-        {name for metrics in steps for name in metrics if name.startswith("timing/") and name != "timing/step"}
-    ):
+    names = sorted({name for metrics in steps for name in metrics} - {"timing/step"})
+    for name in [name for name in names if name.startswith("timing/")]:
         total = sum(metrics.get(name, 0.0) for metrics in steps)
         share = total / sum(metrics["timing/step"] for metrics in steps)
         print(f"  trainer: {name.removeprefix('timing/'):34} {share:6.1%} of a step")
-    for name in sorted(
-        {name for metrics in steps for name in metrics if name.startswith(("weights/", "generate/idle"))}
-    ):
+    for name in [name for name in names if name.startswith(("weights/", "generate/idle"))]:
         print(f"  {name:43} {middle(name) * 1000:8.0f} ms (median per step)")
     for name, peak in sorted(peaks.items(), key=lambda item: -item[1]):
         print(f"  peak memory: {name:30} {peak:8.0f} MiB")

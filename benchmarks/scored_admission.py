@@ -160,12 +160,9 @@ class ScoredPlay(Play):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--groups", type=int, default=200_000)
-    parser.add_argument("--replicas", type=int, default=200)
-    parser.add_argument("--staleness", type=int, default=2)
-    parser.add_argument("--surplus", type=int, default=0)
-    parser.add_argument("--scorers", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=0)
+    defaults = {"groups": 200_000, "replicas": 200, "staleness": 2, "surplus": 0, "scorers": 20, "seed": 0}
+    for name, default in defaults.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
     given = parser.parse_args()
     size = 2 * given.replicas
     scene = Scene(

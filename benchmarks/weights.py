@@ -112,24 +112,11 @@ class Way:
     def __init__(self, place: Path, way: str, arguments: argparse.Namespace) -> None:
         self.name, self._run, self.found = way, Run(place / way), defaultdict[str, list[float]](list)
         write_text(self._run.token, _TOKEN, mode=0o600)
-        torchrun = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            f"--nproc-per-node={arguments.ranks}",
-        ]
-        own = [
-            "--publish",
-            str(place),
-            "--ways",
-            way,
-            "--changed",
-            str(arguments.changed),
-            "--repetitions",
-            str(arguments.repetitions),
-        ]
-        self._ranks = subprocess.Popen([*torchrun, __file__, *own], env={**os.environ, "OMP_NUM_THREADS": "1"})
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        torchrun += [f"--nproc-per-node={arguments.ranks}", __file__]
+        own = [f"--publish={place}", f"--ways={way}", f"--changed={arguments.changed}"]
+        own += [f"--repetitions={arguments.repetitions}"]
+        self._ranks = subprocess.Popen([*torchrun, *own], env={**os.environ, "OMP_NUM_THREADS": "1"})
         receiver = Receiver(self._run, 1, False, _HOST, _STAGE_S) if "gloo" in way else None
         self._copies = None if way == "files" else NodeCopies(place / "node", self._run, 1, receiver)
 
@@ -150,12 +137,8 @@ class Way:
             self._copies.release()
         size = PublishedWeights.read(source).size
         if version > 1:
-            for name, value in (
-                ("published", float(told.read_text())),
-                ("fetched", fetched),
-                ("paused", paused),
-                ("GB", size / 1e9),
-            ):
+            took = {"published": float(told.read_text()), "fetched": fetched, "paused": paused, "GB": size / 1e9}
+            for name, value in took.items():
                 self.found[name].append(value)
 
     def end(self) -> None:

@@ -12,9 +12,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, compress
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
 Array = TypeVar("Array")
@@ -127,6 +128,10 @@ class Sample(Generic[Array]):
     top_ids: Array | None = None
     hint: Hint[Array] | None = None
     tensors: dict[str, Array] = field(default_factory=dict)
+
+
+Row: TypeAlias = Sample["np.ndarray"]
+"""A row of a sample file, as rollout workers write it and the trainer reads it."""
 
 
 @dataclass(frozen=True)

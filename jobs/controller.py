@@ -18,7 +18,7 @@ from hpcrl.controller.api import Api
 from hpcrl.controller.build import build_service
 from hpcrl.errors import HpcrlError
 from hpcrl.observe.alerts.watch import watcher
-from hpcrl.observe.tensorboard.follower import Follower
+from hpcrl.observe.tensorboard.event_file import Follower
 from hpcrl.observe.timeline import Timeline
 from hpcrl.observe.trackers.base import senders, trackers_of
 from hpcrl.rundir.layout import Run

@@ -1,4 +1,4 @@
-"""Rows of sample files as torch has them, for what is computed beside the trainer."""
+"""Files of one group, and their rows as torch has them, for what is computed beside the trainer."""
 
 from __future__ import annotations
 
@@ -8,8 +8,16 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from hpcrl.data.group_file import read_group
+from hpcrl.data.group_file import group_bytes, read_group
+from hpcrl.rundir.commit import write_bytes
 from hpcrl.types import GroupMeta, Hint, Sample, SamplingMask
+
+
+def write_group(path: Path, samples: Sequence[Sample], meta: GroupMeta) -> GroupMeta:
+    """Write a file of one group; args and result as of `group_bytes`."""
+    content, meta = group_bytes(samples, meta)
+    write_bytes(path, content)
+    return meta
 
 
 def read_tensors(

@@ -53,11 +53,8 @@ def grpo_settings(config: Config, engine: str, steps: int, output: Path) -> dict
     for name, wanted in _SAME.items():
         if (found := attrgetter(name)(trainer)) != wanted:
             raise ValueError(f"trainer.{name}: TRL's settings are those of {wanted!r}, found {found!r}")
-    optimizer, sampling, samples = (
-        trainer.policy.optimizer_config,
-        generator.sampling_params,
-        generator.n_samples_per_prompt,
-    )
+    optimizer, sampling = trainer.policy.optimizer_config, generator.sampling_params
+    samples = generator.n_samples_per_prompt
     micro, updates = trainer.micro_train_batch_size_per_gpu, updates_per_batch(trainer, trainer.policy_mini_batch_size)
     if not micro or trainer.policy_mini_batch_size * samples % micro:
         raise ValueError(

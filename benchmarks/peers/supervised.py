@@ -25,7 +25,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from benchmarks.peers.trainer import ALONE, Taken
+from benchmarks.peers.trainer import Taken
 
 WAYS = ("padded", "padding-free", "packed")
 ROWS, TRL_ROWS, TOKENS = 16, 8, 1024
@@ -47,6 +47,7 @@ def draw_batches(count: int) -> list[list[list[int]]]:
 
 def train_with_hpcrl(model: Path, batches: list[list[list[int]]]) -> Taken:
     """Train with the FSDP2 backend, on packed rows."""
+    from benchmarks.random_qwen3 import ALONE
     from hpcrl.config import TrainerConfig
     from hpcrl.config.validate import build
     from hpcrl.trainer.backends.build import build_policy
@@ -88,16 +89,9 @@ def packed(batch: list[list[int]]) -> Any:
     samples, tokens = [], sum(len(row) - 1 for row in batch)
     for ref in plan.shares[0]:
         count = ref.length
-        samples.append(
-            Sample(
-                token_ids=torch.tensor(batch[ref.group]),
-                loss_mask=torch.tensor([0.0] + [1.0] * (count - 1)),
-                rollout_logprobs=torch.zeros(count),
-                versions=torch.full((count,), -1, dtype=torch.int32),
-                rewards=torch.zeros(count),
-                stop_reason="stop",
-            )
-        )
+        ids, mask = torch.tensor(batch[ref.group]), torch.tensor([0.0] + [1.0] * (count - 1))
+        versions = torch.full((count,), -1, dtype=torch.int32)
+        samples.append(Sample(ids, mask, torch.zeros(count), versions, torch.zeros(count), "stop"))
     found = pack(samples, plan.shares[0])
     found.weights = [1 / tokens] * len(samples)
     return MiniBatch(plan, found, rank=0, tokens=tokens)

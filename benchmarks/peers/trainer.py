@@ -34,7 +34,6 @@ _LR, _CLIP = 1e-4, 0.2
 _SHORTEST, _LONGEST = 4, 128
 _TOKENS = range(5, 17)  # of the quickstart's tokenizer, with which TRL turns answers into text
 _VOCABULARY = 22016
-ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
 
 
 @dataclass(frozen=True)
@@ -93,6 +92,7 @@ def make_model(place: Path) -> None:
 
 def train_with_hpcrl(model: Path, batches: list[list[Answer]], way: str) -> Taken:
     """Train with the FSDP2 backend, on packed samples."""
+    from benchmarks.random_qwen3 import ALONE
     from hpcrl.config import TrainerConfig
     from hpcrl.config.validate import build
     from hpcrl.trainer.backends.build import build_policy
@@ -141,16 +141,8 @@ def packed(batch: list[Answer]) -> Any:
     samples = []
     for one in chosen:
         mask = torch.tensor([0.0] * len(one.prompt) + [1.0] * len(one.answer))
-        samples.append(
-            Sample(
-                token_ids=torch.tensor(one.prompt + one.answer),
-                loss_mask=mask,
-                rollout_logprobs=torch.zeros_like(mask),
-                versions=mask.int() - 1,
-                rewards=torch.zeros_like(mask),
-                stop_reason="stop",
-            )
-        )
+        ids, zeros = torch.tensor(one.prompt + one.answer), torch.zeros_like(mask)
+        samples.append(Sample(ids, mask, zeros, mask.int() - 1, zeros, "stop"))
     found = pack(samples, plan.shares[0])
     found.weights = [1 / tokens] * len(samples)
     advantages_B = torch.tensor([one.advantage for one in chosen])

@@ -1,4 +1,4 @@
-"""Makes everything that configs/reach.toml starts from: the tokenizer, the tiny start model and the two datasets.
+"""Makes everything that configs/reach.toml starts from: the tokenizer, the tiny start model and the two datasets, which are those of configs/reach_vla.toml too.
 
     python configs/reach/make.py [FOLDER]
 
@@ -13,13 +13,14 @@ the same bytes each time, and on the same kind of machine the weights are too. T
 
 from __future__ import annotations
 
-import json
 import random
 import runpy
 import sys
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 from transformers import Qwen2ForCausalLM, Qwen2Tokenizer
 
@@ -42,7 +43,7 @@ def write_rows(path: Path, seeds: range) -> None:
     prompt = [{"role": "user", "content": INSTRUCTION}]
     rows = [{"data_source": "reach", "prompt": prompt, "env_class": "robot", "seed": seed} for seed in seeds]
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pq.write_table(pa.Table.from_pylist(rows), path)
 
 
 def move(state: int, source: random.Random) -> int:
@@ -94,8 +95,8 @@ def learn(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer) -> None:
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    write_rows(folder / "data" / "train.jsonl", range(TRAIN_ROWS))
-    write_rows(folder / "data" / "validation.jsonl", range(FIRST_VALIDATION, FIRST_VALIDATION + VALIDATION_ROWS))
+    write_rows(folder / "data" / "train.parquet", range(TRAIN_ROWS))
+    write_rows(folder / "data" / "validation.parquet", range(FIRST_VALIDATION, FIRST_VALIDATION + VALIDATION_ROWS))
     tokenizer = make_tokenizer()
     model = quickstart["make_model"](tokenizer)
     learn(model, tokenizer)

@@ -12,12 +12,13 @@ time, and on the same kind of machine the weights are too.
 
 from __future__ import annotations
 
-import json
 import runpy
 import sys
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 from safetensors.torch import save_file
 from transformers import Qwen2Tokenizer
@@ -65,7 +66,7 @@ def write_rows(path: Path, seeds: range) -> None:
     prompt = [{"role": "user", "content": TASK}]
     rows = [{"data_source": "reach", "prompt": prompt, "env_class": "robot", "seed": seed} for seed in seeds]
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pq.write_table(pa.Table.from_pylist(rows), path)
 
 
 def teach(states: torch.Tensor) -> torch.Tensor:
@@ -103,8 +104,8 @@ def learn(network: Pi05, tokenizer: Qwen2Tokenizer) -> None:
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    write_rows(folder / "data" / "train.jsonl", range(TRAIN_ROWS))
-    write_rows(folder / "data" / "validation.jsonl", range(FIRST_VALIDATION, FIRST_VALIDATION + VALIDATION_ROWS))
+    write_rows(folder / "data" / "train.parquet", range(TRAIN_ROWS))
+    write_rows(folder / "data" / "validation.parquet", range(FIRST_VALIDATION, FIRST_VALIDATION + VALIDATION_ROWS))
     tokenizer = make_tokenizer()
     network = make_network(len(tokenizer))
     learn(network, tokenizer)

@@ -1,4 +1,4 @@
-"""Makes everything that configs/reach_vla.toml starts from: the tokenizer, the tiny start model that sees and acts, and the two datasets.
+"""Makes everything that configs/reach_vla.toml starts from: the tokenizer and the tiny start model that sees and acts.
 
     python configs/reach_vla/make.py [FOLDER]
 
@@ -6,13 +6,12 @@ The task: turn an arm until its tip touches a target, by looking at it. The star
 of two, has been taught by a lazy teacher, who mostly leaves the arm alone, sometimes turns it as is right, and otherwise by whatever comes to
 mind. So greedy decoding never moves. Reinforcement learning, which sees nothing but touched or not touched, has to find out that looking pays.
 
-FOLDER (this one unless told otherwise) receives model/ and data/. Everything comes from fixed seeds on one thread; the frames are MuJoCo's, so
+FOLDER (this one unless told otherwise) receives model/; the data are those of configs/reach. Everything comes from fixed seeds on one thread; the frames are MuJoCo's, so
 gymnasium and MuJoCo are needed: pip install "hpcrl[robots]". The tokenizer is made as the quickstart's.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import runpy
@@ -37,7 +36,6 @@ LARGEST_TURN = math.pi / 2  # of an action, in rad
 START = 0.0  # rad; from one pose a target is found in one chunk
 INSTRUCTION, IMAGE = "reach: ", "<PAD>"
 LAZY, RIGHT = 0.5, 0.3
-TRAIN_ROWS, VALIDATION_ROWS, FIRST_VALIDATION = 4096, 128, 1_000_000
 FRAMES, SUPERVISED_STEPS, SUPERVISED_BATCH, SUPERVISED_LR = 12_000, 1200, 64, 2e-3
 SPREAD = 0.1  # of first weights: with less so narrow a network learns to see late
 TEMPLATE = (
@@ -94,13 +92,6 @@ def make_model(tokenizer: Qwen2Tokenizer) -> OpenVLAForActionPrediction:
         norm_stats={"reach": {"action": {"q01": [-0.9], "q99": [0.9], "mask": [True]}}},
     )
     return OpenVLAForActionPrediction(config)
-
-
-def write_rows(path: Path, seeds: range) -> None:
-    prompt = [{"role": "user", "content": INSTRUCTION}]
-    rows = [{"data_source": "reach", "prompt": prompt, "env_class": "robot", "seed": seed} for seed in seeds]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def see(seeds: range) -> tuple[list[Image.Image], np.ndarray]:
@@ -168,8 +159,6 @@ def learn(model: OpenVLAForActionPrediction, tokenizer: Qwen2Tokenizer) -> None:
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    write_rows(folder / "data" / "train.jsonl", range(TRAIN_ROWS))
-    write_rows(folder / "data" / "validation.jsonl", range(FIRST_VALIDATION, FIRST_VALIDATION + VALIDATION_ROWS))
     tokenizer = make_tokenizer()
     model = make_model(tokenizer)
     learn(model, tokenizer)

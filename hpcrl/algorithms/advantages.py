@@ -119,23 +119,33 @@ def _standardized(inputs: AdvantageInputs, groups: _Groups) -> torch.Tensor:
 
 
 def grpo(inputs: AdvantageInputs, *, grpo_norm_by_std: bool) -> torch.Tensor:
-    """Return how much better each sample is than its group (DeepSeekMath, arXiv:2402.03300, section 4.1.2).
+    """Return the reward against the mean of its group (GRPO, arXiv:2402.03300, section 4.1.2).
 
     (r - mean) / (std + 1e-6) with the unbiased standard deviation, or with grpo_norm_by_std=false r - mean (Dr. GRPO,
     arXiv:2503.20783). A group whose rewards are all equal teaches nothing: 0. A group of one has nothing to compare with: mean 0
     and std 1.
+
+    Formula:
+        (R - mean of the group) / (standard deviation + 1e-6); without `grpo_norm_by_std` R - mean
+    Use:
+        the usual choice where a prompt can be sampled several times and the reward is of the whole answer; without the deviation
+        (Dr.GRPO), easy and hard prompts weigh alike
     """
     groups = _groups(inputs)
     return inputs.to_entries(_standardized(inputs, groups) if grpo_norm_by_std else groups.rewards_B - groups.means_B)
 
 
 def gdpo(inputs: AdvantageInputs, *, rewards: Mapping[str, float]) -> torch.Tensor:
-    """Return the weighted sum of several rewards, each standardized in its group by itself, whitened over the batch.
+    """Return several rewards, each against the mean of its group by itself (GDPO, arXiv:2601.05242, section 3).
 
-    GDPO (arXiv:2601.05242, section 3): as grpo for each reward by itself, so that combinations of rewards which have the same sum
+    As grpo for each reward by itself, so that combinations of rewards which have the same sum
     are not worth the same; then (a - mean) / std over the samples of the batch, so that the scale does not grow with the number of
     rewards. Only samples with a trained token count there.
 
+    Formula:
+        Σ weight × (reward - mean of the group) / (standard deviation + 1e-6) over named rewards, whitened over the samples of the batch
+    Use:
+        several rewards, of which an easy one (format, length) would drown the others: combinations with the same sum are told apart
     Args:
         rewards: name of each of `inputs.named_B` to its weight.
     """
@@ -148,7 +158,15 @@ def gdpo(inputs: AdvantageInputs, *, rewards: Mapping[str, float]) -> torch.Tens
 
 
 def rloo(inputs: AdvantageInputs) -> torch.Tensor:
-    """Return r minus the mean of the group's other samples (arXiv:2402.14740); 0 where there is no other."""
+    """Return the reward against the mean of the group's other samples (RLOO, arXiv:2402.14740).
+
+    0 where there is no other.
+
+    Formula:
+        R - mean of the other samples of the group
+    Use:
+        few samples per prompt: its baseline is unbiased even with two
+    """
     groups = _groups(inputs)
     factor_B = groups.sizes_B / (groups.sizes_B - 1).clamp(min=1)
     centered_B = (groups.rewards_B - groups.means_B) * factor_B
@@ -156,9 +174,15 @@ def rloo(inputs: AdvantageInputs) -> torch.Tensor:
 
 
 def maxrl(inputs: AdvantageInputs) -> torch.Tensor:
-    """Return (r - mean) / (mean + 1e-6), for rewards that are not negative (arXiv:2602.02710); r in a group of one.
+    """Return the reward against the mean of its group, divided by that mean (MaxRL, arXiv:2602.02710).
 
+    For rewards that are not negative; r in a group of one.
     Prompts that the policy rarely answers well count more than others.
+
+    Formula:
+        (R - mean) / (mean + 1e-6)
+    Use:
+        rewards of 0 and 1, and prompts that are rarely solved should count more
     """
     groups = _groups(inputs)
     divisor_B = torch.where(groups.sizes_B > 1, groups.means_B + _EPSILON, 1.0)
@@ -166,10 +190,15 @@ def maxrl(inputs: AdvantageInputs) -> torch.Tensor:
 
 
 def opo(inputs: AdvantageInputs) -> torch.Tensor:
-    """Return r minus the group's mean weighted by trained tokens (arXiv:2505.23585, section 3).
+    """Return the reward against the mean of its group, weighted by trained tokens (OPO, arXiv:2505.23585, section 3).
 
     That baseline makes the variance of an on-policy gradient least, if the squared norm of a sample's gradient grows with its
     tokens. A group of one is its own baseline: 0.
+
+    Formula:
+        R - mean of the group, weighted by tokens
+    Use:
+        strictly on-policy training of answers whose lengths differ much
     """
     rewards_B, tokens_B = inputs.by_sample(inputs.rewards_P), inputs.by_sample(inputs.mask_P)
     weights_B = torch.where(inputs.by_group(tokens_B) > 0, tokens_B, 1.0)
@@ -177,9 +206,14 @@ def opo(inputs: AdvantageInputs) -> torch.Tensor:
 
 
 def remax(inputs: AdvantageInputs) -> torch.Tensor:
-    """Return r minus the reward of the greedy response to the same prompt (ReMax, arXiv:2310.10505, algorithm 2).
+    """Return the reward against that of the greedy response to the same prompt (ReMax, arXiv:2310.10505, algorithm 2).
 
-    No other sample is needed: a group of one learns too.
+    That response is generated beside the group. No other sample is needed: a group of one learns too.
+
+    Formula:
+        R - reward of the greedy response
+    Use:
+        one sample per prompt, without a critic; costs one greedy response per prompt
     """
     assert inputs.baselines_B is not None, "remax needs the rewards of greedy responses"
     return inputs.to_entries(inputs.by_sample(inputs.rewards_P) - inputs.baselines_B)
@@ -187,16 +221,27 @@ def remax(inputs: AdvantageInputs) -> torch.Tensor:
 
 @per_token
 def reinforce_plus_plus(inputs: AdvantageInputs, *, gamma: float) -> torch.Tensor:
-    """Return the discounted rewards from each token on, whitened over the batch (arXiv:2501.03262).
+    """Return the discounted rewards from each token on, whitened over the batch (REINFORCE++, arXiv:2501.03262).
 
     The penalty of the paper, the KL divergence from the reference, is part of the rewards with use_kl_in_reward.
+
+    Formula:
+        discounted rewards from the token on, whitened over the batch
+    Use:
+        one sample per prompt, or rewards per token, without a critic; its penalty is `use_kl_in_reward`
     """
     returns_P = lambda_returns(inputs, torch.zeros_like(inputs.rewards_P), gamma, 1.0)
     return whiten(returns_P, inputs.mask_P, inputs.total) * inputs.mask_P
 
 
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> torch.Tensor:
-    """Return r minus the group's mean, whitened over the tokens of the batch (arXiv:2501.03262, with a baseline per prompt)."""
+    """Return the reward against the mean of its group, whitened over the tokens of the batch (REINFORCE++ with a baseline, arXiv:2501.03262).
+
+    Formula:
+        R - mean of the group, whitened over the batch
+    Use:
+        as grpo, but scaled by the whole batch, so that nearly equal groups are not blown up
+    """
     groups = _groups(inputs)
     centered_P = inputs.to_entries(groups.rewards_B - groups.means_B)
     return torch.where(inputs.mask_P > 0, whiten(centered_P, inputs.mask_P, inputs.total), 0.0)
@@ -204,7 +249,14 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> torch.Tensor:
 
 @per_token
 def gae(inputs: AdvantageInputs, *, gamma: float, lambd: float) -> torch.Tensor:
-    """Return generalized advantages against a critic (arXiv:1506.02438), whitened over the batch."""
+    """Return generalized advantages against a critic, whitened over the batch (GAE, arXiv:1506.02438).
+
+    Formula:
+        Σ (gamma lambd)^k δ_(t+k), δ_t = reward_t + gamma V_(t+1) - V_t, whitened over the batch; only trained tokens are steps
+    Use:
+        rewards per token, or long answers where each step deserves a value of its own; costs a second model
+        (`trainer.critic.model.path`)
+    """
     assert inputs.values_P is not None, "gae needs a critic's values"
     returns_P = lambda_returns(inputs, inputs.values_P, gamma, lambd)
     return whiten(returns_P - inputs.values_P, inputs.mask_P, inputs.total) * inputs.mask_P

@@ -4,8 +4,11 @@ A loss gives [P] values and the sums of its own metrics over the mask. It neithe
 multiplies by the weights of hpcrl/algorithms/reductions.py and adds everything up, so that nothing depends on packing, micro-batch
 size or number of ranks. The exceptions are clip_cov, kl_cov and m2po, which compare a token with the others of its micro-batch.
 
-A loss's other parameters are its settings (hpcrl/algorithms/settings.py). A user's own has the same signature, and is named as
-"package.module:function".
+A loss's other parameters are its settings (hpcrl/algorithms/settings.py): one with a default is its own, a setting of
+`trainer.algorithm.<loss>` with the type, range and default that stand here, and the meaning under `Args`; one without is a setting of
+`trainer.algorithm` that several losses share. `Formula` and `Use` are the loss's row in docs/algorithms.md, where r = pi / pi_old and
+A is the advantage. `python -m hpcrl.config.docs.describe` makes the section and the page from this file. A user's own loss has the
+same signature, and is named as "package.module:function".
 """
 
 from __future__ import annotations
@@ -13,8 +16,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from typing import Literal
 
 import torch
+
+from hpcrl.config.setting import NotNegative, Positive, Share
 
 _MAX_LOG_RATIO = 20.0
 _MAX_LOG_SAMPLE_RATIO = 10.0
@@ -96,10 +102,12 @@ def ratio(logprobs_P: torch.Tensor, old_logprobs_P: torch.Tensor) -> torch.Tenso
 
 
 def clipped_surrogate(tokens: Tokens, *, eps_clip_low: float, eps_clip_high: float) -> Values:
-    """Return PPO's clipped surrogate loss (arXiv:1707.06347, equation 7; two bounds as in DAPO, arXiv:2503.14476).
+    """Return the clipped surrogate of PPO (arXiv:1707.06347, equation 7), with two bounds as in DAPO (arXiv:2503.14476).
 
-    -min(r A, clip(r, 1 - eps_clip_low, 1 + eps_clip_high) A) with r = pi / pi_old.
-
+    Formula:
+        -min(r A, clip(r, 1 - eps_clip_low, 1 + eps_clip_high) A)
+    Use:
+        the usual choice; `eps_clip_high` above `eps_clip_low` (clip-higher) keeps exploration alive
     Returns:
         loss [P], and the sum of `clip_ratio`: tokens for which the clipped branch is the larger loss.
     """
@@ -107,16 +115,29 @@ def clipped_surrogate(tokens: Tokens, *, eps_clip_low: float, eps_clip_high: flo
 
 
 def dual_clip(tokens: Tokens, *, eps_clip_low: float, eps_clip_high: float, clip_ratio_c: float) -> Values:
-    """Return the clipped surrogate, at most clip_ratio_c |A| where A < 0 (arXiv:1912.09729)."""
+    """Return the clipped surrogate, also bounded for negative advantages (arXiv:1912.09729).
+
+    Formula:
+        as regular, at most clip_ratio_c abs(A) where A < 0
+    Use:
+        several updates per batch, or stale samples: bad tokens with a large ratio cannot take over
+    """
     loss_P, sums = clipped_surrogate(tokens, eps_clip_low=eps_clip_low, eps_clip_high=eps_clip_high)
     bounded_P = torch.minimum(-clip_ratio_c * tokens.advantages, loss_P)
     return torch.where(tokens.advantages < 0, bounded_P, loss_P), sums
 
 
 def gspo(tokens: Tokens, *, eps_clip_low: float, eps_clip_high: float) -> Values:
-    """Return the clipped surrogate with one ratio per sample (GSPO-token, arXiv:2507.18071).
+    """Return the clipped surrogate with one ratio per sample (GSPO, arXiv:2507.18071).
 
-    r_t = stop(w) pi_t / stop(pi_t), where w = exp(mean over the sample of log pi - log pi_old), and its logarithm at most 10.
+    r_t = stop(w) pi_t / stop(pi_t), where w = exp(mean over the sample of log pi - log pi_old), and its logarithm at most 10
+    (GSPO-token). LUSPO is arXiv:2602.05261.
+
+    Formula:
+        as regular, with r = exp(mean over the sample of log π - log π_old); with `loss_reduction` seq_mean_token_sum it is LUSPO
+    Use:
+        mixture-of-experts models and long answers; clip ranges are 1000 times smaller than those of regular, and its `loss_reduction`
+        is sequence_mean. LUSPO where answers become shorter and shorter with it
     """
     difference_P = tokens.logprobs.detach() - tokens.old_logprobs
     mean_B = sample_means(difference_P, tokens.mask, tokens.lengths)
@@ -125,10 +146,18 @@ def gspo(tokens: Tokens, *, eps_clip_low: float, eps_clip_high: float) -> Values
     return _clipped(tokens, log_ratio_P.clamp(max=_MAX_LOG_SAMPLE_RATIO).exp(), eps_clip_low, eps_clip_high)
 
 
-def sapo(tokens: Tokens, *, tau_pos: float, tau_neg: float) -> Values:
-    """Return the soft-gated loss (SAPO, arXiv:2511.20347).
+def sapo(tokens: Tokens, *, tau_pos: Positive = 1.0, tau_neg: Positive = 1.05) -> Values:
+    """Return the loss with a soft gate (SAPO, arXiv:2511.20347).
 
-    -sigmoid(tau (r - 1)) 4 / tau A, with tau = tau_pos where A > 0, else tau_neg. Nothing is clipped: `clip_ratio` is 0.
+    Nothing is clipped: `clip_ratio` is 0.
+
+    Formula:
+        -sigmoid(τ (r - 1)) 4/τ A, τ = tau_pos where A > 0, else tau_neg
+    Use:
+        clipping throws too many tokens away: a soft gate fades them out; its `loss_reduction` is sequence_mean
+    Args:
+        tau_pos: steepness of the gate around ratio 1 for positive advantages (arXiv:2511.20347).
+        tau_neg: the same for other advantages; above tau_pos: they are damped sooner.
     """
     ratio_P = ratio(tokens.logprobs, tokens.old_logprobs)
     tau_P = torch.where(tokens.advantages > 0, tau_pos, tau_neg)
@@ -136,9 +165,16 @@ def sapo(tokens: Tokens, *, tau_pos: float, tau_neg: float) -> Values:
     return -gate_P * tokens.advantages, {"clip_ratio": masked_sum(torch.zeros_like(ratio_P), tokens.mask)}
 
 
-def cispo(tokens: Tokens, *, cispo_eps_clip_low: float, cispo_eps_clip_high: float) -> Values:
-    """Return the loss with clipped weights (CISPO, arXiv:2506.13585): -stop(clip(r)) A log pi.
+def cispo(tokens: Tokens, *, cispo_eps_clip_low: Share = 0.0, cispo_eps_clip_high: NotNegative = 5.0) -> Values:
+    """Return the loss with clipped weights (CISPO, arXiv:2506.13585).
 
+    Formula:
+        -stop(clip(r, 1 - cispo_eps_clip_low, 1 + cispo_eps_clip_high)) A log π
+    Use:
+        rare tokens (wait, however) must keep their gradient over several updates per batch
+    Args:
+        cispo_eps_clip_low: probability ratios below 1 - cispo_eps_clip_low are raised to that bound (arXiv:2506.13585).
+        cispo_eps_clip_high: probability ratios above 1 + cispo_eps_clip_high are lowered to that bound.
     Returns:
         loss [P], and the sum of `clip_ratio`: tokens whose ratio is out of bounds.
     """
@@ -149,10 +185,12 @@ def cispo(tokens: Tokens, *, cispo_eps_clip_low: float, cispo_eps_clip_high: flo
 
 
 def rollout_is(tokens: Tokens, *, eps_clip_low: float, eps_clip_high: float) -> Values:
-    """Return the loss weighted by the ratio to the rollout (IcePop, https://ringtech.notion.site/icepop): -stop(w) A log pi.
+    """Return the loss weighted by the ratio to the rollout, 0 out of bounds (IcePop, https://ringtech.notion.site/icepop).
 
-    w = pi / pi_rollout inside (1 - eps_clip_low, 1 + eps_clip_high), else 0.
-
+    Formula:
+        -stop(u) A log π, u = π/π_rollout inside (1 - eps_clip_low, 1 + eps_clip_high), else 0
+    Use:
+        engine and trainer disagree, as with mixtures of experts
     Returns:
         loss [P], and the sum of `clip_ratio`: tokens whose ratio is out of bounds.
     """
@@ -167,15 +205,23 @@ def clip_cov(
     *,
     eps_clip_low: float,
     eps_clip_high: float,
-    clip_ratio: float,
-    clip_cov_lb: float,
-    clip_cov_ub: float,
+    clip_ratio: Share = 0.0002,
+    clip_cov_lb: float = 1.0,
+    clip_cov_ub: float = 5.0,
 ) -> Values:
     """Return the clipped surrogate without some tokens of high covariance (Clip-Cov, arXiv:2505.22617).
 
     Of the tokens of the micro-batch that are not clipped and whose covariance of advantage and log-probability lies between the
     bounds, a share `clip_ratio` of all tokens, at least one, is drawn at random and left out.
 
+    Formula:
+        as regular, without some drawn tokens of high covariance of A and log π
+    Use:
+        entropy collapses early
+    Args:
+        clip_ratio: share of the tokens of a micro-batch that is left out, drawn at random, at least one token (arXiv:2505.22617).
+        clip_cov_lb: tokens may be left out whose covariance of advantage and log-probability is above this.
+        clip_cov_ub: and below this.
     Returns:
         loss [P], and the sum of `clip_ratio`: tokens that were drawn.
     """
@@ -191,11 +237,20 @@ def clip_cov(
     return loss_P, {"clip_ratio": masked_sum(drawn_P.float(), tokens.mask)}
 
 
-def kl_cov(tokens: Tokens, *, kl_cov_frac: float, ppo_kl_coef: float) -> Values:
-    """Return -r A, plus ppo_kl_coef |log pi - log pi_old| for tokens of high covariance (KL-Cov, arXiv:2505.22617).
+def kl_cov(tokens: Tokens, *, kl_cov_frac: Share = 0.2, ppo_kl_coef: NotNegative = 1.0) -> Values:
+    """Return the loss with a divergence for tokens of high covariance (KL-Cov, arXiv:2505.22617).
 
     These are a share `kl_cov_frac` of the tokens of the micro-batch, at least one: those with the largest covariance of advantage
     and log-probability. Nothing is clipped: `clip_ratio` is 0.
+
+    Formula:
+        -r A + ppo_kl_coef abs(log r) for the tokens of highest covariance
+    Use:
+        entropy collapses early; steadier than clip_cov
+    Args:
+        kl_cov_frac: share of the tokens of a micro-batch, those of largest covariance of advantage and log-probability, that get a KL
+            term (arXiv:2505.22617).
+        ppo_kl_coef: weight of that term, |new - old log-probability|.
     """
     loss_P = -ratio(tokens.logprobs, tokens.old_logprobs) * tokens.advantages
     trained_P = tokens.mask > 0
@@ -208,18 +263,28 @@ def kl_cov(tokens: Tokens, *, kl_cov_frac: float, ppo_kl_coef: float) -> Values:
 
 
 def cross_entropy(tokens: Tokens) -> Values:
-    """Return -log pi: the likelihood of the tokens, whatever their advantages. Nothing is clipped: `clip_ratio` is 0.
+    """Return the negative log-likelihood of the tokens, whatever their advantages.
 
-    Unlike SkyRL's, it obeys loss_reduction (token_sum gives SkyRL's sum) and excludes no KL or entropy term.
+    Nothing is clipped: `clip_ratio` is 0. Unlike SkyRL's, it obeys loss_reduction (token_sum gives SkyRL's sum) and excludes no KL
+    or entropy term.
+
+    Formula:
+        -log π
+    Use:
+        imitation: the samples are what is wanted, whatever their rewards
     """
     return -tokens.logprobs, {"clip_ratio": masked_sum(torch.zeros_like(tokens.mask), tokens.mask)}
 
 
 def importance_sampling(tokens: Tokens) -> Values:
-    """Return -r A, the plain ratio (the surrogate of TRPO, arXiv:1502.05477, equation 14).
+    """Return the surrogate of TRPO, the plain ratio (arXiv:1502.05477, equation 14).
 
     Unlike SkyRL's, it obeys loss_reduction (token_sum gives SkyRL's sum).
 
+    Formula:
+        -r A
+    Use:
+        one update per batch, or a correction below that bounds the ratio
     Returns:
         loss [P], and the sum of `importance_ratio`, r.
     """
@@ -228,8 +293,12 @@ def importance_sampling(tokens: Tokens) -> Values:
 
 
 def aipo(tokens: Tokens, *, aipo_rho: float) -> Values:
-    """Return -min(r, aipo_rho) A, a ratio bounded on one side whatever the advantage (AIPO, arXiv:2505.24034).
+    """Return the loss with a ratio bounded on one side, whatever the advantage (AIPO, arXiv:2505.24034).
 
+    Formula:
+        -min(r, aipo_rho) A
+    Use:
+        asynchronous training: one bound for a ratio that was never meant to stay near 1
     Returns:
         loss [P], and the sum of `clip_ratio`: tokens whose ratio is above the bound.
     """
@@ -238,14 +307,29 @@ def aipo(tokens: Tokens, *, aipo_rho: float) -> Values:
     return -ratio_P.clamp(max=aipo_rho) * tokens.advantages, {"clip_ratio": above}
 
 
-def dppo(tokens: Tokens, *, dppo_type: str, delta_low: float, delta_high: float) -> Values:
-    """Return -r A of the tokens inside a trust region of divergence (DPPO, arXiv:2602.04879, equations 11 to 14).
+def dppo(
+    tokens: Tokens,
+    *,
+    dppo_type: Literal["binary_tv", "binary_kl"] = "binary_tv",
+    delta_low: NotNegative = 0.2,
+    delta_high: NotNegative = 0.2,
+) -> Values:
+    """Return the loss of the tokens inside a trust region of divergence from the rollout (DPPO, arXiv:2602.04879, equations 11 to 14).
 
-    r = pi / pi_rollout. A token counts nothing where the divergence from the rollout is above delta_high while A > 0 and pi has
-    risen, or above delta_low while A < 0 and pi has fallen: on the way back nothing is in its way. The divergence is that between
-    two outcomes, this token or any other: binary_tv, |pi - pi_rollout|, or binary_kl, KL(rollout || policy). Unlike a ratio, it
-    lets rare tokens move, and holds frequent ones.
+    On the way back to the rollout nothing is in a token's way. The divergence is that between two outcomes, this token or any
+    other: binary_tv, |pi - pi_rollout|, or binary_kl, KL(rollout || policy). Unlike a ratio, it lets rare tokens move, and holds
+    frequent ones.
 
+    Formula:
+        -π/π_rollout A, 0 where the divergence from the rollout is above delta_high (A > 0, π risen) or delta_low (A < 0, π fallen)
+    Use:
+        large vocabularies: a ratio clips rare tokens too soon and frequent ones too late
+    Args:
+        dppo_type: divergence of the policy from the rollout, of this token against all others; binary_tv: difference of the
+            probabilities, binary_kl: KL(rollout || policy) in nats (arXiv:2602.04879).
+        delta_low: tokens of negative advantage count nothing once the policy has fallen from the rollout by a divergence above this;
+            0.05 is usual with binary_kl.
+        delta_high: the same for tokens of positive advantage and a policy that has risen.
     Returns:
         loss [P], and the sum of `clip_ratio`: tokens that count nothing.
     """
@@ -263,20 +347,33 @@ def dppo(tokens: Tokens, *, dppo_type: str, delta_low: float, delta_high: float)
 
 
 def gpg(tokens: Tokens) -> Values:
-    """Return -A log pi, the gradient of the policy without a ratio (GPG, arXiv:2504.02546, equation 3).
+    """Return the gradient of the policy without a ratio (GPG, arXiv:2504.02546, equation 3).
 
     It is right for samples of the policy itself. With zero_variance_filter the mean over tokens leaves groups out that teach
     nothing, which is the paper's factor for them.
+
+    Formula:
+        -A log π
+    Use:
+        strictly on-policy training with one update per batch, nothing to tune; with `zero_variance_filter`
     """
     return -tokens.advantages * tokens.logprobs, {}
 
 
-def gmpo(tokens: Tokens, *, log_clip_low: float, log_clip_high: float) -> Values:
-    """Return -w A, with the geometric mean w of the sample's clipped ratios (GMPO, arXiv:2507.20673, equation 4).
+def gmpo(tokens: Tokens, *, log_clip_low: NotNegative = 0.4, log_clip_high: NotNegative = 0.4) -> Values:
+    """Return the loss with the geometric mean of a sample's clipped ratios (GMPO, arXiv:2507.20673, equation 4).
 
     Logarithms of ratios are lowered to log_clip_high where A > 0, and raised to -log_clip_low where A < 0; their mean is at most
-    10. The paper's mean over samples is loss_reduction=sequence_mean.
+    10.
 
+    Formula:
+        -A exp(mean over the sample of clipped log r)
+    Use:
+        single outliers among a sample's ratios upset grpo; its `loss_reduction` is sequence_mean
+    Args:
+        log_clip_low: logarithms of probability ratios below -log_clip_low are raised to it, where the advantage is negative
+            (arXiv:2507.20673).
+        log_clip_high: those above log_clip_high are lowered to it, where the advantage is positive.
     Returns:
         loss [P], and the sum of `clip_ratio`: tokens whose ratio was clipped.
     """
@@ -289,15 +386,32 @@ def gmpo(tokens: Tokens, *, log_clip_low: float, log_clip_high: float) -> Values
     return loss_P, {"clip_ratio": masked_sum((clipped_P != log_ratio_P).float(), tokens.mask)}
 
 
-def vespo(tokens: Tokens, *, k_pos: float, lambda_pos: float, k_neg: float, lambda_neg: float) -> Values:
-    """Return the loss weighted smoothly by the ratio of whole samples (VESPO, arXiv:2602.10693): -stop(phi(W)) A log pi.
+def vespo(
+    tokens: Tokens,
+    *,
+    k_pos: NotNegative = 2.0,
+    lambda_pos: NotNegative = 3.0,
+    k_neg: NotNegative = 3.0,
+    lambda_neg: NotNegative = 2.0,
+) -> Values:
+    """Return the loss weighted smoothly by the ratio of whole samples (VESPO, arXiv:2602.10693).
 
-    W is the product over the sample of pi / pi_rollout, from 1e-8 to exp(20), and phi(W) = W^k exp(lambda (1 - W)), which is 1 at
-    W = 1, with k_pos and lambda_pos where A >= 0, else k_neg and lambda_neg: samples far from the rollout fade out, those that have
-    become rare slowly, those that have become frequent fast. Nothing is clipped.
+    W is between 1e-8 and exp(20). The weight is 1 at W = 1: samples far from the rollout fade out, those that have become rare
+    slowly, those that have become frequent fast. Nothing is clipped.
 
+    Formula:
+        -stop(W^k exp(λ (1 - W))) A log π, W = product over the sample of π/π_rollout, k and λ = k_pos and lambda_pos where A ≥ 0, else
+        k_neg and lambda_neg
+    Use:
+        stale samples, asynchronous training, mixtures of experts: whole samples fade out smoothly, without a correction beside it
+    Args:
+        k_pos: exponent of a sample's probability ratio to the rollout in its weight, for advantages that are not negative; the larger
+            it is, the less count samples that have become rare (arXiv:2602.10693).
+        lambda_pos: rate at which the weight falls for these where the ratio is large.
+        k_neg: the exponent for negative advantages.
+        lambda_neg: the rate for negative advantages.
     Returns:
-        loss [P], and the sum of `sample_weight`, phi(W).
+        loss [P], and the sum of `sample_weight`.
     """
     difference_P = (tokens.logprobs.detach() - tokens.rollout_logprobs).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
     log_B = sample_sums(difference_P, tokens.mask, tokens.lengths).clamp(_LEAST_LOG_WEIGHT, _MAX_LOG_RATIO)
@@ -308,12 +422,21 @@ def vespo(tokens: Tokens, *, k_pos: float, lambda_pos: float, k_neg: float, lamb
     return loss_P, {"sample_weight": masked_sum(weight_P, tokens.mask)}
 
 
-def dro(tokens: Tokens, *, beta: float) -> Values:
-    """Return -(A log pi - beta / 2 (log pi - log pi_rollout)^2) (DRO, arXiv:2405.19107 and 2501.12599, per token as in Tinker).
+def dro(tokens: Tokens, *, beta: NotNegative = 1.0) -> Values:
+    """Return the policy gradient with a squared penalty in place of a ratio (DRO, arXiv:2405.19107 and arXiv:2501.12599).
 
-    The policy gradient of samples of any origin, held near the policy that they come from by a squared penalty in place of a ratio.
-    The source fits a value beside it; here the advantage estimator's baseline stands for it.
+    Per token as in Tinker. The source fits a value beside it; here the advantage estimator's baseline stands for it.
 
+    Formula:
+        -(A log π - beta/2 (log π/π_rollout)²)
+    Use:
+        samples of any age, also of another policy: a squared penalty holds the policy near what sampled them, no ratio explodes; a
+        token is drawn to log π/π_rollout = A/beta, and beta 0.05 held the quickstart too little (0.75 after 30 steps with a staleness
+        of 2, 0.98 with beta 1)
+    Args:
+        beta: weight of the squared logarithm of the probability ratio to the rollout, half of which is added to the loss
+            (arXiv:2405.19107); a token is drawn to the logarithm A / beta, so that it belongs to the size of the advantages, about 1
+            with grpo.
     Returns:
         loss [P], and the sum of `squared_log_ratio`, (log pi - log pi_rollout)^2.
     """
@@ -322,13 +445,20 @@ def dro(tokens: Tokens, *, beta: float) -> Values:
     return loss_P, {"squared_log_ratio": masked_sum(squared_P.detach(), tokens.mask)}
 
 
-def m2po(tokens: Tokens, *, threshold: float) -> Values:
-    """Return -r A without the tokens that have gone farthest from the rollout (M2PO, arXiv:2510.01161, algorithm 1).
+def m2po(tokens: Tokens, *, threshold: Positive = 0.04) -> Values:
+    """Return the ratio to the rollout without the tokens that have gone farthest from it (M2PO, arXiv:2510.01161, algorithm 1).
 
-    r = pi / pi_rollout. Among the tokens that PPO might clip, those with A > 0 and r > 1 or A < 0 and r < 1, as many of largest
-    (log r)^2 count nothing as it takes for its mean over the others to be at most `threshold`. The paper sorts the tokens of a
-    mini-batch, this one those of a micro-batch.
+    As many of the tokens that PPO might clip count nothing as it takes.
 
+    Formula:
+        -π/π_rollout A, 0 for the tokens of largest (log π/π_rollout)² that it takes to bring its mean to threshold, among those with
+        A > 0 and π risen, or A < 0 and π fallen
+    Use:
+        very stale samples (the paper: 256 updates): a fraction of the tokens that clipping would lose. The tokens of a micro-batch are
+        compared, the paper's are those of a mini-batch
+    Args:
+        threshold: what the mean of the squared logarithms of probability ratios to the rollout may be at most, over tokens that move
+            away from it; the largest are left out until it is (arXiv:2510.01161).
     Returns:
         loss [P], and the sum of `clip_ratio`: tokens that count nothing.
     """

@@ -239,7 +239,8 @@ def _turns(config: Config, found: Estimate, memory: tuple[float | None, str], un
             both = f"{turn.trainer / unit:,.2f} of the trainer and {turn.engine / unit:,.2f} of the engine"
             yield f"  in the {turn.whose}'s turn {both}"
             yield _of_device(turn.trainer + turn.engine, memory, unit)
-    yield f"  host memory for what leaves the device in the engine's turn: {on_host(config, found) / unit:,.2f} for each rank"
+    held = on_host(config, found) / unit
+    yield f"  host memory for what leaves the device in the engine's turn, kept in both: {held:,.2f} for each rank"
 
 
 def _of_device(total: int, memory: tuple[float | None, str], unit: int) -> str:

@@ -11,6 +11,7 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from hpcrl.config.setting import Facts, facts_of
 from hpcrl.errors import ConfigError
 
 _LOCATION = "location"
@@ -34,6 +35,7 @@ class Setting:
         optional: whether it may be unset (None).
         location: whether its text is a `Location`.
         default: MISSING where it is required.
+        facts: what its section declares of it beside these.
     """
 
     path: str
@@ -44,6 +46,7 @@ class Setting:
     optional: bool
     location: bool
     default: Any
+    facts: Facts = Facts()
 
     @property
     def subsection(self) -> type | None:
@@ -76,7 +79,9 @@ class Setting:
     @property
     def meaning(self) -> str:
         """The text below the field in its section's source; empty where there is none."""
-        return next((text for cls in self.section.__mro__ if (text := _meanings(cls).get(self.name))), "")
+        text = next((text for cls in self.section.__mro__ if (text := _meanings(cls).get(self.name))), "")
+        names = "; ".join(f"{name}: {one.summary}" for name, one in self.facts.named.items())
+        return text.replace("{names}", names) if names else text
 
     def expects(self) -> str:
         """Return which values the setting takes, in words."""
@@ -101,7 +106,6 @@ def noun(kind: Any) -> str:
     return _NOUNS.get(kind, "a table")
 
 
-@cache
 def alternatives(annotation: Any) -> tuple[Any, ...]:
     """Return the types that an annotation admits, without `Annotated`; `None` is among them where it may be unset."""
     if get_origin(annotation) is Annotated:
@@ -175,7 +179,10 @@ def section_settings(section: type, prefix: str = "") -> tuple[Setting, ...]:
         types = tuple(kind for kind in kinds if kind is not NoneType)
         default = field.default_factory() if field.default_factory is not MISSING else field.default
         optional, location = len(types) < len(kinds), _is_location(annotation)
-        setting = Setting(prefix + field.name, section, field.name, annotation, types, optional, location, default)
+        facts = facts_of(section, field.name)
+        setting = Setting(
+            prefix + field.name, section, field.name, annotation, types, optional, location, default, facts
+        )
         if (
             setting.subsection
             and not setting.required

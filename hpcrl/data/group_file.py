@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 from hpcrl.data.token_file import open_tokens
 from hpcrl.errors import DamagedError
-from hpcrl.rundir.commit import digest_of, naming, write_bytes
-from hpcrl.types import GroupMeta, Hint, Sample, SamplingMask
+from hpcrl.rundir.commit import digest_of, naming
+from hpcrl.types import GroupMeta, Hint, Row, Sample, SamplingMask
 
 if TYPE_CHECKING:
     import numpy as np
@@ -46,13 +46,6 @@ _OWN = "tensors"  # in a row's details: name -> [digest, which it has in the fil
 _HINT_IDS, _HINT = "hint_token_ids", "hint"  # of Hint; in a row's details tokens of the hint and how many it replaces
 _META, _CHECKSUM, _CONVERSATION = "hpcrl_group", "blake2b", "conversation"
 _MAX_HEADER = 100 << 20  # the format's own limit; a damaged length must not make us read a whole file
-
-
-def write_group(path: Path, samples: Sequence[Sample], meta: GroupMeta) -> GroupMeta:
-    """Write a group to `path`, complete or not at all; a reader never sees half a file. Args and result as of `group_bytes`."""
-    content, meta = group_bytes(samples, meta)
-    write_bytes(path, content)
-    return meta
 
 
 def group_bytes(
@@ -137,9 +130,7 @@ def _checksum(columns: Iterable[Any]) -> str:
     return digest.hexdigest()
 
 
-def read_group(
-    path: Path, indices: Sequence[int] | None = None, expected: GroupMeta | None = None
-) -> list[Sample[np.ndarray]]:
+def read_group(path: Path, indices: Sequence[int] | None = None, expected: GroupMeta | None = None) -> list[Row]:
     """Return rows of the group at `path`, all of them or those at `indices`, in that order, and read no more of the file.
 
     Args:
@@ -183,7 +174,7 @@ def read_conversations(path: Path, expected: GroupMeta) -> list[Conversation]:
 
 def _rows(
     path: Path, columns: _Columns, lengths: Sequence[int], details: Sequence[dict[str, Any]], wanted: Sequence[int]
-) -> Iterator[tuple[int, Sample[np.ndarray]]]:
+) -> Iterator[tuple[int, Row]]:
     """Yield the rows at ascending indices; neighbours are read at once."""
     ends = [0, *accumulate(lengths)]
     hints = [0, *accumulate(_hint_size(detail) for detail in details)]

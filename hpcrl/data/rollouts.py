@@ -15,7 +15,7 @@ from hpcrl.data.group_file import read_group
 from hpcrl.errors import DataError, RunError
 from hpcrl.rundir.eval_dumps import dumped_samples
 from hpcrl.rundir.layout import Run
-from hpcrl.types import Batch, GroupMeta, Sample
+from hpcrl.types import Batch, GroupMeta, Row
 
 Decode = Callable[[list[int]], str]
 Order = Literal["best", "worst", "random"]
@@ -130,14 +130,14 @@ def read_trained(run: Run, samples: Sequence[tuple[GroupMeta, int]], decode: Dec
     Raises:
         DataError: a file is damaged, or was removed meanwhile.
     """
-    groups: dict[str, list[Sample[np.ndarray]]] = {}
+    groups: dict[str, list[Row]] = {}
     for group, _ in samples:
         if group.group_id not in groups:
             groups[group.group_id] = read_group(run.inside(group.path), None, group)
     return [_rollout(group, at, groups[group.group_id], decode) for group, at in samples]
 
 
-def _rollout(group: GroupMeta, at: int, of_group: Sequence[Sample[np.ndarray]], decode: Decode) -> Rollout:
+def _rollout(group: GroupMeta, at: int, of_group: Sequence[Row], decode: Decode) -> Rollout:
     rows = [row for row, owner in zip(of_group, group.owners, strict=True) if owner == at]
     versions = np.concatenate([row.versions for row in rows])
     chosen = versions[versions >= 0]
@@ -157,7 +157,7 @@ def _rollout(group: GroupMeta, at: int, of_group: Sequence[Sample[np.ndarray]], 
     )
 
 
-def segments_of(sample: Sample[np.ndarray], decode: Decode, *, of_dataset: bool = False) -> list[Segment]:
+def segments_of(sample: Row, decode: Decode, *, of_dataset: bool = False) -> list[Segment]:
     """Return what each side said, in order.
 
     A reward at or after the tokens of a turn, and before the next turn, is what that turn earned.

@@ -28,7 +28,7 @@ from hpcrl.data.vision.frames import kept_of, shown_of
 from hpcrl.data.vision.reader import ImageReader, Preparation, named_tensors
 from hpcrl.errors import CommitError, DamagedError
 from hpcrl.rundir.commit import Fence, committed_directory, unfenced, verify
-from hpcrl.types import Sample
+from hpcrl.types import Row, Sample
 
 if TYPE_CHECKING:
     import numpy as np
@@ -128,7 +128,7 @@ class TokenFile:
     def digest(self, row: int) -> str:
         return "".join(f"{int(self._rows['checksum'][at]):08x}" for at in self._places(row)).rjust(32, "0")
 
-    def read(self, row: int, digest: str | None = None) -> list[Sample[np.ndarray]]:
+    def read(self, row: int, digest: str | None = None) -> list[Row]:
         """Return the sequences of a row as samples that no policy has chosen; the reward of the last token is the margin.
 
         Args:
@@ -144,7 +144,7 @@ class TokenFile:
             raise DamagedError(f"row {row} of {self.path} is damaged, or not the one that the batch was composed of")
         return [self._sample(at) for at in self._places(row)]
 
-    def _sample(self, at: int) -> Sample[np.ndarray]:
+    def _sample(self, at: int) -> Row:
         import numpy as np
 
         tokens, mask = self._content(at)

@@ -108,6 +108,9 @@ def _fsdp(config: Config, models: Mapping[str, Shapes], which: range, on_node: i
         need = fsdp_state(
             shapes.weights, copy, dtype, frozen_dtype=frozen, twice=twice, moments=_moments(trainer, role)
         )
+        if copy < ranks:  # each copy adds its gradients up in the type of the reduction
+            wider = max(1, BYTES[precision.reduce_dtype] // BYTES[dtype])
+            need = replace(need, gradients=need.gradients * wider)
         if fsdp.cpu_offload and on_gpu:
             need = Need(weights=0, gradients=0, optimizer=0)
         if needs_fsdp(fsdp, ranks, dtype, on_gpu=on_gpu):

@@ -39,7 +39,7 @@ def turns(config: Config, found: Estimate, device: float) -> Iterator[Turn]:
 
 
 def on_host(config: Config, found: Estimate) -> int:
-    """Return the bytes of host memory that a rank's state takes while an engine has its device."""
+    """Return the bytes of host memory that a rank's state takes while an engine has its device; they stay allocated."""
     return sum(need.resident for need in found.needs.values()) - _kept(config, found)
 
 

@@ -31,14 +31,14 @@ from hpcrl.errors import ConfigError, DataError, ServiceError, UserCodeError
 from hpcrl.rollout.endpoint.server import PolicyServer, serving
 from hpcrl.rollout.engines.base import Engine, Generation, Heard, engine_sampling
 from hpcrl.rollout.env_session import Answer, EnvSession, scorer_of
-from hpcrl.rollout.group import Group, Row, apply_stop_reason, neutralize_failed, sample_reward
+from hpcrl.rollout.group import Group, apply_stop_reason, neutralize_failed, sample_reward
 from hpcrl.rollout.images.kept import KeptPictures
 from hpcrl.rollout.images.preparing import ImagePreparation
 from hpcrl.rollout.lessons import Lessons, Told
 from hpcrl.rollout.threads import CallThreads, in_thread
 from hpcrl.rollout.transcript import Transcript
 from hpcrl.rollout.turns import Turns
-from hpcrl.types import LONGEST_FAILURE, Kind, StopReason, Work, plain_text
+from hpcrl.types import LONGEST_FAILURE, Kind, Row, StopReason, Work, plain_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -13,9 +13,7 @@ import numpy as np
 from hpcrl.algorithms.prefixes import common_prefix
 from hpcrl.config import GeneratorConfig
 from hpcrl.envs.base import Messages
-from hpcrl.types import GroupMeta, Sample, Work
-
-Row = Sample[np.ndarray]
+from hpcrl.types import GroupMeta, Row, Work
 
 
 @dataclass(frozen=True)

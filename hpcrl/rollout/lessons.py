@@ -22,9 +22,7 @@ from hpcrl.data.chat.turns import ChatTurns
 from hpcrl.envs.base import Messages
 from hpcrl.errors import ConfigError, DataError
 from hpcrl.rollout.engines.base import Engine
-from hpcrl.types import Hint, Sample
-
-Row = Sample[np.ndarray]
+from hpcrl.types import Hint, Row
 
 
 @dataclass(frozen=True)

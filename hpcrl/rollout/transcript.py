@@ -14,7 +14,7 @@ import numpy as np
 
 from hpcrl.data.vision.reader import Context, SeenImage, named_tensors
 from hpcrl.rollout.engines.base import Generation
-from hpcrl.types import ROUTED_EXPERTS, Sample, SamplingMask, StopReason
+from hpcrl.types import ROUTED_EXPERTS, Row, Sample, SamplingMask, StopReason
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -73,7 +73,7 @@ class Transcript:
         at = len(self.token_ids) - 1
         self._rewards[at] = self._rewards.get(at, 0.0) + reward
 
-    def sample(self, stop_reason: StopReason, env_metrics: dict[str, float]) -> Sample[np.ndarray]:
+    def sample(self, stop_reason: StopReason, env_metrics: dict[str, float]) -> Row:
         rewards_T = np.zeros(len(self.token_ids), np.float32)
         for at, reward in self._rewards.items():
             rewards_T[at] = reward

@@ -39,6 +39,9 @@ _STAGED = re.compile(r"\.tmp-.+\.(\d+)")
 
 Report = Callable[[str], None]
 
+Verify = Callable[[Path], object]
+"""Raises CommitError where a checkpoint is not whole."""
+
 
 @dataclass(frozen=True)
 class Retention:
@@ -166,6 +169,7 @@ def newest_usable(
     report: Report,
     unusable: Callable[[Path], str | None] = lambda _: None,
     fence: Fence = unfenced,
+    verify: Verify = verify,
 ) -> Path | None:
     """Return the newest checkpoint that is committed and whole, or None.
 
@@ -180,10 +184,10 @@ def newest_usable(
     failed = {key: those for key, those in failed_loads(run, lines).items() if len(those) >= _MOST_FAILED_LOADS}
     if len(failed) > 1:
         _end_quarantine(run, last_started(lines), fence, report)
-    found = _newest_whole(run, lines, None, report, unusable)
+    found = _newest_whole(run, lines, None, report, unusable, verify)
     if found is None or len(failed) != 1 or (found.name, committed_by(found)) not in failed:
         return found
-    instead = _newest_whole(run, lines, found, report, unusable)
+    instead = _newest_whole(run, lines, found, report, unusable, verify)
     if instead is None:
         return found
     aside = found.with_name(f".quarantined-{found.name}.{attempt}")
@@ -199,7 +203,12 @@ def newest_usable(
 
 
 def _newest_whole(
-    run: Run, lines: Sequence[Line], before: Path | None, report: Report, unusable: Callable[[Path], str | None]
+    run: Run,
+    lines: Sequence[Line],
+    before: Path | None,
+    report: Report,
+    unusable: Callable[[Path], str | None],
+    verify: Verify,
 ) -> Path | None:
     for path in reversed(_named(run)):
         if before is not None and (position_of(path) or ()) >= (position_of(before) or ()):

@@ -10,16 +10,13 @@ checksums.json is written by `hpcrl submit`, before anything is queued, and agai
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from hpcrl.errors import DataError
-from hpcrl.rundir.commit import checksum, children, read_bytes, write_text
+from hpcrl.rundir.commit import checksums_of, children, read_bytes, write_text
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.records import parse_record, with_checksum
-
-_AT_ONCE = 8  # files that are read at the same time
 
 OwnFiles = Mapping[str, Sequence[str]]
 """Files outside the run directory: by folder, relative to it."""
@@ -108,9 +105,8 @@ def _of_run(run: Run, progress: Callable[[], object]) -> Iterator[Path]:
 
 def _checksums(folder: Path, files: Iterable[Path], progress: Callable[[], object] = lambda: None) -> dict[str, str]:
     """Return the checksum of each file, by its path relative to `folder`."""
-    paths, checksums = list(files), dict[str, str]()
-    with ThreadPoolExecutor(_AT_ONCE) as threads:  # a network filesystem reads many in hardly more time than one
-        for path, found in zip(paths, threads.map(checksum, paths), strict=True):
-            progress()
-            checksums[str(path.relative_to(folder))] = found
-    return checksums
+    paths, found = list(files), dict[str, str]()
+    for path, digest in zip(paths, checksums_of(paths), strict=True):
+        progress()
+        found[str(path.relative_to(folder))] = digest
+    return found

@@ -21,9 +21,8 @@ from hpcrl.rundir.layout import Run
 from hpcrl.trainer.batching import Limits, SampleRef, mini_batches, planned, trained_groups
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.packing import MiniBatch, PackedSamples, Scores, pack, set_loss_weights
-from hpcrl.types import Batch, GroupMeta, Sample
+from hpcrl.types import Batch, GroupMeta, Row
 
-Row = Sample[np.ndarray]
 _COLUMNS = {
     REFERENCE: {"logprobs": "ref_logprobs"},
     TEACHER: {"logprobs": "teacher_logprobs", "top_ids": "teacher_ids", "top_logprobs": "teacher_top"},

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from hpcrl.config.sections.trainer import UploadConfig
 from hpcrl.errors import CommitError, RunError
 from hpcrl.faults import fault
-from hpcrl.rundir.commit import checksum
+from hpcrl.rundir.commit import checksums_of
 from hpcrl.rundir.layout import Run
 from hpcrl.upload.store import Away, Committed, Patience, Refused
 
@@ -84,8 +84,9 @@ class HubStore:
     def _additions(self, directory: Committed) -> list[CommitOperationAdd]:
         from huggingface_hub import CommitOperationAdd
 
-        for name, expected in directory.checksums.items():
-            if checksum(directory.path / name) != expected:
+        found = checksums_of(directory.path / name for name in directory.checksums)
+        for (name, expected), digest in zip(directory.checksums.items(), found, strict=True):
+            if digest != expected:
                 raise CommitError(f"{directory.path / name}: checksum differs from the manifest; it is not uploaded")
         return [CommitOperationAdd(name, directory.path / name) for name in directory.files]
 

@@ -6,7 +6,6 @@ import inspect
 import re
 import sys
 from collections.abc import Collection, Iterator
-from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -18,10 +17,7 @@ from hpcrl.algorithms.advantages import ESTIMATORS, AdvantageInputs
 from hpcrl.algorithms.kl import KL_ESTIMATORS
 from hpcrl.algorithms.losses import POLICY_LOSSES
 from hpcrl.config import AlgorithmConfig, Config, EnvironmentConfig
-from hpcrl.config.fields import leaves
-from hpcrl.config.rules.idle import READ_BY_LOSSES
-from hpcrl.config.sections.algorithm import ADVANTAGE_ESTIMATORS
-from hpcrl.config.sections.algorithm import POLICY_LOSSES as LOSS_NAMES
+from hpcrl.config.fields import leaves, section_settings
 from hpcrl.config.sections.environment import REWARDS as REWARD_NAMES
 from hpcrl.envs.registry import make_environment
 from hpcrl.envs.rewards.response import Response
@@ -38,8 +34,6 @@ ALGORITHM = "trainer.algorithm."
 REDUCTIONS = get_args(get_type_hints(AlgorithmConfig)["loss_reduction"])
 
 NAMES: dict[str, list[Collection[str]]] = {
-    "Advantage estimators": [ESTIMATORS, ADVANTAGE_ESTIMATORS],
-    "Policy losses": [POLICY_LOSSES, LOSS_NAMES],
     "KL estimators": [KL_ESTIMATORS, get_args(get_type_hints(AlgorithmConfig)["kl_estimator_type"])],
     "Reductions": [REDUCTIONS],
     "Rewards": [REWARDS, REWARD_NAMES],
@@ -146,8 +140,9 @@ def test_ones_own_environment_and_reward(own: Config) -> None:
 
 
 def test_a_number_is_refused_where_the_loss_does_not_read_it() -> None:
-    read = {name: set(inspect.signature(loss).parameters) for name, loss in POLICY_LOSSES.items()}
-    for setting, losses in READ_BY_LOSSES.items():
-        section = getattr(AlgorithmConfig(), setting)
-        names = set(vars(section)) if is_dataclass(section) else {setting}
-        assert {name for name, parameters in read.items() if names & parameters} == set(losses), setting
+    """Each setting of the section that losses read is one that the other losses are refused with, and no other."""
+    for setting in section_settings(AlgorithmConfig):
+        names = {one.name for one in section_settings(setting.subsection)} if setting.subsection else {setting.name}
+        reading = {name for name, loss in POLICY_LOSSES.items() if names & set(inspect.signature(loss).parameters)}
+        tests = [test for one in setting.facts.used_by for path, test in one.tests if path == ".policy_loss_type"]
+        assert {name for name in POLICY_LOSSES if any(test(name) for test in tests)} == reading, setting.name

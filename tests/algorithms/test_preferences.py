@@ -13,7 +13,12 @@ from tests.paths import ROOT
 
 
 def test_names_are_those_of_the_settings_and_of_the_page() -> None:
-    page = (ROOT / "docs" / "dpo.md").read_text().partition("| name | loss of a pair |")[2].partition("\n\n")[0]
+    page = (
+        (ROOT / "docs" / "learning_from_datasets.md")
+        .read_text()
+        .partition("| name | loss of a pair |")[2]
+        .partition("\n\n")[0]
+    )
     documented = re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)
     assert [*PAIR_LOSSES, LIKELIHOOD] == list(PREFERENCE_LOSSES) == documented == list(LOSSES)
 

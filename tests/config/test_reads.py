@@ -8,14 +8,13 @@ import pytest
 
 from hpcrl.config.fields import leaves
 from hpcrl.config.root import Config
-from hpcrl.config.unimplemented import unimplemented_at
 from tests.config.reads import is_read, read_by_name, read_in
 from tests.paths import ROOT
 
 # These look at settings without doing anything with them; algorithms/settings.py hands out all of a section by name.
 ONLY_LOOKS = (
     *(f"hpcrl/config/{name}/" for name in ("rules", "docs", "convert", "sections")),
-    *(f"hpcrl/config/{name}.py" for name in ("unimplemented", "resume_changes")),
+    "hpcrl/config/resume_changes.py",
     "hpcrl/algorithms/settings.py",
 )
 EXCEPTIONS = {
@@ -30,7 +29,7 @@ def _is_looked_at(path: Path) -> bool:
 def test_every_setting_that_works_is_read() -> None:
     modules = [path for folder in ("hpcrl", "jobs") for path in (ROOT / folder).rglob("*.py") if _is_looked_at(path)]
     found = read_in(path.read_text() for path in modules) | read_by_name()
-    working = [setting for setting in leaves(Config) if unimplemented_at(setting.path) is None]
+    working = [setting for setting in leaves(Config) if setting.facts.unimplemented is None]
     assert {setting.path for setting in working if not is_read(setting, found)} == EXCEPTIONS.keys()
 
 

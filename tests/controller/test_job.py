@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks.controller_http import Load, measure
 from hpcrl.config import Config
 from hpcrl.rundir.commit import write_json, write_text
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.controller_client import Controller
 from hpcrl.types import Work
+from tests.controller.http_load import Load, measure
 from tests.paths import CONFIGS, ROOT
 
 MODEL = CONFIGS / "quickstart" / "model"

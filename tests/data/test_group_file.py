@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpcrl.data.group_file import check_group, group_bytes, groups_of, write_group
+from hpcrl.data.group_file import check_group, group_bytes, groups_of
 from hpcrl.errors import DamagedError, DataError
 from hpcrl.types import GroupMeta, Hint, Sample, SamplingMask
-from tests.rows import read_tensors
+from tests.rows import read_tensors, write_group
 
 
 def sample(length: int, seed: int) -> Sample:

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from hpcrl.data.batch_file import FIRST, write_batch
-from hpcrl.data.group_file import write_group
 from hpcrl.data.rollouts import evaluated_samples, ordered, read_trained, segments_of, trained_samples
 from hpcrl.errors import DataError, RunError
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.records import append_text
 from hpcrl.types import Batch, GroupMeta, Sample
+from tests.rows import write_group
 
 
 def two_turns() -> Sample[np.ndarray]:

@@ -1,4 +1,4 @@
-"""docs/reliability.md names tests that are there, and all scenarios."""
+"""README.md of this folder names tests that are there, and all scenarios."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 
 from tests.paths import ROOT
 
-_PAGE = (ROOT / "docs" / "reliability.md").read_text()
+_PAGE = (ROOT / "tests" / "faults" / "README.md").read_text()
 _NAMED = re.compile(r"`([\w/]+\.py)::(test_\w+)`")
 
 

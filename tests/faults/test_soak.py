@@ -1,7 +1,7 @@
 """One run of each shape, whose processes are killed again and again: `make soak`, a tenth of it in `make faults`.
 
 HPCRL_SOAK is the number of kills, over all shapes; HPCRL_SOAK_SEED chooses which, as far as a cluster does the same twice.
-The figures stand in docs/reliability.md.
+The figures are in benchmarks/RESULTS.md.
 """
 
 from __future__ import annotations
@@ -365,7 +365,7 @@ def test_soak(scenario: Scenario, shape: str) -> None:
 
 
 def figures(shape: str, soak: Soak, seconds: float, asked: int, answered: int) -> list[str]:
-    """Return a table for docs/reliability.md."""
+    """Return a table for benchmarks/RESULTS.md."""
     run, kills = soak.run, soak.kills.total()
     trained = soak.steps * BATCH * SAMPLES
     commits = [path.name for path in checkpoints_of(run)]

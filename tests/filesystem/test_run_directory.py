@@ -20,11 +20,11 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
 from hpcrl.config import Config
 from hpcrl.controller.recovery import read_history
-from hpcrl.data.group_file import check_group, write_group
+from hpcrl.data.group_file import check_group
 from hpcrl.errors import CommitError, SubmitError
 from hpcrl.launch.submit import submit
 from hpcrl.observe.metrics import MetricsWriter
-from hpcrl.observe.tensorboard.follower import Follower
+from hpcrl.observe.tensorboard.event_file import Follower
 from hpcrl.rollout.weights.fetch import fetch
 from hpcrl.rundir import commit
 from hpcrl.rundir.checkpoints import Retention, newest_usable, set_aside_after
@@ -38,6 +38,7 @@ from hpcrl.types import GroupMeta, Sample
 from tests.filesystem.cluster import view
 from tests.filesystem.view import FORBIDDEN, Behaviour
 from tests.paths import CONFIGS
+from tests.rows import write_group
 
 MINUTE = Behaviour(names_s=60, absent_s=60, attributes_s=60)
 """A node that looks again only where NFS does."""

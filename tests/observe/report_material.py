@@ -10,7 +10,6 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from hpcrl.data.batch_file import FIRST, write_batch
-from hpcrl.data.group_file import write_group
 from hpcrl.rundir.commit import begin, finish, staging, write_json, write_text
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import open_attempt, report_outcome
@@ -18,6 +17,7 @@ from hpcrl.rundir.records import append_text
 from hpcrl.rundir.starts import note
 from hpcrl.types import Batch, GroupMeta, Sample
 from tests.paths import QUICKSTART
+from tests.rows import write_group
 
 HOSTILE = "</script><img src=x onerror='document.title=1'>&lt;\u2028"
 """What a policy may say."""

@@ -9,10 +9,10 @@ from statistics import median
 
 import pytest
 
-from benchmarks.browser import KEYS, Browser, browser
 from hpcrl.cli.main import main
 from hpcrl.observe.metrics import MetricsWriter
 from hpcrl.observe.report.live import LiveReport
+from tests.observe.browser import KEYS, Browser, browser
 from tests.observe.report_material import HOSTILE, made, write_dump, write_evaluation, write_step
 
 pytestmark = pytest.mark.slow

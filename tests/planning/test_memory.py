@@ -271,6 +271,19 @@ def test_one_rank_gathers_nothing_unless_it_casts(model_path: Path, ranks: int, 
     assert (need.gathered > 0) == gathers
 
 
+@pytest.mark.parametrize(("copies", "size"), [(1, 2), (2, 4)])
+def test_copies_add_gradients_up_in_the_type_of_the_reduction(model_path: Path, copies: int, size: int) -> None:
+    config = configuration(model_path, **{
+        "trainer.algorithm.use_kl_loss": False,
+        "trainer.placement.policy_num_gpus_per_node": 4,
+        "trainer.policy.fsdp_config.fsdp_size": 4 // copies,
+        "trainer.policy.fsdp_config.mixed_precision.master_dtype": "bf16",
+        "trainer.policy.fsdp_config.mixed_precision.param_dtype": "bf16",
+    })  # fmt: skip
+    need = estimate(config, model_shapes(config.trainer, folder_of)).needs["policy"]
+    assert need.gradients == need.weights // 2 * size
+
+
 def test_a_pipeline_needs_most_where_most_lies(tmp_path: Path) -> None:
     # Qwen2.5-0.5B, which has 494,032,768 parameters
     AutoConfig.for_model(

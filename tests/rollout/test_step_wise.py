@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hpcrl.config import SamplingParams
-from hpcrl.data.group_file import check_group, read_group, write_group
+from hpcrl.data.group_file import check_group, read_group
 from hpcrl.data.rollouts import evaluated_samples, read_trained
 from hpcrl.envs.base import Turn
 from hpcrl.rollout.evaluate import evaluated_text
@@ -21,6 +21,7 @@ from tests.rollout.conftest import WithEngine
 from tests.rollout.material import logprobs
 from tests.rollout.test_generate import CONFIG, TOKENIZER, generate, work
 from tests.rollout.test_transcript import ANSWERS, Script, chosen, ended, played, text, tokenizer_of, user
+from tests.rows import write_group
 
 THOUGHT = "<think>\nhm\n</think>\n\n"
 WORDS = ("one", "two", "three")

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,26 @@ def test_damage_is_seen_and_the_older_one_is_used(parent: Path, damage: object) 
     found, said = newest(parent)
     assert found == parent / "s000001"
     assert len(said) == 1
+
+
+def test_files_are_hashed_at_the_same_time(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with commit.committed_directory(parent / "s000001", 1) as directory:
+        for name in "abcd":
+            (directory / name).write_text(name)
+    together, real = threading.Barrier(4), commit.checksum
+
+    def checksum(path: Path) -> str:
+        together.wait(60)  # raises where the others are not hashed meanwhile
+        return real(path)
+
+    monkeypatch.setattr(commit, "checksum", checksum)
+    assert len(commit.verify(parent / "s000001")["files"]) == 4
+
+
+def test_a_file_larger_than_what_is_read_at_once(tmp_path: Path) -> None:
+    content = bytes(range(256)) * 10_000
+    (tmp_path / "file").write_bytes(content)
+    assert commit.checksum(tmp_path / "file") == commit.digest_of(content)
 
 
 def test_exception_in_the_middle_leaves_nothing_visible(parent: Path) -> None:

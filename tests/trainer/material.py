@@ -18,18 +18,17 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from hpcrl.algorithms.reductions import Reduction
 from hpcrl.config import AlgorithmConfig, ModelConfig, PolicyConfig, TrainerConfig
-from hpcrl.data.group_file import write_group
 from hpcrl.rundir.commit import write_json
 from hpcrl.rundir.layout import Run
 from hpcrl.trainer.backends.base import Engine, Objective, PolicyEngine, UpdateResult
 from hpcrl.trainer.batching import MicroBatchLimit, SampleRef, consecutive, split_micro_batches
 from hpcrl.trainer.distributed import World, joined
-from hpcrl.trainer.models.packed.prefixes import common_prefixes
-from hpcrl.trainer.packing import MiniBatch, PackedSamples
+from hpcrl.trainer.packing import MiniBatch, PackedSamples, common_prefixes
 from hpcrl.trainer.samples import load_mini_batches
 from hpcrl.trainer.step import sum_over_ranks
 from hpcrl.types import ROUTED_EXPERTS, Batch, GroupMeta, Sample, SamplingMask
 from tests.paths import CONFIGS
+from tests.rows import write_group
 
 VOCABULARY = 18
 ROUNDING = 1e-6  # of gradients of the tiny models, summed in float32; less than half of it was seen

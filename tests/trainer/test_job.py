@@ -27,7 +27,6 @@ from hpcrl.config import Config
 from hpcrl.controller.api import Api
 from hpcrl.controller.schedule import Schedule
 from hpcrl.controller.service import Service
-from hpcrl.data.group_file import write_group
 from hpcrl.observe.metrics import merged, read_metrics
 from hpcrl.rundir.commit import committed, is_committed, read_json, verify, write_text
 from hpcrl.rundir.layout import Run, step_of, version_of
@@ -37,6 +36,7 @@ from hpcrl.runtime.process_status import StatusWriter, read_process_statuses
 from hpcrl.runtime.token import read_token
 from hpcrl.types import GroupMeta, Prompt, Work
 from tests.paths import ROOT
+from tests.rows import write_group
 from tests.trainer.launcher import environment, run_ranks
 from tests.trainer.material import make_sample, torchrun
 from tests.trainer.scenarios import laid_over

@@ -8,7 +8,6 @@ import torch
 
 from hpcrl.algorithms.reductions import Reduction
 from hpcrl.config import AlgorithmConfig
-from hpcrl.data.group_file import write_group
 from hpcrl.errors import DataError
 from hpcrl.rundir.layout import Run
 from hpcrl.trainer.batching import MicroBatchLimit, SampleRef, assign_to_ranks, mini_batches, planned
@@ -16,6 +15,7 @@ from hpcrl.trainer.distributed import World
 from hpcrl.trainer.packing import MiniBatch, Scores, pack, set_loss_weights
 from hpcrl.trainer.samples import load_samples, observations
 from hpcrl.types import Batch, Sample, SamplingMask
+from tests.rows import write_group
 from tests.trainer.material import load, make_batch, make_run, make_sample, views
 
 

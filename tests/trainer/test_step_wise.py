@@ -14,7 +14,6 @@ from hpcrl.algorithms.advantages import ESTIMATORS, is_per_token
 from hpcrl.algorithms.reductions import Reduction
 from hpcrl.config import AlgorithmConfig
 from hpcrl.config.validate import build
-from hpcrl.data.group_file import write_group
 from hpcrl.errors import ConfigError
 from hpcrl.rundir.commit import write_json
 from hpcrl.rundir.layout import Run
@@ -25,7 +24,7 @@ from hpcrl.trainer.distributed import World
 from hpcrl.trainer.loss import build_objective
 from hpcrl.trainer.samples import load_samples
 from hpcrl.types import Batch, Sample
-from tests.rows import read_tensors
+from tests.rows import read_tensors, write_group
 from tests.trainer.launcher import run_ranks
 from tests.trainer.material import load, make_batch, make_run, score, train, views
 from tests.trainer.scenarios import make_engine, parameters

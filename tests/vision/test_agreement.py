@@ -20,7 +20,6 @@ from transformers import AutoModelForImageTextToText
 from hpcrl.config import EnvironmentConfig, GeneratorConfig, SamplingParams
 from hpcrl.config.sections.generator import ChatTemplateConfig
 from hpcrl.config.sections.model import Pretrained
-from hpcrl.data.group_file import write_group
 from hpcrl.data.tokenizer import load_tokenizer
 from hpcrl.data.vision.families import FAMILIES, GRID, PIXELS, SECONDS, family_of, placeholders
 from hpcrl.data.vision.inputs import model_inputs
@@ -39,7 +38,7 @@ from hpcrl.trainer.models.packed.attention import PACKED
 from hpcrl.trainer.packing import pack
 from hpcrl.types import Prompt, Sample, Work
 from tests.rollout.material import TOKEN, options, publish, served, slowly, started
-from tests.rows import read_tensors
+from tests.rows import read_tensors, write_group
 from tests.vision.material import IMAGE, KINDS, VIDEO, asks, plays, write_model
 
 SAMPLING = SamplingParams(max_generate_length=12, temperature=0.9)

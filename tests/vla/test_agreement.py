@@ -17,7 +17,6 @@ from hpcrl.config.sections.model import Pretrained
 from hpcrl.config.sections.vla import VLAConfig
 from hpcrl.data.actions.tokens import action_tokens
 from hpcrl.data.actions.turns import ActionTurns
-from hpcrl.data.group_file import write_group
 from hpcrl.data.tokenizer import load_tokenizer
 from hpcrl.data.vision.inputs import model_inputs
 from hpcrl.data.vision.reader import ImageReader, row_images
@@ -27,15 +26,14 @@ from hpcrl.families.robots import videos_of
 from hpcrl.rollout.generate import GroupGenerator
 from hpcrl.rollout.group import Group
 from hpcrl.rundir.layout import Run
-from hpcrl.trainer.backends.fsdp.model import PackedPolicy
+from hpcrl.trainer.backends.fsdp.model import PackedPolicy, Sight
 from hpcrl.trainer.models.forward import ForwardConfig
 from hpcrl.trainer.models.hf import ModelSource
 from hpcrl.trainer.models.packed.attention import PACKED
-from hpcrl.trainer.models.vision import Sight
 from hpcrl.trainer.packing import pack
 from hpcrl.types import Prompt, Sample, Work
 from tests.rollout.material import started
-from tests.rows import read_tensors
+from tests.rows import read_tensors, write_group
 from tests.vla.material import parallel
 
 CHUNK, TEMPERATURE = 2, 1.3

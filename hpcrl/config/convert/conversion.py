@@ -16,9 +16,9 @@ from hpcrl.config.errors import Problem
 from hpcrl.config.fields import Setting, leaves, settings
 from hpcrl.config.load import nested
 from hpcrl.config.rules.combinations import impossible
-from hpcrl.config.rules.idle import not_switched_on
+from hpcrl.config.rules.unused_settings import not_switched_on
 from hpcrl.config.sections.tree import ConfigTree
-from hpcrl.config.unimplemented import Unimplemented, unimplemented_at
+from hpcrl.config.setting import Unimplemented
 from hpcrl.config.validate import UNCONVERTED, build
 from hpcrl.errors import ConfigError
 
@@ -193,7 +193,7 @@ class Conversion:
 
     @staticmethod
     def _unimplemented(setting: Setting, value: Any) -> Unimplemented | None:
-        missing = unimplemented_at(setting.path)
+        missing = setting.facts.unimplemented
         return None if missing is None or value in missing.works else missing
 
 

@@ -9,9 +9,8 @@ from typing import Literal
 from hpcrl.config.convert.cosmos import fields as cosmos
 from hpcrl.config.convert.mapping import Dropped, Target, To
 from hpcrl.config.convert.skyrl import fields as skyrl
-from hpcrl.config.fields import settings
+from hpcrl.config.fields import Setting, leaves
 from hpcrl.config.sections.tree import ConfigTree
-from hpcrl.config.unimplemented import unimplemented_at
 
 State = Literal["works", "not implemented yet", "not supported"]
 
@@ -30,11 +29,8 @@ def state_of(target: Target) -> State:
     paths = paths_of(target)
     if not paths:
         return "not supported"
-    return (
-        "works"
-        if all(unimplemented_at(leaf) is None for path in paths for leaf in _leaves(path))
-        else "not implemented yet"
-    )
+    missing = any(leaf.facts.unimplemented for path in paths for leaf in _leaves(path))
+    return "not implemented yet" if missing else "works"
 
 
 def fields_of(path: str) -> dict[str, list[str]]:
@@ -62,7 +58,8 @@ def _inverse(source: str) -> dict[str, list[str]]:
     return found
 
 
-def _leaves(path: str) -> Iterator[str]:
-    """Yield a setting, or all settings of a section; the target may also be a key of a table whose keys are the user's."""
-    below = [s.path for s in settings(ConfigTree) if not s.subsection and s.path.startswith(path + ".")]
-    yield from below or [path]
+def _leaves(path: str) -> Iterator[Setting]:
+    """Yield a setting, all settings of a section, or the table whose key, a user's own, the target is."""
+    for setting in leaves(ConfigTree):
+        if f"{setting.path}.".startswith(f"{path}.") or f"{path}.".startswith(f"{setting.path}."):
+            yield setting

@@ -1,4 +1,5 @@
-"""Writes the generated pages: docs/config/reference.md, status.md and hpcrl.schema.json, and the counts in README.md.
+"""Writes what is generated: hpcrl/config/sections/functions.py, docs/config/reference.md, status.md and hpcrl.schema.json, the tables of
+losses and estimators in docs/algorithms.md, and the counts in README.md.
 
 `python -m hpcrl.config.docs.describe`, in the checkout.
 """
@@ -6,6 +7,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,27 +17,44 @@ from hpcrl.config.convert import correspondence
 from hpcrl.config.convert.correspondence import SOURCES, fields_of
 from hpcrl.config.convert.mapping import Dropped, Target, To, Translated
 from hpcrl.config.convert.skyrl.fields import SKYRL_DEFAULTS
-from hpcrl.config.docs.explain import about, default_of, values_of
+from hpcrl.config.docs.explain import about, default_of, values_of, why_not_skyrls
+from hpcrl.config.docs.functions import ESTIMATORS, LOSSES, functions, sections, table
 from hpcrl.config.docs.schema import json_schema
 from hpcrl.config.fields import Setting, leaves, section_settings
 from hpcrl.config.root import Config
-from hpcrl.config.unimplemented import DIFFERENT_DEFAULTS, Unimplemented, unimplemented_at
+from hpcrl.config.sections.algorithm import AlgorithmConfig
+from hpcrl.config.setting import Unimplemented
 
-_COUNTS = ("<!-- counts -->", "<!-- end of counts -->")
+FUNCTIONS = "hpcrl/config/sections/functions.py"
 _MADE = "<!-- made by `python -m hpcrl.config.docs.describe`; do not edit -->"
 
 
 def pages(root: Path) -> dict[Path, str]:
     """Return the text of every generated file of the checkout at `root`."""
-    readme = root / "README.md"
-    before, _, rest = readme.read_text().partition(_COUNTS[0])
-    _, _, after = rest.partition(_COUNTS[1])
+    readme, algorithms = root / "README.md", root / "docs" / "algorithms.md"
+    parts = {
+        one.name: [each.name for each in section_settings(one.subsection)]
+        for one in section_settings(AlgorithmConfig)
+        if one.subsection
+    }
+    page = algorithms.read_text()
+    for name, where in (("estimators", ESTIMATORS), ("losses", LOSSES)):
+        page = _between(page, name, table(functions(root, where), parts))
     return {
+        root / FUNCTIONS: sections(root),
         root / "docs" / "config" / "reference.md": _reference(),
         root / "docs" / "config" / "status.md": _status(),
         root / "docs" / "config" / "hpcrl.schema.json": json.dumps(json_schema(), indent=1) + "\n",
-        readme: f"{before}{_COUNTS[0]}\n{_counts()}\n{_COUNTS[1]}{after}",
+        algorithms: page,
+        readme: _between(readme.read_text(), "counts", _counts()),
     }
+
+
+def _between(page: str, name: str, text: str) -> str:
+    """Return a page with another text between the comments that begin and end a generated part."""
+    begin, end = f"<!-- {name} -->\n", f"\n<!-- end of {name} -->"
+    before, _, rest = page.partition(begin)
+    return f"{before}{begin}{text}{end}{rest.partition(end)[2]}"
 
 
 def _reference() -> str:
@@ -66,7 +86,7 @@ def _tables(section: type, path: str) -> Iterator[str]:
 
 
 def _row(setting: Setting) -> str:
-    missing = unimplemented_at(setting.path)
+    missing = setting.facts.unimplemented
     meaning = setting.meaning + (f" *Not implemented yet ({missing.feature}).*" if missing else "")
     theirs = "; ".join(f"{source} {_names(found, setting.path)}" for source, found in fields_of(setting.path).items())
     cells = [_code(setting.name), values_of(setting), _default(setting), meaning, theirs]
@@ -87,7 +107,7 @@ def _status() -> str:
     ]
     lines += ["| feature | settings |", "|---|---|", *_unimplemented_rows(), ""]
     lines += ["## Defaults that differ from SkyRL's", "", "| setting | here | SkyRL | why |", "|---|---|---|---|"]
-    lines += [_differing(setting) for setting in leaves(Config) if setting.path in DIFFERENT_DEFAULTS]
+    lines += [_differing(setting) for setting in leaves(Config) if why_not_skyrls(setting)]
     for source, targets in SOURCES.items():
         lines += ["", f"## Fields of {source}", "", f"| {source} | state | here |", "|---|---|---|"]
         lines += [_field(name, target) for name, target in targets.items()]
@@ -97,13 +117,13 @@ def _status() -> str:
 def _differing(setting: Setting) -> str:
     theirs = [name for name in fields_of(setting.path).get("SkyRL", []) if name in SKYRL_DEFAULTS]
     default = _code(json.dumps(SKYRL_DEFAULTS[theirs[0]])) if theirs else ""
-    return f"| `{setting.path}` | {_default(setting)} | {_cell(default)} | {_cell(DIFFERENT_DEFAULTS[setting.path])} |"
+    return f"| `{setting.path}` | {_default(setting)} | {_cell(default)} | {_cell(why_not_skyrls(setting))} |"
 
 
 def _unimplemented_rows() -> Iterator[str]:
     features: dict[str, list[str]] = {}
     for setting in leaves(Config):
-        if missing := unimplemented_at(setting.path):
+        if missing := setting.facts.unimplemented:
             features.setdefault(missing.feature, []).append(_with_supported(setting, missing))
     for feature in sorted(features, key=str.lower):
         yield f"| {feature} | {', '.join(features[feature])} |"
@@ -141,20 +161,22 @@ def _tallies() -> dict[str, Counter[str]]:
     }
     return tallies | {
         "hpcrl": Counter(
-            "not implemented yet" if unimplemented_at(setting.path) else "works" for setting in leaves(Config)
+            "not implemented yet" if setting.facts.unimplemented else "works" for setting in leaves(Config)
         )
     }
 
 
 def _counts() -> str:
-    parts = [
-        f"of {source}'s {count.total()} fields, those of all its versions, {count['works']} work, {count['not implemented yet']} are not "
-        f"implemented yet and {count['not supported']} are not supported"
-        for source, count in _tallies().items()
+    tallies = _tallies()
+    others = [
+        f"Of {source}'s {count.total()} fields, {count['works']} work, {count['not implemented yet']} are not implemented yet and "
+        f"{count['not supported']} are not supported."
+        for source, count in tallies.items()
         if source != "hpcrl"
     ]
-    own = _tallies()["hpcrl"]
-    return f"Of hpcrl's {own.total()} settings {own['works']} work and {own['not implemented yet']} are not implemented yet; {'; '.join(parts)} ([each of them](docs/config/status.md))."
+    own = tallies["hpcrl"]
+    first = f"Of hpcrl's {own.total()} settings, {own['works']} work and {own['not implemented yet']} are not implemented yet."
+    return " ".join([first, *others, "[Each of them](docs/config/status.md)."])
 
 
 def _default(setting: Setting) -> str:
@@ -170,9 +192,16 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
 
 
-if __name__ == "__main__":
-    for path, text in pages(Path.cwd()).items():
-        path.parent.mkdir(parents=True, exist_ok=True)
+def main(root: Path) -> None:
+    """Write what has changed, then begin again where settings are among it, which this process has read already."""
+    stale = {path: text for path, text in pages(root).items() if not path.is_file() or path.read_text() != text}
+    for path, text in stale.items():
         path.write_text(text)
-        print(path)
+        print(path.relative_to(root))
+    if root / FUNCTIONS in stale:
+        os.execv(sys.executable, [sys.executable, "-m", "hpcrl.config.docs.describe"])
     print(_counts())
+
+
+if __name__ == "__main__":
+    main(Path.cwd())

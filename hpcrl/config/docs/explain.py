@@ -12,8 +12,6 @@ from hpcrl.config.difference import value_as_toml
 from hpcrl.config.errors import nearest, unknown
 from hpcrl.config.fields import Setting, section_settings, settings
 from hpcrl.config.root import Config
-from hpcrl.config.rules.ranges import range_of
-from hpcrl.config.unimplemented import DIFFERENT_DEFAULTS, unimplemented_at
 from hpcrl.errors import ConfigError, similar
 
 _WIDTH = 100
@@ -45,7 +43,7 @@ def explain(name: str, cls: type[Config] = Config) -> str:
 
 def values_of(setting: Setting) -> str:
     """Return which values a setting takes, and in which range."""
-    allowed = range_of(setting.path) if {int, float} & set(setting.types) else None
+    allowed = setting.facts.range
     return setting.expects() + (f", {allowed}" if allowed else "") + (" (location)" if setting.location else "")
 
 
@@ -55,11 +53,16 @@ def default_of(setting: Setting) -> str:
 
 def state_of(setting: Setting) -> str:
     """Return whether a setting works, or what is not implemented yet and which values work already."""
-    missing = unimplemented_at(setting.path)
+    missing = setting.facts.unimplemented
     if missing is None:
         return "works"
     working = [default_of(setting), *map(value_as_toml, missing.works)]
     return f"not implemented yet ({missing.feature}); supported: {' or '.join(working)}"
+
+
+def why_not_skyrls(setting: Setting) -> str:
+    """Return why the default is another one than SkyRL's; empty where it is the same, or SkyRL has no such setting."""
+    return setting.facts.why if "SkyRL" in fields_of(setting.path) else ""
 
 
 def about(section: type) -> str:
@@ -78,7 +81,7 @@ def _own(name: str, known: dict[str, Setting]) -> Setting | None:
 
 def _setting(setting: Setting) -> str:
     facts = {"value": values_of(setting), "default": default_of(setting), "state": state_of(setting)}
-    if reason := DIFFERENT_DEFAULTS.get(setting.path):
+    if reason := why_not_skyrls(setting):
         facts["why"] = f"this default is not SkyRL's: {reason}"
     facts |= {source: ", ".join(fields) for source, fields in fields_of(setting.path).items()}
     lines = [setting.path, *_filled(setting.meaning, "  "), ""]
@@ -100,7 +103,7 @@ def _held(section: type, path: str) -> Iterator[str]:
         if setting.subsection:
             yield f"  {setting.name}.*: {len(section_settings(setting.subsection))} settings and sections"
         else:
-            mark = "" if unimplemented_at(setting.path) is None else "  (not implemented yet)"
+            mark = "" if setting.facts.unimplemented is None else "  (not implemented yet)"
             yield from (f"  {setting.name} = {default_of(setting)}{mark}", *_filled(setting.meaning, "      "))
 
 

@@ -7,8 +7,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from hpcrl.config.fields import Setting, alternatives, section_settings
 from hpcrl.config.root import Config
-from hpcrl.config.rules.ranges import range_of
-from hpcrl.config.unimplemented import unimplemented_at
+from hpcrl.config.setting import Range
 
 _NAMES = {str: "string", int: "integer", float: "number", bool: "boolean"}
 
@@ -31,7 +30,7 @@ def _table(section: type, prefix: str) -> dict[str, Any]:
 def _setting(setting: Setting) -> dict[str, Any]:
     if setting.subsection:
         return _table(setting.subsection, setting.path + ".")
-    kinds = [_kind(kind, setting.path) for kind in setting.types]
+    kinds = [_kind(kind, setting.facts.range) for kind in setting.types]
     entry: dict[str, Any] = {
         "description": _description(setting),
         **(kinds[0] if len(kinds) == 1 else {"anyOf": kinds}),
@@ -42,7 +41,7 @@ def _setting(setting: Setting) -> dict[str, Any]:
 
 
 def _description(setting: Setting) -> str:
-    missing = unimplemented_at(setting.path)
+    missing = setting.facts.unimplemented
     parts = [
         setting.meaning,
         "Required." if setting.required else "",
@@ -51,14 +50,14 @@ def _description(setting: Setting) -> str:
     return " ".join(filter(None, parts))
 
 
-def _kind(kind: Any, path: str) -> dict[str, Any]:
+def _kind(kind: Any, allowed: Range | None) -> dict[str, Any]:
     if get_origin(kind) is Literal:
         return {"enum": list(get_args(kind))}
     if get_origin(kind) is list:
         return {"type": "array", "items": _any_of(get_args(kind)[0])}
     if get_origin(kind) is dict:
         return {"type": "object", "additionalProperties": _any_of(get_args(kind)[1])}
-    return {"type": _NAMES[kind], **_limits(path)} if kind in (int, float) else _plain(kind)
+    return {"type": _NAMES[kind], **_limits(allowed)} if kind in (int, float) else _plain(kind)
 
 
 def _plain(kind: Any) -> dict[str, Any]:
@@ -68,12 +67,11 @@ def _plain(kind: Any) -> dict[str, Any]:
 
 
 def _any_of(annotation: Any) -> dict[str, Any]:
-    kinds = [_kind(kind, "") for kind in alternatives(annotation) if kind is not type(None)]
+    kinds = [_kind(kind, None) for kind in alternatives(annotation) if kind is not type(None)]
     return kinds[0] if len(kinds) == 1 else {"anyOf": kinds}
 
 
-def _limits(path: str) -> dict[str, float]:
-    allowed = range_of(path)
+def _limits(allowed: Range | None) -> dict[str, float]:
     if allowed is None:
         return {}
     low = "exclusiveMinimum" if allowed.low_open else "minimum"

@@ -326,7 +326,7 @@ def sbatch_options(config: ConfigTree) -> Iterator[Problem]:
                 yield Problem(f"{section}.extra.{name}", "hpcrl sets this option of sbatch itself; leave it out")
 
 
-def _pools(slurm: SlurmConfig) -> dict[str, ElasticConfig]:
+def _pools(slurm: SlurmConfig) -> Mapping[str, ElasticConfig]:
     """Return the sections of elastic pools, by their paths."""
     scorers = slurm.elastic_scorers
     return {"slurm.elastic": slurm.elastic} | {

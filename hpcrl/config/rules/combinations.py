@@ -42,9 +42,7 @@ from hpcrl.config.rules.generation import (
     step_wise,
     turns,
 )
-from hpcrl.config.rules.idle import not_switched_on
 from hpcrl.config.rules.megatron_layouts import expert_sizes, pipeline, reference_layout
-from hpcrl.config.rules.ranges import out_of_range
 from hpcrl.config.rules.ranks import (
     colocated_engines,
     critic_apart,
@@ -73,6 +71,7 @@ from hpcrl.config.rules.scorers import (
     teacher,
     tokens_of_the_policy,
 )
+from hpcrl.config.rules.single_values import out_of_range, unimplemented_values
 from hpcrl.config.rules.training import (
     adapted_experts,
     estimated_old_logprobs,
@@ -91,11 +90,11 @@ from hpcrl.config.rules.training import (
     units,
     without_effect,
 )
+from hpcrl.config.rules.unused_settings import not_switched_on
 from hpcrl.config.rules.uploads import uploads
-from hpcrl.config.sections.algorithm import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
+from hpcrl.config.sections.functions import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from hpcrl.config.sections.trainer import LOGGERS, TrainerConfig
 from hpcrl.config.sections.tree import ConfigTree
-from hpcrl.config.unimplemented import unimplemented_values
 
 Rule = Callable[[ConfigTree], Iterator[Problem]]
 

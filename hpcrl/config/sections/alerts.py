@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from hpcrl.config.fields import Location
+from hpcrl.config.setting import any_of, setting, when
 
 Metric = Literal["above", "below", "fell"]
 """What a rule may ask of a metric that it names."""
@@ -53,14 +54,14 @@ class AlertRuleConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AlertsConfig:
-    rules: dict[str, AlertRuleConfig] = field(default_factory=dict)
+    rules: dict[str, AlertRuleConfig] = setting({})
     """What to look out for, by names of your own: tables [trainer.alerts.rules.NAME]."""
 
-    command: list[Location] = field(default_factory=list)
+    command: list[Location] = setting([], used_by=any_of(when(".rules"), when("trainer.ckpt_keep_best")))
     """Program and arguments that are run for each alert, with what it is about in environment variables; no shell. Empty: none."""
 
-    webhook: str | None = None
+    webhook: str | None = setting(None, used_by=any_of(when(".rules"), when("trainer.ckpt_keep_best")))
     """Address to which each alert is sent as JSON. It is in config.toml, reports and trackers: one that is a secret belongs in webhook_file."""
 
-    webhook_file: Location | None = None
+    webhook_file: Location | None = setting(None, used_by=any_of(when(".rules"), when("trainer.ckpt_keep_best")))
     """File, readable where the controller runs, that holds such an address."""

@@ -2,106 +2,128 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
+from hpcrl.config.conditions import ENGINES, OFFLINE, PAIRS, RL_OR_SFT, SFT
+from hpcrl.config.effects import OTHER_PROMPTS, OTHER_TOKENS, READING_SPEED, SCORES
 from hpcrl.config.fields import Location
+from hpcrl.config.setting import COUNT, NOT_NEGATIVE, POSITIVE, Check, any_of, required, setting, when
+
+_USERS_OWN = "the user names the data; SkyRL's default is a path in its authors' setup"
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    train_data: list[Location]
+    train_data: list[Location] = required(on_change=OTHER_PROMPTS, why=_USERS_OWN)
     """Datasets of training prompts, concatenated in order: files (.parquet, .json, .jsonl, .arrow). With another trainer.mode than "rl" also folders, those of Hugging Face's datasets among them, and names of its hub, each with a split behind a colon where there are several."""
 
-    val_data: list[Location] = field(default_factory=list)
+    val_data: list[Location] = setting([], on_change=SCORES, why=_USERS_OWN)
     """Datasets of evaluation prompts; scores are reported per `data_source` column. Rows without one have the name of their file. With another trainer.mode than "rl": datasets whose loss is reported, each by the name of its file."""
 
-    val_prompts: list[Location] = field(default_factory=list)
+    val_prompts: list[Location] = setting([], used_by=when("trainer.mode", "sft", "dpo"), on_change=SCORES)
     """With another trainer.mode than "rl": datasets of prompts that are evaluated as in reinforcement learning, by engines that generate and environments that score; empty: there are no engines."""
 
-    subset: str | None = None
+    subset: str | None = setting(None, used_by=OFFLINE, on_change=OTHER_PROMPTS)
     """Subset (configuration) of training datasets of several; unset: the only one, or the default: called so, or marked `default: true`."""
 
-    revision: str | None = None
+    revision: str | None = setting(None, used_by=OFFLINE, on_change=OTHER_PROMPTS)
     """Branch, tag or commit of training datasets on the hub; unset: the main branch."""
 
-    val_subset: str | None = None
+    val_subset: str | None = setting(None, used_by=OFFLINE, on_change=SCORES)
     """Subset (configuration) of evaluation datasets of several; unset: as for training datasets."""
 
-    val_revision: str | None = None
+    val_revision: str | None = setting(None, used_by=OFFLINE, on_change=SCORES)
     """Branch, tag or commit of evaluation datasets on the hub; unset: the main branch."""
 
-    local_dir: Location | None = None
+    local_dir: Location | None = setting(None, used_by=OFFLINE, on_change=OTHER_PROMPTS)
     """Folder in which datasets with a relative name are looked for, before the hub is asked."""
 
-    test_size: float | int | None = None
+    test_size: float | int | None = setting(None, range=POSITIVE, on_change=OTHER_PROMPTS)
     """Share (below 1) or number of training prompts set aside for evaluation where val_data is empty: the first of train_data. With another trainer.mode than "rl", of the rows that are left."""
 
-    shuffle: bool = True
+    shuffle: bool = setting(True, on_change=OTHER_PROMPTS)
     """Draw a new order of the training prompts for each epoch; otherwise each epoch trains them in the order of the files."""
 
-    shuffle_seed: int | None = None
+    shuffle_seed: int | None = setting(
+        None, range=NOT_NEGATIVE, used_by=when(".shuffle", True), on_change=OTHER_PROMPTS
+    )
     """Seed of that order; unset: trainer.seed."""
 
-    prompt_column: str = "prompt"
+    prompt_column: str = setting("prompt", on_change=OTHER_PROMPTS)
     """Column with the prompt: chat messages, or text that becomes one user message. With trainer.mode="sft" it is read with format="prompt_response"; of pairs it may be missing, where each answer holds the whole conversation or text."""
 
-    image_column: str = "images"
+    image_column: str = setting("images", on_change=OTHER_PROMPTS)
     """Column with the images that a prompt or a conversation shows, which may be missing: paths relative to the file of the dataset, data URLs, or bytes as Hugging Face's datasets have them. Each stands where a text says `<image>`, or where a message has a part of the type image. With trainer.mode="sft" of a diffusion policy: the picture that the prompt is to become, or the frames of a video."""
 
-    image_processor_kwargs: dict[str, Any] = field(default_factory=dict)
+    image_processor_kwargs: dict[str, Any] = setting({}, on_change=OTHER_PROMPTS)
     """Settings of the policy's image processor (preprocessor_config.json) that are replaced, such as max_pixels, which bounds the tokens of an image."""
 
-    video_column: str = "videos"
+    video_column: str = setting("videos", on_change=OTHER_PROMPTS)
     """Column with the videos that a prompt or a conversation shows, which may be missing: each a list of frames (images as in image_column), the path of a folder of them or of a file (GIF, animated WebP or PNG; MP4, WebM and others where OpenCV is installed), or bytes; or of these `{"video": …, "fps": …}`, with frames a second, 2 where nothing says it. Each stands where a text says `<video>`, or where a message has a part of the type video."""
 
-    video_frames: int = 64
+    video_frames: int = setting(64, range=COUNT, on_change=OTHER_PROMPTS)
     """Frames of a video that are shown at most; of one with more, so many at equal distances."""
 
-    video_pixels: int | None = None
+    video_pixels: int | None = setting(None, range=COUNT, on_change=OTHER_PROMPTS)
     """Pixels of a frame of a video at most, which bounds its tokens; unset: as the policy's video processor (video_preprocessor_config.json) bounds them."""
 
-    response_column: str | None = None
+    response_column: str | None = setting(
+        None,
+        used_by=any_of(RL_OR_SFT, ENGINES, needs='trainer.mode="rl" or "sft", or data.val_prompts'),
+        on_change=OTHER_PROMPTS,
+    )
     """Column with the reference answer: reward_spec.ground_truth of rows that have none; unset: rows bring their own. With trainer.mode="sft" it is the answer that format="prompt_response" trains; unset: response."""
 
-    conversation_column: str = "conversations"
+    conversation_column: str = setting("conversations", used_by=SFT, on_change=OTHER_PROMPTS)
     """Column with the chat messages that supervised fine-tuning learns: `role` and `content`, or ShareGPT's `from` and `value`; a message of weight 0 is not trained. A column `tools`, a list of objects or its JSON text, goes to the chat template, here as in other formats and in reinforcement learning; the text of a column `system` stands before messages without one."""
 
-    format: Literal["conversations", "prompt_response", "text", "tokens"] = "conversations"
+    format: Literal["conversations", "prompt_response", "text", "tokens"] = setting(
+        "conversations", used_by=SFT, on_change=OTHER_PROMPTS
+    )
     """What the rows of supervised fine-tuning are: chat messages, a prompt with its response, plain text, or tokens: `input_ids` with `labels` (-100 where a token is not trained) or with a `loss_mask`."""
 
-    chosen_column: str = "chosen"
+    chosen_column: str = setting("chosen", used_by=PAIRS, on_change=OTHER_PROMPTS)
     """Column with the better answer of a pair (trainer.mode="dpo" or "reward_model"): chat messages, or text that becomes one message of the assistant. One that begins with another message than the assistant's, and a text without a prompt_column, is whole: what both answers begin with is the prompt."""
 
-    rejected_column: str = "rejected"
+    rejected_column: str = setting("rejected", used_by=PAIRS, on_change=OTHER_PROMPTS)
     """Column with the worse answer."""
 
-    margin_column: str | None = None
+    margin_column: str | None = setting(None, used_by=when("trainer.mode", "reward_model"), on_change=OTHER_PROMPTS)
     """Column with the margin of a pair, a number: by how much the score of the better answer should be ahead, with trainer.mode="reward_model". Unset: 0."""
 
-    text_column: str = "text"
+    text_column: str = setting("text", used_by=SFT, on_change=OTHER_PROMPTS)
     """Column with the text of format="text"; all its tokens are trained, with the one that ends it."""
 
-    train_on_what: Literal["assistant", "last_turn", "all"] = "assistant"
+    train_on_what: Literal["assistant", "last_turn", "all"] = setting("assistant", used_by=SFT, on_change=OTHER_TOKENS)
     """Which tokens of a conversation are trained: those of all messages of the assistant, of its last one, or all."""
 
-    too_long: Literal["cut", "drop", "refuse"] = "cut"
+    too_long: Literal["cut", "drop", "refuse"] = setting("cut", used_by=OFFLINE, on_change=OTHER_TOKENS)
     """What becomes of a row of more than trainer.max_length tokens, or of a pair of which one has more: its end is cut off, it is left out, or the run ends with an error."""
 
-    lost: Literal["refuse", "train"] = "refuse"
+    lost: Literal["refuse", "train"] = setting("refuse", used_by=OFFLINE, on_change=OTHER_TOKENS)
     """What becomes of a row of which the chat template leaves out something that is to be trained, such as thoughts or tool calls: the run ends with an error, or the rest is trained and such rows are counted."""
 
-    weights: list[float] = field(default_factory=list)
+    weights: list[float] = setting(
+        [],
+        check=Check(
+            "expected weights of more than 0, found {value}", lambda weights: all(weight > 0 for weight in weights)
+        ),
+        used_by=OFFLINE,
+        on_change=OTHER_PROMPTS,
+    )
     """How often an epoch has the rows of each dataset of train_data: 2 means twice, 0.5 half of them, others in each epoch; empty: once."""
 
-    cache: bool = False
+    cache: bool = setting(False, used_by=OFFLINE, on_change=READING_SPEED)
     """Keep the tokens of supervised fine-tuning in slurm.root too (.tokens), for other runs that make the same of the same contents."""
 
-    num_workers: int = 0
+    num_workers: int = setting(0, range=NOT_NEGATIVE, used_by=OFFLINE, on_change=READING_SPEED)
     """Further processes that tokenize the rows of datasets; 0: the controller does it alone."""
 
-    prefetch_factor: int | None = None
+    prefetch_factor: int | None = setting(
+        None, range=COUNT, used_by=(OFFLINE, when(".num_workers")), on_change=READING_SPEED
+    )
     """Parts of 256 rows that each of them has before it; unset: 2. Needs num_workers."""
 
-    drop_last: bool = True
+    drop_last: bool = setting(True, on_change=OTHER_PROMPTS)
     """Leave out the prompts, or rows, that do not fill the last batch of an epoch; otherwise it is filled with the first ones of the next epoch, and only the last epoch leaves some out."""

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
+
+from hpcrl.config.effects import OTHER_MODEL, OTHER_PROMPTS, SAME_NUMBERS
+from hpcrl.config.setting import COUNT, NOT_NEGATIVE, POSITIVE, SHARE, SHARE_ABOVE_0, Check, section, setting
 
 
 @dataclass(frozen=True, kw_only=True)
 class DiffusionSamplingConfig:
-    num_steps: int = 40
+    num_steps: int = setting(40, range=COUNT)
     """Denoising steps in training rollouts."""
 
-    eval_num_steps: int = 40
+    eval_num_steps: int = setting(40, range=COUNT)
     """Denoising steps in evaluation."""
 
-    guidance_scale: float = 4.5
+    guidance_scale: float = setting(4.5, range=NOT_NEGATIVE)
     """Weight of classifier-free guidance; 1 or less: none."""
 
-    noise_level: float = 1.0
+    noise_level: float = setting(1.0, range=NOT_NEGATIVE)
     """Noise of the stochastic samplers relative to the schedule's (eta); 0: none."""
 
     deterministic_sampling: bool = False
@@ -32,16 +35,16 @@ class EmaConfig:
     enable: bool = False
     """Keep an exponential moving average of the weights for evaluation."""
 
-    decay: float = 0.9999
+    decay: float = setting(0.9999, range=SHARE)
     """Upper bound of the decay min((1 + t) / (10 + t), decay)."""
 
-    update_step_interval: int = 1
+    update_step_interval: int = setting(1, range=COUNT)
     """Steps between updates of the average."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DiffusersConfig:
-    enable: bool = False
+    enable: bool = setting(False, on_change=OTHER_MODEL)
     """The policy is a diffusion pipeline (Hugging Face diffusers): trainer.policy.model.path has its model_index.json."""
 
     algorithm: Literal["nft", "grpo"] = "nft"
@@ -50,10 +53,10 @@ class DiffusersConfig:
     dtype: Literal["float16", "bfloat16", "float32"] = "float16"
     """Number type of the transformer and the text encoder."""
 
-    is_video: bool = False
+    is_video: bool = setting(False, on_change=OTHER_MODEL)
     """The pipeline makes videos."""
 
-    max_prompt_length: int = 300
+    max_prompt_length: int = setting(300, range=COUNT, on_change=OTHER_PROMPTS)
     """Tokens of a prompt at most."""
 
     weighting_scheme: Literal["logit_normal", "mode", "cosmap", "sigma_sqrt", "none"] = "logit_normal"
@@ -62,30 +65,35 @@ class DiffusersConfig:
     logit_mean: float = 0.0
     """Mean of the logit-normal density."""
 
-    logit_std: float = 1.0
+    logit_std: float = setting(1.0, range=POSITIVE)
     """Standard deviation of the logit-normal density."""
 
-    offload: bool = True
+    offload: bool = setting(True, on_change=SAME_NUMBERS)
     """Keep encoders in host memory outside their use."""
 
-    inference_size: list[int] = field(default_factory=lambda: [1024, 1024])
+    inference_size: list[int] = setting(
+        [1024, 1024],
+        check=Check(
+            "expected height and width in pixels, found {value}", lambda size: len(size) == 2 and min(size) >= 1
+        ),
+    )
     """Height and width of what is made, in pixels."""
 
-    inference_frames: int = 41
+    inference_frames: int = setting(41, range=COUNT)
     """Frames of evaluation videos."""
 
-    train_frames: int = 41
+    train_frames: int = setting(41, range=COUNT)
     """Frames of training videos."""
 
-    timesteps_fraction: float = 1.0
+    timesteps_fraction: float = setting(1.0, range=SHARE_ABOVE_0)
     """Share of the denoising steps that each sample trains, rounded down."""
 
-    nft_beta: float = 1.0
+    nft_beta: float = setting(1.0, range=POSITIVE)
     """Strength beta of DiffusionNFT's implicit policies (arXiv:2509.16117)."""
 
     weight_copy_decay_type: Literal[0, 1, 2] = 0
     """How much of itself the sampling adapter keeps after step s, the rest is the trained one; 0: nothing, 1: min(0.001 s, 0.5), 2: nothing until step 75, then min(0.0075 (s - 75), 0.999)."""
 
-    sample: DiffusionSamplingConfig = field(default_factory=DiffusionSamplingConfig)
+    sample: DiffusionSamplingConfig = section(DiffusionSamplingConfig)
 
-    ema: EmaConfig = field(default_factory=EmaConfig)
+    ema: EmaConfig = section(EmaConfig)

@@ -2,55 +2,70 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
+from hpcrl.config.conditions import RL, SFT
+from hpcrl.config.effects import NO_TOKENS, SAME_NUMBERS
 from hpcrl.config.fields import Location
 from hpcrl.config.sections.model import TeacherFSDPConfig
+from hpcrl.config.setting import ALL_OR_COUNT, COUNT, NOT_NEGATIVE, SHARE, SHARE_ABOVE_0, When, section, setting, when
+
+
+def _with(*backends: str) -> When:
+    return when("trainer.distillation.backend", *backends)
+
+
+_OWN_TEACHER = when(
+    "trainer.distillation.self_teacher.model",
+    test=lambda model: model is None,
+    needs="a teacher of its own (trainer.distillation.self_teacher.model unset)",
+)
+_REWARDS_COUNT = when(".loss_weight", test=lambda weight: weight < 1, needs="{section}.loss_weight below 1")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherPlacementConfig:
-    num_replicas: int = 1
+    num_replicas: int = setting(1, range=NOT_NEGATIVE)
     """Copies of the teacher."""
 
-    tensor_parallel_size: int = 1
+    tensor_parallel_size: int = setting(1, range=COUNT, used_by=_with("megatron"))
     """Ranks of the teacher that share each layer's matrices, with backend="megatron"."""
 
-    pipeline_parallel_size: int = 1
+    pipeline_parallel_size: int = setting(1, range=COUNT, used_by=_with("megatron"))
     """Ranks of the teacher that share the layers, with backend="megatron"."""
 
-    sequence_parallel_size: int = 1
+    sequence_parallel_size: int = setting(1, range=COUNT, used_by=_with("fsdp2", "megatron"))
     """Ranks of the teacher that share the tokens of a sample, with backend="fsdp2" or "megatron"."""
 
-    expert_parallel_size: int = 1
+    expert_parallel_size: int = setting(1, range=COUNT, used_by=_with("megatron"))
     """Ranks of the teacher that share the experts, with backend="megatron"; where those that share layers and tokens are fewer, a copy has as many ranks, which then score different samples."""
 
-    nodes_per_replica: int = 1
+    nodes_per_replica: int = setting(1, range=COUNT)
     """Nodes that a copy's ranks are on, equally many on each; with backend="fsdp2" or "megatron"."""
 
-    fsdp_size: int = 1
+    fsdp_size: int = setting(1, check=ALL_OR_COUNT, used_by=_with("fsdp2"))
     """Ranks of the teacher that share one copy of the parameters, with backend="fsdp2"."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherEngineConfig:
-    tensor_parallel_size: int = 1
+    tensor_parallel_size: int = setting(1, range=COUNT)
     """GPUs that share the weights of one copy of the teacher, on one node."""
 
     model_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Number type of its weights and of the computation."""
 
-    max_num_batched_tokens: int = 4096
+    max_num_batched_tokens: int = setting(4096, range=COUNT)
     """Tokens per forward pass; each takes room for the logits of the whole vocabulary, several times. Raised to the longest sample where prompts are read whole, without GPUs."""
 
-    gpu_memory_utilization: float = 0.8
+    gpu_memory_utilization: float = setting(0.8, range=SHARE_ABOVE_0)
     """Share of a GPU's memory that the engine may use; no effect on CPU."""
 
-    engine_init_kwargs: dict[str, Any] = field(default_factory=dict)
+    engine_init_kwargs: dict[str, Any] = setting({})
     """Further options of the vLLM server, by their names there."""
 
-    start_timeout_seconds: int = 1800
+    start_timeout_seconds: int = setting(1800, range=COUNT)
     """How long it may take until it answers; then it counts as failed."""
 
 
@@ -61,14 +76,15 @@ class SelfTeacherConfig:
     model: Literal["initial", "policy", "ema"] | None = None
     """Which policy teaches: `initial`, the reference; `policy`, the one that the step begins with; `ema`, an exponential moving average. Unset: none, teachers are models of their own."""
 
-    ema_rate: float = 0.05
+    ema_rate: float = setting(0.05, range=SHARE, used_by=(when(".model"), when(".model", "ema")))
     """Share of the policy in the moving average after each step."""
 
-    success_reward: float = 1.0
+    success_reward: float = setting(1.0, used_by=when(".model"))
     """Reward from which on an answer is shown to the others of its group."""
 
-    template: str = (
-        "{prompt}\n\nHere is an answer that was found to be right:\n\n{answer}\n\n{feedback}\n\nAnswer the question."
+    template: str = setting(
+        "{prompt}\n\nHere is an answer that was found to be right:\n\n{answer}\n\n{feedback}\n\nAnswer the question.",
+        used_by=when(".model"),
     )
     """What the last message of the user becomes: {prompt} is that message, {answer} the answer that is shown, {feedback} what the environment said in the sample itself."""
 
@@ -78,67 +94,79 @@ class DistillationConfig:
     enable: bool = False
     """Learn from the divergence from a teacher instead of rewards."""
 
-    use_rewards: bool = False
+    use_rewards: bool = setting(False, used_by=(_REWARDS_COUNT, RL))
     """Learn from rewards as well: the divergence is subtracted from the advantages that they give."""
 
     model_path: Location | None = None
     """Directory or hub id of the teacher."""
 
-    source_models: dict[str, Location] = field(default_factory=dict)
+    source_models: dict[str, Location] = setting({}, used_by=(_OWN_TEACHER, RL))
     """Further teachers, directories or hub ids, by the `data_source` of the rows that each of them judges; model_path judges all others. Each has placement.num_replicas copies."""
 
-    model_revision: str | None = None
+    model_revision: str | None = setting(None, used_by=_OWN_TEACHER)
     """Branch, tag or commit of the teacher on the hub."""
 
-    precomputed_logprobs: Location | None = None
+    precomputed_logprobs: Location | None = setting(None, used_by=SFT, on_change=SAME_NUMBERS)
     """Directory that `hpcrl score` wrote, with what the teacher says of the rows of data.train_data: trainer.mode="sft" reads that, and loads no teacher."""
 
-    backend: Literal["fsdp2", "megatron", "vllm"] = "fsdp2"
+    backend: Literal["fsdp2", "megatron", "vllm"] = setting("fsdp2", used_by=(_OWN_TEACHER, RL), on_change=SAME_NUMBERS)
     """What computes the teacher: fsdp2, or megatron for the parallel sizes of placement, in the scorer's ranks; or a vLLM engine of each scorer, whose log-probabilities of prompts are of whole distributions at temperature 1."""
 
-    engine: TeacherEngineConfig = field(default_factory=TeacherEngineConfig)
+    engine: TeacherEngineConfig = section(
+        TeacherEngineConfig, used_by=(_with("vllm"), _OWN_TEACHER, RL), on_change=SAME_NUMBERS
+    )
 
-    self_teacher: SelfTeacherConfig = field(default_factory=SelfTeacherConfig)
+    self_teacher: SelfTeacherConfig = section(SelfTeacherConfig, used_by=RL)
 
-    placement: TeacherPlacementConfig = field(default_factory=TeacherPlacementConfig)
+    placement: TeacherPlacementConfig = section(
+        TeacherPlacementConfig, used_by=(_OWN_TEACHER, RL), on_change=SAME_NUMBERS
+    )
 
-    fsdp_config: TeacherFSDPConfig = field(default_factory=TeacherFSDPConfig)
+    fsdp_config: TeacherFSDPConfig = section(
+        TeacherFSDPConfig, used_by=(_with("fsdp2"), _OWN_TEACHER, RL), on_change=SAME_NUMBERS
+    )
 
-    compile_model: bool = False
+    compile_model: bool = setting(False, used_by=(_with("fsdp2"), _OWN_TEACHER, RL), on_change=SAME_NUMBERS)
     """Compile the layers of the teacher with torch.compile: its first passes take minutes, later ones less time."""
 
-    micro_batch_size_per_gpu: int = 1
+    micro_batch_size_per_gpu: int = setting(
+        1, range=COUNT, used_by=(_with("fsdp2", "megatron"), _OWN_TEACHER, RL), on_change=SAME_NUMBERS
+    )
     """Samples per forward pass of the teacher on one rank."""
 
-    batch_size_per_replica: int = 8
+    batch_size_per_replica: int = setting(8, range=COUNT, used_by=(_OWN_TEACHER, RL), on_change=SAME_NUMBERS)
     """Samples that one copy of the teacher scores at a time."""
 
-    max_tokens_per_micro_batch: int | None = None
+    max_tokens_per_micro_batch: int | None = setting(
+        None, range=COUNT, used_by=(_with("fsdp2", "megatron"), _OWN_TEACHER, RL), on_change=SAME_NUMBERS
+    )
     """Tokens per forward pass of the teacher, instead of a number of samples."""
 
-    use_sample_packing: bool = True
+    use_sample_packing: bool = setting(True, used_by=(_with("fsdp2"), _OWN_TEACHER, RL), on_change=SAME_NUMBERS)
     """Lay samples end to end in the teacher's forward pass."""
 
-    kl_penalty_coef: float = 1.0
+    kl_penalty_coef: float = setting(1.0, range=NOT_NEGATIVE, used_by=(_REWARDS_COUNT, RL))
     """Weight of the divergence that is subtracted from the advantage of each token."""
 
-    kl_discount_factor: float = 0.0
+    kl_discount_factor: float = setting(0.0, range=SHARE, used_by=(_REWARDS_COUNT, RL))
     """Discount per token with which later tokens' divergences count for a token; 0: they do not."""
 
-    include_prompt: bool = False
+    include_prompt: bool = setting(False, used_by=RL)
     """Learn the tokens that the policy did not choose too: the prompt, and what environments said."""
 
-    top_k: int = 0
+    top_k: int = setting(0, range=NOT_NEGATIVE)
     """Compare the probabilities of this many tokens by a generalized Jensen-Shannon divergence; 0: only of the sampled one, by reverse KL."""
 
-    loss_weight: float = 0.0
+    loss_weight: float = setting(0.0, range=SHARE, used_by=when(".top_k"))
     """Weight w, from 0 to 1, of the divergence over the top_k tokens as a term of the loss: (1 - w) policy loss + w divergence."""
 
-    jsd_beta: float = 0.5
+    jsd_beta: float = setting(0.5, range=SHARE, used_by=when(".top_k"))
     """Mixture of policy (1 - jsd_beta) and teacher in that divergence; 0: KL(teacher || policy), 1: KL(policy || teacher)."""
 
-    top_k_from_teacher: bool = True
+    top_k_from_teacher: bool = setting(True, used_by=(when(".top_k"), RL), on_change=NO_TOKENS)
     """The top_k tokens are those that the teacher finds most probable; otherwise those that the policy did when it generated."""
 
-    rollout_top_k_recompute: bool = False
+    rollout_top_k_recompute: bool = setting(
+        False, used_by=(when(".top_k"), when(".top_k_from_teacher", False), RL), on_change=NO_TOKENS
+    )
     """Engines find the policy's top_k tokens in one more pass over each finished sample, its prompt included, instead of as they sample."""

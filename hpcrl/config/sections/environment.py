@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
+from hpcrl.config.conditions import RL
+from hpcrl.config.effects import CALLS, SAME_NUMBERS, SCORES
 from hpcrl.config.fields import Location
-from hpcrl.config.sections.model import RefFSDPConfig
+from hpcrl.config.sections.model import ScorerFSDPConfig
+from hpcrl.config.setting import COUNT, NOT_NEGATIVE, SHARE, Range, any_of, section, setting, when
 
 COMPARING_REWARDS = ("single_choice", "boxed_math", "gsm8k", "direct_math")
 """Rewards that compare a response with the ground truth of its row."""
@@ -54,13 +57,15 @@ MOST_SIMULATORS = 256
 
 @dataclass(frozen=True, kw_only=True)
 class Text2SQLConfig:
-    db_path: Location | None = None
+    db_path: Location | None = setting(
+        None, why="the user names the folder; SkyRL's default is a path in its container image"
+    )
     """text2sql: folder of the SQLite databases, which are opened for reading only."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LLMJudgeConfig:
-    model: str | None = None
+    model: str | None = setting(None, why="the user names the judge")
     """llm_as_a_judge: name of the judge model at its server."""
 
     base_url: str | None = None
@@ -75,13 +80,13 @@ class SearchConfig:
     corpus: Location | None = None
     """search: JSON lines of documents that each replica searches itself, by BM25, instead of at a service."""
 
-    topk: int = 3
+    topk: int = setting(3, range=COUNT)
     """search: documents per query."""
 
-    timeout: int = 30
+    timeout: int = setting(30, range=COUNT, on_change=CALLS)
     """search: seconds that one try of a query at the service may take; further tries begin within a minute."""
 
-    log_requests: bool = False
+    log_requests: bool = setting(False, on_change=CALLS)
     """search: print each query and the number of its documents in the replica's log."""
 
 
@@ -108,29 +113,29 @@ class AgentContainerConfig:
     image: Location | None = None
     """agent: image of the container: a .sif file or a .sqsh file, or what else Apptainer or Enroot takes."""
 
-    mounts: list[str] = field(default_factory=list)
+    mounts: list[str] = setting([])
     """agent: directories of the node that the program sees, SOURCE or SOURCE:TARGET or SOURCE:TARGET:ro; its own directory is seen without."""
 
-    env: list[str] = field(default_factory=list)
+    env: list[str] = setting([])
     """agent: names of variables of the rollout worker that the program has as well."""
 
-    arguments: list[str] = field(default_factory=list)
+    arguments: list[str] = setting([])
     """agent: further options of `apptainer exec` or `enroot start`, such as "--nv"."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AgentConfig:
-    command: list[Location] = field(default_factory=list)
+    command: list[Location] = setting([])
     """agent: the program and its arguments; it asks the policy as OpenAI's clients do, and is started for each sample."""
 
-    container: AgentContainerConfig = field(default_factory=AgentContainerConfig)
+    container: AgentContainerConfig = section(AgentContainerConfig)
 
-    service: AgentServiceConfig = field(default_factory=AgentServiceConfig)
+    service: AgentServiceConfig = section(AgentServiceConfig)
 
     reward: Literal["file", "exit_code"] = "file"
     """agent: where the reward is: in the file that HPCRL_REWARD names, or 1 for exit code 0 and else 0. With file, another exit code is a failure."""
 
-    reward_function: dict[str, float] = field(default_factory=dict)
+    reward_function: dict[str, float] = setting({})
     """agent: named rewards and their weights, as of environment.reward_function, which judge what the policy said last, instead of the program."""
 
 
@@ -139,38 +144,38 @@ class RobotConfig:
     simulator: str | None = None
     """robot: what is simulated: gymnasium, any environment that is registered there; libero; robotwin; or your own as "package.module:Class", with the methods of hpcrl.envs.simulators.base.Simulator. Each sample that is being generated has a simulator in a process of its own, so that a replica has as many as generator.inference_engine.max_num_seqs."""
 
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = setting({})
     """robot: what the simulator is made with; gymnasium: id and what gymnasium.make takes; libero: suite; robotwin: path of its checkout. docs/environments/robot.md has all."""
 
-    actions_per_turn: int = 1
+    actions_per_turn: int = setting(1, range=COUNT)
     """robot: actions that the policy says at once, before it sees what came of them."""
 
-    action_bins: int | None = None
+    action_bins: int | None = setting(None, range=Range(2))
     """robot: an action's numbers are whole ones from 0 to this number less 1, spread evenly between its bounds (OpenVLA has 256); unset: they are the simulator's own."""
 
     show_state: bool = True
     """robot: the policy is told what the simulator measures; false: it has only what cameras see, where the simulator has such."""
 
-    state_bins: int | None = None
+    state_bins: int | None = setting(None, range=Range(2))
     """robot: the state is written as whole numbers from 0 to this number less 1, spread evenly between its bounds; unset: as decimal numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SkyRLGymConfig:
-    max_env_workers: int = 32
+    max_env_workers: int = setting(32, range=NOT_NEGATIVE, on_change=CALLS)
     """Environments of one replica that step at the same time, in threads; 0: one after the other, without threads."""
 
-    text2sql: Text2SQLConfig = field(default_factory=Text2SQLConfig)
+    text2sql: Text2SQLConfig = section(Text2SQLConfig)
 
-    llm_as_a_judge: LLMJudgeConfig = field(default_factory=LLMJudgeConfig)
+    llm_as_a_judge: LLMJudgeConfig = section(LLMJudgeConfig)
 
-    search: SearchConfig = field(default_factory=SearchConfig)
+    search: SearchConfig = section(SearchConfig)
 
-    python_tool: PythonToolConfig = field(default_factory=PythonToolConfig)
+    python_tool: PythonToolConfig = section(PythonToolConfig)
 
-    agent: AgentConfig = field(default_factory=AgentConfig)
+    agent: AgentConfig = section(AgentConfig)
 
-    robot: RobotConfig = field(default_factory=RobotConfig)
+    robot: RobotConfig = section(RobotConfig)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,13 +183,13 @@ class RewardServiceConfig:
     model: Location | None = None
     """Reward model of which the run starts a service: a sequence classifier of one label, as a directory or a name on the hub. Unset: the service is somewhere else, and its address and token are in REMOTE_REWARD_ENQUEUE_URL, _FETCH_URL and _TOKEN."""
 
-    num_services: int = 1
+    num_services: int = setting(1, range=COUNT, on_change=CALLS)
     """Processes that serve the model, each on a GPU of its own where nodes have some; on nodes beside those of trainer and engines, as many on each as it has GPUs."""
 
     model_dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Number type of the model's parameters and of its computation."""
 
-    max_batch_tokens: int = 16384
+    max_batch_tokens: int = setting(16384, range=COUNT, on_change=CALLS)
     """Tokens of a forward pass at most, padding included; a longer conversation has one of its own."""
 
     chat_template: Location | None = None
@@ -196,9 +201,9 @@ class RemoteRewardConfig:
     enable: bool = False
     """Score responses at a reward service: one that the run starts (service.model), or one whose address and token are in REMOTE_REWARD_ENQUEUE_URL, _FETCH_URL and _TOKEN."""
 
-    service: RewardServiceConfig = field(default_factory=RewardServiceConfig)
+    service: RewardServiceConfig = section(RewardServiceConfig, used_by=when(".service.model"))
 
-    reward_function: dict[str, float] = field(default_factory=dict)
+    reward_function: dict[str, float] = setting({})
     """Rewards that the service computes, with their weights in the sum; each is reported as environment/<name>, unweighted. Empty with service.model: reward_model, which is the only one of such a service, with weight 1."""
 
     score_key: str = "overall_reward"
@@ -213,7 +218,7 @@ class RemoteRewardConfig:
     scale: float = 1.0
     """Factor on the sum, after clipping."""
 
-    batch_size: int = 1
+    batch_size: int = setting(1, range=COUNT, on_change=CALLS)
     """Responses per request at most; no more are scored at the same time than skyrl_gym.max_env_workers."""
 
 
@@ -240,57 +245,70 @@ class ScoringRewardModelConfig:
     chat_template: Location | None = None
     """Jinja file with the chat template that the model was trained with, instead of its tokenizer's."""
 
-    num_replicas: int = 1
+    num_replicas: int = setting(1, range=NOT_NEGATIVE, on_change=SAME_NUMBERS)
     """Copies of the model, which share the groups, on nodes of their own."""
 
-    ranks_per_replica: int = 1
+    ranks_per_replica: int = setting(1, range=COUNT, on_change=SAME_NUMBERS)
     """Ranks that share a copy, on one node, a GPU each where nodes have some."""
 
-    fsdp_config: RefFSDPConfig = field(default_factory=RefFSDPConfig)
+    fsdp_config: ScorerFSDPConfig = section(ScorerFSDPConfig, on_change=SAME_NUMBERS)
 
-    batch_size_per_replica: int = 64
+    batch_size_per_replica: int = setting(64, range=COUNT, on_change=SAME_NUMBERS)
     """Samples that a copy claims at a time, about; those of a group for each of its ranks at least."""
 
-    max_tokens_per_micro_batch: int = 16384
+    max_tokens_per_micro_batch: int = setting(16384, range=COUNT, on_change=SAME_NUMBERS)
     """Tokens of a forward pass on one rank at most; a longer conversation has one of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OverlongRewardConfig:
-    buffer_length: int = 4096
+    buffer_length: int = setting(4096, range=COUNT)
     """overlong: tokens before the longest response over which the penalty grows from 0 (DAPO, arXiv:2503.14476)."""
 
-    penalty_factor: float = 1.0
+    penalty_factor: float = setting(1.0, range=NOT_NEGATIVE)
     """overlong: penalty at the longest response (max_generate_length of training or evaluation); it grows linearly over the buffer."""
+
+
+def _has_overlong(rewards: dict[str, float]) -> bool:
+    return "overlong" in rewards
+
+
+_OVERLONG = any_of(
+    when(".reward_function", test=_has_overlong),
+    when(".eval_reward_function", test=_has_overlong),
+    needs="overlong in {section}.reward_function",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentConfig:
-    env_class: str | None = None
+    env_class: str | None = setting(None, why="no environment fits every run; the rows or the user name it")
     """Environment of rows that have no env_class column: a name that `hpcrl env ls` shows, or your own as "package.module:Class"; unset: every row must have one, unless reward_function or remote_reward scores."""
 
-    allowed_env_classes: list[str] = field(default_factory=list)
+    allowed_env_classes: list[str] = setting([])
     """Environments of your own, as "package.module:Class", that rows may name in their column env_class beside those of hpcrl and the one of env_class. Rows that name any other are refused, so that no dataset chooses what code runs."""
 
-    reward_function: dict[str, float] = field(default_factory=dict)
+    reward_function: dict[str, float] = setting({})
     """Named rewards and their weights in the sum that is each sample's reward, instead of an environment's: single_choice (the answer in <answer> tags, as a text), boxed_math (the answer as a formula, by math-verify), gsm8k (the number after ####), direct_math (the line after "Answer:", 1 or -1), format (<think> and <answer> tags), overlong (a penalty on long responses), of the pictures of a diffusion policy redness, brightness and symmetry, or your own as "package.module:function". With weight 0 a reward is only reported, as environment/<name>. Empty: the environment scores."""
 
-    eval_reward_function: dict[str, float] = field(default_factory=dict)
+    eval_reward_function: dict[str, float] = setting({}, on_change=SCORES)
     """The same for evaluation; empty: reward_function."""
 
-    overlong_reward: OverlongRewardConfig = field(default_factory=OverlongRewardConfig)
+    overlong_reward: OverlongRewardConfig = section(OverlongRewardConfig, used_by=_OVERLONG)
 
-    remote_reward: RemoteRewardConfig = field(default_factory=RemoteRewardConfig)
+    remote_reward: RemoteRewardConfig = section(RemoteRewardConfig, used_by=when(".remote_reward.enable", True))
 
-    reward_model: ScoringRewardModelConfig = field(default_factory=ScoringRewardModelConfig)
+    reward_model: ScoringRewardModelConfig = section(
+        ScoringRewardModelConfig, used_by=(RL, when(".reward_model.model"))
+    )
 
-    skyrl_gym: SkyRLGymConfig = field(default_factory=SkyRLGymConfig)
+    skyrl_gym: SkyRLGymConfig = section(SkyRLGymConfig)
 
-    timeout_seconds: float = 300.0
+    timeout_seconds: float = setting(300.0, range=NOT_NEGATIVE, on_change=CALLS)
     """How long a call of an environment or a reward may take; then its sample has failed. 0: no limit. Not enforced with max_env_workers=0."""
 
-    max_failed_ratio: float = 0.5
+    max_failed_ratio: float = setting(0.5, range=SHARE, on_change=CALLS)
     """Share of a step's samples whose environments may raise, or take too long. Such samples are left out of the loss, and count in their groups as the mean of the others; with more of them the run ends."""
 
-    custom: dict[str, Any] = field(default_factory=dict)
+    custom: dict[str, Any] = setting({})
     """Handed to every environment, untouched, as the extra `custom`; rows with a column of that name keep theirs."""

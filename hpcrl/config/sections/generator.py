@@ -2,13 +2,36 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
+from hpcrl.config.conditions import ENGINES, RL
+from hpcrl.config.effects import ENDS_A_RUN, OBJECTIVE, OTHER_FUNCTION, OTHER_GROUPS, OTHER_TOKENS, SAMPLING, SCORES
 from hpcrl.config.fields import Location
+from hpcrl.config.setting import (
+    ALL_OR_COUNT,
+    COUNT,
+    NOT_EMPTY,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SHARE,
+    SHARE_ABOVE_0,
+    Effect,
+    Range,
+    section,
+    setting,
+    when,
+)
 
 NODE = "node"
 """The endpoint listens at the address of its node."""
+
+
+_ADAPTERS = when("trainer.policy.model.lora.rank")
+_LOADED_ADAPTERS = when(
+    "engines_load_adapters",
+    needs="adapters that engines load: no modules_to_save or target_parameters, and no init_method that changes the weights (olora, pissa)",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,41 +40,45 @@ class InferenceEngineConfig:
     """The engine: vllm, a server on its own; transformers, in the process of the rollout worker, for trying, for machines without vLLM and
     for models that it does not know; or diffusers, in that process too, for policies that are diffusion pipelines."""
 
-    model_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    model_dtype: Literal["bfloat16", "float16", "float32"] = setting("bfloat16", on_change=SAMPLING)
     """Number type of weights and activations in the engine; weights are cast to it on arrival."""
 
-    quantization: Literal["fp8", "fp8_per_channel", "fp8_per_block", "mxfp8", "mxfp4"] | None = None
+    quantization: Literal["fp8", "fp8_per_channel", "fp8_per_block", "mxfp8", "mxfp4"] | None = setting(
+        None, on_change=SAMPLING
+    )
     """Quantize weights when they arrive, which come in model_dtype; vLLM's names, fp8 has one scale for each weight. Unset: do not."""
 
-    num_engines: int = 1
+    num_engines: int = setting(1, range=NOT_NEGATIVE)
     """Replicas that generate."""
 
-    tensor_parallel_size: int = 1
+    tensor_parallel_size: int = setting(1, range=COUNT)
     """GPUs that share one replica's weights."""
 
-    pipeline_parallel_size: int = 1
+    pipeline_parallel_size: int = setting(1, range=COUNT)
     """Groups of GPUs that share one replica's layers."""
 
-    data_parallel_size: int = 1
+    data_parallel_size: int = setting(1, range=COUNT)
     """Copies of a replica's weights, each of which computes other requests on GPUs of its own; of a mixture's experts there is one copy,
     split over all of them."""
 
-    expert_parallel_size: int = 1
+    expert_parallel_size: int = setting(1, range=COUNT)
     """GPUs that have a replica's experts, whole ones each; 1 or data_parallel_size * tensor_parallel_size. 1: each has a part of every
     expert."""
 
-    seed: int | None = None
+    seed: int | None = setting(None, range=NOT_NEGATIVE, on_change=SAMPLING)
     """Seed of what is sampled, in training and evaluation; unset: trainer.seed. Each sample has a seed of its own, made from it."""
 
-    weight_sync_backend: Literal["filesystem", "nccl", "gloo"] = "filesystem"
+    weight_sync_backend: Literal["filesystem", "nccl", "gloo"] = setting(
+        "filesystem", why="every replica can read files, also one that starts later or on another partition"
+    )
     """How new weights reach the nodes of the engines: as files that they read; or over NCCL or gloo, from the memory of the trainer's ranks, each
     of which sends its part. The files are written in any case, and read by nodes that do not get the weights in the other way. Needs
     weight_copy_dir."""
 
-    weight_sync_timeout_seconds: float = 30.0
+    weight_sync_timeout_seconds: float = setting(30.0, range=POSITIVE)
     """With nccl or gloo, how long one stage may take: to meet, to move 64 MiB, to end. Then the node reads the files."""
 
-    full_weights_interval: int = 1
+    full_weights_interval: int = setting(1, range=COUNT)
     """Every so many versions, one is published whole; those between have only what has changed since the one before, exactly, which with small
     learning rates in bfloat16 is a small part. Above 1 it needs weight_copy_dir, and the memory of one version on the trainer's nodes."""
 
@@ -67,10 +94,12 @@ class InferenceEngineConfig:
     enable_chunked_prefill: bool = True
     """Let long prompts share a batch with decoding, in parts. Has no effect on a processor, where prompts are read whole."""
 
-    max_num_batched_tokens: int = 8192
+    max_num_batched_tokens: int = setting(8192, range=COUNT)
     """Tokens per forward pass of the engine; where prompts are read whole, raised to the longest prompt and response together."""
 
-    enforce_eager: bool | None = None
+    enforce_eager: bool | None = setting(
+        None, why="unset: CUDA graphs wherever there are GPUs, without which decoding waits for kernel launches"
+    )
     """Run without compiled code and CUDA graphs: faster start, slower generation; unset: only without GPUs."""
 
     keep_cache_on_update: bool = False
@@ -78,38 +107,47 @@ class InferenceEngineConfig:
     biased: tokens that follow are sampled with keys and values of older weights, by no version of the policy, and the trainer's
     probabilities for them are of another distribution than the engine's."""
 
-    merge_lora: bool = False
+    merge_lora: bool = setting(
+        False,
+        used_by=_ADAPTERS,
+        on_change=Effect("refused", "a step that was begun would go on with weights of the other kind"),
+    )
     """Give engines the policy with its adapters merged into it, instead of the adapters: as many bytes as without LoRA, and a pause for each
     version, but no adapters to compute with for each token, and any model that the engine knows."""
 
-    fully_sharded_loras: bool = False
+    fully_sharded_loras: bool = setting(False, used_by=(_ADAPTERS, when(".merge_lora", False), _LOADED_ADAPTERS))
     """Split both matrices of adapters over the GPUs of a replica, and not one of them alone; faster with large ranks or many GPUs."""
 
     use_flashinfer: bool = False
     """Use FlashInfer for attention; needs GPUs with vLLM's FlashInfer. Otherwise vLLM chooses."""
 
-    gpu_memory_utilization: float = 0.8
+    gpu_memory_utilization: float = setting(0.8, range=SHARE_ABOVE_0)
     """Share of a GPU's memory that the engine may use; no effect on CPU."""
 
-    max_num_seqs: int = 1024
+    max_num_seqs: int = setting(1024, range=COUNT)
     """Sequences that the engine decodes together."""
 
     enable_http_endpoint: bool = False
     """Let environments ask the policy themselves, as env_class = "agent" does: each rollout worker serves OpenAI's protocol, with a key for each sample, and keeps the tokens of what it answered for training."""
 
-    http_endpoint_host: str = "127.0.0.1"
+    http_endpoint_host: str = setting("127.0.0.1", used_by=when(".enable_http_endpoint", True))
     """Address at which it listens, on the node of each replica: one address, which agents reach; node: the node's own, by which the run's other servers are reached too (slurm.network_interface), for agents on other nodes."""
 
-    http_endpoint_port: int | None = None
+    http_endpoint_port: int | None = setting(
+        None,
+        range=Range(1, 65535),
+        used_by=when(".enable_http_endpoint", True),
+        why="unset: each replica finds a free port, also beside others on its node",
+    )
     """Port of the first replica; each further one has the next. Unset: each finds a free one."""
 
-    served_model_name: str | None = None
+    served_model_name: str | None = setting(None, used_by=when(".enable_http_endpoint", True))
     """Name of the policy in requests; unset: trainer.policy.model.path."""
 
-    engine_init_kwargs: dict[str, Any] = field(default_factory=dict)
+    engine_init_kwargs: dict[str, Any] = setting({}, on_change=SAMPLING)
     """Further options of the vLLM server, by their names there."""
 
-    remote_urls: list[str] = field(default_factory=list)
+    remote_urls: list[str] = setting([])
     """Addresses, such as https://host:8000, of engines that somebody else started with `hpcrl engine`, one for each of num_engines: the run
     starts none, and its rollout workers are on the trainer's nodes. `hpcrl eval` takes any vLLM server with the right model. Empty: the run
     starts its engines."""
@@ -120,70 +158,100 @@ class InferenceEngineConfig:
     remote_ca_file: Location | None = None
     """File of certificates, in PEM, with which those of https addresses are signed; unset: those that the machine trusts."""
 
-    probe_tolerance: float | None = None
+    probe_tolerance: float | None = setting(None, range=POSITIVE)
     """How far the log-probabilities of a few tokens, which the trainer publishes with each version of the weights, may be from the engine's,
     as the mean of absolute differences; more ends the replica. Unset: 0.3 where trainer or engine compute in bfloat16, 0.1 with float16,
     0.01 with float32."""
 
-    start_timeout_seconds: int = 1800
+    start_timeout_seconds: int = setting(1800, range=COUNT)
     """How long an engine may take until it answers, and later to take in new weights; then it counts as failed."""
 
-    stall_timeout_seconds: int = 300
+    stall_timeout_seconds: int = setting(300, range=COUNT)
     """How long an engine may leave requests waiting without generating a token; then it counts as failed. Longer than the longest
     prefill takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    max_generate_length: int = 1024
+    max_generate_length: int = setting(1024, range=COUNT)
     """Tokens per response at most, in each turn."""
 
-    temperature: float = 1.0
+    temperature: float = setting(
+        1.0,
+        range=Range(
+            0,
+            low_open=True,
+            at_low="0 makes all samples of a group equal, so that there is nothing to learn from; expected more than 0",
+        ),
+    )
     """Divides the logits before sampling; 0: greedy."""
 
-    top_p: float = 1.0
+    top_p: float = setting(1.0, range=SHARE_ABOVE_0)
     """Sample among the most probable tokens that together reach this probability."""
 
-    top_k: int = -1
+    top_k: int = setting(-1, check=ALL_OR_COUNT)
     """Sample among this many most probable tokens; -1: all."""
 
-    min_p: float = 0.0
+    min_p: float = setting(0.0, range=SHARE)
     """Drop tokens less probable than this share of the most probable one."""
 
-    repetition_penalty: float = 1.0
+    repetition_penalty: float = setting(1.0, range=POSITIVE)
     """Above 1: tokens that already occurred become less probable."""
 
-    stop: list[str] | None = None
+    stop: list[str] | None = setting(None, check=NOT_EMPTY)
     """Texts that end a response; unset: none beside the end-of-sequence tokens."""
 
     include_stop_str_in_output: bool = True
     """The environment sees that text at the end of the response; the sample keeps its tokens either way."""
 
-    additional_kwargs: dict[str, Any] = field(default_factory=dict)
+    additional_kwargs: dict[str, Any] = setting({}, why="an empty table means what SkyRL's null means")
     """Further sampling parameters of vLLM, by their names there; those that hpcrl sets are refused."""
+
+
+_AS_TRAINING = "unset: as in training; SkyRL uses fixed values as soon as one setting of the section is given"
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalSamplingParams:
-    max_generate_length: int | None = None
+    max_generate_length: int | None = setting(
+        None,
+        range=COUNT,
+        why=_AS_TRAINING,
+    )
     """Tokens per response at most, in each turn; unset: as in training."""
 
-    temperature: float | None = None
+    temperature: float | None = setting(
+        None,
+        range=NOT_NEGATIVE,
+        why=_AS_TRAINING,
+    )
     """Divides the logits before sampling, 0: greedy; unset: as in training, or 0 where nothing of this section is set."""
 
-    top_p: float | None = None
+    top_p: float | None = setting(
+        None,
+        range=SHARE_ABOVE_0,
+        why=_AS_TRAINING,
+    )
     """Sample among the most probable tokens that together reach this probability; unset: as in training."""
 
-    top_k: int | None = None
+    top_k: int | None = setting(None, check=ALL_OR_COUNT, why=_AS_TRAINING)
     """Sample among this many most probable tokens, -1: all; unset: as in training."""
 
-    min_p: float | None = None
+    min_p: float | None = setting(
+        None,
+        range=SHARE,
+        why=_AS_TRAINING,
+    )
     """Drop tokens less probable than this share of the most probable one; unset: as in training."""
 
-    repetition_penalty: float | None = None
+    repetition_penalty: float | None = setting(
+        None,
+        range=POSITIVE,
+        why=_AS_TRAINING,
+    )
     """Above 1: tokens that already occurred become less probable; unset: as in training."""
 
-    stop: list[str] | None = None
+    stop: list[str] | None = setting(None, check=NOT_EMPTY)
     """Texts that end a response; unset: as in training."""
 
     include_stop_str_in_output: bool | None = None
@@ -208,54 +276,58 @@ class ChatTemplateConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class GeneratorConfig:
-    inference_engine: InferenceEngineConfig = field(default_factory=InferenceEngineConfig)
+    inference_engine: InferenceEngineConfig = section(
+        InferenceEngineConfig, on_change=Effect("harmless", "it concerns the engines, which start anew in each attempt")
+    )
 
-    n_samples_per_prompt: int = 5
+    n_samples_per_prompt: int = setting(5, range=COUNT, used_by=RL, on_change=OTHER_GROUPS)
     """Samples per group in training."""
 
-    eval_n_samples_per_prompt: int = 1
+    eval_n_samples_per_prompt: int = setting(1, range=COUNT, used_by=ENGINES, on_change=SCORES)
     """Samples per prompt in evaluation; the k of pass@k."""
 
-    max_turns: int = 1
+    max_turns: int = setting(1, range=COUNT, used_by=ENGINES, on_change=SAMPLING)
     """Actions of the policy per sample at most."""
 
-    max_input_length: int | None = None
+    max_input_length: int | None = setting(None, range=COUNT, on_change=SAMPLING)
     """Tokens of everything before a turn at most, at which a sample ends; unset: trainer.max_prompt_length."""
 
-    chat_template: ChatTemplateConfig = field(default_factory=ChatTemplateConfig)
+    chat_template: ChatTemplateConfig = section(ChatTemplateConfig, on_change=OTHER_TOKENS)
 
-    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    chat_template_kwargs: dict[str, Any] = setting({}, on_change=OTHER_TOKENS)
     """Further arguments of the chat template, such as enable_thinking."""
 
-    sampling_params: SamplingParams = field(default_factory=SamplingParams)
+    sampling_params: SamplingParams = section(SamplingParams, used_by=ENGINES, on_change=SAMPLING)
 
-    eval_sampling_params: EvalSamplingParams = field(default_factory=EvalSamplingParams)
+    eval_sampling_params: EvalSamplingParams = section(EvalSamplingParams, used_by=ENGINES, on_change=SCORES)
 
-    use_conversation_multi_turn: bool = True
+    use_conversation_multi_turn: bool = setting(True, on_change=SAMPLING)
     """Each turn is a chat message of its own; otherwise all are one message of the assistant, in which observations are plain text."""
 
-    append_eos_token_after_stop_str_in_multi_turn: bool = True
+    append_eos_token_after_stop_str_in_multi_turn: bool = setting(True, on_change=SAMPLING)
     """End a turn that the policy did not end itself (a stop text, the length or the environment did) as the chat template ends it, with tokens that are not trained; nothing is added after the last turn."""
 
-    step_wise_trajectories: bool = False
+    step_wise_trajectories: bool = setting(False, used_by=RL, on_change=OTHER_GROUPS)
     """Each turn is trained on its own, after the conversation so far as the chat template writes it anew; the reward of a sample is that of its last turn, and its advantage is that of all its turns."""
 
-    zero_reward_on_non_stop: bool = False
+    zero_reward_on_non_stop: bool = setting(False, on_change=OBJECTIVE)
     """Samples that neither an end token nor a stop text ended get reward 0, in evaluation too."""
 
-    apply_overlong_filtering: bool = False
+    apply_overlong_filtering: bool = setting(False, on_change=OBJECTIVE)
     """Samples that neither an end token nor a stop text ended are left out of the loss; their rewards still count in the group."""
 
-    max_logprob_mismatch: float = 0.3
+    max_logprob_mismatch: float = setting(0.3, range=POSITIVE, on_change=ENDS_A_RUN)
     """How far the log-probabilities of engines and trainer may be apart, as the mean absolute difference over tokens that both compute
     with the same version, before the first optimizer step of a batch."""
 
-    on_logprob_mismatch: Literal["stop", "warn"] = "stop"
+    on_logprob_mismatch: Literal["stop", "warn"] = setting("stop", on_change=ENDS_A_RUN)
     """What happens where they are farther apart, which says that they are different models: stop ends the run before it trains on that
     batch, warn writes it into the trainer's log."""
 
-    rope_scaling: dict[str, Any] = field(default_factory=dict)
+    rope_scaling: dict[str, Any] = setting(
+        {}, on_change=OTHER_FUNCTION, why="an empty table means what SkyRL's null means"
+    )
     """Scaling of rotary positions in the engines; empty: trainer.rope_scaling."""
 
-    rope_theta: float | None = None
+    rope_theta: float | None = setting(None, range=POSITIVE, on_change=OTHER_FUNCTION)
     """Base of rotary positions in the engines; unset: trainer.rope_theta."""

@@ -2,12 +2,38 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
+from hpcrl.config.effects import (
+    OBJECTIVE,
+    OTHER_MODEL,
+    OTHER_REFERENCE,
+    ROUNDING,
+    SAME_NUMBERS,
+    SPREAD,
+    UPDATES,
+    WRITTEN,
+)
 from hpcrl.config.fields import Location
 from hpcrl.config.sections.diffusers import DiffusersConfig
-from hpcrl.config.sections.megatron import MegatronConfig, MegatronModelConfig
+from hpcrl.config.sections.megatron import MegatronConfig, RefMegatronConfig
+from hpcrl.config.setting import (
+    ALL_OR_COUNT,
+    COUNT,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SHARE,
+    SHARE_BELOW_1,
+    Check,
+    Effect,
+    Unimplemented,
+    any_of,
+    required,
+    section,
+    setting,
+    when,
+)
 
 
 @dataclass(frozen=True)
@@ -51,13 +77,13 @@ Scheduler = Literal["constant_with_warmup", "linear", "cosine", "sqrt"]
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
-    rank: int = 0
+    rank: int = setting(0, range=NOT_NEGATIVE)
     """Rank of the adapters; 0: no adapters, all weights are trained."""
 
-    alpha: float = 16.0
+    alpha: float = setting(16.0, range=POSITIVE)
     """Adapters are scaled by alpha / rank."""
 
-    dropout: float = 0.0
+    dropout: float = setting(0.0, range=SHARE_BELOW_1)
     """Probability of dropping an input of an adapter in training."""
 
     target_modules: str | list[str] = "all-linear"
@@ -82,22 +108,27 @@ class LoraConfig:
     modules_to_save: list[str] | None = None
     """Modules that are trained whole and get no adapter: parts of their names; unset: none."""
 
-    alpha_pattern: dict[str, float] = field(default_factory=dict)
+    alpha_pattern: dict[str, float] = setting({})
     """Other alphas for the modules whose names match these regular expressions."""
 
-    rank_pattern: dict[str, int] = field(default_factory=dict)
+    rank_pattern: dict[str, int] = setting(
+        {},
+        check=Check(
+            "expected ranks of at least 1, found {value}", lambda ranks: all(rank >= 1 for rank in ranks.values())
+        ),
+    )
     """Other ranks for the modules whose names match these regular expressions."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    path: Location
+    path: Location = required(why="the user names the model")
     """Directory or hub id of a model in Hugging Face format; its tokenizer and generation settings are used too, and the engines serve it."""
 
     revision: str | None = None
     """Branch, tag or commit of the model on the hub; unset: its main branch."""
 
-    lora: LoraConfig = field(default_factory=LoraConfig)
+    lora: LoraConfig = section(LoraConfig)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +136,7 @@ class RefModelConfig:
     path: Location | None = None
     """Model that the KL term compares with; unset: the policy's initial model."""
 
-    revision: str | None = None
+    revision: str | None = setting(None, used_by=when(".path"))
     """Branch, tag or commit of that model on the hub; unset: its main branch, or with path unset the policy's revision."""
 
 
@@ -117,7 +148,15 @@ class CriticModelConfig:
     revision: str | None = None
     """Branch, tag or commit of that model on the hub; unset: its main branch."""
 
-    lora: LoraConfig = field(default_factory=LoraConfig)
+    lora: LoraConfig = section(LoraConfig)
+
+
+_FALLING = when(
+    ".scheduler", test=lambda scheduler: scheduler != "constant_with_warmup", needs="a {section}.scheduler that falls"
+)
+_WARM_UP = any_of(
+    when(".num_warmup_steps"), when(".warmup_ratio"), needs="a warm-up ({section}.num_warmup_steps or warmup_ratio)"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,55 +164,61 @@ class OptimizerConfig:
     name: Literal["AdamW", "Adam"] = "AdamW"
     """AdamW decays weights apart from the gradient, Adam adds the decay to it."""
 
-    implementation: Literal["fused", "foreach", "for-loop"] = "fused"
+    implementation: Literal["fused", "foreach", "for-loop"] = setting("fused", on_change=SAME_NUMBERS)
     """Which of PyTorch's implementations makes the step."""
 
     moments: Literal["bf16", "8bit"] | None = None
     """What Adam's moments are kept in, by torchao's optimizers, which compute in fp32; 8bit: one byte each, with a scale for 256 of them (arXiv:2110.02861), but for parameters with less than 4096 elements on a rank. Unset: the type of the parameters, mixed_precision.master_dtype. FSDP2 only."""
 
-    lr: float = 1e-6
+    lr: float = setting(1e-6, range=NOT_NEGATIVE)
     """Learning rate after the warm-up."""
 
-    adam_betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    adam_betas: list[float] = setting(
+        [0.9, 0.999],
+        check=Check(
+            "expected two numbers from 0 to below 1, found {value}",
+            lambda betas: len(betas) == 2 and all(0 <= beta < 1 for beta in betas),
+        ),
+    )
     """Decay rates of Adam's first and second moment, per optimizer step."""
 
-    eps: float = 1e-8
+    eps: float = setting(1e-8, range=POSITIVE)
     """Added to the root of Adam's second moment, against division by 0."""
 
-    weight_decay: float = 0.01
+    weight_decay: float = setting(0.01, range=NOT_NEGATIVE)
     """Weight decay: AdamW takes lr * weight_decay of each weight away at each optimizer step."""
 
     max_grad_norm: float = 1.0
     """Bound on the 2-norm of all gradients together, above which they are scaled down; 0 or less: none."""
 
-    offload_after_step: bool = True
+    offload_after_step: bool = setting(True, used_by=when("trainer.placement.colocate_all"), on_change=SAME_NUMBERS)
     """With colocated engines: move the optimizer's state to host memory while they generate."""
 
-    num_warmup_steps: int = 0
+    num_warmup_steps: int = setting(0, range=NOT_NEGATIVE)
     """Optimizer steps (mini-batches) over which the learning rate rises linearly to lr."""
 
-    warmup_ratio: float | None = None
+    warmup_ratio: float | None = setting(None, range=SHARE)
     """The same as a share of all optimizer steps of the run, rounded, instead of num_warmup_steps."""
 
-    warmup_start_factor: float = 0.0
+    warmup_start_factor: float = setting(0.0, range=SHARE, used_by=_WARM_UP)
     """Share of lr from which the warm-up rises."""
 
-    warmup_shape: WarmupShape = "between"
+    warmup_shape: WarmupShape = setting("between", used_by=_WARM_UP)
     """Where step t (from 0) of a warm-up of w steps lies on the way from warmup_start_factor to lr: between, (t + 1) / (w + 1), so that every step moves, and with less than lr; to_lr, (t + 1) / w, so that the last has lr, as in Cosmos-RL of January 2026; from_start, t / (w - 1), so that the first has warmup_start_factor too, as in Cosmos-RL since."""
 
     scheduler: Scheduler = "constant_with_warmup"
     """Learning rate after the warm-up: constant, or falling linearly, as a half cosine, or as 1 - sqrt(progress of the decay)."""
 
-    decay_ratio: float | None = None
+    decay_ratio: float | None = setting(None, range=SHARE, used_by=_FALLING)
     """Share of all optimizer steps of the run, at its end, over which a learning rate falls; unset: all after the warm-up, which is also the most."""
 
-    min_lr_factor: float = 0.0
+    min_lr_factor: float = setting(0.0, range=SHARE, used_by=_FALLING)
     """Share of lr at which a falling learning rate ends."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CriticOptimizerConfig(OptimizerConfig):
-    lr: float = 5e-6
+    lr: float = setting(5e-6, range=NOT_NEGATIVE)
     """Learning rate after the warm-up."""
 
 
@@ -191,7 +236,7 @@ class MixedPrecisionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RefPrecisionConfig:
-    param_dtype: Literal["bf16", "fp32", "fp16"] | None = None
+    param_dtype: Literal["bf16", "fp32", "fp16"] | None = setting(None, why="unset: the number type of the policy")
     """Number type of the parameters and activations of this model, which is not trained; unset: as the policy."""
 
 
@@ -206,32 +251,48 @@ class ShardingConfig:
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory outside forward and backward."""
 
-    reshard_after_forward: bool | int = True
+    reshard_after_forward: bool | int = setting(
+        True,
+        check=Check(
+            "expected true, false or at least 1 rank, found {value}", lambda ranks: ranks is False or ranks >= 1
+        ),
+    )
     """Free gathered parameters after the forward pass and gather them again in backward: less memory, more traffic; a number: keep them sharded over so many ranks."""
 
-    fsdp_size: int | None = None
+    fsdp_size: int | None = setting(
+        None,
+        check=ALL_OR_COUNT,
+        why="unset: a node holds a copy where it can, so that parameters are not gathered over the network",
+    )
     """Ranks that share one copy of the parameters; further ranks hold further copies; -1, or more than there are: all ranks share one. Unset: those of a node, where there are several nodes and parameters, gradients and optimizer take at most a third of its GPUs' memory, so that parameters are gathered within a node; else all."""
 
-    expert_parallel_size: int = 1
-    """Ranks that share the experts of each layer of a mixture: tokens go to the ranks that have their experts, in place of weights to all ranks (docs/experts.md). It divides the experts and the ranks of a copy."""
+    expert_parallel_size: int = setting(1, range=COUNT)
+    """Ranks that share the experts of each layer of a mixture: tokens go to the ranks that have their experts, in place of weights to all ranks (docs/large_models.md). It divides the experts and the ranks of a copy."""
 
-    wrap_policy: dict[str, Any] = field(default_factory=dict)
-    """Which modules are sharded as units: transformer_layer_cls_to_wrap (class names), min_num_params (a module becomes one when so many parameters in it are in none yet) or disable (one unit only); empty: each decoder layer. Embedding and head are units of their own unless they are tied (docs/precision.md)."""
+    wrap_policy: dict[str, Any] = setting({})
+    """Which modules are sharded as units: transformer_layer_cls_to_wrap (class names), min_num_params (a module becomes one when so many parameters in it are in none yet) or disable (one unit only); empty: each decoder layer. Embedding and head are units of their own unless they are tied (docs/large_models.md)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FSDPConfig(ShardingConfig):
-    mixed_precision: MixedPrecisionConfig = field(default_factory=MixedPrecisionConfig)
+    mixed_precision: MixedPrecisionConfig = section(MixedPrecisionConfig, on_change=ROUNDING)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RefFSDPConfig(ShardingConfig):
-    mixed_precision: RefPrecisionConfig = field(default_factory=RefPrecisionConfig)
+    mixed_precision: RefPrecisionConfig = section(RefPrecisionConfig, on_change=ROUNDING)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScorerFSDPConfig(RefFSDPConfig):
+    mixed_precision: RefPrecisionConfig = section(RefPrecisionConfig, on_change=SAME_NUMBERS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherFSDPConfig(ShardingConfig):
-    mixed_precision: TeacherPrecisionConfig = field(default_factory=TeacherPrecisionConfig)
+    mixed_precision: TeacherPrecisionConfig = section(
+        TeacherPrecisionConfig, used_by=when("trainer.distillation.backend", "fsdp2", "megatron")
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,103 +300,131 @@ class LowPrecisionConfig:
     fp8: bool = False
     """Compute products of linear layers in FP8 by torchao, forward and backward, of policy and reference: those with inputs and outputs in multiples of 16, but for the head and routers of experts. Needs GPUs of compute capability 8.9 or above; CPUs compute with numbers rounded alike; FSDP2 only; excludes fp4."""
 
-    fp4: bool = False
+    fp4: bool = setting(False, unimplemented=Unimplemented("training in FP4, which torchao has not; use fp8"))
     """Train eligible linear layers in NVFP4; needs Blackwell GPUs; excludes fp8."""
 
-    fp8_recipe: Literal["dynamic_scaling", "delayed_scaling"] = "dynamic_scaling"
+    fp8_recipe: Literal["dynamic_scaling", "delayed_scaling"] = setting(
+        "dynamic_scaling", unimplemented=Unimplemented("scales of earlier steps, which torchao no longer has")
+    )
     """How FP8 scales are found: from the tensor itself, or from earlier steps."""
 
     fp8_granularity: Literal["rowwise", "tensorwise"] = "rowwise"
     """What shares one FP8 scale: a row, or a whole tensor."""
 
-    fp4_recipe: Literal["dynamic_scaling", "delayed_scaling"] = "dynamic_scaling"
+    fp4_recipe: Literal["dynamic_scaling", "delayed_scaling"] = setting(
+        "dynamic_scaling", unimplemented=Unimplemented("training in FP4, which torchao has not; use fp8")
+    )
     """How FP4 scales are found: from the tensor itself, or from earlier steps."""
 
-    fp4_granularity: Literal["rowwise", "tensorwise"] = "rowwise"
+    fp4_granularity: Literal["rowwise", "tensorwise"] = setting(
+        "rowwise", unimplemented=Unimplemented("training in FP4, which torchao has not; use fp8")
+    )
     """What shares one FP4 scale: a row, or a whole tensor."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsConfig:
-    aux_loss_coef: float = 0.0
+    aux_loss_coef: float = setting(0.0, range=NOT_NEGATIVE)
     """Weight of the loss that keeps experts equally busy (arXiv:2101.03961), taken over each sample and added over the layers; 0: none."""
 
-    z_loss_coef: float = 0.0
+    z_loss_coef: float = setting(0.0, range=NOT_NEGATIVE)
     """Weight of the loss that keeps the logits of routers small (arXiv:2202.08906), taken as that; 0: none."""
 
-    router_replay: Literal["none", "R3"] = "none"
+    router_replay: Literal["none", "R3"] = setting(
+        "none",
+        on_change=Effect(
+            "warning", "groups that wait to be trained tell of no experts, and go to those of the trainer's routers"
+        ),
+    )
     """R3: tokens go to the experts that the engine took them to, in training and in scoring (arXiv:2510.11370); none: to those that the routers of the trainer choose."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyConfig:
-    model: ModelConfig
+    model: ModelConfig = required(on_change=OTHER_MODEL)
 
-    optimizer_config: OptimizerConfig = field(default_factory=OptimizerConfig)
+    optimizer_config: OptimizerConfig = section(OptimizerConfig, on_change=UPDATES)
 
-    fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
+    fsdp_config: FSDPConfig = section(FSDPConfig, on_change=SAME_NUMBERS)
 
-    megatron_config: MegatronConfig = field(default_factory=MegatronConfig)
+    megatron_config: MegatronConfig = section(MegatronConfig, on_change=SPREAD)
 
-    low_precision: LowPrecisionConfig = field(default_factory=LowPrecisionConfig)
+    low_precision: LowPrecisionConfig = section(LowPrecisionConfig, on_change=ROUNDING)
 
-    experts: ExpertsConfig = field(default_factory=ExpertsConfig)
+    experts: ExpertsConfig = section(ExpertsConfig, on_change=OBJECTIVE)
 
-    diffusers: DiffusersConfig = field(default_factory=DiffusersConfig)
+    diffusers: DiffusersConfig = section(DiffusersConfig, on_change=OBJECTIVE)
 
-    sequence_parallel_size: int = 1
-    """Ranks that share the tokens of each sample, at most as many as the model has query heads (docs/sequence_parallel.md); FSDP2 only."""
+    sequence_parallel_size: int = setting(1, range=COUNT, on_change=SPREAD)
+    """Ranks that share the tokens of each sample, at most as many as the model has query heads (docs/large_models.md); FSDP2 only."""
 
-    use_torch_compile: bool = False
+    use_torch_compile: bool = setting(False, on_change=SAME_NUMBERS)
     """Compile the chunked computation of log-probabilities and entropy."""
 
-    compile_model: bool = False
+    compile_model: bool = setting(False, on_change=SAME_NUMBERS)
     """Compile the layers of policy and reference with torch.compile: the first passes take minutes, later ones less time; FSDP2 only."""
 
-    activation_offload: bool = False
+    activation_offload: bool = setting(
+        False, used_by=when("trainer.gradient_checkpointing", True), on_change=SAME_NUMBERS
+    )
     """Move what gradient checkpointing keeps, the inputs of layers, to host memory between forward and backward; on GPUs with FSDP2 only."""
 
-    enable_liger_kernel: bool = False
+    enable_liger_kernel: bool = setting(False, on_change=SAME_NUMBERS)
     """Compute norms, MLPs and rotary positions of policy and reference by the kernels of the package liger-kernel, on GPUs with FSDP2; the loss stays the same code."""
 
-    record_memory: bool = False
+    record_memory: bool = setting(False, on_change=WRITTEN)
     """Write a snapshot of each rank's GPU memory after each step, and when memory runs out, into profile/ of the run directory; the newest four stay."""
 
-    model_config_kwargs: dict[str, Any] = field(default_factory=dict)
+    model_config_kwargs: dict[str, Any] = setting({}, on_change=OTHER_MODEL)
     """Replaces entries of the model's config.json in the trainer, the engines and exports; engines take generator.inference_engine.engine_init_kwargs.hf_overrides before it."""
 
-    trainable_map: dict[str, bool] = field(default_factory=dict)
+    trainable_map: dict[str, bool] = setting({}, on_change=OTHER_MODEL)
     """Parameters or modules, by full name, that are trained (true) or frozen (false); in this order."""
 
-    freeze_pattern: list[str] = field(default_factory=list)
+    freeze_pattern: list[str] = setting([], on_change=OTHER_MODEL)
     """Regular expressions; parameters whose names contain a match are frozen, whatever trainable_map says."""
+
+
+_AS_POLICY_SIZE = (
+    "unset: as the policy, whose samples it gets; SkyRL's 1 would compute each on every rank that shares it"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RefConfig:
-    model: RefModelConfig = field(default_factory=RefModelConfig)
+    model: RefModelConfig = section(RefModelConfig, on_change=OTHER_REFERENCE)
 
-    sequence_parallel_size: int | None = None
+    sequence_parallel_size: int | None = setting(
+        None,
+        range=COUNT,
+        on_change=SPREAD,
+        why=_AS_POLICY_SIZE,
+    )
     """Ranks that share the tokens of each sample in the reference's forward pass; not set: as many as of the policy, and on its ranks no other number."""
 
-    fsdp_config: RefFSDPConfig = field(default_factory=RefFSDPConfig)
+    fsdp_config: RefFSDPConfig = section(RefFSDPConfig, on_change=SAME_NUMBERS)
 
-    megatron_config: MegatronModelConfig = field(default_factory=MegatronModelConfig)
+    megatron_config: RefMegatronConfig = section(RefMegatronConfig, on_change=SPREAD)
 
-    model_config_kwargs: dict[str, Any] = field(default_factory=dict)
+    model_config_kwargs: dict[str, Any] = setting({}, on_change=OTHER_REFERENCE)
     """Replaces entries of the reference model's config.json."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CriticConfig:
-    model: CriticModelConfig = field(default_factory=CriticModelConfig)
+    model: CriticModelConfig = section(CriticModelConfig, on_change=OTHER_MODEL)
 
-    optimizer_config: CriticOptimizerConfig = field(default_factory=CriticOptimizerConfig)
+    optimizer_config: CriticOptimizerConfig = section(CriticOptimizerConfig, on_change=UPDATES)
 
-    fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
+    fsdp_config: FSDPConfig = section(FSDPConfig, on_change=SAME_NUMBERS)
 
-    sequence_parallel_size: int | None = None
+    sequence_parallel_size: int | None = setting(
+        None,
+        range=COUNT,
+        on_change=SPREAD,
+        why=_AS_POLICY_SIZE,
+    )
     """Ranks that share the tokens of each sample in the critic; not set: as many as of the policy, and on its ranks no other number."""
 
-    model_config_kwargs: dict[str, Any] = field(default_factory=dict)
+    model_config_kwargs: dict[str, Any] = setting({}, on_change=OTHER_MODEL)
     """Replaces entries of the critic's config.json."""

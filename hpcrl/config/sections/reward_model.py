@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hpcrl.config.setting import NOT_NEGATIVE, setting
+
 
 @dataclass(frozen=True, kw_only=True)
 class RewardModelConfig:
-    center_rewards_coefficient: float = 0.0
+    center_rewards_coefficient: float = setting(0.0, range=NOT_NEGATIVE)
     """Weight of the squared sum of both scores of a pair in the loss, which keeps scores near 0; TRL's documents use 0.01."""

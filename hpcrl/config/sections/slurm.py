@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import re
+from dataclasses import dataclass
 from typing import Any, Literal
 
+from hpcrl.config.conditions import ENGINES
+from hpcrl.config.effects import CLUSTER, OTHER_DIRECTORY, SOFTWARE, SPREAD
 from hpcrl.config.fields import Location
+from hpcrl.config.setting import COUNT, NOT_NEGATIVE, POSITIVE, Check, Range, section, setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,13 +19,13 @@ class PatienceConfig:
     0: no limit.
     """
 
-    load_seconds: int = 3600
+    load_seconds: int = setting(3600, range=NOT_NEGATIVE)
     """Imports, the ranks' rendezvous, loading of model, checkpoint and data."""
 
-    step_seconds: int = 1800
+    step_seconds: int = setting(1800, range=NOT_NEGATIVE)
     """One micro-batch or one optimizer step, the first of which may compile. Waiting for a batch does not count."""
 
-    save_seconds: int = 3600
+    save_seconds: int = setting(3600, range=NOT_NEGATIVE)
     """A checkpoint, an export, or the weights for the replicas. A controller that fails gives the trainer as long to save."""
 
 
@@ -32,11 +36,11 @@ class ElasticConfig:
     They join the run when Slurm starts them and leave it when Slurm takes them away; training goes on with those that are there.
     """
 
-    replicas: int = 0
+    replicas: int = setting(0, range=NOT_NEGATIVE)
     """Replicas beside those that start with the run (generator.inference_engine.num_engines; of a scorer's model its copies); 0: none. Where
     none start with the run, it depends on these, and waits for the first one as long as slurm.replica_patience_minutes allows."""
 
-    at_once: int | None = None
+    at_once: int | None = setting(None, range=COUNT)
     """Elements that run at the same time at most; unset: all."""
 
     partition: str | None = None
@@ -51,29 +55,34 @@ class ElasticConfig:
     constraint: str | None = None
     """Features that the nodes must have."""
 
-    time_minutes: int | None = None
+    time_minutes: int | None = setting(None, range=Range(5))
     """Time limit of an element in minutes, after which it queues again; unset: that of the run."""
 
-    cpus_per_task: int | None = None
+    cpus_per_task: int | None = setting(None, range=COUNT)
     """CPU cores asked for by each replica; unset: its share of slurm.cpus_per_task, or a whole node where the run takes whole nodes and a
     replica all GPUs of one."""
 
-    mem_gb: int | None = None
+    mem_gb: int | None = setting(None, range=NOT_NEGATIVE)
     """Memory asked for by each replica in GB; 0: all of its node; unset: as cpus_per_task, of slurm.mem_gb."""
 
-    extra: dict[str, Any] = field(default_factory=dict)
+    extra: dict[str, Any] = setting({})
     """Further sbatch options by their long names; true: an option without a value."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ElasticReplicasConfig(ElasticConfig):
+    replicas: int = setting(0, used_by=ENGINES)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ElasticScorersConfig:
     """Further copies of the models that judge finished samples, as those of slurm.elastic: a job array for each model."""
 
-    teacher: ElasticConfig = field(default_factory=ElasticConfig)
+    teacher: ElasticConfig = section(ElasticConfig)
 
-    reference: ElasticConfig = field(default_factory=ElasticConfig)
+    reference: ElasticConfig = section(ElasticConfig)
 
-    reward_model: ElasticConfig = field(default_factory=ElasticConfig)
+    reward_model: ElasticConfig = section(ElasticConfig)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +93,7 @@ class UploadJobConfig:
     """run: a process on the run's first node, beside the run; job: a job of its own, once the run's job has ended; command: nobody but
     `hpcrl upload`, from a node that has a network."""
 
-    wait_minutes: int = 10
+    wait_minutes: int = setting(10, range=NOT_NEGATIVE)
     """Minutes for which a run that is done keeps its nodes for uploads that are not finished; `hpcrl upload` sends what is missing then."""
 
     partition: str | None = None
@@ -99,16 +108,16 @@ class UploadJobConfig:
     constraint: str | None = None
     """Features that the job's node must have."""
 
-    time_minutes: int = 240
+    time_minutes: int = setting(240, range=Range(5))
     """Time limit of the job in minutes."""
 
-    cpus_per_task: int | None = None
+    cpus_per_task: int | None = setting(None, range=COUNT)
     """CPU cores of the job; unset: the partition's default."""
 
-    mem_gb: int | None = None
+    mem_gb: int | None = setting(None, range=NOT_NEGATIVE)
     """Memory of the job in GB; unset: the partition's default."""
 
-    extra: dict[str, Any] = field(default_factory=dict)
+    extra: dict[str, Any] = setting({})
     """Further sbatch options of the job by their long names; true: an option without a value."""
 
 
@@ -122,11 +131,11 @@ class ContainerConfig:
     image: Location | None = None
     """Image: a .sif file or a .sqsh file, or what else the one or the other takes."""
 
-    mounts: list[str] = field(default_factory=list)
+    mounts: list[str] = setting([])
     """Further directories of the node to be seen inside, SOURCE or SOURCE:TARGET or SOURCE:TARGET:ro; slurm.root, data, models and /tmp
     are seen without."""
 
-    arguments: list[str] = field(default_factory=list)
+    arguments: list[str] = setting([])
     """Further options: of `apptainer exec`, or of srun."""
 
     python: str = "python3"
@@ -139,83 +148,93 @@ class ContainerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmConfig:
-    root: Location | None = None
+    root: Location | None = setting(None, on_change=OTHER_DIRECTORY)
     """Directory on a filesystem that all nodes share; a run is <root>/<project>/<run>. Unset: $HPCRL_ROOT, else ./runs, where commands look for runs too."""
 
-    partition: str | None = None
+    partition: str | None = setting(None, on_change=CLUSTER)
     """Partition; unset: the cluster's default."""
 
-    account: str | None = None
+    account: str | None = setting(None, on_change=CLUSTER)
     """Account that is charged; unset: the user's default."""
 
-    qos: str | None = None
+    qos: str | None = setting(None, on_change=CLUSTER)
     """Quality of service; unset: the default."""
 
-    constraint: str | None = None
+    constraint: str | None = setting(None, on_change=CLUSTER)
     """Features that the nodes must have."""
 
-    time_minutes: int = 60
+    time_minutes: int = setting(60, range=Range(5), on_change=CLUSTER)
     """Time limit of one attempt in minutes."""
 
-    gpus_per_node: int | str = 0
+    gpus_per_node: int | str = setting(
+        0,
+        range=NOT_NEGATIVE,
+        check=Check(
+            'expected a number, or type and number such as "h100:8", found {value!r}',
+            lambda gpus: (
+                isinstance(gpus, int) or re.fullmatch(r"[A-Za-z][A-Za-z0-9._-]*:[1-9][0-9]*", gpus) is not None
+            ),
+        ),
+        on_change=SPREAD,
+    )
     """GPUs asked for on each node, of a type where the cluster has several: "h100:8"; 0: a run on CPU."""
 
-    gpu_option: Literal["gpus-per-node", "gres", "none"] = "gpus-per-node"
+    gpu_option: Literal["gpus-per-node", "gres", "none"] = setting("gpus-per-node", on_change=CLUSTER)
     """The option of sbatch that asks for them: --gpus-per-node; --gres=gpu:N; or none, where whole nodes are lent without counting GPUs."""
 
-    gpu_memory_gb: float | None = None
+    gpu_memory_gb: float | None = setting(None, range=POSITIVE, on_change=CLUSTER)
     """Memory of each GPU in GB (2^30 bytes), with which `hpcrl plan` compares its estimate; unset: that of this machine's GPUs."""
 
-    cpus_per_task: int | None = None
+    cpus_per_task: int | None = setting(None, range=COUNT, on_change=CLUSTER)
     """CPU cores asked for on each node (one task runs per node); unset: all where nodes are not shared, else the cluster's default."""
 
-    mem_gb: int | None = None
+    mem_gb: int | None = setting(None, range=NOT_NEGATIVE, on_change=CLUSTER)
     """Memory asked for on each node in GB; 0: all of it; unset: all where nodes are not shared, else the cluster's default."""
 
-    exclusive: bool | None = None
+    exclusive: bool | None = setting(None, on_change=CLUSTER)
     """Share no node with other jobs; unset: true for a run on GPUs that sets neither cpus_per_task nor mem_gb, because a cluster's defaults
     are usually one core and its share of the memory, whatever the GPUs."""
 
-    replicas_per_node: int | None = None
+    replicas_per_node: int | None = setting(None, range=COUNT, on_change=CLUSTER)
     """Replicas on one rollout node; unset: as many as its GPUs allow, at least 1."""
 
-    min_replicas: int = 1
+    min_replicas: int = setting(1, range=COUNT, on_change=CLUSTER)
     """Replicas below which a run does not go on for long: when replica_patience_minutes are over, it saves and fails."""
 
-    min_scorers: int = 1
+    min_scorers: int = setting(1, range=COUNT, on_change=CLUSTER)
     """Copies of each scorer's model below which a run does not go on for long, as min_replicas."""
 
-    replica_patience_minutes: int = 15
+    replica_patience_minutes: int = setting(15, range=COUNT, on_change=CLUSTER)
     """How long a run goes on with fewer replicas than min_replicas, those whose engines start included, or fewer scorers than min_scorers."""
 
-    elastic: ElasticConfig = field(default_factory=ElasticConfig)
+    elastic: ElasticReplicasConfig = section(ElasticReplicasConfig, on_change=CLUSTER)
 
-    elastic_scorers: ElasticScorersConfig = field(default_factory=ElasticScorersConfig)
+    elastic_scorers: ElasticScorersConfig = section(ElasticScorersConfig, on_change=CLUSTER)
 
-    upload: UploadJobConfig = field(default_factory=UploadJobConfig)
+    upload: UploadJobConfig = section(UploadJobConfig, on_change=CLUSTER)
 
-    container: ContainerConfig = field(default_factory=ContainerConfig)
+    container: ContainerConfig = section(ContainerConfig, on_change=SOFTWARE)
 
-    setup: list[str] = field(default_factory=list)
+    setup: list[str] = setting([], on_change=SOFTWARE)
     """Shell lines that the batch script runs first."""
 
-    extra: dict[str, Any] = field(default_factory=dict)
+    extra: dict[str, Any] = setting({}, on_change=CLUSTER)
     """Further sbatch options by their long names; true: an option without a value."""
 
-    network_interface: str | None = None
+    network_interface: str | None = setting(None, on_change=CLUSTER)
     """Interface whose address the servers bind; unset: the one to which the node's name resolves."""
 
-    array_parallelism: int | None = None
+    array_parallelism: int | None = setting(None, range=COUNT, on_change=CLUSTER)
     """Elements of a sweep that run at the same time; unset: 256."""
 
-    signal_seconds: int = 150
+    signal_seconds: int = setting(150, range=Range(60), on_change=CLUSTER)
     """Seconds before the time limit at which a run saves and stops; a save may take 30 seconds less."""
 
-    crash_budget: int = 3
+    crash_budget: int = setting(3, range=COUNT, on_change=CLUSTER)
     """Crashes without a new checkpoint between them after which a run is held instead of requeued; 1: a crash is never retried."""
 
-    replica_restarts: int = 3
+    replica_restarts: int = setting(3, range=NOT_NEGATIVE, on_change=CLUSTER)
     """Restarts of a replica or a scorer that fails, in one attempt, before it is given up; training goes on with the others."""
 
-    patience: PatienceConfig = field(default_factory=PatienceConfig)
+    patience: PatienceConfig = section(PatienceConfig, on_change=CLUSTER)
     """When a process that makes no progress counts as hanging."""

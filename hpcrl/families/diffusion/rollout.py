@@ -24,6 +24,6 @@ def load_generator(run: Run, config: Config, interval: int | None) -> LoadedGene
 
 
 def own_engine(config: Config) -> Launched:
-    from hpcrl.rollout.engines.diffusion.launch import Diffusion
+    from hpcrl.rollout.engines.diffusion.engine import Diffusion
 
     return Diffusion.of(config)

@@ -85,8 +85,10 @@ class Environments:
             environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         told = "PYTORCH_CUDA_ALLOC_CONF" in environment  # its former name
         if name.startswith("trainer-") and node.gpus and not told:
-            # micro-batches differ in length, and blocks of fixed sizes would leave gaps that nothing fits in
-            environment.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+            # micro-batches differ in length, and blocks of fixed sizes would leave gaps that nothing fits in; pinned memory above 1 MiB is as
+            # large as its tensor, not the next power of two
+            settings = "expandable_segments:True,pinned_max_round_threshold_mb:1"
+            environment.setdefault("PYTORCH_ALLOC_CONF", settings)
         if name == "controller" or not node.gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ""
         if not node.gpus and not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & environment.keys():

@@ -23,7 +23,7 @@ from hpcrl.errors import DataError, RunError
 from hpcrl.observe.report.curves import rounded
 from hpcrl.rundir.commit import is_committed
 from hpcrl.rundir.layout import Run, version_of
-from hpcrl.types import Batch, GroupMeta, Sample
+from hpcrl.types import Batch, GroupMeta, Row
 
 _LARGEST = 4 << 20  # bytes of all samples of a run
 _PER_STEP = 8
@@ -130,14 +130,14 @@ def _trained(run: Run, batch: Batch, place: int, at: int, decode: Decode | None)
     }
 
 
-def _facts(group: GroupMeta, at: int, row: Sample[np.ndarray]) -> dict[str, float]:
+def _facts(group: GroupMeta, at: int, row: Row) -> dict[str, float]:
     was = group.raw_rewards[at] if group.raw_rewards else group.rewards[at]
     raw = {"reward before zero_reward_on_non_stop": was} if was != group.rewards[at] else {}
     metrics = group.env_metrics[at] if group.env_metrics else row.env_metrics
     return {"tokens": group.response_lengths[at], "replica": group.replica, **raw, **metrics}
 
 
-def _row(row: Sample[np.ndarray], dumped: dict[str, np.ndarray], decode: Decode | None) -> dict[str, Any]:
+def _row(row: Row, dumped: dict[str, np.ndarray], decode: Decode | None) -> dict[str, Any]:
     """Return the tokens of a row, and a column of numbers for each thing that is known of them; None where it is not known of a token."""
     size = min(len(row.token_ids), _MOST_TOKENS)
     chosen = row.versions[:size] >= 0

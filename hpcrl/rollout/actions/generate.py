@@ -31,10 +31,10 @@ from hpcrl.rollout.engines.actions.engine import ActionEngine
 from hpcrl.rollout.engines.base import Engine, Generation
 from hpcrl.rollout.env_session import EnvSession
 from hpcrl.rollout.generate import Generator, Maker
-from hpcrl.rollout.group import Group, Row, apply_stop_reason, neutralize_failed, sample_reward
+from hpcrl.rollout.group import Group, apply_stop_reason, neutralize_failed, sample_reward
 from hpcrl.rollout.threads import CallThreads, in_thread
 from hpcrl.rollout.turns import Turns
-from hpcrl.types import LONGEST_FAILURE, Kind, Sample, StopReason, Work, plain_text
+from hpcrl.types import LONGEST_FAILURE, Kind, Row, Sample, StopReason, Work, plain_text
 
 if TYPE_CHECKING:
     from PIL.Image import Image

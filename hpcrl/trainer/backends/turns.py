@@ -84,16 +84,3 @@ class DeviceTurns:
             return {}
         free, total = torch.cuda.mem_get_info(self._device)
         return {f"memory/{when}_gib": (total - free) / 2**30}
-
-
-def moments_to_host(optimizer: torch.optim.Optimizer) -> list[tuple[dict[str, Any], str]]:
-    """Move what an optimizer keeps on a device to host memory; return where it stands in its state."""
-    moved = [
-        (state, name)
-        for state in optimizer.state.values()
-        for name, value in state.items()
-        if isinstance(value, torch.Tensor) and value.device.type != "cpu"
-    ]
-    for state, name in moved:
-        state[name] = state[name].to("cpu")
-    return moved

@@ -54,7 +54,7 @@ def plain_rows(
     mask_RK: torch.Tensor | None = None,
     ids_RK: torch.Tensor | None = None,
     softcap: float | None = None,
-    never: tuple[int, ...] = (),
+    never: torch.Tensor | None = None,
     only: range | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Return log-probabilities of the labels and entropies, [R] float32 each, with all logits at the same time.
@@ -65,14 +65,14 @@ def plain_rows(
         ids_RK: other tokens of each row, whose log-probabilities are returned too, [R, K] float32; they are those of the whole vocabulary. What
             is returned for -1 means nothing.
         softcap: as of LogitChange.
-        never: tokens whose probability is 0.
+        never: [N] int64, tokens whose probability is 0.
         only: the tokens that have any, the labels among them; None: all but `never`.
     """
     if only is not None:
         head_VD, labels_R = head_VD[only.start : only.stop], labels_R - only.start
     logits_RV = capped(linear(hidden_RD, head_VD).to(dtype), softcap)
-    if never:
-        logits_RV = logits_RV.index_fill(1, torch.tensor(never, device=logits_RV.device), _LEFT_OUT)
+    if never is not None:
+        logits_RV = logits_RV.index_fill(1, never, _LEFT_OUT)
     if temperature != 1.0:  # a division is one more [R, V], in backward too
         logits_RV = logits_RV / temperature
     more: tuple[torch.Tensor, ...] = ()

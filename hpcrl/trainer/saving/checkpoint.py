@@ -9,7 +9,7 @@
       manifest.json                    step, updates, batch, cursor, layout; sizes and checksums of the files above
       COMMIT
 
-All ranks write, rank 0 commits. Only rank 0 looks for checkpoints: network filesystems may show each node something else.
+All ranks write and verify, rank 0 commits. Only rank 0 looks for checkpoints: network filesystems may show each node something else.
 """
 
 from __future__ import annotations
@@ -38,7 +38,14 @@ from hpcrl.trainer.distributed import World
 from hpcrl.trainer.rng import random_state
 from hpcrl.trainer.saving.committer import CheckpointContent, Committer
 from hpcrl.trainer.saving.mid_batch import PartialBatch, unusable
-from hpcrl.trainer.saving.resume import CRITIC, ResumePoint, find_checkpoint, load_checkpoint, log_skipped
+from hpcrl.trainer.saving.resume import (
+    CRITIC,
+    ResumePoint,
+    find_checkpoint,
+    load_checkpoint,
+    log_skipped,
+    verified_by_ranks,
+)
 from hpcrl.types import Batch
 
 log = logging.getLogger(__name__)
@@ -137,8 +144,7 @@ class Checkpoints:
         """
         run, attempt, fence = self._run, self._attempt, self._committer.fence
         look = partial(find_checkpoint, run, attempt, mode, path, self._unusable, fence)
-        found = self._world.rank0_broadcast(lambda: str(look() or ""))
-        return Path(found) if found else None
+        return verified_by_ranks(self._world, look)
 
     def load(self, engine: Engine, critic: Engine | None, checkpoint: Path | None) -> ResumePoint:
         """Bring the engines, and what is drawn at random, to a checkpoint or, where it is None, to step 0; nothing is written.

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file
 
-from hpcrl.errors import RunError
-from hpcrl.rundir.checkpoints import newest_usable, require_checkpoints, size_of, steps_left
-from hpcrl.rundir.commit import verify
+from hpcrl.errors import CommitError, RunError
+from hpcrl.rundir.checkpoints import Verify, newest_usable, require_checkpoints, size_of, steps_left
+from hpcrl.rundir.commit import verify, verify_checksums
 from hpcrl.rundir.layout import Run, step_of
 from hpcrl.rundir.space import explained
 from hpcrl.rundir.starts import require_starts
@@ -57,16 +59,17 @@ def find_checkpoint(
     path: str | None,
     unusable: Callable[[Path], str | None],
     fence: Callable[[], None],
+    verify: Verify,
 ) -> Path | None:
     """Return the checkpoint that training starts from; None: it starts at step 0. Rank 0 looks: filesystems may show each node another state.
 
-    Args and errors as of `Checkpoints.find`.
+    Args and errors as of `Checkpoints.find` and `newest_usable`.
     """
     if mode == "none":
         return None
     require_starts(run)
     with explained(run.checkpoints):
-        own = newest_usable(run, attempt, log_skipped, unusable, fence)
+        own = newest_usable(run, attempt, log_skipped, unusable, fence, verify)
     if own is not None:
         return own
     if damaged := steps_left(run):
@@ -75,14 +78,56 @@ def find_checkpoint(
             "one, or submit a new run"
         )
     require_checkpoints(run)
-    return _from_path(path) if mode == "from_path" else None
+    return _from_path(path, verify) if mode == "from_path" else None
+
+
+def verified_by_ranks(world: World, look: Callable[[Verify], Path | None]) -> Path | None:
+    """Return on every rank the checkpoint that `look` finds on rank 0; all ranks hash files of those that it verifies.
+
+    All ranks call it. An error of `look` is raised on every rank.
+    """
+
+    def find() -> str:
+        try:
+            return str(look(lambda path: _verify_with_ranks(path, world)) or "")
+        finally:
+            world.rank0_broadcast(lambda: None)
+
+    if not world.first:
+        while task := world.rank0_broadcast(dict):
+            with suppress(CommitError):  # rank 0 decides what follows from it
+                _verify_share(Path(task["path"]), task["shares"], world)
+    found = world.rank0_broadcast(find)
+    return Path(found) if found else None
+
+
+def _verify_with_ranks(path: Path, world: World) -> None:
+    files = verify(path, checksums=False)["files"]
+    shares: list[dict[str, Any]] = [{} for _ in range(world.size)]
+    sizes = [0] * world.size
+    for name in sorted(files, key=lambda name: files[name]["size"], reverse=True):
+        least = sizes.index(min(sizes))
+        shares[least][name] = files[name]
+        sizes[least] += files[name]["size"]
+    began = time.monotonic()
+    world.rank0_broadcast(lambda: {"path": str(path), "shares": shares})
+    _verify_share(path, shares, world)
+    seconds = time.monotonic() - began
+    log.info(
+        "%s verified by %d ranks: %.2f GB in %.1f s, %.2f GB/s",
+        path.name, world.size, sum(sizes) / 1e9, seconds, sum(sizes) / 1e9 / max(seconds, 1e-9),
+    )  # fmt: skip
+
+
+def _verify_share(path: Path, shares: Sequence[Mapping[str, Any]], world: World) -> None:
+    world.all_gather(lambda: verify_checksums(path, shares[world.rank]))
 
 
 def log_skipped(why: str) -> None:
     log.warning("checkpoint skipped: %s", why)
 
 
-def _from_path(path: str | None) -> Path:
+def _from_path(path: str | None, verify: Verify) -> Path:
     if path is None:
         raise RunError("trainer.resume_mode is from_path: set trainer.resume_path to a directory checkpoints/sNNNNNN")
     checkpoint = Path(path)

@@ -14,7 +14,7 @@ from hpcrl.config import Config
 from hpcrl.config.errors import Problem
 from hpcrl.config.fields import leaves
 from hpcrl.config.load import nested
-from hpcrl.config.rules import agents, generation, idle, ranks, scorers, training, uploads
+from hpcrl.config.rules import agents, generation, ranks, scorers, training, unused_settings, uploads
 from hpcrl.config.rules import alerts as alerting
 from hpcrl.config.rules import cluster as site
 from hpcrl.config.rules import combinations as rules
@@ -46,7 +46,7 @@ MODULES = (
     agents,
     alerting,
     diffusion,
-    idle,
+    unused_settings,
     ranks,
     layouts,
     generation,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
 from hpcrl.rundir.layout import Run
@@ -42,8 +43,8 @@ def test_a_run_goes_on_after_a_preemption_and_is_replayed_and_evaluated(place: P
     run = stopped_and_resumed(place, REACH, "reach_pi05", [*settings, camera], steps=6)
     again = hpcrl("replay", str(run.path), "--step", "6", cwd=place)
     assert again.stdout.splitlines()[-1] == "no difference", again.stdout + again.stderr
-    rows = place / "rows.jsonl"
-    rows.write_text("".join((CONFIGS / "reach_pi05" / "data" / "validation.jsonl").read_text().splitlines(True)[:8]))
+    rows = place / "rows.parquet"
+    pq.write_table(pq.read_table(CONFIGS / "reach_pi05" / "data" / "validation.parquet").slice(0, 8), rows)
     done = hpcrl(
         "eval", str(run.path), "--data", str(rows), "-o", "evaluated", "--json", "vla.save_video=true", cwd=place
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
 from hpcrl.rundir.layout import Run
@@ -42,8 +43,8 @@ def test_two_ranks_train_what_one_does(place: Path) -> None:
     assert again.stdout.splitlines()[-1] == "no difference", again.stdout + again.stderr
     exported = json.loads((one.export(STEPS) / "config.json").read_text())
     assert (exported["parallel_decoding"], exported["use_proprio"], exported["proprio_dim"]) == (True, True, 1)
-    rows = place / "rows.jsonl"
-    rows.write_text("".join((REACH / "data" / "validation.jsonl").read_text().splitlines(keepends=True)[:4]))
+    rows = place / "rows.parquet"
+    pq.write_table(pq.read_table(CONFIGS / "reach" / "data" / "validation.parquet").slice(0, 4), rows)
     done = hpcrl("eval", str(one.path), "--data", str(rows), "-o", "evaluated", "--json", cwd=place)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["failures"] == []

@@ -129,7 +129,11 @@ def test_order_of_kernels(
 
 @pytest.mark.parametrize(
     ("gpus", "users", "trainer"),
-    [(0, {}, None), (1, {}, "expandable_segments:True"), (1, {"PYTORCH_CUDA_ALLOC_CONF": "a"}, None)],
+    [
+        (0, {}, None),
+        (1, {}, "expandable_segments:True,pinned_max_round_threshold_mb:1"),
+        (1, {"PYTORCH_CUDA_ALLOC_CONF": "a"}, None),
+    ],
 )
 def test_the_allocator_of_ranks_on_gpus_grows_its_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, users: dict[str, str], trainer: str | None

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 
 from hpcrl.config import EnvironmentConfig, GeneratorConfig, InferenceEngineConfig, SamplingParams
 from hpcrl.config.sections.environment import AgentConfig, SkyRLGymConfig
-from hpcrl.data.group_file import check_group, write_group
+from hpcrl.data.group_file import check_group
 from hpcrl.envs.base import AgentEnvironment, Endpoint, Messages, Turn
 from hpcrl.errors import ConfigError, EngineError, RunError
 from hpcrl.rollout.endpoint.server import serving
@@ -29,6 +29,7 @@ from hpcrl.runtime.http_server import MAX_BODY
 from hpcrl.types import Prompt, Work
 from tests.rollout.conftest import WithEngine, runner
 from tests.rollout.material import QUICKSTART, logprobs
+from tests.rows import write_group
 
 TOKENIZER = AutoTokenizer.from_pretrained(QUICKSTART)
 CONFIG = GeneratorConfig(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
-from hpcrl.rollout.endpoint.pieces import TextInPieces
+from hpcrl.rollout.endpoint.session import TextInPieces
 
 TEXTS = ["so </q> it was", "näïve — 🙂🙂 ok", "ab\n\nab <tool_call>{}", "\ufffd and then", "🧑‍🚀", "   ", ""]
 

@@ -26,7 +26,7 @@ from hpcrl.config import (
     TrainerConfig,
 )
 from hpcrl.config.sections.generator import EvalSamplingParams
-from hpcrl.data.group_file import read_group, write_group
+from hpcrl.data.group_file import read_group
 from hpcrl.errors import ConfigError
 from hpcrl.rollout.engines.base import Engine, Launched
 from hpcrl.rollout.engines.vllm.server import Server
@@ -50,7 +50,7 @@ from hpcrl.trainer.stop import StopConsensus
 from hpcrl.types import Batch, Prompt, Work
 from tests.rollout.conftest import WithEngine
 from tests.rollout.material import QUICKSTART, VOCABULARY, as_version, distribution
-from tests.rows import read_tensors
+from tests.rows import read_tensors, write_group
 from tests.trainer.material import make_run, world_of_one
 
 TOKENIZER = AutoTokenizer.from_pretrained(QUICKSTART)

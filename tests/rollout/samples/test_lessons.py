@@ -19,8 +19,8 @@ from hpcrl.data.chat.turns import ChatTurns
 from hpcrl.data.vision.reader import Context
 from hpcrl.envs.base import Messages
 from hpcrl.errors import ConfigError, DataError
-from hpcrl.rollout.lessons import Lessons, Row, Told
-from hpcrl.types import Sample
+from hpcrl.rollout.lessons import Lessons, Told
+from hpcrl.types import Row, Sample
 from tests.rollout.material import QUICKSTART
 
 TEMPLATE = ChatTurns(AutoTokenizer.from_pretrained(QUICKSTART), {})

@@ -24,7 +24,7 @@ from hpcrl.config import (
     TrainerConfig,
 )
 from hpcrl.config.sections.model import ExpertsConfig
-from hpcrl.data.group_file import read_group, write_group
+from hpcrl.data.group_file import read_group
 from hpcrl.data.models.routers import routers
 from hpcrl.errors import EngineError
 from hpcrl.rollout.engines.base import Generation
@@ -38,6 +38,7 @@ from hpcrl.trainer.packing import PackedSamples, pack
 from hpcrl.types import ROUTED_EXPERTS, Prompt, Work
 from tests.rollout.engines.embedded.test_batch import LONG, SIZES, saved, staggered
 from tests.rollout.material import LONG_PROMPT, QUICKSTART, START_S, embedded_options
+from tests.rows import write_group
 from tests.trainer.material import world_of_one
 
 LAYERS, CHOSEN = 4, 4

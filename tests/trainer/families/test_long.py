@@ -12,11 +12,11 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from hpcrl.data.group_file import write_group
 from hpcrl.trainer.batching import MicroBatchLimit
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.loss import build_objective
 from hpcrl.types import Batch
+from tests.rows import write_group
 from tests.trainer.material import load, make_batch, make_run, make_sample, score, train, write_model
 from tests.trainer.scenarios import ALGORITHM, make_engine
 

@@ -15,8 +15,8 @@ from hpcrl.errors import DataError
 from hpcrl.trainer.models.packed import kernels
 from hpcrl.trainer.models.packed.attention import PACKED, PADDED, PackedSequences, attend, packed_attention
 from hpcrl.trainer.models.packed.kernels import AttentionKind, Places, flex, seen_blocks
-from hpcrl.trainer.models.packed.prefixes import shared_prefixes
 from hpcrl.trainer.models.packed.tree import PrefixTree
+from hpcrl.trainer.packing import shared_prefixes
 from tests.trainer.material import VOCABULARY
 
 CPU = torch.device("cpu")

@@ -23,8 +23,8 @@ from hpcrl.trainer.backends.fsdp.model import PackedPolicy
 from hpcrl.trainer.loss import build_objective
 from hpcrl.trainer.models.forward import ForwardConfig
 from hpcrl.trainer.models.packed.attention import PACKED
-from hpcrl.trainer.models.packed.prefixes import shared_prefixes
 from hpcrl.trainer.offline.preferences import build_preference_objective
+from hpcrl.trainer.packing import shared_prefixes
 from hpcrl.types import MicroBatch
 
 META = torch.device("meta")
@@ -116,6 +116,17 @@ def test_no_micro_batch_of_shared_prefixes_waits() -> None:
     with Copies(found), Made(found):
         objective(batch, *model.run(batch))[0].backward()
     assert found == []
+
+
+def test_placeholders_that_are_never_said_are_on_the_device_once() -> None:
+    """They have a probability of 0 in each slice of the head's rows, of which there are three here."""
+    model, batch = policy(), micro_batch()
+    model.forward_config, model._never = replace(model.forward_config, never_said=(3, 5)), torch.tensor([3, 5])
+    found: list[str] = []
+    with Copies(found), Made(found):
+        for _ in range(2):
+            model.run(batch)[0].sum().backward()
+    assert found == ["aten._to_copy.default"], "in the first pass"
 
 
 def test_no_micro_batch_of_pairs_waits() -> None:

@@ -8,13 +8,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hpcrl.data.group_file import write_group
 from hpcrl.trainer.backends.fsdp.model import PackedPolicy
 from hpcrl.trainer.models.forward import ForwardConfig
 from hpcrl.trainer.models.hf import ModelSource
 from hpcrl.trainer.models.packed.attention import PACKED
 from hpcrl.trainer.packing import pack
 from hpcrl.types import GroupMeta
+from tests.rows import write_group
 from tests.trainer.ranks import Ranks
 from tests.vision.material import make_rows, write_model
 

@@ -15,9 +15,9 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from hpcrl.errors import DataError
 from hpcrl.trainer.backends.fsdp.model import PackedCritic, PackedRewardModel
 from hpcrl.trainer.models.packed.attention import PACKED, PADDED
-from hpcrl.trainer.models.packed.prefixes import common_prefixes, shared_prefixes
 from hpcrl.trainer.models.packed.states import keep_samples_apart
 from hpcrl.trainer.models.packed.tree import gathered
+from hpcrl.trainer.packing import common_prefixes, shared_prefixes
 from hpcrl.types import MicroBatch
 from tests.trainer.models.trees import EXPERTS, FORWARD, SIZES, TREES, A, B, C, D, E, both, expect_same, policy, trained
 

@@ -13,7 +13,7 @@ import torch
 
 from hpcrl.config.sections.trainer import ProfilerConfig
 from hpcrl.trainer.distributed import World
-from hpcrl.trainer.profiling.trace import profiled
+from hpcrl.trainer.profiling.steps import profiled
 from tests.trainer.material import make_run
 
 

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from hpcrl import faults as fault
-from hpcrl.errors import CommitError
+from hpcrl.errors import CommitError, RunError
+from hpcrl.rundir import commit
 from hpcrl.rundir.checkpoints import Retention
 from hpcrl.rundir.commit import committed, read_json, verify
 from hpcrl.rundir.layout import Run, step_of
@@ -201,3 +202,21 @@ def together(world: World, options: dict[str, Any]) -> None:
     if options["full"]:
         found["full"] = full(world, options)
     Path(options["out"]).with_suffix(f".{world.rank}").write_text(json.dumps(found))
+
+
+def finding(world: World, options: dict[str, Any]) -> None:
+    """Tell which checkpoint each rank is to start from, and which files it hashed for that."""
+    hashed, real = list[str](), commit.checksum
+
+    def noted(path: Path) -> str:
+        hashed.append(str(path.relative_to(options["run"])))
+        return real(path)
+
+    commit.checksum = noted
+    try:
+        found = Checkpoints(Run(Path(options["run"])), 2, world, keep=Retention(), seed=0).find("latest", None)
+    except RunError as error:
+        found = error
+    finally:
+        commit.checksum = real
+    Path(f"{options['out']}.{world.rank}").write_text(json.dumps([str(found), sorted(hashed)]))

@@ -122,6 +122,41 @@ def test_killed_while_saving_then_resharded(
     assert "random state derived anew" in said
 
 
+def test_ranks_share_what_is_to_be_hashed(lives: Path, alone: World, tmp_path: Path, two: Ranks) -> None:
+    """A checkpoint is found whole; then a file of the one is damaged that the second rank hashed, and one of the other by the first."""
+    scenarios.rewind(alone, {"run": str(lives / "whole"), "to": str(tmp_path / "run"), "steps": [2, 4]})
+    run = Run.open(tmp_path / "run")
+
+    def find() -> tuple[list[Any], list[Any], str]:
+        said = two.play([("saving.life:finding", {"run": str(run.path), "out": str(tmp_path / "found")})])
+        first, second = (json.loads((tmp_path / f"found.{rank}").read_text()) for rank in range(2))
+        assert first[0] == second[0], "ranks agree"
+        return first[1], second[1], f"{first[0]}\n{said}"
+
+    def damage(path: Path) -> None:
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+
+    mine, others, said = find()
+    assert str(run.checkpoint(4)) in said
+    assert "s000004 verified by 2 ranks" in said
+    files = verify(run.checkpoint(4))["files"]
+    assert sorted(mine + others) == sorted(f"checkpoints/s000004/{name}" for name in files), "each file once"
+    shares = [sum(files[Path(name).name]["size"] for name in share) for share in (mine, others)]
+    assert min(shares) > 0.4 * sum(shares)
+
+    damaged = run.path / others[0]
+    damage(damaged)
+    mine, _, said = find()
+    assert str(run.checkpoint(2)) in said
+    assert f"checkpoint skipped: {damaged}: checksum differs" in said
+
+    damage(run.path / next(name for name in mine if "s000002" in name))
+    *_, said = find()
+    assert "none of them is whole any more" in said
+
+
 def test_copies_and_frozen_parameters_are_saved_and_other_optimizer_settings_hold(
     model_path: Path, tmp_path: Path, alone: World
 ) -> None:

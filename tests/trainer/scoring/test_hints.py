@@ -14,13 +14,12 @@ from transformers import AutoModelForCausalLM
 from hpcrl.config import AlgorithmConfig
 from hpcrl.config.sections.distillation import DistillationConfig
 from hpcrl.data.batch_file import write_batch
-from hpcrl.data.group_file import write_group
 from hpcrl.rundir.layout import Run
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.loss import build_objective
 from hpcrl.trainer.packing import idle_micro_batch
 from hpcrl.types import Batch, Hint
-from tests.rows import read_tensors
+from tests.rows import read_tensors, write_group
 from tests.trainer.material import make_batch, make_run
 from tests.trainer.ranks import Ranks
 from tests.trainer.scoring import scenarios

@@ -18,7 +18,6 @@ pytest.importorskip("megatron.core")
 from hpcrl.config import Config
 from hpcrl.config.scorers import scorer_sets, teacher_layout, teacher_ranks
 from hpcrl.data.batch_file import write_batch
-from hpcrl.data.group_file import write_group
 from hpcrl.launch.submit.models import check_layouts
 from hpcrl.rundir.commit import write_text
 from hpcrl.rundir.layout import Run
@@ -26,7 +25,7 @@ from hpcrl.trainer.distributed import World
 from hpcrl.trainer.scoring.model import ScoringModel
 from hpcrl.types import Batch, GroupMeta
 from tests.paths import QUICKSTART
-from tests.rows import read_tensors
+from tests.rows import read_tensors, write_group
 from tests.trainer.backends.megatron.material import EXPERTS, SHARED
 from tests.trainer.material import QUICKSTART as POLICY
 from tests.trainer.material import make_batch, make_run

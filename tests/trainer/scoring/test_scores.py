@@ -22,7 +22,6 @@ from hpcrl.config.sections.distillation import DistillationConfig
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.config.validate import build
 from hpcrl.data.batch_file import write_batch
-from hpcrl.data.group_file import write_group
 from hpcrl.data.score_file import RowScores, write_scores
 from hpcrl.errors import DamagedError, DataError
 from hpcrl.rundir.commit import write_text
@@ -35,7 +34,7 @@ from hpcrl.trainer.samples import load_mini_batches, load_samples
 from hpcrl.trainer.scoring.model import ScoringModel, require_same_vocabulary
 from hpcrl.types import Batch
 from tests.paths import QUICKSTART
-from tests.rows import read_tensors
+from tests.rows import read_tensors, write_group
 from tests.trainer.material import QUICKSTART as MODEL
 from tests.trainer.material import load, make_batch, make_run, score, views
 from tests.trainer.ranks import Ranks

@@ -10,14 +10,17 @@ from typing import Any
 
 import torch
 
+from hpcrl.config import Config
+from hpcrl.config.derive import gpu_count, policy_model
 from hpcrl.data.pipelines.probe import probe_velocity
 from hpcrl.data.pipelines.source import EVALUATION, PipelineSource
 from hpcrl.data.vision.reader import SeenImage
 from hpcrl.data.weight_files import ADAPTER_PREFIX, PublishedWeights
 from hpcrl.errors import EngineError
-from hpcrl.rollout.engines.base import Generation, Heard
+from hpcrl.rollout.engines.base import Engine, Generation, Heard
 from hpcrl.rollout.engines.diffusion.sampler import Painted, Sampler
 from hpcrl.rollout.engines.embedded.model import replace_adapter
+from hpcrl.rollout.engines.in_process import InProcess
 from hpcrl.rollout.engines.own_thread import OwnThreadEngine, replace_whole
 from hpcrl.types import Kind
 
@@ -120,3 +123,29 @@ class DiffusionEngine(OwnThreadEngine):
 
     async def tokens(self) -> float | None:
         return float(self._sampler.steps)
+
+
+class Diffusion(InProcess[Sampler]):
+    """The engine of this process.
+
+    Args:
+        dtype: of the transformer, such as "bfloat16".
+        at_once: samples that are made together at most.
+    """
+
+    def __init__(self, source: PipelineSource, dtype: str, at_once: int, *, on_cpu: bool) -> None:
+        self._source, self._at_once = source, at_once
+        self._dtype, self._device = getattr(torch, dtype), torch.device("cpu" if on_cpu else "cuda")
+        super().__init__(f"the pipeline {source.model}")
+
+    @classmethod
+    def of(cls, config: Config) -> Diffusion:
+        engine = config.generator.inference_engine
+        source = PipelineSource(policy_model(config.trainer), config.trainer.policy.diffusers)
+        return cls(source, engine.model_dtype, engine.max_num_seqs, on_cpu=gpu_count(config.slurm) == 0)
+
+    def connect(self, *, version: int = 0, replica: str = "") -> Engine:
+        return DiffusionEngine(self._loaded.result(), self._source, self._at_once, version=version, replica=replica)
+
+    def _load(self) -> Sampler:
+        return Sampler(self._source, self._dtype, self._device)

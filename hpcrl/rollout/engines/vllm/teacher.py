@@ -24,7 +24,7 @@ from hpcrl.rollout.engines.vllm.client import EngineClient
 from hpcrl.rollout.engines.vllm.server import Server, ServerOptions
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.scratch import Scratch
-from hpcrl.types import GroupMeta, Sample
+from hpcrl.types import GroupMeta, Row
 
 
 class EngineTeacher:
@@ -54,7 +54,7 @@ class EngineTeacher:
         engine = self._server.connect(replica="the teacher")
         assert isinstance(engine, EngineClient)
 
-        async def score(row: Sample[np.ndarray]) -> RowScores:
+        async def score(row: Row) -> RowScores:
             found = await engine.prompt_logprobs(row.token_ids.tolist(), self._top_k)
             before()
             return row_scores(row, found, self._top_k)
@@ -68,7 +68,7 @@ class EngineTeacher:
             await engine.close()
 
 
-def row_scores(row: Sample[np.ndarray], said: Sequence[Mapping[str, Any] | None], top_k: int) -> RowScores:
+def row_scores(row: Row, said: Sequence[Mapping[str, Any] | None], top_k: int) -> RowScores:
     """Return what an engine says of a row of T tokens, as a scorer hands it over.
 
     Args:

@@ -32,7 +32,7 @@ from hpcrl.trainer.models.flops import ModelFlops
 from hpcrl.trainer.models.forward import ForwardConfig
 from hpcrl.trainer.models.hf import ModelSource
 from hpcrl.trainer.models.trained import mark_trained
-from hpcrl.types import MicroBatch
+from hpcrl.types import MicroBatch, to_device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,7 @@ class ActionModel(ProbabilityModel):
     def running(self, batch: MicroBatch, scale: float | None = None) -> Iterator[tuple[torch.Tensor, ...]]:  # noqa: ARG002
         rows, method = TurnRows.of(batch, self.network.architecture), self._sampling
         steps = rows.path.shape[1] - 1
-        t = torch.tensor(noise_levels(steps)[:-1], device=rows.path.device).expand(len(rows.path), -1)
+        t = to_device(torch.tensor(noise_levels(steps)[:-1]), rows.path.device).expand(len(rows.path), -1)
         velocity = self(*rows.inputs, rows.path[:, :-1], t)
         outputs = action_logprobs(velocity, rows.path, rows.sizes, method.noise_method, method.noise_level)
         yield tuple(rows.scattered(values, len(batch.token_ids)) for values in outputs)

@@ -9,7 +9,7 @@ import torch
 
 from hpcrl.data.pi05.architecture import Architecture
 from hpcrl.data.pi05.samples import ACTIONS, IMAGES, PATH, read_inputs
-from hpcrl.types import MicroBatch
+from hpcrl.types import MicroBatch, to_device
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class TurnRows:
             read_inputs(texts, [row.get(IMAGES) for row in rows], sizes.image_size),
             torch.stack([row[PATH] for row in rows]),
             torch.stack([row[ACTIONS][1] for row in rows]),
-            *(torch.tensor(values, device=device) for values in (turns, places, entries)),
+            *(to_device(torch.tensor(values), device) for values in (turns, places, entries)),
         )
 
     def scattered(self, values_BH: torch.Tensor, length: int) -> torch.Tensor:

@@ -7,8 +7,9 @@ computes with them.
 
 from __future__ import annotations
 
+import hashlib
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -22,16 +23,17 @@ from hpcrl.config.derive import is_offline
 from hpcrl.config.families import trains_by_nft
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.data.pipelines.kinds import Conditions
+from hpcrl.data.pipelines.parts import Parts
 from hpcrl.data.pipelines.probe import probe_velocity
-from hpcrl.data.pipelines.source import EVALUATION
+from hpcrl.data.pipelines.samples import CLEAN, GIVEN, IMAGE, NOISE_SEED, PROMPT, STEPS
+from hpcrl.data.pipelines.source import EVALUATION, PipelineSource
 from hpcrl.trainer.backends.base import MicroBatches, Objective, merge
-from hpcrl.trainer.backends.diffusion.encoder import RowEncoder
 from hpcrl.trainer.backends.diffusion.model import DiffusionModel, transformer_source
 from hpcrl.trainer.backends.diffusion.rows import StepRows
 from hpcrl.trainer.backends.diffusion.tasks import Other, Points, task_of
 from hpcrl.trainer.backends.fsdp.engine import FsdpExported
 from hpcrl.trainer.backends.fsdp.model import free_gathered, load_model
-from hpcrl.trainer.backends.fsdp.sharding import local
+from hpcrl.trainer.backends.fsdp.sharding import accumulated, local
 from hpcrl.trainer.backends.shares import read
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.models.adapter import PARTS, Adapter
@@ -80,7 +82,7 @@ class DiffusionPolicy(FsdpExported[DiffusionModel]):
 
     def forward_backward(self, batches: MicroBatches, objective: Objective) -> dict[str, torch.Tensor]:
         totals: dict[str, torch.Tensor] = {}
-        for batch in batches:
+        for batch in accumulated(self._model, batches, offloaded=self._offloaded):
             batch = batch.to(self._world.device)
             rows = self._rows(batch, self.updates)
             points = self._points(rows)
@@ -242,3 +244,45 @@ class DiffusionPolicy(FsdpExported[DiffusionModel]):
                 read(copy, directory / name, self._world)
             else:  # of a run that had none
                 self._follow(copy, 1.0)
+
+
+class RowEncoder:
+    """The encoders of a pipeline on a rank's device, or in host memory but while they are used (trainer.policy.diffusers.offload).
+
+    Args:
+        seed: of all noise.
+
+    Raises:
+        DataError: the pipeline cannot be loaded.
+    """
+
+    def __init__(self, source: PipelineSource, device: torch.device, seed: int) -> None:
+        self._source, self._device, self._seed = source, device, seed
+        self._parts = Parts(source, device, encoders_only=True)
+
+    @torch.no_grad()
+    def encoded(self, rows: Sequence[Mapping[str, torch.Tensor]], update: int | None) -> list[dict[str, torch.Tensor]]:
+        """Return what each row is trained with, under the names of samples that were made, with one step of each.
+
+        Args:
+            rows: as `PictureRows.tensors` (hpcrl/data/pipelines/pictures.py) returns them.
+            update: optimizer steps that were made, for each of which noise is drawn anew; None: always the same noise.
+        """
+        if not rows:
+            return []
+        prompts = [bytes(row[PROMPT].cpu().numpy()).decode() for row in rows]
+        given = self._parts.conditions(prompts)
+        clean = self._parts.latents(torch.stack([row[IMAGE] for row in rows])).float()
+        return [
+            {
+                STEPS: torch.zeros(1, dtype=torch.int32),
+                CLEAN: clean[at],
+                NOISE_SEED: torch.tensor([self._drawn(int(row[NOISE_SEED]), update)]),
+                **{f"{GIVEN}{name}": value[at] for name, value in given.items()},
+            }
+            for at, row in enumerate(rows)
+        ]
+
+    def _drawn(self, row: int, update: int | None) -> int:
+        digest = hashlib.blake2b(f"{self._seed} {row} {update}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "big") >> 1

@@ -10,7 +10,7 @@ import torch
 
 from hpcrl.data.pipelines.kinds import Conditions
 from hpcrl.data.pipelines.samples import FREE, GIVEN, STEPS, conditions_in
-from hpcrl.types import MicroBatch
+from hpcrl.types import MicroBatch, to_device
 
 Tensors = dict[str, torch.Tensor]
 
@@ -51,7 +51,7 @@ class StepRows:
         places = [place for end, count in zip(ends, counts, strict=True) for place in range(end - 1 - count, end - 1)]
         given = _repeated([conditions_in(tensors, GIVEN) for tensors in samples], counts)
         free = _repeated([conditions_in(tensors, FREE) for tensors in samples], counts) if guided else None
-        return cls(samples, counts, torch.tensor(places, device=device), given, free)
+        return cls(samples, counts, to_device(torch.tensor(places), device), given, free)
 
     def flat(self, name: str) -> torch.Tensor:
         """Return a tensor [S, ...] of each sample, one after the other, [N, ...]."""
@@ -71,4 +71,5 @@ def _repeated(rows: Sequence[Conditions], counts: Sequence[int]) -> Conditions:
 
 
 def _repeat(values_B: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-    return values_B.repeat_interleave(torch.tensor(counts, device=values_B.device), 0)
+    counts_B = to_device(torch.tensor(counts), values_B.device)
+    return values_B.repeat_interleave(counts_B, 0, output_size=sum(counts))

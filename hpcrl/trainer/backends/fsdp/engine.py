@@ -24,6 +24,7 @@ from hpcrl.config.scorers import trainer_has_reference
 from hpcrl.config.sections.model import CriticConfig, OptimizerConfig, PolicyConfig
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.trainer.backends.base import ExportPiece, MicroBatches, Objective, StepReport, Writer, merge
+from hpcrl.trainer.backends.fsdp.host_state import HostState
 from hpcrl.trainer.backends.fsdp.model import (
     PackedModel,
     PackedPolicy,
@@ -33,7 +34,7 @@ from hpcrl.trainer.backends.fsdp.model import (
     own_state,
 )
 from hpcrl.trainer.backends.fsdp.optimizer import LossScale, make_adam, make_step, numbers, set_numbers
-from hpcrl.trainer.backends.fsdp.sharding import copy_parameters, local, one_copy, whole
+from hpcrl.trainer.backends.fsdp.sharding import accumulated, copy_parameters, local, one_copy, whole
 from hpcrl.trainer.backends.reference import (
     REFERENCE,
     exchanged,
@@ -42,7 +43,6 @@ from hpcrl.trainer.backends.reference import (
 )
 from hpcrl.trainer.backends.schedule import lr_factor
 from hpcrl.trainer.backends.shares import read, write_folders
-from hpcrl.trainer.backends.turns import moments_to_host
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.models.adapter import Adapter
 from hpcrl.trainer.models.forward import DTYPES, ForwardConfig, computing, forward_config, reference_experts
@@ -77,9 +77,9 @@ class FsdpEngine(Generic[Model]):
     ) -> None:
         self._model, self._world, self.data = model, world, model.data or world
         self._optimizer_config: OptimizerConfig = section.optimizer_config
-        self._stager: DefaultStager | None = None
-        self._away: tuple[list[PackedModel], list[tuple[dict[str, Any], str]]] = [], []
-        self._lora = section.model.lora
+        self._stager: tuple[set[str], DefaultStager] | None = None
+        self._host_state = HostState(world.device)
+        self._lora, self._offloaded = section.model.lora, section.fsdp_config.cpu_offload
         self._scale = LossScale.of(section.fsdp_config.mixed_precision.param_dtype)
         self.updates = 0
         self._total_updates = 0
@@ -93,7 +93,7 @@ class FsdpEngine(Generic[Model]):
 
     def forward_backward(self, batches: MicroBatches, objective: Objective) -> dict[str, torch.Tensor]:
         totals: dict[str, torch.Tensor] = {}
-        for batch in batches:
+        for batch in accumulated(self._model, batches, offloaded=self._offloaded):
             batch = self._model.taken(batch, self._world.device)
             with self._model.running(batch, self._scale.value) as outputs:
                 loss, sums = objective(batch, *outputs)
@@ -136,19 +136,12 @@ class FsdpEngine(Generic[Model]):
         return squared.sqrt().item()
 
     def to_host(self) -> None:
-        # those of cpu_offload are there
-        models = [each for each in self._models() if next(each.parameters()).device.type == self._world.device.type]
-        for model in models:
-            model.to("cpu")
-        self._away = models, moments_to_host(self._optimizer) if self._optimizer_config.offload_after_step else []
+        if self._world.device.type != "cpu":
+            optimizer = self._optimizer if self._optimizer_config.offload_after_step else None
+            self._host_state.take(self._models(), optimizer)
 
     def to_device(self) -> None:
-        models, moments = self._away
-        for model in models:
-            model.to(self._world.device)
-        for state, name in moments:
-            state[name] = state[name].to(self._world.device)
-        self._away = [], []
+        self._host_state.give_back()
 
     def _models(self) -> list[PackedModel]:
         return [self._model]
@@ -157,10 +150,13 @@ class FsdpEngine(Generic[Model]):
         write_folders(self._states(), directory, group)
 
     def snapshot(self) -> Writer:
-        if self._stager is None:
-            cuda = self._world.device.type == "cuda"
-            self._stager = DefaultStager(StagingOptions(cuda, False, False, cuda))
-        copy = self._stager.stage(self._states())
+        states = self._states()
+        places = {each.device.type for each in self._model.parameters()}
+        places |= {value.device.type for state in self._optimizer.state.values() for value in state.values()}
+        if self._stager is None or self._stager[0] != places:  # copies of what is elsewhere now are let go of
+            cuda = "cuda" in places  # pinning takes long, and copies of host memory are no faster for it
+            self._stager = places, DefaultStager(StagingOptions(cuda, False, False, cuda))
+        copy = self._stager[1].stage(states)
         assert isinstance(copy, dict)
         return partial(write_folders, copy)
 

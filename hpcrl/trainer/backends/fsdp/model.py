@@ -18,6 +18,8 @@ from transformers import PreTrainedModel
 from hpcrl.config.sections.model import CriticConfig, FSDPConfig, PolicyConfig
 from hpcrl.data.actions.tokens import action_tokens
 from hpcrl.data.vision.families import family_of, placeholders
+from hpcrl.data.vision.inputs import blank_image, has_planes, image_features, model_inputs, one_kind, plane_positions
+from hpcrl.data.vision.reader import row_images
 from hpcrl.trainer.backends.fsdp.sharding import set_whole, shard, units
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.models.experts.routing import Routing
@@ -32,8 +34,9 @@ from hpcrl.trainer.models.packed.sequence_parallel import SharedTokens, of_all, 
 from hpcrl.trainer.models.packed.states import keep_samples_apart
 from hpcrl.trainer.models.packed.tree import PrefixTree
 from hpcrl.trainer.models.trained import mark_trained
-from hpcrl.trainer.models.vision import Inputs, Sight
-from hpcrl.types import MicroBatch
+from hpcrl.types import MicroBatch, to_device
+
+Inputs = dict[str, torch.Tensor]
 
 
 class PackedModel(nn.Module):
@@ -166,6 +169,9 @@ class PackedPolicy(ProbabilityModel):
         self._logits = LogitChange.of(model.config)
         softcap = self._logits.softcap
         self._rows = compiled_rows(softcap) if forward.compiled else partial(plain_rows, softcap=softcap)
+        self._never = torch.tensor(
+            self.forward_config.never_said, dtype=torch.int64
+        )  # on the device from the first pass on
         self._top_rows = partial(top_rows, softcap=softcap)
 
     def forward(
@@ -189,7 +195,8 @@ class PackedPolicy(ProbabilityModel):
         told = top_k > 0 and not trained
         rows = self._rows
         if forward.never_said or forward.only_said:
-            rows = partial(self._rows, never=forward.never_said, only=forward.only_said)
+            self._never = self._never.to(token_ids.device)
+            rows = partial(self._rows, never=self._never if forward.never_said else None, only=forward.only_said)
 
         def outputs(hidden_RD: torch.Tensor, head_VD: torch.Tensor) -> tuple[torch.Tensor, ...]:
             return token_logprobs(
@@ -371,3 +378,39 @@ def own_state(model: PackedModel) -> dict[str, torch.Tensor]:
     free_gathered(model)
     held = {name for name, _ in model.named_parameters()} | {name for name, _ in model.named_buffers()}
     return {name: value for name, value in model.state_dict().items() if name in held}
+
+
+class Sight:
+    """What of a vision-language model looks at images; its text part is as that of any other model."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+
+    def inputs(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, Inputs]:
+        """Return what the model takes of a micro-batch.
+
+        Returns:
+            Its tokens [P], with the placeholder of images for those of videos; their positions [P], or [P, 3] where the model has three; the
+            pixels of images in the order of their placeholders, empty without any.
+        """
+        images = [image for row in batch.tensors for image in row_images(row)]
+        device = batch.token_ids.device
+        inputs = model_inputs(images, device) if images else Inputs()
+        token_ids = one_kind(self._model, batch.token_ids) if images else batch.token_ids
+        if not inputs or not has_planes(self._model):
+            return token_ids, batch.positions, inputs
+        rows_BT, lengths = _rows(batch), to_device(torch.tensor(batch.lengths), device)
+        filled_BT = torch.arange(rows_BT.shape[1], device=device) < lengths[:, None]
+        positions = plane_positions(self._model, rows_BT, filled_BT, images)
+        return token_ids, positions.movedim(0, -1)[filled_BT], inputs
+
+    def nothing(self, device: torch.device) -> torch.Tensor:
+        """Return 0, which depends on all of the vision tower: ranks whose micro-batch shows no image take part in gathering its weights and
+        adding its gradients."""
+        features = image_features(self._model, blank_image(self._model, device))
+        return torch.stack([feature.sum() for feature in features]).sum() * 0.0
+
+
+def _rows(batch: MicroBatch) -> torch.Tensor:
+    """Return the tokens as [B, Tmax], zeros on the right."""
+    return torch.nn.utils.rnn.pad_sequence(list(batch.token_ids.split(batch.lengths)), batch_first=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -27,11 +27,13 @@ from hpcrl.config.derive import copy_ranks, needs_fsdp
 from hpcrl.config.sections.model import FSDPConfig
 from hpcrl.data.vision.families import family_of
 from hpcrl.errors import DataError, did_you_mean
+from hpcrl.trainer.backends.base import MicroBatches
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.models.experts.parallel import expert_layers, share_experts
 from hpcrl.trainer.models.forward import DTYPES
 from hpcrl.trainer.models.logprobs import Head
 from hpcrl.trainer.models.lora import read_from_outside
+from hpcrl.types import MicroBatch
 
 
 def shard(root: nn.Module, model: PreTrainedModel, fsdp: FSDPConfig, dtype: str, world: World) -> None:
@@ -131,6 +133,27 @@ def one_copy(root: nn.Module, world: World) -> dist.ProcessGroup | None:
     parameter = next(root.parameters())
     mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
     return world.tensors if mesh is None or mesh.ndim == 1 else mesh.get_group("shards")
+
+
+def accumulated(root: nn.Module, batches: MicroBatches, *, offloaded: bool) -> Iterator[MicroBatch]:
+    """Yield the micro-batches of an optimizer step; copies of `root` all-reduce their gradients in backward of the last one only.
+
+    Between them each copy adds up its own, in the type of the reduction. Every micro-batch gives the same parameters a gradient.
+
+    Args:
+        offloaded: gradients are kept in host memory, where they go after each micro-batch: sums would stay on the device.
+    """
+    if not isinstance(root, FSDPModule) or offloaded:
+        yield from batches
+        return
+    number = 0
+    try:
+        for number, batch in enumerate(batches, 1):
+            root.set_requires_all_reduce(number == len(batches))
+            yield batch
+    finally:
+        if 0 < number < len(batches):
+            root.reset_iter_state()  # the next step does not begin with sums of this one
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from hpcrl.config import Config
 from hpcrl.config.derive import policy_model
-from hpcrl.data.group_file import write_group
 from hpcrl.rollout.actions.generate import ActionGenerator, Robotics
 from hpcrl.rollout.engines.actions.engine import ActionEngine, Actions
 from hpcrl.rollout.group import Group
@@ -23,6 +22,7 @@ from hpcrl.trainer.packing import MiniBatch
 from hpcrl.trainer.samples import load_mini_batches
 from hpcrl.types import Batch, GroupMeta, Kind, Prompt, Work
 from tests.paths import CONFIGS
+from tests.rows import write_group
 from tests.trainer.material import make_run, train
 
 REACH = CONFIGS / "reach_pi05.toml"

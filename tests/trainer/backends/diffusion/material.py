@@ -8,11 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpcrl.config import Config, EnvironmentConfig
-from hpcrl.data.group_file import write_group
 from hpcrl.envs.rewards.response import Response
 from hpcrl.rollout.diffusion.generate import PictureGenerator
-from hpcrl.rollout.engines.diffusion.engine import DiffusionEngine
-from hpcrl.rollout.engines.diffusion.launch import Diffusion
+from hpcrl.rollout.engines.diffusion.engine import Diffusion, DiffusionEngine
 from hpcrl.rollout.images.kept import KeptPictures
 from hpcrl.rundir.commit import write_json
 from hpcrl.rundir.layout import Run
@@ -25,6 +23,7 @@ from hpcrl.trainer.packing import MiniBatch
 from hpcrl.trainer.samples import load_mini_batches
 from hpcrl.types import Batch, GroupMeta, Prompt, Work
 from tests.paths import CONFIGS
+from tests.rows import write_group
 from tests.trainer.material import make_run, train
 
 TINY = CONFIGS / "diffusion_tiny.toml"

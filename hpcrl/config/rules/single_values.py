@@ -1,0 +1,58 @@
+"""Values that a setting cannot have, whatever the others are: out of its range, or not implemented yet."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from functools import cache
+from typing import Any
+
+from hpcrl.config.errors import Problem, shown
+from hpcrl.config.fields import Setting, leaves
+from hpcrl.config.sections.tree import ConfigTree
+from hpcrl.config.setting import Unimplemented
+
+
+def out_of_range(given: Iterable[tuple[Setting, Any]]) -> Iterator[Problem]:
+    """Yield a problem for each setting of hpcrl's whose value, of the right type, is outside its range or fails its check."""
+    for setting, value in given:
+        if value is not None and setting.path in _own_settings() and (message := _wrong(setting, value)):
+            yield Problem(setting.path, message)
+
+
+def unimplemented_values(given: Iterable[tuple[Setting, Any]]) -> Iterator[Problem]:
+    """Yield a problem for each setting of hpcrl's that is not implemented yet and has another value than one that works."""
+    for found, value in given:
+        setting = _own_settings().get(found.path)
+        missing = setting.facts.unimplemented if setting else None
+        if setting and missing and not setting.is_default(value) and value not in missing.works:
+            yield Problem(
+                setting.path, f"{shown(value)} is not implemented yet ({missing.feature}); {_instead(setting, missing)}"
+            )
+
+
+@cache
+def _own_settings() -> dict[str, Setting]:
+    """Return the settings of hpcrl's own; those that a user's subclass adds may have any value."""
+    return {setting.path: setting for setting in leaves(ConfigTree)}
+
+
+def _instead(setting: Setting, missing: Unimplemented) -> str:
+    working = (setting.default, *missing.works)
+    values = [shown(value) for value in working if value not in (None, [], "")]
+    return f"supported: {', '.join(values)}" if values else "leave it out"
+
+
+def _wrong(setting: Setting, value: Any) -> str | None:
+    facts = setting.facts
+    if facts.check and (message := facts.check.error(value)):
+        return message
+    if isinstance(value, dict | list):
+        items = value.values() if isinstance(value, dict) else value
+        bad = [item for item in items if isinstance(item, float) and not math.isfinite(item)]
+        return f"expected finite numbers, found {bad[0]}" if bad else None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    if facts.range:
+        return facts.range.error(value)
+    return None if math.isfinite(value) else f"expected a finite number, found {value}"

@@ -1,0 +1,154 @@
+"""Names and settings of policy losses and advantage estimators, and the sections of those that have settings of their own.
+
+Made from hpcrl/algorithms by `python -m hpcrl.config.docs.describe`; do not edit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from hpcrl.config.conditions import chosen
+from hpcrl.config.setting import NOT_NEGATIVE, POSITIVE, SHARE, Named, section, setting
+
+# fmt: off
+
+POLICY_LOSSES: dict[str, Named] = {
+    "regular": Named("the clipped surrogate of PPO (arXiv:1707.06347), with two bounds as in DAPO (arXiv:2503.14476)", ("eps_clip_low", "eps_clip_high",)),
+    "dual_clip": Named("the clipped surrogate, also bounded for negative advantages (arXiv:1912.09729)", ("eps_clip_low", "eps_clip_high", "clip_ratio_c",)),
+    "gspo": Named("the clipped surrogate with one ratio per sample (GSPO, arXiv:2507.18071)", ("eps_clip_low", "eps_clip_high",)),
+    "sapo": Named("the loss with a soft gate (SAPO, arXiv:2511.20347)", ("tau_pos", "tau_neg",)),
+    "cispo": Named("the loss with clipped weights (CISPO, arXiv:2506.13585)", ("cispo_eps_clip_low", "cispo_eps_clip_high",)),
+    "rollout_is": Named("the loss weighted by the ratio to the rollout, 0 out of bounds (IcePop, https://ringtech.notion.site/icepop)", ("eps_clip_low", "eps_clip_high",)),
+    "clip_cov": Named("the clipped surrogate without some tokens of high covariance (Clip-Cov, arXiv:2505.22617)", ("eps_clip_low", "eps_clip_high", "clip_ratio", "clip_cov_lb", "clip_cov_ub",)),
+    "kl_cov": Named("the loss with a divergence for tokens of high covariance (KL-Cov, arXiv:2505.22617)", ("kl_cov_frac", "ppo_kl_coef",)),
+    "cross_entropy": Named("the negative log-likelihood of the tokens, whatever their advantages", ()),
+    "importance_sampling": Named("the surrogate of TRPO, the plain ratio (arXiv:1502.05477)", ()),
+    "aipo": Named("the loss with a ratio bounded on one side, whatever the advantage (AIPO, arXiv:2505.24034)", ("aipo_rho",)),
+    "dppo": Named("the loss of the tokens inside a trust region of divergence from the rollout (DPPO, arXiv:2602.04879)", ("dppo_type", "delta_low", "delta_high",)),
+    "gpg": Named("the gradient of the policy without a ratio (GPG, arXiv:2504.02546)", ()),
+    "gmpo": Named("the loss with the geometric mean of a sample's clipped ratios (GMPO, arXiv:2507.20673)", ("log_clip_low", "log_clip_high",)),
+    "vespo": Named("the loss weighted smoothly by the ratio of whole samples (VESPO, arXiv:2602.10693)", ("k_pos", "lambda_pos", "k_neg", "lambda_neg",)),
+    "dro": Named("the policy gradient with a squared penalty in place of a ratio (DRO, arXiv:2405.19107 and arXiv:2501.12599)", ("beta",)),
+    "m2po": Named("the ratio to the rollout without the tokens that have gone farthest from it (M2PO, arXiv:2510.01161)", ("threshold",)),
+}
+
+ADVANTAGE_ESTIMATORS: dict[str, Named] = {
+    "grpo": Named("the reward against the mean of its group (GRPO, arXiv:2402.03300)", ("grpo_norm_by_std",)),
+    "rloo": Named("the reward against the mean of the group's other samples (RLOO, arXiv:2402.14740)", ()),
+    "maxrl": Named("the reward against the mean of its group, divided by that mean (MaxRL, arXiv:2602.02710)", ()),
+    "opo": Named("the reward against the mean of its group, weighted by trained tokens (OPO, arXiv:2505.23585)", ()),
+    "remax": Named("the reward against that of the greedy response to the same prompt (ReMax, arXiv:2310.10505)", ()),
+    "gdpo": Named("several rewards, each against the mean of its group by itself (GDPO, arXiv:2601.05242)", ("rewards",)),
+    "reinforce++": Named("the discounted rewards from each token on, whitened over the batch (REINFORCE++, arXiv:2501.03262)", ("gamma",)),
+    "reinforce++_baseline": Named("the reward against the mean of its group, whitened over the tokens of the batch (REINFORCE++ with a baseline, arXiv:2501.03262)", ()),
+    "gae": Named("generalized advantages against a critic, whitened over the batch (GAE, arXiv:1506.02438)", ("gamma", "lambd",)),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SapoConfig:
+    tau_pos: float = setting(1.0, range=POSITIVE)
+    """sapo: steepness of the gate around ratio 1 for positive advantages (arXiv:2511.20347)."""
+
+    tau_neg: float = setting(1.05, range=POSITIVE)
+    """sapo: the same for other advantages; above tau_pos: they are damped sooner."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CispoConfig:
+    cispo_eps_clip_low: float = setting(0.0, range=SHARE)
+    """cispo: probability ratios below 1 - cispo_eps_clip_low are raised to that bound (arXiv:2506.13585)."""
+
+    cispo_eps_clip_high: float = setting(5.0, range=NOT_NEGATIVE)
+    """cispo: probability ratios above 1 + cispo_eps_clip_high are lowered to that bound."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClipCovConfig:
+    clip_ratio: float = setting(0.0002, range=SHARE)
+    """clip_cov: share of the tokens of a micro-batch that is left out, drawn at random, at least one token (arXiv:2505.22617)."""
+
+    clip_cov_lb: float = 1.0
+    """clip_cov: tokens may be left out whose covariance of advantage and log-probability is above this."""
+
+    clip_cov_ub: float = 5.0
+    """clip_cov: and below this."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KlCovConfig:
+    kl_cov_frac: float = setting(0.2, range=SHARE)
+    """kl_cov: share of the tokens of a micro-batch, those of largest covariance of advantage and log-probability, that get a KL term (arXiv:2505.22617)."""
+
+    ppo_kl_coef: float = setting(1.0, range=NOT_NEGATIVE)
+    """kl_cov: weight of that term, |new - old log-probability|."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DppoConfig:
+    dppo_type: Literal["binary_tv", "binary_kl"] = "binary_tv"
+    """dppo: divergence of the policy from the rollout, of this token against all others; binary_tv: difference of the probabilities, binary_kl: KL(rollout || policy) in nats (arXiv:2602.04879)."""
+
+    delta_low: float = setting(0.2, range=NOT_NEGATIVE)
+    """dppo: tokens of negative advantage count nothing once the policy has fallen from the rollout by a divergence above this; 0.05 is usual with binary_kl."""
+
+    delta_high: float = setting(0.2, range=NOT_NEGATIVE)
+    """dppo: the same for tokens of positive advantage and a policy that has risen."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GmpoConfig:
+    log_clip_low: float = setting(0.4, range=NOT_NEGATIVE)
+    """gmpo: logarithms of probability ratios below -log_clip_low are raised to it, where the advantage is negative (arXiv:2507.20673)."""
+
+    log_clip_high: float = setting(0.4, range=NOT_NEGATIVE)
+    """gmpo: those above log_clip_high are lowered to it, where the advantage is positive."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VespoConfig:
+    k_pos: float = setting(2.0, range=NOT_NEGATIVE)
+    """vespo: exponent of a sample's probability ratio to the rollout in its weight, for advantages that are not negative; the larger it is, the less count samples that have become rare (arXiv:2602.10693)."""
+
+    lambda_pos: float = setting(3.0, range=NOT_NEGATIVE)
+    """vespo: rate at which the weight falls for these where the ratio is large."""
+
+    k_neg: float = setting(3.0, range=NOT_NEGATIVE)
+    """vespo: the exponent for negative advantages."""
+
+    lambda_neg: float = setting(2.0, range=NOT_NEGATIVE)
+    """vespo: the rate for negative advantages."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DroConfig:
+    beta: float = setting(1.0, range=NOT_NEGATIVE)
+    """dro: weight of the squared logarithm of the probability ratio to the rollout, half of which is added to the loss (arXiv:2405.19107); a token is drawn to the logarithm A / beta, so that it belongs to the size of the advantages, about 1 with grpo."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class M2poConfig:
+    threshold: float = setting(0.04, range=POSITIVE)
+    """m2po: what the mean of the squared logarithms of probability ratios to the rollout may be at most, over tokens that move away from it; the largest are left out until it is (arXiv:2510.01161)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FunctionsConfig:
+    sapo: SapoConfig = section(SapoConfig, used_by=chosen("policy_loss_type", "sapo"))
+
+    cispo: CispoConfig = section(CispoConfig, used_by=chosen("policy_loss_type", "cispo"))
+
+    clip_cov: ClipCovConfig = section(ClipCovConfig, used_by=chosen("policy_loss_type", "clip_cov"))
+
+    kl_cov: KlCovConfig = section(KlCovConfig, used_by=chosen("policy_loss_type", "kl_cov"))
+
+    dppo: DppoConfig = section(DppoConfig, used_by=chosen("policy_loss_type", "dppo"))
+
+    gmpo: GmpoConfig = section(GmpoConfig, used_by=chosen("policy_loss_type", "gmpo"))
+
+    vespo: VespoConfig = section(VespoConfig, used_by=chosen("policy_loss_type", "vespo"))
+
+    dro: DroConfig = section(DroConfig, used_by=chosen("policy_loss_type", "dro"))
+
+    m2po: M2poConfig = section(M2poConfig, used_by=chosen("policy_loss_type", "m2po"))
