@@ -1,25 +1,21 @@
-"""What policies that are no language models need of each rank's memory: weights, gradients, optimizer, and activations where they are known."""
+"""Planning of pipelines: its function is that of hpcrl.planning.family.PlanFamily."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from hpcrl.config import Config, trainer_ranks
+from hpcrl.config import Config
 from hpcrl.config.derive import has_engines, is_offline
 from hpcrl.config.families import trained_steps, trains_by_nft
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.planning.activations import kept_bytes
-from hpcrl.planning.devices import GIB
-from hpcrl.planning.memory import BYTES, Weight, fsdp_state
-from hpcrl.trainer.backends.actions.policy import action_source
+from hpcrl.planning.whole_model import memory_line, memory_of_parameters
 from hpcrl.trainer.backends.diffusion.model import transformer_source
 from hpcrl.trainer.models.forward import DTYPES
 from hpcrl.trainer.models.trained import mark_trained
 
 
-def describe_pipeline(config: Config) -> tuple[list[str], int]:
+def describe_policy(config: Config) -> tuple[list[str], int]:
     """Return lines about the policy's transformer, and the bytes that a rank needs of it.
 
     Raises:
@@ -35,61 +31,18 @@ def describe_pipeline(config: Config) -> tuple[list[str], int]:
     if is_offline(trainer):
         steps = "flow matching, a noise level of each row"
     rows = passes(trainer)
-    of_model, parts = _of_trainer(config, model, copies=trains_by_nft(trainer) + settings.ema.enable)
+    of_model, parts = memory_of_parameters(config, model, copies=trains_by_nft(trainer) + settings.ema.enable)
     parts["activations"] = rows * activations_of_a_pass(trainer)
     lines = [
         f"policy: {type(model).__name__} of {source}, {of_model}",
         f"  {steps}, latents of {latents}; {rows} passes of the transformer at a time",
-        _memory(parts),
+        memory_line(parts),
     ]
     if is_offline(trainer):
         lines.append("  text encoders and VAE are on each rank too; their memory is not estimated")
     if has_engines(config):
         lines.append("engine: the transformer, its text encoders and VAE; their memory is not estimated")
     return lines, sum(parts.values())
-
-
-def describe_actions(config: Config) -> tuple[list[str], int]:
-    """Return lines about a policy that moves robots by a flow, and the bytes that a rank needs of it, activations not counted.
-
-    Raises:
-        DataError: the model cannot be loaded, or does not have what the configuration names.
-    """
-    source, settings = action_source(config.trainer), config.vla.pi05
-    model = source.empty(torch.float32, "")
-    of_model, parts = _of_trainer(config, model, copies=0)
-    sizes = model.architecture
-    lines = [
-        f"policy: {type(model).__name__} of {source}, {of_model}",
-        f"  {settings.noise_method}, {settings.num_steps} steps from noise to a chunk of {sizes.chunk_size} actions with {sizes.action_dim} numbers",
-        f"{_memory(parts)}; activations are not estimated",
-        "engine: the same model; its memory is not estimated",
-    ]
-    return lines, sum(parts.values())
-
-
-def _of_trainer(config: Config, model: Any, copies: int) -> tuple[str, dict[str, int]]:
-    """Return what is told of the parameters of a model that is trained, and the bytes of a rank.
-
-    Args:
-        copies: of what is trained, beside it.
-    """
-    policy, ranks = config.trainer.policy, trainer_ranks(config.trainer)
-    mark_trained(model, policy, torch.float32)
-    weights = [Weight(name, tuple(each.shape), each.requires_grad) for name, each in model.named_parameters()]
-    trained = sum(weight.count for weight in weights if weight.trained)
-    everything = sum(weight.count for weight in weights)
-    precision = policy.fsdp_config.mixed_precision
-    frozen = precision.param_dtype if policy.model.lora.rank else precision.master_dtype
-    need = fsdp_state(weights, ranks, precision.master_dtype, frozen_dtype=frozen)
-    kept = copies * trained * BYTES[precision.master_dtype] // ranks
-    parts = {"weights": need.weights + kept, "gradients and optimizer": need.gradients + need.optimizer}
-    return f"{everything:,} parameters, {everything - trained:,} of them frozen", parts
-
-
-def _memory(parts: dict[str, int]) -> str:
-    told = ", ".join(f"{name} {size / GIB:,.2f}" for name, size in parts.items())
-    return f"  memory of each rank, in GiB, for one copy of the parameters: {told}"
 
 
 def passes(trainer: TrainerConfig) -> int:
@@ -101,7 +54,7 @@ def passes(trainer: TrainerConfig) -> int:
 
 
 def activations_of_a_pass(trainer: TrainerConfig) -> int:
-    """Return the bytes that are kept of one row of latents until backward, with attention by a fused kernel; errors as of `describe_pipeline`."""
+    """Return the bytes that are kept of one row of latents until backward, with attention by a fused kernel; errors as of `describe_policy`."""
     source, settings = transformer_source(trainer), trainer.policy.diffusers
     dtype = DTYPES[trainer.policy.fsdp_config.mixed_precision.param_dtype]
     model, kind = source.empty(dtype, ""), source.pipeline.kind
