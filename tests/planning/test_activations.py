@@ -9,9 +9,9 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from hpcrl.config import Config
+from hpcrl.families.diffusion.model import transformer_source
 from hpcrl.families.diffusion.plan import activations_of_a_pass, describe_policy, passes
 from hpcrl.planning.activations import kept_bytes
-from hpcrl.trainer.backends.diffusion.model import transformer_source
 from tests.paths import CONFIGS
 
 pytest.importorskip("diffusers")

@@ -15,14 +15,14 @@ from hpcrl.config import EnvironmentConfig, GeneratorConfig, SamplingParams
 from hpcrl.config.sections.generator import ChatTemplateConfig
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.config.sections.vla import VLAConfig
-from hpcrl.data.actions.tokens import action_tokens
-from hpcrl.data.actions.turns import ActionTurns
+from hpcrl.data.action_tokens import action_tokens
 from hpcrl.data.tokenizer import load_tokenizer
 from hpcrl.data.vision.inputs import model_inputs
 from hpcrl.data.vision.reader import ImageReader, row_images
 from hpcrl.errors import DataError
 from hpcrl.families.openvla.generate import ActionGroups
-from hpcrl.families.robots import videos_of
+from hpcrl.families.openvla.turns import ActionTurns
+from hpcrl.families.robots.family import videos_of
 from hpcrl.rollout.generate import GroupGenerator
 from hpcrl.rollout.group import Group
 from hpcrl.rundir.layout import Run

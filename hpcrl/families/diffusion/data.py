@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from hpcrl.config import Config
 from hpcrl.config.derive import policy_model
-from hpcrl.data.pipelines.pictures import PictureRows
-from hpcrl.data.pipelines.tokens import prompt_counter, row_decoder
+from hpcrl.families.diffusion.pipelines.pictures import PictureRows
+from hpcrl.families.diffusion.pipelines.tokens import prompt_counter, row_decoder
 from hpcrl.types import Prompt
 
 if TYPE_CHECKING:

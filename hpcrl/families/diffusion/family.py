@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from hpcrl.config.families import is_diffusion, trains_by_nft
 from hpcrl.config.family import Family
-from hpcrl.config.rules.families.diffusion import RULES
 from hpcrl.config.sections.tree import ConfigTree
+from hpcrl.families.diffusion.rules import RULES
+from hpcrl.families.diffusion.settings import is_diffusion, trains_by_nft
 
 
 class Diffusion(Family):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from hpcrl.config import Config
 from hpcrl.config.derive import policy_model
-from hpcrl.data.pipelines.source import INDEX, TRANSFORMER, PipelineSource
+from hpcrl.families.diffusion.pipelines.source import INDEX, TRANSFORMER, PipelineSource
 from hpcrl.rundir.layout import Run
 
 

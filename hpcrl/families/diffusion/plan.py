@@ -6,11 +6,11 @@ import torch
 
 from hpcrl.config import Config
 from hpcrl.config.derive import has_engines, is_offline
-from hpcrl.config.families import trained_steps, trains_by_nft
 from hpcrl.config.sections.trainer import TrainerConfig
+from hpcrl.families.diffusion.model import transformer_source
+from hpcrl.families.diffusion.settings import trained_steps, trains_by_nft
 from hpcrl.planning.activations import kept_bytes
 from hpcrl.planning.whole_model import memory_line, memory_of_parameters
-from hpcrl.trainer.backends.diffusion.model import transformer_source
 from hpcrl.trainer.models.forward import DTYPES
 from hpcrl.trainer.models.trained import mark_trained
 

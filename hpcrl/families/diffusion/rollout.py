@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 def load_generator(run: Run, config: Config, interval: int | None) -> LoadedGenerator:
-    from hpcrl.data.pipelines.tokens import row_decoder
-    from hpcrl.rollout.diffusion.generate import pictures
+    from hpcrl.families.diffusion.generate import pictures
+    from hpcrl.families.diffusion.pipelines.tokens import row_decoder
 
     kept = KeptPictures(run, interval) if interval else None
     maker = pictures(config.generator, config.environment, kept)
@@ -24,6 +24,6 @@ def load_generator(run: Run, config: Config, interval: int | None) -> LoadedGene
 
 
 def own_engine(config: Config) -> Launched:
-    from hpcrl.rollout.engines.diffusion.engine import Diffusion
+    from hpcrl.families.diffusion.engine import Diffusion
 
     return Diffusion.of(config)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from hpcrl.config import Config
+from hpcrl.families.diffusion.model import diffusion_flops
+from hpcrl.families.diffusion.objective import diffusion_objective
+from hpcrl.families.diffusion.policy import DiffusionPolicy
 from hpcrl.trainer.backends.base import Objective, PolicyEngine
 from hpcrl.trainer.backends.build import require_packages
-from hpcrl.trainer.backends.diffusion.model import diffusion_flops
-from hpcrl.trainer.backends.diffusion.policy import DiffusionPolicy
-from hpcrl.trainer.diffusion import diffusion_objective
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.models.flops import ModelFlops
 from hpcrl.trainer.offline.modes import objective_of

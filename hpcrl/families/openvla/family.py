@@ -10,13 +10,13 @@ from typing import Any
 from hpcrl.config.derive import compares_with_reference, model_config_kwargs, policy_model
 from hpcrl.config.errors import Problem
 from hpcrl.config.family import Config
-from hpcrl.config.rules.families.vla import RULES
 from hpcrl.config.sections.tree import ConfigTree
 from hpcrl.config.sections.vla import VLAConfig
-from hpcrl.data.actions.tokens import action_tokens, scale_of
-from hpcrl.data.actions.turns import States, disagreement
+from hpcrl.data.action_tokens import action_tokens, scale_of
 from hpcrl.errors import DataError
-from hpcrl.families.robots import Robots
+from hpcrl.families.openvla.turns import States, disagreement
+from hpcrl.families.robots.family import Robots
+from hpcrl.families.robots.rules import RULES
 
 
 class OpenVLA(Robots):

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from hpcrl.data.actions.turns import ActionTurns, written
 from hpcrl.data.vision.reader import Context
 from hpcrl.data.vision.videos import EpisodeVideos, shown_in
 from hpcrl.envs.base import Turn
 from hpcrl.envs.tasks.robot import STATE_APART
+from hpcrl.families.openvla.turns import ActionTurns, written
 from hpcrl.rollout.engines.base import Engine, Generation, engine_sampling
 from hpcrl.rollout.env_session import Answer
 from hpcrl.rollout.generate import Episode, GroupGenerator

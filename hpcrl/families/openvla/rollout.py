@@ -7,16 +7,16 @@ from functools import partial
 
 from hpcrl.config import Config
 from hpcrl.config.derive import model_config_kwargs, names_own_code, policy_model
-from hpcrl.families.robots import videos_of
+from hpcrl.families.robots.family import videos_of
 from hpcrl.families.text.rollout import load_conversations
 from hpcrl.rollout.family import LoadedGenerator
 from hpcrl.rundir.layout import Run
 
 
 def load_generator(run: Run, config: Config, interval: int | None) -> LoadedGenerator:
-    from hpcrl.data.actions.turns import ActionTurns
     from hpcrl.data.tokenizer import without_torch
     from hpcrl.families.openvla.generate import ActionGroups
+    from hpcrl.families.openvla.turns import ActionTurns
 
     at_once = config.environment.skyrl_gym.robot.actions_per_turn
     tokens, entries = config.generator.sampling_params.max_generate_length, model_config_kwargs(config.trainer.policy)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpcrl.config import Config
 from hpcrl.config.derive import policy_model
-from hpcrl.data.pi05.inputs import prompt_counter, row_decoder
+from hpcrl.families.pi05.inputs import prompt_counter, row_decoder
 from hpcrl.types import Prompt
 
 if TYPE_CHECKING:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from hpcrl.config.families import moves_by_flow
-from hpcrl.config.rules.families.pi05 import RULES
 from hpcrl.config.sections.tree import ConfigTree
-from hpcrl.families.robots import Robots
+from hpcrl.families.pi05.rules import RULES
+from hpcrl.families.robots.family import Robots
+from hpcrl.families.robots.settings import moves_by_flow
 
 
 class Pi05(Robots):

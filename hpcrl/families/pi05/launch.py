@@ -8,7 +8,7 @@ from pathlib import Path
 from hpcrl.config import Config
 from hpcrl.config.derive import policy_model
 from hpcrl.config.sections.model import Pretrained
-from hpcrl.data.pi05.statistics import statistics_of
+from hpcrl.families.pi05.statistics import statistics_of
 from hpcrl.launch.submit.models import folder_of
 from hpcrl.rundir.layout import Run
 

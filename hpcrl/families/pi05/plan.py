@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from hpcrl.config import Config
+from hpcrl.families.pi05.policy import action_source
 from hpcrl.planning.whole_model import memory_line, memory_of_parameters
-from hpcrl.trainer.backends.actions.policy import action_source
 
 
 def describe_policy(config: Config) -> tuple[list[str], int]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from hpcrl.config import Config
 from hpcrl.config.derive import policy_model
-from hpcrl.families.robots import videos_of
+from hpcrl.families.robots.family import videos_of
 from hpcrl.rollout.family import LoadedGenerator
 from hpcrl.rundir.layout import Run
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 def load_generator(run: Run, config: Config, interval: int | None) -> LoadedGenerator:  # noqa: ARG001
-    from hpcrl.data.pi05.inputs import row_decoder
-    from hpcrl.rollout.actions.generate import Robotics, actions
+    from hpcrl.families.pi05.generate import Robotics, actions
+    from hpcrl.families.pi05.inputs import row_decoder
 
     model = policy_model(config.trainer)
     videos = videos_of(run, config.vla)
@@ -25,6 +25,6 @@ def load_generator(run: Run, config: Config, interval: int | None) -> LoadedGene
 
 
 def own_engine(config: Config) -> Launched:
-    from hpcrl.rollout.engines.actions.engine import Actions
+    from hpcrl.families.pi05.engine import Actions
 
     return Actions(config)

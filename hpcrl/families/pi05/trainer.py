@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hpcrl.config import Config
-from hpcrl.trainer.backends.actions.policy import ActionPolicy, action_flops
+from hpcrl.families.pi05.policy import ActionPolicy, action_flops
 from hpcrl.trainer.backends.base import Objective, PolicyEngine
 from hpcrl.trainer.backends.build import require_packages
 from hpcrl.trainer.distributed import World

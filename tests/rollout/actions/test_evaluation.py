@@ -13,7 +13,7 @@ from hpcrl.config import Config
 from hpcrl.controller.evaluation import evaluation_work
 from hpcrl.data.datasets import counted_prompts, load_dataset
 from hpcrl.data.prompts import drop_long
-from hpcrl.rollout.engines.actions.engine import Actions
+from hpcrl.families.pi05.engine import Actions
 from hpcrl.rollout.evaluate import evaluate
 from hpcrl.rollout.family import load_generator
 from hpcrl.rundir.layout import Run

@@ -21,7 +21,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.models.llava.modeling_llava import LlavaForConditionalGeneration, LlavaModel
 
-from hpcrl.data.actions.tokens import action_tokens
+from hpcrl.data.action_tokens import action_tokens
 from hpcrl.data.models.openvla.config import OpenVLAConfig, OpenVLAVisionConfig
 
 _EPS = 1e-6

@@ -9,14 +9,14 @@ from pathlib import Path
 
 from hpcrl.config import Config, EnvironmentConfig
 from hpcrl.envs.rewards.response import Response
+from hpcrl.families.diffusion.engine import Diffusion, DiffusionEngine
+from hpcrl.families.diffusion.generate import PictureGenerator
+from hpcrl.families.diffusion.policy import DiffusionPolicy
 from hpcrl.families.diffusion.trainer import objective as objective_of
-from hpcrl.rollout.diffusion.generate import PictureGenerator
-from hpcrl.rollout.engines.diffusion.engine import Diffusion, DiffusionEngine
 from hpcrl.rollout.images.kept import KeptPictures
 from hpcrl.rundir.commit import write_json
 from hpcrl.rundir.layout import Run
 from hpcrl.trainer.advantages import estimate_advantages
-from hpcrl.trainer.backends.diffusion.policy import DiffusionPolicy
 from hpcrl.trainer.batching import micro_batch_limits
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.offline.modes import reduction_of
