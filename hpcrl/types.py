@@ -247,14 +247,14 @@ class Batch:
         step: the step that trains these groups; the first is 1.
         cursor: index in the prompt stream of the first group that no batch up to this one has used.
         dropped: ids of the groups that were generated for this step and that dynamic sampling keeps from training, with the mean
-            over a group's samples of what it judges them by. No step generates or trains them again.
+            over a group's samples of what it judges them by, None where all of them failed. No step generates or trains them again.
         given_up: ids of surplus groups that this step did not wait for, and that are too old for the next one. The same holds for them.
     """
 
     step: int
     groups: list[GroupMeta]
     cursor: int
-    dropped: dict[str, float] = field(default_factory=dict)
+    dropped: dict[str, float | None] = field(default_factory=dict)
     given_up: list[str] = field(default_factory=list)
 
     @property

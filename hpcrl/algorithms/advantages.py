@@ -37,6 +37,8 @@ class AdvantageInputs:
         baselines_B: [B] float64, the reward of the greedy response to each sample's prompt; None without these.
         named_B: [B] float64 each, the rewards that trainer.algorithm.gdpo.rewards names, unweighted; None without these, and for estimators
             that are marked `per_token`.
+        scored_B: [B] float64, 1 for a sample with a reward of its own, 0 for one that failed: its reward is the mean of its group's others,
+            and it counts in no statistic of its group. None: all have one.
         total: gives the sum over all ranks of a tensor; the tensor itself where every sample is here.
     """
 
@@ -47,6 +49,7 @@ class AdvantageInputs:
     values_P: torch.Tensor | None = None
     baselines_B: torch.Tensor | None = None
     named_B: Mapping[str, torch.Tensor] | None = None
+    scored_B: torch.Tensor | None = None
     total: Callable[[torch.Tensor], torch.Tensor] = _all_here
 
     def __post_init__(self) -> None:
@@ -54,6 +57,9 @@ class AdvantageInputs:
         assert all(shape == (sum(self.lengths),) for shape in shapes), f"{shapes} for {sum(self.lengths)} entries"
         assert self.groups_B.shape == (len(self.lengths),), (
             f"{len(self.groups_B)} groups for {len(self.lengths)} samples"
+        )
+        assert self.scored_B is None or self.scored_B.shape == self.groups_B.shape, (
+            f"{len(self.scored_B)} scored for {len(self.lengths)} samples"
         )
         assert self.baselines_B is None or self.baselines_B.shape == self.groups_B.shape, (
             f"{len(self.baselines_B)} baselines for {len(self.lengths)} samples"
@@ -97,25 +103,35 @@ def is_per_token(estimator: Estimator) -> bool:
 
 @dataclass(frozen=True)
 class _Groups:
-    """Each sample's reward, and the size and mean of its group, [B] each; a group of one has the mean 0, as it has no other."""
+    """Each sample's reward, and the statistics of its group over the samples that have one, [B] each.
+
+    Attributes:
+        alone_B: whether the group is of one sample, so that there is no other to compare with: its mean is 0.
+        counts_B: how many samples of the group have a reward.
+        means_B: their mean.
+        centered_B: the reward less that mean, 0 for a sample without a reward.
+    """
 
     rewards_B: torch.Tensor
-    sizes_B: torch.Tensor
+    alone_B: torch.Tensor
+    counts_B: torch.Tensor
     means_B: torch.Tensor
+    centered_B: torch.Tensor
 
 
 def _groups(inputs: AdvantageInputs, rewards_B: torch.Tensor | None = None) -> _Groups:
     rewards_B = inputs.by_sample(inputs.rewards_P) if rewards_B is None else rewards_B
-    sizes_B = inputs.by_group(torch.ones_like(rewards_B))
-    means_B = torch.where(sizes_B > 1, inputs.by_group(rewards_B) / sizes_B, 0.0)
-    return _Groups(rewards_B, sizes_B, means_B)
+    ones_B = torch.ones_like(rewards_B)
+    scored_B = ones_B if inputs.scored_B is None else inputs.scored_B
+    alone_B, counts_B = inputs.by_group(ones_B) == 1, inputs.by_group(scored_B)
+    means_B = torch.where(alone_B, 0.0, inputs.by_group(rewards_B * scored_B) / counts_B.clamp(min=1))
+    return _Groups(rewards_B, alone_B, counts_B, means_B, (rewards_B - means_B) * scored_B)
 
 
 def _standardized(inputs: AdvantageInputs, groups: _Groups) -> torch.Tensor:
     """Return (r - mean) / (std + 1e-6) of each sample in its group, [B], with the unbiased standard deviation, 1 in a group of one."""
-    centered_B = groups.rewards_B - groups.means_B
-    variance_B = inputs.by_group(centered_B.square()) / (groups.sizes_B - 1).clamp(min=1)
-    return centered_B / (torch.where(groups.sizes_B > 1, variance_B.sqrt(), 1.0) + _EPSILON)
+    variance_B = inputs.by_group(groups.centered_B.square()) / (groups.counts_B - 1).clamp(min=1)
+    return groups.centered_B / (torch.where(groups.alone_B, 1.0, variance_B.sqrt()) + _EPSILON)
 
 
 def grpo(inputs: AdvantageInputs, *, grpo_norm_by_std: bool) -> torch.Tensor:
@@ -132,7 +148,7 @@ def grpo(inputs: AdvantageInputs, *, grpo_norm_by_std: bool) -> torch.Tensor:
         (Dr.GRPO), easy and hard prompts weigh alike
     """
     groups = _groups(inputs)
-    return inputs.to_entries(_standardized(inputs, groups) if grpo_norm_by_std else groups.rewards_B - groups.means_B)
+    return inputs.to_entries(_standardized(inputs, groups) if grpo_norm_by_std else groups.centered_B)
 
 
 def gdpo(inputs: AdvantageInputs, *, rewards: Mapping[str, float]) -> torch.Tensor:
@@ -168,9 +184,8 @@ def rloo(inputs: AdvantageInputs) -> torch.Tensor:
         few samples per prompt: its baseline is unbiased even with two
     """
     groups = _groups(inputs)
-    factor_B = groups.sizes_B / (groups.sizes_B - 1).clamp(min=1)
-    centered_B = (groups.rewards_B - groups.means_B) * factor_B
-    return inputs.to_entries(torch.where(groups.sizes_B > 1, centered_B, 0.0))
+    factor_B = groups.counts_B / (groups.counts_B - 1).clamp(min=1)
+    return inputs.to_entries(torch.where(groups.alone_B, 0.0, groups.centered_B * factor_B))
 
 
 def maxrl(inputs: AdvantageInputs) -> torch.Tensor:
@@ -185,8 +200,7 @@ def maxrl(inputs: AdvantageInputs) -> torch.Tensor:
         rewards of 0 and 1, and prompts that are rarely solved should count more
     """
     groups = _groups(inputs)
-    divisor_B = torch.where(groups.sizes_B > 1, groups.means_B + _EPSILON, 1.0)
-    return inputs.to_entries((groups.rewards_B - groups.means_B) / divisor_B)
+    return inputs.to_entries(groups.centered_B / torch.where(groups.alone_B, 1.0, groups.means_B + _EPSILON))
 
 
 def opo(inputs: AdvantageInputs) -> torch.Tensor:
@@ -242,8 +256,7 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> torch.Tensor:
     Use:
         as grpo, but scaled by the whole batch, so that nearly equal groups are not blown up
     """
-    groups = _groups(inputs)
-    centered_P = inputs.to_entries(groups.rewards_B - groups.means_B)
+    centered_P = inputs.to_entries(_groups(inputs).centered_B)
     return torch.where(inputs.mask_P > 0, whiten(centered_P, inputs.mask_P, inputs.total), 0.0)
 
 

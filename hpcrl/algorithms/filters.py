@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import compress
-from statistics import mean
 
 from hpcrl.config.sections.algorithm import OWN_REWARD
 from hpcrl.errors import DataError
@@ -12,20 +11,29 @@ from hpcrl.types import GroupMeta
 
 
 def filter_values(group: GroupMeta, metrics: Sequence[str]) -> list[float]:
-    """Return the number of each sample that decides whether a group is worth training.
+    """Return the numbers that decide whether a group is worth training, of the samples that have a reward.
 
     Args:
         metrics: `trainer.algorithm.filter_reward_metric`, numbers that the environment reports, which are added up; a sample that
-            does not report one that others of its group do has 0, and one that failed the mean of the others. Empty: the reward, the
-            sum over a sample's tokens.
+            does not report one that others of its group do has 0. Empty: the reward, the sum over a sample's tokens.
 
     Raises:
         DataError: no sample of the group reports one of the metrics.
     """
-    if not metrics:
-        return group.rewards
-    named = [_neutral(group, reported(group, name, "filter_reward_metric")) for name in metrics]
-    return [sum(values) for values in zip(*named, strict=True)]
+    named = [reported(group, name, "filter_reward_metric") for name in metrics] or [group.rewards]
+    return [sum(values) for values in compress(zip(*named, strict=True), group.scored)]
+
+
+def is_worth_training(group: GroupMeta, metrics: Sequence[str]) -> bool:
+    """Return whether samples of a group that have a reward differ in what they are judged by; `metrics` as of `filter_values`.
+
+    A group of one sample is worth it where that has a reward, as there is no other to differ from; a single one left of several is not.
+
+    Raises:
+        DataError: no sample of the group reports one of the metrics.
+    """
+    values = filter_values(group, metrics)
+    return len(values) >= min(2, len(group.rewards)) and varied(values)
 
 
 def reported(group: GroupMeta, name: str, setting: str) -> list[float]:
@@ -48,21 +56,12 @@ def reported(group: GroupMeta, name: str, setting: str) -> list[float]:
 
 
 def named_rewards(group: GroupMeta, name: str) -> list[float]:
-    """Return a reward that gdpo.rewards names, of each sample; one whose environment failed has the mean of the others, so that it moves no baseline.
+    """Return a reward that gdpo.rewards names, of each sample; what stands for one that failed means nothing.
 
     Raises:
         DataError: no sample of the group has it.
     """
-    values = group.rewards if name == OWN_REWARD else reported(group, name, "gdpo.rewards")
-    return _neutral(group, values)
-
-
-def _neutral(group: GroupMeta, values: Sequence[float]) -> list[float]:
-    """Return values with the mean of the others in the place of those that failed samples have; 0 where all failed."""
-    scored = group.scored
-    others = list(compress(values, scored))
-    neutral = mean(others) if others else 0.0  # not fmean, by which three values of 0.1 have another mean
-    return [value if one else neutral for value, one in zip(values, scored, strict=True)]
+    return group.rewards if name == OWN_REWARD else reported(group, name, "gdpo.rewards")
 
 
 def varied(values: Sequence[float]) -> bool:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
+import re
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -91,8 +93,24 @@ def positive(text: str) -> int:
 
 
 def split(words: list[str]) -> tuple[list[str], list[str]]:
-    """Return the files, or names, and the overrides among the words of a command line."""
-    return [word for word in words if "=" not in word], [word for word in words if "=" in word]
+    """Return the files, or names, and the overrides among the words of a command line; what exists is a file, whatever its name."""
+    overrides = [word for word in words if "=" in word and not os.path.exists(word)]
+    return [word for word in words if word not in overrides], overrides
+
+
+def say_what_is_empty(settings: Sequence[str]) -> None:
+    """Print which texts an override such as `trainer.run_name=$NAME` leaves empty; of other settings that is an error."""
+    empty = [word.strip().removesuffix("=") for word in settings if re.fullmatch(r"[^=]+=\s*", word)]
+    if not empty:
+        return
+    from hpcrl.config import Config
+    from hpcrl.config.fields import settings as settings_of
+    from hpcrl.config.load import emptiable
+
+    known = settings_of(Config)
+    for path in empty:
+        if emptiable(path, known):
+            print(f"hpcrl: {printable(path)}= has no value and goes back to its default", file=sys.stderr)
 
 
 def announce(run: Run) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from hpcrl.cli._common import add_root, positive, split
+from hpcrl.cli._common import add_root, positive, say_what_is_empty, split
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -14,6 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(action=_eval)
     parser.add_argument(
         "subject",
+        nargs="?",
         metavar="RUN|MODEL",
         help="name, project/name or path of a run, a model directory, or the id of a model on the hub",
     )
@@ -36,6 +37,7 @@ def _eval(arguments: argparse.Namespace) -> int:
     from json import dumps
     from shlex import quote
 
+    from hpcrl.errors import ConfigError
     from hpcrl.launch.local.evaluate import configured, default_place, evaluate, find_subject
     from hpcrl.launch.local.foreground import to_stderr
     from hpcrl.observe.eval_report import summary
@@ -43,7 +45,19 @@ def _eval(arguments: argparse.Namespace) -> int:
 
     data, settings = split(arguments.data)
     files, more = split(arguments.config)
-    settings += [*more, *arguments.settings]
+    behind = [*settings, *more]
+    say_what_is_empty(behind)
+    order = "hpcrl eval RUN|MODEL [KEY=VALUE …] --data FILE … [--config FILE …]"
+    if arguments.subject is None:
+        took = ", ".join([*data, *files])
+        raise ConfigError(
+            f"RUN|MODEL comes first: --data and --config take all words behind them, here {took}; expected {order}"
+        )
+    if not data:
+        raise ConfigError(
+            f"--data: expected a dataset of prompts, found settings alone, {' '.join(settings)}; expected {order}"
+        )
+    settings = [*behind, *arguments.settings]
     subject = find_subject(arguments.subject, arguments.checkpoint, arguments.root or default_root())
     config = configured(subject, data, arguments.n, [Path(file) for file in files], settings)
     place = (arguments.output or default_place(subject)).absolute()

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from io import TextIOWrapper
 
 import hpcrl
+from hpcrl.cli._common import say_what_is_empty
 from hpcrl.errors import HpcrlError, did_you_mean
 from hpcrl.text import printable
 
@@ -126,7 +127,7 @@ def main(argv: list[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):  # names and texts may have what the terminal's encoding lacks
             stream.reconfigure(errors="backslashreplace")
-    _say_what_is_empty(settings or [])
+    say_what_is_empty(settings or [])
     try:
         return arguments.action(arguments)
     except HpcrlError as error:
@@ -135,21 +136,6 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-
-
-def _say_what_is_empty(settings: Sequence[str]) -> None:
-    """Print which texts an override such as `trainer.run_name=$NAME` leaves empty; of other settings that is an error."""
-    empty = [word.strip().removesuffix("=") for word in settings if re.fullmatch(r"[^=]+=\s*", word)]
-    if not empty:
-        return
-    from hpcrl.config import Config
-    from hpcrl.config.fields import settings as settings_of
-    from hpcrl.config.load import emptiable
-
-    known = settings_of(Config)
-    for path in empty:
-        if emptiable(path, known):
-            print(f"hpcrl: {printable(path)}= has no value and goes back to its default", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -95,12 +95,14 @@ def _layers(config: Config) -> Iterator[str]:
         return
     reason = "transformer_engine is not installed here" if gpus else "TransformerEngine's need a GPU"
     yield f"layers: Megatron-core's, with torch's attention ({reason})"
-    size = config.trainer.policy.megatron_config.context_parallel_size
-    if size > 1:
+    megatron, remedy = config.trainer.policy.megatron_config, "; it is the extra transformer-engine" if gpus else ""
+    if (size := megatron.context_parallel_size) > 1:
         yield (
             f"  hint: without TransformerEngine each of the {size} context-parallel ranks gathers the keys and values of a sample and computes "
-            "attention over all of its tokens; what they share is the rest of the layers"
+            f"attention over all of its tokens; what they share is the rest of the layers{remedy}"
         )
+    if gpus and megatron.expert_model_parallel_size > 1 and megatron.moe_grouped_gemm:
+        yield f"  hint: without TransformerEngine a rank computes its experts one after the other{remedy}"
 
 
 def _models(config: Config) -> Iterator[str]:

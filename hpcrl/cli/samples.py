@@ -110,7 +110,7 @@ def _lines(rollout: Rollout) -> list[str]:
 def part_lines(part: Segment, heading: str) -> list[str]:
     """Return a part of a sample with its heading. Where a terminal shows it, what is trained is green."""
     lines = [one_line(f"--- {heading}"), *printable(part.text).split("\n")]
-    coloured = part.trained and sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    coloured = part.trained and sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     return [f"\x1b[32m{line}\x1b[0m" for line in lines] if coloured else lines
 
 

@@ -349,6 +349,12 @@ def runs_eagerly(engine: InferenceEngineConfig, *, on_cpu: bool) -> bool:
     return on_cpu if engine.enforce_eager is None else engine.enforce_eager
 
 
+def engine_memory_share(config: ConfigTree) -> float:
+    """Return the share of a GPU's memory that an engine may use; where it is not set: less beside a trainer that is away."""
+    own = config.generator.inference_engine.gpu_memory_utilization
+    return own if own is not None else 0.8 if config.trainer.placement.colocate_all else 0.9
+
+
 def engine_rope(config: ConfigTree) -> tuple[dict[str, Any], float | None]:
     """Return scaling and base of the engines' rotary positions; each where it is not set: the trainer's."""
     generator, trainer = config.generator, config.trainer

@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
-from hpcrl.algorithms.filters import filter_values, named_rewards, varied
+from hpcrl.algorithms.filters import filter_values, is_worth_training, named_rewards
 from hpcrl.config.sections.algorithm import OWN_REWARD, DynamicSamplingConfig
 from hpcrl.types import GroupMeta
 
@@ -40,12 +40,12 @@ class DynamicSampling:
     rewards: Collection[str] = ()
 
     def is_good(self, group: GroupMeta) -> bool:
-        """Return whether samples of the group differ in what they are judged by; a group of one sample is always good.
+        """Return whether the group teaches something, as `is_worth_training` says.
 
         Raises:
             DataError: the group lacks one of the metrics.
         """
-        return varied(filter_values(group, self.metrics))
+        return is_worth_training(group, self.metrics)
 
     def can_judge(self, group: GroupMeta) -> bool:
         """Return whether the group has all metrics and rewards that a finished one has."""
@@ -62,9 +62,10 @@ class DynamicSampling:
             named_rewards(group, name)
         return self.config.type != "filter" or self.is_good(group)
 
-    def worth(self, group: GroupMeta) -> float:
-        """Return the mean over the group's samples of what they are judged by."""
-        return fmean(filter_values(group, self.metrics))
+    def worth(self, group: GroupMeta) -> float | None:
+        """Return the mean over the group's samples of what they are judged by; None where all of them failed."""
+        values = filter_values(group, self.metrics)
+        return fmean(values) if values else None
 
     def chosen(self, step: int, groups: Sequence[GroupMeta]) -> list[GroupMeta] | None:
         """Return what trains in `step`, of its complete batch; None: nothing does, and the batch is to be generated again.

@@ -143,14 +143,16 @@ def dropped_metrics(batch: Batch) -> dict[str, float]:
     """Return what dynamic sampling made of the groups that were generated for one batch.
 
     filtered_positive and filtered_negative count the dropped groups by the mean of what they are judged by, their rewards as a rule:
-    above 0, or not.
+    above 0, or not; filtered_failed counts those whose samples all failed.
     """
-    positive = sum(worth > 0 for worth in batch.dropped.values())
+    worths = [worth for worth in batch.dropped.values() if worth is not None]
+    positive = sum(worth > 0 for worth in worths)
     return {
         "generate/dropped_groups": len(batch.dropped),
         "generate/sample_batches": len(batch.generated) / len(batch.groups),
         "generate/filtered_positive": positive,
-        "generate/filtered_negative": len(batch.dropped) - positive,
+        "generate/filtered_negative": len(worths) - positive,
+        "generate/filtered_failed": len(batch.dropped) - len(worths),
     }
 
 

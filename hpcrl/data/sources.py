@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from pyarrow.parquet import ParquetFile
 
 # Arrow's own memory pool keeps some 15 MiB of what it has read; it is chosen when pyarrow is imported
-os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
+os.environ["ARROW_DEFAULT_MEMORY_POOL"] = os.environ.get("ARROW_DEFAULT_MEMORY_POOL") or "system"
 
 _ROWS_AT_ONCE, _BYTES_AT_ONCE = 128, 16 << 20
 _BUFFER = 1 << 20  # bytes of each column of a parquet file

@@ -13,7 +13,7 @@ import os
 import struct
 import zlib
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -36,7 +36,7 @@ _NAMES = {
     "torch.float8_e4m3fn": "F8_E4M3", "torch.float8_e5m2": "F8_E5M2",
 }  # fmt: skip
 _TYPES = {name: dtype.removeprefix("torch.") for dtype, name in _NAMES.items()}
-_AHEAD = 4  # tensors, or files, that are read at the same time
+_AHEAD, _MOST_AHEAD = 4, 8  # tensors, or files, that are read at the same time
 _PART = 8 << 20
 _MOST_NAMED = 8
 
@@ -126,13 +126,18 @@ class PublishedWeights:
     def digest(self) -> str:
         return whole_digest(self.tensors)
 
-    def wrong(self, given: Mapping[str, str]) -> list[str]:
-        """Return the first few tensors that lack, or are others, among digests by name."""
-        return sorted({name for name, _ in given.items() ^ self.tensors.items()})[:_MOST_NAMED]
+    def wrong(self, given: Mapping[str, str], index: int = 0, of: int = 1) -> list[str]:
+        """Return the first few tensors that lack, or are others, among digests by name of a share."""
+        return sorted({name for name, _ in given.items() ^ self.share(index, of).items()})[:_MOST_NAMED]
 
-    def held(self, given: Mapping[str, str]) -> dict[str, Any]:
-        """Return what a rank of an engine says that has loaded tensors with these digests."""
-        return {"version": self.version, "digest": whole_digest(given), "wrong": self.wrong(given)}
+    def share(self, index: int, of: int) -> dict[str, str]:
+        """Return digest by name of every `of`-th tensor, from `index` on: what one of `of` processes checks that read the same files."""
+        return dict(islice(self.tensors.items(), index, None, of))
+
+    def held(self, given: Mapping[str, str], index: int = 0, of: int = 1) -> dict[str, Any]:
+        """Return what a rank of an engine reports that has loaded tensors, those of its share with these digests."""
+        wrong = self.wrong(given, index, of)
+        return {"version": self.version, "digest": whole_digest(given), "share": [index, of], "wrong": wrong}
 
 
 def weight_facts(
@@ -209,12 +214,17 @@ class WeightReader:
 
     Args:
         order: names that come first, in this order: engines need little memory where what belongs together comes together.
+        undigested: names whose digests another process of this node makes.
+        readers: processes that read on this node at the same time, which share its cores.
 
     Raises:
         OSError, ValueError: there are none, or they are no safetensors files.
     """
 
-    def __init__(self, directory: Path, order: Sequence[str] = ()) -> None:
+    def __init__(
+        self, directory: Path, order: Sequence[str] = (), undigested: Collection[str] = (), readers: int = 1
+    ) -> None:
+        self._undigested, self._ahead = undigested, _threads(readers)
         self._files: list[int] = []
         self._places: dict[str, tuple[int, dict[str, Any], int]] = {}
         try:
@@ -237,15 +247,15 @@ class WeightReader:
         self._places |= {name: (file, entry, start) for name, entry in entries.items()}
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor, str]]:
-        """Yield name, tensor and digest; a few tensors are read ahead.
+        """Yield name, tensor and digest, which is empty for the undigested; a few tensors are read ahead.
 
         Raises:
             OSError: the files cannot be read to their end.
         """
         names = iter(self._names)
-        with ThreadPoolExecutor(_AHEAD, "weights") as pool:
+        with ThreadPoolExecutor(self._ahead, "weights") as pool:
             begun: deque[Future[tuple[str, torch.Tensor, str]]] = deque()
-            begun.extend(pool.submit(self._read, name) for name in islice(names, _AHEAD))
+            begun.extend(pool.submit(self._read, name) for name in islice(names, self._ahead))
             while begun:
                 found = begun.popleft().result()
                 begun.extend(pool.submit(self._read, name) for name in islice(names, 1))
@@ -261,13 +271,18 @@ class WeightReader:
         return (
             name,
             tensor.view(getattr(torch, _TYPES[entry["dtype"]])).view(entry["shape"]),
-            digest_of(memoryview(data)),
+            "" if name in self._undigested else digest_of(memoryview(data)),
         )
 
     def close(self) -> None:
         for file in self._files:
             os.close(file)
         self._files.clear()
+
+
+def _threads(processes: int = 1) -> int:
+    """Return how many threads of a process read at the same time, of several processes that share the cores of a node."""
+    return max(_AHEAD, min(_MOST_AHEAD, len(os.sched_getaffinity(0)) // processes))
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -318,7 +333,7 @@ def check_tensors(weights: PublishedWeights, copy: Path | None = None) -> None:
         OSError, ValueError: a file cannot be read or written.
     """
     files = sorted(weights.path.glob(f"*{SUFFIX}"))
-    with ThreadPoolExecutor(_AHEAD, "weights") as pool:
+    with ThreadPoolExecutor(_threads(), "weights") as pool:
         parts = list(pool.map(_digests, files, [copy / path.name if copy else None for path in files]))
     given = {name: digest for part in parts for name, digest in part.items()}
     if wrong := weights.wrong(given):

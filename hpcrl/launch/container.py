@@ -14,6 +14,7 @@ from typing import Any
 from hpcrl.config import Config
 from hpcrl.config.fields import settings
 from hpcrl.config.sections.slurm import ContainerConfig
+from hpcrl.data.hub.places import hub_cache, hub_home
 
 _ENVIRONMENT = ("PYTHONPATH", "PYTHONSAFEPATH", "PYTHONUNBUFFERED", "PYTHONNOUSERSITE")
 _TEMPORARY = "/tmp"
@@ -91,5 +92,4 @@ def _named(config: Config) -> list[str]:
 
 def _hub() -> list[str]:
     """Return where models and datasets of the hub are kept."""
-    home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface")
-    return [os.path.expanduser(path) for path in (home, os.environ.get("HF_HUB_CACHE", "")) if path]
+    return [hub_home(), hub_cache()]

@@ -75,7 +75,7 @@ def run_slurm(command: Sequence[str], patience_s: float, limit_s: float = _ANSWE
         try:
             done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=limit_s)
         except FileNotFoundError:
-            raise SubmitError(f"{command[0]} was not found: ask for runs of Slurm on a node of its cluster") from None
+            raise not_here(command[0]) from None
         except subprocess.TimeoutExpired:
             said = f"no answer in {limit_s:.0f} s (timed out)"
         else:
@@ -88,6 +88,11 @@ def run_slurm(command: Sequence[str], patience_s: float, limit_s: float = _ANSWE
             print(f"hpcrl: {command[0]}: {said}; asking again for {patience_s:.0f} s", file=sys.stderr, flush=True)
             reported = True
         time.sleep(_RETRY_S)
+
+
+def not_here(program: str) -> SubmitError:
+    """Return what is raised where a program of Slurm is not on this machine."""
+    return SubmitError(f"{program} was not found: ask for runs of Slurm on a node of its cluster")
 
 
 def is_away(said: str) -> bool:

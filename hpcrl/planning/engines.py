@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hpcrl.config import Config, InferenceEngineConfig, engine_gpus
-from hpcrl.config.derive import gpu_count, has_engines, max_model_len
+from hpcrl.config.derive import engine_memory_share, gpu_count, has_engines, max_model_len
 from hpcrl.planning.devices import memory_of_rank
 from hpcrl.planning.memory import Shapes, Weight
 
@@ -39,11 +39,11 @@ class EngineSizes:
         return max(0, int((self.share - self.weights) / self.token))
 
 
-def engine_sizes(engine: InferenceEngineConfig, shapes: Shapes, device: float) -> EngineSizes:
+def engine_sizes(engine: InferenceEngineConfig, shapes: Shapes, memory: float) -> EngineSizes:
     """Return the sizes of a replica.
 
     Args:
-        device: bytes of a GPU.
+        memory: bytes of a GPU that it may use.
     """
     width, stages = shapes.width, engine.pipeline_parallel_size
     layers = math.ceil(width.layers / stages)
@@ -53,7 +53,7 @@ def engine_sizes(engine: InferenceEngineConfig, shapes: Shapes, device: float) -
     heads = max(1, width.kv_heads // engine.tensor_parallel_size)
     return EngineSizes(
         weights=inside * layers / width.layers + outside,
-        share=engine.gpu_memory_utilization * device,
+        share=memory,
         token=2 * layers * heads * width.head * _BYTES[engine.model_dtype],
     )
 
@@ -92,9 +92,10 @@ def describe_engines(config: Config, shapes: Shapes) -> Iterator[str]:
     if device is None:
         yield f"  memory of the device: unknown ({source})"
         return
-    found, longest = engine_sizes(engine, shapes, device), max_model_len(config)
+    share, longest = engine_memory_share(config), max_model_len(config)
+    found = engine_sizes(engine, shapes, share * device)
     yield (
-        f"  of a GPU's {device / 2**30:,.2f} GiB ({source}) {engine.gpu_memory_utilization:.0%} are the engine's "
+        f"  of a GPU's {device / 2**30:,.2f} GiB ({source}) {share:.0%} are the engine's "
         f"(gpu_memory_utilization): {found.weights / 2**30:,.2f} GiB for weights"
     )
     if found.tokens < longest:

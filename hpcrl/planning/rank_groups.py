@@ -45,27 +45,43 @@ def describe_ranks(trainer: TrainerConfig) -> list[str]:
 
     where = f"{ranks} trainer rank(s), {on_node} on each of {nodes} node(s)"
     if trainer.strategy != "megatron":
-        groups = _copies(trainer.policy.fsdp_config, range(ranks), on_node)
-        groups |= _consecutive(_TOGETHER, range(ranks), model_parallel_size(trainer))
-        groups |= _consecutive(_EXPERTS, range(ranks), trainer.policy.fsdp_config.expert_parallel_size)
+        groups = _of_fsdp(trainer)
         lines = [f"{where}, {trainer.strategy}", *_lines(groups, node_of), *_slow(groups, on_node)]
         if trainer.policy.fsdp_config.fsdp_size is None and nodes > 1:
             lines.append(
                 "  or a copy on each node, where its state takes at most a third of the GPUs' memory (fsdp_config.fsdp_size)"
             )
         return lines + list(_critic(trainer))
-    layout, groups = ParallelLayout.of(trainer.policy.megatron_config, ranks), {}
+    layout, groups = ParallelLayout.of(trainer.policy.megatron_config, ranks), _of_megatron(trainer)
     together = product(tensor=layout.tensor, context=layout.context, data=layout.data, pipeline=layout.pipeline)
     lines = [f"{where}, megatron: {together}"]
-    own = layout.expert > 1 or layout.expert_tensor != layout.tensor
-    if own:
+    if "EP" in groups:
         experts = product(
             tensor=layout.expert_tensor, expert=layout.expert, copies=layout.expert_data, pipeline=layout.pipeline
         )
         lines.append(f"  experts: {experts}")
-    groups = {name: found for name, found in layout.groups().items() if own or name not in ("ETP", "EP", "EDP")}
     lines += _lines({f"{name} ({_WORDS[name]})": found for name, found in groups.items()}, node_of)
     return lines + list(_slow(groups, on_node))
+
+
+def communicators(trainer: TrainerConfig) -> int:
+    """Return how many process groups of several ranks a rank of the policy is in, each of which keeps memory of its GPU."""
+    groups = _of_megatron(trainer) if trainer.strategy == "megatron" else _of_fsdp(trainer)
+    return sum(len(found[0]) > 1 for found in groups.values())
+
+
+def _of_fsdp(trainer: TrainerConfig) -> dict[str, Groups]:
+    ranks, sharding = range(trainer_ranks(trainer)), trainer.policy.fsdp_config
+    groups = _copies(sharding, ranks, trainer.placement.policy_num_gpus_per_node)
+    groups |= _consecutive(_TOGETHER, ranks, model_parallel_size(trainer))
+    return groups | _consecutive(_EXPERTS, ranks, sharding.expert_parallel_size)
+
+
+def _of_megatron(trainer: TrainerConfig) -> dict[str, Groups]:
+    """Return the groups by their short names, those of experts where these are not split as the other layers are."""
+    layout = ParallelLayout.of(trainer.policy.megatron_config, trainer_ranks(trainer))
+    own = layout.expert > 1 or layout.expert_tensor != layout.tensor
+    return {name: found for name, found in layout.groups().items() if own or name not in ("ETP", "EP", "EDP")}
 
 
 def _critic(trainer: TrainerConfig) -> Iterator[str]:

@@ -6,12 +6,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hpcrl.config import Config
+from hpcrl.config.derive import engine_memory_share, runs_eagerly
 from hpcrl.planning.estimate import Estimate
+from hpcrl.planning.rank_groups import communicators
 
-ASLEEP = 2 << 30
-"""Bytes that an engine keeps of a device while it sleeps: context, CUDA graphs, communicators. An estimate."""
-AWAY = 1 << 30
-"""Bytes that a trainer rank keeps of a device while an engine has it: context and communicators. An estimate."""
+_CONTEXT, _GRAPHS, _COMMUNICATOR = 1 << 30, 1 << 30, 1 << 29
+"""Bytes of a device that a CUDA context with its libraries takes, that the graphs of an engine take, and that NCCL takes for a group of ranks.
+Estimates, not measured."""
+_CUSTOM = 1 << 29
+"""Bytes of vLLM's own all-reduce of a tensor parallel group. An estimate, not measured."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +36,24 @@ def turns(config: Config, found: Estimate, device: float) -> Iterator[Turn]:
     Args:
         device: its bytes.
     """
-    yield Turn("trainer", found.total, ASLEEP)
-    share = config.generator.inference_engine.gpu_memory_utilization
-    yield Turn("engine", AWAY + _kept(config, found), round(share * device))
+    yield Turn("trainer", found.total, _asleep(config))
+    share = engine_memory_share(config)
+    yield Turn("engine", _away(config) + _kept(config, found), round(share * device))
+
+
+def _asleep(config: Config) -> int:
+    """Return the bytes that an engine keeps of a device while it sleeps: context, CUDA graphs, communicators."""
+    engine = config.generator.inference_engine
+    tensor, others = engine.tensor_parallel_size, (engine.pipeline_parallel_size, engine.data_parallel_size)
+    groups = sum(size > 1 for size in (tensor, *others))
+    graphs = 0 if runs_eagerly(engine, on_cpu=False) else _GRAPHS
+    # with a group of all ranks, which vLLM makes too
+    return _CONTEXT + graphs + (groups + (groups > 0)) * _COMMUNICATOR + (_CUSTOM if tensor > 1 else 0)
+
+
+def _away(config: Config) -> int:
+    """Return the bytes that a trainer rank keeps of a device while an engine has it: context and communicators."""
+    return _CONTEXT + communicators(config.trainer) * _COMMUNICATOR
 
 
 def on_host(config: Config, found: Estimate) -> int:

@@ -64,6 +64,7 @@ class WorkerOptions:
         dump_evals: whether texts and scores of evaluation samples are written.
         baselines: whether training groups get the reward of a greedy response.
         copies: of new weights on this node; None: engines read them in the run directory.
+        reads_ahead: whether new weights are read into the page cache while the engine still generates.
         from_model: whether version 0 is the model that the engine was started with.
         rewards: returns the reward service of the run that gets the next request; None: the run has none.
         lessons: what training groups have for teachers; None: nothing.
@@ -83,6 +84,7 @@ class WorkerOptions:
     engine_dtype: str = "bfloat16"
     probe_tolerance: float | None = None
     copies: NodeCopies | None = None
+    reads_ahead: bool = True
     from_model: bool = True
     rewards: Callable[[], Endpoints] | None = None
     lessons: Lessons | None = None
@@ -338,7 +340,8 @@ class Worker:
         self._updating = "fetch_weights"
         self._note_phase()
         try:
-            weights = await in_thread(fetch, options.run.weights_of(version), options.copies)
+            source, ahead = options.run.weights_of(version), options.reads_ahead
+            weights = await in_thread(fetch, source, options.copies, ahead=ahead)
         except CommitError:
             self._updating = None
             self._note_answer(await self._call("report", version=self._engine.version, state="fetching weights"))

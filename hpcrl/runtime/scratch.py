@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import socket
 import tempfile
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +18,9 @@ from hpcrl.envs.tools.python import discard_tree
 from hpcrl.errors import ConfigError, RunError
 
 SHARED_MEMORY = Path("/dev/shm")
+SEGMENTS = ("psm_", "sem.mp-", "vllm_", "nccl-")
+"""What the names of shared memory begin with: of Python's multiprocessing, vLLM and NCCL."""
+_OF_TORCH, _FRESH_S = "torch_", 60.0
 _PREFIX = "hpcrl-"
 _LOCK = "lock"
 _SHARED = "shared-memory"
@@ -79,6 +84,22 @@ def remove_shared_memory(directory: Path) -> None:
         (directory / _SHARED).unlink()
 
 
+def left_shared_memory() -> dict[str, int]:
+    """Return names and bytes of this user's shared memory that no process has mapped which this one sees; one in another container, it does not."""
+    mapped = set[int]()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):  # it has ended, or is another user's
+            lines = maps.read_text().splitlines()
+            mapped |= {int(line.split()[4]) for line in lines if f" {SHARED_MEMORY}/" in line}
+    found, now = dict[str, int](), time.time()
+    for path in SHARED_MEMORY.iterdir() if SHARED_MEMORY.is_dir() else []:
+        with suppress(OSError):
+            status, own = path.lstat(), path.name.startswith((*SEGMENTS, _OF_TORCH))
+            if own and status.st_uid == os.getuid() and status.st_ino not in mapped:
+                found |= {path.name: status.st_size} if now - status.st_mtime > _FRESH_S else {}
+    return found
+
+
 class SharedScratch:
     """A directory that processes of this user on this node share, removed by the last of them or, after SIGKILLs, by the next one on the node.
 
@@ -126,12 +147,13 @@ def weight_copy_dir(engine: InferenceEngineConfig) -> Path | None:
     """Return where replicas on this node copy weights to; None: nowhere.
 
     Raises:
-        ConfigError: the setting names an environment variable that the node lacks.
+        ConfigError: the setting names an environment variable that the node lacks, or has empty.
     """
     if engine.weight_copy_dir is None:
         return None
     found = os.path.expandvars(os.path.expanduser(engine.weight_copy_dir))
-    if "$" in found or not os.path.isabs(found):
+    lacking = [name for name in re.findall(r"\$\{?(\w+)", engine.weight_copy_dir) if not os.environ.get(name)]
+    if lacking or not os.path.isabs(found):
         raise ConfigError(
             "generator.inference_engine.weight_copy_dir: expected an absolute path whose variables the node has, found "
             f"{engine.weight_copy_dir!r}, which is {found!r} on {socket.gethostname()}"

@@ -283,6 +283,7 @@ def _by_sample(
         mask_P=tokens_B,
         lengths=[1] * len(places),
         groups_B=torch.tensor([group for group, _ in places], dtype=torch.int64),
+        scored_B=torch.tensor([one for group in groups for one in batch.groups[group].scored], dtype=torch.float64),
         baselines_B=_baselines(batch, places, algorithm) if needs_baselines(algorithm) else None,
         named_B=_named_rewards([batch.groups[group] for group in groups], algorithm),
     )

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush, heapreplace
 from itertools import accumulate, chain
 
-from hpcrl.algorithms.filters import filter_values, varied
+from hpcrl.algorithms.filters import is_worth_training
 from hpcrl.config.sections.algorithm import AlgorithmConfig
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.types import Batch, GroupMeta
@@ -407,7 +407,7 @@ def trained_groups(batch: Batch, algorithm: AlgorithmConfig) -> list[int]:
     groups, metrics = range(len(batch.groups)), algorithm.filter_reward_metric
     if not algorithm.zero_variance_filter:
         return list(groups)
-    return [at for at in groups if varied(filter_values(batch.groups[at], metrics))]
+    return [at for at in groups if is_worth_training(batch.groups[at], metrics)]
 
 
 def micro_batch_limits(trainer: TrainerConfig, tokens: int | None, quadratic: float = 0.0) -> Limits:

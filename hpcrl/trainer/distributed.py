@@ -224,7 +224,8 @@ def joined(
     is what wakes them.
     """
     if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
+        # read when cuBLAS is first used
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = os.environ.get("CUBLAS_WORKSPACE_CONFIG") or ":4096:8"
         torch.use_deterministic_algorithms(True)
     cuda = torch.cuda.is_available()
     if on_gpu and not cuda:

@@ -99,7 +99,7 @@ def load_samples(
         found = read_group(places[meta.path], indices if least_prefix is None else None, meta)
         found = [whole_trained(sample) for sample in found] if prompts else found
         if least_prefix is not None:
-            masks = masks_without_prefixes(found, meta.rewards, least_prefix)
+            masks = masks_without_prefixes(found, meta, least_prefix)
             left_out += sum(int((found[index].loss_mask - masks[index]).sum()) for index in indices)
             found = [replace(found[index], loss_mask=masks[index]) for index in indices]
         found = [with_model_reward(sample, meta, index) for index, sample in zip(indices, found, strict=True)]
@@ -190,19 +190,21 @@ def whole_trained(sample: Row) -> Row:
     return replace(sample, loss_mask=mask_T, rollout_logprobs=unknown_T)
 
 
-def masks_without_prefixes(samples: Sequence[Row], rewards: Sequence[float], least: int) -> list[np.ndarray]:
+def masks_without_prefixes(samples: Sequence[Row], group: GroupMeta, least: int) -> list[np.ndarray]:
     """Return the loss mask [T] of each sample of a group, without the prefix that it shares with a response of different reward.
 
-    A response begins with the first token that the policy chose. What comes back to the policy between its turns belongs to it.
+    A response begins with the first token that the policy chose. What comes back to the policy between its turns belongs to it. A sample
+    without a reward differs from none.
 
     Args:
-        rewards: of each sample.
         least: tokens that a prefix must have.
     """
+    masks = [sample.loss_mask.copy() for sample in samples]
+    scored = [at for at, one in enumerate(group.scored) if one]
+    samples, rewards = [samples[at] for at in scored], group.own_rewards
     chosen = [sample.versions >= 0 for sample in samples]
     starts = [int(chosen_T.argmax()) if chosen_T.any() else len(chosen_T) for chosen_T in chosen]
     responses = [sample.token_ids[start:].tolist() for sample, start in zip(samples, starts, strict=True)]
-    masks = [sample.loss_mask.copy() for sample in samples]
-    for mask_T, start, size in zip(masks, starts, shared_prefixes(responses, rewards, least), strict=True):
-        mask_T[start : start + size] = 0
+    for at, start, size in zip(scored, starts, shared_prefixes(responses, rewards, least), strict=True):
+        masks[at][start : start + size] = 0
     return masks

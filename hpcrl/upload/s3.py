@@ -310,7 +310,7 @@ def _client(upload: UploadConfig) -> Any:
         if not os.path.isfile(path):
             raise Refused(f"trainer.upload.s3_credentials_file: no file {path}; {_WHERE}")
         session.set_config_variable("credentials_file", path)
-        session.set_config_variable("profile", os.environ.get("AWS_PROFILE", "default"))  # before keys in variables
+        session.set_config_variable("profile", os.environ.get("AWS_PROFILE") or "default")  # before keys in variables
     options = Config(
         retries={"total_max_attempts": 1},  # Patience repeats what failed
         connect_timeout=10,

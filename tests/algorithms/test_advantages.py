@@ -288,6 +288,26 @@ def test_a_sample_alone(name: str, expected: list[float]) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_a_sample_that_failed_counts_in_no_statistic_of_its_group(name: str) -> None:
+    """The others have what they have in a group without it: no n counts it, and what stands for its reward means nothing."""
+    failed = [0.4, -9.0, 0.75]  # the mean of its group, a number of no meaning, a whole group of its own
+    given = inputs([*REWARDS, *failed], [*GROUPS, 0, 1, 3], [*TOKENS, 0, 0, 0], baselines={**BASELINES, 3: 0.0})
+    scored_B = torch.tensor([1.0] * len(REWARDS) + [0.0] * len(failed), dtype=torch.float64)
+    assert given.values_P is not None
+    values_P = torch.cat([inputs().values_P, given.values_P[-2 * len(failed) :]])  # pyright: ignore[reportCallIssue, reportArgumentType]
+    found = estimate(name, replace(given, scored_B=scored_B, values_P=values_P))
+    close(found[: len(REWARDS)], estimate(name, inputs()))
+    assert [len(part) for part in found[len(REWARDS) :]] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "maxrl", "opo", "reinforce++_baseline"])
+def test_the_only_sample_of_a_group_that_did_not_fail_has_nothing_to_be_compared_with(name: str) -> None:
+    given = inputs([0.7, 0.7, 0.7], [0, 0, 0], [0, 2, 0])
+    (_, left, _) = estimate(name, replace(given, scored_B=torch.tensor([0.0, 1.0, 0.0], dtype=torch.float64)))
+    assert left.tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("tokens", [[0, 0, 0], [0, 1, 0], [0, 3, 1]])
 def test_samples_without_a_trained_token_are_harmless(name: str, tokens: list[int]) -> None:
     found = estimate(name, inputs([1.0, 0.0, 0.5], [0, 0, 1], tokens))
@@ -313,6 +333,8 @@ def test_shapes_are_checked() -> None:
         AdvantageInputs(ones, ones, [2, 2], torch.tensor([0, 0]))
     with pytest.raises(AssertionError, match="1 groups for 2 samples"):
         AdvantageInputs(ones, ones, [2, 1], torch.tensor([0]))
+    with pytest.raises(AssertionError, match="1 scored for 2 samples"):
+        AdvantageInputs(ones, ones, [2, 1], torch.tensor([0, 0]), scored_B=ones[:1])
     with pytest.raises(AssertionError, match="1 baselines for 2 samples"):
         AdvantageInputs(ones, ones, [2, 1], torch.tensor([0, 0]), baselines_B=ones[:1])
     with pytest.raises(AssertionError, match="3 of form for 2 samples"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -14,7 +15,7 @@ import pytest
 import tomli
 
 from hpcrl.cli.main import main
-from hpcrl.cli.plan import plan_lines
+from hpcrl.cli.plan import _layers, plan_lines
 from hpcrl.config import Config
 from hpcrl.config.fields import leaves
 from hpcrl.config.load import nested
@@ -160,6 +161,10 @@ def test_layers_of_megatron() -> None:
     at = lines.index("layers: Megatron-core's, with torch's attention (TransformerEngine's need a GPU)")
     assert lines[at + 1].startswith("  hint: without TransformerEngine each of the 2 context-parallel ranks gathers")
     assert not any("hint" in line for line in plan_lines(megatron(two)))
+    experts = {**two, "slurm.gpus_per_node": 2, **sizes(1, expert_model_parallel_size=2)}
+    hints = [line for line in _layers(megatron(experts)) if "hint" in line]
+    assert bool(hints) != bool(find_spec("transformer_engine"))
+    assert all(line.endswith("one after the other; it is the extra transformer-engine") for line in hints)
     on_gpus = [line for line in plan_lines(megatron({**shared, "slurm.gpus_per_node": 2})) if "layers: " in line]
     assert on_gpus == [
         "layers: TransformerEngine's"
@@ -202,7 +207,9 @@ def test_trainer_and_engine_in_turns() -> None:
 
     def told(**settings: Any) -> list[str]:
         lines = list(plan_lines(config({**both, **{name.replace("__", "."): v for name, v in settings.items()}})))
-        assert lines[0] == "node 0: trainer, 1 rank(s) and the controller, in turns with rollout-0, 1 GPU(s)"
+        assert re.fullmatch(
+            r"node 0: trainer, \d rank\(s\) and the controller, in turns with rollout-0, \d GPU\(s\)", lines[0]
+        )
         return [line for line in lines if "turn" in line or "of the device" in line]
 
     _, trains, room, generates, _, host = told()
@@ -216,6 +223,14 @@ def test_trainer_and_engine_in_turns() -> None:
     greedy = told(generator__inference_engine__gpu_memory_utilization=0.95)
     assert "warning: 614.40 too few" in greedy[4]
     assert "unknown" in told(slurm__gpu_memory_gb=None)[1]
+    eight = {"slurm__gpus_per_node": 8, "trainer__placement__policy_num_gpus_per_node": 8}
+    wide = told(generator__inference_engine__tensor_parallel_size=8, **eight)
+    assert wide[1].endswith(" 3,584.00 of the engine"), (
+        "communicators of tensor parallel ranks, and vLLM's own all-reduce"
+    )
+    assert wide[3].startswith("  in the engine's turn 1,536.00 of the trainer"), "the ranks that share a copy"
+    eager = told(generator__inference_engine__enforce_eager=True)
+    assert eager[1].endswith(" 1,024.00 of the engine")
 
 
 def test_the_plan_of_the_quickstart(capsys: pytest.CaptureFixture[str]) -> None:

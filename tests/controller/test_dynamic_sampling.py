@@ -90,6 +90,21 @@ def test_dropped_groups_are_made_good_by_as_many_others(run: Run) -> None:
     assert batch_of(run, 2).dropped == {}
 
 
+def test_groups_whose_samples_all_failed_are_counted_by_themselves(run: Run) -> None:
+    controller = service(run)
+    failed = {"env_metrics": [{}, {}], "stop_reasons": ["failed", "failed"], "failures": ["it raised"] * 2}
+    first, second = controller.claim("rollout-0", 0, 2)
+    assert controller.complete([group(run, first, 0, ALL_WRONG, **failed), group(run, second, 0, GOOD)]) == {}
+    made = play(run, controller, 0, [ALL_WRONG])
+    play(run, controller, 0, [GOOD])
+    assert controller.batch(1)
+    assert batch_of(run, 1).dropped == {first.group_id: None, made[0]: 0.0}
+    metrics = merged(run)[1]
+    assert {name: metrics[f"generate/filtered_{name}"] for name in ("positive", "negative", "failed")} == {
+        "positive": 0, "negative": 1, "failed": 1
+    }  # fmt: skip
+
+
 def test_without_dynamic_sampling_every_group_trains(run: Run) -> None:
     controller = service(run, kind=None, max_sample_batches=1)
     trained = play(run, controller, 0, [ALL_WRONG, ALL_RIGHT])

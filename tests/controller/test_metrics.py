@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hpcrl.algorithms.filters import filter_values, varied
+from hpcrl.algorithms.filters import filter_values, is_worth_training
 from hpcrl.config.sections.algorithm import DynamicSamplingConfig
 from hpcrl.config.sections.environment import REWARD_MODEL
 from hpcrl.controller.dynamic_sampling import DynamicSampling
@@ -68,15 +68,23 @@ def test_a_sample_that_the_reward_model_cannot_score_counts_in_no_mean() -> None
     assert judged.rewards == [3.0, 2.0, 1.0]
     assert judged.own_rewards == [3.0, 1.0]
     assert metrics(judged)["reward/avg_raw_reward"] == 2.0
-    assert filter_values(judged, [REWARD_MODEL]) == [3.0, 2.0, 1.0]
+    assert filter_values(judged, [REWARD_MODEL]) == [3.0, 1.0]
 
 
 def test_a_failed_sample_makes_no_group_worth_training() -> None:
     right = [{"right": 0.1}, {}, {"right": 0.1}, {"right": 0.1}]
-    assert not varied(filter_values(group([0.0] * 4, ".x..", env_metrics=right), ["right"]))
-    assert varied(filter_values(group([0.0] * 4, ".x..", env_metrics=[*right[:3], {"right": 0.2}]), ["right"]))
+    assert not is_worth_training(group([0.0] * 4, ".x..", env_metrics=right), ["right"])
+    assert is_worth_training(group([0.0] * 4, ".x..", env_metrics=[*right[:3], {"right": 0.2}]), ["right"])
     judged = JudgedRewards(1.0, -10.0, 10.0).complete(group([0.0] * 4), [0.1, None, 0.1, 0.1])
-    assert not varied(judged.rewards)
+    assert not is_worth_training(judged, [])
+
+
+@pytest.mark.parametrize(
+    ("rewards", "failed", "worth"),
+    [([0.5], "x", False), ([0.0, 0.0], "xx", False), ([1.0, 1.0], ".x", False), ([1.0, 0.5, 0.0], ".x.", True)],
+)
+def test_a_group_needs_two_samples_that_have_a_reward_or_is_one(rewards: list[float], failed: str, worth: bool) -> None:
+    assert is_worth_training(group(rewards, failed), []) is worth
 
 
 def of_rows(rewards: list[float], rows: list[int]) -> GroupMeta:

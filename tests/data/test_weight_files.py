@@ -54,6 +54,14 @@ def test_what_is_read_has_the_digests_of_what_was_written_in_the_wanted_order(tm
     assert whole_digest(digests) != whole_digest({**digests, "one": digests["odd"]})
 
 
+def test_digests_are_made_of_what_nobody_else_digests(tmp_path: Path) -> None:
+    digests = written(tmp_path / "model.safetensors")
+    others = list(digests)[::2]
+    with closing(WeightReader(tmp_path, undigested=others)) as reader:
+        found = {name: digest for name, _, digest in reader}
+    assert found == {name: "" if name in others else digest for name, digest in digests.items()}
+
+
 def test_a_version_that_is_retired_is_read_to_its_end(tmp_path: Path) -> None:
     digests = written(tmp_path / "model.safetensors")
     with closing(WeightReader(tmp_path)) as reader:

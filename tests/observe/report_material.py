@@ -116,7 +116,7 @@ def write_step(
     rewards: list[float],
     *,
     response: int = 6,
-    dropped: dict[str, float] | None = None,
+    dropped: dict[str, float | None] | None = None,
     stop_reasons: list[str] | None = None,
 ) -> GroupMeta:
     """Write the batch of a step: one group, whose samples are the prompt 1 to 4 and so many tokens of the policy."""

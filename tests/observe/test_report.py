@@ -45,7 +45,7 @@ def embedded(path: Path) -> Any:
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
     run = made(tmp_path, "one", 20)
-    meta = write_step(run, 19, [1.0, 0.0, 0.5], dropped={"g00000007": 1.0})
+    meta = write_step(run, 19, [1.0, 0.0, 0.5], dropped={"g00000007": 1.0, "g00000008": None})
     write_dump(run, 19, meta)
     write_step(run, 20, [1.0, 1.0])
     write_evaluation(run, 20, ["right", HOSTILE])
@@ -104,9 +104,10 @@ def test_groups_and_why_some_were_dropped(run: Run) -> None:
     assert groups["alike"] == [0, 1]
     assert [sum(row) for row in groups["reward"]["counts"]] == [3, 2]
     assert groups["reward"]["counts"][0][0] == groups["reward"]["counts"][0][-1] == 1
-    assert groups["dropped"]["counts"] == [1, 0]
+    assert groups["dropped"]["counts"] == [2, 0]
     assert [(one["group"], one["why"]) for one in groups["dropped"]["some"]] == [
-        ("g00000007", "all its samples are worth 1")
+        ("g00000007", "all its samples are worth 1"),
+        ("g00000008", "all its samples failed"),
     ]
 
 

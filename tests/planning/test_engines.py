@@ -67,7 +67,7 @@ def test_weights_are_shared_as_vllm_shares_them() -> None:
 
 
 def test_keys_and_values_take_the_rest() -> None:
-    one = engine_sizes(InferenceEngineConfig(gpu_memory_utilization=0.5), SHAPES, GIB)
+    one = engine_sizes(InferenceEngineConfig(), SHAPES, GIB / 2)
     assert one.token == 2 * 4 * 2 * 16 * 2
     assert one.tokens == int((GIB / 2 - one.weights) / one.token)
     shared = InferenceEngineConfig(tensor_parallel_size=4, pipeline_parallel_size=2)
@@ -86,7 +86,7 @@ def told(**settings: Any) -> list[str]:
 def test_the_plan_says_what_has_room() -> None:
     _, first, share, room = told(tensor_parallel_size=2, data_parallel_size=2, quantization="fp8")
     assert first == "each replica: 4 GPU(s) (tensor 2 x data 2 parallel), weights in bfloat16, quantized as fp8"
-    assert "80% are the engine's (gpu_memory_utilization): 0.00 GiB for weights" in share
+    assert "90% are the engine's (gpu_memory_utilization): 0.00 GiB for weights" in share
     assert room.startswith("  room for keys and values of ")
     _, _, _, warning = told(**{"slurm.gpu_memory_gb": 0.0015})
     assert warning.startswith("  warning: what is left has room for ")

@@ -40,10 +40,10 @@ ENGINE = InferenceEngineConfig(
     model_dtype="bfloat16" if ON_GPU else "float32",
     max_num_seqs=512 if ON_GPU else 64,
     max_num_batched_tokens=BATCHED_TOKENS,
-    gpu_memory_utilization=0.2,
     # on a GPU a logits processor of one's own would replace the model runner that runs use
     engine_init_kwargs={"block_size": 32, **({} if ON_GPU else SLOWLY)},
 )
+MEMORY_SHARE = 0.2
 CLOSE = TOLERANCES["bfloat16"] if ON_GPU else 1e-3
 """Differences of log-probabilities that rounding leaves."""
 PROMPT = [5, 9, 4, 12, 7]
@@ -114,13 +114,17 @@ def slowly(model: Path) -> Iterator[None]:
 
 
 def options(model: str, token_file: Path) -> ServerOptions:
-    return ServerOptions(Pretrained(model), ENGINE, 1, MAX_MODEL_LEN, not ON_GPU, RUN_NAME, token_file, sleeps=True)
+    return ServerOptions(
+        Pretrained(model), ENGINE, 1, MAX_MODEL_LEN, not ON_GPU, RUN_NAME, token_file, MEMORY_SHARE, sleeps=True
+    )
 
 
 def embedded_options(model: Path, **engine: Any) -> EmbeddedOptions:
     """Return the same for the embedded engine."""
     own = replace(ENGINE, engine_init_kwargs={}, **engine)
-    return EmbeddedOptions(ConfiguredModel(path=str(model), role="trainer.policy"), own, MAX_MODEL_LEN, not ON_GPU)
+    return EmbeddedOptions(
+        ConfiguredModel(path=str(model), role="trainer.policy"), own, MAX_MODEL_LEN, not ON_GPU, False, MEMORY_SHARE
+    )
 
 
 @contextmanager

@@ -14,7 +14,18 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.runtime.scratch import SHARED_MEMORY, Scratch, remove_abandoned
+from hpcrl.config import InferenceEngineConfig
+from hpcrl.errors import ConfigError
+from hpcrl.rollout.engines.vllm.processes import shared_memory
+from hpcrl.runtime.scratch import (
+    SHARED_MEMORY,
+    Scratch,
+    left_shared_memory,
+    note_shared_memory,
+    remove_abandoned,
+    remove_shared_memory,
+    weight_copy_dir,
+)
 from tests.envs.sandbox.material import without_namespaces
 
 OWNER = (
@@ -147,3 +158,44 @@ def test_what_another_node_or_user_made_is_left(folder: Path) -> None:
     before = sorted(folder.iterdir())
     assert remove_abandoned() == []
     assert sorted(folder.iterdir()) == before
+
+
+def test_a_variable_that_is_empty_makes_no_path_of_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = InferenceEngineConfig(weight_copy_dir="$SCRATCH/${USER}_copies")
+    monkeypatch.setenv("SCRATCH", "/local")
+    monkeypatch.setenv("USER", "me")
+    assert weight_copy_dir(engine) == Path("/local/me_copies")
+    monkeypatch.setenv("SCRATCH", "")
+    with pytest.raises(ConfigError, match="whose variables the node has"):
+        weight_copy_dir(engine)
+
+
+MAPS = "import mmap, sys, time; file = open(sys.argv[1], 'r+b'); kept = mmap.mmap(file.fileno(), 0); print('mapped', flush=True); time.sleep(600)"
+
+
+@pytest.mark.parametrize("kind", ["nccl", "torch"])
+def test_shared_memory_that_killed_processes_left_is_told_and_an_engines_is_removed(folder: Path, kind: str) -> None:
+    path = SHARED_MEMORY / f"{kind}{'-' if kind == 'nccl' else '_'}test{os.getpid()}"
+    path.write_bytes(b"x" * 4096)
+    process = subprocess.Popen(
+        [sys.executable, "-c", MAPS, str(path)], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        assert process.stdout
+        assert process.stdout.readline() == "mapped\n"
+        old = time.time() - 3600
+        os.utime(path, (old, old))
+        assert path.name not in left_shared_memory(), "a process has it"
+        noted = shared_memory(process.pid)
+        assert (path.name in noted) == (kind == "nccl"), "an engine passes nothing through torch's own"
+        process.kill()
+        process.wait()
+        assert left_shared_memory()[path.name] == 4096
+        os.utime(path)
+        assert path.name not in left_shared_memory(), "one that begins may be about to map it"
+        note_shared_memory(folder, noted)
+        remove_shared_memory(folder)
+        assert path.exists() == (kind != "nccl")
+    finally:
+        process.kill()
+        path.unlink(missing_ok=True)

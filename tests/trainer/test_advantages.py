@@ -17,6 +17,7 @@ from hpcrl.config import AlgorithmConfig
 from hpcrl.config.validate import build
 from hpcrl.data.group_file import read_group
 from hpcrl.errors import ConfigError, DataError
+from hpcrl.rollout.group import Row
 from hpcrl.rundir.commit import write_json
 from hpcrl.rundir.layout import Run
 from hpcrl.trainer.advantages import Advantages, estimate_advantages
@@ -147,6 +148,38 @@ def test_a_group_advantage_is_that_of_every_trained_token(tmp_path: Path) -> Non
         torch.testing.assert_close(of(row), torch.where(mask(row), expected.float(), 0.0))
 
 
+@pytest.mark.parametrize("name", [name for name in SETTINGS if not name.startswith(("own", "penalized"))])
+def test_samples_that_failed_do_not_change_what_the_others_are_worth(tmp_path: Path, name: str) -> None:
+    """As in a batch that they were never part of, whatever number stands for their rewards."""
+    run, batch = some_batch(tmp_path / "run")
+    lost, algorithm = {(0, 3), (2, 1), (2, 2), (EQUAL, 0)}, build(AlgorithmConfig, SETTINGS[name])
+
+    def worths(*, there: bool) -> list[list[float]]:
+        samples, refs = list[Row](), list[SampleRef]()
+        changed = replace(batch, groups=list(batch.groups))
+        for at, group in enumerate(batch.groups):
+            kept = [number for number in range(4) if there or (at, number) not in lost]
+            failed = [(at, number) in lost for number in kept]
+            changed.groups[at] = replace(
+                group,
+                rewards=[9.0 if gone else group.rewards[number] for number, gone in zip(kept, failed, strict=True)],
+                stop_reasons=["failed" if gone else "stop" for gone in failed],
+                env_metrics=[group.env_metrics[number] for number in kept],
+            )
+        for at in trained_groups(changed, algorithm):
+            group, rows = changed.groups[at], read_group(run.path / batch.groups[at].path)
+            rows = [row for number, row in enumerate(rows) if there or (at, number) not in lost]
+            for place, (row, reason) in enumerate(zip(rows, group.stop_reasons, strict=True)):
+                samples.append(replace(row, loss_mask=row.loss_mask * (reason != "failed")))
+                refs.append(SampleRef(at, place, 0))
+        packed = pack(samples, refs)
+        estimate_advantages(changed, [packed], algorithm, list)
+        return [row for sample in views([packed]) if (row := of(sample)[mask(sample)].tolist())]
+
+    for one, other in zip(worths(there=True), worths(there=False), strict=True):
+        assert one == pytest.approx(other, rel=1e-6)
+
+
 def test_returns_come_from_the_rewards_of_tokens(tmp_path: Path) -> None:
     run, batch = some_batch(tmp_path / "run")
     rows, _ = one_rank(run, batch, advantage_estimator="reinforce++", gamma=0.5)
@@ -244,17 +277,6 @@ def test_several_rewards_of_a_sample_are_those_that_the_environment_reports(tmp_
         match=r"no sample has the metric 'from', which trainer.algorithm.gdpo.rewards names; .* it reports form",
     ):
         one_rank(run, batch, **misnamed)
-
-
-def test_a_sample_whose_environment_failed_moves_none_of_several_rewards(tmp_path: Path) -> None:
-    run, batch = some_batch(tmp_path / "run")
-    gdpo = {"advantage_estimator": "gdpo", "gdpo": {"rewards": {"form": 1.0}}}
-    group = batch.groups[0]
-    reported = [{"form": 1.0}, {"form": 0.0}, {}, {"form": 0.5}]
-    batch.groups[0] = replace(group, stop_reasons=["stop", "stop", "failed", "stop"], env_metrics=reported)
-    failed = [of(row)[mask(row)][0].item() for row in one_rank(run, batch, **gdpo)[0][:4]]
-    batch.groups[0] = replace(group, env_metrics=[{"form": 1.0}, {"form": 0.0}, {"form": 0.5}, {"form": 0.5}])
-    assert failed == pytest.approx([of(row)[mask(row)][0].item() for row in one_rank(run, batch, **gdpo)[0][:4]])
 
 
 def test_remax_compares_with_the_greedy_response(tmp_path: Path) -> None:

@@ -202,6 +202,13 @@ def test_a_prefix_that_good_and_bad_share_is_not_trained(told: tuple[Run, Batch]
     assert load_samples(run, batch, refs, ALIKE + 1).left_out == 0
 
 
+def test_a_sample_that_failed_makes_no_prefix_one_of_different_rewards(told: tuple[Run, Batch]) -> None:
+    run, batch = told
+    batch.groups[1] = replace(batch.groups[1], stop_reasons=["failed", "stop", "stop"])
+    (refs,) = mini_batches(batch, 3)
+    assert load_samples(run, batch, refs, ALIKE).left_out == 0
+
+
 def test_only_trained_tokens_are_counted(told: tuple[Run, Batch], alone: World) -> None:
     run, batch = told
     counted = {}

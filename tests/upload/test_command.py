@@ -140,6 +140,9 @@ def test_submit_warns_where_it_sees_no_credentials(tmp_path: Path, monkeypatch: 
     assert [text.partition(":")[0] for text in missing_secrets(loaded(*HF, *S3))] == [
         "trainer.upload.hf", "trainer.upload.s3",
     ]  # fmt: skip
+    for name in ("AWS_PROFILE", "HF_TOKEN", "HF_HOME", "HF_TOKEN_PATH"):
+        monkeypatch.setenv(name, "")
+    assert len(missing_secrets(loaded(*HF, *S3))) == 2, "what is empty is not set"
     assert missing_secrets(loaded(*HF, *S3, "slurm.upload.by=command")) == missing_secrets(loaded()) == []
     monkeypatch.setenv("AWS_PROFILE", "lab")
     token = tmp_path / ".cache" / "huggingface" / "token"

@@ -243,7 +243,7 @@ def ways_of_weights(config: ConfigTree) -> Iterator[Problem]:
     elif backend == "nccl" and config.trainer.placement.colocate_all:
         yield Problem(
             path + "weight_sync_backend",
-            "nccl connects no two processes of one GPU, and trainer.placement.colocate_all=true has them; use gloo or filesystem",
+            "NCCL refuses two processes of one GPU, and trainer.placement.colocate_all=true has them; use gloo or filesystem",
         )
 
 

@@ -121,8 +121,12 @@ class InferenceEngineConfig:
     use_flashinfer: bool = False
     """Use FlashInfer for attention; needs GPUs with vLLM's FlashInfer. Otherwise vLLM chooses."""
 
-    gpu_memory_utilization: float = setting(0.8, range=SHARE_ABOVE_0)
-    """Share of a GPU's memory that the engine may use; no effect on CPU."""
+    gpu_memory_utilization: float | None = setting(
+        None,
+        range=SHARE_ABOVE_0,
+        why="unset: 0.9 where nothing but engines is on the GPU, which SkyRL's 0.8 would leave a fifth of empty",
+    )
+    """Share of a GPU's memory that the engine may use; no effect on CPU. Unset: 0.9, and 0.8 where the trainer shares the GPU (trainer.placement.colocate_all)."""
 
     max_num_seqs: int = setting(1024, range=COUNT)
     """Sequences that the engine decodes together."""

@@ -1,9 +1,9 @@
-"""Files on their way from one process to another, through a process group of torch that the two make for one transfer.
+"""Files on their way from one process to another, through a process group of torch that the two make, and keep for later versions.
 
 Both know the files and their sizes (over HTTP, signed); what crosses are their bytes, end to end, in parts of at most PART bytes, and at the end one byte
 back. How the two find each other, which torch keeps in a store, each tells the other over HTTP too: nothing listens but gloo, or NCCL, at
 an address that nobody else is told. Each stage, to meet, a part, the byte at the end, has `stage_s` seconds: whoever dies, stops or is lost
-with its node costs the other one that long at most.
+with its node costs the other one that long at most, and twice that where a kept group turns out to be broken.
 
     receiver                            sender
     Pair(rank RECEIVER).tells()
@@ -19,7 +19,7 @@ import base64
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
@@ -38,6 +38,7 @@ Files = Mapping[str, Mapping[str, torch.Tensor]]
 """Tensors by the name of their file; a file has them in the order of `layout`."""
 
 _POLL_S = 0.0005
+_UNIQUE_ID = 128  # bytes, NCCL_UNIQUE_ID_BYTES of nccl.h
 _ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 c10d = cast(Any, dist)  # what torch makes process groups of has no declared types
 
@@ -69,7 +70,7 @@ class Pair:
         self._store.set_timeout(self._stage)
         self._group: Future[Any] = Future()
         threading.Thread(target=self._meet, args=(host,), name="weights", daemon=True).start()
-        self._part = torch.empty(PART, dtype=torch.uint8, device=device)
+        self._part: torch.Tensor | None = None
         # not behind what the process has given the GPU to do
         self._stream = None if device.type == "cpu" else torch.cuda.Stream(device)
 
@@ -91,11 +92,11 @@ class Pair:
         if self._device.type == "cuda" and self._rank == RECEIVER:
             return {}  # of NCCL the first rank tells alone, when it begins to send
         deadline = time.monotonic() + self._stage_s
-        while not (own := set(self._store.list_keys()) - self._heard):
+        while not (own := told(self._store, self._heard, of_nccl=self._device.type == "cuda")):
             if time.monotonic() > deadline:
                 raise RuntimeError(f"torch did not say within {self._stage_s:g} s where this process is to be found")
             time.sleep(_POLL_S)
-        return {key: base64.b64encode(self._store.get(key)).decode() for key in own}
+        return {key: base64.b64encode(value).decode() for key, value in own.items()}
 
     def hear(self, told: Mapping[str, str]) -> None:
         """Take in what the other one tells; ValueError where it is none of that."""
@@ -116,15 +117,24 @@ class Pair:
             RuntimeError: the other one is gone, or took longer than a stage may.
         """
         with torch.cuda.stream(self._stream):
-            part = data if self._device.type == "cpu" else self._part[: len(data)].copy_(data)
+            part = data if self._device.type == "cpu" else self._buffer()[: len(data)].copy_(data)
             self._finish(self._joined().send([part], 1 - self._rank, 0))
 
     def receive(self, length: int) -> torch.Tensor:
         """Return a part of so many bytes, on the CPU, until the next one; errors as of `send`."""
         with torch.cuda.stream(self._stream):
-            part = self._part[:length]
+            part = self._buffer()[:length]
             self._finish(self._joined().recv([part], 1 - self._rank, 0))
             return part.cpu()
+
+    def _buffer(self) -> torch.Tensor:
+        if self._part is None:
+            self._part = torch.empty(PART, dtype=torch.uint8, device=self._device)
+        return self._part
+
+    def rest(self) -> None:
+        """Keep no memory for parts until the next transfer."""
+        self._part = None
 
     def _finish(self, work: Any) -> None:
         if self._device.type == "cpu":
@@ -142,6 +152,17 @@ class Pair:
         if self._group.done() and self._group.exception() is None:
             with suppress(RuntimeError):  # gloo has no such thing; it closes with its last reference
                 self._group.result().abort()
+
+
+def told(store: Any, heard: Collection[str], *, of_nccl: bool) -> dict[str, bytes]:
+    """Return what a process group has written into its store for the other one; nothing as long as that lacks where to find it.
+
+    Args:
+        heard: keys that the other one has written.
+        of_nccl: it is to be found by NCCL's unique id, whatever torch writes before that; by gloo at an address, which is all that torch writes.
+    """
+    own = {key: store.get(key) for key in store.list_keys() if key not in heard}
+    return {} if of_nccl and all(len(value) != _UNIQUE_ID for value in own.values()) else own
 
 
 def _gloo(store: Any, rank: int, host: str, stage: timedelta) -> Any:

@@ -22,7 +22,7 @@ def variables(endpoint: Endpoint) -> dict[str, str]:
     `python` is the Python of the run, and no proxy stands between the program and the policy.
     """
     own = {name: value for name, value in os.environ.items() if not name.startswith(_KEPT_BACK)}
-    path = os.pathsep.join([os.path.dirname(sys.executable), own.get("PATH", os.defpath)])
+    path = os.pathsep.join([os.path.dirname(sys.executable), own.get("PATH") or os.defpath])
     return {**own, "PATH": path, **_direct(own, endpoint), **_asked(endpoint)}
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-os.environ.setdefault("MUJOCO_GL", "egl")  # without a display; Mesa's software renderer where there is no GPU
+# without a display; Mesa's software renderer where there is no GPU
+os.environ["MUJOCO_GL"] = os.environ.get("MUJOCO_GL") or "egl"
 
 mujoco: Any = import_module("mujoco")
 _LINK = 0.5  # m

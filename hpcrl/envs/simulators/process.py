@@ -164,7 +164,8 @@ def pool_of(simulator: str, options: Mapping[str, Any], seconds: float) -> Simul
 
 def _serve(named: str, options: Mapping[str, Any], control: socket.socket) -> None:
     """Become a server: divide for each connection that comes, until the other end is closed."""
-    os.environ.setdefault("MUJOCO_GL", "egl")  # no display; Mesa's software renderer where there is no GPU
+    # no display; Mesa's software renderer where there is no GPU
+    os.environ["MUJOCO_GL"] = os.environ.get("MUJOCO_GL") or "egl"
     module, _, attribute = named.partition(":")
     failure = None
     try:

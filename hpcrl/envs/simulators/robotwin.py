@@ -95,7 +95,7 @@ def checkout_of(path: str | None) -> Path:
     found = found.absolute()
     sys.path[:0] = [str(found), str(found / "description" / "utils")]
     os.chdir(found)
-    os.environ.setdefault("ASSETS_PATH", str(found))
+    os.environ["ASSETS_PATH"] = os.environ.get("ASSETS_PATH") or str(found)
     try:
         importlib.import_module("envs._base_task")
     except ImportError as error:

@@ -57,22 +57,28 @@ class Environments:
         self._own = {"HPCRL_ATTEMPT": str(attempt), "HPCRL_ADDRESS": address, DIRECTORY: str(heartbeats)}
 
     def of(self, name: str) -> dict[str, str]:
-        """Return the whole environment of the process `name`: controller, trainer-<node>, or that of a worker."""
+        """Return the whole environment of the process `name`: controller, trainer-<node>, or that of a worker.
+
+        What the site or the user has set comes before a default; what they have set to nothing does not.
+        """
         environment, node = {**os.environ, **self._own}, self._node
+        defaults = {
+            "TORCH_CPP_LOG_LEVEL": "ERROR",  # c10d warns of names that it cannot resolve, and goes on
+            # glibc gives threads heaps of their own, eight per core, each of which keeps what was freed in it
+            "MALLOC_ARENA_MAX": "2",
+        }
         if self._interface:
             environment["GLOO_SOCKET_IFNAME"] = self._interface
-            environment.setdefault("NCCL_SOCKET_IFNAME", self._interface)  # a site's own may list several
-        # c10d warns of names that it cannot resolve, and goes on
-        environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-        # glibc gives threads heaps of their own, eight per core, each of which keeps what was freed in it
-        environment.setdefault("MALLOC_ARENA_MAX", "2")
+            defaults["NCCL_SOCKET_IFNAME"] = self._interface  # a site's own may list several
         if self._cpus:
             environment["OMP_NUM_THREADS"] = str(self._threads(self._cpus))
         elif node.gpus:  # a whole node; torchrun would leave each rank one
-            environment.setdefault("OMP_NUM_THREADS", str(self._threads(len(os.sched_getaffinity(0)))))
+            defaults["OMP_NUM_THREADS"] = str(self._threads(len(os.sched_getaffinity(0))))
         if node.gpus:
             # by default each rank starts up to 32 processes that compile
-            environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", environment["OMP_NUM_THREADS"])
+            defaults["TORCHINDUCTOR_COMPILE_THREADS"] = (
+                environment.get("OMP_NUM_THREADS") or defaults["OMP_NUM_THREADS"]
+            )
             mine = visible_devices(node, self._shared)
             if name in node.workers:
                 width = self._width if node.replicas or node.engine_parts else node.scorer_ranks
@@ -82,20 +88,19 @@ class Environments:
                 mine = mine[: node.ranks or node.scorer_ranks]
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
         if (name.startswith("trainer-") and self._ordered) or (name.startswith("scorer-") and self._teacher_ordered):
-            environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-        told = "PYTORCH_CUDA_ALLOC_CONF" in environment  # its former name
+            defaults["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+        told = environment.get("PYTORCH_CUDA_ALLOC_CONF")  # its former name
         if name.startswith("trainer-") and node.gpus and not told:
             # micro-batches differ in length, and blocks of fixed sizes would leave gaps that nothing fits in; pinned memory above 1 MiB is as
             # large as its tensor, not the next power of two
-            settings = "expandable_segments:True,pinned_max_round_threshold_mb:1"
-            environment.setdefault("PYTORCH_ALLOC_CONF", settings)
+            defaults["PYTORCH_ALLOC_CONF"] = "expandable_segments:True,pinned_max_round_threshold_mb:1"
         if name == "controller" or not node.gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ""
-        if not node.gpus and not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & environment.keys():
+        if not node.gpus and not (environment.get("OMP_WAIT_POLICY") or environment.get("GOMP_SPINCOUNT")):
             # threads without work would keep the cores busy that other processes need, and to wake them for each operation takes as long as
             # a small one: they spin for some microseconds
             environment |= {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "2000"}
-        return environment
+        return environment | {variable: value for variable, value in defaults.items() if not environment.get(variable)}
 
     def _threads(self, cores: int) -> int:
         """Return how many threads each process has that computes on this node."""

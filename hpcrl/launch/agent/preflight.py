@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import replace
 from functools import partial
@@ -58,6 +59,7 @@ def check_node(run: Run, config: Config, node: Node, context: NodeContext, sizes
         gpus=node.gpus,
         compiles=compiling(config, node),
         shares=sharing(config, node),
+        nvcc=wanting_nvcc(config, node),
         named=not (context.local or config.slurm.network_interface),
         requeues=node.index == 0 and not context.local and config.slurm.container.host_python is None,
         nsys=records_ranks(profiler, node) or records_engines(profiler, node),
@@ -86,6 +88,17 @@ def compiling(config: Config, node: Node) -> list[str]:
         "trainer.distillation.compile_model": bool(node.scorers) and teacher.compile_model,
     }
     return [name for name, used in settings.items() if used]
+
+
+def wanting_nvcc(config: Config, node: Node) -> list[str]:
+    """Return the settings whose kernels CUDA's compiler builds on a node with engines."""
+    engine, path = config.generator.inference_engine, "generator.inference_engine."
+    settings = {
+        f"{path}use_flashinfer": engine.use_flashinfer,
+        f"{path}quantization": engine.quantization == "fp8_per_block" and os.environ.get("VLLM_USE_DEEP_GEMM") != "0",
+    }
+    here = bool(node.replicas or node.engine_parts) and not node.elsewhere
+    return [name for name, used in settings.items() if used and here]
 
 
 def sharing(config: Config, node: Node) -> list[str]:

@@ -20,6 +20,7 @@ from hpcrl.launch.agent.start import NodeContext
 from hpcrl.launch.nodes import Node, make_plan, trainer_nodes
 from hpcrl.rundir.commit import make_directory, read_json, write_json
 from hpcrl.rundir.layout import Run
+from hpcrl.runtime.numa import nodes_of_gpus
 from hpcrl.runtime.scratch import Scratch, remove_abandoned, weight_copy_dir
 
 _NUMBERS = {"rollout": "HPCRL_REPLICA", "reward": "HPCRL_SERVICE", "scorer": "HPCRL_SCORER", "part": "HPCRL_PART"}
@@ -108,7 +109,13 @@ class NodeProcesses:
             place = [f"--nnodes={self._node.parts}", f"--node-rank={self._node.part}"]
             place += [f"--master-addr={meeting['address']}", f"--master-port={meeting['port']}"]
         shared = [f"--log-dir={self._scratch.path}", "--max-restarts=0", f"--nproc-per-node={self._node.scorer_ranks}"]
-        return ["-m", "torch.distributed.run", *place, *shared]
+        return ["-m", "torch.distributed.run", *place, *shared, *self._binding(f"scorer-{self._node.scorers[0]}")]
+
+    def _binding(self, process: str) -> list[str]:
+        """Return the option of torchrun that binds each rank to the cores near its GPU, where it can."""
+        if not self._node.gpus or not nodes_of_gpus(self._environments.of(process)["CUDA_VISIBLE_DEVICES"]):
+            return []
+        return ["--numa-binding=node"]
 
     def _under_nsys(self, command: list[str], process: str, *more: str) -> list[str]:
         report = self._run.nsys_report(self._attempt, process)
@@ -160,7 +167,7 @@ class NodeProcesses:
             ranks = [
                 sys.executable, "-m", "torch.distributed.run", f"--log-dir={self._scratch.path}", "--signals-to-handle=SIGHUP",
                 f"--nnodes={self._trainer_nodes}", f"--node-rank={self._node.index}", f"--nproc-per-node={self._node.ranks}",
-                f"--master-addr={meeting['address']}", f"--master-port={meeting['port']}", "--max-restarts=0", "--no-python", *ranks,
+                f"--master-addr={meeting['address']}", f"--master-port={meeting['port']}", "--max-restarts=0", *self._binding(name), "--no-python", *ranks,
             ]  # fmt: skip
             more |= {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(round(self._grace_s))}
         # The ranks get the stop request themselves. torchrun would end at the second SIGTERM, and they with it, while they save.

@@ -31,7 +31,7 @@ class FlightRecorder:
     def prepare(self) -> dict[str, str]:
         """Make the directory of the files, which torch does not; return what has ranks record and write, variables of torch's."""
         make_directory(self._records)
-        recorded = os.environ.get("TORCH_FR_BUFFER_SIZE", str(_COLLECTIVES))
+        recorded = os.environ.get("TORCH_FR_BUFFER_SIZE") or str(_COLLECTIVES)
         return {
             "TORCH_FR_BUFFER_SIZE": recorded,
             "TORCH_NCCL_TRACE_BUFFER_SIZE": recorded,  # ProcessGroupNCCL looks at this one, for its pipe and its dump

@@ -49,7 +49,7 @@ class NodeContext:
         if environment.cluster != "slurm":
             hosts = [socket.gethostname()] * environment.num_tasks
             return cls(environment.global_rank, hosts, f"local-{environment.job_id}", 0, True)
-        restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+        restarts = int(os.environ.get("SLURM_RESTART_COUNT") or "0")
         job = f"{environment.job_id}.{restarts}"
         return cls(environment.global_rank, list(environment.hostnames), job, restarts, False)
 
@@ -71,7 +71,7 @@ class BatchScript:
     """
 
     def __init__(self, signals: list[int]) -> None:
-        self._signals, self._shell = signals, Path("/proc", os.environ.get(BATCH_SHELL, "none"))
+        self._signals, self._shell = signals, Path("/proc", os.environ.get(BATCH_SHELL) or "none")
         self._seen = self._shell.exists()  # a container may have numbers of processes of its own
         signal.signal(signal.SIGTERM, self._told)
         if signal.SIGTERM in signals:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -12,7 +13,7 @@ from hpcrl.errors import RunError
 from hpcrl.launch.manage.registry import states_of
 from hpcrl.launch.manage.state import RunState
 from hpcrl.launch.nodes import Node, make_plan
-from hpcrl.launch.scheduler import PATIENCE_S, run_slurm
+from hpcrl.launch.scheduler import PATIENCE_S, not_here, run_slurm
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import read_attempts
 
@@ -58,9 +59,14 @@ def on_node(state: RunState, host: str, *options: str) -> tuple[list[str], dict[
 
     Args:
         options: of srun, where the run is a job of Slurm.
+
+    Raises:
+        SubmitError: Slurm's programs are not here.
     """
     if state.submission["executor"] == "local":
         return [], dict(os.environ)
+    if shutil.which("srun") is None:
+        raise not_here("srun")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(_NO_JOB)}
     place = [f"--jobid={_raw_id(state)}", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={host}"]
     return ["srun", *place, "--mem=0", *options], environment

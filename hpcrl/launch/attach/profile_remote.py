@@ -49,7 +49,7 @@ def record(pid: int, seconds: int, form: str, *, idle: bool) -> bytes:
     Raises:
         RunError: py-spy is missing, may not read the process, or found nothing.
     """
-    path = f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}"
+    path = f"{Path(sys.executable).parent}:{os.environ.get('PATH') or os.defpath}"
     program, host = shutil.which(PROGRAM, path=path), socket.gethostname()
     if program is None:
         raise RunError(f"{PROGRAM} is not installed on {host}: pip install 'hpcrl[profile]' in {sys.prefix}")

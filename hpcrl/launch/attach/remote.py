@@ -49,7 +49,7 @@ def main(path: str, attempt: str, index: str, role: str, *command: str) -> None:
     os.chdir(run.path)
     if not command:
         _explain(run, int(attempt), index, role, found)
-        command = (os.environ.get("SHELL", "/bin/bash"),)
+        command = (os.environ.get("SHELL") or "/bin/bash",)
     try:
         os.execvpe(command[0], list(command), environment)
     except OSError as error:

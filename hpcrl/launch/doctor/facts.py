@@ -48,6 +48,7 @@ class Purpose:
         gpus: how many GPUs; 0: none.
         compiles: what compiles kernels there, vLLM or settings of the trainer.
         shares: settings that have two processes use the same GPU.
+        nvcc: settings whose kernels CUDA's compiler builds.
         named: whether other nodes reach it by its name.
         requeues: whether a job is requeued from there.
         nsys: whether Nsight Systems records its processes.
@@ -58,6 +59,7 @@ class Purpose:
     gpus: int = 0
     compiles: Sequence[str] = ("vLLM",)
     shares: Sequence[str] = ()
+    nvcc: Sequence[str] = ()
     named: bool = True
     requeues: bool = False
     nsys: bool = False
@@ -83,7 +85,11 @@ def of_node(facts: Mapping[str, Any], purpose: Purpose) -> Iterator[Finding]:
         yield error(purpose.containers, f"not on the PATH of {host} ({facts['path']})", remedy)
     if facts["abandoned"]:
         yield ok("left over", f"removed on {host}, of processes that were killed: {', '.join(facts['abandoned'])}")
-    yield from of_gpus(facts, purpose.gpus, purpose.compiles, purpose.shares)
+    if left := facts["left"]:
+        found = f"{len(left)} segments ({readable_size(sum(left.values()))}) in /dev/shm of {host} that no process uses, such as {min(left)}"
+        remedy = "processes of yours that were killed left them; remove them if none of yours runs in another container there"
+        yield warning("left over", found, remedy)
+    yield from of_gpus(facts, purpose.gpus, purpose.compiles, purpose.shares, purpose.nvcc)
 
 
 def of_place(name: str, place: Mapping[str, Any], host: str, needed: Room | None = None) -> Finding:

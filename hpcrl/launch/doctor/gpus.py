@@ -13,7 +13,11 @@ _SLOW = 0.7
 
 
 def of_gpus(
-    facts: Mapping[str, Any], needed: int, compiles: Sequence[str], shares: Sequence[str] = ()
+    facts: Mapping[str, Any],
+    needed: int,
+    compiles: Sequence[str],
+    shares: Sequence[str] = (),
+    nvcc: Sequence[str] = (),
 ) -> Iterator[Finding]:
     """Say whether processes of a run can compute on the GPUs of a node.
 
@@ -21,6 +25,7 @@ def of_gpus(
         needed: how many the run wants there; 0: it wants none, and what is there is only described.
         compiles: what compiles kernels there.
         shares: settings that have two processes use the same GPU.
+        nvcc: settings whose kernels CUDA's compiler builds.
     """
     gpus, torch, host = facts["gpus"], facts["torch"], facts["host"]
     if torch is None:  # none is wanted, and none was found
@@ -41,6 +46,11 @@ def of_gpus(
     yield from _compute_mode(facts, shares)
     if compiles:
         yield _compiler(facts, compiles)
+    if nvcc and not facts["nvcc"]:
+        yield from _nvcc(facts, nvcc)
+    if facts["numa"]["nodes"] > 1 and needed > 1 and not facts["numa"]["numactl"]:
+        found = f"{facts['numa']['nodes']} nodes on {facts['host']}, and no program numactl"
+        yield warning("NUMA", found, "install it: processes are bound to the cores and the memory near their GPU by it")
 
 
 def _unusable(facts: Mapping[str, Any], needed: int) -> Finding | None:
@@ -50,6 +60,9 @@ def _unusable(facts: Mapping[str, Any], needed: int) -> Finding | None:
     if len(facts["devices"]) < needed:
         remedy = "ask for them with slurm.gpus_per_node, or with slurm.extra where the site counts them by another name"
         return error("GPU", f"{wanted}, and it was given {len(facts['devices'])} ({given})", remedy)
+    if needed > 1 and (instances := sum(device.startswith("MIG-") for device in facts["devices"])):
+        found = f"{wanted}, and {instances} of those given are MIG instances ({given}): a process sees one of them, and NCCL connects none"
+        return error("GPU", found, "ask for whole GPUs, or set slurm.gpus_per_node=1")
     if "error" in torch:
         found = f"torch cannot be imported on this node: {torch['error']}"
         return error("GPU", found, "install it anew in this environment (docs/installation.md)")
@@ -126,3 +139,15 @@ def _compiler(facts: Mapping[str, Any], compiles: Sequence[str]) -> Finding:
         found = f"{' and '.join(missing)} on {host}, where Triton builds kernels for {', '.join(compiles)}"
         return error("compiler", found, remedy)
     return ok("compiler", f"{compiler}, and {header['path']}")
+
+
+def _nvcc(facts: Mapping[str, Any], settings: Sequence[str]) -> Iterator[Finding]:
+    found = f"not on the PATH of {facts['host']}, whose torch brings none"
+    load = 'load a CUDA toolkit in slurm.setup ("module load cuda")'
+    for setting in settings:
+        if setting.endswith("use_flashinfer"):
+            if not facts["flashinfer_cubin"]:
+                yield error("nvcc", found, f"{load}, install flashinfer-cubin, or leave {setting} out")
+        else:
+            remedy = f"{load}, or set VLLM_USE_DEEP_GEMM=0 in slurm.setup, if engines end in DeepGEMM"
+            yield warning("nvcc", f"{found}; {setting} may build kernels of DeepGEMM by it", remedy)

@@ -21,18 +21,23 @@ import socket
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from hpcrl.rundir.commit import write_text
 from hpcrl.runtime.gpu_memory import nvidia_smi
-from hpcrl.runtime.scratch import remove_abandoned
+from hpcrl.runtime.numa import numa_nodes
+from hpcrl.runtime.scratch import left_shared_memory, remove_abandoned
 
 PACKAGES = ("hpcrl", "torch", "vllm", "transformers", "safetensors", "submitit", "pydantic", "tensorboard", "numpy")
 CONTAINERS = ("apptainer", "enroot")  # programs that start them
+_DEVICE = re.compile(r"\d+|(GPU|MIG)-\S+")
 _POLL_S = 0.02
 _TORCH_S = 600.0  # to import it from a shared filesystem that many nodes read at the same time
 
@@ -54,7 +59,7 @@ def facts(
         listed = listed_gpus()
         first = [gpu["index"] for gpu in gpus] if not gpus_needed else [str(index) for index in range(gpus_needed)]
         devices = first if listed is None else listed
-    places = {"root": directory, "temporary": Path(os.environ.get("TMPDIR", "/tmp")), "memory": Path("/dev/shm")}
+    places = {"root": directory, "temporary": Path(tempfile.gettempdir()), "memory": Path("/dev/shm")}
     places |= {"copies": copies} if copies else {}
     return {
         "host": socket.gethostname(),
@@ -73,10 +78,14 @@ def facts(
         "torch": torch_here(devices) if gpus_needed or (gpus and devices) else None,
         "gpu_processes": gpu_processes(gpus, devices),
         "compiler": _compiler(),
+        "nvcc": shutil.which("nvcc"),
+        "flashinfer_cubin": find_spec("flashinfer_cubin") is not None,
+        "numa": {"nodes": len(numa_nodes()), "numactl": shutil.which("numactl")},
         "python_header": {
             "path": (header := str(Path(sysconfig.get_paths()["include"]) / "Python.h")),
             "there": os.path.exists(header),
         },
+        "left": left_shared_memory(),
         "abandoned": [str(path) for path in abandoned],
         "scontrol": shutil.which("scontrol") is not None,
         "nsys": shutil.which("nsys"),
@@ -175,9 +184,12 @@ def _compiler() -> str | None:
 
 
 def listed_gpus() -> list[str] | None:
-    """Return the devices that CUDA_VISIBLE_DEVICES leaves this process, numbers or ids; None where it is not set."""
+    """Return the devices that CUDA_VISIBLE_DEVICES leaves this process, numbers or ids; None where it is not set.
+
+    Empty, it leaves none. As CUDA reads it, the list ends with the first word that names no device, such as -1 or NoDevFiles.
+    """
     listed = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return None if listed is None else [device.strip() for device in listed.split(",") if device.strip()]
+    return None if listed is None else list(takewhile(_DEVICE.fullmatch, re.split(r"\s*,\s*", listed.strip())))
 
 
 def torch_here(devices: Sequence[str]) -> dict[str, Any]:

@@ -20,12 +20,20 @@ class Silent(Exception):
 
 
 class Talk:
-    """Starts the command and talks with it; its end is the end of the command."""
+    """Starts the command and talks with it; its end is the end of the command.
+
+    Raises:
+        Silent: there is no such program.
+    """
 
     def __init__(self, command: Sequence[str]) -> None:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the conversation
         pipe = subprocess.PIPE
-        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self._errors)
+        try:
+            self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self._errors)
+        except OSError as error:
+            self._errors.close()
+            raise Silent(f"{command[0]}: {error.strerror}") from None
         self._heard = b""
 
     def say(self, **request: str) -> None:

@@ -117,8 +117,8 @@ def main(element_list: Path, status: int) -> int:
     outlive_the_job()
     runs = _patiently(lambda: read_json(element_list))
     assert runs, element_list
-    run = Run(Path(runs[int(os.environ.get("SLURM_ARRAY_TASK_ID", "0"))]))
-    job, start = job_name(), f"{job_name()}.{os.environ.get('SLURM_RESTART_COUNT', '0')}"
+    run = Run(Path(runs[int(os.environ.get("SLURM_ARRAY_TASK_ID") or "0")]))
+    job, start = job_name(), f"{job_name()}.{os.environ.get('SLURM_RESTART_COUNT') or '0'}"
     if _patiently(lambda: find_attempt(run, start) is None and _given_by_hand(run, element_list.parent, job)):
         print(
             f"job {job} is none of {run.name}, whose batch script was given to sbatch by hand; `hpcrl resume` continues a run"

@@ -119,7 +119,7 @@ def _shown(*what: str) -> list[str]:
 
 
 def _others_suffice(exclude: Collection[str]) -> bool:
-    partition, wanted = os.environ.get("SLURM_JOB_PARTITION", ""), int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
+    partition, wanted = os.environ.get("SLURM_JOB_PARTITION", ""), int(os.environ.get("SLURM_JOB_NUM_NODES") or "1")
     asked = [
         "sinfo",
         "-h",

@@ -71,6 +71,11 @@ class Submission:
 class ArrayExecutor(submitit.SlurmExecutor):
     """Submits one function, too, as a job array: every run is an element, with an id of the form 12_0."""
 
+    @classmethod
+    def affinity(cls) -> int:
+        """Return that it can be used, also where there is no srun: a dry run prints batch scripts anywhere."""
+        return 2
+
     def _internal_process_submissions(self, delayed_submissions: list[DelayedSubmission]) -> list[Job[Any]]:
         if len(delayed_submissions) > 1:
             return super()._internal_process_submissions(delayed_submissions)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -37,6 +36,7 @@ from hpcrl.config.scorers import (
 )
 from hpcrl.config.sections.model import ExpertsConfig, Pretrained
 from hpcrl.config.sections.trainer import TrainerConfig
+from hpcrl.data.hub.places import hub_cache
 from hpcrl.data.model_config import download
 
 MODEL_FILE = "config.json"
@@ -54,9 +54,7 @@ def folder_of(model: Pretrained) -> Path | None:
 
 
 def _cached(wanted: Pretrained) -> Path | None:
-    home = os.environ.get("XDG_CACHE_HOME", "~/.cache")
-    hub = os.environ.get("HF_HUB_CACHE") or os.environ.get("HF_HOME", f"{home}/huggingface") + "/hub"
-    model = Path(hub).expanduser() / f"models--{wanted.path.replace('/', '--')}"
+    model = Path(hub_cache(), f"models--{wanted.path.replace('/', '--')}")
     revision = wanted.revision or "main"
     if (model / "snapshots" / revision).is_dir():  # a commit
         return model / "snapshots" / revision

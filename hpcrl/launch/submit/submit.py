@@ -32,6 +32,7 @@ from hpcrl.launch.doctor.cluster import of_request
 from hpcrl.launch.doctor.rooms import Sizes
 from hpcrl.launch.pools import ROLLOUT, elastic_pools, with_few_cores
 from hpcrl.launch.requeue.elastic import cancel_pools
+from hpcrl.launch.scheduler import not_here
 from hpcrl.launch.submit.executors import (
     Element,
     Submission,
@@ -219,6 +220,8 @@ def launch(submission: Submission, local: bool) -> None:
         raise SubmitError(
             'slurm.container: with --local the agents run as they are here; set slurm.container.kind = "none"'
         )
+    if not local and shutil.which("sbatch") is None:
+        raise not_here("sbatch")
     for finding in [] if local else of_request(config.slurm, with_few_cores(config)):
         print(printable(f"hpcrl: {finding.found}: {finding.remedy}"), file=sys.stderr)
     write_json(submission.element_list, [str(run.path) for run in runs])

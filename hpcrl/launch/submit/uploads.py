@@ -10,6 +10,7 @@ from pathlib import Path
 from hpcrl.config import Config
 from hpcrl.config.errors import Problem
 from hpcrl.config.sections.trainer import UploadConfig
+from hpcrl.data.hub.places import hub_home
 from hpcrl.upload.send import stores_of
 
 _PACKAGES = {"hf": ("huggingface_hub", "huggingface_hub"), "s3": ("boto3", "'hpcrl[s3]'")}
@@ -56,12 +57,11 @@ def _files(upload: UploadConfig) -> Iterator[tuple[str, str]]:
 
 
 def _hub_token() -> bool:
-    home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface")
-    path = os.environ.get("HF_TOKEN_PATH") or os.path.join(home, "token")
+    path = os.environ.get("HF_TOKEN_PATH") or os.path.join(hub_home(), "token")
     return bool(os.environ.get("HF_TOKEN")) or Path(path).expanduser().is_file()
 
 
 def _s3_credentials() -> bool:
     """Return whether AWS's variables or files are there; a service of the machine's that gives credentials is not seen by them."""
-    given = any(name.startswith("AWS_") for name in os.environ)
+    given = any(name.startswith("AWS_") and value for name, value in os.environ.items())
     return given or any(Path("~/.aws", name).expanduser().is_file() for name in ("credentials", "config"))

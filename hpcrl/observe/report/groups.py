@@ -37,7 +37,11 @@ def groups_of(run: Run) -> dict[str, Any] | None:
     reasons = [Counter(reason for group in batch.groups for reason in group.stop_reasons) for batch in batches]
     names = sorted({reason for counts in reasons for reason in counts})
     dropped = [
-        {"step": batch.step, "group": group, "why": f"all its samples are worth {worth:g}", "worth": rounded(worth)}
+        {
+            "step": batch.step,
+            "group": group,
+            "why": "all its samples failed" if worth is None else f"all its samples are worth {worth:g}",
+        }
         for batch in batches
         for group, worth in batch.dropped.items()
     ]

@@ -45,7 +45,7 @@ class Mlflow:
         from mlflow.entities import Param
 
         if not os.environ.get("MLFLOW_TRACKING_URI"):
-            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+            os.environ["MLFLOW_ALLOW_FILE_STORE"] = os.environ.get("MLFLOW_ALLOW_FILE_STORE") or "true"
             mlflow.set_tracking_uri(run.folder.as_uri())
         self._client = mlflow.MlflowClient()
         experiment = self._client.get_experiment_by_name(run.project)
@@ -92,7 +92,7 @@ class Swanlab:
 
 class Trackio:
     def __init__(self, run: TrackedRun) -> None:
-        os.environ.setdefault("TRACKIO_DIR", str(run.folder))
+        os.environ["TRACKIO_DIR"] = os.environ.get("TRACKIO_DIR") or str(run.folder)
         import trackio
 
         self._run = trackio.init(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hpcrl.data.weight_files import Probe, PublishedWeights
+from hpcrl.data.weight_files import Probe, PublishedWeights, whole_digest
 from hpcrl.errors import EngineError
 
 TOLERANCES = {"float32": 0.01, "float16": 0.1, "bfloat16": 0.3}
@@ -15,10 +15,10 @@ quantize weights by generator.inference_engine.quantization."""
 
 
 def check_ranks(proofs: Sequence[dict[str, Any]], weights: PublishedWeights, who: str) -> None:
-    """Look at what each rank of an engine says that it has loaded.
+    """Look at what each rank of an engine says that it has loaded; the ranks of a node read the same files, and share their digests.
 
     Args:
-        proofs: of each rank its number, how many there are, and what it holds.
+        proofs: of each rank its number, how many there are, what it holds, and which share of the tensors it has digested.
         who: the engine, in errors.
 
     Raises:
@@ -32,7 +32,10 @@ def check_ranks(proofs: Sequence[dict[str, Any]], weights: PublishedWeights, who
         rank = f"rank {proof['rank']} of {proof['of']}"
         if proof.get("version") is None:
             raise EngineError(f"{given}, but its {rank} has loaded nothing")
-        if (proof["version"], proof["digest"]) != (weights.version, weights.digest):
+        index, of = proof["share"]
+        if index != proof["rank"] % of or proof["of"] % of:
+            raise EngineError(f"{given}, but its {rank} has looked at share {index} of {of} of the tensors")
+        if (proof["version"], proof["digest"]) != (weights.version, whole_digest(weights.share(index, of))):
             others = f", other tensors than were published: {', '.join(proof['wrong'])}" if proof["wrong"] else ""
             raise EngineError(f"{given}, but its {rank} holds version {proof['version']}{others}")
 

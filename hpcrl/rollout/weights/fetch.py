@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from hpcrl.data.weight_files import PublishedWeights
+from hpcrl.data.weight_files import SUFFIX, PublishedWeights
 from hpcrl.errors import CommitError
 from hpcrl.rollout.weights.copies import NodeCopies
 from hpcrl.rundir.commit import is_committed
 from hpcrl.units import readable_size
 
 _POLL_S = 0.2
-_PART = 8 << 20
+_READERS = 8  # threads: one alone gets a fraction of what a parallel filesystem gives
+_PART, _SPAN = 8 << 20, 256 << 20
 
 
-def fetch(source: Path, copies: NodeCopies | None = None, patience_s: float = 60.0) -> PublishedWeights:
+def fetch(
+    source: Path, copies: NodeCopies | None = None, patience_s: float = 60.0, *, ahead: bool = True
+) -> PublishedWeights:
     """Return a committed version once this node has all of it in its page cache, or in a copy; what its files hold is compared where they are
     loaded.
 
@@ -25,6 +32,7 @@ def fetch(source: Path, copies: NodeCopies | None = None, patience_s: float = 60
         copies: where there is no room for one, the version is read where it was published, and a warning printed: the engine can still
             have it, and another start of the replica would find no more room.
         patience_s: how long `source` may stay invisible: the news of it can be faster than a network filesystem.
+        ahead: whether files that are not copied are read into the page cache; of no use where the engine sleeps, which then waits twice.
 
     Raises:
         CommitError: it did not appear, or a file is missing, cut short or cannot be read, or is copied and holds something else.
@@ -32,7 +40,7 @@ def fetch(source: Path, copies: NodeCopies | None = None, patience_s: float = 60
     deadline = time.monotonic() + patience_s
     while not is_committed(source) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
-    weights, buffer = PublishedWeights.read(source), bytearray(_PART)
+    weights = PublishedWeights.read(source)
     if weights.base and not copies:
         raise CommitError(
             f"{source} has the changes of a version only, which are applied to a copy of it on each node: set "
@@ -53,10 +61,33 @@ def fetch(source: Path, copies: NodeCopies | None = None, patience_s: float = 60
             flush=True,
         )
     try:
-        for file in sorted(source.glob("*.safetensors")):
-            with file.open("rb", buffering=0) as opened:
-                while opened.readinto(buffer):
-                    pass
+        if ahead:
+            read_ahead(sorted(source.glob(f"*{SUFFIX}")))
     except OSError as error:  # retired meanwhile
         raise CommitError(f"{source}: {error}") from error
     return weights
+
+
+def read_ahead(files: Iterable[Path]) -> None:
+    """Read files from end to end into the page cache, in several threads.
+
+    Raises:
+        OSError: one cannot be read.
+    """
+    spans = [(file, start) for file in files for start in range(0, file.stat().st_size, _SPAN)]
+    own = threading.local()
+
+    def read(span: tuple[Path, int]) -> None:
+        file, at = span
+        own.buffer = getattr(own, "buffer", None) or bytearray(_PART)
+        opened = os.open(file, os.O_RDONLY)
+        try:
+            end = at + _SPAN
+            while at < end and (count := os.preadv(opened, [own.buffer], at)):
+                at += count
+        finally:
+            os.close(opened)
+
+    with ThreadPoolExecutor(_READERS, "fetch") as pool:
+        for _ in pool.map(read, spans):
+            pass

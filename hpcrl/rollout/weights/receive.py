@@ -1,11 +1,12 @@
-"""Has the ranks of a trainer send a version to this node, each rank its files."""
+"""Has the ranks of a trainer send a version to this node, each rank its files, over pairs of processes that are kept for later versions."""
 
 from __future__ import annotations
 
 import json
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from secrets import token_hex
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import httpx
 
@@ -15,9 +16,21 @@ from hpcrl.faults import fault
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.token import NONCE, AttemptKey, Sender, of_process, read_token
 
+if TYPE_CHECKING:
+    from hpcrl.data.weights.stream import Pair
+
+_GONE = 410  # of the sender: it has no such pair
+
 
 class NotReceived(Exception):
     """A version was not sent whole; it can be read from its files."""
+
+
+class _Link(NamedTuple):
+    """A pair with a rank, and its name there."""
+
+    name: str
+    pair: Pair
 
 
 class Receiver:
@@ -32,6 +45,7 @@ class Receiver:
     def __init__(self, run: Run, attempt: int, on_gpu: bool, host: str, stage_s: float) -> None:
         self._run, self._attempt, self._token = run, attempt, read_token(run)
         self._on_gpu, self._host, self._stage_s = on_gpu, host, stage_s
+        self._links: dict[str, _Link] = {}  # by the address of the rank
 
     def receive(self, weights: PublishedWeights, directory: Path) -> None:
         """Write the files of a version into a directory; what they hold is for the caller to compare.
@@ -56,29 +70,47 @@ class Receiver:
     def _receive_from(self, rank: int, url: str, version: int, directory: Path) -> None:
         import torch
 
-        from hpcrl.data.weights.stream import RECEIVER, Pair, receive_files, sender  # torch, which takes seconds
+        from hpcrl.data.weights.stream import RECEIVER, Pair, sender  # torch, which takes seconds
 
         fault("weights.ask")
-        pair = Pair(
-            torch.device("cuda", 0) if self._on_gpu else torch.device("cpu"), RECEIVER, self._host, self._stage_s
-        )
-        try:
-            name = of_process(self._run.name, sender(rank))
-            answer = self._ask(name, url, {"version": version, "told": pair.tells()})
-            if strange := [name for name in answer["files"] if Path(name).name != name]:
-                raise RunError(f"{url} would send {strange[0]}, which is no name of a file of weights")
-            pair.hear(answer["told"])
-            receive_files(pair, answer["files"], directory)
-        finally:
-            pair.close()
+        name = of_process(self._run.name, sender(rank))
+        if kept := self._links.pop(url, None):
+            with suppress(RuntimeError):  # it is broken, and another one may not be
+                if self._received(kept, name, url, {"version": version, "pair": kept.name, "told": None}, directory):
+                    return
+        device = torch.device("cuda", 0) if self._on_gpu else torch.device("cpu")
+        link = _Link(token_hex(8), Pair(device, RECEIVER, self._host, self._stage_s))
+        wanted = {"version": version, "pair": link.name, "told": link.pair.tells()}
+        if not self._received(link, name, url, wanted, directory):
+            raise RunError(f"{url} has no pair {link.name}")
 
-    def _ask(self, name: str, url: str, wanted: dict[str, Any]) -> dict[str, Any]:
+    def _received(self, link: _Link, name: str, url: str, wanted: dict[str, Any], directory: Path) -> bool:
+        """Write the files of a rank over a pair, and keep the pair; return False, and close it, where the rank does not have it."""
+        from hpcrl.data.weights.stream import receive_files
+
+        try:
+            if answer := self._ask(name, url, wanted):
+                if strange := [file for file in answer["files"] if Path(file).name != file]:
+                    raise RunError(f"{url} would send {strange[0]}, which is no name of a file of weights")
+                link.pair.hear(answer["told"])
+                receive_files(link.pair, answer["files"], directory)
+                link.pair.rest()
+                self._links[url] = link
+            return bool(answer)
+        finally:
+            if self._links.get(url) is not link:
+                link.pair.close()
+
+    def _ask(self, name: str, url: str, wanted: dict[str, Any]) -> dict[str, Any] | None:
+        """Return the answer of a rank; None where it does not have the pair."""
         sender, body = Sender(AttemptKey.of(self._token, name, self._attempt)), json.dumps(wanted).encode()
         headers = sender.headers("/weights", body)
         with httpx.Client(timeout=self._stage_s, trust_env=False) as http:
             answer = http.post(f"{url}/weights", content=body, headers=headers)
         if not sender.is_answer(headers[NONCE], answer.status_code, answer.content, answer.headers):
             raise RunError(f"what answers at {url} is no rank of the trainer of attempt {self._attempt}")
+        if answer.status_code == _GONE:
+            return None
         if answer.status_code != 200:
             raise RunError(f"{url} answers {answer.status_code}: {answer.json().get('error')}")
         return answer.json()

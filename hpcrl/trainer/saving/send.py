@@ -1,7 +1,8 @@
 """Sends a rank's files of the newest version to nodes that ask for them, beside training.
 
-Each request is answered with the sizes of the files and where to meet; a thread of its own then meets and sends. Training waits for none
-of them: what they send is in host memory, and they hold it until they have ended.
+Each request is answered with the sizes of the files and where to meet; a thread of its own then meets and sends. The pair that has met is kept for
+the next version, with NCCL a communicator whose making takes about a second. Training waits for none of them: what they send is in host memory,
+and they hold it until they have ended.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import asyncio
 import json
 import logging
 import threading
+from collections import OrderedDict
 from typing import Any, NamedTuple
 
 import torch
@@ -22,13 +24,15 @@ from hpcrl.runtime.token import of_process, read_token
 log = logging.getLogger(__name__)
 
 _AT_ONCE = 64  # nodes; others read files meanwhile
+_KEPT = 64  # pairs between two versions: nodes, and processes that have ended; the least recently used go first
 
 
 class _Wanted(NamedTuple):
-    """What is asked: the number of a version, and where who asks is to be found."""
+    """What is asked: the number of a version, over which pair, and where who asks is to be found; None: it has the pair of an earlier version."""
 
     version: int
-    told: dict[str, str]
+    pair: str
+    told: dict[str, str] | None
 
 
 class _Body:
@@ -37,14 +41,12 @@ class _Body:
             value = json.loads(content)
         except ValueError as error:
             raise BadRequest(f"expected JSON: {error}") from error
-        version, told = (value.get("version"), value.get("told")) if isinstance(value, dict) else (None, None)
-        if (
-            type(version) is not int
-            or not isinstance(told, dict)
-            or not all(isinstance(one, str) for one in told.values())
-        ):
-            raise BadRequest('expected {"version": a whole number, "told": {key: text}}')
-        return _Wanted(version, told)
+        value = value if isinstance(value, dict) else {}
+        version, pair, told = (value.get(key) for key in _Wanted._fields)
+        texts = isinstance(told, dict) and all(isinstance(one, str) for one in told.values())
+        if type(version) is not int or not isinstance(pair, str) or not (told is None or texts):
+            raise BadRequest('expected {"version": a whole number, "pair": text, "told": {key: text} or null}')
+        return _Wanted(version, pair, told)
 
 
 class WeightSender:
@@ -60,6 +62,8 @@ class WeightSender:
     def __init__(self, run: Run, attempt: int, rank: int, device: torch.device, host: str, stage_s: float) -> None:
         self._device, self._host, self._stage_s = device, host, stage_s
         self._newest: tuple[int, Files] | None = None
+        self._kept: OrderedDict[str, Pair] = OrderedDict()
+        self._keeping = threading.Lock()
         self._slots = threading.BoundedSemaphore(_AT_ONCE)
         listener = bind(host)
         self._url = f"http://{host}:{listener.getsockname()[1]}"
@@ -86,23 +90,35 @@ class WeightSender:
             raise Refused(409, f"this rank has version {newest}, and not {wanted.version}")
         if not self._slots.acquire(blocking=False):
             raise Refused(503, f"{_AT_ONCE} nodes get weights from this rank already")
-        pair = Pair(self._device, SENDER, self._host, self._stage_s)
+        with self._keeping:
+            pair = self._kept.pop(wanted.pair, None)
+        if wanted.told is not None:
+            pair = Pair(self._device, SENDER, self._host, self._stage_s)
+        if pair is None:
+            self._slots.release()
+            raise Refused(410, f"this rank has no pair {wanted.pair}")
         threading.Thread(target=self._send, args=(wanted, files, pair), name="weights", daemon=True).start()
         try:
-            return {"files": sizes_of(files), "told": await asyncio.to_thread(pair.tells)}
+            told = {} if wanted.told is None else await asyncio.to_thread(pair.tells)
+            return {"files": sizes_of(files), "told": told}
         except RuntimeError as error:
             raise Refused(503, str(error)) from error
 
     def _send(self, wanted: _Wanted, files: Files, pair: Pair) -> None:
         try:
-            pair.hear(wanted.told)
+            pair.hear(wanted.told or {})
             send_files(pair, files)
+            self._keep(wanted.pair, pair)
         except (RuntimeError, ValueError) as error:
-            log.warning(
-                "version %d was not sent to a node that had asked for it, and reads the files: %s",
-                wanted.version,
-                error,
-            )
-        finally:
             pair.close()
+            log.warning("version %d was not sent to a node that had asked for it: %s", wanted.version, error)
+        finally:
             self._slots.release()
+
+    def _keep(self, name: str, pair: Pair) -> None:
+        pair.rest()
+        with self._keeping:
+            self._kept[name] = pair
+            oldest = self._kept.popitem(last=False)[1] if len(self._kept) > _KEPT else None
+        if oldest:
+            oldest.close()

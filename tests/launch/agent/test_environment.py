@@ -90,6 +90,24 @@ def test_few_heaps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, users: str |
     assert environments.of("rollout-0")["MALLOC_ARENA_MAX"] == found
 
 
+def test_a_variable_that_is_empty_counts_as_not_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, node = Config.from_toml([QUICKSTART], ["slurm.gpus_per_node=1"]), Node(0, "trainer", 1, (0,), 1, 0)
+
+    def environment() -> dict[str, str]:
+        return Environments(config, node, 1, "127.0.0.1", "eth0", tmp_path, False).of("trainer-0")
+
+    names = [
+        "TORCH_CPP_LOG_LEVEL", "MALLOC_ARENA_MAX", "NCCL_SOCKET_IFNAME", "OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS",
+        "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT",
+    ]  # fmt: skip
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    unset = environment()
+    for name in names:
+        monkeypatch.setenv(name, "")
+    assert {name: value for name, value in environment().items() if value} == {n: v for n, v in unset.items() if v}
+
+
 SIZES = "trainer.policy.megatron_config"
 
 

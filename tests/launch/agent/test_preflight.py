@@ -15,7 +15,7 @@ import pytest
 from hpcrl.config import Config
 from hpcrl.errors import CommitError, ConfigError, DeviceError, HpcrlError, RunError
 from hpcrl.launch.agent import preflight
-from hpcrl.launch.agent.preflight import check_node, compiling, make_room, sharing
+from hpcrl.launch.agent.preflight import check_node, compiling, make_room, sharing, wanting_nvcc
 from hpcrl.launch.agent.start import NodeContext
 from hpcrl.launch.doctor.node import gpu_processes, gpus_here
 from hpcrl.launch.doctor.rooms import Sizes
@@ -109,13 +109,29 @@ def test_processes_on_the_gpus_that_a_node_was_given(machine: pytest.MonkeyPatch
     assert gpu_processes(gpus_here(), ["MIG-5c"]) == []
 
 
-def test_what_compiles_and_what_shares_gpus() -> None:
+def test_what_compiles_and_what_shares_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (compiling(CONFIG, ON_GPUS), sharing(CONFIG, ON_GPUS)) == ([], [])
     assert compiling(CONFIG, ON_CPUS) == ["vLLM"]
     compiled = Config.from_toml([QUICKSTART], ["trainer.policy.compile_model=true"])
     assert compiling(compiled, ON_GPUS) == ["trainer.policy.compile_model"]
     turns = Config.from_toml([QUICKSTART], ["trainer.placement.colocate_all=true"])
     assert sharing(turns, ON_GPUS) == ["trainer.placement.colocate_all"]
+    engine = "generator.inference_engine."
+    own = [
+        f"{engine}backend=vllm",
+        f"{engine}model_dtype=bfloat16",
+        f"{engine}use_flashinfer=true",
+        f"{engine}quantization=fp8_per_block",
+    ]
+    built = Config.from_toml([QUICKSTART], ["slurm.gpus_per_node=1", *own])
+    monkeypatch.delenv("VLLM_USE_DEEP_GEMM", raising=False)
+    assert wanting_nvcc(built, Node(1, "rollout", 0, (0,), 1, 0)) == [
+        f"{engine}use_flashinfer",
+        f"{engine}quantization",
+    ]
+    assert wanting_nvcc(built, Node(0, "trainer", 1, (), 1, 0)) == []
+    monkeypatch.setenv("VLLM_USE_DEEP_GEMM", "0")
+    assert wanting_nvcc(built, Node(1, "rollout", 0, (0,), 1, 0)) == [f"{engine}use_flashinfer"]
 
 
 Place = namedtuple("Place", "f_bavail f_frsize f_favail f_files")

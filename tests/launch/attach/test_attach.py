@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.errors import RunError
-from hpcrl.launch.attach.attach import choose
+from hpcrl.errors import RunError, SubmitError
+from hpcrl.launch.attach.attach import choose, on_node
 from hpcrl.launch.attach.remote import processes
 from hpcrl.launch.nodes import Node
+from hpcrl.rundir.commit import write_text
 from hpcrl.rundir.layout import Run
+from tests.launch.manage.slurm_records import CONFIG, PAST, squeue, state, submitted
 
 PLAN = [Node(0, "trainer", 1, (), 0, 0), Node(1, "trainer", 1, (), 0, 0), Node(2, "rollout", 0, (0, 1), 0, 0)]
 PLAN += [Node(3, "reward", 0, (), 0, 0, (0,))]
@@ -31,6 +33,18 @@ def test_node_by_role_name_and_number() -> None:
         RunError, match=r"no rollout node b; it has 0 a \(trainer\), 1 b \(trainer\), 2 c \(rollout\), 3 d"
     ):
         choose(PLAN, HOSTS, "b", "rollout")
+
+
+def test_without_srun_nothing_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(tmp_path / "run")
+    run.path.mkdir()
+    write_text(run.config, CONFIG)
+    submitted(run)
+    squeue(monkeypatch, tmp_path, f"7|RUNNING|{PAST}|None|")
+    of_slurm = state(run)
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(SubmitError, match="srun was not found: ask for runs of Slurm on a node of its cluster"):
+        on_node(of_slurm, "a")
 
 
 def test_processes_of_an_attempt_and_a_command_beside_them(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from hpcrl.config.sections.slurm import SlurmConfig
 from hpcrl.launch.doctor.cluster import minutes, of_cluster, of_partition, parse_config, parse_records
+from hpcrl.launch.doctor.talk import Silent, Talk
 
 CONFIG = """\
 Configuration data as of 2026-11-21T19:32:09
@@ -115,3 +116,8 @@ def test_whether_others_may_be_on_a_runs_nodes(partition: dict[str, str], asked:
     assert last.subject == "other users"
     assert (last.level == "ok") == alone
     assert alone or "slurm.exclusive=true" in last.remedy
+
+
+def test_a_program_of_slurm_that_is_not_there_is_silent() -> None:
+    with pytest.raises(Silent, match="no-srun: No such file or directory"):
+        Talk(["no-srun", "--nodes=1"])

@@ -14,15 +14,20 @@ RIGHT = {"right": True, "tflops": 700.0}
 WELL: dict[str, Any] = {
     "host": "n1", "gpus": [{"index": "0", "uuid": "GPU-1", "name": "NVIDIA H200", "driver": "570.1", "memory": "143771 MiB", "compute_mode": "Default"}],
     "listed": "4,5", "devices": ["4", "5"], "gpu_processes": [], "compiler": "/usr/bin/gcc",
+    "nvcc": None, "flashinfer_cubin": False, "numa": {"nodes": 2, "numactl": "/usr/bin/numactl"},
     "python_header": {"path": "/usr/include/python3.11/Python.h", "there": True},
     "torch": {"version": "2.13.0", "cuda": "13.0", "devices": 2, "nccl": "2.29.7", "matmul": [RIGHT, RIGHT]},
 }  # fmt: skip
 
 
 def levels(
-    needed: int = 2, compiles: Sequence[str] = ("vLLM",), shares: Sequence[str] = (), **changes: Any
+    needed: int = 2,
+    compiles: Sequence[str] = ("vLLM",),
+    shares: Sequence[str] = (),
+    nvcc: Sequence[str] = (),
+    **changes: Any,
 ) -> dict[str, str]:
-    return {one.subject: one.level for one in of_gpus({**WELL, **changes}, needed, compiles, shares)}
+    return {one.subject: one.level for one in of_gpus({**WELL, **changes}, needed, compiles, shares, nvcc)}
 
 
 def with_torch(**changes: Any) -> dict[str, Any]:
@@ -75,6 +80,29 @@ def test_what_triton_needs() -> None:
     found = {one.subject: one for one in of_gpus({**WELL, "python_header": header}, 2, ["vLLM"])}
     assert found["compiler"].level == "error"
     assert "no /usr/include/python3.11/Python.h on n1" in found["compiler"].found
+
+
+def test_what_cudas_compiler_builds() -> None:
+    flashinfer, blocks = "generator.inference_engine.use_flashinfer", "generator.inference_engine.quantization"
+    assert levels(nvcc=[flashinfer])["nvcc"] == "error"
+    assert levels(nvcc=[blocks])["nvcc"] == "warning"
+    there = list(of_gpus({**WELL, "nvcc": "/usr/local/cuda/bin/nvcc"}, 2, (), (), [flashinfer, blocks]))
+    assert "nvcc" not in {one.subject for one in there}
+    assert "nvcc" not in levels(nvcc=[flashinfer], flashinfer_cubin=True), "its kernels are there"
+
+
+def test_nodes_of_a_machine_to_which_nothing_can_be_bound() -> None:
+    assert levels(numa={"nodes": 2, "numactl": None})["NUMA"] == "warning"
+    assert "NUMA" not in levels(numa={"nodes": 1, "numactl": None})
+    assert "NUMA" not in levels(needed=1, numa={"nodes": 2, "numactl": None})
+
+
+def test_parts_of_a_gpu() -> None:
+    two = ["MIG-1f3c", "MIG-77ab"]
+    (found,) = of_gpus({**WELL, "devices": two, "torch": with_torch(devices=1)}, 2, ["vLLM"])
+    assert (found.subject, found.level) == ("GPU", "error")
+    assert "a process sees one of them" in found.found
+    assert levels(needed=1, devices=two[:1], torch=with_torch(devices=1, matmul=[RIGHT]))["GPU"] == "ok"
 
 
 def test_gpus_that_one_process_alone_may_use() -> None:

@@ -156,7 +156,7 @@ def levels(facts: dict[str, Any], purpose: Purpose = ON_SLURM) -> dict[str, str]
 def test_limits_and_network() -> None:
     well: dict[str, Any] = {
         "host": "n1", "address": "10.0.0.1", "places": {}, "cores": [8, 64], "open_files": 65536, "locked_memory": -1, "ephemeral": [32768, 60999],
-        "gpus": [], "devices": [], "torch": None, "scontrol": True, "nsys": None, "containers": ["enroot"], "path": "/bin", "abandoned": [],
+        "gpus": [], "devices": [], "torch": None, "scontrol": True, "nsys": None, "containers": ["enroot"], "path": "/bin", "abandoned": [], "left": {},
     }  # fmt: skip
     assert set(levels(well).values()) == {"ok"}
     assert levels({**well, "cores": [1, 64]})["cores"] == "warning"
@@ -173,6 +173,7 @@ def test_limits_and_network() -> None:
     assert levels(well, Purpose(containers="apptainer"))["apptainer"] == "error"
     assert set(levels(well, Purpose(containers="enroot")).values()) == {"ok"}
     assert levels({**well, "abandoned": ["/tmp/hpcrl-agent-x"]})["left over"] == "ok"
+    assert levels({**well, "left": {"nccl-Ab3": 9 << 20}})["left over"] == "warning"
     assert levels({**well, "ephemeral": [9000, 65535]})["network"] == "warning"
 
 

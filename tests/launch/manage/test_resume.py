@@ -70,6 +70,19 @@ def contents(run: Run) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in sorted(run.path.parent.rglob("*")) if path.is_file()}
 
 
+def test_without_sbatch_nothing_is_changed(
+    tmp_path: Path, bin_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = ended(tmp_path)
+    before = contents(run)
+    monkeypatch.setenv("PATH", str(bin_path))
+    assert main(["resume", str(run.path), "trainer.max_steps=40"]) == SubmitError.exit_code
+    assert capsys.readouterr().err.endswith(
+        "hpcrl: sbatch was not found: ask for runs of Slurm on a node of its cluster\n"
+    )
+    assert contents(run) == before
+
+
 @pytest.mark.usefixtures("bin_path")
 def test_all_refused_changes_are_told_and_nothing_happens(tmp_path: Path) -> None:
     run = ended(tmp_path)

@@ -172,6 +172,18 @@ def test_a_model_in_the_cache_of_the_hub_is_here(tmp_path: Path, monkeypatch: py
     (folder / "model.safetensors").touch()
     assert list(unchecked_models(config("some/model", THREE))) == []
     assert len(list(check_layouts(config("some/model", THREE)))) == 1
+    monkeypatch.setenv("HUGGINGFACE_HUB_CACHE", str(cached.parent))
+    monkeypatch.setenv("HF_HOME", "/nowhere")
+    assert folder_of(Pretrained("some/model")) == folder, "as the library reads its former name"
+    monkeypatch.setenv("HUGGINGFACE_HUB_CACHE", "")
+    monkeypatch.setenv("HF_HUB_CACHE", "")
+    monkeypatch.setenv("HF_HOME", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    (tmp_path / ".cache" / "huggingface").mkdir(parents=True)
+    (tmp_path / "hub").rename(tmp_path / ".cache" / "huggingface" / "hub")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert folder_of(Pretrained("some/model")) is not None, "what is empty is not set"
+    folder = tmp_path / ".cache" / "huggingface" / folder.relative_to(tmp_path)
     (folder / "config.json").write_text("no json")
     assert entries_of(Pretrained("some/model")) is None
 

@@ -109,6 +109,9 @@ def test_without_slurm_the_remedy_is_named(tmp_path: Path) -> None:
     assert done.returncode == 3
     assert "--local" in done.stderr
     assert nothing_made(tmp_path)
+    done = hpcrl("submit", QUICKSTART, "--dry-run", "slurm.elastic.replicas=1", cwd=tmp_path, PATH=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert "# batch script of the " in done.stdout, "as the remedy says"
 
 
 def test_dry_run_shows_everything_and_makes_nothing(tmp_path: Path) -> None:

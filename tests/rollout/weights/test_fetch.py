@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -25,6 +26,30 @@ def test_a_version_is_read_where_it_was_published(published: Path) -> None:
     assert "model.embed_tokens.weight" in found.tensors
     assert found.probe is not None
     assert len(found.probe.logprobs) == len(found.probe.token_ids) - 1
+
+
+def test_large_files_are_read_in_spans_to_their_ends(published: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (file,) = published.glob("*.safetensors")
+    monkeypatch.setattr("hpcrl.rollout.weights.fetch._SPAN", 1000)
+    monkeypatch.setattr("hpcrl.rollout.weights.fetch._PART", 300)
+    read = list[tuple[int, int]]()
+    preadv = os.preadv
+
+    def noting(opened: int, buffers: list[bytearray], at: int) -> int:
+        count = preadv(opened, buffers, at)
+        read.append((at, at + count))
+        return count
+
+    monkeypatch.setattr(os, "preadv", noting)
+    assert fetch(published).path == published
+    covered = 0
+    for begin, end in sorted(read):
+        assert begin <= covered
+        covered = max(covered, end)
+    assert covered == file.stat().st_size
+    read.clear()
+    fetch(published, ahead=False)
+    assert not read, "an engine that sleeps reads them itself"
 
 
 def test_damage_is_refused(published: Path) -> None:

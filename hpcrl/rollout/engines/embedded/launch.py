@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hpcrl.config import Config, InferenceEngineConfig, engine_rope
-from hpcrl.config.derive import gpu_count, max_model_len, model_config_kwargs, policy_model
+from hpcrl.config.derive import engine_memory_share, gpu_count, max_model_len, model_config_kwargs, policy_model
 from hpcrl.data.chat.ending import end_ids
 from hpcrl.data.model_config import ConfiguredModel
 from hpcrl.data.models.routers import ExpertRecorder, routers
@@ -32,6 +32,7 @@ class EmbeddedOptions:
         max_model_len: tokens of prompt and response together at most.
         on_cpu: whether it has no GPU.
         records_experts: whether it tells of the experts that tokens go to.
+        memory_share: of the GPU's memory, for model and caches.
     """
 
     model: ConfiguredModel
@@ -39,6 +40,7 @@ class EmbeddedOptions:
     max_model_len: int
     on_cpu: bool
     records_experts: bool = False
+    memory_share: float = 0.9
 
 
 class Embedded(InProcess[tuple[PreTrainedModel, Compute]]):
@@ -77,9 +79,7 @@ class Embedded(InProcess[tuple[PreTrainedModel, Compute]]):
             )
         recorder = ExpertRecorder(model) if options.records_experts else None
         batch = Batch(model, ends, decoder(tokenizer), options.engine.max_num_batched_tokens, recorder)
-        limits = Limits(
-            options.engine.max_num_seqs, places(model, options.engine.gpu_memory_utilization), options.max_model_len
-        )
+        limits = Limits(options.engine.max_num_seqs, places(model, options.memory_share), options.max_model_len)
         return model, Compute(batch, limits)
 
 
@@ -111,4 +111,5 @@ def embedded_options(config: Config) -> EmbeddedOptions:
         rope_theta=rope_theta,
     )
     replayed = config.trainer.policy.experts.router_replay != "none"
-    return EmbeddedOptions(model, engine, max_model_len(config), gpu_count(config.slurm) == 0, replayed)
+    on_cpu, share = gpu_count(config.slurm) == 0, engine_memory_share(config)
+    return EmbeddedOptions(model, engine, max_model_len(config), on_cpu, replayed, share)

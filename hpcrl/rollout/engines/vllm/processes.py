@@ -6,12 +6,10 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from hpcrl.runtime.scratch import SHARED_MEMORY
+from hpcrl.runtime.scratch import SEGMENTS, SHARED_MEMORY
 
 _PROC = Path("/proc")
 _TITLE = "VLLM::"  # of the engine's cores and workers, which vLLM names itself
-# of multiprocessing, and of vLLM itself; a worker maps others' too, such as CUDA's
-_OWN = ("psm_", "sem.mp-", "vllm_")
 
 
 def group_of(leader: int) -> list[int]:
@@ -40,5 +38,6 @@ def shared_memory(leader: int) -> set[str]:
             lines = (_PROC / str(pid) / "maps").read_text().splitlines()
             # not by name: that of a semaphore is the one under which it was made
             inodes |= {int(line.split()[4]) for line in lines if f" {SHARED_MEMORY}/" in line}
+    # a worker maps others too, such as CUDA's
     entries = os.scandir(SHARED_MEMORY) if inodes else ()
-    return {entry.name for entry in entries if entry.name.startswith(_OWN) and entry.inode() in inodes}
+    return {entry.name for entry in entries if entry.name.startswith(SEGMENTS) and entry.inode() in inodes}

@@ -28,6 +28,7 @@ from hpcrl.config.adapters import largest_rank, loads_adapters
 from hpcrl.config.derive import (
     LORA_RANKS,
     MOST_KEPT,
+    engine_memory_share,
     gpu_count,
     kept_versions,
     max_model_len,
@@ -46,6 +47,7 @@ from hpcrl.rollout.engines.vllm.processes import computes, group_of, shared_memo
 from hpcrl.rundir.commit import make_directory
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.heartbeat import SuspendAwareClock
+from hpcrl.runtime.numa import nodes_of_gpus
 from hpcrl.runtime.scratch import note_shared_memory, remove_shared_memory
 from hpcrl.runtime.token import bearer, read_token_file
 
@@ -105,6 +107,7 @@ class ServerOptions:
         model: has the initial weights and the tokenizer.
         max_model_len: tokens of prompt and response together at most.
         on_cpu: whether this is vLLM's CPU build.
+        memory_share: of each GPU's memory, that it may use.
         run_name, token_file: who may call it.
         model_config_kwargs: entries of the model's config.json that are replaced.
         rope_scaling, rope_theta: replace the model's rotary positions; empty and None: the model's own.
@@ -125,6 +128,7 @@ class ServerOptions:
     on_cpu: bool
     run_name: str
     token_file: Path
+    memory_share: float = 0.9
     model_config_kwargs: dict[str, Any] = field(default_factory=dict)
     rope_scaling: dict[str, Any] = field(default_factory=dict)
     rope_theta: float | None = None
@@ -219,7 +223,7 @@ class Server(Launched):
         engine, level = self._options.engine, 1 if self._options.lora_rank else 2
         return EngineClient(
             self.socket, self._headers, version, replica=replica, keep_cache=engine.keep_cache_on_update,
-            sleep_level=level, share=engine.gpu_memory_utilization, graphs=not runs_eagerly(engine, on_cpu=self._options.on_cpu),
+            sleep_level=level, share=self._options.memory_share, graphs=not runs_eagerly(engine, on_cpu=self._options.on_cpu),
         )  # fmt: skip
 
     def failure(self, what: str) -> EngineError:
@@ -288,7 +292,7 @@ def _command(options: ServerOptions, socket: Path) -> list[str]:
         "max-num-batched-tokens": max(engine.max_num_batched_tokens, 0 if chunked else options.max_model_len),
         "max-num-seqs": engine.max_num_seqs,
         "enforce-eager": runs_eagerly(engine, on_cpu=options.on_cpu),
-        "gpu-memory-utilization": engine.gpu_memory_utilization,
+        "gpu-memory-utilization": options.memory_share,
         # vLLM's build for CPUs refuses the option, and takes the calls as if it had it
         "enable-sleep-mode": True if options.sleeps and not options.on_cpu else None,
         "logprobs-mode": "processed_logprobs",  # of the distribution that is sampled from: after temperature, top_k, top_p, ...
@@ -299,6 +303,7 @@ def _command(options: ServerOptions, socket: Path) -> list[str]:
         "mm-device-do-normalize": False,  # images come as the trainer has them, normalized
         "mm-processor-kwargs": dict(options.image_processor_kwargs) or None,  # how large they are at most
         **_of_adapters(options),
+        **_binding(options),
     }
     if options.part:
         arguments |= options.part.options
@@ -330,6 +335,14 @@ def _of_adapters(options: ServerOptions) -> dict[str, Any]:
         "max-loras": options.lora_slots,
         "fully-sharded-loras": options.engine.fully_sharded_loras,
     }
+
+
+def _binding(options: ServerOptions) -> dict[str, Any]:
+    """Return what binds each process of the engine to the NUMA node of its GPU, where it can be."""
+    if options.on_cpu or "numa_bind" in options.engine.engine_init_kwargs:
+        return {}
+    nodes = nodes_of_gpus(os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+    return {"numa-bind": True, "numa-bind-nodes": nodes} if nodes else {}
 
 
 def _rope(options: ServerOptions) -> dict[str, Any]:
@@ -371,10 +384,12 @@ def _environment(options: ServerOptions, directory: Path) -> dict[str, str]:
         environment[LEASED] = "1"
     if options.lora_rank:
         environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
-    environment.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    # on GPUs its log names the attention backend, the model runner and the size of the cache
+    level = "WARNING" if options.on_cpu else "INFO"
+    environment["VLLM_LOGGING_LEVEL"] = environment.get("VLLM_LOGGING_LEVEL") or level
     if not options.on_cpu:
         # it gives no log-probabilities of what it samples from, which all requests want, and has its kernels compiled
-        environment.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+        environment["VLLM_USE_FLASHINFER_SAMPLER"] = environment.get("VLLM_USE_FLASHINFER_SAMPLER") or "0"
         environment.pop("OMP_NUM_THREADS", None)  # where it is unset, vLLM chooses one thread per worker
     if options.on_cpu:
         environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
@@ -388,7 +403,7 @@ def _environment(options: ServerOptions, directory: Path) -> dict[str, str]:
         # by default below the home, which may be missing, read-only, small, or shared by nodes of different GPUs
         kept = compile_cache() or directory
         for name in ("VLLM_CACHE_ROOT", "TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE"):
-            environment.setdefault(name, str(kept / name.partition("_")[0].lower()))
+            environment[name] = environment.get(name) or str(kept / name.partition("_")[0].lower())
     return environment
 
 
@@ -419,6 +434,7 @@ def _options(config: Config, run_name: str, token_file: Path) -> ServerOptions:
     return ServerOptions(
         model=policy_model(config.trainer),
         engine=generator.inference_engine,
+        memory_share=engine_memory_share(config),
         seed=sampling_seed(generator.inference_engine, config.trainer),
         max_model_len=max_model_len(config),
         on_cpu=gpu_count(config.slurm) == 0,

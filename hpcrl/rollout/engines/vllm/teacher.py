@@ -103,10 +103,10 @@ def teacher_options(run: Run, config: Config, scorers: ScorerSet, own: TeacherEn
         engine=InferenceEngineConfig(
             model_dtype=own.model_dtype,
             tensor_parallel_size=own.tensor_parallel_size,
-            gpu_memory_utilization=own.gpu_memory_utilization,
             max_num_batched_tokens=own.max_num_batched_tokens,
             engine_init_kwargs=own.engine_init_kwargs,
         ),
+        memory_share=own.gpu_memory_utilization,
         seed=trainer.seed,
         max_model_len=longest,
         on_cpu=gpu_count(config.slurm) == 0,

@@ -73,7 +73,11 @@ class SharedFilesystemEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         weights = PublishedWeights.read(Path(update_info.path))
         expected = _parameters(self.model)
         given: dict[str, str] = {}
-        with closing(WeightReader(weights.path, list(weights.tensors))) as reader:
+        # all ranks of a node read the same files from its page cache, and each makes the digests of a share of the tensors
+        of = self.parallel_config.local_world_size
+        index = self.parallel_config.rank % of
+        undigested = weights.tensors.keys() - weights.share(index, of).keys()
+        with closing(WeightReader(weights.path, list(weights.tensors), undigested, of)) as reader:
             _forget_packed_experts(self.model)
             initialize_layerwise_reload(self.model)
             # those of both forms of the layers: what quantizing adds to the one, such as scales, is in no file
@@ -82,7 +86,7 @@ class SharedFilesystemEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         missing = sorted(expected - (loaded or expected))
         if missing:
             raise ValueError(f"{weights.path} lacks {', '.join(missing[:_MOST_NAMED])}")
-        self._given = weights.held(given)
+        self._given = weights.held(given, index, of)
 
     def finish_weight_update(self) -> None:
         if self._given is not None:
@@ -140,5 +144,6 @@ def _parameters(model: torch.nn.Module) -> set[str]:
 
 def _noting(reader: WeightReader, given: dict[str, str]) -> Iterator[tuple[str, torch.Tensor]]:
     for name, tensor, digest in reader:
-        given[name] = digest
+        if digest:
+            given[name] = digest
         yield name, tensor

@@ -200,7 +200,9 @@ class Engine:
         assert (method, args[0]) == ("collective_rpc", "weight_proof")
         tensors = json.dumps(sorted(self.manifest["tensors"].items()))
         digest = hashlib.blake2b(tensors.encode(), digest_size=16).hexdigest()
-        return [{"rank": 0, "of": 1, "version": self.manifest["version"], "digest": digest, "wrong": []}]
+        return [
+            {"rank": 0, "of": 1, "version": self.manifest["version"], "digest": digest, "share": [0, 1], "wrong": []}
+        ]
 
     def probed(self) -> Response:
         """Say of the trainer's probe what the trainer does: the weights change nothing here."""

@@ -25,7 +25,7 @@ from hpcrl.rollout.engines.vllm.middleware import _choice
 from hpcrl.rollout.engines.vllm.server import Server, ServerOptions, _command, server_options
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.token import bearer
-from tests.paths import ROOT
+from tests.paths import QUICKSTART, ROOT
 from tests.rollout.material import LONG_PROMPT, MAX_MODEL_LEN, RUN_NAME, TOKEN, as_version, logprobs, options, served
 
 SAMPLING = {"temperature": 1.0, "max_tokens": 40, "ignore_eos": True}
@@ -246,3 +246,16 @@ def test_images_come_normalized_and_room_is_made_for_as_large_ones(models: list[
     command = _command(replace(given, image_processor_kwargs={"max_pixels": 501760}), Path("socket"))
     assert command[command.index("--mm-processor-kwargs") + 1] == '{"max_pixels": 501760}'
     assert "--no-mm-device-do-normalize" in command
+
+
+def test_an_engine_leaves_less_memory_where_a_trainer_keeps_some(tmp_path: Path) -> None:
+    def share(*settings: str) -> str:
+        config = Config.from_toml(
+            [QUICKSTART], ["slurm.gpus_per_node=1", "generator.inference_engine.backend=vllm", *settings]
+        )
+        command = _command(server_options(Run(tmp_path), config), Path("socket"))
+        return command[command.index("--gpu-memory-utilization") + 1]
+
+    assert share() == "0.9"
+    assert share("trainer.placement.colocate_all=true") == "0.8"
+    assert share("generator.inference_engine.gpu_memory_utilization=0.7") == "0.7"

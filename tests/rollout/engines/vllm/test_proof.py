@@ -151,13 +151,18 @@ def test_a_single_bit(with_engine: WithEngine[Any], models: list[Path], tmp_path
 
 def test_ranks_that_do_not_answer_or_have_nothing(models: list[Path], tmp_path: Path) -> None:
     weights = publish(models[1], tmp_path / "v000003", 3)
-    good = {"of": 2, "version": 3, "digest": weights.digest, "wrong": []}
+    good = {"of": 2, **weights.held(weights.tensors)}
     check_ranks([{"rank": 0, **good}, {"rank": 1, **good}], weights, "it")
+    halves = [{"rank": rank, "of": 2, **weights.held(weights.share(rank, 2), rank, 2)} for rank in (0, 1)]
+    check_ranks(halves, weights, "it")
     for proofs, said in (
         ([], r"only \[\] say"),
         ([{"rank": 0, **good}], r"of its ranks only \[0\] say"),
         ([{"rank": 0, **good}, {"rank": 1, "of": 2}], "rank 1 of 2 has loaded nothing"),
         ([{"rank": 0, **good}, {"rank": 1, **good, "version": 2}], "rank 1 of 2 holds version 2"),
+        ([halves[0], {**halves[0], "rank": 1}], "rank 1 of 2 has looked at share 0 of 2"),
+        ([halves[0], {**halves[1], "digest": good["digest"]}], "rank 1 of 2 holds version 3"),
+        ([{**halves[0], "of": 1}], "rank 0 of 1 has looked at share 0 of 2"),
     ):
         with pytest.raises(EngineError, match=said):
             check_ranks(proofs, weights, "it")

@@ -113,12 +113,14 @@ def test_kernels_are_kept_on_the_node(tmp_path: Path, token_file: Path, monkeypa
     """vLLM's own place is below a home that containers lack, and that nodes of other GPUs share."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setenv("OMP_NUM_THREADS", "8")
+    monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)
     given = replace(options(str(tmp_path), token_file), on_cpu=False)
     kept = compile_cache()
     assert kept is not None
     made = _environment(given, tmp_path / "scratch")
     assert "OMP_NUM_THREADS" not in made, "vLLM leaves its hot loop multi-threaded where it is set"
     assert {name: made[name] for name in _CACHES} == {name: str(kept / tool) for name, tool in _CACHES.items()}
+    assert made["VLLM_LOGGING_LEVEL"] == "INFO", "its log names backend, runner and cache"
     monkeypatch.setenv("VLLM_CACHE_ROOT", "/fast/own")
     assert _environment(given, tmp_path / "scratch")["VLLM_CACHE_ROOT"] == "/fast/own"
     kept.chmod(0o777)

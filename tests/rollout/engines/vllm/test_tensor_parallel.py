@@ -19,6 +19,7 @@ from hpcrl.rollout.engines.vllm.server import Server
 from hpcrl.runtime.token import bearer
 from tests.rollout.conftest import runner
 from tests.rollout.engines.test_contract import LENGTH, assert_close, updated_while_running
+from tests.rollout.engines.vllm.test_proof import rewritten
 from tests.rollout.material import (
     LONG_PROMPT,
     RUN_NAME,
@@ -106,6 +107,12 @@ def test_each_of_two_ranks_proves_what_it_has_loaded(two_ranks: tuple[Server, li
             (said,) = await engine.generate(LONG_PROMPT, 1, 3, {"temperature": 1.0, "max_tokens": 8})
             expected = logprobs(models[1], LONG_PROMPT, said.token_ids)
             torch.testing.assert_close(torch.tensor(said.logprobs), expected, atol=1e-3, rtol=0)
+            for wrong in list(weights.tensors)[:2]:
+                damaged = publish(models[1], tmp_path / f"damaged-{wrong}", 2)
+                rewritten(damaged, lambda tensors, name=wrong: tensors[name].add_(1.0))
+                rank = list(weights.tensors).index(wrong) % 2
+                with pytest.raises(EngineError, match=f"rank {rank} of 2 holds version 2, other .*: {wrong}$"):
+                    await engine.update_weights(damaged)
             engine.__class__ = OneBehind
             assert isinstance(engine, OneBehind)
             engine.others = str(as_version(models[0], 0).path)

@@ -46,7 +46,8 @@ def sent(world: World, options: dict[str, Any]) -> None:
             for piece in engine.export_weights(torch.bfloat16, owners)
             for name, tensor in piece.items()
         }
-        with failing(world, 1, "weights.send:sleep=20" if version == 3 else ""):  # of one of the two that send
+        # of one of the two that send, over the pair that it has, and over another
+        with failing(world, 1, "weights.send:sleep=20 weights.send@2:sleep=20" if version == 3 else ""):
             if node:
                 found.append(_fetched(run, version, node, policy))
             world.barrier()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
+import multiprocessing
+import os
 import socket
 import time
 from pathlib import Path
@@ -11,14 +14,18 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from hpcrl.data.weight_files import PublishedWeights
+from hpcrl.data.weights import stream
+from hpcrl.data.weights.stream import told
 from hpcrl.rollout.weights.receive import NotReceived, Receiver
 from hpcrl.rundir.commit import write_text
 from hpcrl.rundir.layout import Run
 from hpcrl.trainer.saving.send import WeightSender
 
 HOST, CPU, STAGE_S = "127.0.0.1", torch.device("cpu"), 20.0
+SERVER = multiprocessing.get_context("forkserver")
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +94,7 @@ def test_nobody_else_is_sent_to(tmp_path: Path) -> None:
     run = run_with(tmp_path, "secret")
     sender = WeightSender(run, 1, 0, CPU, HOST, STAGE_S)
     sender.offer(4, {"a.safetensors": {"w": torch.ones(3)}})
-    assert httpx.post(f"{sender.address()}/weights", json={"version": 4, "told": {}}).status_code == 409
+    assert httpx.post(f"{sender.address()}/weights", json={"version": 4, "pair": "a", "told": {}}).status_code == 409
     stranger = run_with(tmp_path / "stranger", "guess")
     with pytest.raises(NotReceived, match="is no rank of the trainer"):
         Receiver(stranger, 1, False, HOST, STAGE_S).receive(published(4, sender.address()), tmp_path)
@@ -101,3 +108,99 @@ def test_a_host_that_is_silent_costs_a_stage(tmp_path: Path) -> None:
         with pytest.raises(NotReceived, match="ReadTimeout"):
             Receiver(run_with(tmp_path, "secret"), 1, False, HOST, 1.0).receive(published(4, url), tmp_path)
         assert time.monotonic() - began < 10
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return the ranks of the process groups that this process makes."""
+    found, gloo = list[int](), stream._gloo
+
+    def noting(store: Any, rank: int, *more: Any) -> Any:
+        found.append(rank)
+        return gloo(store, rank, *more)
+
+    monkeypatch.setattr(stream, "_gloo", noting)
+    return found
+
+
+def offered(sender: WeightSender, version: int) -> PublishedWeights:
+    sender.offer(version, {"a.safetensors": {"w": torch.full((3,), float(version))}})
+    return published(version, sender.address())
+
+
+def await_kept(sender: WeightSender, names: set[str] | None = None) -> str:
+    """Return the name of the one pair that the sender keeps, as soon as it is another than these."""
+    deadline = time.monotonic() + 60
+    while not (found := sender._kept.keys() - (names or set())):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    (name,) = found
+    return name
+
+
+def test_a_pair_is_kept_over_versions_and_made_again_where_it_is_lost(tmp_path: Path, made: list[int]) -> None:
+    run = run_with(tmp_path, "secret")
+    sender, receiver = WeightSender(run, 1, 0, CPU, HOST, STAGE_S), Receiver(run, 1, False, HOST, STAGE_S)
+    for version in (1, 2, 3):
+        receiver.receive(offered(sender, version), tmp_path)
+        assert load_file(tmp_path / "a.safetensors")["w"].tolist() == [version] * 3
+        first = await_kept(sender)
+    assert len(made) == 2, "one group, with two ends"
+    sender._kept.clear()
+    receiver.receive(offered(sender, 4), tmp_path)
+    assert len(made) == 4, "the sender had lost it"
+    second = await_kept(sender)
+    assert second != first
+    sender._kept[second]._group.result().shutdown()
+    sender._kept[second]._group = type(sender._kept[second]._group)()
+    sender._kept[second]._group.set_exception(RuntimeError("broken"))
+    receiver.receive(offered(sender, 5), tmp_path)
+    assert load_file(tmp_path / "a.safetensors")["w"].tolist() == [5] * 3
+    assert len(made) == 6, "it was broken"
+    assert await_kept(sender) not in {first, second}
+
+
+def _receive(run: Run, url: str, directory: Path, version: int, pipe: Any) -> None:
+    receiver = Receiver(run, 1, False, HOST, STAGE_S)
+    receiver.receive(published(version, url), directory)
+    pipe.send("received")
+    following = pipe.recv()
+    os.environ["HPCRL_FAULT"] = "weights.receive:kill"
+    receiver.receive(published(following, url), directory)
+
+
+def test_a_killed_receiver_with_a_kept_pair_costs_its_sender_a_stage_and_the_next_version_nothing(
+    tmp_path: Path, made: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    run = run_with(tmp_path, "secret")
+    sender = WeightSender(run, 1, 0, CPU, HOST, STAGE_S)
+    url = offered(sender, 1).senders[0]
+    mine, its = SERVER.Pipe()
+    process = SERVER.Process(target=_receive, args=(run, url, tmp_path, 1, its), daemon=True)
+    process.start()
+    assert mine.poll(120)
+    assert mine.recv() == "received"
+    await_kept(sender)
+    offered(sender, 2)
+    with caplog.at_level(logging.WARNING, "hpcrl.trainer.saving.send"):
+        mine.send(2)
+        process.join(60)
+        assert process.exitcode == -9
+        died = time.monotonic()
+        while "version 2 was not sent" not in caplog.text:
+            assert time.monotonic() - died < 3 * STAGE_S
+            time.sleep(0.05)
+    assert not sender._kept
+    Receiver(run, 1, False, HOST, STAGE_S).receive(offered(sender, 3), tmp_path)
+    assert load_file(tmp_path / "a.safetensors")["w"].tolist() == [3] * 3
+    assert sorted(made) == [stream.SENDER] * 2 + [stream.RECEIVER], "the killed one was another process"
+
+
+def test_what_nccl_is_found_by_is_its_unique_id_whatever_is_written_before() -> None:
+    store = torch.distributed.HashStore()
+    store.set("from the other one", b"y" * 128)
+    store.set("0/cpu", b"x" * 40)
+    assert told(store, {"from the other one"}, of_nccl=True) == {}
+    assert told(store, {"from the other one"}, of_nccl=False) == {"0/cpu": b"x" * 40}
+    store.set("0:1", b"u" * 128)
+    assert told(store, {"from the other one"}, of_nccl=True) == {"0/cpu": b"x" * 40, "0:1": b"u" * 128}
