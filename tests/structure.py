@@ -6,8 +6,9 @@ python -m tests.structure [ROOT]     prints the numbers of a checkout
 from __future__ import annotations
 
 import ast
+import re
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,12 @@ FLOORS = {
     "hpcrl.types": 1, "hpcrl.errors": 1, "hpcrl.units": 1, "hpcrl.text": 1, "hpcrl.faults": 1, "hpcrl": 0,
 }  # fmt: skip
 """Imports go from a floor to a lower one, or stay within a folder."""
+
+SMALL = 60
+"""Lines of a module of which one asks whether it is part of its only importer."""
+
+PRIVATE = re.compile(r"\b(?:said|told|speaks|anew|whoever)\b", re.IGNORECASE)
+"""Words that docstrings of this field do without."""
 
 
 @dataclass(frozen=True)
@@ -140,6 +147,26 @@ def folder_cycles(code: Code, imports: Iterable[Import]) -> list[list[str]]:
     return found
 
 
+def with_one_importer(code: Code, imports: Iterable[Import]) -> dict[str, str]:
+    """Return the modules that exactly one other module imports, each with that one."""
+    importers: dict[str, set[str]] = defaultdict(set)
+    for one in imports:
+        if one.module != one.target and code.files[one.target].name != "__init__.py":
+            importers[one.target].add(one.module)
+    return {module: min(of) for module, of in sorted(importers.items()) if len(of) == 1}
+
+
+def private_words(code: Code) -> Counter[str]:
+    """Count the words of `PRIVATE` in docstrings, those of attributes included."""
+    return Counter(
+        word.lower()
+        for path in code.files.values()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        for word in PRIVATE.findall(node.value.value)
+    )
+
+
 def _below(folder: str, module: str) -> str | None:
     rest = module.removeprefix(f"{folder}.")
     return rest.partition(".")[0] if rest != module else None
@@ -155,11 +182,16 @@ def describe(root: Path) -> str:
         if path.name != "__init__.py":
             per_folder[str(path.parent.relative_to(root))].append(lines[module])
     real = [size for module, size in lines.items() if code.files[module].name != "__init__.py"]
+    single, words = with_one_importer(code, imports), private_words(code)
+    small = sorted(module for module in single if lines[module] <= SMALL)
     rows = [
         f"{'folder':36} files  lines  longest",
         *(f"{folder:36} {len(sizes):5} {sum(sizes):6} {max(sizes):8}" for folder, sizes in sorted(per_folder.items())),
         f"files {len(real)}, lines {sum(real)}, of at most 60 lines {sum(size <= 60 for size in real)}, longest {max(real)}",
         f"imports {len(imports)}, hidden {len(hidden)} ({100 * len(hidden) / len(imports):.1f} %)",
+        f"modules with one importer {len(single)}, {sum(map(lines.__getitem__, single))} lines; of at most {SMALL} lines {len(small)}:",
+        *(f"  {module} ({lines[module]}), of {single[module]}" for module in small),
+        f"private words in docstrings {words.total()}: {dict(words.most_common())}",
         f"module cycles {[len(cycle) for cycle in module_cycles(imports)]}, folder cycles {folder_cycles(code, imports)}",
     ]
     return "\n".join(rows)

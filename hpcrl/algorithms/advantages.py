@@ -161,7 +161,7 @@ def gdpo(inputs: AdvantageInputs, *, rewards: Mapping[str, float]) -> torch.Tens
     Formula:
         Σ weight × (reward - mean of the group) / (standard deviation + 1e-6) over named rewards, whitened over the samples of the batch
     Use:
-        several rewards, of which an easy one (format, length) would drown the others: combinations with the same sum are told apart
+        several rewards, of which an easy one (format, length) would drown the others: combinations with the same sum differ
     Args:
         rewards: name of each of `inputs.named_B` to its weight.
     """

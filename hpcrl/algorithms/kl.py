@@ -20,19 +20,42 @@ KlEstimator = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | float], torch
 
 
 def k1(logprobs_P: torch.Tensor, ref_logprobs_P: torch.Tensor, ratio_P: torch.Tensor | float = 1.0) -> torch.Tensor:
-    """Return d: unbiased, of either sign."""
+    """Return d, unbiased and of either sign.
+
+    The plain estimate (Schulman, http://joschu.net/blog/kl-approx.html).
+
+    Formula:
+        d
+    Use:
+        in the reward (`use_kl_in_reward`); as a loss its expected gradient on samples of the policy is 0
+    """
     return _difference(logprobs_P, ref_logprobs_P) * ratio_P
 
 
 def k2(logprobs_P: torch.Tensor, ref_logprobs_P: torch.Tensor, ratio_P: torch.Tensor | float = 1.0) -> torch.Tensor:
-    """Return d^2 / 2: never negative; its gradient on samples of the policy is that of the divergence."""
+    """Return d^2 / 2, never negative.
+
+    Its gradient on samples of the policy is that of the divergence (Schulman, http://joschu.net/blog/kl-approx.html).
+
+    Formula:
+        d² / 2
+    Use:
+        in the loss (`use_kl_loss`): its gradient is that of the divergence
+    """
     return _difference(logprobs_P, ref_logprobs_P).square() / 2 * ratio_P
 
 
 def k3(logprobs_P: torch.Tensor, ref_logprobs_P: torch.Tensor, ratio_P: torch.Tensor | float = 1.0) -> torch.Tensor:
-    """Return exp(-d) - 1 + d: never negative, and with little variance.
+    """Return exp(-d) - 1 + d, never negative and with little variance.
+
+    The estimate with a control variate (Schulman, http://joschu.net/blog/kl-approx.html).
 
     d is clamped to [-20, 20] and the value, times the weight, to [-10, 10].
+
+    Formula:
+        exp(-d) - 1 + d, with d clamped to ±20 and the value to ±10
+    Use:
+        the usual choice in the loss (`use_kl_loss`): never negative, little variance
     """
     difference_P = (-_difference(logprobs_P, ref_logprobs_P)).clamp(-20.0, 20.0)
     return ((difference_P.exp() - difference_P - 1.0) * ratio_P).clamp(-10.0, 10.0)
@@ -41,7 +64,13 @@ def k3(logprobs_P: torch.Tensor, ref_logprobs_P: torch.Tensor, ratio_P: torch.Te
 def absolute(
     logprobs_P: torch.Tensor, ref_logprobs_P: torch.Tensor, ratio_P: torch.Tensor | float = 1.0
 ) -> torch.Tensor:
-    """Return |d|."""
+    """Return |d|.
+
+    Formula:
+        abs(d)
+    Use:
+        a constant pull towards the reference in the loss (`use_kl_loss`), however far
+    """
     return _difference(logprobs_P, ref_logprobs_P).abs() * ratio_P
 
 

@@ -93,9 +93,12 @@ def positive(text: str) -> int:
 
 
 def split(words: list[str]) -> tuple[list[str], list[str]]:
-    """Return the files, or names, and the overrides among the words of a command line; what exists is a file, whatever its name."""
-    overrides = [word for word in words if "=" in word and not os.path.exists(word)]
-    return [word for word in words if word not in overrides], overrides
+    """Return the files, or names, and the overrides among the words of a command line; what exists is a file, whatever its name.
+
+    A ~ that the shell has left, as in quotes, is the home.
+    """
+    overrides = [word for word in words if "=" in word and not os.path.exists(os.path.expanduser(word))]
+    return [os.path.expanduser(word) for word in words if word not in overrides], overrides
 
 
 def say_what_is_empty(settings: Sequence[str]) -> None:

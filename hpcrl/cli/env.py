@@ -95,11 +95,6 @@ def _try(arguments: argparse.Namespace) -> int:
 
 
 def _prompt(arguments: argparse.Namespace, config: Config | None) -> Prompt:
-    """Return the row that is to be played.
-
-    Raises:
-        DataError: there is none.
-    """
     from hpcrl.config import DataConfig
     from hpcrl.data.prompts import load_prompts
     from hpcrl.envs.examples import rows_of
@@ -158,11 +153,7 @@ def _show_turn(turn: Turn) -> None:
 
 
 def _read_action() -> str | None:
-    """Return what is typed up to an empty line or the end of the input; None at the end.
-
-    Raises:
-        DataError: it is not UTF-8.
-    """
+    """Return what is typed up to an empty line or the end of the input; None at the end."""
     if sys.stdin.isatty():
         print("> ", end="", flush=True)
     lines: list[str] = []

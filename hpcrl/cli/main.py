@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import os
 import re
 import sys
 from collections.abc import Sequence
 from io import TextIOWrapper
+from pathlib import Path
 
 import hpcrl
 from hpcrl.cli._common import say_what_is_empty
@@ -124,6 +126,9 @@ def main(argv: list[str] | None = None) -> int:
     if command and not hasattr(arguments, "command"):
         parser.error(f"unexpected: -- {' '.join(command)}")
     arguments.command = command
+    for name, value in vars(arguments).items():
+        if isinstance(value, Path):  # a shell leaves the ~ of --root=~/runs
+            setattr(arguments, name, value.expanduser())
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):  # names and texts may have what the terminal's encoding lacks
             stream.reconfigure(errors="backslashreplace")
@@ -136,6 +141,12 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise
+        where = printable(str(error.filename or "a file"))
+        print(f"hpcrl: {where}: {error.strerror}; look at its permissions, or name another place", file=sys.stderr)
+        return HpcrlError.exit_code
 
 
 if __name__ == "__main__":

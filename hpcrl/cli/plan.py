@@ -57,11 +57,7 @@ def _notes(config: Config) -> Iterator[str]:
 
 
 def plan_lines(config: Config) -> Iterator[str]:
-    """Yield what the command prints.
-
-    Raises:
-        DataError: Megatron's ranks cannot share the model, or it cannot be loaded.
-    """
+    """Yield what the command prints."""
     from hpcrl.config.errors import raise_together
     from hpcrl.errors import DataError
     from hpcrl.launch.nodes import describe_plan, make_plan

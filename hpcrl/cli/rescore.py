@@ -61,7 +61,6 @@ def _default_place(evaluation: Evaluation) -> Path:
 
 
 def _scored(evaluation: Evaluation, config: Config, place: Run) -> dict[str, Any]:
-    """Score the samples anew, and write them and the results; return the results."""
     import asyncio
     from dataclasses import asdict
     from json import dumps

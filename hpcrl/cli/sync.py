@@ -37,11 +37,7 @@ def _sync(arguments: argparse.Namespace) -> int:
 
 
 def _require_no_other(run: Run, name: str) -> None:
-    """Refuse where an attempt that goes on sends to the same tracker, because values would be sent twice.
-
-    Raises:
-        RunError: one does.
-    """
+    """Refuse where an attempt that goes on sends to the same tracker, because values would be sent twice."""
     from hpcrl.config import Config
     from hpcrl.errors import RunError
     from hpcrl.launch.manage.registry import states_of

@@ -71,11 +71,7 @@ def _upload_run(run: Run, arguments: argparse.Namespace) -> None:
 
 
 def _asked(config: Config, arguments: argparse.Namespace) -> UploadConfig:
-    """Return trainer.upload with what the options say in its place.
-
-    Raises:
-        ConfigError: of a name that no store takes.
-    """
+    """Return trainer.upload with what the options say in its place."""
     from dataclasses import replace
 
     from hpcrl.config.errors import raise_together
@@ -95,11 +91,7 @@ def _asked(config: Config, arguments: argparse.Namespace) -> UploadConfig:
 
 
 def _require_no_other(run: Run, config: Config, stores: list[str]) -> None:
-    """Refuse where an attempt that goes on uploads to the same store, because that would be sent twice.
-
-    Raises:
-        RunError: one does.
-    """
+    """Refuse where an attempt that goes on uploads to the same store, because that would be sent twice."""
     from hpcrl.errors import RunError
     from hpcrl.launch.manage.registry import states_of
     from hpcrl.upload.send import stores_of

@@ -35,22 +35,14 @@ class BatchComposer:
         self._chosen = list[int]()
 
     def complete(self, index: int, meta: GroupMeta) -> str | None:
-        """Take a finished group, and drop it if it is not worth training; return None, or why it is not wanted.
-
-        Raises:
-            DataError: the group lacks what it is to be judged by.
-        """
+        """Take a finished group, and drop it if it is not worth training; return None, or why it is not wanted."""
         reason = self._admission.complete(index, meta)
         if reason is None:
             self.drop_unwanted([(index, meta)])
         return reason
 
     def judge(self, groups: Iterable[GroupMeta]) -> list[str]:
-        """A reward model has scored finished groups, which are dropped if they are not worth training; return those that no step will train.
-
-        Raises:
-            DataError: a group lacks what it is to be judged by.
-        """
+        """A reward model has scored finished groups, which are dropped if they are not worth training; return those that no step will train."""
         known = [(index, meta) for meta in groups if (index := group_index(meta.group_id)) is not None]
         for index, meta in known:
             if self._admission.is_finished(index):  # else it is too old by now
@@ -68,11 +60,7 @@ class BatchComposer:
                 self.complete(index, self._ready(index, version))
 
     def drop_unwanted(self, finished: Iterable[tuple[int, GroupMeta]]) -> None:
-        """Drop what is not worth training of finished groups.
-
-        Raises:
-            DataError: a group lacks what it is to be judged by.
-        """
+        """Drop what is not worth training of finished groups."""
         rewarded = [(index, meta) for index, meta in finished if self._is_rewarded(meta)]
         self._admission.drop([index for index, meta in rewarded if not self._sampling.keeps(meta)])
 

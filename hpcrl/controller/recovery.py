@@ -170,7 +170,6 @@ def remove_samples(run: Run, files: SampleFiles, steps: Iterable[int]) -> None:
 
 
 def _unusable(run: Run, batch: Batch, usable: Callable[[GroupMeta], bool]) -> str | None:
-    """Return why a batch cannot be trained; None: it can."""
     for group in batch.groups:
         if not usable(group):
             return f"group {group.group_id} lacks what the settings of now ask of one"

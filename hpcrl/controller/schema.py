@@ -145,11 +145,7 @@ class Schema:
     optional: Mapping[str, Value] = field(default_factory=dict)
 
     def parse(self, content: bytes) -> dict[str, Any]:
-        """Return the fields of a message.
-
-        Raises:
-            BadRequest: it is no JSON object, or `check` refuses it.
-        """
+        """Return the fields of a message."""
         try:
             body = json.loads(content)
         except (ValueError, RecursionError) as error:
@@ -160,13 +156,10 @@ class Schema:
         return body
 
     def check(self, body: Mapping[str, Any], within: str = "") -> None:
-        """Look whether an object has all fields that it must have, no others, and each of its kind.
+        """Look whether an object has all fields that it must have, no others, and each of its kind. Raises BadRequest where it has not.
 
         Args:
             within: what stands before the names of fields in errors.
-
-        Raises:
-            BadRequest: a field is missing, unknown, or of another kind.
         """
         known = 0
         for name, kind in self.required.items():
@@ -237,11 +230,7 @@ class Schemas:
         self._group = _group_schema(replicas, total_steps)
 
     def groups(self, values: list[dict[str, Any]]) -> list[GroupMeta]:
-        """Return the finished groups of a message.
-
-        Raises:
-            BadRequest: a group's fields are not what they must be, or do not fit each other.
-        """
+        """Return the finished groups of a message."""
         for index, value in enumerate(values):
             self._group.check(value, f"groups[{index}].")
             self._check_fit(value, f"groups[{index}].")

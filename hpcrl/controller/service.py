@@ -272,11 +272,7 @@ class Service:
         return rejected
 
     def check_version(self, version: int) -> None:
-        """Refuse what was never published.
-
-        Raises:
-            RunError: `version` is newer than the newest.
-        """
+        """Refuse what was never published. Raises RunError where `version` is newer than the newest."""
         if version > (self._version or 0):
             newest = (
                 "the trainer has not started" if self._version is None else f"the newest is version {self._version}"
@@ -301,7 +297,6 @@ class Service:
             raise RunError(f"group {meta.group_id} is of the data source {expected!r}, not {meta.data_source!r}")
 
     def _complete(self, meta: GroupMeta) -> str | None:
-        """Take a finished group; return None, or why it is not wanted."""
         index = group_index(meta.group_id)
         worker = self._eval.worker_of(meta.group_id) if index is None else self._admission.worker_of(index)
         try:

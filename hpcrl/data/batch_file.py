@@ -49,11 +49,7 @@ def write_batch(run: Run, batch: Batch, previous: str) -> str:
 
 
 def read_batch(path: Path) -> BatchFile | None:
-    """Return what is in the file of a batch, or None where there is no such file.
-
-    Raises:
-        DamagedError: it is damaged, or has the name of another step.
-    """
+    """Return what is in the file of a batch, or None where there is no such file. Raises DamagedError where it is damaged or has the name of another step."""
     if (content := read_bytes(path)) is None:
         return None
     try:

@@ -104,11 +104,7 @@ class ConfiguredModel(Pretrained):
         return config if changed == entries else self._changed(config, changed)
 
     def entries(self) -> dict[str, Any]:
-        """Return config.json as an export has it: that of the model, with the changes, which transformers 4 can read too.
-
-        Raises:
-            DataError: as `config`.
-        """
+        """Return config.json as an export has it: that of the model, with the changes, which transformers 4 can read too."""
         config = self.config()
         try:
             entries = json.loads((model_folder(self, [CONFIG]) / CONFIG).read_bytes())

@@ -24,31 +24,13 @@ _DEEPEST = 100  # what sends and reads rows later has less room on the stack tha
 
 
 def load_prompts(
-    sources: Sequence[str],
-    default_env_class: str | None,
-    prompt_column: str = "prompt",
-    response_column: str | None = None,
-    image_column: str = "images",
-    video_column: str = "videos",
-    *,
-    env_class_required: bool = True,
-    check: Callable[[str, Mapping[str, Any]], None] | None = None,
-    first: int | None = None,
+    sources: Sequence[str], default_env_class: str | None, *columns: Any, first: int | None = None, **rules: Any
 ) -> list[Prompt]:
     """Return the rows of all files in `sources`, in order.
 
-    All columns but those of the prompt, env_class and data_source become `Prompt.extras`. Rows without a data_source have that of
-    their file, see `source_names`.
-
     Args:
         sources: paths of .parquet, .json (a list of rows), .jsonl or .arrow files.
-        default_env_class: environment of the rows that name none.
-        prompt_column: chat messages, or text that becomes one message of the user.
-        image_column, video_column: images and videos that its prompt shows; they may be missing.
-        response_column: reference answer, which becomes `reward_spec.ground_truth` where the row has none.
-        env_class_required: whether each row must have an environment; otherwise `Prompt.env_class` may be empty.
-        check: is called with a row's env_class, which may be empty, and its extras; raises DataError or ConfigError where what uses
-            the rows cannot use this one, or UserCodeError where that is a user's and fails.
+        default_env_class, columns, rules: as of `prompt_reader`.
         first: rows of each file that are read at most; unset: all.
 
     Raises:
@@ -57,16 +39,7 @@ def load_prompts(
     rows = chain.from_iterable(
         ((source, number, row) for number, row in enumerate(islice(Source(source).rows(), first))) for source in sources
     )
-    read = prompt_reader(
-        sources,
-        default_env_class,
-        prompt_column,
-        response_column,
-        image_column,
-        video_column,
-        env_class_required=env_class_required,
-        check=check,
-    )
+    read = prompt_reader(sources, default_env_class, *columns, **rules)
     return [read(row, str(index), source, number) for index, (source, number, row) in enumerate(rows)]
 
 
@@ -81,7 +54,21 @@ def prompt_reader(
     env_class_required: bool = True,
     check: Callable[[str, Mapping[str, Any]], None] | None = None,
 ) -> Callable[[Any, str, str, int], Prompt]:
-    """Return what makes a prompt of a row, its uid, the file that it is in and its number there; arguments and errors as of `load_prompts`."""
+    """Return what makes a prompt of a row, its uid, the file that it is in and its number there.
+
+    All columns but those of the prompt, env_class and data_source become `Prompt.extras`. Rows without a data_source have that of
+    their file, see `source_names`. What is returned raises DataError where a row lacks what a prompt needs.
+
+    Args:
+        sources: paths of the files.
+        default_env_class: environment of the rows that name none.
+        prompt_column: chat messages, or text that becomes one message of the user.
+        response_column: reference answer, which becomes `reward_spec.ground_truth` where the row has none.
+        image_column, video_column: images and videos that its prompt shows; they may be missing.
+        env_class_required: whether each row must have an environment; otherwise `Prompt.env_class` may be empty.
+        check: is called with a row's env_class, which may be empty, and its extras; raises DataError or ConfigError where what uses
+            the rows cannot use this one, or UserCodeError where that is a user's and fails.
+    """
     shown = image_column, video_column
     names = source_names(sources)
     return _Columns(prompt_column, response_column, shown, default_env_class, env_class_required, check, names).prompt
@@ -103,11 +90,7 @@ def source_names(paths: Iterable[str]) -> dict[str, str]:
 
 
 def data_sources(paths: Sequence[str]) -> set[str]:
-    """Return the data sources of all rows of some files.
-
-    Raises:
-        DataError: a file cannot be read.
-    """
+    """Return the data sources of all rows of some files."""
     names = source_names(paths)
     rows = ((path, row) for path in names for row in Source(path).rows())
     return {str((isinstance(row, dict) and row.get("data_source")) or names[path]) for path, row in rows}
@@ -135,11 +118,7 @@ def count_aside(n_prompts: int, test_size: float) -> int:
 
 
 def drop_long(prompts: Sequence[Prompt], count_tokens: Callable[[Prompt], int], max_prompt_length: int) -> list[Prompt]:
-    """Return the prompts of at most `max_prompt_length` tokens, in order.
-
-    Raises:
-        DataError: none is left.
-    """
+    """Return the prompts of at most `max_prompt_length` tokens, in order. Raises DataError where none is left."""
     kept = [prompt for prompt in prompts if count_tokens(prompt) <= max_prompt_length]
     if prompts and not kept:
         raise DataError(

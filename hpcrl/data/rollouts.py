@@ -83,23 +83,13 @@ def ordered(rewards: Sequence[float], order: Order | None, seed: int) -> list[in
 
 
 def trained_samples(run: Run, step: int | None) -> tuple[int, list[tuple[GroupMeta, int]]]:
-    """Return a step, the newest one with a batch where none is named, and its samples: group, and place in the group.
-
-    Raises:
-        RunError: there is no such batch, or its samples were removed.
-        DataError: its file is damaged.
-    """
+    """Return a step, the newest one with a batch where none is named, and its samples: group, and place in the group."""
     chosen = max(batch_steps(run), default=0) if step is None else step
     return chosen, [(group, at) for group in require_samples(run, chosen).groups for at in range(len(group.rewards))]
 
 
 def require_samples(run: Run, step: int) -> Batch:
-    """Return the batch of a step.
-
-    Raises:
-        RunError: there is none, or its samples were removed.
-        DataError: its file is damaged.
-    """
+    """Return the batch of a step. Raises RunError where there is none or its samples were removed, DataError where its file is damaged."""
     steps = batch_steps(run)
     if not steps:
         raise RunError(f"{run.name} has no batch yet, so nothing was trained")
@@ -126,9 +116,6 @@ def read_trained(run: Run, samples: Sequence[tuple[GroupMeta, int]], decode: Dec
 
     Args:
         decode: token ids to text.
-
-    Raises:
-        DataError: a file is damaged, or was removed meanwhile.
     """
     groups: dict[str, list[Row]] = {}
     for group, _ in samples:

@@ -101,11 +101,7 @@ def _file_name(group_id: str, digest: str) -> str:
 
 
 def read_scores(run: Run, name: str, group: GroupMeta) -> list[RowScores]:
-    """Return the scores of a group that a batch names, of each of its rows.
-
-    Raises:
-        DamagedError: the file is missing or damaged, or is about other samples.
-    """
+    """Return the scores of a group that a batch names, of each of its rows. Raises DamagedError where the file is missing, damaged or about other samples."""
     import numpy as np
     from safetensors.numpy import load
 

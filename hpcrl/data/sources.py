@@ -331,14 +331,14 @@ def _readable(path: Path, kind: str) -> Iterator[None]:
 
 def _read_object(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8-sig"))
     except ValueError as error:
         raise DataError(f"{path} cannot be read as JSON: {error}") from error
 
 
 def _read_json(path: Path) -> Iterator[Any]:
     try:
-        rows = parse_json(path.read_text(encoding="utf-8"))
+        rows = parse_json(path.read_text(encoding="utf-8-sig"))
     except ValueError as error:
         raise DataError(f"dataset {path} cannot be read as JSON: {error}") from error
     if not isinstance(rows, list):

@@ -95,9 +95,6 @@ class TokenCache:
 
         Returns:
             The facts of its manifest; None: it cannot be used, and there is no such dataset yet.
-
-        Raises:
-            CommitError: a newer attempt has begun.
         """
         if (found := self.record(key)) is None:
             return None

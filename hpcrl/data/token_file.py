@@ -167,12 +167,10 @@ class TokenFile:
         return float(self._rows["margin"][at]) if "margin" in (self._rows.dtype.names or ()) else 0.0
 
     def _content(self, at: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return token ids and mask of a sequence."""
         where = slice(self._begin(at), int(self._rows["end"][at]))
         return self._tokens[where], self._mask[where]
 
     def _places(self, row: int) -> range:
-        """Return which sequences of the file are those of a row."""
         return range(row * self.sequences, (row + 1) * self.sequences)
 
     def _begin(self, at: int) -> int:
@@ -192,9 +190,6 @@ def write_tokens(
     Args:
         of_each_row: how many of them, one after the other, are a row.
         facts: JSON values that the manifest keeps; `counts` may still change while rows are taken.
-
-    Raises:
-        CommitError: a newer attempt has begun.
     """
     import numpy as np
 

@@ -56,7 +56,7 @@ def _read(name: str) -> str:
             raise ConfigError(f"{_SETTING}: {name} is no regular file; expected a file with a Jinja template")
         if status.st_size > _MAX_BYTES:
             raise ConfigError(f"{_SETTING}: {name} has {status.st_size} bytes; expected at most {_MAX_BYTES} (1 MiB)")
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")  # else each prompt would begin with a byte order mark
     except (OSError, ValueError) as error:
         raise ConfigError(f"{_SETTING}: {name!r} cannot be read ({error}); expected a Jinja file in UTF-8") from error
 

@@ -77,11 +77,7 @@ def pool_of(config: Config, worker: str) -> Pool | None:
 
 
 def pooled_node(config: Config, worker: str) -> Node:
-    """Return the node of a worker of a pool.
-
-    Raises:
-        RunError: no pool of the configuration has it.
-    """
+    """Return the node of a worker of a pool. Raises RunError where no pool of the configuration has it."""
     pool = pool_of(config, worker)
     if pool is None:
         raise RunError(

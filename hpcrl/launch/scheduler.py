@@ -101,13 +101,10 @@ def is_away(said: str) -> bool:
 
 
 def queue(patience_s: float) -> dict[str, JobState]:
-    """Return the jobs of this user that Slurm still knows, those that ended a few minutes ago too.
+    """Return the jobs of this user that Slurm still knows, those that ended a few minutes ago too. Raises SubmitError where Slurm could not be asked.
 
     Args:
         patience_s: for how long a slurmctld that is away is asked; 0: once, and its answer is awaited for 10 s only.
-
-    Raises:
-        SubmitError: Slurm could not be asked.
     """
     limit_s = _ANSWER_S if patience_s else _GLANCE_S
     me, columns = str(os.getuid()), "%i|%T|%S|%r|%o"
@@ -156,9 +153,5 @@ def local_state(job: str) -> JobState:
 
 
 def cancel_slurm(job: str) -> None:
-    """Cancel a Slurm job.
-
-    Raises:
-        SubmitError: scancel refused.
-    """
+    """Cancel a Slurm job. Raises SubmitError where scancel refuses."""
     run_slurm(["scancel", job], PATIENCE_S)

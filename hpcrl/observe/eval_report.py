@@ -89,7 +89,6 @@ def _sources(prompts: Mapping[str, int]) -> list[str]:
 
 
 def _scores(results: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Return a table: heads, and a row per source."""
     prompts, metrics, errors = results["prompts"], results["metrics"], results["errors"]
     passes = [name.removeprefix("eval/all/") for name in metrics if name.startswith(f"eval/all/{_PASS}")]
     rows = [

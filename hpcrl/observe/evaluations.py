@@ -118,11 +118,7 @@ class Comparison:
 
 
 def compared(before: Evaluation, after: Evaluation) -> Comparison:
-    """Compare two evaluations by the prompts that both have.
-
-    Raises:
-        DataError: they have none in common.
-    """
+    """Compare two evaluations by the prompts that both have. Raises DataError where they have none in common."""
     first, second = before.by_prompt(), after.by_prompt()
     pairs = [(first[key], second[key]) for key in first if key in second]
     if not pairs:

@@ -259,7 +259,6 @@ def _having(lines: Iterable[bytes], process: str, name: str, valid: Callable[[Re
 
 
 def _from_the_end(file: FileIO) -> Iterator[bytes]:
-    """Yield the lines of a file, the last one first."""
     end, ends = file.seek(0, os.SEEK_END), list[bytes]()
     while end > 0:
         start = max(0, end - _BLOCK)

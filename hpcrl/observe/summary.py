@@ -89,11 +89,7 @@ class Summary(Headline):
 
 
 def headline(run: Run) -> Headline:
-    """Return what a list shows of a run.
-
-    Raises:
-        RunError: a file of it is damaged.
-    """
+    """Return what a list shows of a run."""
     attempts, outcomes = read_attempts(run), {outcome.attempt: outcome for outcome in read_outcomes(run)}
     valid = _validity(run, attempts)
     trained, rewarded = (
@@ -118,11 +114,7 @@ def headline(run: Run) -> Headline:
 
 
 def summarise(run: Run) -> Summary:
-    """Return the summary of a run that ends, or has ended, or has only begun; all its metrics are read.
-
-    Raises:
-        RunError: a file of it is damaged.
-    """
+    """Return the summary of a run that ends, or has ended, or has only begun; all its metrics are read."""
     records = read_metrics(run, STEP_SECONDS, SAMPLES, TOKENS_PER_SECOND, PAUSE)
     times, samples, throughput = (_curve(records, name) for name in (STEP_SECONDS, SAMPLES, TOKENS_PER_SECOND))
     pauses = [value for record in records for name, value in record.metrics.items() if name.startswith(PAUSE)]
@@ -144,9 +136,6 @@ def pace_of(run: Run) -> float | None:
     It is the median over the newest steps of means over as many of them in a row as lie between two evaluations, so that evaluations,
     checkpoints and exports have their share, and a step that took long for once has none. The steps of all attempts count, but neither the
     start of an attempt nor the time in the queue.
-
-    Raises:
-        RunError: a file of it is damaged.
     """
     versions = _evaluations(run)[-2:]
     together = min(_MOST_TOGETHER, versions[1] - versions[0]) if len(versions) == 2 else _TOGETHER

@@ -72,11 +72,7 @@ class Watch:
         self._newest: dict[str, float] = {}
 
     def look(self) -> Watched:
-        """Return the run as it is now.
-
-        Raises:
-            RunError: a file of it is damaged.
-        """
+        """Return the run as it is now."""
         records, outdated = self._reader.poll()
         if outdated:
             self._forget()

@@ -85,7 +85,6 @@ def stage_parameters(
 
 
 def _share(name: str, weight: Weight, layout: ParallelLayout, value_head: str | None, one_A: bool) -> int:
-    """Return how much of a parameter a rank has."""
     if _EMBEDDING.search(name) or _HEAD.search(name):
         return padded(weight.shape[0], layout.tensor) // layout.tensor * weight.shape[1]
     if adapter := _ADAPTER.search(name):

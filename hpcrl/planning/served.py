@@ -80,9 +80,6 @@ def served_shapes(config: Config, model: Served, folder_of: Callable[[Pretrained
 
     Args:
         folder_of: a model -> the directory that has its config.json; None: it is on a hub, and is asked for there.
-
-    Raises:
-        DataError: it cannot be loaded.
     """
     from hpcrl.planning.shapes import classifier_shapes, shapes
     from hpcrl.trainer.models.hf import scorer_source

@@ -50,9 +50,6 @@ def shapes(source: ModelSource, fsdp: FSDPConfig, trained: PolicyConfig | Critic
 
     Args:
         trained: section with what is trained; None: nothing.
-
-    Raises:
-        DataError: it cannot be loaded, or does not have what the configuration names.
     """
     model = source.empty(torch.float32, PACKED)
     mark_trained(model, trained, torch.float32)
@@ -66,11 +63,7 @@ def shapes(source: ModelSource, fsdp: FSDPConfig, trained: PolicyConfig | Critic
 
 
 def classifier_shapes(model: Pretrained) -> Shapes:
-    """Return the parameters and sizes of a reward model that is served.
-
-    Raises:
-        DataError: it is no sequence classifier.
-    """
+    """Return the parameters and sizes of a reward model that is served. Raises DataError where it is no sequence classifier."""
     try:
         config = AutoConfig.from_pretrained(model.path, **model.at_revision)
         with torch.device("meta"):

@@ -38,9 +38,6 @@ def scorer_of(
 
     Args:
         services: as of GroupGenerator.
-
-    Raises:
-        ConfigError: a reward is not known, or no variables name the service that is to be asked.
     """
     if is_rewarded_later(environment, kind):
         return rewarded_later
@@ -194,11 +191,7 @@ class EnvSession:
 
 
 def _checked(turn: Turn) -> Turn:
-    """Return the turn with plain Python numbers, and images as texts, which is what files and messages can hold.
-
-    Raises:
-        UserCodeError: it has something else. Other turns of the environment need not, so this is no error of the run.
-    """
+    """Return the turn with plain Python numbers, and images as texts, which is what files and messages can hold."""
     for name in turn.metrics:
         if not is_name(name):
             raise UserCodeError(

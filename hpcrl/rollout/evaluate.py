@@ -42,10 +42,6 @@ async def evaluate(
         maker, decode: what makes groups with the engine, and of tokens of their rows texts.
         version: of the weights that it holds.
         on_finished: called with the number of groups that are finished, after each of them.
-
-    Raises:
-        EngineError: the engine failed.
-        HpcrlError: an environment or a reward failed.
     """
     engine = launched.connect(version=version)
     settings, finished, dump = generator.inference_engine, 0, directory.eval_dump(version, _REPLICA)

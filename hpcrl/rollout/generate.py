@@ -136,9 +136,6 @@ class GroupGenerator:
         kept: where images that samples were shown are kept; None: nowhere.
         lessons: what training groups have for teachers; None: nothing.
         model: of the policy, whose files name tokens that end a turn; None: only its tokenizer and the template do.
-
-    Raises:
-        ConfigError: as of `Lessons.check`.
     """
 
     def __init__(
@@ -281,7 +278,6 @@ class GroupGenerator:
             self._say(episode.transcript, one, await self._answer(episode, asked_one), over=True)
 
     async def _turns(self, episode: Episode, kind: Kind) -> None:
-        """Play a sample to its end."""
         if episode.session.plays:
             await self._play(episode, self._params[kind])
             return

@@ -39,11 +39,7 @@ class Rescored:
 def evaluation_prompts(
     data: DataConfig, environment: EnvironmentConfig, trainer: TrainerConfig, max_turns: int
 ) -> list[Prompt]:
-    """Return the prompts that a configuration evaluates, those that are too long included.
-
-    Raises:
-        DataError: a file is missing, unreadable or empty, or a row lacks what its prompt, its reward or its environment needs.
-    """
+    """Return the prompts that a configuration evaluates, those that are too long included."""
     sections = data, environment, max_turns
     if is_offline(trainer):
         return load_dataset(data.val_prompts, ("eval",), *sections)
@@ -85,9 +81,6 @@ async def rescore(
     Args:
         samples: by group and place in it.
         prompts: of the groups.
-
-    Raises:
-        HpcrlError: an environment or a reward lacks something that no other sample would have; the message names it and the group.
     """
     rewards, extras = scorer_of(environment, "eval"), common_extras(environment, generator.max_turns)
     max_tokens, gym = eval_sampling(generator).max_generate_length, environment.skyrl_gym

@@ -53,11 +53,7 @@ class Call(Generic[R]):
             self._error = error
 
     async def result(self) -> R:
-        """Return what the function returns, or raise what it raises.
-
-        Raises:
-            TooLong: it takes longer than it may.
-        """
+        """Return what the function returns, or raise what it raises. Raises TooLong where it takes longer than it may."""
         await self.known
         if self.given_up:
             raise TooLong(f"{self._limit_s:g} s")

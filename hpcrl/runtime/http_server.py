@@ -138,7 +138,6 @@ class Guard:
         await self._send(send, status, answer, given)
 
     async def _body(self, path: str, given: Mapping[str, str], receive: Receive) -> bytes:
-        """Return the body of a request that is admitted."""
         self._proof.expect(given)
         body = await read_body(receive)
         self._proof.admit(path, given, body)

@@ -102,21 +102,13 @@ class StatusWriter:
 
 
 def read_process_status(run: Run, process: str, attempt: int) -> ProcessStatus | None:
-    """Return the process status of one process in one attempt, or None where it has none yet.
-
-    Raises:
-        RunError: the file is damaged.
-    """
+    """Return the process status of one process in one attempt, or None where it has none yet. Raises RunError where the file is damaged."""
     status = _read(run.status_file(process))
     return status if status and status.attempt == attempt else None
 
 
 def read_process_statuses(run: Run, attempt: int | None = None) -> list[ProcessStatus]:
-    """Return the process statuses of a run, of one attempt only where `attempt` is given, ordered by process name.
-
-    Raises:
-        RunError: a file is damaged.
-    """
+    """Return the process statuses of a run, of one attempt only where `attempt` is given, ordered by process name."""
     statuses = []
     for path in sorted(run.endpoints.glob("*.json")) if run.endpoints.is_dir() else []:
         if status := _read(path):

@@ -30,11 +30,7 @@ _WINDOW = 256  # requests of one sender that may overtake each other
 
 
 def read_token(run: Run) -> str:
-    """Return the run's token.
-
-    Raises:
-        RunError: the token is missing or readable by others.
-    """
+    """Return the run's token. Raises RunError where it is missing or readable by others."""
     return read_token_file(run.token)
 
 
@@ -47,13 +43,10 @@ def read_token_file(path: Path) -> str:
 
 
 def read_secret(path: Path, setting: str) -> str:
-    """Return the key in a file that a user named.
+    """Return the key in a file that a user named. Raises ConfigError where it is missing, empty, has several lines or can be read by others.
 
     Args:
         setting: that names it, for errors.
-
-    Raises:
-        ConfigError: it is missing, empty, has several lines or can be read by others.
     """
     try:
         found, open_to_others = path.read_text().strip(), path.stat().st_mode & 0o077

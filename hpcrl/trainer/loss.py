@@ -43,11 +43,7 @@ def build_reduction(algorithm: AlgorithmConfig, max_seq_len: int) -> Reduction:
 
 
 def build_policy_loss(algorithm: AlgorithmConfig) -> partial[Values]:
-    """Return the policy loss of the configuration with its settings: tokens -> loss [P], and sums of metrics.
-
-    Raises:
-        ConfigError: as of build_objective.
-    """
+    """Return the policy loss of the configuration with its settings: tokens -> loss [P], and sums of metrics."""
     return configured("policy_loss_type", algorithm.policy_loss_type, POLICY_LOSSES, algorithm)
 
 

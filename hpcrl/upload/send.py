@@ -82,11 +82,7 @@ class Uploader:
         self._lock, self._told = threading.Lock(), 0.0
 
     def send(self, path: Path) -> str:
-        """Make the store have an export or a checkpoint; return a sentence about it.
-
-        Raises:
-            HpcrlError, OSError: as of `Store.send`, or of opening the store; uploads/<store>.json has it too.
-        """
+        """Make the store have an export or a checkpoint; return a sentence about it."""
         name, began, state = name_of(path), time.monotonic(), self._state
         try:
             self._store = self._store or STORES[self.name](self._run, self._upload, self._patience)

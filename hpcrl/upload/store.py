@@ -35,11 +35,7 @@ class Patience:
     total_s: float = 300.0
 
     def repeat(self, ask: Callable[[], _T]) -> _T:
-        """Return what `ask` does.
-
-        Raises:
-            Away: it still is.
-        """
+        """Return what `ask` does. Raises Away where it still is."""
         deadline, wait = time.monotonic() + self.total_s, self.first_s
         while True:
             try:

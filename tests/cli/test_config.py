@@ -293,3 +293,14 @@ def test_settings_behind_further_files_of_an_evaluation(tmp_path: Path, capsys: 
     ]
     assert main([*words, "trainer.sead=2"]) == ConfigError.exit_code
     assert "trainer.sead: unknown setting; did you mean trainer.seed" in capsys.readouterr().err
+
+
+def test_a_home_that_the_shell_has_left_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "mine.toml").write_text("trainer.group_name = 'mine'\n")
+    assert main(["config", "show", "--root=~/runs", QUICKSTART, "~/mine.toml"]) == 0
+    assert 'group_name = "mine"' in capsys.readouterr().out
+    assert main(["status", "--root=~/runs"]) == 0
+    assert capsys.readouterr().out == f"no runs under {tmp_path}/runs\n"

@@ -46,3 +46,10 @@ def test_a_file_whose_name_has_an_equals_sign_is_a_file(tmp_path: Path, capsys: 
     file.parent.mkdir()
     file.write_text("{}\n")
     assert "lang=en/rows.jsonl, row uid 0: no column" in said([str(MODEL), "--data", str(file)], capsys)
+
+
+def test_an_output_that_cannot_be_written_is_no_traceback(capsys: Output) -> None:
+    rows = CONFIGS / "quickstart" / "data" / "validation.parquet"
+    error = said([str(MODEL), "--data", str(rows), "-o", "/sys/x"], capsys)
+    assert error.startswith("hpcrl: /sys/x: ")
+    assert error.endswith("; look at its permissions, or name another place\n")

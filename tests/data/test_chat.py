@@ -151,3 +151,9 @@ def test_a_model_that_is_not_there_is_named_with_its_setting(tmp_path: Path) -> 
         DataError, match=rf"trainer.policy.model.path: the tokenizer of {tmp_path}/none cannot be loaded"
     ):
         load_tokenizer(Pretrained(str(tmp_path / "none")), ChatTemplateConfig())
+
+
+def test_a_byte_order_mark_is_no_part_of_a_template(tmp_path: Path) -> None:
+    file = tmp_path / "t.jinja"
+    file.write_bytes(b"\xef\xbb\xbf{{ messages[0].content }}\r\n")
+    assert chat_template(ChatTemplateConfig(source="file", name_or_path=str(file))) == "{{ messages[0].content }}\n"

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from hpcrl.config import DataConfig, EnvironmentConfig
-from hpcrl.config.sections.environment import COMPARING_REWARDS
+from hpcrl.config.sections.functions import COMPARING_REWARDS
 from hpcrl.data.datasets import load_dataset, row_requirements
 from hpcrl.envs.rewards.response import Response
-from hpcrl.envs.rewards.weighted import GROUND_TRUTHS, REWARDS
+from hpcrl.envs.rewards.weighted import REWARDS
 from hpcrl.errors import DataError
 from tests.paths import ROOT
 
@@ -26,10 +26,6 @@ def fails(environment: EnvironmentConfig, truth: Any, kind: Any = "train") -> bo
     except DataError:
         return True
     return False
-
-
-def test_every_reward_that_compares_says_what_it_can_compare_with() -> None:
-    assert set(GROUND_TRUTHS) == set(COMPARING_REWARDS)
 
 
 @pytest.mark.parametrize("name", sorted(set(COMPARING_REWARDS) - {"boxed_math"}))

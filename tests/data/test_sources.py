@@ -193,3 +193,11 @@ def test_what_is_no_dataset_is_told(tmp_path: Path) -> None:
     ):
         with pytest.raises(DataError, match=message):
             list(Source(location).rows())
+
+
+@pytest.mark.parametrize("suffix", [".json", ".jsonl"])
+def test_a_byte_order_mark_is_no_part_of_the_rows(tmp_path: Path, suffix: str) -> None:
+    file = tmp_path / f"rows{suffix}"
+    text = json.dumps({"a": 1})
+    file.write_bytes(b"\xef\xbb\xbf" + (f"[{text}]" if suffix == ".json" else f"{text}\r\n").encode())
+    assert list(Source(str(file)).rows()) == [{"a": 1}]

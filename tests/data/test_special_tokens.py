@@ -18,6 +18,7 @@ from hpcrl.data.chat.turns import ChatTurns
 from hpcrl.data.prompts import load_prompts
 from hpcrl.errors import DataError
 from hpcrl.types import Prompt
+from tests.data.chat.forms import byte_level
 from tests.paths import ROOT
 
 MODEL = ROOT / "configs" / "quickstart" / "model"
@@ -35,17 +36,6 @@ SPECIAL = [
 SAMPLE = [path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))]
 
 
-def byte_level() -> Tokenizer:
-    model = Tokenizer(models.BPE())
-    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    model.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    model.train_from_iterator(
-        SAMPLE, trainers.BpeTrainer(vocab_size=1500, initial_alphabet=alphabet, special_tokens=SPECIAL)
-    )
-    return model
-
-
 def sentence_pieces() -> Tokenizer:
     model = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
     model.normalizer = normalizers.NFKC()
@@ -59,7 +49,7 @@ def sentence_pieces() -> Tokenizer:
 def tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerBase:
     if request.param == "quickstart":
         return AutoTokenizer.from_pretrained(MODEL)
-    return chatml(byte_level() if request.param == "byte level" else sentence_pieces())
+    return chatml(byte_level(SAMPLE, SPECIAL, 1500) if request.param == "byte level" else sentence_pieces())
 
 
 def chatml(model: Tokenizer) -> PreTrainedTokenizerBase:

@@ -12,7 +12,7 @@ import tomli
 
 from hpcrl.config import Config, EnvironmentConfig
 from hpcrl.config.fields import leaves
-from hpcrl.config.sections.environment import COMPARING_REWARDS, REWARDS
+from hpcrl.config.sections.functions import COMPARING_REWARDS, REWARDS
 from hpcrl.envs.rewards.boxed import SECONDS
 from hpcrl.envs.rewards.response import Response
 from hpcrl.envs.rewards.weighted import WeightedRewards

@@ -1,5 +1,5 @@
 """Writes what is generated: hpcrl/config/sections/functions.py, docs/config/reference.md, status.md and hpcrl.schema.json, the tables of
-losses and estimators in docs/algorithms.md, and the counts in README.md.
+losses, estimators and rewards in docs/algorithms.md, and the counts in README.md.
 
 `python -m hpcrl.config.docs.describe`, in the checkout.
 """
@@ -18,12 +18,13 @@ from hpcrl.config.convert.correspondence import SOURCES, fields_of
 from hpcrl.config.convert.mapping import Dropped, Target, To, Translated
 from hpcrl.config.convert.skyrl.fields import SKYRL_DEFAULTS
 from hpcrl.config.docs.explain import about, default_of, values_of, why_not_skyrls
-from hpcrl.config.docs.functions import ESTIMATORS, LOSSES, functions, sections, table
+from hpcrl.config.docs.functions import REGISTRIES, functions, sections, table
 from hpcrl.config.docs.schema import json_schema
 from hpcrl.config.fields import Setting, leaves, section_settings
 from hpcrl.config.root import Config
 from hpcrl.config.sections.algorithm import AlgorithmConfig
 from hpcrl.config.setting import Unimplemented
+from hpcrl.errors import ConfigError
 
 FUNCTIONS = "hpcrl/config/sections/functions.py"
 _MADE = "<!-- made by `python -m hpcrl.config.docs.describe`; do not edit -->"
@@ -38,8 +39,8 @@ def pages(root: Path) -> dict[Path, str]:
         if one.subsection
     }
     page = algorithms.read_text()
-    for name, where in (("estimators", ESTIMATORS), ("losses", LOSSES)):
-        page = _between(page, name, table(functions(root, where), parts))
+    for registry in REGISTRIES:
+        page = _between(page, registry.table, table(functions(root, registry), parts))
     return {
         root / FUNCTIONS: sections(root),
         root / "docs" / "config" / "reference.md": _reference(),
@@ -54,6 +55,7 @@ def _between(page: str, name: str, text: str) -> str:
     """Return a page with another text between the comments that begin and end a generated part."""
     begin, end = f"<!-- {name} -->\n", f"\n<!-- end of {name} -->"
     before, _, rest = page.partition(begin)
+    assert end in rest, f"a page lacks the comments of its generated part, {begin.strip()} and {end.strip()}"
     return f"{before}{begin}{text}{end}{rest.partition(end)[2]}"
 
 
@@ -204,4 +206,7 @@ def main(root: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path.cwd())
+    try:
+        main(Path.cwd())
+    except ConfigError as error:  # of a loss's docstring
+        sys.exit(str(error))

@@ -1,4 +1,4 @@
-"""Losses and advantage estimators as their source declares them: names, own settings, formulas.
+"""Losses, estimators and rewards as their source declares them: names, own settings, formulas.
 
 From the signatures and docstrings it makes `hpcrl/config/sections/functions.py` and the tables of docs/algorithms.md. The source is
 parsed, not imported: it needs torch, and the configuration does not.
@@ -10,6 +10,7 @@ import ast
 import json
 import re
 import textwrap
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
@@ -17,10 +18,40 @@ from typing import get_args
 from hpcrl.config import setting as declarations
 from hpcrl.errors import ConfigError
 
-LOSSES, ESTIMATORS = ("hpcrl/algorithms/losses.py", "POLICY_LOSSES"), ("hpcrl/algorithms/advantages.py", "ESTIMATORS")
-_PART = re.compile(r"^(Formula|Use|Args|Returns):\n", re.MULTILINE)
+_PART = re.compile(r"^(Formula|Use|Args|Returns|Raises):\n", re.MULTILINE)
 _PLACE = re.compile(r", (section|equation|algorithm)s? [^)]*")
-_SOURCE = re.compile(r"arXiv:(\d{4}\.\d{5})|(\w[\w ]*), (https?://[^\s)]+)")
+_SOURCE = re.compile(r"arXiv:(\d{4}\.\d{5})|\(([\w -]+), (https?://[^\s)]+)\)")
+
+
+@dataclass(frozen=True)
+class Registry:
+    """A dictionary of names to functions.
+
+    Attributes:
+        table: comment around its table in docs/algorithms.md.
+        module: path of the module below the checkout.
+        constant: name of the dictionary there.
+        named: name of its copy in hpcrl/config/sections/functions.py.
+        setting: field of trainer.algorithm that chooses one of them; empty where none has settings of its own.
+    """
+
+    table: str
+    module: str
+    constant: str
+    named: str
+    setting: str = ""
+
+
+REGISTRIES = (
+    Registry("losses", "hpcrl/algorithms/losses.py", "POLICY_LOSSES", "POLICY_LOSSES", "policy_loss_type"),
+    Registry(
+        "estimators", "hpcrl/algorithms/advantages.py", "ESTIMATORS", "ADVANTAGE_ESTIMATORS", "advantage_estimator"
+    ),
+    Registry("kl estimators", "hpcrl/algorithms/kl.py", "KL_ESTIMATORS", "KL_ESTIMATORS"),
+    Registry("rewards", "hpcrl/envs/rewards/weighted.py", "REWARDS", "REWARDS"),
+)
+_COMPARING = ("hpcrl/envs/rewards/weighted.py", "GROUND_TRUTHS")
+_OF_IMAGES = "hpcrl/envs/rewards/images.py"
 
 
 @dataclass(frozen=True)
@@ -38,15 +69,17 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Function:
-    """A loss or an estimator.
+    """A loss, an estimator or a reward.
 
     Attributes:
+        module: path of the module that defines it.
         summary: its docstring's first sentence, without "Return".
         source: papers that the docstring names, as links.
         shared: keywords without a default: settings of trainer.algorithm that others may read too.
     """
 
     name: str
+    module: str
     summary: str
     formula: str
     source: str
@@ -54,46 +87,48 @@ class Function:
     shared: tuple[str, ...]
     own: tuple[Parameter, ...]
 
+    @property
+    def section(self) -> str:
+        """The name of the class of its own settings."""
+        return "".join(part.capitalize() for part in re.split(r"\W|_", self.name)) + "Config"
 
-def functions(root: Path, where: tuple[str, str]) -> list[Function]:
-    """Return the functions of a registry, a dictionary of names to functions of its module.
+    @property
+    def settings(self) -> list[str]:
+        return [*self.shared, *(each.name for each in self.own)]
 
-    Args:
-        where: path of the module below `root`, and name of the registry.
+
+def functions(root: Path, registry: Registry) -> list[Function]:
+    """Return the functions of a registry.
 
     Raises:
         ConfigError: a docstring lacks a part; names the function and what is expected.
     """
-    path, registry = where
-    tree = ast.parse((root / path).read_text(encoding="utf-8"))
-    defined = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
-    (entries,) = (
-        node.value
-        for node in tree.body
-        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == registry and isinstance(node.value, ast.Dict)
-    )
-    named = zip(entries.keys, entries.values, strict=True)
-    return [_function(path, ast.literal_eval(key), defined[ast.unparse(value)]) for key, value in named if key]
+    found = []
+    for name, value in _entries(root, registry.module, registry.constant).items():
+        module, node = _definition(root, registry.module, value)
+        found.append(_function(module, name, node))
+    return found
 
 
 def sections(root: Path) -> str:
     """Return the source of hpcrl/config/sections/functions.py."""
-    losses, estimators = functions(root, LOSSES), functions(root, ESTIMATORS)
-    owners = [("policy_loss_type", one) for one in losses if one.own]
-    owners += [("advantage_estimator", one) for one in estimators if one.own]
+    found = {registry: functions(root, registry) for registry in REGISTRIES}
+    owners = [(registry.setting, one) for registry, several in found.items() for one in several if one.own]
+    named = [_names(registry.named, several) for registry, several in found.items()]
+    kinds = [f"KlEstimator = Literal[{_texts(one.name for one in found[REGISTRIES[2]])}]"]
+    images = [one.name for one in found[REGISTRIES[3]] if one.module == _OF_IMAGES]
+    kinds += [f"COMPARING_REWARDS = ({_texts(_entries(root, *_COMPARING))})", f"IMAGE_REWARDS = ({_texts(images)})"]
     fields = [
-        f'    {one.name}: {_class_name(one)} = section({_class_name(one)}, used_by=chosen("{setting}", "{one.name}"))'
+        f'    {one.name}: {one.section} = section({one.section}, used_by=chosen("{setting}", "{one.name}"))'
         for setting, one in owners
     ]
     held = "@dataclass(frozen=True, kw_only=True)\nclass FunctionsConfig:\n" + "\n\n".join(fields)
-    tables = [_names("POLICY_LOSSES", losses) + "\n\n" + _names("ADVANTAGE_ESTIMATORS", estimators)]
-    body = "\n\n\n".join([*tables, *(_class(one) for _, one in owners), held])
+    body = "\n\n\n".join(["\n\n".join([*named, *kinds]), *(_class(one) for _, one in owners), held])
     ranges = sorted(set(re.findall(r"range=([A-Z_]+)", body)))
-    typing = "from typing import Literal\n" if "Literal[" in body else ""
-    return _HEAD.format(typing=typing, names=", ".join([*ranges, "Named", "section", "setting"])) + body + "\n"
+    return _HEAD.format(names=", ".join([*ranges, "Named", "section", "setting"])) + body + "\n"
 
 
-def table(found: list[Function], sections_of: dict[str, list[str]]) -> str:
+def table(found: Sequence[Function], sections_of: Mapping[str, Sequence[str]]) -> str:
     """Return the rows of docs/algorithms.md for some functions.
 
     Args:
@@ -101,30 +136,54 @@ def table(found: list[Function], sections_of: dict[str, list[str]]) -> str:
     """
     lines = ["| name | formula | source | settings | when to use it |", "|---|---|---|---|---|"]
     for one in found:
-        own = sections_of.get(one.name, [])
-        names = [
-            f"{one.name}.{name}" if name in own else name for name in (*one.shared, *(each.name for each in one.own))
-        ]
-        cells = [f"`{one.name}`", one.formula, one.source, ", ".join(f"`{name}`" for name in names), one.use]
+        own = sections_of.get(one.name, ())
+        names = [f"`{one.name}.{name}`" if name in own else f"`{name}`" for name in one.settings]
+        cells = [f"`{one.name}`", one.formula, one.source, ", ".join(names), one.use]
         lines.append("|" + "|".join(f" {cell} " if cell else " " for cell in cells) + "|")
     return "\n".join(lines)
 
 
-_HEAD = """\"\"\"Names and settings of policy losses and advantage estimators, and the sections of those that have settings of their own.
+_HEAD = """\"\"\"Names of losses, estimators and rewards, and the sections of those that have settings of their own.
 
-Made from hpcrl/algorithms by `python -m hpcrl.config.docs.describe`; do not edit.
+Made from hpcrl/algorithms and hpcrl/envs/rewards by `python -m hpcrl.config.docs.describe`; do not edit.
 \"\"\"
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-{typing}
+from typing import Literal
+
 from hpcrl.config.conditions import chosen
 from hpcrl.config.setting import {names}
 
 # fmt: off
 
 """
+
+
+def _entries(root: Path, module: str, constant: str) -> dict[str, str]:
+    """Return the names in a dictionary of a module, with the source of their values."""
+    (entries,) = (
+        node.value
+        for node in _parsed(root, module)
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == constant and isinstance(node.value, ast.Dict)
+    )
+    named = zip(entries.keys, entries.values, strict=True)
+    return {ast.literal_eval(key): ast.unparse(value) for key, value in named if key}
+
+
+def _definition(root: Path, module: str, name: str) -> tuple[str, ast.FunctionDef]:
+    """Return the definition of a function that a module has or imports, and the path of the module that has it."""
+    for node in _parsed(root, module):
+        if isinstance(node, ast.FunctionDef) and node.name == name:
+            return module, node
+        if isinstance(node, ast.ImportFrom) and any(alias.name == name for alias in node.names):
+            return _definition(root, f"{(node.module or '').replace('.', '/')}.py", name)
+    raise ConfigError(f"{module}: there is no function {name}")
+
+
+def _parsed(root: Path, module: str) -> list[ast.stmt]:
+    return ast.parse((root / module).read_text(encoding="utf-8")).body
 
 
 def _function(path: str, name: str, node: ast.FunctionDef) -> Function:
@@ -145,7 +204,7 @@ def _function(path: str, name: str, node: ast.FunctionDef) -> Function:
             raise ConfigError(f"{where}: its setting {one.name} has no meaning; add a line to Args in the docstring")
     summary = _PLACE.sub("", " ".join(head.partition("\n\n")[0].split()).removeprefix("Return ").removesuffix("."))
     shared = tuple(argument.arg for argument, default in keywords if default is None)
-    return Function(name, summary, parts["Formula"], _sources(head), parts["Use"], shared, tuple(own))
+    return Function(name, path, summary, parts["Formula"], _sources(head), parts["Use"], shared, tuple(own))
 
 
 def _arguments(text: str) -> dict[str, str]:
@@ -175,22 +234,20 @@ def _sources(text: str) -> str:
     return ", ".join(dict.fromkeys(links))
 
 
-def _names(constant: str, found: list[Function]) -> str:
+def _names(constant: str, found: Sequence[Function]) -> str:
     lines = [f"{constant}: dict[str, Named] = {{"]
-    for one in found:
-        settings = " ".join(f"{_text(name)}," for name in (*one.shared, *(each.name for each in one.own)))
-        lines.append(f"    {_text(one.name)}: Named({_text(one.summary)}, ({settings})),")
+    lines += [f"    {_text(one.name)}: Named({_text(one.summary)}, ({_texts(one.settings)}))," for one in found]
     return "\n".join([*lines, "}"])
-
-
-def _text(value: str) -> str:
-    return json.dumps(value, ensure_ascii=False)
-
-
-def _class_name(one: Function) -> str:
-    return "".join(part.capitalize() for part in re.split(r"\W|_", one.name)) + "Config"
 
 
 def _class(one: Function) -> str:
     fields = (f'    {each.name}: {each.declaration}\n    """{one.name}: {each.meaning}"""' for each in one.own)
-    return f"@dataclass(frozen=True, kw_only=True)\nclass {_class_name(one)}:\n" + "\n\n".join(fields)
+    return f"@dataclass(frozen=True, kw_only=True)\nclass {one.section}:\n" + "\n\n".join(fields)
+
+
+def _texts(values: Iterable[str]) -> str:
+    return " ".join(f"{_text(value)}," for value in values)
+
+
+def _text(value: str) -> str:
+    return json.dumps(value, ensure_ascii=False)

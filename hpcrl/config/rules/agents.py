@@ -10,7 +10,8 @@ from hpcrl.config.errors import Problem
 from hpcrl.config.family import family_of
 from hpcrl.config.import_path import misnamed
 from hpcrl.config.rules.cluster import mount_problems
-from hpcrl.config.sections.environment import MOST_SIMULATORS, REWARDS, SIMULATORS, AgentConfig
+from hpcrl.config.sections.environment import MOST_SIMULATORS, SIMULATORS, AgentConfig
+from hpcrl.config.sections.functions import REWARDS
 from hpcrl.config.sections.tree import ConfigTree
 
 _ENDPOINT = "generator.inference_engine.enable_http_endpoint"

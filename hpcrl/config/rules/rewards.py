@@ -14,10 +14,10 @@ from hpcrl.config.sections.environment import (
     ENVIRONMENTS,
     OVERALL,
     REWARD_MODEL,
-    REWARDS,
     RemoteRewardConfig,
     SearchConfig,
 )
+from hpcrl.config.sections.functions import REWARDS
 from hpcrl.config.sections.tree import ConfigTree
 
 _SCORED_LATER = "a reward model scores instead (environment.reward_model); set environment.reward_model.use_environment=true, or leave one of them out"

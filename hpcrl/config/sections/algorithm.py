@@ -7,7 +7,13 @@ from typing import Literal
 
 from hpcrl.config.conditions import CRITIC, RL_OR_SFT, chosen
 from hpcrl.config.effects import OTHER_MODEL
-from hpcrl.config.sections.functions import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, FunctionsConfig
+from hpcrl.config.sections.functions import (
+    ADVANTAGE_ESTIMATORS,
+    KL_ESTIMATORS,
+    POLICY_LOSSES,
+    FunctionsConfig,
+    KlEstimator,
+)
 from hpcrl.config.setting import (
     COUNT,
     FINITE,
@@ -174,11 +180,7 @@ class AlgorithmConfig(FunctionsConfig):
     eps_clip_low: float = setting(0.2, range=SHARE, used_by=_read_by("eps_clip_low"))
     """Probability ratios below 1 - eps_clip_low are clipped; 1: none."""
 
-    eps_clip_high: float = setting(
-        0.2,
-        range=NOT_NEGATIVE,
-        used_by=_read_by("eps_clip_high"),
-    )
+    eps_clip_high: float = setting(0.2, range=NOT_NEGATIVE, used_by=_read_by("eps_clip_high"))
     """Probability ratios above 1 + eps_clip_high are clipped."""
 
     clip_ratio_c: float = setting(3.0, range=Range(1, low_open=True), used_by=_read_by("clip_ratio_c"))
@@ -208,8 +210,8 @@ class AlgorithmConfig(FunctionsConfig):
     kl_loss_coef: float = setting(0.001, range=NOT_NEGATIVE, used_by=_REFERENCE)
     """Weight of the KL divergence, in the loss, where tokens are reduced as loss_reduction says, or in the reward."""
 
-    kl_estimator_type: Literal["k1", "k2", "k3", "abs"] = setting("k3", used_by=_REFERENCE)
-    """Estimate of the KL divergence per token, with d = policy - reference log-probability; k1: d, abs: |d|, k2: d^2 / 2, k3: exp(-d) - 1 + d."""
+    kl_estimator_type: KlEstimator = setting("k3", used_by=_REFERENCE, named=KL_ESTIMATORS)
+    """Estimate of the KL divergence per token, with d = policy - reference log-probability. {names}."""
 
     kl_importance_weighted: bool = setting(
         False, used_by=when(".use_kl_loss", needs="{section}.use_kl_loss, because only the loss has a gradient")

@@ -8,16 +8,9 @@ from typing import Any, Literal
 from hpcrl.config.conditions import RL
 from hpcrl.config.effects import CALLS, SAME_NUMBERS, SCORES
 from hpcrl.config.fields import Location
+from hpcrl.config.sections.functions import REWARDS
 from hpcrl.config.sections.model import ScorerFSDPConfig
 from hpcrl.config.setting import COUNT, NOT_NEGATIVE, SHARE, Range, any_of, section, setting, when
-
-COMPARING_REWARDS = ("single_choice", "boxed_math", "gsm8k", "direct_math")
-"""Rewards that compare a response with the ground truth of its row."""
-
-IMAGE_REWARDS = ("redness", "brightness", "symmetry")
-"""Rewards that look at the pictures of a diffusion policy."""
-
-REWARDS = (*COMPARING_REWARDS, "format", "overlong", *IMAGE_REWARDS)
 
 REWARD_MODEL, OVERALL = "reward_model", "overall_reward"
 """The reward of a reward model's service, and the name of its score."""
@@ -288,8 +281,8 @@ class EnvironmentConfig:
     allowed_env_classes: list[str] = setting([])
     """Environments of your own, as "package.module:Class", that rows may name in their column env_class beside those of hpcrl and the one of env_class. Rows that name any other are refused, so that no dataset chooses what code runs."""
 
-    reward_function: dict[str, float] = setting({})
-    """Named rewards and their weights in the sum that is each sample's reward, instead of an environment's: single_choice (the answer in <answer> tags, as a text), boxed_math (the answer as a formula, by math-verify), gsm8k (the number after ####), direct_math (the line after "Answer:", 1 or -1), format (<think> and <answer> tags), overlong (a penalty on long responses), of the pictures of a diffusion policy redness, brightness and symmetry, or your own as "package.module:function". With weight 0 a reward is only reported, as environment/<name>. Empty: the environment scores."""
+    reward_function: dict[str, float] = setting({}, named=REWARDS)
+    """Named rewards and their weights in the sum that is each sample's reward, instead of an environment's. {names}; or your own as "package.module:function". With weight 0 a reward is only reported, as environment/<name>. Empty: the environment scores."""
 
     eval_reward_function: dict[str, float] = setting({}, on_change=SCORES)
     """The same for evaluation; empty: reward_function."""

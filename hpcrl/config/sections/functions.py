@@ -1,6 +1,6 @@
-"""Names and settings of policy losses and advantage estimators, and the sections of those that have settings of their own.
+"""Names of losses, estimators and rewards, and the sections of those that have settings of their own.
 
-Made from hpcrl/algorithms by `python -m hpcrl.config.docs.describe`; do not edit.
+Made from hpcrl/algorithms and hpcrl/envs/rewards by `python -m hpcrl.config.docs.describe`; do not edit.
 """
 
 from __future__ import annotations
@@ -44,6 +44,31 @@ ADVANTAGE_ESTIMATORS: dict[str, Named] = {
     "reinforce++_baseline": Named("the reward against the mean of its group, whitened over the tokens of the batch (REINFORCE++ with a baseline, arXiv:2501.03262)", ()),
     "gae": Named("generalized advantages against a critic, whitened over the batch (GAE, arXiv:1506.02438)", ("gamma", "lambd",)),
 }
+
+KL_ESTIMATORS: dict[str, Named] = {
+    "k1": Named("d, unbiased and of either sign", ()),
+    "k2": Named("d^2 / 2, never negative", ()),
+    "k3": Named("exp(-d) - 1 + d, never negative and with little variance", ()),
+    "abs": Named("|d|", ()),
+}
+
+REWARDS: dict[str, Named] = {
+    "single_choice": Named("1 if the answer in <answer> tags is the ground truth, but for letter case and surrounding white space, else 0", ()),
+    "boxed_math": Named("1 if the answer is mathematically the ground truth, else 0", ()),
+    "gsm8k": Named("1 if the number after the first `####` behind </think> is the ground truth, else 0 (GSM8K, arXiv:2110.14168)", ()),
+    "direct_math": Named("1 if the ground truth is what follows the last `Answer:`, else -1 (DAPO, arXiv:2503.14476)", ()),
+    "format": Named("1 if the text is one thought, an empty line and one answer, each in its tags, and nothing else, else 0", ()),
+    "overlong": Named("a penalty on a response that ends in the last `buffer_length` tokens, from 0 down to -penalty_factor", ()),
+    "redness": Named("how much redder a picture is than it is green and blue, from -1 to 1", ()),
+    "brightness": Named("the mean luma of a picture, from 0 to 1", ()),
+    "symmetry": Named("how alike a picture and its mirror image are, left and right exchanged, from 0 to 1", ()),
+}
+
+KlEstimator = Literal["k1", "k2", "k3", "abs",]
+
+COMPARING_REWARDS = ("single_choice", "boxed_math", "gsm8k", "direct_math",)
+
+IMAGE_REWARDS = ("redness", "brightness", "symmetry",)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -217,42 +217,22 @@ _AS_TRAINING = "unset: as in training; SkyRL uses fixed values as soon as one se
 
 @dataclass(frozen=True, kw_only=True)
 class EvalSamplingParams:
-    max_generate_length: int | None = setting(
-        None,
-        range=COUNT,
-        why=_AS_TRAINING,
-    )
+    max_generate_length: int | None = setting(None, range=COUNT, why=_AS_TRAINING)
     """Tokens per response at most, in each turn; unset: as in training."""
 
-    temperature: float | None = setting(
-        None,
-        range=NOT_NEGATIVE,
-        why=_AS_TRAINING,
-    )
+    temperature: float | None = setting(None, range=NOT_NEGATIVE, why=_AS_TRAINING)
     """Divides the logits before sampling, 0: greedy; unset: as in training, or 0 where nothing of this section is set."""
 
-    top_p: float | None = setting(
-        None,
-        range=SHARE_ABOVE_0,
-        why=_AS_TRAINING,
-    )
+    top_p: float | None = setting(None, range=SHARE_ABOVE_0, why=_AS_TRAINING)
     """Sample among the most probable tokens that together reach this probability; unset: as in training."""
 
     top_k: int | None = setting(None, check=ALL_OR_COUNT, why=_AS_TRAINING)
     """Sample among this many most probable tokens, -1: all; unset: as in training."""
 
-    min_p: float | None = setting(
-        None,
-        range=SHARE,
-        why=_AS_TRAINING,
-    )
+    min_p: float | None = setting(None, range=SHARE, why=_AS_TRAINING)
     """Drop tokens less probable than this share of the most probable one; unset: as in training."""
 
-    repetition_penalty: float | None = setting(
-        None,
-        range=POSITIVE,
-        why=_AS_TRAINING,
-    )
+    repetition_penalty: float | None = setting(None, range=POSITIVE, why=_AS_TRAINING)
     """Above 1: tokens that already occurred become less probable; unset: as in training."""
 
     stop: list[str] | None = setting(None, check=NOT_EMPTY)

@@ -394,12 +394,7 @@ _AS_POLICY_SIZE = (
 class RefConfig:
     model: RefModelConfig = section(RefModelConfig, on_change=OTHER_REFERENCE)
 
-    sequence_parallel_size: int | None = setting(
-        None,
-        range=COUNT,
-        on_change=SPREAD,
-        why=_AS_POLICY_SIZE,
-    )
+    sequence_parallel_size: int | None = setting(None, range=COUNT, on_change=SPREAD, why=_AS_POLICY_SIZE)
     """Ranks that share the tokens of each sample in the reference's forward pass; not set: as many as of the policy, and on its ranks no other number."""
 
     fsdp_config: RefFSDPConfig = section(RefFSDPConfig, on_change=SAME_NUMBERS)
@@ -418,12 +413,7 @@ class CriticConfig:
 
     fsdp_config: FSDPConfig = section(FSDPConfig, on_change=SAME_NUMBERS)
 
-    sequence_parallel_size: int | None = setting(
-        None,
-        range=COUNT,
-        on_change=SPREAD,
-        why=_AS_POLICY_SIZE,
-    )
+    sequence_parallel_size: int | None = setting(None, range=COUNT, on_change=SPREAD, why=_AS_POLICY_SIZE)
     """Ranks that share the tokens of each sample in the critic; not set: as many as of the policy, and on its ranks no other number."""
 
     model_config_kwargs: dict[str, Any] = setting({}, on_change=OTHER_MODEL)

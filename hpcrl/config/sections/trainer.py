@@ -59,21 +59,11 @@ class PlacementConfig:
     policy_num_gpus_per_node: int = setting(1, range=COUNT)
     """Trainer ranks per node, on CPU too."""
 
-    critic_num_nodes: int | None = setting(
-        None,
-        range=COUNT,
-        used_by=CRITIC,
-        why=_BESIDE_POLICY,
-    )
+    critic_num_nodes: int | None = setting(None, range=COUNT, used_by=CRITIC, why=_BESIDE_POLICY)
     """Nodes of a critic that has its own, after the policy's; unset: as the policy. With neither this nor critic_num_gpus_per_node the critic is
     beside the policy, on the same ranks."""
 
-    critic_num_gpus_per_node: int | None = setting(
-        None,
-        range=COUNT,
-        used_by=CRITIC,
-        why=_BESIDE_POLICY,
-    )
+    critic_num_gpus_per_node: int | None = setting(None, range=COUNT, used_by=CRITIC, why=_BESIDE_POLICY)
     """Ranks of such a critic per node; unset: as the policy."""
 
     ref_num_nodes: int | None = setting(None, range=NOT_NEGATIVE, why=_AS_POLICY)
@@ -375,20 +365,10 @@ class TrainerConfig:
     critic_mini_batch_size: int = setting(256, range=COUNT, used_by=(CRITIC, RL), on_change=UPDATES)
     """Prompts per optimizer step of the critic."""
 
-    micro_train_batch_size_per_gpu: int | None = setting(
-        None,
-        range=COUNT,
-        on_change=SAME_NUMBERS,
-        why=_PASS,
-    )
+    micro_train_batch_size_per_gpu: int | None = setting(None, range=COUNT, on_change=SAME_NUMBERS, why=_PASS)
     """Samples, or pairs, per forward and backward pass of one rank; unset: max_tokens_per_micro_batch limits it, or on CPUs it is one."""
 
-    micro_forward_batch_size_per_gpu: int | None = setting(
-        None,
-        range=COUNT,
-        on_change=SAME_NUMBERS,
-        why=_PASS,
-    )
+    micro_forward_batch_size_per_gpu: int | None = setting(None, range=COUNT, on_change=SAME_NUMBERS, why=_PASS)
     """Samples, or pairs, per forward pass of one rank where no gradient is needed; unset: as in training."""
 
     max_tokens_per_micro_batch: int | None = setting(None, range=COUNT, on_change=SAME_NUMBERS)

@@ -139,11 +139,7 @@ def names_below(folder: Path) -> list[str]:
 
 
 def default_patterns(names: Sequence[str]) -> dict[str, list[str]]:
-    """Return the patterns of each split that the names of a folder's files show.
-
-    Raises:
-        DataError: a name of shards has a split that is no name of one.
-    """
+    """Return the patterns of each split that the names of a folder's files show. Raises DataError where a name of shards has a split that is no name of one."""
     if shards := matching(names, _SHARDS.format("*")):
         splits = {match[1] for name in shards if (match := _OF_SHARD.fullmatch(name.rpartition("/")[2]))}
         if wrong := sorted(split for split in splits if not _SPLIT_NAME.fullmatch(split)):

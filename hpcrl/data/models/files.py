@@ -48,14 +48,11 @@ def model_folder(model: Pretrained, patterns: list[str]) -> Path:
 
 
 def exported_files(model: Pretrained, template: str | None, end: int | None) -> dict[str, bytes]:
-    """Return the contents of tokenizer, template, generation, processor and code files of an export, by name.
+    """Return the contents of tokenizer, template, generation, processor and code files of an export, by name. Raises DataError where the files of the model cannot be read.
 
     Args:
         template: the chat template in place of the model's own; None: the model's own stays.
         end: the token that was trained as the end of an answer, which generation_config.json has to name; None: there is none.
-
-    Raises:
-        DataError: the files of the model cannot be read.
     """
     try:
         folder = model_folder(model, [*_COPIED, CONFIG])

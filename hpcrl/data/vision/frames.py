@@ -104,11 +104,7 @@ class Choice:
 
     @classmethod
     def of(cls, video: Video, most: int) -> Choice:
-        """Return all frames of a video, or `most` at equal distances, the first and the last among them.
-
-        Raises:
-            DataError: the video cannot be read.
-        """
+        """Return all frames of a video, or `most` at equal distances, the first and the last among them."""
         total, fps, height, width = _facts(video)
         count = min(most, total)
         # to the even neighbour where two are as near, as Qwen3-VL's processor chooses

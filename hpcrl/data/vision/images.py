@@ -105,11 +105,7 @@ def located(text: str, folder: Path | None) -> Path:
 
 
 def opened(image: str) -> Image:
-    """Return an image, turned upright and in RGB.
-
-    Raises:
-        DataError: there is none, or it cannot be read.
-    """
+    """Return an image, turned upright and in RGB. Raises DataError where there is none, or it cannot be read."""
     return next(iter(Frames(image)))
 
 
@@ -174,11 +170,7 @@ def file_of(image: str) -> bytes:
 
 
 def place_of(image: str) -> str | io.BytesIO:
-    """Return the path of an image's file, or its content.
-
-    Raises:
-        DataError: its text is no base64.
-    """
+    """Return the path of an image's file, or its content. Raises DataError where its text is no base64."""
     if not (match := _DATA_URL.match(image)):
         return image
     try:

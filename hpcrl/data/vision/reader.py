@@ -156,11 +156,7 @@ class ImageReader:
         return cls(model, config, processor, of_each, videos, wanted.video_frames, states)
 
     def ids(self, shown: Shown) -> list[int]:
-        """Return the tokens that take the place of one placeholder, as of SeenImage; of an image or a video only the header is read.
-
-        Raises:
-            DataError: it cannot be read, or the model takes none of its shape, or no videos.
-        """
+        """Return the tokens that take the place of one placeholder, as of SeenImage; of an image or a video only the header is read."""
         if isinstance(shown, Video):
             return self._ids_of_video(self._choice(shown))
         return [self._token] * (1 if state_in(shown) is not None else self._tokens_of_image(shown))
@@ -238,11 +234,7 @@ class ImageReader:
         return {name: found[name] for name in ((PIXELS, GRID) if self._of_each is None else (PIXELS,))}
 
     def context(self, token_ids: Sequence[int], shown: Sequence[Shown]) -> Context:
-        """Return tokens with as many placeholders for each image or video as it needs, where the template has written one.
-
-        Raises:
-            DataError: as of `ids` and `placed`.
-        """
+        """Return tokens with as many placeholders for each image or video as it needs, where the template has written one."""
         seen = tuple(map(self.seen, shown))
         places = self.placed(token_ids, shown, [image.ids for image in seen])
         return Context([token_id for place in places for token_id in place], seen)

@@ -45,9 +45,6 @@ class AgentService:
 
     Args:
         seconds: that a sample may take; 0: any time.
-
-    Raises:
-        ConfigError: the file with its token cannot be used.
     """
 
     def __init__(self, config: AgentServiceConfig, seconds: float) -> None:
@@ -141,11 +138,7 @@ class AgentService:
 
 
 def service_token(name: str) -> str:
-    """Return the token in a file.
-
-    Raises:
-        ConfigError: it cannot be read, is empty, or others can read it.
-    """
+    """Return the token in a file. Raises ConfigError where it cannot be read, is empty, or others can read it."""
     path = Path(name).expanduser()
     try:
         others, token = path.stat().st_mode & 0o077, path.read_text(encoding="utf-8").strip()

@@ -10,6 +10,18 @@ _JOINED = re.compile(r"[\s$]*(?:,|,?\s*(?:and|or|\\text\{\s*(?:and|or)\s*\}))[\s
 _DELIMITED = re.compile(
     r"(?<!\\)(\$\$?)((?:[^$\\]|\\.)+)\1|\\\(((?:(?!\\\)).)+)\\\)|\\\[((?:(?!\\\]).)+)\\\]", re.DOTALL
 )
+_MINUS = "\N{MINUS SIGN}"
+_SIGNS = str.maketrans({
+    "°": r"^\circ ", "²": "^2", "³": "^3", "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}", "∞": r"\infty ",
+    "€": r"\$", "£": r"\$",
+})  # fmt: skip
+_ROOT = re.compile(r"√\s*(\d+|[a-z])")
+# 10 000, with one of LaTeX's spaces or a plain one
+_GROUPS = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:\\[,;: ]|[~\s])\d{3})+(?![\d,])")
+_MIXED = re.compile(r"(?<![\d./])(\d+)\s+(\d+)/(\d+)")
+_NUMBER_OF = re.compile(
+    r"(.*[\d}])\s+((?!and|or|mod|sin|cos|tan|log|exp)[a-z]{3,}(?:\s+[a-z]+)*)\.?", re.IGNORECASE | re.DOTALL
+)
 _THOUGHT, _THOUGHT_END = "<think>", "</think>"
 
 
@@ -44,6 +56,19 @@ def formula_of(truth: str) -> str | None:
     if whole := _DELIMITED.fullmatch(truth.strip()):
         return next(filter(None, whole.groups()[1:]))
     return None if _DELIMITED.search(truth) else truth
+
+
+def plain_minus(text: str) -> str:
+    """Return a text with the minus sign of typesetters as the one of keyboards."""
+    return text.replace(_MINUS, "-")
+
+
+def as_latex(formula: str) -> str:
+    """Return a formula as LaTeX: signs of Unicode as commands, `10 000` and `1 1/2` as one number, and words behind a number as text, its unit."""
+    text = _ROOT.sub(r"\\sqrt{\1}", plain_minus(formula).replace(r"\degree", "°")).translate(_SIGNS)
+    text = _MIXED.sub(r"\1\\frac{\2}{\3}", _GROUPS.sub(lambda found: re.sub(r"\D", "", found[0]), text))
+    counted = _NUMBER_OF.fullmatch(text.strip())
+    return f"{counted[1]}\\text{{ {counted[2]}}}" if counted else text
 
 
 def _closing(text: str, start: int) -> int | None:

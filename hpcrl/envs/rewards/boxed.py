@@ -22,7 +22,9 @@ _PROCESSES = min(8, len(os.sched_getaffinity(0)))
 
 
 def boxed_math(response: Response, _environment: EnvironmentConfig) -> float:
-    r"""Return 1 if the answer is mathematically the ground truth; otherwise 0.
+    r"""Return 1 if the answer is mathematically the ground truth, else 0.
+
+    Formulas are compared by a package (math-verify, https://github.com/huggingface/Math-Verify).
 
     The answer is the last \boxed{…} of the text behind </think>, or without a box another formula, or else the last number; numbers
     count as equal that agree in six decimal places. A last box that does not end is wrong. The ground truth is LaTeX with or without
@@ -30,6 +32,10 @@ def boxed_math(response: Response, _environment: EnvironmentConfig) -> float:
     an error. An answer that cannot be read, or whose comparison takes more than `SECONDS` of processor time or more memory than there
     is, is wrong.
 
+    Formula:
+        1 if `\boxed{…}` is mathematically equal to the ground truth
+    Use:
+        formulas and numbers in LaTeX
     Raises:
         DataError: the row has no ground truth.
         UserCodeError: nothing can be made of the ground truth, or math-verify failed at the comparison.

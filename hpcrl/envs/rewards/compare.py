@@ -19,7 +19,7 @@ from typing import Any
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 from math_verify.parser import ExtractionTarget
 
-from hpcrl.envs.rewards.answers import after_thought, formula_of, last_box
+from hpcrl.envs.rewards.answers import after_thought, as_latex, formula_of, last_box, plain_minus
 
 _LATEX, _ANYTHING = (LatexExtractionConfig(),), (ExprExtractionConfig(), LatexExtractionConfig())
 # where a box cannot be read, no part of it is taken for the whole
@@ -44,7 +44,7 @@ def main(seconds: float) -> None:
 
 def same(truth: str, text: str) -> bool | None:
     """Return whether the answer in a response is the ground truth; None where the ground truth cannot be read."""
-    answer = after_thought(text)
+    answer = plain_minus(after_thought(text))
     box = last_box(answer)
     expected = _expected(truth)
     found = _parsed(answer, _ANYTHING) if box is None else _in_box(box)
@@ -61,7 +61,7 @@ def _expected(truth: str) -> list[Any]:
 
 
 def _in_box(formula: str) -> list[Any]:
-    return _parsed(f"\\boxed{{{_FULL_STOP.sub('', formula.strip())}}}", _BOX)
+    return _parsed(f"\\boxed{{{_FULL_STOP.sub('', as_latex(formula).strip())}}}", _BOX)
 
 
 def _parsed(text: str, kinds: Sequence[ExtractionTarget]) -> list[Any]:

@@ -15,8 +15,12 @@ _LARGEST = 255.0
 
 
 def redness(response: Response, _environment: EnvironmentConfig) -> float:
-    """Return how much redder a picture is than it is green and blue, from -1 to 1: the mean of red less that of the two others.
+    """Return how much redder a picture is than it is green and blue, from -1 to 1.
 
+    Formula:
+        mean of red less the mean of green and blue of a picture, -1 to 1
+    Use:
+        a diffusion policy is tried out
     Raises:
         DataError: there is no picture.
     """
@@ -25,8 +29,12 @@ def redness(response: Response, _environment: EnvironmentConfig) -> float:
 
 
 def brightness(response: Response, _environment: EnvironmentConfig) -> float:
-    """Return the mean luma of a picture, from 0 to 1 (ITU-R BT.601).
+    """Return the mean luma of a picture, from 0 to 1.
 
+    Formula:
+        mean luma of a picture (ITU-R BT.601), 0 to 1
+    Use:
+        a diffusion policy is tried out
     Raises:
         DataError: there is no picture.
     """
@@ -35,8 +43,12 @@ def brightness(response: Response, _environment: EnvironmentConfig) -> float:
 
 
 def symmetry(response: Response, _environment: EnvironmentConfig) -> float:
-    """Return 1 less the mean difference between a picture and its mirror image, left and right exchanged, from 0 to 1.
+    """Return how alike a picture and its mirror image are, left and right exchanged, from 0 to 1.
 
+    Formula:
+        1 less the mean difference of a picture and its mirror image, 0 to 1
+    Use:
+        a diffusion policy is tried out
     Raises:
         DataError: there is no picture.
     """

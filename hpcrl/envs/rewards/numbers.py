@@ -7,7 +7,7 @@ from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from hpcrl.config import EnvironmentConfig
-from hpcrl.envs.rewards.answers import after_thought
+from hpcrl.envs.rewards.answers import after_thought, plain_minus
 from hpcrl.envs.rewards.response import Response, ground_truth
 from hpcrl.errors import DataError
 
@@ -50,11 +50,15 @@ _SHORT_ROOT = re.compile(r"sqrt([^{])")
 
 
 def gsm8k(response: Response, _environment: EnvironmentConfig) -> float:
-    """Return 1 if the number after the first `#### ` behind </think> is the ground truth; otherwise 0 (GSM8K, arXiv:2110.14168).
+    """Return 1 if the number after the first `####` behind </think> is the ground truth, else 0 (GSM8K, arXiv:2110.14168).
 
     Numbers are compared exactly, whatever their thousands separators, trailing zeros, a unit and the full stop of a sentence. The ground
     truth is a number, or a text with one after `#### `, such as the column `answer` of GSM8K.
 
+    Formula:
+        1 if the number after `####` is that of the ground truth
+    Use:
+        GSM8K
     Raises:
         DataError: the row has no ground truth, or there is no number in it.
     """
@@ -62,11 +66,7 @@ def gsm8k(response: Response, _environment: EnvironmentConfig) -> float:
 
 
 def expected_number(truth: Any) -> Decimal:
-    """Return the number that gsm8k expects.
-
-    Raises:
-        DataError: the ground truth is missing or has no number.
-    """
+    """Return the number that gsm8k expects. Raises DataError where the ground truth is missing or has no number."""
     text = ground_truth(truth).strip()
     expected = final_number(text)
     if expected is None:
@@ -77,12 +77,16 @@ def expected_number(truth: Any) -> Decimal:
 
 
 def direct_math(response: Response, _environment: EnvironmentConfig) -> float:
-    """Return 1 if the ground truth is what follows the last `Answer:`; otherwise -1 (DAPO, arXiv:2503.14476).
+    """Return 1 if the ground truth is what follows the last `Answer:`, else -1 (DAPO, arXiv:2503.14476).
 
     `Answer:` may stand anywhere in a line behind </think>, in any letter case; one that no text follows does not count. The answer ends
     with its line. Both sides are brought into Minerva's normal form (arXiv:2206.14858) and compared as texts. An answer of more
     than 1000 characters is wrong.
 
+    Formula:
+        1 or -1, by the last line that begins with `Answer:`
+    Use:
+        the prompts of DAPO's dataset
     Raises:
         DataError: the row has no ground truth, or one of which the normal form leaves nothing, or of more than 1000 characters.
     """
@@ -92,11 +96,7 @@ def direct_math(response: Response, _environment: EnvironmentConfig) -> float:
 
 
 def expected_form(truth: Any) -> str:
-    """Return the normal form that direct_math expects.
-
-    Raises:
-        DataError: the ground truth is missing, too long, or has an empty normal form.
-    """
+    """Return the normal form that direct_math expects. Raises DataError where the ground truth is missing, too long, or has an empty normal form."""
     text = ground_truth(truth)
     if len(text) > _LONGEST_ANSWER:
         raise DataError(
@@ -112,7 +112,7 @@ def expected_form(truth: Any) -> str:
 
 def normal_form(answer: str) -> str:
     r"""Return an answer without units, articles, spaces and the marks of LaTeX, with \frac and \sqrt written out in full."""
-    text = answer.rpartition("=")[2].replace(".$", "$").replace("mbox", "text")
+    text = plain_minus(answer).rpartition("=")[2].replace(".$", "$").replace("mbox", "text")
     text = _AND.sub(",", _ARTICLES_AND_SPACES.sub("", text))
     text = _REMAINS.sub("", _UNITS.sub("", text))
     text = _FIRST_FORMULA.sub(r"$\1$", text)
@@ -136,7 +136,7 @@ def final_number(text: str) -> Decimal | None:
 
     A unit may follow, such as `%` or ` apples`; `42/7`, `12,34` and `5 1/2` are no numbers.
     """
-    answer = after_thought(text)
+    answer = plain_minus(after_thought(text))
     mark = _FINAL.search(answer)
     found = mark and _NUMBER.match(answer, mark.end())
     return number(found[0]) if found else None
@@ -144,6 +144,7 @@ def final_number(text: str) -> Decimal | None:
 
 def number(text: str) -> Decimal | None:
     """Return the number that a text is, with or without thousands separators and a full stop; None where it is none."""
+    text = plain_minus(text)
     if "," in text and not _WITH_COMMAS.fullmatch(text):
         return None
     try:

@@ -134,7 +134,6 @@ class RemoteRewards:
                 result.set_result({name: values[number] for name, values in scores.items()})
 
     def _scores(self, responses: Sequence[Response]) -> dict[str, list[float]]:
-        """Return the score of each response, by the names of functions."""
         functions, tries = reward_functions(self._config), 0
         asked = {
             "prompts": [said_in(one.messages[-1]["content"]) if one.messages else "" for one in responses],

@@ -62,13 +62,10 @@ def truth_of(extras: Mapping[str, Any]) -> Any:
 
 
 def ground_truth(truth: Any) -> str:
-    """Return the text that a response is compared with.
+    """Return the text that a response is compared with. Raises DataError where it is neither a text that is not blank nor a number.
 
     Args:
         truth: `Response.ground_truth`.
-
-    Raises:
-        DataError: it is neither a text that is not blank nor a number.
     """
     text = str(truth) if isinstance(truth, int | float) and not isinstance(truth, bool) else truth
     if not isinstance(text, str) or not text.strip():

@@ -12,11 +12,17 @@ _THINK, _THINK_END, _ANSWER, _ANSWER_END = "<think>", "</think>", "<answer>", "<
 
 
 def single_choice(response: Response, _environment: EnvironmentConfig) -> float:
-    """Return 1 if the answer is the ground truth, but for letter case and surrounding white space; otherwise 0.
+    """Return 1 if the answer in <answer> tags is the ground truth, but for letter case and surrounding white space, else 0.
+
+    The tags are those of arXiv:2501.12948.
 
     The answer is what the first <answer>…</answer> behind </think> holds, the whole text there where there is none; in the ground truth
     too.
 
+    Formula:
+        1 if the text in `<answer>` tags is the ground truth
+    Use:
+        multiple choice, single words
     Raises:
         DataError: the row has no ground truth.
     """
@@ -25,9 +31,16 @@ def single_choice(response: Response, _environment: EnvironmentConfig) -> float:
 
 
 def well_formed(response: Response, _environment: EnvironmentConfig) -> float:
-    """Return 1 if the text is one thought, an empty line and one answer, each in its tags, and nothing else; otherwise 0.
+    """Return 1 if the text is one thought, an empty line and one answer, each in its tags, and nothing else, else 0.
+
+    The tags are those of arXiv:2501.12948.
 
     Neither of the two may hold tags of its own kind. A line break at the very end is allowed.
+
+    Formula:
+        1 for `<think>…</think>`, an empty line, `<answer>…</answer>`
+    Use:
+        beside another one, with a small weight
     """
     text = response.text.removesuffix("\n")
     if not (text.startswith(_THINK) and text.endswith(_ANSWER_END)):

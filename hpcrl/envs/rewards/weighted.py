@@ -17,11 +17,16 @@ from hpcrl.envs.rewards.tags import answer_in, single_choice, well_formed
 
 
 def overlong(response: Response, environment: EnvironmentConfig) -> float:
-    """Return 0 for a response that ends before the last `buffer_length` tokens, then less and less, down to -penalty_factor.
+    """Return a penalty on a response that ends in the last `buffer_length` tokens, from 0 down to -penalty_factor.
 
     With n tokens, at most L, and a buffer of b tokens: -penalty_factor * min(max(n - (L - b), 0), b) / b (DAPO, arXiv:2503.14476,
     equation 13). The tokens are those that the policy chose; Cosmos-RL encodes the text again, which may give others, and lets the
     penalty grow without bound.
+
+    Formula:
+        -penalty_factor × the share of the last buffer_length tokens that was used
+    Use:
+        answers grow into the limit; its settings are in `environment.overlong_reward`
     """
     settings = environment.overlong_reward
     exceeding = response.n_tokens - (response.max_tokens - settings.buffer_length)
@@ -78,9 +83,6 @@ class WeightedRewards:
     Args:
         weights: a name in `REWARDS`, or "package.module:function" for a user's own, to its weight; 0: only reported.
         setting: dotted path of the weights, for errors.
-
-    Raises:
-        ConfigError: nothing has one of these names.
     """
 
     def __init__(self, setting: str, weights: Mapping[str, float], environment: EnvironmentConfig) -> None:

@@ -100,11 +100,7 @@ def _axis_angle(quaternion: np.ndarray) -> np.ndarray:
 
 
 def suite_of(name: Any) -> Any:
-    """Return a suite of tasks.
-
-    Raises:
-        ConfigError: LIBERO is not installed, or has no such suite.
-    """
+    """Return a suite of tasks. Raises ConfigError where LIBERO is not installed or has no such suite."""
     try:
         from libero.libero import benchmark  # pyright: ignore[reportMissingImports]
     except ImportError as error:

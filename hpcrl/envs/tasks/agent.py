@@ -70,7 +70,6 @@ class Agent(AgentEnvironment):
             discard_tree(home)
 
     def _run(self, home: Path, row: dict[str, Any], endpoint: Endpoint) -> Turn:
-        """Run the program to its end in a directory."""
         work, asked, reward = home / "work", home / "row.json", home / "reward.json"
         work.mkdir()
         asked.write_text(json.dumps(row, ensure_ascii=False), encoding="utf-8")
@@ -97,11 +96,7 @@ class Agent(AgentEnvironment):
 
 
 def _reward(path: Path) -> Turn:
-    """Return what a program wrote.
-
-    Raises:
-        UserCodeError: there is no such file, or it is not as expected.
-    """
+    """Return what a program wrote. Raises UserCodeError where there is no such file, or it is not as expected."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:

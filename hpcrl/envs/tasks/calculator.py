@@ -78,11 +78,7 @@ def _first_call(text: str) -> str | None:
 
 
 def _expression_of(call: str) -> str:
-    """Return the expression that a call asks for.
-
-    Raises:
-        ExpressionError: it asks for something else, or cannot be read.
-    """
+    """Return the expression that a call asks for. Raises ExpressionError where it asks for something else or cannot be read."""
     if len(call) > _LONGEST_CALL:
         raise ExpressionError(f"a call of more than {_LONGEST_CALL} characters")
     try:

@@ -66,7 +66,6 @@ class Robot(Environment):
         return self._asked(seen)
 
     def _asked(self, seen: Observation) -> Messages:
-        """Return the prompt, with what is seen now."""
         *before, last = self._asked_for
         return [*before, {**last, "content": self._told(seen, last["content"])}]
 

@@ -10,11 +10,7 @@ from hpcrl.errors import DataError
 
 
 def whole_number(environment: str, extras: Mapping[str, Any], column: str) -> int:
-    """Return the whole number in a column.
-
-    Raises:
-        DataError: there is none.
-    """
+    """Return the whole number in a column. Raises DataError where there is none."""
     value = extras.get(column)
     if not is_whole(value):
         raise lacking(environment, column, "a whole number", value)
@@ -22,11 +18,7 @@ def whole_number(environment: str, extras: Mapping[str, Any], column: str) -> in
 
 
 def word(environment: str, extras: Mapping[str, Any], column: str) -> str:
-    """Return the word in a column, letters only; one with an accent is one character (Unicode's form NFC).
-
-    Raises:
-        DataError: there is none.
-    """
+    """Return the word in a column, letters only; one with an accent is one character (Unicode's form NFC). Raises DataError where there is none."""
     value = extras.get(column)
     composed = normalize("NFC", value) if isinstance(value, str) else ""
     if not composed.isalpha():

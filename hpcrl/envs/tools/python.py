@@ -128,11 +128,7 @@ def lacking() -> list[str]:
 
 
 def check_sandbox(config: PythonToolConfig) -> None:
-    """Let programs run only where they can be confined.
-
-    Raises:
-        ConfigError: this node cannot, and it is required.
-    """
+    """Let programs run only where they can be confined. Raises ConfigError where this node cannot, and it is required."""
     if found := lacking():
         what = f"{socket.gethostname()} cannot keep the policy's programs from {'; '.join(found)}"
         if config.require_sandbox:

@@ -19,11 +19,7 @@ _LOADING = threading.Lock()
 
 class Retriever(Protocol):
     def find(self, query: str, topk: int) -> list[str]:
-        """Return the texts of at most `topk` documents, the best first.
-
-        Raises:
-            HpcrlError: it cannot.
-        """
+        """Return the texts of at most `topk` documents, the best first. Raises HpcrlError where it cannot."""
         ...
 
 
@@ -113,11 +109,7 @@ def _document(line: str, path: Path, number: int) -> str:
 
 
 def document_text(document: Any) -> str:
-    """Return a document's text, with its title, if there is one, as the first line.
-
-    Raises:
-        DataError: it is none.
-    """
+    """Return a document's text, with its title, if there is one, as the first line. Raises DataError where it is none."""
     if isinstance(document, dict):
         if isinstance(contents := document.get("contents"), str):
             return contents

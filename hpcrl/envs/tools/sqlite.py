@@ -51,11 +51,7 @@ class Table:
 
 
 def database_file(folder: str, name: str) -> Path:
-    """Return the file of that name, which must lie inside the folder, links followed.
-
-    Raises:
-        DataError: it does not, or is not there.
-    """
+    """Return the file of that name, which must lie inside the folder, links followed. Raises DataError where it does not, or is not there."""
     root = Path(folder).resolve()
     try:
         path = (root / name).resolve()

@@ -31,9 +31,6 @@ class PictureGenerator:
 
     Args:
         kept: where pictures are kept; None: nowhere.
-
-    Raises:
-        ConfigError: a reward is not known.
     """
 
     def __init__(
@@ -72,7 +69,6 @@ class PictureGenerator:
         )
 
     async def _scored(self, work: Work, said: Generation) -> tuple[Turn | None, str | None]:
-        """Return what a sample is worth, or why its reward failed."""
         extras = {**self._extras, **work.prompt.extras}
         session = EnvSession(work, self._rewards[work.kind], extras, len(said.token_ids), self._threads)
         try:

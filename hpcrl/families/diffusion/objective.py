@@ -18,11 +18,7 @@ NFT_BOUND = 5.0
 
 
 def diffusion_objective(trainer: TrainerConfig) -> Objective:
-    """Return what the policy minimizes.
-
-    Raises:
-        ConfigError: as of `build_objective`.
-    """
+    """Return what the policy minimizes."""
     return build_nft_objective(trainer) if trains_by_nft(trainer) else build_objective(trainer.algorithm)
 
 

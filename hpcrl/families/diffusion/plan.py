@@ -16,12 +16,7 @@ from hpcrl.trainer.models.trained import mark_trained
 
 
 def describe_policy(config: Config) -> tuple[list[str], int]:
-    """Return lines about the policy's transformer, and the bytes that a rank needs of it.
-
-    Raises:
-        DataError: the pipeline cannot be loaded, or does not have what the configuration names.
-        RunError: diffusers is not installed here.
-    """
+    """Return lines about the policy's transformer, and the bytes that a rank needs of it."""
     trainer, source = config.trainer, transformer_source(config.trainer)
     settings = trainer.policy.diffusers
     model = source.empty(torch.float32, "")

@@ -9,7 +9,7 @@ from hpcrl.config.derive import gpu_count, has_engines, is_offline, reward_weigh
 from hpcrl.config.errors import Problem
 from hpcrl.config.fields import values
 from hpcrl.config.reward_model import reward_services
-from hpcrl.config.sections.environment import IMAGE_REWARDS, REWARDS
+from hpcrl.config.sections.functions import IMAGE_REWARDS, REWARDS
 from hpcrl.config.sections.model import ExpertsConfig
 from hpcrl.config.sections.tree import ConfigTree
 from hpcrl.families.diffusion.settings import draws_steps, is_diffusion

@@ -55,9 +55,6 @@ class Sampler:
     Attributes:
         transformer: whose weights others replace, while nothing is sampled.
         steps: denoising steps of samples that were made.
-
-    Raises:
-        DataError: the pipeline cannot be loaded.
     """
 
     def __init__(self, source: PipelineSource, dtype: torch.dtype, device: torch.device) -> None:

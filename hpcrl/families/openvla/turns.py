@@ -47,11 +47,7 @@ class States:
         return cls(size, scale)
 
     def shown(self, measured: Sequence[float]) -> np.ndarray:
-        """Return a state as the network has it, [1, size] float32.
-
-        Raises:
-            DataError: the simulator measures another number of things.
-        """
+        """Return a state as the network has it, [1, size] float32. Raises DataError where the simulator measures another number of things."""
         import numpy as np
 
         if len(measured) != self.size:

@@ -140,11 +140,7 @@ def file_name(name: str) -> str:
 
 
 def folder_of(model: Pretrained) -> Path:
-    """Return the directory with a model's files, downloaded where they are not here.
-
-    Raises:
-        DataError: there is none.
-    """
+    """Return the directory with a model's files, downloaded where they are not here. Raises DataError where there are none."""
     path = Path(model.path).expanduser()
     if path.is_dir():
         return path
@@ -158,11 +154,7 @@ def folder_of(model: Pretrained) -> Path:
 
 
 def architecture_of(model: Pretrained) -> Architecture:
-    """Return the sizes of a model.
-
-    Raises:
-        DataError: it is no PI0.5.
-    """
+    """Return the sizes of a model. Raises DataError where it is no PI0.5."""
     try:
         entries = json.loads((folder_of(model) / "config.json").read_text())
         return Architecture.of(entries)

@@ -81,7 +81,6 @@ class ActionEngine(OwnThreadEngine):
         ]
 
     async def _act(self, ask: Ask) -> tuple[Chunk, int]:
-        """Return a chunk of actions, and the version that made it."""
         future: asyncio.Future[tuple[Chunk, int]] = asyncio.get_running_loop().create_future()
         self._queue.append((ask, future))
         if self._working is None or self._working.done():

@@ -145,7 +145,6 @@ class ActionGenerator:
         )
 
     async def _play(self, episode: _Episode, work: Work) -> None:
-        """Play a sample to its end."""
         try:
             seen, bounds = await episode.session.begin(Robot.begin).result()
             self._film(episode, work.kind, seen)
@@ -173,7 +172,6 @@ class ActionGenerator:
             episode.shown.append(list(seen.images.values()))
 
     def _shown(self, work: Work, seen: Observation, bounds: Bounds) -> tuple[list[int], np.ndarray | None]:
-        """Return the tokens of a turn's text, and the images."""
         ids = self._written(work, self._robotics.state(seen.state, bounds) if self._vla.use_proprio else None)
         pictures = list(seen.images.values())
         if not pictures:

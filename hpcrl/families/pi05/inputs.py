@@ -52,11 +52,7 @@ def resized(image: np.ndarray, size: int) -> np.ndarray:
 
 
 def load_tokenizer(model: Pretrained) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a model.
-
-    Raises:
-        DataError: there is none.
-    """
+    """Return the tokenizer of a model. Raises DataError where there is none."""
     folder: Path = folder_of(model)
     try:
         return read_tokenizer(str(folder))

@@ -54,9 +54,6 @@ class ActionSampler:
     Attributes:
         network: whose weights others replace, while nothing is sampled.
         actions: that were made.
-
-    Raises:
-        DataError: the model cannot be loaded.
     """
 
     def __init__(self, model: Pretrained, settings: Pi05Config, dtype: torch.dtype, device: torch.device) -> None:

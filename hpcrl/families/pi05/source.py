@@ -17,21 +17,13 @@ _MOST_NAMED = 5
 
 
 def empty(model: Pretrained, dtype: torch.dtype) -> Pi05:
-    """Return the network without weights, on the meta device.
-
-    Raises:
-        DataError: the model is no PI0.5.
-    """
+    """Return the network without weights, on the meta device."""
     with torch.device("meta"):
         return _made(model, architecture_of(model)).to(dtype)
 
 
 def loaded(model: Pretrained, dtype: torch.dtype) -> Pi05:
-    """Return the network with its weights, on the CPU.
-
-    Raises:
-        DataError: the model is no PI0.5, or weights are missing.
-    """
+    """Return the network with its weights, on the CPU. Raises DataError where the model is no PI0.5 or weights are missing."""
     with no_init_weights():
         network = _made(model, architecture_of(model)).to(dtype)
     own = dict(network.named_parameters())

@@ -37,11 +37,7 @@ class Scale:
 
     @classmethod
     def between(cls, low: np.ndarray, high: np.ndarray, what: str) -> Scale:
-        """Return the scale of a simulator's bounds.
-
-        Raises:
-            ConfigError: they are not finite.
-        """
+        """Return the scale of a simulator's bounds. Raises ConfigError where they are not finite."""
         import numpy as np
 
         if not (np.isfinite(low).all() and np.isfinite(high).all()):

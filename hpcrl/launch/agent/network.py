@@ -63,11 +63,7 @@ def is_free(address: str, port: int) -> bool:
 
 
 def choose_port(address: str) -> int:
-    """Return a free port below the range from which the kernel hands out ports to clients.
-
-    Raises:
-        RunError: none of many tried was free.
-    """
+    """Return a free port below the range from which the kernel hands out ports to clients. Raises RunError where none of many tried was free."""
     below = int(_EPHEMERAL.read_text().split()[0])
     ports = range(_FIRST_PORT, below) if below > _FIRST_PORT + 1000 else range(1024, below)
     for port in random.sample(ports, 200):

@@ -43,11 +43,7 @@ def attach(run: Run, node: str | None, role: str | None, command: Sequence[str])
 
 
 def running(run: Run) -> RunState:
-    """Return the state of a run that has processes now.
-
-    Raises:
-        RunError: it has none.
-    """
+    """Return the state of a run that has processes now. Raises RunError where it has none."""
     state = states_of([run])[0]
     if state.over or state.attempt == 0 or state.kind == "starting" or state.job.waiting or state.outcome is not None:
         raise RunError(f"{run.name} is {state.kind}: it has no processes now ({state.detail})")
@@ -73,11 +69,7 @@ def on_node(state: RunState, host: str, *options: str) -> tuple[list[str], dict[
 
 
 def choose(plan: Sequence[Node], hosts: Sequence[str], node: str | None, role: str | None) -> Node:
-    """Return the node of a plan that a user means.
-
-    Raises:
-        RunError: there is none.
-    """
+    """Return the node of a plan that a user means. Raises RunError where there is none."""
     fitting = [
         one
         for one in plan

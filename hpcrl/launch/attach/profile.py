@@ -50,11 +50,7 @@ def sample(run: Run, role: ProfiledRole, number: int, seconds: int, form: Format
 
 
 def process_of(plan: Sequence[Node], role: ProfiledRole, number: int) -> tuple[str, Node]:
-    """Return the name of a process, and its node.
-
-    Raises:
-        RunError: the run has none of this number.
-    """
+    """Return the name of a process, and its node. Raises RunError where the run has none of this number."""
     found = {"controller": plan[0]} if role == "controller" else dict[str, Node]()
     for node in plan:
         if role == "trainer" == node.role:

@@ -31,11 +31,7 @@ class RunPoller:
         self._asked, self._known = 0.0, self._outcomes()
 
     def states(self) -> list[RunState]:
-        """Return the states, in the order of the runs, which may be 15 s old.
-
-        Raises:
-            SubmitError, RunError: `ask` did.
-        """
+        """Return the states, in the order of the runs, which may be 15 s old."""
         outcomes = self._outcomes()
         pause = min(map(_pause, self._states, outcomes), default=0.0)
         if outcomes != self._known or time.monotonic() - self._asked >= pause:

@@ -202,7 +202,6 @@ def _until_decided(finish: str) -> list[str]:
 
 
 def _gpus(slurm: SlurmConfig, wanted: int | str) -> dict[str, Any]:
-    """Return the parameter that asks for GPUs of each node."""
     if gpu_count(slurm) == 0 or slurm.gpu_option == "none":
         return {}
     return {"gres": f"gpu:{wanted}"} if slurm.gpu_option == "gres" else {"gpus_per_node": wanted}
@@ -263,12 +262,9 @@ def local_executor(submission: Submission) -> submitit.LocalExecutor:
 
 
 def _devices(count: int) -> list[str]:
-    """Return the setup line that leaves a run `count` of the devices that the user has left, if the user has left only some.
+    """Return the setup line that leaves a run `count` of the devices that the user has left, if the user has left only some. Raises SubmitError where there are fewer.
 
     submitit takes numbers alone; CUDA_VISIBLE_DEVICES may also hold ids such as GPU-8932f937-... and MIG-....
-
-    Raises:
-        SubmitError: there are fewer.
     """
     devices = listed_gpus()
     if not count or devices is None:

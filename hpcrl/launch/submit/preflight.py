@@ -312,11 +312,7 @@ def _of_rows(config: Config) -> tuple[list[Problem], list[str]]:
 
 
 def _of_the_end(config: Config) -> Iterator[str]:
-    """Yield a line if the data end before the last step that was asked for.
-
-    Raises:
-        DataError: they do not fill one step.
-    """
+    """Yield a line if the data end before the last step that was asked for."""
     data, trainer, batch = config.data, config.trainer, config.trainer.train_batch_size
     prompts = _training_rows(config)
     if prompts is None:
@@ -331,11 +327,7 @@ def _of_the_end(config: Config) -> Iterator[str]:
 
 
 def _training_rows(config: Config) -> int | None:
-    """Return the prompts or rows of an epoch, too long ones included; None: that is not quickly known.
-
-    Raises:
-        DataError: data.test_size leaves none of them.
-    """
+    """Return the prompts or rows of an epoch, too long ones included; None: that is not quickly known."""
     data, offline = config.data, is_offline(config.trainer)
     sources = training_sources(data) if offline else [Source(path) for path in data.train_data]
     counts = [_count(source, _changed(source)) for source in sources]

@@ -108,11 +108,7 @@ def code_sources() -> dict[str, Path]:
 
 
 def _make_folder(folder: Path) -> None:
-    """Take the name of the submission.
-
-    Raises:
-        RunError: somebody took the name a moment ago.
-    """
+    """Take the name of the submission. Raises RunError where somebody took it a moment ago."""
     try:
         folder.mkdir(parents=True, mode=0o700)  # what lies in it is executed by the job
     except FileExistsError:
@@ -200,11 +196,7 @@ def submit(submission: Submission, local: bool) -> list[Run]:
 
 
 def launch(submission: Submission, local: bool) -> None:
-    """Start agents for run directories that exist, and record the jobs in each of them.
-
-    Raises:
-        SubmitError: the executor refused.
-    """
+    """Start agents for run directories that exist, and record the jobs in each of them. Raises SubmitError where the executor refuses."""
     logging.getLogger("submitit").setLevel(logging.ERROR)
     runs, config = submission.runs, submission.elements[0].config
     pools = [each for element in submission.elements for each in elastic_pools(element.config)]

@@ -59,7 +59,7 @@ def _seeds(text: str) -> list[int]:
 def _lines(file: Path) -> list[list[str]]:
     """Return the overrides of each line; words are split and quoted as in a shell, # begins a comment."""
     try:
-        text = file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--sweep-file {file}: cannot be read: {error}") from None
     found, problems = [], []

@@ -26,11 +26,7 @@ _DECIDES = ("model_config_kwargs", "rotary positions", "temperature", "number ty
 
 
 def facts_of(config: Config) -> dict[str, Any]:
-    """Return all that decides what the teacher says of the rows of a run, and nothing else, as JSON has it.
-
-    Raises:
-        DataError: a dataset or a tokenizer cannot be read.
-    """
+    """Return all that decides what the teacher says of the rows of a run, and nothing else, as JSON has it."""
     trainer, recipe, model = config.trainer, Recipe.of(config), ref_model(config.trainer)
     precision = (
         trainer.ref.megatron_config.dtype

@@ -57,11 +57,7 @@ class Alerts:
         self._seen, self._checked = dict[str, int](), set[str]()
 
     def look(self) -> None:
-        """Judge what has come since the last call.
-
-        Raises:
-            CommitError: a newer attempt has begun.
-        """
+        """Judge what has come since the last call."""
         records, outdated = self._reader.poll()
         if outdated:
             self.begin()

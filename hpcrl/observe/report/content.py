@@ -39,9 +39,6 @@ def content_of(run: Run, decoder: Decoder, *, with_samples: bool = True) -> dict
 
     Args:
         decoder: returns what decodes the run's tokens; RunError where this machine cannot: samples are then shown as numbers.
-
-    Raises:
-        RunError: a file of it is damaged.
     """
     attempts, outcomes = read_attempts(run), {outcome.attempt: outcome for outcome in read_outcomes(run)}
     started = attempts[0].started if attempts else 0.0

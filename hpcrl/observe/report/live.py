@@ -22,13 +22,10 @@ _EVERY_S = 3.0
 
 
 class LiveReport:
-    """The server of a report.
+    """The server of a report. Raises RunError where the port is taken.
 
     Attributes:
         url: what a browser opens, the token in it.
-
-    Raises:
-        RunError: the port is taken.
     """
 
     def __init__(self, runs: Sequence[Run], decoder: Decoder, port: int) -> None:

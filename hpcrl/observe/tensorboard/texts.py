@@ -34,21 +34,13 @@ def configuration(run: Run) -> str:
 
 
 def summary(run: Run) -> str:
-    """Return what the run has achieved.
-
-    Raises:
-        RunError: a file of it is damaged.
-    """
+    """Return what the run has achieved."""
     rows = "\n".join(f"| {name} | {_cell(value)} |" for name, value in summary_rows(summarise(run)))
     return f"**{_cell(run.project)}/{_cell(run.name)}**\n\n| | |\n|---|---|\n{rows}\n\n`{one_line(str(run.path))}`"
 
 
 def attempts(run: Run) -> str:
-    """Return when each attempt began, after which step, and how it ended.
-
-    Raises:
-        RunError: a file of it is damaged.
-    """
+    """Return when each attempt began, after which step, and how it ended."""
     outcomes = {outcome.attempt: outcome for outcome in read_outcomes(run)}
     resumed = resumed_after(read_starts(run))
     lines = ["| attempt | began | after step | ended |", "|---|---|---|---|"]

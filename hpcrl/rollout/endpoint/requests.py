@@ -62,11 +62,7 @@ class Request:
 
 
 def chat_request(content: bytes) -> Request:
-    """Return what a body of /v1/chat/completions asks for.
-
-    Raises:
-        BadRequest: it is not as expected.
-    """
+    """Return what a body of /v1/chat/completions asks for. Raises BadRequest where it is not as expected."""
     body = _object(content)
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:

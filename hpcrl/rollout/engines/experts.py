@@ -20,9 +20,5 @@ def experts_text(experts: NDArray[np.integer]) -> str:
 
 
 def experts_of(text: str) -> NDArray[np.int16]:
-    """Return the array of a text; vLLM's have no more than 16 bits.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """Return the array of a text; vLLM's have no more than 16 bits. Raises ValueError where it is none."""
     return np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False).astype(np.int16)

@@ -103,13 +103,10 @@ def replace_whole(
     weights: PublishedWeights,
     own_name: Callable[[str], str | None] = lambda name: name,
 ) -> None:
-    """Give a network other weights.
+    """Give a network other weights. Raises EngineError where they are not those of this network.
 
     Args:
         own_name: what the network calls a tensor of a file.
-
-    Raises:
-        EngineError: they are not those of this network.
     """
     own = network.state_dict(keep_vars=True)
     named = {own_name(name): tensor for name, tensor in tensors.items()}

@@ -78,7 +78,6 @@ class KeptPictures:
 
 
 def _places(run: Run, group_id: str, images: Sequence[Sequence[SeenImage]]) -> Iterator[tuple[Path, SeenImage]]:
-    """Yield each image with where it is kept."""
     digests = [[image.digest for image in own] for own in images]
     common = sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, zip(*digests, strict=False)))
     for number, image in enumerate(images[0][:common]):

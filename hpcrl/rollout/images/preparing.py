@@ -31,11 +31,7 @@ class ImagePreparation:
         self._running: dict[Shown, asyncio.Task[SeenImage]] = {}
 
     async def prepare(self, messages: Messages) -> Sequence[SeenImage]:
-        """Return the images and videos of messages; as long as somebody has them, the reader does not prepare them again.
-
-        Raises:
-            DataError: an image cannot be read, or the model takes none of its shape.
-        """
+        """Return the images and videos of messages; as long as somebody has them, the reader does not prepare them again."""
         if self._reader is None:
             return ()
         _, images = without_images(messages)

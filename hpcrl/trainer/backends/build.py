@@ -46,12 +46,7 @@ def build_policy(trainer: TrainerConfig, temperature: float, world: World) -> Po
 
 
 def build_critic(trainer: TrainerConfig, world: World) -> CriticEngine | None:
-    """Load the critic; None where the configuration names none.
-
-    Raises:
-        DataError: the path holds no model, or the model does not have what the configuration names.
-        RunError: a package that a setting needs is not installed.
-    """
+    """Load the critic; None where the configuration names none."""
     if trainer.critic.model.path is None:
         return None
     if trainer.strategy == "megatron":

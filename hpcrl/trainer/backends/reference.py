@@ -29,11 +29,7 @@ def resets_optimizer(trainer: TrainerConfig) -> bool:
 
 
 def require_same_shape(reference: nn.Module, policy: nn.Module) -> None:
-    """Raise DataError unless the reference can become the policy.
-
-    Raises:
-        DataError: it has other parameters.
-    """
+    """Raise DataError unless the reference can become the policy."""
     shapes = [{name: p.shape for name, p in module.named_parameters()} for module in (reference, policy)]
     if shapes[0] != shapes[1]:
         raise DataError(

@@ -57,11 +57,7 @@ class ModelRanks:
 
     @staticmethod
     def of(trainer: TrainerConfig, world: World) -> ModelRanks:
-        """Return those of the configuration; all ranks call it.
-
-        Raises:
-            RunError: there are not as many ranks as it says.
-        """
+        """Return those of the configuration; all ranks call it. Raises RunError where there are not as many ranks as it says."""
         if not has_own_critic(trainer):
             return ModelRanks(world, world)
         first, others = trainer_ranks(trainer), critic_ranks(trainer)

@@ -95,11 +95,7 @@ class Adapter:
         return replace(self, layers=layers).scaled(torch.float32)
 
     def write(self, directory: Path) -> dict[str, str]:
-        """Write a directory that PEFT loads; return the digest of each tensor.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Write a directory that PEFT loads; return the digest of each tensor."""
         tensors = {
             f"{ADAPTER_PREFIX}{each.name}{part}": tensor
             for each in self.layers

@@ -48,11 +48,7 @@ class ModelSource(ConfiguredModel):
     gives_scores: ClassVar[bool] = False
 
     def empty(self, dtype: torch.dtype, attention: str) -> PreTrainedModel:
-        """Return the model without weights, on the meta device.
-
-        Raises:
-            DataError: there is none, or its log-probabilities would come out wrong.
-        """
+        """Return the model without weights, on the meta device. Raises DataError where there is none, or its log-probabilities would come out wrong."""
         model = _empty(self._model_class(), self.config(), dtype, attention)
         LogitChange.of(model.config)
         if getattr(model.get_output_embeddings(), "bias", None) is not None:
@@ -62,11 +58,7 @@ class ModelSource(ConfiguredModel):
         return model
 
     def whole(self, dtype: torch.dtype, attention: str) -> PreTrainedModel:
-        """Return the model with its weights, on the CPU.
-
-        Raises:
-            DataError: it cannot be loaded, or weights are missing.
-        """
+        """Return the model with its weights, on the CPU. Raises DataError where it cannot be loaded or weights are missing."""
         model, missing = self._read(self._model_class(), dtype, attention)
         self.expect_all(missing)
         return model
@@ -75,11 +67,7 @@ class ModelSource(ConfiguredModel):
         return auto_class(self.config())
 
     def export_dtype(self) -> torch.dtype:
-        """Return the number type of exported weights: that of config.json, else of the safetensors files, else float32.
-
-        Raises:
-            DataError: they cannot be read.
-        """
+        """Return the number type of exported weights: that of config.json, else of the safetensors files, else float32."""
         known = set(DTYPES.values())
         named = self._named_dtype()
         return named if named in known else stored if (stored := self.stored_dtype()) in known else torch.float32
@@ -139,19 +127,11 @@ class CriticSource(ModelSource):
     seed: int
 
     def empty(self, dtype: torch.dtype, attention: str) -> PreTrainedModel:
-        """Return the model without weights, on the meta device.
-
-        Raises:
-            DataError: there is none.
-        """
+        """Return the model without weights, on the meta device."""
         return _empty(self._model_class(), self.config(), dtype, attention)
 
     def whole(self, dtype: torch.dtype, attention: str) -> PreTrainedModel:
-        """Return the model with its weights, on the CPU.
-
-        Raises:
-            DataError: it cannot be loaded, or weights other than the head's are missing.
-        """
+        """Return the model with its weights, on the CPU."""
         model, missing = self._read(self._model_class(), dtype, attention)
         name = f"{self.head}.weight"
         self.expect_all([other for other in missing if other != name])
@@ -255,11 +235,7 @@ class JudgeSource(RewardModelSource):
         return super().config()
 
     def whole(self, dtype: torch.dtype, attention: str) -> PreTrainedModel:
-        """Return the model with its weights, on the CPU.
-
-        Raises:
-            DataError: it cannot be loaded, or weights are missing.
-        """
+        """Return the model with its weights, on the CPU."""
         return ModelSource.whole(self, dtype, attention)
 
     def not_a_model(self, error: Exception | str) -> DataError:

@@ -30,11 +30,7 @@ class LogitChange:
 
     @classmethod
     def of(cls, config: PreTrainedConfig) -> LogitChange:
-        """Return that of a model.
-
-        Raises:
-            DataError: its configuration has an entry that changes logits in another way.
-        """
+        """Return that of a model. Raises DataError where its configuration has an entry that changes logits in another way."""
         text: Any = config.get_text_config()
         unknown = [name for name in _UNKNOWN if getattr(text, name, None) not in (None, 1.0)]
         factor = 1.0

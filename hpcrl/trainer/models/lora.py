@@ -81,7 +81,6 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, role: str, dtype: tor
 
 
 def _adapting(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield PEFT's layers, with their names."""
     return ((name, layer) for name, layer in model.named_modules() if hasattr(layer, "base_layer"))
 
 
@@ -118,9 +117,6 @@ def first_values(
 
     Args:
         section: of `lora`, for errors.
-
-    Raises:
-        DataError: adapter_path has no adapters for them.
     """
     if lora.adapter_path is not None:
         yield from _given(list(adapted_layers(model)), Path(lora.adapter_path), section)

@@ -22,9 +22,6 @@ def mark_trained(
         section: that says it; None: nothing is trained.
         dtype: of what is trained beside a frozen model.
         seed: of the first values of adapters.
-
-    Raises:
-        DataError: the model does not have what the section names.
     """
     model.requires_grad_(section is not None)
     policy = isinstance(section, PolicyConfig)

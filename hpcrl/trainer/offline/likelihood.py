@@ -55,9 +55,6 @@ def score_by_teacher(
     Args:
         batch: that the mini-batch is of.
         before: called before each forward pass.
-
-    Raises:
-        DataError: what was written before is about other rows, or has fewer tokens; DamagedError: it is missing or damaged.
     """
     scores, top_k = mini.samples.scores, min(distillation.top_k, policy.vocabulary)
     if distillation.precomputed_logprobs is not None:

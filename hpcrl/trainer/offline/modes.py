@@ -35,11 +35,7 @@ class Measure(Protocol):
 
 
 def objective_of(trainer: TrainerConfig) -> Objective:
-    """Return what a language model minimizes.
-
-    Raises:
-        ConfigError: as of `build_objective`.
-    """
+    """Return what a language model minimizes."""
     match trainer.mode:
         case "rl":
             return build_objective(trainer.algorithm, trainer.distillation)

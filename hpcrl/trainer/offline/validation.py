@@ -87,7 +87,6 @@ class Validation:
         return found
 
     def _sets(self) -> dict[str, list[tuple[TokenFile, int]]]:
-        """Return file and row of each row of each set."""
         sets = validation_rows(self.run, self.data)
         return {name: [(part.file, row) for part in parts for row in part.places] for name, parts in sets.items()}
 

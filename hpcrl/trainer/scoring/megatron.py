@@ -34,9 +34,6 @@ def forward_passes(
     Args:
         layout: how ranks share the model.
         role: its section, for errors.
-
-    Raises:
-        DataError: there is no such model, or Megatron-core cannot be it.
     """
     chunks, _, data = build(PolicyModel, source, forward, layout, role, trainer, world)
     for chunk in chunks:

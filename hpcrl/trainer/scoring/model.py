@@ -35,9 +35,6 @@ class ScoringModel:
 
     Args:
         run: whose samples are scored.
-
-    Raises:
-        DataError: there is no such model, or it has another vocabulary than the policy.
     """
 
     def __init__(self, run: Run, config: Config, scorers: ScorerSet, world: World) -> None:
@@ -81,9 +78,6 @@ class ScoringModel:
 
         Args:
             before: called before each forward pass.
-
-        Raises:
-            DataError: a sample file is missing or damaged.
         """
         rank = self._data.rank
         shared = self._limits[0].shared

@@ -36,10 +36,6 @@ class RewardScoringModel:
 
     Args:
         run: whose samples are scored.
-
-    Raises:
-        DataError: there is no such model, or it is no classifier of one label.
-        ConfigError: its tokenizer has no chat template, and none is given; or that cannot be read.
     """
 
     def __init__(self, run: Run, config: Config, scorers: ScorerSet, world: World) -> None:
@@ -60,9 +56,6 @@ class RewardScoringModel:
 
         Args:
             before: called before each forward pass.
-
-        Raises:
-            DataError: a sample file is missing or damaged.
         """
         said = [read_conversations(self._run.inside(group.path), group) for group in groups]
         tokens = [[self._tokens(one, group) for one in own] for own, group in zip(said, groups, strict=True)]

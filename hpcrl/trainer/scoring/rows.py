@@ -37,11 +37,7 @@ def require_row_teacher(config: Config) -> None:
 
 
 class RowTeacher:
-    """The teacher of a run's rows, as trainer ranks would have it beside the policy. All ranks have it, and call it alike.
-
-    Raises:
-        DataError: there is no such model.
-    """
+    """The teacher of a run's rows, as trainer ranks would have it beside the policy. All ranks have it, and call it alike."""
 
     def __init__(self, config: Config, world: World) -> None:
         trainer, self._world, self._data = config.trainer, world, world
@@ -65,9 +61,6 @@ class RowTeacher:
 
         Args:
             progress: is called with the number of rows that are done, after each part of them.
-
-        Raises:
-            DamagedError: a row of the dataset is damaged.
         """
         ends, size = ends_of(tokens), self._data.size
         with self._shared(target) as directory:

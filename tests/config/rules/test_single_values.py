@@ -13,12 +13,13 @@ from hpcrl.config.fields import Setting, leaves, values
 from hpcrl.config.load import nested
 from hpcrl.config.root import make_config
 from hpcrl.config.rules.single_values import out_of_range
-from hpcrl.config.setting import Range, setting
+from hpcrl.config.setting import Facts, Range, setting
 from hpcrl.config.validate import build
 
 BASE = {"data.train_data": ["t"], "data.val_data": ["v"], "trainer.policy.model.path": "m"}
 NUMBERS = [one for one in leaves(Config) if {int, float} & set(one.types)]
-RANGED = [one for one in NUMBERS if one.facts.range]
+EACH_RANGE = list({(one.facts.range, float in one.types): one for one in NUMBERS if one.facts.range}.values())
+"""A setting for each range, of whole numbers and of others."""
 # Every finite number means something: bounds of rewards, advantages and covariances, and intervals whose 0 or less means never.
 UNBOUNDED = {
     "trainer.algorithm.advantage_clip_high",
@@ -62,7 +63,7 @@ def beside(allowed: Range, whole: bool) -> tuple[list[float], list[float]]:
     return [value for value in inside if value in allowed], outside
 
 
-@pytest.mark.parametrize("setting", RANGED, ids=lambda setting: setting.path)
+@pytest.mark.parametrize("setting", EACH_RANGE, ids=lambda setting: setting.path)
 def test_a_number_is_accepted_inside_its_range_and_refused_outside(setting: Setting) -> None:
     allowed, whole = setting.facts.range, float not in setting.types
     assert allowed
@@ -93,6 +94,12 @@ def test_a_range_says_what_it_is(allowed: Range, text: str) -> None:
 def test_every_number_has_a_range_or_means_something_everywhere() -> None:
     assert {one.path for one in NUMBERS if not (one.facts.range or one.facts.check)} == UNBOUNDED
     assert [one.path for one in leaves(Config) if one.facts.range and one not in NUMBERS] == []
+
+
+def test_sections_whose_names_are_the_users_declare_nothing_that_is_not_looked_at() -> None:
+    """Of alerts, rules/alerts.py says what each may have."""
+    entries = [one.entry for one in leaves(Config) if one.entry]
+    assert [held.facts for entry in entries for held in leaves(entry) if held.facts != Facts()] == []
 
 
 @pytest.mark.parametrize("path", sorted(UNBOUNDED))

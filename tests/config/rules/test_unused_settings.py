@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from hpcrl.config import Config
+from hpcrl.config.fields import settings
 from hpcrl.config.load import nested
 from hpcrl.config.rules.combinations import impossible
+from hpcrl.config.rules.unused_settings import DERIVED
 from hpcrl.config.validate import build
 
 BASE = {"data.train_data": ["t"], "data.val_data": ["v"], "trainer.policy.model.path": "m"}
@@ -43,6 +45,18 @@ def test_a_setting_has_an_effect_or_is_refused(path: str, value: Any, off: dict[
     assert where == path
     assert message.startswith("has no effect without ")
     assert found({**on, path: value}) == []
+
+
+def test_conditions_are_on_settings_that_there_are() -> None:
+    known = {setting.path for setting in settings(Config)} | DERIVED.keys()
+    named = {
+        setting.path.rpartition(".")[0] + path if path.startswith(".") else path
+        for setting in settings(Config)
+        for condition in setting.facts.used_by
+        for path, _ in condition.tests
+    }
+    assert named - known == set()
+    assert named >= DERIVED.keys()
 
 
 @pytest.mark.parametrize("name", ["policy_loss_type", "advantage_estimator"])

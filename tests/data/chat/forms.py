@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +47,13 @@ TOOLS = (
 )
 
 
-def byte_level() -> Tokenizer:
+def byte_level(texts: Sequence[str] = _CORPUS, special: list[str] = SPECIAL, size: int = 600) -> Tokenizer:
     model = Tokenizer(models.BPE())
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     model.train_from_iterator(
-        _CORPUS, trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet, special_tokens=SPECIAL)
+        texts, trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, special_tokens=special)
     )
     return model
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from hpcrl.config import EnvironmentConfig
-from hpcrl.config.sections.environment import COMPARING_REWARDS, IMAGE_REWARDS, OverlongRewardConfig
-from hpcrl.config.sections.environment import REWARDS as NAMES
+from hpcrl.config.sections.environment import OverlongRewardConfig
+from hpcrl.config.sections.functions import COMPARING_REWARDS, IMAGE_REWARDS
 from hpcrl.envs.rewards import weighted
 from hpcrl.envs.rewards.numbers import normal_form
 from hpcrl.envs.rewards.response import Response, truth_of
@@ -25,7 +25,6 @@ def value(name: str, text: str, ground_truth: Any = None) -> float:
 
 
 def test_the_configuration_knows_these_names() -> None:
-    assert set(NAMES) == set(REWARDS)
     needing = set()
     for name in REWARDS:
         try:
@@ -154,6 +153,9 @@ def test_format(text: str, expected: float) -> None:
         ("#### 42/7\n#### 42", "42", 0),
         ("<think>#### 41?</think>\n#### 42", "42", 1),
         ("<think>#### 42?</think>\n42", "42", 0),
+        ("#### \N{MINUS SIGN}5", "-5", 1),
+        ("#### -5", "\N{MINUS SIGN}5", 1),
+        ("#### 5", "\N{MINUS SIGN}5", 0),
     ],
 )
 def test_gsm8k(text: str, truth: Any, expected: float) -> None:
@@ -203,6 +205,7 @@ def test_gsm8k_wants_a_number_as_ground_truth(truth: str) -> None:
         ("Answer: 3,4", "3, 4", 1),
         ("<think>Answer: 41</think>\nAnswer: 42", "42", 1),
         ("<think>Answer: 42</think>\n42", "42", -1),
+        ("Answer: \N{MINUS SIGN}5", "-5", 1),
     ],
 )
 def test_direct_math(text: str, truth: Any, expected: float) -> None:

@@ -159,3 +159,9 @@ def test_what_one_job_array_cannot_hold(override: str, expected: str) -> None:
     assert len(found) == 1
     assert found[0].startswith(f"element 1 ({override}): ")
     assert expected in found[0]
+
+
+def test_a_file_of_windows(tmp_path: Path) -> None:
+    file = tmp_path / "sweep.txt"
+    file.write_bytes(b"\xef\xbb\xbftrainer.seed=1\r\ntrainer.seed=2\r\n")
+    assert elements([], None, file) == [["trainer.seed=1"], ["trainer.seed=2"]]

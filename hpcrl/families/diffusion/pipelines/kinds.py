@@ -72,9 +72,6 @@ class PipelineKind(ABC):
             transformer, vae: entries of their config.json.
             size: height and width in pixels.
             frames: of a video.
-
-        Raises:
-            DataError: there are no latents of that size.
         """
         scale = 2 ** (len(vae[self.vae_levels]) - 1)
         return (transformer["in_channels"], *divided(size, scale, transformer["patch_size"]))
@@ -177,11 +174,7 @@ class Sana(PipelineKind):
 
 
 def divided(size: Sequence[int], scale: int, patch: int) -> list[int]:
-    """Return the edges of latents, each pixel of which stands for `scale` ones of the picture.
-
-    Raises:
-        DataError: patches of the transformer do not cover them.
-    """
+    """Return the edges of latents, each pixel of which stands for `scale` ones of the picture. Raises DataError where patches of the transformer do not cover them."""
     step = scale * patch
     if wrong := [edge for edge in size if edge % step]:
         raise DataError(

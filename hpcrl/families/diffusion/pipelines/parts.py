@@ -23,9 +23,6 @@ class Parts:
 
     Attributes:
         pipeline: diffusers' own, its transformer on the CPU.
-
-    Raises:
-        DataError: it cannot be loaded.
     """
 
     def __init__(self, source: PipelineSource, device: torch.device, *, encoders_only: bool = False) -> None:

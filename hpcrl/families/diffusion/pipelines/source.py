@@ -87,11 +87,7 @@ class PipelineSource:
         return found
 
     def entries(self, file: str) -> Mapping[str, Any]:
-        """Return a JSON file of the pipeline, by its path in it.
-
-        Raises:
-            DataError: it cannot be read.
-        """
+        """Return a JSON file of the pipeline, by its path in it. Raises DataError where it cannot be read."""
         try:
             return json.loads((self.folder / file).read_text())
         except (OSError, ValueError) as error:
@@ -120,11 +116,7 @@ class PipelineSource:
         )
 
     def noise_levels(self) -> torch.Tensor:
-        """Return the noise levels of the pipeline's schedule, from 1 to near 0, float32: those that diffusers' scripts train.
-
-        Raises:
-            DataError: the pipeline has no schedule.
-        """
+        """Return the noise levels of the pipeline's schedule, from 1 to near 0, float32: those that diffusers' scripts train."""
         require_diffusers()
         from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 
@@ -134,11 +126,7 @@ class PipelineSource:
         return schedule.sigmas.float()
 
     def transformer_class(self) -> Any:
-        """Return the class of its transformer.
-
-        Raises:
-            DataError: diffusers has none of that name.
-        """
+        """Return the class of its transformer. Raises DataError where diffusers has none of that name."""
         require_diffusers()
         import diffusers
 
@@ -157,13 +145,10 @@ class PipelineSource:
             return self.transformer_class().from_config(dict(self.transformer))
 
     def load(self, dtype: torch.dtype, *, encoders_only: bool = False) -> Any:
-        """Return the whole pipeline, on the CPU, its VAE in float32.
+        """Return the whole pipeline, on the CPU, its VAE in float32. Raises DataError where it cannot be loaded.
 
         Args:
             encoders_only: its transformer has no weights.
-
-        Raises:
-            DataError: it cannot be loaded.
         """
         require_diffusers()
         import torch

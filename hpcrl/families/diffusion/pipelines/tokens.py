@@ -18,11 +18,7 @@ TOKENIZER = "tokenizer"
 
 
 def load_tokenizer(model: Pretrained) -> PreTrainedTokenizerBase:
-    """Return the first tokenizer of a pipeline.
-
-    Raises:
-        DataError: there is none, here or on the hub.
-    """
+    """Return the first tokenizer of a pipeline. Raises DataError where there is none, here or on the hub."""
     path = Path(model.path).expanduser()
     try:
         if path.is_dir():

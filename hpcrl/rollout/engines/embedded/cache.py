@@ -39,11 +39,7 @@ def aligned(parts: Sequence[Part], width: int, capacity: int, dim: int) -> torch
 
 
 def expect_attention_only(config: PreTrainedConfig) -> None:
-    """Raise EngineError if a model has layers whose state is not a key and a value per token.
-
-    Raises:
-        EngineError: it has.
-    """
+    """Raise EngineError if a model has layers whose state is not a key and a value per token."""
     text = config.get_text_config()
     others = sorted(set(getattr(text, "layer_types", None) or ()) - _KINDS)
     if others:

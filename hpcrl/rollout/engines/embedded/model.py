@@ -20,13 +20,10 @@ _MOST_NAMED = 8
 
 
 def load_model(source: ConfiguredModel, dtype: str, device: torch.device) -> PreTrainedModel:
-    """Return the model with its first weights.
+    """Return the model with its first weights. Raises EngineError where it is none that the engine can run, or cannot be loaded.
 
     Args:
         dtype: of weights and computation, such as "bfloat16".
-
-    Raises:
-        EngineError: it is none that the engine can run, or cannot be loaded.
     """
     disable_progress_bar()  # of no use in a log file
     try:
@@ -69,14 +66,11 @@ def read_tensors(weights: PublishedWeights) -> tuple[dict[str, torch.Tensor], di
 
 @torch.inference_mode()
 def replace_weights(model: PreTrainedModel, tensors: dict[str, torch.Tensor], source: Path) -> None:
-    """Give a model other weights.
+    """Give a model other weights. Raises EngineError where they are not those of this model.
 
     Args:
         tensors: by their names on disk, which may be others than the model's own, such as those of single experts: transformers knows
             how they belong together.
-
-    Raises:
-        EngineError: they are not those of this model.
     """
     own = model.state_dict(keep_vars=True)
     named = {name: own[name] for name, tensor in tensors.items() if name in own and own[name].shape == tensor.shape}

@@ -49,9 +49,6 @@ class PackedModel(nn.Module):
 
     Attributes:
         data: as World.sharing gives it, where ranks share the tokens of each sample; None: each computes its own samples.
-
-    Raises:
-        DataError: the model's samples cannot be packed.
     """
 
     def __init__(self, model: PreTrainedModel, forward: ForwardConfig) -> None:
@@ -291,10 +288,6 @@ def load_model(
         kernels: that its layers are computed with.
         averaged: it becomes an average of what is trained, and is kept in the same type.
         data: as of PackedModel.
-
-    Raises:
-        DataError: `source` is no model in Hugging Face format, or does not have what the configuration names.
-        RunError: this machine does not have the kernels.
     """
     choose_flash_attention(forward.flash_version)
     precision = fsdp.mixed_precision

@@ -218,7 +218,6 @@ class MegatronExported(MegatronEngine[Model]):
         return made_adapter(layers, self._lora, self.source, kept)
 
     def _copied(self) -> dict[nn.Parameter, torch.Tensor]:
-        """Return a copy of what is trained."""
         trained = (parameter for chunk in self._chunks for parameter in chunk.parameters() if parameter.requires_grad)
         return {parameter: parameter.detach().clone() for parameter in trained}
 
@@ -430,11 +429,7 @@ def build(
     trainer: TrainerConfig,
     world: World,
 ) -> tuple[list[Model], Architecture, World]:
-    """Return this rank's chunks of the model of `source`, its architecture, and the ranks that train other samples.
-
-    Raises:
-        DataError: there is no such model, or Megatron-core cannot be it.
-    """
+    """Return this rank's chunks of the model of `source`, its architecture, and the ranks that train other samples."""
     if world.device.type != "cuda":
         shims.install()
     head = source.head if isinstance(source, CriticSource) else None

@@ -110,11 +110,7 @@ class ShardedState:
         return partial(write, state)
 
     def load(self, directory: Path) -> int:
-        """Load what an engine wrote, of whatever backend; return the optimizer steps done. All ranks call it.
-
-        Raises:
-            CommitError: it cannot be loaded.
-        """
+        """Load what an engine wrote, of whatever backend; return the optimizer steps done. All ranks call it."""
         stepped, updates = self._stepped(), torch.tensor(0)
         keys = {parameter: self._key(self._places[parameter][0].name, "step") for parameter in stepped}
         counts = {key: torch.tensor(0.0) for key in keys.values()}  # experts have one together
@@ -127,11 +123,7 @@ class ShardedState:
         return int(updates)
 
     def load_weights(self, directory: Path) -> None:
-        """Load only the model of what an engine wrote, of whatever backend. All ranks call it.
-
-        Raises:
-            CommitError: it cannot be loaded.
-        """
+        """Load only the model of what an engine wrote, of whatever backend. All ranks call it."""
         read(self._shares(self._parameters()), directory, self._world)
         if self._optimizer is not None:
             self._optimizer.reload_model_params()

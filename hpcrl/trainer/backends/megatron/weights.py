@@ -38,11 +38,7 @@ _ONE_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 class _Files:
-    """The safetensors files of a model, of which only what is asked for is read.
-
-    Raises:
-        DataError: there are none, or they cannot be read.
-    """
+    """The safetensors files of a model, of which only what is asked for is read."""
 
     def __init__(self, source: ModelSource) -> None:
         self._source = source

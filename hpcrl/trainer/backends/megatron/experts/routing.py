@@ -39,9 +39,6 @@ class MegatronRouting:
 
     Attributes:
         balance: what the routers tell, each rank of the layers that it has.
-
-    Raises:
-        DataError: they cannot do what the configuration asks for.
     """
 
     def __init__(self, chunks: Sequence[nn.Module], config: ExpertsConfig, data_ranks: int) -> None:

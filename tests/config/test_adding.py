@@ -1,0 +1,180 @@
+"""A new loss with a number and a new setting, added to a copy of the checkout: the files that are changed by hand, and what follows by itself."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.paths import ROOT
+
+COPIED = ("hpcrl", "jobs", "docs", "tests/config", "tests/algorithms")
+FILES = ("README.md", "pyproject.toml", "tests/__init__.py", "tests/conftest.py", "tests/paths.py")
+GENERATED = {
+    "README.md",
+    "docs/algorithms.md",
+    "docs/config/hpcrl.schema.json",
+    "docs/config/reference.md",
+    "docs/config/status.md",
+    "hpcrl/config/sections/functions.py",
+}
+
+LOSS = '''
+def margin(tokens: Tokens, *, eps_clip_high: float, slack: Share = 0.5) -> Values:
+    """Return the advantage against a margin (a test's, arXiv:2601.00001).
+
+    Formula:
+        -min(r, 1 + eps_clip_high) A + slack
+    Use:
+        never
+    Args:
+        slack: what is added to each token's loss.
+    """
+    ratio_P = ratio(tokens.logprobs, tokens.old_logprobs)
+    return slack - ratio_P.clamp(max=1 + eps_clip_high) * tokens.advantages, {}
+
+
+POLICY_LOSSES: dict[str, Loss] = {
+    "margin": margin,
+'''
+ITS_TEST = """
+import torch
+
+from hpcrl.config import AlgorithmConfig
+from hpcrl.config.validate import build
+from hpcrl.trainer.loss import build_policy_loss
+from tests.algorithms.material import make_samples, tokens_of
+
+
+def test_its_number_is_in_the_loss() -> None:
+    tokens = tokens_of(make_samples())
+    plain, more = (
+        build_policy_loss(build(AlgorithmConfig, {"policy_loss_type": "margin", "margin": {"slack": slack}}))(tokens)[0]
+        for slack in (0.25, 0.5)
+    )
+    torch.testing.assert_close(more - plain, torch.full_like(plain, 0.25))
+"""
+SETTING = '''
+    nap_seconds: float = setting(0.0, range=NOT_NEGATIVE, used_by=when(".profiler.enable"), on_change=WRITTEN)
+    """Seconds for which the trainer pauses after each step."""
+
+    eval_before_train: bool'''
+CONSUMER = """
+
+def nap(trainer: TrainerConfig) -> float:
+    return trainer.nap_seconds
+"""
+
+ITS_OWN_TEST = """
+from hpcrl.config import TrainerConfig
+from hpcrl.config.derive import nap
+from hpcrl.config.validate import build
+
+
+def test_nap() -> None:
+    assert nap(build(TrainerConfig, {"nap_seconds": 1.5, "policy": {"model": {"path": "m"}}})) == 1.5
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    for folder in COPIED:
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in FILES:
+        shutil.copy(ROOT / file, tmp_path / file)
+    return tmp_path
+
+
+def python(checkout: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(checkout), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, *words]
+    return subprocess.run(command, cwd=checkout, env=environment, check=False, capture_output=True, text=True)
+
+
+def succeeds(checkout: Path, *words: str) -> str:
+    done = python(checkout, *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def refused(checkout: Path, *settings: str) -> list[str]:
+    """Return the problems of a configuration with some settings."""
+    required = ['data.train_data=["t"]', "trainer.policy.model.path=m", "trainer.eval_interval=0"]
+    code = "import sys; from hpcrl.config import Config; Config.from_cli_overrides(sys.argv[1:])"
+    lines = python(checkout, "-c", code, *required, *settings).stderr.splitlines()
+    return [line.partition("override: ")[2] for line in lines if "override: " in line]
+
+
+def replace(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert text.count(old) == 1, old
+    path.write_text(text.replace(old, new))
+
+
+def changed(checkout: Path) -> set[str]:
+    """Return the files of the copy that the checkout has not, or has with other contents."""
+    files = [
+        path.relative_to(checkout)
+        for path in checkout.rglob("*")
+        if path.is_file() and ".pytest_cache" not in path.parts
+    ]
+    return {
+        str(path)
+        for path in files
+        if not (ROOT / path).is_file() or (ROOT / path).read_bytes() != (checkout / path).read_bytes()
+    }
+
+
+def test_a_loss_with_a_number_is_two_files(checkout: Path) -> None:
+    replace(checkout / "hpcrl/algorithms/losses.py", "\nPOLICY_LOSSES: dict[str, Loss] = {\n", LOSS)
+    (checkout / "tests/algorithms/test_margin.py").write_text(ITS_TEST)
+    by_hand = changed(checkout)
+    assert by_hand == {"hpcrl/algorithms/losses.py", "tests/algorithms/test_margin.py"}
+
+    succeeds(checkout, "-m", "hpcrl.config.docs.describe")
+    assert changed(checkout) - by_hand <= GENERATED
+    assert "| `eps_clip_high`, `margin.slack` | never |" in (checkout / "docs/algorithms.md").read_text()
+    explained = succeeds(checkout, "-m", "hpcrl.cli.main", "config", "explain", "trainer.algorithm.margin.slack")
+    assert "margin: what is added to each token's loss." in explained
+    assert "a number, at least 0 and at most 1" in explained
+    assert refused(checkout, "trainer.algorithm.policy_loss_type=margin", "trainer.algorithm.margin.slack=0.25") == []
+    (range_,) = refused(checkout, "trainer.algorithm.policy_loss_type=margin", "trainer.algorithm.margin.slack=2")
+    assert range_ == "trainer.algorithm.margin.slack: expected at least 0 and at most 1, found 2.0"
+    (unused,) = refused(checkout, "trainer.algorithm.margin.slack=0.25")
+    assert "has no effect without trainer.algorithm.policy_loss_type=margin" in unused
+    tests = ["tests/algorithms/test_margin.py", "tests/algorithms/test_losses.py", "-k", "margin"]
+    assert " passed" in succeeds(checkout, "-m", "pytest", "-q", *tests)
+
+
+def test_a_loss_without_its_documents_is_named(checkout: Path) -> None:
+    replace(checkout / "hpcrl/algorithms/losses.py", "\nPOLICY_LOSSES: dict[str, Loss] = {\n", LOSS)
+    replace(
+        checkout / "hpcrl/algorithms/losses.py",
+        "        slack: what is added to each token's loss.\n",
+        "        other: nothing.\n",
+    )
+    told = python(checkout, "-m", "hpcrl.config.docs.describe").stderr
+    assert "hpcrl/algorithms/losses.py: margin: its setting slack has no meaning" in told
+
+
+def test_a_setting_is_its_line_its_consumer_and_its_test(checkout: Path) -> None:
+    replace(checkout / "hpcrl/config/sections/trainer.py", "\n    eval_before_train: bool", SETTING)
+    with (checkout / "hpcrl/config/derive.py").open("a") as module:
+        module.write(CONSUMER)
+    (checkout / "tests/config/test_nap.py").write_text(ITS_OWN_TEST)
+    by_hand = changed(checkout)
+    assert by_hand == {"hpcrl/config/sections/trainer.py", "hpcrl/config/derive.py", "tests/config/test_nap.py"}
+
+    succeeds(checkout, "-m", "hpcrl.config.docs.describe")
+    assert changed(checkout) - by_hand <= GENERATED
+    (range_,) = refused(checkout, "trainer.profiler.enable=true", "trainer.nap_seconds=-1")
+    assert range_ == "trainer.nap_seconds: expected at least 0, found -1.0"
+    (unused,) = refused(checkout, "trainer.nap_seconds=1")
+    assert "has no effect without trainer.profiler.enable" in unused
+    tests = ["test_nap.py", "test_reads.py", "test_resume_changes.py", "rules/test_single_values.py"]
+    named = ["-k", "every_setting or every_number or nap"]
+    succeeds(checkout, "-m", "pytest", "-q", *(f"tests/config/{name}" for name in tests), *named)
