@@ -79,7 +79,8 @@ def measure(world: World, model: str, settings: Found, shape: str, given: argpar
     config, tokens = Qwen3Config.from_pretrained(model), _TINY_TOKENS if given.tiny else _TOKENS
     with torch.device("meta"):
         flops = ModelFlops.of(Qwen3ForCausalLM(config))
-    policy = {**settings.get("policy", {}), "model": {"path": model}}
+    eager = {"compile_model": False, "use_torch_compile": False}
+    policy = {**eager, **settings.get("policy", {}), "model": {"path": model}}
     engine = build_policy(
         build(TrainerConfig, {"algorithm": {"use_kl_loss": False}, **settings, "policy": policy}), 1.0, world
     )

@@ -35,6 +35,7 @@ from hpcrl.planning.memory import (
     exchanged_heads,
     fsdp_gathered,
     fsdp_state,
+    layer_activations,
     logprob_buffer,
     megatron_state,
     merged_experts,
@@ -126,7 +127,8 @@ def _fsdp(config: Config, models: Mapping[str, Shapes], which: range, on_node: i
             if group := shared_prompt(config):
                 copied = tokens * (group.whole - group.computed) // group.computed
                 kept += copied_keys(shapes.width, copied, size, recompute=recompute)
-            need = replace(need, activations=kept)
+            again = tokens * layer_activations(shapes.width, size, fused=False) if recompute else 0
+            need = replace(need, activations=kept, recomputed=again)
         if role != "critic" and not trains_reward_model(trainer):
             need = replace(need, logprobs=_logprobs(trainer, tokens, shapes.width.vocabulary))
         needs[role] = need

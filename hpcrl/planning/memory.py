@@ -59,6 +59,7 @@ class Width:
 
     Attributes:
         ffn: inner columns that each token passes: of the MLP, or of the experts that it goes to, shared ones included.
+        norms_heads: queries and keys are normed, as in Qwen3.
     """
 
     layers: int
@@ -68,6 +69,7 @@ class Width:
     head: int
     ffn: int
     vocabulary: int
+    norms_heads: bool = False
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,7 @@ class Need:
 
     Attributes:
         gathered: parameters that FSDP has gathered, and gradients that it has not yet reduced.
+        recomputed: of the activations those of a layer that is computed again, which are there once the logits are not.
         stays: gradients are kept between optimizer steps, as Megatron-core's buffers are.
     """
 
@@ -102,6 +105,7 @@ class Need:
     optimizer: int
     gathered: int = 0
     activations: int = 0
+    recomputed: int = 0
     logprobs: int = 0
     stays: bool = False
 
@@ -113,7 +117,8 @@ class Need:
     @property
     def working(self) -> int:
         """Bytes that are there while this model is trained, beside those."""
-        return self.gathered + self.activations + self.logprobs + (0 if self.stays else self.gradients)
+        passing = max(self.logprobs - self.recomputed, 0)
+        return self.gathered + self.activations + passing + (0 if self.stays else self.gradients)
 
 
 def peak(needs: Sequence[Need]) -> int:
@@ -240,9 +245,10 @@ def layer_activations(width: Width, size: int, *, fused: bool) -> int:
         size: bytes of a number.
         fused: kernels of Megatron-core.
     """
-    norms = 2 * width.hidden * (size if fused else 4 + size)
+    heads = (width.heads + width.kv_heads) * width.head
+    norms = (2 * width.hidden + heads * width.norms_heads) * (size if fused else 4 + size)
     inputs = 2 * width.hidden * size
-    attention = 2 * (width.heads + width.kv_heads) * width.head * size + 4 * width.heads
+    attention = 2 * heads * size + 4 * width.heads
     return norms + inputs + attention + width.ffn * size * (3 if fused else 4)
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
 
 from hpcrl.config.adapters import reference_is_base
 from hpcrl.config.derive import ref_sharding
@@ -84,11 +84,11 @@ def _shapes(model: PreTrainedModel, inner: Mapping[int, torch.nn.Module]) -> Sha
         Weight(name, tuple(parameter.shape), parameter.requires_grad, unit_of.get(parameter, 0))
         for name, parameter in model.named_parameters()
     ]
-    return Shapes(type(model).__name__, weights, _width(model.config))
+    return Shapes(type(model).__name__, weights, _width(model))
 
 
-def _width(config: PreTrainedConfig) -> Width:
-    text = config.get_text_config()
+def _width(model: PreTrainedModel) -> Width:
+    text = model.config.get_text_config()
     heads, experts = text.num_attention_heads, getattr(text, "num_experts_per_tok", None)
     ffn = text.intermediate_size
     if experts:
@@ -102,4 +102,5 @@ def _width(config: PreTrainedConfig) -> Width:
         head=getattr(text, "head_dim", None) or text.hidden_size // heads,
         ffn=ffn,
         vocabulary=text.vocab_size,
+        norms_heads=any(name.endswith(".q_norm.weight") for name, _ in model.named_parameters()),
     )

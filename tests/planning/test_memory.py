@@ -118,15 +118,15 @@ def test_rows_of_each_rank_are_those_of_the_matrix() -> None:
             assert held == [chunk.numel() for chunk in chunks] + [0] * (ranks - len(chunks))
 
 
-def width(**changes: int) -> Width:
+def width(**changes: Any) -> Width:
     sizes = {"layers": 3, "hidden": 64, "heads": 4, "kv_heads": 2, "head": 16, "ffn": 160, "vocabulary": 50}
     return Width(**(sizes | changes))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["qwen2", "llama"])
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama"])
 def test_activations_are_about_those_that_autograd_keeps(kind: str, dtype: torch.dtype) -> None:
-    sizes = width()
+    sizes = width(norms_heads=kind == "qwen3")
     config = AutoConfig.for_model(
         kind,
         num_hidden_layers=sizes.layers,

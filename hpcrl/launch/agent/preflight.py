@@ -80,8 +80,8 @@ def compiling(config: Config, node: Node) -> list[str]:
     policy, teacher = config.trainer.policy, config.trainer.distillation
     settings = {
         "vLLM": bool(node.replicas or node.engine_parts) and not node.elsewhere,
-        "trainer.policy.compile_model": node.ranks > 0 and policy.compile_model,
-        "trainer.policy.use_torch_compile": node.ranks > 0 and policy.use_torch_compile,
+        "trainer.policy.compile_model": node.ranks > 0 and bool(policy.compile_model),
+        "trainer.policy.use_torch_compile": node.ranks > 0 and bool(policy.use_torch_compile),
         "trainer.policy.enable_liger_kernel": node.ranks > 0 and policy.enable_liger_kernel,
         "trainer.policy.low_precision.fp8": node.ranks > 0 and policy.low_precision.fp8,
         "trainer.policy.optimizer_config.moments": node.ranks > 0 and policy.optimizer_config.moments == "8bit",

@@ -39,7 +39,9 @@ def build_policy(trainer: TrainerConfig, temperature: float, world: World) -> Po
     require_packages(trainer)
     from hpcrl.trainer.backends.fsdp.engine import FsdpPolicy
     from hpcrl.trainer.backends.fsdp.values import FsdpRewardModel
+    from hpcrl.trainer.models.layers.compilation import with_compilation
 
+    trainer = with_compilation(trainer, world)
     if trains_reward_model(trainer):
         return cast(PolicyEngine, FsdpRewardModel(trainer, world))
     return FsdpPolicy(trainer, temperature, world)

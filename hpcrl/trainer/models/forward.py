@@ -91,7 +91,7 @@ def forward_config(trainer: TrainerConfig, temperature: float = 1.0) -> ForwardC
         packing=trainer.use_sample_packing,
         flash=trainer.flash_attn,
         flash_version=trainer.flash_attn_version,
-        compiled=trainer.policy.use_torch_compile,
+        compiled=bool(trainer.policy.use_torch_compile),
         dtype=DTYPES[trainer.algorithm.logprob_dtype],
         entropy_loss=trainer.algorithm.use_entropy_loss,
     )

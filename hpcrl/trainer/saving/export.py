@@ -63,6 +63,7 @@ def _alone(trainer: TrainerConfig) -> TrainerConfig:
             fsdp_config=sharding,
             megatron_config=on_one_rank(policy.megatron_config),
             use_torch_compile=False,
+            compile_model=False,
         ),
         algorithm=replace(trainer.algorithm, use_kl_loss=False, use_kl_in_reward=False),
     )

@@ -313,7 +313,7 @@ AGENTS = [
             f"{ENGINE}.weight_sync_backend": "nccl", f"{ENGINE}.weight_copy_dir": "$TMPDIR", "slurm.gpus_per_node": 1,
             "trainer.placement.colocate_all": True,
         },
-        f"{ENGINE}.weight_sync_backend", "nccl connects no two processes of one GPU",
+        f"{ENGINE}.weight_sync_backend", "NCCL refuses two processes of one GPU",
         {
             f"{ENGINE}.weight_sync_backend": "gloo", f"{ENGINE}.weight_copy_dir": "$TMPDIR", "slurm.gpus_per_node": 1,
             "trainer.placement.colocate_all": True,

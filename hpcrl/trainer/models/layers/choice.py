@@ -29,7 +29,9 @@ class Kernels:
     @classmethod
     def of(cls, policy: PolicyConfig) -> Kernels:
         """Return those of a policy and its reference."""
-        return cls(compiled=policy.compile_model, low_precision=policy.low_precision, liger=policy.enable_liger_kernel)
+        return cls(
+            compiled=bool(policy.compile_model), low_precision=policy.low_precision, liger=policy.enable_liger_kernel
+        )
 
 
 def choose_flash_attention(version: int | None) -> None:

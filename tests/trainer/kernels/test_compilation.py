@@ -1,0 +1,117 @@
+"""What becomes of ranks on which torch's compiler fails: really, by CXX=/bin/false, under torchrun."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hpcrl.config import TrainerConfig
+from hpcrl.config.validate import build
+from hpcrl.trainer.distributed import World
+from hpcrl.trainer.models.layers import compilation
+from hpcrl.trainer.models.layers.compilation import with_compilation
+from tests.paths import ROOT
+from tests.trainer.launcher import environment
+from tests.trainer.material import run_of_two, torchrun
+from tests.trainer.scenarios import laid_over
+
+
+@dataclass
+class Played:
+    code: int
+    log: str
+    told: list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("compiling")
+    run_of_two(path / "run", 4, 3)
+    return path
+
+
+def play(place: Path, model: Path, way: str, without: str) -> Played:
+    out = place / f"{way}-{without}".replace(" ", "-")
+    command = torchrun(2, ROOT / "tests/trainer/kernels/compiling.py", way, model, place / "run", out)
+    own = {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1", "TORCHINDUCTOR_CACHE_DIR": str(place / "cache")}
+    env = environment() | own | {"HPCRL_TEST_NO_COMPILER": without}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600, check=False)
+    files = [path for rank in range(2) if (path := Path(f"{out}.{rank}")).exists()]
+    return Played(done.returncode, done.stderr, [json.loads(path.read_text()) for path in files])
+
+
+@pytest.fixture(scope="module")
+def eager(place: Path, model_path: Path) -> Played:
+    found = play(place, model_path, "eager", "")
+    assert found.code == 0, found.log
+    return found
+
+
+def test_all_ranks_compute_eagerly_where_one_has_no_compiler(place: Path, model_path: Path, eager: Played) -> None:
+    asked = play(place, model_path, "asked", "1")
+    assert asked.code == 0, asked.log
+    assert [one["works"] for one in asked.told] == [False, False]
+    assert [one["losses"] for one in asked.told] == [one["losses"] for one in eager.told]
+    (line,) = [line for line in asked.log.splitlines() if "torch.compile fails" in line]
+    assert "torch.compile fails on 1 of 2 ranks (rank 1: InductorError: " in line
+    assert "/bin/false" in line
+    assert "trainer.policy.compile_model=true" in line
+
+
+@pytest.mark.faults_slow
+def test_what_cannot_be_compiled_runs_eagerly_on_the_rank_that_cannot(
+    place: Path, model_path: Path, eager: Played
+) -> None:
+    mixed = play(place, model_path, "falls back", "1")
+    assert mixed.code == 0, mixed.log
+    for one, other in zip(mixed.told, eager.told, strict=True):
+        assert one["losses"] == pytest.approx(other["losses"], abs=1e-5)
+    assert mixed.log.count("torch.compile failed, and this code runs without it: ") == 1
+    assert "WON'T CONVERT" not in mixed.log
+
+
+def test_what_is_set_to_true_fails_aloud(place: Path, model_path: Path) -> None:
+    found = play(place, model_path, "set", "0,1")
+    assert found.code != 0
+    assert "InductorError" in found.log
+
+
+ON = {"policy": {"fsdp_config": {"mixed_precision": {"param_dtype": "bf16"}}}}
+LIGER = {"policy": {"enable_liger_kernel": True}}
+
+
+@pytest.mark.parametrize(
+    ("device", "changes", "works", "expected"),
+    [
+        ("cpu", {}, True, (False, False)),
+        ("cuda", {}, True, (True, True)),
+        ("cuda", {}, False, (False, False)),
+        ("cuda", {"policy": {"compile_model": False}}, True, (False, True)),
+        ("cuda", {"policy": {"compile_model": True, "use_torch_compile": False}}, False, (True, False)),
+        ("cuda", LIGER, True, (False, False)),
+        ("cuda", {"shared_prefixes": True}, True, (False, False)),
+        ("cuda", {"flash_attn": False}, True, (False, False)),
+        ("cuda", {"policy": {"fsdp_config": {"mixed_precision": {"param_dtype": "fp16"}}}}, True, (False, False)),
+    ],
+)
+def test_where_it_is_the_default(
+    model_path: Path,
+    alone: World,
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    changes: dict[str, Any],
+    works: bool,
+    expected: tuple[bool, bool],
+) -> None:
+    """Of a dense model on a GPU, here one by name only."""
+    monkeypatch.setattr(compilation, "compiler_works", lambda _: works)
+    monkeypatch.setattr(compilation, "fall_back_to_eager", lambda: None)
+    table = laid_over(laid_over({"policy": {"model": {"path": str(model_path)}}}, ON), changes)
+    found = with_compilation(build(TrainerConfig, table), replace(alone, device=torch.device(device))).policy
+    assert (found.compile_model, found.use_torch_compile) == expected
