@@ -16,7 +16,7 @@ import time
 from typing import Any
 
 from hpcrl.config import Config, sampling_seed
-from hpcrl.config.families import is_diffusion
+from hpcrl.config.family import family_of
 from hpcrl.config.sections.generator import NODE
 from hpcrl.controller.evaluation import evaluation_work
 from hpcrl.errors import HpcrlError
@@ -55,14 +55,13 @@ def evaluate(
     from hpcrl.data.datasets import counted_prompts, load_dataset
     from hpcrl.data.prompts import drop_long
     from hpcrl.rollout.evaluate import evaluate
-    from hpcrl.rollout.family import load_family
+    from hpcrl.rollout.family import load_generator
 
     data, generator = config.data, config.generator
     prompts = load_dataset(data.val_data, ("eval",), data, config.environment, generator.max_turns)
     kept = drop_long(prompts, *counted_prompts(config))
-    family = load_family(
-        directory, config, 1 if is_diffusion(config.trainer) else config.trainer.multi_modal_log_interval
-    )
+    interval = 1 if family_of(config).keeps_evaluation_pictures else config.trainer.multi_modal_log_interval
+    loaded = load_generator(directory, config, interval)
     seed = sampling_seed(generator.inference_engine, config.trainer)
     work = evaluation_work(kept, version, generator.eval_n_samples_per_prompt, seed)
     if generator.inference_engine.http_endpoint_host == NODE:
@@ -75,7 +74,7 @@ def evaluate(
             status.write(f"{finished} of {len(work)} prompts")
 
     groups = asyncio.run(
-        evaluate(directory, engine, family.maker(), family.decode, work, version, generator, on_finished)
+        evaluate(directory, engine, loaded.maker(), loaded.decode, work, version, generator, on_finished)
     )
     return groups, {"too_long": len(prompts) - len(kept), "seconds": time.monotonic() - began}
 

@@ -28,6 +28,7 @@ from hpcrl.config.derive import (
     needs_baselines,
     surplus_groups,
 )
+from hpcrl.config.family import family_of
 from hpcrl.config.reward_model import reward_services
 from hpcrl.errors import HpcrlError
 from hpcrl.launch.agent.network import choose_port
@@ -85,7 +86,7 @@ def serve(
             )
         )
         # what follows takes seconds to import, while the engine starts
-        from hpcrl.rollout.family import load_family
+        from hpcrl.rollout.family import load_generator
         from hpcrl.rollout.weights.copies import NodeCopies
         from hpcrl.rollout.worker import work
 
@@ -93,7 +94,7 @@ def serve(
         if copies:
             receiver = weight_receiver(run, attempt, config.generator.inference_engine)
             options = replace(options, copies=stack.enter_context(closing(NodeCopies(copies, run, attempt, receiver))))
-        family = load_family(run, config, config.trainer.multi_modal_log_interval)
+        generator = load_generator(run, config, config.trainer.multi_modal_log_interval)
         engine.wait_ready(start_s, partial(starting, status))
         if services := reward_services(config):
             from hpcrl.rollout.reward_services import RewardServices
@@ -111,7 +112,7 @@ def serve(
             "rewards": options.rewards,
             "lessons": options.lessons,
         }
-        asyncio.run(work(options, engine, family.maker(**given), family.decode, status))
+        asyncio.run(work(options, engine, generator.maker(**given), generator.decode, status))
 
 
 def end(*_: object) -> NoReturn:
@@ -165,7 +166,7 @@ def worker_options(run: Run, config: Config, attempt: int, replica: int) -> Work
         reads_ahead=not config.trainer.placement.colocate_all,  # asleep, it generates nothing meanwhile
         from_model=engines_begin_with_model(config),
         lessons=Lessons.of(config.trainer),
-        waves=config.vla.enable and not config.vla.continuous,
+        waves=family_of(config).generates_in_waves(config),
     )
 
 
@@ -185,7 +186,7 @@ def capacity(config: Config) -> int:
     engine, greedy = config.generator.inference_engine, needs_baselines(config.trainer.algorithm)
     samples = config.generator.n_samples_per_prompt + greedy
     most = config.trainer.train_batch_size + surplus_groups(config.trainer)
-    at_once = min(engine.max_num_seqs, config.vla.num_envs or engine.max_num_seqs)
+    at_once = min(engine.max_num_seqs, family_of(config).samples_at_once(config)[1])
     return max(1, min(at_once // samples, most))
 
 

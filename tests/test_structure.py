@@ -15,10 +15,15 @@ CODE = Code.of()
 IMPORTS = CODE.imports()
 MOST_LINES, MOST_LINES_OF_A_FUNCTION = 600, 61
 WITH_TORCH = (
-    "jobs", "hpcrl.types", "hpcrl.algorithms", "hpcrl.data.group_file", "hpcrl.data.models", "hpcrl.data.pi05.network", "hpcrl.data.pi05.probe", "hpcrl.data.pi05.source", "hpcrl.data.vision.classes", "hpcrl.data.vision.inputs", "hpcrl.data.weight_files", "hpcrl.data.weights.stream", "hpcrl.trainer", "hpcrl.rollout", "hpcrl.controller", "hpcrl.reward_service", "hpcrl.envs",
-    "hpcrl.planning.activations", "hpcrl.planning.estimate", "hpcrl.planning.memory", "hpcrl.planning.partition", "hpcrl.planning.pipelines", "hpcrl.planning.shapes",
+    "jobs", "hpcrl.types", "hpcrl.algorithms", "hpcrl.data.group_file", "hpcrl.data.models", "hpcrl.data.vision.classes", "hpcrl.data.vision.inputs", "hpcrl.data.weight_files", "hpcrl.data.weights.stream", "hpcrl.trainer", "hpcrl.rollout", "hpcrl.controller", "hpcrl.reward_service", "hpcrl.envs",
+    "hpcrl.planning.activations", "hpcrl.planning.estimate", "hpcrl.planning.memory", "hpcrl.planning.partition", "hpcrl.planning.shapes", "hpcrl.planning.whole_model",
+    "hpcrl.families",
 )  # fmt: skip
 """Modules, and folders, that may import torch; all others run on a login node."""
+WITHOUT_TORCH = ".family", ".rules", ".settings", ".data", ".launch"
+"""Ends of the names of families' modules that run on a login node."""
+
+SECTIONS_OF_FAMILIES = {"diffusers", "vla"}
 
 
 def test_imports_only_go_down() -> None:
@@ -49,7 +54,8 @@ def test_files_and_functions_stay_small() -> None:
 
 
 def test_login_node_needs_no_torch() -> None:
-    modules = [name for name in CODE.files if not name.startswith(WITH_TORCH)]
+    families = [name for name in CODE.files if within(name, "hpcrl.families") and name.endswith(WITHOUT_TORCH)]
+    modules = families + [name for name in CODE.files if not name.startswith(WITH_TORCH)]
     code = f"""
 import importlib, sys
 for name in {modules}:
@@ -62,29 +68,24 @@ for name in {modules}:
     assert done.returncode == 0, done.stderr
 
 
-KNOW_FAMILIES = {
-    "hpcrl.cli.plan",
-    "hpcrl.cli.samples",
-    "hpcrl.config.families",
-    "hpcrl.config.rules.families.diffusion",
-    "hpcrl.data.datasets",
-    "hpcrl.data.pipelines.pictures",
-    "hpcrl.launch.local.evaluate",
-    "hpcrl.launch.submit.vision",
-    "hpcrl.config.rules.families.pi05",
-    "hpcrl.config.rules.families.vla",
-    "hpcrl.launch.submit.preflight",
-    "hpcrl.rollout.engines.launch",
-    "hpcrl.rollout.family",
-    "hpcrl.trainer.backends.build",
-    "hpcrl.trainer.build",
-    "hpcrl.trainer.offline.modes",
-    "jobs.eval",
-}
-"""Where a part is chosen by the family of the policy: what loads models, reads prompts and decodes tokens, and rules."""
+def test_nothing_imports_a_family() -> None:
+    """Families are found by name (hpcrl/config/family.py)."""
+    wrong = [
+        one for one in IMPORTS if within(one.target, "hpcrl.families") and not within(one.module, "hpcrl.families")
+    ]
+    assert not wrong, "\n".join(f"{one.module}:{one.line} imports {one.target}" for one in wrong)
 
 
-def test_only_what_chooses_a_family_asks_for_it() -> None:
-    asked = "is_diffusion(", "moves_by_flow("
-    asking = {name for name, path in CODE.files.items() if any(each in path.read_text() for each in asked)}
-    assert {name for name in asking if not name.startswith("hpcrl.config.convert")} == KNOW_FAMILIES
+def test_only_families_read_their_settings() -> None:
+    """Nothing asks which family a policy is of, under any name: settings of families are read by families, and by what reads other formats."""
+    owners = "hpcrl.families", "hpcrl.config.sections", "hpcrl.config.convert"
+    for name, path in CODE.files.items():
+        if any(within(name, owner) for owner in owners):
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute):
+                assert node.attr not in SECTIONS_OF_FAMILIES, f"{name}:{node.lineno} reads {node.attr}"
+
+
+def within(module: str, package: str) -> bool:
+    return f"{module}.".startswith(f"{package}.")

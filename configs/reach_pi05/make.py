@@ -23,10 +23,10 @@ import torch
 from safetensors.torch import save_file
 from transformers import Qwen2Tokenizer
 
-from hpcrl.data.pi05.architecture import Architecture, file_name
-from hpcrl.data.pi05.inputs import written_prompt
-from hpcrl.data.pi05.network import Pi05
-from hpcrl.data.pi05.samples import read_inputs
+from hpcrl.families.pi05.architecture import Architecture, file_name
+from hpcrl.families.pi05.inputs import written_prompt
+from hpcrl.families.pi05.network import Pi05
+from hpcrl.families.pi05.samples import read_inputs
 
 TASK, JOINTS, LARGEST_TURN, BINS = "reach", 2, 0.5, 256  # the turn as a share of pi
 RIGHT, WHIM = 0.4, 0.35

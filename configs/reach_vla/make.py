@@ -26,7 +26,7 @@ from PIL import Image
 from tokenizers import AddedToken
 from transformers import Qwen2Tokenizer
 
-from hpcrl.data.actions.tokens import ActionTokens, action_tokens
+from hpcrl.data.action_tokens import ActionTokens, action_tokens
 from hpcrl.data.models.openvla.config import OpenVLAConfig
 from hpcrl.data.models.openvla.model import OpenVLAForActionPrediction
 from hpcrl.data.vision.openvla import OpenVLAImageProcessor

@@ -11,8 +11,8 @@ from hpcrl.text import one_line, printable
 
 if TYPE_CHECKING:
     from hpcrl.config import Config
-    from hpcrl.data.conversations import Renderer, Tokens
-    from hpcrl.data.pipelines.pictures import PictureRenderer
+    from hpcrl.data.conversations import Tokens
+    from hpcrl.data.family import RowRenderer
     from hpcrl.data.sources import Source
     from hpcrl.data.tokenize import Recipe
 
@@ -125,7 +125,7 @@ def _print_tokenizer(config: Config, *, chats: bool) -> None:
     print()
 
 
-def _dataset(source: Source, recipe: Recipe, renderer: Renderer | PictureRenderer, shown: int) -> bool:
+def _dataset(source: Source, recipe: Recipe, renderer: RowRenderer, shown: int) -> bool:
     """Print what becomes of a dataset, and return whether a run could use it."""
     from hpcrl.data.datasets import WatchedRow
     from hpcrl.data.tokenize import Counts, fitted
@@ -149,9 +149,7 @@ def _dataset(source: Source, recipe: Recipe, renderer: Renderer | PictureRendere
     print(one_line(f"{source.location}: {counts}"))
     if lengths:
         lengths.sort()
-        most = (
-            "trainer.max_length is" if recipe.pictures is None else "with max_prompt_length and a noise level at most"
-        )
+        most = "trainer.max_length is" if recipe.pictures is None else recipe.pictures.limit
         _show_lengths("row", lengths, f"{most} {recipe.longest:,}")
         _show_unread([name for name in columns if name not in read])
     for error in errors[:_ERRORS_SHOWN]:
@@ -164,7 +162,7 @@ def _dataset(source: Source, recipe: Recipe, renderer: Renderer | PictureRendere
     return bool(counts.rows) and not errors
 
 
-def _lines(name: str, tokens: Tokens, renderer: Renderer | PictureRenderer) -> Iterator[str]:
+def _lines(name: str, tokens: Tokens, renderer: RowRenderer) -> Iterator[str]:
     from itertools import groupby
 
     from hpcrl.cli.samples import part_lines

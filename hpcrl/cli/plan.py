@@ -105,20 +105,18 @@ def _models(config: Config) -> Iterator[str]:
     from importlib.util import find_spec
 
     from hpcrl.config.derive import models_of
-    from hpcrl.config.families import is_diffusion, moves_by_flow
     from hpcrl.errors import DataError, RunError
     from hpcrl.launch.submit.models import fetch_entries, folder_of
+    from hpcrl.planning.devices import memory_of_rank
+    from hpcrl.planning.family import plan_family
 
-    if is_diffusion(config.trainer) or moves_by_flow(config.vla):
-        try:
-            from hpcrl.planning.devices import memory_of_rank
-            from hpcrl.planning.pipelines import describe_actions, describe_pipeline
-
-            describe = describe_pipeline if is_diffusion(config.trainer) else describe_actions
-            lines, size = describe(config)
-        except (ImportError, DataError, RunError) as error:
-            yield f"policy: its parameters and memory are not known: {error}"
-            return
+    try:
+        described = plan_family(config).describe_policy(config)
+    except (ImportError, DataError, RunError) as error:
+        yield f"policy: its parameters and memory are not known: {error}"
+        return
+    if described is not None:
+        lines, size = described
         yield from lines
         yield _of_device(size, memory_of_rank(config), _unit(size)[0])
         return

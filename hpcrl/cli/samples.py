@@ -67,23 +67,16 @@ def decoder_of(run: Run) -> Decode:
     """
     from hpcrl.config import Config
     from hpcrl.config.derive import policy_model
-    from hpcrl.config.families import is_diffusion, moves_by_flow
-    from hpcrl.data.pi05 import inputs
-    from hpcrl.data.pipelines.tokens import row_decoder
-    from hpcrl.data.tokenizer import decoder, load_tokenizer
+    from hpcrl.data.family import data_family
     from hpcrl.errors import RunError
 
     config = Config.from_toml([run.config])
-    model = policy_model(config.trainer)
     try:
-        if is_diffusion(config.trainer):
-            return row_decoder(model)
-        if moves_by_flow(config.vla):
-            return inputs.row_decoder(model)
-        return decoder(load_tokenizer(model, config.generator.chat_template))
+        return data_family(config).decoder(config)
     except ImportError as error:
         raise RunError(f"samples are decoded with {error.name}, which is not here: look where the jobs run") from error
     except (OSError, ValueError) as error:
+        model = policy_model(config.trainer)
         raise RunError(f"the tokenizer of {model} cannot be loaded, and samples are tokens: {error}") from error
 
 

@@ -7,6 +7,7 @@ import re
 from dataclasses import fields, replace
 from typing import Any, Literal
 
+from hpcrl.config.family import family_of
 from hpcrl.config.sections.algorithm import AlgorithmConfig
 from hpcrl.config.sections.data import DataConfig
 from hpcrl.config.sections.environment import EnvironmentConfig
@@ -94,8 +95,7 @@ def max_seq_len(config: ConfigTree) -> int:
 def longest_sample(config: ConfigTree) -> int:
     """Return the tokens of a sample at most: what may come before its last turn, and that turn; of a dataset's row, or an answer of it, with its prompt."""
     if is_offline(config.trainer):
-        diffusers = config.trainer.policy.diffusers
-        return diffusers.max_prompt_length + 1 if diffusers.enable else config.trainer.max_length or 0
+        return family_of(config).longest_row(config) or 0
     return max_input_length(config.generator, config.trainer) + config.generator.sampling_params.max_generate_length
 
 
@@ -117,14 +117,14 @@ def largest_micro_batch(config: ConfigTree) -> int:
 def micro_batch_tokens(config: ConfigTree) -> int | None:
     """Return the tokens that limit a pass; None: the number of its samples does.
 
-    Where neither is set, a GPU gets so many tokens that gathering the parameters for a pass takes less time than the pass; but one sample of a diffusion
-    policy, whose tokens say nothing of its pictures.
+    Where neither is set, a GPU gets so many tokens that gathering the parameters for a pass takes less time than the pass; but one sample of a
+    family whose passes tokens do not measure.
     """
     trainer = config.trainer
     if trainer.max_tokens_per_micro_batch is not None:
         return trainer.max_tokens_per_micro_batch
     samples = trainer.micro_train_batch_size_per_gpu, trainer.micro_forward_batch_size_per_gpu
-    if any(samples) or gpu_count(config.slurm) == 0 or trainer.policy.diffusers.enable:
+    if any(samples) or gpu_count(config.slurm) == 0 or not family_of(config).limits_passes_by_tokens(config):
         return None
     return max(_LEAST_TOKENS, 2 * _longest_together(config))
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import tomli_w
 
 from hpcrl.config.errors import Problem, raise_together
-from hpcrl.config.families import settled
+from hpcrl.config.family import family_of
 from hpcrl.config.fields import values
 from hpcrl.config.import_path import WRITTEN_WRONGLY
 from hpcrl.config.load import Merged, nested, read
@@ -119,7 +119,7 @@ class Config(ConfigTree):
         tree, unsettled = without_unconverted(merged.tree)
         config = build(cls, tree, merged.source_of, lambda given: [*alone(given), *unsettled], _elsewhere)
         raise_together([*unsettled, *check(config)], merged.source_of)
-        return settled(config)
+        return family_of(config).settled(config)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

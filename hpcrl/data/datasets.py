@@ -8,15 +8,11 @@ from contextlib import nullcontext
 from typing import Any
 
 from hpcrl.config import Config, DataConfig, EnvironmentConfig
-from hpcrl.config.derive import has_engines, is_offline, policy_model, reward_weights
-from hpcrl.config.families import is_diffusion, moves_by_flow
+from hpcrl.config.derive import has_engines, is_offline, reward_weights
 from hpcrl.config.reward_model import is_rewarded_later, uses_reward_service
-from hpcrl.data.chat.count import token_counter
-from hpcrl.data.pi05 import inputs
-from hpcrl.data.pipelines.tokens import prompt_counter
+from hpcrl.data.family import data_family
 from hpcrl.data.prompts import load_prompts, prompt_reader
 from hpcrl.data.tokenizer import without_torch
-from hpcrl.data.vision.reader import Preparation
 from hpcrl.envs.base import user_code
 from hpcrl.envs.registry import common_extras, environment_class
 from hpcrl.envs.rewards.response import truth_of
@@ -164,17 +160,6 @@ def are_played(environment: EnvironmentConfig, kinds: Sequence[Kind]) -> bool:
 
 
 def counted_prompts(config: Config) -> tuple[Callable[[Prompt], int], int]:
-    """Return what counts the tokens of a prompt, as the policy's family writes it, and how many it may have.
-
-    Raises:
-        DataError: there is no tokenizer.
-    """
-    trainer, generator = config.trainer, config.generator
+    """Return a counter of a prompt's tokens, as the policy's family writes it, and the most that it may have; errors as of DataFamily."""
     with without_torch():
-        if is_diffusion(trainer):
-            return prompt_counter(policy_model(trainer)), trainer.policy.diffusers.max_prompt_length
-        if moves_by_flow(config.vla):
-            return inputs.prompt_counter(policy_model(trainer)), trainer.max_prompt_length
-        template, options = generator.chat_template, generator.chat_template_kwargs
-        count = token_counter(policy_model(trainer), template, options, Preparation.of(config.data))
-        return count, trainer.max_prompt_length
+        return data_family(config).counted_prompts(config)

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpcrl.config.sections.model import Pretrained
-from hpcrl.data.pipelines.pictures import PictureRows, picture_tensors
+from hpcrl.data.family import noted_format
 from hpcrl.data.vision.frames import kept_of, shown_of
 from hpcrl.data.vision.reader import ImageReader, Preparation, named_tensors
 from hpcrl.errors import CommitError, DamagedError
@@ -47,12 +47,13 @@ class Images:
     Args:
         content: files of all images, one after the other.
         places: of each its sequence, ascending, where it ends, and its checksum.
-        prepared: the model that sees them, and `seeing` as of Preparation; or what `PictureRows` says of those that are to be made.
+        prepared: the model that sees them, and `seeing` as of Preparation; or the values of a family's RowFormat.
     """
 
     def __init__(self, path: Path, content: np.ndarray, places: np.ndarray, prepared: Mapping[str, Any]) -> None:
         self._path, self._content, self._places, self._prepared = path, content, places, prepared
         self._reader: ImageReader | None = None
+        self._format = noted_format(prepared)
 
     def tensors(self, sequence: int) -> dict[str, np.ndarray]:
         """Return the tensors of a sequence's images, as its sample carries them.
@@ -67,8 +68,8 @@ class Images:
         if first == last:
             return {}
         contents, facts = [self._file(at) for at in range(first, last)], dict(self._prepared)
-        if "frames" in facts:
-            return picture_tensors(contents, sequence, PictureRows(**facts))
+        if self._format is not None:
+            return self._format.tensors(contents, sequence)
         if self._reader is None:
             model = Pretrained(facts["path"], facts["revision"])
             self._reader = ImageReader.of(model, Preparation(**facts["seeing"]))

@@ -21,7 +21,7 @@ from hpcrl.config.sections.data import DataConfig
 from hpcrl.config.sections.generator import ChatTemplateConfig
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.data.conversations import RESPONSE, Columns, Renderer, Tokens, TrainOnWhat
-from hpcrl.data.pipelines.pictures import PictureRenderer, PictureRows
+from hpcrl.data.family import RowFormat, RowRenderer, data_family
 from hpcrl.data.prompts import count_aside, source_names
 from hpcrl.data.sources import Source
 from hpcrl.data.token_cache import TokenCache, contents_of, key_of, made_by, tokenizer_facts
@@ -83,7 +83,7 @@ class Recipe:
         longest: tokens of a row at most.
         too_long: what becomes of a longer one.
         seeing: how images and videos are prepared.
-        pictures: what rows of pictures become; None: tokens of texts are trained.
+        pictures: the format of rows that are no texts; None: tokens of texts are trained.
         lost: what becomes of a row of which the chat template leaves out something that is to be trained.
     """
 
@@ -95,7 +95,7 @@ class Recipe:
     longest: int
     too_long: str
     seeing: Preparation = field(default_factory=Preparation)
-    pictures: PictureRows | None = None
+    pictures: RowFormat | None = None
     lost: str = "refuse"
 
     @classmethod
@@ -122,7 +122,7 @@ class Recipe:
             longest_sample(config),
             data.too_long,
             Preparation.of(data),
-            PictureRows.of(config.trainer),
+            data_family(config).row_format(config),
             data.lost,
         )
 
@@ -139,11 +139,11 @@ class Recipe:
             sees = self.reader() is not None
         return {**vars(self.model), "seeing": asdict(self.seeing)} if sees else None
 
-    def renderer(self) -> Renderer | PictureRenderer:
+    def renderer(self) -> RowRenderer:
         """Return what renders rows; errors as of `load_tokenizer`."""
         if self.pictures is not None:
             with without_torch():
-                return PictureRenderer(self.model, self.columns, self.pictures)
+                return self.pictures.renderer(self.model, self.columns)
         with without_torch():
             tokenizer, reader = load_tokenizer(self.model, self.template), self.reader()
         special = self.template.allow_special_tokens
@@ -338,7 +338,7 @@ def _parts(source: Source, size: int) -> Iterator[tuple[str, Path, int, list[Any
         first += len(part)
 
 
-_OF_PROCESS = list[tuple[Recipe, Renderer | PictureRenderer]]()
+_OF_PROCESS = list[tuple[Recipe, RowRenderer]]()
 
 
 def _prepare(recipe: Recipe) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 from hpcrl.config import Config
 from hpcrl.config.derive import is_offline
 from hpcrl.config.difference import flat
-from hpcrl.data.pipelines.source import INDEX
+from hpcrl.config.family import Family, families
 from hpcrl.data.sources import Source
 from hpcrl.data.tokenize import training_sources, validation_sources
 from hpcrl.errors import DataError
@@ -126,10 +126,15 @@ def _files(path: Path) -> list[Path]:
 
 
 def _files_of_model(folder: Path) -> list[Path]:
-    """Return what is loaded of a model's directory: those of a pipeline's models are in directories of their own."""
-    below = folder.glob("*/*") if (folder / INDEX).is_file() else ()
+    """Return what is loaded of a model's directory: those of a model of several are in directories of their own."""
+    below = folder.glob("*/*") if any((folder / name).is_file() for name in _indexes()) else ()
     found = {*folder.glob("*"), *below, *folder.glob("additional_chat_templates/*")}
     return sorted(path for path in found if path.suffix in _OF_MODELS and path.name[0] != "." and path.is_file())
+
+
+def _indexes() -> set[str]:
+    """Return the files of families whose models are several."""
+    return {family.model_file for family in families()} - {Family.model_file}
 
 
 def note_inputs(run: Run, config: Config, progress: Callable[[], object]) -> None:

@@ -1,18 +1,13 @@
-"""What the family of a policy brings to whoever generates with an engine: its generator, and what its rows say. Chosen here for runs and evaluations."""
+"""What a rollout worker needs of a policy's family: its generator, and the text of its rows."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, cast
 
 from hpcrl.config import Config
-from hpcrl.config.derive import max_input_length, model_config_kwargs, names_own_code, policy_model
-from hpcrl.config.families import is_diffusion, moves_by_flow
-from hpcrl.data.vision.videos import EpisodeVideos
-from hpcrl.rollout.images.kept import KeptPictures
+from hpcrl.config.family import family_of
 from hpcrl.rundir.layout import Run
 
 if TYPE_CHECKING:
@@ -21,11 +16,11 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Family:
-    """What a policy's family needs beside the engine.
+class LoadedGenerator:
+    """What a policy's family generates with, beside the engine.
 
     Attributes:
-        maker: returns what makes groups; its arguments are those of `conversations` that have names, which say nothing to policies that do not write.
+        maker: returns what makes groups; it takes the named arguments of `conversations`, which families that write nothing ignore.
         decode: of the tokens of its rows.
     """
 
@@ -33,39 +28,27 @@ class Family:
     decode: Decode
 
 
-def load_family(run: Run, config: Config, interval: int | None) -> Family:
-    """Load it, which needs no engine: it may still be starting.
+class RolloutFamily(Protocol):
+    """The module `rollout` of a family, which has what EngineFamily (hpcrl/rollout/engines/launch.py) names too. Importing it is quick; torch is
+    imported by its functions."""
+
+    def load_generator(self, run: Run, config: Config, interval: int | None) -> LoadedGenerator:
+        """Load the generator; arguments and errors as of the function of this name below."""
+        ...
+
+
+def rollout_family(config: Config) -> RolloutFamily:
+    return cast(RolloutFamily, family_of(config).layer("rollout"))
+
+
+def load_generator(run: Run, config: Config, interval: int | None) -> LoadedGenerator:
+    """Load what a policy's family generates with, which needs no engine: it may still be starting.
 
     Args:
         run: whose pictures and videos are kept; an evaluation has a directory laid out as a run.
-        interval: versions of which pictures are kept, as trainer.multi_modal_log_interval says it; None: of none.
+        interval: versions of which pictures are kept, as of trainer.multi_modal_log_interval; None: of none.
+
+    Raises:
+        DataError: the model lacks what its family needs, such as a tokenizer.
     """
-    model, generator, environment = policy_model(config.trainer), config.generator, config.environment
-    kept, videos = KeptPictures(run, interval) if interval else None, EpisodeVideos.of(run, config.vla)
-    if is_diffusion(config.trainer):
-        from hpcrl.data.pipelines.tokens import row_decoder
-        from hpcrl.rollout.diffusion.generate import pictures
-
-        painting = pictures(generator, environment, kept)
-        return Family(lambda **_: painting, row_decoder(model))
-    if moves_by_flow(config.vla):
-        from hpcrl.data.pi05 import inputs
-        from hpcrl.rollout.actions.generate import Robotics, actions
-
-        moving = actions(generator, environment, config.vla, Robotics.of(model), videos)
-        return Family(lambda **_: moving, inputs.row_decoder(model))
-    from hpcrl.data.actions.turns import ActionTurns
-    from hpcrl.data.tokenizer import decoder, load_tokenizer, without_torch
-    from hpcrl.data.vision.reader import ImageReader, Preparation
-    from hpcrl.rollout.generate import conversations
-
-    # code of the user's may use models of transformers, which need torch; nothing else here does
-    with nullcontext() if names_own_code(config) else without_torch():
-        tokenizer = load_tokenizer(model, generator.chat_template)
-        at_once, length = environment.skyrl_gym.robot.actions_per_turn, generator.sampling_params.max_generate_length
-        said = ActionTurns.of(model, config.vla, at_once, length, model_config_kwargs(config.trainer.policy))
-        states = said.states.shown if said and said.states else None
-        reader = ImageReader.of(model, Preparation.of(config.data), states)
-    generator = replace(generator, max_input_length=max_input_length(generator, config.trainer))
-    maker = partial(conversations, tokenizer, generator, environment, reader, kept, said, videos, model=model)
-    return Family(maker, decoder(tokenizer))
+    return rollout_family(config).load_generator(run, config, interval)

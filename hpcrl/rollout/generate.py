@@ -16,20 +16,17 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hpcrl.config import EnvironmentConfig, GeneratorConfig, SamplingParams, eval_sampling
 from hpcrl.config.sections.model import Pretrained
-from hpcrl.data.actions.turns import ActionTurns, written
 from hpcrl.data.chat.messages import read_tools
 from hpcrl.data.chat.template import Tools
 from hpcrl.data.chat.turns import ChatTurns
 from hpcrl.data.vision.reader import Context, ImageReader, SeenImage
-from hpcrl.data.vision.videos import EpisodeVideos, shown_in
 from hpcrl.envs.base import Messages, Turn
 from hpcrl.envs.registry import common_extras
 from hpcrl.envs.rewards.remote import Endpoints
-from hpcrl.envs.tasks.robot import STATE_APART
 from hpcrl.errors import ConfigError, DataError, ServiceError, UserCodeError
 from hpcrl.rollout.endpoint.server import PolicyServer, serving
 from hpcrl.rollout.engines.base import Engine, Generation, Heard, engine_sampling
@@ -62,7 +59,7 @@ Maker = Callable[[Engine], AbstractAsyncContextManager[Generator]]
 
 
 @dataclass
-class _Episode:
+class Episode:
     """One sample while it is generated.
 
     Attributes:
@@ -137,8 +134,6 @@ class GroupGenerator:
         server: at which environments ask the policy themselves; None: there is none.
         reader: of the policy; None: it sees no images.
         kept: where images that samples were shown are kept; None: nowhere.
-        actions: of a policy that moves a robot; None: it writes.
-        videos: of what robots do; None: none are written.
         lessons: what training groups have for teachers; None: nothing.
         model: of the policy, whose files name tokens that end a turn; None: only its tokenizer and the template do.
     """
@@ -155,21 +150,17 @@ class GroupGenerator:
         server: PolicyServer | None = None,
         reader: ImageReader | None = None,
         kept: KeptPictures | None = None,
-        actions: ActionTurns | None = None,
-        videos: EpisodeVideos | None = None,
         model: Pretrained | None = None,
     ) -> None:
-        self._actions, self._videos = actions, videos
         self._engine, self._config, self._baselines, self._server = engine, config, baselines, server
         self._lessons = lessons or Lessons()
         special = config.chat_template.allow_special_tokens
         self._template = ChatTurns(tokenizer, config.chat_template_kwargs, special, reader, model)
         self._images, self._kept = ImagePreparation(reader), kept if reader else None
-        self._vocabulary, self._eos = len(tokenizer), cast("int | None", tokenizer.eos_token_id)
+        self._vocabulary = len(tokenizer)
         self._lessons.check(self._vocabulary)
         gym, self._judged = environment.skyrl_gym, environment.reward_model.model is not None
         self._extras = common_extras(environment, config.max_turns)
-        self._extras[STATE_APART] = actions is not None and actions.states is not None
         self._params = {"train": config.sampling_params, "eval": eval_sampling(config)}
         self._rewards = {kind: scorer_of(environment, kind, services) for kind in ("train", "eval")}
         limits = gym.max_env_workers, environment.timeout_seconds
@@ -191,10 +182,10 @@ class GroupGenerator:
         sampling = self._sampling(work.kind)
         n, compared = work.n_samples, self._baselines and work.kind == "train"
         tools = read_tools(work.prompt.extras.get("tools"))
-        episodes = [_Episode(self._session(work), turns, i, work.seed + i, sampling, tools) for i in range(n)]
+        episodes = [Episode(self._session(work), turns, i, work.seed + i, sampling, tools) for i in range(n)]
         if compared:
             greedy = {**sampling, "temperature": 0.0, "logprobs": 0}
-            episodes.append(_Episode(self._session(work), turns, n, work.seed, greedy, tools))
+            episodes.append(Episode(self._session(work), turns, n, work.seed, greedy, tools))
         try:
             await self._open(episodes, work)
             first = await self._together(episodes[:n])
@@ -206,11 +197,7 @@ class GroupGenerator:
             await asyncio.gather(*own)
         finally:
             await self._close(episodes)
-        if self._kept and self._kept.wants(work.kind, version):
-            await in_thread(self._kept.shown, work.group_id, [episode.shown for episode in episodes[:n]])
-        if self._videos and self._videos.wants(work.kind):
-            shown = [shown_in([*one.opening, *one.messages]) for one in episodes[:n]]
-            await in_thread(self._videos.write, work.group_id, shown)
+        await self._keep(work, version, episodes[:n])
         said = [episode.rows() for episode in episodes[:n]]
         rows = [[apply_stop_reason(row, self._config) for row in own] for own in said]
         if work.kind == "train":
@@ -234,12 +221,15 @@ class GroupGenerator:
         )
 
     def _sampling(self, kind: Kind) -> dict[str, Any]:
-        never_said = () if self._actions else self._template.never_said
-        ends = () if self._actions else self._template.ends
-        found = engine_sampling(self._params[kind], kind, self._vocabulary, self._lessons.generated, never_said, ends)
-        return found | (self._actions.sampling if self._actions else {})
+        template, top_ids = self._template, self._lessons.generated
+        return engine_sampling(self._params[kind], kind, self._vocabulary, top_ids, template.never_said, template.ends)
 
-    def _baseline(self, greedy: _Episode, samples: Sequence[Sequence[Row]]) -> float:
+    async def _keep(self, work: Work, version: int, episodes: Sequence[Episode]) -> None:
+        """Keep the images that the samples of a finished group were shown, where they are wanted."""
+        if self._kept and self._kept.wants(work.kind, version):
+            await in_thread(self._kept.shown, work.group_id, [episode.shown for episode in episodes])
+
+    def _baseline(self, greedy: Episode, samples: Sequence[Sequence[Row]]) -> float:
         if greedy.failure:
             return fmean(sample_reward(rows) for rows in samples)
         return sample_reward([apply_stop_reason(row, self._config) for row in greedy.rows()])
@@ -249,7 +239,7 @@ class GroupGenerator:
         tokens = self._params[work.kind].max_generate_length
         return EnvSession(work, self._rewards[work.kind], extras, tokens, self._threads)
 
-    async def _open(self, episodes: Sequence[_Episode], work: Work) -> None:
+    async def _open(self, episodes: Sequence[Episode], work: Work) -> None:
         messages, prompt = Messages(), Context([])
         for episode, answer in [(episode, episode.session.open()) for episode in episodes]:
             opened: Messages = list(work.prompt.messages)
@@ -262,7 +252,7 @@ class GroupGenerator:
                 messages, prompt = opened, self._template.opening(opened, episode.tools)
             episode.transcripts, episode.opening, episode.past = [Transcript(*prompt)], opened, list(opened)
 
-    async def _close(self, episodes: Sequence[_Episode]) -> None:
+    async def _close(self, episodes: Sequence[Episode]) -> None:
         for episode, answer in [(episode, episode.session.close()) for episode in episodes]:
             try:
                 if answer:
@@ -270,7 +260,7 @@ class GroupGenerator:
             except _FAILURES as error:
                 episode.failure = episode.failure or _told(error)
 
-    async def _together(self, episodes: Sequence[_Episode]) -> Sequence[Generation] | None:
+    async def _together(self, episodes: Sequence[Episode]) -> Sequence[Generation] | None:
         """Return the first turns from one request, which ends with the longest, where no sample goes on after it."""
         prompt, images, first = episodes[0].transcript.token_ids, episodes[0].transcript.images, episodes[0]
         alike = all(
@@ -281,13 +271,13 @@ class GroupGenerator:
             return None
         return await first.turns.say(0, 0, prompt, len(episodes), first.seed, first.sampling, images=images)
 
-    async def _only_turns(self, episodes: Sequence[_Episode], said: Sequence[Generation], kind: Kind) -> None:
+    async def _only_turns(self, episodes: Sequence[Episode], said: Sequence[Generation], kind: Kind) -> None:
         """End samples that have one turn."""
         asked = [self._ask(episode, one, kind) for episode, one in zip(episodes, said, strict=True)]
         for episode, one, asked_one in zip(episodes, said, asked, strict=True):
             self._say(episode.transcript, one, await self._answer(episode, asked_one), over=True)
 
-    async def _turns(self, episode: _Episode, kind: Kind) -> None:
+    async def _turns(self, episode: Episode, kind: Kind) -> None:
         if episode.session.plays:
             await self._play(episode, self._params[kind])
             return
@@ -311,7 +301,7 @@ class GroupGenerator:
                 episode.failure = _told(error)
                 return
 
-    async def _play(self, episode: _Episode, params: SamplingParams) -> None:
+    async def _play(self, episode: Episode, params: SamplingParams) -> None:
         """Let a sample's environment ask the policy itself."""
         if self._server is None or self._threads is None:
             raise ConfigError(
@@ -330,7 +320,7 @@ class GroupGenerator:
         if answer is not None:
             episode.transcript.add_reward(answer.reward)
 
-    async def _heard(self, episode: _Episode, asked: Answer[Turn]) -> Turn | None:
+    async def _heard(self, episode: Episode, asked: Answer[Turn]) -> Turn | None:
         """Return the environment's answer; None where it failed."""
         try:
             answer = await asked.result()
@@ -340,38 +330,32 @@ class GroupGenerator:
         episode.metrics |= answer.metrics
         return answer
 
-    def _too_long(self, episode: _Episode, prompt: Sequence[int]) -> bool:
+    def _too_long(self, episode: Episode, prompt: Sequence[int]) -> bool:
         longest = self._config.max_input_length
         if longest is not None and len(prompt) > longest:
             episode.stop_reason = "length"
             return True
         return False
 
-    def _next_prompt(self, episode: _Episode, said: Generation, answer: Turn) -> Context:
+    def _next_prompt(self, episode: Episode, said: Generation, answer: Turn) -> Context:
         """Return what the policy goes on from after an answer."""
         if not self._config.step_wise_trajectories:
             transcript = episode.transcript
             before = Context(transcript.token_ids, transcript.images)
             return before.followed_by(self._following(transcript, answer.observations, episode.tools))
-        if self._actions:
-            return self._template.opening(answer.observations, episode.tools)
         content = self._template.decoded(said.token_ids) if answer.action is None else answer.action
         episode.past += [{"role": "assistant", "content": content}, *answer.observations]
         return self._template.opening(episode.past, episode.tools)
 
-    def _ask(self, episode: _Episode, said: Generation, kind: Kind) -> Answer[Turn]:
+    def _ask(self, episode: Episode, said: Generation, kind: Kind) -> Answer[Turn]:
         """Have the environment answer what the policy said."""
-        if self._actions:
-            actions_KA = self._actions.actions(said.token_ids)
-            episode.messages.append({"role": "assistant", "content": written(actions_KA)})
-            return episode.session.act(actions_KA)
         params = self._params[kind]
         text = self._template.text(said.token_ids, params.stop or [], keep=params.include_stop_str_in_output)
         episode.messages.append({"role": "assistant", "content": text})
         episode.stop_reason = said.stop_reason
         return episode.session.step(text, len(said.token_ids))
 
-    async def _answer(self, episode: _Episode, asked: Answer[Turn]) -> Turn | None:
+    async def _answer(self, episode: Episode, asked: Answer[Turn]) -> Turn | None:
         """Return the environment's answer to the policy's text; None where it failed."""
         text, answer = episode.messages[-1]["content"], await self._heard(episode, asked)
         if answer is None:
@@ -398,8 +382,6 @@ class GroupGenerator:
         else:
             transcript.add_response(said)
         transcript.add_reward(answer.reward)
-        if self._actions and self._actions.parallel and self._eos is not None:
-            transcript.add_context([self._eos])  # each token has seen it
         return None
 
     def _following(self, transcript: Transcript, observations: Messages, tools: Tools) -> Context:
@@ -421,8 +403,7 @@ def conversations(
     environment: EnvironmentConfig,
     reader: ImageReader | None = None,
     kept: KeptPictures | None = None,
-    actions: ActionTurns | None = None,
-    videos: EpisodeVideos | None = None,
+    generator: Callable[..., GroupGenerator] = GroupGenerator,
     *,
     replica: int = 0,
     baselines: bool = False,
@@ -430,13 +411,13 @@ def conversations(
     lessons: Lessons | None = None,
     model: Pretrained | None = None,
 ) -> Maker:
-    """Return what makes the generator of language models; arguments as of `GroupGenerator`."""
+    """Return what makes the generator of language models; arguments as of `GroupGenerator`, or of `generator` in its place."""
 
     @asynccontextmanager
     async def made(engine: Engine) -> AsyncIterator[Generator]:
         async with serving(config, tokenizer, replica, model) as server:
-            yield GroupGenerator(
-                engine, tokenizer, config, environment, baselines, rewards, lessons, server, reader, kept, actions, videos, model
+            yield generator(
+                engine, tokenizer, config, environment, baselines, rewards, lessons, server, reader, kept, model
             )  # fmt: skip
 
     return made

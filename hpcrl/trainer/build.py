@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from hpcrl.config import Config, InferenceEngineConfig, TrainerConfig, max_seq_len, temperature
+from hpcrl.config import Config, InferenceEngineConfig, max_seq_len
 from hpcrl.config.adapters import loads_adapters
 from hpcrl.config.derive import (
     has_engines,
@@ -19,20 +19,16 @@ from hpcrl.config.derive import (
     teaches_rows,
     uses_reference,
 )
-from hpcrl.config.families import is_diffusion, moves_by_flow
-from hpcrl.config.sections.vla import VLAConfig
+from hpcrl.config.family import family_of
 from hpcrl.rundir.layout import Run
 from hpcrl.trainer.backends.base import CriticEngine, PolicyEngine
-from hpcrl.trainer.backends.build import build_critic, build_policy
+from hpcrl.trainer.backends.build import build_critic
 from hpcrl.trainer.batching import micro_batch_limits
 from hpcrl.trainer.critic.ranks import Elsewhere, ModelRanks
 from hpcrl.trainer.distributed import World, check_all_reduce
+from hpcrl.trainer.family import trainer_family
 from hpcrl.trainer.mismatch import MismatchLimit
-from hpcrl.trainer.models.flops import ModelFlops
 from hpcrl.trainer.models.forward import DTYPES
-from hpcrl.trainer.models.hf import policy_source
-from hpcrl.trainer.models.packed.attention import PACKED
-from hpcrl.trainer.models.trained import mark_trained
 from hpcrl.trainer.offline.validation import Validation
 from hpcrl.trainer.saving.checkpoint import ResumePoint
 from hpcrl.trainer.saving.dump import Dumps
@@ -60,27 +56,23 @@ def load_learner(
         ConfigError, RunError, CommitError: the model or the checkpoint cannot be loaded.
         Stopping: the run is to stop.
     """
-    trainer = config.trainer
+    trainer, family = config.trainer, trainer_family(config)
     check_all_reduce(ranks.everyone)
     if teaches_rows(trainer) and uses_reference(trainer):
         ranks.everyone.rank0_broadcast(lambda: require_row_teacher(config))
     consensus("load.policy")
-    policy = (
-        build_policy(trainer, temperature(config), ranks.own, config.vla)
-        if ranks.policy
-        else cast(PolicyEngine, Elsewhere())
-    )
+    policy = family.load_policy(config, ranks.own) if ranks.policy else cast(PolicyEngine, Elsewhere())
     if ranks.together:
         consensus("load.critic")
     critic = build_critic(trainer, ranks.own) if ranks.critic else cast(CriticEngine, Elsewhere())
     consensus("load.checkpoint")
     start = resume(policy, critic)
     dumps.resume(start.step)
-    flops = _flops(trainer, config.vla)
+    flops = family.flops(config)
     limits = micro_batch_limits(trainer, micro_batch_tokens(config), flops.quadratic)
     mismatch = MismatchLimit(config.generator.max_logprob_mismatch, config.generator.on_logprob_mismatch)
     return Learner(
-        run, ranks, trainer, policy, critic, limits=limits, validation=Validation.of(run, config, limits) if is_offline(trainer) else None,
+        run, ranks, trainer, policy, critic, objective=family.objective(config), compares_logprobs=family_of(config).compares_logprobs(config), limits=limits, validation=Validation.of(run, config, limits) if is_offline(trainer) else None,
         model_flops=flops, max_seq_len=max_seq_len(config),
         mismatch=mismatch, dumps=dumps, consensus=consensus, start=start,
     )  # fmt: skip
@@ -108,17 +100,3 @@ def _weight_sender(run: Run, attempt: int, world: World, engine: InferenceEngine
     return WeightSender(
         run, attempt, world.rank, device, os.environ["HPCRL_ADDRESS"], engine.weight_sync_timeout_seconds
     )
-
-
-def _flops(trainer: TrainerConfig, vla: VLAConfig) -> ModelFlops:
-    if is_diffusion(trainer):
-        from hpcrl.trainer.backends.diffusion.model import diffusion_flops
-
-        return diffusion_flops(trainer)
-    if moves_by_flow(vla):
-        from hpcrl.trainer.backends.actions.policy import action_flops
-
-        return action_flops(trainer, vla.pi05)
-    model = policy_source(trainer).empty(torch.float32, PACKED)
-    mark_trained(model, trainer.policy, torch.float32)
-    return ModelFlops.of(model)

@@ -11,8 +11,7 @@ from itertools import chain
 import torch
 
 from hpcrl.config import TrainerConfig, uses_reference
-from hpcrl.config.derive import is_offline, self_teacher, teaches_rows
-from hpcrl.config.families import compares_logprobs, scores_with_reference
+from hpcrl.config.derive import compares_with_reference, is_offline, self_teacher, teaches_rows
 from hpcrl.config.reward_model import trains_reward_model
 from hpcrl.config.scorers import rewards_count, trainer_has_reference
 from hpcrl.observe.metrics import Histogram
@@ -43,7 +42,7 @@ from hpcrl.trainer.metrics import (
 from hpcrl.trainer.mismatch import MismatchLimit
 from hpcrl.trainer.models.flops import ModelFlops
 from hpcrl.trainer.offline.likelihood import score_by_teacher
-from hpcrl.trainer.offline.modes import objective_of, reduction_of
+from hpcrl.trainer.offline.modes import reduction_of
 from hpcrl.trainer.offline.validation import Validation
 from hpcrl.trainer.packing import MiniBatch, PackedSamples, regrouped
 from hpcrl.trainer.rng import random_state, set_random_state
@@ -63,12 +62,14 @@ class Learner:
         run: whose samples are trained.
         ranks: who has which models.
         critic: None where nothing compares with one.
+        objective: what the policy minimizes.
         limits: of micro-batches.
         model_flops: of the policy.
         validation: what is evaluated after steps; None: nothing.
         max_seq_len: of the whole configuration, divisor of loss_reduction=seq_mean_token_sum_norm.
         mismatch: how far engines and trainer may be apart.
         start: the checkpoint that training continues from.
+        compares_logprobs: log-probabilities are compared with those of the old policy or of a reference.
 
     Attributes:
         batch: the last one of which optimizer steps were made; None before the first.
@@ -85,6 +86,7 @@ class Learner:
         policy: PolicyEngine,
         critic: CriticEngine | None,
         *,
+        objective: Objective,
         limits: Limits,
         model_flops: ModelFlops,
         max_seq_len: int,
@@ -93,6 +95,7 @@ class Learner:
         consensus: StopConsensus,
         start: ResumePoint,
         validation: Validation | None = None,
+        compares_logprobs: bool = True,
     ) -> None:
         self.policy, self.critic, self.consensus, self.start = policy, critic, consensus, start
         self._ranks, self.world = ranks, ranks.everyone
@@ -104,7 +107,7 @@ class Learner:
         self._run, self._trainer, self._dumps, self._begun = run, trainer, dumps, start.mid_batch
         self._mismatch, self._validation = mismatch, validation
         self._offline = is_offline(trainer)
-        self._objective = objective_of(trainer)
+        self._objective, self._compares_logprobs = objective, compares_logprobs
         self._critic_objective = build_critic_objective(trainer.algorithm.value_clip)
         self._reduction = reduction_of(trainer, max_seq_len)
         self._random: dict[str, torch.Tensor] = {}
@@ -253,13 +256,18 @@ class Learner:
         # what the first update trains, and only once, still meets the old policy itself
         old = not first or self._trainer.update_epochs_per_batch > 1 or algorithm.use_kl_in_reward
         old = old or self._trainer.distillation.enable
-        here, old = self._ranks.policy, old and compares_logprobs(self._trainer)
+        here, old = self._ranks.policy, old and self._compares_logprobs
         if here and old and not algorithm.use_rollout_logprobs_for_loss and not self._offline:
             if algorithm.approximate_old_logprobs:
                 scores.staleness = mini.samples.staleness.clamp(min=0)
             else:
                 scores.old_logprobs = mini.scored(self.policy.logprobs, before)
-        if here and trainer_has_reference(self._trainer) and scores_with_reference(self._trainer):
+        if (
+            here
+            and trainer_has_reference(self._trainer)
+            and self._compares_logprobs
+            and compares_with_reference(self._trainer)
+        ):
             scores.ref_logprobs = mini.scored(partial(self.policy.logprobs, reference=True), before)
         if here and teaches_rows(self._trainer):
             score_by_teacher(batch, mini, self.policy, self._trainer.distillation, before)

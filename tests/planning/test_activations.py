@@ -9,9 +9,9 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from hpcrl.config import Config
+from hpcrl.families.diffusion.model import transformer_source
+from hpcrl.families.diffusion.plan import activations_of_a_pass, describe_policy, passes
 from hpcrl.planning.activations import kept_bytes
-from hpcrl.planning.pipelines import activations_of_a_pass, describe_pipeline, passes
-from hpcrl.trainer.backends.diffusion.model import transformer_source
 from tests.paths import CONFIGS
 
 pytest.importorskip("diffusers")
@@ -51,9 +51,9 @@ def test_a_plan_counts_steps_guidance_and_recomputation() -> None:
     assert passes(config.trainer) == 2 * 5  # half of the steps
     whole = Config.from_toml([TINY], [*settings, "trainer.policy.diffusers.inference_size=[64, 64]"])
     assert 1.5 < activations_of_a_pass(whole.trainer) / activations_of_a_pass(config.trainer) < 3  # prompts stay
-    lines, size = describe_pipeline(config)
+    lines, size = describe_policy(config)
     assert size > 10 * activations_of_a_pass(config.trainer)
     assert any("10 passes of the transformer at a time" in line for line in lines)
-    rows, _ = describe_pipeline(Config.from_toml([CONFIGS / "diffusion_sft_tiny.toml"]))
+    rows, _ = describe_policy(Config.from_toml([CONFIGS / "diffusion_sft_tiny.toml"]))
     assert any("flow matching, a noise level of each row" in line for line in rows)
     assert not any(line.startswith("engine: ") for line in rows)

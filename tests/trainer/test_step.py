@@ -30,6 +30,7 @@ from hpcrl.trainer.loss import build_policy_loss
 from hpcrl.trainer.metrics import PhaseTimer, step_line
 from hpcrl.trainer.mismatch import MismatchLimit
 from hpcrl.trainer.models.flops import ModelFlops
+from hpcrl.trainer.offline.modes import objective_of
 from hpcrl.trainer.saving.checkpoint import ResumePoint
 from hpcrl.trainer.saving.dump import Dumps
 from hpcrl.trainer.step import Learner
@@ -82,7 +83,7 @@ def learner(
     consensus = StopConsensus(world, StopSignal(), Heartbeat(run, 1, "rank-0"))
     return Learner(
         run, ModelRanks(world, world), trainer, engine, None,
-        limits=micro_batch_limits(trainer, None), model_flops=ModelFlops(1.0, 1, 1), max_seq_len=40, mismatch=mismatch,
+        objective=objective_of(trainer), limits=micro_batch_limits(trainer, None), model_flops=ModelFlops(1.0, 1, 1), max_seq_len=40, mismatch=mismatch,
         dumps=Dumps(run, 1, world), consensus=consensus, start=ResumePoint(),
     )  # fmt: skip
 

@@ -15,13 +15,14 @@ from hpcrl.config import EnvironmentConfig, GeneratorConfig, SamplingParams
 from hpcrl.config.sections.generator import ChatTemplateConfig
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.config.sections.vla import VLAConfig
-from hpcrl.data.actions.tokens import action_tokens
-from hpcrl.data.actions.turns import ActionTurns
+from hpcrl.data.action_tokens import action_tokens
 from hpcrl.data.tokenizer import load_tokenizer
 from hpcrl.data.vision.inputs import model_inputs
 from hpcrl.data.vision.reader import ImageReader, row_images
-from hpcrl.data.vision.videos import EpisodeVideos
 from hpcrl.errors import DataError
+from hpcrl.families.openvla.generate import ActionGroups
+from hpcrl.families.openvla.turns import ActionTurns
+from hpcrl.families.robots.family import videos_of
 from hpcrl.rollout.generate import GroupGenerator
 from hpcrl.rollout.group import Group
 from hpcrl.rundir.layout import Run
@@ -57,14 +58,14 @@ def generator_of(engine: Any, model: Path, run: Run) -> GroupGenerator:
         max_turns=4,
         step_wise_trajectories=True,
     )
-    return GroupGenerator(
+    return ActionGroups(
         engine,
         load_tokenizer(pretrained, ChatTemplateConfig()),
         settings,
         EnvironmentConfig(),
         reader=ImageReader.of(pretrained, states=actions.states.shown if actions.states else None),
         actions=actions,
-        videos=EpisodeVideos.of(run, VLAConfig(enable=True, save_video=True, trace_verbosity=2)),
+        videos=videos_of(run, VLAConfig(enable=True, save_video=True, trace_verbosity=2)),
     )
 
 
@@ -215,7 +216,7 @@ def test_videos_show_every_turn(group: Group, run: Run) -> None:
                 "what was seen before each turn, and at the end; frames that are alike are one"
             )
             assert frames > 1
-    assert EpisodeVideos.of(run, VLAConfig(enable=True)) is None
-    of_evaluations = EpisodeVideos.of(run, VLAConfig(enable=True, save_video=True))
+    assert videos_of(run, VLAConfig(enable=True)) is None
+    of_evaluations = videos_of(run, VLAConfig(enable=True, save_video=True))
     assert of_evaluations is not None
     assert (of_evaluations.wants("eval"), of_evaluations.wants("train")) == (True, False)

@@ -9,9 +9,9 @@ import pytest
 
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.config.sections.vla import VLAConfig
-from hpcrl.data.actions.tokens import ActionTokens, action_tokens, scale_of
-from hpcrl.data.actions.turns import ActionTurns, written
+from hpcrl.data.action_tokens import ActionTokens, action_tokens, scale_of
 from hpcrl.errors import DataError
+from hpcrl.families.openvla.turns import ActionTurns, written
 
 LLAMA = {"text_config": {"vocab_size": 32064}, "pad_to_multiple_of": 64, "n_action_bins": 256}
 STATISTICS = {"q01": [-0.5, 0.0], "q99": [0.5, 1.0], "mask": [True, False]}

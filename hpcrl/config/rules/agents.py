@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 
 from hpcrl.config.derive import several_rows
 from hpcrl.config.errors import Problem
+from hpcrl.config.family import family_of
 from hpcrl.config.import_path import misnamed
 from hpcrl.config.rules.cluster import mount_problems
 from hpcrl.config.sections.environment import MOST_SIMULATORS, SIMULATORS, AgentConfig
@@ -78,10 +79,7 @@ def robots(config: ConfigTree) -> Iterator[Problem]:
     lacks = {"gymnasium": "id", "libero": "suite"}.get(robot.simulator)
     if lacks and not isinstance(robot.options.get(lacks), str):
         yield Problem(f"{section}.options", f"{robot.simulator} needs `{lacks}`, found {robot.options}")
-    most = config.generator.inference_engine.max_num_seqs
-    path = "generator.inference_engine.max_num_seqs"
-    if config.vla.num_envs is not None:
-        path, most = "vla.num_envs", config.vla.num_envs
+    path, most = family_of(config).samples_at_once(config)
     if most > MOST_SIMULATORS:
         yield Problem(
             path,

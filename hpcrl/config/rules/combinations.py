@@ -9,6 +9,7 @@ from typing import Any
 from hpcrl.config.adapters import adapters, reference_follows, reference_is_base
 from hpcrl.config.derive import better_of, surplus_groups, uses_reference
 from hpcrl.config.errors import Problem
+from hpcrl.config.family import families
 from hpcrl.config.fields import Setting, values
 from hpcrl.config.import_path import misnamed
 from hpcrl.config.rules.agents import agents, endpoint, robots, rows_of_samples
@@ -30,7 +31,6 @@ from hpcrl.config.rules.cluster import (
     time_to_save,
     ways_of_weights,
 )
-from hpcrl.config.rules.families import diffusion, pi05, vla
 from hpcrl.config.rules.generation import (
     chat,
     datasets,
@@ -120,7 +120,8 @@ def impossible(config: ConfigTree) -> list[Problem]:
     """Return everything that cannot work, whatever is still to be built."""
     problems = list(out_of_range(values(config)))
     wrong = {problem.path for problem in problems}
-    rules = [rule for rule in RULES if rule not in _CALCULATING] if any(map(_COUNTED.search, wrong)) else RULES
+    rules = [rule for family in families() for rule in family.rules]
+    rules += [rule for rule in RULES if rule not in _CALCULATING] if any(map(_COUNTED.search, wrong)) else RULES
     return problems + [problem for rule in rules for problem in rule(config) if problem.path not in wrong]
 
 
@@ -360,9 +361,6 @@ _CALCULATING: tuple[Rule, ...] = (
 """Rules that divide and multiply what `_COUNTED` names; they run only where all of that is in range."""
 
 RULES: tuple[Rule, ...] = (
-    *diffusion.RULES,
-    *vla.RULES,
-    *pi05.RULES,
     _named_functions,
     _loggers,
     alerts,

@@ -7,6 +7,7 @@ from dataclasses import fields
 
 from hpcrl.config.derive import MOST_KEPT, is_offline, mask_size, max_input_length, trains_pairs
 from hpcrl.config.errors import Problem
+from hpcrl.config.family import family_of
 from hpcrl.config.reward_model import is_rewarded_later
 from hpcrl.config.sections.generator import SamplingParams
 from hpcrl.config.sections.tree import ConfigTree
@@ -35,7 +36,7 @@ def datasets(config: ConfigTree) -> Iterator[Problem]:
         yield Problem(
             "data.test_size", f"expected a share below 1 or a whole number of prompts, found {data.test_size}"
         )
-    if is_offline(config.trainer) and not config.trainer.policy.diffusers.enable and config.trainer.max_length is None:
+    if is_offline(config.trainer) and family_of(config).longest_row(config) is None:
         yield Problem(
             "trainer.max_length", f'required with trainer.mode="{config.trainer.mode}": the longest row in tokens'
         )

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hpcrl.config.sections.vla import VLAConfig
 from hpcrl.data.vision.images import opened, png, state_in
 from hpcrl.data.vision.messages import Message, without_images
 from hpcrl.rundir.commit import write_bytes
@@ -29,11 +28,6 @@ class EpisodeVideos:
 
     run: Run
     training: bool
-
-    @classmethod
-    def of(cls, run: Run, vla: VLAConfig) -> EpisodeVideos | None:
-        """Return those of a run; None: none are written."""
-        return cls(run, vla.trace_verbosity > 1) if vla.enable and vla.save_video else None
 
     def wants(self, kind: Kind) -> bool:
         return kind == "eval" or self.training

@@ -24,27 +24,27 @@ from typing import Any
 from hpcrl.config import Config, eval_sampling, sampling_seed
 from hpcrl.config.derive import gpu_count, is_offline, policy_model
 from hpcrl.config.errors import raise_together
-from hpcrl.config.families import is_diffusion
+from hpcrl.config.family import families, family_of
 from hpcrl.config.reward_model import trains_reward_model
 from hpcrl.config.root import source_of
 from hpcrl.config.sections.generator import SamplingParams
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.data.datasets import load_dataset
-from hpcrl.data.pipelines.source import TRANSFORMER, PipelineSource
 from hpcrl.errors import ConfigError, RunError
+from hpcrl.launch.family import launch_family
 from hpcrl.launch.local.foreground import job, run_here
 from hpcrl.launch.manage.registry import find_run
 from hpcrl.launch.submit.engine import check_engine, position_limit
-from hpcrl.launch.submit.models import MODEL_FILE, PIPELINE_FILE, entries_of, folder_of, on_hub
+from hpcrl.launch.submit.models import entries_of, folder_of, on_hub
 from hpcrl.launch.submit.vision import check_vision
 from hpcrl.rundir.checkpoints import find_checkpoint, line_of
 from hpcrl.rundir.commit import is_committed, read_json, verify, write_json, write_text
 from hpcrl.rundir.layout import Run, position_of
 
 _EXPORT, _PROCESS = "export", "eval"
-_PIPELINE = "pipeline"
-"""Of a diffusion policy: the pipeline with the transformer that is evaluated."""
+_WHOLE = "pipeline"
+"""Where an exported policy is completed to what its engine loads."""
 _LENGTHS = ("trainer.max_prompt_length", "generator.sampling_params.max_generate_length")
 _LENGTHS += ("generator.max_input_length", "generator.eval_sampling_params.max_generate_length")
 
@@ -82,7 +82,7 @@ def find_subject(name: str, checkpoint: str | None, root: Path) -> Subject:
         RunError: there is no such run or checkpoint.
         CommitError: the checkpoint is damaged.
     """
-    if any((Path(name) / file).is_file() for file in (MODEL_FILE, PIPELINE_FILE)):
+    if any((Path(name) / file).is_file() for file in {family.model_file for family in families()}):
         return _model(name, str(Path(name).absolute()), checkpoint)
     try:
         run = find_run(name, root)
@@ -148,7 +148,7 @@ def configured(
     problems = [*check_engine(config), *check_vision(config)] if made else []
     raise_together(problems, partial(source_of, [*base, *files], [*ours, *settings]))
     n = config.generator.eval_n_samples_per_prompt
-    if n > 1 and eval_sampling(config.generator).temperature == 0 and not is_diffusion(config.trainer):
+    if n > 1 and eval_sampling(config.generator).temperature == 0 and not family_of(config).greedy_samples_differ:
         raise ConfigError(
             f"generator.eval_n_samples_per_prompt: {n} samples of a prompt would all be the same, because evaluation is greedy here; "
             "add generator.eval_sampling_params.temperature=1.0, or leave it at 1"
@@ -164,16 +164,6 @@ def _fitting(model: Pretrained, files: Sequence[Path], settings: Sequence[str]) 
     if most is None or prompt + response <= most or chosen:
         return []
     return [f"{_LENGTHS[0]}={most // 3}", f"{_LENGTHS[1]}={most - most // 3}"]
-
-
-def assembled(run: Run, transformer: Path, place: Path) -> Path:
-    """Make a pipeline of links: the one that a run trains, with an exported transformer in the place of its own. Return it."""
-    trainer = Config.from_toml([run.config]).trainer
-    folder = PipelineSource(policy_model(trainer), trainer.policy.diffusers).folder.absolute()
-    place.mkdir()
-    for part in folder.iterdir():
-        (place / part.name).symlink_to(transformer if part.name == TRANSFORMER else part)
-    return place
 
 
 def default_place(subject: Subject) -> Path:
@@ -216,10 +206,12 @@ def evaluate(subject: Subject, config: Config, place: Run, report: Callable[[str
         report(f"exporting {subject.checkpoint.name}")
         words = ["checkpoint", "export", str(subject.run.path), subject.checkpoint.name]
         run_here(place, _EXPORT, [sys.executable, "-m", "hpcrl.cli.main", *words], {}, report)
-    if is_diffusion(config.trainer) and subject.run is not None and subject.checkpoint is not None:
-        whole = assembled(subject.run, Path(subject.model.path), place.path / _PIPELINE)
-        changed = Config.from_toml([place.config], [f"trainer.policy.model.path={json.dumps(str(whole))}"])
-        write_text(place.config, changed.to_toml())
+    if subject.run is not None and subject.checkpoint is not None:
+        export = Path(subject.model.path)
+        whole = launch_family(config).evaluated_model(subject.run, export, place.path / _WHOLE)
+        if whole != export:
+            changed = Config.from_toml([place.config], [f"trainer.policy.model.path={json.dumps(str(whole))}"])
+            write_text(place.config, changed.to_toml())
     devices = {} if gpu_count(config.slurm) else {"CUDA_VISIBLE_DEVICES": ""}
     run_here(place, _PROCESS, [sys.executable, str(job("eval")), str(place.path)], devices, report)
     results = read_json(place.path / "results.json")

@@ -39,7 +39,7 @@ from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.data.hub.places import hub_cache
 from hpcrl.data.model_config import download
 
-MODEL_FILE, PIPELINE_FILE = "config.json", "model_index.json"
+MODEL_FILE = "config.json"
 
 
 def is_local(path: str) -> bool:

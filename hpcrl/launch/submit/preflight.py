@@ -17,17 +17,15 @@ from typing import Any
 
 from hpcrl.config import Config, total_steps
 from hpcrl.config.adapters import adapters
-from hpcrl.config.derive import is_offline, policy_model, steps_per_epoch
+from hpcrl.config.derive import is_offline, steps_per_epoch
 from hpcrl.config.errors import Problem, raise_together
-from hpcrl.config.families import is_diffusion, moves_by_flow
+from hpcrl.config.family import Family, family_of
 from hpcrl.config.import_path import missing_packages
 from hpcrl.config.resume_changes import Change, changes_from_path
 from hpcrl.config.sections.alerts import AlertsConfig
 from hpcrl.config.sections.environment import CLASSIFIER
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.data.datasets import load_dataset, prompt_datasets
-from hpcrl.data.pi05.statistics import statistics_of
-from hpcrl.data.pipelines.source import PipelineSource
 from hpcrl.data.prompts import count_aside, data_sources
 from hpcrl.data.sources import Source
 from hpcrl.data.tokenize import Recipe, tokenized, training_sources, validation_sources
@@ -35,15 +33,13 @@ from hpcrl.data.tokenizer import chat_template
 from hpcrl.data.weight_files import ADAPTER_FILE
 from hpcrl.envs.registry import environment_class
 from hpcrl.errors import ConfigError, DataError
+from hpcrl.launch.family import launch_family
 from hpcrl.launch.submit.engine import check_engine, layers_over_nodes, merged_for_engines
 from hpcrl.launch.submit.models import (
-    MODEL_FILE,
-    PIPELINE_FILE,
     check_layouts,
     check_packing,
     check_routers,
     entries_of,
-    folder_of,
     is_local,
     unchecked_models,
 )
@@ -115,7 +111,7 @@ def look(config: Config) -> tuple[list[Problem], list[str]]:
 
 def writes_texts(config: Config) -> bool:
     """Return whether the policy reads and writes texts, with a tokenizer that lies here."""
-    return not is_diffusion(config.trainer) and not moves_by_flow(config.vla) and has_tokenizer(config)
+    return family_of(config).writes_texts and has_tokenizer(config)
 
 
 def _of_chat_template(config: Config) -> tuple[list[Problem], list[str]]:
@@ -190,13 +186,9 @@ def _of_models(config: Config) -> Iterator[Problem]:
     yield from _of_reward_model("environment.reward_model", judge.model, judge.revision, judge.chat_template)
     for role, model in (("policy", trainer.policy.model), ("ref", trainer.ref.model), ("critic", trainer.critic.model)):
         place = f"trainer.{role}.model"
-        file = PIPELINE_FILE if role == "policy" and is_diffusion(trainer) else MODEL_FILE
-        yield from _of_directory(f"{place}.path", model.path, f"{place}.revision", model.revision, file)
-    policy = policy_model(trainer)
-    if is_diffusion(trainer) and Path(policy.path, PIPELINE_FILE).expanduser().is_file():
-        yield from _told(PipelineSource(policy, trainer.policy.diffusers).check)
-    if moves_by_flow(config.vla) and (folder := folder_of(policy)) and find_spec("numpy") and find_spec("safetensors"):
-        yield from _told(partial(statistics_of, Pretrained(str(folder))))
+        family = family_of(config) if role == "policy" else Family
+        yield from _of_directory(f"{place}.path", model.path, f"{place}.revision", model.revision, family)
+    yield from _told(partial(launch_family(config).check_model, config))
     if distillation.enable:
         place = "trainer.distillation"
         if distillation.precomputed_logprobs is None:  # else nothing loads it
@@ -224,13 +216,16 @@ def _told(check: Callable[[], object]) -> Iterator[Problem]:
 
 
 def _of_directory(
-    setting: str, model: str | None, revision_setting: str = "", revision: str | None = None, file: str = MODEL_FILE
+    setting: str,
+    model: str | None,
+    revision_setting: str = "",
+    revision: str | None = None,
+    family: Family | type[Family] = Family,
 ) -> Iterator[Problem]:
     if not model or not is_local(model):
         return
-    if not Path(model, file).expanduser().is_file():
-        what = "directory of a diffusion pipeline" if file == PIPELINE_FILE else "model directory"
-        yield Problem(setting, f"{model} is no {what} (it has no {file})")
+    if not Path(model, family.model_file).expanduser().is_file():
+        yield Problem(setting, f"{model} is no {family.model_kind} (it has no {family.model_file})")
     if revision is not None:
         yield Problem(
             revision_setting,

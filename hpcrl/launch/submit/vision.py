@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from importlib.util import find_spec
-from typing import Any
+from collections.abc import Iterator
 
 from hpcrl.config import Config
 from hpcrl.config.adapters import loads_adapters
-from hpcrl.config.derive import critic_model, has_engines, model_config_kwargs, policy_model
+from hpcrl.config.derive import critic_model, has_engines, policy_model
 from hpcrl.config.errors import Problem
-from hpcrl.config.families import moves_by_flow
+from hpcrl.config.family import families
 from hpcrl.config.scorers import scoring_reward_model
-from hpcrl.data.actions.tokens import action_tokens, scale_of
-from hpcrl.data.actions.turns import States, disagreement
 from hpcrl.data.vision.families import Family, family_of
-from hpcrl.errors import DataError
 from hpcrl.launch.submit.models import entries_of
 
 
@@ -25,11 +20,8 @@ def check_vision(config: Config) -> Iterator[Problem]:
     entries = entries_of(model)
     if entries is None or "model_type" not in entries:  # of a pipeline, which paints
         return
-    tokens = action_tokens(entries)
-    if (tokens is not None) != (config.vla.enable and not moves_by_flow(config.vla)):
-        yield Problem("vla.enable", disagreement(str(model), tokens))
-    elif tokens is not None:
-        yield from _of_actions(config, {**entries, **model_config_kwargs(trainer.policy)})
+    for each in families():
+        yield from each.check_entries(config, entries)
     family = family_of(entries)
     if family is None:
         if trainer.multi_modal_log_interval is not None:
@@ -68,24 +60,6 @@ def check_vision(config: Config) -> Iterator[Problem]:
         )
     if trainer.mode == "reward_model":
         yield Problem("trainer.mode", f'{sees}, and a reward model would not; expected "rl", "sft" or "dpo"')
-
-
-def _of_actions(config: Config, entries: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield what does not fit between `vla` and a model that makes actions of tokens."""
-    if entries.get("parallel_decoding") and config.vla.vla_type != "openvla-oft":
-        yield Problem(
-            "vla.vla_type",
-            f'expected "openvla-oft", found "{config.vla.vla_type}": the model\'s config.json has parallel_decoding',
-        )
-    if find_spec("numpy") is None:  # as on a login node; the job compares them then
-        return
-    try:
-        scale_of(entries, config.vla.unnorm_key, config.vla.norm_type)
-        if config.vla.use_proprio:
-            States.of(entries, config.vla)
-    except DataError as error:
-        path, _, told = str(error).partition(": ")
-        yield Problem(path, told)
 
 
 def _of_vllm(config: Config, family: Family, sees: str) -> Iterator[Problem]:

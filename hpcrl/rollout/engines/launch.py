@@ -5,12 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Protocol, cast
 
 from hpcrl.config import Config
-from hpcrl.config.families import moves_by_flow
+from hpcrl.config.family import family_of
 from hpcrl.rollout.engines.base import Launched
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.scratch import Scratch
+
+
+class EngineFamily(Protocol):
+    """The module `rollout` of a family of policies, beside RolloutFamily (hpcrl/rollout/family.py)."""
+
+    def own_engine(self, config: Config) -> Launched | None:
+        """Start the family's engine in this process; None: the family is served by the engine that the configuration names."""
+        ...
 
 
 @contextmanager
@@ -33,18 +42,12 @@ def launched(
     with ExitStack() as stack:
         scratch = Scratch("engine")
         stack.callback(scratch.remove)
-        if moves_by_flow(config.vla):
-            from hpcrl.rollout.engines.actions.engine import Actions
-
-            engine = Actions(config)
+        if own := cast(EngineFamily, family_of(config).layer("rollout")).own_engine(config):
+            engine = own
         elif config.generator.inference_engine.backend == "transformers":
             from hpcrl.rollout.engines.embedded.launch import Embedded, embedded_options
 
             engine = Embedded(embedded_options(config))
-        elif config.generator.inference_engine.backend == "diffusers":
-            from hpcrl.rollout.engines.diffusion.engine import Diffusion
-
-            engine = Diffusion.of(config)
         elif config.generator.inference_engine.remote_urls:
             from hpcrl.rollout.engines.vllm.remote import Remote, remote_options
 

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import cast
 
-from hpcrl.config.errors import Problem
-from hpcrl.config.families import is_diffusion, moves_by_flow
 from hpcrl.config.import_path import missing_packages
 from hpcrl.config.reward_model import trains_reward_model
 from hpcrl.config.sections.trainer import TrainerConfig
-from hpcrl.config.sections.vla import VLAConfig
 from hpcrl.errors import RunError
 from hpcrl.trainer.backends.base import CriticEngine, PolicyEngine
 from hpcrl.trainer.distributed import World
@@ -21,15 +17,10 @@ from hpcrl.trainer.distributed import World
 _log = logging.getLogger(__name__)
 
 
-def build_policy(
-    trainer: TrainerConfig, temperature: float, world: World, vla: VLAConfig | None = None
-) -> PolicyEngine:
-    """Load the policy, and the reference if anything compares with it; or the reward model that is trained in its place.
+def build_policy(trainer: TrainerConfig, temperature: float, world: World) -> PolicyEngine:
+    """Load the language model that is the policy, and the reference if anything compares with it; or the reward model that is trained in its place.
 
     A reward model has the verbs that every engine has, `values` and those of an export. What else a policy has is not asked for then.
-
-    Args:
-        vla: None: the policy moves no robots.
 
     Raises:
         DataError: a model path holds no model, or the model does not have what the configuration names.
@@ -45,15 +36,7 @@ def build_policy(
         if trains_reward_model(trainer):
             return cast(PolicyEngine, MegatronRewardModel(trainer, world))
         return MegatronPolicy(trainer, temperature, world)
-    _require(missing_packages(trainer))
-    if is_diffusion(trainer):
-        from hpcrl.trainer.backends.diffusion.policy import DiffusionPolicy
-
-        return DiffusionPolicy(trainer, world)
-    if vla and moves_by_flow(vla):
-        from hpcrl.trainer.backends.actions.policy import ActionPolicy
-
-        return ActionPolicy(trainer, world, vla.pi05)
+    require_packages(trainer)
     from hpcrl.trainer.backends.fsdp.engine import FsdpPolicy
     from hpcrl.trainer.backends.fsdp.values import FsdpRewardModel
     from hpcrl.trainer.models.layers.compilation import with_compilation
@@ -72,7 +55,7 @@ def build_critic(trainer: TrainerConfig, world: World) -> CriticEngine | None:
         from hpcrl.trainer.backends.megatron.engine import MegatronCritic
 
         return MegatronCritic(trainer, world)
-    _require(missing_packages(trainer))
+    require_packages(trainer)
     from hpcrl.trainer.backends.fsdp.values import FsdpCritic
 
     return FsdpCritic(trainer, world)
@@ -85,6 +68,7 @@ def _require_megatron() -> None:
         )
 
 
-def _require(missing: Iterator[Problem]) -> None:
-    if problem := next(missing, None):
+def require_packages(trainer: TrainerConfig) -> None:
+    """Raise RunError where a package that a setting needs is not installed."""
+    if problem := next(missing_packages(trainer), None):
         raise RunError(f"{problem.path}: {problem.message}")

@@ -8,10 +8,8 @@ import torch
 
 from hpcrl.algorithms.reductions import Reduction
 from hpcrl.config.derive import trains_pairs
-from hpcrl.config.families import is_diffusion
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.trainer.backends.base import Objective
-from hpcrl.trainer.diffusion import diffusion_objective
 from hpcrl.trainer.loss import build_objective, build_reduction
 from hpcrl.trainer.offline.likelihood import LikelihoodMeasure, build_likelihood_objective
 from hpcrl.trainer.offline.preferences import PAIRS_REDUCTION, PreferenceMeasure, build_preference_objective
@@ -37,9 +35,7 @@ class Measure(Protocol):
 
 
 def objective_of(trainer: TrainerConfig) -> Objective:
-    """Return what the policy minimizes."""
-    if is_diffusion(trainer) and trainer.mode == "rl":
-        return diffusion_objective(trainer)
+    """Return what a language model minimizes."""
     match trainer.mode:
         case "rl":
             return build_objective(trainer.algorithm, trainer.distillation)

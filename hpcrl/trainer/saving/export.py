@@ -7,14 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hpcrl.config import Config, FSDPConfig, temperature
-from hpcrl.config.derive import is_offline, kept_versions
-from hpcrl.config.families import tokenizer_model
+from hpcrl.config import Config, FSDPConfig
+from hpcrl.config.derive import is_offline, kept_versions, policy_model
+from hpcrl.config.family import family_of
 from hpcrl.config.rules.megatron_groups import on_one_rank
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.rundir.layout import Run, position_of
-from hpcrl.trainer.backends.build import build_policy
 from hpcrl.trainer.distributed import joined
+from hpcrl.trainer.family import trainer_family
 from hpcrl.trainer.models.forward import DTYPES
 from hpcrl.trainer.saving.publish import Publisher
 
@@ -34,7 +34,8 @@ def export_checkpoint(run: Run, checkpoint: Path, target: Path) -> None:
     position = position_of(checkpoint)
     assert position is not None, checkpoint
     with joined() as world:
-        engine = build_policy(_alone(config.trainer), temperature(config), world, config.vla)
+        alone = replace(config, trainer=_alone(config.trainer))
+        engine = trainer_family(config).load_policy(alone, world)
         engine.restore_weights(checkpoint)
         dtype = DTYPES[config.generator.inference_engine.model_dtype]
         publisher = Publisher(run, 0, world, dtype, kept_versions(config.trainer))
@@ -44,7 +45,7 @@ def export_checkpoint(run: Run, checkpoint: Path, target: Path) -> None:
 def exported_with(config: Config) -> dict[str, Any]:
     """Return the arguments of `Publisher.export` that follow from the settings."""
     return {
-        "model": tokenizer_model(config.trainer),
+        "model": policy_model(config.trainer) if family_of(config).exports_tokenizer else None,
         "template": config.generator.chat_template,
         "options": config.generator.chat_template_kwargs,
         "texts": is_offline(config.trainer) and config.data.format == "text",

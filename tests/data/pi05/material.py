@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import save_file
 
 from hpcrl.config.sections.model import Pretrained
-from hpcrl.data.pi05.architecture import Architecture, file_name
-from hpcrl.data.pi05.inputs import load_tokenizer
-from hpcrl.data.pi05.network import Pi05
-from hpcrl.data.pi05.statistics import PROCESSOR
+from hpcrl.families.pi05.architecture import Architecture, file_name
+from hpcrl.families.pi05.inputs import load_tokenizer
+from hpcrl.families.pi05.network import Pi05
+from hpcrl.families.pi05.statistics import PROCESSOR
 from tests.paths import CONFIGS
 
 TEXT: dict[str, Any] = {

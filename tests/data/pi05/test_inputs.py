@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from hpcrl.config.sections.model import Pretrained
-from hpcrl.data.pi05.inputs import prompt_counter, resized, row_decoder, written_prompt
+from hpcrl.families.pi05.inputs import prompt_counter, resized, row_decoder, written_prompt
 from hpcrl.types import Prompt
 from tests.paths import CONFIGS
 

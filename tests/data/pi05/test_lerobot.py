@@ -19,13 +19,13 @@ from transformers import PreTrainedTokenizerFast
 from hpcrl.algorithms.diffusion.actions import walk
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.config.sections.vla import Pi05Config
-from hpcrl.data.pi05.architecture import Architecture, file_name, own_name
-from hpcrl.data.pi05.inputs import resized, written_prompt
-from hpcrl.data.pi05.network import Pi05
-from hpcrl.data.pi05.source import loaded
 from hpcrl.envs.simulators.base import Bounds
-from hpcrl.rollout.actions.generate import Robotics
-from hpcrl.rollout.engines.actions.sampler import ActionSampler, Ask
+from hpcrl.families.pi05.architecture import Architecture, file_name, own_name
+from hpcrl.families.pi05.generate import Robotics
+from hpcrl.families.pi05.inputs import resized, written_prompt
+from hpcrl.families.pi05.network import Pi05
+from hpcrl.families.pi05.sampler import ActionSampler, Ask
+from hpcrl.families.pi05.source import loaded
 from tests.paths import ROOT
 
 PYTHON = Path(os.environ.get("HPCRL_LEROBOT", ROOT / ".venv-lerobot")) / "bin" / "python"

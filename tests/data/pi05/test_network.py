@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 from transformers import DynamicCache, PI0Config, PI0ForConditionalGeneration
 
 from hpcrl.config.sections.model import Pretrained
-from hpcrl.data.pi05.architecture import Architecture, file_name, own_name
-from hpcrl.data.pi05.network import AdaptiveNorm, Pi05
-from hpcrl.data.pi05.source import loaded, stored_dtype
 from hpcrl.errors import DataError
+from hpcrl.families.pi05.architecture import Architecture, file_name, own_name
+from hpcrl.families.pi05.network import AdaptiveNorm, Pi05
+from hpcrl.families.pi05.source import loaded, stored_dtype
 from tests.data.pi05.material import TINY, tiny, write_tiny
 
 

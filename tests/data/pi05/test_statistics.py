@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from hpcrl.config.sections.model import Pretrained
-from hpcrl.data.pi05.statistics import PROCESSOR, STATISTICS, Scale, statistics_files, statistics_of
 from hpcrl.errors import ConfigError, DataError
+from hpcrl.families.pi05.statistics import PROCESSOR, STATISTICS, Scale, statistics_files, statistics_of
 from tests.data.pi05.material import write_lerobot
 
 

@@ -18,7 +18,7 @@ from transformers import (
     UMT5EncoderModel,
 )
 
-from hpcrl.data.pipelines.source import KINDS
+from hpcrl.families.diffusion.pipelines.source import KINDS
 from tests.paths import CONFIGS
 
 diffusers: Any = import_module("diffusers")  # its names are made when they are asked for

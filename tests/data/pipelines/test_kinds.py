@@ -13,10 +13,10 @@ import torch
 
 from hpcrl.config.sections.diffusers import DiffusersConfig, DiffusionSamplingConfig
 from hpcrl.config.sections.model import Pretrained
-from hpcrl.data.pipelines.samples import CLEAN
-from hpcrl.data.pipelines.source import PipelineSource
 from hpcrl.errors import DataError
-from hpcrl.rollout.engines.diffusion.sampler import Sampler
+from hpcrl.families.diffusion.pipelines.samples import CLEAN
+from hpcrl.families.diffusion.pipelines.source import PipelineSource
+from hpcrl.families.diffusion.sampler import Sampler
 from tests.data.pipelines.material import TINY, write_cosmos, write_sana, write_sana_video, write_wan
 
 pytest.importorskip("diffusers")

@@ -10,7 +10,8 @@ import pytest
 from hpcrl.config import Config
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.errors import ConfigError, DataError, RunError
-from hpcrl.launch.local.evaluate import Subject, assembled, configured, default_place, evaluate, find_subject
+from hpcrl.families.diffusion.launch import evaluated_model
+from hpcrl.launch.local.evaluate import Subject, configured, default_place, evaluate, find_subject
 from hpcrl.rundir.commit import committed_directory, write_text
 from hpcrl.rundir.layout import Run
 from tests.paths import CONFIGS
@@ -149,7 +150,7 @@ def test_a_pipeline_with_the_exported_transformer(tmp_path: Path) -> None:
     export = Path(subject.model.path)
     export.mkdir(parents=True)
     (export / "config.json").write_text("exported")
-    place = assembled(run, export, tmp_path / "pipeline")
+    place = evaluated_model(run, export, tmp_path / "pipeline")
     assert (place / "transformer" / "config.json").read_text() == "exported"
     theirs = CONFIGS / "diffusion_tiny" / "model"
     assert {path.name for path in place.iterdir()} == {path.name for path in theirs.iterdir()}

@@ -13,9 +13,9 @@ from hpcrl.config import Config
 from hpcrl.controller.evaluation import evaluation_work
 from hpcrl.data.datasets import counted_prompts, load_dataset
 from hpcrl.data.prompts import drop_long
-from hpcrl.rollout.engines.actions.engine import Actions
+from hpcrl.families.pi05.engine import Actions
 from hpcrl.rollout.evaluate import evaluate
-from hpcrl.rollout.family import load_family
+from hpcrl.rollout.family import load_generator
 from hpcrl.rundir.layout import Run
 from hpcrl.types import GroupMeta
 from tests.paths import CONFIGS
@@ -31,7 +31,7 @@ def evaluated(place: Run, config: Config) -> list[GroupMeta]:
     data, generator = config.data, config.generator
     prompts = load_dataset(data.val_data, ("eval",), data, config.environment, generator.max_turns, first=EPISODES)
     work = evaluation_work(drop_long(prompts, *counted_prompts(config)), VERSION, 1, seed=5)
-    launched, family = Actions(config), load_family(place, config, None)
+    launched, family = Actions(config), load_generator(place, config, None)
     launched.wait_ready(120)
     maker = family.maker()
     return asyncio.run(evaluate(place, launched, maker, family.decode, work, VERSION, generator, lambda _: None))

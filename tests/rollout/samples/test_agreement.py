@@ -42,6 +42,7 @@ from hpcrl.trainer.distributed import World
 from hpcrl.trainer.metrics import PhaseTimer
 from hpcrl.trainer.mismatch import MismatchLimit
 from hpcrl.trainer.models.flops import ModelFlops
+from hpcrl.trainer.offline.modes import objective_of
 from hpcrl.trainer.packing import PackedSamples, pack
 from hpcrl.trainer.saving.checkpoint import ResumePoint
 from hpcrl.trainer.saving.dump import Dumps
@@ -197,7 +198,7 @@ def test_a_trainer_with_other_weights_than_the_engine_is_told(
         consensus = StopConsensus(world, StopSignal(), Heartbeat(run, 1, "rank-0"))
         learner = Learner(
             run, ModelRanks(world, world), section(model), policy, None,
-            limits=(MicroBatchLimit(1), MicroBatchLimit(1)), model_flops=ModelFlops(1.0, 1, 1), max_seq_len=40, mismatch=MismatchLimit(GeneratorConfig().max_logprob_mismatch),
+            objective=objective_of(section(model)), limits=(MicroBatchLimit(1), MicroBatchLimit(1)), model_flops=ModelFlops(1.0, 1, 1), max_seq_len=40, mismatch=MismatchLimit(GeneratorConfig().max_logprob_mismatch),
             dumps=Dumps(run, 1, world), consensus=consensus, start=ResumePoint(),
         )  # fmt: skip
         learner.schedule(1)

@@ -21,7 +21,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.models.llava.modeling_llava import LlavaForConditionalGeneration, LlavaModel
 
-from hpcrl.data.actions.tokens import action_tokens
+from hpcrl.data.action_tokens import action_tokens
 from hpcrl.data.models.openvla.config import OpenVLAConfig, OpenVLAVisionConfig
 
 _EPS = 1e-6
@@ -238,7 +238,7 @@ class OpenVLAModel(LlavaModel):
 
 
 class OpenVLAForActionPrediction(LlavaForConditionalGeneration):
-    """OpenVLA; what it says are tokens of actions, as hpcrl.data.actions has them."""
+    """OpenVLA; what it says are tokens of actions (hpcrl/data/action_tokens.py)."""
 
     config_class = OpenVLAConfig
     _no_split_modules = ["OpenVLABlock"]

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from hpcrl.config.sections.model import CriticConfig, FSDPConfig, PolicyConfig
-from hpcrl.data.actions.tokens import action_tokens
+from hpcrl.data.action_tokens import action_tokens
 from hpcrl.data.vision.families import family_of, placeholders
 from hpcrl.data.vision.inputs import blank_image, has_planes, image_features, model_inputs, one_kind, plane_positions
 from hpcrl.data.vision.reader import row_images

@@ -8,13 +8,13 @@ from pathlib import Path
 
 from hpcrl.config import Config
 from hpcrl.config.derive import policy_model
-from hpcrl.rollout.actions.generate import ActionGenerator, Robotics
-from hpcrl.rollout.engines.actions.engine import ActionEngine, Actions
+from hpcrl.families.pi05.engine import ActionEngine, Actions
+from hpcrl.families.pi05.generate import ActionGenerator, Robotics
+from hpcrl.families.pi05.policy import ActionPolicy
 from hpcrl.rollout.group import Group
 from hpcrl.rundir.commit import write_json
 from hpcrl.rundir.layout import Run
 from hpcrl.trainer.advantages import estimate_advantages
-from hpcrl.trainer.backends.actions.policy import ActionPolicy
 from hpcrl.trainer.batching import micro_batch_limits
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.offline.modes import objective_of, reduction_of

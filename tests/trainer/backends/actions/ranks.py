@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from hpcrl.families.pi05.policy import ActionPolicy
 from hpcrl.rundir.commit import read_json
 from hpcrl.rundir.layout import Run
-from hpcrl.trainer.backends.actions.policy import ActionPolicy
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.saving.publish import Publisher
 from hpcrl.types import Batch

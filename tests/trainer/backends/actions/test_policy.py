@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from hpcrl.config.sections.model import Pretrained
-from hpcrl.data.pi05.architecture import own_name
-from hpcrl.data.pi05.samples import ACTIONS, IMAGES, PATH
-from hpcrl.data.pi05.source import loaded
-from hpcrl.data.pi05.statistics import statistics_of
 from hpcrl.data.weight_files import PublishedWeights
 from hpcrl.errors import DataError
-from hpcrl.rollout.engines.actions.engine import ActionEngine
-from hpcrl.trainer.backends.actions.policy import ActionPolicy
+from hpcrl.families.pi05.architecture import own_name
+from hpcrl.families.pi05.engine import ActionEngine
+from hpcrl.families.pi05.policy import ActionPolicy
+from hpcrl.families.pi05.samples import ACTIONS, IMAGES, PATH
+from hpcrl.families.pi05.source import loaded
+from hpcrl.families.pi05.statistics import statistics_of
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.saving.publish import Publisher
 from tests.data.pi05.material import write_lerobot

@@ -9,16 +9,17 @@ from pathlib import Path
 
 from hpcrl.config import Config, EnvironmentConfig
 from hpcrl.envs.rewards.response import Response
-from hpcrl.rollout.diffusion.generate import PictureGenerator
-from hpcrl.rollout.engines.diffusion.engine import Diffusion, DiffusionEngine
+from hpcrl.families.diffusion.engine import Diffusion, DiffusionEngine
+from hpcrl.families.diffusion.generate import PictureGenerator
+from hpcrl.families.diffusion.policy import DiffusionPolicy
+from hpcrl.families.diffusion.trainer import objective as objective_of
 from hpcrl.rollout.images.kept import KeptPictures
 from hpcrl.rundir.commit import write_json
 from hpcrl.rundir.layout import Run
 from hpcrl.trainer.advantages import estimate_advantages
-from hpcrl.trainer.backends.diffusion.policy import DiffusionPolicy
 from hpcrl.trainer.batching import micro_batch_limits
 from hpcrl.trainer.distributed import World
-from hpcrl.trainer.offline.modes import objective_of, reduction_of
+from hpcrl.trainer.offline.modes import reduction_of
 from hpcrl.trainer.packing import MiniBatch
 from hpcrl.trainer.samples import load_mini_batches
 from hpcrl.types import Batch, GroupMeta, Prompt, Work
@@ -105,7 +106,7 @@ def train_steps(
     policy: DiffusionPolicy, painted: Painted, world: World, steps: Sequence[int]
 ) -> list[dict[str, float]]:
     """Train the batch as if it were that of each of these steps; return the sums of each optimizer step."""
-    objective = objective_of(painted.config.trainer)
+    objective = objective_of(painted.config)
     found = list[dict[str, float]]()
     for step in steps:
         found += [train(policy, mini, objective).sums for mini in minis(painted, world)]

@@ -10,8 +10,8 @@ import torch
 from PIL import Image
 
 from hpcrl.config.sections.model import Pretrained
-from hpcrl.data.pipelines.tokens import load_tokenizer
-from hpcrl.trainer.backends.diffusion.policy import DiffusionPolicy
+from hpcrl.families.diffusion.pipelines.tokens import load_tokenizer
+from hpcrl.families.diffusion.policy import DiffusionPolicy
 from hpcrl.trainer.distributed import World
 
 pytest.importorskip("diffusers")

@@ -15,11 +15,11 @@ from PIL import Image
 
 from hpcrl.algorithms.diffusion.averages import average_decay
 from hpcrl.algorithms.diffusion.nft import implicit_losses, noised
-from hpcrl.data.pipelines.samples import CLEAN, GIVEN, NOISE_SEED, SIGMAS, STEPS, conditions_in
 from hpcrl.data.weight_files import PublishedWeights
+from hpcrl.families.diffusion.engine import DiffusionEngine
+from hpcrl.families.diffusion.pipelines.samples import CLEAN, GIVEN, NOISE_SEED, SIGMAS, STEPS, conditions_in
+from hpcrl.families.diffusion.policy import AVERAGE, OLD, DiffusionPolicy
 from hpcrl.observe.report.samples import samples_of
-from hpcrl.rollout.engines.diffusion.engine import DiffusionEngine
-from hpcrl.trainer.backends.diffusion.policy import AVERAGE, OLD, DiffusionPolicy
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.saving.publish import Publisher
 from tests.trainer.backends.diffusion.material import (

@@ -15,12 +15,12 @@ from PIL import Image
 from hpcrl.config import Config
 from hpcrl.controller.dataset_rows import DatasetRows
 from hpcrl.controller.prompt_stream import PromptStream
-from hpcrl.data.pipelines.samples import CLEAN, NOISE_SEED
 from hpcrl.data.token_file import open_tokens
 from hpcrl.data.tokenize import Recipe, Rows, Tokenizer, training_sources
+from hpcrl.families.diffusion.model import transformer_source
+from hpcrl.families.diffusion.pipelines.samples import CLEAN, NOISE_SEED
+from hpcrl.families.diffusion.policy import DiffusionPolicy, RowEncoder
 from hpcrl.rundir.layout import Run
-from hpcrl.trainer.backends.diffusion.model import transformer_source
-from hpcrl.trainer.backends.diffusion.policy import DiffusionPolicy, RowEncoder
 from hpcrl.trainer.batching import micro_batch_limits
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.offline.modes import objective_of, reduction_of

@@ -1,0 +1,26 @@
+"""Checks and evaluation of pipelines: its functions are those of hpcrl.launch.family.LaunchFamily."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hpcrl.config import Config
+from hpcrl.config.derive import policy_model
+from hpcrl.families.diffusion.pipelines.source import INDEX, TRANSFORMER, PipelineSource
+from hpcrl.rundir.layout import Run
+
+
+def check_model(config: Config) -> None:
+    model = policy_model(config.trainer)
+    if Path(model.path, INDEX).expanduser().is_file():
+        PipelineSource(model, config.trainer.policy.diffusers).check()
+
+
+def evaluated_model(run: Run, export: Path, place: Path) -> Path:
+    """Make a pipeline of links: the one that a run trains, with an exported transformer in the place of its own."""
+    trainer = Config.from_toml([run.config]).trainer
+    folder = PipelineSource(policy_model(trainer), trainer.policy.diffusers).folder.absolute()
+    place.mkdir()
+    for part in folder.iterdir():
+        (place / part.name).symlink_to(export if part.name == TRANSFORMER else part)
+    return place

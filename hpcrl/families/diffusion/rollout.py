@@ -1,0 +1,29 @@
+"""Generator and engine of pipelines: its functions are those of hpcrl.rollout.family.RolloutFamily."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hpcrl.config import Config
+from hpcrl.config.derive import policy_model
+from hpcrl.rollout.family import LoadedGenerator
+from hpcrl.rollout.images.kept import KeptPictures
+from hpcrl.rundir.layout import Run
+
+if TYPE_CHECKING:
+    from hpcrl.rollout.engines.base import Launched
+
+
+def load_generator(run: Run, config: Config, interval: int | None) -> LoadedGenerator:
+    from hpcrl.families.diffusion.generate import pictures
+    from hpcrl.families.diffusion.pipelines.tokens import row_decoder
+
+    kept = KeptPictures(run, interval) if interval else None
+    maker = pictures(config.generator, config.environment, kept)
+    return LoadedGenerator(lambda **_: maker, row_decoder(policy_model(config.trainer)))
+
+
+def own_engine(config: Config) -> Launched:
+    from hpcrl.families.diffusion.engine import Diffusion
+
+    return Diffusion.of(config)

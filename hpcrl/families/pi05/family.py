@@ -1,0 +1,21 @@
+"""PI0.5 (arXiv:2504.16054): a policy that moves a robot by chunks of numbers, which a flow makes."""
+
+from __future__ import annotations
+
+from hpcrl.config.sections.tree import ConfigTree
+from hpcrl.families.pi05.rules import RULES
+from hpcrl.families.robots.family import Robots
+from hpcrl.families.robots.settings import moves_by_flow
+
+
+class Pi05(Robots):
+    name, package = "pi05", "hpcrl.families.pi05"
+    brings = "data", "rollout", "trainer", "plan", "launch"
+    rules = RULES
+    writes_texts = False
+
+    def matches(self, config: ConfigTree) -> bool:
+        return moves_by_flow(config.vla)
+
+
+FAMILY = Pi05()

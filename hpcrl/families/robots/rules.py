@@ -1,0 +1,117 @@
+"""Rules about policies that move robots by actions of their own: what they need, and what belongs to policies that write."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hpcrl.config.derive import (
+    eval_sampling,
+    is_offline,
+    needs_baselines,
+    reward_weights,
+)
+from hpcrl.config.errors import Problem
+from hpcrl.config.sections.tree import ConfigTree
+from hpcrl.config.sections.vla import VLAConfig
+from hpcrl.families.diffusion.settings import is_diffusion
+from hpcrl.families.robots.settings import moves_by_flow
+
+_ROBOT = "environment.skyrl_gym.robot"
+_LENGTH = "generator.sampling_params.max_generate_length"
+
+
+def actions(config: ConfigTree) -> Iterator[Problem]:
+    """What a policy of actions is trained by, and where it acts."""
+    trainer, generator, vla, robot = config.trainer, config.generator, config.vla, config.environment.skyrl_gym.robot
+    if not vla.enable:
+        return
+    if is_offline(trainer) or is_diffusion(trainer):
+        what = "trainer.policy.diffusers.enable" if is_diffusion(trainer) else f'trainer.mode="{trainer.mode}"'
+        yield Problem(
+            "vla.enable", f"actions are learned by reinforcement in simulators, not with {what}; leave one out"
+        )
+        return
+    if robot.simulator is None:
+        yield Problem(
+            f"{_ROBOT}.simulator", "required with vla.enable: where the policy acts, such as gymnasium or libero"
+        )
+    used = {
+        f"{_ROBOT}.show_state": robot.show_state,
+        f"{_ROBOT}.action_bins": robot.action_bins is not None,
+        f"{_ROBOT}.state_bins": robot.state_bins is not None,
+    }
+    for name in (name for name, wanted in used.items() if wanted):
+        instead = "set it to false" if name.endswith("show_state") else "leave it out"
+        yield Problem(name, f"belongs to policies that read and write numbers; {instead} with vla.enable")
+    for told, params in (
+        () if moves_by_flow(vla) else (("", generator.sampling_params), ("eval_", eval_sampling(generator)))
+    ):
+        path = _LENGTH.replace("sampling_params", f"{told}sampling_params")
+        if params.max_generate_length % robot.actions_per_turn:
+            yield Problem(
+                path,
+                f"expected a multiple of {_ROBOT}.actions_per_turn ({robot.actions_per_turn}), found {params.max_generate_length}: "
+                "with vla.enable it is the tokens of a turn, one for each number of each action",
+            )
+            break
+        if params.max_generate_length != generator.sampling_params.max_generate_length:
+            yield Problem(path, f"expected {_LENGTH}: an action has as many numbers in evaluations; leave it out")
+    if generator.max_turns > 1 and not generator.step_wise_trajectories:
+        yield Problem(
+            "generator.step_wise_trajectories",
+            "required with vla.enable: the policy is shown what cameras see now, and not what they saw; set it to true",
+        )
+
+
+def decoding(config: ConfigTree) -> Iterator[Problem]:
+    """What the ways need in which the tokens of a turn are made."""
+    if not config.vla.enable:
+        return
+    if config.vla.use_proprio and config.vla.vla_type == "openvla":
+        yield Problem(
+            "vla.use_proprio", 'OpenVLA is shown no states; leave it out, or set vla.vla_type = "openvla-oft"'
+        )
+    if config.vla.vla_type == "openvla-oft" and not config.trainer.use_sample_packing:
+        yield Problem(
+            "trainer.use_sample_packing", "openvla-oft needs it: its tokens see those behind them; set it to true"
+        )
+
+
+def simulators(config: ConfigTree) -> Iterator[Problem]:
+    """How many simulators there are, and of what videos are written."""
+    vla = config.vla
+    if not vla.enable:
+        return
+    samples = config.generator.n_samples_per_prompt + needs_baselines(config.trainer.algorithm)
+    if vla.num_envs is not None and vla.num_envs < samples:
+        yield Problem(
+            "vla.num_envs",
+            f"expected at least {samples}, found {vla.num_envs}: the samples of a group (generator.n_samples_per_prompt) act at the same time",
+        )
+    if vla.save_video and not vla.trace_verbosity:
+        yield Problem("vla.save_video", "has no effect with vla.trace_verbosity=0; leave it out, or set that to 1 or 2")
+
+
+def of_writers(config: ConfigTree) -> Iterator[Problem]:
+    """Settings about what a policy writes."""
+    vla, generator, trainer = config.vla, config.generator, config.trainer
+    if not vla.enable:
+        default = VLAConfig()
+        for name, value in vars(vla).items():
+            if value != getattr(default, name):
+                yield Problem(f"vla.{name}", "has no effect without vla.enable; leave it out, or set that")
+        return
+    if is_diffusion(trainer):
+        return  # told above
+    used = {
+        "generator.sampling_params.stop": bool(generator.sampling_params.stop),
+        "generator.inference_engine.enable_http_endpoint": generator.inference_engine.enable_http_endpoint,
+        "environment.reward_function": bool(reward_weights(config.environment, "train")),
+        "environment.reward_model.model": config.environment.reward_model.model is not None,
+        "trainer.distillation.enable": trainer.distillation.enable,
+    }
+    for name in (name for name, wanted in used.items() if wanted):
+        yield Problem(name, "belongs to policies that write; leave it out with vla.enable")
+
+
+RULES = (actions, decoding, simulators, of_writers)

@@ -1,0 +1,78 @@
+"""Generator of language models: its functions are those of hpcrl.rollout.family.RolloutFamily."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from hpcrl.config import Config
+from hpcrl.config.derive import max_input_length, model_config_kwargs, names_own_code, policy_model
+from hpcrl.config.family import families
+from hpcrl.errors import DataError
+from hpcrl.rollout.family import LoadedGenerator
+from hpcrl.rollout.images.kept import KeptPictures
+from hpcrl.rundir.layout import Run
+
+if TYPE_CHECKING:
+    from hpcrl.rollout.generate import GroupGenerator
+
+
+def load_generator(run: Run, config: Config, interval: int | None) -> LoadedGenerator:
+    _check_entries(config)
+    return load_conversations(run, config, interval)
+
+
+def load_conversations(
+    run: Run,
+    config: Config,
+    interval: int | None,
+    states: Callable[..., Any] | None = None,
+    generator: Callable[..., GroupGenerator] | None = None,
+) -> LoadedGenerator:
+    """Load tokenizer and image processor of a language model.
+
+    Args:
+        run, interval: as of `load_generator`.
+        states: as of `ImageReader.of`.
+        generator: as of `conversations`; None: the text family's.
+    """
+    from hpcrl.data.tokenizer import decoder, load_tokenizer, without_torch
+    from hpcrl.data.vision.reader import ImageReader, Preparation
+    from hpcrl.rollout.generate import GroupGenerator, conversations
+
+    model, settings = policy_model(config.trainer), config.generator
+    # code of the user's may use models of transformers, which need torch; nothing else here does
+    with nullcontext() if names_own_code(config) else without_torch():
+        tokenizer = load_tokenizer(model, settings.chat_template)
+        reader = ImageReader.of(model, Preparation.of(config.data), states)
+    settings = replace(settings, max_input_length=max_input_length(settings, config.trainer))
+    kept = KeptPictures(run, interval) if interval else None
+    maker = partial(
+        conversations, tokenizer, settings, config.environment, reader, kept, generator or GroupGenerator, model=model
+    )
+    return LoadedGenerator(maker, decoder(tokenizer))
+
+
+def own_engine(config: Config) -> None:  # noqa: ARG001
+    return None
+
+
+def _check_entries(config: Config) -> None:
+    """Raise DataError where the model's config.json is of another family."""
+    from transformers import PreTrainedConfig
+
+    from hpcrl.data.tokenizer import without_torch
+
+    model, changes = policy_model(config.trainer), model_config_kwargs(config.trainer.policy)
+    try:
+        with nullcontext() if names_own_code(config) else without_torch():
+            entries, _ = PreTrainedConfig.get_config_dict(model.path, **model.at_revision)
+    except (OSError, ValueError) as error:
+        raise DataError(f"the configuration of {model} cannot be loaded: {error}") from error
+    for problem in (
+        problem for family in families() for problem in family.check_entries(config, {**entries, **changes})
+    ):
+        raise DataError(f"{problem.path}: {problem.message}")
