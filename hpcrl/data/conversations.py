@@ -161,7 +161,8 @@ class Renderer:
 
     def _pieces(self, messages: Messages, tools: Tools) -> tuple[list[Piece], list[str]]:
         """Return the pieces of a conversation, and what the template leaves out of messages that are trained."""
-        template, lost = self._template, list[str]()
+        template = self._template
+        lost = template.lost_calls(messages)
         counts = [bool(message.get("weight", 1)) for message in messages]
         plain = [{name: value for name, value in message.items() if name != "weight"} for message in messages]
         plain = uncut_messages(plain) if self.special_tokens else protected(template, plain)
@@ -177,13 +178,15 @@ class Renderer:
             if at < len(plain):
                 before, said, after = template.turn(plain[:at], plain[at], tools)
                 found += [(before, False), (said, counts[at]), (after, False)]
-                lost += [f"message {at}: {one}" for one in lost_of(plain[at], said)] if counts[at] else []
+                missing = lost_of(template, plain[at], before, said) if counts[at] else []
+                lost += [f"message {at}: {one}" for one in missing]
             written = at + 1
         everything = self.train_on == "all"
         if not everything:  # which would train it as what follows an answer
             found.append((template.closing, False))
         runs = groupby(found, lambda piece: everything or piece[1])
-        return [(text, mask) for mask, run in runs if (text := "".join(text for text, _ in run))], lost
+        pieces = [(text, mask) for mask, run in runs if (text := "".join(text for text, _ in run))]
+        return pieces, list(dict.fromkeys(lost))
 
     def _answered(self, row: Mapping[str, Any]) -> Messages:
         """Return prompt and response as a conversation, of which the response is trained."""

@@ -7,7 +7,7 @@ behind an answer. All of them end a turn.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -41,12 +41,12 @@ def declared_ends(model: Pretrained) -> dict[str, frozenset[int]]:
     return found
 
 
-def end_ids(tokenizer: PreTrainedTokenizerBase, model: Pretrained | None, ending: str) -> frozenset[int]:
+def end_ids(tokenizer: PreTrainedTokenizerBase, model: Pretrained | None, endings: Iterable[str]) -> frozenset[int]:
     """Return the ids that end a turn.
 
     Args:
         model: whose files name some; None: only the tokenizer does.
-        ending: what the chat template writes behind an answer, to the token that ends it.
+        endings: what the chat template writes behind answers, to the token that ends them; `ChatTemplate.ends`.
 
     Raises:
         OSError: as of `declared_ends`.
@@ -54,8 +54,7 @@ def end_ids(tokenizer: PreTrainedTokenizerBase, model: Pretrained | None, ending
     found = set[int]().union(*declared_ends(model).values()) if model else set[int]()
     if isinstance(tokenizer.eos_token_id, int):
         found.add(tokenizer.eos_token_id)
-    if (written := template_end(tokenizer, ending)) is not None:
-        found.add(written)
+    found |= {written for ending in endings if (written := template_end(tokenizer, ending)) is not None}
     return frozenset(one for one in found if one < len(tokenizer))
 
 

@@ -84,7 +84,7 @@ def _there_and_back(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
 
 def _of_ends(tokenizer: PreTrainedTokenizerBase, written: ChatTemplate, model: Pretrained) -> Finding:
     """Compare what names the end of a turn, and say what is used: all of it."""
-    ids = end_ids(tokenizer, model, written.ending)
+    ids = end_ids(tokenizer, model, written.ends)
     end = template_end(tokenizer, written.ending)
     named = {name: sorted(ends) for name, ends in declared_ends(model).items() if ends}
     if isinstance(tokenizer.eos_token_id, int):
@@ -133,7 +133,8 @@ def _lost(written: ChatTemplate, messages: Messages) -> str:
         for at, message in enumerate(messages):
             if message["role"] == ASSISTANT:
                 written.others(messages[:end], messages[end:at])
-                missing += lost_of(message, written.turn(messages[:at], message)[1])
+                begin, said, _ = written.turn(messages[:at], message)
+                missing += lost_of(written, message, begin, said)
                 end = at + 1
     except DataError as refused:
         return str(refused)

@@ -113,7 +113,7 @@ def test_ends_are_those_of_all_files(tmp_path: Path) -> None:
     tokenizer = made("bytes", LLAMA3, "<|endoftext|>")
     write_model(tmp_path, tokenizer, eos_token_id=0, text_config={"eos_token_id": [1]})
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 3], "temperature": -1}))
-    model, ending = Pretrained(str(tmp_path)), ChatTemplate(tokenizer, {}).ending
+    model, ending = Pretrained(str(tmp_path)), ChatTemplate(tokenizer, {}).ends
     named = set(map(tokenizer.convert_tokens_to_ids, ("<|endoftext|>", "<|eot_id|>")))
     assert end_ids(tokenizer, model, ending) == {0, 1, 2, 3} | named
     assert ChatTurns(tokenizer, {}, model=model).ends == {0, 1, 2, 3} | named
