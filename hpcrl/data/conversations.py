@@ -16,7 +16,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+from hpcrl.config.sections.model import Pretrained
 from hpcrl.data.chat.encode import Piece, cut_messages, encoded, encoded_pieces, special_tokens, uncut_messages
+from hpcrl.data.chat.ending import text_end
 from hpcrl.data.chat.lost import lost_of
 from hpcrl.data.chat.messages import read_messages, read_tools
 from hpcrl.data.chat.template import ASSISTANT, ChatTemplate, Messages, Tools, alike
@@ -108,6 +110,7 @@ class Renderer:
         train_on: which tokens of a conversation are trained: those of the assistant's messages, of its last one, or all, but those of images.
         reader: of images; None: the model sees none.
         refuse_lost: whether a conversation is refused of which the template leaves out something that is to be trained.
+        model: whose files name the token that ends a text; None: only the tokenizer does.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -117,6 +120,7 @@ class Renderer:
     train_on: TrainOnWhat = "assistant"
     reader: ImageReader | None = None
     refuse_lost: bool = True
+    model: Pretrained | None = None
 
     def decode(self, token_ids: list[int]) -> str:
         """Return tokens as a text."""
@@ -146,6 +150,11 @@ class Renderer:
             case "preference":
                 chosen, rejected = self._pair(row, folder)
                 return [replace(chosen, margin=_margin(row, self.columns.margin)), rejected]
+
+    @cached_property
+    def end_of_text(self) -> int | None:
+        """The token that ends a plain text."""
+        return text_end(self.tokenizer, self.model)
 
     @cached_property
     def _template(self) -> ChatTemplate:
@@ -251,9 +260,9 @@ class Renderer:
         ids = encoded(
             self.tokenizer, uncut_messages(text) if self.special_tokens else cut_messages(self.tokenizer, text)
         )
-        bos, eos = (cast("int | None", getattr(self.tokenizer, name)) for name in ("bos_token_id", "eos_token_id"))
+        bos = cast("int | None", self.tokenizer.bos_token_id)
         begin = [bos] if bos is not None and self.tokenizer.encode("")[:1] == [bos] else []
-        end = [] if eos is None else [eos]
+        end = [] if self.end_of_text is None else [self.end_of_text]
         return Tokens([*begin, *ids, *end], [False] * len(begin) + [True] * (len(ids) + len(end)))
 
 
