@@ -20,7 +20,7 @@ from hpcrl.config.sections.model import Pretrained
 from hpcrl.data.chat.encode import Piece, cut_messages, encoded, encoded_pieces, special_tokens, uncut_messages
 from hpcrl.data.chat.ending import text_end
 from hpcrl.data.chat.lost import lost_of
-from hpcrl.data.chat.messages import read_messages, read_tools
+from hpcrl.data.chat.messages import read_messages, read_tools, with_system
 from hpcrl.data.chat.template import ASSISTANT, ChatTemplate, Messages, Tools, alike
 from hpcrl.data.chat.turns import protected
 from hpcrl.data.vision.frames import Shown
@@ -36,7 +36,7 @@ TrainOnWhat = Literal["assistant", "last_turn", "all"]
 
 RESPONSE = "response"
 """The column with the response where none is named."""
-_INSTRUCTION, _INPUT, _SYSTEM = "instruction", "input", "system"
+_INSTRUCTION, _INPUT = "instruction", "input"
 _MOST = 2**31
 _LARGEST = 1e30
 _UNTRAINED = -100  # transformers' label of a token that is not trained
@@ -140,7 +140,7 @@ class Renderer:
         match self.columns.format:
             case "conversations":
                 messages = read_messages(_column(row, self.columns.conversation, "conversation_column"))
-                return [self._conversation(self._shown(_instructed(messages, row), row, folder), row)]
+                return [self._conversation(self._shown(with_system(messages, row), row, folder), row)]
             case "prompt_response":
                 return [self._conversation(self._shown(self._answered(row), row, folder), row)]
             case "text":
@@ -208,7 +208,7 @@ class Renderer:
         """Return the messages of a prompt, with what Alpaca's rows give beside the instruction in a column of its own."""
         if self.columns.prompt == _INSTRUCTION and isinstance(value, str) and row.get(_INPUT):
             value = f"{value}\n\n{row[_INPUT]}"
-        return _instructed(read_messages(value, "user"), row)
+        return with_system(read_messages(value, "user"), row)
 
     def _pair(self, row: Mapping[str, Any], folder: Path | None) -> list[Tokens]:
         """Return the chosen and the rejected answer, each behind its prompt.
@@ -231,7 +231,7 @@ class Renderer:
             before = self._prompt(row, prompt)
         else:
             same = alike(chosen, rejected)
-            before, chosen, rejected = _instructed(chosen[:same], row), chosen[same:], rejected[same:]
+            before, chosen, rejected = with_system(chosen[:same], row), chosen[same:], rejected[same:]
         whole = ([*_untrained(before), *answer] for answer in (chosen, rejected))
         return [self._conversation(self._shown(messages, row, folder), row) for messages in whole]
 
@@ -264,14 +264,6 @@ class Renderer:
         begin = [bos] if bos is not None and self.tokenizer.encode("")[:1] == [bos] else []
         end = [] if self.end_of_text is None else [self.end_of_text]
         return Tokens([*begin, *ids, *end], [False] * len(begin) + [True] * (len(ids) + len(end)))
-
-
-def _instructed(messages: Messages, row: Mapping[str, Any]) -> Messages:
-    """Return messages behind the text of the column `system`, where a row has one and they begin with no such message."""
-    system = row.get(_SYSTEM)
-    if not isinstance(system, str) or not system or (messages and messages[0]["role"] == _SYSTEM):
-        return messages
-    return [{"role": _SYSTEM, "content": system}, *messages]
 
 
 def _untrained(messages: Messages) -> Messages:

@@ -12,6 +12,7 @@ from hpcrl.config.derive import has_engines, is_offline, policy_model, reward_we
 from hpcrl.config.families import is_diffusion, moves_by_flow
 from hpcrl.config.reward_model import is_rewarded_later, uses_reward_service
 from hpcrl.data.chat.count import token_counter
+from hpcrl.data.chat.messages import SYSTEM
 from hpcrl.data.pi05 import inputs
 from hpcrl.data.pipelines.tokens import prompt_counter
 from hpcrl.data.prompts import load_prompts, prompt_reader
@@ -72,7 +73,7 @@ def unread_columns(
     weights = [reward_weights(environment, kind) for kind in kinds]
     if any(":" in name for rewards in weights for name in rewards):
         return []
-    read = {"reward_spec", "tools", data.image_column, data.video_column, data.response_column}
+    read = {"reward_spec", "tools", SYSTEM, data.image_column, data.video_column, data.response_column}
     extras_of_all, found = common_extras(environment, max_turns), dict[str, None]()
     for prompt in prompts:
         found |= dict.fromkeys(prompt.extras)

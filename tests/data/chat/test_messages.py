@@ -182,6 +182,17 @@ def test_the_same_conversation_in_another_form(form: str) -> None:
     assert tokens(columns, [FORMS[form](row) for row in ROWS]) == tokens(columns, ROWS)
 
 
+def test_the_column_system_of_a_prompt_is_read_as_in_training(tmp_path: Path) -> None:
+    first = {"role": "system", "content": "Be brief."}
+    rows = [
+        {"prompt": "a", "system": "Be brief."},
+        {"prompt": [first, {"role": "user", "content": "a"}], "system": "x"},
+    ]
+    for one in load_prompts([written(tmp_path, ".jsonl", rows)], "x"):
+        assert one.messages == [first, {"role": "user", "content": "a"}]
+        assert "system" in one.extras
+
+
 def test_columns_beside_the_prompt() -> None:
     renderer = Renderer(
         made("bytes", CHATML, "<|im_end|>"), Columns("prompt_response", prompt="instruction", response="output"), {}
