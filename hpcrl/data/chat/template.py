@@ -138,7 +138,8 @@ class ChatTemplate:
         _, answer, after = text.partition(_ANSWER)
         if not answer:
             raise ConfigError("generator.chat_template: the template leaves out what the assistant says; use another")
-        if (behind := self._behind_end(after)) is None:
+        behind = after[self._last_end(after) :] if asked[1].get("tool_calls") else self._behind_end(after)
+        if behind is None:
             raise ConfigError(
                 f"generator.chat_template: the template ends a message of the assistant with {self.ending!r}, but before "
                 f"{[message['role'] for message in messages]} with {after[: len(self.ending)]!r}; use another template"
@@ -272,8 +273,11 @@ class ChatTemplate:
             return text
         if text.startswith(self.ending):
             return text[len(self.ending) :]
-        end = self._last_end(text)
-        return None if end is None else text[end:]
+        special = special_tokens(self.tokenizer)
+        places = [one.start() for pattern in (special, self._added_tokens) for one in pattern.finditer(self.ending)]
+        before = self.ending[: places[0]]
+        other = special.match(text, len(before)) if text.startswith(before) else None
+        return text[other.end() :] if other else None
 
     def _tail(self, messages: Messages, tools: Tools, *, prompt: bool = False) -> str:
         """Return the text behind the last answer that stands in for the assistant's; the whole of it where there is none."""
