@@ -16,9 +16,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+from hpcrl.config.sections.model import Pretrained
 from hpcrl.data.chat.encode import Piece, cut_messages, encoded, encoded_pieces, special_tokens, uncut_messages
+from hpcrl.data.chat.ending import text_end
 from hpcrl.data.chat.lost import lost_of
-from hpcrl.data.chat.messages import read_messages, read_tools
+from hpcrl.data.chat.messages import read_messages, read_tools, with_system
 from hpcrl.data.chat.template import ASSISTANT, ChatTemplate, Messages, Tools, alike
 from hpcrl.data.chat.turns import protected
 from hpcrl.data.vision.frames import Shown
@@ -34,7 +36,7 @@ TrainOnWhat = Literal["assistant", "last_turn", "all"]
 
 RESPONSE = "response"
 """The column with the response where none is named."""
-_INSTRUCTION, _INPUT, _SYSTEM = "instruction", "input", "system"
+_INSTRUCTION, _INPUT = "instruction", "input"
 _MOST = 2**31
 _LARGEST = 1e30
 _UNTRAINED = -100  # transformers' label of a token that is not trained
@@ -108,6 +110,7 @@ class Renderer:
         train_on: which tokens of a conversation are trained: those of the assistant's messages, of its last one, or all, but those of images.
         reader: of images; None: the model sees none.
         refuse_lost: whether a conversation is refused of which the template leaves out something that is to be trained.
+        model: whose files name the token that ends a text; None: only the tokenizer does.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -117,6 +120,7 @@ class Renderer:
     train_on: TrainOnWhat = "assistant"
     reader: ImageReader | None = None
     refuse_lost: bool = True
+    model: Pretrained | None = None
 
     def decode(self, token_ids: list[int]) -> str:
         """Return tokens as a text."""
@@ -136,7 +140,7 @@ class Renderer:
         match self.columns.format:
             case "conversations":
                 messages = read_messages(_column(row, self.columns.conversation, "conversation_column"))
-                return [self._conversation(self._shown(_instructed(messages, row), row, folder), row)]
+                return [self._conversation(self._shown(with_system(messages, row), row, folder), row)]
             case "prompt_response":
                 return [self._conversation(self._shown(self._answered(row), row, folder), row)]
             case "text":
@@ -146,6 +150,11 @@ class Renderer:
             case "preference":
                 chosen, rejected = self._pair(row, folder)
                 return [replace(chosen, margin=_margin(row, self.columns.margin)), rejected]
+
+    @cached_property
+    def end_of_text(self) -> int | None:
+        """The token that ends a plain text."""
+        return text_end(self.tokenizer, self.model)
 
     @cached_property
     def _template(self) -> ChatTemplate:
@@ -161,7 +170,8 @@ class Renderer:
 
     def _pieces(self, messages: Messages, tools: Tools) -> tuple[list[Piece], list[str]]:
         """Return the pieces of a conversation, and what the template leaves out of messages that are trained."""
-        template, lost = self._template, list[str]()
+        template = self._template
+        lost = template.lost_calls(messages)
         counts = [bool(message.get("weight", 1)) for message in messages]
         plain = [{name: value for name, value in message.items() if name != "weight"} for message in messages]
         plain = uncut_messages(plain) if self.special_tokens else protected(template, plain)
@@ -177,13 +187,15 @@ class Renderer:
             if at < len(plain):
                 before, said, after = template.turn(plain[:at], plain[at], tools)
                 found += [(before, False), (said, counts[at]), (after, False)]
-                lost += [f"message {at}: {one}" for one in lost_of(plain[at], said)] if counts[at] else []
+                missing = lost_of(template, plain[at], before, said) if counts[at] else []
+                lost += [f"message {at}: {one}" for one in missing]
             written = at + 1
         everything = self.train_on == "all"
         if not everything:  # which would train it as what follows an answer
             found.append((template.closing, False))
         runs = groupby(found, lambda piece: everything or piece[1])
-        return [(text, mask) for mask, run in runs if (text := "".join(text for text, _ in run))], lost
+        pieces = [(text, mask) for mask, run in runs if (text := "".join(text for text, _ in run))]
+        return pieces, list(dict.fromkeys(lost))
 
     def _answered(self, row: Mapping[str, Any]) -> Messages:
         """Return prompt and response as a conversation, of which the response is trained."""
@@ -196,7 +208,7 @@ class Renderer:
         """Return the messages of a prompt, with what Alpaca's rows give beside the instruction in a column of its own."""
         if self.columns.prompt == _INSTRUCTION and isinstance(value, str) and row.get(_INPUT):
             value = f"{value}\n\n{row[_INPUT]}"
-        return _instructed(read_messages(value, "user"), row)
+        return with_system(read_messages(value, "user"), row)
 
     def _pair(self, row: Mapping[str, Any], folder: Path | None) -> list[Tokens]:
         """Return the chosen and the rejected answer, each behind its prompt.
@@ -219,7 +231,7 @@ class Renderer:
             before = self._prompt(row, prompt)
         else:
             same = alike(chosen, rejected)
-            before, chosen, rejected = _instructed(chosen[:same], row), chosen[same:], rejected[same:]
+            before, chosen, rejected = with_system(chosen[:same], row), chosen[same:], rejected[same:]
         whole = ([*_untrained(before), *answer] for answer in (chosen, rejected))
         return [self._conversation(self._shown(messages, row, folder), row) for messages in whole]
 
@@ -248,18 +260,10 @@ class Renderer:
         ids = encoded(
             self.tokenizer, uncut_messages(text) if self.special_tokens else cut_messages(self.tokenizer, text)
         )
-        bos, eos = (cast("int | None", getattr(self.tokenizer, name)) for name in ("bos_token_id", "eos_token_id"))
+        bos = cast("int | None", self.tokenizer.bos_token_id)
         begin = [bos] if bos is not None and self.tokenizer.encode("")[:1] == [bos] else []
-        end = [] if eos is None else [eos]
+        end = [] if self.end_of_text is None else [self.end_of_text]
         return Tokens([*begin, *ids, *end], [False] * len(begin) + [True] * (len(ids) + len(end)))
-
-
-def _instructed(messages: Messages, row: Mapping[str, Any]) -> Messages:
-    """Return messages behind the text of the column `system`, where a row has one and they begin with no such message."""
-    system = row.get(_SYSTEM)
-    if not isinstance(system, str) or not system or (messages and messages[0]["role"] == _SYSTEM):
-        return messages
-    return [{"role": _SYSTEM, "content": system}, *messages]
 
 
 def _untrained(messages: Messages) -> Messages:

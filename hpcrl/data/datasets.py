@@ -10,6 +10,7 @@ from typing import Any
 from hpcrl.config import Config, DataConfig, EnvironmentConfig
 from hpcrl.config.derive import has_engines, is_offline, reward_weights
 from hpcrl.config.reward_model import is_rewarded_later, uses_reward_service
+from hpcrl.data.chat.messages import SYSTEM
 from hpcrl.data.family import data_family
 from hpcrl.data.prompts import load_prompts, prompt_reader
 from hpcrl.data.tokenizer import without_torch
@@ -68,7 +69,7 @@ def unread_columns(
     weights = [reward_weights(environment, kind) for kind in kinds]
     if any(":" in name for rewards in weights for name in rewards):
         return []
-    read = {"reward_spec", "tools", data.image_column, data.video_column, data.response_column}
+    read = {"reward_spec", "tools", SYSTEM, data.image_column, data.video_column, data.response_column}
     extras_of_all, found = common_extras(environment, max_turns), dict[str, None]()
     for prompt in prompts:
         found |= dict.fromkeys(prompt.extras)

@@ -14,7 +14,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from hpcrl.data.chat.messages import read_messages, read_tools
+from hpcrl.data.chat.messages import read_messages, read_tools, with_system
 from hpcrl.data.sources import Source
 from hpcrl.data.vision.messages import with_images
 from hpcrl.errors import ConfigError, DataError, UserCodeError
@@ -188,7 +188,7 @@ class _Columns:
                 f"{place}, column `{self.of_prompt}` is nested more than {_DEEPEST} deep; convert or drop it"
             )
         try:
-            messages = read_messages(row[self.of_prompt] or None, "user")
+            messages = with_system(read_messages(row[self.of_prompt] or None, "user"), row)
             read_tools(row.get("tools"))
         except DataError as error:
             raise DataError(f"{place}, column `{self.of_prompt}`: {error}") from error

@@ -146,8 +146,8 @@ class Recipe:
                 return self.pictures.renderer(self.model, self.columns)
         with without_torch():
             tokenizer, reader = load_tokenizer(self.model, self.template), self.reader()
-        special = self.template.allow_special_tokens
-        return Renderer(tokenizer, self.columns, self.options, special, self.train_on, reader, self.lost == "refuse")
+        special, refuse = self.template.allow_special_tokens, self.lost == "refuse"
+        return Renderer(tokenizer, self.columns, self.options, special, self.train_on, reader, refuse, self.model)
 
     def facts(self) -> dict[str, Any]:
         """Return all that decides what a row becomes, as JSON has it."""
@@ -168,6 +168,7 @@ class Recipe:
             assert isinstance(renderer, Renderer), "what is learned from pictures is not kept for other runs"
             facts["tokenizer"] = tokenizer_facts(renderer.tokenizer, template=form != "text")
             facts["special_tokens"] = self.template.allow_special_tokens
+            facts["end_of_text"] = renderer.end_of_text if form in ("text", "preference") else None
         return facts
 
 

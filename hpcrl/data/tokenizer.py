@@ -94,6 +94,16 @@ def read_tokenizer(path: str, **options: Any) -> PreTrainedTokenizerBase:
         OSError, ValueError: there is none that can be loaded.
         DataError: no class of transformers gives the ids of its tokenizer.json.
     """
+    return _read_tokenizer(path, **options)[0]
+
+
+def names_other_class(model: Pretrained) -> bool:
+    """Return whether a model's files name a tokenizer class that gives other ids than tokenizer.json; errors as of `read_tokenizer`."""
+    return _read_tokenizer(model.path, **model.at_revision)[1]
+
+
+def _read_tokenizer(path: str, **options: Any) -> tuple[PreTrainedTokenizerBase, bool]:
+    """Return a tokenizer as `read_tokenizer` does, and whether transformers by itself loads one with other ids."""
     from tokenizers import Tokenizer
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
     from transformers.utils.hub import cached_file
@@ -107,7 +117,7 @@ def read_tokenizer(path: str, **options: Any) -> PreTrainedTokenizerBase:
     }
     file = cached_file(path, "tokenizer.json", **options, **missing)
     if file is None:
-        return found
+        return found, False
     reference = Tokenizer.from_file(file)
     reference.no_padding()
     reference.no_truncation()
@@ -119,15 +129,16 @@ def read_tokenizer(path: str, **options: Any) -> PreTrainedTokenizerBase:
     def agrees(tokenizer: Any) -> bool:
         return [tokenizer.encode(text, add_special_tokens=False) for text in texts] == expected
 
+    if agrees(found):
+        return found, False
     # what config.json and tokenizer_config.json name may be a class with another pre-tokenizer, as for DeepSeek's models on Llama
+    found = PreTrainedTokenizerFast.from_pretrained(path, **plainly)
     if not agrees(found):
-        found = PreTrainedTokenizerFast.from_pretrained(path, **plainly)
-        if not agrees(found):
-            raise DataError(
-                f"the tokenizer of {path}: transformers gives other ids than its tokenizer.json ({type(found).__name__}); expected a "
-                "tokenizer_config.json with tokenizer_class = PreTrainedTokenizerFast"
-            )
-    return found
+        raise DataError(
+            f"the tokenizer of {path}: transformers gives other ids than its tokenizer.json ({type(found).__name__}); expected a "
+            "tokenizer_config.json with tokenizer_class = PreTrainedTokenizerFast"
+        )
+    return found, True
 
 
 def load_tokenizer(

@@ -51,7 +51,7 @@ from pathlib import Path
 import torch
 from hpcrl.config import Config
 from hpcrl.config.derive import policy_model
-from hpcrl.data.models.files import exported_files
+from hpcrl.data.exported_files import exported_files
 from hpcrl.data.tokenizer import load_tokenizer
 from hpcrl.launch.submit.models import entries_of, folder_of
 from hpcrl.planning.shapes import model_shapes

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import Any
 
 from jinja2 import TemplateError
 from tokenizers import Tokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from tests.released.material import Messages
+from tests.released.material import Case, Messages
 
 _ANSWER = "WHAT-THE-ASSISTANT-ANSWERS"
 
@@ -29,10 +30,12 @@ class Turn:
     Attributes:
         before: what stands between the answer before, or the beginning, and this one: the end of that one left out.
         answer: with the token that ends it.
+        end: that token.
     """
 
     before: str
     answer: str
+    end: str
 
 
 @dataclass(frozen=True)
@@ -40,20 +43,19 @@ class Reference:
     """A tokenizer and its chat template.
 
     Attributes:
-        end: the text of the token that ends an answer.
+        own_template: where the tokenizer has none.
     """
 
     folder: Path
-    end: str
+    case: Case
     own_template: Path | None = None
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
         return Tokenizer.from_file(str(self.folder / "tokenizer.json"))
 
-    @property
-    def end_id(self) -> int:
-        found = self.tokenizer.token_to_id(self.end)
+    def id_of(self, token: str) -> int:
+        found = self.tokenizer.token_to_id(token)
         assert found is not None
         return found
 
@@ -84,7 +86,7 @@ class Reference:
         """
         try:
             (text,), _ = render_jinja_template(
-                [messages],
+                [[self._wanted(message) for message in messages]],
                 tools=tools or None,
                 chat_template=self._template,
                 add_generation_prompt=prompt,
@@ -102,28 +104,52 @@ class Reference:
                 continue
             prompt = self.written(messages[:at], tools, prompt=True)
             whole = self.written(messages[: at + 1], tools)
-            if not whole.startswith(
-                prompt
-            ):  # a template such as that of Llama 2 writes nothing where an answer is asked for
-                raise AssertionError(f"the template does not continue {prompt[-60:]!r}: {whole[-120:]!r}")
-            answer, end, _ = whole[len(prompt) :].partition(self.end)
-            assert end
-            found.append(Turn(self._before(messages[:at], tools), answer + end))
+            if not whole.startswith(prompt):
+                raise Refused(f"the template does not continue {prompt[-60:]!r}: {whole[-120:]!r}")
+            end = self._end(message)
+            answer, written, _ = whole[len(prompt) :].partition(end)
+            if not written:
+                raise Refused(f"no {end} behind {answer!r}")
+            found.append(Turn(self._before(messages[:at], tools), answer + end, end))
         return found
+
+    def _end(self, message: dict[str, Any]) -> str:
+        return self.case.call_end or self.case.end if message.get("tool_calls") else self.case.end
+
+    def _wanted(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Return a message in the form that the template wants."""
+        if not message.get("tool_calls") or not self.case.calls_as_text:
+            return message
+        functions = [call["function"] for call in message["tool_calls"]]
+        texts = [{**one, "arguments": json.dumps(one["arguments"])} for one in functions]
+        calls = [{**call, "function": one} for call, one in zip(message["tool_calls"], texts, strict=True)]
+        return {**message, "content": message["content"] or None, "tool_calls": calls}
 
     def _before(self, messages: Messages, tools: Messages) -> str:
         """Return what the template writes behind the end of the last answer among `messages`, an answer being asked for.
 
         That answer stands as a word, since templates may write answers of the past otherwise.
         """
+        last = next((at for at in reversed(range(len(messages))) if messages[at]["role"] == "assistant"), None)
+        if last is not None and messages[last].get("tool_calls"):  # which stay as they are in the past
+            value = list(messages[last]["tool_calls"][-1]["function"]["arguments"].values())[-1]
+            _, end, behind = (
+                self.written(messages, tools, prompt=True)
+                .rpartition(str(value))[2]
+                .partition(self._end(messages[last]))
+            )
+            assert end
+            return behind
         placed = [
-            {"role": "assistant", "content": _ANSWER} if message["role"] == "assistant" else message
+            {"role": "assistant", "content": _ANSWER}
+            if message["role"] == "assistant" and not message.get("tool_calls")
+            else message
             for message in messages
         ]
         text = self.written(placed, tools, prompt=True)
         if _ANSWER not in text:
             return text
-        _, end, behind = text.rpartition(_ANSWER)[2].partition(self.end)
+        _, end, behind = text.rpartition(_ANSWER)[2].partition(self.case.past_end or self.case.end)
         assert end
         return behind
 

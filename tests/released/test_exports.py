@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hpcrl.config import FSDPConfig, MixedPrecisionConfig, ModelConfig, PolicyConfig, TrainerConfig
 from hpcrl.config.sections.generator import ChatTemplateConfig
 from hpcrl.config.sections.model import Pretrained
-from hpcrl.data.models.files import exported_files
+from hpcrl.data.exported_files import exported_files
+from hpcrl.data.tokenizer import read_tokenizer
 from hpcrl.rundir.layout import Run
 from hpcrl.trainer.backends.fsdp.engine import FsdpPolicy
 from hpcrl.trainer.distributed import World
@@ -87,14 +88,31 @@ def test_transformers_4_computes_with_an_export_of_each_family(tmp_path: Path) -
 
 @needs_4
 def test_a_released_tokenizer_of_an_export_gives_its_own_ids(tmp_path: Path) -> None:
-    names = ["gemma3", "gptoss", "llama2", "llama3", "llama3_1", "qwen3"]
-    for name in names:
-        (tmp_path / name).mkdir()
-        for file, content in exported_files(Pretrained(str(FOLDER / name)), None, None).items():
-            (tmp_path / name / file).write_bytes(content)
-    found = in_transformers_4(tokenizers={name: str(tmp_path / name) for name in names}, text=TEXT)["tokenizers"]
-    for name in names:
-        assert found[name] == Tokenizer.from_file(str(FOLDER / name / "tokenizer.json")).encode(TEXT).ids, name
+    """As published, and as transformers 5 saved it; beside a config.json with which transformers 5 takes another class too."""
+    kinds = {
+        "deepseek_v3": "qwen3", "gemma3": "gemma3_text", "gptoss": "gpt_oss", "llama2": "llama", "llama3": "llama",
+        "llama3_1": "llama", "mistral_nemo": "mistral", "qwen3": "qwen3",
+    }  # fmt: skip
+    folders, expected = dict[str, Path](), dict[str, list[int]]()
+    for name, kind in kinds.items():
+        published = Path(shutil.copytree(FOLDER / name, tmp_path / name))
+        saved = tmp_path / f"{name}-saved"
+        read_tokenizer(str(published)).save_pretrained(saved)
+        for model in (published, saved):
+            (model / "config.json").write_text(json.dumps({"model_type": kind}))
+            own = Tokenizer.from_file(str(model / "tokenizer.json"))
+            expected[model.name] = own.encode(TEXT, add_special_tokens=False).ids
+            folders[model.name] = model.with_name(f"{model.name}-export")
+            folders[model.name].mkdir()
+            shutil.copyfile(model / "config.json", folders[model.name] / "config.json")
+            for file, content in exported_files(Pretrained(str(model)), None, None).items():
+                (folders[model.name] / file).write_bytes(content)
+            tokenizer = AutoTokenizer.from_pretrained(folders[model.name])
+            assert tokenizer.encode(TEXT, add_special_tokens=False) == expected[model.name], model.name
+    found = in_transformers_4(tokenizers={name: str(folder) for name, folder in folders.items()}, text=TEXT)[
+        "tokenizers"
+    ]
+    assert found == expected
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +127,7 @@ def export(tmp_path_factory: pytest.TempPathFactory, alone: World) -> Path:
 
 
 def test_an_export_of_smollm2_has_its_files_and_ends_its_answers(export: Path) -> None:
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+    for name in ("tokenizer.json", "chat_template.jinja"):
         assert (export / name).read_bytes() == (SMOLLM2 / name).read_bytes(), name
     own, entries = (json.loads((folder / "config.json").read_text()) for folder in (SMOLLM2, export))
     assert entries == own | {"rope_theta": own["rope_parameters"]["rope_theta"], "rope_scaling": None}

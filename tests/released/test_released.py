@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tests.released import subject
 from tests.released.expected import Reference, Refused, Turn
-from tests.released.material import CASES, ENDS, SHAPES, Messages, Shape, assistant, folder_of, template_file
+from tests.released.material import CASES, SHAPES, Messages, Shape, assistant, folder_of, template_file
 
 pytestmark = pytest.mark.released
 
@@ -24,12 +25,12 @@ Tokenizers = tuple[Reference, PreTrainedTokenizerBase]
 @pytest.fixture(scope="module", params=CASES)
 def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizers:
     """A tokenizer by itself, and as hpcrl loads it."""
-    case = request.param
+    case = CASES[request.param]
     folder = folder_of(case, tmp_path_factory.mktemp("tokenizers"))
     if not folder.is_dir():
         pytest.skip(f"{folder} is not there; make released installs it")
     own = template_file(case)
-    return Reference(folder, ENDS[case.partition("@")[0]], own), subject.tokenizer_of(folder, own)
+    return Reference(folder, case, own), subject.tokenizer_of(folder, own)
 
 
 @pytest.fixture(params=SHAPES)
@@ -57,23 +58,23 @@ def check(reference: Reference, found: subject.Trained, turns: Sequence[Turn], *
     """Compare a row with the text of its turns."""
     texts = [(text, trained) for turn in turns for text, trained in ((turn.before, False), (turn.answer, True))]
     if last_turn:
-        texts = [(text, at == len(texts) - 1) for at, (text, _) in enumerate(texts)]
+        texts, turns = [(text, at == len(texts) - 1) for at, (text, _) in enumerate(texts)], turns[-1:]
     ids, mask = reference.trained(texts)
     assert reference.text(found[0][: len(ids)]) == reference.text(ids)
     assert found[0][: len(ids)] == ids
     assert found[1][: len(ids)] == mask
     assert not any(found[1][len(ids) :])
-    check_answers(reference, stretches(found), [text for text, trained in texts if trained])
+    check_answers(reference, stretches(found), turns)
 
 
-def check_answers(reference: Reference, said: list[list[int]], answers: Sequence[str]) -> None:
+def check_answers(reference: Reference, said: list[list[int]], turns: Sequence[Turn]) -> None:
     """Compare trained tokens with the answers that are to come back from them, each with its end token once."""
-    assert len(said) == len(answers)
-    for token_ids, answer in zip(said, answers, strict=True):
-        assert token_ids.count(reference.end_id) == 1
-        assert token_ids[-1] == reference.end_id
+    assert len(said) == len(turns)
+    for token_ids, turn in zip(said, turns, strict=True):
+        assert token_ids.count(reference.id_of(turn.end)) == 1
+        assert token_ids[-1] == reference.id_of(turn.end)
         # a token may have characters on both sides of the border: line breaks of the header and of the answer, for one
-        assert reference.text(token_ids).endswith(reference.text(reference.ids(answer)).lstrip())
+        assert reference.text(token_ids).endswith(reference.text(reference.ids(turn.answer)).lstrip())
 
 
 def test_supervised(both: Tokenizers, shape: Shape) -> None:
@@ -96,7 +97,7 @@ def test_supervised_last_turn(both: Tokenizers, shape: Shape) -> None:
     whole = reference.written(shape.messages, shape.tools)
     assert whole.startswith(prompt + turns[-1].answer)
     found = subject.supervised(tokenizer, shape.messages, shape.tools, "last_turn")
-    check(reference, found, [Turn(prompt, turns[-1].answer)])
+    check(reference, found, [replace(turns[-1], before=prompt)])
 
 
 def test_preferences(both: Tokenizers, shape: Shape) -> None:
@@ -132,14 +133,14 @@ def played(
         # an engine continues the prompt, also where the tokenizer would join characters on both sides of the border
         said.append(whole[len(before) :] if whole[: len(before)] == before else reference.ids(turn.answer))
         following = reference.ids(turns[at - 1].answer + turn.before)
-        between = following[following.index(reference.end_id) + 1 :] if at else before
+        between = following[following.index(reference.id_of(turns[at - 1].end)) + 1 :] if at else before
         prompts.append([*prompts[-1], *said[at - 1], *between] if at else before)
         text += turn.answer
     first, observations = parts(shape.messages)
     row: dict[str, Any] = {"prompt": first, **({"tools": shape.tools} if shape.tools else {})}
     sample = subject.play(tokenizer, row, said, observations, place, at_endpoint=at_endpoint)
     assert stretches(sample.trained) == said
-    check_answers(reference, said, [turn.answer for turn in turns])
+    check_answers(reference, said, turns)
     answers = [reference.text(one[:-1]) for one in said]
     return answers, sample, prompts
 
@@ -157,8 +158,8 @@ def test_turns(both: Tokenizers, shape: Shape, tmp_path: Path, at_endpoint: bool
     assert ids[: len(prompts[-1])] == prompts[-1]
     if not (at_endpoint and shape.tools):  # calls are objects there
         assert sample.texts == answers
-    ends = [at for at, one in enumerate(ids) if one == reference.end_id and mask[at]]
-    assert len(ends) == len(answers)
+    ended = {reference.id_of(end) for end in (reference.case.end, reference.case.call_end) if end}
+    assert sum(one in ended for one, trained in zip(ids, mask, strict=True) if trained) == len(answers)
 
 
 def test_prompts(both: Tokenizers, shape: Shape, tmp_path: Path) -> None:
@@ -173,5 +174,9 @@ def test_prompts(both: Tokenizers, shape: Shape, tmp_path: Path) -> None:
         except Refused:
             continue
         row = {"prompt": before, **({"tools": shape.tools} if shape.tools else {})}
-        sample = subject.play(tokenizer, row, [reference.ids("7" + reference.end)], [], tmp_path)
+        if any("tool_calls" in one for one in before) and shape.shown[0] not in reference.text(expected):
+            with pytest.raises(subject.Refusal, match="leaves out message 1: the tool call add"):
+                subject.play(tokenizer, row, [reference.ids("7" + reference.case.end)], [], tmp_path)
+            continue
+        sample = subject.play(tokenizer, row, [reference.ids("7" + reference.case.end)], [], tmp_path)
         assert sample.prompts == [expected]

@@ -7,7 +7,7 @@ behind an answer. All of them end a turn.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -41,12 +41,12 @@ def declared_ends(model: Pretrained) -> dict[str, frozenset[int]]:
     return found
 
 
-def end_ids(tokenizer: PreTrainedTokenizerBase, model: Pretrained | None, ending: str) -> frozenset[int]:
+def end_ids(tokenizer: PreTrainedTokenizerBase, model: Pretrained | None, endings: Iterable[str]) -> frozenset[int]:
     """Return the ids that end a turn.
 
     Args:
         model: whose files name some; None: only the tokenizer does.
-        ending: what the chat template writes behind an answer, to the token that ends it.
+        endings: what the chat template writes behind answers, to the token that ends them; `ChatTemplate.ends`.
 
     Raises:
         OSError: as of `declared_ends`.
@@ -54,23 +54,46 @@ def end_ids(tokenizer: PreTrainedTokenizerBase, model: Pretrained | None, ending
     found = set[int]().union(*declared_ends(model).values()) if model else set[int]()
     if isinstance(tokenizer.eos_token_id, int):
         found.add(tokenizer.eos_token_id)
-    if (written := template_end(tokenizer, ending)) is not None:
-        found.add(written)
+    found |= {written for ending in endings if (written := template_end(tokenizer, ending)) is not None}
     return frozenset(one for one in found if one < len(tokenizer))
 
 
-def trained_end(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any], *, texts: bool = False) -> int | None:
-    """Return the id of the token that ends a trained answer: what the chat template writes behind it, else the tokenizer's end of a text.
+def text_end(tokenizer: PreTrainedTokenizerBase, model: Pretrained | None) -> int | None:
+    """Return the id of the token that ends a plain text: the tokenizer's, unless generation does not stop there and the model names others.
+
+    Of several it is the lowest: ends of turns were added behind the end of a text.
+
+    Args:
+        model: whose files name the tokens at which generation stops; None: only the tokenizer names one.
+
+    Raises:
+        OSError: as of `declared_ends`.
+    """
+    own = cast("int | None", tokenizer.eos_token_id)
+    named = (
+        next((ends for ends in declared_ends(model).values() if ends), frozenset[int]()) if model else frozenset[int]()
+    )
+    known = {one for one in named if one < len(tokenizer)}
+    return own if own in known or not known else min(known)
+
+
+def trained_end(
+    tokenizer: PreTrainedTokenizerBase, model: Pretrained, options: Mapping[str, Any], *, texts: bool = False
+) -> int | None:
+    """Return the id of the token that ends a trained answer: what the chat template writes behind it, else `text_end`.
 
     Args:
         options: arguments of the template, `generator.chat_template_kwargs`.
         texts: rows are plain texts, which no template ends.
+
+    Raises:
+        OSError: as of `declared_ends`.
     """
     written = None
     if tokenizer.chat_template and not texts:
         with suppress(DataError):  # it is one for other conversations
             written = template_end(tokenizer, ChatTemplate(tokenizer, options).ending)
-    return cast("int | None", tokenizer.eos_token_id) if written is None else written
+    return text_end(tokenizer, model) if written is None else written
 
 
 def template_end(tokenizer: PreTrainedTokenizerBase, ending: str) -> int | None:

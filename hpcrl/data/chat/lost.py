@@ -3,45 +3,76 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hpcrl.data.chat.messages import THOUGHTS, Message
+from hpcrl.data.chat.template import ChatTemplate
 
-_TAG = re.compile(
-    r"</?[^<>\s]{1,40}>|\[/?[A-Z_]{1,40}\]"
-)  # marks of thoughts and calls, which a template may write in its own way
+_TAG = re.compile(r"(</?[^<>\s]{1,40}>|\[/?[A-Z_]{1,40}\])")  # marks of thoughts and calls
+_EMPTY = re.compile(r"<([^<>/\s]{1,40})>\s*</\1>|\[([A-Z_]{1,40})\]\s*\[/\2\]")
 _SHOWN = 60
 
 
-def lost_of(message: Message, said: str) -> list[str]:
+def lost_of(template: ChatTemplate, message: Message, before: str, said: str) -> list[str]:
     """Return what the template does not write of an assistant's message, such as thoughts or tool calls; white space may change.
 
     Args:
-        said: what it writes for the message.
+        before, said: what it writes before the message, and for it, as of `ChatTemplate.turn`.
     """
-    written, found = _squeezed(said), list[str]()
-    for name in ("content", *THOUGHTS):
-        if missing := _missing(_text(message.get(name)), written):
+    found = list[str]()
+    texts = {name: _text(message.get(name)) for name in ("content", *THOUGHTS)}
+    for name, text in texts.items():
+        if missing := _missing(text, before, said, template.ending):
             found.append(f"{name} {missing[:_SHOWN]!r}")
-    for call in message.get("tool_calls", []):
-        function = call["function"]
-        parts = [function["name"], *_leaves(function["arguments"])]
-        if any(_squeezed(part) not in written and _squeezed(_escaped(part)) not in written for part in parts):
-            found.append(f"the tool call {function['name']}")
+    found += [f"the tool call {name}" for name in _lost_calls(message.get("tool_calls", []), texts, said)]
+    if not template.is_ended(said):
+        found.append("the token that ends it")
     return found
 
 
-def _missing(text: str, written: str) -> str:
-    """Return the first part of a text between tags that is not written, in its place; empty where all are."""
+def _lost_calls(calls: Sequence[dict[str, Any]], texts: dict[str, str], said: str) -> list[str]:
+    """Return the names of tool calls of which the name, a key or a value is not written."""
+    functions, written = [call["function"] for call in calls], _squeezed(said)
+    found = list[str]()
+    for name, count in Counter(function["name"] for function in functions).items():
+        alone = re.compile(rf"(?<!\w){re.escape(name)}(?!\w)")
+        if len(alone.findall(said)) - sum(len(alone.findall(text)) for text in texts.values()) < count:
+            found.append(name)
+    for function in functions:
+        parts = list(_leaves(function["arguments"]))
+        if any(_squeezed(part) not in written and _squeezed(_escaped(part)) not in written for part in parts):
+            found.append(function["name"])
+    return list(dict.fromkeys(found))
+
+
+def _missing(text: str, before: str, said: str, ending: str) -> str:
+    """Return the first part of a text that is not written, in its place; empty where all are.
+
+    A tag is written as it is, in `before` too, or something else stands in its place.
+    """
+    written, tags, at = _squeezed(said).removesuffix(_squeezed(ending)), list[str](), 0
     if _squeezed(text) in written:
         return ""
-    at = 0
-    for part in _TAG.split(text):
-        found = written.find(_squeezed(part), at)
-        if found < 0:
-            return part.strip()
-        at = found + len(_squeezed(part))
+    parts = _TAG.split(_EMPTY.sub("", text))  # no thought is no loss
+    for number, part in enumerate(parts):
+        own = _squeezed(part)
+        if number % 2:
+            tags.append(own)
+        elif own or number == len(parts) - 1:
+            begin = written.find(own, at) if own else len(written)
+            if begin < 0:
+                return part.strip()
+            gap, lost = written[at:begin], list[str]()
+            for tag in tags:
+                if tag in gap:
+                    gap = gap.replace(tag, "", 1)
+                elif at or tag not in before:
+                    lost.append(tag)
+            if lost and not gap:
+                return lost[0]
+            at, tags = begin + len(own), list[str]()
     return ""
 
 
@@ -52,9 +83,10 @@ def _text(value: Any) -> str:
 
 
 def _leaves(value: Any) -> Iterator[str]:
-    """Yield the texts and numbers of arguments, which templates write as JSON or in forms of their own."""
+    """Yield the keys, texts and numbers of arguments, which templates write as JSON or in forms of their own."""
     if isinstance(value, dict):
-        for one in value.values():
+        for name, one in value.items():
+            yield name
             yield from _leaves(one)
     elif isinstance(value, list):
         for one in value:

@@ -20,6 +20,9 @@ Message = dict[str, Any]
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """Fields of a message in which an assistant's thoughts may stand."""
 
+SYSTEM = "system"
+"""The role of a system message, and the column of its text."""
+
 _ROLE = re.compile(r"[\w .-]+")  # templates may write it within a special token
 _ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "function_call": "assistant"}
 _EXAMPLE = "{'role': 'user', 'content': '…'}"
@@ -59,6 +62,14 @@ def read_tools(value: Any) -> list[dict[str, Any]]:
     if not all(isinstance(tool, dict) for tool in found):
         raise DataError(f"tools: expected a list of objects, or its JSON text, found {value!r:.80}")
     return [without_nulls(tool) for tool in found]
+
+
+def with_system(messages: list[Message], row: Mapping[str, Any]) -> list[Message]:
+    """Return messages behind the text of the column `system`, where a row has one and they begin with no such message."""
+    system = row.get(SYSTEM)
+    if not isinstance(system, str) or not system or (messages and messages[0]["role"] == SYSTEM):
+        return messages
+    return [{"role": SYSTEM, "content": system}, *messages]
 
 
 def without_nulls(value: Any) -> Any:

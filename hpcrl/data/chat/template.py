@@ -8,18 +8,16 @@ from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from hpcrl.data.chat.calls import CallForm, Messages, Tools, call_form
 from hpcrl.data.chat.encode import special_tokens
-from hpcrl.data.chat.messages import THOUGHTS
 from hpcrl.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ASSISTANT = "assistant"
-Messages = list[dict[str, Any]]
-Tools = Sequence[dict[str, Any]]
 
-_ANSWER, _QUESTION = "ANSWER-OF-THE-ASSISTANT", "QUESTION-OF-THE-USER"
+_ANSWER, _QUESTION, _TOOL = "ANSWER-OF-THE-ASSISTANT", "QUESTION-OF-THE-USER", "tool"
 _NAMED = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -63,6 +61,40 @@ class ChatTemplate:
         return self._last_end(self.ending) is not None
 
     @cached_property
+    def ends(self) -> tuple[str, ...]:
+        """What is written behind an answer, to the token that ends it, and behind a tool call; without those that end with none."""
+        found = [self.ending] if self.ends_with_token else []
+        if self.calls:
+            with suppress(DataError):  # it does not show where a call begins
+                said = self.turn([_question()], _calling([_TOOL], _QUESTION))[1]
+                found += [said.rpartition(_QUESTION)[2]] if self.is_ended(said) else []
+        return tuple(found)
+
+    @cached_property
+    def calls(self) -> CallForm | None:
+        """The form in which the template takes tool calls; None: it writes them in no form."""
+        return call_form(lambda messages, tools: self._rendered(messages, tools, prompt=False))
+
+    def check_calls(self, messages: Messages) -> None:
+        """Refuse messages with tool calls that the template does not write.
+
+        Raises:
+            DataError: there are such messages.
+        """
+        lost = self.lost_calls(messages)
+        if lost:
+            raise DataError(
+                f"the chat template leaves out {'; '.join(lost)}; use one that writes tool calls (generator.chat_template)"
+            )
+
+    def lost_calls(self, messages: Messages) -> list[str]:
+        """Return the tool calls of messages where the template writes none."""
+        calling = [(at, message["tool_calls"]) for at, message in enumerate(messages) if message.get("tool_calls")]
+        if not calling or self.calls is not None:
+            return []
+        return [f"message {at}: the tool call {call['function']['name']}" for at, calls in calling for call in calls]
+
+    @cached_property
     def structure(self) -> frozenset[str]:
         """Special tokens that stand around messages and texts: those of the tokenizer's own roles, and those that the template writes around a
         question and an answer. All others, such as marks of thoughts and of tool calls, are what an assistant itself may write."""
@@ -83,22 +115,40 @@ class ChatTemplate:
             }
         with suppress(ConfigError, DataError):  # nor do all templates take a message of the system
             found |= {*special.findall(self.text([{"role": "system", "content": "x"}, _question()]))}
+        with suppress(ConfigError, DataError):
+            # marks that the assistant itself writes before its answer, such as those of channels
+            said = self.turn([_question()], {"role": ASSISTANT, "content": _QUESTION})[1]
+            found -= {*special.findall(said.partition(_QUESTION)[0])}
         return frozenset(found)
 
     def after(self, messages: Messages, tools: Tools = (), *, prompt: bool) -> str:
-        """Return what is written behind an answer that messages follow; arguments and errors as of `text`.
+        """Return what is written behind the end of an answer that messages follow; arguments and errors as of `text`.
 
         Raises:
-            ConfigError: the template leaves out the answer.
+            ConfigError: the template leaves out the answer, or ends answers now in this way, now in another.
         """
-        _, answer, after = self.text([_question(), _answer(), *messages], tools, prompt=prompt).partition(_ANSWER)
+        asked = [_question(), _answer(), *messages]
+        try:
+            text = self.text(asked, tools, prompt=prompt)
+        except DataError:
+            if messages[0]["role"] != "tool" or self.calls is None:
+                raise
+            asked[1] = _calling([messages[0].get("name", _TOOL)])  # some take what a tool says only behind a call of it
+            text = self.text(asked, tools, prompt=prompt)
+        _, answer, after = text.partition(_ANSWER)
         if not answer:
             raise ConfigError("generator.chat_template: the template leaves out what the assistant says; use another")
-        return after
+        behind = after[self._last_end(after) :] if asked[1].get("tool_calls") else self._behind_end(after)
+        if behind is None:
+            raise ConfigError(
+                f"generator.chat_template: the template ends a message of the assistant with {self.ending!r}, but before "
+                f"{[message['role'] for message in messages]} with {after[: len(self.ending)]!r}; use another template"
+            )
+        return behind
 
     def others(self, before: Messages, messages: Messages, tools: Tools = ()) -> str:
         """Return what is written for messages that are not the assistant's."""
-        placed = _in_place(before)
+        placed = self._in_place(before)
         return self._added(placed, [*placed, *messages], messages[0], tools)
 
     def turn(self, before: Messages, message: dict[str, Any], tools: Tools = ()) -> tuple[str, str, str]:
@@ -107,7 +157,7 @@ class ChatTemplate:
         Raises:
             DataError: the template does not show where the message begins.
         """
-        placed = _in_place(before)
+        placed = self._in_place(before)
         text, base = self._added(placed, [*placed, message], message, tools), self._tail(placed, tools)
         asked = self._tail(placed, tools, prompt=True)
         whole, _, after = self.text([*placed, _answer()], tools).rpartition(_ANSWER)
@@ -125,7 +175,17 @@ class ChatTemplate:
         end = len(said) - len(after) + len(self._to_the_end(after)) if said.endswith(after) else len(said)
         return begin, said[:end], said[end:]
 
+    def is_ended(self, said: str) -> bool:
+        """Return whether what an assistant says ends with a token that can end it, as far as the template has one for that."""
+        found = special_tokens(self.tokenizer).finditer(said)
+        return not self.ends_with_token or said.endswith(self.ending) or any(one.end() == len(said) for one in found)
+
     def _written(self, messages: Messages, tools: Tools, *, prompt: bool) -> str:
+        if any(message.get("tool_calls") or message["role"] == "tool" for message in messages) and self.calls:
+            messages = self.calls.written(messages)
+        return self._rendered(messages, tools, prompt=prompt)
+
+    def _rendered(self, messages: Messages, tools: Tools, *, prompt: bool) -> str:
         from jinja2 import TemplateError
 
         if not self.tokenizer.chat_template and "chat_template" not in self._options:
@@ -186,11 +246,38 @@ class ChatTemplate:
     def _added(self, before: Messages, messages: Messages, message: dict[str, Any], tools: Tools) -> str:
         base, text = self._tail(before, tools), self._tail(messages, tools)
         if not text.startswith(base):
+            # as of gpt-oss, whose last answer ends with another token than those before it
+            behind, own = self._behind_end(text), self._behind_end(base)
+            answered = any(one["role"] == ASSISTANT for one in before)
+            if answered and behind is not None and own is not None and behind.startswith(own):
+                return behind[len(own) :]
             raise DataError(
                 f"the chat template writes what comes before a message of {message['role']} in another way once that is there; use another "
                 "template (generator.chat_template), or rows of tokens"
             )
         return text[len(base) :]
+
+    def _in_place(self, messages: Messages) -> Messages:
+        """Return messages with a word in the place of what the assistant says: what a template drops of earlier turns, it cannot drop then."""
+        found = Messages()
+        for message in messages:
+            if message["role"] == ASSISTANT:
+                calls = message.get("tool_calls", []) if self.calls else []
+                message = _calling([call["function"]["name"] for call in calls]) if calls else _answer()
+            found.append(message)
+        return found
+
+    def _behind_end(self, text: str) -> str | None:
+        """Return what stands behind the end of an answer, be it the template's `ending` or another token; None: neither is there."""
+        if not self.ends_with_token:
+            return text
+        if text.startswith(self.ending):
+            return text[len(self.ending) :]
+        special = special_tokens(self.tokenizer)
+        places = [one.start() for pattern in (special, self._added_tokens) for one in pattern.finditer(self.ending)]
+        before = self.ending[: places[0]]
+        other = special.match(text, len(before)) if text.startswith(before) else None
+        return text[other.end() :] if other else None
 
     def _tail(self, messages: Messages, tools: Tools, *, prompt: bool = False) -> str:
         """Return the text behind the last answer that stands in for the assistant's; the whole of it where there is none."""
@@ -205,14 +292,9 @@ def _answer() -> dict[str, Any]:
     return {"role": ASSISTANT, "content": _ANSWER}
 
 
-def _in_place(messages: Messages) -> Messages:
-    """Return messages with a word in the place of what the assistant says: what a template drops of earlier turns, it cannot drop then."""
-    return [
-        {name: value for name, value in message.items() if name not in THOUGHTS} | {"content": _ANSWER}
-        if message["role"] == ASSISTANT
-        else message
-        for message in messages
-    ]
+def _calling(names: Sequence[str], value: str = _ANSWER) -> dict[str, Any]:
+    calls = [{"type": "function", "function": {"name": name, "arguments": {"x": value}}} for name in names]
+    return {"role": ASSISTANT, "content": "", "tool_calls": calls}
 
 
 def _common_suffix(one: str, other: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -69,7 +70,10 @@ class ChatTurns:
     @cached_property
     def ends(self) -> frozenset[int]:
         """Ids that end a turn; errors as of `end_ids`."""
-        return end_ids(self._tokenizer, self._model, self._ending)
+        endings: Sequence[str] = ()
+        with suppress(ConfigError, DataError):  # no template, or one for other conversations: those that need it say so
+            endings = self._template.ends
+        return end_ids(self._tokenizer, self._model, endings)
 
     @cached_property
     def ending(self) -> list[int]:
@@ -94,6 +98,7 @@ class ChatTurns:
 
     def prompt_ids(self, bare: Messages, tools: Tools = ()) -> list[int]:
         """Return the token ids of a prompt in which each image is one placeholder, as of `without_images`; errors as of `opening`."""
+        self._template.check_calls(bare)
         return encoded(self._tokenizer, self._template.text(self._cut(bare), tools, prompt=True))
 
     def following(self, observations: Messages, tools: Tools = ()) -> Context:
@@ -104,13 +109,7 @@ class ChatTurns:
             DataError: as of `opening`.
         """
         bare, images = without_images(observations)
-        text = self._template.after(self._cut(bare), tools, prompt=True)
-        if not text.startswith(self._ending):
-            raise ConfigError(
-                f"generator.chat_template: the template ends a message of the assistant with {self._ending!r}, but before "
-                f"{[message['role'] for message in observations]} with {text[: len(self._ending)]!r}; use another template"
-            )
-        rest = text.removeprefix(self._ending)
+        rest = self._template.after(self._cut(bare), tools, prompt=True)
         return self._with_images(encoded(self._tokenizer, rest, behind=self._ending or _BEFORE), images)
 
     def between(self, token_ids: Sequence[int], observations: Messages, tools: Tools = (), *, end: bool) -> Context:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from hpcrl.config.sections.generator import ChatTemplateConfig
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.data.chat.encode import special_tokens
-from hpcrl.data.chat.ending import declared_ends, end_ids, template_end
+from hpcrl.data.chat.ending import declared_ends, end_ids, template_end, text_end
 from hpcrl.data.chat.lost import lost_of
 from hpcrl.data.chat.messages import read_messages
 from hpcrl.data.chat.template import ASSISTANT, ChatTemplate, Messages
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 TEMPLATE = "generator.chat_template"
 """The setting that remedies what is found of a chat template."""
+
+TEXT_END = "end of a text"
 
 _QUESTION, _ANSWER = {"role": "user", "content": "What is 1 + 2?"}, {"role": "assistant", "content": "It is 3."}
 _THOUGHT = {"role": "assistant", "content": "<think>\nlet me add\n</think>\n\nIt is 3."}
@@ -46,6 +48,7 @@ def of_tokenizer(
         tokenizer = load_tokenizer(model, template)
     yield _of_ids(tokenizer)
     if not chats:
+        yield _of_text_end(tokenizer, model)
         return
     if not tokenizer.chat_template and "chat_template" not in options:
         remedy = f'set {TEMPLATE} (source = "file", name_or_path) to one that writes conversations as the model is to read them'
@@ -84,7 +87,7 @@ def _there_and_back(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
 
 def _of_ends(tokenizer: PreTrainedTokenizerBase, written: ChatTemplate, model: Pretrained) -> Finding:
     """Compare what names the end of a turn, and say what is used: all of it."""
-    ids = end_ids(tokenizer, model, written.ending)
+    ids = end_ids(tokenizer, model, written.ends)
     end = template_end(tokenizer, written.ending)
     named = {name: sorted(ends) for name, ends in declared_ends(model).items() if ends}
     if isinstance(tokenizer.eos_token_id, int):
@@ -104,6 +107,26 @@ def _of_ends(tokenizer: PreTrainedTokenizerBase, written: ChatTemplate, model: P
     note = f"all of them end a turn; {_names(tokenizer, [end])} is trained, as the chat template writes it"
     agree = all(end in own for own in named.values())
     return ok("end of a turn", found, note) if agree else warning("end of a turn", found, note)
+
+
+def _of_text_end(tokenizer: PreTrainedTokenizerBase, model: Pretrained) -> Finding:
+    """Compare what names the end of a plain text, and say what is trained as that."""
+    end, named = text_end(tokenizer, model), declared_ends(model)
+    if end is None:
+        found = "neither the tokenizer nor the model's files name a token that ends a text"
+        return warning(
+            TEXT_END, found, "texts are trained without an end; name one in tokenizer_config.json (eos_token)"
+        )
+    said = [f"{name}: {_names(tokenizer, sorted(ends))}" for name, ends in named.items() if ends]
+    said.append(f"tokenizer: {tokenizer.eos_token or 'none'}")
+    found = f"{_names(tokenizer, [end])} is trained behind each text ({'; '.join(said)})"
+    if end == tokenizer.eos_token_id:
+        return ok(TEXT_END, found)
+    return warning(
+        TEXT_END,
+        found,
+        "the tokenizer names one at which generation does not stop; mend its eos_token where that is right",
+    )
 
 
 def _names(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
@@ -133,7 +156,8 @@ def _lost(written: ChatTemplate, messages: Messages) -> str:
         for at, message in enumerate(messages):
             if message["role"] == ASSISTANT:
                 written.others(messages[:end], messages[end:at])
-                missing += lost_of(message, written.turn(messages[:at], message)[1])
+                begin, said, _ = written.turn(messages[:at], message)
+                missing += lost_of(written, message, begin, said)
                 end = at + 1
     except DataError as refused:
         return str(refused)

@@ -10,14 +10,14 @@ from hpcrl.config.derive import is_offline, policy_model, trains_pairs
 from hpcrl.config.errors import Problem
 from hpcrl.data.datasets import counted_prompts
 from hpcrl.errors import ConfigError, DataError
-from hpcrl.launch.doctor.tokenizer import TEMPLATE, of_tokenizer
+from hpcrl.launch.doctor.tokenizer import TEMPLATE, TEXT_END, of_tokenizer
 from hpcrl.launch.submit.models import folder_of
 from hpcrl.types import Prompt
 
 TRIED = 16
 """Rows of each dataset whose prompts are written with the chat template."""
 _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
-_OF_ALL_RUNS = ("tokenizer", "end of a turn")  # whether the rest matters shows in the rows, which are tried
+_OF_ALL_RUNS = ("tokenizer", "end of a turn", TEXT_END)  # whether the rest matters shows in the rows, which are tried
 
 
 def has_tokenizer(config: Config) -> bool:

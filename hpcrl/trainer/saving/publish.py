@@ -20,7 +20,7 @@ import torch
 from hpcrl.config.sections.generator import ChatTemplateConfig
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.data.chat.ending import trained_end
-from hpcrl.data.models.files import exported_files
+from hpcrl.data.exported_files import exported_files
 from hpcrl.data.tokenizer import chat_template, load_tokenizer
 from hpcrl.data.weight_files import Base, Probe, PublishedWeights, weight_facts, whole_digest
 from hpcrl.errors import CommitError, HpcrlError
@@ -201,7 +201,7 @@ class Publisher:
 
         def complete(directory: Path) -> None:
             if model is not None:
-                end = trained_end(load_tokenizer(model, template), options, texts=texts)
+                end = trained_end(load_tokenizer(model, template), model, options, texts=texts)
                 for name, content in exported_files(model, chat_template(template), end).items():
                     write_bytes(directory / name, content)
             engine.export_config(directory, dtype)

@@ -10,13 +10,15 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from hpcrl.config import SamplingParams
+from hpcrl.config.sections.generator import ChatTemplateConfig
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.data.chat.encode import encoded, encoded_pieces
-from hpcrl.data.chat.ending import end_ids
+from hpcrl.data.chat.ending import end_ids, trained_end
 from hpcrl.data.chat.template import ChatTemplate
 from hpcrl.data.chat.turns import ChatTurns
 from hpcrl.data.conversations import Columns, Renderer, Tokens
 from hpcrl.data.tokenizer import read_tokenizer
+from hpcrl.launch.doctor.tokenizer import of_tokenizer
 from hpcrl.rollout.engines.base import engine_sampling
 from tests.data.chat.forms import CHATML, FORMS, LLAMA3, PHI3, ZEPHYR, made, write_model
 
@@ -113,7 +115,7 @@ def test_ends_are_those_of_all_files(tmp_path: Path) -> None:
     tokenizer = made("bytes", LLAMA3, "<|endoftext|>")
     write_model(tmp_path, tokenizer, eos_token_id=0, text_config={"eos_token_id": [1]})
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 3], "temperature": -1}))
-    model, ending = Pretrained(str(tmp_path)), ChatTemplate(tokenizer, {}).ending
+    model, ending = Pretrained(str(tmp_path)), ChatTemplate(tokenizer, {}).ends
     named = set(map(tokenizer.convert_tokens_to_ids, ("<|endoftext|>", "<|eot_id|>")))
     assert end_ids(tokenizer, model, ending) == {0, 1, 2, 3} | named
     assert ChatTurns(tokenizer, {}, model=model).ends == {0, 1, 2, 3} | named
@@ -160,3 +162,32 @@ def test_special_tokens_of_an_answer_are_trained_and_seen_by_rewards(form: str) 
     assert turns.decoded(own).replace(" ", "") == said.replace(" ", "")
     assert think in turns.prompt_ids([TALK[0], {"role": "assistant", "content": said}, TALK[0]])
     assert think not in turns.prompt_ids([{"role": "user", "content": said}])
+
+
+@pytest.mark.parametrize(
+    ("files", "end"),
+    [
+        ({}, "<|im_start|>"),
+        ({"generation_config.json": ["</s>", "<|im_start|>"]}, "<|im_start|>"),
+        # as SmolLM2's of a GGUF, whose tokenizer names the token that begins a turn
+        ({"config.json": ["<|im_end|>"]}, "<|im_end|>"),
+        ({"generation_config.json": ["<|endoftext|>", "<|im_end|>"], "config.json": ["</s>"]}, "<|im_end|>"),
+    ],
+)
+def test_a_text_ends_with_a_token_at_which_generation_stops(
+    tmp_path: Path, files: dict[str, list[str]], end: str
+) -> None:
+    tokenizer = made("bytes", CHATML, "<|im_start|>")
+    write_model(tmp_path, tokenizer)
+    for name, ends in files.items():
+        (tmp_path / name).write_text(
+            json.dumps({"model_type": "llama", "eos_token_id": [token(tokenizer, one) for one in ends]})
+        )
+    model = Pretrained(str(tmp_path))
+    (row,) = Renderer(tokenizer, Columns("text"), {}, model=model).sequences({"text": "a document"})
+    assert tokenizer.decode(row.token_ids) == f"a document{end}"
+    assert all(row.mask)
+    assert trained_end(tokenizer, model, {}, texts=True) == row.token_ids[-1]
+    (_, found) = of_tokenizer(model, ChatTemplateConfig(), {}, chats=False)
+    assert (found.level, found.found.split()[0]) == ("ok" if end == "<|im_start|>" else "warning", end)
+    assert "tokenizer: <|im_start|>" in found.found

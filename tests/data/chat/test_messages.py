@@ -182,6 +182,17 @@ def test_the_same_conversation_in_another_form(form: str) -> None:
     assert tokens(columns, [FORMS[form](row) for row in ROWS]) == tokens(columns, ROWS)
 
 
+def test_the_column_system_of_a_prompt_is_read_as_in_training(tmp_path: Path) -> None:
+    first = {"role": "system", "content": "Be brief."}
+    rows = [
+        {"prompt": "a", "system": "Be brief."},
+        {"prompt": [first, {"role": "user", "content": "a"}], "system": "x"},
+    ]
+    for one in load_prompts([written(tmp_path, ".jsonl", rows)], "x"):
+        assert one.messages == [first, {"role": "user", "content": "a"}]
+        assert "system" in one.extras
+
+
 def test_columns_beside_the_prompt() -> None:
     renderer = Renderer(
         made("bytes", CHATML, "<|im_end|>"), Columns("prompt_response", prompt="instruction", response="output"), {}
@@ -223,6 +234,10 @@ def test_tools_that_are_none(value: Any) -> None:
 THOUGHT = "<think>\nlet me add\n</think>\n\nIt is 3."
 
 
+def _written(content: str, end: str = "<|im_end|>\n") -> str:
+    return "{% for m in messages %}{{ " + content + " }}" + end + "{% endfor %}"
+
+
 @pytest.mark.parametrize(
     ("template", "answer", "lost"),
     [
@@ -230,6 +245,18 @@ THOUGHT = "<think>\nlet me add\n</think>\n\nIt is 3."
         (CHATML, {"content": "It is 3.", "reasoning_content": "let me add"}, "message 1: reasoning_content 'let me add'"),
         (CHATML, calling("add", a=1), "message 1: the tool call add"),
         ("{% for m in messages %}{{ m.content[:30] }}<|im_end|>{% endfor %}", {"content": "The answer is " + "3" * 40}, "message 1: content"),
+        (_written("m.content | replace('<think>', '') | replace('</think>', '')"), {"content": THOUGHT}, "message 1: content '<think>'"),
+        (_written("m.content | replace('</think>', '')"), {"content": THOUGHT}, "message 1: content '</think>'"),
+        (_written("m.content | replace('<answer>', '') | replace('</answer>', '')"), {"content": "It is <answer>3</answer>"}, "message 1: content '<answer>'"),
+        (_written("m.content | replace('</answer>', '')"), {"content": "It is <answer>3</answer>"}, "message 1: content '</answer>'"),
+        (_written("m.content | replace('<think>', '[THINK]') | replace('</think>', '[/THINK]')"), {"content": THOUGHT}, None),
+        (_written("m.content | replace('<think>', '') | replace('</think>', '')"), {"content": "<think>\n\n</think>\n\nIt is 3."}, None),
+        (_written("m.content"), {"content": "x <b and c> y"}, None),
+        (TOOLS.replace("'name': c.function.name, ", ""), calling("add", a=1), "message 1: the tool call add"),
+        (TOOLS.replace("'name': c.function.name, ", ""), calling("add", a=1) | {"content": "I call add"}, "message 1: the tool call add"),
+        (TOOLS.replace("c.function.arguments}", "c.function.arguments.values() | list}"), calling("add", a=1), "message 1: the tool call add"),
+        (_written("m.content", end="\n"), {"content": "x", "role": "assistant"}, None),
+        ("{% for m in messages %}{{ m.content }}{% if m.content != 'x' %}<|im_end|>{% endif %}{% endfor %}", {"content": "x"}, "message 1: the token that ends it"),
         (CHATML, {"content": THOUGHT}, None),
         (TOOLS, calling("add", a="x\ny", b=[1.5, True]), None),
         ("{% for m in messages %}{{ m.content | trim }}<|im_end|>{% endfor %}", {"content": " It is\n3. "}, None),
@@ -247,6 +274,10 @@ def test_what_a_template_leaves_out_of_an_answer(template: str, answer: dict[str
         Renderer(tokenizer, columns, {}).sequences(row)
     assert Renderer(tokenizer, columns, {}, refuse_lost=False).sequences(row)[0].lost
     silent = {"m": [row["m"][0], row["m"][1] | {"weight": 0}, *row["m"][:1], {"role": "assistant", "content": "b"}]}
+    if "tool_calls" in answer:  # what follows a call cannot be understood without it
+        with pytest.raises(DataError, match=lost):
+            Renderer(tokenizer, columns, {}).sequences(silent)
+        return
     assert not Renderer(tokenizer, columns, {}).sequences(silent)[0].lost
 
 

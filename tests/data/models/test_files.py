@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 from transformers import AutoTokenizer, GenerationConfig
 
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.data.chat.ending import trained_end
-from hpcrl.data.models.files import exported_files
+from hpcrl.data.exported_files import exported_files
 from hpcrl.errors import DataError
+from tests.data.chat.forms import CHATML, made, write_model
 from tests.paths import CONFIGS
 
 QUICKSTART = CONFIGS / "quickstart" / "model"
@@ -52,6 +54,11 @@ def test_files_are_copied_byte_for_byte(model: Path) -> None:
         (model / name).write_bytes(text.encode())
     for name in ("model.safetensors.index.json", "manifest.json", "adapter_config.json", "optimizer.pt", "README.md"):
         (model / name).write_text("of the model's own weights")
+    put(
+        model,
+        "tokenizer_config.json",
+        entries((model / "tokenizer_config.json").read_bytes()) | {"extra_special_tokens": {}},
+    )
     found = files(model)
     assert sorted(found) == sorted([*OWN_FILES, *more])
     assert all(content == (model / name).read_bytes() for name, content in found.items())
@@ -100,6 +107,7 @@ def test_a_generation_config_that_is_no_json_is_copied(model: Path, caplog: pyte
 
 def test_another_template_takes_each_place_of_the_own_one(model: Path) -> None:
     own = json.loads((model / "tokenizer_config.json").read_text())
+    own["extra_special_tokens"] = {}
     put(model, "tokenizer_config.json", own | {"chat_template": [{"name": "default", "template": "old"}]})
     put(model, "chat_template.json", {"chat_template": "old"})
     put(model, "additional_chat_templates/tools.jinja", "old")
@@ -108,6 +116,35 @@ def test_another_template_takes_each_place_of_the_own_one(model: Path) -> None:
     assert entries(found["chat_template.json"]) == {"chat_template": "{{ 'née' }}"}
     assert found["chat_template.jinja"].decode() == "{{ 'née' }}"
     assert "additional_chat_templates/tools.jinja" not in found
+
+
+@pytest.mark.parametrize(
+    ("own", "expected"),
+    [
+        # as transformers 5 saves it, which version 4 cannot load
+        ({"extra_special_tokens": ["<a>"]}, {"additional_special_tokens": ["<a>"]}),
+        ({"extra_special_tokens": []}, {}),
+        ({"model_specific_special_tokens": {"boi_token": "<a>"}}, {"model_specific_special_tokens": {"boi_token": "<a>"}, "extra_special_tokens": {"boi_token": "<a>"}}),
+        ({"tokenizer_class": "TokenizersBackend"}, {"tokenizer_class": "PreTrainedTokenizerFast", "add_prefix_space": False}),
+        ({"tokenizer_class": "LlamaTokenizerFast"}, {"tokenizer_class": "PreTrainedTokenizerFast", "add_prefix_space": False}),
+        ({"tokenizer_class": "PreTrainedTokenizerFast"}, {"tokenizer_class": "PreTrainedTokenizerFast"}),
+    ],
+)  # fmt: skip
+def test_a_tokenizer_config_that_each_version_loads(
+    tmp_path: Path, own: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    """The class is another one only where the named one is unknown, or gives other ids than tokenizer.json."""
+    model, kept = write_model(tmp_path / "model", made("bytes", CHATML, "<|im_end|>")), {"eos_token": "<|im_end|>"}
+    put(model, "tokenizer_config.json", kept | {"tokenizer_class": "PreTrainedTokenizerFast"} | own)
+    found = files(model)
+    written = entries(found["tokenizer_config.json"])
+    assert written == kept | {"tokenizer_class": "PreTrainedTokenizerFast"} | expected
+    assert found["tokenizer.json"] == (model / "tokenizer.json").read_bytes()
+    (model / "tokenizer_config.json").write_bytes(found["tokenizer_config.json"])
+    text = "x = [1, 2]  # as it is"
+    ids = Tokenizer.from_file(str(model / "tokenizer.json")).encode(text).ids
+    assert AutoTokenizer.from_pretrained(model).encode(text, add_special_tokens=False) == ids
+    assert files(model) == found
 
 
 def test_a_model_that_is_gone_is_named(tmp_path: Path) -> None:
@@ -130,4 +167,6 @@ def test_the_trained_end_is_what_the_template_writes_behind_an_answer(
 ) -> None:
     tokenizer = AutoTokenizer.from_pretrained(QUICKSTART)
     tokenizer.chat_template = template or tokenizer.chat_template
-    assert trained_end(tokenizer, {}, texts=texts) == tokenizer.convert_tokens_to_ids(expected)
+    assert trained_end(tokenizer, Pretrained(str(QUICKSTART)), {}, texts=texts) == tokenizer.convert_tokens_to_ids(
+        expected
+    )

@@ -72,7 +72,7 @@ class Embedded(InProcess[tuple[PreTrainedModel, Compute]]):
         model = load_model(options.model, options.engine.model_dtype, device)
         tokenizer = read_tokenizer(options.model.path, **options.model.at_revision)
         # requests name those of the chat template too
-        ends = sorted(end_ids(tokenizer, options.model, ""), key=lambda one: one != tokenizer.eos_token_id)
+        ends = sorted(end_ids(tokenizer, options.model, ()), key=lambda one: one != tokenizer.eos_token_id)
         if options.records_experts and not routers(model):
             raise EngineError(
                 f"trainer.policy.experts.router_replay: {type(model).__name__} has no routers that transformers tells of"
