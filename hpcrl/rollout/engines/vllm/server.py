@@ -37,8 +37,7 @@ from hpcrl.config.derive import (
     runs_eagerly,
 )
 from hpcrl.config.sections.model import Pretrained, rope_parameters
-from hpcrl.data.exported_files import write_tokenizer
-from hpcrl.errors import ConfigError, DataError, EngineError
+from hpcrl.errors import ConfigError, EngineError
 from hpcrl.rollout.engines.base import Engine, Launched
 from hpcrl.rollout.engines.vllm.address import Address, Listen
 from hpcrl.rollout.engines.vllm.main import HEADLESS, PARENT
@@ -164,13 +163,10 @@ class Server(Launched):
         self.address = options.listen.address if options.listen else Address(socket=self.socket)
         self._headers = bearer(read_token_file(options.token_file), options.run_name)
         make_directory(log.parent)
-        tokenizer = None
-        with suppress(OSError, ValueError, DataError):  # vLLM says what is wrong
-            tokenizer = write_tokenizer(options.model, directory / "tokenizer")
         with log.open("ab") as file:
             self._start = file.tell()
             self._process = subprocess.Popen(
-                _command(options, self.socket, tokenizer),
+                _command(options, self.socket),
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -269,7 +265,7 @@ class Server(Launched):
             return file.read().decode(errors="replace")
 
 
-def _command(options: ServerOptions, socket: Path, tokenizer: Path | None) -> list[str]:
+def _command(options: ServerOptions, socket: Path) -> list[str]:
     engine = options.engine
     # vLLM 0.31 sets a seeded request's random numbers back after each part of its prompt, which it cannot on a processor: the engine dies
     chunked = engine.enable_chunked_prefill and not options.on_cpu
@@ -281,8 +277,7 @@ def _command(options: ServerOptions, socket: Path, tokenizer: Path | None) -> li
         "uvicorn-log-level": "warning",
         "model": options.model.path,
         "revision": options.model.revision,
-        "tokenizer": str(tokenizer) if tokenizer else None,
-        "tokenizer-revision": None if tokenizer else options.model.revision,
+        "tokenizer-revision": options.model.revision,
         "seed": options.seed,
         "max-model-len": options.max_model_len,
         "dtype": engine.model_dtype,
