@@ -21,14 +21,8 @@ from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, NoReturn
 
-from hpcrl.config import Config, InferenceEngineConfig
-from hpcrl.config.adapters import engines_begin_with_model
-from hpcrl.config.derive import (
-    engine_nodes,
-    needs_baselines,
-    surplus_groups,
-)
-from hpcrl.config.family import family_of
+from hpcrl.config import Config
+from hpcrl.config.derive import engine_nodes
 from hpcrl.config.reward_model import reward_services
 from hpcrl.errors import HpcrlError
 from hpcrl.launch.agent.network import choose_port
@@ -43,9 +37,6 @@ from hpcrl.runtime.signals import die_with_parent, end_process
 
 if TYPE_CHECKING:
     from hpcrl.rollout.engines.base import Launched
-    from hpcrl.rollout.weights.receive import Receiver
-    from hpcrl.rollout.worker import WorkerOptions
-
 
 ASKED_TO_END = Event()
 
@@ -86,13 +77,14 @@ def serve(
             )
         )
         # what follows takes seconds to import, while the engine starts
+        from hpcrl.rollout.build import build_receiver, worker_options
         from hpcrl.rollout.family import load_generator
         from hpcrl.rollout.weights.copies import NodeCopies
         from hpcrl.rollout.worker import work
 
         options = replace(worker_options(run, config, attempt, replica), timeline=timeline)
         if copies:
-            receiver = weight_receiver(run, attempt, config.generator.inference_engine)
+            receiver = build_receiver(run, attempt, config.generator.inference_engine)
             options = replace(options, copies=stack.enter_context(closing(NodeCopies(copies, run, attempt, receiver))))
         generator = load_generator(run, config, config.trainer.multi_modal_log_interval)
         engine.wait_ready(start_s, partial(starting, status))
@@ -144,50 +136,6 @@ def has_turn(run: Run, attempt: int, name: str, status: StatusWriter) -> bool:
             answer = controller.call("turn", worker=name)
             if answer["stop"] or answer["turn"]:
                 return answer["turn"]
-
-
-def worker_options(run: Run, config: Config, attempt: int, replica: int) -> WorkerOptions:
-    from hpcrl.rollout.lessons import Lessons
-    from hpcrl.rollout.worker import WorkerOptions
-
-    engine = config.generator.inference_engine
-    return WorkerOptions(
-        run=run,
-        attempt=attempt,
-        replica=replica,
-        capacity=capacity(config),
-        n_samples=config.generator.n_samples_per_prompt,
-        dump_evals=config.trainer.dump_eval_results,
-        baselines=needs_baselines(config.trainer.algorithm),
-        stall_s=engine.stall_timeout_seconds,
-        load_s=engine.start_timeout_seconds,
-        engine_dtype=engine.quantization or engine.model_dtype,
-        probe_tolerance=engine.probe_tolerance,
-        reads_ahead=not config.trainer.placement.colocate_all,  # asleep, it generates nothing meanwhile
-        from_model=engines_begin_with_model(config),
-        lessons=Lessons.of(config.trainer),
-        waves=family_of(config).generates_in_waves(config),
-    )
-
-
-def weight_receiver(run: Run, attempt: int, engine: InferenceEngineConfig) -> Receiver | None:
-    """Return what has the trainer send new weights to this node; None where they are read as files."""
-    from hpcrl.rollout.weights.receive import Receiver
-
-    backend, stage_s = engine.weight_sync_backend, engine.weight_sync_timeout_seconds
-    if backend == "filesystem":
-        return None
-    return Receiver(run, attempt, backend == "nccl", os.environ["HPCRL_ADDRESS"], stage_s)
-
-
-def capacity(config: Config) -> int:
-    """Return the groups in flight: what the engine decodes together, and simulators are there for, but at most what a step begins; the
-    controller shares it out."""
-    engine, greedy = config.generator.inference_engine, needs_baselines(config.trainer.algorithm)
-    samples = config.generator.n_samples_per_prompt + greedy
-    most = config.trainer.train_batch_size + surplus_groups(config.trainer)
-    at_once = min(engine.max_num_seqs, family_of(config).samples_at_once(config)[1])
-    return max(1, min(at_once // samples, most))
 
 
 if __name__ == "__main__":
