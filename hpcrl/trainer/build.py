@@ -70,12 +70,23 @@ def load_learner(
     dumps.resume(start.step)
     flops = family.flops(config)
     limits = micro_batch_limits(trainer, micro_batch_tokens(config), flops.quadratic)
-    mismatch = MismatchLimit(config.generator.max_logprob_mismatch, config.generator.on_logprob_mismatch)
     return Learner(
-        run, ranks, trainer, policy, critic, objective=family.objective(config), compares_logprobs=family_of(config).compares_logprobs(config), limits=limits, validation=Validation.of(run, config, limits) if is_offline(trainer) else None,
-        model_flops=flops, max_seq_len=max_seq_len(config),
-        mismatch=mismatch, dumps=dumps, consensus=consensus, start=start,
-    )  # fmt: skip
+        run,
+        ranks,
+        trainer,
+        policy,
+        critic,
+        objective=family.objective(config),
+        compares_logprobs=family_of(config).compares_logprobs(config),
+        limits=limits,
+        model_flops=flops,
+        max_seq_len=max_seq_len(config),
+        mismatch=MismatchLimit(config.generator.max_logprob_mismatch, config.generator.on_logprob_mismatch),
+        dumps=dumps,
+        consensus=consensus,
+        start=start,
+        validation=Validation.of(run, config, limits) if is_offline(trainer) else None,
+    )
 
 
 def build_publisher(run: Run, attempt: int, config: Config, ranks: ModelRanks) -> Publisher:

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from functools import partial
 
 from hpcrl.config import Config
-from hpcrl.config.derive import model_config_kwargs, names_own_code, policy_model
+from hpcrl.config.derive import model_config_kwargs, policy_model
 from hpcrl.families.robots.family import videos_of
-from hpcrl.families.text.rollout import load_conversations
+from hpcrl.families.text.rollout import importing_transformers, load_conversations
 from hpcrl.rollout.family import LoadedGenerator
 from hpcrl.rundir.layout import Run
 
 
 def load_generator(run: Run, config: Config, interval: int | None) -> LoadedGenerator:
-    from hpcrl.data.tokenizer import without_torch
     from hpcrl.families.openvla.generate import ActionGroups
     from hpcrl.families.openvla.turns import ActionTurns
 
     at_once = config.environment.skyrl_gym.robot.actions_per_turn
     tokens, entries = config.generator.sampling_params.max_generate_length, model_config_kwargs(config.trainer.policy)
-    with nullcontext() if names_own_code(config) else without_torch():
+    with importing_transformers(config):
         actions = ActionTurns.of(policy_model(config.trainer), config.vla, at_once, tokens, entries)
     assert actions is not None
     states = actions.states.shown if actions.states else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -39,13 +39,12 @@ def load_conversations(
         states: as of `ImageReader.of`.
         generator: as of `conversations`; None: the text family's.
     """
-    from hpcrl.data.tokenizer import decoder, load_tokenizer, without_torch
+    from hpcrl.data.tokenizer import decoder, load_tokenizer
     from hpcrl.data.vision.reader import ImageReader, Preparation
     from hpcrl.rollout.generate import GroupGenerator, conversations
 
     model, settings = policy_model(config.trainer), config.generator
-    # code of the user's may use models of transformers, which need torch; nothing else here does
-    with nullcontext() if names_own_code(config) else without_torch():
+    with importing_transformers(config):
         tokenizer = load_tokenizer(model, settings.chat_template)
         reader = ImageReader.of(model, Preparation.of(config.data), states)
     settings = replace(settings, max_input_length=max_input_length(settings, config.trainer))
@@ -56,17 +55,22 @@ def load_conversations(
     return LoadedGenerator(maker, decoder(tokenizer))
 
 
+def importing_transformers(config: Config) -> AbstractContextManager[None]:
+    """Return the context in which a worker imports transformers: without torch, unless the user's own code may need models of transformers."""
+    from hpcrl.data.tokenizer import without_torch
+
+    return nullcontext() if names_own_code(config) else without_torch()
+
+
 def own_engine(config: Config) -> None:  # noqa: ARG001
     return None
 
 
 def _check_entries(config: Config) -> None:
     """Raise DataError where the model's config.json is of another family."""
-    from hpcrl.data.tokenizer import without_torch
-
     model, changes = policy_model(config.trainer), model_config_kwargs(config.trainer.policy)
     try:
-        with nullcontext() if names_own_code(config) else without_torch():
+        with importing_transformers(config):
             from transformers import PreTrainedConfig
 
             entries, _ = PreTrainedConfig.get_config_dict(model.path, **model.at_revision)

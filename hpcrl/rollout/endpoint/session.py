@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpcrl.config import GeneratorConfig, SamplingParams
 from hpcrl.data.chat.encode import cut_messages
-from hpcrl.data.chat.turns import ChatTurns
+from hpcrl.data.chat.turns import HALF_A_CHARACTER, ChatTurns
 from hpcrl.envs.agents.score import EXPECTED, read_score
 from hpcrl.envs.base import Messages, Turn
 from hpcrl.errors import EngineError
@@ -32,8 +32,6 @@ from hpcrl.types import StopReason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-from hpcrl.data.chat.turns import HALF_A_CHARACTER
 
 Say = Callable[[int, Sequence[int], Mapping[str, Any], Heard | None], Awaitable[Generation]]
 """Has the policy continue a prompt: the number of its turn, token ids, what of the sampling is otherwise than the run's, and who hears of
