@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import runpy
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
@@ -18,6 +17,7 @@ import torch
 
 from hpcrl.config import Config
 from hpcrl.errors import ConfigError
+from hpcrl.rollout.build import worker_options
 from hpcrl.rollout.engines.base import Generation
 from hpcrl.rollout.engines.vllm.answers import Running, generation_of
 from hpcrl.rollout.engines.vllm.client import EngineClient
@@ -25,7 +25,7 @@ from hpcrl.rollout.engines.vllm.middleware import _choice
 from hpcrl.rollout.engines.vllm.server import Server, ServerOptions, _command, server_options
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.token import bearer
-from tests.paths import QUICKSTART, ROOT
+from tests.paths import QUICKSTART
 from tests.rollout.material import LONG_PROMPT, MAX_MODEL_LEN, RUN_NAME, TOKEN, as_version, logprobs, options, served
 
 SAMPLING = {"temperature": 1.0, "max_tokens": 40, "ignore_eos": True}
@@ -212,7 +212,7 @@ def test_what_the_job_asks_of_the_server(token_file: Path) -> None:
 
 
 def test_greedy_responses_take_room_in_the_engine(token_file: Path) -> None:
-    job, run = runpy.run_path(str(ROOT / "jobs" / "rollout.py")), Run(token_file.parent)
+    run = Run(token_file.parent)
 
     def config(estimator: str) -> Config:
         trainer = {
@@ -231,9 +231,8 @@ def test_greedy_responses_take_room_in_the_engine(token_file: Path) -> None:
         )
 
     plain, remax = config("grpo"), config("remax")
-    assert (job["capacity"](plain), job["capacity"](remax)) == (5, 4)
     assert server_options(run, plain) == server_options(run, remax), "they are requests like others"
-    found = [job["worker_options"](run, chosen, 1, 0) for chosen in (plain, remax)]
+    found = [worker_options(run, chosen, 1, 0) for chosen in (plain, remax)]
     assert [(options.baselines, options.capacity, options.n_samples) for options in found] == [
         (False, 5, 4),
         (True, 4, 4),
