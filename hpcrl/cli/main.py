@@ -154,7 +154,7 @@ def _with_names_elsewhere(error: HpcrlError) -> str:
     text = str(error)
     unknown = error.unknown if isinstance(error, ConfigError) else {}
     if unknown:
-        from hpcrl.config.convert.correspondence import elsewhere
+        from hpcrl.convert.correspondence import elsewhere
 
         for path, message in unknown.items():
             if theirs := elsewhere(path):

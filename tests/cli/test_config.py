@@ -16,8 +16,8 @@ from omegaconf import OmegaConf
 
 from hpcrl.cli.main import main
 from hpcrl.config import Config
-from hpcrl.config.convert.correspondence import SOURCES
 from hpcrl.config.fields import leaves, settings
+from hpcrl.convert.correspondence import SOURCES
 from hpcrl.errors import ConfigError, SubmitError
 from tests.paths import CONFIGS
 
