@@ -15,7 +15,6 @@ import time
 from dataclasses import replace
 
 from hpcrl.config import Config
-from hpcrl.config.derive import engine_nodes
 from hpcrl.errors import EngineError, HpcrlError
 from hpcrl.rollout.engines.vllm.nodes import last_ended, note_ended, read_meeting
 from hpcrl.rollout.engines.vllm.server import Server, server_options
@@ -42,7 +41,7 @@ def follow(run: Run, config: Config, attempt: int, number: int, status: StatusWr
     Raises:
         EngineError: vLLM has ended here.
     """
-    nodes = engine_nodes(config)
+    nodes = config.engine_nodes
     replica, place = divmod(number, nodes - 1)
     options, log = server_options(run, config), run.log(attempt, f"engine-part-{number}")
     scratch, server, joined = Scratch("engine"), None, last_ended(run, attempt, number)

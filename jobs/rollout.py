@@ -22,8 +22,6 @@ from threading import Event
 from typing import TYPE_CHECKING, NoReturn
 
 from hpcrl.config import Config
-from hpcrl.config.derive import engine_nodes
-from hpcrl.config.reward_model import reward_services
 from hpcrl.errors import HpcrlError
 from hpcrl.launch.agent.network import choose_port
 from hpcrl.observe.timeline import Timeline
@@ -88,7 +86,7 @@ def serve(
             options = replace(options, copies=stack.enter_context(closing(NodeCopies(copies, run, attempt, receiver))))
         generator = load_generator(run, config, config.trainer.multi_modal_log_interval)
         engine.wait_ready(start_s, partial(starting, status))
-        if services := reward_services(config):
+        if services := config.reward_services:
             from hpcrl.rollout.reward_services import RewardServices
 
             rewards = RewardServices(run, attempt, services, config.environment.timeout_seconds)
@@ -121,7 +119,7 @@ def starting(status: StatusWriter) -> None:
 
 def first_part(run: Run, config: Config, attempt: int, replica: int) -> Callable[[Path, Path], Launched] | None:
     """Return what starts this node's part of an engine that is on several; jobs/part.py starts the others."""
-    if engine_nodes(config) == 1:
+    if config.engine_nodes == 1:
         return None
     from hpcrl.rollout.engines.vllm.nodes import start_first
 

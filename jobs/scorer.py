@@ -24,7 +24,6 @@ from pathlib import Path
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from hpcrl.config import Config
-from hpcrl.config.derive import gpu_count
 from hpcrl.config.scorers import REWARD, ScorerSet, samples_at_once, scorer_number
 from hpcrl.errors import HpcrlError
 from hpcrl.observe.timeline import Timeline
@@ -60,7 +59,7 @@ def main(path: str) -> None:
         ExitStack() as stack,
     ):
         tells = first and not scorers.engine  # of an engine, `still_starting` does
-        on_gpu = gpu_count(config.slurm) > 0 and not scorers.engine
+        on_gpu = config.slurm.gpus > 0 and not scorers.engine
         with renewed(status, f"loading the {scorers.title}") if tells else nullcontext():
             world = stack.enter_context(joined(trainer.deterministic, on_gpu, config.slurm.patience))
             log = run.log(attempt, f"engine-{name}")

@@ -19,8 +19,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from hpcrl.config import Config, temperature
-from hpcrl.config.derive import max_model_len
+from hpcrl.config import Config
 from hpcrl.trainer.batching import updates_per_batch
 
 ENGINES = ("vllm", "transformers")
@@ -89,7 +88,7 @@ def grpo_settings(config: Config, engine: str, steps: int, output: Path) -> dict
         "scale_rewards": "group" if algorithm.grpo_norm_by_std else "none",
         "beta": algorithm.kl_loss_coef if algorithm.use_kl_loss else 0.0,
         "use_bias_correction_kl": algorithm.kl_importance_weighted,
-        "temperature": temperature(config),
+        "temperature": config.temperature,
         "top_p": sampling.top_p,
         "top_k": max(0, sampling.top_k),
         "min_p": sampling.min_p or None,
@@ -97,7 +96,7 @@ def grpo_settings(config: Config, engine: str, steps: int, output: Path) -> dict
         "max_completion_length": sampling.max_generate_length,
         "use_vllm": engine == "vllm",
         "vllm_mode": "colocate",
-        "vllm_max_model_length": max_model_len(config),
+        "vllm_max_model_length": config.max_model_len,
         "vllm_importance_sampling_correction": False,
         "eval_strategy": "no",
         "save_strategy": "steps" if trainer.ckpt_interval > 0 else "no",

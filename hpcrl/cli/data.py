@@ -35,16 +35,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _check(arguments: argparse.Namespace) -> int:
     from hpcrl.config import Config
-    from hpcrl.config.derive import is_offline
 
     config = Config.from_toml(*split(arguments.settings))
-    usable = _rows(config, arguments.n) if is_offline(config.trainer) else True
+    usable = _rows(config, arguments.n) if config.trainer.offline else True
     return 0 if _prompts(config) and usable else 1
 
 
 def _prompts(config: Config) -> bool:
     """Print what becomes of datasets of prompts, and return whether a run could use them."""
-    from hpcrl.config.derive import is_offline
     from hpcrl.data.datasets import counted_prompts, load_dataset, prompt_datasets, unread_columns
     from hpcrl.errors import DataError
     from hpcrl.launch.submit.preflight import writes_texts
@@ -54,7 +52,7 @@ def _prompts(config: Config) -> bool:
     if not named:
         return True
     count, most = counted_prompts(config)
-    if not is_offline(config.trainer) and writes_texts(config):
+    if not config.trainer.offline and writes_texts(config):
         _print_tokenizer(config, chats=True)
     for path, kinds in named:
         try:
@@ -113,11 +111,10 @@ def _rows(config: Config, shown: int) -> bool:
 
 def _print_tokenizer(config: Config, *, chats: bool) -> None:
     """Print what is found of the policy's tokenizer and of the chat template, where rows are conversations."""
-    from hpcrl.config.derive import policy_model
     from hpcrl.launch.doctor.tokenizer import of_tokenizer
 
     template, options = config.generator.chat_template, config.generator.chat_template_kwargs
-    for found in of_tokenizer(policy_model(config.trainer), template, options, chats=chats):
+    for found in of_tokenizer(config.trainer.policy.model.pretrained, template, options, chats=chats):
         print(
             one_line(f"{found.level:8} {found.subject}: {found.found}")
             + (f"\n{'':8} -> {one_line(found.remedy)}" if found.remedy else "")

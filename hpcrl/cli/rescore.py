@@ -65,8 +65,6 @@ def _scored(evaluation: Evaluation, config: Config, place: Run) -> dict[str, Any
     from dataclasses import asdict
     from json import dumps
 
-    from hpcrl.config import eval_sampling, sampling_seed
-    from hpcrl.config.derive import policy_model
     from hpcrl.observe.eval_report import write_results
     from hpcrl.observe.evaluations import EvaluatedPrompt
     from hpcrl.observe.scores import results_of
@@ -86,10 +84,10 @@ def _scored(evaluation: Evaluation, config: Config, place: Run) -> dict[str, Any
     asked = read_json(run.path / "evaluation.json") or {
         "subject": run.name,
         "version": evaluation.version,
-        "model": str(policy_model(config.trainer)),
+        "model": str(config.trainer.policy.model.pretrained),
         "data": config.data.val_data,
-        "seed": sampling_seed(generator.inference_engine, config.trainer),
-        "sampling": asdict(eval_sampling(generator)),
+        "seed": config.sampling_seed,
+        "sampling": asdict(generator.eval_sampling),
     }
     asked |= {
         "n_samples": max(map(len, by_group.values())),

@@ -120,7 +120,7 @@ class When:
     Attributes:
         needs: the condition, as an error names it; `{section}` is the section of the setting that declares the condition.
         tests: paths with tests of their values, of which one has to hold. A path that begins with "." is one of the same section,
-            and one of rules/unused_settings.py's DERIVED names a derived value.
+            and one may name a property of a section.
     """
 
     needs: str

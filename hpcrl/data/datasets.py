@@ -8,8 +8,6 @@ from contextlib import nullcontext
 from typing import Any
 
 from hpcrl.config import Config, DataConfig, EnvironmentConfig
-from hpcrl.config.derive import has_engines, is_offline, reward_weights
-from hpcrl.config.reward_model import is_rewarded_later, uses_reward_service
 from hpcrl.data.chat.messages import SYSTEM
 from hpcrl.data.family import data_family
 from hpcrl.data.prompts import load_prompts, prompt_reader
@@ -46,12 +44,12 @@ class WatchedRow(Mapping[str, Any]):
 
 def prompt_datasets(config: Config) -> list[tuple[str, list[str], tuple[Kind, ...]]]:
     """Return the datasets of prompts that a run reads: the setting, its paths, and what their rows serve."""
-    data, offline = config.data, is_offline(config.trainer)
+    data, offline = config.data, config.trainer.offline
     training: tuple[Kind, ...] = ("train",) if data.test_size is None else ("train", "eval")
     return [
         ("data.train_data", [] if offline else data.train_data, training),
         ("data.val_data", data.val_data if config.trainer.eval_interval > 0 and not offline else [], ("eval",)),
-        ("data.val_prompts", data.val_prompts if has_engines(config) else [], ("eval",)),
+        ("data.val_prompts", data.val_prompts if config.has_engines else [], ("eval",)),
     ]
 
 
@@ -66,7 +64,7 @@ def unread_columns(
     Raises:
         DataError: an environment cannot use a row.
     """
-    weights = [reward_weights(environment, kind) for kind in kinds]
+    weights = [environment.reward_weights(kind) for kind in kinds]
     if any(":" in name for rewards in weights for name in rewards):
         return []
     read = {"reward_spec", "tools", SYSTEM, data.image_column, data.video_column, data.response_column}
@@ -129,7 +127,7 @@ def row_requirements(
         max_turns: generator.max_turns, which environments can read.
         own: try the rows of a user's own environments too. A run's controller does not: it would import what only replicas need.
     """
-    weights = [reward_weights(environment, kind) for kind in kinds]
+    weights = [environment.reward_weights(kind) for kind in kinds]
     reads = dict.fromkeys(GROUND_TRUTHS[name] for rewards in weights for name in rewards if name in GROUND_TRUTHS)
     allowed = {environment.env_class, *environment.allowed_env_classes}
     played, extras_of_all = are_played(environment, kinds), common_extras(environment, max_turns)
@@ -153,9 +151,7 @@ def row_requirements(
 def are_played(environment: EnvironmentConfig, kinds: Sequence[Kind]) -> bool:
     """Return whether environments reward rows of one of these kinds, and not named rewards, a service or a reward model."""
     return not all(
-        reward_weights(environment, kind)
-        or uses_reward_service(environment, kind)
-        or is_rewarded_later(environment, kind)
+        environment.reward_weights(kind) or environment.uses_reward_service(kind) or environment.is_rewarded_later(kind)
         for kind in kinds
     )
 

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.config import Config
-from hpcrl.config.derive import longest_sample, policy_model, trains_pairs
 from hpcrl.config.sections.data import DataConfig
 from hpcrl.config.sections.generator import ChatTemplateConfig
 from hpcrl.config.sections.model import Pretrained
+from hpcrl.config.token_limits import longest_sample
 from hpcrl.data.conversations import RESPONSE, Columns, Renderer, Tokens, TrainOnWhat
 from hpcrl.data.family import RowFormat, RowRenderer, data_family
 from hpcrl.data.prompts import count_aside, source_names
@@ -102,7 +102,7 @@ class Recipe:
     def of(cls, config: Config) -> Recipe:
         data, generator = config.data, config.generator
         columns = Columns(
-            "preference" if trains_pairs(config.trainer) else data.format,
+            "preference" if config.trainer.pairwise else data.format,
             data.conversation_column,
             data.prompt_column,
             data.response_column,
@@ -114,7 +114,7 @@ class Recipe:
             data.video_column,
         )
         return cls(
-            policy_model(config.trainer),
+            config.trainer.policy.model.pretrained,
             generator.chat_template,
             generator.chat_template_kwargs,
             columns,

@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from hpcrl.config import Config
-from hpcrl.config.adapters import loads_adapters
-from hpcrl.config.derive import has_engines, kept_versions, saves_checkpoints
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.launch.doctor.rooms import COPIES, Sizes
@@ -27,8 +25,8 @@ def describe_disk(config: Config, folder_of: Callable[[Pretrained], Path | None]
         return
     size, each = sizes.checkpoint, sizes.weights
     yield f"disk: a checkpoint has about {readable_size(size)}; {_kept(trainer)}{_at_most(trainer, size)}"
-    if has_engines(config):
-        what, versions = "adapters" if loads_adapters(config) else "weights", kept_versions(trainer)
+    if config.has_engines:
+        what, versions = "adapters" if config.loads_adapters else "weights", trainer.fully_async.kept_versions
         yield (
             f"  published {what} have {readable_size(each)}: the newest {versions} versions stay, with the one on its way "
             f"{readable_size(each * (versions + 1))}"
@@ -40,12 +38,12 @@ def describe_disk(config: Config, folder_of: Callable[[Pretrained], Path | None]
             yield f"  the trainer's nodes keep a version in host memory: {readable_size(each)} on all of them together, for a moment twice that"
     if trainer.hf_save_interval > 0:
         yield f"  an export has {readable_size(sizes.export)}, and none is deleted"
-    if sizes.weights and (place := config.generator.inference_engine.weight_copy_dir) and not loads_adapters(config):
+    if sizes.weights and (place := config.generator.inference_engine.weight_copy_dir) and not config.loads_adapters:
         yield f"  copies of them take {readable_size(each)} of {place} on each node with replicas, and for a while {readable_size(each * COPIES)}"
 
 
 def _kept(trainer: TrainerConfig) -> str:
-    if not saves_checkpoints(trainer):
+    if not trainer.saves_checkpoints:
         return "none is saved"
     if trainer.max_ckpts_to_keep < 0:
         return "all are kept (trainer.max_ckpts_to_keep)"
@@ -56,7 +54,7 @@ def _kept(trainer: TrainerConfig) -> str:
 
 def _at_most(trainer: TrainerConfig, size: int) -> str:
     unbounded = trainer.max_ckpts_to_keep < 0 or trainer.ckpt_keep_every
-    if unbounded or not saves_checkpoints(trainer):
+    if unbounded or not trainer.saves_checkpoints:
         return ""
     at_once = _newest(trainer) + bool(trainer.ckpt_keep_best) + 1
     return f": with the one on its way {readable_size(size * at_once)}"

@@ -7,8 +7,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from hpcrl.config import Config, InferenceEngineConfig, engine_gpus
-from hpcrl.config.derive import engine_memory_share, gpu_count, has_engines, max_model_len
+from hpcrl.config import Config, InferenceEngineConfig
 from hpcrl.planning.devices import memory_of_rank
 from hpcrl.planning.memory import Shapes, Weight
 
@@ -77,7 +76,7 @@ def describe_engines(config: Config, shapes: Shapes) -> Iterator[str]:
         shapes: of the policy.
     """
     engine = config.generator.inference_engine
-    if not has_engines(config) or engine.backend != "vllm" or engine.remote_urls or gpu_count(config.slurm) == 0:
+    if not config.has_engines or engine.backend != "vllm" or engine.remote_urls or config.slurm.gpus == 0:
         return
     sizes = {
         "tensor": engine.tensor_parallel_size,
@@ -87,12 +86,12 @@ def describe_engines(config: Config, shapes: Shapes) -> Iterator[str]:
     how = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
     quantized = f", quantized as {engine.quantization}" if engine.quantization else ""
     yield ""
-    yield f"each replica: {engine_gpus(engine)} GPU(s){f' ({how} parallel)' if how else ''}, weights in {engine.model_dtype}{quantized}"
+    yield f"each replica: {engine.gpus} GPU(s){f' ({how} parallel)' if how else ''}, weights in {engine.model_dtype}{quantized}"
     device, source = memory_of_rank(config)
     if device is None:
         yield f"  memory of the device: unknown ({source})"
         return
-    share, longest = engine_memory_share(config), max_model_len(config)
+    share, longest = config.engine_memory_share, config.max_model_len
     found = engine_sizes(engine, shapes, share * device)
     yield (
         f"  of a GPU's {device / 2**30:,.2f} GiB ({source}) {share:.0%} are the engine's "

@@ -9,9 +9,6 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
 
-from hpcrl.config.adapters import reference_is_base
-from hpcrl.config.derive import ref_sharding
-from hpcrl.config.scorers import trainer_has_reference
 from hpcrl.config.sections.model import CriticConfig, FSDPConfig, PolicyConfig, Pretrained
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.errors import DataError
@@ -35,8 +32,8 @@ def model_shapes(trainer: TrainerConfig, folder_of: Callable[[Pretrained], Path 
     sources: dict[str, tuple[ModelSource, FSDPConfig, PolicyConfig | CriticConfig | None]] = {
         "policy": (policy_source(trainer), trainer.policy.fsdp_config, trainer.policy)
     }
-    if trainer_has_reference(trainer) and not reference_is_base(trainer):
-        sources["ref"] = reference_source(trainer), ref_sharding(trainer), None
+    if trainer.colocated_reference and not trainer.reference_is_base:
+        sources["ref"] = reference_source(trainer), trainer.ref_sharding, None
     if trainer.critic.model.path is not None:
         sources["critic"] = critic_source(trainer), trainer.critic.fsdp_config, trainer.critic
     return {

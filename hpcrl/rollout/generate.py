@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Protocol
 
-from hpcrl.config import EnvironmentConfig, GeneratorConfig, SamplingParams, eval_sampling
+from hpcrl.config import EnvironmentConfig, GeneratorConfig, SamplingParams
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.data.chat.messages import read_tools
 from hpcrl.data.chat.template import Tools
@@ -161,7 +161,7 @@ class GroupGenerator:
         self._lessons.check(self._vocabulary)
         gym, self._judged = environment.skyrl_gym, environment.reward_model.model is not None
         self._extras = common_extras(environment, config.max_turns)
-        self._params = {"train": config.sampling_params, "eval": eval_sampling(config)}
+        self._params = {"train": config.sampling_params, "eval": config.eval_sampling}
         self._rewards = {kind: scorer_of(environment, kind, services) for kind in ("train", "eval")}
         limits = gym.max_env_workers, environment.timeout_seconds
         self._threads = CallThreads(*limits) if gym.max_env_workers else None

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hpcrl.config.derive import self_teacher
 from hpcrl.config.sections.distillation import SelfTeacherConfig
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.data.chat.template import Tools
@@ -73,7 +72,7 @@ class Lessons:
         return cls(
             distillation.top_k if wanted else 0,
             distillation.rollout_top_k_recompute,
-            distillation.self_teacher if self_teacher(trainer) else None,
+            distillation.self_teacher if trainer.distillation.self_teacher_model else None,
         )
 
     def check(self, vocabulary: int) -> None:

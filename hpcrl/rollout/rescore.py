@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hpcrl.config import DataConfig, EnvironmentConfig, GeneratorConfig, eval_sampling
-from hpcrl.config.derive import is_offline
+from hpcrl.config import DataConfig, EnvironmentConfig, GeneratorConfig
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.data.datasets import load_dataset
 from hpcrl.data.prompts import set_aside
@@ -41,7 +40,7 @@ def evaluation_prompts(
 ) -> list[Prompt]:
     """Return the prompts that a configuration evaluates, those that are too long included."""
     sections = data, environment, max_turns
-    if is_offline(trainer):
+    if trainer.offline:
         return load_dataset(data.val_prompts, ("eval",), *sections)
     if data.test_size is not None:
         return set_aside(load_dataset(data.train_data, ("train", "eval"), *sections), data.test_size)[1]
@@ -83,7 +82,7 @@ async def rescore(
         prompts: of the groups.
     """
     rewards, extras = scorer_of(environment, "eval"), common_extras(environment, generator.max_turns)
-    max_tokens, gym = eval_sampling(generator).max_generate_length, environment.skyrl_gym
+    max_tokens, gym = generator.eval_sampling.max_generate_length, environment.skyrl_gym
     threads = CallThreads(gym.max_env_workers, environment.timeout_seconds) if gym.max_env_workers else None
     found, room = Rescored(), asyncio.Semaphore(_AT_ONCE)
 

@@ -20,7 +20,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from hpcrl.config.derive import better_of
 from hpcrl.errors import CommitError, DataError, RunError
 from hpcrl.faults import fault
 from hpcrl.rundir.commit import Fence, children, committed, committed_by, discard, is_committed, unfenced, verify
@@ -62,9 +61,8 @@ class Retention:
 
     @classmethod
     def of(cls, trainer: TrainerConfig) -> Retention:
-        metric = trainer.ckpt_keep_best
-        mode = trainer.ckpt_keep_best_mode or better_of(metric or "") or "max"
-        return cls(trainer.max_ckpts_to_keep, trainer.ckpt_keep_every, metric, mode)
+        mode = trainer.best_mode or "max"
+        return cls(trainer.max_ckpts_to_keep, trainer.ckpt_keep_every, trainer.ckpt_keep_best, mode)
 
     def reasons(self, line: Sequence[Path], scores: Mapping[int, float]) -> dict[Path, str]:
         """Return why each of the checkpoints that stay does.

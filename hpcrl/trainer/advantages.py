@@ -19,7 +19,6 @@ from hpcrl.algorithms.distillation import teacher_advantages
 from hpcrl.algorithms.filters import named_rewards
 from hpcrl.algorithms.kl import KL_ESTIMATORS, adapted, k1
 from hpcrl.algorithms.settings import configured
-from hpcrl.config.derive import needs_baselines
 from hpcrl.config.sections.algorithm import AlgorithmConfig
 from hpcrl.config.sections.distillation import DistillationConfig
 from hpcrl.errors import ConfigError, DataError
@@ -284,7 +283,7 @@ def _by_sample(
         lengths=[1] * len(places),
         groups_B=torch.tensor([group for group, _ in places], dtype=torch.int64),
         scored_B=torch.tensor([one for group in groups for one in batch.groups[group].scored], dtype=torch.float64),
-        baselines_B=_baselines(batch, places, algorithm) if needs_baselines(algorithm) else None,
+        baselines_B=_baselines(batch, places, algorithm) if algorithm.needs_baselines else None,
         named_B=_named_rewards([batch.groups[group] for group in groups], algorithm),
     )
     return estimator(inputs)[mine]

@@ -411,7 +411,7 @@ def trained_groups(batch: Batch, algorithm: AlgorithmConfig) -> list[int]:
 
 
 def micro_batch_limits(trainer: TrainerConfig, tokens: int | None, quadratic: float = 0.0) -> Limits:
-    """Return them, with `tokens` as hpcrl.config.derive.micro_batch_tokens finds them; `quadratic` as of MicroBatchLimit."""
+    """Return them, with `tokens` as hpcrl.config.token_limits.micro_batch_tokens finds them; `quadratic` as of MicroBatchLimit."""
     train = trainer.micro_train_batch_size_per_gpu or 1
     score = trainer.micro_forward_batch_size_per_gpu or train
     shared = trainer.shared_prefixes

@@ -11,8 +11,7 @@ import torch
 
 from hpcrl.algorithms.prefixes import shared_prefixes
 from hpcrl.algorithms.reductions import Reduction
-from hpcrl.config.derive import self_teacher, trains_pairs
-from hpcrl.config.scorers import REFERENCE, TEACHER, learns_prompts, role_of
+from hpcrl.config.scorers import REFERENCE, TEACHER, role_of
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.data.group_file import read_group
 from hpcrl.data.score_file import RowScores, read_scores
@@ -43,12 +42,12 @@ def load_mini_batches(
             at more samples than trainer.max_unscored_ratio.
     """
     algorithm = trainer.algorithm
-    trained, minis, prompts = set(trained_groups(batch, algorithm)), [], learns_prompts(trainer.distillation)
-    own_tokens = self_teacher(trainer) is not None and not trainer.distillation.top_k_from_teacher
+    trained, minis, prompts = set(trained_groups(batch, algorithm)), [], trainer.distillation.learns_prompts
+    own_tokens = trainer.distillation.self_teacher_model is not None and not trainer.distillation.top_k_from_teacher
     top_ids = trainer.distillation.top_k if own_tokens else 0
     observed = algorithm.observation_nll_coef is not None
     for refs in mini_batches(batch, trainer.policy_mini_batch_size, shared=limits[0].shared):
-        plan = planned([ref for ref in refs if ref.group in trained], data.size, limits, pairs=trains_pairs(trainer))
+        plan = planned([ref for ref in refs if ref.group in trained], data.size, limits, pairs=trainer.pairwise)
         samples = load_samples(
             run, batch, plan.shares[data.rank], algorithm.min_filter_prefix_tokens, prompts=prompts, top_ids=top_ids,
             observed=observed, shared=limits[0].shared,

@@ -10,10 +10,7 @@ from itertools import chain
 
 import torch
 
-from hpcrl.config import TrainerConfig, uses_reference
-from hpcrl.config.derive import compares_with_reference, is_offline, self_teacher, teaches_rows
-from hpcrl.config.reward_model import trains_reward_model
-from hpcrl.config.scorers import rewards_count, trainer_has_reference
+from hpcrl.config import TrainerConfig
 from hpcrl.observe.metrics import Histogram
 from hpcrl.rundir.layout import Run
 from hpcrl.trainer.advantages import (
@@ -106,7 +103,7 @@ class Learner:
         self.histograms: dict[str, Histogram | None] = {}
         self._run, self._trainer, self._dumps, self._begun = run, trainer, dumps, start.mid_batch
         self._mismatch, self._validation = mismatch, validation
-        self._offline = is_offline(trainer)
+        self._offline = trainer.offline
         self._objective, self._compares_logprobs = objective, compares_logprobs
         self._critic_objective = build_critic_objective(trainer.algorithm.value_clip)
         self._reduction = reduction_of(trainer, max_seq_len)
@@ -129,7 +126,7 @@ class Learner:
 
     def reset_reference(self, step: int, steps_per_epoch: int, timer: PhaseTimer) -> None:
         """Make the policy after `step` the reference, or a share of it, where the configuration says so."""
-        if self_teacher(self._trainer) == "ema":
+        if self._trainer.distillation.self_teacher_model == "ema":
             with timer("update_ref_with_policy"):
                 rate = self._trainer.distillation.self_teacher.ema_rate
                 self.policy.reset_reference(fresh_optimizer=False, rate=rate)
@@ -211,14 +208,14 @@ class Learner:
     def _scored(self, batch: Batch, minis: list[MiniBatch], timer: PhaseTimer) -> PartialBatch:
         """Return the batch with log-probabilities, values and advantages."""
         data, samples, of_hints = self._data, [mini.samples for mini in minis], dict[str, float]()
-        if not self._offline or uses_reference(self._trainer) or teaches_rows(self._trainer):
+        if not self._offline or self._trainer.uses_reference or self._trainer.teaches_rows:
             with self._peer.separately("score", timer), timer("fwd_logprobs_values_reward"):
                 for number, mini in enumerate(minis):
                     self._score(batch, mini, first=number == 0)
-                if self_teacher(self._trainer) and self._ranks.policy:
+                if self._trainer.distillation.self_teacher_model and self._ranks.policy:
                     before = partial(self.consensus, "score.micro_batch")
                     of_hints = score_by_hints(minis, self.policy, self._trainer, self._limits, before)
-        if trains_reward_model(self._trainer):
+        if self._trainer.trains_reward_model:
             for each in samples:
                 each.scores.margins = each.rewards
         if self._offline:
@@ -236,7 +233,7 @@ class Learner:
         with timer("compute_advantages_and_returns"):
             algorithm, distillation = self._trainer.algorithm, self._trainer.distillation
             metrics = self.kl_penalty.apply_kl_penalty(samples, data.sum)
-            if rewards_count(distillation):
+            if distillation.rewards_count:
                 advantages = estimate_advantages(batch, samples, algorithm, data.sum)
             else:
                 advantages = no_advantages(samples)
@@ -264,12 +261,12 @@ class Learner:
                 scores.old_logprobs = mini.scored(self.policy.logprobs, before)
         if (
             here
-            and trainer_has_reference(self._trainer)
+            and self._trainer.colocated_reference
             and self._compares_logprobs
-            and compares_with_reference(self._trainer)
+            and self._trainer.compares_with_reference
         ):
             scores.ref_logprobs = mini.scored(partial(self.policy.logprobs, reference=True), before)
-        if here and teaches_rows(self._trainer):
+        if here and self._trainer.teaches_rows:
             score_by_teacher(batch, mini, self.policy, self._trainer.distillation, before)
         if self.critic is not None and self._ranks.critic:
             scores.values = mini.scored(self.critic.values, before)

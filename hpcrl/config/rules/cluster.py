@@ -7,22 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-from hpcrl.config.adapters import largest_rank, loads_adapters
-from hpcrl.config.derive import (
-    LORA_RANKS,
-    critic_nodes,
-    engine_gpus,
-    gpu_count,
-    has_engines,
-    has_own_critic,
-    max_replicas,
-    replicas_per_node,
-    runs_eagerly,
-)
 from hpcrl.config.errors import Problem
-from hpcrl.config.node_share import takes_whole_nodes
 from hpcrl.config.sections.distillation import TeacherEngineConfig
 from hpcrl.config.sections.generator import InferenceEngineConfig
+from hpcrl.config.sections.model import LORA_RANKS
 from hpcrl.config.sections.slurm import ElasticConfig, SlurmConfig
 from hpcrl.config.sections.tree import ConfigTree
 
@@ -111,7 +99,7 @@ def _further_options(path: str, given: Mapping[str, Any], settings: Mapping[str,
 def quantized_engines(config: ConfigTree) -> Iterator[Problem]:
     path, engine = "generator.inference_engine.quantization", config.generator.inference_engine
     needs_gpus = engine.quantization not in (None, *_QUANTIZED_ON_CPUS)
-    if needs_gpus and gpu_count(config.slurm) == 0 and not engine.remote_urls:
+    if needs_gpus and config.slurm.gpus == 0 and not engine.remote_urls:
         found = f"but slurm.gpus_per_node=0; leave it out, or choose {', '.join(_QUANTIZED_ON_CPUS)}"
         yield Problem(path, f'"{engine.quantization}" needs GPUs, {found}')
     elif engine.quantization and engine.model_dtype == "float32":
@@ -123,14 +111,14 @@ def quantized_engines(config: ConfigTree) -> Iterator[Problem]:
 def engines_on_processors(config: ConfigTree) -> Iterator[Problem]:
     """What vLLM's build for CPUs ends with at the first request."""
     path, engine = "generator.inference_engine", config.generator.inference_engine
-    if engine.remote_urls or gpu_count(config.slurm) > 0 or engine.backend != "vllm":
+    if engine.remote_urls or config.slurm.gpus > 0 or engine.backend != "vllm":
         return
-    if engine.expert_parallel_size > 1 and not engine_gpus(engine) % engine.expert_parallel_size:
+    if engine.expert_parallel_size > 1 and not engine.gpus % engine.expert_parallel_size:
         yield Problem(
             f"{path}.expert_parallel_size",
             f"without GPUs vLLM 0.31 needs a part of every expert on each worker: expected 1, found {engine.expert_parallel_size}",
         )
-    if engine.pipeline_parallel_size > 1 and runs_eagerly(engine, on_cpu=True):
+    if engine.pipeline_parallel_size > 1 and engine.runs_eagerly(on_cpu=True):
         yield Problem(
             f"{path}.enforce_eager",
             "without GPUs vLLM 0.31 hands nothing from one pipeline stage to the next where it runs eagerly; set it to false, or leave out "
@@ -148,7 +136,7 @@ def remote_engines(config: ConfigTree) -> Iterator[Problem]:
             yield Problem(f"{path}.{name}", f"has no effect without {what}{path}.remote_urls; leave it out")
     if not engine.remote_urls or engine.backend != "vllm":
         return
-    if not has_engines(config):
+    if not config.has_engines:
         yield Problem(f"{path}.remote_urls", f'has no effect with trainer.mode="{config.trainer.mode}"; leave it out')
         return
     for url in engine.remote_urls:
@@ -163,7 +151,7 @@ def remote_engines(config: ConfigTree) -> Iterator[Problem]:
             f"{path}.num_engines",
             f"expected {len(engine.remote_urls)}, one for each of {path}.remote_urls, found {engine.num_engines}",
         )
-    if loads_adapters(config):
+    if config.loads_adapters:
         yield Problem(
             f"{path}.merge_lora", f"engines of {path}.remote_urls get whole policies, not adapters; set it to true"
         )
@@ -202,10 +190,10 @@ def embedded_engine(config: ConfigTree) -> Iterator[Problem]:
 
 def adapters_of_engines(config: ConfigTree) -> Iterator[Problem]:
     engine, lora = config.generator.inference_engine, config.trainer.policy.model.lora
-    if engine.backend == "vllm" and loads_adapters(config) and largest_rank(lora) > LORA_RANKS[-1]:
+    if engine.backend == "vllm" and config.loads_adapters and lora.largest_rank > LORA_RANKS[-1]:
         yield Problem(
             "trainer.policy.model.lora.rank",
-            f"vLLM loads adapters up to rank {LORA_RANKS[-1]}, found {largest_rank(lora)}; set generator.inference_engine.merge_lora=true",
+            f"vLLM loads adapters up to rank {LORA_RANKS[-1]}, found {lora.largest_rank}; set generator.inference_engine.merge_lora=true",
         )
 
 
@@ -221,7 +209,7 @@ def ways_of_weights(config: ConfigTree) -> Iterator[Problem]:
     backend, network = engine.weight_sync_backend, engine.weight_sync_backend != "filesystem"
     wanted = {"weight_sync_backend": network, "full_weights_interval": engine.full_weights_interval > 1}
     for name in [name for name, is_set in wanted.items() if is_set]:
-        if loads_adapters(config):
+        if config.loads_adapters:
             yield Problem(
                 path + name,
                 f"adapters are small, and reach engines as files; leave it out, or set {path}merge_lora=true",
@@ -236,7 +224,7 @@ def ways_of_weights(config: ConfigTree) -> Iterator[Problem]:
             path + "weight_sync_timeout_seconds",
             f"has no effect with {path}weight_sync_backend=filesystem; leave it out",
         )
-    if backend == "nccl" and gpu_count(config.slurm) == 0:
+    if backend == "nccl" and config.slurm.gpus == 0:
         yield Problem(
             path + "weight_sync_backend", "nccl needs GPUs, but slurm.gpus_per_node=0; use gloo or filesystem"
         )
@@ -252,37 +240,37 @@ def _is_default(engine: InferenceEngineConfig, name: str) -> bool:
 
 
 def flash_infer(config: ConfigTree) -> Iterator[Problem]:
-    if config.generator.inference_engine.use_flashinfer and gpu_count(config.slurm) == 0:
+    if config.generator.inference_engine.use_flashinfer and config.slurm.gpus == 0:
         yield Problem(
             "generator.inference_engine.use_flashinfer", "needs GPUs, but slurm.gpus_per_node=0; set it to false"
         )
 
 
 def gpus_of_nodes(config: ConfigTree) -> Iterator[Problem]:
-    gpus, ranks = gpu_count(config.slurm), config.trainer.placement.policy_num_gpus_per_node
+    gpus, ranks = config.slurm.gpus, config.trainer.placement.policy_num_gpus_per_node
     if gpus <= 0:
         return
-    parallel, replicas = engine_gpus(config.generator.inference_engine), config.slurm.replicas_per_node
+    parallel, replicas = config.generator.inference_engine.gpus, config.slurm.replicas_per_node
     has = f"but a node has {gpus} GPUs (slurm.gpus_per_node)"
     if ranks > gpus:
         yield Problem("trainer.placement.policy_num_gpus_per_node", f"{ranks} ranks need a GPU each, {has}")
-    elif has_own_critic(config.trainer) and (of_critic := critic_nodes(config.trainer)[1]) > gpus:
+    elif config.trainer.has_own_critic and (of_critic := config.trainer.placement.critic_nodes[1]) > gpus:
         yield Problem("trainer.placement.critic_num_gpus_per_node", f"{of_critic} ranks need a GPU each, {has}")
     if config.generator.inference_engine.remote_urls:
         return
     if parallel > gpus:
         yield from _engines_on_several_nodes(config, has)
-    elif replicas is not None and parallel >= 1 and replicas_per_node(config) * parallel > gpus:
+    elif replicas is not None and parallel >= 1 and config.replicas_per_node * parallel > gpus:
         yield Problem("slurm.replicas_per_node", f"{replicas} replicas need {replicas * parallel} GPUs, {has}")
 
 
 def _engines_on_several_nodes(config: ConfigTree, has: str) -> Iterator[Problem]:
-    engine, gpus = config.generator.inference_engine, gpu_count(config.slurm)
+    engine, gpus = config.generator.inference_engine, config.slurm.gpus
     copy = engine.tensor_parallel_size * engine.pipeline_parallel_size
-    if engine_gpus(engine) % gpus or (copy % gpus and gpus % copy):
+    if engine.gpus % gpus or (copy % gpus and gpus % copy):
         yield Problem(
             "generator.inference_engine.tensor_parallel_size",
-            f"a replica needs {engine_gpus(engine)} GPUs (times pipeline_parallel_size and data_parallel_size), {has}; on several nodes it has "
+            f"a replica needs {engine.gpus} GPUs (times pipeline_parallel_size and data_parallel_size), {has}; on several nodes it has "
             "all GPUs of each, and on each as much of a copy of the weights, or as many of them",
         )
     for name, found in (
@@ -293,14 +281,14 @@ def _engines_on_several_nodes(config: ConfigTree, has: str) -> Iterator[Problem]
         if found:
             yield Problem(
                 name,
-                f"does not work where a replica is on several nodes: it needs {engine_gpus(engine)} GPUs, {has}; leave it out",
+                f"does not work where a replica is on several nodes: it needs {engine.gpus} GPUs, {has}; leave it out",
             )
 
 
 def enough_replicas(config: ConfigTree) -> Iterator[Problem]:
-    if not has_engines(config):
+    if not config.has_engines:
         return
-    least, most = config.slurm.min_replicas, max_replicas(config)
+    least, most = config.slurm.min_replicas, config.max_replicas
     engines = "generator.inference_engine.num_engines"
     if most < 1:
         yield Problem(engines, "expected at least 1, or replicas of an elastic pool (slurm.elastic.replicas), found 0")
@@ -352,7 +340,7 @@ def mount_problems(setting: str, mounts: Sequence[str]) -> Iterator[Problem]:
 
 def counted_gpus(config: ConfigTree) -> Iterator[Problem]:
     slurm = config.slurm
-    if slurm.gpu_option == "none" and gpu_count(slurm) > 0 and not takes_whole_nodes(slurm):
+    if slurm.gpu_option == "none" and slurm.gpus > 0 and not slurm.whole_nodes:
         yield Problem("slurm.gpu_option", 'with "none" a run needs whole nodes: set slurm.exclusive=true')
 
 

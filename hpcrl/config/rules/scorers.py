@@ -4,20 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hpcrl.config.adapters import reference_follows, reference_is_base
-from hpcrl.config.derive import (
-    MOST_KEPT,
-    compares_with_reference,
-    gpu_count,
-    is_offline,
-    mask_size,
-    self_teacher,
-    teaches_rows,
-    temperature,
-    uses_reference,
-)
 from hpcrl.config.errors import Problem
 from hpcrl.config.scorers import COPIES, POOLS, REFERENCE, REWARD, SECTIONS, TEACHER, scorer_sets
+from hpcrl.config.sections.generator import MOST_KEPT
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.config.sections.tree import ConfigTree
 
@@ -36,9 +25,9 @@ _RANKS = {
 
 def teacher(config: ConfigTree) -> Iterator[Problem]:
     distillation = config.trainer.distillation
-    if teaches_rows(config.trainer):
+    if config.trainer.teaches_rows:
         yield from _teacher_of_rows(config.trainer)
-    if not distillation.enable or is_offline(config.trainer):
+    if not distillation.enable or config.trainer.offline:
         return
     own = distillation.self_teacher.model is not None
     if (distillation.model_path is None) != own:
@@ -89,13 +78,13 @@ def _megatron(config: ConfigTree) -> Iterator[Problem]:
 def _engine(config: ConfigTree) -> Iterator[Problem]:
     """vLLM knows prompts' log-probabilities of whole distributions at temperature 1 alone."""
     sampling, own, path = config.generator.sampling_params, config.trainer.distillation, f"{_TEACHER}.backend"
-    if temperature(config) != 1:
+    if config.temperature != 1:
         yield Problem(
             path,
-            f"a vLLM engine gives log-probabilities of samples at temperature 1, and the policy has {temperature(config):g} "
+            f"a vLLM engine gives log-probabilities of samples at temperature 1, and the policy has {config.temperature:g} "
             '(generator.sampling_params.temperature, trainer.algorithm.temperature); choose "fsdp2"',
         )
-    if mask_size(sampling):
+    if sampling.mask_size:
         yield Problem(
             path,
             "a vLLM engine gives log-probabilities of samples over the whole vocabulary, and sampling leaves tokens out "
@@ -132,7 +121,7 @@ def _teacher_of_rows(trainer: TrainerConfig) -> Iterator[Problem]:
 
 def own_teacher(config: ConfigTree) -> Iterator[Problem]:
     trainer, distillation, path = config.trainer, config.trainer.distillation, f"{_TEACHER}.self_teacher"
-    model = self_teacher(trainer)
+    model = trainer.distillation.self_teacher_model
     if model is None:
         return
     if config.generator.n_samples_per_prompt < 2:
@@ -152,17 +141,13 @@ def own_teacher(config: ConfigTree) -> Iterator[Problem]:
     if model != "ema":
         return
     resets = trainer.algorithm.reference_reset_interval is not None or trainer.update_ref_every_epoch
-    if compares_with_reference(trainer) or resets:
+    if trainer.compares_with_reference or resets:
         yield Problem(
             f"{path}.model",
             'the reference is the average with "ema", which nothing else may compare with or reset; leave out trainer.algorithm.use_kl_loss, '
             "use_kl_in_reward, reference_reset_interval and trainer.update_ref_every_epoch",
         )
-    if (
-        trainer.strategy == "megatron"
-        and trainer.ref.megatron_config.dtype != "fp32"
-        and not reference_is_base(trainer)
-    ):
+    if trainer.strategy == "megatron" and trainer.ref.megatron_config.dtype != "fp32" and not trainer.reference_is_base:
         yield Problem(
             f"{path}.model",
             'with trainer.strategy="megatron" an average wants trainer.ref.megatron_config.dtype="fp32": small changes are lost in 16 bits',
@@ -183,7 +168,7 @@ def tokens_of_the_policy(config: ConfigTree) -> Iterator[Problem]:
     missing = (
         "" if not distillation.include_prompt else "trainer.distillation.include_prompt: of a prompt nothing is sampled"
     )
-    if mask_size(sampling):
+    if sampling.mask_size:
         missing = "generator.sampling_params.top_k: of the tokens that sampling leaves out engines say nothing"
     if missing:
         yield Problem(
@@ -195,13 +180,13 @@ def reference_apart(config: ConfigTree) -> Iterator[Problem]:
     trainer, path = config.trainer, f"{_PLACEMENT}.colocate_policy_ref"
     if trainer.placement.colocate_policy_ref or trainer.placement.colocate_all:
         return
-    if not uses_reference(trainer):
+    if not trainer.uses_reference:
         yield Problem(
             path, "there is no reference model to have nodes of its own (trainer.algorithm.use_kl_loss); leave it out"
         )
-    elif is_offline(trainer):
+    elif trainer.offline:
         yield Problem(path, f'expected true with trainer.mode="{trainer.mode}", whose reference is beside the policy')
-    elif reference_follows(trainer):
+    elif trainer.reference_follows:
         yield Problem(
             path,
             "expected true with a reference that follows the policy (trainer.algorithm.reference_reset_interval, trainer.update_ref_every_epoch)",
@@ -235,7 +220,7 @@ def enough_scorers(config: ConfigTree) -> Iterator[Problem]:
 
 
 def ranks_of_scorers(config: ConfigTree) -> Iterator[Problem]:
-    gpus, own = gpu_count(config.slurm), config.trainer.distillation
+    gpus, own = config.slurm.gpus, config.trainer.distillation
     if own.placement.fsdp_size < 1:
         return
     for each in scorer_sets(config):

@@ -126,7 +126,7 @@ _DISCOUNTS = any_of(
     CRITIC,
     needs="{section}.advantage_estimator=gae or reinforce++, or a critic",
 )
-_REFERENCE = when("uses_reference", needs="{section}.use_kl_loss or use_kl_in_reward")
+_REFERENCE = when("trainer.uses_reference", needs="{section}.use_kl_loss or use_kl_in_reward")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,3 +260,8 @@ class AlgorithmConfig(FunctionsConfig):
     dynamic_sampling: DynamicSamplingConfig = section(DynamicSamplingConfig)
 
     gdpo: GDPOConfig = section(GDPOConfig, used_by=chosen("advantage_estimator", "gdpo"))
+
+    @property
+    def needs_baselines(self) -> bool:
+        """Whether each training group needs the reward of a greedy response."""
+        return self.advantage_estimator == "remax"

@@ -214,6 +214,11 @@ class RemoteRewardConfig:
     batch_size: int = setting(1, range=COUNT, on_change=CALLS)
     """Responses per request at most; no more are scored at the same time than skyrl_gym.max_env_workers."""
 
+    @property
+    def reward_weights(self) -> dict[str, float]:
+        """Rewards that the service is asked for, with their weights; where they are not set: that of a reward model."""
+        return self.reward_function or ({REWARD_MODEL: 1.0} if self.service.model else {})
+
 
 @dataclass(frozen=True, kw_only=True)
 class ScoringRewardModelConfig:
@@ -305,3 +310,17 @@ class EnvironmentConfig:
 
     custom: dict[str, Any] = setting({})
     """Handed to every environment, untouched, as the extra `custom`; rows with a column of that name keep theirs."""
+
+    def reward_weights(self, kind: Literal["train", "eval"]) -> dict[str, float]:
+        """Return the named rewards of training or evaluation samples, with their weights; none where an environment or a service scores them."""
+        own = self.eval_reward_function if kind == "eval" else {}
+        return own or self.reward_function
+
+    def uses_reward_service(self, kind: Literal["train", "eval"]) -> bool:
+        """Return whether a reward service scores samples of training or evaluation."""
+        return self.remote_reward.enable and not self.reward_weights(kind)
+
+    def is_rewarded_later(self, kind: Literal["train", "eval"]) -> bool:
+        """Return whether nothing but a reward model that scores finished groups rewards samples of training; evaluation never waits for one."""
+        own = self.reward_model
+        return kind == "train" and own.model is not None and not own.use_environment

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -238,3 +239,50 @@ class SlurmConfig:
 
     patience: PatienceConfig = section(PatienceConfig, on_change=CLUSTER)
     """When a process that makes no progress counts as hanging."""
+
+    @property
+    def gpus(self) -> int:
+        """GPUs that are asked for on each node, without their type."""
+        if isinstance(self.gpus_per_node, int):
+            return max(0, self.gpus_per_node)
+        count = self.gpus_per_node.rpartition(":")[2]
+        return int(count) if count.isdecimal() else 0
+
+    @property
+    def whole_nodes(self) -> bool:
+        """Whether a run shares no node with other jobs; where it is not set: if it asks for GPUs, and not for cores or memory."""
+        if self.exclusive is not None:
+            return self.exclusive
+        return self.gpus > 0 and self.cpus_per_task is None and self.mem_gb is None
+
+    def element(self, asked: ElasticConfig, share: int) -> tuple[int | None, int | None, bool]:
+        """Return the cores and the GB of memory that an element of an elastic pool asks for, and whether it takes its whole node.
+
+        Where they are not set they are the run's, divided among those of the same kind on a node. None: the cluster's default.
+
+        Args:
+            share: how many of these a node of the run has.
+        """
+        uncounted = self.gpus > 0 and self.gpu_option == "none"  # two elements on a node would take the same GPUs
+        if asked.cpus_per_task is not None or asked.mem_gb is not None:
+            return asked.cpus_per_task, asked.mem_gb, uncounted
+        if self.whole_nodes and (share == 1 or uncounted):
+            return self.cpus_per_task, self.mem_gb or 0, True
+        cpus = None if self.cpus_per_task is None else max(1, self.cpus_per_task // share)
+        memory = self.mem_gb // share if self.mem_gb else self.mem_gb if share == 1 else None
+        return cpus, memory, False
+
+    @property
+    def scarce_cores(self) -> bool:
+        """Whether a run on GPUs asks for no cores and takes no whole nodes: most clusters give it one core per node."""
+        asks = self.cpus_per_task is not None or self.whole_nodes or _asks_for_cores(self.extra)
+        return self.gpus > 0 and not asks
+
+    def has_scarce_elements(self, asked: ElasticConfig, share: int) -> bool:
+        """Return whether the elements of an elastic pool on GPUs ask for no cores and take no whole nodes; arguments as of `element`."""
+        cpus, _, whole = self.element(asked, share)
+        return self.gpus > 0 and not (cpus is not None or whole or _asks_for_cores(asked.extra))
+
+
+def _asks_for_cores(extra: Mapping[str, Any]) -> bool:
+    return bool({name.replace("-", "_") for name in extra} & {"cpus_per_gpu", "exclusive"})

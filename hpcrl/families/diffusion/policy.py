@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from hpcrl.algorithms.diffusion.averages import average_decay, copy_decay, is_averaged
-from hpcrl.config.derive import is_offline
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.families.diffusion.model import DiffusionModel, transformer_source
 from hpcrl.families.diffusion.pipelines.kinds import Conditions
@@ -73,7 +72,7 @@ class DiffusionPolicy(FsdpExported[DiffusionModel]):
         self._latents = self._pipeline.latent_shape(section.diffusers.train_frames)
         self._old = self._copied() if trains_by_nft(trainer) else {}
         self._average = self._copied() if section.diffusers.ema.enable else {}
-        self._encoder = RowEncoder(self._pipeline, world.device, trainer.seed) if is_offline(trainer) else None
+        self._encoder = RowEncoder(self._pipeline, world.device, trainer.seed) if trainer.offline else None
 
     @property
     def vocabulary(self) -> int:

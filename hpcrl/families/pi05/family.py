@@ -5,7 +5,6 @@ from __future__ import annotations
 from hpcrl.config.sections.tree import ConfigTree
 from hpcrl.families.pi05.rules import RULES
 from hpcrl.families.robots.family import Robots
-from hpcrl.families.robots.settings import moves_by_flow
 
 
 class Pi05(Robots):
@@ -15,7 +14,7 @@ class Pi05(Robots):
     writes_texts = False
 
     def matches(self, config: ConfigTree) -> bool:
-        return moves_by_flow(config.vla)
+        return config.vla.moves_by_flow
 
 
 FAMILY = Pi05()

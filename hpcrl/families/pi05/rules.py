@@ -9,7 +9,6 @@ from hpcrl.config.sections.generator import GeneratorConfig
 from hpcrl.config.sections.model import ExpertsConfig
 from hpcrl.config.sections.tree import ConfigTree
 from hpcrl.config.sections.vla import Pi05Config, VLAConfig
-from hpcrl.families.robots.settings import moves_by_flow
 
 _PI05 = 'vla.vla_type="pi05"'
 _BACKEND = "generator.inference_engine.backend"
@@ -18,7 +17,7 @@ _BACKEND = "generator.inference_engine.backend"
 def flows(config: ConfigTree) -> Iterator[Problem]:
     """What a flow of actions is trained and served by, and which of its ways have probabilities."""
     vla, trainer, environment = config.vla, config.trainer, config.environment
-    if not moves_by_flow(vla):
+    if not vla.moves_by_flow:
         if vla.enable and vla.pi05 != Pi05Config():
             yield Problem("vla.pi05", f"has no effect without {_PI05}; leave it out, or set that")
         return
@@ -44,7 +43,7 @@ def flows(config: ConfigTree) -> Iterator[Problem]:
 def of_tokens(config: ConfigTree) -> Iterator[Problem]:
     """Settings that speak about tokens of a vocabulary, or about layers of language models."""
     trainer, generator, algorithm, vla = config.trainer, config.generator, config.trainer.algorithm, config.vla
-    if not moves_by_flow(vla):
+    if not vla.moves_by_flow:
         return
     policy, engine, usual = trainer.policy, generator.inference_engine, GeneratorConfig()
     used = {

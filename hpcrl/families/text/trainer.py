@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hpcrl.config import Config, temperature
+from hpcrl.config import Config
 from hpcrl.trainer.backends.base import Objective, PolicyEngine
 from hpcrl.trainer.backends.build import build_policy
 from hpcrl.trainer.distributed import World
@@ -16,7 +16,7 @@ from hpcrl.trainer.offline.modes import objective_of
 
 
 def load_policy(config: Config, world: World) -> PolicyEngine:
-    return build_policy(config.trainer, temperature(config), world)
+    return build_policy(config.trainer, config.temperature, world)
 
 
 def objective(config: Config) -> Objective:

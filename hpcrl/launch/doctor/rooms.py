@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.config import Config
-from hpcrl.config.adapters import adapters, largest_rank, loads_adapters
-from hpcrl.config.derive import has_engines, kept_versions, models_of, saves_checkpoints
 from hpcrl.config.sections.model import LoraConfig, Pretrained
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.rundir.checkpoints import NEVER_DELETED
@@ -63,17 +61,17 @@ class Sizes:
             folder_of: a model -> its directory; None: it is not here.
         """
         trainer = config.trainer
-        trained = {role: model for role, model in models_of(trainer).items() if role != "ref"}
+        trained = {role: model for role, model in trainer.models.items() if role != "ref"}
         headers = {role: _headers(folder_of(model)) for role, model in trained.items()}
         if not all(headers.values()):
             return None
         files = {role: {name: entry["shape"] for name, entry in header.items()} for role, header in headers.items()}
-        counts = {role: _saved_parameters(shapes, adapters(trainer).get(role)) for role, shapes in files.items()}
+        counts = {role: _saved_parameters(shapes, trainer.adapters.get(role)) for role, shapes in files.items()}
         weight = 4 if config.generator.inference_engine.model_dtype == "float32" else 2
         whole = _saved_parameters(files["policy"], None)
-        published = counts["policy"] if loads_adapters(config) else whole
+        published = counts["policy"] if config.loads_adapters else whole
         return cls(
-            weight * published if has_engines(config) else 0,
+            weight * published if config.has_engines else 0,
             sum(_saved(trainer, role) * count for role, count in counts.items()),
             _width(folder_of(trained["policy"]), headers["policy"]) * whole,
         )
@@ -92,9 +90,9 @@ def rooms(run: Run, config: Config, sizes: Sizes | None) -> dict[str, Room]:
     if sizes is None:
         return {}
     trainer = config.trainer
-    checkpoint = sizes.checkpoint if saves_checkpoints(trainer) else 0
+    checkpoint = sizes.checkpoint if trainer.saves_checkpoints else 0
     kept, there = max(trainer.max_ckpts_to_keep, NEVER_DELETED), len(committed(run.checkpoints, position_of))
-    versions = kept_versions(trainer) - len(committed(run.weights, version_of))
+    versions = trainer.fully_async.kept_versions - len(committed(run.weights, version_of))
     most = checkpoint * max(1, kept + 1 - there) + sizes.weights * max(1, versions)
     return {
         "root": Room(checkpoint + sizes.weights, most, "a checkpoint and the weights for the engines"),
@@ -108,7 +106,7 @@ def _saved_parameters(shapes: dict[str, list[int]], lora: LoraConfig | None) -> 
     if lora is None:
         return sum(map(math.prod, shapes.values()))
     whole = [shape for name, shape in shapes.items() if any(part in name for part in lora.modules_to_save or ())]
-    return largest_rank(lora) * sum(sum(shape) for shape in shapes.values() if len(shape) == 2) + sum(
+    return lora.largest_rank * sum(sum(shape) for shape in shapes.values() if len(shape) == 2) + sum(
         map(math.prod, whole)
     )
 

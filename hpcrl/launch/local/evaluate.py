@@ -21,11 +21,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hpcrl.config import Config, eval_sampling, sampling_seed
-from hpcrl.config.derive import gpu_count, is_offline, policy_model
+from hpcrl.config import Config
 from hpcrl.config.errors import raise_together
 from hpcrl.config.family import families, family_of
-from hpcrl.config.reward_model import trains_reward_model
 from hpcrl.config.root import source_of
 from hpcrl.config.sections.generator import SamplingParams
 from hpcrl.config.sections.model import Pretrained
@@ -93,7 +91,7 @@ def find_subject(name: str, checkpoint: str | None, root: Path) -> Subject:
             f"{error}; nor is it a directory with a model, or the id of one in the hub's cache or on the hub"
         ) from error
     if checkpoint in ("0", "s000000"):
-        return Subject(run, None, policy_model(Config.from_toml([run.config]).trainer))
+        return Subject(run, None, Config.from_toml([run.config]).trainer.policy.model.pretrained)
     line = line_of(run)
     if checkpoint is None and not line:
         raise RunError(f"{run.name} has no committed checkpoint yet; --checkpoint 0 is the model that it began with")
@@ -131,12 +129,12 @@ def configured(
     ]
     if subject.run is None:
         ours.append(f"data.train_data={json.dumps(paths)}")
-    elif trains_reward_model(trainer := Config.from_toml([subject.run.config]).trainer):
+    elif (trainer := Config.from_toml([subject.run.config]).trainer).trains_reward_model:
         raise ConfigError(
             f"trainer.mode: {subject.run.name} trains a reward model, which answers no prompts; `hpcrl follow {subject.run.name}` shows what "
             "its validation sets say"
         )
-    elif is_offline(trainer):  # whose val_data are rows, not prompts
+    elif trainer.offline:  # whose val_data are rows, not prompts
         ours.append(f"data.val_prompts={json.dumps(paths)}")
     if n_samples is not None:
         ours.append(f"generator.eval_n_samples_per_prompt={n_samples}")
@@ -148,7 +146,7 @@ def configured(
     problems = [*check_engine(config), *check_vision(config)] if made else []
     raise_together(problems, partial(source_of, [*base, *files], [*ours, *settings]))
     n = config.generator.eval_n_samples_per_prompt
-    if n > 1 and eval_sampling(config.generator).temperature == 0 and not family_of(config).greedy_samples_differ:
+    if n > 1 and config.generator.eval_sampling.temperature == 0 and not family_of(config).greedy_samples_differ:
         raise ConfigError(
             f"generator.eval_n_samples_per_prompt: {n} samples of a prompt would all be the same, because evaluation is greedy here; "
             "add generator.eval_sampling_params.temperature=1.0, or leave it at 1"
@@ -198,8 +196,8 @@ def evaluate(subject: Subject, config: Config, place: Run, report: Callable[[str
         "model": str(subject.model),
         "data": config.data.val_data,
         "n_samples": config.generator.eval_n_samples_per_prompt,
-        "seed": sampling_seed(config.generator.inference_engine, config.trainer),
-        "sampling": asdict(eval_sampling(config.generator)),
+        "seed": config.sampling_seed,
+        "sampling": asdict(config.generator.eval_sampling),
     }
     write_json(place.path / "evaluation.json", asked)
     if subject.run is not None and subject.checkpoint is not None and not is_committed(Path(subject.model.path)):
@@ -212,7 +210,7 @@ def evaluate(subject: Subject, config: Config, place: Run, report: Callable[[str
         if whole != export:
             changed = Config.from_toml([place.config], [f"trainer.policy.model.path={json.dumps(str(whole))}"])
             write_text(place.config, changed.to_toml())
-    devices = {} if gpu_count(config.slurm) else {"CUDA_VISIBLE_DEVICES": ""}
+    devices = {} if config.slurm.gpus else {"CUDA_VISIBLE_DEVICES": ""}
     run_here(place, _PROCESS, [sys.executable, str(job("eval")), str(place.path)], devices, report)
     results = read_json(place.path / "results.json")
     assert results is not None, place.path

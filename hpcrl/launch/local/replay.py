@@ -18,8 +18,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hpcrl.config import Config
-from hpcrl.config.derive import gpu_count, model_parallel_size, ref_model_parallel_size
-from hpcrl.config.rules.megatron_groups import expert_tensor_size
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.data.rollouts import require_samples
 from hpcrl.errors import ConfigError, RunError
@@ -114,9 +112,9 @@ def ranks_here(trainer: TrainerConfig, asked: int | None, role: Literal["policy"
         ConfigError: so many cannot share the model as the settings say.
     """
     sizes = getattr(trainer, role).megatron_config
-    together = model_parallel_size(trainer) if role == "policy" else ref_model_parallel_size(trainer)
+    together = trainer.model_parallel_size if role == "policy" else trainer.ref_model_parallel_size
     if trainer.strategy == "megatron":
-        experts = sizes.expert_model_parallel_size * expert_tensor_size(sizes) * sizes.pipeline_model_parallel_size
+        experts = sizes.expert_model_parallel_size * sizes.experts_tensor_size * sizes.pipeline_model_parallel_size
         together = math.lcm(together, experts if sizes.expert_model_parallel_size > 1 else 1)
     else:
         together = math.lcm(together, getattr(trainer, role).fsdp_config.expert_parallel_size)
@@ -148,6 +146,6 @@ def replay(plan: Plan, config: Config, ranks: int, place: Run) -> list[dict[str,
     torchrun = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", f"--log-dir={place.path / 'logs'}",
     ]  # fmt: skip
-    devices = {} if gpu_count(config.slurm) else {"CUDA_VISIBLE_DEVICES": ""}
+    devices = {} if config.slurm.gpus else {"CUDA_VISIBLE_DEVICES": ""}
     run_here(place, PROCESS, [*torchrun, str(job("replay")), str(place.path)], devices, to_stderr)
     return read_json(place.path / "results.json") or []

@@ -10,20 +10,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from hpcrl.config import Config, engine_rope
-from hpcrl.config.adapters import engines_load, loads_adapters
-from hpcrl.config.derive import (
-    gpu_count,
-    has_engines,
-    is_offline,
-    longest_sample,
-    max_input_length,
-    max_model_len,
-    model_config_kwargs,
-    policy_model,
-)
+from hpcrl.config import Config
 from hpcrl.config.errors import Problem
 from hpcrl.config.rules.model_fit import experts_of, text_entries
+from hpcrl.config.token_limits import longest_sample
 from hpcrl.errors import did_you_mean
 from hpcrl.launch.submit.models import entries_of
 
@@ -39,11 +29,11 @@ _OPTIONS += (("entrypoints/launchers/cli_args.py", ("BaseFrontendArgs", "Fronten
 
 def check_engine(config: Config) -> Iterator[Problem]:
     """Yield what the engines of a run would refuse, as far as the model and vLLM are on this machine."""
-    entries = entries_of(policy_model(config.trainer))
+    entries = entries_of(config.trainer.policy.model.pretrained)
     if entries is not None:
         yield from _lengths(config, entries)
         yield from _adapters(config, entries)
-    if not has_engines(config):
+    if not config.has_engines:
         return
     engine = config.generator.inference_engine
     # where torch is missing too, this is a login node, of which nothing follows for the nodes; nor does it from outside of a container
@@ -92,7 +82,7 @@ def _sizes(config: Config, entries: Mapping[str, Any]) -> Iterator[Problem]:
             f"{path}.pipeline_parallel_size",
             f"expected at most {layers}, the layers {of}, found {engine.pipeline_parallel_size}",
         )
-    on_cpu = gpu_count(config.slurm) == 0 and not engine.remote_urls
+    on_cpu = config.slurm.gpus == 0 and not engine.remote_urls
     if engine.data_parallel_size > 1 and experts_of(entries) and on_cpu:
         yield Problem(
             f"{path}.data_parallel_size",
@@ -104,7 +94,7 @@ def _sizes(config: Config, entries: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _adapters(config: Config, entries: Mapping[str, Any]) -> Iterator[Problem]:
-    if config.generator.inference_engine.backend != "vllm" or not loads_adapters(config):
+    if config.generator.inference_engine.backend != "vllm" or not config.loads_adapters:
         return
     for architecture in entries.get("architectures") or []:
         if loads_lora(architecture) is False:
@@ -117,7 +107,7 @@ def _adapters(config: Config, entries: Mapping[str, Any]) -> Iterator[Problem]:
 def merged_for_engines(config: Config) -> Iterator[str]:
     """Yield a warning where engines get whole policies although the configuration does not say so."""
     lora = config.trainer.policy.model.lora
-    if has_engines(config) and lora.rank and not (engines_load(lora) or config.generator.inference_engine.merge_lora):
+    if config.has_engines and lora.rank and not (lora.loadable or config.generator.inference_engine.merge_lora):
         yield (
             "engines cannot load what trainer.policy.model.lora trains here (by modules_to_save, target_parameters or init_method): each "
             "version is the whole policy, merged, as with generator.inference_engine.merge_lora=true"
@@ -126,8 +116,8 @@ def merged_for_engines(config: Config) -> Iterator[str]:
 
 def layers_over_nodes(config: Config) -> Iterator[str]:
     """Yield a warning where the GPUs that share each layer of a replica are on several nodes."""
-    engine, gpus = config.generator.inference_engine, gpu_count(config.slurm)
-    if has_engines(config) and not engine.remote_urls and 0 < gpus < engine.tensor_parallel_size:
+    engine, gpus = config.generator.inference_engine, config.slurm.gpus
+    if config.has_engines and not engine.remote_urls and 0 < gpus < engine.tensor_parallel_size:
         yield (
             f"generator.inference_engine.tensor_parallel_size={engine.tensor_parallel_size} is more than a node's {gpus} GPUs: they wait for each "
             "other over the network twice in each layer; pipeline_parallel_size shares layers among nodes instead"
@@ -173,12 +163,12 @@ def _inherits_lora(models: Path, module: str, name: str) -> bool:
 
 def _lengths(config: Config, entries: Mapping[str, Any]) -> Iterator[Problem]:
     generator = config.generator
-    changes = model_config_kwargs(config.trainer.policy)
+    changes = config.trainer.policy.config_overrides
     overrides = generator.inference_engine.engine_init_kwargs.get("hf_overrides", {})
-    rope, _ = engine_rope(config)
+    rope, _ = config.engine_rope
     most = position_limit({**entries, **changes, **overrides}, rope)
-    offline = is_offline(config.trainer)
-    wanted = longest_sample(config) if offline else max_model_len(config)
+    offline = config.trainer.offline
+    wanted = longest_sample(config) if offline else config.max_model_len
     if most is None or wanted <= most:
         return
     if offline:
@@ -187,7 +177,7 @@ def _lengths(config: Config, entries: Mapping[str, Any]) -> Iterator[Problem]:
             f"{wanted} is more than the {most} tokens that the model at {config.trainer.policy.model.path} takes (its config.json); lower it",
         )
         return
-    before = max_input_length(generator, config.trainer)
+    before = config.max_input_length
     name = "trainer.max_prompt_length" if generator.max_input_length is None else "generator.max_input_length"
     yield Problem(
         name,

@@ -15,9 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from hpcrl.config import Config, total_steps
-from hpcrl.config.adapters import adapters
-from hpcrl.config.derive import is_offline, steps_per_epoch
+from hpcrl.config import Config
 from hpcrl.config.errors import Problem, raise_together
 from hpcrl.config.family import Family, family_of
 from hpcrl.config.import_path import missing_packages
@@ -25,6 +23,7 @@ from hpcrl.config.resume_changes import Change, changes_from_path
 from hpcrl.config.sections.alerts import AlertsConfig
 from hpcrl.config.sections.environment import CLASSIFIER
 from hpcrl.config.sections.model import Pretrained
+from hpcrl.config.sections.trainer import steps_per_epoch
 from hpcrl.data.datasets import load_dataset, prompt_datasets
 from hpcrl.data.prompts import count_aside, data_sources
 from hpcrl.data.sources import Source
@@ -197,7 +196,7 @@ def _of_models(config: Config) -> Iterator[Problem]:
             )
         for source, model in distillation.source_models.items():
             yield from _of_directory(f"{place}.source_models.{source}", model)
-    for role, lora in adapters(trainer).items():
+    for role, lora in trainer.adapters.items():
         adapter = lora.adapter_path
         if adapter and not Path(adapter, ADAPTER_FILE).is_file():
             yield Problem(
@@ -235,7 +234,7 @@ def _of_directory(
 
 def _of_datasets(config: Config) -> tuple[list[Problem], list[str]]:
     data, problems, warnings = config.data, list[Problem](), list[str]()
-    offline = is_offline(config.trainer)
+    offline = config.trainer.offline
     if offline:
         problems, warnings = _of_rows(config)
     for name, paths, kinds in prompt_datasets(config):
@@ -317,7 +316,7 @@ def _of_the_end(config: Config) -> Iterator[str]:
     prompts = _training_rows(config)
     if prompts is None:
         return
-    last, asked = total_steps(prompts, trainer, data.drop_last), trainer.max_steps
+    last, asked = trainer.total_steps(prompts, data.drop_last), trainer.max_steps
     if asked is not None and last < asked:
         epoch = batch * steps_per_epoch(prompts, batch) if data.drop_last else prompts
         yield (
@@ -328,7 +327,7 @@ def _of_the_end(config: Config) -> Iterator[str]:
 
 def _training_rows(config: Config) -> int | None:
     """Return the prompts or rows of an epoch, too long ones included; None: that is not quickly known."""
-    data, offline = config.data, is_offline(config.trainer)
+    data, offline = config.data, config.trainer.offline
     sources = training_sources(data) if offline else [Source(path) for path in data.train_data]
     counts = [_count(source, _changed(source)) for source in sources]
     if None in counts:

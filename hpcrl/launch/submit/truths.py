@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from hpcrl.config import Config, EnvironmentConfig
-from hpcrl.config.derive import reward_weights
 from hpcrl.config.errors import Problem
 from hpcrl.data.datasets import are_played, row_reader
 from hpcrl.data.sources import Source
@@ -134,7 +133,7 @@ def _trials(
     environment: EnvironmentConfig, kinds: Sequence[Kind], max_turns: int
 ) -> Callable[[Prompt], Iterator[tuple[str, Worth]]] | None:
     """Return what yields the rewards and environments that compare with the ground truth of a prompt; None where nothing does."""
-    named = dict.fromkeys(name for kind in kinds for name in reward_weights(environment, kind) if name in GROUND_TRUTHS)
+    named = dict.fromkeys(name for kind in kinds for name in environment.reward_weights(kind) if name in GROUND_TRUTHS)
     played, extras = are_played(environment, kinds), common_extras(environment, max_turns)
     if not (named or played):
         return None

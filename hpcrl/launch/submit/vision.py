@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hpcrl.config import Config
-from hpcrl.config.adapters import loads_adapters
-from hpcrl.config.derive import critic_model, has_engines, policy_model
 from hpcrl.config.errors import Problem
 from hpcrl.config.family import families
-from hpcrl.config.scorers import scoring_reward_model
 from hpcrl.data.vision.families import Family, family_of
 from hpcrl.launch.submit.models import entries_of
 
 
 def check_vision(config: Config) -> Iterator[Problem]:
     """Yield what a run asks of a policy that sees and that only language models do."""
-    trainer, model = config.trainer, policy_model(config.trainer)
+    trainer, model = config.trainer, config.trainer.policy.model.pretrained
     entries = entries_of(model)
     if entries is None or "model_type" not in entries:  # of a pipeline, which paints
         return
@@ -33,9 +30,9 @@ def check_vision(config: Config) -> Iterator[Problem]:
     sees = f"{model} (trainer.policy) sees images"
     if trainer.strategy == "megatron":
         yield Problem("trainer.strategy", f'{sees}, which Megatron-core\'s models here do not; use "fsdp2"')
-    if has_engines(config) and config.generator.inference_engine.backend == "vllm":
+    if config.has_engines and config.generator.inference_engine.backend == "vllm":
         yield from _of_vllm(config, family, sees)
-    if critic_model(trainer) is not None:
+    if trainer.critic.model.pretrained is not None:
         yield Problem(
             "trainer.algorithm.advantage_estimator",
             f"{sees}, and a critic would not; use an estimator without one, such as grpo",
@@ -53,7 +50,7 @@ def check_vision(config: Config) -> Iterator[Problem]:
         )
     if trainer.distillation.enable:
         yield Problem("trainer.distillation.enable", f"{sees}, and teachers would not; set it to false")
-    if scoring_reward_model(config) is not None:
+    if config.scoring_reward_model is not None:
         yield Problem(
             "environment.reward_model.model",
             f"{sees}, and a reward model would not; use environments or reward functions",
@@ -74,7 +71,7 @@ def _of_vllm(config: Config, family: Family, sees: str) -> Iterator[Problem]:
             "generator.inference_engine.remote_urls",
             f"{sees}, and a server that others have started may prepare images in another way; leave it out",
         )
-    if loads_adapters(config):
+    if config.loads_adapters:
         yield Problem(
             "generator.inference_engine.merge_lora",
             f"{sees}, and of adapters vLLM uses none in the vision tower; set it to true",

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hpcrl.config import SamplingParams
-from hpcrl.config.derive import mask_size
 from hpcrl.errors import EngineError
 from hpcrl.rollout.limiter import Load
 
@@ -79,7 +78,7 @@ def engine_sampling(
     """
     given = params.additional_kwargs
     biases = {**given.get("logit_bias", {}), **{str(token_id): NEVER for token_id in never_said}}
-    told = mask_size(params) or top_ids
+    told = params.mask_size or top_ids
     stops = {*given.get("stop_token_ids", ()), *(() if given.get("ignore_eos") else ends)}
     return {
         **given,

@@ -8,7 +8,6 @@ from importlib.util import find_spec
 from typing import cast
 
 from hpcrl.config.import_path import missing_packages
-from hpcrl.config.reward_model import trains_reward_model
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.errors import RunError
 from hpcrl.trainer.backends.base import CriticEngine, PolicyEngine
@@ -33,7 +32,7 @@ def build_policy(trainer: TrainerConfig, temperature: float, world: World) -> Po
 
         if world.first:
             _log.info("layers: %s", describe_layers())
-        if trains_reward_model(trainer):
+        if trainer.trains_reward_model:
             return cast(PolicyEngine, MegatronRewardModel(trainer, world))
         return MegatronPolicy(trainer, temperature, world)
     require_packages(trainer)
@@ -42,7 +41,7 @@ def build_policy(trainer: TrainerConfig, temperature: float, world: World) -> Po
     from hpcrl.trainer.models.layers.compilation import with_compilation
 
     trainer = with_compilation(trainer, world)
-    if trains_reward_model(trainer):
+    if trainer.trains_reward_model:
         return cast(PolicyEngine, FsdpRewardModel(trainer, world))
     return FsdpPolicy(trainer, temperature, world)
 

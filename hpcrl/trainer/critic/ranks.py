@@ -26,7 +26,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from hpcrl.config.derive import critic_ranks, has_own_critic, trainer_ranks
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.errors import RunError
 from hpcrl.trainer.backends.base import Writer
@@ -58,9 +57,9 @@ class ModelRanks:
     @staticmethod
     def of(trainer: TrainerConfig, world: World) -> ModelRanks:
         """Return those of the configuration; all ranks call it. Raises RunError where there are not as many ranks as it says."""
-        if not has_own_critic(trainer):
+        if not trainer.has_own_critic:
             return ModelRanks(world, world)
-        first, others = trainer_ranks(trainer), critic_ranks(trainer)
+        first, others = trainer.placement.policy_ranks, trainer.placement.critic_ranks
         if first + others != world.size:
             raise RunError(
                 f"{first} ranks of the policy and {others} of the critic were to be started, found {world.size}"

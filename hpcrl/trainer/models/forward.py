@@ -9,7 +9,6 @@ from typing import Any, Protocol
 
 import torch
 
-from hpcrl.config.derive import policy_model, ref_model
 from hpcrl.config.sections.model import ExpertsConfig
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.trainer.models.logprobs import Entropy
@@ -99,7 +98,7 @@ def forward_config(trainer: TrainerConfig, temperature: float = 1.0) -> ForwardC
 
 def reference_experts(trainer: TrainerConfig) -> ExpertsConfig | None:
     """Return what routers of the reference are asked for: they repeat what those of the policy do, where it is the same model."""
-    return trainer.policy.experts if ref_model(trainer) == policy_model(trainer) else None
+    return trainer.policy.experts if trainer.ref_model == trainer.policy.model.pretrained else None
 
 
 def score_places(

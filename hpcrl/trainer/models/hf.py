@@ -20,11 +20,10 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
-from hpcrl.config.derive import critic_model, model_config_kwargs, policy_model, ref_model
-from hpcrl.config.reward_model import HEAD, trains_reward_model
 from hpcrl.config.scorers import REWARD, TEACHER, ScorerSet
 from hpcrl.config.sections.generator import ChatTemplateConfig
 from hpcrl.config.sections.model import Pretrained
+from hpcrl.config.sections.reward_model import HEAD
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.data.model_config import ConfiguredModel, require_classifier
 from hpcrl.data.models.files import CONFIG, model_folder
@@ -275,13 +274,13 @@ def _of_parts(config: PreTrainedConfig, attention: str) -> str | dict[str, str]:
 def policy_source(trainer: TrainerConfig) -> ModelSource:
     """Return the model that is trained, as it is loaded: a policy, or a reward model in its place."""
     section: dict[str, Any] = {
-        **vars(policy_model(trainer)),
+        **vars(trainer.policy.model.pretrained),
         "role": "trainer.policy",
-        "config_kwargs": model_config_kwargs(trainer.policy),
+        "config_kwargs": trainer.policy.config_overrides,
         "rope_scaling": trainer.rope_scaling,
         "rope_theta": trainer.rope_theta,
     }
-    if trains_reward_model(trainer):
+    if trainer.trains_reward_model:
         return RewardModelSource(**section, head=HEAD, seed=trainer.seed)
     return ModelSource(**section)
 
@@ -290,9 +289,9 @@ def reference_source(trainer: TrainerConfig, policy: ModelSource | None = None) 
     """Return the model of the KL term, as it is loaded: like the policy, which is `policy_source` unless given."""
     return replace(
         policy or policy_source(trainer),
-        **vars(ref_model(trainer)),
+        **vars(trainer.ref_model),
         role="trainer.ref",
-        config_kwargs=model_config_kwargs(trainer.ref),
+        config_kwargs=trainer.ref.config_overrides,
     )
 
 
@@ -307,7 +306,7 @@ def scorer_source(trainer: TrainerConfig, scorers: ScorerSet) -> ModelSource:
 
 def critic_source(trainer: TrainerConfig) -> CriticSource:
     """Return the critic, as it is loaded."""
-    model = critic_model(trainer)
+    model = trainer.critic.model.pretrained
     assert model is not None, "this run has no critic"
     return CriticSource(
         **vars(model),

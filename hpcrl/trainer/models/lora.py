@@ -20,7 +20,6 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel
 
-from hpcrl.config.adapters import begins_from_weights
 from hpcrl.config.sections.model import LoraConfig, Pretrained
 from hpcrl.data.weight_files import ADAPTER_FILE, ADAPTER_PREFIX
 from hpcrl.errors import DataError, did_you_mean
@@ -72,7 +71,7 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, role: str, dtype: tor
             matrix.to_empty(device=_adapted_parameter(layer).device).to(dtype)
     if model.device.type == "meta":
         return
-    if begins_from_weights(lora):
+    if lora.begins_from_weights:
         _take_from_weights(model, lora.init_method, seed)
         return
     for adapted, (A, B) in zip(adapted_layers(model), first_values(model, lora, seed, section), strict=True):

@@ -7,7 +7,6 @@ from typing import Protocol
 import torch
 
 from hpcrl.algorithms.reductions import Reduction
-from hpcrl.config.derive import trains_pairs
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.trainer.backends.base import Objective
 from hpcrl.trainer.loss import build_objective, build_reduction
@@ -49,7 +48,7 @@ def objective_of(trainer: TrainerConfig) -> Objective:
 
 def reduction_of(trainer: TrainerConfig, max_seq_len: int) -> Reduction:
     """Return how the policy's loss becomes one number; arguments as of `build_reduction`."""
-    return PAIRS_REDUCTION if trains_pairs(trainer) else build_reduction(trainer.algorithm, max_seq_len)
+    return PAIRS_REDUCTION if trainer.pairwise else build_reduction(trainer.algorithm, max_seq_len)
 
 
 def measure_of(trainer: TrainerConfig) -> Measure:

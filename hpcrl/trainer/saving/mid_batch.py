@@ -23,8 +23,6 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from hpcrl.config.adapters import begins_with_model
-from hpcrl.config.derive import is_offline
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.data.batch_file import check_batch, read_batch
 from hpcrl.data.weight_files import check_weights
@@ -142,7 +140,7 @@ def unusable(run: Run, trainer: TrainerConfig, checkpoint: Path) -> str | None:
         if file is None or facts["groups"] != _named(file.batch):
             return f"{run.batch(step + 1)} is not the batch that was begun"
         check_batch(run, file.batch)
-        published = not is_offline(trainer) and (step > 0 or not begins_with_model(trainer))
+        published = not trainer.offline and (step > 0 or not trainer.policy.model.lora.begins_with_model)
         if published:  # nobody can make them from a policy that went on
             check_weights(run.weights_of(step))
     except (CommitError, DataError, RunError) as error:

@@ -10,7 +10,6 @@ from functools import partial
 
 import torch
 
-from hpcrl.config.derive import self_teacher
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.trainer.backends.base import PolicyEngine
 from hpcrl.trainer.batching import Limits, SampleRef, plan_shares
@@ -34,7 +33,7 @@ def score_by_hints(
     Returns:
         hinted: share of samples that have a hint.
     """
-    reference = self_teacher(trainer) != "policy"
+    reference = trainer.distillation.self_teacher_model != "policy"
     top_k = min(trainer.distillation.top_k, policy.vocabulary)
     hinted = samples = 0
     for mini in minis:

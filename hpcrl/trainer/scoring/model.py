@@ -9,10 +9,10 @@ from itertools import pairwise
 
 import torch
 
-from hpcrl.config import Config, temperature
-from hpcrl.config.derive import micro_batch_tokens, policy_model
-from hpcrl.config.scorers import TEACHER, ScorerSet, learns_prompts, teacher_layout
+from hpcrl.config import Config
+from hpcrl.config.scorers import TEACHER, ScorerSet
 from hpcrl.config.sections.model import Pretrained
+from hpcrl.config.token_limits import micro_batch_tokens
 from hpcrl.data.score_file import RowScores
 from hpcrl.data.tokenizer import load_tokenizer
 from hpcrl.errors import DataError
@@ -40,17 +40,19 @@ class ScoringModel:
     def __init__(self, run: Run, config: Config, scorers: ScorerSet, world: World) -> None:
         self._run = run
         trainer, own, source = config.trainer, config.trainer.distillation, scorer_source(config.trainer, scorers)
-        forward = forward_config(trainer, temperature(config))
+        forward = forward_config(trainer, config.temperature)
         quadratic = ModelFlops.of(source.empty(torch.float32, PACKED)).quadratic
         self._limits = micro_batch_limits(trainer, micro_batch_tokens(config), quadratic)
-        self._prompts, self._top_k, self._given_ids = learns_prompts(own), 0, 0
+        self._prompts, self._top_k, self._given_ids = own.learns_prompts, 0, 0
         if scorers.role == TEACHER:
             shared, tokens = trainer.shared_prefixes, own.max_tokens_per_micro_batch
             shared = shared and own.use_sample_packing and tokens is not None and own.backend == "fsdp2"
             forward = replace(forward, packing=own.use_sample_packing)
             limit = MicroBatchLimit(own.micro_batch_size_per_gpu, tokens, shared, quadratic)
             self._limits = limit, limit
-            world.rank0_broadcast(lambda: require_same_vocabulary(scorers.model, policy_model(trainer), config))
+            world.rank0_broadcast(
+                lambda: require_same_vocabulary(scorers.model, trainer.policy.model.pretrained, config)
+            )
         vocabulary = policy_source(trainer).config().get_text_config().vocab_size
         if scorers.role == TEACHER:
             self._top_k = min(own.top_k, vocabulary)
@@ -61,7 +63,7 @@ class ScoringModel:
             from hpcrl.trainer.scoring.megatron import forward_passes  # megatron-core is installed on its own
 
             require_all_tokens(source.config().get_text_config().vocab_size, vocabulary, source)
-            layout, forward = teacher_layout(own), replace(forward, packing=True)
+            layout, forward = own.megatron_layout, replace(forward, packing=True)
             role = "trainer.distillation"
             self._passes, self._data = forward_passes(trainer, layout, source, forward, role, world)
             return
@@ -133,7 +135,7 @@ def _row_scores(columns: Sequence[torch.Tensor], mask_T: torch.Tensor) -> RowSco
 def require_fitting_teacher(config: Config, scorers: ScorerSet) -> None:
     """Look whether an engine's teacher can judge the policy's tokens; errors as of ScoringModel."""
     trainer, source = config.trainer, scorer_source(config.trainer, scorers)
-    require_same_vocabulary(scorers.model, policy_model(trainer), config)
+    require_same_vocabulary(scorers.model, trainer.policy.model.pretrained, config)
     vocabulary = policy_source(trainer).config().get_text_config().vocab_size
     require_all_tokens(source.config().get_text_config().vocab_size, vocabulary, source)
 

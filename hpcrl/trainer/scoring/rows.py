@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from hpcrl.config import Config, temperature
-from hpcrl.config.derive import micro_batch_tokens, policy_model, ref_model, ref_model_parallel_size, ref_sharding
+from hpcrl.config import Config
+from hpcrl.config.token_limits import micro_batch_tokens
 from hpcrl.data.token_file import TokenFile
 from hpcrl.rundir.commit import committed_directory
 from hpcrl.trainer.backends.fsdp.model import PackedPolicy, load_model
@@ -31,7 +31,7 @@ _ROWS_AT_ONCE = 256  # of each rank: enough to make micro-batches of
 def require_row_teacher(config: Config) -> None:
     """Raise DataError where the teacher of a dataset's rows means other texts by its tokens than the policy."""
     policy, teacher = policy_source(config.trainer), reference_source(config.trainer)
-    require_same_vocabulary(ref_model(config.trainer), policy_model(config.trainer), config)
+    require_same_vocabulary(config.trainer.ref_model, config.trainer.policy.model.pretrained, config)
     known, wanted = (source.config().get_text_config().vocab_size for source in (teacher, policy))
     require_all_tokens(known, wanted, teacher)
 
@@ -45,15 +45,15 @@ class RowTeacher:
         quadratic = ModelFlops.of(source.empty(torch.float32, PACKED)).quadratic
         self._limits = micro_batch_limits(trainer, micro_batch_tokens(config), quadratic)
         self.top_k = min(trainer.distillation.top_k, vocabulary)
-        forward = replace(forward_config(trainer, temperature(config)), vocabulary=vocabulary)
+        forward = replace(forward_config(trainer, config.temperature), vocabulary=vocabulary)
         if trainer.strategy == "megatron":
             from hpcrl.trainer.scoring.megatron import forward_passes  # megatron-core is installed on its own
 
             layout = trainer.ref.megatron_config
             self._passes, self._data = forward_passes(trainer, layout, source, forward, "trainer.ref", world)
         else:
-            self._data = world.sharing(ref_model_parallel_size(trainer))
-            model = load_model(PackedPolicy, source, ref_sharding(trainer), forward, world, data=self._data)
+            self._data = world.sharing(trainer.ref_model_parallel_size)
+            model = load_model(PackedPolicy, source, trainer.ref_sharding, forward, world, data=self._data)
             self._passes = partial(passes, model, device=world.device)
 
     def write(self, target: Path, tokens: TokenFile, progress: Callable[[int], None]) -> None:

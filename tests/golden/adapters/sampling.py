@@ -6,8 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from hpcrl.config import total_steps
-from hpcrl.config.derive import publishes
 from hpcrl.controller.admission import Admission
 from hpcrl.controller.dynamic_sampling import DynamicSampling
 from hpcrl.controller.metrics import batch_metrics
@@ -214,7 +212,7 @@ def recompute_total_steps(case: Case) -> dict[str, Any]:
     given = {**_batches(case.params, replicas), "train.max_num_steps": case.params["max_num_steps"]}
     trainer = cosmos({**given, "rollout.n_generation": 1}).trainer
     prompts = case.inputs["current_step"] * trainer.train_batch_size + case.inputs["remain_samples_num"]
-    return {"total_steps": total_steps(prompts, trainer)}
+    return {"total_steps": trainer.total_steps(prompts)}
 
 
 def need_weight_sync(case: Case) -> dict[str, Any]:
@@ -224,7 +222,7 @@ def need_weight_sync(case: Case) -> dict[str, Any]:
         "validation.freq": given["validation_freq"],
         "train.sync_weight_interval": given["sync_weight_interval"],
     }
-    return {"out": publishes(cosmos(settings).trainer, given["step"], given["total_steps"])}
+    return {"out": cosmos(settings).trainer.publishes(given["step"], given["total_steps"])}
 
 
 ADAPTERS = {

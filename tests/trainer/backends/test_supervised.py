@@ -11,7 +11,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hpcrl.config import Config
-from hpcrl.config.derive import teaches_rows
 from hpcrl.controller.dataset_rows import DatasetRows
 from hpcrl.controller.prompt_stream import PromptStream
 from hpcrl.data.conversations import Tokens
@@ -69,7 +68,7 @@ def trained(run: Run, world: World, model: str, changes: dict[str, Any]) -> tupl
     limits = micro_batch_limits(trainer, trainer.max_tokens_per_micro_batch)
     reduction = reduction_of(trainer, trainer.max_length or 0)
     (mini,) = load_mini_batches(run, batch_of(run), trainer, limits, engine.data, reduction)
-    if teaches_rows(trainer):
+    if trainer.teaches_rows:
         score_by_teacher(batch_of(run), mini, engine, trainer.distillation, lambda: None)
     validation = Validation.of(run, chosen, limits)
     file = open_tokens(run.dataset("train-0"))

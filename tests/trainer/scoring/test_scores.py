@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hpcrl.algorithms.distillation import teacher_advantages
 from hpcrl.config import AlgorithmConfig, Config, TrainerConfig
-from hpcrl.config.derive import policy_model
 from hpcrl.config.scorers import REFERENCE, TEACHER, judges_of, scorer_sets
 from hpcrl.config.sections.distillation import DistillationConfig
 from hpcrl.config.sections.model import Pretrained
@@ -372,7 +371,7 @@ def test_a_teacher_may_have_another_chat_template(tmp_path: Path) -> None:
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     tokenizer.save_pretrained(tmp_path)
     config = Config.from_toml([QUICKSTART])
-    require_same_vocabulary(Pretrained(str(tmp_path)), policy_model(config.trainer), config)
+    require_same_vocabulary(Pretrained(str(tmp_path)), config.trainer.policy.model.pretrained, config)
 
 
 def test_scores_have_another_name_where_settings_decide_what_they_are() -> None:

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from hpcrl.config import Config, InferenceEngineConfig, engine_rope
-from hpcrl.config.derive import engine_memory_share, gpu_count, max_model_len, model_config_kwargs, policy_model
+from hpcrl.config import Config, InferenceEngineConfig
 from hpcrl.data.chat.ending import end_ids
 from hpcrl.data.model_config import ConfiguredModel
 from hpcrl.data.models.routers import ExpertRecorder, routers
@@ -101,15 +100,15 @@ def places(model: PreTrainedModel, share: float) -> int:
 
 
 def embedded_options(config: Config) -> EmbeddedOptions:
-    engine, (rope_scaling, rope_theta) = config.generator.inference_engine, engine_rope(config)
+    engine, (rope_scaling, rope_theta) = config.generator.inference_engine, config.engine_rope
     model = ConfiguredModel(
-        **vars(policy_model(config.trainer)),
+        **vars(config.trainer.policy.model.pretrained),
         role="trainer.policy",
         rope="generator",
-        config_kwargs=model_config_kwargs(config.trainer.policy),
+        config_kwargs=config.trainer.policy.config_overrides,
         rope_scaling=rope_scaling,
         rope_theta=rope_theta,
     )
     replayed = config.trainer.policy.experts.router_replay != "none"
-    on_cpu, share = gpu_count(config.slurm) == 0, engine_memory_share(config)
-    return EmbeddedOptions(model, engine, max_model_len(config), on_cpu, replayed, share)
+    on_cpu, share = config.slurm.gpus == 0, config.engine_memory_share
+    return EmbeddedOptions(model, engine, config.max_model_len, on_cpu, replayed, share)

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.config import Config
-from hpcrl.config.derive import engine_nodes
 from hpcrl.errors import EngineError
 from hpcrl.rollout.engines.vllm.server import Part, Server, ServerOptions, server_options
 from hpcrl.rundir.commit import read_json, write_json
@@ -60,7 +59,7 @@ def start_first(
         choose_port: returns a free port there.
         directory, log: as a Server has them.
     """
-    nodes, meeting = engine_nodes(config), arrange(run, attempt, replica, address, choose_port)
+    nodes, meeting = config.engine_nodes, arrange(run, attempt, replica, address, choose_port)
     options = replace(server_options(run, config), part=meeting.part(nodes, 0))
     others = range(replica * (nodes - 1), (replica + 1) * (nodes - 1))
     return FirstPart(options, directory, log, run, attempt, meeting, others)

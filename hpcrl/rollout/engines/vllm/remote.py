@@ -21,7 +21,7 @@ import aiohttp
 import httpx
 
 from hpcrl.config import Config
-from hpcrl.config.derive import MOST_KEPT, max_model_len, policy_model
+from hpcrl.config.sections.generator import MOST_KEPT
 from hpcrl.errors import ConfigError, EngineError
 from hpcrl.network import public_address
 from hpcrl.rollout.engines.base import Engine, Launched
@@ -69,8 +69,8 @@ def remote_options(config: Config, owner: str, replica: int, *, trains: bool) ->
         address=Address(engine.remote_urls[replica].rstrip("/"), ca_file=ca_file),
         owner=owner,
         key_file=Path(engine.remote_key_file) if engine.remote_key_file else None,
-        model=None if trains else policy_model(config.trainer).path,
-        max_model_len=max_model_len(config),
+        model=None if trains else config.trainer.policy.model.path,
+        max_model_len=config.max_model_len,
         trains=trains,
         keep_cache=engine.keep_cache_on_update,
     )

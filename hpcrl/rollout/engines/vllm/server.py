@@ -23,20 +23,9 @@ from typing import Any
 
 import httpx
 
-from hpcrl.config import Config, InferenceEngineConfig, engine_gpus, engine_rope, sampling_seed
-from hpcrl.config.adapters import largest_rank, loads_adapters
-from hpcrl.config.derive import (
-    LORA_RANKS,
-    MOST_KEPT,
-    engine_memory_share,
-    gpu_count,
-    kept_versions,
-    max_model_len,
-    model_config_kwargs,
-    policy_model,
-    runs_eagerly,
-)
-from hpcrl.config.sections.model import Pretrained, rope_parameters
+from hpcrl.config import Config, InferenceEngineConfig
+from hpcrl.config.sections.generator import MOST_KEPT
+from hpcrl.config.sections.model import LORA_RANKS, Pretrained, rope_parameters
 from hpcrl.errors import ConfigError, EngineError
 from hpcrl.rollout.engines.base import Engine, Launched
 from hpcrl.rollout.engines.vllm.address import Address, Listen
@@ -223,7 +212,7 @@ class Server(Launched):
         engine, level = self._options.engine, 1 if self._options.lora_rank else 2
         return EngineClient(
             self.socket, self._headers, version, replica=replica, keep_cache=engine.keep_cache_on_update,
-            sleep_level=level, share=self._options.memory_share, graphs=not runs_eagerly(engine, on_cpu=self._options.on_cpu),
+            sleep_level=level, share=self._options.memory_share, graphs=not engine.runs_eagerly(on_cpu=self._options.on_cpu),
         )  # fmt: skip
 
     def failure(self, what: str) -> EngineError:
@@ -291,7 +280,7 @@ def _command(options: ServerOptions, socket: Path) -> list[str]:
         "enable-chunked-prefill": chunked,
         "max-num-batched-tokens": max(engine.max_num_batched_tokens, 0 if chunked else options.max_model_len),
         "max-num-seqs": engine.max_num_seqs,
-        "enforce-eager": runs_eagerly(engine, on_cpu=options.on_cpu),
+        "enforce-eager": engine.runs_eagerly(on_cpu=options.on_cpu),
         "gpu-memory-utilization": options.memory_share,
         # vLLM's build for CPUs refuses the option, and takes the calls as if it had it
         "enable-sleep-mode": True if options.sleeps and not options.on_cpu else None,
@@ -393,11 +382,11 @@ def _environment(options: ServerOptions, directory: Path) -> dict[str, str]:
         environment.pop("OMP_NUM_THREADS", None)  # where it is unset, vLLM chooses one thread per worker
     if options.on_cpu:
         environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-        if engine_gpus(options.engine) == 1:
+        if options.engine.gpus == 1:
             environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = (
                 "0"  # the engine core runs the model itself: one process less
             )
-    if options.on_cpu and runs_eagerly(options.engine, on_cpu=True):
+    if options.on_cpu and options.engine.runs_eagerly(on_cpu=True):
         environment["TORCHDYNAMO_DISABLE"] = "1"  # else the sampler is compiled at the first request, for seconds
     else:
         # by default below the home, which may be missing, read-only, small, or shared by nodes of different GPUs
@@ -430,21 +419,21 @@ def served_options(config: Config, key_file: Path, listen: Listen) -> ServerOpti
 
 
 def _options(config: Config, run_name: str, token_file: Path) -> ServerOptions:
-    generator, (rope_scaling, rope_theta) = config.generator, engine_rope(config)
+    generator, (rope_scaling, rope_theta) = config.generator, config.engine_rope
     return ServerOptions(
-        model=policy_model(config.trainer),
+        model=config.trainer.policy.model.pretrained,
         engine=generator.inference_engine,
-        memory_share=engine_memory_share(config),
-        seed=sampling_seed(generator.inference_engine, config.trainer),
-        max_model_len=max_model_len(config),
-        on_cpu=gpu_count(config.slurm) == 0,
+        memory_share=config.engine_memory_share,
+        seed=config.sampling_seed,
+        max_model_len=config.max_model_len,
+        on_cpu=config.slurm.gpus == 0,
         run_name=run_name,
         token_file=token_file,
-        model_config_kwargs=model_config_kwargs(config.trainer.policy),
+        model_config_kwargs=config.trainer.policy.config_overrides,
         rope_scaling=rope_scaling,
         rope_theta=rope_theta,
-        lora_rank=largest_rank(config.trainer.policy.model.lora) if loads_adapters(config) else 0,
-        lora_slots=kept_versions(config.trainer),
+        lora_rank=config.trainer.policy.model.lora.largest_rank if config.loads_adapters else 0,
+        lora_slots=config.trainer.fully_async.kept_versions,
         recorded_iterations=config.trainer.profiler.nsys_engine_iterations,
         sleeps=config.trainer.placement.colocate_all,
         records_experts=config.trainer.policy.experts.router_replay != "none",

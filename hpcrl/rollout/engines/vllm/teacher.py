@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from hpcrl.config import Config, InferenceEngineConfig
-from hpcrl.config.derive import gpu_count, longest_sample
 from hpcrl.config.scorers import ScorerSet
 from hpcrl.config.sections.distillation import TeacherEngineConfig
+from hpcrl.config.token_limits import longest_sample
 from hpcrl.data.group_file import read_group
 from hpcrl.data.score_file import RowScores
 from hpcrl.errors import EngineError
@@ -109,7 +109,7 @@ def teacher_options(run: Run, config: Config, scorers: ScorerSet, own: TeacherEn
         memory_share=own.gpu_memory_utilization,
         seed=trainer.seed,
         max_model_len=longest,
-        on_cpu=gpu_count(config.slurm) == 0,
+        on_cpu=config.slurm.gpus == 0,
         run_name=run.name,
         token_file=run.token,
         rope_scaling=trainer.rope_scaling,

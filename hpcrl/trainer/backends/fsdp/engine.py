@@ -18,9 +18,6 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
-from hpcrl.config.adapters import begins_from_weights, reference_follows, reference_has_values, reference_is_base
-from hpcrl.config.derive import ref_sharding, self_teacher
-from hpcrl.config.scorers import trainer_has_reference
 from hpcrl.config.sections.model import CriticConfig, OptimizerConfig, PolicyConfig
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.trainer.backends.base import ExportPiece, MicroBatches, Objective, StepReport, Writer, merge
@@ -221,7 +218,7 @@ class FsdpExported(FsdpEngine[Model]):
     ) -> None:
         super().__init__(model, section, trainer, world)
         self.source = source
-        self._first_values = self._copied() if begins_from_weights(section.model.lora) else {}
+        self._first_values = self._copied() if section.model.lora.begins_from_weights else {}
 
     def export_pieces(self, dtype: torch.dtype) -> list[ExportPiece]:
         everyone, model = range(self._world.size), self._model.model
@@ -329,17 +326,17 @@ class FsdpPolicy(FsdpExported[ProbabilityModel]):
         )  # fmt: skip
         super().__init__(model, source, section, trainer, world)
         self._reference: ProbabilityModel | None = None
-        self._reference_is_base = reference_is_base(trainer)
-        if trainer_has_reference(trainer) and not self._reference_is_base:
+        self._reference_is_base = trainer.reference_is_base
+        if trainer.colocated_reference and not self._reference_is_base:
             known = replace(forward, vocabulary=model.head.out_features, experts=reference_experts(trainer))
-            averaged = self_teacher(trainer) == "ema"
+            averaged = trainer.distillation.self_teacher_model == "ema"
             self._reference = load_model(
-                packed, reference_source(trainer, source), ref_sharding(trainer), known, world,
+                packed, reference_source(trainer, source), trainer.ref_sharding, known, world,
                 averaged=averaged, kernels=Kernels.of(section), data=data,
             )  # fmt: skip
-            if reference_follows(trainer):
+            if trainer.reference_follows:
                 require_same_shape(self._reference, model)
-        self._reference_values = self._without_adapters() if reference_has_values(trainer) else {}
+        self._reference_values = self._without_adapters() if trainer.reference_has_values else {}
         self._reference_moved = False
         self.dtype = DTYPES[section.fsdp_config.mixed_precision.param_dtype]
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import torch
 
-from hpcrl.config.derive import critic_model_parallel_size
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.trainer.backends.base import MicroBatches
 from hpcrl.trainer.backends.fsdp.engine import FsdpEngine, FsdpExported
@@ -40,7 +39,7 @@ class FsdpCritic(FsdpEngine[PackedCritic]):
 
     def __init__(self, trainer: TrainerConfig, world: World) -> None:
         section, forward = trainer.critic, forward_config(trainer)
-        data = world.sharing(critic_model_parallel_size(trainer))
+        data = world.sharing(trainer.critic_model_parallel_size)
         model = load_model(
             PackedCritic, critic_source(trainer), section.fsdp_config, forward, world,
             trained=section, seed=trainer.seed, data=data,

@@ -16,8 +16,6 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import nn
 
-from hpcrl.config.adapters import begins_from_weights, reference_follows, reference_has_values, reference_is_base
-from hpcrl.config.scorers import trainer_has_reference
 from hpcrl.config.sections.megatron import MegatronModelConfig
 from hpcrl.config.sections.model import CriticConfig, PolicyConfig
 from hpcrl.config.sections.trainer import TrainerConfig
@@ -182,7 +180,7 @@ class MegatronExported(MegatronEngine[Model]):
     ) -> None:
         super().__init__(kind, source, forward, trainer.policy, "trainer.policy", trainer, world)
         self.source, self.dtype = source, DTYPES[trainer.policy.megatron_config.dtype]
-        self._first_values = self._copied() if begins_from_weights(self._lora) else {}
+        self._first_values = self._copied() if self._lora.begins_from_weights else {}
 
     def export_pieces(self, dtype: torch.dtype) -> list[ExportPiece]:
         return export_pieces(self._chunks, self._architecture, dtype, self._world)
@@ -237,8 +235,8 @@ class MegatronPolicy(MegatronExported[PolicyModel]):
         forward = forward_config(trainer, temperature)
         super().__init__(PolicyModel, policy_source(trainer), forward, trainer, world)
         self._reference: list[PolicyModel] | None = None
-        self._reference_is_base = reference_is_base(trainer)
-        if trainer_has_reference(trainer) and not self._reference_is_base:
+        self._reference_is_base = trainer.reference_is_base
+        if trainer.colocated_reference and not self._reference_is_base:
             megatron = trainer.ref.megatron_config
             source = reference_source(trainer)
             known = replace(forward, vocabulary=self.vocabulary)
@@ -251,9 +249,9 @@ class MegatronPolicy(MegatronExported[PolicyModel]):
                 chunks, self.data, dynamic=megatron.pipeline_dynamic_shape,
                 routing=MegatronRouting(chunks, experts, self.data.size) if experts else None,
             )  # fmt: skip
-            if reference_follows(trainer):
+            if trainer.reference_follows:
                 self._require_same_shape()
-        self._reference_values = self._without_adapters() if reference_has_values(trainer) else {}
+        self._reference_values = self._without_adapters() if trainer.reference_has_values else {}
         self._reference_moved = False
 
     def logprobs(self, batches: MicroBatches, *, reference: bool = False) -> Iterator[torch.Tensor]:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpcrl.config import Config
-from hpcrl.config.derive import policy_model
 from hpcrl.families.pi05.engine import ActionEngine, Actions
 from hpcrl.families.pi05.generate import ActionGenerator, Robotics
 from hpcrl.families.pi05.policy import ActionPolicy
@@ -50,7 +49,7 @@ def launched(config: Config) -> ActionEngine:
 
 def play(config: Config, engine: ActionEngine, kind: Kind = "train", groups: int = 2, size: int = 3) -> list[Group]:
     """Return groups of episodes."""
-    model = policy_model(config.trainer)
+    model = config.trainer.policy.model.pretrained
     robotics = Robotics.of(model)
 
     async def generate() -> list[Group]:

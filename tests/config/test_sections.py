@@ -5,19 +5,11 @@ from typing import Any, Literal
 
 import pytest
 
-from hpcrl.config import (
-    Config,
-    SamplingParams,
-    eval_sampling,
-    replicas_per_node,
-    steps_per_epoch,
-    temperature,
-    total_steps,
-    trainer_ranks,
-)
-from hpcrl.config.adapters import reference_is_base
-from hpcrl.config.derive import better_of, copy_ranks, micro_batch_tokens, names_own_code
+from hpcrl.config import Config, SamplingParams
 from hpcrl.config.sections.generator import EvalSamplingParams
+from hpcrl.config.sections.model import FSDPConfig
+from hpcrl.config.sections.trainer import steps_per_epoch
+from hpcrl.config.token_limits import micro_batch_tokens
 from hpcrl.errors import DataError
 from hpcrl.rundir.checkpoints import Retention
 from tests.paths import CONFIGS
@@ -30,24 +22,24 @@ def config(**sections: Any) -> Config:
 
 def test_evaluation_is_greedy_with_the_training_length_unless_set() -> None:
     generator = config(generator={"sampling_params": {"max_generate_length": 7, "min_p": 0.5, "top_k": 9}}).generator
-    assert eval_sampling(generator) == SamplingParams(temperature=0.0, max_generate_length=7, min_p=0.5, top_k=9)
+    assert generator.eval_sampling == SamplingParams(temperature=0.0, max_generate_length=7, min_p=0.5, top_k=9)
     chosen = replace(generator, eval_sampling_params=EvalSamplingParams(top_k=3))
-    assert eval_sampling(chosen) == SamplingParams(max_generate_length=7, min_p=0.5, top_k=3)
+    assert chosen.eval_sampling == SamplingParams(max_generate_length=7, min_p=0.5, top_k=3)
 
 
 def test_temperature_follows_sampling_unless_set() -> None:
-    assert temperature(config(generator={"sampling_params": {"temperature": 0.5}})) == 0.5
+    assert config(generator={"sampling_params": {"temperature": 0.5}}).temperature == 0.5
     same = {"algorithm": {"temperature": 0.25}}
-    assert temperature(config(trainer=same, generator={"sampling_params": {"temperature": 0.25}})) == 0.25
+    assert config(trainer=same, generator={"sampling_params": {"temperature": 0.25}}).temperature == 0.25
 
 
 def test_steps_drop_the_remainder_and_stop_at_max_steps() -> None:
     trainer = config(trainer={"train_batch_size": 8, "policy_mini_batch_size": 8, "epochs": 3}).trainer
     assert steps_per_epoch(31, trainer.train_batch_size) == 3
-    assert total_steps(31, trainer) == 9
-    assert total_steps(31, trainer, drop_last=False) == 11, "93 prompts"
-    assert total_steps(31, replace(trainer, max_steps=4)) == 4
-    assert total_steps(31, replace(trainer, max_steps=40)) == 9
+    assert trainer.total_steps(31) == 9
+    assert trainer.total_steps(31, drop_last=False) == 11, "93 prompts"
+    assert replace(trainer, max_steps=4).total_steps(31) == 4
+    assert replace(trainer, max_steps=40).total_steps(31) == 9
 
 
 def test_too_few_prompts_are_an_error_that_names_both_numbers() -> None:
@@ -59,32 +51,34 @@ def test_too_few_prompts_are_an_error_that_names_both_numbers() -> None:
 
 def test_few_prompts_fill_a_batch_with_those_of_further_epochs() -> None:
     trainer = config(trainer={"train_batch_size": 8, "policy_mini_batch_size": 8, "epochs": 3}).trainer
-    assert total_steps(3, trainer, drop_last=False) == 1, "9 prompts"
+    assert trainer.total_steps(3, drop_last=False) == 1, "9 prompts"
     assert steps_per_epoch(3, 8, drop_last=False) == 1
     with pytest.raises(
         DataError, match=r"trainer.epochs = 3 of them do not fill one batch of trainer.train_batch_size = 8"
     ):
-        total_steps(2, trainer, drop_last=False)
+        trainer.total_steps(2, drop_last=False)
 
 
 def test_ranks_and_replicas() -> None:
     two = config(
         trainer={"placement": {"policy_num_nodes": 2, "policy_num_gpus_per_node": 4}}, slurm={"gpus_per_node": 8}
     )
-    assert trainer_ranks(two.trainer) == 8
-    assert replicas_per_node(two) == 8
-    assert replicas_per_node(config(slurm={"gpus_per_node": 0})) == 1
-    assert replicas_per_node(config(slurm={"replicas_per_node": 2})) == 2
+    assert two.trainer.placement.policy_ranks == 8
+    assert two.replicas_per_node == 8
+    assert config(slurm={"gpus_per_node": 0}).replicas_per_node == 1
+    assert config(slurm={"replicas_per_node": 2}).replicas_per_node == 2
     wide = config(generator={"inference_engine": {"tensor_parallel_size": 3}}, slurm={"gpus_per_node": 8})
-    assert replicas_per_node(wide) == 2
+    assert wide.replicas_per_node == 2
 
 
 def test_which_ranks_share_a_copy() -> None:
     """A node's, where 16 ranks on two nodes have room for three times what they hold; never where that is not known."""
-    assert [copy_ranks(size, 16, 8) for size in (-1, 4, 99)] == [16, 4, 16]
-    assert [copy_ranks(None, 16, 8, state, 30.0) for state in (80.0, 81.0)] == [8, 16]
-    assert copy_ranks(None, 16, 8, 80.0) == 16
-    assert [copy_ranks(None, ranks, 8, 80.0, 30.0) for ranks in (8, 12)] == [8, 12]
+    assert [FSDPConfig(fsdp_size=size).copy_ranks(16, 8) for size in (-1, 4, 99)] == [16, 4, 16]
+    unset = FSDPConfig()
+    assert [unset.copy_ranks(16, 8, state, 30.0) for state in (80.0, 81.0)] == [8, 16]
+    assert unset.copy_ranks(16, 8, 80.0) == 16
+    assert [unset.copy_ranks(ranks, 8, 80.0, 30.0) for ranks in (8, 12)] == [8, 12]
+    assert FSDPConfig(expert_parallel_size=16).copy_ranks(16, 8, 80.0, 30.0) == 16, "experts are within a copy"
 
 
 @pytest.mark.parametrize(
@@ -100,7 +94,7 @@ def test_which_ranks_share_a_copy() -> None:
     ],
 )
 def test_code_of_the_users(sections: dict[str, Any], own: bool) -> None:
-    assert names_own_code(config(**sections)) == own
+    assert config(**sections).names_own_code == own
 
 
 def of_type(strategy: str, dtype: str) -> dict[str, Any]:
@@ -114,7 +108,7 @@ def test_the_reference_is_the_policy_without_its_adapters_where_both_are_alike(s
     def found(rank: int, dtype: str = "fp32", path: str = "m") -> bool:
         policy = {"model": {"path": "m", "lora": {"rank": rank}}, **of_type(strategy, "fp32")}
         ref = {"model": {"path": path}, **of_type(strategy, dtype)}
-        return reference_is_base(config(trainer={"strategy": strategy, "policy": policy, "ref": ref}).trainer)
+        return config(trainer={"strategy": strategy, "policy": policy, "ref": ref}).trainer.reference_is_base
 
     assert found(8)
     assert not found(0)
@@ -149,7 +143,8 @@ def test_tokens_limit_passes_on_gpus_but_not_those_of_pictures() -> None:
     ],
 )
 def test_the_name_of_a_metric_says_which_value_is_the_best(metric: str, mode: Literal["max", "min"] | None) -> None:
-    assert better_of(metric) == mode
+    unknown = replace(config().trainer, ckpt_keep_best=metric)
+    assert unknown.best_mode == mode
     if mode:
         sections = {"data": {"train_data": ["t"], "val_data": ["v"]}}
         trainer = config(trainer={"ckpt_keep_best": metric, "eval_interval": 1}, **sections).trainer
