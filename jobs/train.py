@@ -74,7 +74,7 @@ def work(
 ) -> None:
     """Load, train to the end of the run or to a stop request, and report which."""
     trainer = config.trainer
-    ranks = ModelRanks.of(trainer, world)
+    ranks = ModelRanks.of(trainer.placement, world, own_critic=trainer.has_own_critic)
     controller = ControllerClient(run, attempt, world, consensus, critic=ranks.own.first and not ranks.policy)
     try:
         controller.report("loading model")

@@ -23,6 +23,18 @@ WITH_TORCH = (
 WITHOUT_TORCH = ".family", ".rules", ".settings", ".data", ".launch"
 """Ends of the names of families' modules that run on a login node."""
 
+WHOLE_TRAINER = {
+    "hpcrl.families.diffusion.model": 2, "hpcrl.families.diffusion.objective": 2, "hpcrl.families.diffusion.plan": 2,
+    "hpcrl.families.diffusion.policy": 1, "hpcrl.families.diffusion.settings": 1, "hpcrl.families.diffusion.tasks": 1,
+    "hpcrl.families.pi05.policy": 3,
+    "hpcrl.launch.doctor.rooms": 1, "hpcrl.launch.local.replay": 1, "hpcrl.launch.submit.models": 1,
+    "hpcrl.observe.alerts.watch": 2, "hpcrl.planning.rank_groups": 4, "hpcrl.planning.shapes": 1, "hpcrl.rundir.checkpoints": 1,
+    "hpcrl.trainer.backends.fsdp.engine": 1, "hpcrl.trainer.backends.fsdp.values": 2, "hpcrl.trainer.backends.megatron.engine": 6,
+    "hpcrl.trainer.batching": 1, "hpcrl.trainer.samples": 1, "hpcrl.trainer.saving.checkpoint": 1, "hpcrl.trainer.saving.export": 1,
+    "hpcrl.trainer.saving.mid_batch": 1, "hpcrl.trainer.scoring.megatron": 1, "hpcrl.trainer.step": 1,
+}  # fmt: skip
+"""Parameters that are a whole TrainerConfig, by module: engines, and what reads many of its sections. Numbers only go down."""
+
 SECTIONS_OF_FAMILIES = {"diffusers", "vla"}
 
 
@@ -95,6 +107,24 @@ def test_only_families_read_their_settings() -> None:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Attribute):
                 assert node.attr not in SECTIONS_OF_FAMILIES, f"{name}:{node.lineno} reads {node.attr}"
+
+
+def test_only_builders_get_the_whole_section_of_the_trainer() -> None:
+    """Others get the sections, or the values, that they read."""
+    found = {
+        name: count
+        for name, path in CODE.files.items()
+        if not (within(name, "hpcrl.config") or name.endswith(".build"))
+        if (count := _whole_trainers(ast.parse(path.read_text(encoding="utf-8"))))
+    }
+    assert found == WHOLE_TRAINER, "name the sections that are read in the signature, or lower the number"
+
+
+def _whole_trainers(tree: ast.AST) -> int:
+    return sum(
+        isinstance(node, ast.arg) and node.annotation is not None and "TrainerConfig" in ast.unparse(node.annotation)
+        for node in ast.walk(tree)
+    )
 
 
 def within(module: str, package: str) -> bool:

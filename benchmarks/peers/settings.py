@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.config import Config
-from hpcrl.trainer.batching import updates_per_batch
 
 ENGINES = ("vllm", "transformers")
 _SAME = {
@@ -54,7 +53,7 @@ def grpo_settings(config: Config, engine: str, steps: int, output: Path) -> dict
             raise ValueError(f"trainer.{name}: TRL's settings are those of {wanted!r}, found {found!r}")
     optimizer, sampling = trainer.policy.optimizer_config, generator.sampling_params
     samples = generator.n_samples_per_prompt
-    micro, updates = trainer.micro_train_batch_size_per_gpu, updates_per_batch(trainer, trainer.policy_mini_batch_size)
+    micro, updates = trainer.micro_train_batch_size_per_gpu, trainer.updates_per_batch(trainer.policy_mini_batch_size)
     if not micro or trainer.policy_mini_batch_size * samples % micro:
         raise ValueError(
             f"trainer.micro_train_batch_size_per_gpu: expected a divisor of a mini-batch's "

@@ -75,7 +75,9 @@ def _scored(evaluation: Evaluation, config: Config, place: Run) -> dict[str, Any
 
     run, generator, began = evaluation.run, config.generator, time.monotonic()
     _, samples = dumped_samples(run, evaluation.version)
-    all_prompts = evaluation_prompts(config.data, config.environment, config.trainer, generator.max_turns)
+    all_prompts = evaluation_prompts(
+        config.data, config.environment, generator.max_turns, offline=config.trainer.offline
+    )
     prompts = prompts_of({group_id: line for (group_id, _), line in samples.items()}, all_prompts)
     found = asyncio.run(rescore(samples, prompts, config.environment, generator))
     by_group: dict[str, list[dict[str, Any]]] = {}

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from hpcrl.config import Config, TrainerConfig
+from hpcrl.config import Config
 from hpcrl.config.rules.megatron_groups import ParallelLayout, layers_of_stages, padded
-from hpcrl.config.sections.model import FSDPConfig
 from hpcrl.config.sections.reward_model import HEAD
+from hpcrl.config.sections.trainer import Recomputation
 from hpcrl.config.token_limits import largest_micro_batch
 from hpcrl.errors import DataError
 from hpcrl.planning.devices import memory_of_rank
@@ -87,7 +87,8 @@ def _fsdp(config: Config, models: Mapping[str, Shapes], which: range, on_node: i
     for role, shapes in models.items():
         together = trainer.critic_model_parallel_size if role == "critic" else trainer.model_parallel_size
         tokens = -(-largest_micro_batch(config) // together)
-        fsdp = trainer.ref_sharding if role == "ref" else _sharding(trainer, role)
+        section = trainer.critic if role == "critic" else trainer.policy
+        fsdp = trainer.ref_sharding if role == "ref" else section.fsdp_config
         precision = fsdp.mixed_precision
         averaged = trainer.distillation.self_teacher_model == "ema"
         dtype = precision.param_dtype if role == "ref" and not averaged else precision.master_dtype
@@ -97,7 +98,7 @@ def _fsdp(config: Config, models: Mapping[str, Shapes], which: range, on_node: i
         copy = fsdp.copy_ranks(ranks, on_node, state, device if on_gpu else None)
         twice = role == "policy" and trainer.reference_has_values
         need = fsdp_state(
-            shapes.weights, copy, dtype, frozen_dtype=frozen, twice=twice, moments=_moments(trainer, role)
+            shapes.weights, copy, dtype, frozen_dtype=frozen, twice=twice, moments=section.optimizer_config.moments
         )
         if copy < ranks:  # each copy adds its gradients up in the type of the reduction
             wider = max(1, BYTES[precision.reduce_dtype] // BYTES[dtype])
@@ -111,7 +112,8 @@ def _fsdp(config: Config, models: Mapping[str, Shapes], which: range, on_node: i
             need = replace(need, gathered=gathered)
         if role != "ref":
             size, recompute = BYTES[precision.param_dtype], trainer.gradient_checkpointing
-            kept = _activations(trainer, role, shapes.width, tokens, size)
+            offloaded = role == "policy" and trainer.policy.activation_offload
+            kept = _activations(trainer.recomputation, shapes.width, tokens, size, offloaded=offloaded)
             kept += merged_experts(shapes.weights, precision.param_dtype, recompute=recompute)
             kept += exchanged_heads(shapes.width, tokens, together, size, recompute=recompute)
             if group := shared_prompt(config):
@@ -120,35 +122,32 @@ def _fsdp(config: Config, models: Mapping[str, Shapes], which: range, on_node: i
             again = tokens * layer_activations(shapes.width, size, fused=False) if recompute else 0
             need = replace(need, activations=kept, recomputed=again)
         if role != "critic" and not trainer.trains_reward_model:
-            need = replace(need, logprobs=_logprobs(trainer, tokens, shapes.width.vocabulary))
+            need = replace(
+                need,
+                logprobs=_logprobs(
+                    trainer.logprobs_chunk_size, trainer.algorithm.logprob_dtype, tokens, shapes.width.vocabulary
+                ),
+            )
         needs[role] = need
         counts[role] = [sum(weight.on(copy) for weight in shapes.weights)]
     return Estimate(which, needs, counts)
 
 
-def _activations(trainer: TrainerConfig, role: str, width: Width, tokens: int, size: int) -> int:
-    if not trainer.gradient_checkpointing:
+def _activations(recomputed: Recomputation | None, width: Width, tokens: int, size: int, *, offloaded: bool) -> int:
+    if recomputed is None:
         return activations(width, tokens, size, fused=False, recompute=False, layers=width.layers)
     return recomputed_activations(
         width,
         tokens,
         size,
-        every=trainer.gradient_checkpointing_every,
-        attention=trainer.gradient_checkpointing_keep == "attention",
-        offloaded=role == "policy" and trainer.policy.activation_offload,
+        every=recomputed.every,
+        attention=recomputed.keep == "attention",
+        offloaded=offloaded,
     )
 
 
-def _moments(trainer: TrainerConfig, role: str) -> str | None:
-    return (trainer.critic if role == "critic" else trainer.policy).optimizer_config.moments
-
-
-def _sharding(trainer: TrainerConfig, role: str) -> FSDPConfig:
-    return trainer.critic.fsdp_config if role == "critic" else trainer.policy.fsdp_config
-
-
-def _logprobs(trainer: TrainerConfig, tokens: int, vocabulary: int) -> int:
-    return logprob_buffer(min(trainer.logprobs_chunk_size, tokens), vocabulary, BYTES[trainer.algorithm.logprob_dtype])
+def _logprobs(chunk: int, dtype: str, tokens: int, vocabulary: int) -> int:
+    return logprob_buffer(min(chunk, tokens), vocabulary, BYTES[dtype])
 
 
 def _megatron(config: Config, models: Mapping[str, Shapes]) -> Estimate:
@@ -183,7 +182,7 @@ def _of_stage(
 ) -> Need:
     """Return what a rank of one pipeline stage needs."""
     trainer, sizes = config.trainer, config.trainer.policy.megatron_config
-    bf16, options = _bf16(trainer), sizes.optimizer_config_kwargs
+    bf16, options = sizes.dtype != "fp32", sizes.optimizer_config_kwargs
     need = megatron_state(
         part.dense,
         part.experts,
@@ -214,7 +213,12 @@ def _of_stage(
         need = replace(need, activations=kept)
     if role != "critic" and not trainer.trains_reward_model and stage == layout.pipeline - 1:
         vocabulary = padded(shapes.width.vocabulary, layout.tensor) // layout.tensor
-        need = replace(need, logprobs=_logprobs(trainer, -(-tokens // layout.context), vocabulary))
+        need = replace(
+            need,
+            logprobs=_logprobs(
+                trainer.logprobs_chunk_size, trainer.algorithm.logprob_dtype, -(-tokens // layout.context), vocabulary
+            ),
+        )
     return need
 
 
@@ -223,7 +227,3 @@ def _passes(stages: int, stage: int, layers: int, per_stage: int | None) -> int:
     if per_stage is None:
         return stages - stage
     return stages + -(-(stages - 1) * per_stage // layers)  # p + (p - 1) / m, with m virtual stages per rank
-
-
-def _bf16(trainer: TrainerConfig) -> bool:
-    return trainer.policy.megatron_config.dtype != "fp32"

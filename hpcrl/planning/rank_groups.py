@@ -45,7 +45,8 @@ def describe_ranks(trainer: TrainerConfig) -> list[str]:
                 "  or a copy on each node, where its state takes at most a third of the GPUs' memory (fsdp_config.fsdp_size)"
             )
         return lines + list(_critic(trainer))
-    layout, groups = ParallelLayout.of(trainer.policy.megatron_config, ranks), _of_megatron(trainer)
+    layout = ParallelLayout.of(trainer.policy.megatron_config, ranks)
+    groups = _of_megatron(layout)
     together = product(tensor=layout.tensor, context=layout.context, data=layout.data, pipeline=layout.pipeline)
     lines = [f"{where}, megatron: {together}"]
     if "EP" in groups:
@@ -59,7 +60,10 @@ def describe_ranks(trainer: TrainerConfig) -> list[str]:
 
 def communicators(trainer: TrainerConfig) -> int:
     """Return how many process groups of several ranks a rank of the policy is in, each of which keeps memory of its GPU."""
-    groups = _of_megatron(trainer) if trainer.strategy == "megatron" else _of_fsdp(trainer)
+    if trainer.strategy == "megatron":
+        groups = _of_megatron(ParallelLayout.of(trainer.policy.megatron_config, trainer.placement.policy_ranks))
+    else:
+        groups = _of_fsdp(trainer)
     return sum(len(found[0]) > 1 for found in groups.values())
 
 
@@ -70,9 +74,8 @@ def _of_fsdp(trainer: TrainerConfig) -> dict[str, Groups]:
     return groups | _consecutive(_EXPERTS, ranks, sharding.expert_parallel_size)
 
 
-def _of_megatron(trainer: TrainerConfig) -> dict[str, Groups]:
+def _of_megatron(layout: ParallelLayout) -> dict[str, Groups]:
     """Return the groups by their short names, those of experts where these are not split as the other layers are."""
-    layout = ParallelLayout.of(trainer.policy.megatron_config, trainer.placement.policy_ranks)
     own = layout.expert > 1 or layout.expert_tensor != layout.tensor
     return {name: found for name, found in layout.groups().items() if own or name not in ("ETP", "EP", "EDP")}
 

@@ -75,7 +75,7 @@ def served_shapes(config: Config, model: Served, folder_of: Callable[[Pretrained
         folder_of: a model -> the directory that has its config.json; None: it is on a hub, and is asked for there.
     """
     from hpcrl.planning.shapes import classifier_shapes, shapes
-    from hpcrl.trainer.models.hf import scorer_source
+    from hpcrl.trainer.models.build import scorer_source
 
     path = str(folder_of(model.model) or model.model.path)
     if model.scorers is None:

@@ -14,8 +14,9 @@ from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.errors import DataError
 from hpcrl.planning.memory import EMBEDDING, HEAD, Shapes, Weight, Width
 from hpcrl.trainer.backends.fsdp.sharding import units, vocabulary_units
+from hpcrl.trainer.models.build import critic_source, policy_source, reference_source
 from hpcrl.trainer.models.experts.parallel import expert_layers
-from hpcrl.trainer.models.hf import ModelSource, critic_source, policy_source, reference_source
+from hpcrl.trainer.models.hf import ModelSource
 from hpcrl.trainer.models.packed.attention import PACKED
 from hpcrl.trainer.models.trained import mark_trained
 

@@ -29,7 +29,7 @@ def worker_options(run: Run, config: Config, attempt: int, replica: int) -> Work
         probe_tolerance=engine.probe_tolerance,
         reads_ahead=not config.trainer.placement.colocate_all,  # asleep, it generates nothing meanwhile
         from_model=config.engines_begin_with_model,
-        lessons=Lessons.of(config.trainer),
+        lessons=Lessons.of(config.trainer.distillation),
         waves=family_of(config).generates_in_waves(config),
     )
 

@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hpcrl.config.sections.distillation import SelfTeacherConfig
-from hpcrl.config.sections.trainer import TrainerConfig
+from hpcrl.config.sections.distillation import DistillationConfig, SelfTeacherConfig
 from hpcrl.data.chat.template import Tools
 from hpcrl.data.chat.turns import ChatTurns
 from hpcrl.envs.base import Messages
@@ -66,13 +65,12 @@ class Lessons:
     hints: SelfTeacherConfig | None = None
 
     @classmethod
-    def of(cls, trainer: TrainerConfig) -> Lessons:
-        distillation = trainer.distillation
+    def of(cls, distillation: DistillationConfig) -> Lessons:
         wanted = distillation.enable and not distillation.top_k_from_teacher
         return cls(
             distillation.top_k if wanted else 0,
             distillation.rollout_top_k_recompute,
-            distillation.self_teacher if trainer.distillation.self_teacher_model else None,
+            distillation.self_teacher if distillation.self_teacher_model else None,
         )
 
     def check(self, vocabulary: int) -> None:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hpcrl.config import DataConfig, EnvironmentConfig, GeneratorConfig
-from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.data.datasets import load_dataset
 from hpcrl.data.prompts import set_aside
 from hpcrl.envs.registry import common_extras
@@ -36,11 +35,15 @@ class Rescored:
 
 
 def evaluation_prompts(
-    data: DataConfig, environment: EnvironmentConfig, trainer: TrainerConfig, max_turns: int
+    data: DataConfig, environment: EnvironmentConfig, max_turns: int, *, offline: bool
 ) -> list[Prompt]:
-    """Return the prompts that a configuration evaluates, those that are too long included."""
+    """Return the prompts that a configuration evaluates, those that are too long included.
+
+    Args:
+        offline: rows of datasets are trained.
+    """
     sections = data, environment, max_turns
-    if trainer.offline:
+    if offline:
         return load_dataset(data.val_prompts, ("eval",), *sections)
     if data.test_size is not None:
         return set_aside(load_dataset(data.train_data, ("train", "eval"), *sections), data.test_size)[1]

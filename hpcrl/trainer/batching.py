@@ -110,11 +110,6 @@ def work(refs: Sequence[SampleRef], quadratic: float) -> float:
     )
 
 
-def updates_per_batch(trainer: TrainerConfig, mini_batch_size: int) -> int:
-    """Return the optimizer steps that a model makes in one full batch, with mini-batches of so many groups."""
-    return -(-trainer.train_batch_size // mini_batch_size) * trainer.update_epochs_per_batch
-
-
 def assign_to_ranks(refs: Sequence[SampleRef], ranks: int) -> list[list[SampleRef]]:
     """Return each rank's share, longest sample first, for micro-batches that are limited by samples.
 

@@ -21,8 +21,7 @@ from hpcrl.trainer.advantages import (
     subtract_divergence,
 )
 from hpcrl.trainer.backends.base import CriticEngine, Engine, Objective, PolicyEngine, UpdateResult
-from hpcrl.trainer.backends.reference import reset_is_due, resets_optimizer
-from hpcrl.trainer.batching import Limits, updates_per_batch
+from hpcrl.trainer.batching import Limits
 from hpcrl.trainer.critic.loss import CRITIC_REDUCTION, build_critic_objective, describe_critic
 from hpcrl.trainer.critic.peer import CriticPeer
 from hpcrl.trainer.critic.ranks import ModelRanks
@@ -38,8 +37,8 @@ from hpcrl.trainer.metrics import (
 )
 from hpcrl.trainer.mismatch import MismatchLimit
 from hpcrl.trainer.models.flops import ModelFlops
+from hpcrl.trainer.offline.build import reduction_of
 from hpcrl.trainer.offline.likelihood import score_by_teacher
-from hpcrl.trainer.offline.modes import reduction_of
 from hpcrl.trainer.offline.validation import Validation
 from hpcrl.trainer.packing import MiniBatch, PackedSamples, regrouped
 from hpcrl.trainer.rng import random_state, set_random_state
@@ -116,9 +115,9 @@ class Learner:
     def schedule(self, total_steps: int) -> None:
         """Tell the engines how many steps the whole run has."""
         trainer = self._trainer
-        self.policy.schedule(total_steps * updates_per_batch(trainer, trainer.policy_mini_batch_size))
+        self.policy.schedule(total_steps * trainer.updates_per_batch(trainer.policy_mini_batch_size))
         if self.critic is not None:
-            self.critic.schedule(total_steps * updates_per_batch(trainer, trainer.critic_mini_batch_size))
+            self.critic.schedule(total_steps * trainer.updates_per_batch(trainer.critic_mini_batch_size))
 
     def extra_state(self) -> dict[str, float]:
         """Return what a checkpoint keeps beside the engines' state."""
@@ -130,9 +129,9 @@ class Learner:
             with timer("update_ref_with_policy"):
                 rate = self._trainer.distillation.self_teacher.ema_rate
                 self.policy.reset_reference(fresh_optimizer=False, rate=rate)
-        elif reset_is_due(step, steps_per_epoch, self._trainer):
+        elif self._trainer.resets_reference(step, steps_per_epoch):
             with timer("update_ref_with_policy"):
-                self.policy.reset_reference(fresh_optimizer=resets_optimizer(self._trainer))
+                self.policy.reset_reference(fresh_optimizer=self._trainer.algorithm.resets_optimizer)
 
     def validate(self, step: int, total: int, timer: PhaseTimer) -> dict[str, float]:
         """Return the loss of the validation sets after `step`, where that is due; errors as of `Validation.losses`."""
@@ -214,16 +213,19 @@ class Learner:
                     self._score(batch, mini, first=number == 0)
                 if self._trainer.distillation.self_teacher_model and self._ranks.policy:
                     before = partial(self.consensus, "score.micro_batch")
-                    of_hints = score_by_hints(minis, self.policy, self._trainer, self._limits, before)
+                    rollout = self._trainer.algorithm.use_rollout_logprobs_for_loss
+                    of_hints = score_by_hints(
+                        minis, self.policy, self._trainer.distillation, self._limits, before, rollout=rollout
+                    )
         if self._trainer.trains_reward_model:
             for each in samples:
                 each.scores.margins = each.rewards
         if self._offline:
-            return PartialBatch(data, self._trainer, batch, minis, {}, Advantages())
+            return PartialBatch(data, self._trainer.batch_settings, batch, minis, {}, Advantages())
         self._peer.share_values(minis)
         metrics, advantages = self._advantages(batch, samples, timer) if self._ranks.policy else ({}, Advantages())
         self._peer.share_returns(minis)
-        return PartialBatch(data, self._trainer, batch, minis, metrics | of_hints, advantages)
+        return PartialBatch(data, self._trainer.batch_settings, batch, minis, metrics | of_hints, advantages)
 
     def _advantages(
         self, batch: Batch, samples: list[PackedSamples], timer: PhaseTimer
@@ -275,7 +277,7 @@ class Learner:
         """Return the batch as an earlier attempt left it between two optimizer steps; None where none has begun it."""
         if self._begun is None:
             return None
-        work = read_partial_batch(self._begun, self._trainer, batch, minis, self._data, self.world)
+        work = read_partial_batch(self._begun, self._trainer.batch_settings, batch, minis, self._data, self.world)
         timer.resume(work.seconds if self._ranks.policy else {})
         self._begun = None
         return work

@@ -17,7 +17,7 @@ from hpcrl.rundir.layout import Run
 from hpcrl.trainer.advantages import estimate_advantages
 from hpcrl.trainer.backends.fsdp.engine import FsdpPolicy
 from hpcrl.trainer.backends.fsdp.values import FsdpCritic
-from hpcrl.trainer.batching import MicroBatchLimit, updates_per_batch
+from hpcrl.trainer.batching import MicroBatchLimit
 from hpcrl.trainer.critic.loss import CRITIC_REDUCTION, build_critic_objective, describe_critic
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.packing import MiniBatch, regrouped
@@ -61,7 +61,7 @@ def section(model: str, options: dict[str, Any]) -> TrainerConfig:
 
 def make_critic(world: World, trainer: TrainerConfig) -> WatchedCritic:
     critic = WatchedCritic(trainer, world)
-    critic.schedule(4 * updates_per_batch(trainer, trainer.critic_mini_batch_size))
+    critic.schedule(4 * trainer.updates_per_batch(trainer.critic_mini_batch_size))
     return critic
 
 

@@ -25,7 +25,7 @@ from hpcrl.trainer.backends.fsdp.engine import FsdpPolicy
 from hpcrl.trainer.backends.fsdp.values import FsdpCritic
 from hpcrl.trainer.batching import MicroBatchLimit
 from hpcrl.trainer.distributed import World
-from hpcrl.trainer.models.hf import critic_source
+from hpcrl.trainer.models.build import critic_source
 from hpcrl.trainer.packing import pack
 from hpcrl.trainer.saving.checkpoint import Checkpoints
 from hpcrl.types import Batch, Sample

@@ -30,7 +30,7 @@ from hpcrl.trainer.loss import build_policy_loss
 from hpcrl.trainer.metrics import PhaseTimer, step_line
 from hpcrl.trainer.mismatch import MismatchLimit
 from hpcrl.trainer.models.flops import ModelFlops
-from hpcrl.trainer.offline.modes import objective_of
+from hpcrl.trainer.offline.build import objective_of
 from hpcrl.trainer.saving.checkpoint import ResumePoint
 from hpcrl.trainer.saving.dump import Dumps
 from hpcrl.trainer.step import Learner

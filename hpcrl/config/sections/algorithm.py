@@ -262,6 +262,11 @@ class AlgorithmConfig(FunctionsConfig):
     gdpo: GDPOConfig = section(GDPOConfig, used_by=chosen("advantage_estimator", "gdpo"))
 
     @property
+    def resets_optimizer(self) -> bool:
+        """Whether the optimizer starts afresh with the reference; one that follows each epoch leaves it alone, as SkyRL's."""
+        return self.reference_reset_interval is not None and self.reset_optimizer_with_reference
+
+    @property
     def needs_baselines(self) -> bool:
         """Whether each training group needs the reward of a greedy response."""
         return self.advantage_estimator == "remax"

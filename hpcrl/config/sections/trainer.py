@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 from hpcrl.config.conditions import CRITIC, ENGINES, OFFLINE, RL, RL_OR_SFT
@@ -29,6 +30,7 @@ from hpcrl.config.sections.distillation import DistillationConfig
 from hpcrl.config.sections.dpo import DPOConfig
 from hpcrl.config.sections.model import (
     CriticConfig,
+    ExpertsConfig,
     FSDPConfig,
     LoraConfig,
     MixedPrecisionConfig,
@@ -40,6 +42,7 @@ from hpcrl.config.sections.model import (
     TeacherFSDPConfig,
 )
 from hpcrl.config.sections.placement import PlacementConfig
+from hpcrl.config.sections.profiler import ProfilerConfig
 from hpcrl.config.sections.reward_model import RewardModelConfig
 from hpcrl.config.sections.upload import UploadConfig
 from hpcrl.config.setting import (
@@ -88,44 +91,6 @@ class FullyAsyncConfig:
         return self.max_staleness_steps + 2
 
 
-@dataclass(frozen=True, kw_only=True)
-class ProfilerConfig:
-    enable: bool = False
-    """Record a PyTorch profile of the trainer into profile/ of the run directory, for chrome://tracing or Perfetto."""
-
-    enable_nsys: bool = False
-    """Record those steps with Nsight Systems instead, whose `nsys` has to be on the PATH of the nodes: the trainer's ranks are started under it, and phases are NVTX ranges."""
-
-    nsys_engine_iterations: int = setting(0, range=NOT_NEGATIVE)
-    """With enable_nsys: iterations of each vLLM engine that are recorded too, after its first 100; 0: engines are not started under it."""
-
-    wait_steps: int = setting(1, range=NOT_NEGATIVE)
-    """Steps that are skipped first; counted from where an attempt starts."""
-
-    warmup_steps: int = setting(1, range=NOT_NEGATIVE)
-    """Steps that warm the profiler up."""
-
-    active_steps: int = setting(1, range=COUNT)
-    """Steps that are recorded."""
-
-    ranks: list[int] = setting(
-        [0], why="a profile of no rank would be empty; SkyRL's megatron_config.torch_profiler_config.ranks is []"
-    )
-    """Ranks that record."""
-
-    record_shape: bool = False
-    """Record the shapes of tensors."""
-
-    profile_memory: bool = False
-    """Record allocations."""
-
-    with_stack: bool = False
-    """Record Python stacks."""
-
-    with_modules: bool = False
-    """Record which module each operation belongs to."""
-
-
 _HIGHER = re.compile(
     r"score|avg_score|(avg_)?pass_at_\d+|((avg_raw|mean_positive)_)?reward|(\w+_)?accurac(y|ies)|margins"
 )
@@ -146,6 +111,15 @@ _SCORERS = when(
     "has_scorers",
     needs="trainer.distillation.enable, a reference on nodes of its own (trainer.placement.colocate_policy_ref=false), or environment.reward_model.model",
 )
+
+
+@dataclass(frozen=True)
+class Recomputation:
+    """Activations that are computed again in backward, as trainer.gradient_checkpointing_* say."""
+
+    every: int
+    keep: Literal["nothing", "attention"]
+    reentrant: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -455,6 +429,20 @@ class TrainerConfig:
         apart = self.reference_follows or bool(lora.modules_to_save) or lora.begins_from_weights
         return self.uses_reference and self.reference_is_base and apart
 
+    def resets_reference(self, step: int, epoch: int) -> bool:
+        """Return whether the policy after `step` becomes the reference.
+
+        Args:
+            epoch: steps of one.
+        """
+        interval = self.algorithm.reference_reset_interval
+        return step % interval == 0 if interval is not None else self.update_ref_every_epoch and step % epoch == 0
+
+    @property
+    def reference_experts(self) -> ExpertsConfig | None:
+        """Section of the reference's routers, which repeat what those of the policy do, where it is the same model."""
+        return self.policy.experts if self.ref_model == self.policy.model.pretrained else None
+
     @property
     def ref_sharding(self) -> FSDPConfig:
         """Sharding of the reference model, and its number type; where that is not set: the policy's."""
@@ -491,6 +479,28 @@ class TrainerConfig:
         """Whether the critic has ranks of its own, after the policy's; otherwise it is beside the policy."""
         sizes = self.placement.critic_num_nodes, self.placement.critic_num_gpus_per_node
         return self.critic.model.path is not None and not self.placement.colocate_all and sizes != (None, None)
+
+    @property
+    def recomputation(self) -> Recomputation | None:
+        """Activations that are computed again; None: all are kept."""
+        if not self.gradient_checkpointing:
+            return None
+        reentrant = self.gradient_checkpointing_use_reentrant
+        return Recomputation(self.gradient_checkpointing_every, self.gradient_checkpointing_keep, reentrant)
+
+    def updates_per_batch(self, mini_batch_size: int) -> int:
+        """Return the optimizer steps that a model makes in one full batch, with mini-batches of so many groups."""
+        return -(-self.train_batch_size // mini_batch_size) * self.update_epochs_per_batch
+
+    @property
+    def batch_settings(self) -> dict[str, Any]:
+        """Settings that a half-trained batch depends on, by names below `trainer`, as JSON gives them back."""
+        names = ("policy_mini_batch_size", "critic_mini_batch_size", "update_epochs_per_batch")
+        found = {name: getattr(self, name) for name in names}
+        for part in ("algorithm", "dpo"):
+            found |= {f"{part}.{name}": value for name, value in asdict(getattr(self, part)).items()}
+        found["critic.model.path"] = self.critic.model.path
+        return json.loads(json.dumps(found))
 
     @property
     def surplus_groups(self) -> int:

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from hpcrl.config.sections.trainer import TrainerConfig
+from hpcrl.config.sections.placement import PlacementConfig
 from hpcrl.errors import RunError
 from hpcrl.trainer.backends.base import Writer
 from hpcrl.trainer.backends.shares import write_folders
@@ -55,11 +55,15 @@ class ModelRanks:
     first_of_critic: int = 0
 
     @staticmethod
-    def of(trainer: TrainerConfig, world: World) -> ModelRanks:
-        """Return those of the configuration; all ranks call it. Raises RunError where there are not as many ranks as it says."""
-        if not trainer.has_own_critic:
+    def of(placement: PlacementConfig, world: World, *, own_critic: bool) -> ModelRanks:
+        """Return those of the configuration; all ranks call it. Raises RunError where there are not as many ranks as it says.
+
+        Args:
+            own_critic: the critic has ranks of its own.
+        """
+        if not own_critic:
             return ModelRanks(world, world)
-        first, others = trainer.placement.policy_ranks, trainer.placement.critic_ranks
+        first, others = placement.policy_ranks, placement.critic_ranks
         if first + others != world.size:
             raise RunError(
                 f"{first} ranks of the policy and {others} of the critic were to be started, found {world.size}"

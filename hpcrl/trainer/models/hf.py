@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -20,11 +20,8 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
-from hpcrl.config.scorers import REWARD, TEACHER, ScorerSet
 from hpcrl.config.sections.generator import ChatTemplateConfig
 from hpcrl.config.sections.model import Pretrained
-from hpcrl.config.sections.reward_model import HEAD
-from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.data.model_config import ConfiguredModel, require_classifier
 from hpcrl.data.models.files import CONFIG, model_folder
 from hpcrl.data.tokenizer import load_tokenizer
@@ -269,54 +266,6 @@ def _of_parts(config: PreTrainedConfig, attention: str) -> str | dict[str, str]:
     if family_of(config) is None:
         return attention
     return {"": attention, "text_config": attention, "vision_config": "sdpa"}
-
-
-def policy_source(trainer: TrainerConfig) -> ModelSource:
-    """Return the model that is trained, as it is loaded: a policy, or a reward model in its place."""
-    section: dict[str, Any] = {
-        **vars(trainer.policy.model.pretrained),
-        "role": "trainer.policy",
-        "config_kwargs": trainer.policy.config_overrides,
-        "rope_scaling": trainer.rope_scaling,
-        "rope_theta": trainer.rope_theta,
-    }
-    if trainer.trains_reward_model:
-        return RewardModelSource(**section, head=HEAD, seed=trainer.seed)
-    return ModelSource(**section)
-
-
-def reference_source(trainer: TrainerConfig, policy: ModelSource | None = None) -> ModelSource:
-    """Return the model of the KL term, as it is loaded: like the policy, which is `policy_source` unless given."""
-    return replace(
-        policy or policy_source(trainer),
-        **vars(trainer.ref_model),
-        role="trainer.ref",
-        config_kwargs=trainer.ref.config_overrides,
-    )
-
-
-def scorer_source(trainer: TrainerConfig, scorers: ScorerSet) -> ModelSource:
-    """Return the model of scorers, as it is loaded."""
-    if scorers.role == REWARD:
-        return JudgeSource(**vars(scorers.model), role="environment.reward_model", head=HEAD, seed=0)
-    if scorers.role != TEACHER:
-        return reference_source(trainer)
-    return replace(policy_source(trainer), **vars(scorers.model), role="trainer.distillation", config_kwargs={})
-
-
-def critic_source(trainer: TrainerConfig) -> CriticSource:
-    """Return the critic, as it is loaded."""
-    model = trainer.critic.model.pretrained
-    assert model is not None, "this run has no critic"
-    return CriticSource(
-        **vars(model),
-        role="trainer.critic",
-        config_kwargs=trainer.critic.model_config_kwargs,
-        rope_scaling=trainer.rope_scaling,
-        rope_theta=trainer.rope_theta,
-        head=trainer.algorithm.value_head_prefix,
-        seed=trainer.seed,
-    )
 
 
 def export_config(source: ModelSource, directory: Path, dtype: torch.dtype, architecture: str | None = None) -> None:

@@ -80,7 +80,7 @@ def _written(batch: Batch, samples: PackedSamples, written: Run, top_k: int) -> 
 
 
 class LikelihoodMeasure:
-    """Measure (modes.py) of supervised fine-tuning: the loss, a mean over trained tokens."""
+    """Measure (build.py) of supervised fine-tuning: the loss, a mean over trained tokens."""
 
     def sums(self, samples: PackedSamples, logprobs_P: torch.Tensor) -> dict[str, float]:
         mask_P = samples.loss_mask.double()

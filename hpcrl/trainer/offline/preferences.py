@@ -57,7 +57,7 @@ def build_preference_objective(dpo: DPOConfig) -> Objective:
 
 @dataclass(frozen=True)
 class PreferenceMeasure:
-    """Measure (modes.py) of a set of pairs: the loss that is trained, and `pair_metrics`, as means over all of it."""
+    """Measure (build.py) of a set of pairs: the loss that is trained, and `pair_metrics`, as means over all of it."""
 
     dpo: DPOConfig
 

@@ -49,7 +49,7 @@ def build_reward_objective(settings: RewardModelConfig) -> Objective:
 
 @dataclass(frozen=True)
 class RewardMeasure:
-    """Measure (modes.py) of a set of pairs: the loss that is trained, and the metrics of training, as means over all of it."""
+    """Measure (build.py) of a set of pairs: the loss that is trained, and the metrics of training, as means over all of it."""
 
     settings: RewardModelConfig
 

@@ -18,7 +18,7 @@ from hpcrl.trainer.backends.base import CriticEngine, PolicyEngine
 from hpcrl.trainer.backends.schedule import is_due
 from hpcrl.trainer.batching import Limits, SampleRef, planned
 from hpcrl.trainer.distributed import World
-from hpcrl.trainer.offline.modes import Measure, measure_of
+from hpcrl.trainer.offline.build import Measure, measure_of
 from hpcrl.trainer.packing import MiniBatch, pack
 from hpcrl.trainer.stop import StopConsensus
 

@@ -16,9 +16,10 @@ samples follow one another in `<m>.advantages`, `<m>.old_logprobs`, ... [P], as 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -27,7 +28,7 @@ from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.data.batch_file import check_batch, read_batch
 from hpcrl.data.weight_files import check_weights
 from hpcrl.errors import CommitError, DataError, RunError
-from hpcrl.rundir.checkpoints import FACTS, changed_since, settings_of
+from hpcrl.rundir.checkpoints import FACTS, changed_since
 from hpcrl.rundir.commit import read_json, write_json
 from hpcrl.rundir.layout import Run, position_of
 from hpcrl.trainer.advantages import Advantages
@@ -45,7 +46,7 @@ class PartialBatch:
     """A batch that is being trained.
 
     Attributes:
-        trainer: the settings that it is trained with.
+        settings: `TrainerConfig.batch_settings` that it is trained with.
         data: the ranks that its samples are assigned to.
         minis: this rank's part of it, scored.
         kl_penalty: metrics of the KL penalty on rewards.
@@ -54,7 +55,7 @@ class PartialBatch:
     """
 
     data: World
-    trainer: TrainerConfig
+    settings: Mapping[str, Any]
     batch: Batch
     minis: list[MiniBatch]
     kl_penalty: dict[str, float]
@@ -81,7 +82,7 @@ class PartialBatch:
                 "layout": _LAYOUT,
                 "ranks": self.data.size,
                 "groups": _named(self.batch),
-                "settings": settings_of(self.trainer),
+                "settings": dict(self.settings),
                 "charged": self.kl_penalty,
                 "advantages": asdict(self.advantages),
                 "critic": [asdict(update) for update in self.critic],
@@ -92,7 +93,7 @@ class PartialBatch:
 
 
 def read_partial_batch(
-    checkpoint: Path, trainer: TrainerConfig, batch: Batch, minis: list[MiniBatch], data: World, world: World
+    checkpoint: Path, settings: Mapping[str, Any], batch: Batch, minis: list[MiniBatch], data: World, world: World
 ) -> PartialBatch:
     """Return what `write` left in a committed checkpoint, with what it says about this rank's samples filled in.
 
@@ -109,7 +110,7 @@ def read_partial_batch(
     _fill_in(minis, [checkpoint / _file(rank) for rank in ranks])
     return PartialBatch(
         data,
-        trainer,
+        settings,
         batch,
         minis,
         facts["charged"],
@@ -133,7 +134,7 @@ def unusable(run: Run, trainer: TrainerConfig, checkpoint: Path) -> str | None:
         return f"it has no {FACTS}"
     if facts.get("layout") != _LAYOUT:
         return "an earlier version of hpcrl saved it, which kept advantages and returns one token later"
-    if changed := changed_since(facts["settings"], trainer):
+    if changed := changed_since(facts["settings"], trainer.batch_settings):
         return f"the batch was begun with another trainer.{', trainer.'.join(changed)}"
     try:
         file = read_batch(run.batch(step + 1))

@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from hpcrl.config.sections.trainer import TrainerConfig
+from hpcrl.config.sections.distillation import DistillationConfig
 from hpcrl.trainer.backends.base import PolicyEngine
 from hpcrl.trainer.batching import Limits, SampleRef, plan_shares
 from hpcrl.trainer.distributed import World
@@ -19,7 +19,13 @@ from hpcrl.types import Hint, Sample, SamplingMask
 
 
 def score_by_hints(
-    minis: Sequence[MiniBatch], policy: PolicyEngine, trainer: TrainerConfig, limits: Limits, before: Before
+    minis: Sequence[MiniBatch],
+    policy: PolicyEngine,
+    distillation: DistillationConfig,
+    limits: Limits,
+    before: Before,
+    *,
+    rollout: bool = False,
 ) -> dict[str, float]:
     """Fill in what the policy says of its samples when it is shown hints, as of a teacher, and return distillation/hinted.
 
@@ -29,16 +35,16 @@ def score_by_hints(
     Args:
         limits: of micro-batches.
         before: called before each forward pass.
+        rollout: old log-probabilities are those of the rollout.
 
     Returns:
         hinted: share of samples that have a hint.
     """
-    reference = trainer.distillation.self_teacher_model != "policy"
-    top_k = min(trainer.distillation.top_k, policy.vocabulary)
+    reference = distillation.self_teacher_model != "policy"
+    top_k = min(distillation.top_k, policy.vocabulary)
     hinted = samples = 0
     for mini in minis:
         own, scores = mini.samples, mini.samples.scores
-        rollout = trainer.algorithm.use_rollout_logprobs_for_loss
         old_P = own.rollout_logprobs if rollout else scores.old_logprobs
         assert old_P is not None or not own.lengths
         scores.teacher_logprobs = torch.zeros(0) if old_P is None else old_P.clone()

@@ -20,9 +20,9 @@ from hpcrl.rundir.layout import Run
 from hpcrl.trainer.backends.fsdp.model import PackedModel, PackedPolicy, free_gathered, load_model
 from hpcrl.trainer.batching import MicroBatchLimit, micro_batch_limits, plan_shares, samples_of, whole_groups
 from hpcrl.trainer.distributed import World
+from hpcrl.trainer.models.build import forward_config, policy_source, scorer_source
 from hpcrl.trainer.models.flops import ModelFlops
-from hpcrl.trainer.models.forward import forward_config, reference_experts
-from hpcrl.trainer.models.hf import ModelSource, policy_source, scorer_source
+from hpcrl.trainer.models.hf import ModelSource
 from hpcrl.trainer.models.layers.choice import Kernels
 from hpcrl.trainer.models.packed.attention import PACKED
 from hpcrl.trainer.packing import Before, MicroBatchStream
@@ -57,7 +57,7 @@ class ScoringModel:
         if scorers.role == TEACHER:
             self._top_k = min(own.top_k, vocabulary)
             self._given_ids = 0 if own.top_k_from_teacher else self._top_k
-        experts = None if scorers.role == TEACHER else reference_experts(trainer)
+        experts = None if scorers.role == TEACHER else trainer.reference_experts
         forward, self._data = replace(forward, vocabulary=vocabulary, experts=experts), world
         if scorers.role == TEACHER and own.backend == "megatron":
             from hpcrl.trainer.scoring.megatron import forward_passes  # megatron-core is installed on its own

@@ -20,9 +20,8 @@ from hpcrl.rundir.layout import Run
 from hpcrl.trainer.backends.fsdp.model import PackedRewardModel, load_model
 from hpcrl.trainer.batching import MicroBatchLimit, SampleRef, longest_first, plan_mini_batch, whole_groups
 from hpcrl.trainer.distributed import World
+from hpcrl.trainer.models.build import forward_config, scorer_source
 from hpcrl.trainer.models.flops import ModelFlops
-from hpcrl.trainer.models.forward import forward_config
-from hpcrl.trainer.models.hf import scorer_source
 from hpcrl.trainer.models.packed.attention import PACKED
 from hpcrl.trainer.packing import Before, MicroBatchStream, pack
 from hpcrl.trainer.scoring.model import outputs, passes

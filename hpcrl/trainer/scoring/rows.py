@@ -17,9 +17,8 @@ from hpcrl.rundir.commit import committed_directory
 from hpcrl.trainer.backends.fsdp.model import PackedPolicy, load_model
 from hpcrl.trainer.batching import SampleRef, micro_batch_limits, planned
 from hpcrl.trainer.distributed import World
+from hpcrl.trainer.models.build import forward_config, policy_source, reference_source
 from hpcrl.trainer.models.flops import ModelFlops
-from hpcrl.trainer.models.forward import forward_config
-from hpcrl.trainer.models.hf import policy_source, reference_source
 from hpcrl.trainer.models.packed.attention import PACKED
 from hpcrl.trainer.offline.teacher_file import TeacherWriter, ends_of, make_room, write_index
 from hpcrl.trainer.packing import MicroBatchStream, pack

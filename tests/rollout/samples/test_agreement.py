@@ -42,7 +42,7 @@ from hpcrl.trainer.distributed import World
 from hpcrl.trainer.metrics import PhaseTimer
 from hpcrl.trainer.mismatch import MismatchLimit
 from hpcrl.trainer.models.flops import ModelFlops
-from hpcrl.trainer.offline.modes import objective_of
+from hpcrl.trainer.offline.build import objective_of
 from hpcrl.trainer.packing import PackedSamples, pack
 from hpcrl.trainer.saving.checkpoint import ResumePoint
 from hpcrl.trainer.saving.dump import Dumps

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from hpcrl.config import TrainerConfig
-from hpcrl.config.sections.distillation import SelfTeacherConfig
+from hpcrl.config.sections.distillation import DistillationConfig, SelfTeacherConfig
 from hpcrl.config.validate import build
 from hpcrl.data.chat.template import Tools
 from hpcrl.data.chat.turns import ChatTurns
@@ -99,8 +98,7 @@ def test_what_cannot_be_given_as_text_is_not_shown() -> None:
 
 def test_what_settings_want() -> None:
     def wanted(**distillation: Any) -> Lessons:
-        policy = {"model": {"path": "m"}}
-        return Lessons.of(build(TrainerConfig, {"policy": policy, "distillation": {"enable": True, **distillation}}))
+        return Lessons.of(build(DistillationConfig, {"enable": True, **distillation}))
 
     assert wanted(model_path="t", top_k=4) == Lessons()
     assert wanted(model_path="t", top_k=4, top_k_from_teacher=False).generated == 4

@@ -28,8 +28,8 @@ from hpcrl.trainer.backends.build import build_policy
 from hpcrl.trainer.batching import micro_batch_limits
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.metrics import describe_updates
-from hpcrl.trainer.models.hf import policy_source
-from hpcrl.trainer.offline.modes import objective_of, reduction_of
+from hpcrl.trainer.models.build import policy_source
+from hpcrl.trainer.offline.build import objective_of, reduction_of
 from hpcrl.trainer.offline.validation import Validation
 from hpcrl.trainer.packing import pack
 from hpcrl.trainer.samples import load_mini_batches

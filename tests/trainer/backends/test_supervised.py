@@ -21,8 +21,8 @@ from hpcrl.rundir.layout import Run
 from hpcrl.trainer.backends.build import build_policy
 from hpcrl.trainer.batching import micro_batch_limits
 from hpcrl.trainer.distributed import World
+from hpcrl.trainer.offline.build import objective_of, reduction_of
 from hpcrl.trainer.offline.likelihood import score_by_teacher
-from hpcrl.trainer.offline.modes import objective_of, reduction_of
 from hpcrl.trainer.offline.validation import Validation
 from hpcrl.trainer.samples import load_mini_batches
 from hpcrl.trainer.step import sum_over_ranks

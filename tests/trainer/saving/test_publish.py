@@ -30,7 +30,8 @@ from hpcrl.rundir.layout import Run, version_of
 from hpcrl.trainer.backends.base import ExportPiece
 from hpcrl.trainer.backends.fsdp.engine import FsdpPolicy
 from hpcrl.trainer.distributed import World
-from hpcrl.trainer.models.hf import export_config, policy_source, reference_source
+from hpcrl.trainer.models.build import policy_source, reference_source
+from hpcrl.trainer.models.hf import export_config
 from hpcrl.trainer.packing import PackedSamples, pack
 from hpcrl.trainer.saving.publish import Publisher
 from hpcrl.trainer.saving.shards import ShardPlan, ShardWriter

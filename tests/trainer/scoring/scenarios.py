@@ -88,7 +88,7 @@ def hinted(world: World, options: dict[str, Any]) -> None:
     assert file is not None
     (mini,) = load_mini_batches(run, file.batch, trainer, (limit, limit), world, Reduction())
     score(engine, mini, limit, old=True, reference=False)
-    shares = score_by_hints([mini], engine, trainer, (limit, limit), lambda: None)
+    shares = score_by_hints([mini], engine, trainer.distillation, (limit, limit), lambda: None)
     found, scores = {"hinted": torch.tensor(shares["distillation/hinted"])}, mini.samples.scores
     mask = mini.samples.whole().sampling_mask
     assert mask is not None

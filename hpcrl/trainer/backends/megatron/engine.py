@@ -36,22 +36,9 @@ from hpcrl.trainer.backends.reference import REFERENCE, exchanged, forget_moment
 from hpcrl.trainer.backends.schedule import lr_factor
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.models.adapter import Adapter, made_adapter
-from hpcrl.trainer.models.forward import (
-    DTYPES,
-    ForwardConfig,
-    computing,
-    forward_config,
-    reference_experts,
-    score_places,
-)
-from hpcrl.trainer.models.hf import (
-    CriticSource,
-    ModelSource,
-    critic_source,
-    export_config,
-    policy_source,
-    reference_source,
-)
+from hpcrl.trainer.models.build import critic_source, forward_config, policy_source, reference_source
+from hpcrl.trainer.models.forward import DTYPES, ForwardConfig, computing, score_places
+from hpcrl.trainer.models.hf import CriticSource, ModelSource, export_config
 from hpcrl.trainer.models.logprobs import among_zeros
 from hpcrl.trainer.packing import untrained_micro_batch
 from hpcrl.types import MicroBatch
@@ -244,7 +231,7 @@ class MegatronPolicy(MegatronExported[PolicyModel]):
             for chunk in chunks:
                 chunk.requires_grad_(False)
             self._reference = chunks
-            experts = reference_experts(trainer)
+            experts = trainer.reference_experts
             self._reference_pipeline = Pipeline(
                 chunks, self.data, dynamic=megatron.pipeline_dynamic_shape,
                 routing=MegatronRouting(chunks, experts, self.data.size) if experts else None,

@@ -23,7 +23,7 @@ from hpcrl.families.diffusion.policy import DiffusionPolicy, RowEncoder
 from hpcrl.rundir.layout import Run
 from hpcrl.trainer.batching import micro_batch_limits
 from hpcrl.trainer.distributed import World
-from hpcrl.trainer.offline.modes import objective_of, reduction_of
+from hpcrl.trainer.offline.build import objective_of, reduction_of
 from hpcrl.trainer.offline.validation import Validation
 from hpcrl.trainer.packing import MiniBatch
 from hpcrl.trainer.samples import load_mini_batches
