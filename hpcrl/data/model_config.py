@@ -96,7 +96,8 @@ class ConfiguredModel(Pretrained):
         import hpcrl.data.models.openvla  # noqa: F401  tells transformers of it
 
         try:
-            config = AutoConfig.from_pretrained(self.path, **self.at_revision)
+            # None would have transformers ask on a terminal whether to run the model's code
+            config = AutoConfig.from_pretrained(self.path, trust_remote_code=False, **self.at_revision)
             entries, _ = PreTrainedConfig.get_config_dict(self.path, **self.at_revision)
         except (OSError, ValueError) as error:
             raise self.not_a_model(error) from error

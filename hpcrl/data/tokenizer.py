@@ -110,7 +110,7 @@ def _read_tokenizer(path: str, **options: Any) -> tuple[PreTrainedTokenizerBase,
 
     # texts are to come back as they were; where a file has true, transformers ignores it with a warning
     plainly = {**options, "clean_up_tokenization_spaces": False}
-    found = AutoTokenizer.from_pretrained(path, **plainly)
+    found = AutoTokenizer.from_pretrained(path, trust_remote_code=False, **plainly)
     missing: dict[str, Any] = {
         "_raise_exceptions_for_missing_entries": False,
         "_raise_exceptions_for_connection_errors": False,

@@ -63,9 +63,9 @@ def shapes(source: ModelSource, fsdp: FSDPConfig, trained: PolicyConfig | Critic
 def classifier_shapes(model: Pretrained) -> Shapes:
     """Return the parameters and sizes of a reward model that is served. Raises DataError where it is no sequence classifier."""
     try:
-        config = AutoConfig.from_pretrained(model.path, **model.at_revision)
+        config = AutoConfig.from_pretrained(model.path, trust_remote_code=False, **model.at_revision)
         with torch.device("meta"):
-            made = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+            made = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise DataError(
             f"environment.remote_reward.service.model: {model} is no sequence classifier: {error}"

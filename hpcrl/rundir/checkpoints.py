@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from hpcrl.errors import CommitError, DataError, RunError
 from hpcrl.faults import fault
+from hpcrl.rundir.checkpoint_index import check_indexes
 from hpcrl.rundir.commit import Fence, children, committed, committed_by, discard, is_committed, unfenced, verify
 from hpcrl.rundir.layout import Run, position_of, step_of
 from hpcrl.rundir.ledger import read_outcomes
@@ -91,6 +92,13 @@ def needed(line: Sequence[Path], newest: int = NEVER_DELETED) -> list[Path]:
     after = line[line.index(whole[-1]) + 1 :] if whole else line
     stay = {*whole[-newest:], *after[-NEVER_DELETED:]}
     return [path for path in line if path in stay]
+
+
+def verify_checkpoint(path: Path, checksums: bool = True) -> dict[str, Any]:
+    """Return the manifest of a checkpoint, as `verify` does, after reading its indexes too: whether they can be loaded without running code."""
+    manifest = verify(path, checksums)
+    check_indexes(path)
+    return manifest
 
 
 def line_of(run: Run) -> list[Path]:
@@ -166,7 +174,7 @@ def newest_usable(
     report: Report,
     unusable: Callable[[Path], str | None] = lambda _: None,
     fence: Fence = unfenced,
-    verify: Verify = verify,
+    verify: Verify = verify_checkpoint,
 ) -> Path | None:
     """Return the newest checkpoint that is committed and whole, or None.
 

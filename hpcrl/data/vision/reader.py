@@ -139,7 +139,7 @@ class ImageReader:
 
         wanted = preparation or Preparation()
         try:
-            config: Any = AutoConfig.from_pretrained(model.path, **model.at_revision)
+            config: Any = AutoConfig.from_pretrained(model.path, trust_remote_code=False, **model.at_revision)
         except (OSError, ValueError):  # whoever loads the model tells it better
             return None
         family = family_of(config)

@@ -36,8 +36,8 @@ from hpcrl.launch.manage.registry import find_run
 from hpcrl.launch.submit.engine import check_engine, position_limit
 from hpcrl.launch.submit.models import entries_of, folder_of, on_hub
 from hpcrl.launch.submit.vision import check_vision
-from hpcrl.rundir.checkpoints import find_checkpoint, line_of
-from hpcrl.rundir.commit import is_committed, read_json, verify, write_json, write_text
+from hpcrl.rundir.checkpoints import find_checkpoint, line_of, verify_checkpoint
+from hpcrl.rundir.commit import is_committed, read_json, write_json, write_text
 from hpcrl.rundir.layout import Run, position_of
 
 _EXPORT, _PROCESS = "export", "eval"
@@ -96,7 +96,7 @@ def find_subject(name: str, checkpoint: str | None, root: Path) -> Subject:
     if checkpoint is None and not line:
         raise RunError(f"{run.name} has no committed checkpoint yet; --checkpoint 0 is the model that it began with")
     path = line[-1] if checkpoint is None else find_checkpoint(run, checkpoint)
-    verify(path, checksums=False)
+    verify_checkpoint(path, checksums=False)
     step, _ = position_of(path) or (0, 0)
     return Subject(run, path, Pretrained(str(run.exports / path.name)), step)
 

@@ -24,8 +24,8 @@ from hpcrl.errors import ConfigError, RunError
 from hpcrl.launch.local.foreground import job, run_here, to_stderr
 from hpcrl.observe.metrics import read_metrics, values_of
 from hpcrl.observe.summary import STEP_SECONDS
-from hpcrl.rundir.checkpoints import line_of
-from hpcrl.rundir.commit import read_json, verify, write_json, write_text
+from hpcrl.rundir.checkpoints import line_of, verify_checkpoint
+from hpcrl.rundir.commit import read_json, write_json, write_text
 from hpcrl.rundir.layout import Run, step_of
 from hpcrl.rundir.ledger import read_attempts
 
@@ -70,7 +70,7 @@ def plan_replay(run: Run, step: int, times: int) -> Plan:
     for number in range(first, step + 1):
         require_samples(run, number)
     if checkpoint is not None:
-        verify(checkpoint)
+        verify_checkpoint(checkpoint)
     return Plan(
         run=str(run.path),
         checkpoint=None if checkpoint is None else str(checkpoint),

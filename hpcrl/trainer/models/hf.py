@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, ClassVar, cast
 
 import torch
@@ -32,6 +33,8 @@ from hpcrl.rundir.commit import write_text
 from hpcrl.trainer.models.forward import DTYPES
 from hpcrl.trainer.models.logits import LogitChange
 
+_PICKLE = "its weights are a pickle that names more than tensors, and reading it could run code"
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSource(ConfiguredModel):
@@ -45,7 +48,10 @@ class ModelSource(ConfiguredModel):
 
     def empty(self, dtype: torch.dtype, attention: str) -> PreTrainedModel:
         """Return the model without weights, on the meta device. Raises DataError where there is none, or its log-probabilities would come out wrong."""
-        model = _empty(self._model_class(), self.config(), dtype, attention)
+        try:
+            model = _empty(self._model_class(), self.config(), dtype, attention)
+        except ValueError as error:
+            raise self.not_a_model(error) from error
         LogitChange.of(model.config)
         if getattr(model.get_output_embeddings(), "bias", None) is not None:
             raise DataError(
@@ -96,8 +102,11 @@ class ModelSource(ConfiguredModel):
                 dtype=dtype,
                 attn_implementation=_of_parts(self.config(), attention),
                 output_loading_info=True,
+                trust_remote_code=False,
                 **self.at_revision,
             )
+        except UnpicklingError as error:
+            raise self.not_a_model(_PICKLE) from error
         # RuntimeError: weights of other shapes than the configuration says
         except (OSError, ValueError, RuntimeError) as error:
             raise self.not_a_model(error) from error
@@ -256,7 +265,8 @@ def _contents(path: Path) -> Iterator[torch.Tensor]:
 
 
 def _empty(model_class: Any, config: PreTrainedConfig, dtype: torch.dtype, attention: str) -> PreTrainedModel:
-    build = getattr(model_class, "from_config", None) or model_class._from_config
+    automatic = getattr(model_class, "from_config", None)
+    build = partial(automatic, trust_remote_code=False) if automatic else model_class._from_config
     with torch.device("meta"):
         return build(config, dtype=dtype, attn_implementation=_of_parts(config, attention))
 

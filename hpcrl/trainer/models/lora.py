@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel
@@ -169,7 +170,7 @@ def _given(layers: list[Adapted], directory: Path, section: str) -> Iterator[tup
     try:
         tensors = load_file(directory / ADAPTER_FILE)  # first: PEFT asks the hub for a directory that is not there
         theirs = cast("peft.LoraConfig", peft.LoraConfig.from_pretrained(str(directory)))
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, SafetensorError) as error:
         raise DataError(f"{section}.adapter_path: {directory} has no adapters that PEFT reads: {error}") from error
     if not layers[0].name.startswith(_BODY):  # a critic's names begin with what is in the body
         tensors = {name.replace(f"{ADAPTER_PREFIX}{_BODY}", ADAPTER_PREFIX): value for name, value in tensors.items()}

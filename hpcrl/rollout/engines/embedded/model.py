@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import closing
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, cast
 
 import torch
@@ -34,9 +35,10 @@ def load_model(source: ConfiguredModel, dtype: str, device: torch.device) -> Pre
             config=config,
             dtype=getattr(torch, dtype),
             attn_implementation=_attention(config),
+            trust_remote_code=False,
             **source.at_revision,
         )
-    except (OSError, ValueError, RuntimeError, DataError) as error:
+    except (OSError, ValueError, RuntimeError, UnpicklingError, DataError) as error:
         raise EngineError(f"the model at {source} cannot be loaded: {error}") from error
     return cast(Any, model).to(device).eval()
 

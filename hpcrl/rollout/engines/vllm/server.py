@@ -337,7 +337,8 @@ def _binding(options: ServerOptions) -> dict[str, Any]:
 def _rope(options: ServerOptions) -> dict[str, Any]:
     from transformers import AutoConfig
 
-    own = getattr(AutoConfig.from_pretrained(options.model.path, **options.model.at_revision), "rope_parameters", None)
+    config = AutoConfig.from_pretrained(options.model.path, trust_remote_code=False, **options.model.at_revision)
+    own = getattr(config, "rope_parameters", None)
     if not own or "rope_theta" not in own:
         raise ConfigError(
             f"generator.rope_scaling and generator.rope_theta: the model at {options.model} has no rotary positions, or other "
