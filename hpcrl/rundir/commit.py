@@ -384,10 +384,22 @@ def _manifest(path: Path) -> dict[str, Any]:
     text = manifest.read_bytes()
     if digest_of(text) != expected:
         raise CommitError(f"{manifest} is not the manifest that was committed")
-    content = json.loads(text)
-    if by != content["attempt"]:
+    try:
+        content = parse_json(text)
+        attempt, sizes = content["attempt"], {name: entry["size"] for name, entry in content["files"].items()}
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise CommitError(f"{manifest} is no manifest: expected attempt, and size of each of its files") from None
+    if by != attempt:
         raise CommitError(f"{path / COMMIT} is not the mark of {manifest}")
+    if outside := names_outside(path, sizes):
+        raise CommitError(f"{manifest} names {outside[0]!r}, which is outside of {path}; expected files below it")
     return content
+
+
+def names_outside(folder: Path, names: Iterable[str]) -> list[str]:
+    """Return the relative paths, of those that a file of `folder` gives, that leave it: absolute, by `..` or by a symbolic link."""
+    below = os.path.join(os.path.realpath(folder), "")
+    return [name for name in names if "\0" in name or not os.path.realpath(folder / name).startswith(below)]
 
 
 def committed(parent: Path, number: Callable[[Path], Number | None]) -> list[Number]:
