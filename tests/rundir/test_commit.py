@@ -25,7 +25,6 @@ from hpcrl.rundir.ledger import (
     read_outcomes,
     report_outcome,
 )
-
 from hpcrl.upload.store import Committed
 
 
@@ -82,7 +81,9 @@ def rewrite(path: Path, text: str) -> None:
     (path / commit.COMMIT).write_text(json.dumps(mark))
 
 
-@pytest.mark.parametrize("name", ["../../private", "{}/private", "sub/../../../private", "link", "linked/private", "\0"])
+@pytest.mark.parametrize(
+    "name", ["../../private", "{}/private", "sub/../../../private", "link", "linked/private", "\0"]
+)
 def test_names_of_a_manifest_stay_in_its_directory(parent: Path, name: str) -> None:
     make(parent / "s000001")
     path, private = parent / "s000001", parent.parent / "private"
