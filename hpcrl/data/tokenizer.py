@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpcrl.config.sections.generator import ChatTemplateConfig
 from hpcrl.config.sections.model import Pretrained
+from hpcrl.data.entries import CONFIG, check_files
 from hpcrl.data.model_config import download
 from hpcrl.errors import ConfigError, DataError
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 _OWN = Path(__file__).with_name("templates")
 _MAX_BYTES = 1 << 20
+_FILES = (CONFIG, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.json")
 _SETTING = "generator.chat_template.name_or_path"
 
 PROBE = (
@@ -92,7 +94,7 @@ def read_tokenizer(path: str, **options: Any) -> PreTrainedTokenizerBase:
 
     Raises:
         OSError, ValueError: there is none that can be loaded.
-        DataError: no class of transformers gives the ids of its tokenizer.json.
+        DataError: no class of transformers gives the ids of its tokenizer.json, or another file of it is no JSON object.
     """
     return _read_tokenizer(path, **options)[0]
 
@@ -110,6 +112,7 @@ def _read_tokenizer(path: str, **options: Any) -> tuple[PreTrainedTokenizerBase,
 
     # texts are to come back as they were; where a file has true, transformers ignores it with a warning
     plainly = {**options, "clean_up_tokenization_spaces": False}
+    check_files(path, _FILES, **options)
     found = AutoTokenizer.from_pretrained(path, **plainly)
     missing: dict[str, Any] = {
         "_raise_exceptions_for_missing_entries": False,

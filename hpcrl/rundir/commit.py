@@ -391,15 +391,20 @@ def _manifest(path: Path) -> dict[str, Any]:
         raise CommitError(f"{manifest} is no manifest: expected attempt, and size of each of its files") from None
     if by != attempt:
         raise CommitError(f"{path / COMMIT} is not the mark of {manifest}")
-    if outside := names_outside(path, sizes):
+    if outside := _names_outside(path, sizes):
         raise CommitError(f"{manifest} names {outside[0]!r}, which is outside of {path}; expected files below it")
     return content
 
 
-def names_outside(folder: Path, names: Iterable[str]) -> list[str]:
-    """Return the relative paths, of those that a file of `folder` gives, that leave it: absolute, by `..` or by a symbolic link."""
+def leads_outside(name: str) -> bool:
+    """Return whether a path, as a file gives it relative to its folder, is absolute or leads out of the folder by `..`."""
+    return "\0" in name or name.startswith("/") or ".." in Path(name).parts
+
+
+def _names_outside(folder: Path, names: Iterable[str]) -> list[str]:
+    """Return the paths, of those that a file of `folder` gives, that lead out of it, by a symbolic link too."""
     below = os.path.join(os.path.realpath(folder), "")
-    return [name for name in names if "\0" in name or not os.path.realpath(folder / name).startswith(below)]
+    return [one for one in names if leads_outside(one) or not os.path.realpath(folder / one).startswith(below)]
 
 
 def committed(parent: Path, number: Callable[[Path], Number | None]) -> list[Number]:
