@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpcrl.config.sections.generator import ChatTemplateConfig
 from hpcrl.config.sections.model import Pretrained
+from hpcrl.data.chat.render import render
 from hpcrl.data.entries import CONFIG, check_files
 from hpcrl.data.model_config import download
 from hpcrl.errors import ConfigError, DataError
@@ -156,9 +157,6 @@ def load_tokenizer(
         ConfigError: as `chat_template`, or the template is not valid Jinja.
         DataError: there is no such model, here or on the hub.
     """
-    from jinja2 import TemplateSyntaxError
-    from transformers.utils.chat_template_utils import render_jinja_template
-
     import hpcrl.data.models.openvla  # noqa: F401  else transformers warns of a model that it does not know
 
     try:
@@ -171,8 +169,8 @@ def load_tokenizer(
     if text is None:
         return tokenizer
     try:
-        render_jinja_template([], chat_template=text)
-    except TemplateSyntaxError as error:
-        raise ConfigError(f"{_SETTING}: {template.name_or_path}, line {error.lineno}: {error.message}") from error
+        render(text, {"conversations": []})
+    except DataError as error:
+        raise ConfigError(f"{_SETTING}: {template.name_or_path}, {error}") from error
     tokenizer.chat_template = text
     return tokenizer

@@ -62,7 +62,7 @@ def test_config_json(model: Path, text: str) -> None:
 def test_files_beside_it(model: Path, name: str, text: str) -> None:
     (model / name).write_text(text, "latin-1")
     source = Pretrained(str(model))
-    read = [declared_ends] if name == "generation_config.json" else [load]
+    read: list[Any] = [declared_ends] if name == "generation_config.json" else [load]
     if name == "tokenizer_config.json":
         read.append(lambda source: exported_files(source, None, None))
     for each in read:
