@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from hpcrl.config.sections.generator import ChatTemplateConfig
 from hpcrl.config.sections.model import Pretrained
-from hpcrl.data.chat.render import render
 from hpcrl.data.entries import CONFIG, check_files
 from hpcrl.data.model_config import download
+from hpcrl.data.render import render
 from hpcrl.errors import ConfigError, DataError
 
 if TYPE_CHECKING:

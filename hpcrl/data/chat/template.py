@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpcrl.data.chat.calls import CallForm, Messages, Tools, call_form
 from hpcrl.data.chat.encode import special_tokens
-from hpcrl.data.chat.render import RefusedError, render
+from hpcrl.data.render import RefusedError, render
 from hpcrl.errors import ConfigError, DataError
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """Rendering of chat templates in a process of its own, which bounds the time and the memory of a template that a stranger wrote.
 
 Jinja's sandbox bounds neither: three nested loops of 99,999 never end, and `'a' * 10 ** 11` takes 100 GB. The kernel ends the process when its
-processor time is over (hpcrl/data/chat/render_process.py); the next rendering starts another one.
+processor time is over (hpcrl/data/render_process.py); the next rendering starts another one.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _answer(process: subprocess.Popen[bytes], request: bytes) -> str | None:
 
 
 def _start() -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "hpcrl.data.chat.render_process", str(SECONDS)]
+    command = [sys.executable, "-m", "hpcrl.data.render_process", str(SECONDS)]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 

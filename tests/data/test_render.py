@@ -10,9 +10,9 @@ import pytest
 
 from hpcrl.config.sections.generator import ChatTemplateConfig
 from hpcrl.config.sections.model import Pretrained
-from hpcrl.data.chat import render as module
-from hpcrl.data.chat.render import RefusedError, render
+from hpcrl.data import render as module
 from hpcrl.data.chat.template import ChatTemplate
+from hpcrl.data.render import RefusedError, render
 from hpcrl.data.tokenizer import load_tokenizer
 from hpcrl.errors import DataError
 from tests.paths import CONFIGS

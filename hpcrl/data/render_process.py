@@ -1,4 +1,4 @@
-"""The process that renders chat templates for hpcrl/data/chat/render.py: requests on the standard input, texts on the standard output.
+"""The process that renders chat templates for hpcrl/data/render.py: requests on the standard input, texts on the standard output.
 
 A request is its length in 8 bytes and a pickle of template and options; an answer is a byte, 1 for an error, a length and a text in UTF-8.
 """
