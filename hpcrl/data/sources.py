@@ -9,7 +9,6 @@ network; with HF_HUB_OFFLINE=1 nobody asks the hub.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpcrl.data.chat.messages import without_nulls
+from hpcrl.data.entries import read_entries
 from hpcrl.data.hub.splits import (
     README,
     chosen_subset,
@@ -30,7 +30,7 @@ from hpcrl.data.hub.splits import (
     of_one_kind,
 )
 from hpcrl.errors import DataError
-from hpcrl.rundir.commit import parse_json
+from hpcrl.rundir.commit import leads_outside, parse_json
 
 if TYPE_CHECKING:
     from pyarrow import RecordBatch
@@ -162,9 +162,9 @@ class Source:
     def _of_folder(self, folder: Path, split: str | None) -> list[Path]:
         with self._named_in_errors():
             if (folder / _SAVED_SPLITS).is_file():
-                folder = folder / self._chosen(split, _read_object(folder / _SAVED_SPLITS)["splits"])
+                folder = folder / self._chosen(split, _names(folder / _SAVED_SPLITS, "splits"))
             if (folder / _SAVED).is_file():  # Dataset.save_to_disk
-                return [folder / entry["filename"] for entry in _read_object(folder / _SAVED)["_data_files"]]
+                return [folder / name for name in _names(folder / _SAVED, "_data_files", "filename")]
             root, patterns = self._patterns(folder)
             names = names_below(root)
             by_split = patterns or default_patterns(names)
@@ -329,11 +329,21 @@ def _readable(path: Path, kind: str) -> Iterator[None]:
         raise DataError(f"dataset {path} cannot be read as {kind}: {error}") from error
 
 
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text(encoding="utf-8-sig"))
-    except ValueError as error:
-        raise DataError(f"{path} cannot be read as JSON: {error}") from error
+def _names(path: Path, key: str, part: str = "") -> list[str]:
+    """Return the names of files or folders beside `path` that it lists.
+
+    Args:
+        part: of each of its entries; empty: the entry itself is the name.
+
+    Raises:
+        DataError: it does not list such names.
+    """
+    found = read_entries(path).get(key)
+    listed = found if isinstance(found, list) else [None]
+    names = [one.get(part) if part and isinstance(one, dict) else one for one in listed]
+    if not all(isinstance(one, str) and not leads_outside(one) for one in names):
+        raise DataError(f"{path}: {key}: expected a list of names below {path.parent}, found {found!r:.200}")
+    return names
 
 
 def _read_json(path: Path) -> Iterator[Any]:

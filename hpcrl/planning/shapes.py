@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrai
 
 from hpcrl.config.sections.model import CriticConfig, FSDPConfig, PolicyConfig, Pretrained
 from hpcrl.config.sections.trainer import TrainerConfig
+from hpcrl.data.entries import check_files
 from hpcrl.errors import DataError
 from hpcrl.planning.memory import EMBEDDING, HEAD, Shapes, Weight, Width
 from hpcrl.trainer.backends.fsdp.sharding import units, vocabulary_units
@@ -63,6 +64,7 @@ def shapes(source: ModelSource, fsdp: FSDPConfig, trained: PolicyConfig | Critic
 def classifier_shapes(model: Pretrained) -> Shapes:
     """Return the parameters and sizes of a reward model that is served. Raises DataError where it is no sequence classifier."""
     try:
+        check_files(model.path, **model.at_revision)
         config = AutoConfig.from_pretrained(model.path, trust_remote_code=False, **model.at_revision)
         with torch.device("meta"):
             made = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32, trust_remote_code=False)

@@ -110,6 +110,21 @@ def test_what_datasets_has_saved(tmp_path: Path) -> None:
         list(Source(f"{tmp_path}:dev").rows())
 
 
+@pytest.mark.parametrize("name", ["../x.arrow", "/x.arrow", 5, None, "a/../../x.arrow"])
+@pytest.mark.parametrize(
+    "form", ['{"_data_files": [{"filename": %s}]}', '{"_data_files": %s}', "[%s]", "[" * 100_000 + "%s"]
+)
+def test_what_datasets_has_saved_names_files_of_its_own(tmp_path: Path, form: str, name: object) -> None:
+    (tmp_path / "state.json").write_text(form % json.dumps(name))
+    with pytest.raises(
+        DataError, match=r"dataset .*state.json: (_data_files: )?expected a (list of names below|JSON object)"
+    ):
+        Source(str(tmp_path)).files()
+    (tmp_path / "dataset_dict.json").write_text('{"splits": ["../other"]}')
+    with pytest.raises(DataError, match=r"dataset_dict.json: splits: expected a list of names below"):
+        Source(str(tmp_path)).files()
+
+
 def test_a_folder_of_files_has_the_splits_that_their_names_say(tmp_path: Path) -> None:
     write(tmp_path / "data" / "train-00000-of-00002.parquet", ROWS[:10])
     write(tmp_path / "data" / "train-00001-of-00002.parquet", ROWS[10:15])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,8 +11,10 @@ from typing import Any
 from hpcrl.config import Config
 from hpcrl.config.sections.model import LoraConfig, Pretrained
 from hpcrl.config.sections.trainer import TrainerConfig
+from hpcrl.data.entries import CONFIG, read_entries
+from hpcrl.errors import DataError
 from hpcrl.rundir.checkpoints import NEVER_DELETED
-from hpcrl.rundir.commit import committed
+from hpcrl.rundir.commit import committed, parse_json
 from hpcrl.rundir.layout import Run, position_of, version_of
 
 _ADAM = 3  # the weights and two moments, in the same number type
@@ -114,10 +115,10 @@ def _saved_parameters(shapes: dict[str, list[int]], lora: LoraConfig | None) -> 
 def _width(folder: Path | None, header: dict[str, dict[str, Any]]) -> int:
     """Return the bytes of a parameter in an export, which has the number type of config.json, else that of the files."""
     try:
-        entries = json.loads((folder / "config.json").read_bytes()) if folder else {}
-    except (OSError, ValueError):
+        entries = read_entries(folder / CONFIG) if folder else {}
+    except (OSError, DataError):
         entries = {}
-    entries = entries.get("text_config", {}) | entries
+    entries = (entries.get("text_config") or {}) | entries
     named = entries.get("dtype") or entries.get("torch_dtype")
     stored = {entry["dtype"] for entry in header.values()}
     return 2 if named in ("bfloat16", "float16") or (named is None and stored in ({"BF16"}, {"F16"})) else 4
@@ -140,5 +141,5 @@ def _listed(path: Path) -> dict[str, dict[str, Any]]:
         length = int.from_bytes(file.read(8), "little")
         if length > _HEADER_LIMIT:
             raise ValueError(f"{path} is no safetensors file")
-        header = json.loads(file.read(length))
+        header = parse_json(file.read(length))
     return {name: entry for name, entry in header.items() if name != "__metadata__"}

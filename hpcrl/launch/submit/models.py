@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,10 +15,9 @@ from hpcrl.config.rules.model_fit import cannot_share, cannot_spread, has_expert
 from hpcrl.config.scorers import REFERENCE, SECTIONS, TEACHER, scorer_sets
 from hpcrl.config.sections.model import ExpertsConfig, Pretrained
 from hpcrl.config.sections.trainer import TrainerConfig
+from hpcrl.data.entries import CONFIG, read_entries
 from hpcrl.data.hub.places import hub_cache
 from hpcrl.data.model_config import download
-
-MODEL_FILE = "config.json"
 
 
 def is_local(path: str) -> bool:
@@ -30,7 +28,7 @@ def is_local(path: str) -> bool:
 def folder_of(model: Pretrained) -> Path | None:
     """Return the directory of a model, that in the cache of the hub's library where it has a name there; None: it is not here."""
     folder = Path(model.path).expanduser() if is_local(model.path) else _cached(model)
-    return folder if folder is not None and (folder / MODEL_FILE).is_file() else None
+    return folder if folder is not None and (folder / CONFIG).is_file() else None
 
 
 def _cached(wanted: Pretrained) -> Path | None:
@@ -53,7 +51,7 @@ def on_hub(model: Pretrained) -> bool:
     from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled
 
     try:
-        return file_exists(model.path, MODEL_FILE, **model.at_revision)
+        return file_exists(model.path, CONFIG, **model.at_revision)
     except (httpx.HTTPError, HFValidationError, OfflineModeIsEnabled):  # a node without a network
         return False
 
@@ -63,18 +61,17 @@ def fetch_entries(model: Pretrained) -> bool:
     if folder_of(model) is None and not is_local(model.path) and on_hub(model):
         from huggingface_hub import hf_hub_download
 
-        hf_hub_download(model.path, MODEL_FILE, **model.at_revision)
+        hf_hub_download(model.path, CONFIG, **model.at_revision)
     return folder_of(model) is not None
 
 
 def entries_of(model: Pretrained) -> dict[str, Any] | None:
-    """Return the entries of a model's config.json; None: it is not here, or no JSON."""
+    """Return the entries of a model's config.json; None: it is not here. Raises DataError as of `read_entries`."""
     folder = folder_of(model)
     try:
-        content = json.loads((folder / MODEL_FILE).read_text()) if folder else None
-    except (OSError, ValueError):
+        return read_entries(folder / CONFIG) if folder else None
+    except OSError:
         return None
-    return content if isinstance(content, dict) else None
 
 
 def check_layouts(config: Config) -> Iterator[Problem]:

@@ -3,7 +3,6 @@ the checkpoint that it starts from."""
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -25,6 +24,7 @@ from hpcrl.config.sections.environment import CLASSIFIER
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.config.sections.trainer import steps_per_epoch
 from hpcrl.data.datasets import load_dataset, prompt_datasets
+from hpcrl.data.entries import CONFIG, read_entries
 from hpcrl.data.prompts import count_aside, data_sources
 from hpcrl.data.sources import Source
 from hpcrl.data.tokenize import Recipe, tokenized, training_sources, validation_sources
@@ -410,7 +410,7 @@ def _same_shape(change: Change) -> Change:
 def _shape(path: str | None) -> Mapping[str, Any] | None:
     """Return the entries of a model's config.json that its weights depend on, or None where it cannot be read here."""
     try:
-        content = json.loads((Path(path or "") / "config.json").read_text())
-    except (OSError, ValueError):
+        content = read_entries(Path(path or "") / CONFIG)
+    except OSError:
         return None
     return {name: value for name, value in content.items() if _OF_SHAPE.fullmatch(name)}

@@ -11,9 +11,10 @@ from typing import Any
 from hpcrl.config import Config
 from hpcrl.config.errors import Problem
 from hpcrl.config.sections.model import Pretrained
+from hpcrl.data.entries import CONFIG
 from hpcrl.data.tokenize import Recipe, shared_facts, training_sources
 from hpcrl.errors import DataError
-from hpcrl.launch.submit.models import MODEL_FILE, folder_of
+from hpcrl.launch.submit.models import folder_of
 from hpcrl.rundir.commit import digest_of, is_committed, read_json
 from hpcrl.rundir.layout import Run
 
@@ -51,7 +52,7 @@ def _identity(model: Pretrained) -> str | None:
     weights = [] if folder is None else sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")])
     if folder is None or not weights:
         return None
-    found = [digest_of((folder / MODEL_FILE).read_bytes())]
+    found = [digest_of((folder / CONFIG).read_bytes())]
     for path in weights:
         with path.open("rb") as file:
             first = file.read(_END)

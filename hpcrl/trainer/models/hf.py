@@ -23,8 +23,9 @@ from transformers.utils.logging import disable_progress_bar
 
 from hpcrl.config.sections.generator import ChatTemplateConfig
 from hpcrl.config.sections.model import Pretrained
+from hpcrl.data.entries import CONFIG
 from hpcrl.data.model_config import ConfiguredModel, require_classifier
-from hpcrl.data.models.files import CONFIG, model_folder
+from hpcrl.data.models.files import model_folder
 from hpcrl.data.tokenizer import load_tokenizer
 from hpcrl.data.vision.classes import auto_class
 from hpcrl.data.vision.families import family_of

@@ -22,6 +22,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hpcrl.config.sections.model import LoraConfig, Pretrained
+from hpcrl.data.entries import read_entries
 from hpcrl.data.weight_files import ADAPTER_FILE, ADAPTER_PREFIX
 from hpcrl.errors import DataError, did_you_mean
 from hpcrl.trainer.models.adapter import PARTS, Adapted, Adapter, made_adapter, peft_config, together
@@ -169,6 +170,7 @@ def _given(layers: list[Adapted], directory: Path, section: str) -> Iterator[tup
 
     try:
         tensors = load_file(directory / ADAPTER_FILE)  # first: PEFT asks the hub for a directory that is not there
+        read_entries(directory / "adapter_config.json")
         theirs = cast("peft.LoraConfig", peft.LoraConfig.from_pretrained(str(directory)))
     except (OSError, ValueError, TypeError, SafetensorError) as error:
         raise DataError(f"{section}.adapter_path: {directory} has no adapters that PEFT reads: {error}") from error
