@@ -42,7 +42,6 @@ from hpcrl.rollout.engines.base import Engine, Launched
 from hpcrl.rollout.engines.vllm.address import Address, Listen
 from hpcrl.rollout.engines.vllm.main import HEADLESS, PARENT
 from hpcrl.rollout.engines.vllm.middleware import LEASED, RUN_NAME, TOKEN_FILE
-from hpcrl.rollout.engines.vllm.plugin import BACKEND, WORKER_EXTENSION
 from hpcrl.rollout.engines.vllm.processes import computes, group_of, shared_memory
 from hpcrl.rundir.commit import make_directory
 from hpcrl.rundir.layout import Run
@@ -297,8 +296,8 @@ def _command(options: ServerOptions, socket: Path) -> list[str]:
         "enable-sleep-mode": True if options.sleeps and not options.on_cpu else None,
         "logprobs-mode": "processed_logprobs",  # of the distribution that is sampled from: after temperature, top_k, top_p, ...
         "max-logprobs": MOST_KEPT,
-        "weight-transfer-config": {"backend": BACKEND},
-        "worker-extension-cls": WORKER_EXTENSION,
+        "weight-transfer-config": {"backend": "shared_fs"},
+        "worker-extension-cls": "hpcrl.rollout.engines.vllm.weight_engine.WeightProof",
         "enable-return-routed-experts": True if options.records_experts else None,
         "mm-device-do-normalize": False,  # images come as the trainer has them, normalized
         "mm-processor-kwargs": dict(options.image_processor_kwargs) or None,  # how large they are at most
