@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from hpcrl.data.weight_files import Probe, PublishedWeights, weight_facts
 from hpcrl.errors import EngineError
 from hpcrl.rollout.engines.base import Engine, Generation, Launched
-from hpcrl.rollout.engines.embedded.model import read_tensors, replace_adapter
+from hpcrl.rollout.engines.tensors import read_tensors, replace_adapter
 from hpcrl.rollout.engines.vllm.client import EngineClient
 from hpcrl.rundir.commit import begin, finish, is_committed
 from hpcrl.trainer.models.adapter import Adapted, Adapter
