@@ -27,7 +27,7 @@ from hpcrl.config.reward_model import reward_services
 from hpcrl.errors import HpcrlError
 from hpcrl.launch.agent.network import choose_port
 from hpcrl.observe.timeline import Timeline
-from hpcrl.rollout.engines.launch import launched
+from hpcrl.rollout.engines.launch import launched, nodes_backend
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.controller_client import Controller
 from hpcrl.runtime.heartbeat import Heartbeat
@@ -123,9 +123,9 @@ def first_part(run: Run, config: Config, attempt: int, replica: int) -> Callable
     """Return what starts this node's part of an engine that is on several; jobs/part.py starts the others."""
     if engine_nodes(config) == 1:
         return None
-    from hpcrl.rollout.engines.vllm.nodes import start_first
-
-    return partial(start_first, run, config, attempt, replica, os.environ["HPCRL_ADDRESS"], choose_port)
+    return partial(
+        nodes_backend(config).start_first, run, config, attempt, replica, os.environ["HPCRL_ADDRESS"], choose_port
+    )
 
 
 def has_turn(run: Run, attempt: int, name: str, status: StatusWriter) -> bool:

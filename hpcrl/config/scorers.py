@@ -23,7 +23,7 @@ from hpcrl.config.derive import (
     temperature,
     uses_reference,
 )
-from hpcrl.config.sections.distillation import DistillationConfig
+from hpcrl.config.sections.distillation import IN_RANKS, DistillationConfig
 from hpcrl.config.sections.environment import ScoringRewardModelConfig
 from hpcrl.config.sections.megatron import MegatronModelConfig
 from hpcrl.config.sections.model import FSDPConfig, Pretrained
@@ -154,7 +154,7 @@ def teacher_layout(distillation: DistillationConfig) -> MegatronModelConfig:
 def teacher_ranks(distillation: DistillationConfig) -> int:
     """Return how many ranks share a copy of a teacher, or devices, where it is an engine."""
     sizes = distillation.placement
-    if distillation.backend == "vllm":
+    if distillation.backend not in IN_RANKS:
         return distillation.engine.tensor_parallel_size
     if distillation.backend == "fsdp2":
         return sizes.fsdp_size
@@ -166,7 +166,11 @@ def scorer_sets(config: ConfigTree) -> list[ScorerSet]:
     """Return the scorers of a run: those of teachers, of the reference, and of the reward model."""
     trainer, placement, found = config.trainer, config.trainer.placement, list[ScorerSet]()
     own = trainer.distillation
-    engine, ranks, sharding = own.backend == "vllm", teacher_ranks(own), forward_sharding(own.fsdp_config, trainer)
+    engine, ranks, sharding = (
+        own.backend not in IN_RANKS,
+        teacher_ranks(own),
+        forward_sharding(own.fsdp_config, trainer),
+    )
     for model, sources in ({} if is_offline(trainer) else teacher_models(own)).items():
         dtype = {"engine": own.engine.model_dtype} if engine else {}
         top = (own.top_k, own.top_k_from_teacher) if own.top_k else None

@@ -25,6 +25,7 @@ from hpcrl.config.validate import build
 from hpcrl.families.diffusion import rules as diffusion
 from hpcrl.families.pi05 import rules as pi05
 from hpcrl.families.robots import rules as vla
+from hpcrl.rollout.engines.vllm import rules as vllm
 from tests.config.rules.cosmos_cases import COSMOS
 from tests.config.rules.engine_cases import AGENTS, ENGINES
 from tests.config.rules.families.diffusion_cases import OF_PICTURES
@@ -59,6 +60,7 @@ MODULES = (
     uploads,
     pi05,
     vla,
+    vllm,
 )
 
 

@@ -22,7 +22,7 @@ from hpcrl.envs.base import AgentEnvironment, Endpoint, Messages, Turn
 from hpcrl.errors import ConfigError, EngineError, RunError
 from hpcrl.rollout.endpoint.server import serving
 from hpcrl.rollout.engines.base import Engine
-from hpcrl.rollout.engines.embedded.launch import Embedded
+from hpcrl.rollout.engines.embedded.rollout import Embedded
 from hpcrl.rollout.generate import GroupGenerator
 from hpcrl.rollout.group import Group
 from hpcrl.runtime.http_server import MAX_BODY

@@ -19,7 +19,7 @@ from hpcrl.envs.agents.score import LONGEST_SCORE
 from hpcrl.envs.base import Messages, Turn
 from hpcrl.rollout.endpoint.session import AT_ONCE, MOST_OPEN, PER_SECOND
 from hpcrl.rollout.engines.base import Generation
-from hpcrl.rollout.engines.embedded.launch import Embedded
+from hpcrl.rollout.engines.embedded.rollout import Embedded
 from hpcrl.rollout.generate import conversations
 from hpcrl.rollout.worker import WorkerOptions, work
 from hpcrl.rundir.commit import write_text

@@ -19,9 +19,11 @@ from hpcrl.errors import EngineError
 from hpcrl.rollout.engines.vllm.server import Part, Server, ServerOptions, server_options
 from hpcrl.rundir.commit import read_json, write_json
 from hpcrl.rundir.layout import Run
-from hpcrl.runtime.process_status import GIVEN_UP, read_process_status
+from hpcrl.runtime.process_status import GIVEN_UP, SERVING, StatusWriter, read_process_status
+from hpcrl.runtime.scratch import Scratch
 
 _LOOK_S = 2.0
+_FOLLOW_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,33 @@ def missing_part(run: Run, attempt: int, meeting: int, parts: Iterable[int]) -> 
         if last_ended(run, attempt, part) == meeting or (status and status.state.startswith(GIVEN_UP)):
             return part
     return None
+
+
+def serve_part(run: Run, config: Config, attempt: int, number: int, status: StatusWriter) -> None:
+    """Start this part whenever the engine is started, until the run ends or vLLM has ended here."""
+    nodes = engine_nodes(config)
+    replica, place = divmod(number, nodes - 1)
+    options, log = server_options(run, config), run.log(attempt, f"engine-part-{number}")
+    scratch, server, joined = Scratch("engine"), None, last_ended(run, attempt, number)
+    try:
+        while True:
+            meeting = read_meeting(run, attempt, replica)
+            if meeting is not None and meeting.number > joined:
+                if server:
+                    server.stop()
+                joined = meeting.number
+                server = Server(replace(options, part=meeting.part(nodes, place + 1)), scratch.path, log)
+            elif server and not server.alive():
+                raise server.failure("ended")
+            status.write(f"{SERVING} rollout-{replica}" if server else f"waiting for rollout-{replica}")
+            time.sleep(_FOLLOW_S)
+    except EngineError:
+        note_ended(run, attempt, number, joined)
+        raise
+    finally:
+        if server:
+            server.stop()
+        scratch.remove()
 
 
 class FirstPart(Server):

@@ -1,0 +1,16 @@
+"""Launches vLLM for a rollout worker, or takes a server that somebody else started."""
+
+from __future__ import annotations
+
+from hpcrl.config import Config
+from hpcrl.rollout.engines.base import Launched
+from hpcrl.rollout.engines.launch import Place
+from hpcrl.rollout.engines.vllm.remote import Remote, remote_options
+from hpcrl.rollout.engines.vllm.server import Server, server_options
+
+
+def launch(config: Config, place: Place) -> Launched:
+    if config.generator.inference_engine.remote_urls:
+        owner = f"{place.log.stem} of {place.run.path}"
+        return Remote(remote_options(config, owner, place.replica, trains=place.trains))
+    return Server(server_options(place.run, config), place.directory, place.log)
