@@ -22,10 +22,10 @@ from hpcrl.config.rules import megatron_layouts as layouts
 from hpcrl.config.rules import rewards as scoring
 from hpcrl.config.rules.combinations import impossible
 from hpcrl.config.validate import build
+from hpcrl.engines.vllm import rules as vllm
 from hpcrl.families.diffusion import rules as diffusion
 from hpcrl.families.pi05 import rules as pi05
 from hpcrl.families.robots import rules as vla
-from hpcrl.rollout.engines.vllm import rules as vllm
 from tests.config.rules.cosmos_cases import COSMOS
 from tests.config.rules.engine_cases import AGENTS, ENGINES
 from tests.config.rules.families.diffusion_cases import OF_PICTURES

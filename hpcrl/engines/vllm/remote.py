@@ -22,12 +22,12 @@ import httpx
 
 from hpcrl.config import Config
 from hpcrl.config.derive import MOST_KEPT, max_model_len, policy_model
+from hpcrl.engines.vllm.address import Address
+from hpcrl.engines.vllm.client import EngineClient
+from hpcrl.engines.vllm.middleware import LEASE, LEASE_PATH, OWNER
 from hpcrl.errors import ConfigError, EngineError
 from hpcrl.network import public_address
 from hpcrl.rollout.engines.base import Engine, Launched
-from hpcrl.rollout.engines.vllm.address import Address
-from hpcrl.rollout.engines.vllm.client import EngineClient
-from hpcrl.rollout.engines.vllm.middleware import LEASE, LEASE_PATH, OWNER
 from hpcrl.runtime.heartbeat import SuspendAwareClock
 from hpcrl.runtime.token import read_secret
 

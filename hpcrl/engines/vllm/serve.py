@@ -6,9 +6,9 @@ import time
 from pathlib import Path
 
 from hpcrl.config import Config
-from hpcrl.rollout.engines.vllm.address import Listen
-from hpcrl.rollout.engines.vllm.remote import check_network
-from hpcrl.rollout.engines.vllm.server import Server, served_options
+from hpcrl.engines.vllm.address import Listen
+from hpcrl.engines.vllm.remote import check_network
+from hpcrl.engines.vllm.server import Server, served_options
 from hpcrl.runtime.scratch import Scratch
 from hpcrl.text import printable
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from hpcrl.config import Config
 from hpcrl.config.derive import engine_nodes
+from hpcrl.engines.vllm.server import Part, Server, ServerOptions, server_options
 from hpcrl.errors import EngineError
-from hpcrl.rollout.engines.vllm.server import Part, Server, ServerOptions, server_options
 from hpcrl.rundir.commit import read_json, write_json
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.process_status import GIVEN_UP, SERVING, StatusWriter, read_process_status

@@ -11,8 +11,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from hpcrl.data.model_config import ConfiguredModel
 from hpcrl.data.vision.classes import auto_class
+from hpcrl.engines.embedded.cache import expect_attention_only
 from hpcrl.errors import DataError, EngineError
-from hpcrl.rollout.engines.embedded.cache import expect_attention_only
 
 _MOST_NAMED = 8
 

@@ -6,7 +6,7 @@ from hpcrl.config.backend import Backend
 
 
 class Embedded(Backend):
-    name, title, package = "transformers", "the embedded engine", "hpcrl.rollout.engines.embedded"
+    name, title, package = "transformers", "the embedded engine", "hpcrl.engines.embedded"
     sampling = "ignore_eos", "min_tokens"
     records_experts = True
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from hpcrl.config import Config
+from hpcrl.engines.vllm.remote import Remote, remote_options
+from hpcrl.engines.vllm.server import Server, server_options
 from hpcrl.rollout.engines.base import Launched
 from hpcrl.rollout.engines.launch import Place
-from hpcrl.rollout.engines.vllm.remote import Remote, remote_options
-from hpcrl.rollout.engines.vllm.server import Server, server_options
 
 
 def launch(config: Config, place: Place) -> Launched:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from hpcrl.config.backend import OPTIONAL, Backend
-from hpcrl.rollout.engines.vllm.rules import RULES, TEACHER_RULES
+from hpcrl.engines.vllm.rules import RULES, TEACHER_RULES
 
 
 class VLLM(Backend):
-    name, title, package = "vllm", "vLLM", "hpcrl.rollout.engines.vllm"
+    name, title, package = "vllm", "vLLM", "hpcrl.engines.vllm"
     brings = "rollout", "nodes", "teacher", "serve"
     reads, sampling = OPTIONAL, None
     rules, teacher_rules = RULES, TEACHER_RULES
