@@ -7,6 +7,7 @@ follows, as torchrun's agents do for the trainer's ranks.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -17,6 +18,8 @@ from hpcrl.config import Config
 from hpcrl.config.derive import engine_nodes
 from hpcrl.engines.vllm.server import Part, Server, ServerOptions, server_options
 from hpcrl.errors import EngineError
+from hpcrl.launch.agent.network import choose_port
+from hpcrl.rollout.engines.launch import Place
 from hpcrl.rundir.commit import read_json, write_json
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.process_status import GIVEN_UP, SERVING, StatusWriter, read_process_status
@@ -45,27 +48,13 @@ class Meeting:
         return Part(nodes, index, self.address, self.port, self.rpc_port)
 
 
-def start_first(
-    run: Run,
-    config: Config,
-    attempt: int,
-    replica: int,
-    address: str,
-    choose_port: Callable[[str], int],
-    directory: Path,
-    log: Path,
-) -> FirstPart:
-    """Start an engine on its first node; its other nodes follow.
-
-    Args:
-        address: of this node.
-        choose_port: returns a free port there.
-        directory, log: as a Server has them.
-    """
-    nodes, meeting = engine_nodes(config), arrange(run, attempt, replica, address, choose_port)
+def start_first(config: Config, place: Place) -> FirstPart:
+    """Start an engine on its first node, this one; its other nodes follow."""
+    nodes, run, replica = engine_nodes(config), place.run, place.replica
+    meeting = arrange(run, place.attempt, replica, os.environ["HPCRL_ADDRESS"], choose_port)
     options = replace(server_options(run, config), part=meeting.part(nodes, 0))
     others = range(replica * (nodes - 1), (replica + 1) * (nodes - 1))
-    return FirstPart(options, directory, log, run, attempt, meeting, others)
+    return FirstPart(options, place.directory, place.log, run, place.attempt, meeting, others)
 
 
 def arrange(run: Run, attempt: int, replica: int, address: str, choose_port: Callable[[str], int]) -> Meeting:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from hpcrl.config import Config
+from hpcrl.config.derive import engine_nodes
+from hpcrl.engines.vllm.nodes import start_first
 from hpcrl.engines.vllm.remote import Remote, remote_options
 from hpcrl.engines.vllm.server import Server, server_options
 from hpcrl.rollout.engines.base import Launched
@@ -13,4 +15,6 @@ def launch(config: Config, place: Place) -> Launched:
     if config.generator.inference_engine.remote_urls:
         owner = f"{place.log.stem} of {place.run.path}"
         return Remote(remote_options(config, owner, place.replica, trains=place.trains))
+    if place.trains and engine_nodes(config) > 1:
+        return start_first(config, place)
     return Server(server_options(place.run, config), place.directory, place.log)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,13 +22,15 @@ class Place:
     """Where a replica's engine is started.
 
     Attributes:
+        attempt: of the run.
         replica: its number.
         directory: for temporary files; it is removed when the worker ends.
         log: file to which the output of the engine's own processes is appended.
-        trains: whether versions are loaded; else its weights are the model's, and stay as they are.
+        trains: whether versions are loaded; else its weights are the model's, and stay as they are, and it is on this node alone.
     """
 
     run: Run
+    attempt: int
     replica: int
     directory: Path
     log: Path
@@ -58,18 +60,6 @@ class RolloutBackend(Protocol):
 class NodesBackend(Protocol):
     """The module `nodes` of an engine whose replicas may be on several nodes."""
 
-    def start_first(
-        self,
-        run: Run,
-        config: Config,
-        attempt: int,
-        replica: int,
-        address: str,
-        choose_port: Callable[[str], int],
-        directory: Path,
-        log: Path,
-    ) -> Launched: ...
-
     def serve_part(self, run: Run, config: Config, attempt: int, number: int, status: StatusWriter) -> None:
         """Run one further node's part of an engine, again at each start of the engine, until SIGTERM.
 
@@ -89,25 +79,22 @@ def launched(
     log: Path,
     replica: int = 0,
     *,
+    attempt: int = 0,
     trains: bool = True,
-    first_part: Callable[[Path, Path], Launched] | None = None,
 ) -> Iterator[Launched]:
     """Have the engine of one replica, which is being started, within the `with` statement. Temporary files of this process go when it ends.
 
     Args:
-        log, trains: as of Place.
-        first_part: starts the part of this node in a directory, with a log, where the engine is on several; None: it is on this one.
+        log, replica, attempt, trains: as of Place.
     """
     with ExitStack() as stack:
         scratch = Scratch("engine")
         stack.callback(scratch.remove)
         if own := cast(EngineFamily, family_of(config).layer("rollout")).own_engine(config):
             engine = own
-        elif first_part:
-            engine = first_part(scratch.path, log)
         else:
             backend = cast(RolloutBackend, backend_of(config.generator.inference_engine).layer("rollout"))
-            engine = backend.launch(config, Place(run, replica, scratch.path, log, trains))
+            engine = backend.launch(config, Place(run, attempt, replica, scratch.path, log, trains))
         stack.callback(engine.stop)
         scratch.take_temporary_files()
         yield engine

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hpcrl.config import Config, InferenceEngineConfig, engine_gpus
-from hpcrl.config.derive import engine_memory_share, gpu_count, has_engines, max_model_len
+from hpcrl.config.derive import engine_memory_share, gpu_count, max_model_len
 from hpcrl.planning.devices import memory_of_rank
 from hpcrl.planning.memory import Shapes, Weight
 
@@ -71,13 +71,8 @@ def _bytes(weight: Weight, engine: InferenceEngineConfig) -> float:
 
 
 def describe_engines(config: Config, shapes: Shapes) -> Iterator[str]:
-    """Yield what `hpcrl plan` prints of a run's engines, where they are vLLM's on GPUs.
-
-    Args:
-        shapes: of the policy.
-    """
     engine = config.generator.inference_engine
-    if not has_engines(config) or engine.backend != "vllm" or engine.remote_urls or gpu_count(config.slurm) == 0:
+    if engine.remote_urls or gpu_count(config.slurm) == 0:
         return
     sizes = {
         "tensor": engine.tensor_parallel_size,
