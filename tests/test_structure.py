@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from hpcrl.config.backend import backends
 from tests.paths import ROOT
 from tests.structure import FLOORS, Code, folder_cycles, module_cycles, upward
 
@@ -95,6 +96,25 @@ def test_only_families_read_their_settings() -> None:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Attribute):
                 assert node.attr not in SECTIONS_OF_FAMILIES, f"{name}:{node.lineno} reads {node.attr}"
+
+
+def test_only_an_engine_compares_its_name() -> None:
+    """Nothing asks which engine a configuration names: what reads other formats translates its name, and sections have a default."""
+    owners = {name: [backend.package, "hpcrl.config.convert"] for name, backend in backends().items()}
+    for module, path in CODE.files.items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Compare):
+                parts = [node.left, *node.comparators]
+            elif isinstance(node, ast.Dict):
+                parts = [key for key in node.keys if key]
+            elif isinstance(node, ast.MatchValue):
+                parts = [node.value]
+            else:
+                continue
+            for one in (each for part in parts for each in [part, *getattr(part, "elts", ())]):
+                name = one.value if isinstance(one, ast.Constant) else None
+                allowed = owners[name] if isinstance(name, str) and name in owners else [module]
+                assert any(within(module, owner) for owner in allowed), f"{module}:{node.lineno} compares {name!r}"
 
 
 def within(module: str, package: str) -> bool:
