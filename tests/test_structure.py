@@ -100,7 +100,7 @@ def test_only_families_read_their_settings() -> None:
 
 def test_only_an_engine_compares_its_name() -> None:
     """Nothing asks which engine a configuration names: what reads other formats translates its name, and sections have a default."""
-    owners = {name: [backend.package, "hpcrl.config.convert"] for name, backend in backends().items()}
+    owners = {name: [backend.package, "hpcrl.convert"] for name, backend in backends().items()}
     for module, path in CODE.files.items():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Compare):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from hpcrl.config import Config
 from hpcrl.config.derive import engine_nodes
 from hpcrl.engines.vllm.nodes import start_first
-from hpcrl.engines.vllm.remote import Remote, remote_options
 from hpcrl.engines.vllm.server import Server, server_options
 from hpcrl.rollout.engines.base import Launched
 from hpcrl.rollout.engines.launch import Place
@@ -13,6 +12,9 @@ from hpcrl.rollout.engines.launch import Place
 
 def launch(config: Config, place: Place) -> Launched:
     if config.generator.inference_engine.remote_urls:
+        # its client takes time to import, which a server's start need not wait for
+        from hpcrl.engines.vllm.remote import Remote, remote_options
+
         owner = f"{place.log.stem} of {place.run.path}"
         return Remote(remote_options(config, owner, place.replica, trains=place.trains))
     if place.trains and engine_nodes(config) > 1:
