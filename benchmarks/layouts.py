@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.config import Config
-from hpcrl.planning.engines import engine_sizes
+from hpcrl.engines.vllm.plan import engine_sizes
 from hpcrl.planning.estimate import estimate
 from hpcrl.planning.memory import Shapes
 from hpcrl.planning.shapes import model_shapes

@@ -13,17 +13,14 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from threading import Event
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from hpcrl.config import Config
 from hpcrl.errors import HpcrlError
-from hpcrl.launch.agent.network import choose_port
 from hpcrl.observe.timeline import Timeline
 from hpcrl.rollout.engines.launch import launched
 from hpcrl.rundir.layout import Run
@@ -32,9 +29,6 @@ from hpcrl.runtime.heartbeat import Heartbeat
 from hpcrl.runtime.process_status import StatusWriter, ending_told
 from hpcrl.runtime.scratch import weight_copy_dir
 from hpcrl.runtime.signals import die_with_parent, end_process
-
-if TYPE_CHECKING:
-    from hpcrl.rollout.engines.base import Launched
 
 ASKED_TO_END = Event()
 
@@ -65,15 +59,8 @@ def serve(
     if colocated and not has_turn(run, attempt, f"rollout-{replica}", status):
         return
     with ExitStack() as stack:
-        engine = stack.enter_context(
-            launched(
-                run,
-                config,
-                run.log(attempt, f"engine-{replica}"),
-                replica,
-                first_part=first_part(run, config, attempt, replica),
-            )
-        )
+        log = run.log(attempt, f"engine-{replica}")
+        engine = stack.enter_context(launched(run, config, log, replica, attempt=attempt))
         # what follows takes seconds to import, while the engine starts
         from hpcrl.rollout.build import build_receiver, worker_options
         from hpcrl.rollout.family import load_generator
@@ -115,15 +102,6 @@ def starting(status: StatusWriter) -> None:
     if ASKED_TO_END.is_set():
         sys.exit(0)
     status.write("starting engine")
-
-
-def first_part(run: Run, config: Config, attempt: int, replica: int) -> Callable[[Path, Path], Launched] | None:
-    """Return what starts this node's part of an engine that is on several; jobs/part.py starts the others."""
-    if config.engine_nodes == 1:
-        return None
-    from hpcrl.rollout.engines.vllm.nodes import start_first
-
-    return partial(start_first, run, config, attempt, replica, os.environ["HPCRL_ADDRESS"], choose_port)
 
 
 def has_turn(run: Run, attempt: int, name: str, status: StatusWriter) -> bool:

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from hpcrl.config.backend import backends
 from tests.paths import ROOT
 from tests.structure import FLOORS, Code, folder_cycles, module_cycles, upward
 
@@ -17,11 +18,11 @@ MOST_LINES, MOST_LINES_OF_A_FUNCTION = 600, 61
 WITH_TORCH = (
     "jobs", "hpcrl.types", "hpcrl.algorithms", "hpcrl.data.group_file", "hpcrl.data.models", "hpcrl.data.vision.classes", "hpcrl.data.vision.inputs", "hpcrl.data.weight_files", "hpcrl.data.weights.stream", "hpcrl.trainer", "hpcrl.rollout", "hpcrl.controller", "hpcrl.reward_service", "hpcrl.envs",
     "hpcrl.planning.activations", "hpcrl.planning.estimate", "hpcrl.planning.memory", "hpcrl.planning.partition", "hpcrl.planning.shapes", "hpcrl.planning.whole_model",
-    "hpcrl.families",
+    "hpcrl.engines", "hpcrl.families",
 )  # fmt: skip
 """Modules, and folders, that may import torch; all others run on a login node."""
-WITHOUT_TORCH = ".family", ".rules", ".settings", ".data", ".launch"
-"""Ends of the names of families' modules that run on a login node."""
+WITHOUT_TORCH = ".backend", ".family", ".rules", ".settings", ".data", ".launch"
+"""Ends of the names of modules of families and engines that run on a login node."""
 
 WHOLE_TRAINER = {
     "hpcrl.families.diffusion.model": 2, "hpcrl.families.diffusion.objective": 2, "hpcrl.families.diffusion.plan": 2,
@@ -66,8 +67,9 @@ def test_files_and_functions_stay_small() -> None:
 
 
 def test_login_node_needs_no_torch() -> None:
-    families = [name for name in CODE.files if within(name, "hpcrl.families") and name.endswith(WITHOUT_TORCH)]
-    modules = families + [name for name in CODE.files if not name.startswith(WITH_TORCH)]
+    folders = "hpcrl.families", "hpcrl.engines"
+    light = [name for name in CODE.files if any(within(name, one) for one in folders) and name.endswith(WITHOUT_TORCH)]
+    modules = light + [name for name in CODE.files if not name.startswith(WITH_TORCH)]
     code = f"""
 import importlib, sys
 for name in {modules}:
@@ -80,11 +82,10 @@ for name in {modules}:
     assert done.returncode == 0, done.stderr
 
 
-def test_nothing_imports_a_family() -> None:
-    """Families are found by name (hpcrl/config/family.py)."""
-    wrong = [
-        one for one in IMPORTS if within(one.target, "hpcrl.families") and not within(one.module, "hpcrl.families")
-    ]
+@pytest.mark.parametrize("folder", ["hpcrl.families", "hpcrl.engines"])
+def test_nothing_imports_a_family_or_an_engine(folder: str) -> None:
+    """They are found by name (hpcrl/config/family.py, hpcrl/config/backend.py)."""
+    wrong = [one for one in IMPORTS if within(one.target, folder) and not within(one.module, folder)]
     assert not wrong, "\n".join(f"{one.module}:{one.line} imports {one.target}" for one in wrong)
 
 
@@ -125,6 +126,25 @@ def _whole_trainers(tree: ast.AST) -> int:
         isinstance(node, ast.arg) and node.annotation is not None and "TrainerConfig" in ast.unparse(node.annotation)
         for node in ast.walk(tree)
     )
+
+
+def test_only_an_engine_compares_its_name() -> None:
+    """Nothing asks which engine a configuration names: what reads other formats translates its name, and sections have a default."""
+    owners = {name: [backend.package, "hpcrl.convert"] for name, backend in backends().items()}
+    for module, path in CODE.files.items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Compare):
+                parts = [node.left, *node.comparators]
+            elif isinstance(node, ast.Dict):
+                parts = [key for key in node.keys if key]
+            elif isinstance(node, ast.MatchValue):
+                parts = [node.value]
+            else:
+                continue
+            for one in (each for part in parts for each in [part, *getattr(part, "elts", ())]):
+                name = one.value if isinstance(one, ast.Constant) else None
+                allowed = owners[name] if isinstance(name, str) and name in owners else [module]
+                assert any(within(module, owner) for owner in allowed), f"{module}:{node.lineno} compares {name!r}"
 
 
 def within(module: str, package: str) -> bool:

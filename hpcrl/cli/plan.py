@@ -131,7 +131,7 @@ def _models(config: Config) -> Iterator[str]:
     if not (find_spec("torch") and find_spec("transformers")):
         yield "parameters and memory: not known without torch and transformers, which this environment does not have"
         return
-    from hpcrl.planning.engines import describe_engines
+    from hpcrl.planning.backend import describe_engines
     from hpcrl.planning.estimate import estimate, estimate_critic
     from hpcrl.planning.shapes import model_shapes
 

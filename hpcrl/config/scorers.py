@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Any, Literal
 
+from hpcrl.config.sections.distillation import IN_RANKS
 from hpcrl.config.sections.model import FSDPConfig, Pretrained
 from hpcrl.config.sections.slurm import ElasticConfig
 from hpcrl.config.sections.tree import ConfigTree
@@ -85,7 +86,11 @@ def scorer_sets(config: ConfigTree) -> list[ScorerSet]:
     """Return the scorers of a run: those of teachers, of the reference, and of the reward model."""
     trainer, placement, found = config.trainer, config.trainer.placement, list[ScorerSet]()
     own = trainer.distillation
-    engine, ranks, sharding = own.backend == "vllm", own.ranks_per_replica, trainer.forward_sharding(own.fsdp_config)
+    engine, ranks, sharding = (
+        own.backend not in IN_RANKS,
+        own.ranks_per_replica,
+        trainer.forward_sharding(own.fsdp_config),
+    )
     for model, sources in ({} if trainer.offline else own.teachers).items():
         dtype = {"engine": own.engine.model_dtype} if engine else {}
         top = (own.top_k, own.top_k_from_teacher) if own.top_k else None

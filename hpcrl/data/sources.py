@@ -340,8 +340,9 @@ def _names(path: Path, key: str, part: str = "") -> list[str]:
     """
     found = read_entries(path).get(key)
     listed = found if isinstance(found, list) else [None]
-    names = [one.get(part) if part and isinstance(one, dict) else one for one in listed]
-    if not all(isinstance(one, str) and not leads_outside(one) for one in names):
+    found_names = [one.get(part) if part and isinstance(one, dict) else one for one in listed]
+    names = [one for one in found_names if isinstance(one, str) and not leads_outside(one)]
+    if len(names) < len(found_names):
         raise DataError(f"{path}: {key}: expected a list of names below {path.parent}, found {found!r:.200}")
     return names
 

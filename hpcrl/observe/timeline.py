@@ -51,7 +51,7 @@ KINDS = {
 
 _KIND_OF = {phase: kind for kind, phases in KINDS.items() for phase in phases}
 _LARGEST = 4 << 20
-_PACKAGES = ("torch", "transformers", "vllm", "megatron.core", "peft", "numpy")
+_PACKAGES = ("torch", "transformers", "megatron.core", "peft", "numpy")
 _WRITE_S = 2.0
 _FIRST_STEP = "rank-0"
 

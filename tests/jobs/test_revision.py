@@ -54,8 +54,8 @@ from hpcrl.data.exported_files import exported_files
 from hpcrl.data.tokenizer import load_tokenizer
 from hpcrl.launch.submit.models import entries_of, folder_of
 from hpcrl.planning.shapes import model_shapes
-from hpcrl.rollout.engines.embedded.launch import embedded_options
-from hpcrl.rollout.engines.embedded.model import load_model
+from hpcrl.engines.embedded.rollout import embedded_options
+from hpcrl.engines.embedded.model import load_model
 from hpcrl.trainer.models.hf import critic_source, export_config, policy_source, reference_source
 
 experiment, place, *settings = sys.argv[1:]

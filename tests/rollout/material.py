@@ -20,10 +20,10 @@ from hpcrl.config.sections.model import Pretrained
 from hpcrl.data.group_file import groups_of
 from hpcrl.data.model_config import ConfiguredModel
 from hpcrl.data.weight_files import Probe, PublishedWeights, WeightFile, WeightReader, weight_facts
-from hpcrl.rollout.engines.embedded.launch import Embedded, EmbeddedOptions
+from hpcrl.engines.embedded.rollout import Embedded, EmbeddedOptions
+from hpcrl.engines.vllm.processes import shared_memory
+from hpcrl.engines.vllm.server import Server, ServerOptions
 from hpcrl.rollout.engines.proof import TOLERANCES
-from hpcrl.rollout.engines.vllm.processes import shared_memory
-from hpcrl.rollout.engines.vllm.server import Server, ServerOptions
 from hpcrl.rundir.commit import begin, finish, is_committed
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.scratch import Scratch

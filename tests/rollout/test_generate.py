@@ -18,8 +18,8 @@ from hpcrl.config import EnvironmentConfig, GeneratorConfig, SamplingParams
 from hpcrl.config.sections.environment import SkyRLGymConfig
 from hpcrl.config.sections.generator import EvalSamplingParams
 from hpcrl.data.chat.turns import cut_at_stop
+from hpcrl.engines.vllm.client import EngineClient
 from hpcrl.errors import ConfigError
-from hpcrl.rollout.engines.vllm.client import EngineClient
 from hpcrl.rollout.generate import GroupGenerator
 from hpcrl.rollout.group import Group
 from hpcrl.types import Prompt, Work

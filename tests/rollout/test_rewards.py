@@ -14,9 +14,9 @@ import pytest
 from hpcrl.config import EnvironmentConfig, GeneratorConfig, SamplingParams
 from hpcrl.config.sections.environment import OverlongRewardConfig, RemoteRewardConfig
 from hpcrl.config.sections.generator import EvalSamplingParams
+from hpcrl.engines.vllm.client import EngineClient
 from hpcrl.envs.rewards.response import Response
 from hpcrl.errors import ConfigError, DataError, HpcrlError
-from hpcrl.rollout.engines.vllm.client import EngineClient
 from hpcrl.rollout.generate import GroupGenerator
 from hpcrl.rollout.group import Group
 from hpcrl.types import Prompt, Work

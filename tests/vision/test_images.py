@@ -23,8 +23,8 @@ from hpcrl.data.vision.families import family_of, placeholders
 from hpcrl.data.vision.images import image_text, opened, size_of
 from hpcrl.data.vision.messages import with_images, without_images
 from hpcrl.data.vision.reader import GRID, PIXELS, ImageReader, Preparation, named_tensors, row_images
+from hpcrl.engines.vllm.images import _items
 from hpcrl.errors import DataError, EngineError
-from hpcrl.rollout.engines.vllm.images import _items
 from hpcrl.types import Prompt
 from tests.vision.material import IMAGE, KINDS, asks, drawn, write_model
 

@@ -30,8 +30,8 @@ from hpcrl.data.vision.inputs import plane_positions
 from hpcrl.data.vision.messages import with_images, without_images
 from hpcrl.data.vision.reader import GRID, PIXELS, SECONDS, ImageReader, Preparation, row_images
 from hpcrl.data.vision.video_processor import VideoProcessor
+from hpcrl.engines.vllm.images import _items
 from hpcrl.errors import DataError
-from hpcrl.rollout.engines.vllm.images import _items
 from hpcrl.text import said_in
 from hpcrl.types import Prompt
 from tests.trainer.material import make_run

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from hpcrl.config.backend import unknown_backends
 from hpcrl.config.errors import Problem
 from hpcrl.config.family import families
 from hpcrl.config.fields import Setting, values
@@ -13,19 +14,16 @@ from hpcrl.config.import_path import misnamed
 from hpcrl.config.rules.agents import agents, endpoint, robots, rows_of_samples
 from hpcrl.config.rules.alerts import alerts
 from hpcrl.config.rules.cluster import (
-    adapters_of_engines,
     container,
     copies_of_weights,
     counted_gpus,
-    embedded_engine,
+    engine_of_family,
     engine_options,
-    engines_on_processors,
     enough_replicas,
-    flash_infer,
     gpus_of_nodes,
-    quantized_engines,
-    remote_engines,
+    rules_of_backends,
     sbatch_options,
+    settings_of_engines,
     time_to_save,
     ways_of_weights,
 )
@@ -117,6 +115,8 @@ def alone(given: Iterable[tuple[Setting, Any]]) -> list[Problem]:
 def impossible(config: ConfigTree) -> list[Problem]:
     """Return everything that cannot work, whatever is still to be built."""
     problems = list(out_of_range(values(config)))
+    if unknown := list(unknown_backends(config)):  # rules ask the engine
+        return problems + unknown
     wrong = {problem.path for problem in problems}
     rules = [rule for family in families() for rule in family.rules]
     rules += [rule for rule in RULES if rule not in _CALCULATING] if any(map(_COUNTED.search, wrong)) else RULES
@@ -419,15 +419,12 @@ RULES: tuple[Rule, ...] = (
     endpoint,
     agents,
     robots,
-    adapters_of_engines,
-    embedded_engine,
+    engine_of_family,
     engine_options,
-    quantized_engines,
-    engines_on_processors,
-    remote_engines,
+    settings_of_engines,
+    rules_of_backends,
     copies_of_weights,
     ways_of_weights,
-    flash_infer,
     enough_replicas,
     gpus_of_nodes,
     sbatch_options,

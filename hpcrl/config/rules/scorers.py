@@ -11,11 +11,8 @@ from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.config.sections.tree import ConfigTree
 
 _TEACHER, _PLACEMENT = "trainer.distillation", "trainer.placement"
-_OF_BACKENDS = {
-    "fsdp2": f"{_TEACHER}.placement.fsdp_size",
-    "megatron": f"{_TEACHER}.placement",
-    "vllm": f"{_TEACHER}.engine.tensor_parallel_size",
-}
+_OF_BACKENDS = {"fsdp2": f"{_TEACHER}.placement.fsdp_size", "megatron": f"{_TEACHER}.placement"}
+_OF_ENGINES = f"{_TEACHER}.engine.tensor_parallel_size"
 _WHAT = {TEACHER: "teacher", REFERENCE: "reference", REWARD: "reward model"}
 _RANKS = {
     REFERENCE: f"{_PLACEMENT}.ref_num_gpus_per_node",
@@ -36,9 +33,7 @@ def teacher(config: ConfigTree) -> Iterator[Problem]:
             f"{_TEACHER}.model_path",
             f"{'there is another teacher, the policy itself' if own else 'required with trainer.distillation.enable'}: {what}",
         )
-    if distillation.backend == "vllm":
-        yield from _engine(config)
-    elif distillation.backend == "megatron":
+    if distillation.backend == "megatron":
         yield from _megatron(config)
     if distillation.placement.fsdp_size < 1:
         yield Problem(
@@ -73,36 +68,6 @@ def _megatron(config: ConfigTree) -> Iterator[Problem]:
             f"{_TEACHER}.fsdp_config.mixed_precision.param_dtype",
             'expected bf16 or fp32 with backend="megatron", found fp16',
         )
-
-
-def _engine(config: ConfigTree) -> Iterator[Problem]:
-    """vLLM knows prompts' log-probabilities of whole distributions at temperature 1 alone."""
-    sampling, own, path = config.generator.sampling_params, config.trainer.distillation, f"{_TEACHER}.backend"
-    if config.temperature != 1:
-        yield Problem(
-            path,
-            f"a vLLM engine gives log-probabilities of samples at temperature 1, and the policy has {config.temperature:g} "
-            '(generator.sampling_params.temperature, trainer.algorithm.temperature); choose "fsdp2"',
-        )
-    if sampling.mask_size:
-        yield Problem(
-            path,
-            "a vLLM engine gives log-probabilities of samples over the whole vocabulary, and sampling leaves tokens out "
-            f'(generator.sampling_params.top_k = {sampling.top_k}); choose "fsdp2"',
-        )
-    if own.top_k > MOST_KEPT:
-        yield Problem(f"{_TEACHER}.top_k", f'expected at most {MOST_KEPT} with backend="vllm", found {own.top_k}')
-    if own.top_k and not own.top_k_from_teacher:
-        yield Problem(
-            f"{_TEACHER}.top_k_from_teacher",
-            'expected true with backend="vllm": an engine tells of the tokens that it finds most probable itself; choose "fsdp2"',
-        )
-    if own.placement.nodes_per_replica > 1:
-        yield Problem(
-            f"{_TEACHER}.placement.nodes_per_replica", 'expected 1 with backend="vllm"; choose "fsdp2" or "megatron"'
-        )
-    if own.include_prompt:
-        yield Problem(f"{_TEACHER}.include_prompt", 'expected false with backend="vllm"; choose "fsdp2" or "megatron"')
 
 
 def _teacher_of_rows(trainer: TrainerConfig) -> Iterator[Problem]:
@@ -227,7 +192,7 @@ def ranks_of_scorers(config: ConfigTree) -> Iterator[Problem]:
         if each.ranks % each.nodes:
             yield Problem(
                 f"{_TEACHER}.placement.nodes_per_replica",
-                f"expected a divisor of the ranks of a copy of the teacher, {each.ranks} ({_OF_BACKENDS[own.backend]}), found {each.nodes}",
+                f"expected a divisor of the ranks of a copy of the teacher, {each.ranks} ({_OF_BACKENDS.get(own.backend, _OF_ENGINES)}), found {each.nodes}",
             )
         elif each.ranks % each.sharing:
             teaches = each.role == TEACHER
@@ -250,7 +215,7 @@ def ranks_of_scorers(config: ConfigTree) -> Iterator[Problem]:
             more = f"; or spread them over more nodes ({_TEACHER}.placement.nodes_per_replica)"
             teaches = each.role == TEACHER
             yield Problem(
-                _OF_BACKENDS[own.backend] if teaches else _RANKS[each.role],
+                _OF_BACKENDS.get(own.backend, _OF_ENGINES) if teaches else _RANKS[each.role],
                 f"{each.ranks_per_node} ranks share a copy of the {each.title} on one node, which has {gpus} GPUs (slurm.gpus_per_node)"
                 f"{more if teaches and not each.engine else ''}",
             )

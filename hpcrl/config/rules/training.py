@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from math import gcd
 from typing import Any
 
+from hpcrl.config.backend import backend_of, backends
 from hpcrl.config.errors import Problem, shown
 from hpcrl.config.sections.dpo import PREFERENCE_LOSSES
 from hpcrl.config.sections.model import PolicyConfig, ShardingConfig
@@ -113,9 +114,11 @@ def profiles(config: ConfigTree) -> Iterator[Problem]:
         )
     if profiler.nsys_engine_iterations and not profiler.enable_nsys:
         yield Problem(f"{path}.nsys_engine_iterations", f"has no effect without {path}.enable_nsys=true")
-    if profiler.nsys_engine_iterations and config.generator.inference_engine.backend != "vllm":
+    if profiler.nsys_engine_iterations and not backend_of(config.generator.inference_engine).records_iterations:
+        titles = " and ".join(backend.title for backend in backends().values() if backend.records_iterations)
         yield Problem(
-            f"{path}.nsys_engine_iterations", "vLLM alone records itself; generator.inference_engine.backend is another"
+            f"{path}.nsys_engine_iterations",
+            f"{titles} alone records itself; generator.inference_engine.backend is another",
         )
     for name, asked in {
         f"{path}.enable_nsys": profiler.enable_nsys,
@@ -305,18 +308,12 @@ def routers(config: ConfigTree) -> Iterator[Problem]:
         return
     path = f"{path}.router_replay"
     if trainer.offline:
-        yield Problem(
-            path, f'no engine takes the tokens of a dataset to experts (trainer.mode="{trainer.mode}"); leave it out'
-        )
-    elif engine.backend == "vllm" and config.slurm.gpus == 0:
-        yield Problem(
-            path, 'vLLM tells of experts on GPUs only; set generator.inference_engine.backend to "transformers"'
-        )
-    elif engine.backend == "vllm":
-        for name, value in {"pipeline_parallel_size": 1, "enable_prefix_caching": True}.items():
-            if getattr(engine, name) != value:
-                where = f"generator.inference_engine.{name}"
-                yield Problem(path, f"vLLM tells of experts with {where}={str(value).lower()} only; set it to that")
+        why = f'no engine takes the tokens of a dataset to experts (trainer.mode="{trainer.mode}")'
+    elif not backend_of(engine).records_experts:
+        why = f'generator.inference_engine.backend="{engine.backend}" does not record the experts of tokens'
+    else:
+        return
+    yield Problem(path, f"{why}; leave it out")
 
 
 def without_effect(config: ConfigTree) -> Iterator[Problem]:

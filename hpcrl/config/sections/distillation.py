@@ -13,11 +13,19 @@ from hpcrl.config.sections.megatron import MegatronModelConfig
 from hpcrl.config.sections.model import Pretrained, TeacherFSDPConfig
 from hpcrl.config.setting import ALL_OR_COUNT, COUNT, NOT_NEGATIVE, SHARE, SHARE_ABOVE_0, When, section, setting, when
 
+IN_RANKS = ("fsdp2", "megatron")
+"""Backends that compute a teacher in the scorer's ranks; all others are engines."""
+
 
 def _with(*backends: str) -> When:
     return when("trainer.distillation.backend", *backends)
 
 
+_IN_ENGINE = when(
+    "trainer.distillation.backend",
+    test=lambda backend: backend not in IN_RANKS,
+    needs='trainer.distillation.backend="vllm" or another engine',
+)
 _OWN_TEACHER = when(
     "trainer.distillation.self_teacher.model",
     test=lambda model: model is None,
@@ -111,11 +119,11 @@ class DistillationConfig:
     precomputed_logprobs: Location | None = setting(None, used_by=SFT, on_change=SAME_NUMBERS)
     """Directory that `hpcrl score` wrote, with what the teacher says of the rows of data.train_data: trainer.mode="sft" reads that, and loads no teacher."""
 
-    backend: Literal["fsdp2", "megatron", "vllm"] = setting("fsdp2", used_by=(_OWN_TEACHER, RL), on_change=SAME_NUMBERS)
-    """What computes the teacher: fsdp2, or megatron for the parallel sizes of placement, in the scorer's ranks; or a vLLM engine of each scorer, whose log-probabilities of prompts are of whole distributions at temperature 1."""
+    backend: str = setting("fsdp2", used_by=(_OWN_TEACHER, RL), on_change=SAME_NUMBERS)
+    """What computes the teacher: fsdp2, or megatron for the parallel sizes of placement, in the scorer's ranks; or vllm, an engine of each scorer, whose log-probabilities of prompts are of whole distributions at temperature 1."""
 
     engine: TeacherEngineConfig = section(
-        TeacherEngineConfig, used_by=(_with("vllm"), _OWN_TEACHER, RL), on_change=SAME_NUMBERS
+        TeacherEngineConfig, used_by=(_IN_ENGINE, _OWN_TEACHER, RL), on_change=SAME_NUMBERS
     )
 
     self_teacher: SelfTeacherConfig = section(SelfTeacherConfig, used_by=RL)
@@ -132,7 +140,7 @@ class DistillationConfig:
     """Compile the layers of the teacher with torch.compile: its first passes take minutes, later ones less time."""
 
     micro_batch_size_per_gpu: int = setting(
-        1, range=COUNT, used_by=(_with("fsdp2", "megatron"), _OWN_TEACHER, RL), on_change=SAME_NUMBERS
+        1, range=COUNT, used_by=(_with(*IN_RANKS), _OWN_TEACHER, RL), on_change=SAME_NUMBERS
     )
     """Samples per forward pass of the teacher on one rank."""
 
@@ -140,7 +148,7 @@ class DistillationConfig:
     """Samples that one copy of the teacher scores at a time."""
 
     max_tokens_per_micro_batch: int | None = setting(
-        None, range=COUNT, used_by=(_with("fsdp2", "megatron"), _OWN_TEACHER, RL), on_change=SAME_NUMBERS
+        None, range=COUNT, used_by=(_with(*IN_RANKS), _OWN_TEACHER, RL), on_change=SAME_NUMBERS
     )
     """Tokens per forward pass of the teacher, instead of a number of samples."""
 
@@ -216,7 +224,7 @@ class DistillationConfig:
     def ranks_per_replica(self) -> int:
         """Ranks that share a copy of a teacher, or devices, where it is an engine."""
         sizes = self.placement
-        if self.backend == "vllm":
+        if self.backend not in IN_RANKS:
             return self.engine.tensor_parallel_size
         if self.backend == "fsdp2":
             return sizes.fsdp_size

@@ -39,9 +39,10 @@ _LOADED_ADAPTERS = when(
 
 @dataclass(frozen=True, kw_only=True)
 class InferenceEngineConfig:
-    backend: Literal["vllm", "transformers", "diffusers"] = "vllm"
+    backend: str = "vllm"
     """The engine: vllm, a server on its own; transformers, in the process of the rollout worker, for trying, for machines without vLLM and
-    for models that it does not know; or diffusers, in that process too, for policies that are diffusion pipelines."""
+    for models that it does not know; diffusers, in that process too, for policies that are diffusion pipelines; or the name of another
+    package's."""
 
     model_dtype: Literal["bfloat16", "float16", "float32"] = setting("bfloat16", on_change=SAMPLING)
     """Number type of weights and activations in the engine; weights are cast to it on arrival."""

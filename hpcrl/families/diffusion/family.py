@@ -11,6 +11,7 @@ from hpcrl.families.diffusion.settings import trains_by_nft
 class Diffusion(Family):
     name, package = "diffusion", "hpcrl.families.diffusion"
     brings = "data", "rollout", "trainer", "plan", "launch"
+    backend, chosen_by = "diffusers", "trainer.policy.diffusers.enable"
     rules = RULES
     model_file, model_kind = "model_index.json", "directory of a diffusion pipeline"
     writes_texts = exports_tokenizer = False

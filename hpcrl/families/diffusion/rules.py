@@ -45,14 +45,10 @@ def pipelines(config: ConfigTree) -> Iterator[Problem]:
             "trainer.mode",
             f'expected "rl" or "sft" with {_SECTION}.enable: pairs and scores are learned by language models',
         )
-    if engine.backend != "diffusers" and config.has_engines:
-        yield Problem(_BACKEND, f'expected "diffusers" with {_SECTION}.enable, found "{engine.backend}"')
     if trainer.strategy != "fsdp2":
         yield Problem(
             "trainer.strategy", f"expected fsdp2 with {_SECTION}.enable: Megatron-core has no such transformers"
         )
-    if engine.remote_urls:
-        yield Problem("generator.inference_engine.remote_urls", "no vLLM server makes pictures; leave it out")
     if config.slurm.gpus == 0 and _of_half(config):
         yield Problem(
             f"{_SECTION}.dtype",

@@ -19,9 +19,9 @@ from hpcrl.families.pi05.architecture import Architecture, own_name
 from hpcrl.families.pi05.sampler import ActionSampler, Ask, Chunk
 from hpcrl.families.pi05.samples import PATH
 from hpcrl.rollout.engines.base import Engine, Generation, Heard
-from hpcrl.rollout.engines.embedded.model import replace_adapter
 from hpcrl.rollout.engines.in_process import InProcess
 from hpcrl.rollout.engines.own_thread import OwnThreadEngine, replace_whole
+from hpcrl.rollout.engines.tensors import replace_adapter
 
 
 class ActionEngine(OwnThreadEngine):

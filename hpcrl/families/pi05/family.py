@@ -10,6 +10,7 @@ from hpcrl.families.robots.family import Robots
 class Pi05(Robots):
     name, package = "pi05", "hpcrl.families.pi05"
     brings = "data", "rollout", "trainer", "plan", "launch"
+    backend, chosen_by = "transformers", 'vla.vla_type="pi05"'
     rules = RULES
     writes_texts = False
 

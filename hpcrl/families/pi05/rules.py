@@ -11,7 +11,6 @@ from hpcrl.config.sections.tree import ConfigTree
 from hpcrl.config.sections.vla import Pi05Config, VLAConfig
 
 _PI05 = 'vla.vla_type="pi05"'
-_BACKEND = "generator.inference_engine.backend"
 
 
 def flows(config: ConfigTree) -> Iterator[Problem]:
@@ -26,8 +25,6 @@ def flows(config: ConfigTree) -> Iterator[Problem]:
             yield Problem(
                 f"vla.{name}", f"has no effect with {_PI05}, whose statistics lie beside the model; leave it out"
             )
-    if config.generator.inference_engine.backend != "transformers":
-        yield Problem(_BACKEND, f'expected "transformers" with {_PI05}: vLLM has no such models')
     if trainer.strategy != "fsdp2":
         yield Problem("trainer.strategy", f"expected fsdp2 with {_PI05}: Megatron-core has no such models")
     if environment.env_class not in (None, "robot"):

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hpcrl.config import Config
+from hpcrl.config.backend import backend_of
 from hpcrl.config.errors import Problem
 from hpcrl.config.family import families
-from hpcrl.data.vision.families import Family, family_of
+from hpcrl.data.vision.families import family_of
+from hpcrl.launch.backend import launch_backend
 from hpcrl.launch.submit.models import entries_of
 
 
@@ -30,8 +32,8 @@ def check_vision(config: Config) -> Iterator[Problem]:
     sees = f"{model} (trainer.policy) sees images"
     if trainer.strategy == "megatron":
         yield Problem("trainer.strategy", f'{sees}, which Megatron-core\'s models here do not; use "fsdp2"')
-    if config.has_engines and config.generator.inference_engine.backend == "vllm":
-        yield from _of_vllm(config, family, sees)
+    if config.has_engines and (engine := launch_backend(backend_of(config.generator.inference_engine))):
+        yield from engine.check_vision(config, family, sees)
     if trainer.critic.model.pretrained is not None:
         yield Problem(
             "trainer.algorithm.advantage_estimator",
@@ -57,22 +59,3 @@ def check_vision(config: Config) -> Iterator[Problem]:
         )
     if trainer.mode == "reward_model":
         yield Problem("trainer.mode", f'{sees}, and a reward model would not; expected "rl", "sft" or "dpo"')
-
-
-def _of_vllm(config: Config, family: Family, sees: str) -> Iterator[Problem]:
-    engine = config.generator.inference_engine
-    if not family.vllm:
-        yield Problem(
-            "generator.inference_engine.backend",
-            f'{sees} by a tower that vLLM 0.31 does not have, or whose weights it knows by other names; use "transformers"',
-        )
-    if engine.remote_urls:
-        yield Problem(
-            "generator.inference_engine.remote_urls",
-            f"{sees}, and a server that others have started may prepare images in another way; leave it out",
-        )
-    if config.loads_adapters:
-        yield Problem(
-            "generator.inference_engine.merge_lora",
-            f"{sees}, and of adapters vLLM uses none in the vision tower; set it to true",
-        )

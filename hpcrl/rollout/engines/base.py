@@ -1,7 +1,7 @@
 """What a rollout engine does: tokens in; tokens, their log-probabilities and the version that chose each out; and new weights, also in between.
 
-An engine is launched, says when it is ready, and is then called from one event loop. All that knows vLLM is in `vllm/`, the engine that runs
-in the worker's own process is in `embedded/`; `launch.py` chooses. Whatever is here both of them do, and the same tests run on both.
+An engine is launched, says when it is ready, and is then called from one event loop. Engines are packages
+such as hpcrl.engines.vllm; `launch.py` starts the one that the configuration names. The same tests run on all of hpcrl's.
 """
 
 from __future__ import annotations

@@ -27,9 +27,9 @@ from hpcrl.config import (
 )
 from hpcrl.config.sections.generator import EvalSamplingParams
 from hpcrl.data.group_file import read_group
+from hpcrl.engines.vllm.server import Server
 from hpcrl.errors import ConfigError
 from hpcrl.rollout.engines.base import Engine, Launched
-from hpcrl.rollout.engines.vllm.server import Server
 from hpcrl.rollout.generate import GroupGenerator
 from hpcrl.rollout.group import Group
 from hpcrl.rollout.lessons import Lessons

@@ -26,9 +26,9 @@ from hpcrl.config import (
 from hpcrl.config.sections.model import ExpertsConfig
 from hpcrl.data.group_file import read_group
 from hpcrl.data.models.routers import routers
+from hpcrl.engines.embedded.rollout import Embedded
 from hpcrl.errors import EngineError
 from hpcrl.rollout.engines.base import Generation
-from hpcrl.rollout.engines.embedded.launch import Embedded
 from hpcrl.rollout.engines.experts import experts_of, experts_text
 from hpcrl.rollout.generate import GroupGenerator
 from hpcrl.rollout.group import Group

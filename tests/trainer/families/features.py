@@ -15,10 +15,10 @@ from hpcrl.config.sections.model import LoraConfig
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.config.validate import build
 from hpcrl.data.model_config import ConfiguredModel
+from hpcrl.engines.embedded.batch import Batch, Request
+from hpcrl.engines.embedded.model import load_model
+from hpcrl.engines.embedded.sampling import Sampling
 from hpcrl.errors import DataError, EngineError
-from hpcrl.rollout.engines.embedded.batch import Batch, Request
-from hpcrl.rollout.engines.embedded.model import load_model
-from hpcrl.rollout.engines.embedded.sampling import Sampling
 from hpcrl.trainer.backends.build import build_policy
 from hpcrl.trainer.backends.fsdp.engine import FsdpPolicy
 from hpcrl.trainer.backends.fsdp.model import PackedCritic, PackedPolicy, leave_out_dropout

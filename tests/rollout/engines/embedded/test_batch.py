@@ -22,11 +22,11 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from hpcrl.engines.embedded.batch import Batch
+from hpcrl.engines.embedded.compute import Compute, Limits
+from hpcrl.engines.embedded.sampling import Sampling
 from hpcrl.errors import EngineError
 from hpcrl.rollout.engines.base import Engine, Generation
-from hpcrl.rollout.engines.embedded.batch import Batch
-from hpcrl.rollout.engines.embedded.compute import Compute, Limits
-from hpcrl.rollout.engines.embedded.sampling import Sampling
 from tests.rollout.material import (
     EOS,
     LONG_PROMPT,

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from hpcrl.engines.embedded.sampling import RowSampling, Sampling, choose, distribution, penalised, uniform
 from hpcrl.errors import EngineError
-from hpcrl.rollout.engines.embedded.sampling import RowSampling, Sampling, choose, distribution, penalised, uniform
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
 CPU = torch.device("cpu")

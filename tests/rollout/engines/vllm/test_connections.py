@@ -6,7 +6,7 @@ import asyncio
 import json
 from pathlib import Path
 
-from hpcrl.rollout.engines.vllm.client import EngineClient
+from hpcrl.engines.vllm.client import EngineClient
 
 ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
 

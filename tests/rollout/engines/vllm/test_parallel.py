@@ -14,11 +14,11 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from hpcrl.engines.vllm.client import EngineClient
+from hpcrl.engines.vllm.middleware import CORES, on_each_core
+from hpcrl.engines.vllm.processes import group_of
+from hpcrl.engines.vllm.server import Server
 from hpcrl.errors import EngineError
-from hpcrl.rollout.engines.vllm.client import EngineClient
-from hpcrl.rollout.engines.vllm.middleware import CORES, on_each_core
-from hpcrl.rollout.engines.vllm.processes import group_of
-from hpcrl.rollout.engines.vllm.server import Server
 from tests.rollout.conftest import runner
 from tests.rollout.engines.vllm.test_tensor_parallel import assert_says_what_models_do
 from tests.rollout.material import (

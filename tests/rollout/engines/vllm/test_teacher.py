@@ -10,11 +10,11 @@ import pytest
 
 from hpcrl.config import Config
 from hpcrl.config.scorers import scorer_sets
+from hpcrl.engines.vllm.server import Server
+from hpcrl.engines.vllm.teacher import EngineTeacher, row_scores, teacher_options
 from hpcrl.errors import EngineError
 from hpcrl.launch.nodes import make_plan
 from hpcrl.rollout.engines.base import Engine
-from hpcrl.rollout.engines.vllm.server import Server
-from hpcrl.rollout.engines.vllm.teacher import EngineTeacher, row_scores, teacher_options
 from hpcrl.rundir.commit import write_text
 from hpcrl.trainer.scoring.model import ScoringModel
 from hpcrl.types import Sample

@@ -7,6 +7,7 @@ follows, as torchrun's agents do for the trainer's ranks.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -14,13 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.config import Config
+from hpcrl.engines.vllm.server import Part, Server, ServerOptions, server_options
 from hpcrl.errors import EngineError
-from hpcrl.rollout.engines.vllm.server import Part, Server, ServerOptions, server_options
+from hpcrl.launch.agent.network import choose_port
+from hpcrl.rollout.engines.launch import Place
 from hpcrl.rundir.commit import read_json, write_json
 from hpcrl.rundir.layout import Run
-from hpcrl.runtime.process_status import GIVEN_UP, read_process_status
+from hpcrl.runtime.process_status import GIVEN_UP, SERVING, StatusWriter, read_process_status
+from hpcrl.runtime.scratch import Scratch
 
 _LOOK_S = 2.0
+_FOLLOW_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -42,27 +47,13 @@ class Meeting:
         return Part(nodes, index, self.address, self.port, self.rpc_port)
 
 
-def start_first(
-    run: Run,
-    config: Config,
-    attempt: int,
-    replica: int,
-    address: str,
-    choose_port: Callable[[str], int],
-    directory: Path,
-    log: Path,
-) -> FirstPart:
-    """Start an engine on its first node; its other nodes follow.
-
-    Args:
-        address: of this node.
-        choose_port: returns a free port there.
-        directory, log: as a Server has them.
-    """
-    nodes, meeting = config.engine_nodes, arrange(run, attempt, replica, address, choose_port)
+def start_first(config: Config, place: Place) -> FirstPart:
+    """Start an engine on its first node, this one; its other nodes follow."""
+    nodes, run, replica = config.engine_nodes, place.run, place.replica
+    meeting = arrange(run, place.attempt, replica, os.environ["HPCRL_ADDRESS"], choose_port)
     options = replace(server_options(run, config), part=meeting.part(nodes, 0))
     others = range(replica * (nodes - 1), (replica + 1) * (nodes - 1))
-    return FirstPart(options, directory, log, run, attempt, meeting, others)
+    return FirstPart(options, place.directory, place.log, run, place.attempt, meeting, others)
 
 
 def arrange(run: Run, attempt: int, replica: int, address: str, choose_port: Callable[[str], int]) -> Meeting:
@@ -100,6 +91,33 @@ def missing_part(run: Run, attempt: int, meeting: int, parts: Iterable[int]) -> 
         if last_ended(run, attempt, part) == meeting or (status and status.state.startswith(GIVEN_UP)):
             return part
     return None
+
+
+def serve_part(run: Run, config: Config, attempt: int, number: int, status: StatusWriter) -> None:
+    """Start this part whenever the engine is started, until the run ends or vLLM has ended here."""
+    nodes = config.engine_nodes
+    replica, place = divmod(number, nodes - 1)
+    options, log = server_options(run, config), run.log(attempt, f"engine-part-{number}")
+    scratch, server, joined = Scratch("engine"), None, last_ended(run, attempt, number)
+    try:
+        while True:
+            meeting = read_meeting(run, attempt, replica)
+            if meeting is not None and meeting.number > joined:
+                if server:
+                    server.stop()
+                joined = meeting.number
+                server = Server(replace(options, part=meeting.part(nodes, place + 1)), scratch.path, log)
+            elif server and not server.alive():
+                raise server.failure("ended")
+            status.write(f"{SERVING} rollout-{replica}" if server else f"waiting for rollout-{replica}")
+            time.sleep(_FOLLOW_S)
+    except EngineError:
+        note_ended(run, attempt, number, joined)
+        raise
+    finally:
+        if server:
+            server.stop()
+        scratch.remove()
 
 
 class FirstPart(Server):

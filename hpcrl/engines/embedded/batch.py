@@ -17,10 +17,9 @@ from transformers import PreTrainedModel
 from hpcrl.data.models.routers import ExpertRecorder
 from hpcrl.data.vision.inputs import has_planes, model_inputs, one_kind, plane_positions
 from hpcrl.data.vision.reader import SeenImage
-from hpcrl.rollout.engines.base import Generation, Heard
-from hpcrl.rollout.engines.embedded.cache import ColumnCache, Columns
-from hpcrl.rollout.engines.embedded.parallel import decodes_in_parallel, said_at_once
-from hpcrl.rollout.engines.embedded.sampling import (
+from hpcrl.engines.embedded.cache import ColumnCache, Columns
+from hpcrl.engines.embedded.parallel import decodes_in_parallel, said_at_once
+from hpcrl.engines.embedded.sampling import (
     Choice,
     RowSampling,
     Sampling,
@@ -31,6 +30,7 @@ from hpcrl.rollout.engines.embedded.sampling import (
     choose,
     penalised,
 )
+from hpcrl.rollout.engines.base import Generation, Heard
 from hpcrl.types import StopReason
 
 _AHEAD = 64  # columns that there is room for before the rows are laid out anew

@@ -18,13 +18,13 @@ import aiohttp
 
 from hpcrl.data.vision.reader import SeenImage
 from hpcrl.data.weight_files import PublishedWeights
+from hpcrl.engines.vllm.address import Address
+from hpcrl.engines.vllm.answers import Running, chosen_logprobs, generation_of, most_probable
+from hpcrl.engines.vllm.images import features
+from hpcrl.engines.vllm.middleware import CORES, ENDED, PATH
 from hpcrl.errors import EngineError
 from hpcrl.rollout.engines.base import Engine, Generation, Heard, leaves_out
 from hpcrl.rollout.engines.proof import check_decoding, check_probe, check_ranks, difference, tolerance
-from hpcrl.rollout.engines.vllm.address import Address
-from hpcrl.rollout.engines.vllm.answers import Running, chosen_logprobs, generation_of, most_probable
-from hpcrl.rollout.engines.vllm.images import features
-from hpcrl.rollout.engines.vllm.middleware import CORES, ENDED, PATH
 from hpcrl.rollout.limiter import Load
 from hpcrl.rollout.threads import in_thread
 from hpcrl.runtime.gpu_memory import describe_memory

@@ -1,6 +1,6 @@
 """The weight engine `shared_fs`: loads a published version from the run directory into a running vLLM worker, and says what it has loaded.
 
-Imported inside vLLM's workers only, by the names that `plugin.register` and the server's options give.
+vLLM's workers import it for the class that `--worker-extension-cls` names, before they make their weight engine.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
@@ -96,6 +97,9 @@ class SharedFilesystemEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def shutdown(self) -> None:
         pass
+
+
+WeightTransferEngineFactory.register_engine("shared_fs", SharedFilesystemEngine)  # as server.py names it
 
 
 class WeightProof:

@@ -70,13 +70,8 @@ def _bytes(weight: Weight, engine: InferenceEngineConfig) -> float:
 
 
 def describe_engines(config: Config, shapes: Shapes) -> Iterator[str]:
-    """Yield what `hpcrl plan` prints of a run's engines, where they are vLLM's on GPUs.
-
-    Args:
-        shapes: of the policy.
-    """
     engine = config.generator.inference_engine
-    if not config.has_engines or engine.backend != "vllm" or engine.remote_urls or config.slurm.gpus == 0:
+    if engine.remote_urls or config.slurm.gpus == 0:
         return
     sizes = {
         "tensor": engine.tensor_parallel_size,

@@ -12,15 +12,20 @@ from hpcrl.data.chat.ending import end_ids
 from hpcrl.data.model_config import ConfiguredModel
 from hpcrl.data.models.routers import ExpertRecorder, routers
 from hpcrl.data.tokenizer import decoder, read_tokenizer
+from hpcrl.engines.embedded.batch import Batch
+from hpcrl.engines.embedded.compute import Compute, Limits
+from hpcrl.engines.embedded.engine import EmbeddedEngine
+from hpcrl.engines.embedded.model import load_model
 from hpcrl.errors import EngineError
-from hpcrl.rollout.engines.base import Engine
-from hpcrl.rollout.engines.embedded.batch import Batch
-from hpcrl.rollout.engines.embedded.compute import Compute, Limits
-from hpcrl.rollout.engines.embedded.engine import EmbeddedEngine
-from hpcrl.rollout.engines.embedded.model import load_model
+from hpcrl.rollout.engines.base import Engine, Launched
 from hpcrl.rollout.engines.in_process import InProcess
+from hpcrl.rollout.engines.launch import Place
 
 _CPU_CACHE_BYTES = 1 << 30
+
+
+def launch(config: Config, place: Place) -> Launched:  # noqa: ARG001
+    return Embedded(embedded_options(config))
 
 
 @dataclass(frozen=True)

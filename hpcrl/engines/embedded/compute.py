@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from hpcrl.data.vision.reader import SeenImage
+from hpcrl.engines.embedded.batch import Batch, Request
+from hpcrl.engines.embedded.sampling import Sampling
 from hpcrl.rollout.engines.base import Generation, Heard
-from hpcrl.rollout.engines.embedded.batch import Batch, Request
-from hpcrl.rollout.engines.embedded.sampling import Sampling
 
 R = TypeVar("R")
 _END_S = 10.0  # a token takes less; a device that hangs must not keep the process

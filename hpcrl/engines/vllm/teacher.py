@@ -19,9 +19,9 @@ from hpcrl.config.sections.distillation import TeacherEngineConfig
 from hpcrl.config.token_limits import longest_sample
 from hpcrl.data.group_file import read_group
 from hpcrl.data.score_file import RowScores
+from hpcrl.engines.vllm.client import EngineClient
+from hpcrl.engines.vllm.server import Server, ServerOptions
 from hpcrl.errors import EngineError
-from hpcrl.rollout.engines.vllm.client import EngineClient
-from hpcrl.rollout.engines.vllm.server import Server, ServerOptions
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.scratch import Scratch
 from hpcrl.types import GroupMeta, Row

@@ -26,13 +26,12 @@ import httpx
 from hpcrl.config import Config, InferenceEngineConfig
 from hpcrl.config.sections.generator import MOST_KEPT
 from hpcrl.config.sections.model import LORA_RANKS, Pretrained, rope_parameters
+from hpcrl.engines.vllm.address import Address, Listen
+from hpcrl.engines.vllm.main import HEADLESS, PARENT
+from hpcrl.engines.vllm.middleware import LEASED, RUN_NAME, TOKEN_FILE
+from hpcrl.engines.vllm.processes import computes, group_of, shared_memory
 from hpcrl.errors import ConfigError, EngineError
 from hpcrl.rollout.engines.base import Engine, Launched
-from hpcrl.rollout.engines.vllm.address import Address, Listen
-from hpcrl.rollout.engines.vllm.main import HEADLESS, PARENT
-from hpcrl.rollout.engines.vllm.middleware import LEASED, RUN_NAME, TOKEN_FILE
-from hpcrl.rollout.engines.vllm.plugin import BACKEND, WORKER_EXTENSION
-from hpcrl.rollout.engines.vllm.processes import computes, group_of, shared_memory
 from hpcrl.rundir.commit import make_directory
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.heartbeat import SuspendAwareClock
@@ -205,7 +204,7 @@ class Server(Launched):
         )
 
     def connect(self, *, version: int = 0, replica: str = "") -> Engine:
-        from hpcrl.rollout.engines.vllm.client import (
+        from hpcrl.engines.vllm.client import (
             EngineClient,  # torch, which takes seconds to import, while the server starts
         )
 
@@ -260,7 +259,7 @@ def _command(options: ServerOptions, socket: Path) -> list[str]:
     chunked = engine.enable_chunked_prefill and not options.on_cpu
     arguments: dict[str, Any] = {
         **(options.listen.options if options.listen else {"uds": str(socket)}),
-        "middleware": "hpcrl.rollout.engines.vllm.middleware.TokenRequired",
+        "middleware": "hpcrl.engines.vllm.middleware.TokenRequired",
         "enable-scale-out": True,  # the token-in token-out route
         "disable-uvicorn-access-log": True,
         "uvicorn-log-level": "warning",
@@ -286,8 +285,8 @@ def _command(options: ServerOptions, socket: Path) -> list[str]:
         "enable-sleep-mode": True if options.sleeps and not options.on_cpu else None,
         "logprobs-mode": "processed_logprobs",  # of the distribution that is sampled from: after temperature, top_k, top_p, ...
         "max-logprobs": MOST_KEPT,
-        "weight-transfer-config": {"backend": BACKEND},
-        "worker-extension-cls": WORKER_EXTENSION,
+        "weight-transfer-config": {"backend": "shared_fs"},
+        "worker-extension-cls": "hpcrl.engines.vllm.weight_engine.WeightProof",
         "enable-return-routed-experts": True if options.records_experts else None,
         "mm-device-do-normalize": False,  # images come as the trainer has them, normalized
         "mm-processor-kwargs": dict(options.image_processor_kwargs) or None,  # how large they are at most
@@ -310,7 +309,7 @@ def _command(options: ServerOptions, socket: Path) -> list[str]:
     return [
         sys.executable,
         "-m",
-        "hpcrl.rollout.engines.vllm.main",
+        "hpcrl.engines.vllm.main",
         *(text for item in arguments.items() for text in _argument(*item)),
     ]
 

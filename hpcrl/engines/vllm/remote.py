@@ -22,12 +22,12 @@ import httpx
 
 from hpcrl.config import Config
 from hpcrl.config.sections.generator import MOST_KEPT
+from hpcrl.engines.vllm.address import Address
+from hpcrl.engines.vllm.client import EngineClient
+from hpcrl.engines.vllm.middleware import LEASE, LEASE_PATH, OWNER
 from hpcrl.errors import ConfigError, EngineError
 from hpcrl.network import public_address
 from hpcrl.rollout.engines.base import Engine, Launched
-from hpcrl.rollout.engines.vllm.address import Address
-from hpcrl.rollout.engines.vllm.client import EngineClient
-from hpcrl.rollout.engines.vllm.middleware import LEASE, LEASE_PATH, OWNER
 from hpcrl.runtime.heartbeat import SuspendAwareClock
 from hpcrl.runtime.token import read_secret
 
@@ -69,7 +69,7 @@ def remote_options(config: Config, owner: str, replica: int, *, trains: bool) ->
         address=Address(engine.remote_urls[replica].rstrip("/"), ca_file=ca_file),
         owner=owner,
         key_file=Path(engine.remote_key_file) if engine.remote_key_file else None,
-        model=None if trains else config.trainer.policy.model.path,
+        model=None if trains else config.trainer.policy.model.pretrained.path,
         max_model_len=config.max_model_len,
         trains=trains,
         keep_cache=engine.keep_cache_on_update,

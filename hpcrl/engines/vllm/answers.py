@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hpcrl.engines.vllm.middleware import LEFT_OUT, TOKEN_ID
 from hpcrl.rollout.engines.base import Generation
 from hpcrl.rollout.engines.experts import experts_of
-from hpcrl.rollout.engines.vllm.middleware import LEFT_OUT, TOKEN_ID
 
 
 @dataclass

@@ -14,14 +14,15 @@ from transformers import PreTrainedModel
 
 from hpcrl.data.vision.reader import SeenImage
 from hpcrl.data.weight_files import Probe, PublishedWeights
+from hpcrl.engines.embedded.batch import Request
+from hpcrl.engines.embedded.compute import Compute
+from hpcrl.engines.embedded.model import replace_weights
+from hpcrl.engines.embedded.sampling import Sampling
 from hpcrl.errors import EngineError
 from hpcrl.rollout.engines.base import Generation, Heard
-from hpcrl.rollout.engines.embedded.batch import Request
-from hpcrl.rollout.engines.embedded.compute import Compute
-from hpcrl.rollout.engines.embedded.model import read_tensors, replace_adapter, replace_weights
-from hpcrl.rollout.engines.embedded.sampling import Sampling
 from hpcrl.rollout.engines.in_process import SLEEP, UPDATE, InProcessEngine
 from hpcrl.rollout.engines.proof import check_probe, check_ranks, difference, tolerance
+from hpcrl.rollout.engines.tensors import read_tensors, replace_adapter
 from hpcrl.rollout.limiter import Load
 from hpcrl.rollout.threads import Notices, in_thread
 
