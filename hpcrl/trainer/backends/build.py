@@ -16,7 +16,7 @@ from hpcrl.trainer.distributed import World
 
 _log = logging.getLogger(__name__)
 
-_SETTINGS = "compile_model", "use_torch_compile"
+_COMPILED = "compile_model", "use_torch_compile"
 _PLAIN = {"llama", "mistral", "qwen2", "qwen3"}
 """Model types whose layers are attention and a gated MLP, and nothing else."""
 
@@ -77,7 +77,7 @@ def with_compilation(trainer: TrainerConfig, world: World) -> TrainerConfig:
     from hpcrl.trainer.models.layers.compilation import compiler_works, fall_back_to_eager
 
     policy = trainer.policy
-    unset = [name for name in _SETTINGS if getattr(policy, name) is None]
+    unset = [name for name in _COMPILED if getattr(policy, name) is None]
     if not unset:
         return trainer
     compiles = (
@@ -86,7 +86,7 @@ def with_compilation(trainer: TrainerConfig, world: World) -> TrainerConfig:
         and world.rank0_broadcast(lambda: policy_source(trainer).config().model_type in _PLAIN)
         and compiler_works(world)
     )
-    if compiles and len(unset) == len(_SETTINGS):
+    if compiles and len(unset) == len(_COMPILED):
         fall_back_to_eager()
     return replace(trainer, policy=replace(policy, **dict.fromkeys(unset, compiles)))
 
