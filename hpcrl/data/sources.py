@@ -102,8 +102,6 @@ class Source:
             yield row
         if not found:
             raise DataError(f"dataset {self.location} has no rows")
-        if part.stop is not None and found < part.stop - part.start:
-            raise DataError(f"dataset {self.location} has {part.start + found} rows, and no row {part.stop}")
 
     def _all_rows(self) -> Iterator[Any]:
         return (row for path in self.files() for row in READERS[path.suffix](path))
@@ -125,9 +123,7 @@ class Source:
             total = sum(1 for _ in self._all_rows()) if counted is None else counted
         start = _bound(first or "0", total)
         stop = _bound(last, total) if last else None
-        if start < 0 or (stop is not None and stop <= start):
-            raise DataError(f"dataset {self.location}: there are no rows {self.part}{f' of {total}' if total else ''}")
-        return slice(start, stop)
+        return slice(start, stop if stop is None else max(start, stop))
 
     def count(self) -> int | None:
         """Return its rows; None: that is not quickly known, for a text file is large, something has to be downloaded, or pyarrow is missing.
@@ -244,11 +240,11 @@ class Source:
 
 
 def _bound(text: str, total: int) -> int:
-    """Return a bound of a part of `total` rows as the number of a row; negative where it lies before the first."""
+    """Return a bound of a part of `total` rows as the number of a row; one before the first is the first."""
     number = int(text.removesuffix("%"))
     if text.endswith("%"):
         number = round(number * total / 100)
-    return total + number if text.startswith("-") else number
+    return max(0, total + number) if text.startswith("-") else number
 
 
 def _count(path: Path) -> int | None:

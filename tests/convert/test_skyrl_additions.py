@@ -146,3 +146,14 @@ def test_prefill_apart_leaves_no_option_behind(tmp_path: Path) -> None:
 def test_yaml_of_others_is_recognized(text: str) -> None:
     with pytest.raises(ConfigError, match="no configuration of SkyRL; expected the sections data, trainer"):
         convert_yaml(text, "other.yaml")
+
+
+def test_options_of_the_engine_that_have_a_setting(tmp_path: Path) -> None:
+    options = f"{ENGINE}engine_init_kwargs={{quantization: fp8, max_model_len: 2048, numa_bind: true}}"
+    conversion = command(options)
+    assert conversion.values[f"{ENGINE}quantization"] == "fp8"
+    assert conversion.values[f"{ENGINE}engine_init_kwargs"] == {"numa_bind": True}
+    load(conversion, tmp_path)
+    assert kinds(command(options, "trainer.max_prompt_length=1025"), f"{ENGINE}engine_init_kwargs.max_model_len") == {
+        "conflict"
+    }

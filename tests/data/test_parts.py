@@ -21,6 +21,8 @@ PARTS = (
     "[-10%:]",
     "[99:]",
     "[:103]",
+    "[:104]",
+    "[-104:]",
     "[:]",
 )
 
@@ -65,15 +67,7 @@ def test_datasets_gives_the_same_rows(part: str, folder: Path, tmp_path: Path, m
     assert [row["at"] for row in Source(f"{folder}:train{part}").rows()] == list(found)
 
 
-@pytest.mark.parametrize(
-    ("part", "message"),
-    [
-        ("[:104]", "has 103 rows, and no row 104"),
-        ("[-104:]", "there are no rows"),
-        ("[20:10]", "there are no rows"),
-        ("[200:]", "no rows"),
-    ],
-)
-def test_rows_that_are_not_there(part: str, message: str, folder: Path) -> None:
-    with pytest.raises(DataError, match=message):
+@pytest.mark.parametrize("part", ["[20:10]", "[200:]", "[-3:-3]", "[99%:-50]"])
+def test_a_part_without_rows_is_an_error(part: str, folder: Path) -> None:
+    with pytest.raises(DataError, match="has no rows"):
         list(Source(f"{folder}:train{part}").rows())

@@ -107,6 +107,28 @@ def prefill_apart(source: Source, conversion: Conversion, path: str) -> None:
         conversion.note("mapped", source.names[path], "", "false: every engine does both")
 
 
+def engine_options(source: Source, conversion: Conversion) -> None:
+    """Give vLLM's options that have a setting of their own its name, and leave out the one that hpcrl works out."""
+    path, values = _ENGINE + "engine_init_kwargs", conversion.values
+    given = source[path] if isinstance(source[path], dict) else {}
+    name = source.names.get(path, path)
+    if "quantization" in given:
+        values[path] = {key: value for key, value in values[path].items() if key != "quantization"}
+        values[_ENGINE + "quantization"] = given["quantization"]
+        conversion.note("translated", f"{name}.quantization", _ENGINE + "quantization", "a setting of its own")
+    if "max_model_len" in given:
+        values[path] = {key: value for key, value in values[path].items() if key != "max_model_len"}
+        prompt = source["generator.max_input_length"] or source["trainer.max_prompt_length"]
+        needed, most = prompt + source["generator.sampling_params.max_generate_length"], given["max_model_len"]
+        enough = isinstance(most, int) and most >= needed
+        message = "follows from generator.max_input_length and max_generate_length, which are " + (
+            "no more than that"
+            if enough
+            else f"{needed} together: longer responses end there in SkyRL; lower one of them"
+        )
+        conversion.note("dropped" if enough else "conflict", f"{name}.max_model_len", "", message)
+
+
 def settled(source: Source, conversion: Conversion) -> None:
     """Leave out what others of these settings replace, wherever in the source it stands."""
     values, options = conversion.values, _ENGINE + "engine_init_kwargs"

@@ -25,7 +25,7 @@ from hpcrl.convert.conversion import Conversion, known
 from hpcrl.convert.mapping import Dropped, To
 from hpcrl.convert.sbatch import convert_sbatch
 from hpcrl.convert.skyrl import sft
-from hpcrl.convert.skyrl.additions import cispo_bounds, settled
+from hpcrl.convert.skyrl.additions import cispo_bounds, engine_options, settled
 from hpcrl.convert.skyrl.fields import OLD_DEFAULTS, TARGETS
 from hpcrl.convert.skyrl.numbers import note_numbers
 from hpcrl.convert.skyrl.program import note_program
@@ -179,6 +179,7 @@ def _complete(source: Source, conversion: Conversion) -> None:
         left_out_cap,
         cispo_bounds,
         settled,
+        engine_options,
         _eval_sampling,
         _fully_async,
         overlong,

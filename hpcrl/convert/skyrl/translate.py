@@ -19,9 +19,10 @@ _ENGINE = "generator.inference_engine."
 _CRITIC = "trainer.critic.model.path"
 _REWARDS = {"gsm8k": "gsm8k", "aime": "direct_math"}  # environments of SkyRL -> the rewards that they are here
 _ABSENT = {
-    "lcb": "programs that are run against tests; reward code_tests of docs/rewards.md is near",
-    "searchcode": "search and a Python interpreter together; search and python are environments of their own here",
-    "geometry3k": "answers in \\boxed{}, or by a tool, to questions about an image; a reward of docs/rewards.md compares boxed answers",
+    "lcb": "programs that are run against tests; an environment of your own does that (docs/environments)",
+    "searchcode": "search and a Python interpreter together; search and python_tool are environments of their own here",
+    "geometry3k": "answers in \\boxed{} about an image, with a tool that tells whether they are right; environment.reward_function = "
+    "{boxed_math = 1.0} scores such answers (docs/vision.md), without the tool",
 }
 _HOME = re.compile(r"\$(?:HOME|\{HOME\})(?=/|$)")
 
