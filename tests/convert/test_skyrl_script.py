@@ -118,6 +118,15 @@ def test_arguments_reach_the_script_that_is_started(tmp_path: Path) -> None:
     assert (conversion.values["trainer.epochs"], conversion.values["trainer.seed"]) == (9, 5)
 
 
+def test_a_script_that_trains_nothing_is_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "prepare.sh").write_text("mkdir data")
+    (tmp_path / "inner.sh").write_text(INNER)
+    outer = "bash prepare.sh\nbash inner.sh trainer.seed=5\n"
+    assert convert_script(outer, str(tmp_path / "outer.sh")).values["trainer.seed"] == 5
+    with pytest.raises(ConfigError, match=r"prepare\.sh: no SkyRL command"):
+        command_of("bash prepare.sh", str(tmp_path / "outer.sh"))
+
+
 def test_a_script_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"outer\.sh: starts gone/inner\.sh, which is not there"):
         command_of("bash gone/inner.sh", str(tmp_path / "outer.sh"))

@@ -77,7 +77,7 @@ def _command_of(
         others = [shown(word) for one in found[1:] for word in one.words if _OVERRIDE.fullmatch(word)]
         assumed = sorted(script.assumed)
         return Command(words, unknown, found[0].condition, others, assumed, script.unread, batch=text)
-    missing = []
+    missing, refused = [], list[ConfigError]()
     for one, at in calls:
         path = _beside(one.words[at], origin)
         if path is None or depth == _DEEPEST:
@@ -85,7 +85,12 @@ def _command_of(
             continue
         own = [match for word in one.words[:at] if (match := _ASSIGNMENT.fullmatch(word))]
         given = {**one.environment, **{match[1]: match[2] for match in own}}
-        inner = _command_of(path.read_text(encoding="utf-8"), str(path), given, one.words[at + 1 :], depth + 1)
+        other = path.read_text(encoding="utf-8", errors="replace")
+        try:
+            inner = _command_of(other, str(path), given, one.words[at + 1 :], depth + 1)
+        except ConfigError as error:  # of a script that prepares data, and trains nothing
+            refused.append(error)
+            continue
         return replace(
             inner,
             condition=inner.condition or one.condition,
@@ -98,6 +103,8 @@ def _command_of(
         if any(map(_OVERRIDE.fullmatch, one.words)):
             words, unknown = _known(one.words)
             return Command(words, unknown, one.condition, [], sorted(script.assumed), script.unread, batch=text)
+    if refused:
+        raise refused[0]
     if missing:
         raise ConfigError(
             f"{origin}: starts {missing[0][1]}, which is not there to be followed; convert that script, or put it beside this one"
