@@ -14,7 +14,11 @@ from hpcrl.convert.skyrl import fields as skyrl
 
 State = Literal["works", "not implemented yet", "not supported"]
 
-SOURCES: dict[str, Mapping[str, Target]] = {"SkyRL": skyrl.TARGETS, "Cosmos-RL": cosmos.TARGETS}
+SOURCES: dict[str, Mapping[str, Target]] = {
+    "SkyRL": skyrl.TARGETS,
+    "SkyRL SFT": skyrl.SFT_TARGETS,
+    "Cosmos-RL": cosmos.TARGETS,
+}
 
 
 def paths_of(target: Target) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """Where the rows of a dataset come from: a file, a folder of files, a folder of Hugging Face's `datasets`, or a dataset on its hub.
 
 A location is a path or, where there is no such path, the name of a dataset on the hub, <owner>/<name>; behind either may stand a split,
-`openai/gsm8k:train`. Splits of a folder, on the hub too, are found as `datasets` finds them (hpcrl/data/hub/splits.py).
+`openai/gsm8k:train`, and of it a part as `datasets` writes it: `train[:100]`, `train[-500:]`, `train[10%:]`. Splits of a folder, on the hub too, are found as `datasets` finds them (hpcrl/data/hub/splits.py).
 
 What is on the hub is downloaded into its cache once (HF_HOME, on a filesystem that the nodes share) and found there afterwards, also without
 network; with HF_HUB_OFFLINE=1 nobody asks the hub.
@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +44,7 @@ _ROWS_AT_ONCE, _BYTES_AT_ONCE = 128, 16 << 20
 _BUFFER = 1 << 20  # bytes of each column of a parquet file
 _COUNTED_BYTES = 256 << 20
 _HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+")
-_SPLIT = re.compile(r"(.+):([\w.-]+)")
+_SPLIT = re.compile(r"(.+):([\w.-]+)(?:\[(-?\d*%?):(-?\d*%?)\])?")
 _KNOWN_SPLITS = ("train", "validation", "valid", "val", "dev", "test", "eval")
 _SAVED, _SAVED_SPLITS = "state.json", "dataset_dict.json"
 
@@ -53,7 +54,7 @@ class Source:
     """A dataset, as a configuration names it.
 
     Attributes:
-        location: path or name on the hub, with a split behind a colon or without one.
+        location: path or name on the hub, with a split, or a part of one, behind a colon or without.
         subset: its configuration, in Hugging Face's sense; None: the only one, or the one that is called default.
         revision: branch, tag or commit on the hub; None: its main branch.
         folder: where relative paths are looked for; None: the working directory.
@@ -95,13 +96,34 @@ class Source:
         Raises:
             DataError: a file is missing, cannot be read, or there is not one row.
         """
-        found = 0
-        for path in self.files():
-            for row in READERS[path.suffix](path):
-                found += 1
-                yield row
+        part, found = self._part(), 0
+        for row in islice(self._all_rows(), part.start, part.stop):
+            found += 1
+            yield row
         if not found:
             raise DataError(f"dataset {self.location} has no rows")
+
+    def _all_rows(self) -> Iterator[Any]:
+        return (row for path in self.files() for row in READERS[path.suffix](path))
+
+    @property
+    def part(self) -> str:
+        """What the location says of the rows of its split, such as [:100]; "": all of them."""
+        match = None if self._is_whole() else _SPLIT.fullmatch(self.location)
+        return f"[{match[3]}:{match[4]}]" if match and match[3] is not None else ""
+
+    def _part(self) -> slice:
+        """Return which rows of its files these are, by absolute numbers; `stop` is None where they end with the last one."""
+        if not self.part:
+            return slice(0, None)
+        first, last = self.part[1:-1].split(":")
+        total = 0
+        if set(self.part) & {"-", "%"}:
+            counted = self._counted()
+            total = sum(1 for _ in self._all_rows()) if counted is None else counted
+        start = _bound(first or "0", total)
+        stop = _bound(last, total) if last else None
+        return slice(start, stop if stop is None else max(start, stop))
 
     def count(self) -> int | None:
         """Return its rows; None: that is not quickly known, for a text file is large, something has to be downloaded, or pyarrow is missing.
@@ -109,18 +131,24 @@ class Source:
         Raises:
             DataError: it cannot be read.
         """
-        if not self.is_here():
+        if not self.is_here() or (total := self._counted()) is None:
             return None
+        return len(range(total)[self._part()])
+
+    def _counted(self) -> int | None:
         counts = [_count(path) for path in self.files()]
         return None if None in counts else sum(count or 0 for count in counts)
 
     def _place(self) -> tuple[Path, str | None]:
         """Return the path that the location would be, and the split that it names."""
         folder = Path(self.folder or "").expanduser()
-        whole = folder / Path(self.location).expanduser()
-        if not whole.exists() and (match := _SPLIT.fullmatch(self.location)):
+        if not self._is_whole() and (match := _SPLIT.fullmatch(self.location)):
             return folder / Path(match[1]).expanduser(), match[2]
-        return whole, None
+        return folder / Path(self.location).expanduser(), None
+
+    def _is_whole(self) -> bool:
+        """Return whether there is a path of all of the location, which then names no split."""
+        return (Path(self.folder or "").expanduser() / Path(self.location).expanduser()).exists()
 
     def _name(self) -> str:
         match = _SPLIT.fullmatch(self.location)
@@ -209,6 +237,14 @@ class Source:
             what = f"it has no split {wanted!r}" if wanted else "it has several splits"
             raise DataError(f"{what}; name one of {', '.join(names)} as {self._name()}:{names[0]}")
         return wanted
+
+
+def _bound(text: str, total: int) -> int:
+    """Return a bound of a part of `total` rows as the number of a row; one before the first is the first."""
+    number = int(text.removesuffix("%"))
+    if text.endswith("%"):
+        number = round(number * total / 100)
+    return max(0, total + number) if text.startswith("-") else number
 
 
 def _count(path: Path) -> int | None:

@@ -272,7 +272,8 @@ def shared_facts(source: Source, recipe: Recipe, progress: Callable[[], None] = 
         DataError: they cannot be found; others as of `Recipe.renderer`.
     """
     try:
-        return {"contents": contents_of(source.files(), progress), **recipe.facts_of_tokens()}
+        part = {"part": source.part} if source.part else {}
+        return {"contents": contents_of(source.files(), progress), **part, **recipe.facts_of_tokens()}
     except OSError as error:
         raise DataError(f"dataset {source.location} cannot be read: {error}") from error
 

@@ -400,9 +400,10 @@ def trained_groups(batch: Batch, algorithm: AlgorithmConfig) -> list[int]:
         DataError: a group lacks a metric of filter_reward_metric.
     """
     groups, metrics = range(len(batch.groups)), algorithm.filter_reward_metric
+    tolerance = algorithm.zero_variance_filter_tol
     if not algorithm.zero_variance_filter:
         return list(groups)
-    return [at for at in groups if is_worth_training(batch.groups[at], metrics)]
+    return [at for at in groups if is_worth_training(batch.groups[at], metrics, tolerance)]
 
 
 def micro_batch_limits(trainer: TrainerConfig, tokens: int | None, quadratic: float = 0.0) -> Limits:

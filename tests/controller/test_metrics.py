@@ -125,3 +125,8 @@ def test_a_batch_file_says_which_rows_belong_to_which_sample() -> None:
     assert [meta.owners for meta in batch.groups] == [[0, 0, 0, 1], [0, 1, 1, 1, 1, 1]]
     without = {name: value for name, value in GROUPS[0].to_json().items() if name != "rows"}
     assert GroupMeta.from_json(without).owners == [0, 1], "files of before have a row for each sample"
+
+
+@pytest.mark.parametrize(("tolerance", "worth"), [(0.0, True), (1e-6, False), (1e-8, True)])
+def test_rewards_that_hardly_differ_are_equal_within_a_tolerance(tolerance: float, worth: bool) -> None:
+    assert is_worth_training(group([0.5, 0.5 + 1e-7, 0.5]), [], tolerance) is worth

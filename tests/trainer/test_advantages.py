@@ -226,6 +226,7 @@ def test_groups_of_equal_rewards_are_not_there_at_all(tmp_path: Path) -> None:
     algorithm = AlgorithmConfig(zero_variance_filter=True, advantage_estimator="reinforce++_baseline")
     assert trained_groups(batch, AlgorithmConfig()) == [0, 1, 2, 3]
     assert trained_groups(batch, algorithm) == [0, 2, 3]
+    assert trained_groups(batch, replace(algorithm, zero_variance_filter_tol=9.0)) == []
     kept = [at for at in range(4) if at != EQUAL]
     refs = [SampleRef(at, index, 0) for at in kept for index in range(4)]
     samples = pack([sample for at in kept for sample in read_group(run.path / batch.groups[at].path)], refs)

@@ -247,6 +247,9 @@ class AlgorithmConfig(FunctionsConfig):
     zero_variance_filter: bool = False
     """Leave groups of several samples whose rewards are all equal out of the loss, which then does not count them either."""
 
+    zero_variance_filter_tol: float = setting(1e-6, range=NOT_NEGATIVE, used_by=when(".zero_variance_filter", True))
+    """Rewards of a group count as equal where the highest exceeds the lowest by at most this."""
+
     filter_reward_metric: list[str] = setting(
         [], used_by=any_of(when(".dynamic_sampling.type"), when(".zero_variance_filter"))
     )

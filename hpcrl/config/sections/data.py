@@ -16,7 +16,7 @@ _USERS_OWN = "the user names the data; SkyRL's default is a path in its authors'
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     train_data: list[Location] = required(on_change=OTHER_PROMPTS, why=_USERS_OWN)
-    """Datasets of training prompts, concatenated in order: files (.parquet, .json, .jsonl, .arrow). With another trainer.mode than "rl" also folders, those of Hugging Face's datasets among them, and names of its hub, each with a split behind a colon where there are several."""
+    """Datasets of training prompts, concatenated in order: files (.parquet, .json, .jsonl, .arrow). With another trainer.mode than "rl" also folders, those of Hugging Face's datasets among them, and names of its hub, each with a split behind a colon where there are several, or a part of one, such as train[:100]."""
 
     val_data: list[Location] = setting([], on_change=SCORES, why=_USERS_OWN)
     """Datasets of evaluation prompts; scores are reported per `data_source` column. Rows without one have the name of their file. With another trainer.mode than "rl": datasets whose loss is reported, each by the name of its file."""
