@@ -16,9 +16,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hpcrl.config import DataConfig
 from hpcrl.data.chat.messages import without_nulls
 from hpcrl.data.hub.splits import (
     README,
@@ -58,6 +60,7 @@ class Source:
         revision: branch, tag or commit on the hub; None: its main branch.
         folder: where relative paths are looked for; None: the working directory.
         split: the one that is meant where the location names none; None: then it must not have several.
+        size: rows that are read, the first ones: a number, or below 1 a share of all, of which at least one is read; None: all.
     """
 
     location: str
@@ -65,6 +68,11 @@ class Source:
     revision: str | None = None
     folder: str | None = None
     split: str | None = None
+    size: float | None = None
+
+    def facts(self) -> dict[str, Any]:
+        """Return its attributes; the size only where it is set, as runs of hpcrl 0.1 have none on disk."""
+        return {name: value for name, value in vars(self).items() if name != "size" or value is not None}
 
     def files(self) -> list[Path]:
         """Return its files, in the order of their names.
@@ -90,18 +98,25 @@ class Source:
         return self._place()[0].exists()
 
     def rows(self) -> Iterator[Any]:
-        """Yield the rows of all files, whatever they hold.
+        """Yield the rows of its files that are read, whatever they hold.
 
         Raises:
             DataError: a file is missing, cannot be read, or there is not one row.
         """
-        found = 0
-        for path in self.files():
-            for row in READERS[path.suffix](path):
-                found += 1
-                yield row
+        files, size, found = self.files(), self.size, 0
+        if size is not None and size < 1:
+            size = self._read(sum(1 for _ in _rows_in(files)))
+        for row in islice(_rows_in(files), None if size is None else int(size)):
+            found += 1
+            yield row
         if not found:
             raise DataError(f"dataset {self.location} has no rows")
+
+    def _read(self, rows: int) -> int:
+        """Return how many of all its rows are read."""
+        if self.size is None:
+            return rows
+        return min(rows, int(self.size)) if self.size >= 1 else max(1, round(self.size * rows))
 
     def count(self) -> int | None:
         """Return its rows; None: that is not quickly known, for a text file is large, something has to be downloaded, or pyarrow is missing.
@@ -112,7 +127,9 @@ class Source:
         if not self.is_here():
             return None
         counts = [_count(path) for path in self.files()]
-        return None if None in counts else sum(count or 0 for count in counts)
+        if None in counts:
+            return None
+        return self._read(sum(count or 0 for count in counts))
 
     def _place(self) -> tuple[Path, str | None]:
         """Return the path that the location would be, and the split that it names."""
@@ -209,6 +226,21 @@ class Source:
             what = f"it has no split {wanted!r}" if wanted else "it has several splits"
             raise DataError(f"{what}; name one of {', '.join(names)} as {self._name()}:{names[0]}")
         return wanted
+
+
+def training_sources(data: DataConfig) -> list[Source]:
+    """Return the datasets that are trained."""
+    return [Source(one, data.subset, data.revision, data.local_dir, "train") for one in data.train_data]
+
+
+def validation_sources(data: DataConfig, locations: Sequence[str]) -> list[Source]:
+    """Return datasets that are evaluated: those of data.val_data, or of data.val_prompts."""
+    folder = data.val_local_dir or data.local_dir
+    return [Source(one, data.val_subset, data.val_revision, folder, size=data.val_size) for one in locations]
+
+
+def _rows_in(files: Sequence[Path]) -> Iterator[Any]:
+    return (row for path in files for row in READERS[path.suffix](path))
 
 
 def _count(path: Path) -> int | None:

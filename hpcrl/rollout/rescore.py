@@ -12,6 +12,7 @@ from hpcrl.config.derive import is_offline
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.data.datasets import load_dataset
 from hpcrl.data.prompts import set_aside
+from hpcrl.data.sources import training_sources, validation_sources
 from hpcrl.envs.registry import common_extras
 from hpcrl.errors import DataError, ServiceError, UserCodeError
 from hpcrl.observe.evaluations import response_tokens
@@ -42,10 +43,10 @@ def evaluation_prompts(
     """Return the prompts that a configuration evaluates, those that are too long included."""
     sections = data, environment, max_turns
     if is_offline(trainer):
-        return load_dataset(data.val_prompts, ("eval",), *sections)
+        return load_dataset(validation_sources(data, data.val_prompts), ("eval",), *sections)
     if data.test_size is not None:
-        return set_aside(load_dataset(data.train_data, ("train", "eval"), *sections), data.test_size)[1]
-    return load_dataset(data.val_data, ("eval",), *sections)
+        return set_aside(load_dataset(training_sources(data), ("train", "eval"), *sections), data.test_size)[1]
+    return load_dataset(validation_sources(data, data.val_data), ("eval",), *sections)
 
 
 def prompts_of(groups: Mapping[str, Line], prompts: Sequence[Prompt]) -> dict[str, Prompt]:

@@ -12,7 +12,8 @@ from hpcrl.config import Config, temperature
 from hpcrl.config.derive import model_config_kwargs, ref_model, ref_sharding
 from hpcrl.config.errors import Problem
 from hpcrl.config.sections.model import Pretrained
-from hpcrl.data.tokenize import Recipe, shared_facts, training_sources
+from hpcrl.data.sources import training_sources
+from hpcrl.data.tokenize import Recipe, shared_facts
 from hpcrl.errors import DataError
 from hpcrl.launch.submit.models import MODEL_FILE, folder_of
 from hpcrl.rundir.commit import digest_of, is_committed, read_json
