@@ -16,6 +16,7 @@ from hpcrl.data.chat.count import token_counter
 from hpcrl.data.chat.turns import ChatTurns
 from hpcrl.data.datasets import load_dataset
 from hpcrl.data.prompts import drop_long
+from hpcrl.data.sources import training_sources, validation_sources
 from hpcrl.data.tokenizer import load_tokenizer
 from hpcrl.envs.base import Environment
 from hpcrl.envs.registry import common_extras, make_environment
@@ -56,11 +57,17 @@ class Work:
         data, trainer, generator = config.data, config.trainer, config.generator
         sections = data, config.environment, generator.max_turns
         count = token_counter(trainer.policy.model.pretrained, generator.chat_template, generator.chat_template_kwargs)
-        prompts = drop_long(load_dataset(data.train_data, ("train",), *sections), count, trainer.max_prompt_length)
+        prompts = drop_long(
+            load_dataset(training_sources(data), ("train",), *sections), count, trainer.max_prompt_length
+        )
         steps = trainer.total_steps(len(prompts))
         stream = PromptStream(len(prompts), trainer.train_batch_size, trainer.seed, config.order_seed)
         train = [prompts[stream.row(index)] for index in range(steps * trainer.train_batch_size)]
-        validation = load_dataset(data.val_data, ("eval",), *sections) if trainer.eval_interval > 0 else []
+        validation = (
+            load_dataset(validation_sources(data, data.val_data), ("eval",), *sections)
+            if trainer.eval_interval > 0
+            else []
+        )
         kept = drop_long(validation, count, trainer.max_prompt_length)
         return cls(config, train, kept, steps)
 

@@ -48,15 +48,16 @@ def _prompts(config: Config) -> bool:
     from hpcrl.launch.submit.preflight import writes_texts
 
     sections, usable = (config.data, config.environment, config.generator.max_turns), True
-    named = [(path, kinds) for _, paths, kinds in prompt_datasets(config) for path in paths]
+    named = [(source, kinds) for _, sources, kinds in prompt_datasets(config) for source in sources]
     if not named:
         return True
     count, most = counted_prompts(config)
     if not config.trainer.offline and writes_texts(config):
         _print_tokenizer(config, chats=True)
-    for path, kinds in named:
+    for source, kinds in named:
+        path = source.location
         try:
-            prompts = load_dataset([path], kinds, *sections, own=True)
+            prompts = load_dataset([source], kinds, *sections, own=True)
             unread = unread_columns(prompts, kinds, *sections)
         except DataError as error:
             print(one_line(f"{path} cannot be used: {error}"))
@@ -84,14 +85,15 @@ def _show_unread(columns: Sequence[str]) -> None:
 
 def _rows(config: Config, shown: int) -> bool:
     """Print what becomes of datasets whose rows are trained, and return whether a run could use them."""
+    from hpcrl.data.sources import training_sources, validation_sources
     from hpcrl.data.token_cache import TokenCache, key_of
-    from hpcrl.data.tokenize import Recipe, shared_facts, training_sources, validation_sources
+    from hpcrl.data.tokenize import Recipe, shared_facts
     from hpcrl.rundir.layout import root_of, token_cache
 
     recipe, usable = Recipe.of(config), True
     sources = training_sources(config.data)
     if config.trainer.eval_interval > 0:
-        sources += validation_sources(config.data)
+        sources += validation_sources(config.data, config.data.val_data)
     renderer, cache = (
         recipe.renderer(),
         TokenCache(token_cache(root_of(config.slurm.root))) if config.data.cache else None,

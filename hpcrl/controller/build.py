@@ -17,6 +17,7 @@ from hpcrl.controller.score_queue import ScoreQueue
 from hpcrl.controller.service import Service
 from hpcrl.data.datasets import counted_prompts, load_dataset
 from hpcrl.data.prompts import drop_long, set_aside
+from hpcrl.data.sources import training_sources, validation_sources
 from hpcrl.data.token_cache import TokenCache
 from hpcrl.data.tokenize import AHEAD, Recipe, Tokenizer, tokenize_datasets, training_rows
 from hpcrl.envs.rewards.judged import JudgedRewards
@@ -104,8 +105,8 @@ def _load_prompts(config: Config, status: StatusWriter) -> tuple[list[Prompt], l
     data, generator, evaluates = config.data, config.generator, config.trainer.eval_interval > 0
     sections, offline = (data, config.environment, generator.max_turns), config.trainer.offline
     kinds = ("train",) if data.test_size is None else ("train", "eval")
-    train = [] if offline else load_dataset(data.train_data, kinds, *sections)
-    prompts = data.val_prompts if offline else data.val_data
+    train = [] if offline else load_dataset(training_sources(data), kinds, *sections)
+    prompts = validation_sources(data, data.val_prompts if offline else data.val_data)
     validation = load_dataset(prompts, ("eval",), *sections) if evaluates and prompts else []
     if offline and not validation:
         return [], []

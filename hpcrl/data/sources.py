@@ -19,6 +19,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hpcrl.config import DataConfig
 from hpcrl.data.chat.messages import without_nulls
 from hpcrl.data.entries import read_entries
 from hpcrl.data.hub.splits import (
@@ -59,6 +60,7 @@ class Source:
         revision: branch, tag or commit on the hub; None: its main branch.
         folder: where relative paths are looked for; None: the working directory.
         split: the one that is meant where the location names none; None: then it must not have several.
+        size: rows that are read, the first ones: a number, or below 1 a share of all, of which at least one is read; None: all.
     """
 
     location: str
@@ -66,6 +68,11 @@ class Source:
     revision: str | None = None
     folder: str | None = None
     split: str | None = None
+    size: float | None = None
+
+    def facts(self) -> dict[str, Any]:
+        """Return its attributes; the size only where it is set, as runs of hpcrl 0.1 have none on disk."""
+        return {name: value for name, value in vars(self).items() if name != "size" or value is not None}
 
     def files(self) -> list[Path]:
         """Return its files, in the order of their names.
@@ -91,13 +98,13 @@ class Source:
         return self._place()[0].exists()
 
     def rows(self) -> Iterator[Any]:
-        """Yield the rows of all files, whatever they hold.
+        """Yield the rows of its files that are read, whatever they hold.
 
         Raises:
             DataError: a file is missing, cannot be read, or there is not one row.
         """
-        part, found = self._part(), 0
-        for row in islice(self._all_rows(), part.start, part.stop):
+        span, found = self._span(), 0
+        for row in islice(self._all_rows(), span.start, span.stop):
             found += 1
             yield row
         if not found:
@@ -112,18 +119,22 @@ class Source:
         match = None if self._is_whole() else _SPLIT.fullmatch(self.location)
         return f"[{match[3]}:{match[4]}]" if match and match[3] is not None else ""
 
-    def _part(self) -> slice:
-        """Return which rows of its files these are, by absolute numbers; `stop` is None where they end with the last one."""
-        if not self.part:
-            return slice(0, None)
-        first, last = self.part[1:-1].split(":")
-        total = 0
-        if set(self.part) & {"-", "%"}:
-            counted = self._counted()
-            total = sum(1 for _ in self._all_rows()) if counted is None else counted
-        start = _bound(first or "0", total)
-        stop = _bound(last, total) if last else None
-        return slice(start, stop if stop is None else max(start, stop))
+    def _span(self) -> slice:
+        """Return which rows of its files are read, by absolute numbers; `stop` is None where they end with the last one."""
+        shared = self.size is not None and self.size < 1
+        total = self._total() if shared or set(self.part) & {"-", "%"} else 0
+        first, _, last = self.part[1:-1].partition(":")
+        start, stop = _bound(first or "0", total), _bound(last, total) if last else None
+        if stop is not None:
+            stop = max(start, stop)
+        if self.size is None:
+            return slice(start, stop)
+        most = max(1, round(self.size * len(range(total)[start:stop]))) if shared else int(self.size)
+        return slice(start, start + most if stop is None else min(stop, start + most))
+
+    def _total(self) -> int:
+        counted = self._counted()
+        return sum(1 for _ in self._all_rows()) if counted is None else counted
 
     def count(self) -> int | None:
         """Return its rows; None: that is not quickly known, for a text file is large, something has to be downloaded, or pyarrow is missing.
@@ -133,11 +144,13 @@ class Source:
         """
         if not self.is_here() or (total := self._counted()) is None:
             return None
-        return len(range(total)[self._part()])
+        return len(range(total)[self._span()])
 
     def _counted(self) -> int | None:
         counts = [_count(path) for path in self.files()]
-        return None if None in counts else sum(count or 0 for count in counts)
+        if None in counts:
+            return None
+        return sum(count or 0 for count in counts)
 
     def _place(self) -> tuple[Path, str | None]:
         """Return the path that the location would be, and the split that it names."""
@@ -245,6 +258,17 @@ def _bound(text: str, total: int) -> int:
     if text.endswith("%"):
         number = round(number * total / 100)
     return max(0, total + number) if text.startswith("-") else number
+
+
+def training_sources(data: DataConfig) -> list[Source]:
+    """Return the datasets that are trained."""
+    return [Source(one, data.subset, data.revision, data.local_dir, "train") for one in data.train_data]
+
+
+def validation_sources(data: DataConfig, locations: Sequence[str]) -> list[Source]:
+    """Return datasets that are evaluated: those of data.val_data, or of data.val_prompts."""
+    folder = data.val_local_dir or data.local_dir
+    return [Source(one, data.val_subset, data.val_revision, folder, size=data.val_size) for one in locations]
 
 
 def _count(path: Path) -> int | None:

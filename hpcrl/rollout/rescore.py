@@ -10,6 +10,7 @@ from typing import Any
 from hpcrl.config import DataConfig, EnvironmentConfig, GeneratorConfig
 from hpcrl.data.datasets import load_dataset
 from hpcrl.data.prompts import set_aside
+from hpcrl.data.sources import training_sources, validation_sources
 from hpcrl.envs.registry import common_extras
 from hpcrl.errors import DataError, ServiceError, UserCodeError
 from hpcrl.observe.evaluations import response_tokens
@@ -44,10 +45,10 @@ def evaluation_prompts(
     """
     sections = data, environment, max_turns
     if offline:
-        return load_dataset(data.val_prompts, ("eval",), *sections)
+        return load_dataset(validation_sources(data, data.val_prompts), ("eval",), *sections)
     if data.test_size is not None:
-        return set_aside(load_dataset(data.train_data, ("train", "eval"), *sections), data.test_size)[1]
-    return load_dataset(data.val_data, ("eval",), *sections)
+        return set_aside(load_dataset(training_sources(data), ("train", "eval"), *sections), data.test_size)[1]
+    return load_dataset(validation_sources(data, data.val_data), ("eval",), *sections)
 
 
 def prompts_of(groups: Mapping[str, Line], prompts: Sequence[Prompt]) -> dict[str, Prompt]:

@@ -18,6 +18,7 @@ from hpcrl.config.sections.model import Pretrained
 from hpcrl.data.chat.count import token_counter
 from hpcrl.data.chat.turns import ChatTurns
 from hpcrl.data.prompts import load_prompts
+from hpcrl.data.sources import Source
 from hpcrl.data.tokenizer import load_tokenizer
 from hpcrl.data.vision.families import family_of, placeholders
 from hpcrl.data.vision.images import image_text, opened, size_of
@@ -40,7 +41,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pretrained]:
 
 def rows(path: Path, *found: dict[str, Any]) -> list[Prompt]:
     pq.write_table(pa.Table.from_pylist(list(found)), path / "rows.parquet")
-    return load_prompts([str(path / "rows.parquet")], "format")
+    return load_prompts([Source(str(path / "rows.parquet"))], "format")
 
 
 def test_images_of_rows(tmp_path: Path) -> None:
@@ -68,7 +69,7 @@ def test_parts_of_messages(tmp_path: Path) -> None:
     ]
     line = {"prompt": [{"role": "user", "content": parts}], "images": ["a.png"]}
     (tmp_path / "rows.jsonl").write_text(json.dumps(line))
-    (row,) = load_prompts([str(tmp_path / "rows.jsonl")], "format")
+    (row,) = load_prompts([Source(str(tmp_path / "rows.jsonl"))], "format")
     assert [part.get("image", "") for part in row.messages[0]["content"]] == [URL, "", str(tmp_path / "a.png")]
     texts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert with_images([{"role": "user", "content": texts}]) == [{"role": "user", "content": "ab"}]

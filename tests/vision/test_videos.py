@@ -151,7 +151,7 @@ def test_videos_of_rows(tmp_path: Path) -> None:
         {"prompt": "a <video>"},
     ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    first, second, third = load_prompts([str(tmp_path / "rows.jsonl")], "format")
+    first, second, third = load_prompts([Source(str(tmp_path / "rows.jsonl"))], "format")
     image = str(tmp_path / "b.png")
     bare, shown = without_images(first.messages)
     assert shown == [Video((image, image), 1.0), image]
@@ -166,7 +166,7 @@ def test_videos_of_rows(tmp_path: Path) -> None:
     ):
         (tmp_path / "wrong.jsonl").write_text(json.dumps(row))
         with pytest.raises(DataError, match=said):
-            load_prompts([str(tmp_path / "wrong.jsonl")], "format")
+            load_prompts([Source(str(tmp_path / "wrong.jsonl"))], "format")
 
 
 @pytest.mark.parametrize("kind", KINDS)

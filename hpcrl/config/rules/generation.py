@@ -7,6 +7,7 @@ from dataclasses import fields
 
 from hpcrl.config.errors import Problem
 from hpcrl.config.family import family_of
+from hpcrl.config.sections.data import DATASET_FILES, DataConfig
 from hpcrl.config.sections.generator import MOST_KEPT, SamplingParams
 from hpcrl.config.sections.tree import ConfigTree
 
@@ -17,6 +18,22 @@ _ENDINGS = {"stop_token_ids", "ignore_eos", "repetition_detection"}  # change wh
 _LEAVING_OUT = {"min_tokens", "bad_words", "allowed_token_ids", "structured_outputs"}
 _WEIGHING = {"presence_penalty", "frequency_penalty", "logit_bias"}
 _COLDEST = 0.01  # vLLM raises temperatures below to it
+
+
+def _selectors(data: DataConfig) -> Iterator[Problem]:
+    for settings, named, locations in (
+        ({"subset": data.subset, "revision": data.revision}, "train_data", data.train_data),
+        (
+            {"val_subset": data.val_subset, "val_revision": data.val_revision},
+            "val_data or data.val_prompts",
+            data.val_data + data.val_prompts,
+        ),
+    ):
+        if locations and all(location.endswith(DATASET_FILES) for location in locations):
+            for name, value in settings.items():
+                if value is not None:
+                    message = f"has no effect on files; no dataset of data.{named} is a folder or on the hub"
+                    yield Problem(f"data.{name}", message)
 
 
 def datasets(config: ConfigTree) -> Iterator[Problem]:
@@ -30,10 +47,10 @@ def datasets(config: ConfigTree) -> Iterator[Problem]:
         )
     if data.test_size is not None and data.val_data:
         yield Problem("data.test_size", "has no effect with data.val_data; leave one of them out")
-    if data.test_size is not None and data.test_size > 1 and data.test_size % 1:
-        yield Problem(
-            "data.test_size", f"expected a share below 1 or a whole number of prompts, found {data.test_size}"
-        )
+    for name, size in (("test_size", data.test_size), ("val_size", data.val_size)):
+        if size is not None and size > 1 and size % 1:
+            yield Problem(f"data.{name}", f"expected a share below 1 or a whole number of prompts, found {size}")
+    yield from _selectors(data)
     if config.trainer.offline and family_of(config).longest_row(config) is None:
         yield Problem(
             "trainer.max_length", f'required with trainer.mode="{config.trainer.mode}": the longest row in tokens'

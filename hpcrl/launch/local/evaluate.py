@@ -29,6 +29,7 @@ from hpcrl.config.sections.generator import SamplingParams
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.data.datasets import load_dataset
+from hpcrl.data.sources import validation_sources
 from hpcrl.errors import ConfigError, RunError
 from hpcrl.launch.family import launch_family
 from hpcrl.launch.local.foreground import job, run_here
@@ -185,7 +186,8 @@ def evaluate(subject: Subject, config: Config, place: Run, report: Callable[[str
     if place.path.exists():
         raise RunError(f"{place.path} exists; move it away, or choose another --output")
     # before anything is made
-    load_dataset(config.data.val_data, ("eval",), config.data, config.environment, config.generator.max_turns, first=1)
+    sources = validation_sources(config.data, config.data.val_data)
+    load_dataset(sources, ("eval",), config.data, config.environment, config.generator.max_turns, first=1)
     place.path.mkdir(parents=True, mode=0o700)
     place.token.parent.mkdir(mode=0o700)
     write_text(place.token, secrets.token_hex(32) + "\n", mode=0o600)

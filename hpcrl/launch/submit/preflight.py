@@ -26,8 +26,8 @@ from hpcrl.config.sections.trainer import steps_per_epoch
 from hpcrl.data.datasets import load_dataset, prompt_datasets
 from hpcrl.data.entries import CONFIG, read_entries
 from hpcrl.data.prompts import count_aside, data_sources
-from hpcrl.data.sources import Source
-from hpcrl.data.tokenize import Recipe, tokenized, training_sources, validation_sources
+from hpcrl.data.sources import Source, training_sources, validation_sources
+from hpcrl.data.tokenize import Recipe, tokenized
 from hpcrl.data.tokenizer import chat_template
 from hpcrl.data.weight_files import ADAPTER_FILE
 from hpcrl.envs.registry import environment_class
@@ -237,25 +237,27 @@ def _of_datasets(config: Config) -> tuple[list[Problem], list[str]]:
     offline = config.trainer.offline
     if offline:
         problems, warnings = _of_rows(config)
-    for name, paths, kinds in prompt_datasets(config):
-        for path in paths:
-            if not Source(path).exists():
-                problems.append(Problem(name, f"no file {path}"))
-                continue
-            try:
-                rows = load_dataset(
-                    [path], kinds, data, config.environment, config.generator.max_turns, first=TRIED, own=True
-                )
-                problems += check_prompts(config, name, path, rows) if writes_texts(config) else ()
-                warnings += _other_environment(name, path, rows[0].env_class, config.environment.env_class)
-                of_truths, warnings_of_truths = check_truths(name, path, kinds, config, _changed(Source(path)))
-                problems += of_truths
-                warnings += warnings_of_truths
-            except (DataError, ModuleNotFoundError) as error:  # of parquet: pyarrow
-                if package := missing_package(error):
-                    warnings.append(f"{name}: the first row of {path} {not_tried(package)}")
-                else:
-                    problems.append(Problem(name, str(error)))
+    for name, source, kinds in (
+        (name, source, kinds) for name, those, kinds in prompt_datasets(config) for source in those
+    ):
+        path = source.location
+        if not source.exists():
+            problems.append(Problem(name, f"no file {path}"))
+            continue
+        try:
+            rows = load_dataset(
+                [source], kinds, data, config.environment, config.generator.max_turns, first=TRIED, own=True
+            )
+            problems += check_prompts(config, name, path, rows) if writes_texts(config) else ()
+            warnings += _other_environment(name, path, rows[0].env_class, config.environment.env_class)
+            of_truths, warnings_of_truths = check_truths(name, source, kinds, config, _changed(source))
+            problems += of_truths
+            warnings += warnings_of_truths
+        except (DataError, ModuleNotFoundError) as error:  # of parquet: pyarrow
+            if package := missing_package(error):
+                warnings.append(f"{name}: the first row of {path} {not_tried(package)}")
+            else:
+                problems.append(Problem(name, str(error)))
     if not problems:
         try:
             warnings += _of_the_end(config)
@@ -280,7 +282,7 @@ def _of_teachers(config: Config) -> Iterator[Problem]:
     if not (distillation.enable and distillation.source_models):
         return
     try:
-        found = data_sources(config.data.train_data)
+        found = data_sources(training_sources(config.data))
     except DataError as error:
         yield Problem("data.train_data", str(error))
         return
@@ -296,7 +298,7 @@ def _of_rows(config: Config) -> tuple[list[Problem], list[str]]:
     problems, warnings, recipe = list[Problem](), list[str](), Recipe.of(config)
     named = [("data.train_data", source) for source in training_sources(config.data)]
     if config.trainer.eval_interval > 0:
-        named += [("data.val_data", source) for source in validation_sources(config.data)]
+        named += [("data.val_data", source) for source in validation_sources(config.data, config.data.val_data)]
     for name, source in named:
         try:
             next(tokenized(source, recipe))
@@ -327,9 +329,8 @@ def _of_the_end(config: Config) -> Iterator[str]:
 
 def _training_rows(config: Config) -> int | None:
     """Return the prompts or rows of an epoch, too long ones included; None: that is not quickly known."""
-    data, offline = config.data, config.trainer.offline
-    sources = training_sources(data) if offline else [Source(path) for path in data.train_data]
-    counts = [_count(source, _changed(source)) for source in sources]
+    data = config.data
+    counts = [_count(source, _changed(source)) for source in training_sources(data)]
     if None in counts:
         return None
     sizes = [count or 0 for count in counts]

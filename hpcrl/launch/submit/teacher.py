@@ -12,7 +12,8 @@ from hpcrl.config import Config
 from hpcrl.config.errors import Problem
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.data.entries import CONFIG
-from hpcrl.data.tokenize import Recipe, shared_facts, training_sources
+from hpcrl.data.sources import training_sources
+from hpcrl.data.tokenize import Recipe, shared_facts
 from hpcrl.errors import DataError
 from hpcrl.launch.submit.models import folder_of
 from hpcrl.rundir.commit import digest_of, is_committed, read_json

@@ -15,8 +15,9 @@ from PIL import Image
 from hpcrl.config import Config
 from hpcrl.controller.dataset_rows import DatasetRows
 from hpcrl.controller.prompt_stream import PromptStream
+from hpcrl.data.sources import training_sources
 from hpcrl.data.token_file import open_tokens
-from hpcrl.data.tokenize import Recipe, Rows, Tokenizer, training_sources
+from hpcrl.data.tokenize import Recipe, Rows, Tokenizer
 from hpcrl.families.diffusion.model import transformer_source
 from hpcrl.families.diffusion.pipelines.samples import CLEAN, NOISE_SEED
 from hpcrl.families.diffusion.policy import DiffusionPolicy, RowEncoder
