@@ -1,7 +1,8 @@
 """What flows between the parts of a run.
 
-Letters for shapes: T tokens of one sample, P packed tokens of one micro-batch, B samples, V vocabulary. A sample has no
-prompt/response split: the loss mask says which tokens the policy chose.
+A sample is one response to a prompt, and has one row or, with generator.step_wise_trajectories, a row for each of its turns. A row has no
+prompt/response split: the loss mask says which tokens the policy chose. Letters for shapes: T tokens of one row, P packed tokens of one
+micro-batch, B rows, V vocabulary.
 
     Prompt ──HTTP──> rollout worker ──Group file on disk──> trainer ──MicroBatch──> engine, loss
                             └──GroupMeta over HTTP──> controller ──Batch file──┘
@@ -12,14 +13,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, compress
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
+    from typing_extensions import TypeVar
 
-Array = TypeVar("Array")
-"""numpy.ndarray in rollout workers and where samples are shown, neither of which needs torch; torch.Tensor in the trainer."""
+    Array = TypeVar("Array", default=np.ndarray)
+else:
+    from typing import TypeVar
+
+    Array = TypeVar("Array")
+"""numpy.ndarray in files and in rollout workers, which need no torch; torch.Tensor where packed rows are taken apart."""
 
 Kind = Literal["train", "eval"]
 StopReason = Literal["stop", "length", "abort", "failed"]
@@ -29,7 +35,7 @@ LARGEST = 1e30
 LONGEST_NAME, LONGEST_FAILURE = 200, 2000
 
 ROUTED_EXPERTS = "routed_experts"
-"""In Sample.tensors, [T, L, k] int16: the experts that the engine took each token to in each layer that has experts; -1 where it is not known, as
+"""In Row.tensors, [T, L, k] int16: the experts that the engine took each token to in each layer that has experts; -1 where it is not known, as
 of a last token, which no engine computes anything of."""
 
 
@@ -98,8 +104,8 @@ class Hint(Generic[Array]):
 
 
 @dataclass
-class Sample(Generic[Array]):
-    """One response to a prompt, with all its turns; with generator.step_wise_trajectories, one of these turns and all before it.
+class Row(Generic[Array]):
+    """The tokens of one sequence that is trained: a whole sample, or with generator.step_wise_trajectories one of its turns and all before it.
 
     Attributes:
         token_ids: [T] int64, prompt and response laid end to end.
@@ -128,10 +134,6 @@ class Sample(Generic[Array]):
     top_ids: Array | None = None
     hint: Hint[Array] | None = None
     tensors: dict[str, Array] = field(default_factory=dict)
-
-
-Row: TypeAlias = Sample["np.ndarray"]
-"""A row of a sample file, as rollout workers write it and the trainer reads it."""
 
 
 @dataclass(frozen=True)
@@ -272,12 +274,12 @@ class Batch:
 
 @dataclass(frozen=True)
 class SharedPrefixes:
-    """Which tokens of a micro-batch are computed where what samples begin with is computed once: D of its P tokens.
+    """Which tokens of a micro-batch are computed where what rows begin with is computed once: D of its P tokens.
 
-    A sample shares prefixes with the one before it, and through this with others, so that samples are the paths of trees.
+    A row shares prefixes with the one before it, and through this with others, so that rows are the paths of trees.
 
     Attributes:
-        lengths: of each sample, the tokens behind those that it begins with as the sample before it does; at least 1. They sum to D.
+        lengths: of each row, the tokens behind those that it begins with as the row before it does; at least 1. They sum to D.
         cu_lengths: [B + 1] int32, cumulative lengths from 0.
         kept: [D] int64, ascending: the tokens that are computed.
         places: [P] int64, which of those a token is, or is the same as.
@@ -296,20 +298,20 @@ class SharedPrefixes:
 
 @dataclass
 class MicroBatch:
-    """Samples laid end to end for one forward and backward. Labels are shifted once, in packing.
+    """Rows laid end to end for one forward and backward. Labels are shifted once, in packing.
 
-    Entry p of every [P] tensor but `token_ids` and `positions` speaks about the token that position p predicts, the next one.
+    Entry p of every [P] tensor but `token_ids` and `positions` is about the token that position p predicts, the next one.
 
     Attributes:
         token_ids: [P] int64.
-        positions: [P] int64, restarting at 0 with each sample.
-        lengths: tokens of each packed sample; they sum to P.
+        positions: [P] int64, restarting at 0 with each row.
+        lengths: tokens of each packed row; they sum to P.
         cu_seqlens: [B + 1] int32, cumulative lengths from 0; made of them where it is not given.
-        labels: [P] int64, the next token of the same sample; 0 at a sample's last position.
-        loss_mask: [P] float32, 0 at a sample's last position.
-        weights: [P] float32, the loss mask times the weight of each sample (hpcrl/algorithms/reductions.py): the loss of a
+        labels: [P] int64, the next token of the same row; 0 at a row's last position.
+        loss_mask: [P] float32, 0 at a row's last position.
+        weights: [P] float32, the loss mask times the weight of each row (hpcrl/algorithms/reductions.py): the loss of a
             mini-batch is the sum of weight x loss over all its micro-batches, of all ranks.
-        nll_weights: [P] float32, the same for the mean over the tokens of samples with positive reward.
+        nll_weights: [P] float32, the same for the mean over the tokens of rows with positive reward.
         rollout_logprobs, old_logprobs, ref_logprobs, advantages: [P] float32; the last three are None until computed.
         values, returns: [P] float32, what a critic expected before the token and what it should have; None without one.
         margins: [P] float32, the margin of a pair at the end of its chosen answer; None where no scores are trained.
@@ -323,9 +325,9 @@ class MicroBatch:
         top_k: most probable tokens that a pass without gradient tells of at each place, or as many of `teacher_ids` if there are these.
         head_rows: [R] int64, ascending: the entries of which a policy's head computes anything, all other outputs are 0; those of
             trained tokens, and of the environment's that are learned, where it is not given.
-        prefixes: None: each sample is computed whole.
-        tensors: of each packed sample, as of Sample.
-        share: of each sample in the mini-batch, which may be spread over ranks; 0: there is none to be trained.
+        prefixes: None: each row is computed whole.
+        tensors: of each packed row, as of Row.
+        share: of each row in the mini-batch, which may be spread over ranks; 0: there is none to be trained.
     """
 
     token_ids: torch.Tensor

@@ -114,9 +114,9 @@ def describe_mini_batches(minis: Sequence[MiniBatch]) -> dict[str, float]:
 def advantage_histogram(minis: Sequence[MiniBatch], data: World) -> Histogram | None:
     """Return how the advantages of all trained tokens are distributed, as they enter the loss. Every rank calls it."""
     trained = [
-        mini.samples.scores.advantages[mini.samples.loss_mask > 0].double()
+        mini.rows.scores.advantages[mini.rows.loss_mask > 0].double()
         for mini in minis
-        if mini.samples.scores.advantages is not None
+        if mini.rows.scores.advantages is not None
     ]
     values = torch.cat([torch.zeros(0, dtype=torch.float64), *trained])
     values = values[values.isfinite()]

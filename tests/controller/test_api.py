@@ -33,7 +33,7 @@ from hpcrl.runtime.controller_client import Controller
 from hpcrl.runtime.http_server import Guard, Route, Signed, bind, serve
 from hpcrl.runtime.process_status import GIVEN_UP, StatusWriter
 from hpcrl.runtime.token import AttemptKey, Sender, read_token
-from hpcrl.types import Batch, GroupMeta, Prompt, Sample, Work
+from hpcrl.types import Batch, GroupMeta, Prompt, Row, Work
 
 SCHEDULE = Schedule(
     batch_size=2,
@@ -156,7 +156,7 @@ def write_together(run: Run, groups: Sequence[GroupMeta]) -> list[GroupMeta]:
     content, written = b"", list[GroupMeta]()
     for meta in groups:
         rows = [
-            Sample(**{name: np.zeros(length, kind) for name, kind in columns.items()}, stop_reason="stop")
+            Row(**{name: np.zeros(length, kind) for name, kind in columns.items()}, stop_reason="stop")
             for length in meta.lengths
         ]
         (run.path / meta.path).unlink(missing_ok=True)

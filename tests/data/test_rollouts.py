@@ -14,13 +14,13 @@ from hpcrl.data.rollouts import evaluated_samples, ordered, read_trained, segmen
 from hpcrl.errors import DataError, RunError
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.records import append_text
-from hpcrl.types import Batch, GroupMeta, Sample
+from hpcrl.types import Batch, GroupMeta, Row
 from tests.rows import write_group
 
 
-def two_turns() -> Sample[np.ndarray]:
+def two_turns() -> Row[np.ndarray]:
     """prompt 1 2, turn 3 4, observation 5, turn 6 and its end 7, which the policy did not choose but is paid."""
-    return Sample(
+    return Row(
         token_ids=np.array([1, 2, 3, 4, 5, 6, 7]),
         loss_mask=np.array([0, 0, 1, 1, 0, 0, 0], np.float32),
         rollout_logprobs=np.zeros(7, np.float32),

@@ -21,11 +21,11 @@ from hpcrl.rollout.group import Row
 from hpcrl.rundir.commit import write_json
 from hpcrl.rundir.layout import Run
 from hpcrl.trainer.advantages import Advantages, estimate_advantages
-from hpcrl.trainer.batching import MicroBatchLimit, SampleRef, trained_groups
+from hpcrl.trainer.batching import MicroBatchLimit, RowRef, trained_groups
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.loss import build_objective
 from hpcrl.trainer.metrics import describe_batch, describe_updates
-from hpcrl.trainer.packing import PackedSamples, pack
+from hpcrl.trainer.packing import PackedRows, pack
 from hpcrl.types import Batch
 from tests.rows import read_tensors, write_group
 from tests.trainer.launcher import run_ranks
@@ -84,8 +84,8 @@ def some_batch(path: Path) -> tuple[Run, Batch]:
     return run, batch
 
 
-def everything(run: Run, batch: Batch) -> PackedSamples:
-    refs = [SampleRef(at, index, 0) for at in range(4) for index in range(4)]
+def everything(run: Run, batch: Batch) -> PackedRows:
+    refs = [RowRef(at, index, 0) for at in range(4) for index in range(4)]
     return pack([sample for group in batch.groups for sample in read_group(run.path / group.path)], refs)
 
 
@@ -155,7 +155,7 @@ def test_samples_that_failed_do_not_change_what_the_others_are_worth(tmp_path: P
     lost, algorithm = {(0, 3), (2, 1), (2, 2), (EQUAL, 0)}, build(AlgorithmConfig, SETTINGS[name])
 
     def worths(*, there: bool) -> list[list[float]]:
-        samples, refs = list[Row](), list[SampleRef]()
+        samples, refs = list[Row](), list[RowRef]()
         changed = replace(batch, groups=list(batch.groups))
         for at, group in enumerate(batch.groups):
             kept = [number for number in range(4) if there or (at, number) not in lost]
@@ -171,7 +171,7 @@ def test_samples_that_failed_do_not_change_what_the_others_are_worth(tmp_path: P
             rows = [row for number, row in enumerate(rows) if there or (at, number) not in lost]
             for place, (row, reason) in enumerate(zip(rows, group.stop_reasons, strict=True)):
                 samples.append(replace(row, loss_mask=row.loss_mask * (reason != "failed")))
-                refs.append(SampleRef(at, place, 0))
+                refs.append(RowRef(at, place, 0))
         packed = pack(samples, refs)
         estimate_advantages(changed, [packed], algorithm, list)
         return [row for sample in views([packed]) if (row := of(sample)[mask(sample)].tolist())]
@@ -227,7 +227,7 @@ def test_groups_of_equal_rewards_are_not_there_at_all(tmp_path: Path) -> None:
     assert trained_groups(batch, AlgorithmConfig()) == [0, 1, 2, 3]
     assert trained_groups(batch, algorithm) == [0, 2, 3]
     kept = [at for at in range(4) if at != EQUAL]
-    refs = [SampleRef(at, index, 0) for at in kept for index in range(4)]
+    refs = [RowRef(at, index, 0) for at in kept for index in range(4)]
     samples = pack([sample for at in kept for sample in read_group(run.path / batch.groups[at].path)], refs)
     estimate_advantages(batch, [samples], algorithm, list)
     values = trained(views([samples]))
@@ -315,7 +315,7 @@ def test_a_batch_that_teaches_nothing_moves_nothing(tmp_path: Path, model_path: 
     algorithm = AlgorithmConfig(zero_variance_filter=True)
     (mini,) = load(run, batch, algorithm, 4, MicroBatchLimit(4), alone)
     score(engine, mini, MicroBatchLimit(4), old=True, reference=True)
-    advantages = estimate_advantages(batch, [mini.samples], algorithm, alone.sum)
+    advantages = estimate_advantages(batch, [mini.rows], algorithm, alone.sum)
     before, updates = parameters(engine), engine.updates
     update = train(engine, mini, build_objective(algorithm))
     assert update.report.skipped

@@ -22,8 +22,8 @@ from hpcrl.trainer.backends.base import UpdateResult
 from hpcrl.trainer.batching import MicroBatchLimit, mini_batches, trained_groups
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.loss import build_objective
-from hpcrl.trainer.samples import load_samples
-from hpcrl.types import Batch, Sample
+from hpcrl.trainer.samples import load_rows
+from hpcrl.types import Batch, Row
 from tests.rows import read_tensors, write_group
 from tests.trainer.launcher import run_ranks
 from tests.trainer.material import load, make_batch, make_run, score, train, views
@@ -35,7 +35,7 @@ FIRST_TURN = 5  # tokens up to the one in the middle that the policy did not cho
 BY_SAMPLE = [name for name, estimator in ESTIMATORS.items() if not is_per_token(estimator)]
 
 
-def turns_of(sample: Sample) -> list[Sample]:
+def turns_of(sample: Row) -> list[Row]:
     """Return a sample as its turns, as a template writes them that keeps the past; the first turn is rewarded too."""
     if len(sample.token_ids) <= FIRST_TURN + 2:
         return [sample]
@@ -69,7 +69,7 @@ def both(path: Path) -> tuple[tuple[Run, Batch], tuple[Run, Batch]]:
 def worth(run: Run, batch: Batch, penalty: float = 0.0, **settings: Any) -> list[list[float]]:
     """Return the advantages of each sample's trained tokens, whatever its rows."""
     (refs,) = mini_batches(batch, GROUPS)
-    packed = load_samples(run, batch, refs)
+    packed = load_rows(run, batch, refs)
     packed.scores.penalties = penalty * packed.labels.double() * packed.loss_mask
     estimate_advantages(batch, [packed], build(AlgorithmConfig, settings), list)
     found: list[list[float]] = [[] for _ in range(GROUPS * SIZE)]
@@ -132,7 +132,7 @@ def test_an_optimizer_step_is_that_of_whole_samples(tmp_path: Path, model_path: 
         engine, limit = make_engine(alone, str(model_path), {}), MicroBatchLimit(3)
         (mini,) = load(run, batch, algorithm, GROUPS, limit, alone)
         score(engine, mini, limit, old=True, reference=True)
-        estimate_advantages(batch, [mini.samples], algorithm, alone.sum)
+        estimate_advantages(batch, [mini.rows], algorithm, alone.sum)
         made.append(train(engine, mini, build_objective(algorithm)))
         models.append(parameters(engine))
     whole, turned = made
@@ -149,7 +149,7 @@ def test_means_of_samples_are_means_of_rows(tmp_path: Path, alone: World) -> Non
     for group in batch.groups:
         group.rewards[1] = 0.0
     (mini,) = load(run, batch, AlgorithmConfig(), 4, MicroBatchLimit(2), alone, Reduction("sequence_mean"))
-    rows = views([mini.samples])
+    rows = views([mini.rows])
     assert [row.weight * row.trained for row in rows] == pytest.approx([1 / len(rows)] * len(rows))
     tokens = 0
     for row in rows:

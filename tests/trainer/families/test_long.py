@@ -58,7 +58,7 @@ def test_a_batch_with_a_sample_of_65536_tokens(tmp_path: Path, alone: World) -> 
         assert [len(part) for part in mini.plan.train[0]] == ([1, 3] if tokens > 1 else [1] * 4)
         engine = make_engine(alone, str(model), {})
         score(engine, mini, MicroBatchLimit(1, tokens), old=True, reference=True)
-        mini.samples.scores.advantages = torch.ones(len(mini.samples.token_ids))
+        mini.rows.scores.advantages = torch.ones(len(mini.rows.token_ids))
         losses.append(train(engine, mini, build_objective(ALGORITHM)).sums)
     assert losses[0].keys() == losses[1].keys()
     for name, value in losses[0].items():
@@ -74,7 +74,7 @@ def test_host_memory_stays_the_same_over_1000_steps(tmp_path: Path, alone: World
     for step in range(STEPS):
         (mini,) = load(run, batches[step % len(batches)], ALGORITHM, 2, limit, alone)
         score(engine, mini, limit, old=True, reference=True)
-        mini.samples.scores.advantages = torch.ones(len(mini.samples.token_ids))
+        mini.rows.scores.advantages = torch.ones(len(mini.rows.token_ids))
         train(engine, mini, objective)
         if step % 50 == 49:
             gc.collect()

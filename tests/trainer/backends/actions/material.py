@@ -92,7 +92,7 @@ def minis(episodes: Played, world: World) -> list[MiniBatch]:
     found = load_mini_batches(
         episodes.run, episodes.batch, trainer, micro_batch_limits(trainer, None), world, reduction_of(trainer, 64)
     )
-    estimate_advantages(episodes.batch, [mini.samples for mini in found], trainer.algorithm, world.sum)
+    estimate_advantages(episodes.batch, [mini.rows for mini in found], trainer.algorithm, world.sum)
     return found
 
 
