@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,6 +12,17 @@ import torch
 from hpcrl.data.group_file import group_bytes, read_group
 from hpcrl.rundir.commit import write_bytes
 from hpcrl.types import GroupMeta, Hint, Row, SamplingMask
+
+
+def group_meta(**columns: Any) -> GroupMeta:
+    """Return a group by its JSON."""
+    known = {"group_id": "g", "kind": "train", "replica": 0, "path": "p", "data_source": "x", "seconds": 1.0}
+    return GroupMeta.from_json({**known, "oldest_version": 0, "newest_version": 0, **columns})
+
+
+def with_columns(meta: GroupMeta, **columns: Any) -> GroupMeta:
+    """Return a group with other fields of its JSON."""
+    return GroupMeta.from_json({**meta.to_json(), **columns})
 
 
 def write_group(path: Path, samples: Sequence[Row], meta: GroupMeta) -> GroupMeta:

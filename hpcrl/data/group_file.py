@@ -167,8 +167,8 @@ def read_conversations(path: Path, expected: GroupMeta) -> list[Conversation]:
         if digest_of(json.dumps(details).encode()) != meta.digest:
             raise _damaged(path, "its header is not what was written")
         found = [row[_CONVERSATION] for row in details if _CONVERSATION in row]
-        if len(found) != len(meta.rewards):
-            raise _damaged(path, f"{len(found)} conversations for {len(meta.rewards)} samples")
+        if len(found) != len(meta.samples):
+            raise _damaged(path, f"{len(found)} conversations for {len(meta.samples)} samples")
         return found
 
 

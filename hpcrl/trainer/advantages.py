@@ -221,7 +221,7 @@ def build_estimator(algorithm: AlgorithmConfig) -> partial[torch.Tensor]:
 
 
 def _require_one_row(batch: Batch) -> None:
-    if any(count != 1 for group in batch.groups for count in group.rows):
+    if any(len(sample.lengths) != 1 for group in batch.groups for sample in group.samples):
         raise ConfigError(
             "generator.step_wise_trajectories or enable_http_endpoint: gae, reinforce++ and other estimators that are marked per_token "
             "follow rewards from token to token, and a sample has several rows; choose an advantage_estimator such as grpo or rloo"
@@ -260,7 +260,7 @@ def _by_sample(
 ) -> torch.Tensor:
     """Return one advantage for each of this rank's samples, from the rewards of all samples of the trained groups."""
     groups = trained_groups(batch, algorithm)
-    places = [(group, index) for group in groups for index in range(len(batch.groups[group].rewards))]
+    places = [(group, index) for group in groups for index in range(len(batch.groups[group].samples))]
     numbers = {place: number for number, place in enumerate(places)}
     owners = {group: batch.groups[group].owners for group in groups}
     tokens, penalties = [0.0] * len(places), [0.0] * len(places)
@@ -277,7 +277,9 @@ def _by_sample(
             penalties[place] += penalty
     sums = torch.tensor(over_ranks([*tokens, *penalties]), dtype=torch.float64)
     tokens_B, penalties_B = sums.view(2, len(places))
-    rewards_B = torch.tensor([batch.groups[group].rewards[index] for group, index in places], dtype=torch.float64)
+    rewards_B = torch.tensor(
+        [batch.groups[group].samples[index].reward for group, index in places], dtype=torch.float64
+    )
     inputs = AdvantageInputs(
         rewards_P=rewards_B - penalties_B,
         mask_P=tokens_B,

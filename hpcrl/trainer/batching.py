@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush, heapreplace
-from itertools import accumulate, chain
+from itertools import accumulate, chain, zip_longest
 
 from hpcrl.algorithms.filters import is_worth_training
 from hpcrl.config.sections.algorithm import AlgorithmConfig
@@ -88,8 +88,12 @@ def mini_batches(batch: Batch, size: int, *, shared: bool = False) -> list[list[
 
 def rows_of(at: int, group: GroupMeta, *, shared: bool) -> list[RowRef]:
     """Return the rows of group `at`; `shared` as of MicroBatchLimit."""
-    known = group.shared if shared and group.shared else [0] * len(group.lengths)
-    return [RowRef(at, *row) for row in zip(range(len(known)), group.lengths, known, strict=True)]
+    rows = (
+        row
+        for sample in group.samples
+        for row in zip_longest(sample.lengths, sample.shared if shared else (), fillvalue=0)
+    )
+    return [RowRef(at, index, *row) for index, row in enumerate(rows)]
 
 
 def computed(refs: Sequence[RowRef]) -> list[int]:

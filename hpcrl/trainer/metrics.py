@@ -84,7 +84,7 @@ class PhaseTimer:
 
 def describe_batch(batch: Batch, advantages: Advantages) -> dict[str, float]:
     """Return loss/* and policy/response_length."""
-    rewards = [reward for group in batch.groups for reward in group.own_rewards]
+    rewards = [sample.reward for group in batch.groups for sample in group.scored_samples]
     lengths_N = torch.tensor([length for group in batch.groups for length in group.response_lengths]).double()
     final = {"loss/avg_final_rewards": (sum(rewards) - advantages.penalties) / len(rewards)} if rewards else {}
     return {

@@ -411,7 +411,7 @@ def _gathered(minis: Sequence[MiniBatch], refs: Sequence[RowRef]) -> PackedRows:
 def set_loss_weights(minis: Sequence[MiniBatch], batch: Batch, data: World, reduction: Reduction) -> None:
     """Set the tokens of each mini-batch and the loss weights of its rows, from the counts of all ranks."""
     per_group, positive = [0] * len(batch.groups), [0] * len(minis)
-    rewarded = [[group.rewards[row] > 0 for row in group.owners] for group in batch.groups]
+    rewarded = [[sample.reward > 0 for sample in group.samples for _ in sample.lengths] for group in batch.groups]
     lengths = [mini.rows.trained for mini in minis]
     for number, mini in enumerate(minis):
         for ref, length in zip(mini.rows.refs, lengths[number], strict=True):

@@ -162,21 +162,21 @@ def load_scores(run: Run, batch: Batch, refs: Sequence[RowRef]) -> tuple[Scores,
             parts = [part for row in rows if (part := getattr(row, name)) is not None]
             if parts:
                 columns[column] = torch.from_numpy(np.concatenate(parts)).nan_to_num_(0.0)
-    failed |= {ref for ref in refs if None in of_owner(batch.groups[ref.group], ref.index)}
+    failed |= {ref for ref in refs if lacks_model_reward(batch.groups[ref.group], ref.index)}
     return Scores(**columns), [ref for ref in refs if ref in failed]
 
 
-def of_owner(group: GroupMeta, row: int) -> list[float | None]:
-    """Return what a reward model adds to the reward of the sample that a row is of, None where it failed; empty: there is none."""
-    return [group.model_rewards[group.owners[row]]] if group.model_rewards else []
+def lacks_model_reward(group: GroupMeta, at: int) -> bool:
+    """Return whether a reward model failed at the sample that row `at` of the group is of."""
+    return group.judged and group.samples[group.owners[at]].model_reward is None
 
 
 def with_model_reward(row: Row, group: GroupMeta, at: int) -> Row:
     """Return row `at` of a group; the last row of a sample has, at its last token, the reward that a reward model added to the sample's."""
-    if not group.model_rewards or (owners := group.owners)[at] in owners[at + 1 :]:
+    if not group.judged or (owners := group.owners)[at] in owners[at + 1 :]:
         return row
     rewards_T = row.rewards.copy()
-    rewards_T[-1] += group.rewards[owners[at]] - rewards_T.sum()
+    rewards_T[-1] += group.samples[owners[at]].reward - rewards_T.sum()
     return replace(row, rewards=rewards_T)
 
 
@@ -201,7 +201,7 @@ def masks_without_prefixes(rows: Sequence[Row], group: GroupMeta, least: int) ->
     """
     masks = [row.loss_mask.copy() for row in rows]
     scored = [at for at, one in enumerate(group.scored) if one]
-    rows, rewards = [rows[at] for at in scored], group.own_rewards
+    rows, rewards = [rows[at] for at in scored], [group.samples[at].reward for at in scored]
     chosen = [row.versions >= 0 for row in rows]
     starts = [int(chosen_T.argmax()) if chosen_T.any() else len(chosen_T) for chosen_T in chosen]
     responses = [row.token_ids[start:].tolist() for row, start in zip(rows, starts, strict=True)]

@@ -13,7 +13,7 @@ import torch
 from hpcrl.data.group_file import check_group, group_bytes, groups_of
 from hpcrl.errors import DamagedError, DataError
 from hpcrl.types import GroupMeta, Hint, Row, SamplingMask
-from tests.rows import read_tensors, write_group
+from tests.rows import group_meta, read_tensors, write_group
 
 
 def sample(length: int, seed: int) -> Row:
@@ -30,7 +30,7 @@ def sample(length: int, seed: int) -> Row:
 
 
 def meta(samples: list[Row]) -> GroupMeta:
-    return GroupMeta(
+    return group_meta(
         group_id="g000007",
         kind="train",
         replica=1,

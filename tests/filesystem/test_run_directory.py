@@ -38,7 +38,7 @@ from hpcrl.types import GroupMeta, Row
 from tests.filesystem.cluster import view
 from tests.filesystem.view import FORBIDDEN, Behaviour
 from tests.paths import CONFIGS
-from tests.rows import write_group
+from tests.rows import group_meta, write_group
 
 MINUTE = Behaviour(names_s=60, absent_s=60, attributes_s=60)
 """A node that looks again only where NFS does."""
@@ -203,7 +203,7 @@ def group(run: Run, name: str) -> GroupMeta:
     ones = np.ones(2000, dtype=np.float32)
     row = Row(np.arange(2000), ones, -ones, np.zeros(2000, dtype=np.int32), ones, "stop", {})
     path = run.samples_of(0) / f"{name}.safetensors"
-    meta = GroupMeta(
+    meta = group_meta(
         name, "train", 0, str(path.relative_to(run.path)), [2000.0], [2000], [2000], ["stop"], 0, 0, "x", 1.0, [{}]
     )
     return write_group(path, [row], meta)

@@ -17,7 +17,7 @@ from hpcrl.rundir.records import append_text
 from hpcrl.rundir.starts import note
 from hpcrl.types import Batch, GroupMeta, Row
 from tests.paths import QUICKSTART
-from tests.rows import write_group
+from tests.rows import group_meta, write_group
 
 HOSTILE = "</script><img src=x onerror='document.title=1'>&lt;\u2028"
 """What a policy may say."""
@@ -134,7 +134,7 @@ def write_step(
         )
         for reward in rewards
     ]
-    meta = GroupMeta(
+    meta = group_meta(
         group_id=f"g{step:08d}", kind="train", replica=0, path=str(path.relative_to(run.path)), rewards=rewards,
         lengths=[length] * len(rewards), response_lengths=[response] * len(rewards), stop_reasons=stop_reasons or ["stop"] * len(rewards),
         oldest_version=step - 1, newest_version=step - 1, data_source="sort_letters", seconds=1.0,

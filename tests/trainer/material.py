@@ -26,9 +26,9 @@ from hpcrl.trainer.distributed import World, joined
 from hpcrl.trainer.packing import MiniBatch, PackedRows, common_prefixes
 from hpcrl.trainer.samples import load_mini_batches
 from hpcrl.trainer.step import sum_over_ranks
-from hpcrl.types import ROUTED_EXPERTS, Batch, GroupMeta, Row, SamplingMask
+from hpcrl.types import ROUTED_EXPERTS, Batch, Row, SamplingMask
 from tests.paths import CONFIGS
-from tests.rows import write_group
+from tests.rows import group_meta, write_group
 
 VOCABULARY = 18
 ROUNDING = 1e-6  # of gradients of the tiny models, summed in float32; less than half of it was seen
@@ -93,7 +93,7 @@ def make_batch(
             samples = [with_mask(sample) for sample in samples]
         if routed:
             samples = [with_experts(sample) for sample in samples]
-        meta = GroupMeta(
+        meta = group_meta(
             group_id=f"g{step}-{number}",
             kind="train",
             replica=0,

@@ -27,7 +27,7 @@ from hpcrl.trainer.loss import build_objective
 from hpcrl.trainer.metrics import describe_batch, describe_updates
 from hpcrl.trainer.packing import PackedRows, pack
 from hpcrl.types import Batch
-from tests.rows import read_tensors, write_group
+from tests.rows import group_meta, read_tensors, with_columns, write_group
 from tests.trainer.launcher import run_ranks
 from tests.trainer.material import View, load, make_batch, make_run, score, train, views
 from tests.trainer.ranks import Ranks
@@ -75,10 +75,9 @@ def some_batch(path: Path) -> tuple[Run, Batch]:
         samples = read_tensors(run.path / group.path)
         if at == MUTED[0]:
             samples[MUTED[1]].loss_mask.zero_()
-        if at == EQUAL:
-            group.rewards[:] = [0.3] * 4
         reported = [{"form": float((at + number) % 3)} for number in range(4)]
-        meta = replace(group, baseline=0.1 * at, env_metrics=reported)
+        rewards = [0.3] * 4 if at == EQUAL else group.rewards
+        meta = with_columns(group, rewards=rewards, baseline=0.1 * at, env_metrics=reported)
         batch.groups[at] = write_group(run.path / group.path, samples, meta)
     write_json(run.batch(1), batch.to_json())
     return run, batch
@@ -160,11 +159,16 @@ def test_samples_that_failed_do_not_change_what_the_others_are_worth(tmp_path: P
         for at, group in enumerate(batch.groups):
             kept = [number for number in range(4) if there or (at, number) not in lost]
             failed = [(at, number) in lost for number in kept]
-            changed.groups[at] = replace(
-                group,
+            changed.groups[at] = group_meta(
+                group_id=group.group_id,
+                path=group.path,
+                baseline=group.baseline,
+                digest=group.digest,
+                lengths=[group.lengths[number] for number in kept],
+                response_lengths=[group.response_lengths[number] for number in kept],
                 rewards=[9.0 if gone else group.rewards[number] for number, gone in zip(kept, failed, strict=True)],
                 stop_reasons=["failed" if gone else "stop" for gone in failed],
-                env_metrics=[group.env_metrics[number] for number in kept],
+                env_metrics=[group.samples[number].env_metrics for number in kept],
             )
         for at in trained_groups(changed, algorithm):
             group, rows = changed.groups[at], read_group(run.path / batch.groups[at].path)
@@ -240,7 +244,7 @@ def test_the_filter_judges_by_what_the_environment_reports(tmp_path: Path) -> No
     right, wrong = {"accuracy": 1.0, "form": 0.0}, {"accuracy": 0.0, "form": 1.0}
     reported = {0: [right] * 4, EQUAL: [right, wrong, right, wrong], 2: [right, wrong, {"accuracy": 1.0}, wrong]}
     for at, metrics in {**reported, 3: [{}, {}, {"form": 1.0, "accuracy": 0.0}, {}]}.items():
-        batch.groups[at] = replace(batch.groups[at], env_metrics=metrics)
+        batch.groups[at] = with_columns(batch.groups[at], env_metrics=metrics)
 
     def found(*names: str) -> list[int]:
         return trained_groups(batch, AlgorithmConfig(zero_variance_filter=True, filter_reward_metric=list(names)))
@@ -259,7 +263,7 @@ def test_several_rewards_of_a_sample_are_those_that_the_environment_reports(tmp_
     rows, _ = one_rank(run, batch, **gdpo)
     summed = []
     for group in batch.groups:
-        forms = [sample["form"] for sample in group.env_metrics]
+        forms = [sample.env_metrics["form"] for sample in group.samples]
         for reward, form in zip(group.rewards, forms, strict=True):
             parts = (
                 (reward - fmean(group.rewards)) / (stdev(group.rewards) + 1e-6),
@@ -310,8 +314,7 @@ def test_a_batch_that_teaches_nothing_moves_nothing(tmp_path: Path, model_path: 
     run, batch = some_batch(tmp_path / "run")
     engine = make_engine(alone, str(model_path), {})
     train_steps(engine, run, range(1, 2), {"micro": 4})  # momentum and weight decay would move it from here on
-    for group in batch.groups:
-        group.rewards[:] = [1.0] * 4
+    batch = replace(batch, groups=[with_columns(group, rewards=[1.0] * 4) for group in batch.groups])
     algorithm = AlgorithmConfig(zero_variance_filter=True)
     (mini,) = load(run, batch, algorithm, 4, MicroBatchLimit(4), alone)
     score(engine, mini, MicroBatchLimit(4), old=True, reference=True)

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import chain, product
 
 import pytest
@@ -24,13 +23,16 @@ from hpcrl.trainer.batching import (
     whole_groups,
 )
 from hpcrl.types import Batch, GroupMeta
+from tests.rows import group_meta
 
 SAMPLES = MicroBatchLimit(1)
 
 
-def meta(lengths: list[int]) -> GroupMeta:
+def meta(lengths: list[int], shared: Sequence[int] = ()) -> GroupMeta:
     zeros = [0.0] * len(lengths)
-    return GroupMeta("g", "train", 0, "p", zeros, lengths, lengths, ["stop"] * len(lengths), 0, 0, "x", 1.0)
+    return group_meta(
+        rewards=zeros, lengths=lengths, response_lengths=lengths, stop_reasons=["stop"] * len(lengths), shared=shared
+    )
 
 
 def refs_of(lengths: Sequence[int]) -> list[RowRef]:
@@ -234,7 +236,7 @@ def test_what_samples_share_is_counted_once_where_they_are_together() -> None:
 
 
 def test_metadata_say_what_is_shared() -> None:
-    known = replace(meta([8, 9]), shared=[0, 7])
+    known = meta([8, 9], [0, 7])
     batch = Batch(1, [known, meta([5, 5])], 2)
     assert mini_batches(batch, 2) == [[*refs_of([8, 9]), RowRef(1, 0, 5), RowRef(1, 1, 5)]]
     assert mini_batches(batch, 2, shared=True)[0][:2] == [RowRef(0, 0, 8), RowRef(0, 1, 9, 7)]

@@ -15,7 +15,7 @@ from hpcrl.trainer.distributed import World
 from hpcrl.trainer.packing import MiniBatch, Scores, pack, set_loss_weights
 from hpcrl.trainer.samples import load_rows, observations
 from hpcrl.types import Batch, Row, SamplingMask
-from tests.rows import write_group
+from tests.rows import with_columns, write_group
 from tests.trainer.material import load, make_batch, make_run, make_sample, views
 
 
@@ -175,11 +175,10 @@ def told(tmp_path: Path) -> tuple[Run, Batch]:
     for number, rewards in ((1, [0.0, 1.0, 0.5]), (2, [1.0, 1.0, 0.5])):
         group = batch.groups[number]
         samples = [make_sample(torch.Generator().manual_seed(seed), 12, PROMPT) for seed in range(3)]
-        group.lengths[:] = [12] * 3
         samples[1].token_ids[PROMPT : PROMPT + ALIKE] = samples[0].token_ids[PROMPT : PROMPT + ALIKE]
         samples[0].token_ids[PROMPT + ALIKE], samples[1].token_ids[PROMPT + ALIKE] = 1, 2
-        group.rewards[:] = rewards
-        batch.groups[number] = write_group(run.path / group.path, samples, group)
+        told = with_columns(group, lengths=[12] * 3, rewards=rewards)
+        batch.groups[number] = write_group(run.path / group.path, samples, told)
     return run, batch
 
 
@@ -204,7 +203,7 @@ def test_a_prefix_that_good_and_bad_share_is_not_trained(told: tuple[Run, Batch]
 
 def test_a_sample_that_failed_makes_no_prefix_one_of_different_rewards(told: tuple[Run, Batch]) -> None:
     run, batch = told
-    batch.groups[1] = replace(batch.groups[1], stop_reasons=["failed", "stop", "stop"])
+    batch.groups[1] = with_columns(batch.groups[1], stop_reasons=["failed", "stop", "stop"])
     (refs,) = mini_batches(batch, 3)
     assert load_rows(run, batch, refs, ALIKE).left_out == 0
 

@@ -20,6 +20,7 @@ from hpcrl.trainer.packing import PackedRows, pack
 from hpcrl.types import Batch, GroupMeta, Row
 from tests.golden.adapters.converted import cosmos, expect_constant, skyrl
 from tests.golden.case import Case
+from tests.rows import group_meta
 
 Rewards = float | Sequence[float]
 """Of a whole response, or of each of its tokens."""
@@ -202,7 +203,7 @@ def _batch(samples: Sequence[Row], uids: Sequence[Any], last: Sequence[Any]) -> 
 def _group(uid: str, found: Sequence[Sequence[int]], samples: Sequence[Row]) -> GroupMeta:
     """A sample's reward is that of its last turn."""
     listed = [at for rows in found for at in rows]
-    return GroupMeta(
+    return group_meta(
         group_id=uid,
         kind="train",
         replica=0,

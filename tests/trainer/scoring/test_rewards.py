@@ -26,6 +26,7 @@ from hpcrl.trainer.scoring.reward import RewardScoringModel
 from hpcrl.types import Batch, GroupMeta
 from tests.paths import QUICKSTART
 from tests.reward_service.material import POLICY, load, write_reward_model
+from tests.rows import group_meta
 from tests.trainer.material import make_batch, make_run, views
 from tests.trainer.ranks import Ranks
 
@@ -180,7 +181,10 @@ def test_of_a_sample_of_several_rows_the_last_one_has_it(tmp_path: Path) -> None
     run = make_run(tmp_path / "run")
     batch = make_batch(run, 1, groups=1, size=3)
     (group,) = batch.groups
-    rows = replace(group, rows=[2, 1], rewards=group.rewards[1:], stop_reasons=["stop"] * 2, response_lengths=[2, 2])
+    rows = group_meta(
+        group_id=group.group_id, path=group.path, rewards=group.rewards[1:], lengths=group.lengths,
+        response_lengths=[2, 2], stop_reasons=["stop"] * 2, rows=[2, 1],
+    )  # fmt: skip
     content, rows = group_bytes(read_group(run.path / group.path), rows, [said(0, 0), said(0, 1)])
     write_bytes(run.path / group.path, content)
     assert read_conversations(run.path / group.path, rows) == [said(0, 0), said(0, 1)]

@@ -64,7 +64,7 @@ def policy_of(episodes: Played, world: World) -> ActionPolicy:
 def test_rows_are_turns_with_their_own_observations(episodes: Played, alone: World) -> None:
     (mini,) = minis(episodes, alone)
     metas, samples = episodes.batch.groups, mini.rows
-    assert len(samples.lengths) == sum(sum(meta.rows) for meta in metas)
+    assert len(samples.lengths) == sum(len(meta.lengths) for meta in metas)
     for tensors in samples.tensors:
         done, size = tensors[ACTIONS].tolist()
         assert (1 <= done <= 2, size) == (True, 2)
