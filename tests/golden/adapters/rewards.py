@@ -42,8 +42,9 @@ def weighted(case: Case) -> dict[str, Any]:
     turns = [rewards(Response(text=text, ground_truth=truth)) for text in case.inputs["completions"]]
     paid = [turn.reward for turn in turns]
     group = group_meta(
-        "", "train", 0, "", paid, [], [], ["stop"] * len(paid), 0, 0, "", 0.0, [turn.metrics for turn in turns]
-    )
+        rewards=paid, lengths=[1] * len(paid), response_lengths=[1] * len(paid), stop_reasons=["stop"] * len(paid),
+        env_metrics=[turn.metrics for turn in turns],
+    )  # fmt: skip
     return {"rewards": paid, "filter_rewards": filter_values(group, config.trainer.algorithm.filter_reward_metric)}
 
 
