@@ -27,7 +27,17 @@ class HpcrlError(Exception):
 
 
 class ConfigError(HpcrlError):
+    """What is wrong with a configuration.
+
+    Attributes:
+        unknown: by the path of a setting that does not exist, what the message says of it.
+    """
+
     exit_code = 2
+
+    def __init__(self, message: str = "", unknown: abc.Mapping[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.unknown = dict(unknown or {})
 
 
 class SubmitError(HpcrlError):

@@ -21,8 +21,8 @@ FLOORS = {
     "hpcrl.trainer": 6, "hpcrl.rollout": 6, "hpcrl.controller": 6, "hpcrl.launch": 6,
     "hpcrl.reward_service": 6,
     "hpcrl.observe": 5, "hpcrl.upload": 5,
-    "hpcrl.data": 4, "hpcrl.runtime": 4,
-    "hpcrl.algorithms": 3, "hpcrl.envs": 3, "hpcrl.rundir": 3,
+    "hpcrl.data": 4, "hpcrl.runtime": 4, "hpcrl.docs": 4,
+    "hpcrl.algorithms": 3, "hpcrl.envs": 3, "hpcrl.rundir": 3, "hpcrl.convert": 3,
     "hpcrl.config": 2,
     "hpcrl.types": 1, "hpcrl.errors": 1, "hpcrl.units": 1, "hpcrl.text": 1, "hpcrl.faults": 1, "hpcrl": 0,
 }  # fmt: skip

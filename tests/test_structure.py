@@ -76,9 +76,19 @@ def test_nothing_imports_a_family() -> None:
     assert not wrong, "\n".join(f"{one.module}:{one.line} imports {one.target}" for one in wrong)
 
 
+def test_only_the_command_and_the_pages_know_other_formats() -> None:
+    users = "hpcrl.cli", "hpcrl.convert", "hpcrl.docs"
+    wrong = [
+        one
+        for one in IMPORTS
+        if within(one.target, "hpcrl.convert") and not any(within(one.module, user) for user in users)
+    ]
+    assert not wrong, "\n".join(f"{one.module}:{one.line} imports {one.target}" for one in wrong)
+
+
 def test_only_families_read_their_settings() -> None:
     """Nothing asks which family a policy is of, under any name: settings of families are read by families, and by what reads other formats."""
-    owners = "hpcrl.families", "hpcrl.config.sections", "hpcrl.config.convert"
+    owners = "hpcrl.families", "hpcrl.config.sections", "hpcrl.convert"
     for name, path in CODE.files.items():
         if any(within(name, owner) for owner in owners):
             continue

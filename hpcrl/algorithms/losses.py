@@ -7,7 +7,7 @@ size or number of ranks. The exceptions are clip_cov, kl_cov and m2po, which com
 A loss's other parameters are its settings (hpcrl/algorithms/settings.py): one with a default is its own, a setting of
 `trainer.algorithm.<loss>` with the type, range and default that stand here, and the meaning under `Args`; one without is a setting of
 `trainer.algorithm` that several losses share. `Formula` and `Use` are the loss's row in docs/algorithms.md, where r = pi / pi_old and
-A is the advantage. `python -m hpcrl.config.docs.describe` makes the section and the page from this file. A user's own loss has the
+A is the advantage. `python -m hpcrl.docs.describe` makes the section and the page from this file. A user's own loss has the
 same signature, and is named as "package.module:function".
 """
 

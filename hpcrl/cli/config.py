@@ -12,7 +12,7 @@ from hpcrl.cli._common import add_root, split
 
 if TYPE_CHECKING:
     from hpcrl.config import Config
-    from hpcrl.config.convert.conversion import Conversion
+    from hpcrl.convert.conversion import Conversion
 
 _KINDS = {".toml": "cosmos", ".yaml": "skyrl", ".yml": "skyrl", ".sh": "skyrl"}
 
@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    from hpcrl.config.docs.show import show
+    from hpcrl.docs.show import show
 
     print(show(_load(arguments.settings, arguments.root), arguments.changed, arguments.yaml), end="")
     return 0
@@ -74,7 +74,7 @@ def _diff(arguments: argparse.Namespace) -> int:
 
 
 def _explain(arguments: argparse.Namespace) -> int:
-    from hpcrl.config.docs.explain import explain
+    from hpcrl.docs.explain import explain
 
     print(explain(arguments.path), end="")
     return 0
@@ -92,7 +92,7 @@ def _validate(arguments: argparse.Namespace) -> int:
 def _schema(arguments: argparse.Namespace) -> int:  # noqa: ARG001 - as every command
     import json
 
-    from hpcrl.config.docs.schema import json_schema
+    from hpcrl.docs.schema import json_schema
 
     print(json.dumps(json_schema(), indent=2))
     return 0
@@ -100,8 +100,8 @@ def _schema(arguments: argparse.Namespace) -> int:  # noqa: ARG001 - as every co
 
 def _paths(arguments: argparse.Namespace) -> int:  # noqa: ARG001 - as every command
     from hpcrl.config import Config
-    from hpcrl.config.docs.explain import default_of, state_of
     from hpcrl.config.fields import leaves
+    from hpcrl.docs.explain import default_of, state_of
 
     print("path\ttype\tdefault\tstate")
     for setting in leaves(Config):
@@ -125,8 +125,8 @@ def _convert(arguments: argparse.Namespace) -> int:
 
 
 def _converted(words: list[str], source: str | None) -> Conversion:
-    from hpcrl.config.convert.cosmos import convert as cosmos
-    from hpcrl.config.convert.skyrl import convert as skyrl
+    from hpcrl.convert.cosmos import convert as cosmos
+    from hpcrl.convert.skyrl import convert as skyrl
     from hpcrl.errors import ConfigError
 
     path = Path(words[0])

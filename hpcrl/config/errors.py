@@ -31,6 +31,10 @@ class Problem:
     message: str
 
 
+class UnknownSetting(Problem):
+    """A setting that does not exist."""
+
+
 def raise_together(
     problems: Sequence[Problem], source_of: Callable[[str], str | None], kind: type[HpcrlError] = ConfigError
 ) -> None:
@@ -43,7 +47,9 @@ def raise_together(
         HpcrlError: of this kind, if there are problems.
     """
     if problems:
-        raise kind("\n".join(_line(problem, source_of(problem.path)) for problem in problems))
+        text = "\n".join(_line(problem, source_of(problem.path)) for problem in problems)
+        unknown = {one.path: one.message for one in problems if isinstance(one, UnknownSetting)}
+        raise ConfigError(text, unknown) if unknown else kind(text)
 
 
 def _line(problem: Problem, source: str | None) -> str:
@@ -63,24 +69,19 @@ def shown(value: Any) -> str:
     return f"{text if len(text) <= 60 else text[:57] + '...'} ({kind})"
 
 
-def unknown(path: str, known: Sequence[Setting], elsewhere: Callable[[str], str | None] = lambda _: None) -> Problem:
+def unknown(path: str, known: Sequence[Setting]) -> UnknownSetting:
     """Return the problem of a name that does not exist, with the names that it may have meant.
 
     One letter too few, too many, changed or swapped always leads to the right name.
-
-    Args:
-        elsewhere: what a name is in SkyRL or Cosmos-RL, or None.
     """
-    if theirs := elsewhere(path):
-        return Problem(path, f"unknown setting, but {theirs}")
     if near := nearest(path, [setting.path for setting in known]):
-        return Problem(path, f"unknown setting; did you mean {' or '.join(near)}?")
+        return UnknownSetting(path, f"unknown setting; did you mean {' or '.join(near)}?")
     parent, names = path, list[str]()
     while parent and not names:
         parent = parent.rpartition(".")[0]
         names = [setting.name for setting in known if setting.path.rpartition(".")[0] == parent]
     more = f" and {len(names) - _MOST_LISTED} more" if len(names) > _MOST_LISTED else ""
-    return Problem(path, f"unknown setting; expected one of {', '.join(names[:_MOST_LISTED])}{more}")
+    return UnknownSetting(path, f"unknown setting; expected one of {', '.join(names[:_MOST_LISTED])}{more}")
 
 
 def nearest(path: str, known: Sequence[str]) -> list[str]:

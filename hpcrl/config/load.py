@@ -8,7 +8,7 @@ from __future__ import annotations
 import datetime
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any
 
 import tomli
 
-from hpcrl.config.errors import Problem, raise_together, unknown
+from hpcrl.config.errors import Problem, raise_together
 from hpcrl.config.fields import Setting, settings
 from hpcrl.errors import ConfigError
 
@@ -72,18 +72,12 @@ class Merged:
             self.sources = {one: source for one, source in self.sources.items() if not f"{one}.".startswith(f"{path}.")}
 
 
-def read(
-    paths: Sequence[Path | str],
-    overrides: Sequence[str],
-    cls: type,
-    elsewhere: Callable[[str], str | None] = lambda _: None,
-) -> Merged:
+def read(paths: Sequence[Path | str], overrides: Sequence[str], cls: type) -> Merged:
     """Return the merged values of TOML files and of overrides `a.b.c=value`.
 
     Args:
         overrides: a value is TOML; a bare word is text; `default` goes back to the default, of texts and keys of tables no value at all.
         cls: the configuration; its settings that are locations are resolved against the file that sets them.
-        elsewhere: what an unknown name is in SkyRL or Cosmos-RL, for errors.
 
     Raises:
         ConfigError: names every file that cannot be read and every override that is malformed.
@@ -99,7 +93,7 @@ def read(
             merged.merge(_located(tree, path.absolute().parent, known), str(path))
     for override in overrides:
         try:
-            _apply(merged, override, known, elsewhere)
+            _apply(merged, override, known)
         except _Unreadable as error:
             problems.append(Problem(f"override {override!r}", str(error)))
     raise_together(problems, lambda _: None)
@@ -199,7 +193,7 @@ def _depth(tree: Any) -> int:
     return depth
 
 
-def _apply(merged: Merged, override: str, known: Sequence[Setting], elsewhere: Callable[[str], str | None]) -> None:
+def _apply(merged: Merged, override: str, known: Sequence[Setting]) -> None:
     name, equals, text = override.partition("=")
     quoted = re.fullmatch(NAME, name.strip())
     names = parts(name) if quoted else name.strip().split(".")
@@ -212,20 +206,18 @@ def _apply(merged: Merged, override: str, known: Sequence[Setting], elsewhere: C
         raise _Unreadable(f"nested more than {_DEEPEST} levels deep")
     setting = next((one for one in known if one.path == path), None)
     by_nothing = emptiable(path, known)
-    if not text.strip() and not by_nothing:
-        if setting is None:
-            raise _Unreadable(unknown(path, known, elsewhere).message)
+    if setting is not None and not text.strip() and not by_nothing:
         raise _Unreadable(
             f"expected {setting.expects()}, found nothing, as of a variable that the shell does not know; {path}=default goes back to the default"
         )
-    if not text.strip() or (text.strip() == "default" and setting is not None and not by_nothing):
+    if (by_nothing and not text.strip()) or (setting is not None and not by_nothing and text.strip() == "default"):
         merged.unset(names)
         return
     if text.strip() == "null":
         _check_null(path, known)
         merged.unset(names)
         return
-    tree: Any = _value(text)
+    tree: Any = _value(text) if text.strip() else ""  # of an unknown setting, which is refused by its name
     for part in reversed(names):
         tree = {part: tree}
     merged.merge(_located(tree, Path.cwd(), known), "override")

@@ -46,9 +46,9 @@ class Config(ConfigTree):
         """
         paths = [paths] if isinstance(paths, Path | str) else paths
         overrides = [overrides] if isinstance(overrides, str) else overrides
-        merged = read(paths, overrides, cls, _elsewhere)
+        merged = read(paths, overrides, cls)
         chosen = cls._chosen(merged)
-        return chosen._checked(merged if chosen is cls else read(paths, overrides, chosen, _elsewhere))
+        return chosen._checked(merged if chosen is cls else read(paths, overrides, chosen))
 
     @classmethod
     def from_tables(
@@ -62,14 +62,14 @@ class Config(ConfigTree):
         Raises:
             ConfigError: the file cannot be read, or a value of these tables is wrong.
         """
-        merged = read([path], [], cls, _elsewhere)
+        merged = read([path], [], cls)
         chosen = cls._chosen(merged)
         if chosen is not cls:
-            merged = read([path], [], chosen, _elsewhere)
+            merged = read([path], [], chosen)
         tables = {name: table for name, table in merged.tree.items() if name in names}
         merged.tree = nested(otherwise)
         merged.merge(tables, str(path))
-        return build(chosen, merged.tree, merged.source_of, alone, _elsewhere)
+        return build(chosen, merged.tree, merged.source_of, alone)
 
     @classmethod
     def from_cli_overrides(cls: type[_C], overrides: Sequence[str] | str | Mapping[str, Any]) -> _C:
@@ -117,7 +117,7 @@ class Config(ConfigTree):
     @classmethod
     def _checked(cls: type[_C], merged: Merged) -> _C:
         tree, unsettled = without_unconverted(merged.tree)
-        config = build(cls, tree, merged.source_of, lambda given: [*alone(given), *unsettled], _elsewhere)
+        config = build(cls, tree, merged.source_of, lambda given: [*alone(given), *unsettled])
         raise_together([*unsettled, *check(config)], merged.source_of)
         return family_of(config).settled(config)
 
@@ -142,12 +142,6 @@ class Config(ConfigTree):
 def source_of(paths: Sequence[Path | str], overrides: Sequence[str], path: str) -> str | None:
     """Return which of these files, with the line, or overrides sets a path; None: none of them."""
     return read(paths, overrides, Config).source_of(path)
-
-
-def _elsewhere(path: str) -> str | None:
-    from hpcrl.config.convert.correspondence import elsewhere  # reads two long tables, which only an unknown name needs
-
-    return elsewhere(path)
 
 
 def make_config(

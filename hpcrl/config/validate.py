@@ -25,7 +25,6 @@ def build(
     tree: Mapping[str, Any],
     source_of: Callable[[str], str | None] = lambda _: None,
     also: Callable[[Given], Iterable[Problem]] = lambda _: (),
-    elsewhere: Callable[[str], str | None] = lambda _: None,
 ) -> Section:
     """Return the dataclass `cls`, a section or the whole configuration, filled from the table `tree`.
 
@@ -34,12 +33,11 @@ def build(
     Args:
         source_of: file or override that set a dotted path.
         also: checks single values of the right type; called only when something else is wrong, so that all is reported at once.
-        elsewhere: what an unknown name is in SkyRL or Cosmos-RL.
 
     Raises:
         ConfigError: names every unknown setting, wrong type and missing value.
     """
-    reader = _Reader(settings(cls), elsewhere)
+    reader = _Reader(settings(cls))
     built = reader.section(cls, tree, "")
     if reader.problems:
         raise_together([*reader.problems, *also(reader.valid)], source_of)
@@ -68,7 +66,6 @@ class _Reader:
     """
 
     known: tuple[Setting, ...]
-    elsewhere: Callable[[str], str | None]
     problems: list[Problem] = field(default_factory=list)
     valid: Given = field(default_factory=list)
 
@@ -102,7 +99,7 @@ class _Reader:
                 prefix + name,
                 "a dot in a quoted name, or in a key below the top of a dict, does not separate names; write tables instead",
             )
-        return unknown(prefix + name, self.known, self.elsewhere)
+        return unknown(prefix + name, self.known)
 
     def _value(self, setting: Setting, given: Any) -> Any:
         value, misfits = coerce(given, setting.annotation, setting.path)
@@ -168,7 +165,7 @@ def _coerce(value: Any, annotation: Any, path: str) -> tuple[Any, list[Problem]]
 
 def _entry(value: Mapping[str, Any], kind: type, path: str) -> tuple[Any, list[Problem]]:
     """Return a section whose name is the user's, and what is wrong with it."""
-    reader = _Reader(settings(kind), lambda _: None)
+    reader = _Reader(settings(kind))
     return reader.section(kind, value, path + "."), reader.problems
 
 

@@ -16,8 +16,8 @@ from omegaconf import OmegaConf
 
 from hpcrl.cli.main import main
 from hpcrl.config import Config
-from hpcrl.config.convert.correspondence import SOURCES
 from hpcrl.config.fields import leaves, settings
+from hpcrl.convert.correspondence import SOURCES
 from hpcrl.errors import ConfigError, SubmitError
 from tests.paths import CONFIGS
 
@@ -304,3 +304,27 @@ def test_a_home_that_the_shell_has_left_is_found(
     assert 'group_name = "mine"' in capsys.readouterr().out
     assert main(["status", "--root=~/runs"]) == 0
     assert capsys.readouterr().out == f"no runs under {tmp_path}/runs\n"
+
+
+@pytest.mark.parametrize("command", [("config", "validate"), ("submit", "--local", "--dry-run", "--seeds", "1,2")])
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        (
+            "generator.num_inference_engines=2",
+            "unknown setting, but one of SkyRL; did you mean generator.inference_engine.num_engines?",
+        ),
+        ("trainer.ckpt_path=/tmp", "unknown setting, but one of SkyRL, which is not supported: "),
+        (
+            "generator.gpu_memory_utilization=",
+            "unknown setting, but one of SkyRL; did you mean generator.inference_engine.gpu_",
+        ),
+        ("trainer.epoch=2", "unknown setting; did you mean trainer.epochs?"),
+    ],
+)
+def test_unknown_settings_that_another_framework_has_are_explained(
+    capsys: Output, command: tuple[str, ...], override: str, expected: str
+) -> None:
+    assert main([*command, QUICKSTART, override]) == ConfigError.exit_code
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"hpcrl: override: {override.partition('=')[0]}: {expected}")

@@ -135,7 +135,7 @@ def test_a_loss_with_a_number_is_two_files(checkout: Path) -> None:
     by_hand = changed(checkout)
     assert by_hand == {"hpcrl/algorithms/losses.py", "tests/algorithms/test_margin.py"}
 
-    succeeds(checkout, "-m", "hpcrl.config.docs.describe")
+    succeeds(checkout, "-m", "hpcrl.docs.describe")
     assert changed(checkout) - by_hand <= GENERATED
     assert "| `eps_clip_high`, `margin.slack` | never |" in (checkout / "docs/algorithms.md").read_text()
     explained = succeeds(checkout, "-m", "hpcrl.cli.main", "config", "explain", "trainer.algorithm.margin.slack")
@@ -157,7 +157,7 @@ def test_a_loss_without_its_documents_is_named(checkout: Path) -> None:
         "        slack: what is added to each token's loss.\n",
         "        other: nothing.\n",
     )
-    told = python(checkout, "-m", "hpcrl.config.docs.describe").stderr
+    told = python(checkout, "-m", "hpcrl.docs.describe").stderr
     assert "hpcrl/algorithms/losses.py: margin: its setting slack has no meaning" in told
 
 
@@ -169,7 +169,7 @@ def test_a_setting_is_its_line_its_consumer_and_its_test(checkout: Path) -> None
     by_hand = changed(checkout)
     assert by_hand == {"hpcrl/config/sections/trainer.py", "hpcrl/config/derive.py", "tests/config/test_nap.py"}
 
-    succeeds(checkout, "-m", "hpcrl.config.docs.describe")
+    succeeds(checkout, "-m", "hpcrl.docs.describe")
     assert changed(checkout) - by_hand <= GENERATED
     (range_,) = refused(checkout, "trainer.profiler.enable=true", "trainer.nap_seconds=-1")
     assert range_ == "trainer.nap_seconds: expected at least 0, found -1.0"

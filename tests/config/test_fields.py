@@ -12,10 +12,10 @@ import pytest
 import tomli
 
 from hpcrl.config import Config
-from hpcrl.config.docs.describe import pages
-from hpcrl.config.docs.schema import json_schema
 from hpcrl.config.fields import Setting, leaves, settings
 from hpcrl.config.validate import build
+from hpcrl.docs.describe import pages
+from hpcrl.docs.schema import json_schema
 from tests.paths import ROOT
 
 CONFIGS = sorted((ROOT / "configs").rglob("*.toml"))
@@ -24,7 +24,7 @@ SITES = sorted((ROOT / "slurm" / "sites").glob("*.toml"))
 
 def test_the_generated_pages_are_current() -> None:
     stale = [str(path) for path, text in pages(ROOT).items() if not path.is_file() or path.read_text() != text]
-    assert not stale, "run: python -m hpcrl.config.docs.describe"
+    assert not stale, "run: python -m hpcrl.docs.describe"
 
 
 @pytest.mark.parametrize("setting", leaves(Config), ids=lambda setting: setting.path)

@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 
 from hpcrl.config import Config
 from hpcrl.config.difference import as_yaml
-from hpcrl.config.docs.show import show
 from hpcrl.config.fields import Setting, alternatives, leaves
 from hpcrl.config.fields import settings as settings_of
 from hpcrl.config.load import nested, read
 from hpcrl.config.validate import build
+from hpcrl.docs.show import show
 from hpcrl.errors import ConfigError
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20)

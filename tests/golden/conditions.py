@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from hpcrl.config.convert.skyrl.fields import HARMLESS
+from hpcrl.convert.skyrl.fields import HARMLESS
 from tests.golden.case import Case
 
 _EOS = 1

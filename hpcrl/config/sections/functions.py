@@ -1,6 +1,6 @@
 """Names of losses, estimators and rewards, and the sections of those that have settings of their own.
 
-Made from hpcrl/algorithms and hpcrl/envs/rewards by `python -m hpcrl.config.docs.describe`; do not edit.
+Made from hpcrl/algorithms and hpcrl/envs/rewards by `python -m hpcrl.docs.describe`; do not edit.
 """
 
 from __future__ import annotations

@@ -119,13 +119,15 @@ def load_elements(
         ConfigError: names everything that is wrong in any element, and the element where it is not wrong in all.
         DataError: the same, where only files are missing.
     """
-    configs, found, kind = dict[int, Config](), dict[str, list[int]](), DataError
+    configs, found, unknown, kind = dict[int, Config](), dict[str, list[int]](), dict[str, str](), DataError
     for index, element in enumerate(varied):
         try:
             configs[index] = Config.from_toml(files, [*overrides, *element])
             check(configs[index], partial(source_of, files, [*overrides, *element]))
         except (ConfigError, DataError) as error:
-            kind = ConfigError if isinstance(error, ConfigError) else kind
+            if isinstance(error, ConfigError):
+                kind = ConfigError
+                unknown |= error.unknown
             for line in str(error).splitlines():
                 found.setdefault(line, []).append(index)
     misfits = list(_misfits(configs))
@@ -136,7 +138,8 @@ def load_elements(
         for line, indices in found.items():
             everywhere = len(indices) == len(varied)
             lines += [line] if everywhere else [f"element {i} ({' '.join(varied[i])}): {line}" for i in indices]
-        raise (ConfigError if misfits else kind)("\n".join(lines))
+        text = "\n".join(lines)
+        raise ConfigError(text, unknown) if misfits or kind is ConfigError else DataError(text)
     return list(configs.values())
 
 

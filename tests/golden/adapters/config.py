@@ -6,10 +6,10 @@ from operator import attrgetter
 from typing import Any
 
 from hpcrl.config import Config, eval_sampling, temperature
-from hpcrl.config.convert.cosmos.resolve import resolve
 from hpcrl.config.derive import engine_rope, max_input_length, max_seq_len, ref_model
 from hpcrl.config.fields import leaves
 from hpcrl.config.load import nested
+from hpcrl.convert.cosmos.resolve import resolve
 from tests.golden.adapters.converted import skyrl
 from tests.golden.case import Case
 

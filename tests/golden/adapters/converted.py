@@ -11,14 +11,14 @@ import tomli_w
 import yaml
 
 from hpcrl.config import Config
-from hpcrl.config.convert.conversion import Conversion
-from hpcrl.config.convert.cosmos.convert import convert_toml
-from hpcrl.config.convert.skyrl.convert import convert_overrides
-from hpcrl.config.convert.skyrl.fields import SKYRL_DEFAULTS
 from hpcrl.config.errors import Problem, raise_together
 from hpcrl.config.load import nested
 from hpcrl.config.rules.combinations import impossible
 from hpcrl.config.validate import build
+from hpcrl.convert.conversion import Conversion
+from hpcrl.convert.cosmos.convert import convert_toml
+from hpcrl.convert.skyrl.convert import convert_overrides
+from hpcrl.convert.skyrl.fields import SKYRL_DEFAULTS
 
 _ORIGIN = "a golden case"
 _COLOCATED = "trainer.placement.colocate_all"

@@ -1,0 +1,326 @@
+"""SkyRL's configurations, YAML of the old and the present layout and command lines, to hpcrl's.
+
+What counts is what the source's run did:
+
+* A setting that the source leaves out has SkyRL's default, of the old layout where the source is of it. It is written where it differs
+  from the default here and changes results: data, model, environment, sampling in evaluation, and what the old layout had otherwise
+  (ranks, tensor parallelism, graphs, loss_reduction). A YAML file is of the old layout if it has a name that only that layout has; a
+  command line only if it has one that the present SkyRL refuses, because flat `generator.` names are still taken with the new defaults.
+* Defaults that differ on purpose (`why` of a setting) stay as they are here: names, trackers, how weights reach the engines. Colocation is
+  SkyRL's default, and is written; where it cannot be, with Megatron-core, trainer and engines get nodes of their own, which costs nodes and changes no result.
+* The old policy loss was a mean over samples of token means; a file of the old layout that names neither the loss's reduction nor its
+  new name gets loss_reduction = "sequence_mean". In SkyRL "token_mean" is a mean per micro-batch; here it is of the whole mini-batch.
+* Settings without effect in the source are dropped: a critic's without a critic, Megatron's with FSDP, fully asynchronous ones in
+  synchronous training.
+* `slurm.gpus_per_node` gets the most GPUs that one node needs, because 0, the default, is a run on CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, get_origin
+
+from hpcrl.config.difference import value_as_toml
+from hpcrl.convert.conversion import Conversion, known
+from hpcrl.convert.mapping import Dropped, Target, To
+from hpcrl.convert.skyrl.fields import HARMLESS, OLD_DEFAULTS, RENAMED, SKYRL_DEFAULTS, TARGETS
+from hpcrl.convert.skyrl.numbers import note_numbers
+from hpcrl.convert.skyrl.program import note_program
+from hpcrl.convert.skyrl.script import Command, command_of
+from hpcrl.convert.skyrl.source import Source, read_overrides, read_yaml
+from hpcrl.convert.skyrl.translate import (
+    TRANSLATIONS,
+    colocate_all,
+    engine_width,
+    has_critic,
+    has_reference,
+    is_colocated,
+    is_fully_async,
+    left_out_cap,
+    location,
+    other_placement,
+    overlong,
+)
+
+__all__ = ["TARGETS", "convert_overrides", "convert_script", "convert_yaml"]
+
+_PLACEMENT = "trainer.placement."
+_ALGORITHM = "trainer.algorithm."
+_ENGINE = "generator.inference_engine."
+_TRAIN, _EVAL = "generator.sampling_params.", "generator.eval_sampling_params."
+_SAMPLING = (
+    "max_generate_length",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "stop",
+    "additional_kwargs",
+)
+_NAMES = ("trainer.project_name", "trainer.run_name")
+_TABLES = ("transformer_config_kwargs", "optimizer_config_kwargs")
+_OFFLOADED = (
+    "trainer.policy.optimizer_config.offload_after_step",
+    "trainer.critic.optimizer_config.offload_after_step",
+)
+_CRITICS = (
+    "trainer.critic.",
+    "trainer.critic_mini_batch_size",
+    _ALGORITHM + "value_clip",
+    _ALGORITHM + "value_head_prefix",
+)
+_ONE_TURN = ("generator.use_conversation_multi_turn", "generator.append_eos_token_after_stop_str_in_multi_turn")
+_REMARKS = {
+    _EVAL + "repetition_penalty": "SkyRL never hands it to the engine; here it has its effect",
+    _ALGORITHM + "zero_variance_filter": "SkyRL's has no effect on rewards per token, its default; here it always has",
+    _ENGINE + "enable_chunked_prefill": "SkyRL never hands it to the engine; here it has its effect",
+}
+
+
+def convert_yaml(text: str | bytes, origin: str) -> Conversion:
+    """Return the conversion of a YAML document in SkyRL's old or present layout.
+
+    Args:
+        origin: where it comes from, for errors and the first line of the TOML.
+
+    Raises:
+        ConfigError: it is not UTF-8, not YAML, or no table of settings; names the place.
+    """
+    conversion = Conversion(origin)
+    return _convert(read_yaml(text, conversion), conversion)
+
+
+def convert_overrides(words: Sequence[str], origin: str) -> Conversion:
+    """Return the conversion of a SkyRL command, whose words are split and unquoted as the shell does it.
+
+    Args:
+        words: the `key=value` words, and, if you like, the program and its options before them.
+        origin: where they come from, for errors and the first line of the TOML.
+
+    Raises:
+        ConfigError: a value is not YAML; names the word.
+    """
+    conversion = Conversion(origin)
+    return _convert(read_overrides(words, conversion), conversion)
+
+
+def convert_script(text: str, origin: str) -> Conversion:
+    """Return the conversion of the SkyRL command in a shell script.
+
+    Raises:
+        ConfigError: there is none, or a value of it is not YAML.
+    """
+    command = command_of(text, origin)
+    conversion = Conversion(origin)
+    _note_script(command, conversion)
+    source = read_overrides(command.words, conversion)
+    for name, waits_for in command.unknown.items():
+        reason = f"{', '.join(waits_for)} is known only where the script runs; write the value out"
+        if name in _NAMES:
+            conversion.note(
+                "translated", name, "", f"{reason}, or leave it to hpcrl, which names projects and runs itself"
+            )
+        elif name in TARGETS:
+            present = RENAMED.get(name, name)
+            source.unread[present], source.names[present] = reason, name
+        else:
+            conversion.note("unknown", name, "", reason)
+    return _convert(source, conversion)
+
+
+def _note_script(command: Command, conversion: Conversion) -> None:
+    """Note what of the script is not in the command's words."""
+    if command.condition:
+        message = "decides whether the command is started at all; convert what you want to run"
+        conversion.note("conflict", command.condition, "", message)
+    for word in command.others:
+        conversion.note("conflict", word, "", "belongs to another command of the script, which is not converted")
+    for name in command.assumed:
+        conversion.note(
+            "translated",
+            f"${name}",
+            "",
+            "as where the environment does not set it: what the script has for that case counts",
+        )
+    for line in command.unread:
+        conversion.note("dropped", line, "", "is not run here; what it sets counts as not set")
+
+
+def _convert(source: Source, conversion: Conversion) -> Conversion:
+    if source.program is not None:
+        note_program(source.program, conversion)
+    for path in source.names:
+        _convert_setting(source, conversion, path)
+    for complete in (
+        _left_out,
+        _old_loss,
+        _placement,
+        left_out_cap,
+        _eval_sampling,
+        _fully_async,
+        overlong,
+        _gpus_per_node,
+    ):
+        complete(source, conversion)
+    note_numbers(source, conversion)
+    order = {name: index for index, name in enumerate(source.names.values())}
+    conversion.entries.sort(key=lambda entry: order.get(entry.source, len(order)))
+    conversion.finish()
+    return conversion
+
+
+def _convert_setting(source: Source, conversion: Conversion, path: str) -> None:
+    name, target = source.names[path], TARGETS[path]
+    if reason := _without_effect(source, path):
+        conversion.note("dropped", name, "", reason)
+    elif isinstance(target, Dropped) and path not in TRANSLATIONS:
+        harmless = path not in HARMLESS or source.given.get(path) in HARMLESS[path]
+        conversion.note("dropped" if harmless else "conflict", name, "", target.reason)
+    elif path in source.unread:
+        conversion.note("conflict", name, "", source.unread[path])
+    elif path in TRANSLATIONS:
+        TRANSLATIONS[path](source, conversion, path)
+    else:
+        _map(source, conversion, path, target)
+
+
+def _map(source: Source, conversion: Conversion, path: str, target: Target) -> None:
+    assert isinstance(target, To)
+    value, name, setting = source.given[path], source.names[path], known().get(target.path)
+    if value is None or isinstance(value, str):
+        value = target.values.get(value, value)
+    if setting and setting.location:
+        value = location(value)
+    if isinstance(value, str) and setting and all(get_origin(kind) is list for kind in setting.types):
+        value = [value]
+    if value is None and setting and not setting.optional and setting.default != {}:
+        conversion.note("conflict", name, target.path, f"null has no meaning here; expected {setting.expects()}")
+        return
+    conversion.values[target.path] = value
+    remark = _REMARKS.get(path, "") if value != SKYRL_DEFAULTS[path] else ""
+    if path.endswith(_TABLES) and isinstance(value, dict):
+        kept = ", ".join(sorted(set(SKYRL_DEFAULTS[path]) - set(value)))
+        remark = f"SkyRL loses the defaults of a table that is given; here these stay: {kept}" if kept else ""
+    conversion.note("mapped", name, target.path, remark)
+
+
+def _without_effect(source: Source, path: str) -> str | None:
+    """Return why a setting changed nothing in the source's run."""
+    megatron = source["trainer.strategy"] == "megatron"
+    if path.startswith(_CRITICS) and path != "trainer.critic.model.path" and not has_critic(source):
+        return "had no effect, there is no critic without trainer.critic.model.path"
+    if path.startswith("trainer.ref.") and not has_reference(source):
+        return "had no effect, there is no reference model without a KL term"
+    if ".megatron_config." in path and not megatron:
+        return f"had no effect with trainer.strategy={source['trainer.strategy']}"
+    if ".fsdp_config." in path and megatron:
+        return "had no effect with trainer.strategy=megatron"
+    if path.startswith("trainer.fully_async.") and not is_fully_async(source):
+        return "had no effect in synchronous training"
+    if (
+        path in _ONE_TURN
+        and source["generator.max_turns"] == 1
+        and not (source[_TRAIN + "stop"] or source[_EVAL + "stop"] or source["generator.chat_template.name_or_path"])
+    ):
+        return "had no effect with one turn, without stop texts and with the model's own chat template"
+    if path == _TRAIN + "repetition_penalty":
+        return "SkyRL never hands it to the engine, and hpcrl refuses it in training"
+    if path in _OFFLOADED and not is_colocated(source):
+        return "has an effect only where trainer and engines share GPUs"
+    return None
+
+
+def _left_out(source: Source, conversion: Conversion) -> None:
+    wanted = ["data.train_data", "trainer.policy.model.path"]
+    if source.program is None or not source.program.is_custom:  # another program may set or replace environments
+        wanted.append("environment.env_class")
+    interval = source["trainer.eval_interval"]
+    if isinstance(interval, int) and interval > 0:
+        wanted.append("data.val_data")
+    if source["environment.env_class"] == "llm_as_a_judge":
+        wanted.append("environment.skyrl_gym.llm_as_a_judge.model")
+    if source["environment.env_class"] == "text2sql":
+        wanted.append("environment.skyrl_gym.text2sql.db_path")
+    if source.old:
+        wanted += [
+            "trainer.placement.policy_num_gpus_per_node",
+            _ENGINE + "tensor_parallel_size",
+            _ENGINE + "enforce_eager",
+        ]
+        wanted += ["generator.use_conversation_multi_turn"] if source.number("generator.max_turns") > 1 else []
+    for path in wanted:
+        if path not in source.names:
+            _write_default(source, conversion, path)
+
+
+def _write_default(source: Source, conversion: Conversion, path: str) -> None:
+    conversion.values[path] = source[path]
+    layout = "old layout's default" if source.old and path in OLD_DEFAULTS else "default"
+    conversion.note("mapped", path, path, f"left out: SkyRL's {layout}, {value_as_toml(source[path])}")
+
+
+def _old_loss(source: Source, conversion: Conversion) -> None:
+    reduction = _ALGORITHM + "loss_reduction"
+    renamed = source.names.get(_ALGORITHM + "policy_loss_type") == _ALGORITHM + "policy_loss_type"
+    if source.old and reduction not in source.names and not renamed:
+        conversion.values[reduction] = source[reduction]
+        conversion.note(
+            "translated",
+            reduction,
+            reduction,
+            "left out: the old policy loss is a mean over samples of means over their tokens",
+        )
+
+
+def _placement(source: Source, conversion: Conversion) -> None:
+    if _PLACEMENT + "colocate_all" not in source.names:
+        colocate_all(source, conversion, _PLACEMENT + "colocate_all")
+    for model in ("ref", "critic"):
+        for what in ("num_nodes", "num_gpus_per_node"):
+            if (path := f"{_PLACEMENT}{model}_{what}") not in source.names:
+                other_placement(source, conversion, path)
+
+
+def _eval_sampling(source: Source, conversion: Conversion) -> None:
+    """Write what evaluation samples with: SkyRL fills the section up with fixed values, hpcrl with training's."""
+    given = {name for name in _SAMPLING if _EVAL + name in source.given}
+    chosen = {name: source[_EVAL + name] for name in _SAMPLING}
+    if "max_generate_length" not in given and (source.old or not given):
+        chosen["max_generate_length"] = source[_TRAIN + "max_generate_length"]
+    if not given and not source.old:
+        chosen["temperature"] = 0.0
+    differing = [name for name in _SAMPLING if (chosen[name] or None) != (source[_TRAIN + name] or None)]
+    if not given and not source.old and differing == ["temperature"]:
+        return  # greedy, which is the rule here too
+    written = [name for name in _SAMPLING if name in differing or name == "temperature" or name in given]
+    empty: dict[str, Any] = {"stop": [], "additional_kwargs": {}}
+    for name in written:
+        value = chosen[name]
+        if value is None and source[_TRAIN + name]:
+            value = empty.get(name)
+        conversion.values[_EVAL + name] = value
+    if added := [f"{name} = {value_as_toml(chosen[name])}" for name in written if name not in given]:
+        conversion.note(
+            "translated",
+            _EVAL[:-1],
+            _EVAL[:-1],
+            f"SkyRL's values for what is left out, where training has others: {', '.join(added)}",
+        )
+
+
+def _fully_async(source: Source, conversion: Conversion) -> None:
+    if source.program is not None and source.program.last == "main_async":
+        conversion.values["trainer.fully_async.max_staleness_steps"] = 1
+    if is_fully_async(source):
+        for path in ("trainer.fully_async.max_staleness_steps", "trainer.fully_async.num_parallel_generation_workers"):
+            if path not in source.names:
+                _write_default(source, conversion, path)
+
+
+def _gpus_per_node(source: Source, conversion: Conversion) -> None:
+    ranks = _PLACEMENT + "policy_num_gpus_per_node"
+    conversion.values["slurm.gpus_per_node"] = most = max(source.number(ranks), engine_width(source))
+    conversion.note(
+        "translated", ranks, "slurm.gpus_per_node", f"{most}, the most that one node needs; name what your nodes have"
+    )

@@ -1,0 +1,52 @@
+"""Where a converted run calculates otherwise than SkyRL at the commit of its documents (March 2026): said in report and header."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hpcrl.convert.conversion import Conversion
+from hpcrl.convert.skyrl.source import Source
+
+_ALGORITHM = "trainer.algorithm."
+_SUMS = ("cross_entropy", "importance_sampling")
+
+
+def note_numbers(source: Source, conversion: Conversion) -> None:
+    """Note each number that comes out otherwise, with the reason."""
+    for path, message in _different(source):
+        conversion.note("differs", source.names.get(path, path), "", message)
+
+
+def _different(source: Source) -> Iterator[tuple[str, str]]:
+    reduction, loss = source[_ALGORITHM + "loss_reduction"], source[_ALGORITHM + "policy_loss_type"]
+    if source[_ALGORITHM + "use_kl_loss"] and loss != "cross_entropy":
+        how = (
+            ""
+            if reduction == "sequence_mean"
+            else f", here reduced as the loss is ({reduction}), there always as the mean over samples of their means"
+        )
+        yield (
+            _ALGORITHM + "use_kl_loss",
+            f"the KL term has a gradient, which it had not in SkyRL before 20 March 2026, a fault{how}",
+        )
+    if source[_ALGORITHM + "use_entropy_loss"] and loss != "cross_entropy":
+        yield (
+            _ALGORITHM + "use_entropy_loss",
+            f"the entropy is reduced as the loss is ({reduction}); in SkyRL it is the mean over the tokens of a micro-batch",
+        )
+    if loss in _SUMS:
+        message = f"{loss} is reduced by loss_reduction ({reduction}); in SkyRL it is the plain sum over a micro-batch, so that its gradients are larger"
+        yield (
+            _ALGORITHM + "policy_loss_type",
+            message + (", and has neither a KL nor an entropy term" if loss == "cross_entropy" else ""),
+        )
+    elif reduction == "token_mean":
+        message = 'the mean over the tokens of a mini-batch, as in SkyRL since 31 March 2026; before, of a micro-batch: loss_reduction = "token_mean_legacy"'
+        yield _ALGORITHM + "loss_reduction", message
+    warm_up = source["trainer.policy.optimizer_config.num_warmup_steps"]
+    if isinstance(warm_up, int) and warm_up > 0:
+        message = (
+            f"of {warm_up} steps step t (from 0) has (t + 1) / {warm_up + 1} of the rate, in SkyRL t / {warm_up}, the first nothing; "
+            f'num_warmup_steps = {warm_up + 1} with warmup_shape = "from_start" is that'
+        )
+        yield "trainer.policy.optimizer_config.num_warmup_steps", message

@@ -1,0 +1,315 @@
+"""Reads a SkyRL configuration, a YAML file or the words of a command, to its settings with interpolations resolved.
+
+Interpolations such as `${trainer.max_prompt_length}` and `${oc.env:HOME}` are OmegaConf's. One that points at a setting which the
+source leaves out gets SkyRL's default.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hpcrl.config.errors import nearest
+from hpcrl.convert.conversion import Conversion
+from hpcrl.convert.skyrl.fields import (
+    OLD_DEFAULTS,
+    ONLY_OLD,
+    OVERLONG,
+    REFUSED,
+    RENAMED,
+    SECTIONS,
+    SKYRL_DEFAULTS,
+    TARGETS,
+)
+from hpcrl.convert.skyrl.program import Program, program_of
+from hpcrl.errors import ConfigError
+
+_OVERRIDE = re.compile(r"([+~]*)([A-Za-z_][\w.\-/@]*)=(.*)", re.DOTALL)
+_ENVIRONMENT = re.compile(r"[A-Z_][A-Z0-9_]*=")
+_TIGHT_COLON = re.compile(r"(?<=[\w'\"]):(?=[^\s/])")
+_DEEPEST = 64
+
+Keys = tuple[Any, ...]
+
+
+@dataclass
+class Source:
+    """A SkyRL configuration.
+
+    Attributes:
+        given: settings that it names, by their present paths, in its order.
+        unread: settings whose value cannot be read, by their present paths, with the reason.
+        names: present path, of both, to the path that the source uses.
+        old: whether it is of the old layout, whose defaults count where it leaves a setting out.
+        program: what its command starts; None where there is no command, or it names no program.
+        overlong: what it sets of `fields.OVERLONG`.
+    """
+
+    given: dict[str, Any] = field(default_factory=dict)
+    unread: dict[str, str] = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)
+    old: bool = False
+    program: Program | None = None
+    overlong: dict[str, Any] = field(default_factory=dict)
+
+    def __getitem__(self, path: str) -> Any:
+        """Return a setting by its present path, its default where it is left out or could not be read."""
+        if path in self.given:
+            return self.given[path]
+        return OLD_DEFAULTS[path] if self.old and path in OLD_DEFAULTS else SKYRL_DEFAULTS.get(path)
+
+    def number(self, path: str) -> int:
+        """Return a whole number, or 1 where the source gives something else, which is reported elsewhere."""
+        value = self[path]
+        return value if isinstance(value, int) else 1
+
+
+def read_yaml(text: str | bytes, conversion: Conversion) -> Source:
+    """Return the settings of a YAML document; what it has beside them is noted in `conversion`.
+
+    Raises:
+        ConfigError: it is not UTF-8, not YAML, no table, or grows beyond all measure; names the place.
+    """
+    tree = _load(text, conversion.origin)
+    source = Source(old=any(path in ONLY_OLD for path, _, _ in _settings(tree)))
+    _fill(source, tree, conversion)
+    return source
+
+
+def read_overrides(words: Sequence[str], conversion: Conversion) -> Source:
+    """Return the settings of a command's `key=value` words; others are noted in `conversion`, options of the program left out.
+
+    Raises:
+        ConfigError: a value is not YAML; names the word.
+    """
+    tree: dict[str, Any] = {}
+    program = program_of(words)
+    source, started = Source(program=program if program.name else None), bool(program.name)
+    for word in program.arguments:
+        match = _OVERRIDE.fullmatch(word)
+        if match is None or (_ENVIRONMENT.match(word) and not started):
+            if started and not word.startswith("-"):
+                conversion.note("unknown", word, "", "expected name=value")
+            continue
+        started = True
+        if _takes(match[1], match[2], conversion):
+            _merge(tree, _parse_override(word, match[2], match[3], conversion.origin))
+    source.old = any(path in REFUSED for path, _, _ in _settings(tree))
+    _fill(source, tree, conversion)
+    return source
+
+
+def _load(text: str | bytes, origin: str) -> dict[str, Any]:
+    import yaml
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        text = text.decode("utf-8") if isinstance(text, bytes) else text
+        if problem := _unsafe(text):
+            raise ConfigError(f"{origin}: {problem}")
+        loaded: Any = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{origin}: not UTF-8 text: byte {error.start}") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f", line {mark.line + 1}" if mark else ""
+        why = getattr(error, "problem", None) or str(error).partition("\n")[0]
+        raise ConfigError(f"{origin}{place}: not valid YAML: {why}") from None
+    except (OmegaConfBaseException, ValueError, RecursionError) as error:
+        key = getattr(error, "full_key", None)
+        raise ConfigError(f"{origin}{f': {key}' if key else ''}: not a configuration: {_first_line(error)}") from None
+    return loaded
+
+
+def _unsafe(text: str) -> str | None:
+    """Return why a document must not be loaded: OmegaConf bounds aliases, but not depth, and tags make its loader fail."""
+    import yaml
+
+    depth, first = 0, True
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        place = f"line {event.start_mark.line + 1}"
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+        if depth > _DEEPEST:
+            return f"{place}: nested more than {_DEEPEST} levels deep"
+        if isinstance(event, yaml.NodeEvent):
+            if tag := getattr(event, "tag", None):
+                return f"{place}: has the tag {tag}, which no setting needs; remove it"
+            if first and not isinstance(event, yaml.MappingStartEvent):
+                return f"{place}: expected a table of settings (name: value)"
+            first = False
+    return "expected a table of settings (name: value), found an empty document" if first else None
+
+
+def _parse_override(word: str, name: str, value: str, origin: str) -> dict[str, Any]:
+    import yaml
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    def parse(text: str) -> Any:
+        if problem := _unsafe(f"value: {text}"):
+            raise ConfigError(f"{origin}: override {word!r}: {problem}")
+        return OmegaConf.to_container(OmegaConf.create(f"value: {text}"), resolve=False)["value"]  # type: ignore[index,call-overload]
+
+    try:
+        try:
+            found: Any = parse(value)
+            tight = isinstance(found, dict) and any(":" in str(key) and found[key] is None for key in found)
+        except yaml.YAMLError:
+            found, tight = None, True
+        if tight:  # Hydra takes {a:1} for what YAML writes {a: 1}
+            found = parse(_TIGHT_COLON.sub(": ", value))
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
+        raise ConfigError(f"{origin}: override {word!r}: not a value: {_first_line(error)}") from None
+    for part in reversed(name.split(".")):
+        found = {part: found}
+    return found
+
+
+def _takes(prefix: str, name: str, conversion: Conversion) -> bool:
+    """Return whether a word with such a prefix sets something, and note the prefix."""
+    if "~" in prefix:
+        conversion.note("conflict", "~" + name, "", "deletes a setting; leave it out here, and its default counts")
+        return False
+    if not prefix or any(name == path or name.startswith(path + ".") for path in TARGETS):
+        if prefix:
+            conversion.note("translated", prefix + name, name, "SkyRL has this setting; the + is left out")
+        return True
+    message = "SkyRL has no such setting; here declare it in a subclass of hpcrl.config.Config (config_class)"
+    conversion.note("unknown", prefix + name, "", message)
+    return False
+
+
+def _merge(into: dict[str, Any], tree: Mapping[str, Any]) -> None:
+    for key, value in tree.items():
+        if isinstance(value, dict) and isinstance(into.get(key), dict):
+            _merge(into[key], value)
+        else:
+            into[key] = value
+
+
+def _settings(tree: Mapping[Any, Any], above: Keys = ()) -> Iterator[tuple[str, Keys, Any]]:
+    """Yield path, keys and value of each setting, and of each name that is none."""
+    for key, value in tree.items():
+        keys = (*above, key)
+        path = ".".join(map(str, keys))
+        if path in SECTIONS and isinstance(value, dict):
+            yield from _settings(value, keys)
+        else:
+            yield path, keys, value
+
+
+def _fill(source: Source, tree: dict[str, Any], conversion: Conversion) -> None:
+    from omegaconf import OmegaConf
+
+    background = _background(tree, source.old)
+    resolved = OmegaConf.create(background)
+    for path, keys, value in _settings(tree):
+        if path in SECTIONS:
+            _fill_section(source, path, keys, value, resolved, conversion)
+        else:
+            _fill_setting(source, path, keys, resolved, conversion)
+
+
+def _background(tree: dict[str, Any], old: bool) -> dict[Any, Any]:
+    """Return the tree over SkyRL's defaults, each setting under both of its names, for interpolations to point at."""
+    defaults = SKYRL_DEFAULTS | (OLD_DEFAULTS if old else {})
+    previous = {new: old_name for old_name, new in RENAMED.items()}
+    found: dict[Any, Any] = {}
+    for path, value in defaults.items():
+        for name in (path, previous.get(path, path)):
+            _put(found, name.split("."), value)
+    for path, _, value in _settings(tree):
+        if other := RENAMED.get(path) or previous.get(path):
+            _put(found, other.split("."), value)
+    for path, keys, value in _settings(tree):
+        if path not in SECTIONS or value is not None:
+            _put(found, keys, value)
+    return found
+
+
+def _put(tree: dict[Any, Any], keys: Sequence[Any], value: Any) -> None:
+    *above, last = keys
+    for key in above:
+        if not isinstance(tree.get(key), dict):
+            tree[key] = {}
+        tree = tree[key]
+    tree[last] = value
+
+
+def _fill_section(source: Source, path: str, keys: Keys, value: Any, resolved: Any, conversion: Conversion) -> None:
+    """Take a section that is no table: null, or an interpolation of another section."""
+    if value is None:
+        conversion.note("mapped", path, "", "null: its defaults")
+        return
+    try:
+        found = _resolve(resolved, keys)
+    except _Unreadable as error:
+        conversion.note("conflict", path, "", str(error))
+        return
+    if not isinstance(found, dict):
+        conversion.note("conflict", path, "", f"expected a table, found {found!r:.60}; left out")
+        return
+    for inner, below, _ in _settings(found, keys):
+        _fill_setting(source, inner, below, resolved, conversion)
+
+
+def _fill_setting(source: Source, path: str, keys: Keys, resolved: Any, conversion: Conversion) -> None:
+    if path in OVERLONG:
+        source.overlong[path] = _resolve(resolved, keys)
+        return
+    if path not in TARGETS:
+        near = nearest(path, [*TARGETS, *sorted(SECTIONS)])
+        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        conversion.note("unknown", path, "", "SkyRL has no such setting" + hint)
+        return
+    present = RENAMED.get(path, path)
+    try:
+        value = _resolve(resolved, keys)
+    except _Unreadable as error:
+        source.unread[present], source.names[present] = str(error), path
+        return
+    if present in source.given and source.given[present] != value:
+        conversion.note(
+            "conflict", path, "", f"differs from {source.names[present]}, another name of it; this one counts"
+        )
+    source.given[present], source.names[present] = value, path
+
+
+class _Unreadable(Exception):
+    """A value that cannot be read; the text is the reason."""
+
+
+def _resolve(resolved: Any, keys: Keys) -> Any:
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        for key in keys:
+            resolved = resolved[key]
+        value = OmegaConf.to_container(resolved, resolve=True) if OmegaConf.is_config(resolved) else resolved
+    except (OmegaConfBaseException, RecursionError) as error:
+        raise _Unreadable(f"cannot be resolved: {_first_line(error)}; left out") from None
+    return _plain(value)
+
+
+def _plain(value: Any) -> Any:
+    """Return a value that TOML can hold; keys become text."""
+    if isinstance(value, dict):
+        return {str(key): _plain(inner) for key, inner in value.items() if inner is not None}
+    if isinstance(value, list):
+        if None in value:
+            raise _Unreadable("a list with null in it has no counterpart; left out")
+        return [_plain(inner) for inner in value]
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    raise _Unreadable(f"has no counterpart: {value!r:.60}; left out")
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0].replace("raised while resolving interpolation: ", "")

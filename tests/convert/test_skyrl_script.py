@@ -1,0 +1,92 @@
+"""SkyRL commands in shell scripts, compared with what a real shell makes of them."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from hpcrl.convert.skyrl.convert import convert_script
+from hpcrl.convert.skyrl.script import command_of
+from hpcrl.errors import ConfigError
+
+SCRIPT = r"""#!/usr/bin/env bash
+set -x
+# a comment with 'one quote and trainer.epochs=99
+
+: "${DATA_DIR:="$HOME/data/gsm8k"}"
+: "${NUM_GPUS:=4}"  # how many
+: ${LOGGER:=console}
+INFERENCE_BACKEND=vllm
+export NAME=first-${UNSET_HERE:-second}
+
+MORE=(
+  trainer.seed=$NUM_GPUS  # one to a line
+  "environment.env_class=a b"
+)
+MORE+=(trainer.eval_batch_size=$((4 * NUM_GPUS)) trainer.dump_data_batch=$(echo "true"))
+
+CUDA_VISIBLE_DEVICES=0 uv run --isolated --extra $INFERENCE_BACKEND -m skyrl_train.entrypoints.main_base \
+  data.train_data="['$DATA_DIR/train.parquet']" \
+  trainer.placement.policy_num_gpus_per_node=$NUM_GPUS \
+  generator.num_inference_engines="${NUM_GPUS}" \
+  generator.sampling_params.stop='["</sql>", "</a b>"]' \
+  trainer.run_name="$NAME" \
+  trainer.logger=$LOGGER \
+  "${MORE[@]}" \
+  "$@" 2>&1 | tee log.txt
+trainer.epochs=7
+"""
+
+
+def test_the_words_are_those_of_a_real_shell(tmp_path: Path) -> None:
+    (tmp_path / "uv").write_text('#!/bin/sh\nprintf "%s\\0" "$@" > words\n')
+    (tmp_path / "uv").chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "HOME": "/home/somebody"}
+    subprocess.run(["bash", "-c", SCRIPT], cwd=tmp_path, env=environment, capture_output=True, check=False)
+    real = (tmp_path / "words").read_text().split("\0")[:-1]
+    found = command_of(SCRIPT, "run.sh")
+    assert found.others == ["trainer.epochs=7"]
+    assert found.words[:2] == ["CUDA_VISIBLE_DEVICES=0", "uv"]
+    assert found.unknown == {"trainer.dump_data_batch": ['$(echo "true")']}
+    real.remove("trainer.dump_data_batch=true")
+    assert [word.replace("$HOME", "/home/somebody") for word in found.words[2:]] == real
+
+
+def test_a_script_is_converted() -> None:
+    conversion = convert_script(SCRIPT, "run.sh")
+    assert conversion.values["data.train_data"] == ["~/data/gsm8k/train.parquet"]
+    assert conversion.values["generator.inference_engine.num_engines"] == 4
+    assert conversion.values["generator.sampling_params.stop"] == ["</sql>", "</a b>"]
+    assert conversion.values["trainer.run_name"] == "first-second"
+    assert conversion.values["environment.env_class"] == "a b"
+    assert conversion.values["trainer.eval_batch_size"] == 16
+    wrong = {entry.source: entry.message for entry in conversion.entries if entry.kind in ("unknown", "conflict")}
+    assert wrong.keys() == {"trainer.epochs=7", "trainer.dump_data_batch", "environment.env_class"}
+    assert "another command" in wrong["trainer.epochs=7"]
+    assert '$(echo "true") is known only where the script runs' in wrong["trainer.dump_data_batch"]
+
+
+def test_one_line_and_windows_line_ends() -> None:
+    assert command_of("python -m x a.b=1 c.d='e f'", "f").words == ["python", "-m", "x", "a.b=1", "c.d=e f"]
+    assert command_of("x \\\r\n  a.b=1 \\\r\n  c.d=2\r\n", "f").words == ["x", "a.b=1", "c.d=2"]
+
+
+def test_a_variable_that_is_not_set_stays() -> None:
+    script = "x data.train_data=[$WHERE/a.parquet]"
+    assert command_of(script, "f").unknown == {"data.train_data": ["$WHERE"]}
+    assert "$WHERE is known only where" in convert_script(script, "f").unconverted["data.train_data"]
+
+
+def test_a_comment_leaves_the_end_of_its_line() -> None:
+    assert command_of("N=4 # don't\npython a.b=$N\n", "f").words == ["python", "a.b=4"]
+
+
+def test_a_comment_ends_a_continued_command() -> None:
+    script = "x a.b=1 \\\n  # c.d=2 \\\n  e.f=3\n"
+    assert (command_of(script, "f").words, command_of(script, "f").others) == (["x", "a.b=1"], ["e.f=3"])
+
+
+@pytest.mark.parametrize("text", ["", "echo hello", "x a.b='open", "NAME=value", "a=1"])
+def test_what_holds_no_command_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"^run\.sh(:1)?: "):
+        command_of(text, "run.sh")
