@@ -36,7 +36,7 @@ def is_worth_training(group: GroupMeta, metrics: Sequence[str], tolerance: float
         DataError: no sample of the group reports one of the metrics.
     """
     values = filter_values(group, metrics)
-    return len(values) >= min(2, len(group.rewards)) and varied(values, tolerance)
+    return len(values) >= min(2, len(group.samples)) and varied(values, tolerance)
 
 
 def reported(group: GroupMeta, name: str, setting: str) -> list[float]:
@@ -48,14 +48,13 @@ def reported(group: GroupMeta, name: str, setting: str) -> list[float]:
     Raises:
         DataError: no sample of the group reports it.
     """
-    samples = group.env_metrics or [{} for _ in group.rewards]
-    there = sorted({known for sample in samples for known in sample})
-    if name not in there and any(reason != "failed" for reason in group.stop_reasons):
+    there = sorted({known for sample in group.samples for known in sample.env_metrics})
+    if name not in there and any(sample.stop_reason != "failed" for sample in group.samples):
         raise DataError(
             f"group {group.group_id} (data source {group.data_source}): no sample has the metric {name!r}, which "
             f"trainer.algorithm.{setting} names; name metrics that the environment reports: it reports {', '.join(there) or 'none'}"
         )
-    return [sample.get(name, 0.0) for sample in samples]
+    return [sample.env_metrics.get(name, 0.0) for sample in group.samples]
 
 
 def named_rewards(group: GroupMeta, name: str) -> list[float]:

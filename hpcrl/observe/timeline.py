@@ -33,7 +33,7 @@ KINDS = {
     "generate": ("generate",),
     "wait": ("wait_for_generation_buffer", "wait_for_groups", "wait_for_critic", "wait_for_policy"),
     "train": (
-        "load_samples", "fwd_logprobs_values_reward", "compute_advantages_and_returns", "critic_train", "policy_train",
+        "load_rows", "fwd_logprobs_values_reward", "compute_advantages_and_returns", "critic_train", "policy_train",
         "update_ref_with_policy",
     ),
     "publish": ("sync_weights", "fetch_weights"),

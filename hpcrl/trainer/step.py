@@ -40,7 +40,7 @@ from hpcrl.trainer.models.flops import ModelFlops
 from hpcrl.trainer.offline.build import reduction_of
 from hpcrl.trainer.offline.likelihood import score_by_teacher
 from hpcrl.trainer.offline.validation import Validation
-from hpcrl.trainer.packing import MiniBatch, PackedSamples, regrouped
+from hpcrl.trainer.packing import MiniBatch, PackedRows, regrouped
 from hpcrl.trainer.rng import random_state, set_random_state
 from hpcrl.trainer.samples import load_mini_batches
 from hpcrl.trainer.saving.checkpoint import ResumePoint
@@ -167,12 +167,12 @@ class Learner:
         return self._describe(batch, partial_batch) if self._ranks.policy else {}
 
     def _load(self, batch: Batch, timer: PhaseTimer) -> list[MiniBatch]:
-        with timer("load_samples"):
+        with timer("load_rows"):
             return load_mini_batches(self._run, batch, self._trainer, self._limits, self._data, self._reduction)
 
     def _dump(self, batch: Batch, minis: list[MiniBatch], timer: PhaseTimer) -> None:
         for mini in minis:
-            mini.samples.complete_rollout()
+            mini.rows.complete_rollout()
         if self._trainer.dump_data_batch:
             with timer("dump_data_batch"):
                 self._measure_entropies(minis)
@@ -206,7 +206,7 @@ class Learner:
 
     def _scored(self, batch: Batch, minis: list[MiniBatch], timer: PhaseTimer) -> PartialBatch:
         """Return the batch with log-probabilities, values and advantages."""
-        data, samples, of_hints = self._data, [mini.samples for mini in minis], dict[str, float]()
+        data, samples, of_hints = self._data, [mini.rows for mini in minis], dict[str, float]()
         if not self._offline or self._trainer.uses_reference or self._trainer.teaches_rows:
             with self._peer.separately("score", timer), timer("fwd_logprobs_values_reward"):
                 for number, mini in enumerate(minis):
@@ -228,7 +228,7 @@ class Learner:
         return PartialBatch(data, self._trainer.batch_settings, batch, minis, metrics | of_hints, advantages)
 
     def _advantages(
-        self, batch: Batch, samples: list[PackedSamples], timer: PhaseTimer
+        self, batch: Batch, samples: list[PackedRows], timer: PhaseTimer
     ) -> tuple[dict[str, float], Advantages]:
         """Fill in advantages and returns; return metrics, and what is reported of the advantages."""
         data = self._data
@@ -246,11 +246,11 @@ class Learner:
     def _measure_entropies(self, minis: list[MiniBatch]) -> None:
         """Fill in entropies of the policy before the update; after some updates of a batch, they are there already."""
         for mini in minis if self._ranks.policy and not self._offline else []:
-            if mini.samples.scores.entropies is None:
-                mini.samples.scores.entropies = mini.scored(self.policy.entropies)
+            if mini.rows.scores.entropies is None:
+                mini.rows.scores.entropies = mini.scored(self.policy.entropies)
 
     def _score(self, batch: Batch, mini: MiniBatch, *, first: bool) -> None:
-        algorithm, scores = self._trainer.algorithm, mini.samples.scores
+        algorithm, scores = self._trainer.algorithm, mini.rows.scores
         before = partial(self.consensus, "score.micro_batch")
         # what the first update trains, and only once, still meets the old policy itself
         old = not first or self._trainer.update_epochs_per_batch > 1 or algorithm.use_kl_in_reward
@@ -258,7 +258,7 @@ class Learner:
         here, old = self._ranks.policy, old and self._compares_logprobs
         if here and old and not algorithm.use_rollout_logprobs_for_loss and not self._offline:
             if algorithm.approximate_old_logprobs:
-                scores.staleness = mini.samples.staleness.clamp(min=0)
+                scores.staleness = mini.rows.staleness.clamp(min=0)
             else:
                 scores.old_logprobs = mini.scored(self.policy.logprobs, before)
         if (

@@ -313,8 +313,8 @@ def test_48_a_reward_model_that_is_a_scorer_is_killed(scenario: Scenario) -> Non
         assert file
         for group in file.batch.groups:
             (name,) = group.scores
-            scores = [metrics["reward_model"] for metrics in group.env_metrics]
-            assert scores == group.rewards == group.model_rewards
+            scores = [sample.env_metrics["reward_model"] for sample in group.samples]
+            assert scores == group.rewards == [sample.model_reward for sample in group.samples]
             if run.inside(group.path).exists():
                 assert scores == read_rewards(run, name, group)
 

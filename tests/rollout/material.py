@@ -27,7 +27,7 @@ from hpcrl.rollout.engines.proof import TOLERANCES
 from hpcrl.rundir.commit import begin, finish, is_committed
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.scratch import Scratch
-from hpcrl.types import GroupMeta, Sample
+from hpcrl.types import GroupMeta, Row
 from tests.paths import CONFIGS, ON_GPU, ROOT
 from tests.rows import read_tensors
 
@@ -207,5 +207,5 @@ def handed_over(run: Run, replica: int) -> set[str]:
     return {group.group_id for path in run.samples_of(replica).iterdir() for group in groups_of(path)}
 
 
-def rows_of(run: Run, meta: GroupMeta) -> list[Sample[torch.Tensor]]:
+def rows_of(run: Run, meta: GroupMeta) -> list[Row[torch.Tensor]]:
     return read_tensors(run.inside(meta.path), None, meta)

@@ -71,8 +71,8 @@ def appraised(
     """Return the policy's mini-batches of a batch with values, advantages and returns."""
     minis = load(run, batch, trainer.algorithm, trainer.policy_mini_batch_size, limit, critic.data)
     for mini in minis:
-        mini.samples.scores.values = mini.scored(critic.values)
-    estimate_advantages(batch, [mini.samples for mini in minis], trainer.algorithm, critic.data.sum)
+        mini.rows.scores.values = mini.scored(critic.values)
+    estimate_advantages(batch, [mini.rows for mini in minis], trainer.algorithm, critic.data.sum)
     return minis
 
 
@@ -99,7 +99,7 @@ def one_batch(world: World, options: dict[str, Any]) -> None:
         critic = make_critic(world, trainer)
         tensors = {f"initial.{key}": value for key, value in parameters(critic).items()}
         minis = appraised(critic, run, batch, trainer, limit)
-        found = {f"{one.ref.group}-{one.ref.index}": one for one in views(mini.samples for mini in minis)}
+        found = {f"{one.ref.group}-{one.ref.index}": one for one in views(mini.rows for mini in minis)}
         weights = [sample.weight for sample in found.values()]
         told = {"metrics": train_critic(critic, minis, batch, trainer, limit), "updates": critic.updates}
         told["kept"] = weights == [sample.weight for sample in found.values()]

@@ -38,7 +38,7 @@ from hpcrl.runtime.process_status import StatusWriter, read_process_statuses
 from hpcrl.runtime.token import read_token
 from hpcrl.types import GroupMeta, Prompt, Work
 from tests.paths import ROOT
-from tests.rows import write_group
+from tests.rows import group_meta, write_group
 from tests.trainer.launcher import environment, run_ranks
 from tests.trainer.material import make_sample, torchrun
 from tests.trainer.saving.hostile import REFUSED, make_hostile
@@ -136,7 +136,7 @@ def finish(run: Run, work: Work, version: int) -> GroupMeta:
     for sample, reward in zip(samples, rewards, strict=True):
         sample.rewards[-1] = reward
     path = run.samples_of(0) / f"{work.group_id}.safetensors"
-    meta = GroupMeta(
+    meta = group_meta(
         group_id=work.group_id,
         kind=work.kind,
         replica=0,

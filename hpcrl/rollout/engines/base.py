@@ -36,7 +36,7 @@ class Generation:
         top_ids: for each token, those that the policy finds most probable in its place, the most probable one first; None where nobody asks.
         experts: [T - 1, L, k] int16, the experts that each token of prompt and response but the last went to in each of L layers; None where
             nobody asks (trainer.policy.experts.router_replay).
-        tensors: what a row has of it beside numbers for its tokens, as of Sample.
+        tensors: what a row has of it beside numbers for its tokens, as of Row.
     """
 
     token_ids: list[int]

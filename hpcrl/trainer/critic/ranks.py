@@ -100,12 +100,11 @@ class ModelRanks:
 
         def tokens_of(mini: MiniBatch) -> list[torch.Tensor]:
             return [
-                whole_P[ends[ref.group, ref.index] - ref.length : ends[ref.group, ref.index]]
-                for ref in mini.samples.refs
+                whole_P[ends[ref.group, ref.index] - ref.length : ends[ref.group, ref.index]] for ref in mini.rows.refs
             ]
 
         for mini, column_P in zip(minis, columns or [], strict=columns is not None):
-            for place_T, own_T in zip(tokens_of(mini), column_P.split(mini.samples.lengths), strict=True):
+            for place_T, own_T in zip(tokens_of(mini), column_P.split(mini.rows.lengths), strict=True):
                 place_T.copy_(own_T)
         dist.all_reduce(whole_P, group=self.everyone.control)
         return [torch.cat([torch.zeros(0), *tokens_of(mini)]) for mini in minis]

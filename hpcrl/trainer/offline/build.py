@@ -13,13 +13,13 @@ from hpcrl.trainer.loss import build_objective, build_reduction
 from hpcrl.trainer.offline.likelihood import LikelihoodMeasure, build_likelihood_objective
 from hpcrl.trainer.offline.preferences import PAIRS_REDUCTION, PreferenceMeasure, build_preference_objective
 from hpcrl.trainer.offline.rewards import RewardMeasure, build_reward_objective
-from hpcrl.trainer.packing import PackedSamples
+from hpcrl.trainer.packing import PackedRows
 
 
 class Measure(Protocol):
     """What a validation set is measured by."""
 
-    def sums(self, samples: PackedSamples, outputs_P: torch.Tensor, /) -> dict[str, float]:
+    def sums(self, samples: PackedRows, outputs_P: torch.Tensor, /) -> dict[str, float]:
         """Return sums over these samples, maybe none, the same names for any of them.
 
         Args:

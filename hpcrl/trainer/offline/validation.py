@@ -16,7 +16,7 @@ from hpcrl.rundir.commit import write_json
 from hpcrl.rundir.layout import Run
 from hpcrl.trainer.backends.base import CriticEngine, PolicyEngine
 from hpcrl.trainer.backends.schedule import is_due
-from hpcrl.trainer.batching import Limits, SampleRef, planned
+from hpcrl.trainer.batching import Limits, RowRef, planned
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.offline.build import Measure, measure_of
 from hpcrl.trainer.packing import MiniBatch, pack
@@ -105,7 +105,7 @@ class Validation:
     ) -> dict[str, float]:
         data = policy.data
         refs = [
-            SampleRef(at, index, length)
+            RowRef(at, index, length)
             for at, (file, row) in enumerate(rows)
             for index, length in enumerate(file.lengths(row))
         ]

@@ -11,7 +11,7 @@ The rest of the batch then goes on as if nothing had happened, also on another n
 index, and each rank reads its own. A batch of which no optimizer step was made leaves nothing: it is scored again.
 
 In batch-<rank>.safetensors a name begins with the number of the mini-batch: `<m>.groups`, `<m>.samples`, `<m>.lengths` [B] say which
-samples follow one another in `<m>.advantages`, `<m>.old_logprobs`, ... [P], as far as there are such, laid out as PackedSamples are.
+samples follow one another in `<m>.advantages`, `<m>.old_logprobs`, ... [P], as far as there are such, laid out as PackedRows are.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from hpcrl.rundir.layout import Run, position_of
 from hpcrl.trainer.advantages import Advantages
 from hpcrl.trainer.backends.base import UpdateResult
 from hpcrl.trainer.distributed import World
-from hpcrl.trainer.packing import MiniBatch, PackedSamples, Scores
+from hpcrl.trainer.packing import MiniBatch, PackedRows, Scores
 from hpcrl.trainer.saving.committer import save_tensors
 from hpcrl.types import Batch
 
@@ -75,7 +75,7 @@ class PartialBatch:
             return
         columns: dict[str, torch.Tensor] = {}
         for number, mini in enumerate(self.minis):
-            columns |= {f"{number}.{name}": value for name, value in _columns(mini.samples).items()}
+            columns |= {f"{number}.{name}": value for name, value in _columns(mini.rows).items()}
         save_tensors(columns, directory / _file(self.data.rank))
         if self.data.first:
             facts = {
@@ -154,7 +154,7 @@ def _named(batch: Batch) -> list[list[str]]:
     return [[group.group_id, group.digest] for group in batch.groups]
 
 
-def _columns(samples: PackedSamples) -> dict[str, torch.Tensor]:
+def _columns(samples: PackedRows) -> dict[str, torch.Tensor]:
     index = {
         "groups": [ref.group for ref in samples.refs],
         "samples": [ref.index for ref in samples.refs],
@@ -166,9 +166,9 @@ def _columns(samples: PackedSamples) -> dict[str, torch.Tensor]:
 def _fill_in(minis: Sequence[MiniBatch], files: Sequence[Path]) -> None:
     """Set the scores of the samples to what the files say about them; no more is read than that."""
     missing = {
-        (number, ref.group, ref.index): mini.samples.tokens_of(range(at, at + 1))
+        (number, ref.group, ref.index): mini.rows.tokens_of(range(at, at + 1))
         for number, mini in enumerate(minis)
-        for at, ref in enumerate(mini.samples.refs)
+        for at, ref in enumerate(mini.rows.refs)
     }
     found = [dict[str, torch.Tensor]() for _ in minis]
     for file in files:
@@ -188,13 +188,13 @@ def _fill_in(minis: Sequence[MiniBatch], files: Sequence[Path]) -> None:
                     for name in columns if tokens is not None else ():
                         part = saved.get_slice(f"{number}.{name}")[start:end]
                         whole = found[number].setdefault(
-                            name, part.new_zeros(len(mini.samples.token_ids), *part.shape[1:])
+                            name, part.new_zeros(len(mini.rows.token_ids), *part.shape[1:])
                         )
                         whole[tokens] = part
     if missing:
         raise RunError(f"{files[0].parent} says nothing about samples of its batch, such as {next(iter(missing))}")
     for mini, columns in zip(minis, found, strict=True):
-        mini.samples.scores = Scores(**columns)
+        mini.rows.scores = Scores(**columns)
 
 
 def _file(rank: int) -> str:

@@ -18,7 +18,7 @@ from hpcrl.data.tokenizer import load_tokenizer
 from hpcrl.errors import DataError
 from hpcrl.rundir.layout import Run
 from hpcrl.trainer.backends.fsdp.model import PackedModel, PackedPolicy, free_gathered, load_model
-from hpcrl.trainer.batching import MicroBatchLimit, micro_batch_limits, plan_shares, samples_of, whole_groups
+from hpcrl.trainer.batching import MicroBatchLimit, micro_batch_limits, plan_shares, rows_of, whole_groups
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.models.build import forward_config, policy_source, scorer_source
 from hpcrl.trainer.models.flops import ModelFlops
@@ -26,7 +26,7 @@ from hpcrl.trainer.models.hf import ModelSource
 from hpcrl.trainer.models.layers.choice import Kernels
 from hpcrl.trainer.models.packed.attention import PACKED
 from hpcrl.trainer.packing import Before, MicroBatchStream
-from hpcrl.trainer.samples import load_samples
+from hpcrl.trainer.samples import load_rows
 from hpcrl.types import Batch, GroupMeta
 
 
@@ -83,11 +83,11 @@ class ScoringModel:
         """
         rank = self._data.rank
         shared = self._limits[0].shared
-        refs = [samples_of(at, group, shared=shared) for at, group in enumerate(groups)]
+        refs = [rows_of(at, group, shared=shared) for at, group in enumerate(groups)]
         parts = whole_groups(refs, self._data.size, self._limits[0])
         shares = [[ref for at in part for ref in refs[at]] for part in parts]
         plan, batch = plan_shares(shares, self._limits), Batch(1, list(groups), 0)
-        samples = load_samples(
+        samples = load_rows(
             self._run, batch, plan.shares[rank], prompts=self._prompts, top_ids=self._given_ids, shared=shared
         )
         stream = MicroBatchStream(samples, plan.score[rank], before, self._top_k)

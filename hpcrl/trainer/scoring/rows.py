@@ -15,7 +15,7 @@ from hpcrl.config.token_limits import micro_batch_tokens
 from hpcrl.data.token_file import TokenFile
 from hpcrl.rundir.commit import committed_directory
 from hpcrl.trainer.backends.fsdp.model import PackedPolicy, load_model
-from hpcrl.trainer.batching import SampleRef, micro_batch_limits, planned
+from hpcrl.trainer.batching import RowRef, micro_batch_limits, planned
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.models.build import forward_config, policy_source, reference_source
 from hpcrl.trainer.models.flops import ModelFlops
@@ -76,7 +76,7 @@ class RowTeacher:
     def _write_part(self, writer: TeacherWriter, tokens: TokenFile, rows: Sequence[int]) -> list[tuple[int, int]]:
         """Let each rank write its share of consecutive rows; return each row that this one wrote, with the checksum of what it is told."""
         lengths, rank = [sum(tokens.lengths(row)) for row in rows], self._data.rank
-        plan = planned([SampleRef(at, 0, length) for at, length in enumerate(lengths)], self._data.size, self._limits)
+        plan = planned([RowRef(at, 0, length) for at, length in enumerate(lengths)], self._data.size, self._limits)
         refs = plan.shares[rank]
         samples = pack([tokens.read(rows[ref.group])[0] for ref in refs], refs)
         stream = MicroBatchStream(samples, plan.score[rank], lambda: None, self.top_k)

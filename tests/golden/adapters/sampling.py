@@ -15,6 +15,7 @@ from hpcrl.types import Batch, GroupMeta
 from tests.golden.adapters.advantages import Rewards, members, total
 from tests.golden.adapters.converted import cosmos, skyrl
 from tests.golden.case import Case
+from tests.rows import group_meta
 
 _APART = {"trainer.placement.colocate_all": False}
 _MANY = 1000  # steps of a run that no case comes to the end of
@@ -23,7 +24,7 @@ _POLICY = "train.train_policy"
 
 def group(name: str, rewards: Sequence[Rewards], lengths: Sequence[int] = (), source: str = "unknown") -> GroupMeta:
     found = list(lengths) or [1] * len(rewards)
-    return GroupMeta(
+    return group_meta(
         group_id=name,
         kind="train",
         replica=0,

@@ -176,7 +176,7 @@ def test_a_rewritten_past_is_a_further_row_and_nothing_is_trained_twice(
         check_logprobs(models[0], row)
     assert [row.rewards.sum() for row in rows] == [0.0, 0.0, 1.0]
     meta = group.meta(0, "path")
-    assert (meta.rows, meta.rewards) == ([3], [1.0])
+    assert (meta.owners, meta.rewards) == ([0] * 3, [1.0])
     check_file(group, tmp_path)
 
 

@@ -19,7 +19,7 @@ from hpcrl.data.vision.reader import Context
 from hpcrl.envs.base import Messages
 from hpcrl.errors import ConfigError, DataError
 from hpcrl.rollout.lessons import Lessons, Told
-from hpcrl.types import Row, Sample
+from hpcrl.types import Row
 from tests.rollout.material import QUICKSTART
 
 TEMPLATE = ChatTurns(AutoTokenizer.from_pretrained(QUICKSTART), {})
@@ -34,7 +34,7 @@ def told(answer: str, *feedback: str) -> Told:
 
 def row(stop_reason: str = "stop") -> Row:
     zeros = np.zeros(12, np.float32)
-    return Sample(np.zeros(12, np.int64), zeros, zeros, zeros.astype(np.int32), zeros, stop_reason)  # type: ignore[arg-type]
+    return Row(np.zeros(12, np.int64), zeros, zeros, zeros.astype(np.int32), zeros, stop_reason)  # type: ignore[arg-type]
 
 
 def shown(rewards: Sequence[float], answers: Sequence[str], failed: int | None = None) -> list[str | None]:

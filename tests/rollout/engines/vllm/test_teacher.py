@@ -17,7 +17,7 @@ from hpcrl.launch.nodes import make_plan
 from hpcrl.rollout.engines.base import Engine
 from hpcrl.rundir.commit import write_text
 from hpcrl.trainer.scoring.model import ScoringModel
-from hpcrl.types import Sample
+from hpcrl.types import Row
 from tests.paths import QUICKSTART
 from tests.rollout.conftest import WithEngine
 from tests.trainer.material import make_batch, make_run, world_of_one
@@ -74,7 +74,7 @@ def test_a_row_that_the_engine_refuses_is_an_error(awake: Server, tmp_path: Path
 
 
 def test_a_row_without_a_finite_number_has_failed() -> None:
-    row = Sample(
+    row = Row(
         token_ids=np.array([5, 6, 7]), loss_mask=np.array([0, 1, 1], np.float32), rollout_logprobs=np.zeros(3, np.float32),
         versions=np.zeros(3, np.int32), rewards=np.zeros(3, np.float32), stop_reason="stop",
     )  # fmt: skip

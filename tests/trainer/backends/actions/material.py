@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from hpcrl.config import Config
@@ -21,7 +21,7 @@ from hpcrl.trainer.packing import MiniBatch
 from hpcrl.trainer.samples import load_mini_batches
 from hpcrl.types import Batch, GroupMeta, Kind, Prompt, Work
 from tests.paths import CONFIGS
-from tests.rows import write_group
+from tests.rows import with_columns, write_group
 from tests.trainer.material import make_run, train
 
 REACH = CONFIGS / "reach_pi05.toml"
@@ -78,7 +78,7 @@ def played(path: Path, config: Config, engine: ActionEngine) -> Played:
     run, metas = make_run(path), list[GroupMeta]()
     for number, group in enumerate(play(config, engine)):
         meta = group.meta(0, f"samples/0/g1-{number}.safetensors")
-        meta = replace(meta, rewards=[1.0, *([0.0] * (len(meta.rewards) - 1))])
+        meta = with_columns(meta, rewards=[1.0, *([0.0] * (len(meta.rewards) - 1))])
         metas.append(write_group(run.path / meta.path, group.samples, meta))
     batch = Batch(1, metas, cursor=2)
     write_json(run.batch(1), batch.to_json())
@@ -91,7 +91,7 @@ def minis(episodes: Played, world: World) -> list[MiniBatch]:
     found = load_mini_batches(
         episodes.run, episodes.batch, trainer, micro_batch_limits(trainer, None), world, reduction_of(trainer, 64)
     )
-    estimate_advantages(episodes.batch, [mini.samples for mini in found], trainer.algorithm, world.sum)
+    estimate_advantages(episodes.batch, [mini.rows for mini in found], trainer.algorithm, world.sum)
     return found
 
 

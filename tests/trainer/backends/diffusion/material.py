@@ -98,7 +98,7 @@ def minis(painted: Painted, world: World) -> list[MiniBatch]:
     found = load_mini_batches(
         painted.run, painted.batch, trainer, micro_batch_limits(trainer, None), world, reduction_of(trainer, 64)
     )
-    estimate_advantages(painted.batch, [mini.samples for mini in found], trainer.algorithm, world.sum)
+    estimate_advantages(painted.batch, [mini.rows for mini in found], trainer.algorithm, world.sum)
     return found
 
 

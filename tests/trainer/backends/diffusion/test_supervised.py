@@ -89,9 +89,9 @@ def test_the_loss_is_that_of_diffusers_own_formulas(scheme: str, learned: Learne
     source = transformer_source(trainer).pipeline
     pipeline = source.load(torch.float32)
     density, weighting = _formulas()
-    rows = RowEncoder(source, torch.device("cpu"), trainer.seed).encoded(mini.samples.tensors, 0)
+    rows = RowEncoder(source, torch.device("cpu"), trainer.seed).encoded(mini.rows.tensors, 0)
     expected = 0.0
-    for tensors, row in zip(mini.samples.tensors, rows, strict=True):
+    for tensors, row in zip(mini.rows.tensors, rows, strict=True):
         name = tensors["prompt"].numpy().tobytes().decode()
         picture = Image.open(CONFIGS / "diffusion_tiny/data/pictures" / f"{name.replace(' ', '_')}.png")
         pixels = torch.from_numpy(np.array(picture)).permute(2, 0, 1)[None] / 127.5 - 1
@@ -151,5 +151,5 @@ def test_frames_of_a_video_are_learned(tmp_path: Path, alone: World) -> None:
     losses = [_step(one, chosen, policy, alone, step) for step in range(1, 4)]
     assert all(0 < loss < 10 for loss in losses)
     encoder = RowEncoder(transformer_source(chosen.trainer).pipeline, torch.device("cpu"), 0)
-    (row,) = encoder.encoded(one.mini(chosen, alone).samples.tensors, 0)
+    (row,) = encoder.encoded(one.mini(chosen, alone).rows.tensors, 0)
     assert row[CLEAN].shape == (4, 2, 4, 4)
