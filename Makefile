@@ -28,9 +28,9 @@ PIP       := $(BIN)/pip install --quiet --disable-pip-version-check
 demo: $(VENV)/$(if $(filter vllm,$(ENGINE)),installed,embedded)
 	$(BIN)/hpcrl submit configs/quickstart.toml generator.inference_engine.backend=$(ENGINE) --local --follow
 
-# Three at a time: the tests of Slurm mostly wait. tests/conftest.py says which share a process.
+# Three at a time: the tests of Slurm mostly wait. tests/conftest.py says which share a process. They read what another has compiled.
 test: $(VENV)/installed slurm egl
-	$(BIN)/pytest -n 3 --no-loadscope-reorder
+	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n 3 --no-loadscope-reorder
 
 learn: $(VENV)/installed slurm chromium
 	$(BIN)/pytest -m slow -s tests/jobs tests/slurm tests/observe tests/upload

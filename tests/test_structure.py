@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 
@@ -13,7 +14,7 @@ from tests.paths import ROOT
 from tests.structure import FLOORS, Code, folder_cycles, module_cycles, upward
 
 CODE = Code.of()
-IMPORTS = CODE.imports()
+IMPORTS = functools.cache(CODE.imports)
 MOST_LINES, MOST_LINES_OF_A_FUNCTION = 600, 61
 WITH_TORCH = (
     "jobs", "hpcrl.types", "hpcrl.algorithms", "hpcrl.data.group_file", "hpcrl.data.models", "hpcrl.data.vision.classes", "hpcrl.data.vision.inputs", "hpcrl.data.weight_files", "hpcrl.data.weights.stream", "hpcrl.trainer", "hpcrl.rollout", "hpcrl.controller", "hpcrl.reward_service", "hpcrl.envs",
@@ -40,19 +41,19 @@ SECTIONS_OF_FAMILIES = {"diffusers", "vla"}
 
 
 def test_imports_only_go_down() -> None:
-    wrong = [f"{one.module}:{one.line} imports {one.target}" for one in upward(IMPORTS)]
+    wrong = [f"{one.module}:{one.line} imports {one.target}" for one in upward(IMPORTS())]
     assert not wrong, "\n".join([*wrong, f"floors: {FLOORS}"])
 
 
 def test_no_module_imports_itself_through_others() -> None:
     """Imports within functions and under TYPE_CHECKING count."""
-    for cycle in module_cycles(IMPORTS):
-        lines = [f"{one.module}:{one.line}" for one in IMPORTS if {one.module, one.target} <= set(cycle)]
+    for cycle in module_cycles(IMPORTS()):
+        lines = [f"{one.module}:{one.line}" for one in IMPORTS() if {one.module, one.target} <= set(cycle)]
         pytest.fail(f"these modules import each other: {', '.join(cycle)}\n" + "\n".join(lines))
 
 
 def test_no_folder_imports_itself_through_others() -> None:
-    assert folder_cycles(CODE, IMPORTS) == []
+    assert folder_cycles(CODE, IMPORTS()) == []
 
 
 def test_files_and_functions_stay_small() -> None:
@@ -85,7 +86,7 @@ for name in {modules}:
 @pytest.mark.parametrize("folder", ["hpcrl.families", "hpcrl.engines"])
 def test_nothing_imports_a_family_or_an_engine(folder: str) -> None:
     """They are found by name (hpcrl/config/family.py, hpcrl/config/backend.py)."""
-    wrong = [one for one in IMPORTS if within(one.target, folder) and not within(one.module, folder)]
+    wrong = [one for one in IMPORTS() if within(one.target, folder) and not within(one.module, folder)]
     assert not wrong, "\n".join(f"{one.module}:{one.line} imports {one.target}" for one in wrong)
 
 
@@ -93,7 +94,7 @@ def test_only_the_command_and_the_pages_know_other_formats() -> None:
     users = "hpcrl.cli", "hpcrl.convert", "hpcrl.docs"
     wrong = [
         one
-        for one in IMPORTS
+        for one in IMPORTS()
         if within(one.target, "hpcrl.convert") and not any(within(one.module, user) for user in users)
     ]
     assert not wrong, "\n".join(f"{one.module}:{one.line} imports {one.target}" for one in wrong)
