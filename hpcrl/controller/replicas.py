@@ -223,7 +223,7 @@ class FailureWindow:
         if len(self._newest) < self._groups or self._failed <= self._ratio * self._samples:
             return None
         return UserCodeError(
-            f"environments failed in {self._failed} of the newest {self._samples} samples, more than environment.max_failed_ratio = "
+            f"{self._failed} of the newest {self._samples} samples failed, more than environment.max_failed_ratio = "
             f"{self._ratio:g}; the last: {self._said}"
         )
 

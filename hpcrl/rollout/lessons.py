@@ -89,14 +89,14 @@ class Lessons:
         """How many of the most probable tokens are wanted of a token when it is sampled."""
         return 0 if self.afterwards else self.top_ids
 
-    async def with_top_ids(self, rows: list[list[Row]], engine: Engine) -> list[list[Row]]:
-        """Return the rows of samples with the most probable tokens in the place of each but the first, if they are wanted afterwards; not where nothing is trained."""
+    async def with_top_ids(self, rows: list[Row], engine: Engine) -> list[Row]:
+        """Return the rows of a sample with the most probable tokens in the place of each but the first, if they are wanted afterwards; not where nothing is trained."""
         if not (self.top_ids and self.afterwards):
             return rows
-        trained = [row for own in rows for row in own if row.loss_mask.any()]
+        trained = [row for row in rows if row.loss_mask.any()]
         found = await asyncio.gather(*(engine.top_tokens(row.token_ids.tolist(), self.top_ids) for row in trained))
         tops = iter(np.array([[-1] * self.top_ids, *top], np.int32) for top in found)
-        return [[replace(row, top_ids=next(tops)) if row.loss_mask.any() else row for row in own] for own in rows]
+        return [replace(row, top_ids=next(tops)) if row.loss_mask.any() else row for row in rows]
 
     def with_hints(
         self, rows: list[list[Row]], rewards: Sequence[float], told: Sequence[Told], template: ChatTurns

@@ -58,7 +58,8 @@ def load_mini_batches(
     if unscored > trainer.max_unscored_ratio * all_rows:
         raise DataError(
             f"scorers failed at {unscored} of the {all_rows} rows of step {batch.step}, more than trainer.max_unscored_ratio = "
-            f"{trainer.max_unscored_ratio:g}: their models give trained tokens no finite log-probability"
+            f"{trainer.max_unscored_ratio:g}: their models give trained tokens no finite log-probability, "
+            "or an engine refuses the rows and names the reason in its scorer's log"
         )
     return minis
 

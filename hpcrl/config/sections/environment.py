@@ -306,7 +306,7 @@ class EnvironmentConfig:
     """How long a call of an environment or a reward may take; then its sample has failed. 0: no limit. Not enforced with max_env_workers=0."""
 
     max_failed_ratio: float = setting(0.5, range=SHARE, on_change=CALLS)
-    """Share of a step's samples whose environments may raise, or take too long. Such samples are left out of the loss, and count in their groups as the mean of the others; with more of them the run ends."""
+    """Share of a step's samples whose environments may raise or take too long, or whose requests the inference engine may refuse. Such samples are left out of the loss, and count in their groups as the mean of the others; with more of them the run ends."""
 
     custom: dict[str, Any] = setting({})
     """Handed to every environment, untouched, as the extra `custom`; rows with a column of that name keep theirs."""

@@ -22,7 +22,7 @@ from hpcrl.engines.vllm.address import Address
 from hpcrl.engines.vllm.answers import Running, chosen_logprobs, generation_of, most_probable
 from hpcrl.engines.vllm.images import features
 from hpcrl.engines.vllm.middleware import CORES, ENDED, PATH
-from hpcrl.errors import EngineError
+from hpcrl.errors import EngineError, RequestRefused
 from hpcrl.rollout.engines.base import Engine, Generation, Heard, leaves_out
 from hpcrl.rollout.engines.proof import check_decoding, check_probe, check_ranks, difference, tolerance
 from hpcrl.rollout.limiter import Load
@@ -37,6 +37,8 @@ _PREEMPTED = "vllm:num_preemptions_total"
 _PROOF, _ADAPTER_PROOF = "weight_proof", "adapter_proof"  # of vLLM's workers (weight_engine.WeightProof)
 _ADD_ADAPTER, _DROP_ADAPTER = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 _GENERATE = "/inference/v1/generate"
+_REFUSES = (400, 413, 422)  # a request to generate
+_FAILS = (500, 501)  # at a request to generate; an engine that has died answers 500 too
 _SLEEP, _WAKE = "/sleep", "/wake_up"
 _LOADING = ("/start_weight_update", "/update_weights", "/finish_weight_update", _ADD_ADAPTER, _SLEEP, _WAKE)
 _NAMED = "generate-tokens-"  # what vLLM puts before a request's id
@@ -310,7 +312,10 @@ class EngineClient(Engine):
         sampling = {"max_tokens": decoded, "temperature": 1.0, "seed": 0, "ignore_eos": True, "logprobs": 0}
         params = {**sampling, "prompt_logprobs": 0, "detokenize": False}
         request = {"token_ids": token_ids, "sampling_params": params, **self._adapter()}
-        answer = await self._call("POST", _GENERATE, json=request)
+        try:
+            answer = await self._call("POST", _GENERATE, json=request)
+        except RequestRefused as error:  # of this client itself
+            raise EngineError(str(error)) from error
         places = zip(token_ids[1:], answer["prompt_logprobs"][1:], strict=True)
         return [(place or {})[str(token)]["logprob"] for token, place in places], answer["choices"]
 
@@ -365,7 +370,8 @@ class EngineClient(Engine):
         as a text -> {logprob, rank}, at temperature 1 and over the whole vocabulary; None for the first token.
 
         Raises:
-            EngineError: the engine refused the request or failed.
+            RequestRefused: the engine refuses the request.
+            EngineError: the engine failed.
         """
         params = {"prompt_logprobs": top_k, "max_tokens": 1, "detokenize": False}
         request = {"request_id": uuid.uuid4().hex, "token_ids": list(token_ids), "sampling_params": params}
@@ -376,7 +382,8 @@ class EngineClient(Engine):
     async def _sent(self, method: str, path: str, **request: Any) -> AsyncIterator[aiohttp.ClientResponse]:
         """Have the answer to a request, of any status, whose body is yet to be read."""
         try:
-            async with self._http.request(method, self._url + path, **request) as answer:
+            # what a redirect names is another server, which must not get the key
+            async with self._http.request(method, self._url + path, allow_redirects=False, **request) as answer:
                 yield answer
         except (aiohttp.ClientError, asyncio.TimeoutError) as error:
             raise EngineError(f"the inference engine does not answer {path}: {error!r}") from error
@@ -389,11 +396,17 @@ class EngineClient(Engine):
             async with self._sent(method, path, **request) as answer:
                 if answer.status != 200:
                     said = await answer.text(errors="replace")
-                    raise EngineError(f"the inference engine refused {path} ({answer.status}): {said}")
+                    raise await self._refusal(path, answer.status, said)
                 yield answer
         finally:
             self._waiting[path] -= 1
             self.answered += 1
+
+    async def _refusal(self, path: str, status: int, said: str) -> EngineError | RequestRefused:
+        """Return the error of a request, by who is at fault: the request where the engine refuses to generate for it and is well."""
+        message = f"the inference engine refused {path} ({status}): {said}"
+        refused = status in _REFUSES or (status in _FAILS and await self.healthy())
+        return RequestRefused(message) if path == _GENERATE and refused else EngineError(message)
 
     async def _call(self, method: str, path: str, **request: Any) -> dict[str, Any]:
         async with self._asked(method, path, **request) as answer:
@@ -407,6 +420,6 @@ class EngineClient(Engine):
                 if not line.startswith(b"data: {"):
                     continue
                 event = json.loads(line.removeprefix(b"data: "))
-                if "error" in event:
-                    raise EngineError(f"the inference engine failed in {path}: {event['error']}")
+                if error := event.get("error"):
+                    raise await self._refusal(path, error.get("code", 500), str(error.get("message", error)))
                 yield event

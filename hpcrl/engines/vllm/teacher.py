@@ -6,6 +6,7 @@ They are of whole distributions at temperature 1: vLLM processes no logits of pr
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -21,10 +22,12 @@ from hpcrl.data.group_file import read_group
 from hpcrl.data.score_file import RowScores
 from hpcrl.engines.vllm.client import EngineClient
 from hpcrl.engines.vllm.server import Server, ServerOptions
-from hpcrl.errors import EngineError
+from hpcrl.errors import EngineError, RequestRefused
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.scratch import Scratch
 from hpcrl.types import GroupMeta, Row
+
+log = logging.getLogger(__name__)
 
 
 class EngineTeacher:
@@ -46,7 +49,7 @@ class EngineTeacher:
 
         Raises:
             DataError: a sample file is missing or damaged.
-            EngineError: the engine refused a row, or has ended.
+            EngineError: the engine has ended.
         """
         return asyncio.run(self._scores(groups, before))
 
@@ -55,8 +58,13 @@ class EngineTeacher:
         assert isinstance(engine, EngineClient)
 
         async def score(row: Row) -> RowScores:
-            found = await engine.prompt_logprobs(row.token_ids.tolist(), self._top_k)
-            before()
+            try:
+                found = await engine.prompt_logprobs(row.token_ids.tolist(), self._top_k)
+            except RequestRefused as error:
+                log.warning("a row of %d tokens has no scores: %s", len(row.token_ids), error)
+                return _no_scores(len(row.token_ids), self._top_k)
+            finally:
+                before()
             return row_scores(row, found, self._top_k)
 
         try:
@@ -88,8 +96,15 @@ def row_scores(row: Row, said: Sequence[Mapping[str, Any] | None], top_k: int) -
             ids_TK[at], top_TK[at] = [token_id for _, token_id, _ in best], [logprob for *_, logprob in best]
     # vLLM says -9999 in the place of minus infinity, as JSON has no such number
     if not (np.isfinite(logprobs_T).all() and np.isfinite(top_TK).all() and logprobs_T.min(initial=0.0) > _NEVER):
-        logprobs_T, ids_TK, top_TK = np.full_like(logprobs_T, np.nan), np.zeros_like(ids_TK), np.zeros_like(top_TK)
+        return _no_scores(length, top_k)
     return RowScores(logprobs_T, ids_TK, top_TK) if top_k else RowScores(logprobs_T)
+
+
+def _no_scores(length: int, top_k: int) -> RowScores:
+    """Return the scores of a row that could not be scored: NaN, by which its sample counts as failed."""
+    top_TK = np.zeros((length, top_k), np.float32)
+    logprobs_T = np.full(length, np.nan, np.float32)
+    return RowScores(logprobs_T, top_TK.astype(np.int32), top_TK) if top_k else RowScores(logprobs_T)
 
 
 _NEVER = -9000.0

@@ -141,7 +141,8 @@ class Engine(ABC):
             images: that the placeholders in the prompt stand for, in their order.
 
         Raises:
-            EngineError: the engine refused the request or failed.
+            RequestRefused: the engine refuses this request, and would answer others.
+            EngineError: the engine failed.
         """
 
     @abstractmethod
@@ -153,7 +154,7 @@ class Engine(ABC):
             count: no more than there are.
 
         Raises:
-            EngineError: the engine refused the request or failed.
+            RequestRefused, EngineError: as of `generate`.
         """
 
     @abstractmethod

@@ -12,7 +12,6 @@ from hpcrl.config import Config
 from hpcrl.config.scorers import scorer_sets
 from hpcrl.engines.vllm.server import Server
 from hpcrl.engines.vllm.teacher import EngineTeacher, row_scores, teacher_options
-from hpcrl.errors import EngineError
 from hpcrl.launch.nodes import make_plan
 from hpcrl.rollout.engines.base import Engine
 from hpcrl.rundir.commit import write_text
@@ -65,12 +64,14 @@ def test_an_engine_says_what_fsdp2_says(top_k: int, awake: Server, models: list[
                 assert own.top_ids is None
 
 
-def test_a_row_that_the_engine_refuses_is_an_error(awake: Server, tmp_path: Path) -> None:
+def test_a_row_that_the_engine_refuses_has_failed(awake: Server, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     (group,) = make_batch(run, 1, groups=1, size=1).groups
     teacher = EngineTeacher(run, awake, 100_000)
-    with pytest.raises(EngineError, match="refused /inference/v1/generate"):
-        teacher.scores([group], lambda: None)
+    scored = list[None]()
+    ((found,),) = teacher.scores([group], lambda: scored.append(None)).values()
+    assert np.isnan(found.logprobs).all()
+    assert scored == [None]
 
 
 def test_a_row_without_a_finite_number_has_failed() -> None:
