@@ -207,7 +207,7 @@ def test_placeholders_are_no_token_ids_of_requests(models: dict[str, Pretrained]
         return Generation([5], [-0.5], "stop", [0])
 
     async def play() -> None:
-        config = GeneratorConfig(inference_engine=served)
+        config = GeneratorConfig(max_turns=2, inference_engine=served)
         async with serving(config, tokenizer, 0, model, reader) as server, httpx.AsyncClient() as http:
             assert server is not None
             async with server.session(say, config.sampling_params) as (_, endpoint):
