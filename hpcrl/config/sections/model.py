@@ -150,7 +150,7 @@ class ModelConfig:
     revision: str | None = None
     """Branch, tag or commit of the model on the hub; unset: its main branch."""
 
-    lora: LoraConfig = section(LoraConfig)
+    lora: LoraConfig = section(LoraConfig, used_by=when(".lora.rank"))
 
     @property
     def pretrained(self) -> Pretrained:
@@ -179,7 +179,7 @@ class CriticModelConfig:
     revision: str | None = None
     """Branch, tag or commit of that model on the hub; unset: its main branch."""
 
-    lora: LoraConfig = section(LoraConfig)
+    lora: LoraConfig = section(LoraConfig, used_by=when(".lora.rank"))
 
     @property
     def pretrained(self) -> Pretrained | None:
@@ -410,7 +410,7 @@ class PolicyConfig:
 
     experts: ExpertsConfig = section(ExpertsConfig, on_change=OBJECTIVE)
 
-    diffusers: DiffusersConfig = section(DiffusersConfig, on_change=OBJECTIVE)
+    diffusers: DiffusersConfig = section(DiffusersConfig, used_by=when(".diffusers.enable"), on_change=OBJECTIVE)
 
     sequence_parallel_size: int = setting(1, range=COUNT, on_change=SPREAD)
     """Ranks that share the tokens of each sample, at most as many as the model has query heads (docs/large_models.md); FSDP2 only."""

@@ -35,6 +35,7 @@ from hpcrl.errors import ConfigError, DataError
 from hpcrl.launch.family import launch_family
 from hpcrl.launch.submit.engine import check_engine, layers_over_nodes, merged_for_engines
 from hpcrl.launch.submit.models import (
+    check_adapters,
     check_layouts,
     check_packing,
     check_routers,
@@ -94,6 +95,7 @@ def look(config: Config) -> tuple[list[Problem], list[str]]:
         *check_uploads(config),
         *check_packing(config),
         *check_routers(config),
+        *check_adapters(config),
         *check_precomputed(config),
         *check_vision(config),
     ]

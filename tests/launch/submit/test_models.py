@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from hpcrl.config import Config
 from hpcrl.config.load import nested
@@ -63,6 +65,24 @@ def test_samples_of_models_that_carry_a_state_are_not_packed(tmp_path: Path) -> 
     check_files(config(plain, FSDP2))
     check_files(config(model(tmp_path / "known", layer_types=kinds, model_type="qwen3_next"), FSDP2))
     check_files(config(other, {**FSDP2, "trainer.use_sample_packing": False}))
+
+
+def test_targets_of_lora_are_weights_of_the_model(tmp_path: Path) -> None:
+    small = model(tmp_path / "small")
+    lora = {**FSDP2, "trainer.policy.model.lora.rank": 4}
+    wrong = {**lora, "trainer.policy.model.lora.target_modules": ["q_prj"]}
+    check_files(config(small, wrong))  # its weights are not here
+    names = ["model.embed_tokens", "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj"]
+    save_file({f"{name}.weight": np.zeros((2, 2), np.float32) for name in names}, small / "model.safetensors")
+    with pytest.raises(DataError) as caught:
+        check_files(config(small, wrong))
+    assert str(caught.value).startswith(
+        f'trainer.policy.model.lora.target_modules: {small} has no weight with "q_prj" in its name; did you mean q_proj'
+    )
+    check_files(config(small, {**lora, "trainer.policy.model.lora.target_modules": ["q_proj", "self_attn.k_proj"]}))
+    mixture = model(tmp_path / "mixture", moe_num_experts=8)
+    save_file({"a.weight": np.zeros((2, 2), np.float32)}, mixture / "model.safetensors")
+    check_files(config(mixture, wrong))
 
 
 def test_routers_are_asked_of_mixtures_only(tmp_path: Path) -> None:
