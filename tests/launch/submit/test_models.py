@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,14 @@ from hpcrl.config.load import nested
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.config.validate import build
 from hpcrl.errors import DataError
+from hpcrl.launch.submit.megatron_fields import SOURCES, field_names
 from hpcrl.launch.submit.models import check_layouts, entries_of, fetch_entries, folder_of, unchecked_models
 from hpcrl.launch.submit.preflight import check_files
 from tests.paths import CONFIGS
 
 POLICY, REF = "trainer.policy.megatron_config", "trainer.ref.megatron_config"
 TWO = {f"{POLICY}.tensor_model_parallel_size": 2, f"{REF}.tensor_model_parallel_size": 2}
+ONE: dict[str, Any] = {}
 THREE = {f"{POLICY}.tensor_model_parallel_size": 3, f"{REF}.tensor_model_parallel_size": 3}
 
 
@@ -83,6 +86,30 @@ def test_targets_of_lora_are_weights_of_the_model(tmp_path: Path) -> None:
     mixture = model(tmp_path / "mixture", moe_num_experts=8)
     save_file({"a.weight": np.zeros((2, 2), np.float32)}, mixture / "model.safetensors")
     check_files(config(mixture, wrong))
+
+
+def test_fields_of_megatron_core_are_known_before_the_job(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core")
+    path, table = model(tmp_path / "model"), f"{POLICY}.optimizer_config_kwargs"
+    with pytest.raises(DataError) as caught:
+        check_files(
+            config(path, {**ONE, f"{table}.optimizer_cpu_ofload": True, f"{POLICY}.transformer_config_kwargs.foo": 1})
+        )
+    assert str(caught.value).splitlines() == [
+        f"{POLICY}.transformer_config_kwargs.foo: Megatron-core's TransformerConfig has no such field",
+        f"{table}.optimizer_cpu_ofload: Megatron-core's OptimizerConfig has no such field; did you mean optimizer_cpu_offload?",
+    ]
+    check_files(
+        config(path, {**ONE, f"{table}.optimizer_cpu_offload": True, f"{POLICY}.transformer_config_kwargs.fp16": False})
+    )
+
+
+def test_every_field_of_megatron_core_is_read_from_its_source() -> None:
+    """The names that its source gives are those of the classes that the trainer fills."""
+    optimizer = pytest.importorskip("megatron.core.optimizer").OptimizerConfig
+    transformer = pytest.importorskip("megatron.core.transformer").TransformerConfig
+    for kind, sources in ((transformer, "transformer_config_kwargs"), (optimizer, "optimizer_config_kwargs")):
+        assert {each.name for each in fields(kind)} == field_names(SOURCES[sources])
 
 
 def test_routers_are_asked_of_mixtures_only(tmp_path: Path) -> None:
