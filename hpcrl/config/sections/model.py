@@ -336,7 +336,16 @@ class FSDPConfig(ShardingConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RefFSDPConfig(ShardingConfig):
+class ForwardShardingConfig(ShardingConfig):
+    cpu_offload: bool = False
+    """Keep parameters in host memory outside the forward pass."""
+
+    fsdp_size: int | None = None
+    """Of the ranks that compute this model, those that share one copy of its parameters; further ranks hold further copies; -1: all share one. Unset: those of a node, where there are several nodes and parameters take at most a third of its GPUs' memory; else all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RefFSDPConfig(ForwardShardingConfig):
     mixed_precision: RefPrecisionConfig = section(RefPrecisionConfig, on_change=ROUNDING)
 
 
@@ -346,7 +355,7 @@ class ScorerFSDPConfig(RefFSDPConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TeacherFSDPConfig(ShardingConfig):
+class TeacherFSDPConfig(ForwardShardingConfig):
     mixed_precision: TeacherPrecisionConfig = section(
         TeacherPrecisionConfig, used_by=when("trainer.distillation.backend", "fsdp2", "megatron")
     )

@@ -27,8 +27,6 @@ def check_megatron_fields(config: Config) -> Iterator[Problem]:
     if trainer.strategy != "megatron":
         return
     sections = {"policy": trainer.policy.megatron_config, "ref": trainer.ref.megatron_config}
-    if trainer.critic.model.path is not None:
-        sections["critic"] = trainer.critic.megatron_config
     for role, section in sections.items():
         for table, sources in SOURCES.items():
             given = getattr(section, table, {})
