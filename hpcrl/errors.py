@@ -18,6 +18,7 @@ A message names the thing, what was expected and the remedy. What is wrong insid
 
 from __future__ import annotations
 
+import typing
 from collections import abc
 
 
@@ -32,13 +33,17 @@ class ConfigError(HpcrlError):
 
     Attributes:
         unknown: by the path of a setting that does not exist, what the message says of it.
+        problems: those of the message, one by one (`hpcrl.config.errors.Problem`); empty where it is one sentence.
     """
 
     exit_code = 2
 
-    def __init__(self, message: str = "", unknown: abc.Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, message: str = "", unknown: abc.Mapping[str, str] | None = None, problems: abc.Sequence[typing.Any] = ()
+    ) -> None:
         super().__init__(message)
         self.unknown = dict(unknown or {})
+        self.problems = tuple(problems)
 
 
 class SubmitError(HpcrlError):

@@ -15,6 +15,32 @@ _NOT_IN_NAMES = re.compile(r"[^\w .,:;+=@%()/-]")
 _LONGEST_NAME = 80
 
 
+class NotUtf8Error(ValueError):
+    """Bytes of a file that are no text in UTF-8; the message says what else they may be, and the remedy.
+
+    Attributes:
+        line: of the first such byte, counted from 1.
+    """
+
+    def __init__(self, data: bytes, start: int) -> None:
+        wide = data.startswith((b"\xff\xfe", b"\xfe\xff"))
+        saved = "UTF-16" if wide else "Latin-1"
+        super().__init__(f"not UTF-8 text: byte {start}; saved as {saved}? Save it as UTF-8")
+        self.line = data.count(b"\n", 0, start) + 1
+
+
+def utf8(data: bytes) -> str:
+    """Return the text of a file in UTF-8, without the byte order mark with which editors on Windows begin it.
+
+    Raises:
+        NotUtf8Error: it is none.
+    """
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise NotUtf8Error(data, error.start) from None
+
+
 def printable(text: str) -> str:
     """Return text with what would steer a terminal shown as \\u001b; lines and tabs stay. A JSON text means the same afterwards."""
     return _STEERING.sub(lambda found: f"\\u{ord(found[0]):04x}", text)

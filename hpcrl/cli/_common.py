@@ -107,13 +107,21 @@ def say_what_is_empty(settings: Sequence[str]) -> None:
     if not empty:
         return
     from hpcrl.config import Config
+    from hpcrl.config.difference import value_as_toml
     from hpcrl.config.fields import settings as settings_of
     from hpcrl.config.load import emptiable
 
     known = settings_of(Config)
     for path in empty:
         if emptiable(path, known):
-            print(f"hpcrl: {printable(path)}= has no value and goes back to its default", file=sys.stderr)
+            setting = next((one for one in known if one.path == path), None)
+            if setting is None:  # a key of a table whose keys are the user's
+                what = "is left out"
+            elif setting.required:
+                what = "is not set"
+            else:
+                what = f"goes back to its default, {value_as_toml(setting.default)}"
+            print(f"hpcrl: {printable(path)}= has no value and {what}", file=sys.stderr)
 
 
 def announce(run: Run) -> None:

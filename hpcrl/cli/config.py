@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpcrl.cli._common import add_root, split
+from hpcrl.text import NotUtf8Error, utf8
 
 if TYPE_CHECKING:
     from hpcrl.config import Config
     from hpcrl.convert.conversion import Conversion
+    from hpcrl.errors import ConfigError
 
 _KINDS = {".toml": "cosmos", ".yaml": "skyrl", ".yml": "skyrl", ".sh": "skyrl"}
 
@@ -37,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     explain.add_argument("path", nargs="?", default="", metavar="PATH", help="such as trainer.algorithm.eps_clip_high")
     validate = command("validate", "name everything that is wrong; exit code 2 if something is", _validate)
     validate.add_argument("settings", nargs="+", metavar="FILE|KEY=VALUE", help="files, then overrides")
+    validate.add_argument("--json", action="store_true", help="print valid and problems as JSON, for programs")
     command("schema", "print the JSON Schema of configuration files, for editors", _schema)
     command("paths", "print path, type, default and state of every setting, separated by tabs", _paths)
     convert = command(
@@ -81,12 +84,33 @@ def _explain(arguments: argparse.Namespace) -> int:
 
 
 def _validate(arguments: argparse.Namespace) -> int:
+    from hpcrl.cli.foreign import with_names_elsewhere
     from hpcrl.config import Config
+    from hpcrl.errors import ConfigError
 
     files, overrides = split(arguments.settings)
-    Config.from_toml([Path(file) for file in files], overrides)
-    print("ok")
+    try:
+        Config.from_toml([Path(file) for file in files], overrides)
+    except ConfigError as error:
+        if not arguments.json:
+            raise
+        print(_as_json(with_names_elsewhere(error)))
+        return error.exit_code
+    print('{"valid": true, "problems": []}' if arguments.json else "ok")
     return 0
+
+
+def _as_json(error: ConfigError) -> str:
+    """Return what is wrong as JSON: of each problem the file or override, its line, the setting and the message; null where there is none."""
+    import json
+
+    problems = []
+    for one in error.problems:
+        source, _, line = one.source.rpartition(":")
+        source, line = (source, int(line)) if line.isdecimal() else (one.source, None)
+        problems.append({"source": source or None, "line": line, "path": one.path or None, "message": one.message})
+    problems = problems or [{"source": None, "line": None, "path": None, "message": str(error)}]
+    return json.dumps({"valid": False, "problems": problems}, indent=2)
 
 
 def _schema(arguments: argparse.Namespace) -> int:  # noqa: ARG001 - as every command
@@ -151,10 +175,12 @@ def _text(path: Path) -> str:
     from hpcrl.errors import ConfigError
 
     try:
-        return path.read_text(encoding="utf-8")
+        return utf8(path.read_bytes())
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    except ValueError as error:  # bytes that are no text, a name that no file can have
+    except NotUtf8Error as error:
+        raise ConfigError(f"{path}:{error.line}: {error}") from None
+    except ValueError as error:  # a name that no file can have
         raise ConfigError(f"{path}: cannot be read: {error}") from None
 
 

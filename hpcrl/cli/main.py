@@ -14,6 +14,7 @@ from pathlib import Path
 
 import hpcrl
 from hpcrl.cli._common import say_what_is_empty
+from hpcrl.cli.foreign import with_names_elsewhere
 from hpcrl.errors import ConfigError, HpcrlError, did_you_mean
 from hpcrl.text import printable
 
@@ -117,6 +118,9 @@ def main(argv: list[str] | None = None) -> int:
     arguments, rest = parser.parse_known_args(argv)
     settings = getattr(arguments, "settings", None)
     unknown = next((word.partition("=")[0] for word in rest if word.startswith("--")), "")
+    if unknown and settings is not None and "." in unknown:
+        override = next(word for word in rest if word.startswith(unknown)).lstrip("-")
+        chosen.error(f"there is no option {unknown}; settings have no dashes: {override}")
     if near := did_you_mean(unknown, re.findall(r"--[a-z][a-z-]+", chosen.format_help())) if unknown else "":
         chosen.error(f"there is no option {unknown}{near}")
     if settings is None or any(word.startswith("-") for word in rest):
@@ -136,7 +140,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return arguments.action(arguments)
     except HpcrlError as error:
-        print(f"hpcrl: {printable(_with_names_elsewhere(error))}", file=sys.stderr)
+        if isinstance(error, ConfigError):
+            error = with_names_elsewhere(error)
+        print(f"hpcrl: {printable(str(error))}", file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:  # the reader, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -147,19 +153,6 @@ def main(argv: list[str] | None = None) -> int:
         where = printable(str(error.filename or "a file"))
         print(f"hpcrl: {where}: {error.strerror}; look at its permissions, or name another place", file=sys.stderr)
         return HpcrlError.exit_code
-
-
-def _with_names_elsewhere(error: HpcrlError) -> str:
-    """Return the message of an error; of a setting that exists in another framework alone, it says what that is here."""
-    text = str(error)
-    unknown = error.unknown if isinstance(error, ConfigError) else {}
-    if unknown:
-        from hpcrl.convert.correspondence import elsewhere
-
-        for path, message in unknown.items():
-            if theirs := elsewhere(path):
-                text = text.replace(f"{path}: {message}", f"{path}: unknown setting, but {theirs}")
-    return text
 
 
 if __name__ == "__main__":

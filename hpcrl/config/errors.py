@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from functools import lru_cache
 from typing import Any
@@ -25,10 +25,12 @@ class Problem:
     Attributes:
         path: dotted path of the setting.
         message: what was expected and found, and the remedy.
+        source: file, with the line, or override that is wrong; empty: what sets the path.
     """
 
     path: str
     message: str
+    source: str = ""
 
 
 class UnknownSetting(Problem):
@@ -47,14 +49,15 @@ def raise_together(
         HpcrlError: of this kind, if there are problems.
     """
     if problems:
-        text = "\n".join(_line(problem, source_of(problem.path)) for problem in problems)
+        found = [replace(one, source=one.source or source_of(one.path) or "") for one in problems]
+        text = "\n".join(map(_line, found))
         unknown = {one.path: one.message for one in problems if isinstance(one, UnknownSetting)}
-        raise ConfigError(text, unknown) if unknown else kind(text)
+        raise ConfigError(text, unknown, found) if unknown or kind is ConfigError else kind(text)
 
 
-def _line(problem: Problem, source: str | None) -> str:
+def _line(problem: Problem) -> str:
     path = problem.path if len(problem.path) <= _LONGEST_PATH else problem.path[:_LONGEST_PATH] + "..."
-    line = ": ".join(part for part in (source, path, problem.message) if part)
+    line = ": ".join(part for part in (problem.source, path, problem.message) if part)
     # what a file says may move the cursor or change the title of the terminal that shows the error
     return "".join(letter if letter.isprintable() or letter == "\n" else ascii(letter)[1:-1] for letter in line)
 
@@ -89,9 +92,11 @@ def nearest(path: str, known: Sequence[str]) -> list[str]:
     parent, _, name = path.rpartition(".")
     scores: dict[str, float] = {}
     names = {other: other.rpartition(".")[2] for other in known}
-    alike = _one_letter_off(name, tuple(dict.fromkeys(names.values()))) or set(
-        similar(name[:_LONGEST], set(names.values()), _MOST_SHOWN, 0.7)
-    )
+    alike = _one_letter_off(name, tuple(dict.fromkeys(names.values())))
+    here = {own for other, own in names.items() if other.rpartition(".")[0] == parent}
+    if alike.isdisjoint(here) and (beside := _same_words(path, known)):
+        return beside
+    alike = alike or set(similar(name[:_LONGEST], set(names.values()), _MOST_SHOWN, 0.7))
     for other, own in names.items():
         if own in alike:
             beside = other.rpartition(".")[0] == parent
@@ -102,6 +107,22 @@ def nearest(path: str, known: Sequence[str]) -> list[str]:
     best = max(scores.values(), default=0.0)
     likely = [other for other in scores if scores[other] > best - 0.5]
     return sorted(likely, key=lambda other: -scores[other])[:_MOST_SHOWN]
+
+
+def _same_words(path: str, known: Sequence[str]) -> list[str]:
+    """Return the settings of the same section with all words of a name, or whose words it all has: time_minutes for time.
+
+    Those that differ in the fewest words; first one with a word of the section more, as trainer.train_batch_size for batch_size.
+    """
+    parent, _, name = path.rpartition(".")
+    words, found = set(name.split("_")), []
+    for other in known:
+        own = set(other.rpartition(".")[2].split("_"))
+        if other.rpartition(".")[0] == parent and (own < words or words < own):
+            of_section = any(parent.rpartition(".")[2].startswith(word) for word in own - words)
+            found.append((len(own ^ words), not of_section, other))
+    least = min(found, default=(0,))[0]
+    return [other for missing, _, other in sorted(found) if missing == least][:_MOST_SHOWN]
 
 
 def _one_letter_off(name: str, names: tuple[str, ...]) -> set[str]:

@@ -10,7 +10,6 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,9 @@ import tomli
 
 from hpcrl.config.errors import Problem, raise_together
 from hpcrl.config.fields import Setting, settings
+from hpcrl.config.lines import NAME, line_of, parts
 from hpcrl.errors import ConfigError
+from hpcrl.text import NotUtf8Error, utf8
 
 _OPENING = ("[", "{", '"', "'")
 _BARE_LIST = re.compile(r"\[([^\[\]{}\"']*)\]")
@@ -85,9 +86,9 @@ def read(paths: Sequence[Path | str], overrides: Sequence[str], cls: type) -> Me
     merged, problems, known = Merged(), [], settings(cls)
     for path in map(Path, paths):
         try:
-            text, tree = _parse(path)
+            text, tree = _parse(path, known)
         except _Unreadable as error:
-            problems.append(Problem(str(path), str(error)))
+            problems.append(Problem("", str(error), f"{path}:{error.line}" if error.line else str(path)))
         else:
             merged.texts[str(path)] = text
             merged.merge(_located(tree, path.absolute().parent, known), str(path))
@@ -95,7 +96,7 @@ def read(paths: Sequence[Path | str], overrides: Sequence[str], cls: type) -> Me
         try:
             _apply(merged, override, known)
         except _Unreadable as error:
-            problems.append(Problem(f"override {override!r}", str(error)))
+            problems.append(Problem("", str(error), f"override {override!r}"))
     raise_together(problems, lambda _: None)
     return merged
 
@@ -135,34 +136,48 @@ def parse(text: str, origin: str) -> dict[str, Any]:
     try:
         return _toml(text)
     except tomli.TOMLDecodeError as error:
-        raise ConfigError(f"{origin}: {_no_toml(error)}") from None
+        found = _no_toml(text, error, origin)
+        raise ConfigError(f"{origin}:{found.line}: {found}") from None
     except _Unreadable as error:
         raise ConfigError(f"{origin}: {error}") from None
 
 
 class _Unreadable(Exception):
-    """A file or an override that gives no values."""
+    """A file or an override that gives no values.
+
+    Attributes:
+        line: of the file, counted from 1; None where no line is to blame.
+    """
+
+    def __init__(self, message: str, line: int | None = None) -> None:
+        super().__init__(message)
+        self.line = line
 
 
-def _parse(path: Path) -> tuple[str, dict[str, Any]]:
+def _parse(path: Path, known: Sequence[Setting]) -> tuple[str, dict[str, Any]]:
+    text = ""
     try:
-        text = path.read_bytes().decode("utf-8-sig")  # editors on Windows begin files with a byte order mark
+        text = utf8(path.read_bytes())
         return text, _toml(text)
     except FileNotFoundError:
+        if any(str(path) == setting.path for setting in known):
+            raise _Unreadable(f"no such file; to set it, write {path}=VALUE") from None
         raise _Unreadable(f"no such file (looked in {Path.cwd()})") from None
     except OSError as error:
         raise _Unreadable(f"cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise _Unreadable(f"not UTF-8 text: byte {error.start}") from None
+    except NotUtf8Error as error:
+        raise _Unreadable(str(error), error.line) from None
     except tomli.TOMLDecodeError as error:
-        raise _Unreadable(_no_toml(error)) from None
+        raise _no_toml(text, error, str(path)) from None
     except ValueError as error:
         raise _Unreadable(f"no file can have this name: {error}") from None
 
 
-def _no_toml(error: tomli.TOMLDecodeError) -> str:
-    twice = " (a key that is set twice)" if "overwrite" in str(error) else ""
-    return f"not valid TOML: {error}{twice}"
+def _no_toml(text: str, error: tomli.TOMLDecodeError, origin: str) -> _Unreadable:
+    from hpcrl.config.syntax import explained  # not on the way of a file that can be read
+
+    line, message = explained(text, str(error), origin)
+    return _Unreadable(message, line)
 
 
 def _toml(text: str) -> dict[str, Any]:
@@ -288,49 +303,3 @@ def _locate(text: str, base: Path) -> str:
         return os.path.abspath(text) if text and os.path.exists(text) else text
     except ValueError:  # a zero byte, half of a surrogate pair
         return text
-
-
-_PART = r"""(?:[A-Za-z0-9_-]+|"[^"\n]*"|'[^'\n]*')"""
-NAME = rf"{_PART}(?:[ \t]*\.[ \t]*{_PART})*"
-_TABLE = re.compile(rf"\s*\[\[?\s*({NAME})\s*\]")
-_KEY = re.compile(rf"\s*({NAME})\s*=")
-_QUOTED = re.compile(
-    r'''"""(?:\\.|[^\\])*?"""|\'\'\'.*?\'\'\'|"(?:\\.|[^"\\\n])*"|'[^'\n]*'|#[^\n]*''',
-    re.DOTALL,
-)
-
-
-def line_of(text: str, path: str) -> int | None:
-    """Return the number of the line that sets `path`, or else of the line that begins the innermost table around it.
-
-    Returns:
-        The line, counted from 1; None where the file does not mention the path.
-    """
-    found = _lines(text)
-    while path and path not in found:
-        path = path.rpartition(".")[0]
-    return found.get(path)
-
-
-@lru_cache(maxsize=8)
-def _lines(text: str) -> dict[str, int]:
-    found: dict[str, int] = {}
-    table = ""
-    for number, line in enumerate(_QUOTED.sub(_blank, text).split("\n"), 1):
-        if header := _TABLE.match(line):
-            table = ".".join(parts(header[1])) + "."
-            found.setdefault(table[:-1], number)
-        elif key := _KEY.match(line):
-            found.setdefault(table + ".".join(parts(key[1])), number)
-    return found
-
-
-def _blank(quoted: re.Match[str]) -> str:
-    """Return only the line ends of a comment or of text in three quotes, which may look like a key; other text as it is."""
-    text = quoted[0]
-    return "\n" * text.count("\n") if text.startswith(("#", '"""', "'''")) else text
-
-
-def parts(name: str) -> list[str]:
-    """Return the parts of a dotted name, some of which may be quoted."""
-    return [part.strip("\"'") for part in re.findall(_PART, name)]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, is_dataclass
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from hpcrl.config.errors import Problem, raise_together, shown, unknown
-from hpcrl.config.fields import Setting, alternatives, noun, section_settings, settings
+from hpcrl.config.fields import Location, Setting, alternatives, noun, section_settings, settings
 
 Section = TypeVar("Section")
 
@@ -18,6 +19,8 @@ UNCONVERTED = "unconverted"
 """The table in which `hpcrl config convert` writes what the source has and a file cannot say; each of its lines is an error."""
 
 _LARGEST_INT = 2**63
+_LONGEST_REMEDY = 60
+_NUMBER = re.compile(r"[+-]?[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 
 
 def build(
@@ -158,9 +161,23 @@ def _coerce(value: Any, annotation: Any, path: str) -> tuple[Any, list[Problem]]
             return fitted, []
         inside = inside or found
     expected = " or ".join(noun(kind) for kind in kinds if kind is not type(None))
-    quoted = f'"{json.dumps(value)}"' if str in kinds and isinstance(value, int | float) else ""
-    hint = f"; quote it: {quoted}, on a command line '{quoted}'" if quoted else ""
-    return None, inside or [Problem(path, f"expected {expected}, found {shown(value)}{hint}")]
+    return None, inside or [Problem(path, f"expected {expected}, found {shown(value)}{_remedy(value, kinds)}")]
+
+
+def _remedy(value: Any, kinds: Iterable[Any]) -> str:
+    """Return how to write a value that has the wrong type only; empty where that is not clear."""
+    if str in kinds and isinstance(value, int | float):
+        quoted = f'"{json.dumps(value)}"'
+        return f"; quote it: {quoted}, on a command line '{quoted}'"
+    if not isinstance(value, str) or len(value) > _LONGEST_REMEDY:
+        return ""
+    if bool in kinds and value.lower() in ("true", "false"):
+        return f"; write {value.lower()}, without quotes"
+    if (float in kinds and _NUMBER.fullmatch(value)) or (int in kinds and value.lstrip("-").isdecimal()):
+        return f"; write {value}, without quotes"
+    if any(kind == list[str] or get_args(kind)[:1] == (Location,) for kind in kinds if get_origin(kind) is list):
+        return f"; put it into brackets: [{json.dumps(value, ensure_ascii=False)}]"
+    return ""
 
 
 def _entry(value: Mapping[str, Any], kind: type, path: str) -> tuple[Any, list[Problem]]:

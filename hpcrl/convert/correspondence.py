@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from typing import Literal
 
@@ -51,6 +51,11 @@ def elsewhere(path: str) -> str | None:
         if target is not None:
             return f"one of {source}; did you mean {' or '.join(paths_of(target))}?"
     return None
+
+
+def is_cosmos(unknown: Collection[str]) -> bool:
+    """Return whether the unknown names of a file are the tables of a training configuration of Cosmos-RL."""
+    return "train" in unknown and not {"policy", "rollout", "validation"}.isdisjoint(unknown)
 
 
 @cache

@@ -27,6 +27,7 @@ class Node:
         gpu_offset: devices that the nodes before it use, for when all of them share one machine.
         services: numbers of the reward model's services on this node.
         scorers: numbers of the scorers on this node.
+        title: what the model of the scorers on this node is, for people.
         scorer_ranks: processes of each of them here, one device each; or devices of its one process, where it has an engine.
         torchrun: whether they are several processes.
         part, parts: which of the nodes this is that share its scorer, and how many they are.
@@ -41,6 +42,7 @@ class Node:
     gpu_offset: int
     services: tuple[int, ...] = ()
     scorers: tuple[int, ...] = ()
+    title: str = ""
     scorer_ranks: int = 1
     spare: bool = False
     torchrun: bool = False
@@ -143,6 +145,7 @@ def scorer_node(
         len(numbers) * scorers.ranks_per_node if on_gpu else 0,
         offset,
         scorers=tuple(numbers),
+        title=scorers.title,
         scorer_ranks=scorers.ranks_per_node,
         part=part,
         parts=scorers.nodes,
@@ -181,7 +184,8 @@ def describe_plan(plan: list[Node]) -> list[str]:
             if node.parts > 1:
                 each = f", {node.scorer_ranks} of its {node.parts * node.scorer_ranks} ranks"
             names = node.workers or [f"scorer-{number}" for number in node.scorers]
-            lines.append(f"node {node.index}: {', '.join(names)}{each}{devices}")
+            title = f" ({node.title})" if node.title else ""
+            lines.append(f"node {node.index}: {', '.join(names)}{title}{each}{devices}")
     return lines
 
 

@@ -256,8 +256,8 @@ def test_texts_that_an_override_leaves_empty_are_said(capsys: Output) -> None:
         == 0
     )
     assert capsys.readouterr().err == (
-        "hpcrl: trainer.run_name= has no value and goes back to its default\n"
-        "hpcrl: slurm.extra.nice= has no value and goes back to its default\n"
+        "hpcrl: trainer.run_name= has no value and goes back to its default, unset\n"
+        "hpcrl: slurm.extra.nice= has no value and is left out\n"
     )
     assert main(["config", "validate", QUICKSTART, "trainer.epochs="]) != 0
     (line,) = [one for one in capsys.readouterr().err.splitlines() if "trainer.epochs" in one]
@@ -328,3 +328,71 @@ def test_unknown_settings_that_another_framework_has_are_explained(
     assert main([*command, QUICKSTART, override]) == ConfigError.exit_code
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"hpcrl: override: {override.partition('=')[0]}: {expected}")
+
+
+@pytest.mark.parametrize("command", [("config", "validate"), ("submit", "--local", "--dry-run")])
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        (
+            "a.toml",
+            "[train]\nepoch = 1\n[policy]\nmodel_name_or_path = 'm'\n",
+            "{file}: this is a file of Cosmos-RL; hpcrl config convert {file} ",
+        ),
+        ("a.yaml", "# of SkyRL\ntrainer:\n  epochs: 1\n", "{file}:2: looks like YAML; a run reads TOML; "),
+        ("a.sh", "#!/bin/bash\nset -x\n", "{file}:2: looks like a shell script; a run reads TOML; "),
+    ],
+)
+def test_a_file_of_another_framework_is_recognized(
+    command: tuple[str, ...], name: str, text: str, expected: str, tmp_path: Path, capsys: Output
+) -> None:
+    file = tmp_path / name
+    file.write_text(text)
+    assert main([*command, str(file)]) == ConfigError.exit_code
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("hpcrl: " + expected.format(file=file))
+    assert "hpcrl config convert" in line
+
+
+def test_convert_recognizes_a_file_of_hpcrl_and_one_that_is_not_utf8(tmp_path: Path, capsys: Output) -> None:
+    assert main(["config", "convert", QUICKSTART]) == ConfigError.exit_code
+    assert "this is a file of hpcrl already" in capsys.readouterr().err
+    for name in ("a.toml", "a.yaml", "a.sh"):
+        (tmp_path / name).write_bytes("# \n# µ".encode("latin-1"))
+        assert main(["config", "convert", str(tmp_path / name)]) == ConfigError.exit_code
+        expected = f"hpcrl: {tmp_path / name}:2: not UTF-8 text: byte 5; saved as Latin-1? Save it as UTF-8\n"
+        assert capsys.readouterr().err == expected
+    (tmp_path / "a.toml").write_text("[train]\nepoch = 1\n[train]\n")
+    assert main(["config", "convert", str(tmp_path / "a.toml")]) == ConfigError.exit_code
+    assert (
+        capsys.readouterr().err == f"hpcrl: {tmp_path}/a.toml:3: [train] stands in line 1 already; put both together\n"
+    )
+
+
+def test_validate_prints_json_for_programs(tmp_path: Path, capsys: Output) -> None:
+    assert main(["config", "validate", "--json", QUICKSTART]) == 0
+    assert json.loads(capsys.readouterr().out) == {"valid": True, "problems": []}
+    file = tmp_path / "a.toml"
+    file.write_text("[trainer]\nepochs = 'two'\nckpt_path = '/tmp'\n")
+    assert main(["config", "validate", "--json", QUICKSTART, str(file), "trainer.epoch=1"]) == ConfigError.exit_code
+    found = json.loads(capsys.readouterr().out)
+    assert found["valid"] is False
+    problems = {one["path"]: one for one in found["problems"]}
+    assert problems["trainer.epochs"] == {
+        "source": str(file), "line": 2, "path": "trainer.epochs", "message": 'expected a whole number, found "two" (text)',
+    }  # fmt: skip
+    assert problems["trainer.ckpt_path"]["message"].startswith("unknown setting, but one of SkyRL")
+    assert problems["trainer.epoch"]["source"] == "override"
+    assert problems["trainer.epoch"]["line"] is None
+    file.write_text("[trainer]\nepochs = = 1\n")
+    assert main(["config", "validate", "--json", str(file)]) == ConfigError.exit_code
+    (problem,) = json.loads(capsys.readouterr().out)["problems"]
+    assert (problem["source"], problem["line"], problem["path"]) == (str(file), 2, None)
+
+
+def test_a_setting_written_as_an_option_or_without_value_gets_the_remedy(capsys: Output) -> None:
+    with pytest.raises(SystemExit):
+        main(["config", "validate", QUICKSTART, "--trainer.epochs=3"])
+    assert "settings have no dashes: trainer.epochs=3" in capsys.readouterr().err
+    assert main(["config", "validate", QUICKSTART, "trainer.epochs"]) == ConfigError.exit_code
+    assert capsys.readouterr().err == "hpcrl: trainer.epochs: no such file; to set it, write trainer.epochs=VALUE\n"

@@ -75,7 +75,59 @@ def test_what_an_override_took_away_has_no_source(tmp_path: Path) -> None:
 
 def test_a_key_that_is_set_twice_is_called_so(tmp_path: Path) -> None:
     (line,) = problems(tmp_path, text="[trainer]\nseed = 1\nseed = 2\n")
-    assert "a key that is set twice" in line
+    assert (
+        line
+        == f"{tmp_path}/bad.toml:3: a key that is set twice: trainer.seed stands in line 2 already; leave one of them out"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[trainer]\nseed = 1\n[trainer]\nepochs = 2\n", "3: [trainer] stands in line 1 already; put both together"),
+        ("trainer.epochs = 3\n[trainer]\nseed = 1\n", "2: [trainer] stands in line 1 already; put both together"),
+        ("[trainer]\nseed = 1\n[data]\nseed = 1\nseed = 2", "5: a key that is set twice: data.seed stands in line 4"),
+        ('\n[trainer]\nrun_name = "a\nseed = 1\n', "3: not valid TOML: the text is not closed"),
+        (
+            "[trainer]\nepochs = ${EPOCHS}\n",
+            "2: TOML has no variables; write the value, or trainer.epochs=${EPOCHS} on",
+        ),
+        ("[trainer]\nepochs = $X # a\n", "2: TOML has no variables; write the value, or trainer.epochs=$X on"),
+        ("[trainer]\nflash_attn = True\n", "2: not valid TOML: True is no value; write true"),
+        ("[trainer]\nrun_name = one\n", '2: not valid TOML: one is no value; quote it: "one"'),
+        (
+            "[data]\nval_data = [\n\n",
+            "2: not valid TOML: a value, text, list or table is not closed before the file ends",
+        ),
+        ("a: 1\n", "1: looks like YAML; a run reads TOML"),
+        ('{"a": 1}', "1: looks like JSON; a run reads TOML"),
+    ],
+)
+def test_syntax_errors_have_the_line_and_plain_words(tmp_path: Path, text: str, expected: str) -> None:
+    (line,) = problems(tmp_path, text=text)
+    assert line.startswith(f"{tmp_path}/bad.toml:{expected}")
+
+
+def test_utf16_is_named_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "wide.toml").write_bytes("a = 1".encode("utf-16"))
+    with pytest.raises(ConfigError) as caught:
+        Config.from_toml(tmp_path / "wide.toml")
+    assert str(caught.value) == f"{tmp_path}/wide.toml:1: not UTF-8 text: byte 0; saved as UTF-16? Save it as UTF-8"
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("generator.sampling_params.stop=</s>", '; put it into brackets: ["</s>"]'),
+        ("data.train_data=t.jsonl", '; put it into brackets: ["t.jsonl"]'),
+        ('trainer.policy.optimizer_config.lr="1e-6"', "; write 1e-6, without quotes"),
+        ("trainer.flash_attn=True", "; write true, without quotes"),
+        ('data.train_data=["$HOME/x.jsonl"]', '$HOME is not expanded here, ~ is; write "~" instead'),
+        ("trainer.resume_path=${OLD}/x", "${OLD} is not expanded here, ~ is; write the value of ${OLD} into the path"),
+    ],
+)
+def test_a_value_of_the_wrong_form_gets_its_remedy(tmp_path: Path, override: str, expected: str) -> None:
+    assert any(expected in line for line in problems(tmp_path, override))
 
 
 @pytest.mark.parametrize(
@@ -118,6 +170,10 @@ def test_wrong_types(tmp_path: Path, override: str, expected: str) -> None:
         ("generator.sampling_params.topp", "generator.sampling_params.top_p"),
         ("train_batch_size", "trainer.train_batch_size"),
         ("slurm.partitions", "slurm.partition"),
+        ("slurm.time", "slurm.time_minutes"),
+        ("slurm.mem", "slurm.mem_gb"),
+        ("trainer.batch_size", "trainer.train_batch_size"),
+        ("trainer.max_training_steps", "trainer.max_steps"),
         ("traner.epochs", "trainer"),
         ("generator.temperature", "trainer.algorithm.temperature or generator.sampling_params.temperature"),
     ],

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hpcrl.config.load import line_of
+from hpcrl.config.lines import line_of
 
 TEXT = """\
 # a = 1

@@ -15,7 +15,7 @@ FILES = [*sorted((SPEC / "configs").glob("*.toml")), *sorted((SPEC / "extras").g
 
 
 REFUSED = {
-    "invalid_duplicate_key": "not valid TOML: Cannot overwrite a value (at line 20, column 26) (a key that is set twice)",
+    "invalid_duplicate_key": "a key that is set twice: train.master_dtype stands in line 17 already",
     "reward_service": "this is the configuration of Cosmos-RL's reward service",
     "wfm_grpo_foreign_schema": "this is a configuration of Cosmos' world foundation models (WFM)",
 }

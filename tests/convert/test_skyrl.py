@@ -162,7 +162,7 @@ def test_what_an_environment_needs_is_written_out_where_skyrl_has_a_default() ->
             {f"trainer.{model}.optimizer_config.num_warmup_steps": 7 for model in ("policy", "critic")},
         ),
         (
-            ["trainer.target_modules=[q_proj]", "trainer.exclude_modules=lm_head"],
+            ["trainer.policy.model.lora.rank=8", "trainer.target_modules=[q_proj]", "trainer.exclude_modules=lm_head"],
             {
                 "trainer.policy.model.lora.target_modules": ["q_proj"],
                 "trainer.policy.model.lora.exclude_modules": "lm_head",

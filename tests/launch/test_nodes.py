@@ -80,7 +80,8 @@ def test_scorers_share_nodes_by_their_ranks_and_each_model_has_nodes_of_its_own(
     assert needed_nodes(nodes, 2) == [0, 4], "replicas of the pool are left"
     alone = make_plan(Config.from_toml([QUICKSTART], [*SCORED, f"{COPIES}=1"]))
     assert needed_nodes(alone, 0) == [node.index for node in alone]
-    assert describe_plan(nodes)[2] == "node 2: scorer-0, scorer-1, 2 rank(s) each, 4 GPU(s)"
+    assert describe_plan(nodes)[2] == "node 2: scorer-0, scorer-1 (teacher), 2 rank(s) each, 4 GPU(s)"
+    assert describe_plan(nodes)[4] == "node 4: scorer-3 (reference), 4 rank(s) each, 4 GPU(s)"
     on_cpus = make_plan(Config.from_toml([QUICKSTART], SCORED))
     assert [(node.role, node.workers, node.gpus) for node in on_cpus[2:]] == [
         ("scorer", [f"scorer-{number}"], 0) for number in range(4)
@@ -106,7 +107,7 @@ def test_a_copy_of_a_teacher_may_be_on_several_nodes(tmp_path: Path, monkeypatch
     assert needed_nodes(nodes, 1) == [0, 6], "a copy of the teacher is left whichever node is lost"
     alone = make_plan(Config.from_toml([QUICKSTART], [*ON_GPUS, *SCORED, *over, f"{COPIES}=1"]))
     assert needed_nodes(alone, 1) == [0, 2, 3, 4], "without one of its nodes there is no teacher"
-    assert describe_plan(nodes)[3] == "node 3: scorer-0, 4 of its 8 ranks, 4 GPU(s)"
+    assert describe_plan(nodes)[3] == "node 3: scorer-0 (teacher), 4 of its 8 ranks, 4 GPU(s)"
     given = Environments(config, nodes[3], 1, "127.0.0.1", None, tmp_path, False).of("scorer-0-part-1")
     assert given["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
     assert given["OMP_NUM_THREADS"] == "4"

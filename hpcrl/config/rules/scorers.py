@@ -189,6 +189,13 @@ def ranks_of_scorers(config: ConfigTree) -> Iterator[Problem]:
     if own.placement.fsdp_size < 1:
         return
     for each in scorer_sets(config):
+        shared = each.fsdp.fsdp_size or 0
+        if not each.engine and each.role != REFERENCE and shared > each.ranks:
+            yield Problem(
+                f"{SECTIONS[each.role]}.fsdp_config.fsdp_size",
+                f"expected at most the {each.ranks} rank(s) of a copy of the {each.title}, found {shared}; more ranks: "
+                f"{_OF_BACKENDS['fsdp2'] if each.role == TEACHER else _RANKS[each.role]}",
+            )
         if each.ranks % each.nodes:
             yield Problem(
                 f"{_TEACHER}.placement.nodes_per_replica",

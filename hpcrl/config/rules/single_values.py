@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any
@@ -11,6 +12,8 @@ from hpcrl.config.errors import Problem, shown
 from hpcrl.config.fields import Setting, leaves
 from hpcrl.config.sections.tree import ConfigTree
 from hpcrl.config.setting import Unimplemented
+
+_VARIABLE = re.compile(r"\$(?:[A-Za-z_]\w*|\{[A-Za-z_]\w*\})")
 
 
 def out_of_range(given: Iterable[tuple[Setting, Any]]) -> Iterator[Problem]:
@@ -45,6 +48,8 @@ def _instead(setting: Setting, missing: Unimplemented) -> str:
 
 def _wrong(setting: Setting, value: Any) -> str | None:
     facts = setting.facts
+    if setting.location and (message := _with_variable(value)):
+        return message
     if facts.check and (message := facts.check.error(value)):
         return message
     if isinstance(value, dict | list):
@@ -56,3 +61,11 @@ def _wrong(setting: Setting, value: Any) -> str | None:
     if facts.range:
         return facts.range.error(value)
     return None if math.isfinite(value) else f"expected a finite number, found {value}"
+
+
+def _with_variable(value: Any) -> str | None:
+    """Return the error for a path with a variable of the shell in it, or None."""
+    texts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
+    found = next((match[0] for text in texts if (match := _VARIABLE.search(text))), None)
+    remedy = 'write "~" instead' if found in ("$HOME", "${HOME}") else f"write the value of {found} into the path"
+    return f"{found} is not expanded here, ~ is; {remedy}" if found else None

@@ -55,7 +55,7 @@ class TeacherPlacementConfig:
     """Nodes that a copy's ranks are on, equally many on each; with backend="fsdp2" or "megatron"."""
 
     fsdp_size: int = setting(1, check=ALL_OR_COUNT, used_by=_with("fsdp2"))
-    """Ranks of the teacher that share one copy of the parameters, with backend="fsdp2"."""
+    """Ranks of a copy of the teacher, with backend="fsdp2"; fsdp_config.fsdp_size says how many of them share its parameters."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -150,7 +150,7 @@ class ModelConfig:
     revision: str | None = None
     """Branch, tag or commit of the model on the hub; unset: its main branch."""
 
-    lora: LoraConfig = section(LoraConfig)
+    lora: LoraConfig = section(LoraConfig, used_by=when(".lora.rank"))
 
     @property
     def pretrained(self) -> Pretrained:
@@ -179,7 +179,7 @@ class CriticModelConfig:
     revision: str | None = None
     """Branch, tag or commit of that model on the hub; unset: its main branch."""
 
-    lora: LoraConfig = section(LoraConfig)
+    lora: LoraConfig = section(LoraConfig, used_by=when(".lora.rank"))
 
     @property
     def pretrained(self) -> Pretrained | None:
@@ -336,7 +336,16 @@ class FSDPConfig(ShardingConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RefFSDPConfig(ShardingConfig):
+class ForwardShardingConfig(ShardingConfig):
+    cpu_offload: bool = False
+    """Keep parameters in host memory outside the forward pass."""
+
+    fsdp_size: int | None = None
+    """Of the ranks that compute this model, those that share one copy of its parameters; further ranks hold further copies; -1: all share one. Unset: those of a node, where there are several nodes and parameters take at most a third of its GPUs' memory; else all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RefFSDPConfig(ForwardShardingConfig):
     mixed_precision: RefPrecisionConfig = section(RefPrecisionConfig, on_change=ROUNDING)
 
 
@@ -346,7 +355,7 @@ class ScorerFSDPConfig(RefFSDPConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TeacherFSDPConfig(ShardingConfig):
+class TeacherFSDPConfig(ForwardShardingConfig):
     mixed_precision: TeacherPrecisionConfig = section(
         TeacherPrecisionConfig, used_by=when("trainer.distillation.backend", "fsdp2", "megatron")
     )
@@ -410,7 +419,7 @@ class PolicyConfig:
 
     experts: ExpertsConfig = section(ExpertsConfig, on_change=OBJECTIVE)
 
-    diffusers: DiffusersConfig = section(DiffusersConfig, on_change=OBJECTIVE)
+    diffusers: DiffusersConfig = section(DiffusersConfig, used_by=when(".diffusers.enable"), on_change=OBJECTIVE)
 
     sequence_parallel_size: int = setting(1, range=COUNT, on_change=SPREAD)
     """Ranks that share the tokens of each sample, at most as many as the model has query heads (docs/large_models.md); FSDP2 only."""

@@ -6,7 +6,8 @@ from collections.abc import Hashable
 from typing import Any
 
 from hpcrl.config.difference import value_as_toml
-from hpcrl.config.load import line_of, parse
+from hpcrl.config.lines import line_of
+from hpcrl.config.load import parse
 from hpcrl.convert.conversion import Conversion, known
 from hpcrl.convert.cosmos import generation as cosmos_generation
 from hpcrl.convert.cosmos import training as cosmos_training

@@ -15,10 +15,12 @@ from hpcrl.convert.cosmos.refuse import refused
 
 _POLICY = "train.train_policy"
 _GRPO_KEYS = {"temperature", "epsilon_low", "epsilon_high", "kl_beta", "use_remote_reward"}
+_OF_HPCRL = "a file of hpcrl already, which hpcrl config validate checks"
 _FOREIGN = {
     "reward_args": "the configuration of Cosmos-RL's reward service",
     "model_parallel": "a configuration of Cosmos' world foundation models (WFM), whose video diffusion RL has a tree of its own",
     "dataloader_train": "a configuration of Cosmos' world foundation models (WFM), whose video diffusion RL has a tree of its own",
+    **dict.fromkeys(("trainer", "generator", "environment", "slurm"), _OF_HPCRL),
 }
 
 

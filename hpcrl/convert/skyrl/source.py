@@ -16,6 +16,7 @@ from hpcrl.convert.conversion import Conversion
 from hpcrl.convert.skyrl.fields import OVERLONG, RL, SFT, Layout
 from hpcrl.convert.skyrl.program import Program, program_of
 from hpcrl.errors import ConfigError
+from hpcrl.text import NotUtf8Error, utf8
 
 _OVERRIDE = re.compile(r"([+~]*)([A-Za-z_][\w.\-/@]*)=(.*)", re.DOTALL)
 _ENVIRONMENT = re.compile(r"[A-Z_][A-Z0-9_]*=")
@@ -112,12 +113,12 @@ def _load(text: str | bytes, origin: str) -> dict[str, Any]:
     from omegaconf.errors import OmegaConfBaseException
 
     try:
-        text = text.decode("utf-8") if isinstance(text, bytes) else text
+        text = utf8(text) if isinstance(text, bytes) else text
         if problem := _unsafe(text):
             raise ConfigError(f"{origin}: {problem}")
         loaded: Any = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{origin}: not UTF-8 text: byte {error.start}") from None
+    except NotUtf8Error as error:
+        raise ConfigError(f"{origin}:{error.line}: {error}") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f", line {mark.line + 1}" if mark else ""

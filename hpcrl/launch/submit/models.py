@@ -18,6 +18,7 @@ from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.data.entries import CONFIG, read_entries
 from hpcrl.data.hub.places import hub_cache
 from hpcrl.data.model_config import download
+from hpcrl.errors import did_you_mean
 
 
 def is_local(path: str) -> bool:
@@ -115,6 +116,36 @@ def check_routers(config: Config) -> Iterator[Problem]:
     if entries is not None and not has_experts(entries | config.trainer.policy.config_overrides):
         name = next(name for name, value in vars(asked).items() if value != vars(own)[name])
         yield Problem(f"trainer.policy.experts.{name}", f"{model} is no mixture of experts; leave it out")
+
+
+def check_adapters(config: Config) -> Iterator[Problem]:
+    """Yield the target_modules of LoRA that no weight of the model has in its name; of mixtures, whose classes rename weights, none."""
+    trainer = config.trainer
+    for role, lora in trainer.adapters.items():
+        model, wanted = trainer.models[role], lora.target_modules
+        names = [] if wanted == "all-linear" or has_experts(entries_of(model) or {}) else _weights_of(model)
+        for part in [wanted] if isinstance(wanted, str) else wanted:
+            own = part.rpartition(".")[2]
+            if names and not any(own in name for name in names):
+                leaves = {name.removesuffix(".weight").rpartition(".")[2] for name in names}
+                yield Problem(
+                    f"trainer.{role}.model.lora.target_modules",
+                    f'{model} has no weight with "{part}" in its name{did_you_mean(part, sorted(leaves), 3, 0.3)}',
+                )
+
+
+def _weights_of(model: Pretrained) -> list[str]:
+    """Return the names in a model's safetensors files; empty where they are not on this machine, or cannot be read."""
+    from safetensors import SafetensorError, safe_open
+
+    folder, names = folder_of(model), list[str]()
+    for path in folder.glob("*.safetensors") if folder is not None else ():
+        try:
+            with safe_open(path, framework="numpy") as file:
+                names += file.keys()
+        except (OSError, SafetensorError):  # what loads the model explains it
+            return []
+    return names
 
 
 def unchecked_models(config: Config) -> Iterator[str]:

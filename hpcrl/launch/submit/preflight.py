@@ -34,7 +34,9 @@ from hpcrl.envs.registry import environment_class
 from hpcrl.errors import ConfigError, DataError
 from hpcrl.launch.family import launch_family
 from hpcrl.launch.submit.engine import check_engine, layers_over_nodes, merged_for_engines
+from hpcrl.launch.submit.megatron_fields import check_megatron_fields
 from hpcrl.launch.submit.models import (
+    check_adapters,
     check_layouts,
     check_packing,
     check_routers,
@@ -90,10 +92,13 @@ def look(config: Config) -> tuple[list[Problem], list[str]]:
     # where torch is missing too, this is a login node, of which nothing follows for the nodes; nor does it from outside of a container
     if config.slurm.container.kind == "none" and find_spec("torch"):
         problems += missing_packages(config.trainer)
+    if config.slurm.container.kind == "none":
+        problems += check_megatron_fields(config)
     problems += [
         *check_uploads(config),
         *check_packing(config),
         *check_routers(config),
+        *check_adapters(config),
         *check_precomputed(config),
         *check_vision(config),
     ]

@@ -120,6 +120,7 @@ def load_elements(
         DataError: the same, where only files are missing.
     """
     configs, found, unknown, kind = dict[int, Config](), dict[str, list[int]](), dict[str, str](), DataError
+    problems = []
     for index, element in enumerate(varied):
         try:
             configs[index] = Config.from_toml(files, [*overrides, *element])
@@ -128,6 +129,7 @@ def load_elements(
             if isinstance(error, ConfigError):
                 kind = ConfigError
                 unknown |= error.unknown
+                problems += error.problems
             for line in str(error).splitlines():
                 found.setdefault(line, []).append(index)
     misfits = list(_misfits(configs))
@@ -139,7 +141,7 @@ def load_elements(
             everywhere = len(indices) == len(varied)
             lines += [line] if everywhere else [f"element {i} ({' '.join(varied[i])}): {line}" for i in indices]
         text = "\n".join(lines)
-        raise ConfigError(text, unknown) if misfits or kind is ConfigError else DataError(text)
+        raise ConfigError(text, unknown, problems) if misfits or kind is ConfigError else DataError(text)
     return list(configs.values())
 
 

@@ -41,6 +41,12 @@ OF_SCORERS = [
         {**TEACHER, f"{DISTILLATION}.placement.fsdp_size": 2},
     ),
     Case(
+        "a teacher's parameters are shared by no more ranks than a copy has",
+        {**TEACHER, f"{DISTILLATION}.fsdp_config.fsdp_size": 2},
+        f"{DISTILLATION}.fsdp_config.fsdp_size", "expected at most the 1 rank(s) of a copy of the teacher, found 2; more ranks: ",
+        {**TEACHER, f"{DISTILLATION}.fsdp_config.fsdp_size": 2, f"{DISTILLATION}.placement.fsdp_size": 2},
+    ),
+    Case(
         "something is learned",
         {**TEACHER, f"{DISTILLATION}.kl_penalty_coef": 0.0},
         f"{DISTILLATION}.kl_penalty_coef", "would make every advantage 0",

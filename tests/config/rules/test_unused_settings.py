@@ -16,6 +16,7 @@ from hpcrl.config.validate import build
 BASE = {"data.train_data": ["t"], "data.val_data": ["v"], "trainer.policy.model.path": "m"}
 ALGORITHM, CORRECTION = "trainer.algorithm", "trainer.algorithm.off_policy_correction"
 CRITIC, NO_KL = {"trainer.critic.model.path": "c"}, {f"{ALGORITHM}.use_kl_loss": False}
+LORA = "trainer.policy.model.lora"
 
 IDLE: list[tuple[str, Any, dict[str, Any], dict[str, Any]]] = [
     (f"{ALGORITHM}.kl_loss_coef", 0.1, NO_KL, {}),
@@ -31,6 +32,10 @@ IDLE: list[tuple[str, Any, dict[str, Any], dict[str, Any]]] = [
     ("trainer.critic_mini_batch_size", 512, {}, CRITIC),
     ("trainer.placement.critic_num_nodes", 1, {}, CRITIC),
     ("trainer.placement.critic_num_gpus_per_node", 2, {}, CRITIC),
+    (f"{LORA}.alpha", 64.0, {}, {f"{LORA}.rank": 8}),
+    (f"{LORA}.target_modules", ["q_proj"], {}, {f"{LORA}.rank": 8}),
+    (f"{LORA}.use_rslora", True, {}, {f"{LORA}.rank": 8}),
+    ("trainer.critic.model.lora.alpha", 64.0, CRITIC, {**CRITIC, "trainer.critic.model.lora.rank": 8}),
 ]
 
 

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from hpcrl.config import Config
 from hpcrl.config.load import nested
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.config.validate import build
 from hpcrl.errors import DataError
+from hpcrl.launch.submit.megatron_fields import SOURCES, field_names
 from hpcrl.launch.submit.models import check_layouts, entries_of, fetch_entries, folder_of, unchecked_models
 from hpcrl.launch.submit.preflight import check_files
 from tests.paths import CONFIGS
 
 POLICY, REF = "trainer.policy.megatron_config", "trainer.ref.megatron_config"
 TWO = {f"{POLICY}.tensor_model_parallel_size": 2, f"{REF}.tensor_model_parallel_size": 2}
+ONE: dict[str, Any] = {}
 THREE = {f"{POLICY}.tensor_model_parallel_size": 3, f"{REF}.tensor_model_parallel_size": 3}
 
 
@@ -63,6 +68,48 @@ def test_samples_of_models_that_carry_a_state_are_not_packed(tmp_path: Path) -> 
     check_files(config(plain, FSDP2))
     check_files(config(model(tmp_path / "known", layer_types=kinds, model_type="qwen3_next"), FSDP2))
     check_files(config(other, {**FSDP2, "trainer.use_sample_packing": False}))
+
+
+def test_targets_of_lora_are_weights_of_the_model(tmp_path: Path) -> None:
+    small = model(tmp_path / "small")
+    lora = {**FSDP2, "trainer.policy.model.lora.rank": 4}
+    wrong = {**lora, "trainer.policy.model.lora.target_modules": ["q_prj"]}
+    check_files(config(small, wrong))  # its weights are not here
+    names = ["model.embed_tokens", "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj"]
+    save_file({f"{name}.weight": np.zeros((2, 2), np.float32) for name in names}, small / "model.safetensors")
+    with pytest.raises(DataError) as caught:
+        check_files(config(small, wrong))
+    assert str(caught.value).startswith(
+        f'trainer.policy.model.lora.target_modules: {small} has no weight with "q_prj" in its name; did you mean q_proj'
+    )
+    check_files(config(small, {**lora, "trainer.policy.model.lora.target_modules": ["q_proj", "self_attn.k_proj"]}))
+    mixture = model(tmp_path / "mixture", moe_num_experts=8)
+    save_file({"a.weight": np.zeros((2, 2), np.float32)}, mixture / "model.safetensors")
+    check_files(config(mixture, wrong))
+
+
+def test_fields_of_megatron_core_are_known_before_the_job(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core")
+    path, table = model(tmp_path / "model"), f"{POLICY}.optimizer_config_kwargs"
+    with pytest.raises(DataError) as caught:
+        check_files(
+            config(path, {**ONE, f"{table}.optimizer_cpu_ofload": True, f"{POLICY}.transformer_config_kwargs.foo": 1})
+        )
+    assert str(caught.value).splitlines() == [
+        f"{POLICY}.transformer_config_kwargs.foo: Megatron-core's TransformerConfig has no such field",
+        f"{table}.optimizer_cpu_ofload: Megatron-core's OptimizerConfig has no such field; did you mean optimizer_cpu_offload?",
+    ]
+    check_files(
+        config(path, {**ONE, f"{table}.optimizer_cpu_offload": True, f"{POLICY}.transformer_config_kwargs.fp16": False})
+    )
+
+
+def test_every_field_of_megatron_core_is_read_from_its_source() -> None:
+    """The names that its source gives are those of the classes that the trainer fills."""
+    optimizer = pytest.importorskip("megatron.core.optimizer").OptimizerConfig
+    transformer = pytest.importorskip("megatron.core.transformer").TransformerConfig
+    for kind, sources in ((transformer, "transformer_config_kwargs"), (optimizer, "optimizer_config_kwargs")):
+        assert {each.name for each in fields(kind)} == field_names(SOURCES[sources])
 
 
 def test_routers_are_asked_of_mixtures_only(tmp_path: Path) -> None:
