@@ -80,6 +80,18 @@ def _reduction(source: Source, conversion: Conversion, path: str) -> None:
         lost(source, conversion, path, target, f"there is no {mode}; expected {', '.join(_REDUCTIONS)}")
 
 
+def _token_level(source: Source, conversion: Conversion, path: str) -> None:
+    if source[path] is None:
+        return
+    mode = source[_AGGREGATION]
+    if source[path] == (mode == "token-mean"):
+        seen(source, conversion, path)
+    else:
+        lost(
+            source, conversion, path, "", f"{source[path]}, but loss_agg_mode, which replaces it, is {mode}; write that"
+        )
+
+
 def _scale(source: Source, conversion: Conversion, path: str) -> None:
     if source[_AGGREGATION] == "seq-mean-token-sum-norm":
         value = source[path] if source[path] is not None else source["data.max_response_length"]
@@ -255,6 +267,7 @@ ALGORITHM: dict[str, Rule] = {
     _ACTOR + "policy_loss.dro_beta": _dro,
     _AGGREGATION: _reduction,
     _ACTOR + "loss_scale_factor": _scale,
+    _ACTOR + "use_token_level_loss": _token_level,
     _ACTOR + "entropy_coeff": _entropy,
     _ACTOR + "kl_loss_coef": _kl("loss"),
     _ACTOR + "kl_loss_type": _kl("loss"),

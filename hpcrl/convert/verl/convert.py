@@ -6,7 +6,7 @@ What counts is what the source's run did: a setting that it leaves out has verl'
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any, get_origin
+from typing import get_origin
 
 from hpcrl.convert.conversion import Conversion, known
 from hpcrl.convert.mapping import Dropped, To

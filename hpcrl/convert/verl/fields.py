@@ -31,6 +31,7 @@ TABLES = {path for path, default in DEFAULTS.items() if default == {}}
 
 RENAMED = {
     "critic.model.fsdp_config.": "critic.fsdp.",
+    "custom_reward_function.overlong_buffer.": "reward.reward_kwargs.overlong_buffer_cfg.",
     "custom_reward_function.": "reward.custom_reward_function.",
     "sandbox_fusion": "reward.sandbox_fusion",
     "reward_model.sandbox_fusion": "reward.sandbox_fusion",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from hpcrl.convert.conversion import Conversion
 from hpcrl.convert.verl.conditions import has_critic, has_reference
 from hpcrl.convert.verl.put import Rule, lost, put, seen
@@ -264,6 +262,15 @@ def _replay(source: Source, conversion: Conversion, path: str) -> None:
         seen(source, conversion, path, "", "follows from router_replay.mode=R3")
 
 
+def _grad_clip(source: Source, conversion: Conversion, path: str) -> None:
+    counts = path.replace("grad_clip", "optim.clip_grad")
+    if source[path] == source[counts]:
+        seen(source, conversion, path)
+    elif path.startswith("actor") or has_critic(source):
+        message = f"{source[path]}, but {counts} is {source[counts]}, at which verl's engines of 2026 clip; give both the same value"
+        lost(source, conversion, path, "", message)
+
+
 MODELS: dict[str, Rule] = {
     **_optimizer(_ACTOR + "optim.", "policy"),
     **_optimizer("critic.optim.", "critic"),
@@ -291,6 +298,8 @@ MODELS: dict[str, Rule] = {
             "lora_A_init_method",
         )
     },
+    _ACTOR + "grad_clip": _grad_clip,
+    "critic.grad_clip": _grad_clip,
     _MODEL + "lora_rank": _lora_rank,
     _MODEL + "override_config": _override,
     _ACTOR + "freeze_vision_tower": _frozen_tower,

@@ -10,13 +10,7 @@ from typing import Any
 from hpcrl.config.errors import nearest
 from hpcrl.convert.conversion import Conversion
 from hpcrl.convert.skyrl.program import program_of
-from hpcrl.convert.skyrl.source import (
-    _load,  # noqa: PLC2701
-    _merge,  # noqa: PLC2701
-    _parse_override,  # noqa: PLC2701
-    _resolve,  # noqa: PLC2701
-    _Unreadable,  # noqa: PLC2701
-)
+from hpcrl.convert.skyrl.source import _load, _merge, _parse_override, _resolve, _Unreadable
 from hpcrl.convert.verl.fields import DEFAULTS, MEGATRON_DEFAULTS, SECTIONS, TARGETS, field_of, present
 
 _OVERRIDE = re.compile(r"([+~]*)([A-Za-z_][\w.\-/@]*)=(.*)", re.DOTALL)
@@ -93,6 +87,8 @@ def _option(word: str, source: Source, conversion: Conversion) -> None:
     if name == "--config-name" and value.removesuffix(".yaml") in ("ppo_trainer", "ppo_megatron_trainer"):
         source.megatron = "megatron" in value
         conversion.note("mapped", word, "", "verl's own configuration")
+    elif name == "--config-path" and value in ("config", "./config"):
+        conversion.note("mapped", word, "", "verl's own folder")
     elif name in ("--config-name", "--config-path", "--config-dir"):
         message = "a configuration of its own, whose settings count too; convert that file, and set there what the command changes"
         conversion.note("conflict", word, "", message)

@@ -69,12 +69,19 @@ def _micro_batch(source: Source, conversion: Conversion, path: str) -> None:
             put(source, conversion, path, "trainer.max_tokens_per_micro_batch", source[path])
         elif path in source.names:
             conversion.note("dropped", source.names[path], "", "had no effect without use_dynamic_bsz")
-    elif path.endswith("micro_batch_size_per_gpu"):
+    elif path.endswith(("micro_batch_size_per_gpu", "micro_batch_size")):
         kind = "forward" if "log_prob" in path else "train"
         if dynamic and path in source.names:
             conversion.note("dropped", source.names[path], "", "had no effect with use_dynamic_bsz")
         elif not dynamic and source[path] is not None:
-            put(source, conversion, path, f"trainer.micro_{kind}_batch_size_per_gpu", source[path])
+            ranks = (
+                1
+                if path.endswith("per_gpu")
+                else source.number("trainer.nnodes") * source.number("trainer.n_gpus_per_node")
+            )
+            value = max(1, source[path] // ranks) if isinstance(source[path], int) else source[path]
+            how = "" if ranks == 1 else f"{source[path]} over {ranks} GPUs"
+            put(source, conversion, path, f"trainer.micro_{kind}_batch_size_per_gpu", value, how)
     elif path in source.names:
         message = "one number serves passes with and without gradient, that of the actor; changes memory or speed alone"
         conversion.note("dropped", source.names[path], "", message)
@@ -207,6 +214,13 @@ def _save_mode(source: Source, conversion: Conversion, path: str) -> None:
     put(source, conversion, path, "trainer.ckpt_mode", "async" if source[path] else "sync")
 
 
+def _eval_interval(source: Source, conversion: Conversion, path: str) -> None:
+    put(source, conversion, path, "trainer.eval_interval", source[path])
+    if source.number(path) != source[path] and source["trainer.val_before_train"]:
+        message = "not above 0: no evaluation here, in verl one before training (val_before_train)"
+        conversion.note("differs", source.names.get(path, path), "", message)
+
+
 def _loop(source: Source, conversion: Conversion, path: str) -> None:
     if source[path] == "sync":
         seen(source, conversion, path)
@@ -215,9 +229,13 @@ def _loop(source: Source, conversion: Conversion, path: str) -> None:
         lost(source, conversion, path, "", message)
 
 
-_MICRO = [_ACTOR + last for last in ("ppo_micro_batch_size_per_gpu", "use_dynamic_bsz", "ppo_max_token_len_per_gpu")]
+_MICRO = [
+    _ACTOR + last
+    for last in ("ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu", "use_dynamic_bsz", "ppo_max_token_len_per_gpu")
+]
 _MICRO += [
-    _ROLLOUT + f"log_prob_{last}" for last in ("micro_batch_size_per_gpu", "use_dynamic_bsz", "max_token_len_per_gpu")
+    _ROLLOUT + f"log_prob_{last}"
+    for last in ("micro_batch_size", "micro_batch_size_per_gpu", "use_dynamic_bsz", "max_token_len_per_gpu")
 ]
 
 TRAINING: dict[str, Rule] = {
@@ -239,4 +257,5 @@ TRAINING: dict[str, Rule] = {
     "trainer.resume_mode": _resume,
     _ACTOR + "checkpoint.async_save": _save_mode,
     "trainer.v1.trainer_mode": _loop,
+    "trainer.test_freq": _eval_interval,
 }
