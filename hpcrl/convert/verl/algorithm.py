@@ -211,7 +211,7 @@ def _reward(source: Source, conversion: Conversion, path: str) -> None:
         return
     found = source["data.train_files"]
     scores = {_score(str(file)) for file in (found if isinstance(found, list) else [found])}
-    (score,) = scores if len(scores) == 1 else (None,)
+    (score,) = scores if len(scores) == 1 and "data.train_files" not in source.unread else (None,)
     if score is None:
         message = (
             f"verl chooses the score of each row by its {source[path]}, and the files' names do not say one for all: write it ({_BY_SOURCE}), or "

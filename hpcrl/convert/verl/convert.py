@@ -75,7 +75,10 @@ def convert_script(text: str, origin: str) -> Conversion:
             conversion.note("translated", name, "", f"{reason}, or leave it to hpcrl, which names projects and runs")
         elif found:
             source.unread[found], source.names[found] = reason, name
-        elif "=" in name or "." in name:
+        elif name.startswith("--config-"):
+            message = f"{reason}; the settings of that file count too"
+            conversion.note("conflict", name, "", message)
+        elif "." in name and not name.startswith("-"):
             conversion.note("unknown", name, "", reason)
     return _converted(source, conversion)
 

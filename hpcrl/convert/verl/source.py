@@ -69,7 +69,8 @@ def read_words(words: Sequence[str], conversion: Conversion) -> Source:
     program = program_of(words)
     source, tree = Source(program=program.name), {}
     started = bool(program.name)
-    for word in program.arguments:
+    for argument in program.arguments:
+        word = argument.replace("${HOME}", "$HOME")  # the shell's, no interpolation of a setting
         match = _OVERRIDE.fullmatch(word)
         if word.startswith("-"):
             _option(word, source, conversion)
