@@ -10,6 +10,9 @@ from hpcrl.convert.verl.source import Source
 _ACTOR, _MODEL = "actor_rollout_ref.actor.", "actor_rollout_ref.model."
 _POLICY = "trainer.policy."
 _ALL_LINEAR = {"linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"}
+_SIZES = [
+    f"{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
+]
 _DDP = ("grad_reduce_in_fp32", "overlap_grad_reduce", "overlap_param_gather", "average_in_collective")
 _FLASH = {"flash_attention_2": True, "flash": True, "eager": False, "sdpa": False}
 
@@ -262,6 +265,19 @@ def _replay(source: Source, conversion: Conversion, path: str) -> None:
         seen(source, conversion, path, "", "follows from router_replay.mode=R3")
 
 
+def _reference_size(source: Source, conversion: Conversion, path: str) -> None:
+    if not (_megatron(source) and has_reference(source)):
+        if path in source.names:
+            conversion.note(
+                "dropped", source.names[path], "", "had no effect in this run, without a reference on Megatron-core"
+            )
+        return
+    value, last = source[path], path.rpartition(".")[2]
+    if value is None:
+        value = source[f"{_ACTOR}megatron.{last}"]
+    put(source, conversion, path, f"trainer.ref.megatron_config.{last}", value)
+
+
 def _grad_clip(source: Source, conversion: Conversion, path: str) -> None:
     counts = path.replace("grad_clip", "optim.clip_grad")
     if source[path] == source[counts]:
@@ -298,6 +314,7 @@ MODELS: dict[str, Rule] = {
             "lora_A_init_method",
         )
     },
+    **{f"actor_rollout_ref.ref.megatron.{size}": _reference_size for size in _SIZES},
     _ACTOR + "grad_clip": _grad_clip,
     "critic.grad_clip": _grad_clip,
     _MODEL + "lora_rank": _lora_rank,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -121,7 +122,7 @@ def _filled(tree: Tree, source: Source, conversion: Conversion) -> Source:
     strategy = {path: value for path, _, value in _leaves(tree)}.get("actor_rollout_ref.actor.strategy")
     source.megatron = source.megatron or strategy == "megatron"
     defaults = DEFAULTS | (MEGATRON_DEFAULTS if source.megatron else {})
-    for path, value in sorted(defaults.items()):
+    for path, value in sorted(deepcopy(defaults).items()):  # tables are merged in place
         _merge(background, _nested(path.split("."), value))
     _merge(background, tree)
     resolved = OmegaConf.create(background)
