@@ -21,91 +21,103 @@ def _megatron(source: Source) -> bool:
     return source[_ACTOR + "strategy"] == "megatron"
 
 
-def _optimizer(prefix: str, role: str) -> dict[str, Rule]:
-    target = f"trainer.{role}.optimizer_config."
+def _of_model(path: str) -> tuple[str, str]:
+    """Return the section of an optimizer's settings in verl, and here."""
+    prefix, role = path[: path.index("optim.") + len("optim.")], "critic" if path.startswith("critic.") else "policy"
+    return prefix, f"trainer.{role}.optimizer_config."
 
-    def of_role(rule: Rule) -> Rule:
-        def checked(source: Source, conversion: Conversion, path: str) -> None:
-            if role == "critic" and not has_critic(source):
-                if path in source.names:
-                    conversion.note("dropped", source.names[path], "", "had no effect, there is no critic")
-            else:
-                rule(source, conversion, path)
 
-        return checked
+def _if_trained(rule: Rule) -> Rule:
+    def checked(source: Source, conversion: Conversion, path: str) -> None:
+        if not path.startswith("critic.") or has_critic(source):
+            rule(source, conversion, path)
+        elif path in source.names:
+            conversion.note("dropped", source.names[path], "", "had no effect, there is no critic")
 
-    def warmup(source: Source, conversion: Conversion, path: str) -> None:
-        steps, ratio = source[prefix + "lr_warmup_steps"], source[prefix + "lr_warmup_steps_ratio"]
-        by_steps = isinstance(steps, int) and steps > 0
-        if path.endswith("_ratio"):
-            if not by_steps and ratio:
-                put(source, conversion, path, target + "warmup_ratio", ratio)
-            else:
-                seen(source, conversion, path, "", "lr_warmup_steps counts" if by_steps else "")
-        elif by_steps:
-            updates = _updates(source)
-            how = f"{steps} steps of {updates} optimizer step(s)" if updates != 1 else ""
-            put(source, conversion, path, target + "num_warmup_steps", steps * updates, how)
+    return checked
+
+
+def _warmup(source: Source, conversion: Conversion, path: str) -> None:
+    prefix, target = _of_model(path)
+    steps, ratio = source[prefix + "lr_warmup_steps"], source[prefix + "lr_warmup_steps_ratio"]
+    by_steps = isinstance(steps, int) and steps > 0
+    if path.endswith("_ratio"):
+        if not by_steps and ratio:
+            put(source, conversion, path, target + "warmup_ratio", ratio)
         else:
-            seen(source, conversion, path)
-        if path in source.names and (by_steps if path.endswith("steps") else ratio and not by_steps):
-            message = (
-                "the rate rises with every optimizer step, the first has a part of it already; in verl it stays through a step, and the first has "
-                "lr_warmup_init or 0"
-            )
-            conversion.note("differs", source.names[path], "", message)
-
-    def schedule(source: Source, conversion: Conversion, path: str) -> None:
-        if path.endswith("lr_decay_style") is not _megatron(source):
-            if path in source.names:
-                conversion.note("dropped", source.names[path], "", "had no effect with this strategy")
-            return
-        names = {"constant": "constant_with_warmup", "cosine": "cosine"} | (
-            {"linear": "linear"} if _megatron(source) else {}
+            seen(source, conversion, path, "", "lr_warmup_steps counts" if by_steps else "")
+    elif by_steps:
+        updates = _updates(source)
+        how = f"{steps} steps of {updates} optimizer step(s)" if updates != 1 else ""
+        put(source, conversion, path, target + "num_warmup_steps", steps * updates, how)
+    else:
+        seen(source, conversion, path)
+    if path in source.names and (by_steps if path.endswith("steps") else ratio and not by_steps):
+        message = (
+            "the rate rises with every optimizer step, the first has a part of it already; in verl it stays through a step, and the first has "
+            "lr_warmup_init or 0"
         )
-        if source[path] in names:
-            found = names[source[path]]
-            put(source, conversion, path, target + "scheduler", found, "" if found == source[path] else "constant")
-        else:
-            lost(
-                source,
-                conversion,
-                path,
-                target + "scheduler",
-                f"there is no {source[path]}; expected {', '.join(names)}",
-            )
+        conversion.note("differs", source.names[path], "", message)
 
-    def share(source: Source, conversion: Conversion, path: str) -> None:
-        of_megatron, last = (
-            not path.endswith("min_lr_ratio"),
-            "warmup_start_factor" if path.endswith("init") else "min_lr_factor",
+
+def _schedule(source: Source, conversion: Conversion, path: str) -> None:
+    _, target = _of_model(path)
+    if path.endswith("lr_decay_style") is not _megatron(source):
+        if path in source.names:
+            conversion.note("dropped", source.names[path], "", "had no effect with this strategy")
+        return
+    names = {"constant": "constant_with_warmup", "cosine": "cosine"} | (
+        {"linear": "linear"} if _megatron(source) else {}
+    )
+    if source[path] in names:
+        found = names[source[path]]
+        put(source, conversion, path, target + "scheduler", found, "" if found == source[path] else "constant")
+    else:
+        lost(
+            source,
+            conversion,
+            path,
+            target + "scheduler",
+            f"there is no {source[path]}; expected {', '.join(names)}",
         )
-        value, rate = source[path] or 0.0, source[prefix + "lr"]
-        if of_megatron and not _megatron(source):
-            seen(source, conversion, path, "", "had no effect without Megatron-core")
-        elif of_megatron and value:
-            put(source, conversion, path, target + last, value / rate, f"{value} of {rate}")
-        elif not of_megatron and not _megatron(source) and source[prefix + "lr_scheduler_type"] != "constant":
-            put(source, conversion, path, target + last, value)
-        else:
-            seen(source, conversion, path)
 
-    def name(source: Source, conversion: Conversion, path: str) -> None:
-        names = {"AdamW": "AdamW", "adam": "AdamW", "Adam": "Adam"}
-        if source[path] in names:
-            put(source, conversion, path, target + "name", names[source[path]])
-        else:
-            lost(source, conversion, path, target + "name", f"there is no {source[path]}; expected AdamW or Adam")
 
-    rules = {"lr_warmup_steps": warmup, "lr_warmup_steps_ratio": warmup, "lr_scheduler_type": schedule}
-    rules |= {
-        "lr_decay_style": schedule,
-        "min_lr_ratio": share,
-        "min_lr": share,
-        "lr_warmup_init": share,
-        "optimizer": name,
-    }
-    return {prefix + last: of_role(rule) for last, rule in rules.items()}
+def _share(source: Source, conversion: Conversion, path: str) -> None:
+    prefix, target = _of_model(path)
+    of_megatron, last = (
+        not path.endswith("min_lr_ratio"),
+        "warmup_start_factor" if path.endswith("init") else "min_lr_factor",
+    )
+    value, rate = source[path] or 0.0, source[prefix + "lr"]
+    if of_megatron and not _megatron(source):
+        seen(source, conversion, path, "", "had no effect without Megatron-core")
+    elif of_megatron and value:
+        put(source, conversion, path, target + last, value / rate, f"{value} of {rate}")
+    elif not of_megatron and not _megatron(source) and source[prefix + "lr_scheduler_type"] != "constant":
+        put(source, conversion, path, target + last, value)
+    else:
+        seen(source, conversion, path)
+
+
+def _name(source: Source, conversion: Conversion, path: str) -> None:
+    _, target = _of_model(path)
+    names = {"AdamW": "AdamW", "adam": "AdamW", "Adam": "Adam"}
+    if source[path] in names:
+        put(source, conversion, path, target + "name", names[source[path]])
+    else:
+        lost(source, conversion, path, target + "name", f"there is no {source[path]}; expected AdamW or Adam")
+
+
+_OPTIMIZER: dict[str, Rule] = {
+    "lr_warmup_steps": _warmup,
+    "lr_warmup_steps_ratio": _warmup,
+    "lr_scheduler_type": _schedule,
+    "lr_decay_style": _schedule,
+    "min_lr_ratio": _share,
+    "min_lr": _share,
+    "lr_warmup_init": _share,
+    "optimizer": _name,
+}
 
 
 def _updates(source: Source) -> int:
@@ -288,8 +300,11 @@ def _grad_clip(source: Source, conversion: Conversion, path: str) -> None:
 
 
 MODELS: dict[str, Rule] = {
-    **_optimizer(_ACTOR + "optim.", "policy"),
-    **_optimizer("critic.optim.", "critic"),
+    **{
+        f"{model}.optim.{last}": _if_trained(rule)
+        for model in ("actor_rollout_ref.actor", "critic")
+        for last, rule in _OPTIMIZER.items()
+    },
     _ACTOR + "fsdp_config.wrap_policy": _wrap("policy"),
     "actor_rollout_ref.ref.fsdp_config.wrap_policy": _wrap("ref"),
     "critic.fsdp.wrap_policy": _wrap("critic"),
