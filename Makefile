@@ -9,7 +9,7 @@
 # make kernels install torchao and Liger's kernels, and test FP8, moments of 8 bits and what is replaced
 # make faults  all failure scenarios on a real Slurm, also those that `make test` leaves out: more than an hour
 # make soak    a thousand processes of three runs killed, one after the other: hours; HPCRL_SOAK=300: so many; and 10,000 steps of one run
-# make fuzz    a million messages to the controller and a million configurations, half an hour; HPCRL_FUZZ=1000: as many of each
+# make fuzz    a million messages to the controller and a million configurations, half an hour; HPCRL_FUZZ=1000: as many of each; 10,000 requests to vLLM
 # make check   lint, format and types
 #
 # PYTHON=python3.12 make demo    with another Python than python3; where .venv is there already, remove it first
@@ -28,9 +28,9 @@ PIP       := $(BIN)/pip install --quiet --disable-pip-version-check
 demo: $(VENV)/$(if $(filter vllm,$(ENGINE)),installed,embedded)
 	$(BIN)/hpcrl submit configs/quickstart.toml generator.inference_engine.backend=$(ENGINE) --local --follow
 
-# Three at a time: the tests of Slurm mostly wait. tests/conftest.py says which share a process.
+# Three at a time: the tests of Slurm mostly wait. tests/conftest.py says which share a process. They read what another has compiled.
 test: $(VENV)/installed slurm egl
-	$(BIN)/pytest -n 3 --no-loadscope-reorder
+	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n 3 --no-loadscope-reorder
 
 learn: $(VENV)/installed slurm chromium
 	$(BIN)/pytest -m slow -s tests/jobs tests/slurm tests/observe tests/upload
@@ -81,7 +81,7 @@ soak: $(VENV)/installed slurm
 	HPCRL_SOAK=$${HPCRL_SOAK:-1000} $(BIN)/pytest -m "not slow" -s tests/faults/test_soak.py tests/jobs/test_growth.py
 
 fuzz: $(VENV)/installed
-	$(BIN)/pytest -m fuzz -s tests/fuzz
+	$(BIN)/pytest -m fuzz -s tests/fuzz tests/rollout/endpoint
 
 check: $(VENV)/installed
 	$(BIN)/ruff check

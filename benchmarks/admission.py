@@ -25,7 +25,7 @@ from hpcrl.controller.dispatch import Dispatcher
 from hpcrl.controller.dynamic_sampling import DynamicSampling
 from hpcrl.controller.evaluation import EvalQueue
 from hpcrl.controller.prompt_stream import group_id, group_index
-from hpcrl.types import Batch, GroupMeta
+from hpcrl.types import Batch, GroupMeta, SampleMeta
 
 _GOOD, _BAD = [0.0, 1.0], [0.0, 0.0]
 
@@ -301,10 +301,8 @@ class Play:
     def _deliver(self, replica: Replica, index: int, version: int) -> None:
         owner = self.admission.worker_of(index)
         rewards = _BAD if self._draw.random() < self.scene.dropped else _GOOD
-        stops = ["stop", "stop"]
-        meta = GroupMeta(
-            group_id(index), "train", 0, "", rewards, [2, 2], [1, 1], stops, version, replica.version, "s", 1.0
-        )
+        samples = [SampleMeta(reward, (2,), 1, "stop", {}, reward) for reward in rewards]
+        meta = GroupMeta(group_id(index), "train", 0, "", samples, version, replica.version, "s", 1.0)
         reason = self._composer.complete(index, meta)
         if reason is None and self.admission.is_finished(index):
             self._finished(index, meta)

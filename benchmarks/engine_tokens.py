@@ -21,9 +21,9 @@ import torch
 
 from hpcrl.config import InferenceEngineConfig
 from hpcrl.config.sections.model import Pretrained
+from hpcrl.engines.vllm.processes import group_of
+from hpcrl.engines.vllm.server import Server, ServerOptions
 from hpcrl.errors import EngineError
-from hpcrl.rollout.engines.vllm.processes import group_of
-from hpcrl.rollout.engines.vllm.server import Server, ServerOptions
 
 _TOKENIZER = Path(__file__).parents[1] / "configs" / "quickstart" / "model"
 _RUN, _TOKEN = "measured", "a-token-of-the-benchmark"

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.config import Config
-from hpcrl.config.derive import engine_memory_share
-from hpcrl.planning.engines import engine_sizes
+from hpcrl.engines.vllm.plan import engine_sizes
 from hpcrl.planning.estimate import estimate
 from hpcrl.planning.memory import Shapes
 from hpcrl.planning.shapes import model_shapes
@@ -93,7 +92,7 @@ def engine(model: str, longest: int, shapes: Shapes) -> tuple[int, int]:
     room = 0
     for size in (1, 2, 4, 8):
         config = config_of(model, longest, 1, f"generator.inference_engine.tensor_parallel_size={size}")
-        share = engine_memory_share(config) * GPU_GIB * GIB
+        share = config.engine_memory_share * GPU_GIB * GIB
         room = engine_sizes(config.generator.inference_engine, shapes, share).tokens // longest
         if room >= SAMPLES:
             return size, room

@@ -32,7 +32,7 @@ _NAMES = {
     "jobs/controller.py": "controller",
     "VLLM::EngineCore": "vLLM engine core",
     "api_server": "vLLM API server",
-    "hpcrl.rollout.engines.vllm.main": "vLLM API server",
+    "hpcrl.engines.vllm.main": "vLLM API server",
     "torch.distributed.run": "torchrun",
     "submitit.core._submit": "node agent",
 }

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from benchmarks.admission import Play, Scene
 from hpcrl.controller.batches import BatchComposer
@@ -85,7 +85,7 @@ class ScoredPlay(Play):
         """What the environment paid is what the reward model will say; until then all of a group are worth the same."""
         self._good[meta.group_id] = list(meta.rewards)
         self._counted[meta.group_id] = set()
-        unknown = GroupMeta(**{**vars(meta), "rewards": [0.0, 0.0]})
+        unknown = replace(meta, samples=[replace(sample, reward=0.0) for sample in meta.samples])
         self.admission.update(index, unknown)
         self.queue.add([unknown])
         for scorer in self._scorers:
@@ -150,7 +150,8 @@ class ScoredPlay(Play):
             return None
         for group in scored.groups:
             assert set(group.scores) == set(_MODELS) == self._counted[group.group_id]
-            assert group.model_rewards == group.rewards == self._good[group.group_id]
+            model_rewards = [sample.model_reward for sample in group.samples]
+            assert model_rewards == group.rewards == self._good[group.group_id]
             assert len(set(group.rewards)) > 1, f"{group.group_id} is not worth training"
         self.queue.forget(scored.generated)
         for name in scored.dropped:

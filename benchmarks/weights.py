@@ -40,8 +40,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from hpcrl.config import AlgorithmConfig, InferenceEngineConfig, ModelConfig, PolicyConfig, TrainerConfig
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.data.weight_files import PublishedWeights
-from hpcrl.rollout.engines.vllm.client import EngineClient
-from hpcrl.rollout.engines.vllm.server import Server, ServerOptions
+from hpcrl.engines.vllm.client import EngineClient
+from hpcrl.engines.vllm.server import Server, ServerOptions
 from hpcrl.rollout.weights.copies import NodeCopies
 from hpcrl.rollout.weights.fetch import fetch
 from hpcrl.rollout.weights.receive import Receiver

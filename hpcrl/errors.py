@@ -10,7 +10,8 @@
     ├── EngineError       7   the inference engine failed
     ├── UserCodeError     8   an environment or a reward function raised
     ├── ServiceError      9   a service that an environment or a reward asks, or a store for uploads, is away or gives no usable answer
-    └── DeviceError      10   a node lacks what the run is to use
+    ├── DeviceError      10   a node lacks what the run is to use
+    └── RequestRefused   12   the inference engine refuses one request, and answers others
 
 A message names the thing, what was expected and the remedy. What is wrong inside hpcrl itself is an `assert`.
 """
@@ -74,6 +75,10 @@ class ServiceError(HpcrlError):
 
 class DeviceError(HpcrlError):
     exit_code = 10
+
+
+class RequestRefused(HpcrlError):
+    exit_code = 12
 
 
 def did_you_mean(name: str, known: abc.Iterable[str], most: int = 1, alike: float = 0.6) -> str:

@@ -1,7 +1,8 @@
 """What flows between the parts of a run.
 
-Letters for shapes: T tokens of one sample, P packed tokens of one micro-batch, B samples, V vocabulary. A sample has no
-prompt/response split: the loss mask says which tokens the policy chose.
+A sample is one response to a prompt, and has one row or, with generator.step_wise_trajectories, a row for each of its turns. A row has no
+prompt/response split: the loss mask says which tokens the policy chose. Letters for shapes: T tokens of one row, P packed tokens of one
+micro-batch, B rows, V vocabulary.
 
     Prompt ──HTTP──> rollout worker ──Group file on disk──> trainer ──MicroBatch──> engine, loss
                             └──GroupMeta over HTTP──> controller ──Batch file──┘
@@ -9,17 +10,22 @@ prompt/response split: the loss mask says which tokens the policy chose.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, compress
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypeVar
+from itertools import accumulate, compress, pairwise
+from typing import TYPE_CHECKING, Any, Generic, Literal
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
+    from typing_extensions import TypeVar
 
-Array = TypeVar("Array")
-"""numpy.ndarray in rollout workers and where samples are shown, neither of which needs torch; torch.Tensor in the trainer."""
+    Array = TypeVar("Array", default=np.ndarray)
+else:
+    from typing import TypeVar
+
+    Array = TypeVar("Array")
+"""numpy.ndarray in files and in rollout workers, which need no torch; torch.Tensor where packed rows are taken apart."""
 
 Kind = Literal["train", "eval"]
 StopReason = Literal["stop", "length", "abort", "failed"]
@@ -29,7 +35,7 @@ LARGEST = 1e30
 LONGEST_NAME, LONGEST_FAILURE = 200, 2000
 
 ROUTED_EXPERTS = "routed_experts"
-"""In Sample.tensors, [T, L, k] int16: the experts that the engine took each token to in each layer that has experts; -1 where it is not known, as
+"""In Row.tensors, [T, L, k] int16: the experts that the engine took each token to in each layer that has experts; -1 where it is not known, as
 of a last token, which no engine computes anything of."""
 
 
@@ -98,8 +104,8 @@ class Hint(Generic[Array]):
 
 
 @dataclass
-class Sample(Generic[Array]):
-    """One response to a prompt, with all its turns; with generator.step_wise_trajectories, one of these turns and all before it.
+class Row(Generic[Array]):
+    """The tokens of one sequence that is trained: a whole sample, or with generator.step_wise_trajectories one of its turns and all before it.
 
     Attributes:
         token_ids: [T] int64, prompt and response laid end to end.
@@ -130,86 +136,161 @@ class Sample(Generic[Array]):
     tensors: dict[str, Array] = field(default_factory=dict)
 
 
-Row: TypeAlias = Sample["np.ndarray"]
-"""A row of a sample file, as rollout workers write it and the trainer reads it."""
+@dataclass(slots=True)
+class SampleMeta:
+    """What the controller knows of one sample of a finished group.
+
+    Attributes:
+        reward: the sum of its rewards, of those in its last row where it has several; of a pair of a dataset 1 for the chosen answer, which
+            is the first, and 0 for the rejected one.
+        lengths: tokens of each of its rows, prompt included.
+        response_length: tokens that the policy chose.
+        stop_reason: why its last turn ended.
+        env_metrics: numbers that the environment reports.
+        raw_reward: before generator.zero_reward_on_non_stop.
+        shared: of each row, with how many tokens it begins as the row before it in the group does; empty: not known.
+        model_reward: what a reward model that runs as a scorer adds to the reward of the sample, in `reward` by then; None: see `GroupMeta.judged`.
+    """
+
+    reward: float
+    lengths: Sequence[int]
+    response_length: int
+    stop_reason: str
+    env_metrics: Mapping[str, float]
+    raw_reward: float
+    shared: Sequence[int] = ()
+    model_reward: float | None = None
 
 
 @dataclass(frozen=True)
 class GroupMeta:
-    """What the controller knows of a finished group; one list entry per sample, but for `lengths`.
+    """What the controller knows of a finished group.
 
-    The file has a row for each sample, or, with generator.step_wise_trajectories, one for each of its turns: sample after sample, and
-    turn after turn.
+    The file has the rows of a sample after those of the sample before it, and with generator.step_wise_trajectories turn after turn.
 
     Attributes:
         group_id: name of the group in the whole run.
         path: file of its samples, relative to the run directory.
-        rewards: sum of each sample's rewards; of those in its last row, where it has several; of a pair of a dataset 1 for the chosen
-            answer, which is the first, and 0 for the rejected one.
-        lengths: tokens of each row, prompt included.
-        response_lengths: tokens that the policy chose.
         oldest_version, newest_version: over all tokens of all samples.
         seconds: from claim to the last token.
-        raw_rewards: before generator.zero_reward_on_non_stop; empty where they are the same.
         baseline: reward of the policy's greedy response to the prompt, where the advantage estimator compares with it. That response
             is no sample of the group, and nothing else of it is kept.
         failures: what went wrong in samples whose environment failed.
-        rows: how many each sample has; empty: one.
         digest: of what its file says of the rows, with a checksum of each; empty: nothing knows it, as of groups that have no file.
         scores: digests of what scorers say of the group, by the names of their models; of a batch's groups alone.
-        shared: of each row, with how many tokens it begins as the row before it does; empty: not known.
-        model_rewards: what a reward model that runs as a scorer adds to the reward of each sample, in `rewards` by then; None: it failed at the
-            sample, which is not trained. Empty: there is none, or it has not said yet.
         row: which row of the dataset at `path` its only sample is, or the pair of its two; None: `path` is a file of samples.
         offset: where the group begins in that file, in bytes.
+        judged: a reward model that runs as a scorer has scored the samples. One without a model_reward is then not trained: the model failed
+            at it.
     """
 
     group_id: str
     kind: Kind
     replica: int
     path: str
-    rewards: list[float]
-    lengths: list[int]
-    response_lengths: list[int]
-    stop_reasons: list[str]
+    samples: list[SampleMeta]
     oldest_version: int
     newest_version: int
     data_source: str
     seconds: float
-    env_metrics: list[dict[str, float]] = field(default_factory=list)
-    raw_rewards: list[float] = field(default_factory=list)
     baseline: float | None = None
     failures: list[str] = field(default_factory=list)
-    rows: list[int] = field(default_factory=list)
     digest: str = ""
     row: int | None = None
     offset: int = 0
     scores: dict[str, str] = field(default_factory=dict)
-    model_rewards: list[float | None] = field(default_factory=list)
-    shared: list[int] = field(default_factory=list)
+    judged: bool = False
+
+    @property
+    def rewards(self) -> list[float]:
+        return [sample.reward for sample in self.samples]
+
+    @property
+    def response_lengths(self) -> list[int]:
+        return [sample.response_length for sample in self.samples]
+
+    @property
+    def stop_reasons(self) -> list[str]:
+        return [sample.stop_reason for sample in self.samples]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each row, as they lie in the file."""
+        return [length for sample in self.samples for length in sample.lengths]
 
     @property
     def owners(self) -> list[int]:
         """The sample that each row is of."""
-        return [sample for sample, count in enumerate(self.rows or [1] * len(self.rewards)) for _ in range(count)]
+        return [at for at, sample in enumerate(self.samples) for _ in sample.lengths]
 
     @property
     def scored(self) -> list[bool]:
-        """Whether each sample has a reward of its own; in `rewards`, one that failed stands with the mean of the others, or 0."""
-        judged = self.model_rewards or [0.0] * len(self.rewards)
-        return [reason != "failed" and one is not None for reason, one in zip(self.stop_reasons, judged, strict=True)]
+        """Whether each sample has a reward of its own; one that failed has the mean of the others, or 0."""
+        return [
+            sample.stop_reason != "failed" and not (self.judged and sample.model_reward is None)
+            for sample in self.samples
+        ]
 
     @property
-    def own_rewards(self) -> list[float]:
-        """The rewards of the samples that are `scored`, which means are taken over."""
-        return list(compress(self.rewards, self.scored))
+    def scored_samples(self) -> list[SampleMeta]:
+        """The samples that are `scored`, which means are taken over."""
+        return list(compress(self.samples, self.scored))
 
     def to_json(self) -> dict[str, Any]:
-        return dict(vars(self))  # not asdict, which copies every number
+        """Return the fields and, instead of samples, a list for each of theirs: JSON of many groups is read and checked by columns."""
+        own, samples = dict(vars(self)), self.samples
+        del own["samples"], own["judged"]
+        own |= {name: [getattr(sample, field) for sample in samples] for name, field in _COLUMNS.items()}
+        own["lengths"], own["rows"] = self.lengths, [len(sample.lengths) for sample in samples]
+        own["shared"] = [size for sample in samples for size in sample.shared]
+        own["model_rewards"] = [sample.model_reward for sample in samples] if self.judged else []
+        return own
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> GroupMeta:
-        return cls(**value)
+        """Return the group that `to_json` wrote; columns that a sample can do without may be missing or empty.
+
+        Raises:
+            KeyError, TypeError, ValueError: a field is missing, unknown, or its list is not as long as the others.
+        """
+        own = dict(value)
+        rewards, lengths = own.pop("rewards"), own.pop("lengths")
+        count = len(rewards)
+        rows, shared = own.pop("rows", None) or [1] * count, own.pop("shared", None)
+        model_rewards = own.pop("model_rewards", None)
+        if len(lengths) != sum(rows) or len(shared or lengths) != len(lengths):
+            raise ValueError(f"{len(lengths)} lengths and {len(shared or lengths)} shared of {sum(rows)} rows")
+        columns = (
+            rewards,
+            _by_sample(lengths, rows),
+            own.pop("response_lengths"),
+            own.pop("stop_reasons"),
+            own.pop("env_metrics", None) or [{}] * count,
+            own.pop("raw_rewards", None) or rewards,
+            _by_sample(shared, rows) if shared else [()] * count,
+            model_rewards or [None] * count,
+        )
+        if {*map(len, columns)} != {count}:
+            raise ValueError(f"lists of {sorted({*map(len, columns)})} samples where {count} are expected")
+        return cls(samples=list(map(SampleMeta, *columns)), judged=bool(model_rewards), **own)
+
+
+_COLUMNS = {
+    "rewards": "reward",
+    "response_lengths": "response_length",
+    "stop_reasons": "stop_reason",
+    "env_metrics": "env_metrics",
+    "raw_rewards": "raw_reward",
+}
+"""Key in JSON -> field of SampleMeta."""
+
+
+def _by_sample(values: Sequence[int], rows: Sequence[int]) -> list[Sequence[int]]:
+    """Return the values of the rows of each sample; `rows`: how many each has."""
+    if len(values) == len(rows):
+        return [(value,) for value in values]
+    ends = [*accumulate(rows, initial=0)]
+    return [tuple(values[start:end]) for start, end in pairwise(ends)]
 
 
 @dataclass(frozen=True)
@@ -272,12 +353,12 @@ class Batch:
 
 @dataclass(frozen=True)
 class SharedPrefixes:
-    """Which tokens of a micro-batch are computed where what samples begin with is computed once: D of its P tokens.
+    """Which tokens of a micro-batch are computed where what rows begin with is computed once: D of its P tokens.
 
-    A sample shares prefixes with the one before it, and through this with others, so that samples are the paths of trees.
+    A row shares prefixes with the one before it, and through this with others, so that rows are the paths of trees.
 
     Attributes:
-        lengths: of each sample, the tokens behind those that it begins with as the sample before it does; at least 1. They sum to D.
+        lengths: of each row, the tokens behind those that it begins with as the row before it does; at least 1. They sum to D.
         cu_lengths: [B + 1] int32, cumulative lengths from 0.
         kept: [D] int64, ascending: the tokens that are computed.
         places: [P] int64, which of those a token is, or is the same as.
@@ -296,20 +377,20 @@ class SharedPrefixes:
 
 @dataclass
 class MicroBatch:
-    """Samples laid end to end for one forward and backward. Labels are shifted once, in packing.
+    """Rows laid end to end for one forward and backward. Labels are shifted once, in packing.
 
-    Entry p of every [P] tensor but `token_ids` and `positions` speaks about the token that position p predicts, the next one.
+    Entry p of every [P] tensor but `token_ids` and `positions` is about the token that position p predicts, the next one.
 
     Attributes:
         token_ids: [P] int64.
-        positions: [P] int64, restarting at 0 with each sample.
-        lengths: tokens of each packed sample; they sum to P.
+        positions: [P] int64, restarting at 0 with each row.
+        lengths: tokens of each packed row; they sum to P.
         cu_seqlens: [B + 1] int32, cumulative lengths from 0; made of them where it is not given.
-        labels: [P] int64, the next token of the same sample; 0 at a sample's last position.
-        loss_mask: [P] float32, 0 at a sample's last position.
-        weights: [P] float32, the loss mask times the weight of each sample (hpcrl/algorithms/reductions.py): the loss of a
+        labels: [P] int64, the next token of the same row; 0 at a row's last position.
+        loss_mask: [P] float32, 0 at a row's last position.
+        weights: [P] float32, the loss mask times the weight of each row (hpcrl/algorithms/reductions.py): the loss of a
             mini-batch is the sum of weight x loss over all its micro-batches, of all ranks.
-        nll_weights: [P] float32, the same for the mean over the tokens of samples with positive reward.
+        nll_weights: [P] float32, the same for the mean over the tokens of rows with positive reward.
         rollout_logprobs, old_logprobs, ref_logprobs, advantages: [P] float32; the last three are None until computed.
         values, returns: [P] float32, what a critic expected before the token and what it should have; None without one.
         margins: [P] float32, the margin of a pair at the end of its chosen answer; None where no scores are trained.
@@ -323,9 +404,9 @@ class MicroBatch:
         top_k: most probable tokens that a pass without gradient tells of at each place, or as many of `teacher_ids` if there are these.
         head_rows: [R] int64, ascending: the entries of which a policy's head computes anything, all other outputs are 0; those of
             trained tokens, and of the environment's that are learned, where it is not given.
-        prefixes: None: each sample is computed whole.
-        tensors: of each packed sample, as of Sample.
-        share: of each sample in the mini-batch, which may be spread over ranks; 0: there is none to be trained.
+        prefixes: None: each row is computed whole.
+        tensors: of each packed row, as of Row.
+        share: of each row in the mini-batch, which may be spread over ranks; 0: there is none to be trained.
     """
 
     token_ids: torch.Tensor

@@ -15,7 +15,7 @@ import sys
 import time
 from typing import Any
 
-from hpcrl.config import Config, sampling_seed
+from hpcrl.config import Config
 from hpcrl.config.family import family_of
 from hpcrl.config.sections.generator import NODE
 from hpcrl.controller.evaluation import evaluation_work
@@ -54,15 +54,18 @@ def evaluate(
     # torch and transformers take seconds to import, while the engine starts
     from hpcrl.data.datasets import counted_prompts, load_dataset
     from hpcrl.data.prompts import drop_long
+    from hpcrl.data.sources import validation_sources
     from hpcrl.rollout.evaluate import evaluate
     from hpcrl.rollout.family import load_generator
 
     data, generator = config.data, config.generator
-    prompts = load_dataset(data.val_data, ("eval",), data, config.environment, generator.max_turns)
+    prompts = load_dataset(
+        validation_sources(data, data.val_data), ("eval",), data, config.environment, generator.max_turns
+    )
     kept = drop_long(prompts, *counted_prompts(config))
     interval = 1 if family_of(config).keeps_evaluation_pictures else config.trainer.multi_modal_log_interval
     loaded = load_generator(directory, config, interval)
-    seed = sampling_seed(generator.inference_engine, config.trainer)
+    seed = config.sampling_seed
     work = evaluation_work(kept, version, generator.eval_n_samples_per_prompt, seed)
     if generator.inference_engine.http_endpoint_host == NODE:
         os.environ["HPCRL_ADDRESS"] = node_address(config.slurm.network_interface)

@@ -13,19 +13,14 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from threading import Event
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from hpcrl.config import Config
-from hpcrl.config.derive import engine_nodes
-from hpcrl.config.reward_model import reward_services
 from hpcrl.errors import HpcrlError
-from hpcrl.launch.agent.network import choose_port
 from hpcrl.observe.timeline import Timeline
 from hpcrl.rollout.engines.launch import launched
 from hpcrl.rundir.layout import Run
@@ -34,9 +29,6 @@ from hpcrl.runtime.heartbeat import Heartbeat
 from hpcrl.runtime.process_status import StatusWriter, ending_told
 from hpcrl.runtime.scratch import weight_copy_dir
 from hpcrl.runtime.signals import die_with_parent, end_process
-
-if TYPE_CHECKING:
-    from hpcrl.rollout.engines.base import Launched
 
 ASKED_TO_END = Event()
 
@@ -67,15 +59,8 @@ def serve(
     if colocated and not has_turn(run, attempt, f"rollout-{replica}", status):
         return
     with ExitStack() as stack:
-        engine = stack.enter_context(
-            launched(
-                run,
-                config,
-                run.log(attempt, f"engine-{replica}"),
-                replica,
-                first_part=first_part(run, config, attempt, replica),
-            )
-        )
+        log = run.log(attempt, f"engine-{replica}")
+        engine = stack.enter_context(launched(run, config, log, replica, attempt=attempt))
         # what follows takes seconds to import, while the engine starts
         from hpcrl.rollout.build import build_receiver, worker_options
         from hpcrl.rollout.family import load_generator
@@ -88,7 +73,7 @@ def serve(
             options = replace(options, copies=stack.enter_context(closing(NodeCopies(copies, run, attempt, receiver))))
         generator = load_generator(run, config, config.trainer.multi_modal_log_interval)
         engine.wait_ready(start_s, partial(starting, status))
-        if services := reward_services(config):
+        if services := config.reward_services:
             from hpcrl.rollout.reward_services import RewardServices
 
             rewards = RewardServices(run, attempt, services, config.environment.timeout_seconds)
@@ -117,15 +102,6 @@ def starting(status: StatusWriter) -> None:
     if ASKED_TO_END.is_set():
         sys.exit(0)
     status.write("starting engine")
-
-
-def first_part(run: Run, config: Config, attempt: int, replica: int) -> Callable[[Path, Path], Launched] | None:
-    """Return what starts this node's part of an engine that is on several; jobs/part.py starts the others."""
-    if engine_nodes(config) == 1:
-        return None
-    from hpcrl.rollout.engines.vllm.nodes import start_first
-
-    return partial(start_first, run, config, attempt, replica, os.environ["HPCRL_ADDRESS"], choose_port)
 
 
 def has_turn(run: Run, attempt: int, name: str, status: StatusWriter) -> bool:

@@ -18,7 +18,6 @@ import sys
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from hpcrl.config import Config
-from hpcrl.config.derive import gpu_count
 from hpcrl.data.token_file import open_tokens
 from hpcrl.errors import HpcrlError
 from hpcrl.launch.local.score import PROCESS
@@ -33,7 +32,7 @@ from hpcrl.trainer.scoring.rows import RowTeacher, require_row_teacher
 def main(path: str) -> None:
     place = Run.open(path)
     config = Config.from_toml([place.config])
-    with joined(config.trainer.deterministic, gpu_count(config.slurm) > 0, config.slurm.patience) as world:
+    with joined(config.trainer.deterministic, config.slurm.gpus > 0, config.slurm.patience) as world:
         write(place, config, world, StatusWriter(place, PROCESS, 0) if world.first else None)
 
 

@@ -24,7 +24,6 @@ from pathlib import Path
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from hpcrl.config import Config
-from hpcrl.config.derive import gpu_count
 from hpcrl.config.scorers import REWARD, ScorerSet, samples_at_once, scorer_number
 from hpcrl.errors import HpcrlError
 from hpcrl.observe.timeline import Timeline
@@ -32,6 +31,7 @@ from hpcrl.rundir.layout import Run
 from hpcrl.runtime.heartbeat import DIRECTORY, Heartbeat
 from hpcrl.runtime.process_status import StatusWriter, ending_told, renewed
 from hpcrl.trainer.distributed import World, joined
+from hpcrl.trainer.scoring.engine import engine_of_teacher
 from hpcrl.trainer.scoring.model import ScoringModel, require_fitting_teacher
 from hpcrl.trainer.scoring.reward import RewardScoringModel
 from hpcrl.trainer.scoring.worker import Judge, ScoreWorker
@@ -60,7 +60,7 @@ def main(path: str) -> None:
         ExitStack() as stack,
     ):
         tells = first and not scorers.engine  # of an engine, `still_starting` does
-        on_gpu = gpu_count(config.slurm) > 0 and not scorers.engine
+        on_gpu = config.slurm.gpus > 0 and not scorers.engine
         with renewed(status, f"loading the {scorers.title}") if tells else nullcontext():
             world = stack.enter_context(joined(trainer.deterministic, on_gpu, config.slurm.patience))
             log = run.log(attempt, f"engine-{name}")
@@ -79,10 +79,8 @@ def model_of(
     elif not scorers.engine:
         yield ScoringModel(run, config, scorers, world)
     else:
-        from hpcrl.rollout.engines.vllm.teacher import engine_teacher
-
         require_fitting_teacher(config, scorers)
-        with engine_teacher(run, config, scorers, log, still_starting) as model:
+        with engine_of_teacher(config).engine_teacher(run, config, scorers, log, still_starting) as model:
             yield model
 
 

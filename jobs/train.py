@@ -28,8 +28,6 @@ from functools import partial
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from hpcrl.config import Config
-from hpcrl.config.adapters import engines_begin_with_model
-from hpcrl.config.derive import checkpoint_interval, gpu_count, is_offline, publishes
 from hpcrl.observe.timeline import Timeline
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.heartbeat import Heartbeat
@@ -58,7 +56,7 @@ def main(run_dir: str) -> None:
     trainer = config.trainer
     with (
         closing(Timeline(run, f"rank-{os.environ['RANK']}", attempt)) as timeline,
-        joined(trainer.deterministic, gpu_count(config.slurm) > 0, config.slurm.patience) as world,
+        joined(trainer.deterministic, config.slurm.gpus > 0, config.slurm.patience) as world,
         recorded(trainer.profiler, trainer.policy.record_memory, run, attempt, world, timeline) as record_step,
     ):
         work(run, attempt, config, world, StopConsensus(world, STOP, heartbeat), timeline, record_step)
@@ -76,7 +74,7 @@ def work(
 ) -> None:
     """Load, train to the end of the run or to a stop request, and report which."""
     trainer = config.trainer
-    ranks = ModelRanks.of(trainer, world)
+    ranks = ModelRanks.of(trainer.placement, world, own_critic=trainer.has_own_critic)
     controller = ControllerClient(run, attempt, world, consensus, critic=ranks.own.first and not ranks.policy)
     try:
         controller.report("loading model")
@@ -85,7 +83,7 @@ def work(
         learner = load_learner(run, config, ranks, consensus, resume, Dumps(run, attempt, world))
         publisher = build_publisher(run, attempt, config, ranks)
         policy = None if learner.start.updates else learner.policy
-        publisher.resume(policy, learner.start.step, from_model=engines_begin_with_model(config))
+        publisher.resume(policy, learner.start.step, from_model=config.engines_begin_with_model)
         gc.freeze()  # what is loaded stays: to look through it for garbage, again and again, takes long
         train(config, learner, checkpoints, publisher, controller, PhaseTimer(timeline), record_step)
     except Stopping:
@@ -109,7 +107,7 @@ def train(
     turns = DeviceTurns([policy, learner.critic], learner.world, colocated=trainer.placement.colocate_all)
     turns.end(timer)
     total, epoch = controller.start(step)
-    save_interval, export_interval = checkpoint_interval(trainer, epoch), trainer.hf_save_interval
+    save_interval, export_interval = trainer.checkpoint_interval(epoch), trainer.hf_save_interval
     learner.schedule(total)
     export = partial(publisher.export, policy, **exported_with(config))
     if publisher.misses_export(start.checkpoint) and is_due(export_interval, step, total):
@@ -121,8 +119,8 @@ def train(
             controller.report(f"step {batch.step}/{total}", step=batch.step, total=total)
             metrics = turns.begin(timer) | learner.train(batch, timer)
             step = batch.step
-            weights = publishes(trainer, step, total)
-            if (weights or is_offline(trainer)) and not consensus.asked("publish"):  # else the next attempt does it
+            weights = trainer.publishes(step, total)
+            if (weights or trainer.offline) and not consensus.asked("publish"):  # else the next attempt does it
                 with timer("sync_weights"):
                     metrics |= publisher.publish(policy, step) if weights else {}
                     metrics |= turns.end(timer)

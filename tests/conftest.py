@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
-from tests.paths import ON_GPU
+from tests.paths import ON_GPU, ROOT
 
 # what is expected was computed on CPUs, and ranks are forked from a process that may have begun to use a GPU
 if Path("/dev/nvidiactl").exists() and not ON_GPU:
@@ -50,10 +51,36 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> GroupSc
     return GroupScheduling(config, log)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Let each worker begin to collect elsewhere: what one has compiled, the others read."""
+    worker: dict[str, Any] | None = getattr(config, "workerinput", None)
+    if worker and config.args == config.getini("testpaths"):
+        tests = ROOT / "tests"
+        places = sorted({str(tests / path.relative_to(tests).parts[0]) for path in tests.rglob("test_*.py")})
+        begin = len(places) * int(worker["workerid"].removeprefix("gw")) // worker["workercount"]
+        config.args = places[begin:] + places[:begin]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Collect with no garbage collection, which would look at all that is imported again and again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     order = list(dict.fromkeys(GROUPS.values()))
     places = {group: place for place, group in enumerate(order)}
-    items.sort(key=lambda item: places.get(_group(item.nodeid.partition("::")[0]), len(order)))
+
+    def place(item: pytest.Item) -> tuple[int, str]:
+        path = item.nodeid.partition("::")[0]
+        return places.get(_group(path), len(order)), path  # workers have to agree, wherever they began
+
+    items.sort(key=place)
 
 
 @pytest.fixture(scope="session")

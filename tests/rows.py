@@ -4,16 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from hpcrl.data.group_file import group_bytes, read_group
 from hpcrl.rundir.commit import write_bytes
-from hpcrl.types import GroupMeta, Hint, Sample, SamplingMask
+from hpcrl.types import GroupMeta, Hint, Row, SamplingMask
 
 
-def write_group(path: Path, samples: Sequence[Sample], meta: GroupMeta) -> GroupMeta:
+def group_meta(**columns: Any) -> GroupMeta:
+    """Return a group by its JSON."""
+    known = {"group_id": "g", "kind": "train", "replica": 0, "path": "p", "data_source": "x", "seconds": 1.0}
+    return GroupMeta.from_json({**known, "oldest_version": 0, "newest_version": 0, **columns})
+
+
+def with_columns(meta: GroupMeta, **columns: Any) -> GroupMeta:
+    """Return a group with other fields of its JSON."""
+    return GroupMeta.from_json({**meta.to_json(), **columns})
+
+
+def write_group(path: Path, samples: Sequence[Row], meta: GroupMeta) -> GroupMeta:
     """Write a file of one group; args and result as of `group_bytes`."""
     content, meta = group_bytes(samples, meta)
     write_bytes(path, content)
@@ -22,17 +34,17 @@ def write_group(path: Path, samples: Sequence[Sample], meta: GroupMeta) -> Group
 
 def read_tensors(
     path: Path, indices: Sequence[int] | None = None, expected: GroupMeta | None = None
-) -> list[Sample[torch.Tensor]]:
+) -> list[Row[torch.Tensor]]:
     """Return what `read_group` does, as tensors."""
     return [as_tensors(row) for row in read_group(path, indices, expected)]
 
 
-def as_tensors(row: Sample[np.ndarray]) -> Sample[torch.Tensor]:
-    def tensors(arrays: Sample[np.ndarray] | SamplingMask[np.ndarray]) -> dict[str, torch.Tensor]:
+def as_tensors(row: Row[np.ndarray]) -> Row[torch.Tensor]:
+    def tensors(arrays: Row[np.ndarray] | SamplingMask[np.ndarray]) -> dict[str, torch.Tensor]:
         return {name: torch.from_numpy(value) for name, value in vars(arrays).items() if isinstance(value, np.ndarray)}
 
     mask, hint = row.sampling_mask, row.hint
-    return Sample(
+    return Row(
         **tensors(row),
         stop_reason=row.stop_reason,
         env_metrics=row.env_metrics,

@@ -16,7 +16,7 @@ from pathlib import Path
 from tests.paths import ROOT
 
 FLOORS = {
-    "hpcrl.cli": 8, "hpcrl.families": 8,
+    "hpcrl.cli": 8, "hpcrl.engines": 8, "hpcrl.families": 8,
     "jobs": 7, "hpcrl.planning": 7,
     "hpcrl.trainer": 6, "hpcrl.rollout": 6, "hpcrl.controller": 6, "hpcrl.launch": 6,
     "hpcrl.reward_service": 6,

@@ -3,43 +3,57 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 
 import pytest
 
+from hpcrl.config.backend import backends
 from tests.paths import ROOT
 from tests.structure import FLOORS, Code, folder_cycles, module_cycles, upward
 
 CODE = Code.of()
-IMPORTS = CODE.imports()
+IMPORTS = functools.cache(CODE.imports)
 MOST_LINES, MOST_LINES_OF_A_FUNCTION = 600, 61
 WITH_TORCH = (
     "jobs", "hpcrl.types", "hpcrl.algorithms", "hpcrl.data.group_file", "hpcrl.data.models", "hpcrl.data.vision.classes", "hpcrl.data.vision.inputs", "hpcrl.data.weight_files", "hpcrl.data.weights.stream", "hpcrl.trainer", "hpcrl.rollout", "hpcrl.controller", "hpcrl.reward_service", "hpcrl.envs",
     "hpcrl.planning.activations", "hpcrl.planning.estimate", "hpcrl.planning.memory", "hpcrl.planning.partition", "hpcrl.planning.shapes", "hpcrl.planning.whole_model",
-    "hpcrl.families",
+    "hpcrl.engines", "hpcrl.families",
 )  # fmt: skip
 """Modules, and folders, that may import torch; all others run on a login node."""
-WITHOUT_TORCH = ".family", ".rules", ".settings", ".data", ".launch"
-"""Ends of the names of families' modules that run on a login node."""
+WITHOUT_TORCH = ".backend", ".family", ".rules", ".settings", ".data", ".launch"
+"""Ends of the names of modules of families and engines that run on a login node."""
+
+WHOLE_TRAINER = {
+    "hpcrl.families.diffusion.model": 2, "hpcrl.families.diffusion.objective": 2, "hpcrl.families.diffusion.plan": 2,
+    "hpcrl.families.diffusion.policy": 1, "hpcrl.families.diffusion.settings": 1, "hpcrl.families.diffusion.tasks": 1,
+    "hpcrl.families.pi05.policy": 3,
+    "hpcrl.launch.doctor.rooms": 1, "hpcrl.launch.local.replay": 1, "hpcrl.launch.submit.models": 1,
+    "hpcrl.observe.alerts.watch": 2, "hpcrl.planning.rank_groups": 4, "hpcrl.planning.shapes": 1, "hpcrl.rundir.checkpoints": 1,
+    "hpcrl.trainer.backends.fsdp.engine": 1, "hpcrl.trainer.backends.fsdp.values": 2, "hpcrl.trainer.backends.megatron.engine": 6,
+    "hpcrl.trainer.batching": 1, "hpcrl.trainer.samples": 1, "hpcrl.trainer.saving.checkpoint": 1, "hpcrl.trainer.saving.export": 1,
+    "hpcrl.trainer.saving.mid_batch": 1, "hpcrl.trainer.scoring.megatron": 1, "hpcrl.trainer.step": 1,
+}  # fmt: skip
+"""Parameters that are a whole TrainerConfig, by module: engines, and what reads many of its sections. Numbers only go down."""
 
 SECTIONS_OF_FAMILIES = {"diffusers", "vla"}
 
 
 def test_imports_only_go_down() -> None:
-    wrong = [f"{one.module}:{one.line} imports {one.target}" for one in upward(IMPORTS)]
+    wrong = [f"{one.module}:{one.line} imports {one.target}" for one in upward(IMPORTS())]
     assert not wrong, "\n".join([*wrong, f"floors: {FLOORS}"])
 
 
 def test_no_module_imports_itself_through_others() -> None:
     """Imports within functions and under TYPE_CHECKING count."""
-    for cycle in module_cycles(IMPORTS):
-        lines = [f"{one.module}:{one.line}" for one in IMPORTS if {one.module, one.target} <= set(cycle)]
+    for cycle in module_cycles(IMPORTS()):
+        lines = [f"{one.module}:{one.line}" for one in IMPORTS() if {one.module, one.target} <= set(cycle)]
         pytest.fail(f"these modules import each other: {', '.join(cycle)}\n" + "\n".join(lines))
 
 
 def test_no_folder_imports_itself_through_others() -> None:
-    assert folder_cycles(CODE, IMPORTS) == []
+    assert folder_cycles(CODE, IMPORTS()) == []
 
 
 def test_files_and_functions_stay_small() -> None:
@@ -54,8 +68,9 @@ def test_files_and_functions_stay_small() -> None:
 
 
 def test_login_node_needs_no_torch() -> None:
-    families = [name for name in CODE.files if within(name, "hpcrl.families") and name.endswith(WITHOUT_TORCH)]
-    modules = families + [name for name in CODE.files if not name.startswith(WITH_TORCH)]
+    folders = "hpcrl.families", "hpcrl.engines"
+    light = [name for name in CODE.files if any(within(name, one) for one in folders) and name.endswith(WITHOUT_TORCH)]
+    modules = light + [name for name in CODE.files if not name.startswith(WITH_TORCH)]
     code = f"""
 import importlib, sys
 for name in {modules}:
@@ -68,11 +83,10 @@ for name in {modules}:
     assert done.returncode == 0, done.stderr
 
 
-def test_nothing_imports_a_family() -> None:
-    """Families are found by name (hpcrl/config/family.py)."""
-    wrong = [
-        one for one in IMPORTS if within(one.target, "hpcrl.families") and not within(one.module, "hpcrl.families")
-    ]
+@pytest.mark.parametrize("folder", ["hpcrl.families", "hpcrl.engines"])
+def test_nothing_imports_a_family_or_an_engine(folder: str) -> None:
+    """They are found by name (hpcrl/config/family.py, hpcrl/config/backend.py)."""
+    wrong = [one for one in IMPORTS() if within(one.target, folder) and not within(one.module, folder)]
     assert not wrong, "\n".join(f"{one.module}:{one.line} imports {one.target}" for one in wrong)
 
 
@@ -80,7 +94,7 @@ def test_only_the_command_and_the_pages_know_other_formats() -> None:
     users = "hpcrl.cli", "hpcrl.convert", "hpcrl.docs"
     wrong = [
         one
-        for one in IMPORTS
+        for one in IMPORTS()
         if within(one.target, "hpcrl.convert") and not any(within(one.module, user) for user in users)
     ]
     assert not wrong, "\n".join(f"{one.module}:{one.line} imports {one.target}" for one in wrong)
@@ -95,6 +109,43 @@ def test_only_families_read_their_settings() -> None:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Attribute):
                 assert node.attr not in SECTIONS_OF_FAMILIES, f"{name}:{node.lineno} reads {node.attr}"
+
+
+def test_only_builders_get_the_whole_section_of_the_trainer() -> None:
+    """Others get the sections, or the values, that they read."""
+    found = {
+        name: count
+        for name, path in CODE.files.items()
+        if not (within(name, "hpcrl.config") or name.endswith(".build"))
+        if (count := _whole_trainers(ast.parse(path.read_text(encoding="utf-8"))))
+    }
+    assert found == WHOLE_TRAINER, "name the sections that are read in the signature, or lower the number"
+
+
+def _whole_trainers(tree: ast.AST) -> int:
+    return sum(
+        isinstance(node, ast.arg) and node.annotation is not None and "TrainerConfig" in ast.unparse(node.annotation)
+        for node in ast.walk(tree)
+    )
+
+
+def test_only_an_engine_compares_its_name() -> None:
+    """Nothing asks which engine a configuration names: what reads other formats translates its name, and sections have a default."""
+    owners = {name: [backend.package, "hpcrl.convert"] for name, backend in backends().items()}
+    for module, path in CODE.files.items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Compare):
+                parts = [node.left, *node.comparators]
+            elif isinstance(node, ast.Dict):
+                parts = [key for key in node.keys if key]
+            elif isinstance(node, ast.MatchValue):
+                parts = [node.value]
+            else:
+                continue
+            for one in (each for part in parts for each in [part, *getattr(part, "elts", ())]):
+                name = one.value if isinstance(one, ast.Constant) else None
+                allowed = owners[name] if isinstance(name, str) and name in owners else [module]
+                assert any(within(module, owner) for owner in allowed), f"{module}:{node.lineno} compares {name!r}"
 
 
 def within(module: str, package: str) -> bool:

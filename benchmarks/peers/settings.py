@@ -19,9 +19,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from hpcrl.config import Config, temperature
-from hpcrl.config.derive import max_model_len
-from hpcrl.trainer.batching import updates_per_batch
+from hpcrl.config import Config
 
 ENGINES = ("vllm", "transformers")
 _SAME = {
@@ -55,7 +53,7 @@ def grpo_settings(config: Config, engine: str, steps: int, output: Path) -> dict
             raise ValueError(f"trainer.{name}: TRL's settings are those of {wanted!r}, found {found!r}")
     optimizer, sampling = trainer.policy.optimizer_config, generator.sampling_params
     samples = generator.n_samples_per_prompt
-    micro, updates = trainer.micro_train_batch_size_per_gpu, updates_per_batch(trainer, trainer.policy_mini_batch_size)
+    micro, updates = trainer.micro_train_batch_size_per_gpu, trainer.updates_per_batch(trainer.policy_mini_batch_size)
     if not micro or trainer.policy_mini_batch_size * samples % micro:
         raise ValueError(
             f"trainer.micro_train_batch_size_per_gpu: expected a divisor of a mini-batch's "
@@ -89,7 +87,7 @@ def grpo_settings(config: Config, engine: str, steps: int, output: Path) -> dict
         "scale_rewards": "group" if algorithm.grpo_norm_by_std else "none",
         "beta": algorithm.kl_loss_coef if algorithm.use_kl_loss else 0.0,
         "use_bias_correction_kl": algorithm.kl_importance_weighted,
-        "temperature": temperature(config),
+        "temperature": config.temperature,
         "top_p": sampling.top_p,
         "top_k": max(0, sampling.top_k),
         "min_p": sampling.min_p or None,
@@ -97,7 +95,7 @@ def grpo_settings(config: Config, engine: str, steps: int, output: Path) -> dict
         "max_completion_length": sampling.max_generate_length,
         "use_vllm": engine == "vllm",
         "vllm_mode": "colocate",
-        "vllm_max_model_length": max_model_len(config),
+        "vllm_max_model_length": config.max_model_len,
         "vllm_importance_sampling_correction": False,
         "eval_strategy": "no",
         "save_strategy": "steps" if trainer.ckpt_interval > 0 else "no",

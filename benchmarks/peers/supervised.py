@@ -79,19 +79,19 @@ def packed(batch: list[list[int]]) -> Any:
     """Return a batch as hpcrl's trainer has it: rows packed into passes, with weights that make the loss the mean over the predicted tokens."""
     import torch
 
-    from hpcrl.trainer.batching import MicroBatchLimit, SampleRef, planned
+    from hpcrl.trainer.batching import MicroBatchLimit, RowRef, planned
     from hpcrl.trainer.packing import MiniBatch, pack
-    from hpcrl.types import Sample
+    from hpcrl.types import Row
 
     limit = MicroBatchLimit(1, TOKENS)
-    refs = [SampleRef(at, 0, len(row)) for at, row in enumerate(batch)]
+    refs = [RowRef(at, 0, len(row)) for at, row in enumerate(batch)]
     plan = planned(refs, 1, (limit, limit))
     samples, tokens = [], sum(len(row) - 1 for row in batch)
     for ref in plan.shares[0]:
         count = ref.length
         ids, mask = torch.tensor(batch[ref.group]), torch.tensor([0.0] + [1.0] * (count - 1))
         versions = torch.full((count,), -1, dtype=torch.int32)
-        samples.append(Sample(ids, mask, torch.zeros(count), versions, torch.zeros(count), "stop"))
+        samples.append(Row(ids, mask, torch.zeros(count), versions, torch.zeros(count), "stop"))
     found = pack(samples, plan.shares[0])
     found.weights = [1 / tokens] * len(samples)
     return MiniBatch(plan, found, rank=0, tokens=tokens)

@@ -114,14 +114,14 @@ def train_with_hpcrl(model: Path, batches: list[list[Answer]], way: str) -> Take
             began = time.monotonic()
             mini = packed(batch)
             if config.shared_prefixes:
-                mini.samples.share_prefixes()
-            mini.samples.scores.old_logprobs = mini.scored(policy.logprobs)
+                mini.rows.share_prefixes()
+            mini.rows.scores.old_logprobs = mini.scored(policy.logprobs)
             for _ in range(UPDATES):
                 sums = policy.forward_backward(mini.micro_batches(), objective)
                 taken.losses.append(sums["final_loss"].item())
                 taken.grad_norms.append(policy.step().grad_norm)
             taken.seconds.append(time.monotonic() - began)
-            taken.tokens.append(sum(mini.samples.lengths))
+            taken.tokens.append(sum(mini.rows.lengths))
     return taken
 
 
@@ -129,11 +129,11 @@ def packed(batch: list[Answer]) -> Any:
     """Return a batch as hpcrl's trainer has it: its samples packed, with weights that make the loss the mean over tokens, and advantages."""
     import torch
 
-    from hpcrl.trainer.batching import MicroBatchLimit, SampleRef, planned
+    from hpcrl.trainer.batching import MicroBatchLimit, RowRef, planned
     from hpcrl.trainer.packing import MiniBatch, pack
-    from hpcrl.types import Sample
+    from hpcrl.types import Row
 
-    refs = [SampleRef(at // SAMPLES, at % SAMPLES, len(one.prompt) + len(one.answer)) for at, one in enumerate(batch)]
+    refs = [RowRef(at // SAMPLES, at % SAMPLES, len(one.prompt) + len(one.answer)) for at, one in enumerate(batch)]
     limit = MicroBatchLimit(SAMPLES)
     plan = planned(refs, 1, (limit, limit))
     chosen = [batch[ref.group * SAMPLES + ref.index] for ref in plan.shares[0]]
@@ -142,7 +142,7 @@ def packed(batch: list[Answer]) -> Any:
     for one in chosen:
         mask = torch.tensor([0.0] * len(one.prompt) + [1.0] * len(one.answer))
         ids, zeros = torch.tensor(one.prompt + one.answer), torch.zeros_like(mask)
-        samples.append(Sample(ids, mask, zeros, mask.int() - 1, zeros, "stop"))
+        samples.append(Row(ids, mask, zeros, mask.int() - 1, zeros, "stop"))
     found = pack(samples, plan.shares[0])
     found.weights = [1 / tokens] * len(samples)
     advantages_B = torch.tensor([one.advantage for one in chosen])

@@ -10,13 +10,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, cast
 
-from hpcrl.config import Config, eval_sampling, order_seed, total_steps
-from hpcrl.config.derive import policy_model
+from hpcrl.config import Config
 from hpcrl.controller.prompt_stream import PromptStream
 from hpcrl.data.chat.count import token_counter
 from hpcrl.data.chat.turns import ChatTurns
 from hpcrl.data.datasets import load_dataset
 from hpcrl.data.prompts import drop_long
+from hpcrl.data.sources import training_sources, validation_sources
 from hpcrl.data.tokenizer import load_tokenizer
 from hpcrl.envs.base import Environment
 from hpcrl.envs.registry import common_extras, make_environment
@@ -56,12 +56,18 @@ class Work:
     def of(cls, config: Config) -> Work:
         data, trainer, generator = config.data, config.trainer, config.generator
         sections = data, config.environment, generator.max_turns
-        count = token_counter(policy_model(trainer), generator.chat_template, generator.chat_template_kwargs)
-        prompts = drop_long(load_dataset(data.train_data, ("train",), *sections), count, trainer.max_prompt_length)
-        steps = total_steps(len(prompts), trainer)
-        stream = PromptStream(len(prompts), trainer.train_batch_size, trainer.seed, order_seed(data, trainer))
+        count = token_counter(trainer.policy.model.pretrained, generator.chat_template, generator.chat_template_kwargs)
+        prompts = drop_long(
+            load_dataset(training_sources(data), ("train",), *sections), count, trainer.max_prompt_length
+        )
+        steps = trainer.total_steps(len(prompts))
+        stream = PromptStream(len(prompts), trainer.train_batch_size, trainer.seed, config.order_seed)
         train = [prompts[stream.row(index)] for index in range(steps * trainer.train_batch_size)]
-        validation = load_dataset(data.val_data, ("eval",), *sections) if trainer.eval_interval > 0 else []
+        validation = (
+            load_dataset(validation_sources(data, data.val_data), ("eval",), *sections)
+            if trainer.eval_interval > 0
+            else []
+        )
         kept = drop_long(validation, count, trainer.max_prompt_length)
         return cls(config, train, kept, steps)
 
@@ -80,7 +86,7 @@ class Work:
         import torch
 
         generator = self.config.generator
-        tokenizer = load_tokenizer(policy_model(self.config.trainer), generator.chat_template)
+        tokenizer = load_tokenizer(self.config.trainer.policy.model.pretrained, generator.chat_template)
         prompts = [
             ChatTurns(tokenizer, generator.chat_template_kwargs).opening(one.messages).token_ids
             for one in self.validation
@@ -90,7 +96,7 @@ class Work:
         mask = torch.tensor([[0] * (width - len(one)) + [1] * len(one) for one in prompts])
         was_training = model.training
         model.eval()
-        longest = eval_sampling(generator).max_generate_length
+        longest = generator.eval_sampling.max_generate_length
         found = model.generate(  # pyright: ignore[reportCallIssue]
             input_ids=ids.to(model.device),
             attention_mask=mask.to(model.device),

@@ -14,8 +14,8 @@ from hpcrl.config.sections.generator import GeneratorConfig
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.config.validate import build
 from hpcrl.data.tokenizer import load_tokenizer
-from hpcrl.rollout.engines.vllm.client import EngineClient
-from hpcrl.rollout.engines.vllm.server import Server, ServerOptions
+from hpcrl.engines.vllm.client import EngineClient
+from hpcrl.engines.vllm.server import Server, ServerOptions
 from hpcrl.rollout.generate import GroupGenerator
 from hpcrl.rollout.group import Group
 from hpcrl.rundir.commit import write_text

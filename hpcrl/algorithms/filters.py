@@ -24,16 +24,19 @@ def filter_values(group: GroupMeta, metrics: Sequence[str]) -> list[float]:
     return [sum(values) for values in compress(zip(*named, strict=True), group.scored)]
 
 
-def is_worth_training(group: GroupMeta, metrics: Sequence[str]) -> bool:
+def is_worth_training(group: GroupMeta, metrics: Sequence[str], tolerance: float = 0.0) -> bool:
     """Return whether samples of a group that have a reward differ in what they are judged by; `metrics` as of `filter_values`.
 
     A group of one sample is worth it where that has a reward, as there is no other to differ from; a single one left of several is not.
+
+    Args:
+        tolerance: what the highest may exceed the lowest by without a difference.
 
     Raises:
         DataError: no sample of the group reports one of the metrics.
     """
     values = filter_values(group, metrics)
-    return len(values) >= min(2, len(group.rewards)) and varied(values)
+    return len(values) >= min(2, len(group.samples)) and varied(values, tolerance)
 
 
 def reported(group: GroupMeta, name: str, setting: str) -> list[float]:
@@ -45,14 +48,13 @@ def reported(group: GroupMeta, name: str, setting: str) -> list[float]:
     Raises:
         DataError: no sample of the group reports it.
     """
-    samples = group.env_metrics or [{} for _ in group.rewards]
-    there = sorted({known for sample in samples for known in sample})
-    if name not in there and any(reason != "failed" for reason in group.stop_reasons):
+    there = sorted({known for sample in group.samples for known in sample.env_metrics})
+    if name not in there and any(sample.stop_reason != "failed" for sample in group.samples):
         raise DataError(
             f"group {group.group_id} (data source {group.data_source}): no sample has the metric {name!r}, which "
             f"trainer.algorithm.{setting} names; name metrics that the environment reports: it reports {', '.join(there) or 'none'}"
         )
-    return [sample.get(name, 0.0) for sample in samples]
+    return [sample.env_metrics.get(name, 0.0) for sample in group.samples]
 
 
 def named_rewards(group: GroupMeta, name: str) -> list[float]:
@@ -64,9 +66,9 @@ def named_rewards(group: GroupMeta, name: str) -> list[float]:
     return group.rewards if name == OWN_REWARD else reported(group, name, "gdpo.rewards")
 
 
-def varied(values: Sequence[float]) -> bool:
+def varied(values: Sequence[float], tolerance: float = 0.0) -> bool:
     """Return whether the rewards of a group, or what else it is judged by, differ, or it has no second sample to differ from.
 
     Otherwise every sample is as good as its group, so that estimators which compare within it find nothing to learn.
     """
-    return len(values) == 1 or min(values) < max(values)
+    return len(values) == 1 or max(values) - min(values) > tolerance

@@ -1,8 +1,8 @@
-"""How the losses of the tokens of a mini-batch become one number: a weight per sample, equal for all its trained tokens.
+"""How the losses of the tokens of a mini-batch become one number: a weight per row, equal for all its trained tokens.
 
 The loss of a mini-batch is the sum, over all ranks and micro-batches, of weight x loss over the trained tokens. The weights are
 worked out once, from the token counts of the whole mini-batch, so that nothing depends on packing, micro-batches or ranks.
-A sample without a trained token counts among the samples of a mean, and adds 0 to it.
+A row without a trained token counts among the rows of a mean, and adds 0 to it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Reduction:
 
     Attributes:
         max_seq_len: divisor of seq_mean_token_sum_norm, in tokens.
-        max_tokens: divisor of seq_mean_token_mean, in tokens, instead of each sample's own length (Dr.GRPO, arXiv:2503.20783).
+        max_tokens: divisor of seq_mean_token_mean, in tokens, instead of each row's own length (Dr.GRPO, arXiv:2503.20783).
     """
 
     name: str = "token_mean"
@@ -27,28 +27,28 @@ class Reduction:
 
 
 @dataclass(frozen=True)
-class Counts:
-    """What the weight of a sample depends on.
+class TokenCounts:
+    """What the weight of a row depends on.
 
     Attributes:
-        length: trained tokens of the sample.
-        tokens, samples, groups: of the mini-batch, over all ranks.
-        group_tokens: trained tokens of the sample's group.
-        micro_tokens: trained tokens of the sample's micro-batch.
+        length: trained tokens of the row.
+        tokens, rows, groups: of the mini-batch, over all ranks.
+        group_tokens: trained tokens of the row's group.
+        micro_tokens: trained tokens of the row's micro-batch.
         micro_batches: of the mini-batch, over all ranks.
     """
 
     length: int
     tokens: int
-    samples: int
+    rows: int
     groups: int
     group_tokens: int
     micro_tokens: int
     micro_batches: int
 
 
-def sample_weight(reduction: Reduction, counts: Counts) -> float:
-    """Return the weight of each trained token of a sample.
+def row_weight(reduction: Reduction, counts: TokenCounts) -> float:
+    """Return the weight of each trained token of a row.
 
     token_mean_legacy, the mean over micro-batches of means over their tokens, is the one that depends on micro-batches.
     """
@@ -60,14 +60,14 @@ def sample_weight(reduction: Reduction, counts: Counts) -> float:
         case "token_sum":
             return 1.0
         case "sequence_mean":
-            return 1 / (counts.samples * max(counts.length, 1))
+            return 1 / (counts.rows * max(counts.length, 1))
         case "seq_mean_token_mean":
-            return 1 / (counts.samples * (reduction.max_tokens or max(counts.length, 1)))
+            return 1 / (counts.rows * (reduction.max_tokens or max(counts.length, 1)))
         case "seq_mean_token_sum":
-            return 1 / counts.samples
+            return 1 / counts.rows
         case "seq_mean_token_sum_norm":
             assert reduction.max_seq_len, "seq_mean_token_sum_norm divides by max_seq_len"
-            return 1 / (counts.samples * reduction.max_seq_len)
+            return 1 / (counts.rows * reduction.max_seq_len)
         case "prompt_mean":
             return 1 / (counts.groups * max(counts.group_tokens, 1))
     raise AssertionError(f"no reduction {reduction.name}")

@@ -124,8 +124,8 @@ def _ls(arguments: argparse.Namespace) -> int:
 
 def _verify(arguments: argparse.Namespace) -> int:
     from hpcrl.errors import CommitError
-    from hpcrl.rundir.checkpoints import find_checkpoint, size_of
-    from hpcrl.rundir.commit import is_committed, verify
+    from hpcrl.rundir.checkpoints import find_checkpoint, size_of, verify_checkpoint
+    from hpcrl.rundir.commit import is_committed
     from hpcrl.rundir.layout import position_of
     from hpcrl.units import readable_size
 
@@ -138,7 +138,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     damaged = False
     for path in paths:
         try:
-            print(f"{path.name}: ok, {readable_size(size_of(verify(path)))}")
+            print(f"{path.name}: ok, {readable_size(size_of(verify_checkpoint(path)))}")
         except CommitError as error:
             damaged = True
             print(one_line(f"{path.name}: damaged: {error}"))
@@ -149,8 +149,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 def _export(arguments: argparse.Namespace) -> int:
     from hpcrl.errors import RunError
-    from hpcrl.rundir.checkpoints import find_checkpoint, line_of
-    from hpcrl.rundir.commit import verify
+    from hpcrl.rundir.checkpoints import find_checkpoint, line_of, verify_checkpoint
 
     run = named_run(arguments)
     line = line_of(run)
@@ -160,7 +159,7 @@ def _export(arguments: argparse.Namespace) -> int:
     target = (arguments.output or run.exports / checkpoint.name).absolute()
     if target.exists():
         raise RunError(f"{target} exists; move it away, or choose another directory with --output")
-    verify(checkpoint)
+    verify_checkpoint(checkpoint)
     try:
         from hpcrl.trainer.saving.export import export_checkpoint
     except ImportError as error:

@@ -35,30 +35,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _check(arguments: argparse.Namespace) -> int:
     from hpcrl.config import Config
-    from hpcrl.config.derive import is_offline
 
     config = Config.from_toml(*split(arguments.settings))
-    usable = _rows(config, arguments.n) if is_offline(config.trainer) else True
+    usable = _rows(config, arguments.n) if config.trainer.offline else True
     return 0 if _prompts(config) and usable else 1
 
 
 def _prompts(config: Config) -> bool:
     """Print what becomes of datasets of prompts, and return whether a run could use them."""
-    from hpcrl.config.derive import is_offline
     from hpcrl.data.datasets import counted_prompts, load_dataset, prompt_datasets, unread_columns
     from hpcrl.errors import DataError
     from hpcrl.launch.submit.preflight import writes_texts
 
     sections, usable = (config.data, config.environment, config.generator.max_turns), True
-    named = [(path, kinds) for _, paths, kinds in prompt_datasets(config) for path in paths]
+    named = [(source, kinds) for _, sources, kinds in prompt_datasets(config) for source in sources]
     if not named:
         return True
     count, most = counted_prompts(config)
-    if not is_offline(config.trainer) and writes_texts(config):
+    if not config.trainer.offline and writes_texts(config):
         _print_tokenizer(config, chats=True)
-    for path, kinds in named:
+    for source, kinds in named:
+        path = source.location
         try:
-            prompts = load_dataset([path], kinds, *sections, own=True)
+            prompts = load_dataset([source], kinds, *sections, own=True)
             unread = unread_columns(prompts, kinds, *sections)
         except DataError as error:
             print(one_line(f"{path} cannot be used: {error}"))
@@ -86,14 +85,15 @@ def _show_unread(columns: Sequence[str]) -> None:
 
 def _rows(config: Config, shown: int) -> bool:
     """Print what becomes of datasets whose rows are trained, and return whether a run could use them."""
+    from hpcrl.data.sources import training_sources, validation_sources
     from hpcrl.data.token_cache import TokenCache, key_of
-    from hpcrl.data.tokenize import Recipe, shared_facts, training_sources, validation_sources
+    from hpcrl.data.tokenize import Recipe, shared_facts
     from hpcrl.rundir.layout import root_of, token_cache
 
     recipe, usable = Recipe.of(config), True
     sources = training_sources(config.data)
     if config.trainer.eval_interval > 0:
-        sources += validation_sources(config.data)
+        sources += validation_sources(config.data, config.data.val_data)
     renderer, cache = (
         recipe.renderer(),
         TokenCache(token_cache(root_of(config.slurm.root))) if config.data.cache else None,
@@ -113,11 +113,10 @@ def _rows(config: Config, shown: int) -> bool:
 
 def _print_tokenizer(config: Config, *, chats: bool) -> None:
     """Print what is found of the policy's tokenizer and of the chat template, where rows are conversations."""
-    from hpcrl.config.derive import policy_model
     from hpcrl.launch.doctor.tokenizer import of_tokenizer
 
     template, options = config.generator.chat_template, config.generator.chat_template_kwargs
-    for found in of_tokenizer(policy_model(config.trainer), template, options, chats=chats):
+    for found in of_tokenizer(config.trainer.policy.model.pretrained, template, options, chats=chats):
         print(
             one_line(f"{found.level:8} {found.subject}: {found.found}")
             + (f"\n{'':8} -> {one_line(found.remedy)}" if found.remedy else "")

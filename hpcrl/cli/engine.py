@@ -1,19 +1,38 @@
-"""`hpcrl engine`: a vLLM server outside of runs, for those whose generator.inference_engine.remote_urls name it."""
+"""`hpcrl engine`: an inference server outside of runs, for those whose generator.inference_engine.remote_urls name it."""
 
 from __future__ import annotations
 
 import argparse
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, cast
 
 from hpcrl.cli._common import split
-from hpcrl.text import printable
 
 if TYPE_CHECKING:
-    from hpcrl.rollout.engines.vllm.server import ServerOptions
+    from hpcrl.config import Config
 
-_LOOK_S = 0.5
 _EVERY_ADDRESS = ("", "0.0.0.0", "::")
+
+
+class ServeBackend(Protocol):
+    """The module `serve` of an engine that serves others than the run that starts it."""
+
+    def serve(
+        self, config: Config, key_file: Path, host: str, port: int, tls: tuple[Path, Path] | None, log: Path
+    ) -> None:
+        """Serve the model of a configuration until KeyboardInterrupt, and print the settings with which runs use the server.
+
+        Args:
+            key_file: has the key that each request shows.
+            tls: certificate and private key; None: without TLS.
+            log: file of what the engine says.
+
+        Raises:
+            ConfigError: the key would cross a public network in the clear.
+            EngineError: the engine does not start, or has ended.
+        """
+        ...
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,18 +49,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, default=8000, help="(8000)")
     parser.add_argument("--certificate", type=Path, metavar="FILE", help="for TLS: certificate in PEM, with its chain")
     parser.add_argument("--private-key", type=Path, metavar="FILE", help="for TLS: key of the certificate")
-    parser.add_argument("--log", type=Path, default=Path("engine.log"), help="file of what vLLM says (engine.log)")
+    parser.add_argument(
+        "--log", type=Path, default=Path("engine.log"), help="file of what the engine says (engine.log)"
+    )
     parser.set_defaults(action=_serve)
 
 
 def _serve(arguments: argparse.Namespace) -> int:
     import signal
-    import time
 
     from hpcrl.errors import ConfigError
     from hpcrl.launch.agent.environment import raise_open_files
-    from hpcrl.rollout.engines.vllm.server import Server
-    from hpcrl.runtime.scratch import Scratch
     from hpcrl.runtime.token import make_secret, read_secret
 
     if (arguments.certificate is None) != (arguments.private_key is None):
@@ -51,51 +69,36 @@ def _serve(arguments: argparse.Namespace) -> int:
     except OSError as error:
         raise ConfigError(f"--key-file: {arguments.key_file} cannot be made: {error.strerror}") from error
     read_secret(arguments.key_file, "--key-file")
-    options = _options(arguments)
+    config, backend = _chosen(arguments)
     raise_open_files()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    scratch, server = Scratch("engine"), None
-    try:
-        server = Server(options, scratch.path, arguments.log)
-        server.wait_ready(options.engine.start_timeout_seconds)
-        url = server.address.url
-        print(printable(f"serving {options.model} at {url}; in the configuration of runs:"))
-        print(f'generator.inference_engine.remote_urls = ["{url}"]')
-        print(f'generator.inference_engine.remote_key_file = "{arguments.key_file.absolute()}"', flush=True)
-        while server.alive():
-            time.sleep(_LOOK_S)
-        raise server.failure("ended")
-    except KeyboardInterrupt:
-        return 0
-    finally:
-        if server:
-            server.stop()
-        scratch.remove()
+    tls = (arguments.certificate, arguments.private_key) if arguments.certificate else None
+    with suppress(KeyboardInterrupt):
+        backend.serve(config, arguments.key_file.absolute(), arguments.host, arguments.port, tls, arguments.log)
+    return 0
 
 
-def _options(arguments: argparse.Namespace) -> ServerOptions:
+def _chosen(arguments: argparse.Namespace) -> tuple[Config, ServeBackend]:
     from hpcrl.config import Config
+    from hpcrl.config.backend import backend_of, backends
     from hpcrl.config.errors import raise_together
     from hpcrl.errors import ConfigError
     from hpcrl.launch.submit.engine import check_engine
-    from hpcrl.rollout.engines.vllm.address import Listen
-    from hpcrl.rollout.engines.vllm.remote import check_network
-    from hpcrl.rollout.engines.vllm.server import served_options
 
     files, overrides = split(arguments.settings)
     if not files:
         raise ConfigError("no configuration file given; expected hpcrl engine FILE.toml … --key-file FILE")
     config = Config.from_toml([Path(file) for file in files], overrides)
-    if config.generator.inference_engine.backend != "vllm":
+    backend = backend_of(config.generator.inference_engine)
+    if "serve" not in backend.brings:
+        serving = [f'"{name}"' for name, each in backends().items() if "serve" in each.brings]
+        what = "the only engine that serves others" if len(serving) == 1 else "an engine that serves others"
         raise ConfigError(
-            'generator.inference_engine.backend: expected "vllm", the only engine that serves others, found '
-            f'"{config.generator.inference_engine.backend}"'
+            f'generator.inference_engine.backend: expected {" or ".join(serving)}, {what}, found "{backend.name}"'
         )
     raise_together(list(check_engine(config)), lambda _: None)
     if arguments.host in _EVERY_ADDRESS:
         raise ConfigError(
             f"--host: expected one address of this machine, at which runs reach it, found {arguments.host}"
         )
-    listen = Listen(arguments.host, arguments.port, arguments.certificate, arguments.private_key)
-    check_network(listen.address)
-    return served_options(config, arguments.key_file.absolute(), listen)
+    return config, cast(ServeBackend, backend.layer("serve"))

@@ -97,16 +97,20 @@ def _try(arguments: argparse.Namespace) -> int:
 def _prompt(arguments: argparse.Namespace, config: Config | None) -> Prompt:
     from hpcrl.config import DataConfig
     from hpcrl.data.prompts import load_prompts
+    from hpcrl.data.sources import Source, training_sources
     from hpcrl.envs.examples import rows_of
     from hpcrl.errors import DataError
 
     own = rows_of(arguments.name)
-    source = arguments.data or (config.data.train_data[0] if config else str(own))
+    named = Source(arguments.data or str(own))
+    if config and not arguments.data:
+        named = training_sources(config.data)[0]
+    source = named.location
     if source == str(own) and not own.is_file():
         raise DataError(f"{arguments.name} has no example rows; name a dataset: --data FILE")
     number, data = arguments.sample, config.data if config else DataConfig(train_data=[source])
     columns = data.prompt_column, data.response_column, data.image_column, data.video_column
-    prompts = load_prompts([source], arguments.name, *columns, first=max(number, 0) + 1)
+    prompts = load_prompts([named], arguments.name, *columns, first=max(number, 0) + 1)
     if not 0 <= number < len(prompts):
         rows = f"rows 0 to {len(prompts) - 1}" if number >= 0 else "rows from 0 on"
         raise DataError(f"--sample {number}: {source} has {rows}")

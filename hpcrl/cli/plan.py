@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpcrl.cli._common import split
-from hpcrl.config.derive import gpu_count
 from hpcrl.text import printable
 
 if TYPE_CHECKING:
@@ -85,7 +84,7 @@ def plan_lines(config: Config) -> Iterator[str]:
 def _layers(config: Config) -> Iterator[str]:
     from importlib.util import find_spec
 
-    gpus, found = gpu_count(config.slurm) > 0, find_spec("transformer_engine") is not None
+    gpus, found = config.slurm.gpus > 0, find_spec("transformer_engine") is not None
     if gpus and found:
         yield "layers: TransformerEngine's"
         return
@@ -104,7 +103,6 @@ def _layers(config: Config) -> Iterator[str]:
 def _models(config: Config) -> Iterator[str]:
     from importlib.util import find_spec
 
-    from hpcrl.config.derive import models_of
     from hpcrl.errors import DataError, RunError
     from hpcrl.launch.submit.models import fetch_entries, folder_of
     from hpcrl.planning.devices import memory_of_rank
@@ -120,7 +118,7 @@ def _models(config: Config) -> Iterator[str]:
         yield from lines
         yield _of_device(size, memory_of_rank(config), _unit(size)[0])
         return
-    named = models_of(config.trainer)
+    named = config.trainer.models
     here = {model: fetch_entries(model) for model in dict.fromkeys(named.values())}
     away = {role: model for role, model in named.items() if not here[model]}
     for role, model in away.items():
@@ -133,7 +131,7 @@ def _models(config: Config) -> Iterator[str]:
     if not (find_spec("torch") and find_spec("transformers")):
         yield "parameters and memory: not known without torch and transformers, which this environment does not have"
         return
-    from hpcrl.planning.engines import describe_engines
+    from hpcrl.planning.backend import describe_engines
     from hpcrl.planning.estimate import estimate, estimate_critic
     from hpcrl.planning.shapes import model_shapes
 
@@ -167,17 +165,15 @@ def _parameters(
 
 
 def _paddings(config: Config, rows: int) -> str:
-    from hpcrl.config import trainer_ranks
     from hpcrl.config.rules.megatron_groups import ParallelLayout, padded
 
-    layout = ParallelLayout.of(config.trainer.policy.megatron_config, trainer_ranks(config.trainer))
+    layout = ParallelLayout.of(config.trainer.policy.megatron_config, config.trainer.placement.policy_ranks)
     samples = layout.sample_multiple()
     multiple = f"; samples are padded to a multiple of {samples} tokens" if samples > 1 else ""
     return f"vocabulary {rows:,} + {padded(rows, layout.tensor) - rows} padding{multiple}"
 
 
 def _parts(config: Config, shapes: Shapes, counts: list[int]) -> Iterator[str]:
-    from hpcrl.config import trainer_ranks
     from hpcrl.config.rules.megatron_groups import ParallelLayout, layers_of_stages
 
     if config.trainer.strategy != "megatron":
@@ -185,7 +181,7 @@ def _parts(config: Config, shapes: Shapes, counts: list[int]) -> Iterator[str]:
         return
     sizes = config.trainer.policy.megatron_config
     layout, layers = (
-        ParallelLayout.of(sizes, trainer_ranks(config.trainer)),
+        ParallelLayout.of(sizes, config.trainer.placement.policy_ranks),
         layers_of_stages(shapes.width.layers, sizes),
     )
     assert layers is not None
@@ -195,15 +191,18 @@ def _parts(config: Config, shapes: Shapes, counts: list[int]) -> Iterator[str]:
 
 
 def _memory(config: Config, found: Estimate) -> Iterator[str]:
-    from hpcrl.config import trainer_ranks
-    from hpcrl.config.derive import critic_nodes, largest_micro_batch, longest_sample
+    from hpcrl.config.token_limits import largest_micro_batch, longest_sample
     from hpcrl.planning.devices import memory_of_rank
 
     trainer = config.trainer
     unit, name = _unit(found.total)
     recompute = "with recomputation" if trainer.gradient_checkpointing else "without recomputation"
     apart = "policy" not in found.needs
-    which = "each rank" if len(found.ranks) == trainer_ranks(trainer) else f"a rank ({_span(found.ranks)} need most)"
+    which = (
+        "each rank"
+        if len(found.ranks) == trainer.placement.policy_ranks
+        else f"a rank ({_span(found.ranks)} need most)"
+    )
     which = f"each rank of the critic ({_span(found.ranks)})" if apart else which
     yield (
         f"memory of {which}, in {name}, for micro-batches of {largest_micro_batch(config):,} tokens (a sample has at most "
@@ -212,8 +211,8 @@ def _memory(config: Config, found: Estimate) -> Iterator[str]:
     yield from _table(found.needs, unit)
     resident = sum(need.resident for need in found.needs.values())
     yield f"  in all {found.total / unit:,.2f}: {resident / unit:,.2f} stay all the time, {(found.total - resident) / unit:,.2f} more while the model that needs most is computed"
-    memory = memory_of_rank(config, critic_nodes(trainer)[1] if apart else None)
-    if trainer.placement.colocate_all and gpu_count(config.slurm) > 0:
+    memory = memory_of_rank(config, trainer.placement.critic_nodes[1] if apart else None)
+    if trainer.placement.colocate_all and config.slurm.gpus > 0:
         yield from _turns(config, found, memory, unit)
     else:
         yield _of_device(found.total, memory, unit)

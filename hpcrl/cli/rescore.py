@@ -65,8 +65,6 @@ def _scored(evaluation: Evaluation, config: Config, place: Run) -> dict[str, Any
     from dataclasses import asdict
     from json import dumps
 
-    from hpcrl.config import eval_sampling, sampling_seed
-    from hpcrl.config.derive import policy_model
     from hpcrl.observe.eval_report import write_results
     from hpcrl.observe.evaluations import EvaluatedPrompt
     from hpcrl.observe.scores import results_of
@@ -77,7 +75,9 @@ def _scored(evaluation: Evaluation, config: Config, place: Run) -> dict[str, Any
 
     run, generator, began = evaluation.run, config.generator, time.monotonic()
     _, samples = dumped_samples(run, evaluation.version)
-    all_prompts = evaluation_prompts(config.data, config.environment, config.trainer, generator.max_turns)
+    all_prompts = evaluation_prompts(
+        config.data, config.environment, generator.max_turns, offline=config.trainer.offline
+    )
     prompts = prompts_of({group_id: line for (group_id, _), line in samples.items()}, all_prompts)
     found = asyncio.run(rescore(samples, prompts, config.environment, generator))
     by_group: dict[str, list[dict[str, Any]]] = {}
@@ -86,10 +86,10 @@ def _scored(evaluation: Evaluation, config: Config, place: Run) -> dict[str, Any
     asked = read_json(run.path / "evaluation.json") or {
         "subject": run.name,
         "version": evaluation.version,
-        "model": str(policy_model(config.trainer)),
+        "model": str(config.trainer.policy.model.pretrained),
         "data": config.data.val_data,
-        "seed": sampling_seed(generator.inference_engine, config.trainer),
-        "sampling": asdict(eval_sampling(generator)),
+        "seed": config.sampling_seed,
+        "sampling": asdict(generator.eval_sampling),
     }
     asked |= {
         "n_samples": max(map(len, by_group.values())),

@@ -66,7 +66,6 @@ def decoder_of(run: Run) -> Decode:
         RunError: they cannot be decoded on this machine.
     """
     from hpcrl.config import Config
-    from hpcrl.config.derive import policy_model
     from hpcrl.data.family import data_family
     from hpcrl.errors import RunError
 
@@ -76,7 +75,7 @@ def decoder_of(run: Run) -> Decode:
     except ImportError as error:
         raise RunError(f"samples are decoded with {error.name}, which is not here: look where the jobs run") from error
     except (OSError, ValueError) as error:
-        model = policy_model(config.trainer)
+        model = config.trainer.policy.model.pretrained
         raise RunError(f"the tokenizer of {model} cannot be loaded, and samples are tokens: {error}") from error
 
 

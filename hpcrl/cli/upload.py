@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from hpcrl.config import Config
-    from hpcrl.config.sections.trainer import UploadConfig
+    from hpcrl.config.sections.upload import UploadConfig
     from hpcrl.rundir.layout import Run
     from hpcrl.upload.send import Uploader
 

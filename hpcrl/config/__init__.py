@@ -1,20 +1,5 @@
 """The configuration of a run: TOML files to checked, frozen dataclasses, one module per section. Works without torch."""
 
-from hpcrl.config.derive import (
-    engine_gpus,
-    engine_rope,
-    eval_sampling,
-    max_replicas,
-    max_seq_len,
-    order_seed,
-    replicas_per_node,
-    sampling_seed,
-    steps_per_epoch,
-    temperature,
-    total_steps,
-    trainer_ranks,
-    uses_reference,
-)
 from hpcrl.config.root import Config, make_config
 from hpcrl.config.sections.algorithm import AlgorithmConfig
 from hpcrl.config.sections.data import DataConfig
@@ -29,8 +14,9 @@ from hpcrl.config.sections.model import (
     RefConfig,
     RefModelConfig,
 )
+from hpcrl.config.sections.placement import PlacementConfig
 from hpcrl.config.sections.slurm import ElasticConfig, SlurmConfig
-from hpcrl.config.sections.trainer import FullyAsyncConfig, PlacementConfig, TrainerConfig
+from hpcrl.config.sections.trainer import FullyAsyncConfig, TrainerConfig
 
 __all__ = [
     "AlgorithmConfig",
@@ -52,18 +38,5 @@ __all__ = [
     "SamplingParams",
     "SlurmConfig",
     "TrainerConfig",
-    "engine_gpus",
-    "engine_rope",
-    "eval_sampling",
     "make_config",
-    "max_replicas",
-    "max_seq_len",
-    "order_seed",
-    "replicas_per_node",
-    "sampling_seed",
-    "steps_per_epoch",
-    "temperature",
-    "total_steps",
-    "trainer_ranks",
-    "uses_reference",
 ]

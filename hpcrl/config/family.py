@@ -10,14 +10,12 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
-from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
 from typing import Any, ClassVar, Literal, TypeVar
 
 from hpcrl.config.errors import Problem
-from hpcrl.config.import_path import WRITTEN_WRONGLY
+from hpcrl.config.import_path import installed
 from hpcrl.config.sections.tree import ConfigTree
-from hpcrl.errors import ConfigError
 
 GROUP = "hpcrl.families"
 """The entry points of other packages; each leads to an object as `Family`. hpcrl's own families are listed in hpcrl/families/__init__.py."""
@@ -33,6 +31,8 @@ class Family:
         name: for messages.
         package: with the modules of `brings`.
         brings: layers that the family has a module for; of the others the text family's is used.
+        backend: value of generator.inference_engine.backend with which the family's own engine generates; None: engines of language models do.
+        chosen_by: setting that chooses the family, for messages.
         rules: refuse combinations of settings. They run for all configurations, those of other families too.
         model_file: the file that a directory with a model has.
         model_kind: names such a directory in messages.
@@ -45,6 +45,8 @@ class Family:
     name: ClassVar[str]
     package: ClassVar[str]
     brings: ClassVar[tuple[Layer, ...]] = ()
+    backend: ClassVar[str | None] = None
+    chosen_by: ClassVar[str] = ""
     rules: ClassVar[tuple[Callable[[ConfigTree], Iterator[Problem]], ...]] = ()
     model_file: ClassVar[str] = "config.json"
     model_kind: ClassVar[str] = "model directory"
@@ -103,18 +105,5 @@ def families() -> tuple[Family, ...]:
         ConfigError: an entry point leads to no family.
     """
     own: tuple[str, ...] = importlib.import_module("hpcrl.families").PACKAGES
-    others = sorted(entry_points(group=GROUP), key=lambda point: point.name)
-    return (*map(_loaded, others), *(importlib.import_module(f"{package}.family").FAMILY for package in own))
-
-
-def _loaded(point: EntryPoint) -> Family:
-    subject = f"family {point.name} (entry point {point.value} of the group {GROUP})"
-    try:
-        found: Any = point.load()
-    except (ImportError, *WRITTEN_WRONGLY) as error:
-        raise ConfigError(
-            f"{subject} cannot be loaded: {type(error).__name__}: {error}; mend or uninstall its package"
-        ) from error
-    if not isinstance(found, Family):
-        raise ConfigError(f"{subject}: expected an object of a subclass of hpcrl.config.family.Family, found {found!r}")
-    return found
+    others = installed(GROUP, "family", Family)
+    return (*others, *(importlib.import_module(f"{package}.family").FAMILY for package in own))

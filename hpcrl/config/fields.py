@@ -155,6 +155,9 @@ def _annotations(section: type) -> dict[str, Any]:
             f"{name}: a type in it cannot be resolved: {error}; import it at the top of the module"
         ) from None
     found = {field.name: hints[field.name] for field in fields(section)}
+    derived = {key for base in section.__mro__ for key, value in vars(base).items() if isinstance(value, property)}
+    if taken := sorted(derived & found.keys()):
+        raise ConfigError(f"{name}.{taken[0]}: a property of this section has the name; give the setting another one")
     for field_name, annotation in found.items():
         if not _fits_toml(annotation):
             raise ConfigError(

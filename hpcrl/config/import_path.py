@@ -6,6 +6,8 @@ import importlib
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import lru_cache
+from importlib.metadata import entry_points
 from importlib.util import find_spec
 from typing import Any, TypeVar, cast
 
@@ -14,6 +16,7 @@ from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.errors import ConfigError, did_you_mean
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+T = TypeVar("T")
 
 IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 WRITTEN_WRONGLY = (SyntaxError, TypeError, ValueError, NameError, AttributeError)
@@ -41,6 +44,37 @@ def imported(subject: str, name: str) -> Any:
     except WRITTEN_WRONGLY as error:
         raise ConfigError(f"{subject}: cannot import {module_name!r}: {type(error).__name__}: {error}") from error
     return getattr(module, attribute, None)
+
+
+def installed(group: str, what: str, kind: type[T]) -> list[T]:
+    """Return the objects that entry points of other packages lead to, sorted by the points' names.
+
+    Args:
+        what: an object is, for errors.
+        kind: its class.
+
+    Raises:
+        ConfigError: an entry point leads to no such object.
+    """
+    found = list[T]()
+    for point in sorted(_entry_points().select(group=group), key=lambda point: point.name):
+        subject = f"{what} {point.name} (entry point {point.value} of the group {group})"
+        try:
+            loaded: Any = point.load()
+        except (ImportError, *WRITTEN_WRONGLY) as error:
+            raise ConfigError(
+                f"{subject} cannot be loaded: {type(error).__name__}: {error}; mend or uninstall its package"
+            ) from error
+        if not isinstance(loaded, kind):
+            expected = f"{kind.__module__}.{kind.__name__}"
+            raise ConfigError(f"{subject}: expected an object of a subclass of {expected}, found {loaded!r}")
+        found.append(loaded)
+    return found
+
+
+@lru_cache(maxsize=1)
+def _entry_points() -> Any:
+    return entry_points()  # EntryPoints; Python 3.10 has another type here. It reads a file of each installed package
 
 
 def misnamed(path: str, name: str, known: Collection[str], expected: str, kind: str = "function") -> Iterator[Problem]:

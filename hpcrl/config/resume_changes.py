@@ -6,7 +6,6 @@ import json
 from dataclasses import asdict, dataclass
 from functools import cache
 
-from hpcrl.config.adapters import adapters
 from hpcrl.config.difference import Difference, differences, flat
 from hpcrl.config.fields import settings
 from hpcrl.config.root import Config
@@ -56,7 +55,7 @@ def _effect_between(path: str, old: Config, new: Config) -> Effect:
     if one.strategy == other.strategy:
         return effect
     if path == "trainer.strategy":  # fsdp2 comes before megatron
-        found = adapters(other)
+        found = other.adapters
         if any(lora.target_parameters for lora in found.values()):
             return _OF_EXPERTS
         return _SHARED if found and other.policy.megatron_config.lora_type == "lora" else effect

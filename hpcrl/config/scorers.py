@@ -4,32 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Any, Literal
 
-from hpcrl.config.derive import (
-    forward_sharding,
-    gpu_count,
-    is_offline,
-    longest_sample,
-    micro_batch_tokens,
-    model_config_kwargs,
-    ref_model,
-    ref_model_parallel_size,
-    ref_sharding,
-    temperature,
-    uses_reference,
-)
-from hpcrl.config.sections.distillation import DistillationConfig
-from hpcrl.config.sections.environment import ScoringRewardModelConfig
-from hpcrl.config.sections.megatron import MegatronModelConfig
+from hpcrl.config.sections.distillation import IN_RANKS
 from hpcrl.config.sections.model import FSDPConfig, Pretrained
 from hpcrl.config.sections.slurm import ElasticConfig
-from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.config.sections.tree import ConfigTree
+from hpcrl.config.token_limits import longest_sample, micro_batch_tokens
 
 ScorerRole = Literal["teacher", "reference", "reward"]
 TEACHER, REFERENCE, REWARD = "teacher", "reference", "reward"
@@ -98,76 +82,16 @@ def role_of(name: str) -> str:
     return name.rpartition("-")[0]
 
 
-def has_own_reference(trainer: TrainerConfig) -> bool:
-    """Return whether the reference model is on nodes of its own."""
-    placement = trainer.placement
-    return uses_reference(trainer) and not (placement.colocate_policy_ref or placement.colocate_all)
-
-
-def trainer_has_reference(trainer: TrainerConfig) -> bool:
-    """Return whether trainer ranks have the reference model beside the policy."""
-    return uses_reference(trainer) and not has_own_reference(trainer)
-
-
-def rewards_count(distillation: DistillationConfig) -> bool:
-    """Return whether advantages are estimated from rewards: always but where a teacher takes their place."""
-    return distillation.use_rewards or not distillation.enable
-
-
-def scoring_reward_model(config: ConfigTree) -> ScoringRewardModelConfig | None:
-    """Return the section of the reward model that scores finished groups; None: there is none."""
-    own = config.environment.reward_model
-    return own if own.model is not None and not is_offline(config.trainer) else None
-
-
-def learns_prompts(distillation: DistillationConfig) -> bool:
-    """Return whether the tokens that the policy did not choose are learned too."""
-    return distillation.enable and distillation.include_prompt
-
-
-def teacher_models(distillation: DistillationConfig) -> dict[Pretrained, tuple[str, ...] | None]:
-    """Return the teachers, each with the data sources that it judges, None for all others; empty: there is no teacher."""
-    if not distillation.enable or distillation.model_path is None:
-        return {}
-    found: dict[Pretrained, tuple[str, ...] | None] = {
-        Pretrained(distillation.model_path, distillation.model_revision): None
-    }
-    for source, path in distillation.source_models.items():
-        own = found.get(model := Pretrained(path), ())
-        found[model] = None if own is None else (*own, source)
-    return found
-
-
-def teacher_layout(distillation: DistillationConfig) -> MegatronModelConfig:
-    """Return how Megatron-core's ranks share a copy of the teacher."""
-    sizes, experts = distillation.placement, distillation.placement.expert_parallel_size
-    return MegatronModelConfig(
-        dtype="fp32" if distillation.fsdp_config.mixed_precision.param_dtype == "fp32" else "bf16",
-        tensor_model_parallel_size=sizes.tensor_parallel_size,
-        pipeline_model_parallel_size=sizes.pipeline_parallel_size,
-        context_parallel_size=sizes.sequence_parallel_size,
-        expert_model_parallel_size=experts,
-        expert_tensor_parallel_size=1 if experts > 1 else None,
-    )
-
-
-def teacher_ranks(distillation: DistillationConfig) -> int:
-    """Return how many ranks share a copy of a teacher, or devices, where it is an engine."""
-    sizes = distillation.placement
-    if distillation.backend == "vllm":
-        return distillation.engine.tensor_parallel_size
-    if distillation.backend == "fsdp2":
-        return sizes.fsdp_size
-    together = sizes.tensor_parallel_size * sizes.sequence_parallel_size
-    return sizes.pipeline_parallel_size * math.lcm(together, sizes.expert_parallel_size)
-
-
 def scorer_sets(config: ConfigTree) -> list[ScorerSet]:
     """Return the scorers of a run: those of teachers, of the reference, and of the reward model."""
     trainer, placement, found = config.trainer, config.trainer.placement, list[ScorerSet]()
     own = trainer.distillation
-    engine, ranks, sharding = own.backend == "vllm", teacher_ranks(own), forward_sharding(own.fsdp_config, trainer)
-    for model, sources in ({} if is_offline(trainer) else teacher_models(own)).items():
+    engine, ranks, sharding = (
+        own.backend not in IN_RANKS,
+        own.ranks_per_replica,
+        trainer.forward_sharding(own.fsdp_config),
+    )
+    for model, sources in ({} if trainer.offline else own.teachers).items():
         dtype = {"engine": own.engine.model_dtype} if engine else {}
         top = (own.top_k, own.top_k_from_teacher) if own.top_k else None
         name = _name(config, TEACHER, model, dtype, sharding, top)
@@ -175,17 +99,17 @@ def scorer_sets(config: ConfigTree) -> list[ScorerSet]:
         nodes = own.placement.nodes_per_replica
         sharing = own.placement.sequence_parallel_size if own.backend == "fsdp2" else 1
         found.append(ScorerSet(TEACHER, name, model, *size, sharding, sources, engine, nodes=nodes, sharing=sharing))
-    if has_own_reference(trainer):
-        model, nodes, ranks = ref_model(trainer), placement.ref_num_nodes, placement.ref_num_gpus_per_node
-        fsdp = ref_sharding(trainer)
-        name = _name(config, REFERENCE, model, model_config_kwargs(trainer.ref), fsdp)
+    if trainer.has_own_reference:
+        model, nodes, ranks = trainer.ref_model, placement.ref_num_nodes, placement.ref_num_gpus_per_node
+        fsdp = trainer.ref_sharding
+        name = _name(config, REFERENCE, model, trainer.ref.config_overrides, fsdp)
         nodes = placement.policy_num_nodes if nodes is None else nodes
         ranks = placement.policy_num_gpus_per_node if ranks is None else ranks
-        sharing = ref_model_parallel_size(trainer) if trainer.strategy == "fsdp2" else 1
+        sharing = trainer.ref_model_parallel_size if trainer.strategy == "fsdp2" else 1
         found.append(ScorerSet(REFERENCE, name, model, nodes, ranks, fsdp, sharing=sharing))
-    if (judge := scoring_reward_model(config)) is not None:
+    if (judge := config.scoring_reward_model) is not None:
         assert judge.model is not None
-        model, fsdp = Pretrained(judge.model, judge.revision), forward_sharding(judge.fsdp_config, trainer)
+        model, fsdp = Pretrained(judge.model, judge.revision), trainer.forward_sharding(judge.fsdp_config)
         dtype = fsdp.mixed_precision.param_dtype
         name = _named(REWARD, {"model": vars(model), "template": judge.chat_template, "dtype": dtype})
         found.append(ScorerSet(REWARD, name, model, judge.num_replicas, judge.ranks_per_replica, fsdp))
@@ -236,7 +160,7 @@ def samples_at_once(config: ConfigTree, scorers: ScorerSet) -> int:
 
 def scorers_per_node(config: ConfigTree, scorers: ScorerSet) -> int:
     """Return how many of these scorers share a node; one where they compute on the CPU, or each of them has several nodes."""
-    return 1 if scorers.nodes > 1 else max(1, gpu_count(config.slurm) // scorers.ranks)
+    return 1 if scorers.nodes > 1 else max(1, config.slurm.gpus // scorers.ranks)
 
 
 def _name(
@@ -252,9 +176,9 @@ def _name(
         "model": vars(model),
         "changes": changes,
         "rope": [trainer.rope_scaling, trainer.rope_theta],
-        "temperature": temperature(config),
+        "temperature": config.temperature,
         "top": top,
-        "prompts": learns_prompts(trainer.distillation),
+        "prompts": trainer.distillation.learns_prompts,
         "dtypes": [fsdp.mixed_precision.param_dtype, trainer.algorithm.logprob_dtype],
     }
     return _named(role, decides)

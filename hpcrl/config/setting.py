@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeVar
+from unicodedata import category
 
 T = TypeVar("T")
 Kind = Literal["harmless", "warning", "refused"]
@@ -85,6 +86,23 @@ ALL_OR_COUNT = Check("expected -1 (all) or at least 1, found {value}", lambda va
 NOT_EMPTY = Check("expected texts that are not empty", all)
 
 
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        value = [*value, *value.values()]
+    for item in value if isinstance(value, list) else ():
+        yield from _texts(item)
+    if isinstance(value, str):
+        yield value
+
+
+def on_one_line(value: Any) -> bool:
+    """Return whether all texts of a value, keys too, have no control characters and no line breaks."""
+    return not any(category(one) in ("Cc", "Zl", "Zp") for text in _texts(value) for one in text)
+
+
+ONE_LINE = Check("expected one line without control characters, found {value!r:.140}", on_one_line)
+
+
 @dataclass(frozen=True)
 class Effect:
     """The effect of a change on a run that continues from a checkpoint.
@@ -120,7 +138,7 @@ class When:
     Attributes:
         needs: the condition, as an error names it; `{section}` is the section of the setting that declares the condition.
         tests: paths with tests of their values, of which one has to hold. A path that begins with "." is one of the same section,
-            and one of rules/unused_settings.py's DERIVED names a derived value.
+            and one may name a property of a section.
     """
 
     needs: str

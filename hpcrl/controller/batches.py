@@ -51,7 +51,7 @@ class BatchComposer:
         return [meta.group_id for index, meta in known if not self._admission.is_finished(index)]
 
     def _is_rewarded(self, meta: GroupMeta) -> bool:
-        return not self._judged or bool(meta.model_rewards)
+        return not self._judged or meta.judged
 
     def complete_ready(self, version: int | None) -> None:
         """Complete the groups that `version`, the newest one if there is any, may begin, where nothing has to be generated."""

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-from hpcrl.config import Config, max_replicas, order_seed, sampling_seed, total_steps
-from hpcrl.config.derive import has_engines, is_offline, needs_baselines, samples_per_prompt, surplus_groups
+from hpcrl.config import Config
 from hpcrl.config.resume_changes import evaluation_settings
-from hpcrl.config.scorers import judges_of, scorer_number, scorer_numbers, scorer_sets, scoring_reward_model
+from hpcrl.config.scorers import judges_of, scorer_number, scorer_numbers, scorer_sets
 from hpcrl.config.sections.environment import REWARD_MODEL
 from hpcrl.controller.dataset_rows import DatasetRows
 from hpcrl.controller.dynamic_sampling import DynamicSampling
@@ -18,6 +17,7 @@ from hpcrl.controller.score_queue import ScoreQueue
 from hpcrl.controller.service import Service
 from hpcrl.data.datasets import counted_prompts, load_dataset
 from hpcrl.data.prompts import drop_long, set_aside
+from hpcrl.data.sources import training_sources, validation_sources
 from hpcrl.data.token_cache import TokenCache
 from hpcrl.data.tokenize import AHEAD, Recipe, Tokenizer, tokenize_datasets, training_rows
 from hpcrl.envs.rewards.judged import JudgedRewards
@@ -33,9 +33,9 @@ def build_service(run: Run, attempt: int, config: Config, status: StatusWriter) 
     Args:
         status: renewed while datasets load, since other processes wait only as long as it changes.
     """
-    rows = _load_rows(run, attempt, config, status) if is_offline(config.trainer) else None
+    rows = _load_rows(run, attempt, config, status) if config.trainer.offline else None
     train, validation = _load_prompts(config, status)
-    steps = total_steps(len(rows or train), config.trainer, config.data.drop_last)
+    steps = config.trainer.total_steps(len(rows or train), config.data.drop_last)
     return Service(run, attempt, build_schedule(config, steps), train, validation, rows, _score_queue(config))
 
 
@@ -45,30 +45,30 @@ def build_schedule(config: Config, steps: int) -> Schedule:
     algorithm = trainer.algorithm
     return Schedule(
         batch_size=trainer.train_batch_size,
-        n_samples=samples_per_prompt(config),
+        n_samples=config.samples_per_prompt,
         staleness=trainer.fully_async.max_staleness_steps,
         total_steps=steps,
-        seed=sampling_seed(generator.inference_engine, trainer),
+        seed=config.sampling_seed,
         eval_interval=trainer.eval_interval,
         eval_before_train=trainer.eval_before_train,
         eval_n_samples=generator.eval_n_samples_per_prompt,
-        order_seed=order_seed(config.data, trainer),
+        order_seed=config.order_seed,
         groups_at_once=trainer.fully_async.num_parallel_generation_workers,
         eval_prompts_at_once=trainer.eval_batch_size,
-        surplus=surplus_groups(trainer),
+        surplus=trainer.surplus_groups,
         drop_last=config.data.drop_last,
         sampling=DynamicSampling(
             algorithm.dynamic_sampling,
             algorithm.filter_reward_metric,
             trainer.seed,
-            later=[REWARD_MODEL] if scoring_reward_model(config) else [],
+            later=[REWARD_MODEL] if config.scoring_reward_model else [],
             rewards=algorithm.gdpo.rewards,
         ),
-        baselines=needs_baselines(algorithm),
+        baselines=algorithm.needs_baselines,
         min_replicas=MinReplicas(
-            least=slurm.min_replicas if has_engines(config) else 0,
+            least=slurm.min_replicas if config.has_engines else 0,
             patience_s=60.0 * slurm.replica_patience_minutes,
-            replicas=max_replicas(config),
+            replicas=config.max_replicas,
             elastic=slurm.elastic.replicas > 0,
         ),
         max_failed_ratio=config.environment.max_failed_ratio,
@@ -80,7 +80,7 @@ def _score_queue(config: Config) -> ScoreQueue:
     sets = scorer_sets(config)
     models = [scorer_number(config, number).name for number in range(sum(each.copies for each in sets))]
     judged = None
-    if scoring_reward_model(config) is not None:
+    if config.scoring_reward_model is not None:
         judged = JudgedRewards.of(config.environment, stopped_only=config.generator.zero_reward_on_non_stop)
     return ScoreQueue(models, partial(judges_of, sets), judged, list(_needed_scorers(config)))
 
@@ -103,10 +103,10 @@ def _needed_scorers(config: Config) -> Iterator[MinReplicas]:
 def _load_prompts(config: Config, status: StatusWriter) -> tuple[list[Prompt], list[Prompt]]:
     """Return the prompts to train and those to evaluate, without those that are too long."""
     data, generator, evaluates = config.data, config.generator, config.trainer.eval_interval > 0
-    sections, offline = (data, config.environment, generator.max_turns), is_offline(config.trainer)
+    sections, offline = (data, config.environment, generator.max_turns), config.trainer.offline
     kinds = ("train",) if data.test_size is None else ("train", "eval")
-    train = [] if offline else load_dataset(data.train_data, kinds, *sections)
-    prompts = data.val_prompts if offline else data.val_data
+    train = [] if offline else load_dataset(training_sources(data), kinds, *sections)
+    prompts = validation_sources(data, data.val_prompts if offline else data.val_data)
     validation = load_dataset(prompts, ("eval",), *sections) if evaluates and prompts else []
     if offline and not validation:
         return [], []

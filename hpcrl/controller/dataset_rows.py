@@ -13,7 +13,7 @@ from math import floor
 from hpcrl.controller.prompt_stream import PromptStream, group_id
 from hpcrl.data.tokenize import Rows
 from hpcrl.rundir.layout import Run
-from hpcrl.types import GroupMeta
+from hpcrl.types import GroupMeta, SampleMeta
 
 DATASET = "dataset"
 """Stands for a worker where a group is claimed."""
@@ -84,16 +84,16 @@ class DatasetRows:
     def _group(self, index: int, version: int, stream: PromptStream) -> GroupMeta:
         dataset, at = self._mixture.place(stream.epoch(index), stream.row(index))
         file, row = self._rows[dataset].file, self._rows[dataset].places[at]
-        count = file.sequences
+        rewards = [0.0] if file.sequences == 1 else [1.0, *[0.0] * (file.sequences - 1)]
         return GroupMeta(
             group_id=group_id(index),
             kind="train",
             replica=0,
             path=self._paths[dataset],
-            rewards=[0.0] if count == 1 else [1.0, *[0.0] * (count - 1)],
-            lengths=file.lengths(row),
-            response_lengths=file.trained(row),
-            stop_reasons=["stop"] * count,
+            samples=[
+                SampleMeta(reward, (length,), trained, "stop", {}, reward)
+                for reward, length, trained in zip(rewards, file.lengths(row), file.trained(row), strict=True)
+            ],
             oldest_version=version,
             newest_version=version,
             data_source=file.name,

@@ -50,7 +50,7 @@ class DynamicSampling:
     def can_judge(self, group: GroupMeta) -> bool:
         """Return whether the group has all metrics and rewards that a finished one has."""
         asked = {*self.metrics, *self.rewards} - {*self.later, OWN_REWARD}
-        return all(any(name in one for one in group.env_metrics) for name in asked)
+        return all(any(name in sample.env_metrics for sample in group.samples) for name in asked)
 
     def keeps(self, group: GroupMeta) -> bool:
         """Return whether a finished group may train.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from itertools import compress
+from itertools import chain
 from math import sqrt
 from statistics import fmean
 
@@ -35,30 +35,24 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
     Means are over the samples that have a value: one that failed has no reward, and what no sample has is left out.
     """
     groups = batch.groups
-    n = len(groups[0].rewards)
-    scored = [group.own_rewards for group in groups]
-    rewards = [reward for own in scored for reward in own]
+    n = len(groups[0].samples)
+    scored = [group.scored_samples for group in groups]
+    rewards = [sample.reward for own in scored for sample in own]
     lengths = [length for group in groups for length in group.response_lengths]
-    by_raw_reward = [
-        (raw, length)
-        for group in groups
-        for raw, length in compress(
-            zip(group.raw_rewards or group.rewards, group.response_lengths, strict=True), group.scored
-        )
-    ]
+    by_raw_reward = [(sample.raw_reward, sample.response_length) for own in scored for sample in own]
     stale = [staleness(batch.step, group) for group in groups]
-    stopped = [reason == "stop" for group in groups for reason in group.stop_reasons if reason != "failed"]
+    reasons = [reason for group in groups for reason in group.stop_reasons]
+    stopped = [reason == "stop" for reason in reasons if reason != "failed"]
     environment: dict[str, list[float]] = defaultdict(list)
-    for group in groups:
-        for metrics in compress(group.env_metrics, group.scored):
-            for name, value in metrics.items():
-                environment[metric_name(name)].append(value)
+    for sample in chain.from_iterable(scored):
+        for name, value in sample.env_metrics.items():
+            environment[metric_name(name)].append(value)
     return {
         **_means(
             {
                 "reward/avg_raw_reward": rewards,
                 "reward/mean_positive_reward": [max(reward, 0.0) for reward in rewards],
-                f"reward/avg_pass_at_{n}": [max(own) > 0 for own in scored if own],
+                f"reward/avg_pass_at_{n}": [max(sample.reward for sample in own) > 0 for own in scored if own],
                 "generate/stop_ratio": stopped,
                 "generate/avg_tokens_non_zero_rewards": [length for raw, length in by_raw_reward if raw > 0],
                 "generate/avg_tokens_zero_rewards": [length for raw, length in by_raw_reward if raw == 0],
@@ -69,7 +63,7 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
         "generate/max_num_tokens": max(lengths),
         "generate/avg_num_tokens": (mean := fmean(lengths)),
         "generate/std_num_tokens": sqrt(fmean((length - mean) ** 2 for length in lengths)),
-        "generate/samples": sum(len(group.rewards) for group in groups),
+        "generate/samples": len(reasons),
         "generate/rows": sum(len(group.lengths) for group in groups),
         "generate/failed_samples": sum(len(group.failures) for group in groups),
         "generate/group_seconds_max": max(group.seconds for group in groups),
@@ -87,7 +81,7 @@ def _means(values: Mapping[str, Sequence[float]]) -> dict[str, float]:
 def batch_histograms(batch: Batch) -> dict[str, Histogram | None]:
     """Return how the rewards and the response lengths, in tokens, of one batch are distributed."""
     return {
-        "reward": Histogram.of([reward for group in batch.groups for reward in group.own_rewards]),
+        "reward": Histogram.of([sample.reward for group in batch.groups for sample in group.scored_samples]),
         "response_length": Histogram.of([length for group in batch.groups for length in group.response_lengths]),
     }
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from hpcrl.config import steps_per_epoch
+from hpcrl.config.sections.trainer import steps_per_epoch
 
 TRAIN_GROUP = r"g(\d{8}|[1-9]\d{8,14})"
 """What ids of training groups look like: each index has one."""

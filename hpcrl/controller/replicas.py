@@ -214,16 +214,16 @@ class FailureWindow:
 
     def add(self, group: GroupMeta) -> UserCodeError | None:
         """Return why the run cannot go on after this group, or None."""
-        self._count(len(group.rewards), len(group.failures))
+        self._count(len(group.samples), len(group.failures))
         self._said = group.failures[-1] if group.failures else self._said
-        self._newest.append((len(group.rewards), len(group.failures)))
+        self._newest.append((len(group.samples), len(group.failures)))
         if len(self._newest) > self._groups:
             samples, failed = self._newest.popleft()
             self._count(-samples, -failed)
         if len(self._newest) < self._groups or self._failed <= self._ratio * self._samples:
             return None
         return UserCodeError(
-            f"environments failed in {self._failed} of the newest {self._samples} samples, more than environment.max_failed_ratio = "
+            f"{self._failed} of the newest {self._samples} samples failed, more than environment.max_failed_ratio = "
             f"{self._ratio:g}; the last: {self._said}"
         )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from math import isnan
@@ -269,7 +269,7 @@ def _worker(replicas: int, scorers: Collection[str] = ()) -> Value:
 
 def _group_schema(replicas: int, total_steps: int) -> Schema:
     lengths = wholes(0, _MOST_TOKENS)
-    kinds = {
+    required = {
         "group_id": GROUP_ID,
         "kind": Value("train or eval", lambda value: type(value) is str and value in _GROUP_IDS),
         "replica": whole(replicas - 1),
@@ -282,6 +282,8 @@ def _group_schema(replicas: int, total_steps: int) -> Schema:
         "newest_version": whole(total_steps),
         "data_source": NAME,
         "seconds": number(0.0, LARGEST),
+    }
+    optional = {
         "env_metrics": Value("a list of objects that hold numbers under names", _is_list_of_metrics),
         "raw_rewards": REWARDS,
         "baseline": Value(f"null, or {REWARD.expected}", lambda value: value is None or REWARD.fits(value)),
@@ -296,10 +298,4 @@ def _group_schema(replicas: int, total_steps: int) -> Schema:
         "model_rewards": Value("an empty list", lambda value: value == []),
         "shared": lengths,
     }
-    optional = {
-        one.name for one in fields(GroupMeta) if one.default is not MISSING or one.default_factory is not MISSING
-    }
-    return Schema(
-        {name: kind for name, kind in kinds.items() if name not in optional},
-        {name: kind for name, kind in kinds.items() if name in optional},
-    )
+    return Schema(required, optional)

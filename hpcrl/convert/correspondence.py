@@ -17,6 +17,7 @@ State = Literal["works", "not implemented yet", "not supported"]
 
 SOURCES: dict[str, Mapping[str, Target]] = {
     "SkyRL": skyrl.TARGETS,
+    "SkyRL SFT": skyrl.SFT_TARGETS,
     "Cosmos-RL": cosmos.TARGETS,
     "verl": verl.TARGETS,
 }

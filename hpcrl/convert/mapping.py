@@ -1,15 +1,16 @@
 """What becomes of a setting of another framework.
 
-`fields.tsv` of each source lists its settings, one to a row, tabs between the columns; three of them say what becomes
-of it: `becomes`, the paths here, = for the same one; `values`, pairs of values there and here as JSON; `why`, the rule where the
-setting decides with others about those paths, or the reason where it is not supported.
+The tables `fields.tsv` of the sources list the settings of each, one to a row, tabs between the columns; three of them say what becomes
+of it: `becomes`, the paths here, = for the same one; `values`, pairs of values there and here as JSON, or a list of the values that
+change nothing where it has no place here; `why`, the rule where the setting decides with others about those paths, or the reason
+where it is not supported.
 """
 
 from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import Any
@@ -67,3 +68,8 @@ def target_of(row: Mapping[str, str]) -> Target:
     if row["why"]:
         return Translated(tuple(paths), row["why"])
     return To(paths[0], dict(json.loads(row["values"])) if row["values"] else {})
+
+
+def harmless(table: Iterable[Mapping[str, str]]) -> dict[str, tuple[Any, ...]]:
+    """Return the settings without a place here that change what a run does unless they have one of some values, with these."""
+    return {row["path"]: tuple(json.loads(row["values"])) for row in table if row["values"] and not row["becomes"]}

@@ -8,11 +8,10 @@ from contextlib import nullcontext
 from typing import Any
 
 from hpcrl.config import Config, DataConfig, EnvironmentConfig
-from hpcrl.config.derive import has_engines, is_offline, reward_weights
-from hpcrl.config.reward_model import is_rewarded_later, uses_reward_service
 from hpcrl.data.chat.messages import SYSTEM
 from hpcrl.data.family import data_family
 from hpcrl.data.prompts import load_prompts, prompt_reader
+from hpcrl.data.sources import Source, training_sources, validation_sources
 from hpcrl.data.tokenizer import without_torch
 from hpcrl.envs.base import user_code
 from hpcrl.envs.registry import common_extras, environment_class
@@ -44,14 +43,14 @@ class WatchedRow(Mapping[str, Any]):
         return len(self._row)
 
 
-def prompt_datasets(config: Config) -> list[tuple[str, list[str], tuple[Kind, ...]]]:
-    """Return the datasets of prompts that a run reads: the setting, its paths, and what their rows serve."""
-    data, offline = config.data, is_offline(config.trainer)
+def prompt_datasets(config: Config) -> list[tuple[str, list[Source], tuple[Kind, ...]]]:
+    """Return the datasets of prompts that a run reads: the setting, its datasets, and what their rows serve."""
+    data, offline, evaluates = config.data, config.trainer.offline, config.trainer.eval_interval > 0
     training: tuple[Kind, ...] = ("train",) if data.test_size is None else ("train", "eval")
     return [
-        ("data.train_data", [] if offline else data.train_data, training),
-        ("data.val_data", data.val_data if config.trainer.eval_interval > 0 and not offline else [], ("eval",)),
-        ("data.val_prompts", data.val_prompts if has_engines(config) else [], ("eval",)),
+        ("data.train_data", [] if offline else training_sources(data), training),
+        ("data.val_data", validation_sources(data, [] if offline or not evaluates else data.val_data), ("eval",)),
+        ("data.val_prompts", validation_sources(data, data.val_prompts if config.has_engines else []), ("eval",)),
     ]
 
 
@@ -66,7 +65,7 @@ def unread_columns(
     Raises:
         DataError: an environment cannot use a row.
     """
-    weights = [reward_weights(environment, kind) for kind in kinds]
+    weights = [environment.reward_weights(kind) for kind in kinds]
     if any(":" in name for rewards in weights for name in rewards):
         return []
     read = {"reward_spec", "tools", SYSTEM, data.image_column, data.video_column, data.response_column}
@@ -81,7 +80,7 @@ def unread_columns(
 
 
 def load_dataset(
-    sources: Sequence[str],
+    sources: Sequence[Source],
     kinds: Sequence[Kind],
     data: DataConfig,
     environment: EnvironmentConfig,
@@ -89,13 +88,13 @@ def load_dataset(
     first: int | None = None,
     own: bool = False,
 ) -> list[Prompt]:
-    """Return the rows of some files, in order.
+    """Return the rows of datasets, in order.
 
     Args:
-        sources: paths, of data.train_data or data.val_data.
+        sources: those of data.train_data, data.val_data or data.val_prompts.
         kinds: what the rows serve: training, evaluation or both.
         max_turns: generator.max_turns.
-        first: rows of each file that are read at most; unset: all.
+        first: rows of each dataset that are read at most; unset: all.
         own: as of `row_requirements`.
 
     Raises:
@@ -106,9 +105,9 @@ def load_dataset(
 
 
 def row_reader(
-    source: str, kinds: Sequence[Kind], data: DataConfig, environment: EnvironmentConfig, max_turns: int
+    source: Source, kinds: Sequence[Kind], data: DataConfig, environment: EnvironmentConfig, max_turns: int
 ) -> Callable[[Any, int], Prompt]:
-    """Return what makes a prompt of a row of a file and its number there; arguments and errors as of `load_dataset`."""
+    """Return what makes a prompt of a row of a dataset and its number there; arguments and errors as of `load_dataset`."""
     requirements = row_requirements(environment, kinds, max_turns)
     read = prompt_reader([source], environment.env_class, *_columns(data), **requirements)
     return lambda row, number: read(row, str(number), source, number)
@@ -129,7 +128,7 @@ def row_requirements(
         max_turns: generator.max_turns, which environments can read.
         own: try the rows of a user's own environments too. A run's controller does not: it would import what only replicas need.
     """
-    weights = [reward_weights(environment, kind) for kind in kinds]
+    weights = [environment.reward_weights(kind) for kind in kinds]
     reads = dict.fromkeys(GROUND_TRUTHS[name] for rewards in weights for name in rewards if name in GROUND_TRUTHS)
     allowed = {environment.env_class, *environment.allowed_env_classes}
     played, extras_of_all = are_played(environment, kinds), common_extras(environment, max_turns)
@@ -153,9 +152,7 @@ def row_requirements(
 def are_played(environment: EnvironmentConfig, kinds: Sequence[Kind]) -> bool:
     """Return whether environments reward rows of one of these kinds, and not named rewards, a service or a reward model."""
     return not all(
-        reward_weights(environment, kind)
-        or uses_reward_service(environment, kind)
-        or is_rewarded_later(environment, kind)
+        environment.reward_weights(kind) or environment.uses_reward_service(kind) or environment.is_rewarded_later(kind)
         for kind in kinds
     )
 

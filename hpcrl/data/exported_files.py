@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.config.sections.model import Pretrained
-from hpcrl.data.models.files import CONFIG, model_folder
+from hpcrl.data.entries import CONFIG, entries_of_json, read_entries
+from hpcrl.data.models.files import model_folder
 from hpcrl.data.tokenizer import names_other_class
 from hpcrl.errors import DataError
 from hpcrl.rundir.commit import MANIFEST
@@ -79,7 +80,7 @@ def _for_each_version(files: dict[str, bytes], other_class: bool) -> dict[str, b
     """
     if "tokenizer.json" not in files or _TOKENIZER not in files:
         return files
-    own = json.loads(files[_TOKENIZER])
+    own = entries_of_json(files[_TOKENIZER], _TOKENIZER)
     entries = dict(own)
     if isinstance(named := own.get(_EXTRA), list):  # version 4 expects an object of names there
         del entries[_EXTRA]
@@ -105,7 +106,7 @@ def _with_template(files: dict[str, bytes], template: str) -> dict[str, bytes]:
     """Return the files with another chat template in each place where transformers looks for one."""
     files = {name: content for name, content in files.items() if not name.startswith(f"{_TEMPLATES}/")}
     for name in (_TOKENIZER, _OLDER_TEMPLATE):
-        if name in files and "chat_template" in (entries := json.loads(files[name])):
+        if name in files and "chat_template" in (entries := entries_of_json(files[name], name)):
             files[name] = _json({**entries, "chat_template": template})
     return {**files, _TEMPLATE: template.encode()}
 
@@ -117,13 +118,13 @@ def _generation_with(end: int, own: bytes | None, config: Path) -> dict[str, byt
     """
     if own is not None:
         try:
-            entries = dict(json.loads(own))
-        except (ValueError, TypeError) as error:
-            log.warning("%s is no JSON object and stays as it is, without the token %d: %s", _GENERATION, end, error)
+            entries = entries_of_json(own, _GENERATION)
+        except DataError as error:
+            log.warning("it stays as it is, without the token %d: %s", end, error)
             return {}
     else:
-        of_model = json.loads(config.read_bytes())
-        of_model = of_model.get("text_config", {}) | of_model
+        of_model = read_entries(config)
+        of_model = (of_model.get("text_config") or {}) | of_model
         names = "bos_token_id", _ENDS, "pad_token_id"
         entries = {name: of_model[name] for name in names if of_model.get(name) is not None}
     ends = entries.get(_ENDS)

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from hpcrl.data.token_file import open_tokens
 from hpcrl.errors import DamagedError
 from hpcrl.rundir.commit import digest_of, naming
-from hpcrl.types import GroupMeta, Hint, Row, Sample, SamplingMask
+from hpcrl.types import GroupMeta, Hint, Row, SamplingMask
 
 if TYPE_CHECKING:
     import numpy as np
@@ -42,14 +42,14 @@ _DTYPES = {
 _TENSORS = ("token_ids", "loss_mask", "rollout_logprobs", "versions", "rewards")
 _TOP_IDS = "top_ids"  # [T, K], where a row has them
 _MASK_IDS, _MASK_COUNTS = "mask_token_ids", "mask_counts"  # of SamplingMask, where a row has one
-_OWN = "tensors"  # in a row's details: name -> [digest, which it has in the file, type, shape] of Sample.tensors
+_OWN = "tensors"  # in a row's details: name -> [digest, which it has in the file, type, shape] of Row.tensors
 _HINT_IDS, _HINT = "hint_token_ids", "hint"  # of Hint; in a row's details tokens of the hint and how many it replaces
 _META, _CHECKSUM, _CONVERSATION = "hpcrl_group", "blake2b", "conversation"
 _MAX_HEADER = 100 << 20  # the format's own limit; a damaged length must not make us read a whole file
 
 
 def group_bytes(
-    samples: Sequence[Sample], meta: GroupMeta, conversations: Sequence[Conversation] = ()
+    samples: Sequence[Row], meta: GroupMeta, conversations: Sequence[Conversation] = ()
 ) -> tuple[bytes, GroupMeta]:
     """Return what a file holds of a group, and `meta` with the digest of it; `meta.offset` is where the file holds it.
 
@@ -167,8 +167,8 @@ def read_conversations(path: Path, expected: GroupMeta) -> list[Conversation]:
         if digest_of(json.dumps(details).encode()) != meta.digest:
             raise _damaged(path, "its header is not what was written")
         found = [row[_CONVERSATION] for row in details if _CONVERSATION in row]
-        if len(found) != len(meta.rewards):
-            raise _damaged(path, f"{len(found)} conversations for {len(meta.rewards)} samples")
+        if len(found) != len(meta.samples):
+            raise _damaged(path, f"{len(found)} conversations for {len(meta.samples)} samples")
         return found
 
 
@@ -192,7 +192,7 @@ def _rows(
                 raise _damaged(path, f"row {at} is not what was written")
             yield (
                 at,
-                Sample(
+                Row(
                     **own,
                     stop_reason=details[at]["stop_reason"],
                     env_metrics=details[at]["env_metrics"],

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hpcrl.config.sections.environment import CLASSIFIER
 from hpcrl.config.sections.model import Pretrained, rope_parameters
-from hpcrl.data.models.files import CONFIG, model_folder
+from hpcrl.data.entries import CONFIG, check_files, read_entries
+from hpcrl.data.models.files import model_folder
 from hpcrl.errors import DataError, did_you_mean
 
 if TYPE_CHECKING:
@@ -96,7 +96,9 @@ class ConfiguredModel(Pretrained):
         import hpcrl.data.models.openvla  # noqa: F401  tells transformers of it
 
         try:
-            config = AutoConfig.from_pretrained(self.path, **self.at_revision)
+            check_files(self.path, **self.at_revision)
+            # None would have transformers ask on a terminal whether to run the model's code
+            config = AutoConfig.from_pretrained(self.path, trust_remote_code=False, **self.at_revision)
             entries, _ = PreTrainedConfig.get_config_dict(self.path, **self.at_revision)
         except (OSError, ValueError) as error:
             raise self.not_a_model(error) from error
@@ -107,7 +109,7 @@ class ConfiguredModel(Pretrained):
         """Return config.json as an export has it: that of the model, with the changes, which transformers 4 can read too."""
         config = self.config()
         try:
-            entries = json.loads((model_folder(self, [CONFIG]) / CONFIG).read_bytes())
+            entries = read_entries(model_folder(self, [CONFIG]) / CONFIG)
         except (OSError, ValueError) as error:
             raise self.not_a_model(error) from error
         return with_older_names(self._with_changes(config, entries))

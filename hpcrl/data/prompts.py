@@ -10,6 +10,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -24,27 +25,27 @@ _DEEPEST = 100  # what sends and reads rows later has less room on the stack tha
 
 
 def load_prompts(
-    sources: Sequence[str], default_env_class: str | None, *columns: Any, first: int | None = None, **rules: Any
+    sources: Sequence[Source], default_env_class: str | None, *columns: Any, first: int | None = None, **rules: Any
 ) -> list[Prompt]:
-    """Return the rows of all files in `sources`, in order.
+    """Return the rows of datasets, in order.
 
     Args:
-        sources: paths of .parquet, .json (a list of rows), .jsonl or .arrow files.
+        sources: the datasets.
         default_env_class, columns, rules: as of `prompt_reader`.
-        first: rows of each file that are read at most; unset: all.
+        first: rows of each dataset that are read at most; unset: all.
 
     Raises:
         DataError: a file is missing, unreadable or empty, or a row lacks what a prompt needs.
     """
     rows = chain.from_iterable(
-        ((source, number, row) for number, row in enumerate(islice(Source(source).rows(), first))) for source in sources
+        ((source, number, row) for number, row in enumerate(islice(source.rows(), first))) for source in sources
     )
     read = prompt_reader(sources, default_env_class, *columns, **rules)
     return [read(row, str(index), source, number) for index, (source, number, row) in enumerate(rows)]
 
 
 def prompt_reader(
-    sources: Sequence[str],
+    sources: Sequence[Source],
     default_env_class: str | None,
     prompt_column: str = "prompt",
     response_column: str | None = None,
@@ -53,14 +54,14 @@ def prompt_reader(
     *,
     env_class_required: bool = True,
     check: Callable[[str, Mapping[str, Any]], None] | None = None,
-) -> Callable[[Any, str, str, int], Prompt]:
-    """Return what makes a prompt of a row, its uid, the file that it is in and its number there.
+) -> Callable[[Any, str, Source, int], Prompt]:
+    """Return what makes a prompt of a row, its uid, its dataset and its number there.
 
     All columns but those of the prompt, env_class and data_source become `Prompt.extras`. Rows without a data_source have that of
     their file, see `source_names`. What is returned raises DataError where a row lacks what a prompt needs.
 
     Args:
-        sources: paths of the files.
+        sources: the datasets.
         default_env_class: environment of the rows that name none.
         prompt_column: chat messages, or text that becomes one message of the user.
         response_column: reference answer, which becomes `reward_spec.ground_truth` where the row has none.
@@ -70,7 +71,7 @@ def prompt_reader(
             the rows cannot use this one, or UserCodeError where that is a user's and fails.
     """
     shown = image_column, video_column
-    names = source_names(sources)
+    names = source_names(source.location for source in sources)
     return _Columns(prompt_column, response_column, shown, default_env_class, env_class_required, check, names).prompt
 
 
@@ -89,11 +90,11 @@ def source_names(paths: Iterable[str]) -> dict[str, str]:
     return {path: "/".join(tail) for path, tail in tails.items()}
 
 
-def data_sources(paths: Sequence[str]) -> set[str]:
-    """Return the data sources of all rows of some files."""
-    names = source_names(paths)
-    rows = ((path, row) for path in names for row in Source(path).rows())
-    return {str((isinstance(row, dict) and row.get("data_source")) or names[path]) for path, row in rows}
+def data_sources(sources: Sequence[Source]) -> set[str]:
+    """Return the data sources of all rows of some datasets."""
+    names = source_names(source.location for source in sources)
+    rows = ((names[source.location], row) for source in sources for row in source.rows())
+    return {str((isinstance(row, dict) and row.get("data_source")) or name) for name, row in rows}
 
 
 def set_aside(prompts: Sequence[Prompt], test_size: float) -> tuple[list[Prompt], list[Prompt]]:
@@ -139,8 +140,10 @@ class _Columns:
     check: Callable[[str, Mapping[str, Any]], None] | None
     source_names: Mapping[str, str]
 
-    def prompt(self, row: Any, uid: str, source: str, number: int) -> Prompt:
-        place = f"dataset {source}, row uid {uid}" + (f" (row {number} of the file)" if str(number) != uid else "")
+    def prompt(self, row: Any, uid: str, source: Source, number: int) -> Prompt:
+        place = f"dataset {source.location}, row uid {uid}" + (
+            f" (row {number} of the file)" if str(number) != uid else ""
+        )
         if not isinstance(row, dict):
             raise DataError(f"{place}: expected an object with columns, found {type(row).__name__}")
         row = self._with_images(row, source, place)
@@ -164,7 +167,7 @@ class _Columns:
                 self.check(env_class or "", extras)
             except (ConfigError, DataError, UserCodeError) as error:
                 raise DataError(f"{place}: {error}") from error
-        data_source = row.get("data_source") or self.source_names[source]
+        data_source = row.get("data_source") or self.source_names[source.location]
         if not is_name(data_source):
             raise DataError(
                 f"{place}, column `data_source`: expected a text of at most {LONGEST_NAME} characters that can be printed, found {data_source!r:.80}"
@@ -177,7 +180,7 @@ class _Columns:
             data_source=data_source,
         )
 
-    def _with_images(self, row: dict[str, Any], source: str, place: str) -> dict[str, Any]:
+    def _with_images(self, row: dict[str, Any], source: Source, place: str) -> dict[str, Any]:
         """Return a row whose prompt has its images and videos as texts, and no columns of them."""
         images, videos = (row.get(name) for name in self.shown)
         left = {name: value for name, value in row.items() if name not in self.shown or value is None}
@@ -193,9 +196,15 @@ class _Columns:
         except DataError as error:
             raise DataError(f"{place}, column `{self.of_prompt}`: {error}") from error
         try:
-            return {**left, self.of_prompt: with_images(messages, images, Path(source).parent, videos)}
+            return {**left, self.of_prompt: with_images(messages, images, _folder_of(source), videos)}
         except DataError as error:
             raise DataError(f"{place}: {error}") from error
+
+
+@lru_cache(maxsize=64)
+def _folder_of(source: Source) -> Path:
+    """Return the folder from which a dataset's relative paths of images start."""
+    return source.files()[0].parent
 
 
 def _with_truth(reward_spec: Any, answer: Any, place: str) -> dict[str, Any]:

@@ -85,7 +85,7 @@ def ordered(rewards: Sequence[float], order: Order | None, seed: int) -> list[in
 def trained_samples(run: Run, step: int | None) -> tuple[int, list[tuple[GroupMeta, int]]]:
     """Return a step, the newest one with a batch where none is named, and its samples: group, and place in the group."""
     chosen = max(batch_steps(run), default=0) if step is None else step
-    return chosen, [(group, at) for group in require_samples(run, chosen).groups for at in range(len(group.rewards))]
+    return chosen, [(group, at) for group in require_samples(run, chosen).groups for at in range(len(group.samples))]
 
 
 def require_samples(run: Run, step: int) -> Batch:
@@ -125,22 +125,21 @@ def read_trained(run: Run, samples: Sequence[tuple[GroupMeta, int]], decode: Dec
 
 
 def _rollout(group: GroupMeta, at: int, of_group: Sequence[Row], decode: Decode) -> Rollout:
-    rows = [row for row, owner in zip(of_group, group.owners, strict=True) if owner == at]
+    sample, rows = group.samples[at], [row for row, owner in zip(of_group, group.owners, strict=True) if owner == at]
     versions = np.concatenate([row.versions for row in rows])
     chosen = versions[versions >= 0]
-    raw = group.raw_rewards[at] if group.raw_rewards else group.rewards[at]
     return Rollout(
         name=f"{group.group_id}.{at}",
         replica=group.replica,
         data_source=group.data_source,
-        reward=group.rewards[at],
+        reward=sample.reward,
         stop_reason=str(rows[-1].stop_reason),
         parts=[part for row in rows for part in segments_of(row, decode, of_dataset=group.row is not None)],
-        raw_reward=raw if raw != group.rewards[at] else None,
+        raw_reward=sample.raw_reward if sample.raw_reward != sample.reward else None,
         versions=(int(chosen.min()), int(chosen.max())) if len(chosen) else None,
-        env_metrics=group.env_metrics[at] if group.env_metrics else rows[-1].env_metrics,
+        env_metrics=dict(sample.env_metrics or rows[-1].env_metrics),
         row=group.row,
-        answer=(_ANSWERS[at] if group.row is not None and len(group.rewards) > 1 else None),
+        answer=(_ANSWERS[at] if group.row is not None and len(group.samples) > 1 else None),
     )
 
 

@@ -65,7 +65,7 @@ def write_scores(
     for group, said in found:
         if isinstance(said, GroupRewards):
             columns, facts = dict[str, "np.ndarray"](), {_REWARDS: json.dumps(said.scores)}
-            known, expected = len(said.scores), len(group.rewards)
+            known, expected = len(said.scores), len(group.samples)
         else:
             columns, facts = _columns(said), dict[str, str]()
             known, expected = [len(row.logprobs) for row in said], group.lengths

@@ -1,7 +1,7 @@
 """Where the rows of a dataset come from: a file, a folder of files, a folder of Hugging Face's `datasets`, or a dataset on its hub.
 
 A location is a path or, where there is no such path, the name of a dataset on the hub, <owner>/<name>; behind either may stand a split,
-`openai/gsm8k:train`. Splits of a folder, on the hub too, are found as `datasets` finds them (hpcrl/data/hub/splits.py).
+`openai/gsm8k:train`, and of it a part as `datasets` writes it: `train[:100]`, `train[-500:]`, `train[10%:]`. Splits of a folder, on the hub too, are found as `datasets` finds them (hpcrl/data/hub/splits.py).
 
 What is on the hub is downloaded into its cache once (HF_HOME, on a filesystem that the nodes share) and found there afterwards, also without
 network; with HF_HUB_OFFLINE=1 nobody asks the hub.
@@ -9,17 +9,19 @@ network; with HF_HUB_OFFLINE=1 nobody asks the hub.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hpcrl.config import DataConfig
 from hpcrl.data.chat.messages import without_nulls
+from hpcrl.data.entries import read_entries
 from hpcrl.data.hub.splits import (
     README,
     chosen_subset,
@@ -30,7 +32,7 @@ from hpcrl.data.hub.splits import (
     of_one_kind,
 )
 from hpcrl.errors import DataError
-from hpcrl.rundir.commit import parse_json
+from hpcrl.rundir.commit import leads_outside, parse_json
 
 if TYPE_CHECKING:
     from pyarrow import RecordBatch
@@ -43,7 +45,7 @@ _ROWS_AT_ONCE, _BYTES_AT_ONCE = 128, 16 << 20
 _BUFFER = 1 << 20  # bytes of each column of a parquet file
 _COUNTED_BYTES = 256 << 20
 _HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+")
-_SPLIT = re.compile(r"(.+):([\w.-]+)")
+_SPLIT = re.compile(r"(.+):([\w.-]+)(?:\[(-?\d*%?):(-?\d*%?)\])?")
 _KNOWN_SPLITS = ("train", "validation", "valid", "val", "dev", "test", "eval")
 _SAVED, _SAVED_SPLITS = "state.json", "dataset_dict.json"
 
@@ -53,11 +55,12 @@ class Source:
     """A dataset, as a configuration names it.
 
     Attributes:
-        location: path or name on the hub, with a split behind a colon or without one.
+        location: path or name on the hub, with a split, or a part of one, behind a colon or without.
         subset: its configuration, in Hugging Face's sense; None: the only one, or the one that is called default.
         revision: branch, tag or commit on the hub; None: its main branch.
         folder: where relative paths are looked for; None: the working directory.
         split: the one that is meant where the location names none; None: then it must not have several.
+        size: rows that are read, the first ones: a number, or below 1 a share of all, of which at least one is read; None: all.
     """
 
     location: str
@@ -65,6 +68,11 @@ class Source:
     revision: str | None = None
     folder: str | None = None
     split: str | None = None
+    size: float | None = None
+
+    def facts(self) -> dict[str, Any]:
+        """Return its attributes; the size only where it is set, as runs of hpcrl 0.1 have none on disk."""
+        return {name: value for name, value in vars(self).items() if name != "size" or value is not None}
 
     def files(self) -> list[Path]:
         """Return its files, in the order of their names.
@@ -90,18 +98,43 @@ class Source:
         return self._place()[0].exists()
 
     def rows(self) -> Iterator[Any]:
-        """Yield the rows of all files, whatever they hold.
+        """Yield the rows of its files that are read, whatever they hold.
 
         Raises:
             DataError: a file is missing, cannot be read, or there is not one row.
         """
-        found = 0
-        for path in self.files():
-            for row in READERS[path.suffix](path):
-                found += 1
-                yield row
+        span, found = self._span(), 0
+        for row in islice(self._all_rows(), span.start, span.stop):
+            found += 1
+            yield row
         if not found:
             raise DataError(f"dataset {self.location} has no rows")
+
+    def _all_rows(self) -> Iterator[Any]:
+        return (row for path in self.files() for row in READERS[path.suffix](path))
+
+    @property
+    def part(self) -> str:
+        """What the location says of the rows of its split, such as [:100]; "": all of them."""
+        match = None if self._is_whole() else _SPLIT.fullmatch(self.location)
+        return f"[{match[3]}:{match[4]}]" if match and match[3] is not None else ""
+
+    def _span(self) -> slice:
+        """Return which rows of its files are read, by absolute numbers; `stop` is None where they end with the last one."""
+        shared = self.size is not None and self.size < 1
+        total = self._total() if shared or set(self.part) & {"-", "%"} else 0
+        first, _, last = self.part[1:-1].partition(":")
+        start, stop = _bound(first or "0", total), _bound(last, total) if last else None
+        if stop is not None:
+            stop = max(start, stop)
+        if self.size is None:
+            return slice(start, stop)
+        most = max(1, round(self.size * len(range(total)[start:stop]))) if shared else int(self.size)
+        return slice(start, start + most if stop is None else min(stop, start + most))
+
+    def _total(self) -> int:
+        counted = self._counted()
+        return sum(1 for _ in self._all_rows()) if counted is None else counted
 
     def count(self) -> int | None:
         """Return its rows; None: that is not quickly known, for a text file is large, something has to be downloaded, or pyarrow is missing.
@@ -109,18 +142,26 @@ class Source:
         Raises:
             DataError: it cannot be read.
         """
-        if not self.is_here():
+        if not self.is_here() or (total := self._counted()) is None:
             return None
+        return len(range(total)[self._span()])
+
+    def _counted(self) -> int | None:
         counts = [_count(path) for path in self.files()]
-        return None if None in counts else sum(count or 0 for count in counts)
+        if None in counts:
+            return None
+        return sum(count or 0 for count in counts)
 
     def _place(self) -> tuple[Path, str | None]:
         """Return the path that the location would be, and the split that it names."""
         folder = Path(self.folder or "").expanduser()
-        whole = folder / Path(self.location).expanduser()
-        if not whole.exists() and (match := _SPLIT.fullmatch(self.location)):
+        if not self._is_whole() and (match := _SPLIT.fullmatch(self.location)):
             return folder / Path(match[1]).expanduser(), match[2]
-        return whole, None
+        return folder / Path(self.location).expanduser(), None
+
+    def _is_whole(self) -> bool:
+        """Return whether there is a path of all of the location, which then names no split."""
+        return (Path(self.folder or "").expanduser() / Path(self.location).expanduser()).exists()
 
     def _name(self) -> str:
         match = _SPLIT.fullmatch(self.location)
@@ -162,9 +203,9 @@ class Source:
     def _of_folder(self, folder: Path, split: str | None) -> list[Path]:
         with self._named_in_errors():
             if (folder / _SAVED_SPLITS).is_file():
-                folder = folder / self._chosen(split, _read_object(folder / _SAVED_SPLITS)["splits"])
+                folder = folder / self._chosen(split, _names(folder / _SAVED_SPLITS, "splits"))
             if (folder / _SAVED).is_file():  # Dataset.save_to_disk
-                return [folder / entry["filename"] for entry in _read_object(folder / _SAVED)["_data_files"]]
+                return [folder / name for name in _names(folder / _SAVED, "_data_files", "filename")]
             root, patterns = self._patterns(folder)
             names = names_below(root)
             by_split = patterns or default_patterns(names)
@@ -209,6 +250,25 @@ class Source:
             what = f"it has no split {wanted!r}" if wanted else "it has several splits"
             raise DataError(f"{what}; name one of {', '.join(names)} as {self._name()}:{names[0]}")
         return wanted
+
+
+def _bound(text: str, total: int) -> int:
+    """Return a bound of a part of `total` rows as the number of a row; one before the first is the first."""
+    number = int(text.removesuffix("%"))
+    if text.endswith("%"):
+        number = round(number * total / 100)
+    return max(0, total + number) if text.startswith("-") else number
+
+
+def training_sources(data: DataConfig) -> list[Source]:
+    """Return the datasets that are trained."""
+    return [Source(one, data.subset, data.revision, data.local_dir, "train") for one in data.train_data]
+
+
+def validation_sources(data: DataConfig, locations: Sequence[str]) -> list[Source]:
+    """Return datasets that are evaluated: those of data.val_data, or of data.val_prompts."""
+    folder = data.val_local_dir or data.local_dir
+    return [Source(one, data.val_subset, data.val_revision, folder, size=data.val_size) for one in locations]
 
 
 def _count(path: Path) -> int | None:
@@ -329,11 +389,22 @@ def _readable(path: Path, kind: str) -> Iterator[None]:
         raise DataError(f"dataset {path} cannot be read as {kind}: {error}") from error
 
 
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text(encoding="utf-8-sig"))
-    except ValueError as error:
-        raise DataError(f"{path} cannot be read as JSON: {error}") from error
+def _names(path: Path, key: str, part: str = "") -> list[str]:
+    """Return the names of files or folders beside `path` that it lists.
+
+    Args:
+        part: of each of its entries; empty: the entry itself is the name.
+
+    Raises:
+        DataError: it does not list such names.
+    """
+    found = read_entries(path).get(key)
+    listed = found if isinstance(found, list) else [None]
+    found_names = [one.get(part) if part and isinstance(one, dict) else one for one in listed]
+    names = [one for one in found_names if isinstance(one, str) and not leads_outside(one)]
+    if len(names) < len(found_names):
+        raise DataError(f"{path}: {key}: expected a list of names below {path.parent}, found {found!r:.200}")
+    return names
 
 
 def _read_json(path: Path) -> Iterator[Any]:

@@ -53,6 +53,8 @@ _CHUNK = 1 << 22
 _CODE = (
     "conversations.py",
     "hub/splits.py",
+    "render.py",
+    "render_process.py",
     "sources.py",
     "token_cache.py",
     "token_file.py",

@@ -28,7 +28,7 @@ from hpcrl.data.vision.frames import kept_of, shown_of
 from hpcrl.data.vision.reader import ImageReader, Preparation, named_tensors
 from hpcrl.errors import CommitError, DamagedError
 from hpcrl.rundir.commit import Fence, committed_directory, unfenced, verify
-from hpcrl.types import Row, Sample
+from hpcrl.types import Row
 
 if TYPE_CHECKING:
     import numpy as np
@@ -150,7 +150,7 @@ class TokenFile:
         tokens, mask = self._content(at)
         count, rewards = len(tokens), np.zeros(len(tokens), np.float32)
         rewards[-1] = self._margin(at)
-        return Sample(
+        return Row(
             token_ids=tokens.astype(np.int64),
             loss_mask=mask.astype(np.float32),
             rollout_logprobs=np.zeros(count, np.float32),

@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.config import Config
-from hpcrl.config.derive import longest_sample, policy_model, trains_pairs
 from hpcrl.config.sections.data import DataConfig
 from hpcrl.config.sections.generator import ChatTemplateConfig
 from hpcrl.config.sections.model import Pretrained
+from hpcrl.config.token_limits import longest_sample
 from hpcrl.data.conversations import RESPONSE, Columns, Renderer, Tokens, TrainOnWhat
 from hpcrl.data.family import RowFormat, RowRenderer, data_family
 from hpcrl.data.prompts import count_aside, source_names
-from hpcrl.data.sources import Source
+from hpcrl.data.sources import Source, training_sources, validation_sources
 from hpcrl.data.token_cache import TokenCache, contents_of, key_of, made_by, tokenizer_facts
 from hpcrl.data.token_file import TokenFile, open_tokens, write_tokens
 from hpcrl.data.tokenizer import chat_template, load_tokenizer, without_torch
@@ -102,7 +102,7 @@ class Recipe:
     def of(cls, config: Config) -> Recipe:
         data, generator = config.data, config.generator
         columns = Columns(
-            "preference" if trains_pairs(config.trainer) else data.format,
+            "preference" if config.trainer.pairwise else data.format,
             data.conversation_column,
             data.prompt_column,
             data.response_column,
@@ -114,7 +114,7 @@ class Recipe:
             data.video_column,
         )
         return cls(
-            policy_model(config.trainer),
+            config.trainer.policy.model.pretrained,
             generator.chat_template,
             generator.chat_template_kwargs,
             columns,
@@ -181,14 +181,6 @@ _READ: dict[str, Callable[[Columns], Any]] = {
 """Names of the columns that a format reads."""
 
 
-def training_sources(data: DataConfig) -> list[Source]:
-    return [Source(one, data.subset, data.revision, data.local_dir, "train") for one in data.train_data]
-
-
-def validation_sources(data: DataConfig) -> list[Source]:
-    return [Source(one, data.val_subset, data.val_revision, data.local_dir) for one in data.val_data]
-
-
 @dataclass(frozen=True)
 class Tokenizer:
     """Tokenizes datasets into the run directory, where they are not there yet.
@@ -213,7 +205,7 @@ class Tokenizer:
         Raises:
             DataError: the source cannot be read, a row cannot be used, or no row is left.
         """
-        target, made_of = self.run.dataset(folder), {"source": vars(source), **self.recipe.facts()}
+        target, made_of = self.run.dataset(folder), {"source": source.facts(), **self.recipe.facts()}
         if not self._is_there(target, made_of):
             facts, prepared = {"name": name, "made_of": made_of}, self.recipe.prepared()
             if prepared is not None:  # what files they are is not known to the cache
@@ -272,7 +264,10 @@ def shared_facts(source: Source, recipe: Recipe, progress: Callable[[], None] = 
         DataError: they cannot be found; others as of `Recipe.renderer`.
     """
     try:
-        return {"contents": contents_of(source.files(), progress), **recipe.facts_of_tokens()}
+        chosen: dict[str, Any] = {"part": source.part} if source.part else {}
+        if source.size is not None:
+            chosen["size"] = source.size
+        return {"contents": contents_of(source.files(), progress), **chosen, **recipe.facts_of_tokens()}
     except OSError as error:
         raise DataError(f"dataset {source.location} cannot be read: {error}") from error
 
@@ -371,7 +366,9 @@ def tokenize_datasets(config: Config, tokenizer: Tokenizer) -> None:
     for at, (name, source) in enumerate(zip(_names(data.train_data), training_sources(data), strict=True)):
         tokenizer.dataset(f"train-{at}", name, source)
     if config.trainer.eval_interval > 0:
-        for at, (name, source) in enumerate(zip(_names(data.val_data), validation_sources(data), strict=True)):
+        for at, (name, source) in enumerate(
+            zip(_names(data.val_data), validation_sources(data, data.val_data), strict=True)
+        ):
             tokenizer.dataset(f"validation-{at}", name, source)
 
 

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from hpcrl.config.sections.generator import ChatTemplateConfig
 from hpcrl.config.sections.model import Pretrained
+from hpcrl.data.entries import CONFIG, check_files
 from hpcrl.data.model_config import download
+from hpcrl.data.render import render
 from hpcrl.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 
 _OWN = Path(__file__).with_name("templates")
 _MAX_BYTES = 1 << 20
+_FILES = (CONFIG, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.json")
 _SETTING = "generator.chat_template.name_or_path"
 
 PROBE = (
@@ -92,7 +95,7 @@ def read_tokenizer(path: str, **options: Any) -> PreTrainedTokenizerBase:
 
     Raises:
         OSError, ValueError: there is none that can be loaded.
-        DataError: no class of transformers gives the ids of its tokenizer.json.
+        DataError: no class of transformers gives the ids of its tokenizer.json, or another file of it is no JSON object.
     """
     return _read_tokenizer(path, **options)[0]
 
@@ -110,7 +113,8 @@ def _read_tokenizer(path: str, **options: Any) -> tuple[PreTrainedTokenizerBase,
 
     # texts are to come back as they were; where a file has true, transformers ignores it with a warning
     plainly = {**options, "clean_up_tokenization_spaces": False}
-    found = AutoTokenizer.from_pretrained(path, **plainly)
+    check_files(path, _FILES, **options)
+    found = AutoTokenizer.from_pretrained(path, trust_remote_code=False, **plainly)
     missing: dict[str, Any] = {
         "_raise_exceptions_for_missing_entries": False,
         "_raise_exceptions_for_connection_errors": False,
@@ -153,9 +157,6 @@ def load_tokenizer(
         ConfigError: as `chat_template`, or the template is not valid Jinja.
         DataError: there is no such model, here or on the hub.
     """
-    from jinja2 import TemplateSyntaxError
-    from transformers.utils.chat_template_utils import render_jinja_template
-
     import hpcrl.data.models.openvla  # noqa: F401  else transformers warns of a model that it does not know
 
     try:
@@ -168,8 +169,8 @@ def load_tokenizer(
     if text is None:
         return tokenizer
     try:
-        render_jinja_template([], chat_template=text)
-    except TemplateSyntaxError as error:
-        raise ConfigError(f"{_SETTING}: {template.name_or_path}, line {error.lineno}: {error.message}") from error
+        render(text, {"conversations": []})
+    except DataError as error:
+        raise ConfigError(f"{_SETTING}: {template.name_or_path}, {error}") from error
     tokenizer.chat_template = text
     return tokenizer

@@ -5,19 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from hpcrl.config.derive import (
-    eval_sampling,
-    gpu_count,
-    max_input_length,
-    max_seq_len,
-    ref_model,
-    replicas_per_node,
-    runs_eagerly,
-    temperature,
-)
 from hpcrl.config.difference import as_yaml, value_as_toml
 from hpcrl.config.fields import values
 from hpcrl.config.root import Config
+from hpcrl.config.token_limits import max_seq_len
 
 
 def show(config: Config, only_changed: bool = False, in_yaml: bool = False) -> str:
@@ -40,16 +31,16 @@ def show(config: Config, only_changed: bool = False, in_yaml: bool = False) -> s
 
 def _following(config: Config) -> dict[str, Any]:
     sampling = {
-        f"generator.eval_sampling_params.{name}": value for name, value in vars(eval_sampling(config.generator)).items()
+        f"generator.eval_sampling_params.{name}": value for name, value in vars(config.generator.eval_sampling).items()
     }
     return {
-        "trainer.ref.model.path": ref_model(config.trainer).path,
-        "trainer.algorithm.temperature": temperature(config),
+        "trainer.ref.model.path": config.trainer.ref_model.path,
+        "trainer.algorithm.temperature": config.temperature,
         "trainer.algorithm.max_seq_len": max_seq_len(config),
-        "generator.max_input_length": max_input_length(config.generator, config.trainer),
+        "generator.max_input_length": config.max_input_length,
         **sampling,
-        "generator.inference_engine.enforce_eager": runs_eagerly(
-            config.generator.inference_engine, on_cpu=gpu_count(config.slurm) == 0
+        "generator.inference_engine.enforce_eager": config.generator.inference_engine.runs_eagerly(
+            on_cpu=config.slurm.gpus == 0
         ),
-        "slurm.replicas_per_node": replicas_per_node(config),
+        "slurm.replicas_per_node": config.replicas_per_node,
     }

@@ -20,11 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.config import Config
-from hpcrl.config.derive import is_offline
 from hpcrl.config.difference import flat
 from hpcrl.config.family import Family, families
-from hpcrl.data.sources import Source
-from hpcrl.data.tokenize import training_sources, validation_sources
+from hpcrl.data.sources import training_sources, validation_sources
 from hpcrl.errors import DataError
 from hpcrl.rundir.checksums import refusal
 from hpcrl.rundir.commit import checksum, naming, read_bytes, write_text
@@ -94,11 +92,11 @@ def inputs_of(config: Config) -> dict[str, Input]:
 
 
 def _of_datasets(config: Config) -> Iterator[Input]:
-    data, offline, evaluates = config.data, is_offline(config.trainer), config.trainer.eval_interval > 0
-    sources = {"data.train_data": training_sources(data) if offline else [Source(path) for path in data.train_data]}
+    data, evaluates = config.data, config.trainer.eval_interval > 0
+    sources = {"data.train_data": training_sources(data)}
     if evaluates:
-        sources["data.val_data"] = validation_sources(data) if offline else [Source(path) for path in data.val_data]
-        sources["data.val_prompts"] = [Source(path) for path in data.val_prompts]
+        sources["data.val_data"] = validation_sources(data, data.val_data)
+        sources["data.val_prompts"] = validation_sources(data, data.val_prompts)
     for setting, those in sources.items():
         for source in those:
             # a machine without huggingface_hub does not see what is on the hub
@@ -184,7 +182,7 @@ def changed_inputs(
     }
     digests = _digests(read, progress)
     gone = [name for name in noted.keys() - now.keys() if not _is_unseen(name, now)]
-    kept = DATASETS[:2] if is_offline(config.trainer) else ()
+    kept = DATASETS[:2] if config.trainer.offline else ()
     became = {name: "was changed" for name, digest in digests.items() if digest != noted[name]["digest"]}
     became |= {name: "is missing" for name in gone if noted[name]["setting"] not in kept}
     became |= dict.fromkeys(now.keys() - noted.keys(), "is new")

@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from hpcrl.config import Config, engine_gpus, replicas_per_node
-from hpcrl.config.derive import critic_nodes, engine_nodes, gpu_count, has_engines, has_own_critic
-from hpcrl.config.reward_model import reward_services, services_per_node
+from hpcrl.config import Config
 from hpcrl.config.scorers import ScorerSet, scorer_numbers, scorer_sets, scorers_per_node
 
 Role = Literal["trainer", "rollout", "reward", "scorer"]
@@ -73,7 +71,7 @@ class Node:
 def make_plan(config: Config) -> list[Node]:
     """Return the nodes of a run, in the order of their Slurm node ids."""
     trainer, engine = config.trainer, config.generator.inference_engine
-    on_gpu, nodes, offset = gpu_count(config.slurm) > 0, list[Node](), 0
+    on_gpu, nodes, offset = config.slurm.gpus > 0, list[Node](), 0
 
     def add(
         role: Role,
@@ -92,20 +90,20 @@ def make_plan(config: Config) -> list[Node]:
         nodes.append(Node(len(nodes), role, ranks, tuple(replicas), gpus, offset, **own, **of_engines))
         offset += gpus
 
-    ranks, width = trainer.placement.policy_num_gpus_per_node, replicas_per_node(config)
+    ranks, width = trainer.placement.policy_num_gpus_per_node, config.replicas_per_node
     for node in range(trainer.placement.policy_num_nodes):
         add("trainer", ranks, ranks=ranks, replicas=_beside(config, node))
-    number, ranks = critic_nodes(trainer)
-    for _ in range(number if has_own_critic(trainer) else 0):
+    number, ranks = trainer.placement.critic_nodes
+    for _ in range(number if trainer.has_own_critic else 0):
         add("trainer", ranks, ranks=ranks, critic=True)
-    parts = engine_nodes(config)
-    apart = has_engines(config) and not (trainer.placement.colocate_all or engine.remote_urls)
+    parts = config.engine_nodes
+    apart = config.has_engines and not (trainer.placement.colocate_all or engine.remote_urls)
     for first in range(0, engine.num_engines if apart else 0, width):
         replicas = range(first, min(first + width, engine.num_engines))
-        add("rollout", len(replicas) * engine_gpus(engine) // parts, replicas=replicas)
+        add("rollout", len(replicas) * engine.gpus // parts, replicas=replicas)
         for part in range(first * (parts - 1), (first + 1) * (parts - 1)):
-            add("rollout", engine_gpus(engine) // parts, engine_parts=[part])
-    services, width = range(reward_services(config)), services_per_node(config)
+            add("rollout", engine.gpus // parts, engine_parts=[part])
+    services, width = range(config.reward_services), max(1, config.slurm.gpus)
     for first in services[::width]:
         own = services[first : first + width]
         add("reward", len(own), services=own)
@@ -122,9 +120,9 @@ def make_plan(config: Config) -> list[Node]:
 def _beside(config: Config, node: int) -> range:
     """Return the replicas on one of the policy's nodes."""
     engine, placement = config.generator.inference_engine, config.trainer.placement
-    if engine.remote_urls and has_engines(config):
+    if engine.remote_urls and config.has_engines:
         return range(node, engine.num_engines, placement.policy_num_nodes)
-    width = placement.policy_num_gpus_per_node // engine_gpus(engine) if placement.colocate_all else 0
+    width = placement.policy_num_gpus_per_node // engine.gpus if placement.colocate_all else 0
     return range(node * width, (node + 1) * width)
 
 

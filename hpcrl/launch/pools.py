@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hpcrl.config import Config, ElasticConfig, engine_gpus, replicas_per_node
-from hpcrl.config.derive import gpu_count
-from hpcrl.config.node_share import asks_for_few_cores, of_element
+from hpcrl.config import Config, ElasticConfig
 from hpcrl.config.scorers import COPIES, POOLS, scorer_numbers, scorer_sets, scorers_per_node
 from hpcrl.errors import RunError
 from hpcrl.launch.nodes import Node, make_plan, scorer_node
@@ -46,18 +44,18 @@ class Pool:
         return "elastic pool" if self.name == ROLLOUT else f"elastic pool of {self.name}"
 
     def element(self, config: Config) -> tuple[int | None, int | None, bool]:
-        """Return what an element asks for, as of `of_element`."""
-        return of_element(config.slurm, self.asked, self.share)
+        """Return what an element asks for, as of `SlurmConfig.element`."""
+        return config.slurm.element(self.asked, self.share)
 
 
 def elastic_pools(config: Config) -> list[Pool]:
     """Return the pools of a run that have elements."""
-    engine, elastic, on_gpu = config.generator.inference_engine, config.slurm.elastic, gpu_count(config.slurm) > 0
+    engine, elastic, on_gpu = config.generator.inference_engine, config.slurm.elastic, config.slurm.gpus > 0
     first, found = len(make_plan(config)), list[Pool]()
     if elastic.replicas:
-        replicas, gpus = range(engine.num_engines, engine.num_engines + elastic.replicas), engine_gpus(engine)
+        replicas, gpus = range(engine.num_engines, engine.num_engines + elastic.replicas), engine.gpus
         nodes = [Node(first + at, "rollout", 0, (replica,), gpus * on_gpu, 0) for at, replica in enumerate(replicas)]
-        instead, share = "generator.inference_engine.num_engines", replicas_per_node(config)
+        instead, share = "generator.inference_engine.num_engines", config.replicas_per_node
         found.append(Pool(ROLLOUT, "", "slurm.elastic", instead, elastic, tuple(nodes), share))
         first += len(nodes)
     sets = scorer_sets(config)
@@ -89,7 +87,7 @@ def pooled_node(config: Config, worker: str) -> Node:
 def with_few_cores(config: Config) -> list[str]:
     """Return the sections of pools on GPUs whose elements ask for no cores and take no whole nodes."""
     pools = elastic_pools(config)
-    few = (pool.setting for pool in pools if asks_for_few_cores(config.slurm, pool.asked, pool.element(config)))
+    few = (pool.setting for pool in pools if config.slurm.has_scarce_elements(pool.asked, pool.share))
     return list(dict.fromkeys(few))
 
 

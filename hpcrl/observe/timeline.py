@@ -33,7 +33,7 @@ KINDS = {
     "generate": ("generate",),
     "wait": ("wait_for_generation_buffer", "wait_for_groups", "wait_for_critic", "wait_for_policy"),
     "train": (
-        "load_samples", "fwd_logprobs_values_reward", "compute_advantages_and_returns", "critic_train", "policy_train",
+        "load_rows", "fwd_logprobs_values_reward", "compute_advantages_and_returns", "critic_train", "policy_train",
         "update_ref_with_policy",
     ),
     "publish": ("sync_weights", "fetch_weights"),
@@ -51,7 +51,7 @@ KINDS = {
 
 _KIND_OF = {phase: kind for kind, phases in KINDS.items() for phase in phases}
 _LARGEST = 4 << 20
-_PACKAGES = ("torch", "transformers", "vllm", "megatron.core", "peft", "numpy")
+_PACKAGES = ("torch", "transformers", "megatron.core", "peft", "numpy")
 _WRITE_S = 2.0
 _FIRST_STEP = "rank-0"
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 
 from hpcrl.config import Config
-from hpcrl.config.derive import gpu_count
 from hpcrl.launch.doctor.node import gpus_here
 
 GIB = 2**30
@@ -22,7 +21,7 @@ def memory_of_rank(config: Config, ranks: int | None = None) -> tuple[float | No
         ranks: of a node; None: the trainer's.
     """
     slurm, ranks = config.slurm, ranks or config.trainer.placement.policy_num_gpus_per_node
-    if gpu_count(slurm) == 0:
+    if slurm.gpus == 0:
         if not slurm.mem_gb:
             return None, "a run on CPU; slurm.mem_gb does not say how much memory a node has"
         return slurm.mem_gb * GIB / ranks, f"slurm.mem_gb, shared by {ranks} rank(s)"

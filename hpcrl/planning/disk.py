@@ -6,12 +6,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from hpcrl.config import Config
-from hpcrl.config.adapters import loads_adapters
-from hpcrl.config.derive import has_engines, kept_versions, saves_checkpoints
 from hpcrl.config.sections.model import Pretrained
-from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.launch.doctor.rooms import COPIES, Sizes
-from hpcrl.rundir.checkpoints import NEVER_DELETED
+from hpcrl.rundir.checkpoints import NEVER_DELETED, Retention
 from hpcrl.units import readable_size
 
 
@@ -22,13 +19,14 @@ def describe_disk(config: Config, folder_of: Callable[[Pretrained], Path | None]
         folder_of: the directory of a model, None where it is not on this machine.
     """
     trainer, sizes = config.trainer, Sizes.of(config, folder_of)
+    keep = Retention.of(trainer) if trainer.saves_checkpoints else None
     if sizes is None:
-        yield f"disk: not known, since not all models have safetensors files on this machine; {_kept(trainer)}"
+        yield f"disk: not known, since not all models have safetensors files on this machine; {_kept(keep)}"
         return
     size, each = sizes.checkpoint, sizes.weights
-    yield f"disk: a checkpoint has about {readable_size(size)}; {_kept(trainer)}{_at_most(trainer, size)}"
-    if has_engines(config):
-        what, versions = "adapters" if loads_adapters(config) else "weights", kept_versions(trainer)
+    yield f"disk: a checkpoint has about {readable_size(size)}; {_kept(keep)}{_at_most(keep, size)}"
+    if config.has_engines:
+        what, versions = "adapters" if config.loads_adapters else "weights", trainer.fully_async.kept_versions
         yield (
             f"  published {what} have {readable_size(each)}: the newest {versions} versions stay, with the one on its way "
             f"{readable_size(each * (versions + 1))}"
@@ -40,27 +38,26 @@ def describe_disk(config: Config, folder_of: Callable[[Pretrained], Path | None]
             yield f"  the trainer's nodes keep a version in host memory: {readable_size(each)} on all of them together, for a moment twice that"
     if trainer.hf_save_interval > 0:
         yield f"  an export has {readable_size(sizes.export)}, and none is deleted"
-    if sizes.weights and (place := config.generator.inference_engine.weight_copy_dir) and not loads_adapters(config):
+    if sizes.weights and (place := config.generator.inference_engine.weight_copy_dir) and not config.loads_adapters:
         yield f"  copies of them take {readable_size(each)} of {place} on each node with replicas, and for a while {readable_size(each * COPIES)}"
 
 
-def _kept(trainer: TrainerConfig) -> str:
-    if not saves_checkpoints(trainer):
+def _kept(keep: Retention | None) -> str:
+    if keep is None:
         return "none is saved"
-    if trainer.max_ckpts_to_keep < 0:
+    if keep.newest < 0:
         return "all are kept (trainer.max_ckpts_to_keep)"
-    more = f", and each of a multiple of {trainer.ckpt_keep_every} steps" if trainer.ckpt_keep_every else ""
-    best = f", and the best by {trainer.ckpt_keep_best}" if trainer.ckpt_keep_best else ""
-    return f"the newest {_newest(trainer)} stay (trainer.max_ckpts_to_keep){more}{best}"
+    more = f", and each of a multiple of {keep.every} steps" if keep.every else ""
+    best = f", and the best by {keep.metric}" if keep.metric else ""
+    return f"the newest {_newest(keep)} stay (trainer.max_ckpts_to_keep){more}{best}"
 
 
-def _at_most(trainer: TrainerConfig, size: int) -> str:
-    unbounded = trainer.max_ckpts_to_keep < 0 or trainer.ckpt_keep_every
-    if unbounded or not saves_checkpoints(trainer):
+def _at_most(keep: Retention | None, size: int) -> str:
+    if keep is None or keep.newest < 0 or keep.every:
         return ""
-    at_once = _newest(trainer) + bool(trainer.ckpt_keep_best) + 1
+    at_once = _newest(keep) + bool(keep.metric) + 1
     return f": with the one on its way {readable_size(size * at_once)}"
 
 
-def _newest(trainer: TrainerConfig) -> int:
-    return max(trainer.max_ckpts_to_keep, NEVER_DELETED)
+def _newest(keep: Retention) -> int:
+    return max(keep.newest, NEVER_DELETED)

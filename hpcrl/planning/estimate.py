@@ -5,24 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from hpcrl.config import Config, TrainerConfig, trainer_ranks
-from hpcrl.config.adapters import adapters, reference_has_values
-from hpcrl.config.derive import (
-    copy_ranks,
-    critic_model_parallel_size,
-    critic_nodes,
-    critic_ranks,
-    gpu_count,
-    has_own_critic,
-    largest_micro_batch,
-    model_parallel_size,
-    needs_fsdp,
-    ref_sharding,
-    self_teacher,
-)
-from hpcrl.config.reward_model import HEAD, trains_reward_model
+from hpcrl.config import Config
 from hpcrl.config.rules.megatron_groups import ParallelLayout, layers_of_stages, padded
-from hpcrl.config.sections.model import FSDPConfig
+from hpcrl.config.sections.reward_model import HEAD
+from hpcrl.config.sections.trainer import Recomputation
+from hpcrl.config.token_limits import largest_micro_batch
 from hpcrl.errors import DataError
 from hpcrl.planning.devices import memory_of_rank
 from hpcrl.planning.memory import (
@@ -77,51 +64,56 @@ def estimate(config: Config, models: Mapping[str, Shapes]) -> Estimate:
     trainer = config.trainer
     if trainer.strategy == "megatron":
         return _megatron(config, models)
-    beside = {role: shapes for role, shapes in models.items() if role != "critic" or not has_own_critic(trainer)}
-    return _fsdp(config, beside, range(trainer_ranks(trainer)), trainer.placement.policy_num_gpus_per_node)
+    beside = {role: shapes for role, shapes in models.items() if role != "critic" or not trainer.has_own_critic}
+    return _fsdp(config, beside, range(trainer.placement.policy_ranks), trainer.placement.policy_num_gpus_per_node)
 
 
 def estimate_critic(config: Config, models: Mapping[str, Shapes]) -> Estimate | None:
     """Return what a critic on ranks of its own needs; None: it is beside the policy, or there is none. Arguments as of `estimate`."""
-    if not has_own_critic(config.trainer):
+    if not config.trainer.has_own_critic:
         return None
-    first = trainer_ranks(config.trainer)
-    ranks, on_node = range(first, first + critic_ranks(config.trainer)), critic_nodes(config.trainer)[1]
+    first = config.trainer.placement.policy_ranks
+    ranks, on_node = (
+        range(first, first + config.trainer.placement.critic_ranks),
+        config.trainer.placement.critic_nodes[1],
+    )
     return _fsdp(config, {"critic": models["critic"]}, ranks, on_node)
 
 
 def _fsdp(config: Config, models: Mapping[str, Shapes], which: range, on_node: int) -> Estimate:
     trainer, ranks, device = config.trainer, len(which), memory_of_rank(config, on_node)[0]
-    on_gpu = gpu_count(config.slurm) > 0
+    on_gpu = config.slurm.gpus > 0
     needs, counts = dict[str, Need](), dict[str, list[int]]()
     for role, shapes in models.items():
-        together = critic_model_parallel_size(trainer) if role == "critic" else model_parallel_size(trainer)
+        together = trainer.critic_model_parallel_size if role == "critic" else trainer.model_parallel_size
         tokens = -(-largest_micro_batch(config) // together)
-        fsdp = ref_sharding(trainer) if role == "ref" else _sharding(trainer, role)
+        section = trainer.critic if role == "critic" else trainer.policy
+        fsdp = trainer.ref_sharding if role == "ref" else section.fsdp_config
         precision = fsdp.mixed_precision
-        averaged = self_teacher(trainer) == "ema"
+        averaged = trainer.distillation.self_teacher_model == "ema"
         dtype = precision.param_dtype if role == "ref" and not averaged else precision.master_dtype
-        frozen = precision.param_dtype if role in adapters(trainer) else dtype
+        frozen = precision.param_dtype if role in trainer.adapters else dtype
         whole = fsdp_state(shapes.weights, 1, dtype, frozen_dtype=frozen)
         state = whole.weights + whole.gradients + whole.optimizer
-        copy = copy_ranks(fsdp.fsdp_size, ranks, on_node, state, device if on_gpu else None, fsdp.expert_parallel_size)
-        twice = role == "policy" and reference_has_values(trainer)
+        copy = fsdp.copy_ranks(ranks, on_node, state, device if on_gpu else None)
+        twice = role == "policy" and trainer.reference_has_values
         need = fsdp_state(
-            shapes.weights, copy, dtype, frozen_dtype=frozen, twice=twice, moments=_moments(trainer, role)
+            shapes.weights, copy, dtype, frozen_dtype=frozen, twice=twice, moments=section.optimizer_config.moments
         )
         if copy < ranks:  # each copy adds its gradients up in the type of the reduction
             wider = max(1, BYTES[precision.reduce_dtype] // BYTES[dtype])
             need = replace(need, gradients=need.gradients * wider)
         if fsdp.cpu_offload and on_gpu:
             need = Need(weights=0, gradients=0, optimizer=0)
-        if needs_fsdp(fsdp, ranks, dtype, on_gpu=on_gpu):
+        if fsdp.is_needed(ranks, dtype, on_gpu=on_gpu):
             gathered = fsdp_gathered(
                 shapes.weights, copy, precision.param_dtype, precision.reduce_dtype, fsdp.reshard_after_forward
             )
             need = replace(need, gathered=gathered)
         if role != "ref":
             size, recompute = BYTES[precision.param_dtype], trainer.gradient_checkpointing
-            kept = _activations(trainer, role, shapes.width, tokens, size)
+            offloaded = role == "policy" and trainer.policy.activation_offload
+            kept = _activations(trainer.recomputation, shapes.width, tokens, size, offloaded=offloaded)
             kept += merged_experts(shapes.weights, precision.param_dtype, recompute=recompute)
             kept += exchanged_heads(shapes.width, tokens, together, size, recompute=recompute)
             if group := shared_prompt(config):
@@ -129,41 +121,38 @@ def _fsdp(config: Config, models: Mapping[str, Shapes], which: range, on_node: i
                 kept += copied_keys(shapes.width, copied, size, recompute=recompute)
             again = tokens * layer_activations(shapes.width, size, fused=False) if recompute else 0
             need = replace(need, activations=kept, recomputed=again)
-        if role != "critic" and not trains_reward_model(trainer):
-            need = replace(need, logprobs=_logprobs(trainer, tokens, shapes.width.vocabulary))
+        if role != "critic" and not trainer.trains_reward_model:
+            need = replace(
+                need,
+                logprobs=_logprobs(
+                    trainer.logprobs_chunk_size, trainer.algorithm.logprob_dtype, tokens, shapes.width.vocabulary
+                ),
+            )
         needs[role] = need
         counts[role] = [sum(weight.on(copy) for weight in shapes.weights)]
     return Estimate(which, needs, counts)
 
 
-def _activations(trainer: TrainerConfig, role: str, width: Width, tokens: int, size: int) -> int:
-    if not trainer.gradient_checkpointing:
+def _activations(recomputed: Recomputation | None, width: Width, tokens: int, size: int, *, offloaded: bool) -> int:
+    if recomputed is None:
         return activations(width, tokens, size, fused=False, recompute=False, layers=width.layers)
     return recomputed_activations(
         width,
         tokens,
         size,
-        every=trainer.gradient_checkpointing_every,
-        attention=trainer.gradient_checkpointing_keep == "attention",
-        offloaded=role == "policy" and trainer.policy.activation_offload,
+        every=recomputed.every,
+        attention=recomputed.keep == "attention",
+        offloaded=offloaded,
     )
 
 
-def _moments(trainer: TrainerConfig, role: str) -> str | None:
-    return (trainer.critic if role == "critic" else trainer.policy).optimizer_config.moments
-
-
-def _sharding(trainer: TrainerConfig, role: str) -> FSDPConfig:
-    return trainer.critic.fsdp_config if role == "critic" else trainer.policy.fsdp_config
-
-
-def _logprobs(trainer: TrainerConfig, tokens: int, vocabulary: int) -> int:
-    return logprob_buffer(min(trainer.logprobs_chunk_size, tokens), vocabulary, BYTES[trainer.algorithm.logprob_dtype])
+def _logprobs(chunk: int, dtype: str, tokens: int, vocabulary: int) -> int:
+    return logprob_buffer(min(chunk, tokens), vocabulary, BYTES[dtype])
 
 
 def _megatron(config: Config, models: Mapping[str, Shapes]) -> Estimate:
     trainer, sizes = config.trainer, config.trainer.policy.megatron_config
-    layout = ParallelLayout.of(sizes, trainer_ranks(trainer))
+    layout = ParallelLayout.of(sizes, trainer.placement.policy_ranks)
     shared: dict[str, list[StageParameters]] = {}
     for role, shapes in models.items():
         layers = layers_of_stages(shapes.width.layers, sizes)
@@ -173,7 +162,7 @@ def _megatron(config: Config, models: Mapping[str, Shapes]) -> Estimate:
                 "cannot be estimated"
             )
         head = trainer.algorithm.value_head_prefix if role == "critic" else None
-        if trains_reward_model(trainer):
+        if trainer.trains_reward_model:
             head = HEAD
         one_A = sizes.lora_type == "lora"
         shared[role] = stage_parameters(
@@ -193,7 +182,7 @@ def _of_stage(
 ) -> Need:
     """Return what a rank of one pipeline stage needs."""
     trainer, sizes = config.trainer, config.trainer.policy.megatron_config
-    bf16, options = _bf16(trainer), sizes.optimizer_config_kwargs
+    bf16, options = sizes.dtype != "fp32", sizes.optimizer_config_kwargs
     need = megatron_state(
         part.dense,
         part.experts,
@@ -204,7 +193,7 @@ def _of_stage(
         distributed=options.get("use_distributed_optimizer", True),
         offloaded=options.get("optimizer_offload_fraction", 0.0) if options.get("optimizer_cpu_offload") else 0.0,
         frozen=part.frozen,
-        twice=role == "policy" and reference_has_values(trainer),
+        twice=role == "policy" and trainer.reference_has_values,
     )
     tokens, layers = largest_micro_batch(config), layers_of_stages(shapes.width.layers, sizes)
     assert layers is not None
@@ -222,9 +211,14 @@ def _of_stage(
             every=kwargs.get("recompute_num_layers") or 1,
         )
         need = replace(need, activations=kept)
-    if role != "critic" and not trains_reward_model(trainer) and stage == layout.pipeline - 1:
+    if role != "critic" and not trainer.trains_reward_model and stage == layout.pipeline - 1:
         vocabulary = padded(shapes.width.vocabulary, layout.tensor) // layout.tensor
-        need = replace(need, logprobs=_logprobs(trainer, -(-tokens // layout.context), vocabulary))
+        need = replace(
+            need,
+            logprobs=_logprobs(
+                trainer.logprobs_chunk_size, trainer.algorithm.logprob_dtype, -(-tokens // layout.context), vocabulary
+            ),
+        )
     return need
 
 
@@ -233,7 +227,3 @@ def _passes(stages: int, stage: int, layers: int, per_stage: int | None) -> int:
     if per_stage is None:
         return stages - stage
     return stages + -(-(stages - 1) * per_stage // layers)  # p + (p - 1) / m, with m virtual stages per rank
-
-
-def _bf16(trainer: TrainerConfig) -> bool:
-    return trainer.policy.megatron_config.dtype != "fp32"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hpcrl.config import Config
-from hpcrl.config.derive import is_offline, largest_micro_batch, longest_sample
+from hpcrl.config.token_limits import largest_micro_batch, longest_sample
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class SharedPrompt:
 
 def shared_prompt(config: Config) -> SharedPrompt | None:
     """Return the largest group; None: prefixes are not shared, or rows of a dataset are, of which nothing is known."""
-    if not config.trainer.shared_prefixes or is_offline(config.trainer):
+    if not config.trainer.shared_prefixes or config.trainer.offline:
         return None
     longest, tokens = longest_sample(config), largest_micro_batch(config)
     prompt = min(config.trainer.max_prompt_length, longest - 1)

@@ -4,14 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from hpcrl.config import TrainerConfig, trainer_ranks
-from hpcrl.config.derive import (
-    copy_ranks,
-    critic_model_parallel_size,
-    critic_nodes,
-    has_own_critic,
-    model_parallel_size,
-)
+from hpcrl.config import TrainerConfig
 from hpcrl.config.rules.megatron_groups import Groups, ParallelLayout
 from hpcrl.config.rules.megatron_layouts import product
 from hpcrl.config.sections.model import FSDPConfig
@@ -37,7 +30,7 @@ _FAST = {  # wait for each other in every layer
 
 def describe_ranks(trainer: TrainerConfig) -> list[str]:
     """Return lines about the trainer's ranks and their groups, with warnings where a group is slow."""
-    ranks, nodes = trainer_ranks(trainer), trainer.placement.policy_num_nodes
+    ranks, nodes = trainer.placement.policy_ranks, trainer.placement.policy_num_nodes
     on_node = trainer.placement.policy_num_gpus_per_node
 
     def node_of(rank: int) -> int:
@@ -52,7 +45,8 @@ def describe_ranks(trainer: TrainerConfig) -> list[str]:
                 "  or a copy on each node, where its state takes at most a third of the GPUs' memory (fsdp_config.fsdp_size)"
             )
         return lines + list(_critic(trainer))
-    layout, groups = ParallelLayout.of(trainer.policy.megatron_config, ranks), _of_megatron(trainer)
+    layout = ParallelLayout.of(trainer.policy.megatron_config, ranks)
+    groups = _of_megatron(layout)
     together = product(tensor=layout.tensor, context=layout.context, data=layout.data, pipeline=layout.pipeline)
     lines = [f"{where}, megatron: {together}"]
     if "EP" in groups:
@@ -66,40 +60,42 @@ def describe_ranks(trainer: TrainerConfig) -> list[str]:
 
 def communicators(trainer: TrainerConfig) -> int:
     """Return how many process groups of several ranks a rank of the policy is in, each of which keeps memory of its GPU."""
-    groups = _of_megatron(trainer) if trainer.strategy == "megatron" else _of_fsdp(trainer)
+    if trainer.strategy == "megatron":
+        groups = _of_megatron(ParallelLayout.of(trainer.policy.megatron_config, trainer.placement.policy_ranks))
+    else:
+        groups = _of_fsdp(trainer)
     return sum(len(found[0]) > 1 for found in groups.values())
 
 
 def _of_fsdp(trainer: TrainerConfig) -> dict[str, Groups]:
-    ranks, sharding = range(trainer_ranks(trainer)), trainer.policy.fsdp_config
+    ranks, sharding = range(trainer.placement.policy_ranks), trainer.policy.fsdp_config
     groups = _copies(sharding, ranks, trainer.placement.policy_num_gpus_per_node)
-    groups |= _consecutive(_TOGETHER, ranks, model_parallel_size(trainer))
+    groups |= _consecutive(_TOGETHER, ranks, trainer.model_parallel_size)
     return groups | _consecutive(_EXPERTS, ranks, sharding.expert_parallel_size)
 
 
-def _of_megatron(trainer: TrainerConfig) -> dict[str, Groups]:
+def _of_megatron(layout: ParallelLayout) -> dict[str, Groups]:
     """Return the groups by their short names, those of experts where these are not split as the other layers are."""
-    layout = ParallelLayout.of(trainer.policy.megatron_config, trainer_ranks(trainer))
     own = layout.expert > 1 or layout.expert_tensor != layout.tensor
     return {name: found for name, found in layout.groups().items() if own or name not in ("ETP", "EP", "EDP")}
 
 
 def _critic(trainer: TrainerConfig) -> Iterator[str]:
     """Yield lines about a critic on ranks of its own."""
-    if not has_own_critic(trainer):
+    if not trainer.has_own_critic:
         return
-    first, (nodes, on_node) = trainer_ranks(trainer), critic_nodes(trainer)
+    first, (nodes, on_node) = trainer.placement.policy_ranks, trainer.placement.critic_nodes
     ranks = range(first, first + nodes * on_node)
     yield f"{len(ranks)} rank(s) of the critic, {on_node} on each of {nodes} node(s)"
     before = trainer.placement.policy_num_nodes
     groups = _copies(trainer.critic.fsdp_config, ranks, on_node)
-    groups |= _consecutive(_TOGETHER, ranks, critic_model_parallel_size(trainer))
+    groups |= _consecutive(_TOGETHER, ranks, trainer.critic_model_parallel_size)
     groups |= _consecutive(_EXPERTS, ranks, trainer.critic.fsdp_config.expert_parallel_size)
     yield from _lines(groups, lambda rank: before + (rank - first) // on_node)
 
 
 def _copies(fsdp: FSDPConfig, ranks: range, on_node: int) -> dict[str, Groups]:
-    size = copy_ranks(fsdp.fsdp_size, len(ranks), on_node)
+    size = fsdp.copy_ranks(len(ranks), on_node)
     return {
         "one copy of the parameters": [tuple(ranks[at : at + size]) for at in range(0, len(ranks), size)],
         "ranks with the same part": [tuple(ranks[at::size]) for at in range(size)],

@@ -7,17 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpcrl.config import Config
-from hpcrl.config.derive import (
-    copy_ranks,
-    gpu_count,
-    largest_micro_batch,
-    longest_sample,
-    needs_fsdp,
-)
-from hpcrl.config.reward_model import reward_services, services_per_node
 from hpcrl.config.rules.megatron_groups import ParallelLayout, layers_of_stages, padded
-from hpcrl.config.scorers import REWARD, TEACHER, ScorerSet, scorer_sets, scorers_per_node, teacher_layout
+from hpcrl.config.scorers import REWARD, TEACHER, ScorerSet, scorer_sets, scorers_per_node
 from hpcrl.config.sections.model import Pretrained
+from hpcrl.config.token_limits import largest_micro_batch, longest_sample
 from hpcrl.errors import DataError
 from hpcrl.planning.memory import (
     BYTES,
@@ -56,11 +49,11 @@ class Served:
 
 def served(config: Config) -> Iterator[Served]:
     """Yield the models of a run's reward services and scorers."""
-    if count := reward_services(config):
+    if count := config.reward_services:
         service = config.environment.remote_reward.service
         assert service.model is not None
         tokens = max(service.max_batch_tokens, longest_sample(config))
-        yield Served("reward model", Pretrained(service.model), count, 1, services_per_node(config), tokens)
+        yield Served("reward model", Pretrained(service.model), count, 1, max(1, config.slurm.gpus), tokens)
     own, longest = config.trainer.distillation, longest_sample(config)
     for each in scorer_sets(config):
         tokens = largest_micro_batch(config)
@@ -82,7 +75,7 @@ def served_shapes(config: Config, model: Served, folder_of: Callable[[Pretrained
         folder_of: a model -> the directory that has its config.json; None: it is on a hub, and is asked for there.
     """
     from hpcrl.planning.shapes import classifier_shapes, shapes
-    from hpcrl.trainer.models.hf import scorer_source
+    from hpcrl.trainer.models.build import scorer_source
 
     path = str(folder_of(model.model) or model.model.path)
     if model.scorers is None:
@@ -107,17 +100,15 @@ def forward_need(config: Config, model: Served, shapes: Shapes, memory: float | 
         return replace(need, activations=_activations(shapes, model.tokens, dtype), logprobs=logits)
     if model.scorers.role == TEACHER and trainer.distillation.backend == "megatron":
         return _megatron_need(config, model, shapes)
-    fsdp, on_gpu = model.scorers.fsdp, gpu_count(config.slurm) > 0
+    fsdp, on_gpu = model.scorers.fsdp, config.slurm.gpus > 0
     dtype = fsdp.mixed_precision.param_dtype
     whole = fsdp_state(shapes.weights, 1, dtype).weights
     on_node = model.scorers.ranks_per_node
-    copy = copy_ranks(
-        fsdp.fsdp_size, model.ranks, on_node, whole, memory if on_gpu else None, fsdp.expert_parallel_size
-    )
+    copy = fsdp.copy_ranks(model.ranks, on_node, whole, memory if on_gpu else None)
     need = fsdp_state(shapes.weights, copy, dtype)
     if fsdp.cpu_offload and on_gpu:
         need = replace(need, weights=0)
-    if needs_fsdp(fsdp, model.ranks, dtype, on_gpu=on_gpu):
+    if fsdp.is_needed(model.ranks, dtype, on_gpu=on_gpu):
         reduce_dtype = fsdp.mixed_precision.reduce_dtype
         gathered = fsdp_gathered(shapes.weights, copy, dtype, reduce_dtype, fsdp.reshard_after_forward)
         need = replace(need, gathered=gathered)
@@ -130,7 +121,7 @@ def forward_need(config: Config, model: Served, shapes: Shapes, memory: float | 
 
 def _megatron_need(config: Config, model: Served, shapes: Shapes) -> Need:
     """Return what a rank of the largest pipeline stage of a teacher on Megatron-core needs."""
-    sizes = teacher_layout(config.trainer.distillation)
+    sizes = config.trainer.distillation.megatron_layout
     layout, layers = ParallelLayout.of(sizes, model.ranks), layers_of_stages(shapes.width.layers, sizes)
     if layers is None:
         raise DataError(

@@ -9,16 +9,15 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
 
-from hpcrl.config.adapters import reference_is_base
-from hpcrl.config.derive import ref_sharding
-from hpcrl.config.scorers import trainer_has_reference
 from hpcrl.config.sections.model import CriticConfig, FSDPConfig, PolicyConfig, Pretrained
 from hpcrl.config.sections.trainer import TrainerConfig
+from hpcrl.data.entries import check_files
 from hpcrl.errors import DataError
 from hpcrl.planning.memory import EMBEDDING, HEAD, Shapes, Weight, Width
 from hpcrl.trainer.backends.fsdp.sharding import units, vocabulary_units
+from hpcrl.trainer.models.build import critic_source, policy_source, reference_source
 from hpcrl.trainer.models.experts.parallel import expert_layers
-from hpcrl.trainer.models.hf import ModelSource, critic_source, policy_source, reference_source
+from hpcrl.trainer.models.hf import ModelSource
 from hpcrl.trainer.models.packed.attention import PACKED
 from hpcrl.trainer.models.trained import mark_trained
 
@@ -35,8 +34,8 @@ def model_shapes(trainer: TrainerConfig, folder_of: Callable[[Pretrained], Path 
     sources: dict[str, tuple[ModelSource, FSDPConfig, PolicyConfig | CriticConfig | None]] = {
         "policy": (policy_source(trainer), trainer.policy.fsdp_config, trainer.policy)
     }
-    if trainer_has_reference(trainer) and not reference_is_base(trainer):
-        sources["ref"] = reference_source(trainer), ref_sharding(trainer), None
+    if trainer.colocated_reference and not trainer.reference_is_base:
+        sources["ref"] = reference_source(trainer), trainer.ref_sharding, None
     if trainer.critic.model.path is not None:
         sources["critic"] = critic_source(trainer), trainer.critic.fsdp_config, trainer.critic
     return {
@@ -65,9 +64,10 @@ def shapes(source: ModelSource, fsdp: FSDPConfig, trained: PolicyConfig | Critic
 def classifier_shapes(model: Pretrained) -> Shapes:
     """Return the parameters and sizes of a reward model that is served. Raises DataError where it is no sequence classifier."""
     try:
-        config = AutoConfig.from_pretrained(model.path, **model.at_revision)
+        check_files(model.path, **model.at_revision)
+        config = AutoConfig.from_pretrained(model.path, trust_remote_code=False, **model.at_revision)
         with torch.device("meta"):
-            made = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+            made = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise DataError(
             f"environment.remote_reward.service.model: {model} is no sequence classifier: {error}"

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hpcrl.config import Config
-from hpcrl.config.derive import engine_memory_share, runs_eagerly
 from hpcrl.planning.estimate import Estimate
 from hpcrl.planning.rank_groups import communicators
 
@@ -37,7 +36,7 @@ def turns(config: Config, found: Estimate, device: float) -> Iterator[Turn]:
         device: its bytes.
     """
     yield Turn("trainer", found.total, _asleep(config))
-    share = engine_memory_share(config)
+    share = config.engine_memory_share
     yield Turn("engine", _away(config) + _kept(config, found), round(share * device))
 
 
@@ -46,7 +45,7 @@ def _asleep(config: Config) -> int:
     engine = config.generator.inference_engine
     tensor, others = engine.tensor_parallel_size, (engine.pipeline_parallel_size, engine.data_parallel_size)
     groups = sum(size > 1 for size in (tensor, *others))
-    graphs = 0 if runs_eagerly(engine, on_cpu=False) else _GRAPHS
+    graphs = 0 if engine.runs_eagerly(on_cpu=False) else _GRAPHS
     # with a group of all ranks, which vLLM makes too
     return _CONTEXT + graphs + (groups + (groups > 0)) * _COMMUNICATOR + (_CUSTOM if tensor > 1 else 0)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from hpcrl.config import Config, trainer_ranks
+from hpcrl.config import Config
 from hpcrl.planning.devices import GIB
 from hpcrl.planning.memory import BYTES, Weight, fsdp_state
 from hpcrl.trainer.models.trained import mark_trained
@@ -18,7 +18,7 @@ def memory_of_parameters(config: Config, model: Any, copies: int) -> tuple[str, 
     Args:
         copies: of what is trained, beside it.
     """
-    policy, ranks = config.trainer.policy, trainer_ranks(config.trainer)
+    policy, ranks = config.trainer.policy, config.trainer.placement.policy_ranks
     mark_trained(model, policy, torch.float32)
     weights = [Weight(name, tuple(each.shape), each.requires_grad) for name, each in model.named_parameters()]
     trained = sum(weight.count for weight in weights if weight.trained)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pickle import UnpicklingError
 from typing import Any, cast
 
 import torch
@@ -50,13 +51,16 @@ class RewardModel:
         conversations = JudgedConversations.of(Pretrained(path), settings.chat_template, setting, remedy)
         disable_progress_bar()  # of no use in a log file
         try:
-            config = AutoConfig.from_pretrained(path)
+            config = AutoConfig.from_pretrained(path, trust_remote_code=False)
             require_classifier(config, path, setting)
-            model = AutoModelForSequenceClassification.from_pretrained(path, dtype=getattr(torch, settings.model_dtype))
+            model = AutoModelForSequenceClassification.from_pretrained(
+                path, dtype=getattr(torch, settings.model_dtype), trust_remote_code=False
+            )
         except (
             OSError,
             ValueError,
             RuntimeError,
+            UnpicklingError,
         ) as error:  # RuntimeError: weights of other shapes than config.json says
             said = " ".join(str(error).split())
             raise DataError(f"{setting}: the reward model {path} cannot be loaded: {said}") from error

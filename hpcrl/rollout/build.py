@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 
 from hpcrl.config import Config, InferenceEngineConfig
-from hpcrl.config.adapters import engines_begin_with_model
-from hpcrl.config.derive import needs_baselines, surplus_groups
 from hpcrl.config.family import family_of
 from hpcrl.rollout.lessons import Lessons
 from hpcrl.rollout.weights.receive import Receiver
@@ -24,14 +22,14 @@ def worker_options(run: Run, config: Config, attempt: int, replica: int) -> Work
         capacity=_capacity(config),
         n_samples=config.generator.n_samples_per_prompt,
         dump_evals=config.trainer.dump_eval_results,
-        baselines=needs_baselines(config.trainer.algorithm),
+        baselines=config.trainer.algorithm.needs_baselines,
         stall_s=engine.stall_timeout_seconds,
         load_s=engine.start_timeout_seconds,
         engine_dtype=engine.quantization or engine.model_dtype,
         probe_tolerance=engine.probe_tolerance,
         reads_ahead=not config.trainer.placement.colocate_all,  # asleep, it generates nothing meanwhile
-        from_model=engines_begin_with_model(config),
-        lessons=Lessons.of(config.trainer),
+        from_model=config.engines_begin_with_model,
+        lessons=Lessons.of(config.trainer.distillation),
         waves=family_of(config).generates_in_waves(config),
     )
 
@@ -46,8 +44,8 @@ def build_receiver(run: Run, attempt: int, engine: InferenceEngineConfig) -> Rec
 
 def _capacity(config: Config) -> int:
     """Return the groups in flight at most: those that the engine decodes together, and not more than a step begins."""
-    engine, greedy = config.generator.inference_engine, needs_baselines(config.trainer.algorithm)
+    engine, greedy = config.generator.inference_engine, config.trainer.algorithm.needs_baselines
     samples = config.generator.n_samples_per_prompt + greedy
-    most = config.trainer.train_batch_size + surplus_groups(config.trainer)
+    most = config.trainer.train_batch_size + config.trainer.surplus_groups
     at_once = min(engine.max_num_seqs, family_of(config).samples_at_once(config)[1])
     return max(1, min(at_once // samples, most))

@@ -10,8 +10,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from hpcrl.config import EnvironmentConfig
-from hpcrl.config.derive import reward_weights
-from hpcrl.config.reward_model import is_rewarded_later, uses_reward_service
 from hpcrl.data.vision.messages import with_images
 from hpcrl.envs.base import AgentEnvironment, Endpoint, Environment, Messages, Turn, finite, user_code
 from hpcrl.envs.registry import is_agent, make_environment
@@ -39,14 +37,14 @@ def scorer_of(
     Args:
         services: as of GroupGenerator.
     """
-    if is_rewarded_later(environment, kind):
+    if environment.is_rewarded_later(kind):
         return rewarded_later
-    if uses_reward_service(environment, kind):
+    if environment.uses_reward_service(kind):
         if services is None:
             named = exported(environment)
             services = lambda: named  # noqa: E731
         return RemoteRewards(environment.remote_reward, services)
-    weights = reward_weights(environment, kind)
+    weights = environment.reward_weights(kind)
     own = kind == "eval" and environment.eval_reward_function
     setting = "environment.eval_reward_function" if own else "environment.reward_function"
     return WeightedRewards(setting, weights, environment) if weights else None

@@ -13,12 +13,12 @@ import asyncio
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Protocol
 
-from hpcrl.config import EnvironmentConfig, GeneratorConfig, SamplingParams, eval_sampling
+from hpcrl.config import EnvironmentConfig, GeneratorConfig, SamplingParams
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.data.chat.messages import read_tools
 from hpcrl.data.chat.template import Tools
@@ -27,7 +27,7 @@ from hpcrl.data.vision.reader import Context, ImageReader, SeenImage
 from hpcrl.envs.base import Messages, Turn
 from hpcrl.envs.registry import common_extras
 from hpcrl.envs.rewards.remote import Endpoints
-from hpcrl.errors import ConfigError, DataError, ServiceError, UserCodeError
+from hpcrl.errors import ConfigError, DataError, EngineError, RequestRefused, ServiceError, UserCodeError
 from hpcrl.rollout.endpoint.server import PolicyServer, serving
 from hpcrl.rollout.engines.base import Engine, Generation, Heard, engine_sampling
 from hpcrl.rollout.env_session import Answer, EnvSession, scorer_of
@@ -43,7 +43,8 @@ from hpcrl.types import LONGEST_FAILURE, Kind, Row, StopReason, Work, plain_text
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_FAILURES = (UserCodeError, ServiceError)  # of one sample; any other error would come again with the next
+# of one sample; any other error would come again with the next
+_FAILURES = (UserCodeError, ServiceError, RequestRefused)
 
 
 class Generator(Protocol):
@@ -71,7 +72,7 @@ class Episode:
         opening: what the environment begins with.
         past: the conversation as the policy is shown it, with step-wise trajectories; else only what came before the sample.
         messages: what was said after the prompt.
-        failure: why its environment cannot go on.
+        failure: why it cannot go on: its environment failed, or the engine refuses what it asks.
     """
 
     session: EnvSession
@@ -161,14 +162,14 @@ class GroupGenerator:
         self._lessons.check(self._vocabulary)
         gym, self._judged = environment.skyrl_gym, environment.reward_model.model is not None
         self._extras = common_extras(environment, config.max_turns)
-        self._params = {"train": config.sampling_params, "eval": eval_sampling(config)}
+        self._params = {"train": config.sampling_params, "eval": config.eval_sampling}
         self._rewards = {kind: scorer_of(environment, kind, services) for kind in ("train", "eval")}
         limits = gym.max_env_workers, environment.timeout_seconds
         self._threads = CallThreads(*limits) if gym.max_env_workers else None
 
     async def generate(self, work: Work, turns: Turns | None = None) -> Group:
-        """Return the group. A sample whose environment raises, or takes too long, is marked: it is not trained, and counts in its
-        group as the mean of the others.
+        """Return the group. A sample whose environment raises or takes too long, or whose request the engine refuses, is marked: it is
+        not trained, and counts in its group as the mean of the others.
 
         Args:
             turns: of the group; they have what others have generated of it.
@@ -201,10 +202,10 @@ class GroupGenerator:
         said = [episode.rows() for episode in episodes[:n]]
         rows = [[apply_stop_reason(row, self._config) for row in own] for own in said]
         if work.kind == "train":
-            rows = neutralize_failed(rows)
+            pairs = zip(episodes[:n], rows, strict=True)
+            rows = neutralize_failed(await asyncio.gather(*(self._with_top_ids(*pair) for pair in pairs)))
             told = [Told(one.past, one.messages, len(one.transcripts[0].prompt), tools) for one in episodes[:n]]
             rows = self._lessons.with_hints(rows, [sample_reward(own) for own in rows], told, self._template)
-            rows = await self._lessons.with_top_ids(rows, self._engine)
         else:  # experts are for training
             rows = [[replace(row, tensors={}) for row in own] for own in rows]
         return Group(
@@ -219,6 +220,13 @@ class GroupGenerator:
             kept_tokens=turns.kept_tokens,
             judged=[episode.judged for episode in episodes[:n] if self._judged],
         )
+
+    async def _with_top_ids(self, episode: Episode, rows: list[Row]) -> list[Row]:
+        try:
+            return await self._lessons.with_top_ids(rows, self._engine)
+        except _FAILURES as error:
+            episode.failure = _told(error)
+            return [apply_stop_reason(replace(row, stop_reason="failed"), self._config) for row in rows]
 
     def _sampling(self, kind: Kind) -> dict[str, Any]:
         template, top_ids = self._template, self._lessons.generated
@@ -269,7 +277,9 @@ class GroupGenerator:
         )
         if self._config.max_turns > 1 or not alike or first.session.plays or self._too_long(first, prompt):
             return None
-        return await first.turns.say(0, 0, prompt, len(episodes), first.seed, first.sampling, images=images)
+        with suppress(RequestRefused):  # each sample asks for itself, and hears why
+            return await first.turns.say(0, 0, prompt, len(episodes), first.seed, first.sampling, images=images)
+        return None
 
     async def _only_turns(self, episodes: Sequence[Episode], said: Sequence[Generation], kind: Kind) -> None:
         """End samples that have one turn."""
@@ -288,7 +298,11 @@ class GroupGenerator:
             if turn and self._config.step_wise_trajectories:
                 episode.transcripts.append(Transcript(*prompt))
             episode.transcript.follow(prompt)
-            said = await episode.say(turn, prompt.token_ids)
+            try:
+                said = await episode.say(turn, prompt.token_ids)
+            except _FAILURES as error:
+                episode.failure = _told(error)
+                return
             answer = await self._answer(episode, self._ask(episode, said, kind))
             if answer is None or answer.done or turn + 1 == self._config.max_turns:
                 self._say(episode.transcript, said, answer, over=True)
@@ -310,8 +324,10 @@ class GroupGenerator:
             )
         async with self._server.session(episode.say, params) as (session, endpoint):
             answer = await self._heard(episode, episode.session.play(episode.past, endpoint))
-        if session.failure:
+        if isinstance(session.failure, EngineError):
             raise session.failure
+        if session.failure:  # whatever the environment made of that
+            episode.failure = _told(session.failure)
         episode.messages, episode.stop_reason = session.conversation(episode.past), session.stop_reason
         if not session.answers:
             episode.failure = episode.failure or f"{episode.session.where}: it ended and had asked the policy nothing"
@@ -415,7 +431,7 @@ def conversations(
 
     @asynccontextmanager
     async def made(engine: Engine) -> AsyncIterator[Generator]:
-        async with serving(config, tokenizer, replica, model) as server:
+        async with serving(config, tokenizer, replica, model, reader) as server:
             yield generator(
                 engine, tokenizer, config, environment, baselines, rewards, lessons, server, reader, kept, model
             )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, islice, pairwise
 from statistics import fmean
 
 import numpy as np
@@ -13,7 +13,7 @@ import numpy as np
 from hpcrl.algorithms.prefixes import common_prefix
 from hpcrl.config import GeneratorConfig
 from hpcrl.envs.base import Messages
-from hpcrl.types import GroupMeta, Row, Work
+from hpcrl.types import GroupMeta, Row, SampleMeta, Work
 
 
 @dataclass(frozen=True)
@@ -81,21 +81,32 @@ class Group:
             kind=self.work.kind,
             replica=replica,
             path=path,
-            rewards=[sample_reward(rows) for rows in self.rows],
-            lengths=[len(sample.token_ids) for sample in self.samples],
-            response_lengths=self.response_lengths,
-            stop_reasons=[rows[-1].stop_reason for rows in self.rows],
+            samples=self._sample_metas(),
             oldest_version=self.oldest_version,
             newest_version=self.newest_version,
             data_source=self.work.prompt.data_source,
             seconds=self.seconds,
-            env_metrics=[rows[-1].env_metrics for rows in self.rows],
-            raw_rewards=self.raw_rewards,
             baseline=self.baseline,
             failures=self.failures,
-            rows=[len(rows) for rows in self.rows],
-            shared=[0, *(common_prefix(one.token_ids, other.token_ids) for one, other in pairwise(self.samples))],
         )
+
+    def _sample_metas(self) -> list[SampleMeta]:
+        pairs = pairwise(self.samples)
+        shared = iter([0, *(common_prefix(one.token_ids, other.token_ids) for one, other in pairs)])
+        return [
+            SampleMeta(
+                reward=sample_reward(rows),
+                lengths=tuple(len(row.token_ids) for row in rows),
+                response_length=response_length,
+                stop_reason=rows[-1].stop_reason,
+                env_metrics=rows[-1].env_metrics,
+                raw_reward=raw_reward,
+                shared=tuple(islice(shared, len(rows))),
+            )
+            for rows, response_length, raw_reward in zip(
+                self.rows, self.response_lengths, self.raw_rewards, strict=True
+            )
+        ]
 
 
 def sample_reward(rows: Sequence[Row]) -> float:

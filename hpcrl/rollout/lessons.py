@@ -14,9 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hpcrl.config.derive import self_teacher
-from hpcrl.config.sections.distillation import SelfTeacherConfig
-from hpcrl.config.sections.trainer import TrainerConfig
+from hpcrl.config.sections.distillation import DistillationConfig, SelfTeacherConfig
 from hpcrl.data.chat.template import Tools
 from hpcrl.data.chat.turns import ChatTurns
 from hpcrl.envs.base import Messages
@@ -67,13 +65,12 @@ class Lessons:
     hints: SelfTeacherConfig | None = None
 
     @classmethod
-    def of(cls, trainer: TrainerConfig) -> Lessons:
-        distillation = trainer.distillation
+    def of(cls, distillation: DistillationConfig) -> Lessons:
         wanted = distillation.enable and not distillation.top_k_from_teacher
         return cls(
             distillation.top_k if wanted else 0,
             distillation.rollout_top_k_recompute,
-            distillation.self_teacher if self_teacher(trainer) else None,
+            distillation.self_teacher if distillation.self_teacher_model else None,
         )
 
     def check(self, vocabulary: int) -> None:
@@ -92,14 +89,14 @@ class Lessons:
         """How many of the most probable tokens are wanted of a token when it is sampled."""
         return 0 if self.afterwards else self.top_ids
 
-    async def with_top_ids(self, rows: list[list[Row]], engine: Engine) -> list[list[Row]]:
-        """Return the rows of samples with the most probable tokens in the place of each but the first, if they are wanted afterwards; not where nothing is trained."""
+    async def with_top_ids(self, rows: list[Row], engine: Engine) -> list[Row]:
+        """Return the rows of a sample with the most probable tokens in the place of each but the first, if they are wanted afterwards; not where nothing is trained."""
         if not (self.top_ids and self.afterwards):
             return rows
-        trained = [row for own in rows for row in own if row.loss_mask.any()]
+        trained = [row for row in rows if row.loss_mask.any()]
         found = await asyncio.gather(*(engine.top_tokens(row.token_ids.tolist(), self.top_ids) for row in trained))
         tops = iter(np.array([[-1] * self.top_ids, *top], np.int32) for top in found)
-        return [[replace(row, top_ids=next(tops)) if row.loss_mask.any() else row for row in own] for own in rows]
+        return [replace(row, top_ids=next(tops)) if row.loss_mask.any() else row for row in rows]
 
     def with_hints(
         self, rows: list[list[Row]], rewards: Sequence[float], told: Sequence[Told], template: ChatTurns

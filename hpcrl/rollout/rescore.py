@@ -7,11 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hpcrl.config import DataConfig, EnvironmentConfig, GeneratorConfig, eval_sampling
-from hpcrl.config.derive import is_offline
-from hpcrl.config.sections.trainer import TrainerConfig
+from hpcrl.config import DataConfig, EnvironmentConfig, GeneratorConfig
 from hpcrl.data.datasets import load_dataset
 from hpcrl.data.prompts import set_aside
+from hpcrl.data.sources import training_sources, validation_sources
 from hpcrl.envs.registry import common_extras
 from hpcrl.errors import DataError, ServiceError, UserCodeError
 from hpcrl.observe.evaluations import response_tokens
@@ -37,15 +36,19 @@ class Rescored:
 
 
 def evaluation_prompts(
-    data: DataConfig, environment: EnvironmentConfig, trainer: TrainerConfig, max_turns: int
+    data: DataConfig, environment: EnvironmentConfig, max_turns: int, *, offline: bool
 ) -> list[Prompt]:
-    """Return the prompts that a configuration evaluates, those that are too long included."""
+    """Return the prompts that a configuration evaluates, those that are too long included.
+
+    Args:
+        offline: rows of datasets are trained.
+    """
     sections = data, environment, max_turns
-    if is_offline(trainer):
-        return load_dataset(data.val_prompts, ("eval",), *sections)
+    if offline:
+        return load_dataset(validation_sources(data, data.val_prompts), ("eval",), *sections)
     if data.test_size is not None:
-        return set_aside(load_dataset(data.train_data, ("train", "eval"), *sections), data.test_size)[1]
-    return load_dataset(data.val_data, ("eval",), *sections)
+        return set_aside(load_dataset(training_sources(data), ("train", "eval"), *sections), data.test_size)[1]
+    return load_dataset(validation_sources(data, data.val_data), ("eval",), *sections)
 
 
 def prompts_of(groups: Mapping[str, Line], prompts: Sequence[Prompt]) -> dict[str, Prompt]:
@@ -83,7 +86,7 @@ async def rescore(
         prompts: of the groups.
     """
     rewards, extras = scorer_of(environment, "eval"), common_extras(environment, generator.max_turns)
-    max_tokens, gym = eval_sampling(generator).max_generate_length, environment.skyrl_gym
+    max_tokens, gym = generator.eval_sampling.max_generate_length, environment.skyrl_gym
     threads = CallThreads(gym.max_env_workers, environment.timeout_seconds) if gym.max_env_workers else None
     found, room = Rescored(), asyncio.Semaphore(_AT_ONCE)
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from hpcrl.data.vision.reader import Context, SeenImage, named_tensors
 from hpcrl.rollout.engines.base import Generation
-from hpcrl.types import ROUTED_EXPERTS, Row, Sample, SamplingMask, StopReason
+from hpcrl.types import ROUTED_EXPERTS, Row, SamplingMask, StopReason
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -77,7 +77,7 @@ class Transcript:
         rewards_T = np.zeros(len(self.token_ids), np.float32)
         for at, reward in self._rewards.items():
             rewards_T[at] = reward
-        return Sample(
+        return Row(
             token_ids=np.array(self.token_ids, np.int64),
             loss_mask=np.array(self._mask, np.float32),
             rollout_logprobs=np.array(self._logprobs, np.float32),

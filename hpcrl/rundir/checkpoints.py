@@ -11,18 +11,17 @@ Beside the committed ones, checkpoints/ may hold directories that no attempt sta
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from hpcrl.config.derive import better_of
 from hpcrl.errors import CommitError, DataError, RunError
 from hpcrl.faults import fault
+from hpcrl.rundir.checkpoint_index import check_indexes
 from hpcrl.rundir.commit import Fence, children, committed, committed_by, discard, is_committed, unfenced, verify
 from hpcrl.rundir.layout import Run, position_of, step_of
 from hpcrl.rundir.ledger import read_outcomes
@@ -62,9 +61,8 @@ class Retention:
 
     @classmethod
     def of(cls, trainer: TrainerConfig) -> Retention:
-        metric = trainer.ckpt_keep_best
-        mode = trainer.ckpt_keep_best_mode or better_of(metric or "") or "max"
-        return cls(trainer.max_ckpts_to_keep, trainer.ckpt_keep_every, metric, mode)
+        mode = trainer.best_mode or "max"
+        return cls(trainer.max_ckpts_to_keep, trainer.ckpt_keep_every, trainer.ckpt_keep_best, mode)
 
     def reasons(self, line: Sequence[Path], scores: Mapping[int, float]) -> dict[Path, str]:
         """Return why each of the checkpoints that stay does.
@@ -94,6 +92,13 @@ def needed(line: Sequence[Path], newest: int = NEVER_DELETED) -> list[Path]:
     after = line[line.index(whole[-1]) + 1 :] if whole else line
     stay = {*whole[-newest:], *after[-NEVER_DELETED:]}
     return [path for path in line if path in stay]
+
+
+def verify_checkpoint(path: Path, checksums: bool = True) -> dict[str, Any]:
+    """Return the manifest of a checkpoint, as `verify` does, after reading its indexes too: whether they can be loaded without running code."""
+    manifest = verify(path, checksums)
+    check_indexes(path)
+    return manifest
 
 
 def line_of(run: Run) -> list[Path]:
@@ -169,7 +174,7 @@ def newest_usable(
     report: Report,
     unusable: Callable[[Path], str | None] = lambda _: None,
     fence: Fence = unfenced,
-    verify: Verify = verify,
+    verify: Verify = verify_checkpoint,
 ) -> Path | None:
     """Return the newest checkpoint that is committed and whole, or None.
 
@@ -305,31 +310,20 @@ def size_of(manifest: dict[str, Any]) -> int:
 FACTS = "batch.json"
 
 
-def settings_of(trainer: TrainerConfig) -> dict[str, Any]:
-    """Return what a half-trained batch depends on, by names below `trainer`, as JSON gives it back."""
-    names = ("policy_mini_batch_size", "critic_mini_batch_size", "update_epochs_per_batch")
-    found = {name: getattr(trainer, name) for name in names}
-    for section in ("algorithm", "dpo"):
-        found |= {f"{section}.{name}": value for name, value in asdict(getattr(trainer, section)).items()}
-    found["critic.model.path"] = trainer.critic.model.path
-    return json.loads(json.dumps(found))
-
-
-def changed_since(settings: Mapping[str, Any], trainer: TrainerConfig) -> dict[str, Any]:
+def changed_since(settings: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that a batch was begun with and that differ now; what only one version of hpcrl has is no difference."""
-    now = settings_of(trainer)
     return {name: settings[name] for name in sorted(settings.keys() & now.keys()) if settings[name] != now[name]}
 
 
-def lost_with(run: Run, trainer: TrainerConfig) -> tuple[list[Path], dict[str, Any]]:
-    """Return the newest checkpoints, newest first, from which training cannot go on with these settings, and what those were begun with."""
+def lost_with(run: Run, settings: Mapping[str, Any]) -> tuple[list[Path], dict[str, Any]]:
+    """Return the newest checkpoints, newest first, from which training cannot go on with these `TrainerConfig.batch_settings`, and what those were begun with."""
     lost, changed = list[Path](), dict[str, Any]()
     for path in reversed(line_of(run)):
         remedy = f"delete the checkpoint: hpcrl checkpoint rm {run.name} {path.name} --force"
         facts = read_object(path / FACTS, remedy) if (position_of(path) or (0, 0))[1] else None
         if facts and not isinstance(facts.get("settings"), dict):
             raise damaged(path / FACTS, "it has no settings", remedy)
-        differs = changed_since(facts["settings"], trainer) if facts else {}
+        differs = changed_since(facts["settings"], settings) if facts else {}
         if not differs:
             break
         lost.append(path)

@@ -384,10 +384,27 @@ def _manifest(path: Path) -> dict[str, Any]:
     text = manifest.read_bytes()
     if digest_of(text) != expected:
         raise CommitError(f"{manifest} is not the manifest that was committed")
-    content = json.loads(text)
-    if by != content["attempt"]:
+    try:
+        content = parse_json(text)
+        attempt, sizes = content["attempt"], {name: entry["size"] for name, entry in content["files"].items()}
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise CommitError(f"{manifest} is no manifest: expected attempt, and size of each of its files") from None
+    if by != attempt:
         raise CommitError(f"{path / COMMIT} is not the mark of {manifest}")
+    if outside := _names_outside(path, sizes):
+        raise CommitError(f"{manifest} names {outside[0]!r}, which is outside of {path}; expected files below it")
     return content
+
+
+def leads_outside(name: str) -> bool:
+    """Return whether a path, as a file gives it relative to its folder, is absolute or leads out of the folder by `..`."""
+    return "\0" in name or name.startswith("/") or ".." in Path(name).parts
+
+
+def _names_outside(folder: Path, names: Iterable[str]) -> list[str]:
+    """Return the paths, of those that a file of `folder` gives, that lead out of it, by a symbolic link too."""
+    below = os.path.join(os.path.realpath(folder), "")
+    return [one for one in names if leads_outside(one) or not os.path.realpath(folder / one).startswith(below)]
 
 
 def committed(parent: Path, number: Callable[[Path], Number | None]) -> list[Number]:

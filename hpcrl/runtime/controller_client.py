@@ -38,6 +38,7 @@ import httpx
 
 from hpcrl.errors import RunError
 from hpcrl.rundir.layout import Run
+from hpcrl.runtime.bounded_answers import Answer, post
 from hpcrl.runtime.heartbeat import SuspendAwareClock
 from hpcrl.runtime.process_status import CONTROLLER, read_process_status
 from hpcrl.runtime.token import NONCE, AttemptKey, Sender, read_token
@@ -59,7 +60,7 @@ class Controller:
     def __init__(self, run: Run, attempt: int, patience_s: float = 120.0) -> None:
         self._run, self._attempt, self._patience_s = run, attempt, patience_s
         self._sender = Sender(AttemptKey.of(read_token(run), run.name, attempt))
-        self._http = httpx.Client(timeout=_ANSWER_S, trust_env=False)
+        self._http = httpx.Client(trust_env=False)
 
     def call(self, route: str, **payload: Any) -> dict[str, Any]:
         """Return the controller's answer.
@@ -82,14 +83,14 @@ class Controller:
                 except httpx.TransportError as error:
                     problem = f"{url}: {error!r}"
                 else:
-                    if answer.status_code == 200:
+                    if answer.status == 200:
                         return answer.json()
-                    if answer.status_code >= 500:
+                    if answer.status >= 500:
                         raise RunError(
                             f"the controller failed at /{route}, which is an error of hpcrl itself: the traceback is in "
                             f"{self._run.log(self._attempt, CONTROLLER)}"
                         )
-                    raise RunError(f"controller refused /{route}: {answer.status_code} {answer.text}")
+                    raise RunError(f"controller refused /{route}: {answer.status} {answer.content.decode()}")
             time.sleep(_RETRY_S)
         raise RunError(
             f"no answer from the controller of attempt {self._attempt} in {self._patience_s:.0f} s: {problem}"
@@ -102,14 +103,14 @@ class Controller:
             with suppress(httpx.TransportError, RunError):
                 self._post(url, "leave", {"worker": worker}, _FAREWELL_S)
 
-    def _post(self, url: str, route: str, payload: dict[str, Any], timeout_s: float = _ANSWER_S) -> httpx.Response:
+    def _post(self, url: str, route: str, payload: dict[str, Any], timeout_s: float = _ANSWER_S) -> Answer:
         """Return the controller's answer; RunError for what anybody else answers, which has its address because it is dead."""
         body = json.dumps(payload).encode()
         headers = self._sender.headers(f"/{route}", body)
-        answer = self._http.post(f"{url}/{route}", content=body, headers=headers, timeout=timeout_s)
-        if not self._sender.is_answer(headers[NONCE], answer.status_code, answer.content, answer.headers):
+        answer = post(self._http, f"{url}/{route}", body, headers, timeout_s)
+        if not self._sender.is_answer(headers[NONCE], answer.status, answer.content, answer.headers):
             raise RunError(
-                f"what answers at {url} is not the controller of attempt {self._attempt}: its answer ({answer.status_code}) is refused, because "
+                f"what answers at {url} is not the controller of attempt {self._attempt}: its answer ({answer.status}) is refused, because "
                 f"it is not signed with the token of {self._run.name}; another program, or another run's controller, has that address"
             )
         return answer

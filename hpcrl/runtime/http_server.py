@@ -166,16 +166,21 @@ def headers_of(scope: Scope) -> dict[str, str]:
     return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
 
 
-async def read_body(receive: Receive) -> bytes:
-    """Return the body of a request; Refused with 413 where it is larger than MAX_BODY."""
-    body = b""
+async def read_body(receive: Receive, hold: Callable[[int], object] = lambda _: None) -> bytes:
+    """Return the body of a request; Refused with 413 where it is larger than MAX_BODY.
+
+    Args:
+        hold: called with the bytes of each part that has come; it may refuse them.
+    """
+    body = bytearray()
     while True:
         message = await receive()
-        body += message.get("body", b"")
+        body += (part := message.get("body", b""))
+        hold(len(part))
         if len(body) > MAX_BODY:
             raise Refused(413, f"request larger than {MAX_BODY} bytes")
         if not message.get("more_body", False):
-            return body
+            return bytes(body)
 
 
 def json_body(answer: Mapping[str, Any]) -> bytes:
@@ -208,15 +213,16 @@ class _Connection(AutoHTTPProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._idle = False
+        self._seen: Any = self  # no request yet is another state than none a while ago
         self._look()
 
     def _look(self) -> None:
         asked = self.cycle is not None and not (self.cycle.more_body or self.cycle.response_complete)
-        if self._idle and not asked:
+        # one that is used all the time is between two requests most of the time
+        if not asked and self.cycle is self._seen:
             self.transport.close()
         if not self.transport.is_closing():
-            self._idle = not asked
+            self._seen = self.cycle
             self.loop.call_later(IDLE_S, self._look)
 
 

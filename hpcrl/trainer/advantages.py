@@ -19,12 +19,11 @@ from hpcrl.algorithms.distillation import teacher_advantages
 from hpcrl.algorithms.filters import named_rewards
 from hpcrl.algorithms.kl import KL_ESTIMATORS, adapted, k1
 from hpcrl.algorithms.settings import configured
-from hpcrl.config.derive import needs_baselines
 from hpcrl.config.sections.algorithm import AlgorithmConfig
 from hpcrl.config.sections.distillation import DistillationConfig
 from hpcrl.errors import ConfigError, DataError
 from hpcrl.trainer.batching import trained_groups
-from hpcrl.trainer.packing import PackedSamples
+from hpcrl.trainer.packing import PackedRows
 from hpcrl.types import Batch, GroupMeta
 
 Sum = Callable[[Sequence[float]], list[float]]
@@ -70,7 +69,7 @@ class KlRewardPenalty:
             return {}
         return {_COEFFICIENT: self.coefficient, _START: self._algorithm.kl_loss_coef}
 
-    def apply_kl_penalty(self, minis: Sequence[PackedSamples], over_ranks: Sum) -> dict[str, float]:
+    def apply_kl_penalty(self, minis: Sequence[PackedRows], over_ranks: Sum) -> dict[str, float]:
         """Fill in the penalties of this rank's samples, adapt the coefficient, and return loss/*; nothing if it is off.
 
         Every rank calls it, with samples that have old (or rollout) and reference log-probabilities.
@@ -103,7 +102,7 @@ class KlRewardPenalty:
             control = self._algorithm.kl_ctrl
             self.coefficient = adapted(self.coefficient, divergence, samples, control.kl_target, control.horizon)
 
-    def _divergence(self, samples: PackedSamples) -> torch.Tensor:
+    def _divergence(self, samples: PackedRows) -> torch.Tensor:
         """Return [P] float64; 0 where nothing is trained."""
         if not samples.lengths:
             return torch.zeros(0, dtype=torch.float64)
@@ -116,7 +115,7 @@ class KlRewardPenalty:
 
 
 def estimate_advantages(
-    batch: Batch, minis: Sequence[PackedSamples], algorithm: AlgorithmConfig, over_ranks: Sum
+    batch: Batch, minis: Sequence[PackedRows], algorithm: AlgorithmConfig, over_ranks: Sum
 ) -> Advantages:
     """Fill in the advantages of this rank's samples, and the returns of a critic where they have values.
 
@@ -167,7 +166,7 @@ def estimate_advantages(
     return Advantages(summed / count, summed_abs / count, penalties)
 
 
-def no_advantages(minis: Sequence[PackedSamples]) -> Advantages:
+def no_advantages(minis: Sequence[PackedRows]) -> Advantages:
     """Let rewards count for nothing: every advantage is 0."""
     for samples in minis:
         samples.scores.advantages = torch.zeros_like(samples.loss_mask)
@@ -175,7 +174,7 @@ def no_advantages(minis: Sequence[PackedSamples]) -> Advantages:
 
 
 def subtract_divergence(
-    minis: Sequence[PackedSamples], distillation: DistillationConfig, algorithm: AlgorithmConfig, over_ranks: Sum
+    minis: Sequence[PackedRows], distillation: DistillationConfig, algorithm: AlgorithmConfig, over_ranks: Sum
 ) -> dict[str, float]:
     """Subtract the divergence from the teacher from the advantages of this rank's samples, and return distillation/*.
 
@@ -221,14 +220,14 @@ def build_estimator(algorithm: AlgorithmConfig) -> partial[torch.Tensor]:
 
 
 def _require_one_row(batch: Batch) -> None:
-    if any(count != 1 for group in batch.groups for count in group.rows):
+    if any(len(sample.lengths) != 1 for group in batch.groups for sample in group.samples):
         raise ConfigError(
             "generator.step_wise_trajectories or enable_http_endpoint: gae, reinforce++ and other estimators that are marked per_token "
             "follow rewards from token to token, and a sample has several rows; choose an advantage_estimator such as grpo or rloo"
         )
 
 
-def _by_token(minis: Sequence[PackedSamples], total: Callable[[torch.Tensor], torch.Tensor]) -> AdvantageInputs:
+def _by_token(minis: Sequence[PackedRows], total: Callable[[torch.Tensor], torch.Tensor]) -> AdvantageInputs:
     """Return this rank's tokens."""
     values = [samples.scores.values for samples in minis if samples.lengths]
     present = [values_P.double() for values_P in values if values_P is not None]
@@ -245,7 +244,7 @@ def _by_token(minis: Sequence[PackedSamples], total: Callable[[torch.Tensor], to
     )
 
 
-def _rewards(samples: PackedSamples) -> torch.Tensor:
+def _rewards(samples: PackedRows) -> torch.Tensor:
     """Return [P] float64: the reward of each token, less penalties."""
     rewards_P, penalties_P = samples.rewards.double(), samples.scores.penalties
     return rewards_P if penalties_P is None else rewards_P - penalties_P
@@ -253,14 +252,14 @@ def _rewards(samples: PackedSamples) -> torch.Tensor:
 
 def _by_sample(
     batch: Batch,
-    minis: Sequence[PackedSamples],
+    minis: Sequence[PackedRows],
     estimator: partial[torch.Tensor],
     algorithm: AlgorithmConfig,
     over_ranks: Sum,
 ) -> torch.Tensor:
     """Return one advantage for each of this rank's samples, from the rewards of all samples of the trained groups."""
     groups = trained_groups(batch, algorithm)
-    places = [(group, index) for group in groups for index in range(len(batch.groups[group].rewards))]
+    places = [(group, index) for group in groups for index in range(len(batch.groups[group].samples))]
     numbers = {place: number for number, place in enumerate(places)}
     owners = {group: batch.groups[group].owners for group in groups}
     tokens, penalties = [0.0] * len(places), [0.0] * len(places)
@@ -277,14 +276,16 @@ def _by_sample(
             penalties[place] += penalty
     sums = torch.tensor(over_ranks([*tokens, *penalties]), dtype=torch.float64)
     tokens_B, penalties_B = sums.view(2, len(places))
-    rewards_B = torch.tensor([batch.groups[group].rewards[index] for group, index in places], dtype=torch.float64)
+    rewards_B = torch.tensor(
+        [batch.groups[group].samples[index].reward for group, index in places], dtype=torch.float64
+    )
     inputs = AdvantageInputs(
         rewards_P=rewards_B - penalties_B,
         mask_P=tokens_B,
         lengths=[1] * len(places),
         groups_B=torch.tensor([group for group, _ in places], dtype=torch.int64),
         scored_B=torch.tensor([one for group in groups for one in batch.groups[group].scored], dtype=torch.float64),
-        baselines_B=_baselines(batch, places, algorithm) if needs_baselines(algorithm) else None,
+        baselines_B=_baselines(batch, places, algorithm) if algorithm.needs_baselines else None,
         named_B=_named_rewards([batch.groups[group] for group in groups], algorithm),
     )
     return estimator(inputs)[mine]

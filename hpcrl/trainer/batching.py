@@ -1,7 +1,7 @@
-"""Who trains what: a batch becomes mini-batches, whose samples are assigned to the ranks, and a rank's share is split into micro-batches.
+"""Who trains what: a batch becomes mini-batches, whose rows are assigned to the ranks, and a rank's share is split into micro-batches.
 
 Everything follows from the batch's metadata, so every rank works out the same plan without communication, and reads only the
-samples that are its own.
+rows that are its own.
 """
 
 from __future__ import annotations
@@ -11,21 +11,19 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush, heapreplace
-from itertools import accumulate, chain
+from itertools import accumulate, chain, zip_longest
 
 from hpcrl.algorithms.filters import is_worth_training
 from hpcrl.config.sections.algorithm import AlgorithmConfig
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.types import Batch, GroupMeta
 
-_TRIED = 8  # micro-batches, cheapest first, in which room for a sample is looked for
+_TRIED = 8  # micro-batches, cheapest first, in which room for a row is looked for
 
 
 @dataclass(frozen=True)
-class SampleRef:
-    """A sample by its place: sample `index` of group `group` of the batch, `length` tokens long.
-
-    With generator.step_wise_trajectories a turn of a response is a sample here, and in all of the trainer.
+class RowRef:
+    """A row by its place: row `index` of group `group` of the batch, `length` tokens long.
 
     Attributes:
         shared: with so many tokens it begins as the one before it in its group does; 0: they are computed for each, or not known.
@@ -36,29 +34,29 @@ class SampleRef:
     length: int
     shared: int = 0
 
-    def follows(self, other: SampleRef) -> bool:
+    def follows(self, other: RowRef) -> bool:
         """Return whether it is the next one of the same group."""
         return (self.group, self.index) == (other.group, other.index + 1)
 
 
 @dataclass(frozen=True)
 class MicroBatchLimit:
-    """What a micro-batch holds at most: `samples` samples or, where `tokens` is given, that many tokens instead.
+    """What a micro-batch holds at most: `rows` rows or, where `tokens` is given, that many tokens instead.
 
-    A sample of more tokens than that is a micro-batch of its own.
+    A row of more tokens than that is a micro-batch of its own.
 
     Attributes:
-        shared: what its samples begin with alike is computed once, and counted once among the tokens.
-        quadratic: a sample of T tokens is as much work as T + quadratic T^2 tokens without attention.
+        shared: what its rows begin with alike is computed once, and counted once among the tokens.
+        quadratic: a row of T tokens is as much work as T + quadratic T^2 tokens without attention.
     """
 
-    samples: int
+    rows: int
     tokens: int | None = None
     shared: bool = False
     quadratic: float = 0.0
 
-    def work(self, refs: Sequence[SampleRef]) -> float:
-        """Return what a micro-batch of these samples costs, in tokens without attention."""
+    def work(self, refs: Sequence[RowRef]) -> float:
+        """Return what a micro-batch of these rows costs, in tokens without attention."""
         return work(refs, self.quadratic)
 
 
@@ -66,13 +64,13 @@ Limits = tuple[MicroBatchLimit, MicroBatchLimit]
 """What a micro-batch holds at most in training, and in passes without gradient."""
 
 
-def longest_first(ref: SampleRef) -> tuple[int, int, int]:
-    """Return the key of the order in which a share lists its samples."""
+def longest_first(ref: RowRef) -> tuple[int, int, int]:
+    """Return the key of the order in which a share lists its rows."""
     return -ref.length, ref.group, ref.index
 
 
-def mini_batches(batch: Batch, size: int, *, shared: bool = False) -> list[list[SampleRef]]:
-    """Return the samples of each optimizer step: consecutive slices of `size` groups, the last one maybe smaller.
+def mini_batches(batch: Batch, size: int, *, shared: bool = False) -> list[list[RowRef]]:
+    """Return the rows of each optimizer step: consecutive slices of `size` groups, the last one maybe smaller.
 
     Args:
         shared: as of MicroBatchLimit.
@@ -82,47 +80,46 @@ def mini_batches(batch: Batch, size: int, *, shared: bool = False) -> list[list[
         [
             ref
             for at in range(start, min(start + size, len(batch.groups)))
-            for ref in samples_of(at, batch.groups[at], shared=shared)
+            for ref in rows_of(at, batch.groups[at], shared=shared)
         ]
         for start in range(0, len(batch.groups), size)
     ]
 
 
-def samples_of(at: int, group: GroupMeta, *, shared: bool) -> list[SampleRef]:
-    """Return the samples of group `at`; `shared` as of MicroBatchLimit."""
-    known = group.shared if shared and group.shared else [0] * len(group.lengths)
-    return [SampleRef(at, *row) for row in zip(range(len(known)), group.lengths, known, strict=True)]
+def rows_of(at: int, group: GroupMeta, *, shared: bool) -> list[RowRef]:
+    """Return the rows of group `at`; `shared` as of MicroBatchLimit."""
+    rows = (
+        row
+        for sample in group.samples
+        for row in zip_longest(sample.lengths, sample.shared if shared else (), fillvalue=0)
+    )
+    return [RowRef(at, index, *row) for index, row in enumerate(rows)]
 
 
-def computed(refs: Sequence[SampleRef]) -> list[int]:
-    """Return how many tokens of each sample of a micro-batch are computed: without those that it shares with the sample before it."""
+def computed(refs: Sequence[RowRef]) -> list[int]:
+    """Return how many tokens of each row of a micro-batch are computed: without those that it shares with the row before it."""
     return [
         ref.length - (min(ref.shared, ref.length - 1) if last is not None and ref.follows(last) else 0)
         for last, ref in zip([None, *refs], refs, strict=False)
     ]
 
 
-def work(refs: Sequence[SampleRef], quadratic: float) -> float:
-    """Return the work of samples of a micro-batch; `quadratic` as of MicroBatchLimit."""
+def work(refs: Sequence[RowRef], quadratic: float) -> float:
+    """Return the work of rows of a micro-batch; `quadratic` as of MicroBatchLimit."""
     return sum(
         own + quadratic * (ref.length**2 - (ref.length - own) ** 2)
         for ref, own in zip(refs, computed(refs), strict=True)
     )
 
 
-def updates_per_batch(trainer: TrainerConfig, mini_batch_size: int) -> int:
-    """Return the optimizer steps that a model makes in one full batch, with mini-batches of so many groups."""
-    return -(-trainer.train_batch_size // mini_batch_size) * trainer.update_epochs_per_batch
+def assign_to_ranks(refs: Sequence[RowRef], ranks: int) -> list[list[RowRef]]:
+    """Return each rank's share, longest row first, for micro-batches that are limited by rows.
 
-
-def assign_to_ranks(refs: Sequence[SampleRef], ranks: int) -> list[list[SampleRef]]:
-    """Return each rank's share, longest sample first, for micro-batches that are limited by samples.
-
-    They want as many samples on every rank: dealt from the longest to the shortest, back and forth, shares differ by at most one
-    sample, and the ranks' micro-batches of the same number are of similar size.
+    They want as many rows on every rank: dealt from the longest to the shortest, back and forth, shares differ by at most one
+    row, and the ranks' micro-batches of the same number are of similar size.
     """
     ordered = sorted(refs, key=longest_first)
-    shares: list[list[SampleRef]] = [[] for _ in range(ranks)]
+    shares: list[list[RowRef]] = [[] for _ in range(ranks)]
     for start in range(0, len(ordered), ranks):
         row = ordered[start : start + ranks]
         order = range(ranks) if (start // ranks) % 2 == 0 else reversed(range(ranks))
@@ -132,8 +129,8 @@ def assign_to_ranks(refs: Sequence[SampleRef], ranks: int) -> list[list[SampleRe
 
 
 def aligned(
-    units: Sequence[SampleRef], ranks: int, tokens: int, cost: Callable[[SampleRef], float]
-) -> list[list[list[SampleRef]]]:
+    units: Sequence[RowRef], ranks: int, tokens: int, cost: Callable[[RowRef], float]
+) -> list[list[list[RowRef]]]:
     """Return the micro-batches of every rank, equally many, so that those of the same number cost about the same: ranks wait for the slowest.
 
     The dearest are placed first, each where least is so far. No rank gets more than the dearest one costs, or than its part of
@@ -155,10 +152,10 @@ def aligned(
 
 
 def _one_of_each_rank(
-    units: Sequence[SampleRef], ranks: int, tokens: int, most: float, costs: Mapping[SampleRef, float]
-) -> tuple[list[list[SampleRef]], list[SampleRef]]:
+    units: Sequence[RowRef], ranks: int, tokens: int, most: float, costs: Mapping[RowRef, float]
+) -> tuple[list[list[RowRef]], list[RowRef]]:
     """Return a micro-batch of each rank, and what is left; arguments as of `aligned`, `most` what one may cost that is not alone."""
-    row, sizes, rest = [list[SampleRef]() for _ in range(ranks)], [0] * ranks, list[SampleRef]()
+    row, sizes, rest = [list[RowRef]() for _ in range(ranks)], [0] * ranks, list[RowRef]()
     cheapest = [(0.0, rank) for rank in range(ranks)]
     for unit in units:
         full, found = list[tuple[float, int]](), False
@@ -179,7 +176,7 @@ def _one_of_each_rank(
     return row, rest
 
 
-def split_micro_batches(shares: Sequence[Sequence[SampleRef]], limit: MicroBatchLimit) -> list[list[list[int]]]:
+def split_micro_batches(shares: Sequence[Sequence[RowRef]], limit: MicroBatchLimit) -> list[list[list[int]]]:
     """Return the micro-batches of every rank, each as places in the rank's share.
 
     Each is a collective, so that all ranks have the same number of them, one at least; some may be empty. The largest come
@@ -190,9 +187,9 @@ def split_micro_batches(shares: Sequence[Sequence[SampleRef]], limit: MicroBatch
     """
     lengths = [[ref.length for ref in share] for share in shares]
     if limit.tokens is None:
-        most = max(1, *(-(-len(share) // limit.samples) for share in shares))
-        starts = [number * limit.samples for number in range(most)]
-        return [[list(range(len(share)))[start : start + limit.samples] for start in starts] for share in shares]
+        most = max(1, *(-(-len(share) // limit.rows) for share in shares))
+        starts = [number * limit.rows for number in range(most)]
+        return [[list(range(len(share)))[start : start + limit.rows] for start in starts] for share in shares]
     most = max(1, *(_fewest(own, limit.tokens) for own in lengths))
     return [_largest_first(own, balanced(own, most)) for own in lengths]
 
@@ -213,7 +210,7 @@ def balanced(lengths: Sequence[float], parts: int) -> list[list[int]]:
 
 
 def _fewest(lengths: Sequence[int], tokens: int) -> int:
-    """Return into how many balanced parts these samples go, so that none but a single sample has more than `tokens`."""
+    """Return into how many balanced parts these rows go, so that none but a single row has more than `tokens`."""
     short = [length for length in lengths if length <= tokens]
     bounds = range(-(-sum(short) // tokens), len(short) + 1)
 
@@ -224,12 +221,12 @@ def _fewest(lengths: Sequence[int], tokens: int) -> int:
 
 
 def _largest_first(lengths: Sequence[int], parts: list[list[int]]) -> list[list[int]]:
-    # sums are about equal, but attention costs the square of a sample's length
+    # sums are about equal, but attention costs the square of a row's length
     return sorted(parts, key=lambda part: (-sum(lengths[at] ** 2 for at in part), part))
 
 
 def idle_share(
-    shares: Sequence[Sequence[SampleRef]], micro_batches: Sequence[Sequence[Sequence[int]]], quadratic: float = 0.0
+    shares: Sequence[Sequence[RowRef]], micro_batches: Sequence[Sequence[Sequence[int]]], quadratic: float = 0.0
 ) -> float:
     """Return the share of the ranks' time that they wait, 0 to 1, where all wait for the dearest of micro-batches of the same number.
 
@@ -250,13 +247,13 @@ class MiniBatchPlan:
     """Who trains what in one optimizer step; every rank works out the same.
 
     Attributes:
-        shares: of each rank, its samples in the order of its micro-batches.
+        shares: of each rank, its rows in the order of its micro-batches.
         train: of each rank, its micro-batches as ranges of places in its share; equally many on every rank, some maybe empty.
         score: the same for passes without gradient.
         quadratic: as of MicroBatchLimit.
     """
 
-    shares: list[list[SampleRef]]
+    shares: list[list[RowRef]]
     train: list[list[range]]
     score: list[list[range]]
     quadratic: float = 0.0
@@ -266,17 +263,17 @@ class MiniBatchPlan:
         return {ref.group for share in self.shares for ref in share}
 
     @property
-    def samples(self) -> int:
+    def rows(self) -> int:
         return sum(map(len, self.shares))
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each sample of all ranks."""
+        """Tokens of each row of all ranks."""
         return [ref.length for share in self.shares for ref in share]
 
     @property
     def computed(self) -> list[int]:
-        """How many tokens of each sample of all ranks are computed where it is trained."""
+        """How many tokens of each row of all ranks are computed where it is trained."""
         return [
             count
             for share, parts in zip(self.shares, self.train, strict=True)
@@ -286,11 +283,11 @@ class MiniBatchPlan:
 
 
 def plan_mini_batch(
-    shares: Sequence[Sequence[SampleRef]], train: MicroBatchLimit, score: MicroBatchLimit
+    shares: Sequence[Sequence[RowRef]], train: MicroBatchLimit, score: MicroBatchLimit
 ) -> MiniBatchPlan:
-    """Return the micro-batches of shares that each lists its samples with the longest first.
+    """Return the micro-batches of shares that each lists its rows with the longest first.
 
-    One order of a share serves both limits: those by samples cut the same list at other places, and one by tokens is the same for both.
+    One order of a share serves both limits: those by rows cut the same list at other places, and one by tokens is the same for both.
     """
     assert train.tokens == score.tokens, f"{train} and {score}"
     parts = split_micro_batches(shares, train)
@@ -300,12 +297,12 @@ def plan_mini_batch(
     return MiniBatchPlan(ordered, ranges, scored, train.quadratic)
 
 
-def planned(refs: Sequence[SampleRef], ranks: int, limits: Limits, *, pairs: bool = False) -> MiniBatchPlan:
-    """Return who trains what of these samples, of all ranks.
+def planned(refs: Sequence[RowRef], ranks: int, limits: Limits, *, pairs: bool = False) -> MiniBatchPlan:
+    """Return who trains what of these rows, of all ranks.
 
     Args:
         limits: of micro-batches.
-        pairs: the samples of a group stay together, in one micro-batch and in their order, and limits count groups.
+        pairs: the rows of a group stay together, in one micro-batch and in their order, and limits count groups.
     """
     limit = limits[0]
     if pairs:
@@ -322,8 +319,8 @@ def planned(refs: Sequence[SampleRef], ranks: int, limits: Limits, *, pairs: boo
     return MiniBatchPlan([list(chain(*own)) for own in runs], ranges, ranges, limit.quadratic)
 
 
-def plan_shares(shares: Sequence[Sequence[SampleRef]], limits: Limits) -> MiniBatchPlan:
-    """Return the micro-batches of samples that stay on their ranks."""
+def plan_shares(shares: Sequence[Sequence[RowRef]], limits: Limits) -> MiniBatchPlan:
+    """Return the micro-batches of rows that stay on their ranks."""
     if not limits[0].shared:
         return plan_mini_batch([sorted(share, key=longest_first) for share in shares], *limits)
     units = [_units(_runs(share, limits[0].tokens, len(share))) for share in shares]
@@ -331,22 +328,22 @@ def plan_shares(shares: Sequence[Sequence[SampleRef]], limits: Limits) -> MiniBa
     return _plan_units([sorted(own, key=longest_first) for own in units], everyone, limits)
 
 
-def whole_groups(groups: Sequence[Sequence[SampleRef]], ranks: int, limit: MicroBatchLimit) -> list[list[int]]:
+def whole_groups(groups: Sequence[Sequence[RowRef]], ranks: int, limit: MicroBatchLimit) -> list[list[int]]:
     """Return the places of the groups that each rank has, none of them divided, so that ranks have about as much work."""
     return balanced([limit.work(refs) for refs in groups], ranks)
 
 
-Units = dict[SampleRef, list[SampleRef]]
-"""Samples of a group that follow one another, and stay together, by what stands for them: the first one, as long as they are together."""
+Units = dict[RowRef, list[RowRef]]
+"""Rows of a group that follow one another, and stay together, by what stands for them: the first one, as long as they are together."""
 
 
-def _units(runs: Sequence[list[SampleRef]]) -> Units:
-    return {SampleRef(run[0].group, run[0].index, sum(computed(run))): run for run in runs}
+def _units(runs: Sequence[list[RowRef]]) -> Units:
+    return {RowRef(run[0].group, run[0].index, sum(computed(run))): run for run in runs}
 
 
-def _runs(refs: Sequence[SampleRef], tokens: int | None, rows: int) -> list[list[SampleRef]]:
-    """Return the samples of each group, cut where one does not follow another, or there would be more than so many tokens or samples."""
-    runs: list[list[SampleRef]] = []
+def _runs(refs: Sequence[RowRef], tokens: int | None, rows: int) -> list[list[RowRef]]:
+    """Return the rows of each group, cut where one does not follow another, or there would be more than so many tokens or rows."""
+    runs: list[list[RowRef]] = []
     size = 0
     for ref in sorted(refs, key=lambda ref: (ref.group, ref.index)):
         size += computed([*runs[-1][-1:], ref])[-1] if runs else 0
@@ -359,7 +356,7 @@ def _runs(refs: Sequence[SampleRef], tokens: int | None, rows: int) -> list[list
     return runs
 
 
-def _fairest(refs: Sequence[SampleRef], ranks: int, limit: MicroBatchLimit) -> Units:
+def _fairest(refs: Sequence[RowRef], ranks: int, limit: MicroBatchLimit) -> Units:
     """Return groups whole, halved, or cut into four and so on, so that the share of the rank that has most work is smallest.
 
     Each part computes anew what its group begins with.
@@ -377,17 +374,17 @@ def _fairest(refs: Sequence[SampleRef], ranks: int, limit: MicroBatchLimit) -> U
     return min(cuts, key=largest)
 
 
-def _plan_units(shares: Sequence[Sequence[SampleRef]], units: Units, limits: Limits) -> MiniBatchPlan:
+def _plan_units(shares: Sequence[Sequence[RowRef]], units: Units, limits: Limits) -> MiniBatchPlan:
     plan = plan_mini_batch(shares, *limits)
     ends = [[0, *accumulate(len(units[unit]) for unit in share)] for share in plan.shares]
 
-    def of_samples(parts: Sequence[Sequence[range]]) -> list[list[range]]:
+    def of_rows(parts: Sequence[Sequence[range]]) -> list[list[range]]:
         return [
             [range(own[part.start], own[part.stop]) for part in each] for own, each in zip(ends, parts, strict=True)
         ]
 
     whole = [[ref for unit in share for ref in units[unit]] for share in plan.shares]
-    return MiniBatchPlan(whole, of_samples(plan.train), of_samples(plan.score), plan.quadratic)
+    return MiniBatchPlan(whole, of_rows(plan.train), of_rows(plan.score), plan.quadratic)
 
 
 def consecutive(parts: Sequence[Sequence[int]]) -> list[range]:
@@ -405,13 +402,14 @@ def trained_groups(batch: Batch, algorithm: AlgorithmConfig) -> list[int]:
         DataError: a group lacks a metric of filter_reward_metric.
     """
     groups, metrics = range(len(batch.groups)), algorithm.filter_reward_metric
+    tolerance = algorithm.zero_variance_filter_tol
     if not algorithm.zero_variance_filter:
         return list(groups)
-    return [at for at in groups if is_worth_training(batch.groups[at], metrics)]
+    return [at for at in groups if is_worth_training(batch.groups[at], metrics, tolerance)]
 
 
 def micro_batch_limits(trainer: TrainerConfig, tokens: int | None, quadratic: float = 0.0) -> Limits:
-    """Return them, with `tokens` as hpcrl.config.derive.micro_batch_tokens finds them; `quadratic` as of MicroBatchLimit."""
+    """Return them, with `tokens` as hpcrl.config.token_limits.micro_batch_tokens finds them; `quadratic` as of MicroBatchLimit."""
     train = trainer.micro_train_batch_size_per_gpu or 1
     score = trainer.micro_forward_batch_size_per_gpu or train
     shared = trainer.shared_prefixes

@@ -8,18 +8,9 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from hpcrl.config import Config, InferenceEngineConfig, max_seq_len
-from hpcrl.config.adapters import loads_adapters
-from hpcrl.config.derive import (
-    has_engines,
-    is_offline,
-    kept_versions,
-    max_model_len,
-    micro_batch_tokens,
-    teaches_rows,
-    uses_reference,
-)
+from hpcrl.config import Config, InferenceEngineConfig
 from hpcrl.config.family import family_of
+from hpcrl.config.token_limits import max_seq_len, micro_batch_tokens
 from hpcrl.rundir.layout import Run
 from hpcrl.trainer.backends.base import CriticEngine, PolicyEngine
 from hpcrl.trainer.backends.build import build_critic
@@ -58,7 +49,7 @@ def load_learner(
     """
     trainer, family = config.trainer, trainer_family(config)
     check_all_reduce(ranks.everyone)
-    if teaches_rows(trainer) and uses_reference(trainer):
+    if trainer.teaches_rows and trainer.uses_reference:
         ranks.everyone.rank0_broadcast(lambda: require_row_teacher(config))
     consensus("load.policy")
     policy = family.load_policy(config, ranks.own) if ranks.policy else cast(PolicyEngine, Elsewhere())
@@ -85,7 +76,7 @@ def load_learner(
         dumps=dumps,
         consensus=consensus,
         start=start,
-        validation=Validation.of(run, config, limits) if is_offline(trainer) else None,
+        validation=Validation.of(run, config, limits) if trainer.offline else None,
     )
 
 
@@ -93,10 +84,10 @@ def build_publisher(run: Run, attempt: int, config: Config, ranks: ModelRanks) -
     """Return the publisher of this rank's share of weight versions and exports."""
     if not ranks.policy:
         return NoPublisher()
-    engine, engines = config.generator.inference_engine, has_engines(config)
+    engine, engines = config.generator.inference_engine, config.has_engines
     return Publisher(
-        run, attempt, ranks.own, DTYPES[engine.model_dtype], kept_versions(config.trainer), max_model_len(config),
-        adapters=loads_adapters(config), engines=engines, full_interval=engine.full_weights_interval,
+        run, attempt, ranks.own, DTYPES[engine.model_dtype], config.trainer.fully_async.kept_versions, config.max_model_len,
+        adapters=config.loads_adapters, engines=engines, full_interval=engine.full_weights_interval,
         sender=_weight_sender(run, attempt, ranks.own, engine) if engines else None,
     )  # fmt: skip
 

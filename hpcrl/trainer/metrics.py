@@ -84,7 +84,7 @@ class PhaseTimer:
 
 def describe_batch(batch: Batch, advantages: Advantages) -> dict[str, float]:
     """Return loss/* and policy/response_length."""
-    rewards = [reward for group in batch.groups for reward in group.own_rewards]
+    rewards = [sample.reward for group in batch.groups for sample in group.scored_samples]
     lengths_N = torch.tensor([length for group in batch.groups for length in group.response_lengths]).double()
     final = {"loss/avg_final_rewards": (sum(rewards) - advantages.penalties) / len(rewards)} if rewards else {}
     return {
@@ -114,9 +114,9 @@ def describe_mini_batches(minis: Sequence[MiniBatch]) -> dict[str, float]:
 def advantage_histogram(minis: Sequence[MiniBatch], data: World) -> Histogram | None:
     """Return how the advantages of all trained tokens are distributed, as they enter the loss. Every rank calls it."""
     trained = [
-        mini.samples.scores.advantages[mini.samples.loss_mask > 0].double()
+        mini.rows.scores.advantages[mini.rows.loss_mask > 0].double()
         for mini in minis
-        if mini.samples.scores.advantages is not None
+        if mini.rows.scores.advantages is not None
     ]
     values = torch.cat([torch.zeros(0, dtype=torch.float64), *trained])
     values = values[values.isfinite()]

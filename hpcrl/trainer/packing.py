@@ -1,6 +1,6 @@
-"""Samples laid end to end: from files on disk to the micro-batches that an engine runs.
+"""Rows laid end to end: from files on disk to the micro-batches that an engine runs.
 
-A rank's samples of a mini-batch are packed once, in the order of their micro-batches, so that a micro-batch is a slice. What is
+A rank's rows of a mini-batch are packed once, in the order of their micro-batches, so that a micro-batch is a slice. What is
 computed about them, log-probabilities, values and advantages, is written beside them in the same layout.
 """
 
@@ -14,25 +14,25 @@ import numpy as np
 import torch
 
 from hpcrl.algorithms.prefixes import common_prefix
-from hpcrl.algorithms.reductions import Counts, Reduction, sample_weight
+from hpcrl.algorithms.reductions import Reduction, TokenCounts, row_weight
 from hpcrl.trainer.batching import (
     Limits,
     MiniBatchPlan,
-    SampleRef,
+    RowRef,
     plan_shares,
 )
 from hpcrl.trainer.distributed import World
-from hpcrl.types import Batch, Hint, MicroBatch, Sample, SamplingMask, SharedPrefixes
+from hpcrl.types import Batch, Hint, MicroBatch, Row, SamplingMask, SharedPrefixes
 
 
 @dataclass
 class Scores:
-    """What was computed about the tokens of packed samples, [P] each; None until then, or where nothing needs it.
+    """What was computed about the tokens of packed rows, [P] each; None until then, or where nothing needs it.
 
     Attributes:
         old_logprobs, ref_logprobs: float32, of the policy before the update and of the reference.
         entropies: float32, of the policy before the update, where it is dumped.
-        staleness: float32, as of PackedSamples, where old log-probabilities are estimated by it.
+        staleness: float32, as of PackedRows, where old log-probabilities are estimated by it.
         values: float32, what the critic expected before the token.
         penalties: float64, subtracted from the token's reward.
         advantages: float32.
@@ -60,32 +60,32 @@ class Scores:
 
 
 @dataclass
-class PackedSamples:
-    """The samples of one rank in one optimizer step, laid end to end, B samples of P tokens in all. Micro-batches are slices of it.
+class PackedRows:
+    """The rows of one rank in one optimizer step, laid end to end, B rows of P tokens in all. Micro-batches are slices of it.
 
-    Entry p of every [P] tensor but `token_ids` speaks about the token that position p predicts, the next one of the sample: labels
+    Entry p of every [P] tensor but `token_ids` is about the token that position p predicts, the next one of the row: labels
     are shifted once, by `pack`. Nothing predicts the first token, so that what it was rewarded with belongs to no entry.
 
     Attributes:
-        refs: places of the samples in the batch.
-        lengths: tokens of each sample; they sum to P.
-        token_ids, labels: [P] int64; the label of a sample's last position is 0.
-        loss_mask: [P] float32, 1 where the token is trained; 0 at a sample's last position, as the following two.
+        refs: places of the rows in the batch.
+        lengths: tokens of each row; they sum to P.
+        token_ids, labels: [P] int64; the label of a row's last position is 0.
+        loss_mask: [P] float32, 1 where the token is trained; 0 at a row's last position, as the following two.
         rollout_logprobs, rewards: [P] float32; a rollout log-probability of NaN is not known, see `complete_rollout`.
-        weights: of the loss of each trained token, by sample (hpcrl/algorithms/reductions.py).
-        nll_weights: of the negative log-likelihood of each trained token, by sample; 0 without a positive reward.
+        weights: of the loss of each trained token, by row (hpcrl/algorithms/reductions.py).
+        nll_weights: of the negative log-likelihood of each trained token, by row; 0 without a positive reward.
         left_out: tokens that the policy chose but that are not trained, because they begin several responses of a group.
-        unscored: samples that are not trained because a scorer failed at them.
+        unscored: rows that are not trained because a scorer failed at them.
         staleness: [P] float32, how many versions older the one is which chose the token than that which the step begins with; -1: not known.
         sampling_mask: whose counts are [P]; None where all tokens were sampled among the whole vocabulary.
-        hints: of each sample; None where it has none.
+        hints: of each row; None where it has none.
         observations: [P] float32, 1 where the token is one of the environment that is learned; None: none is.
         observation_weight: of each of them in the loss.
-        tensors: of each sample, as of Sample.
-        common: with how many tokens each sample begins as the one before it does; empty: what they have in common is computed for each.
+        tensors: of each row, as of Row.
+        common: with how many tokens each row begins as the one before it does; empty: what they have in common is computed for each.
     """
 
-    refs: list[SampleRef]
+    refs: list[RowRef]
     lengths: list[int]
     token_ids: torch.Tensor
     labels: torch.Tensor
@@ -93,8 +93,8 @@ class PackedSamples:
     rollout_logprobs: torch.Tensor
     rewards: torch.Tensor
     staleness: torch.Tensor
-    sampling_mask: SamplingMask | None = None
-    hints: list[Hint | None] = field(default_factory=list)
+    sampling_mask: SamplingMask[torch.Tensor] | None = None
+    hints: list[Hint[torch.Tensor] | None] = field(default_factory=list)
     common: list[int] = field(default_factory=list)
     left_out: int = 0
     unscored: int = 0
@@ -113,22 +113,22 @@ class PackedSamples:
 
     @property
     def trained(self) -> list[int]:
-        """Trained tokens of each sample."""
+        """Trained tokens of each row."""
         sums = [0.0, *self.loss_mask.double().cumsum(0).tolist()]
         return [round(sums[end] - sums[start]) for start, end in pairwise(self._offsets)]
 
     def share_prefixes(self) -> None:
-        """Let micro-batches compute once what their samples begin with alike."""
+        """Let micro-batches compute once what their rows begin with alike."""
         self.common = common_prefixes(self.token_ids, self.lengths)
 
     def tokens_of(self, part: range) -> slice:
-        """Return where the tokens of consecutive samples are."""
+        """Return where the tokens of consecutive rows are."""
         return slice(self._offsets[part.start], self._offsets[part.stop])
 
     def micro_batch(self, part: range) -> MicroBatch:
-        """Return consecutive samples for one forward and backward; its tensors are views of this one's where they can be.
+        """Return consecutive rows for one forward and backward; its tensors are views of this one's where they can be.
 
-        No samples at all give one token that counts for nothing, so that a rank without work can join the others' collectives.
+        No rows at all give one token that counts for nothing, so that a rank without work can join the others' collectives.
         """
         if not part:
             return idle_micro_batch()
@@ -177,11 +177,11 @@ class PackedSamples:
             self.rollout_logprobs = torch.where(unknown_P, self.scores.old_logprobs, self.rollout_logprobs)
 
     def whole(self) -> MicroBatch:
-        """Return all samples as one micro-batch."""
+        """Return all rows as one micro-batch."""
         return self.micro_batch(range(len(self.lengths)))
 
 
-def padded_mask(mask: SamplingMask, places: slice) -> torch.Tensor:
+def padded_mask(mask: SamplingMask[torch.Tensor], places: slice) -> torch.Tensor:
     """Return the token ids of consecutive places as [P, K] int32, K the most that one has (at least 1), padded with -1."""
     first = int(mask.counts[: places.start].sum())
     counts_P = mask.counts[places]
@@ -192,31 +192,31 @@ def padded_mask(mask: SamplingMask, places: slice) -> torch.Tensor:
 
 
 def pack(
-    samples: Sequence[Sample],
-    refs: Sequence[SampleRef] | None = None,
+    rows: Sequence[Row] | Sequence[Row[torch.Tensor]],
+    refs: Sequence[RowRef] | None = None,
     left_out: int = 0,
     version: int | None = None,
-) -> PackedSamples:
-    """Lay samples end to end and shift what speaks about tokens once: entry p speaks about the token that position p predicts.
+) -> PackedRows:
+    """Lay rows end to end and shift columns of tokens once: entry p is about the token that position p predicts.
 
     Args:
-        refs: places of the samples in the batch; None: those of a group of its own.
-        left_out: as of PackedSamples.
+        refs: places of the rows in the batch; None: those of a group of its own.
+        left_out: as of PackedRows.
         version: that the step begins with; None: no token is of that.
     """
-    lengths = [len(sample.token_ids) for sample in samples]
+    lengths = [len(row.token_ids) for row in rows]
     ends = torch.tensor(lengths, dtype=torch.int64).cumsum(0) - 1
 
     def joined(name: str, dtype: type[np.generic] = np.float32) -> torch.Tensor:
-        return torch.from_numpy(np.concatenate([np.zeros(0, dtype), *(getattr(one, name) for one in samples)]))
+        return torch.from_numpy(np.concatenate([np.zeros(0, dtype), *(getattr(one, name) for one in rows)]))
 
     def shifted(values_P: torch.Tensor) -> torch.Tensor:
         return values_P.roll(-1).index_fill_(0, ends, 0)
 
     token_ids, loss_mask = joined("token_ids", np.int64), shifted(joined("loss_mask"))
     versions = shifted(joined("versions", np.int32))
-    return PackedSamples(
-        refs=list(refs) if refs is not None else [SampleRef(0, at, length) for at, length in enumerate(lengths)],
+    return PackedRows(
+        refs=list(refs) if refs is not None else [RowRef(0, at, length) for at, length in enumerate(lengths)],
         lengths=lengths,
         token_ids=token_ids,
         labels=shifted(token_ids),
@@ -224,19 +224,19 @@ def pack(
         rollout_logprobs=shifted(joined("rollout_logprobs")),
         rewards=shifted(joined("rewards")),
         staleness=torch.full_like(loss_mask, -1) if version is None else (version - versions).float(),
-        sampling_mask=_joined_mask(samples),
-        hints=[hint and Hint(torch.as_tensor(hint.token_ids), hint.replaces) for hint in (s.hint for s in samples)],
-        tensors=[{name: torch.as_tensor(own) for name, own in sample.tensors.items()} for sample in samples],
+        sampling_mask=_joined_mask(rows),
+        hints=[hint and Hint(torch.as_tensor(hint.token_ids), hint.replaces) for hint in (s.hint for s in rows)],
+        tensors=[{name: torch.as_tensor(own) for name, own in row.tensors.items()} for row in rows],
         left_out=left_out,
     )
 
 
-def _joined_mask(samples: Sequence[Sample]) -> SamplingMask | None:
-    """Return the sampling masks of samples laid end to end, shifted as labels are."""
-    if not (found := [sample.sampling_mask for sample in samples if sample.sampling_mask is not None]):
+def _joined_mask(rows: Sequence[Row] | Sequence[Row[torch.Tensor]]) -> SamplingMask[torch.Tensor] | None:
+    """Return the sampling masks of rows laid end to end, shifted as labels are."""
+    if not (found := [row.sampling_mask for row in rows if row.sampling_mask is not None]):
         return None
-    counts = [mask.counts if (mask := s.sampling_mask) else np.zeros(len(s.versions), np.int32) for s in samples]
-    # nothing predicts a sample's first token, and no policy chose it, so that the ids keep their order
+    counts = [mask.counts if (mask := s.sampling_mask) else np.zeros(len(s.versions), np.int32) for s in rows]
+    # nothing predicts a row's first token, and no policy chose it, so that the ids keep their order
     assert not any(count_T[:1].any() for count_T in counts)
     ids, counts_P = np.concatenate([mask.token_ids for mask in found]), np.concatenate([np.roll(c, -1) for c in counts])
     return SamplingMask(torch.from_numpy(ids), torch.from_numpy(counts_P))
@@ -248,7 +248,7 @@ def idle_micro_batch() -> MicroBatch:
 
 
 def untrained_micro_batch(token_ids: Sequence[int]) -> MicroBatch:
-    """Return one sample of which nothing is trained; log-probabilities of all its tokens are computed."""
+    """Return one row of which nothing is trained; log-probabilities of all its tokens are computed."""
     ids, zeros = torch.tensor(token_ids), torch.zeros(len(token_ids))
     return MicroBatch(
         token_ids=ids,
@@ -288,7 +288,7 @@ class MicroBatchStream:
         top_k, share: as of MicroBatch.
     """
 
-    samples: PackedSamples
+    rows: PackedRows
     parts: Sequence[range]
     before: Before
     top_k: int = 0
@@ -300,7 +300,7 @@ class MicroBatchStream:
     def __iter__(self) -> Iterator[MicroBatch]:
         for part in self.parts:
             self.before()
-            yield replace(self.samples.micro_batch(part), top_k=self.top_k, share=self.share if part else 0.0)
+            yield replace(self.rows.micro_batch(part), top_k=self.top_k, share=self.share if part else 0.0)
 
 
 @dataclass
@@ -308,22 +308,22 @@ class MiniBatch:
     """What one optimizer step trains, seen from one rank.
 
     Attributes:
-        samples: this rank's.
-        rank: this one, among those that samples are assigned to.
+        rows: this rank's.
+        rank: this one, among those that rows are assigned to.
         tokens: trained tokens of all ranks.
-        left_out, unscored: tokens, and samples, of all ranks that are not trained, see PackedSamples.
+        left_out, unscored: tokens, and rows, of all ranks that are not trained, see PackedRows.
     """
 
     plan: MiniBatchPlan
-    samples: PackedSamples
+    rows: PackedRows
     rank: int
     tokens: int = 0
     left_out: int = 0
     unscored: int = 0
 
     def micro_batches(self, before: Before = _nothing) -> MicroBatchStream:
-        """Return this rank's micro-batches for training; as many as the other ranks have, maybe some with no sample."""
-        return MicroBatchStream(self.samples, self.plan.train[self.rank], before, share=1 / max(self.plan.samples, 1))
+        """Return this rank's micro-batches for training; as many as the other ranks have, maybe some with no row."""
+        return MicroBatchStream(self.rows, self.plan.train[self.rank], before, share=1 / max(self.plan.rows, 1))
 
     def scored_top(
         self,
@@ -331,9 +331,9 @@ class MiniBatch:
         top_k: int,
         before: Before = _nothing,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return [P], and ids and log-probabilities [P, K], on the CPU: what `PolicyEngine.top_logprobs` gives for this rank's samples."""
+        """Return [P], and ids and log-probabilities [P, K], on the CPU: what `PolicyEngine.top_logprobs` gives for this rank's rows."""
         parts = self.plan.score[self.rank]
-        passes = zip(parts, forward(MicroBatchStream(self.samples, parts, before, top_k)), strict=True)
+        passes = zip(parts, forward(MicroBatchStream(self.rows, parts, before, top_k)), strict=True)
         found = [outputs for part, outputs in passes if part]
         if not found:
             none = torch.zeros(0, top_k)
@@ -344,22 +344,22 @@ class MiniBatch:
     def scored(
         self, forward: Callable[[MicroBatchStream], Iterator[torch.Tensor]], before: Before = _nothing
     ) -> torch.Tensor:
-        """Return [P] float32 on the CPU: what a forward pass over micro-batches, which yields [P] of each, gives for this rank's samples."""
+        """Return [P] float32 on the CPU: what a forward pass over micro-batches, which yields [P] of each, gives for this rank's rows."""
         parts = self.plan.score[self.rank]
-        passes = zip(parts, forward(MicroBatchStream(self.samples, parts, before)), strict=True)
-        found = [values_P for part, values_P in passes if part]  # an idle pass has values, but of no sample
+        passes = zip(parts, forward(MicroBatchStream(self.rows, parts, before)), strict=True)
+        found = [values_P for part, values_P in passes if part]  # an idle pass has values, but of no row
         return torch.cat(found).cpu() if found else torch.zeros(0)  # one copy: each waits for the device
 
 
 def regrouped(
     minis: Sequence[MiniBatch], batch: Batch, size: int, limits: Limits, data: World, reduction: Reduction
 ) -> list[MiniBatch]:
-    """Return the same samples as the critic's mini-batches, with weights of their own: samples stay on the rank that read them.
+    """Return the same rows as the critic's mini-batches, with weights of their own: rows stay on the rank that read them.
 
     Args:
         minis: the policy's, scored.
         size: groups of a mini-batch of the critic.
-        data: the ranks that samples were assigned to.
+        data: the ranks that rows were assigned to.
     """
     found = []
     for start in range(0, len(batch.groups), size):
@@ -369,103 +369,103 @@ def regrouped(
             for rank in range(data.size)
         ]
         plan = plan_shares(shares, limits)
-        samples = _gathered(minis, plan.shares[data.rank])
+        rows = _gathered(minis, plan.shares[data.rank])
         if limits[0].shared:
-            samples.share_prefixes()
-        found.append(MiniBatch(plan, samples, data.rank))
+            rows.share_prefixes()
+        found.append(MiniBatch(plan, rows, data.rank))
     set_loss_weights(found, batch, data, reduction)
     return found
 
 
-def _gathered(minis: Sequence[MiniBatch], refs: Sequence[SampleRef]) -> PackedSamples:
-    """Return these samples of several mini-batches packed anew, in the order of `refs`, without weights."""
-    places = {ref: (mini.samples, at) for mini in minis for at, ref in enumerate(mini.samples.refs)}
-    parts = [(samples, samples.tokens_of(range(at, at + 1))) for samples, at in (places[ref] for ref in refs)]
+def _gathered(minis: Sequence[MiniBatch], refs: Sequence[RowRef]) -> PackedRows:
+    """Pack these rows of several mini-batches in the order of `refs`, without weights."""
+    places = {ref: (mini.rows, at) for mini in minis for at, ref in enumerate(mini.rows.refs)}
+    parts = [(rows, rows.tokens_of(range(at, at + 1))) for rows, at in (places[ref] for ref in refs)]
     if not parts:
         return pack([])
 
-    def joined(column: Callable[[PackedSamples], torch.Tensor]) -> torch.Tensor:
-        return torch.cat([column(samples)[tokens] for samples, tokens in parts])
+    def joined(column: Callable[[PackedRows], torch.Tensor]) -> torch.Tensor:
+        return torch.cat([column(rows)[tokens] for rows, tokens in parts])
 
-    def optional(column: Callable[[PackedSamples], torch.Tensor | None]) -> torch.Tensor | None:
-        found = [values[tokens] for samples, tokens in parts if (values := column(samples)) is not None]
+    def optional(column: Callable[[PackedRows], torch.Tensor | None]) -> torch.Tensor | None:
+        found = [values[tokens] for rows, tokens in parts if (values := column(rows)) is not None]
         return torch.cat(found) if len(found) == len(parts) else None
 
-    return PackedSamples(
+    return PackedRows(
         refs=list(refs),
         lengths=[tokens.stop - tokens.start for _, tokens in parts],
-        token_ids=joined(lambda samples: samples.token_ids),
-        labels=joined(lambda samples: samples.labels),
-        loss_mask=joined(lambda samples: samples.loss_mask),
-        rollout_logprobs=joined(lambda samples: samples.rollout_logprobs),
-        rewards=joined(lambda samples: samples.rewards),
-        staleness=joined(lambda samples: samples.staleness),
+        token_ids=joined(lambda rows: rows.token_ids),
+        labels=joined(lambda rows: rows.labels),
+        loss_mask=joined(lambda rows: rows.loss_mask),
+        rollout_logprobs=joined(lambda rows: rows.rollout_logprobs),
+        rewards=joined(lambda rows: rows.rewards),
+        staleness=joined(lambda rows: rows.staleness),
         scores=Scores(
-            values=optional(lambda samples: samples.scores.values),
-            returns=optional(lambda samples: samples.scores.returns),
+            values=optional(lambda rows: rows.scores.values),
+            returns=optional(lambda rows: rows.scores.returns),
         ),
-        tensors=[samples.tensors[at] for samples, at in (places[ref] for ref in refs)],
+        tensors=[rows.tensors[at] for rows, at in (places[ref] for ref in refs)],
     )
 
 
 def set_loss_weights(minis: Sequence[MiniBatch], batch: Batch, data: World, reduction: Reduction) -> None:
-    """Set the tokens of each mini-batch and the loss weights of its samples, from the counts of all ranks."""
+    """Set the tokens of each mini-batch and the loss weights of its rows, from the counts of all ranks."""
     per_group, positive = [0] * len(batch.groups), [0] * len(minis)
-    rewarded = [[group.rewards[sample] > 0 for sample in group.owners] for group in batch.groups]
-    lengths = [mini.samples.trained for mini in minis]
+    rewarded = [[sample.reward > 0 for sample in group.samples for _ in sample.lengths] for group in batch.groups]
+    lengths = [mini.rows.trained for mini in minis]
     for number, mini in enumerate(minis):
-        for ref, length in zip(mini.samples.refs, lengths[number], strict=True):
+        for ref, length in zip(mini.rows.refs, lengths[number], strict=True):
             per_group[ref.group] += length
             positive[number] += length if rewarded[ref.group][ref.index] else 0
-    others = [count for mini in minis for count in _other_counts(mini.samples)]
+    others = [count for mini in minis for count in _other_counts(mini.rows)]
     sums = iter([round(count) for count in data.sum([*per_group, *positive, *others])])
     per_group, positive, others = (list(islice(sums, len(own))) for own in (per_group, positive, others))
     for number, (mini, own, likelihood) in enumerate(zip(minis, lengths, positive, strict=True)):
         groups = mini.plan.groups
         mini.tokens = sum(per_group[group] for group in groups)
         mini.left_out, mini.unscored, observed = others[3 * number : 3 * number + 3]
-        mini.samples.observation_weight = 1 / max(observed, 1)
+        mini.rows.observation_weight = 1 / max(observed, 1)
         used = sum(bool(part) for parts in mini.plan.train for part in parts)
         for part in mini.plan.train[mini.rank]:
             micro_tokens = sum(own[at] for at in part)
             for at in part:
-                ref = mini.samples.refs[at]
-                counts = Counts(
+                ref = mini.rows.refs[at]
+                counts = TokenCounts(
                     length=own[at],
                     tokens=mini.tokens,
-                    samples=mini.plan.samples,
+                    rows=mini.plan.rows,
                     groups=len(groups),
                     group_tokens=per_group[ref.group],
                     micro_tokens=micro_tokens,
                     micro_batches=used,
                 )
-                mini.samples.weights[at] = sample_weight(reduction, counts)
-                positive_sample = own[at] and rewarded[ref.group][ref.index]
-                mini.samples.nll_weights[at] = 1 / likelihood if positive_sample else 0.0
+                mini.rows.weights[at] = row_weight(reduction, counts)
+                positive_row = own[at] and rewarded[ref.group][ref.index]
+                mini.rows.nll_weights[at] = 1 / likelihood if positive_row else 0.0
 
 
-def _other_counts(samples: PackedSamples) -> tuple[int, int, int]:
-    observed = 0 if samples.observations is None else int(samples.observations.sum())
-    return samples.left_out, samples.unscored, observed
+def _other_counts(rows: PackedRows) -> tuple[int, int, int]:
+    observed = 0 if rows.observations is None else int(rows.observations.sum())
+    return rows.left_out, rows.unscored, observed
 
 
 def common_prefixes(token_ids: torch.Tensor, lengths: Sequence[int]) -> list[int]:
-    """Return with how many tokens each packed sample begins as the sample before it does; 0 for the first.
+    """Return with how many tokens each packed row begins as the row before it does; 0 for the first.
 
     Args:
         token_ids: [P], on the CPU.
     """
-    samples = [ids.numpy() for ids in token_ids.split(list(lengths))]
-    return [0, *(common_prefix(one, other) for one, other in pairwise(samples))][: len(samples)]
+    rows = [ids.numpy() for ids in token_ids.split(list(lengths))]
+    return [0, *(common_prefix(one, other) for one, other in pairwise(rows))][: len(rows)]
 
 
 def shared_prefixes(lengths: Sequence[int], common: Sequence[int]) -> SharedPrefixes | None:
-    """Return which tokens of packed samples are computed; None: all of them.
+    """Return which tokens of packed rows are computed; None: all of them.
 
-    The last token of a sample always is, so that none is without a token of its own.
+    The last token of a row always is, so that none is without a token of its own.
 
     Args:
-        lengths: tokens of each sample.
+        lengths: tokens of each row.
         common: as `common_prefixes` gives it; that of the first does not count.
     """
     skipped = [0, *(min(size, length - 1) for size, length in zip(common[1:], lengths[1:], strict=True))]

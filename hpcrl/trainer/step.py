@@ -10,10 +10,7 @@ from itertools import chain
 
 import torch
 
-from hpcrl.config import TrainerConfig, uses_reference
-from hpcrl.config.derive import compares_with_reference, is_offline, self_teacher, teaches_rows
-from hpcrl.config.reward_model import trains_reward_model
-from hpcrl.config.scorers import rewards_count, trainer_has_reference
+from hpcrl.config import TrainerConfig
 from hpcrl.observe.metrics import Histogram
 from hpcrl.rundir.layout import Run
 from hpcrl.trainer.advantages import (
@@ -24,8 +21,7 @@ from hpcrl.trainer.advantages import (
     subtract_divergence,
 )
 from hpcrl.trainer.backends.base import CriticEngine, Engine, Objective, PolicyEngine, UpdateResult
-from hpcrl.trainer.backends.reference import reset_is_due, resets_optimizer
-from hpcrl.trainer.batching import Limits, updates_per_batch
+from hpcrl.trainer.batching import Limits
 from hpcrl.trainer.critic.loss import CRITIC_REDUCTION, build_critic_objective, describe_critic
 from hpcrl.trainer.critic.peer import CriticPeer
 from hpcrl.trainer.critic.ranks import ModelRanks
@@ -41,10 +37,10 @@ from hpcrl.trainer.metrics import (
 )
 from hpcrl.trainer.mismatch import MismatchLimit
 from hpcrl.trainer.models.flops import ModelFlops
+from hpcrl.trainer.offline.build import reduction_of
 from hpcrl.trainer.offline.likelihood import score_by_teacher
-from hpcrl.trainer.offline.modes import reduction_of
 from hpcrl.trainer.offline.validation import Validation
-from hpcrl.trainer.packing import MiniBatch, PackedSamples, regrouped
+from hpcrl.trainer.packing import MiniBatch, PackedRows, regrouped
 from hpcrl.trainer.rng import random_state, set_random_state
 from hpcrl.trainer.samples import load_mini_batches
 from hpcrl.trainer.saving.checkpoint import ResumePoint
@@ -106,7 +102,7 @@ class Learner:
         self.histograms: dict[str, Histogram | None] = {}
         self._run, self._trainer, self._dumps, self._begun = run, trainer, dumps, start.mid_batch
         self._mismatch, self._validation = mismatch, validation
-        self._offline = is_offline(trainer)
+        self._offline = trainer.offline
         self._objective, self._compares_logprobs = objective, compares_logprobs
         self._critic_objective = build_critic_objective(trainer.algorithm.value_clip)
         self._reduction = reduction_of(trainer, max_seq_len)
@@ -119,9 +115,9 @@ class Learner:
     def schedule(self, total_steps: int) -> None:
         """Tell the engines how many steps the whole run has."""
         trainer = self._trainer
-        self.policy.schedule(total_steps * updates_per_batch(trainer, trainer.policy_mini_batch_size))
+        self.policy.schedule(total_steps * trainer.updates_per_batch(trainer.policy_mini_batch_size))
         if self.critic is not None:
-            self.critic.schedule(total_steps * updates_per_batch(trainer, trainer.critic_mini_batch_size))
+            self.critic.schedule(total_steps * trainer.updates_per_batch(trainer.critic_mini_batch_size))
 
     def extra_state(self) -> dict[str, float]:
         """Return what a checkpoint keeps beside the engines' state."""
@@ -129,13 +125,13 @@ class Learner:
 
     def reset_reference(self, step: int, steps_per_epoch: int, timer: PhaseTimer) -> None:
         """Make the policy after `step` the reference, or a share of it, where the configuration says so."""
-        if self_teacher(self._trainer) == "ema":
+        if self._trainer.distillation.self_teacher_model == "ema":
             with timer("update_ref_with_policy"):
                 rate = self._trainer.distillation.self_teacher.ema_rate
                 self.policy.reset_reference(fresh_optimizer=False, rate=rate)
-        elif reset_is_due(step, steps_per_epoch, self._trainer):
+        elif self._trainer.resets_reference(step, steps_per_epoch):
             with timer("update_ref_with_policy"):
-                self.policy.reset_reference(fresh_optimizer=resets_optimizer(self._trainer))
+                self.policy.reset_reference(fresh_optimizer=self._trainer.algorithm.resets_optimizer)
 
     def validate(self, step: int, total: int, timer: PhaseTimer) -> dict[str, float]:
         """Return the loss of the validation sets after `step`, where that is due; errors as of `Validation.losses`."""
@@ -171,12 +167,12 @@ class Learner:
         return self._describe(batch, partial_batch) if self._ranks.policy else {}
 
     def _load(self, batch: Batch, timer: PhaseTimer) -> list[MiniBatch]:
-        with timer("load_samples"):
+        with timer("load_rows"):
             return load_mini_batches(self._run, batch, self._trainer, self._limits, self._data, self._reduction)
 
     def _dump(self, batch: Batch, minis: list[MiniBatch], timer: PhaseTimer) -> None:
         for mini in minis:
-            mini.samples.complete_rollout()
+            mini.rows.complete_rollout()
         if self._trainer.dump_data_batch:
             with timer("dump_data_batch"):
                 self._measure_entropies(minis)
@@ -210,33 +206,36 @@ class Learner:
 
     def _scored(self, batch: Batch, minis: list[MiniBatch], timer: PhaseTimer) -> PartialBatch:
         """Return the batch with log-probabilities, values and advantages."""
-        data, samples, of_hints = self._data, [mini.samples for mini in minis], dict[str, float]()
-        if not self._offline or uses_reference(self._trainer) or teaches_rows(self._trainer):
+        data, samples, of_hints = self._data, [mini.rows for mini in minis], dict[str, float]()
+        if not self._offline or self._trainer.uses_reference or self._trainer.teaches_rows:
             with self._peer.separately("score", timer), timer("fwd_logprobs_values_reward"):
                 for number, mini in enumerate(minis):
                     self._score(batch, mini, first=number == 0)
-                if self_teacher(self._trainer) and self._ranks.policy:
+                if self._trainer.distillation.self_teacher_model and self._ranks.policy:
                     before = partial(self.consensus, "score.micro_batch")
-                    of_hints = score_by_hints(minis, self.policy, self._trainer, self._limits, before)
-        if trains_reward_model(self._trainer):
+                    rollout = self._trainer.algorithm.use_rollout_logprobs_for_loss
+                    of_hints = score_by_hints(
+                        minis, self.policy, self._trainer.distillation, self._limits, before, rollout=rollout
+                    )
+        if self._trainer.trains_reward_model:
             for each in samples:
                 each.scores.margins = each.rewards
         if self._offline:
-            return PartialBatch(data, self._trainer, batch, minis, {}, Advantages())
+            return PartialBatch(data, self._trainer.batch_settings, batch, minis, {}, Advantages())
         self._peer.share_values(minis)
         metrics, advantages = self._advantages(batch, samples, timer) if self._ranks.policy else ({}, Advantages())
         self._peer.share_returns(minis)
-        return PartialBatch(data, self._trainer, batch, minis, metrics | of_hints, advantages)
+        return PartialBatch(data, self._trainer.batch_settings, batch, minis, metrics | of_hints, advantages)
 
     def _advantages(
-        self, batch: Batch, samples: list[PackedSamples], timer: PhaseTimer
+        self, batch: Batch, samples: list[PackedRows], timer: PhaseTimer
     ) -> tuple[dict[str, float], Advantages]:
         """Fill in advantages and returns; return metrics, and what is reported of the advantages."""
         data = self._data
         with timer("compute_advantages_and_returns"):
             algorithm, distillation = self._trainer.algorithm, self._trainer.distillation
             metrics = self.kl_penalty.apply_kl_penalty(samples, data.sum)
-            if rewards_count(distillation):
+            if distillation.rewards_count:
                 advantages = estimate_advantages(batch, samples, algorithm, data.sum)
             else:
                 advantages = no_advantages(samples)
@@ -247,11 +246,11 @@ class Learner:
     def _measure_entropies(self, minis: list[MiniBatch]) -> None:
         """Fill in entropies of the policy before the update; after some updates of a batch, they are there already."""
         for mini in minis if self._ranks.policy and not self._offline else []:
-            if mini.samples.scores.entropies is None:
-                mini.samples.scores.entropies = mini.scored(self.policy.entropies)
+            if mini.rows.scores.entropies is None:
+                mini.rows.scores.entropies = mini.scored(self.policy.entropies)
 
     def _score(self, batch: Batch, mini: MiniBatch, *, first: bool) -> None:
-        algorithm, scores = self._trainer.algorithm, mini.samples.scores
+        algorithm, scores = self._trainer.algorithm, mini.rows.scores
         before = partial(self.consensus, "score.micro_batch")
         # what the first update trains, and only once, still meets the old policy itself
         old = not first or self._trainer.update_epochs_per_batch > 1 or algorithm.use_kl_in_reward
@@ -259,17 +258,17 @@ class Learner:
         here, old = self._ranks.policy, old and self._compares_logprobs
         if here and old and not algorithm.use_rollout_logprobs_for_loss and not self._offline:
             if algorithm.approximate_old_logprobs:
-                scores.staleness = mini.samples.staleness.clamp(min=0)
+                scores.staleness = mini.rows.staleness.clamp(min=0)
             else:
                 scores.old_logprobs = mini.scored(self.policy.logprobs, before)
         if (
             here
-            and trainer_has_reference(self._trainer)
+            and self._trainer.colocated_reference
             and self._compares_logprobs
-            and compares_with_reference(self._trainer)
+            and self._trainer.compares_with_reference
         ):
             scores.ref_logprobs = mini.scored(partial(self.policy.logprobs, reference=True), before)
-        if here and teaches_rows(self._trainer):
+        if here and self._trainer.teaches_rows:
             score_by_teacher(batch, mini, self.policy, self._trainer.distillation, before)
         if self.critic is not None and self._ranks.critic:
             scores.values = mini.scored(self.critic.values, before)
@@ -278,7 +277,7 @@ class Learner:
         """Return the batch as an earlier attempt left it between two optimizer steps; None where none has begun it."""
         if self._begun is None:
             return None
-        work = read_partial_batch(self._begun, self._trainer, batch, minis, self._data, self.world)
+        work = read_partial_batch(self._begun, self._trainer.batch_settings, batch, minis, self._data, self.world)
         timer.resume(work.seconds if self._ranks.policy else {})
         self._begun = None
         return work

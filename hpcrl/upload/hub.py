@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpcrl.config.sections.trainer import UploadConfig
+from hpcrl.config.sections.upload import UploadConfig
 from hpcrl.errors import CommitError, RunError
 from hpcrl.faults import fault
 from hpcrl.rundir.commit import checksums_of

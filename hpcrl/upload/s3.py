@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from threading import BoundedSemaphore
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from hpcrl.config.sections.trainer import UploadConfig
+from hpcrl.config.sections.upload import UploadConfig
 from hpcrl.errors import CommitError, RunError
 from hpcrl.faults import fault
 from hpcrl.rundir.commit import COMMIT

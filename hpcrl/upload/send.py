@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from hpcrl.config import Config
-from hpcrl.config.sections.trainer import UploadConfig
+from hpcrl.config.sections.upload import UploadConfig
 from hpcrl.errors import HpcrlError
 from hpcrl.rundir.checkpoints import line_of
 from hpcrl.rundir.commit import COMMIT, committed, read_bytes

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hpcrl.algorithms.losses import Tokens
-from hpcrl.algorithms.reductions import Counts, Reduction, sample_weight
+from hpcrl.algorithms.reductions import Reduction, TokenCounts, row_weight
 from hpcrl.config import AlgorithmConfig
 from hpcrl.config.validate import build
 from hpcrl.trainer.loss import build_objective
@@ -69,12 +69,12 @@ def weights_of(samples: Sequence[Sample], reduction: Reduction) -> list[float]:
     lengths = [int(sample.mask.sum()) for sample in samples]
     size = 2
     return [
-        sample_weight(
+        row_weight(
             reduction,
-            Counts(
+            TokenCounts(
                 length=lengths[at],
                 tokens=sum(lengths),
-                samples=len(samples),
+                rows=len(samples),
                 groups=len({other.group for other in samples}),
                 group_tokens=sum(n for n, other in zip(lengths, samples, strict=True) if other.group == sample.group),
                 micro_tokens=sum(lengths[at - at % size : at - at % size + size]),

@@ -63,27 +63,31 @@ class _Modules:
     Attributes:
         fields: names of attributes to the sections that they may hold, whosever they are.
         results: names of functions to the sections that they may return.
+        properties: the same of properties.
     """
 
     def __init__(self) -> None:
         self.fields: dict[str, Names] = {}
         self.results: dict[str, Names] = {}
+        self.properties: dict[str, Names] = {}
         self.found: set[Read] = set()
 
     def declare(self, tree: ast.AST) -> None:
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 _add(self.results, node.name, _named(node.returns))
+                if any(isinstance(one, ast.Name) and one.id == "property" for one in node.decorator_list):
+                    _add(self.properties, node.name, _named(node.returns))
             elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name | ast.Attribute):
                 target = node.target.id if isinstance(node.target, ast.Name) else node.target.attr
                 _add(self.fields, target, _named(node.annotation))
 
-    def function(self, body: ast.AST, around: dict[str, Names]) -> None:
-        """Look at a function, a lambda or a module, and at what is defined in it."""
-        names, inner, nodes = dict(around), list[ast.AST](), list[ast.AST]()
+    def function(self, body: ast.AST, around: dict[str, Names], owner: Names = _NONE) -> None:
+        """Look at a function, a lambda or a module, and at what is defined in it; `owner`: the section that it is a method of."""
+        names, inner, nodes = dict(around), list[tuple[ast.AST, Names]](), list[ast.AST]()
         if isinstance(body, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             for parameter in (*body.args.posonlyargs, *body.args.args, *body.args.kwonlyargs):
-                names[parameter.arg] = _named(parameter.annotation)
+                names[parameter.arg] = owner if parameter.arg == "self" else _named(parameter.annotation)
         _own_nodes(body, nodes, inner)
         for _ in range(_ROUNDS):
             for target, value in (pair for node in nodes for pair in _assigned(node)):
@@ -95,8 +99,8 @@ class _Modules:
         texts = {node.value for node in nodes if isinstance(node, ast.Constant)}
         for node in nodes:
             self._read(node, names, texts)
-        for function in inner:
-            self.function(function, names)
+        for function, of in inner:
+            self.function(function, names, of)
 
     def _read(self, node: ast.AST, names: dict[str, Names], texts: set[Any]) -> None:
         match node:
@@ -121,7 +125,7 @@ class _Modules:
                 before = self._sections(node.value, names)
                 held = [_HELD.get((section, node.attr)) for section in before]
                 return frozenset(one.subsection.__name__ for one in held if one and one.subsection) or (
-                    _NONE if before else self.fields.get(node.attr, _NONE)
+                    (self.properties if before else self.fields).get(node.attr, _NONE)
                 )
             case ast.Call(func=ast.Name(id="replace"), args=[of]):
                 return self._sections(of, names)
@@ -145,10 +149,11 @@ def _named(annotation: ast.AST | None) -> Names:
     return frozenset(node.id for node in nodes if isinstance(node, ast.Name) and node.id in _SECTIONS)
 
 
-def _own_nodes(body: ast.AST, nodes: list[ast.AST], inner: list[ast.AST]) -> None:
+def _own_nodes(body: ast.AST, nodes: list[ast.AST], inner: list[tuple[ast.AST, Names]]) -> None:
+    owner = frozenset({body.name} & _SECTIONS.keys()) if isinstance(body, ast.ClassDef) else _NONE
     for node in ast.iter_child_nodes(body):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-            inner.append(node)
+            inner.append((node, owner))
         else:
             nodes.append(node)
             _own_nodes(node, nodes, inner)

@@ -71,7 +71,7 @@ def nap(trainer: TrainerConfig) -> float:
 
 ITS_OWN_TEST = """
 from hpcrl.config import TrainerConfig
-from hpcrl.config.derive import nap
+from hpcrl.config.token_limits import nap
 from hpcrl.config.validate import build
 
 
@@ -163,11 +163,11 @@ def test_a_loss_without_its_documents_is_named(checkout: Path) -> None:
 
 def test_a_setting_is_its_line_its_consumer_and_its_test(checkout: Path) -> None:
     replace(checkout / "hpcrl/config/sections/trainer.py", "\n    eval_before_train: bool", SETTING)
-    with (checkout / "hpcrl/config/derive.py").open("a") as module:
+    with (checkout / "hpcrl/config/token_limits.py").open("a") as module:
         module.write(CONSUMER)
     (checkout / "tests/config/test_nap.py").write_text(ITS_OWN_TEST)
     by_hand = changed(checkout)
-    assert by_hand == {"hpcrl/config/sections/trainer.py", "hpcrl/config/derive.py", "tests/config/test_nap.py"}
+    assert by_hand == {"hpcrl/config/sections/trainer.py", "hpcrl/config/token_limits.py", "tests/config/test_nap.py"}
 
     succeeds(checkout, "-m", "hpcrl.docs.describe")
     assert changed(checkout) - by_hand <= GENERATED

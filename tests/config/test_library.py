@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, make_dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -101,6 +102,14 @@ def test_a_class_that_cannot_be_a_configuration_is_refused() -> None:
         settings(Undeclared)
     with pytest.raises(ConfigError, match=r"Held\.where: TOML cannot hold a value of type .*Path"):
         settings(_held())
+
+
+@pytest.mark.parametrize("default", [{}, {"default": True}])
+def test_a_setting_does_not_hide_a_property(default: dict[str, bool]) -> None:
+    offline: Any = field(**default)
+    cls = make_dataclass("Trainer", [("offline", bool, offline)], bases=(TrainerConfig,), frozen=True, kw_only=True)
+    with pytest.raises(ConfigError, match=r"Trainer\.offline: a property of this section has the name"):
+        settings(cls)
 
 
 def test_own_classes_stand_in_for_all_three_sections() -> None:

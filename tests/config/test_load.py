@@ -8,7 +8,7 @@ import pytest
 import tomli
 from omegaconf import OmegaConf
 
-from hpcrl.config import Config, SamplingParams, eval_sampling
+from hpcrl.config import Config, SamplingParams
 from hpcrl.config.fields import Setting, alternatives, leaves, values
 from hpcrl.config.load import nested, read
 from hpcrl.config.sections.alerts import AlertRuleConfig
@@ -136,7 +136,7 @@ def test_an_eval_override_leaves_the_rest_as_in_training(experiment: Path) -> No
     overrides = ["generator.eval_sampling_params.top_p=0.5", "generator.sampling_params.max_generate_length=7"]
     config = Config.from_toml([experiment], overrides)
     assert config.generator.eval_sampling_params == EvalSamplingParams(top_p=0.5)
-    assert eval_sampling(config.generator) == SamplingParams(top_p=0.5, max_generate_length=7)
+    assert config.generator.eval_sampling == SamplingParams(top_p=0.5, max_generate_length=7)
 
 
 def test_locations_are_relative_to_the_file_that_sets_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from tests.paths import ROOT
 
 # These look at settings without doing anything with them; algorithms/settings.py hands out all of a section by name.
 ONLY_LOOKS = (
-    *(f"hpcrl/config/{name}/" for name in ("rules", "docs", "convert", "sections")),
+    *(f"hpcrl/config/{name}/" for name in ("rules", "docs", "convert")),
     "hpcrl/config/resume_changes.py",
     "hpcrl/algorithms/settings.py",
 )
@@ -41,6 +41,8 @@ def test_every_setting_that_works_is_read() -> None:
         "class A:\n  def __init__(self, config: Config): self._g = config.generator\n  def b(self): return self._g.inference_engine.seed",
         "def f(engine: InferenceEngineConfig): return [getattr(engine, name) for name in ('seed', 'dtype')]",
         "def f(generator: GeneratorConfig): return vars(generator.inference_engine)",
+        "class InferenceEngineConfig:\n  def f(self): return self.seed",
+        "class Config:\n  @property\n  def first(self) -> InferenceEngineConfig: ...\ndef f(config: Config): return config.first.seed",
     ],
 )
 def test_a_read_of_a_section_is_found(source: str) -> None:

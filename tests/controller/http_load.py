@@ -27,7 +27,8 @@ from hpcrl.rundir.commit import write_text
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.http_server import Guard, Signed, bind, serve
 from hpcrl.runtime.token import AttemptKey, Sender, read_token
-from hpcrl.types import GroupMeta, Prompt
+from hpcrl.types import Prompt
+from tests.rows import group_meta
 
 _START_S = 60.0
 
@@ -103,10 +104,10 @@ def finished(name: str, version: int, samples: int) -> dict[str, Any]:
     rewards = [float(n % 2) for n in range(samples)]
     path = f"samples/0/{name}.safetensors"
     stops = ["stop"] * samples
-    meta = GroupMeta(
+    meta = group_meta(
         name, "train", 0, path, rewards, lengths, lengths, stops, version, version, "bench", 12.5, env_metrics=metrics
     )
-    return vars(meta)
+    return meta.to_json()
 
 
 class Drive:

@@ -11,10 +11,11 @@ from hpcrl.controller.admission import Admission, staleness
 from hpcrl.controller.prompt_stream import PromptStream
 from hpcrl.errors import DataError
 from hpcrl.types import GroupMeta
+from tests.rows import group_meta
 
 
 def meta(index: int, version: int) -> GroupMeta:
-    return GroupMeta(
+    return group_meta(
         group_id=f"g{index:08d}",
         kind="train",
         replica=0,

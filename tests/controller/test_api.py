@@ -33,7 +33,8 @@ from hpcrl.runtime.controller_client import Controller
 from hpcrl.runtime.http_server import Guard, Route, Signed, bind, serve
 from hpcrl.runtime.process_status import GIVEN_UP, StatusWriter
 from hpcrl.runtime.token import AttemptKey, Sender, read_token
-from hpcrl.types import Batch, GroupMeta, Prompt, Sample, Work
+from hpcrl.types import Batch, GroupMeta, Prompt, Row, Work
+from tests.rows import group_meta
 
 SCHEDULE = Schedule(
     batch_size=2,
@@ -128,7 +129,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
 def finish(run: Run, work: Work, version: int, reward: float = 1.0) -> GroupMeta:
     path = run.samples_of(0) / f"{work.group_id}.safetensors"
     n = work.n_samples
-    meta = GroupMeta(
+    meta = group_meta(
         group_id=work.group_id,
         kind=work.kind,
         replica=0,
@@ -156,7 +157,7 @@ def write_together(run: Run, groups: Sequence[GroupMeta]) -> list[GroupMeta]:
     content, written = b"", list[GroupMeta]()
     for meta in groups:
         rows = [
-            Sample(**{name: np.zeros(length, kind) for name, kind in columns.items()}, stop_reason="stop")
+            Row(**{name: np.zeros(length, kind) for name, kind in columns.items()}, stop_reason="stop")
             for length in meta.lengths
         ]
         (run.path / meta.path).unlink(missing_ok=True)

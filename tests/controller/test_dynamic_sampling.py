@@ -25,6 +25,7 @@ from hpcrl.runtime.process_status import StatusWriter
 from hpcrl.types import GroupMeta, Work
 from tests.controller.test_api import batch_of, finish, make_run, prompts, write
 from tests.controller.test_service import SCHEDULE
+from tests.rows import with_columns
 
 GOOD, ALL_RIGHT, ALL_WRONG = [1.0, 0.0], [1.0, 1.0], [0.0, 0.0]
 
@@ -52,7 +53,7 @@ def service(run: Run, attempt: int = 1, start: int = 0, **settings: Any) -> Serv
 
 def group(run: Run, work: Work, version: int, rewards: list[float], **more: Any) -> GroupMeta:
     """Finish a group with these rewards."""
-    return write(run, replace(finish(run, work, version), rewards=rewards, **more))
+    return write(run, with_columns(finish(run, work, version), rewards=rewards, **more))
 
 
 def play(run: Run, controller: Service, version: int, rewards: list[list[float]]) -> list[str]:

@@ -14,6 +14,7 @@ from hpcrl.controller.metrics import batch_histograms, batch_metrics
 from hpcrl.envs.rewards.judged import JudgedRewards
 from hpcrl.observe.scores import scores
 from hpcrl.types import Batch, GroupMeta
+from tests.rows import group_meta
 
 
 def group(rewards: list[float], failed: str = "", **others: Any) -> GroupMeta:
@@ -24,7 +25,7 @@ def group(rewards: list[float], failed: str = "", **others: Any) -> GroupMeta:
         "stop_reasons": ["failed" if mark == "x" else "stop" for mark in marks],
         "failures": ["it raised"] * marks.count("x"),
     }
-    return GroupMeta(
+    return group_meta(
         group_id="g00000001", kind="train", replica=0, path="", rewards=rewards, lengths=[10] * len(rewards),
         response_lengths=[4] * len(rewards), oldest_version=0, newest_version=0, data_source="letters", seconds=1.0,
         **(values | others),
@@ -66,7 +67,7 @@ def test_what_no_sample_has_is_left_out() -> None:
 def test_a_sample_that_the_reward_model_cannot_score_counts_in_no_mean() -> None:
     judged = JudgedRewards(1.0, -10.0, 10.0).complete(group([0.0, 0.0, 0.0]), [3.0, None, 1.0])
     assert judged.rewards == [3.0, 2.0, 1.0]
-    assert judged.own_rewards == [3.0, 1.0]
+    assert [sample.reward for sample in judged.scored_samples] == [3.0, 1.0]
     assert metrics(judged)["reward/avg_raw_reward"] == 2.0
     assert filter_values(judged, [REWARD_MODEL]) == [3.0, 1.0]
 
@@ -89,7 +90,7 @@ def test_a_group_needs_two_samples_that_have_a_reward_or_is_one(rewards: list[fl
 
 def of_rows(rewards: list[float], rows: list[int]) -> GroupMeta:
     """A group as a worker reports it: ten tokens a row."""
-    return GroupMeta(
+    return group_meta(
         group_id="g00000001", kind="train", replica=0, path="", rewards=rewards, lengths=[10] * sum(rows),
         response_lengths=[4 * count for count in rows], stop_reasons=["stop"] * len(rewards), oldest_version=0,
         newest_version=0, data_source="letters", seconds=1.0, env_metrics=[{"tries": float(count)} for count in rows],
@@ -123,5 +124,10 @@ def test_dynamic_sampling_judges_samples() -> None:
 def test_a_batch_file_says_which_rows_belong_to_which_sample() -> None:
     batch = Batch.from_json(Batch(1, GROUPS, 2).to_json())
     assert [meta.owners for meta in batch.groups] == [[0, 0, 0, 1], [0, 1, 1, 1, 1, 1]]
-    without = {name: value for name, value in GROUPS[0].to_json().items() if name != "rows"}
+    without = {name: value for name, value in group([1.0, 0.0], "").to_json().items() if name != "rows"}
     assert GroupMeta.from_json(without).owners == [0, 1], "files of before have a row for each sample"
+
+
+@pytest.mark.parametrize(("tolerance", "worth"), [(0.0, True), (1e-6, False), (1e-8, True)])
+def test_rewards_that_hardly_differ_are_equal_within_a_tolerance(tolerance: float, worth: bool) -> None:
+    assert is_worth_training(group([0.5, 0.5 + 1e-7, 0.5]), [], tolerance) is worth

@@ -14,9 +14,9 @@ from hpcrl.errors import RunError, UserCodeError
 from hpcrl.observe.metrics import merged
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.process_status import FAILED, GIVEN_UP, StatusWriter
-from tests.controller.test_admission import meta
 from tests.controller.test_api import finish, make_run
 from tests.controller.test_service import service
+from tests.rows import group_meta
 
 PATIENCE_S = 300.0
 
@@ -166,7 +166,15 @@ def test_as_many_of_the_newest_samples_as_a_step_has(counts: list[int], ends: bo
     """At most half of four samples in two groups."""
     failures = FailureWindow(0.5, groups=2)
     found = [
-        failures.add(replace(meta(at, 0), rewards=[0.0] * 2, failures=failed(at, count)))
+        failures.add(
+            group_meta(
+                rewards=[0.0] * 2,
+                lengths=[2] * 2,
+                response_lengths=[1] * 2,
+                stop_reasons=["stop"] * 2,
+                failures=failed(at, count),
+            )
+        )
         for at, count in enumerate(counts)
     ]
     assert found[0] is None, "one group is not a step"

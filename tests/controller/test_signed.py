@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import socket
 import threading
@@ -164,3 +165,16 @@ def test_a_connection_on_which_nothing_is_asked_ends(tmp_path: Path, monkeypatch
         for connection in (silent, half, slow):
             assert connection.recv(1) == b""
         assert time.monotonic() - began < 9
+
+
+def test_a_connection_that_is_used_all_the_time_stays(echo: Echo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though it is between two requests whenever somebody looks: a request that crosses its end on the way is lost."""
+    monkeypatch.setattr(http_server, "IDLE_S", 0.5)
+    with closing(http.client.HTTPConnection(*echo.address, timeout=10)) as connection:
+        connection.connect()
+        connection.auto_open = 0
+        for number in range(40):
+            connection.request("POST", "/leave", BODY, signed(echo.run))
+            answer = connection.getresponse()
+            assert (answer.status, json.loads(answer.read())) == (200, {"calls": number + 1})
+            time.sleep(0.05)

@@ -74,7 +74,7 @@ REFUSED = {
     "a file of its own": (script("", "", "python train/mine.py "), "unconverted.train/mine.py: a program of its own"),
     "another script": (script("trainer.epochs=2", "", "bash other/run.sh "), "unconverted.other/run.sh: a script of its own"),
     "no training": (script("", "", "uv run -m skyrl.train.entrypoints.main_generate "), "main_generate: only generates and scores"),
-    "an unknown environment": (script("environment.env_class=aime"), "environment.env_class: expected one of"),
+    "an unknown environment": (script("environment.env_class=mine"), "environment.env_class: expected one of"),
     "a misspelt environment": (script("environment.env_class=gms8k"), "did you mean gsm8k"),
     "a penalty without its reward": (
         script("environment.env_class=math trainer.algorithm.overlong_buffer_len=9 trainer.algorithm.overlong_buffer_penalty_factor=1"),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hpcrl.config import Config, eval_sampling
+from hpcrl.config import Config
 from hpcrl.convert.conversion import Conversion
 from hpcrl.convert.skyrl.convert import convert_yaml
 from hpcrl.convert.skyrl.fields import SKYRL_DEFAULTS
@@ -31,7 +31,7 @@ def test_the_overview_page_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert config.generator.inference_engine.enforce_eager is False
     assert config.environment.env_class == "gsm8k"
     assert (config.trainer.project_name, config.trainer.run_name) == ("skyrl", "test_run")
-    assert eval_sampling(config.generator).temperature == 1.0  # the page's, not greedy
+    assert config.generator.eval_sampling.temperature == 1.0  # the page's, not greedy
 
 
 def test_the_overview_page_says_what_the_run_did() -> None:
@@ -100,7 +100,7 @@ def test_a_command_without_anything_is_skyrls_default_run(tmp_path: Path) -> Non
     assert config.trainer.policy.model.path == "Qwen/Qwen2.5-1.5B-Instruct"
     assert config.environment.env_class == "gsm8k"
     assert config.slurm.gpus_per_node == 1
-    assert eval_sampling(config.generator).temperature == 0.0
+    assert config.generator.eval_sampling.temperature == 0.0
     assert config.trainer.algorithm.loss_reduction == "token_mean"
 
 
@@ -310,11 +310,11 @@ def test_a_penalty_that_skyrl_never_hands_on_is_left_out(tmp_path: Path) -> None
     conversion = command(f"{name}=1.2", "generator.eval_sampling_params.repetition_penalty=1.2")
     assert kinds(conversion, name) == {"dropped"}
     generator = load(conversion, tmp_path).generator
-    assert (generator.sampling_params.repetition_penalty, eval_sampling(generator).repetition_penalty) == (1.0, 1.2)
+    assert (generator.sampling_params.repetition_penalty, generator.eval_sampling.repetition_penalty) == (1.0, 1.2)
 
 
 def sampled_in_evaluation(conversion: Conversion, folder: Path) -> tuple[Any, ...]:
-    sampling = eval_sampling(load(conversion, folder).generator)
+    sampling = load(conversion, folder).generator.eval_sampling
     return sampling.temperature, sampling.top_p, sampling.max_generate_length, sampling.stop or None
 
 

@@ -10,7 +10,7 @@ from hpcrl.config import Config
 from hpcrl.config.fields import settings
 from hpcrl.convert.mapping import Dropped, To, Translated
 from hpcrl.convert.skyrl.convert import convert_overrides
-from hpcrl.convert.skyrl.fields import OLD_DEFAULTS, ONLY_OLD, RENAMED, SKYRL_DEFAULTS, TARGETS
+from hpcrl.convert.skyrl.fields import OLD_DEFAULTS, ONLY_OLD, RENAMED, RL, SFT, SKYRL_DEFAULTS, TARGETS, Layout
 from hpcrl.convert.skyrl.translate import TRANSLATIONS
 from hpcrl.docs.explain import why_not_skyrls
 from tests.paths import ROOT
@@ -27,11 +27,21 @@ def table(name: str) -> list[dict[str, str]]:
 
 
 FIELDS = [row for row in table("skyrl_fields.tsv") if row["kind"] != "group"]
+SINCE_MARCH = table("skyrl_fields_2026_08.tsv")
 LEGACY = [row for row in table("skyrl_legacy.tsv") if row["legacy_path"] != NO_PATH]
 
 
 def test_the_packaged_table_is_skyrls() -> None:
-    assert {row["path"]: json.loads(row["default"]) for row in FIELDS} == SKYRL_DEFAULTS
+    assert {row["path"]: json.loads(row["default"]) for row in [*FIELDS, *SINCE_MARCH]} == SKYRL_DEFAULTS
+
+
+@pytest.mark.parametrize("layout", [RL, SFT], ids=["rl", "sft"])
+def test_every_setting_has_a_place_or_a_reason(layout: Layout) -> None:
+    for path, target in layout.targets.items():
+        places = () if isinstance(target, Dropped) else (target.path,) if isinstance(target, To) else target.paths
+        assert places or len(getattr(target, "reason", "")) > 10, path
+        for place in places:
+            assert place in SETTINGS or any(place.startswith(table + ".") for table in FREE), (path, place)
 
 
 @pytest.mark.parametrize("row", [*FIELDS, *LEGACY], ids=lambda row: row.get("path") or row["legacy_path"])
@@ -124,10 +134,10 @@ def test_every_default_that_differs_has_a_reason_and_every_reason_a_difference()
 def test_the_nearest_name(wrong: str, right: str) -> None:
     found = [entry.message for entry in convert_overrides([f"{wrong}=1"], "f").entries if entry.kind == "unknown"]
     assert [re.split(r" or |\?", message)[0] for message in found] == [
-        f"SkyRL has no such setting; did you mean {right}"
+        f"not among the settings of SkyRL of August 2026; did you mean {right}"
     ]
 
 
 def test_a_name_like_no_other() -> None:
     (entry,) = [entry for entry in convert_overrides(["trainer.zzz=1"], "f").entries if entry.kind == "unknown"]
-    assert entry.message == "SkyRL has no such setting"
+    assert entry.message == "not among the settings of SkyRL of August 2026"

@@ -90,3 +90,62 @@ def test_a_comment_ends_a_continued_command() -> None:
 def test_what_holds_no_command_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"^run\.sh(:1)?: "):
         command_of(text, "run.sh")
+
+
+INNER = """: "${RUN_NAME:=inner}"
+: "${SYNC_DIR:?set it}"
+uv run -m skyrl.train.entrypoints.main_base trainer.run_name="$RUN_NAME" trainer.seed=${SEED:-1} trainer.epochs=4 \\
+  trainer.ckpt_path="$SYNC_DIR" "$@"
+"""
+
+
+@pytest.mark.parametrize(
+    "start", ['bash "$HERE/inner.sh" "$@"', "./inner.sh", "srun --mpi=none bash inner.sh", "sbatch inner.sh"]
+)
+def test_a_script_that_a_script_starts_is_followed(tmp_path: Path, start: str) -> None:
+    (tmp_path / "inner.sh").write_text(INNER)
+    outer = f'HERE="$(cd "$(dirname "$0")" && pwd)"\nexport SEED=7\nOTHER=3\nRUN_NAME=outer SYNC_DIR=/tmp/x {start}\n'
+    conversion = convert_script(outer, str(tmp_path / "outer.sh"))
+    assert conversion.values["trainer.run_name"] == "outer"
+    assert conversion.values["trainer.seed"] == 7
+    assert conversion.values["trainer.epochs"] == 4
+    assert any(entry.source == str(tmp_path / "inner.sh") for entry in conversion.entries)
+
+
+def test_arguments_reach_the_script_that_is_started(tmp_path: Path) -> None:
+    (tmp_path / "inner.sh").write_text(INNER)
+    conversion = convert_script("bash inner.sh trainer.epochs=9 trainer.seed=5", str(tmp_path / "outer.sh"))
+    assert (conversion.values["trainer.epochs"], conversion.values["trainer.seed"]) == (9, 5)
+
+
+def test_a_script_that_trains_nothing_is_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "prepare.sh").write_text("mkdir data")
+    (tmp_path / "inner.sh").write_text(INNER)
+    outer = "bash prepare.sh\nbash inner.sh trainer.seed=5\n"
+    assert convert_script(outer, str(tmp_path / "outer.sh")).values["trainer.seed"] == 5
+    with pytest.raises(ConfigError, match=r"prepare\.sh: no SkyRL command"):
+        command_of("bash prepare.sh", str(tmp_path / "outer.sh"))
+
+
+def test_a_script_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"outer\.sh: starts gone/inner\.sh, which is not there"):
+        command_of("bash gone/inner.sh", str(tmp_path / "outer.sh"))
+
+
+def test_scripts_that_start_each_other_end(tmp_path: Path) -> None:
+    (tmp_path / "a.sh").write_text("bash b.sh")
+    (tmp_path / "b.sh").write_text("bash a.sh")
+    with pytest.raises(ConfigError, match="which is not there to be followed"):
+        command_of("bash a.sh", str(tmp_path / "outer.sh"))
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("declare -A SIZES=([a]=1)", "associative arrays are not followed"),
+        ("mapfile -t FILES < <(ls)", "what a command writes .* is known only where the script runs"),
+    ],
+)
+def test_valid_bash_that_is_not_followed_is_named_for_what_it_is(line: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=rf"run\.sh:2: cannot be followed: {why}"):
+        command_of(f"set -x\n{line}\n{INNER}", "run.sh")

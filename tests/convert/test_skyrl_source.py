@@ -90,7 +90,9 @@ def test_a_misspelt_key_is_reported_with_the_right_one(word: str, name: str, nea
     conversion = command(word)
     (entry,) = entries(conversion, name)
     assert entry.kind == "unknown"
-    assert entry.message == "SkyRL has no such setting" + (f"; did you mean {near}?" if near else "")
+    assert entry.message == "not among the settings of SkyRL of August 2026" + (
+        f"; did you mean {near}?" if near else ""
+    )
     assert conversion.incomplete
 
 

@@ -12,7 +12,6 @@ from hpcrl.config.load import nested
 from hpcrl.config.validate import build
 from hpcrl.convert.cosmos.convert import convert_toml
 from hpcrl.convert.skyrl.convert import convert_overrides
-from hpcrl.trainer.batching import updates_per_batch
 
 NAMES = ("train_batch_size", "policy_mini_batch_size", "update_epochs_per_batch")
 
@@ -20,7 +19,7 @@ NAMES = ("train_batch_size", "policy_mini_batch_size", "update_epochs_per_batch"
 def updates(values: dict[str, Any]) -> int:
     settings = {name: values[f"trainer.{name}"] for name in NAMES if f"trainer.{name}" in values}
     trainer = build(TrainerConfig, nested({**settings, "policy.model.path": "m"}))
-    return updates_per_batch(trainer, trainer.policy_mini_batch_size)
+    return trainer.updates_per_batch(trainer.policy_mini_batch_size)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

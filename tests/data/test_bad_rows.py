@@ -12,6 +12,7 @@ import pytest
 
 from hpcrl.cli.main import main
 from hpcrl.data.prompts import load_prompts
+from hpcrl.data.sources import Source
 from hpcrl.errors import DataError
 
 GOOD = {"prompt": "2 + 2", "reward_spec": {"ground_truth": "4"}}
@@ -49,7 +50,11 @@ def test_a_bad_row_is_named(tmp_path: Path, kind: str, row: Any, told: str, caps
         path.write_text(json.dumps(rows) if kind == "json" else "\n".join(map(json.dumps, rows)))
     place = rf"dataset {second}, row uid 4 \(row 1 of the file\)"
     with pytest.raises(DataError, match=f"(?s){place}.*{told}"):
-        load_prompts([str(first), str(second)], "math", response_column="reward_spec" if row == BAD[-2][0] else None)
+        load_prompts(
+            [Source(str(first)), Source(str(second))],
+            "math",
+            response_column="reward_spec" if row == BAD[-2][0] else None,
+        )
     if row != BAD[-2][0]:
         assert main(["env", "try", "math", "--data", str(second), "--sample", "1"]) == 4
         capsys.readouterr().err.encode()
@@ -60,17 +65,17 @@ def test_json_that_nobody_can_follow_is_named(tmp_path: Path, text: str) -> None
     lines = tmp_path / "rows.jsonl"
     lines.write_text(json.dumps(GOOD) + "\n" + text + "\n")
     with pytest.raises(DataError, match=r"rows\.jsonl, line 2 cannot be read as JSON: it is nested too deeply"):
-        load_prompts([str(lines)], "math")
+        load_prompts([Source(str(lines))], "math")
     whole = tmp_path / "rows.json"
     whole.write_text(text)
     with pytest.raises(DataError, match=r"rows\.json cannot be read as JSON: it is nested too deeply"):
-        load_prompts([str(whole)], "math")
+        load_prompts([Source(str(whole))], "math")
 
 
 def test_nested_as_rows_are(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({**GOOD, "tree": nested(99), "flat": [[]] * 1000}))
-    assert load_prompts([str(path)], "math")[0].extras["tree"] == nested(99)
+    assert load_prompts([Source(str(path))], "math")[0].extras["tree"] == nested(99)
 
 
 def test_a_text_of_parquet_that_is_none_is_named(tmp_path: Path) -> None:
@@ -79,15 +84,15 @@ def test_a_text_of_parquet_that_is_none_is_named(tmp_path: Path) -> None:
     path = tmp_path / "rows.parquet"
     pq.write_table(pa.table({"prompt": strings}), path, use_dictionary=False)
     with pytest.raises(DataError, match=r"rows\.parquet, row 2500 of the file: a text is no UTF-8"):
-        load_prompts([str(path)], "math")
+        load_prompts([Source(str(path))], "math")
 
 
 def test_a_flipped_bit_of_parquet_that_has_checksums_is_found(tmp_path: Path) -> None:
     path = tmp_path / "rows.parquet"
     table = pa.table({"prompt": [f"question {number}" for number in range(100)]})
     pq.write_table(table, path, write_page_checksum=True, use_dictionary=False, compression="none")
-    assert len(load_prompts([str(path)], "math")) == 100
+    assert len(load_prompts([Source(str(path))], "math")) == 100
     content = path.read_bytes()
     path.write_bytes(content.replace(b"question 42", b"question 43", 1))
     with pytest.raises(DataError, match=r"rows\.parquet cannot be read as parquet: .*(crc|CRC|checksum)"):
-        load_prompts([str(path)], "math")
+        load_prompts([Source(str(path))], "math")

@@ -14,6 +14,7 @@ import pytest
 from hpcrl.config import DataConfig, EnvironmentConfig
 from hpcrl.config.sections.functions import COMPARING_REWARDS
 from hpcrl.data.datasets import load_dataset, row_requirements
+from hpcrl.data.sources import Source
 from hpcrl.envs.rewards.response import Response
 from hpcrl.envs.rewards.weighted import REWARDS
 from hpcrl.errors import DataError
@@ -80,7 +81,7 @@ def test_rows_are_tried_on_their_environment(tmp_path: Path, row: dict[str, Any]
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "?", **row}))
 
     def load(environment: EnvironmentConfig) -> None:
-        load_dataset([str(tmp_path / "rows.jsonl")], ("train",), DataConfig(train_data=[]), environment, 1)
+        load_dataset([Source(str(tmp_path / "rows.jsonl"))], ("train",), DataConfig(train_data=[]), environment, 1)
 
     load(EnvironmentConfig(reward_function={"format": 1.0}))  # which pays in the place of any environment
     own = EnvironmentConfig(env_class="not_installed_here:Own", allowed_env_classes=["not_installed_here:Further"])
@@ -99,6 +100,6 @@ def test_rows_of_the_page_on_data(tmp_path: Path) -> None:
     (tmp_path / "row.jsonl").write_text(row)
     subprocess.run([sys.executable, "-c", program], check=True, cwd=tmp_path)
     files = [str(tmp_path / "row.jsonl"), str(tmp_path / "train.jsonl")]
-    rows = load_dataset(files, ("train",), DataConfig(train_data=[]), EnvironmentConfig(), 1)
+    rows = load_dataset([Source(file) for file in files], ("train",), DataConfig(train_data=[]), EnvironmentConfig(), 1)
     assert [prompt.extras["reward_spec"]["ground_truth"] for prompt in rows] == ["42", "42", "42"]
     assert {prompt.env_class for prompt in rows} == {"gsm8k"}

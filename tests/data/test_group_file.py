@@ -12,13 +12,13 @@ import torch
 
 from hpcrl.data.group_file import check_group, group_bytes, groups_of
 from hpcrl.errors import DamagedError, DataError
-from hpcrl.types import GroupMeta, Hint, Sample, SamplingMask
-from tests.rows import read_tensors, write_group
+from hpcrl.types import GroupMeta, Hint, Row, SamplingMask
+from tests.rows import group_meta, read_tensors, write_group
 
 
-def sample(length: int, seed: int) -> Sample:
+def sample(length: int, seed: int) -> Row:
     draw = torch.Generator().manual_seed(seed)
-    return Sample(
+    return Row(
         token_ids=torch.randint(0, 1 << 20, (length,), generator=draw),
         loss_mask=torch.randint(0, 2, (length,), generator=draw).float(),
         rollout_logprobs=-torch.rand(length, generator=draw),
@@ -29,8 +29,8 @@ def sample(length: int, seed: int) -> Sample:
     )
 
 
-def meta(samples: list[Sample]) -> GroupMeta:
-    return GroupMeta(
+def meta(samples: list[Row]) -> GroupMeta:
+    return group_meta(
         group_id="g000007",
         kind="train",
         replica=1,
@@ -47,14 +47,14 @@ def meta(samples: list[Sample]) -> GroupMeta:
     )
 
 
-def masked(plain: Sample) -> Sample:
+def masked(plain: Row) -> Row:
     """Return it with sampling masks at every third token."""
     counts = torch.arange(len(plain.token_ids), dtype=torch.int32) % 3
     return replace(plain, sampling_mask=SamplingMask(torch.arange(int(counts.sum()), dtype=torch.int32), counts))
 
 
-def same(a: Sample, b: Sample) -> bool:
-    names = [field.name for field in fields(Sample) if field.name not in ("sampling_mask", "hint", "tensors")]
+def same(a: Row, b: Row) -> bool:
+    names = [field.name for field in fields(Row) if field.name not in ("sampling_mask", "hint", "tensors")]
     pairs = [(getattr(a, name), getattr(b, name)) for name in names]
     if a.tensors.keys() != b.tensors.keys():
         return False

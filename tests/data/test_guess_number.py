@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hpcrl.config import Config
 from hpcrl.data.chat.turns import ChatTurns
 from hpcrl.data.prompts import load_prompts
+from hpcrl.data.sources import Source
 from hpcrl.envs.registry import make_environment
 from hpcrl.envs.tasks.guess_number import HIGHER, LOWER
 from hpcrl.launch.submit.preflight import check_files
@@ -41,7 +42,9 @@ def config() -> Config:
 
 @pytest.fixture(scope="module")
 def prompts(config: Config) -> list[list[Prompt]]:
-    return [load_prompts(files, None) for files in (config.data.train_data, config.data.val_data)]
+    return [
+        load_prompts([Source(file) for file in files], None) for files in (config.data.train_data, config.data.val_data)
+    ]
 
 
 def test_halving_finds_every_number_in_the_turns_there_are(config: Config, prompts: list[list[Prompt]]) -> None:
@@ -69,7 +72,9 @@ def test_validation_has_each_number_once(prompts: list[list[Prompt]]) -> None:
 def test_making_the_data_again_gives_the_same(make: ModuleType, prompts: list[list[Prompt]], tmp_path: Path) -> None:
     make.write_rows(tmp_path / "train.parquet", make.draw_rows(2, make.TRAIN_ROWS))
     make.write_rows(tmp_path / "validation.parquet", make.all_rows())
-    assert [load_prompts([str(tmp_path / f"{name}.parquet")], None) for name in ("train", "validation")] == prompts
+    assert [
+        load_prompts([Source(str(tmp_path / f"{name}.parquet"))], None) for name in ("train", "validation")
+    ] == prompts
 
 
 def test_the_whole_conversation_has_tokens_and_fits(

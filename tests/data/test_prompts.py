@@ -8,6 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from hpcrl.data.prompts import drop_long, load_prompts, set_aside, source_names
+from hpcrl.data.sources import Source
 from hpcrl.errors import DataError
 
 CHAT = [{"role": "user", "content": "sort: ba"}]
@@ -30,7 +31,7 @@ def write(path, rows) -> str:
 
 @pytest.mark.parametrize("suffix", [".parquet", ".json", ".jsonl"])
 def test_formats_agree(tmp_path, suffix):
-    first, second = load_prompts([write(tmp_path / f"rows{suffix}", ROWS)], "other")
+    first, second = load_prompts([Source(write(tmp_path / f"rows{suffix}", ROWS))], "other")
     assert (first.uid, first.env_class, first.data_source) == ("0", "sort_letters", "letters")
     assert first.messages == CHAT
     assert first.extras == {"reward_spec": SPEC, "level": 3}
@@ -40,7 +41,7 @@ def test_formats_agree(tmp_path, suffix):
 
 def test_several_files_keep_their_order(tmp_path):
     names = [write(tmp_path / "a.parquet", ROWS), write(tmp_path / "b.jsonl", [{"prompt": CHAT, "n": 9}])]
-    prompts = load_prompts(names, "other")
+    prompts = load_prompts([Source(name) for name in names], "other")
     assert [prompt.uid for prompt in prompts] == ["0", "1", "2"]
     assert prompts[2].extras == {"n": 9}
 
@@ -50,7 +51,7 @@ def test_rows_without_a_source_have_their_files(tmp_path):
     (tmp_path / "aime").mkdir()
     rows = [{"prompt": CHAT}, {"prompt": CHAT, "data_source": "named"}]
     names = [write(tmp_path / f"{folder}/test.jsonl", rows) for folder in ("gsm8k", "aime")]
-    found = [prompt.data_source for prompt in load_prompts(names, "e")]
+    found = [prompt.data_source for prompt in load_prompts([Source(name) for name in names], "e")]
     assert found == ["gsm8k/test", "named", "aime/test", "named"]
 
 
@@ -72,7 +73,7 @@ def test_names_of_files(paths, names):
 
 def test_line_separators_inside_a_string_do_not_end_a_line(tmp_path):
     chat = [{"role": "user", "content": "one\u2028two"}]
-    assert load_prompts([write(tmp_path / "a.jsonl", [{"prompt": chat}])], "e")[0].messages == chat
+    assert load_prompts([Source(write(tmp_path / "a.jsonl", [{"prompt": chat}]))], "e")[0].messages == chat
 
 
 @pytest.mark.parametrize(
@@ -96,14 +97,14 @@ def test_line_separators_inside_a_string_do_not_end_a_line(tmp_path):
 )
 def test_faulty_rows_are_named(tmp_path, rows, message):
     with pytest.raises(DataError, match=message) as caught:
-        load_prompts([write(tmp_path / "rows.json", rows)], None)
+        load_prompts([Source(write(tmp_path / "rows.json", rows))], None)
     assert "rows.json" in str(caught.value)
 
 
 def test_parquet_column_that_cannot_travel(tmp_path):
     rows = [{"prompt": CHAT, "env_class": "e", "made": datetime(2026, 1, 1)}]
     with pytest.raises(DataError, match="column `made` cannot be written as JSON"):
-        load_prompts([write(tmp_path / "rows.parquet", rows)], None)
+        load_prompts([Source(write(tmp_path / "rows.parquet", rows))], None)
 
 
 @pytest.mark.parametrize(
@@ -124,13 +125,13 @@ def test_faulty_files_are_named(tmp_path, name, content, message):
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(DataError, match=message) as caught:
-        load_prompts([str(path)], "e")
+        load_prompts([Source(str(path))], "e")
     assert str(path) in str(caught.value)
 
 
 def test_drop_long_keeps_order(tmp_path):
     rows = [{"prompt": CHAT, "n": n} for n in (3, 9, 1, 4, 5)]
-    prompts = load_prompts([write(tmp_path / "a.jsonl", rows)], "e")
+    prompts = load_prompts([Source(write(tmp_path / "a.jsonl", rows))], "e")
     kept = drop_long(prompts, lambda prompt: prompt.extras["n"], 4)
     assert [prompt.uid for prompt in kept] == ["0", "2", "3"]
     assert drop_long([], lambda _: 1, 4) == []
@@ -145,13 +146,13 @@ def test_columns_by_other_names(tmp_path):
         {"question": "2+2?", "answer": 4, "prompt": "unused", "reward_spec": {"method": "rule"}},
     ]
     source = write(tmp_path / "rows.jsonl", rows)
-    one, two, three = load_prompts([source], "e", prompt_column="question", response_column="answer")
+    one, two, three = load_prompts([Source(source)], "e", prompt_column="question", response_column="answer")
     assert one.messages == [{"role": "user", "content": "1+1?"}]
     assert two.messages == CHAT
     assert one.extras == {"answer": "2", "prompt": "unused", "level": 3, "reward_spec": {"ground_truth": "2"}}
     assert two.extras["reward_spec"] == {"ground_truth": "two", "method": "rule"}
     assert three.extras["reward_spec"] == {"ground_truth": 4, "method": "rule"}
-    assert load_prompts([source], "e")[0].messages == [{"role": "user", "content": "unused"}]
+    assert load_prompts([Source(source)], "e")[0].messages == [{"role": "user", "content": "unused"}]
 
 
 @pytest.mark.parametrize(
@@ -166,14 +167,16 @@ def test_columns_by_other_names(tmp_path):
 )
 def test_faulty_columns_by_other_names(tmp_path, row, message):
     with pytest.raises(DataError, match=message):
-        load_prompts([write(tmp_path / "rows.json", [row])], "e", prompt_column="question", response_column="answer")
+        load_prompts(
+            [Source(write(tmp_path / "rows.json", [row]))], "e", prompt_column="question", response_column="answer"
+        )
 
 
 @pytest.mark.parametrize(
     ("test_size", "count"), [(0.2, 2), (0.25, 2), (0.01, 1), (0.99, None), (1, 1), (9, 9), (10, None)]
 )
 def test_the_first_prompts_are_set_aside(tmp_path, test_size, count):
-    prompts = load_prompts([write(tmp_path / "a.jsonl", [{"prompt": CHAT, "n": n} for n in range(10)])], "e")
+    prompts = load_prompts([Source(write(tmp_path / "a.jsonl", [{"prompt": CHAT, "n": n} for n in range(10)]))], "e")
     if count is None:
         with pytest.raises(DataError, match=f"data.test_size = {test_size} leaves none of the 10 prompts"):
             set_aside(prompts, test_size)
@@ -186,14 +189,14 @@ def test_the_first_prompts_are_set_aside(tmp_path, test_size, count):
 def test_rows_that_rewards_score_need_no_environment(tmp_path):
     source = write(tmp_path / "a.jsonl", [{"prompt": CHAT}, {"prompt": CHAT, "env_class": "e"}])
     with pytest.raises(DataError, match="no `env_class`"):
-        load_prompts([source], None)
-    assert [prompt.env_class for prompt in load_prompts([source], None, env_class_required=False)] == ["", "e"]
+        load_prompts([Source(source)], None)
+    assert [prompt.env_class for prompt in load_prompts([Source(source)], None, env_class_required=False)] == ["", "e"]
 
 
 def test_an_environment_is_named_by_a_text(tmp_path):
     source = write(tmp_path / "a.jsonl", [{"prompt": CHAT, "env_class": 5}])
     with pytest.raises(DataError, match="row uid 0, column `env_class`: expected a text, found 5"):
-        load_prompts([source], "e")
+        load_prompts([Source(source)], "e")
 
 
 @pytest.mark.parametrize("spec", [None, {}, {"ground_truth": None}])
@@ -209,30 +212,39 @@ def test_a_row_that_is_of_no_use(tmp_path, spec):
     ]
     source = write(tmp_path / "rows.json", rows)
     with pytest.raises(DataError, match=r"rows\.json, row uid 1: no ground truth"):
-        load_prompts([source], "e", check=check)
-    assert len(load_prompts([source], "e")) == len(load_prompts([source], "e", check=check, first=1)) + 1 == 2
-    assert len(load_prompts([source], "e", response_column="answer", check=check)) == 2
+        load_prompts([Source(source)], "e", check=check)
+    assert (
+        len(load_prompts([Source(source)], "e"))
+        == len(load_prompts([Source(source)], "e", check=check, first=1)) + 1
+        == 2
+    )
+    assert len(load_prompts([Source(source)], "e", response_column="answer", check=check)) == 2
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".json", ".jsonl"])
 def test_the_first_rows_of_each_file(tmp_path, suffix):
     rows = [{"prompt": CHAT, "n": n} for n in range(3)]
     sources = [write(tmp_path / f"{name}{suffix}", rows) for name in "ab"]
-    assert [prompt.extras["n"] for prompt in load_prompts(sources, "e", first=2)] == [0, 1, 0, 1]
+    assert [prompt.extras["n"] for prompt in load_prompts([Source(source) for source in sources], "e", first=2)] == [
+        0,
+        1,
+        0,
+        1,
+    ]
     if suffix == ".jsonl":
         (tmp_path / "a.jsonl").write_text(json.dumps(rows[0]) + "\nno json\n")
-        assert len(load_prompts([sources[0]], "e", first=1)) == 1
+        assert len(load_prompts([Source(sources[0])], "e", first=1)) == 1
 
 
 @pytest.mark.parametrize("source", [7, "\x1b[2J", "a\nb", "x" * 201], ids=repr)
 def test_a_source_that_cannot_stand_in_a_table(tmp_path, source):
     path = write(tmp_path / "rows.json", [{"prompt": CHAT, "data_source": source}])
     with pytest.raises(DataError, match=r"row uid 0, column `data_source`: expected a text"):
-        load_prompts([path], "e")
+        load_prompts([Source(path)], "e")
 
 
 @pytest.mark.parametrize("row", [{"prompt": "\ud800"}, {"prompt": "x", "more": {"a": "\ud800"}}], ids=repr)
 def test_text_that_no_message_can_carry(tmp_path, row):
     path = write(tmp_path / "rows.json", [row])
     with pytest.raises(DataError, match=r"row uid 0, column `(prompt|more)` cannot be written as JSON \(.*surrogates"):
-        load_prompts([path], "e")
+        load_prompts([Source(path)], "e")

@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hpcrl.config import Config
 from hpcrl.data.prompts import load_prompts
+from hpcrl.data.sources import Source
 from hpcrl.envs.registry import make_environment
 from tests.paths import CONFIGS
 
@@ -28,7 +29,9 @@ def config():
 
 @pytest.fixture(scope="module")
 def prompts(config):
-    return [load_prompts(files, None) for files in (config.data.train_data, config.data.val_data)]
+    return [
+        load_prompts([Source(file) for file in files], None) for files in (config.data.train_data, config.data.val_data)
+    ]
 
 
 def word(prompt) -> str:
@@ -51,7 +54,7 @@ def test_making_the_data_again_gives_the_same(make, prompts, tmp_path):
     validation = make.draw_words(1, make.VALIDATION_ROWS)
     make.write_rows(tmp_path / "train.parquet", make.draw_words(2, make.TRAIN_ROWS, frozenset(validation)))
     make.write_rows(tmp_path / "validation.parquet", validation)
-    again = [load_prompts([str(tmp_path / f"{name}.parquet")], None) for name in ("train", "validation")]
+    again = [load_prompts([Source(str(tmp_path / f"{name}.parquet"))], None) for name in ("train", "validation")]
     assert again == prompts
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from hpcrl.config import Config
 from hpcrl.data.prompts import load_prompts
+from hpcrl.data.sources import Source
 from tests.paths import CONFIGS
 
 
@@ -20,6 +21,6 @@ def test_making_the_data_again_gives_the_same(tmp_path: Path, name: str, maker: 
     seeds = range(make["TRAIN_ROWS"]), range(first, first + make["VALIDATION_ROWS"])
     for files, wanted in zip((data.train_data, data.val_data), seeds, strict=True):
         make["write_rows"](tmp_path / "rows.parquet", wanted)
-        prompts = load_prompts(files, None)
-        assert prompts == load_prompts([str(tmp_path / "rows.parquet")], None)
+        prompts = load_prompts([Source(file) for file in files], None)
+        assert prompts == load_prompts([Source(str(tmp_path / "rows.parquet"))], None)
         assert [prompt.extras["seed"] for prompt in prompts] == list(wanted)

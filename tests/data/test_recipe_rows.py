@@ -17,6 +17,7 @@ import pytest
 from hpcrl.config import Config, EnvironmentConfig
 from hpcrl.config.import_path import imported
 from hpcrl.data.prompts import load_prompts
+from hpcrl.data.sources import Source, training_sources
 from hpcrl.envs.rewards.response import Response
 from hpcrl.launch.submit.preflight import check_files
 from tests.hub import hub
@@ -62,7 +63,9 @@ def test_rows_of_published_datasets(kind: str, tmp_path: Path) -> None:
         config = Config.from_toml([RECIPES / f"{recipe}.toml"], files)
         check_files(config)
         prompts = load_prompts(
-            config.data.train_data, config.environment.env_class, env_class_required=bool(config.environment.env_class)
+            training_sources(config.data),
+            config.environment.env_class,
+            env_class_required=bool(config.environment.env_class),
         )
         assert len(prompts) == COPIES * (1 if kind == "dapo" else len(published))
         assert prompts[0].data_source == "rows"
@@ -81,7 +84,7 @@ def test_gsm8k_is_downloaded_and_becomes_rows(tmp_path: Path) -> None:
         said = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
     assert said.splitlines()[0] == f"{tmp_path}/rows/train.jsonl: 3 rows"
     for split, count in (("train", 3), ("test", 2)):
-        prompts = load_prompts([str(tmp_path / "rows" / f"{split}.jsonl")], "gsm8k")
+        prompts = load_prompts([Source(str(tmp_path / "rows" / f"{split}.jsonl"))], "gsm8k")
         assert len(prompts) == count
         assert prompts[0].messages[0]["content"].startswith(question["question"])
         assert prompts[0].extras["reward_spec"]["ground_truth"] == question["answer"]

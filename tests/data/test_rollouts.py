@@ -14,13 +14,13 @@ from hpcrl.data.rollouts import evaluated_samples, ordered, read_trained, segmen
 from hpcrl.errors import DataError, RunError
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.records import append_text
-from hpcrl.types import Batch, GroupMeta, Sample
-from tests.rows import write_group
+from hpcrl.types import Batch, Row
+from tests.rows import group_meta, write_group
 
 
-def two_turns() -> Sample[np.ndarray]:
+def two_turns() -> Row[np.ndarray]:
     """prompt 1 2, turn 3 4, observation 5, turn 6 and its end 7, which the policy did not choose but is paid."""
-    return Sample(
+    return Row(
         token_ids=np.array([1, 2, 3, 4, 5, 6, 7]),
         loss_mask=np.array([0, 0, 1, 1, 0, 0, 0], np.float32),
         rollout_logprobs=np.zeros(7, np.float32),
@@ -39,7 +39,7 @@ def train(run: Run, step: int, rewards: list[float]) -> None:
     """Write one group of two-turn samples, and the batch of it alone."""
     path = run.samples_of(3) / f"g{step}.safetensors"
     samples = [two_turns() for _ in rewards]
-    meta = GroupMeta(
+    meta = group_meta(
         group_id=f"g{step}", kind="train", replica=3, path=str(path.relative_to(run.path)), rewards=rewards,
         lengths=[7] * len(rewards), response_lengths=[3] * len(rewards), stop_reasons=["length"] * len(rewards),
         oldest_version=4, newest_version=5, data_source="letters", seconds=1.0, raw_rewards=[2.5] * len(rewards),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +13,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from hpcrl.data.sources import Source
+from hpcrl.config.sections.data import DATASET_FILES
+from hpcrl.data.sources import READERS, Source
 from hpcrl.errors import DataError
+from tests.paths import QUICKSTART
 
 ROWS = [{"text": f"row {number}", "n": number} for number in range(3000)]
 
@@ -39,6 +42,17 @@ def test_every_kind_of_file_has_the_same_rows(tmp_path: Path, suffix: str) -> No
     source = Source(str(write(tmp_path / f"rows{suffix}", ROWS)))
     assert (list(source.rows()), source.count(), source.exists()) == (ROWS, 3000, True)
     assert list(Source(f"rows{suffix}", folder=str(tmp_path)).rows()) == ROWS
+
+
+@pytest.mark.parametrize("suffix", READERS)
+@pytest.mark.parametrize(("size", "read"), [(7, 7), (7.0, 7), (5000, 3000), (0.1, 300), (1e-9, 1)])
+def test_the_first_rows_of_a_dataset_are_read(tmp_path: Path, suffix: str, size: float, read: int) -> None:
+    source = Source(str(write(tmp_path / f"rows{suffix}", ROWS)), size=size)
+    assert (list(source.rows()), source.count()) == (ROWS[:read], read)
+
+
+def test_every_file_that_a_dataset_may_be_has_a_reader() -> None:
+    assert tuple(READERS) == DATASET_FILES
 
 
 def test_an_arrow_file_with_a_footer(tmp_path: Path) -> None:
@@ -110,6 +124,21 @@ def test_what_datasets_has_saved(tmp_path: Path) -> None:
         list(Source(f"{tmp_path}:dev").rows())
 
 
+@pytest.mark.parametrize("name", ["../x.arrow", "/x.arrow", 5, None, "a/../../x.arrow"])
+@pytest.mark.parametrize(
+    "form", ['{"_data_files": [{"filename": %s}]}', '{"_data_files": %s}', "[%s]", "[" * 100_000 + "%s"]
+)
+def test_what_datasets_has_saved_names_files_of_its_own(tmp_path: Path, form: str, name: object) -> None:
+    (tmp_path / "state.json").write_text(form % json.dumps(name))
+    with pytest.raises(
+        DataError, match=r"dataset .*state.json: (_data_files: )?expected a (list of names below|JSON object)"
+    ):
+        Source(str(tmp_path)).files()
+    (tmp_path / "dataset_dict.json").write_text('{"splits": ["../other"]}')
+    with pytest.raises(DataError, match=r"dataset_dict.json: splits: expected a list of names below"):
+        Source(str(tmp_path)).files()
+
+
 def test_a_folder_of_files_has_the_splits_that_their_names_say(tmp_path: Path) -> None:
     write(tmp_path / "data" / "train-00000-of-00002.parquet", ROWS[:10])
     write(tmp_path / "data" / "train-00001-of-00002.parquet", ROWS[10:15])
@@ -154,6 +183,7 @@ READ = """
 import sys
 from hpcrl.data.sources import Source
 from hpcrl.errors import DataError
+from tests.paths import QUICKSTART
 location, subset, revision = (word or None for word in sys.argv[1:])
 try:
     print(len(list(Source(location, subset, revision, split="train").rows())))
@@ -201,3 +231,29 @@ def test_a_byte_order_mark_is_no_part_of_the_rows(tmp_path: Path, suffix: str) -
     text = json.dumps({"a": 1})
     file.write_bytes(b"\xef\xbb\xbf" + (f"[{text}]" if suffix == ".json" else f"{text}\r\n").encode())
     assert list(Source(str(file)).rows()) == [{"a": 1}]
+
+
+def test_reinforcement_learning_reads_a_subset_and_a_revision_of_the_hub(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{n} + {n}", "reward_spec": {"ground_truth": str(2 * n)}} for n in range(40)]
+    of_main = {"main/train-0.jsonl": rows, "main/test-0.jsonl": rows[:9]}
+    hub(tmp_path, "a" * 40, {**of_main, "other/all.jsonl": rows[:3]}, "v1")
+    hub(tmp_path, "b" * 40, of_main)
+    asked = (
+        'data.train_data=["owner/rows"]', 'data.val_data=["owner/rows:test"]', "environment.env_class=gsm8k",
+        "trainer.train_batch_size=8", "trainer.policy_mini_batch_size=8", "generator.n_samples_per_prompt=2",
+    )  # fmt: skip
+
+    def check(*settings: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "hpcrl.cli.main", "data", "check", str(QUICKSTART), *asked, *settings]
+        environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+        environment.pop("HF_HUB_CACHE", None)
+        return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+
+    chosen = check("data.subset=main", "data.revision=v1", "data.val_subset=main", "data.val_size=4")
+    assert "owner/rows: 40 prompts" in chosen.stdout, chosen
+    assert "owner/rows:test: 4 prompts" in chosen.stdout
+    assert "owner/rows: 3 prompts" in check("data.subset=other", "data.revision=v1", "data.val_subset=main").stdout
+    assert (
+        "set data.subset (of validation data: data.val_subset) to one of main, other"
+        in check("data.revision=v1").stdout
+    )

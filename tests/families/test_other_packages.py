@@ -38,12 +38,11 @@ LAUNCH = """
 import json
 from pathlib import Path
 
-from hpcrl.config.derive import policy_model
 from hpcrl.errors import DataError
 
 
 def check_model(config):
-    model = policy_model(config.trainer)
+    model = config.trainer.policy.model.pretrained
     file = Path(model.path, "toy.json")
     if file.is_file() and not json.loads(file.read_text()):
         raise DataError(f"trainer.policy.model.path: {model} is an empty box")

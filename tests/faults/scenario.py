@@ -227,7 +227,7 @@ class Scenario:
     def engine(self, run: Run, replica: int = 0) -> int:
         """Return the process of a replica's HTTP server."""
         return self._one(
-            [pid for pid in self.processes(run, "hpcrl.rollout.engines.vllm.main") if replica_of(pid) == str(replica)],
+            [pid for pid in self.processes(run, "hpcrl.engines.vllm.main") if replica_of(pid) == str(replica)],
             f"engine {replica}",
         )
 

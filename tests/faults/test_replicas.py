@@ -225,7 +225,7 @@ def test_worker_is_killed(scenario: Scenario) -> None:
 def test_signal_while_the_engine_starts(scenario: Scenario) -> None:
     run = scenario.submit(stand_in=False)
     scenario.wait(
-        lambda: scenario.processes(run, "hpcrl.rollout.engines.vllm.main"), "the engine is being started", START_S, run
+        lambda: scenario.processes(run, "hpcrl.engines.vllm.main"), "the engine is being started", START_S, run
     )
     scenario.slurm("scancel", "--signal=USR2", scenario.job_of(run))
     assert scenario.outcome(run, 1, 60).kind == "interrupted"
@@ -313,8 +313,8 @@ def test_48_a_reward_model_that_is_a_scorer_is_killed(scenario: Scenario) -> Non
         assert file
         for group in file.batch.groups:
             (name,) = group.scores
-            scores = [metrics["reward_model"] for metrics in group.env_metrics]
-            assert scores == group.rewards == group.model_rewards
+            scores = [sample.env_metrics["reward_model"] for sample in group.samples]
+            assert scores == group.rewards == [sample.model_reward for sample in group.samples]
             if run.inside(group.path).exists():
                 assert scores == read_rewards(run, name, group)
 
@@ -381,7 +381,7 @@ def test_49_the_worker_is_killed_while_the_trainer_trains(scenario: Scenario) ->
     until_it_trains(scenario, run)
     send([scenario.worker(run)], SIGKILL)
     scenario.wait(lambda: state_of(run, "rollout-0") == "waiting for its turn", "a new worker", 10, run)
-    assert not scenario.processes(run, "hpcrl.rollout.engines.vllm.main"), "and no engine"
+    assert not scenario.processes(run, "hpcrl.engines.vllm.main"), "and no engine"
     assert_nothing_lost(scenario, run)
     assert len(read_attempts(run)) == 1
 

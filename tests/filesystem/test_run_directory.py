@@ -34,11 +34,11 @@ from hpcrl.runtime.process_status import StatusWriter, read_process_status
 from hpcrl.runtime.signals import ask_to_stop, stop_asked
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.saving.committer import CheckpointContent, Committer, save_tensors
-from hpcrl.types import GroupMeta, Sample
+from hpcrl.types import GroupMeta, Row
 from tests.filesystem.cluster import view
 from tests.filesystem.view import FORBIDDEN, Behaviour
 from tests.paths import CONFIGS
-from tests.rows import write_group
+from tests.rows import group_meta, write_group
 
 MINUTE = Behaviour(names_s=60, absent_s=60, attributes_s=60)
 """A node that looks again only where NFS does."""
@@ -201,9 +201,9 @@ def test_a_checkpoint_of_torch_whose_writes_fail(below: Path, alone: World) -> N
 def group(run: Run, name: str) -> GroupMeta:
     """Write a group of one sample of 2,000 tokens, as a rollout worker does."""
     ones = np.ones(2000, dtype=np.float32)
-    row = Sample(np.arange(2000), ones, -ones, np.zeros(2000, dtype=np.int32), ones, "stop", {})
+    row = Row(np.arange(2000), ones, -ones, np.zeros(2000, dtype=np.int32), ones, "stop", {})
     path = run.samples_of(0) / f"{name}.safetensors"
-    meta = GroupMeta(
+    meta = group_meta(
         name, "train", 0, str(path.relative_to(run.path)), [2000.0], [2000], [2000], ["stop"], 0, 0, "x", 1.0, [{}]
     )
     return write_group(path, [row], meta)

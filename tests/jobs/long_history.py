@@ -27,6 +27,7 @@ from hpcrl.rundir.ledger import open_attempt, report_outcome
 from hpcrl.rundir.starts import note
 from hpcrl.types import Batch, GroupMeta
 from tests.paths import QUICKSTART
+from tests.rows import group_meta
 
 SAMPLES = 8
 _VALUES = {"trainer": 60, "controller": 24, "rollout-0": 12}
@@ -61,7 +62,7 @@ def write_long_run(run: Run, steps: int, groups: int) -> Run:
 
 def _group(step: int, number: int, groups: int) -> GroupMeta:
     name = group_id((step - 1) * groups + number)
-    return GroupMeta(
+    return group_meta(
         name, "train", 0, f"samples/0/{name}.safetensors", [0.0, 1.0] * (SAMPLES // 2), [14] * SAMPLES, [6] * SAMPLES, ["stop"] * SAMPLES,
         step - 1, step - 1, "sort_letters", 1.25, [{"correct": 0.0}, {"correct": 1.0}] * (SAMPLES // 2), digest="0" * 32,
     )  # fmt: skip

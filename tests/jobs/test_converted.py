@@ -1,4 +1,4 @@
-"""Cosmos-RL's files of supervised fine-tuning and distillation and SkyRL's commands with adapters: converted, they are valid, planned, and train, with a tiny model in the
+"""Cosmos-RL's files of supervised fine-tuning and distillation and SkyRL's commands with adapters and of fine-tuning: converted, they are valid, planned, and train, with a tiny model in the
 place of theirs, and fewer ranks where theirs are hundreds."""
 
 from __future__ import annotations
@@ -53,6 +53,12 @@ MEGATRON = """  trainer.algorithm.advantage_estimator="grpo" trainer.strategy=me
   trainer.policy.megatron_config.transformer_config_kwargs.recompute_num_layers=1 \\
   trainer.algorithm.off_policy_correction.tis_ratio_type=token trainer.algorithm.off_policy_correction.token_tis_ratio_clip_high=2.0 \\
   generator.inference_engine.num_engines=1 generator.inference_engine.tensor_parallel_size=4 trainer.policy.optimizer_config.lr=1.0e-5 $@
+"""
+SFT = """
+python -m skyrl.train.main_sft strategy=fsdp model.path=Qwen/Qwen2.5-0.5B-Instruct "train_datasets=[org/rows]" "train_dataset_splits=[train[:32]]" \\
+  messages_key=conversation max_length=512 num_steps=2 batch_size=8 micro_train_batch_size_per_gpu=2 remove_microbatch_padding=true \\
+  optimizer_config.lr=1e-6 placement.num_gpus_per_node=4 train_on_what=all_assistant_messages logger=wandb project_name=skyrl_sft \\
+  ckpt_path="$HOME/ckpts" ckpt_interval=2 hf_save_interval=2 resume_from="" "$@"
 """
 TWO_RANKS = ["trainer.placement.policy_num_nodes=1", "trainer.placement.policy_num_gpus_per_node=2"]
 ROWS = [
@@ -113,6 +119,9 @@ SOURCES = [
     Source("megatron_lora", [*LETTERS, *TWO_RANKS, "trainer.policy.megatron_config.dtype=fp32", "trainer.ref.megatron_config.dtype=fp32", *(
         f"trainer.{role}.megatron_config.{size}" for role in ("policy", "ref") for size in ("tensor_model_parallel_size=2", "expert_model_parallel_size=2")
     )], "experts", SKYRL + MEGATRON, "rl"),
+    Source("skyrl_sft", [
+        "trainer.policy.fsdp_config.mixed_precision.param_dtype=fp32", "trainer.placement.policy_num_gpus_per_node=1", "slurm.gpus_per_node=0"
+    ], "dense", SFT),
 ]  # fmt: skip
 
 

@@ -156,7 +156,7 @@ def test_a_teacher_in_an_engine_teaches_the_same(place: Path) -> None:
     }
     runs = {name: submit(place, name, *settings, *more) for name, more in ways.items()}
     wait_for(lambda: 2 in committed(runs["engine"].checkpoints, step_of), lambda: logs_of(runs["engine"]), 300)
-    kill(next(pid for pid in processes_of(runs["engine"]) if "hpcrl.rollout.engines.vllm.main" in str(command_of(pid))))
+    kill(next(pid for pid in processes_of(runs["engine"]) if "hpcrl.engines.vllm.main" in str(command_of(pid))))
     for name, run in runs.items():
         assert finish(run, 1, 400) == "done", f"{name}: {logs_of(run)}"
     assert trained_groups(runs["engine"]) == trained_groups(runs["ranks"])

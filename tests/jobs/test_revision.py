@@ -50,27 +50,26 @@ import json, sys
 from pathlib import Path
 import torch
 from hpcrl.config import Config
-from hpcrl.config.derive import policy_model
 from hpcrl.data.exported_files import exported_files
 from hpcrl.data.tokenizer import load_tokenizer
 from hpcrl.launch.submit.models import entries_of, folder_of
 from hpcrl.planning.shapes import model_shapes
-from hpcrl.rollout.engines.embedded.launch import embedded_options
-from hpcrl.rollout.engines.embedded.model import load_model
+from hpcrl.engines.embedded.rollout import embedded_options
+from hpcrl.engines.embedded.model import load_model
 from hpcrl.trainer.models.hf import critic_source, export_config, policy_source, reference_source
 
 experiment, place, *settings = sys.argv[1:]
 config = Config.from_toml(experiment, settings)
 trainer = config.trainer
-found = {"tokenizer": load_tokenizer(policy_model(trainer), config.generator.chat_template).vocab_size}
+found = {"tokenizer": load_tokenizer(trainer.policy.model.pretrained, config.generator.chat_template).vocab_size}
 for make in (policy_source, reference_source, critic_source):
     source = make(trainer)
     found[make.__name__] = source.config().hidden_size, source.whole(torch.float32, "eager").config.hidden_size, str(source.stored_dtype())
 export_config(policy_source(trainer), Path(place), torch.float32)
-found["exported"] = [path.name for path in Path(place).iterdir()], sorted(exported_files(policy_model(trainer), None, None))
+found["exported"] = [path.name for path in Path(place).iterdir()], sorted(exported_files(trainer.policy.model.pretrained, None, None))
 found["engine"] = load_model(embedded_options(config).model, "float32", torch.device("cpu")).config.hidden_size
 found["plan"] = {role: shapes.width.hidden for role, shapes in model_shapes(trainer, folder_of).items()}
-found["submit"] = entries_of(policy_model(trainer))["hidden_size"]
+found["submit"] = entries_of(trainer.policy.model.pretrained)["hidden_size"]
 print(json.dumps(found))
 """
 

@@ -12,7 +12,7 @@ from hpcrl.data.group_file import read_group
 from hpcrl.observe.timeline import Span, read_spans
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.process_status import read_process_status
-from hpcrl.types import Sample
+from hpcrl.types import Row
 from tests.jobs.conftest import place as of_jobs
 from tests.jobs.small_run import SMALL, curve, finish, hpcrl, kill, logs_of, pid_of, trained_groups, wait_for
 from tests.jobs.test_distillation import submit
@@ -25,10 +25,10 @@ COLOCATED = "trainer.placement.colocate_all=true"
 KEPT = [*SMALL, "trainer.ckpt_interval=4"]  # samples are kept, too
 CURVES = ("policy/final_loss", "policy/policy_kl", "policy/grad_norm", "reward/avg_raw_reward", "eval/all/avg_score")
 AT_WORK = {"generate", "evaluate", "update_weights"}
-TRAINING = {"load_samples", "fwd_logprobs_values_reward", "policy_train", "sync_weights", "onload", "offload"}
+TRAINING = {"load_rows", "fwd_logprobs_values_reward", "policy_train", "sync_weights", "onload", "offload"}
 
 
-def samples_of(run: Run) -> list[Sample]:
+def samples_of(run: Run) -> list[Row]:
     """Return all that was trained, in its order."""
     files = [read_batch(run.batch(step)) for step in batch_steps(run)]
     return [

@@ -15,9 +15,9 @@ from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import open_attempt, report_outcome
 from hpcrl.rundir.records import append_text
 from hpcrl.rundir.starts import note
-from hpcrl.types import Batch, GroupMeta, Sample
+from hpcrl.types import Batch, GroupMeta, Row
 from tests.paths import QUICKSTART
-from tests.rows import write_group
+from tests.rows import group_meta, write_group
 
 HOSTILE = "</script><img src=x onerror='document.title=1'>&lt;\u2028"
 """What a policy may say."""
@@ -84,7 +84,7 @@ def write_metrics(run: Run, parts: list[tuple[int, int, range]], started: float,
 def write_timelines(run: Run, parts: list[tuple[int, int, range]], started: float, ranks: int, replicas: int) -> None:
     phases = {
         "wait_for_generation_buffer": 0.5,
-        "load_samples": 0.05,
+        "load_rows": 0.05,
         "other": 0.001,
         "policy_train": 1.349,
         "sync_weights": 0.1,
@@ -123,7 +123,7 @@ def write_step(
     length = 4 + response
     path = run.samples_of(0) / f"g{step:08d}.safetensors"
     rows = [
-        Sample(
+        Row(
             token_ids=np.arange(1, length + 1) % 20,
             loss_mask=np.array([0] * 4 + [1] * response, np.float32),
             rollout_logprobs=np.array([0] * 4 + [-0.5] * response, np.float32),
@@ -134,7 +134,7 @@ def write_step(
         )
         for reward in rewards
     ]
-    meta = GroupMeta(
+    meta = group_meta(
         group_id=f"g{step:08d}", kind="train", replica=0, path=str(path.relative_to(run.path)), rewards=rewards,
         lengths=[length] * len(rewards), response_lengths=[response] * len(rewards), stop_reasons=stop_reasons or ["stop"] * len(rewards),
         oldest_version=step - 1, newest_version=step - 1, data_source="sort_letters", seconds=1.0,

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import resource
+import socket
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -263,3 +268,38 @@ def test_a_live_report_follows_a_run(served: LiveReport, run: Run) -> None:
         damaged = client.get(f"{address}content")
         assert damaged.status_code == 503
         assert f"{run.attempts}, line 1" in damaged.text
+
+
+def test_a_live_report_has_few_connections(served: LiveReport) -> None:
+    """Whoever else is on the machine opens hundreds, and says nothing: the reader's request is answered after those have timed out."""
+    most = 0
+    with ExitStack() as stack:
+        for _ in range(64):
+            stack.enter_context(socket.create_connection(("127.0.0.1", served.port), 10))
+            most = max(most, sum("process_request_thread" in thread.name for thread in threading.enumerate()))
+        assert most <= 32
+        assert httpx.get(served.url, trust_env=False, timeout=120).status_code == 200
+
+
+def test_a_live_report_waits_where_there_is_no_descriptor(run: Run) -> None:
+    live = LiveReport([run], decoder, 0)
+    thread = threading.Thread(target=live.serve)
+    with ExitStack() as stack:
+        for _ in range(8):
+            stack.enter_context(socket.create_connection(("127.0.0.1", live.port), 10))
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        selector = os.open("/dev/null", os.O_RDONLY)
+        os.close(selector)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (selector + 2, hard))  # for the selector of `serve`
+        try:
+            thread.start()
+            time.sleep(0.5)
+            began = time.process_time()
+            time.sleep(1.5)
+            spent = time.process_time() - began
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert spent < 0.3, "it tries to accept without end"
+    assert httpx.get(live.url, trust_env=False, timeout=60).status_code == 200
+    live.close()
+    thread.join()

@@ -10,12 +10,13 @@ import pytest
 
 from hpcrl.observe.scores import MOST_SOURCES, by_source, compare, pass_at, results_of, scores, standard_errors
 from hpcrl.types import GroupMeta
+from tests.rows import group_meta
 
 
 def group(source: str, rewards: list[float], lengths: list[int] | None = None, failed: int = 0) -> GroupMeta:
     """A group whose last samples have failed."""
     lengths = lengths or [4] * len(rewards)
-    return GroupMeta(
+    return group_meta(
         group_id="e", kind="eval", replica=0, path="", rewards=rewards, lengths=lengths, response_lengths=lengths,
         stop_reasons=["stop"] * (len(rewards) - failed) + ["failed"] * failed, oldest_version=0, newest_version=0, data_source=source, seconds=1.0,
     )  # fmt: skip

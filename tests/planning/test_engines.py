@@ -10,7 +10,8 @@ import pytest
 from hpcrl.config import Config, InferenceEngineConfig
 from hpcrl.config.load import nested
 from hpcrl.config.validate import build
-from hpcrl.planning.engines import describe_engines, engine_sizes
+from hpcrl.engines.vllm.plan import engine_sizes
+from hpcrl.planning.backend import describe_engines
 from hpcrl.planning.memory import Shapes, Weight, Width
 
 GIB = 2**30

@@ -11,10 +11,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hpcrl.config import Config, TrainerConfig
-from hpcrl.config.adapters import adapters, reference_has_values
-from hpcrl.config.derive import copy_ranks, largest_micro_batch, longest_sample, ref_sharding
 from hpcrl.config.load import nested
 from hpcrl.config.sections.model import FSDPConfig, ModelConfig, PolicyConfig
+from hpcrl.config.token_limits import largest_micro_batch, longest_sample
 from hpcrl.config.validate import build
 from hpcrl.launch.submit.models import folder_of
 from hpcrl.planning.estimate import estimate
@@ -73,14 +72,14 @@ def trainers(model: Path) -> dict[str, Any]:
 def expected(table: dict[str, Any], ranks: int, index: int) -> dict[str, dict[str, int]]:
     """Return by role what the arithmetic says that rank `index` of `ranks` holds."""
     trainer = build(TrainerConfig, table)
-    fsdp = {"policy": trainer.policy.fsdp_config, "ref": ref_sharding(trainer), "critic": trainer.critic.fsdp_config}
+    fsdp = {"policy": trainer.policy.fsdp_config, "ref": trainer.ref_sharding, "critic": trainer.critic.fsdp_config}
     found = {}
     for role, model in model_shapes(trainer, folder_of).items():
         sharding, precision = fsdp[role], fsdp[role].mixed_precision
-        copy = copy_ranks(sharding.fsdp_size, ranks, ranks)
+        copy = sharding.copy_ranks(ranks, ranks)
         dtype = precision.param_dtype if role == "ref" else precision.master_dtype
-        frozen = precision.param_dtype if role in adapters(trainer) else None
-        twice = role == "policy" and reference_has_values(trainer)
+        frozen = precision.param_dtype if role in trainer.adapters else None
+        twice = role == "policy" and trainer.reference_has_values
         need = fsdp_state(model.weights, copy, dtype, index % copy, frozen_dtype=frozen, twice=twice)
         found[role] = {name: getattr(need, name) for name in ("weights", "gradients", "optimizer")}
     return found

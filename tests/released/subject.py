@@ -21,6 +21,7 @@ from hpcrl.config.sections.generator import ChatTemplateConfig
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.data.conversations import Columns, Renderer, TrainOnWhat
 from hpcrl.data.prompts import load_prompts
+from hpcrl.data.sources import Source
 from hpcrl.data.tokenizer import load_tokenizer
 from hpcrl.envs.base import AgentEnvironment, Endpoint, Turn
 from hpcrl.errors import DataError
@@ -155,7 +156,7 @@ def play(
     PLAYED.append((played, list(observations)))
     environment = f"{__name__}:{'Asking' if at_endpoint else 'Observing'}"
     (place / "rows.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
-    (prompt,) = load_prompts([str(place / "rows.jsonl")], environment)
+    (prompt,) = load_prompts([Source(str(place / "rows.jsonl"))], environment)
     config = GeneratorConfig(
         max_turns=len(turns),
         max_input_length=1 << 16,

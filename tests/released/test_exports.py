@@ -23,7 +23,8 @@ from hpcrl.data.tokenizer import read_tokenizer
 from hpcrl.rundir.layout import Run
 from hpcrl.trainer.backends.fsdp.engine import FsdpPolicy
 from hpcrl.trainer.distributed import World
-from hpcrl.trainer.models.hf import export_config, policy_source
+from hpcrl.trainer.models.build import policy_source
+from hpcrl.trainer.models.hf import export_config
 from hpcrl.trainer.saving.publish import Publisher
 from tests.paths import CONFIGS, ROOT
 from tests.trainer.families.models import FAMILIES, write_model

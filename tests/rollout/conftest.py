@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 
 import pytest
 
+from hpcrl.engines.embedded.rollout import Embedded
+from hpcrl.engines.vllm.server import Server
 from hpcrl.rollout.engines.base import Engine, Launched
-from hpcrl.rollout.engines.embedded.launch import Embedded
-from hpcrl.rollout.engines.vllm.server import Server
 from hpcrl.rundir.commit import write_text
 from tests.rollout.material import START_S, TOKEN, as_version, embedded_options, make_model, options, served
 

@@ -20,14 +20,14 @@ from hpcrl.config.sections.model import Pretrained
 from hpcrl.data.group_file import groups_of
 from hpcrl.data.model_config import ConfiguredModel
 from hpcrl.data.weight_files import Probe, PublishedWeights, WeightFile, WeightReader, weight_facts
-from hpcrl.rollout.engines.embedded.launch import Embedded, EmbeddedOptions
+from hpcrl.engines.embedded.rollout import Embedded, EmbeddedOptions
+from hpcrl.engines.vllm.processes import shared_memory
+from hpcrl.engines.vllm.server import Server, ServerOptions
 from hpcrl.rollout.engines.proof import TOLERANCES
-from hpcrl.rollout.engines.vllm.processes import shared_memory
-from hpcrl.rollout.engines.vllm.server import Server, ServerOptions
 from hpcrl.rundir.commit import begin, finish, is_committed
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.scratch import Scratch
-from hpcrl.types import GroupMeta, Sample
+from hpcrl.types import GroupMeta, Row
 from tests.paths import CONFIGS, ON_GPU, ROOT
 from tests.rows import read_tensors
 
@@ -207,5 +207,5 @@ def handed_over(run: Run, replica: int) -> set[str]:
     return {group.group_id for path in run.samples_of(replica).iterdir() for group in groups_of(path)}
 
 
-def rows_of(run: Run, meta: GroupMeta) -> list[Sample[torch.Tensor]]:
+def rows_of(run: Run, meta: GroupMeta) -> list[Row[torch.Tensor]]:
     return read_tensors(run.inside(meta.path), None, meta)

@@ -79,8 +79,7 @@ def test_each_prompt_is_played_and_dumped(
 def test_an_engine_that_dies_ends_the_evaluation(models: list[Path], tmp_path: Path) -> None:
     with started(models[0]) as engine:
         with pytest.raises(EngineError):
-            asyncio.run(
-                engine.connect().generate([VOCABULARY], 1, 1, {})
-            )  # which it has not: the thread that computes ends
-        with pytest.raises(EngineError, match="the inference engine died: IndexError"):
+            # of a token that it has not: the thread that computes ends
+            asyncio.run(engine.connect().generate([4], 1, 1, {"logit_bias": {VOCABULARY: 1.0}}))
+        with pytest.raises(EngineError, match="the inference engine died: RuntimeError"):
             played(place(tmp_path), engine, [])

@@ -18,8 +18,8 @@ from hpcrl.config import EnvironmentConfig, GeneratorConfig, SamplingParams
 from hpcrl.config.sections.environment import SkyRLGymConfig
 from hpcrl.config.sections.generator import EvalSamplingParams
 from hpcrl.data.chat.turns import cut_at_stop
+from hpcrl.engines.vllm.client import EngineClient
 from hpcrl.errors import ConfigError
-from hpcrl.rollout.engines.vllm.client import EngineClient
 from hpcrl.rollout.generate import GroupGenerator
 from hpcrl.rollout.group import Group
 from hpcrl.types import Prompt, Work
@@ -213,7 +213,7 @@ def test_samples_that_do_not_end_by_themselves(with_engine: WithEngine[Any]) -> 
             assert sample.token_ids.tolist() == other.token_ids.tolist()
             assert sample.versions.tolist() == other.versions.tolist()
         meta, before = group.meta(0, "path"), plain.meta(0, "path")
-        assert meta.raw_rewards == before.rewards != meta.rewards
+        assert [sample.raw_reward for sample in meta.samples] == before.rewards != meta.rewards
         assert meta.rewards == [float(sample.rewards.sum()) for sample in group.samples]
         assert meta.response_lengths == before.response_lengths, "what was said counts, trained or not"
         assert (meta.oldest_version, meta.newest_version) == (0, 0)

@@ -7,7 +7,7 @@ import sys
 
 CODE = """
 import sys
-import hpcrl.rollout.family, hpcrl.rollout.worker, hpcrl.rollout.engines.vllm.client
+import hpcrl.rollout.family, hpcrl.rollout.worker, hpcrl.engines.vllm.client
 print([name for name in ("torch", "transformers") if name in sys.modules])
 """
 

@@ -14,9 +14,9 @@ import pytest
 from hpcrl.config import EnvironmentConfig, GeneratorConfig, SamplingParams
 from hpcrl.config.sections.environment import OverlongRewardConfig, RemoteRewardConfig
 from hpcrl.config.sections.generator import EvalSamplingParams
+from hpcrl.engines.vllm.client import EngineClient
 from hpcrl.envs.rewards.response import Response
 from hpcrl.errors import ConfigError, DataError, HpcrlError
-from hpcrl.rollout.engines.vllm.client import EngineClient
 from hpcrl.rollout.generate import GroupGenerator
 from hpcrl.rollout.group import Group
 from hpcrl.types import Prompt, Work
@@ -77,7 +77,7 @@ def test_the_weighted_sum_pays_and_every_reward_is_reported(with_engine: WithEng
             float(sample.rewards.sum()) == float(sample.rewards[-1]) == pytest.approx(2.0 * len(text) + 2.0 * penalty)
         )
     assert len(penalties) > 1
-    assert group.meta(0, "p").env_metrics == [sample.env_metrics for sample in group.samples]
+    assert [one.env_metrics for one in group.meta(0, "p").samples] == [row.env_metrics for row in group.samples]
     assert {(seen.ground_truth, seen.max_tokens) for seen in SEEN} == {("abc", 30)}
     assert sorted((seen.text, seen.n_tokens) for seen in SEEN) == sorted(
         zip(group.texts, group.response_lengths, strict=True)

@@ -21,7 +21,7 @@ from tests.rollout.conftest import WithEngine
 from tests.rollout.material import logprobs
 from tests.rollout.test_generate import CONFIG, TOKENIZER, generate, work
 from tests.rollout.test_transcript import ANSWERS, Script, chosen, ended, played, text, tokenizer_of, user
-from tests.rows import write_group
+from tests.rows import group_meta, write_group
 
 THOUGHT = "<think>\nhm\n</think>\n\n"
 WORDS = ("one", "two", "three")
@@ -76,21 +76,23 @@ def test_a_template_that_keeps_the_past_gives_the_turns_of_the_whole_sample() ->
 def test_meta_counts_samples_and_says_which_rows_they_have() -> None:
     group, _ = stepped()
     meta = group.meta(0, "path")
-    assert (meta.rows, meta.owners) == ([3], [0, 0, 0])
-    assert meta.rewards == meta.raw_rewards == [1.0], "the outcome, which the last turn has"
+    assert meta.owners == [0, 0, 0]
+    assert meta.rewards == [meta.samples[0].raw_reward] == [1.0], "the outcome, which the last turn has"
     assert meta.lengths == [len(row.token_ids) for row in group.samples]
     assert meta.response_lengths == [sum(int(row.loss_mask.sum()) for row in group.samples)]
-    assert (meta.stop_reasons, len(meta.env_metrics)) == (["stop"], 1)
+    assert (meta.stop_reasons, len(meta.samples)) == (["stop"], 1)
     first, second, third = (row.token_ids.tolist() for row in group.samples)
-    assert meta.shared[0] == 0
-    for size, one, other in zip(meta.shared[1:], (first, second), (second, third), strict=True):
+    shared = meta.samples[0].shared
+    assert shared[0] == 0
+    for size, one, other in zip(shared[1:], (first, second), (second, third), strict=True):
         assert one[:size] == other[:size]
         assert 0 < size < len(other)
         assert size == len(one) or one[size] != other[size]
     group.samples[0].versions[-1] = 1
     assert (group.meta(0, "path").oldest_version, group.meta(0, "path").newest_version) == (1, 3)
-    assert replace(meta, rows=[]).owners == [0]
-    assert replace(meta, rows=[2, 1, 3], rewards=[0.0] * 3).owners == [0, 0, 1, 2, 2, 2]
+    columns = {"rewards": [0.0] * 3, "response_lengths": [1] * 3, "stop_reasons": ["stop"] * 3}
+    assert group_meta(**columns, lengths=[2] * 3).owners == [0, 1, 2]
+    assert group_meta(**columns, lengths=[2] * 6, rows=[2, 1, 3]).owners == [0, 0, 1, 2, 2, 2]
 
 
 def test_a_sample_that_becomes_too_long_ends_with_its_last_turn() -> None:
@@ -103,10 +105,10 @@ def test_a_sample_that_becomes_too_long_ends_with_its_last_turn() -> None:
     assert {row.stop_reason for row in rows} == {"length"}
     assert not any(row.loss_mask.any() or row.rewards.any() for row in rows), "all turns are judged alike"
     meta = short.meta(0, "path")
-    assert (meta.rewards, meta.raw_rewards) == ([0.0], [pytest.approx(0.2)])
+    assert (meta.rewards, meta.samples[0].raw_reward) == ([0.0], pytest.approx(0.2))
     none, engine = stepped(max_input_length=3)
     assert engine.prompts == []
-    assert (none.response_lengths, none.meta(0, "path").rows) == ([0], [1])
+    assert (none.response_lengths, none.meta(0, "path").owners) == ([0], [0])
 
 
 def test_what_the_policy_is_shown_of_its_past() -> None:
@@ -150,7 +152,7 @@ def test_files_and_what_a_person_sees(tmp_path: Path) -> None:
     tokenizer = tokenizer_of("thinking")
     meta = group.meta(0, "samples/0/g.safetensors")
     meta = write_group(run.path / meta.path, group.samples, meta)
-    assert check_group(run.path / meta.path, meta).rows == [3]
+    assert check_group(run.path / meta.path, meta).owners == [0] * 3
     assert [row.token_ids.tolist() for row in read_group(run.path / meta.path, [1, 2], meta)] == [
         row.token_ids.tolist() for row in group.samples[1:]
     ]
@@ -170,7 +172,7 @@ def test_turns_with_an_engine(with_engine: WithEngine[Any], models: list[Path], 
     config = replace(CONFIG, max_turns=5, step_wise_trajectories=True)
     group = generate(with_engine, work("Talks", kind), config, baselines=True)
     meta = group.meta(0, "path")
-    assert (len(group.rows), meta.rows) == (6, [3] * 6)
+    assert (len(group.rows), [len(sample.lengths) for sample in meta.samples]) == (6, [3] * 6)
     assert (meta.baseline is not None) == (kind == "train")
     for rows, messages, reward in zip(group.rows, group.conversations, meta.rewards, strict=True):
         assert reward == len(messages[-2]["content"])

@@ -20,7 +20,7 @@ from hpcrl.errors import ConfigError
 from hpcrl.rollout.engines.base import Generation, Heard
 from hpcrl.rollout.generate import GroupGenerator
 from hpcrl.rollout.group import Group
-from hpcrl.types import Prompt, Sample, Work
+from hpcrl.types import Prompt, Row, Work
 
 TEMPLATES = Path(__file__).with_name("templates")
 ENDS = {"chatml": "<|im_end|>", "thinking": "<|im_end|>", "headers": "<|eot_id|>"}
@@ -114,7 +114,7 @@ def ended(tokenizer: PreTrainedTokenizerFast, said: str) -> tuple[list[int], str
     return [*tokenizer.encode(said, add_special_tokens=False), tokenizer.eos_token_id], "stop"
 
 
-def chosen(sample: Sample) -> list[int]:
+def chosen(sample: Row) -> list[int]:
     return sample.token_ids[sample.loss_mask > 0].tolist()
 
 

@@ -24,10 +24,10 @@ from hpcrl.config.sections.model import Pretrained
 from hpcrl.data.kept_files import read_rows
 from hpcrl.data.tokenizer import decoder, load_tokenizer
 from hpcrl.data.weight_files import PublishedWeights
+from hpcrl.engines.vllm.client import EngineClient
+from hpcrl.engines.vllm.server import Server
 from hpcrl.errors import CommitError, ConfigError, EngineError, HpcrlError
 from hpcrl.observe.metrics import merged
-from hpcrl.rollout.engines.vllm.client import EngineClient
-from hpcrl.rollout.engines.vllm.server import Server
 from hpcrl.rollout.generate import conversations
 from hpcrl.rollout.worker import WorkerOptions, work
 from hpcrl.rundir.commit import COMMIT, MANIFEST, write_text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -24,6 +25,7 @@ from hpcrl.rundir.ledger import (
     read_outcomes,
     report_outcome,
 )
+from hpcrl.upload.store import Committed
 
 
 def make(target: Path, attempt: int = 1, text: str = "weights") -> None:
@@ -70,6 +72,47 @@ def test_damage_is_seen_and_the_older_one_is_used(parent: Path, damage: object) 
     found, said = newest(parent)
     assert found == parent / "s000001"
     assert len(said) == 1
+
+
+def rewrite(path: Path, text: str) -> None:
+    """Give a committed directory another manifest, with a mark that fits."""
+    (path / commit.MANIFEST).write_text(text)
+    mark = {"attempt": 1, "manifest": commit.digest_of(text.encode())}
+    (path / commit.COMMIT).write_text(json.dumps(mark))
+
+
+@pytest.mark.parametrize(
+    "name", ["../../private", "{}/private", "sub/../../../private", "link", "linked/private", "\0"]
+)
+def test_names_of_a_manifest_stay_in_its_directory(parent: Path, name: str) -> None:
+    make(parent / "s000001")
+    path, private = parent / "s000001", parent.parent / "private"
+    private.write_text("weights")
+    (path / "link").symlink_to(private)
+    (path / "linked").symlink_to(private.parent)
+    manifest = json.loads((path / commit.MANIFEST).read_text())
+    manifest["files"][name.format(private.parent)] = {"size": len("weights")}
+    rewrite(path, json.dumps(manifest))
+    for read in (commit.verify, Committed.read):
+        with pytest.raises(CommitError, match=r"manifest.json names .*, which is outside of .*s000001; expected files"):
+            read(path)
+
+
+def test_a_directory_that_was_moved_and_linked_is_still_read(parent: Path, tmp_path: Path) -> None:
+    make(parent / "s000001")
+    (parent / "s000001").rename(tmp_path / "moved")
+    (parent / "s000001").symlink_to(tmp_path / "moved")
+    assert commit.verify(parent / "s000001")["step"] == 1
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, "[]", '{"attempt": 1}', '{"attempt": 1, "files": []}', '{"attempt": 1, "files": {"a": {}}}']
+)
+def test_a_manifest_of_another_shape(parent: Path, text: str) -> None:
+    make(parent / "s000001")
+    rewrite(parent / "s000001", text)
+    with pytest.raises(CommitError, match=r"manifest.json is no manifest: expected attempt"):
+        commit.verify(parent / "s000001")
 
 
 def test_files_are_hashed_at_the_same_time(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from hpcrl.config import Config
+from hpcrl.engines.vllm.server import _command
 from hpcrl.launch.agent.processes import NodeProcesses
 from hpcrl.launch.agent.start import NodeContext
 from hpcrl.launch.nodes import Node
-from hpcrl.rollout.engines.vllm.server import _command
 from hpcrl.rundir.commit import write_text
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime import numa

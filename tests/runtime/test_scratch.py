@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from hpcrl.config import InferenceEngineConfig
+from hpcrl.engines.vllm.processes import shared_memory
 from hpcrl.errors import ConfigError
-from hpcrl.rollout.engines.vllm.processes import shared_memory
 from hpcrl.runtime.scratch import (
     SHARED_MEMORY,
     Scratch,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.rollout.engines.vllm.processes import group_of
+from hpcrl.engines.vllm.processes import group_of
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import read_attempts
 from tests.jobs.small_run import HPCRL, SMALL, curve, kill, logs_of, trained_groups, wait_for
@@ -26,7 +26,7 @@ MISMATCH = "policy/rollout_train_logprobs_abs_diff_mean"
 
 def workers(run: Run, part: str | None) -> list[int]:
     """Return vLLM's workers on the replica's second node, or with None on its first one."""
-    servers = [pid for pid in processes_of(run) if "hpcrl.rollout.engines.vllm.main" in command_of(pid)]
+    servers = [pid for pid in processes_of(run) if "hpcrl.engines.vllm.main" in command_of(pid)]
     (server,) = [pid for pid in servers if variable(pid, "HPCRL_PART") == part]
     return [pid for pid in group_of(server) if command_of(pid).startswith("VLLM::Worker")]
 

@@ -17,7 +17,7 @@ from hpcrl.rundir.layout import Run
 from hpcrl.trainer.advantages import estimate_advantages
 from hpcrl.trainer.backends.fsdp.engine import FsdpPolicy
 from hpcrl.trainer.backends.fsdp.values import FsdpCritic
-from hpcrl.trainer.batching import MicroBatchLimit, updates_per_batch
+from hpcrl.trainer.batching import MicroBatchLimit
 from hpcrl.trainer.critic.loss import CRITIC_REDUCTION, build_critic_objective, describe_critic
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.packing import MiniBatch, regrouped
@@ -61,7 +61,7 @@ def section(model: str, options: dict[str, Any]) -> TrainerConfig:
 
 def make_critic(world: World, trainer: TrainerConfig) -> WatchedCritic:
     critic = WatchedCritic(trainer, world)
-    critic.schedule(4 * updates_per_batch(trainer, trainer.critic_mini_batch_size))
+    critic.schedule(4 * trainer.updates_per_batch(trainer.critic_mini_batch_size))
     return critic
 
 
@@ -71,8 +71,8 @@ def appraised(
     """Return the policy's mini-batches of a batch with values, advantages and returns."""
     minis = load(run, batch, trainer.algorithm, trainer.policy_mini_batch_size, limit, critic.data)
     for mini in minis:
-        mini.samples.scores.values = mini.scored(critic.values)
-    estimate_advantages(batch, [mini.samples for mini in minis], trainer.algorithm, critic.data.sum)
+        mini.rows.scores.values = mini.scored(critic.values)
+    estimate_advantages(batch, [mini.rows for mini in minis], trainer.algorithm, critic.data.sum)
     return minis
 
 
@@ -99,7 +99,7 @@ def one_batch(world: World, options: dict[str, Any]) -> None:
         critic = make_critic(world, trainer)
         tensors = {f"initial.{key}": value for key, value in parameters(critic).items()}
         minis = appraised(critic, run, batch, trainer, limit)
-        found = {f"{one.ref.group}-{one.ref.index}": one for one in views(mini.samples for mini in minis)}
+        found = {f"{one.ref.group}-{one.ref.index}": one for one in views(mini.rows for mini in minis)}
         weights = [sample.weight for sample in found.values()]
         told = {"metrics": train_critic(critic, minis, batch, trainer, limit), "updates": critic.updates}
         told["kept"] = weights == [sample.weight for sample in found.values()]

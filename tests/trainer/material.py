@@ -21,14 +21,14 @@ from hpcrl.config import AlgorithmConfig, ModelConfig, PolicyConfig, TrainerConf
 from hpcrl.rundir.commit import write_json
 from hpcrl.rundir.layout import Run
 from hpcrl.trainer.backends.base import Engine, Objective, PolicyEngine, UpdateResult
-from hpcrl.trainer.batching import MicroBatchLimit, SampleRef, consecutive, split_micro_batches
+from hpcrl.trainer.batching import MicroBatchLimit, RowRef, consecutive, split_micro_batches
 from hpcrl.trainer.distributed import World, joined
-from hpcrl.trainer.packing import MiniBatch, PackedSamples, common_prefixes
+from hpcrl.trainer.packing import MiniBatch, PackedRows, common_prefixes
 from hpcrl.trainer.samples import load_mini_batches
 from hpcrl.trainer.step import sum_over_ranks
-from hpcrl.types import ROUTED_EXPERTS, Batch, GroupMeta, Sample, SamplingMask
+from hpcrl.types import ROUTED_EXPERTS, Batch, Row, SamplingMask
 from tests.paths import CONFIGS
-from tests.rows import write_group
+from tests.rows import group_meta, write_group
 
 VOCABULARY = 18
 ROUNDING = 1e-6  # of gradients of the tiny models, summed in float32; less than half of it was seen
@@ -40,12 +40,12 @@ def load_weights(directory: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
-def make_sample(generator: torch.Generator, length: int, prompt: int) -> Sample:
+def make_sample(generator: torch.Generator, length: int, prompt: int) -> Row:
     """Return a sample whose policy chose everything after the first `prompt` tokens, but one in the middle (as of a tool)."""
     mask = (torch.arange(length) >= prompt).float()
     if length - prompt > 4:
         mask[prompt + 2] = 0
-    return Sample(
+    return Row(
         token_ids=torch.randint(0, VOCABULARY, (length,), generator=generator),
         loss_mask=mask,
         rollout_logprobs=-3 * torch.rand(length, generator=generator) * mask,
@@ -55,7 +55,7 @@ def make_sample(generator: torch.Generator, length: int, prompt: int) -> Sample:
     )
 
 
-def with_mask(sample: Sample) -> Sample:
+def with_mask(sample: Row) -> Row:
     """Return it with what every second token was sampled among: a few tokens, itself one of them."""
     draw = torch.Generator().manual_seed(len(sample.token_ids))
     kept: list[list[int]] = []
@@ -93,7 +93,7 @@ def make_batch(
             samples = [with_mask(sample) for sample in samples]
         if routed:
             samples = [with_experts(sample) for sample in samples]
-        meta = GroupMeta(
+        meta = group_meta(
             group_id=f"g{step}-{number}",
             kind="train",
             replica=0,
@@ -114,7 +114,7 @@ def make_batch(
     return batch
 
 
-def with_experts(sample: Sample[torch.Tensor]) -> Sample[torch.Tensor]:
+def with_experts(sample: Row[torch.Tensor]) -> Row[torch.Tensor]:
     """Return a sample with experts that its tokens have gone to; those of its second token and its last are not known."""
     length = len(sample.token_ids)
     generator = torch.Generator().manual_seed(int(sample.token_ids.sum()))
@@ -245,9 +245,9 @@ def score(engine: PolicyEngine, mini: MiniBatch, limit: MicroBatchLimit, *, old:
         parts = split_micro_batches(mini.plan.shares, limit)
         mini.plan = replace(mini.plan, score=[consecutive(own) for own in parts])
     if old:
-        mini.samples.scores.old_logprobs = mini.scored(engine.logprobs)
+        mini.rows.scores.old_logprobs = mini.scored(engine.logprobs)
     if reference:
-        mini.samples.scores.ref_logprobs = mini.scored(partial(engine.logprobs, reference=True))
+        mini.rows.scores.ref_logprobs = mini.scored(partial(engine.logprobs, reference=True))
 
 
 def train(engine: Engine, mini: MiniBatch, objective: Objective) -> UpdateResult:
@@ -260,11 +260,11 @@ def train(engine: Engine, mini: MiniBatch, objective: Objective) -> UpdateResult
 class View:
     """One of several packed samples."""
 
-    packed: PackedSamples
+    packed: PackedRows
     at: int
 
     @property
-    def ref(self) -> SampleRef:
+    def ref(self) -> RowRef:
         return self.packed.refs[self.at]
 
     @property
@@ -289,7 +289,7 @@ class View:
         return column_P[self.tokens]
 
 
-def views(packed: Iterable[PackedSamples]) -> list[View]:
+def views(packed: Iterable[PackedRows]) -> list[View]:
     return [View(samples, at) for samples in packed for at in range(len(samples.lengths))]
 
 

@@ -37,7 +37,7 @@ from hpcrl.trainer.distributed import World, check_all_reduce, joined
 from hpcrl.trainer.loss import build_objective, build_reduction
 from hpcrl.trainer.metrics import PhaseTimer, describe_updates
 from hpcrl.trainer.packing import MiniBatch
-from hpcrl.trainer.samples import load_samples
+from hpcrl.trainer.samples import load_rows
 from hpcrl.trainer.saving.checkpoint import Checkpoints
 from hpcrl.trainer.saving.publish import Publisher
 from hpcrl.types import Batch
@@ -101,7 +101,7 @@ def loaded(
 ) -> list[MiniBatch]:
     """Return the mini-batches of a batch, with advantages."""
     minis = load(run, batch, algorithm, groups, limit, world, reduction)
-    estimate_advantages(batch, [mini.samples for mini in minis], algorithm, world.sum)
+    estimate_advantages(batch, [mini.rows for mini in minis], algorithm, world.sum)
     return minis
 
 
@@ -155,14 +155,14 @@ def poisoned(world: World, options: dict[str, Any]) -> None:
     (mini,) = loaded(run, batch, ALGORITHM, len(batch.groups), world, MicroBatchLimit(4))
     score(engine, mini, MicroBatchLimit(8), old=True, reference=True)
     before = parameters(engine)
-    advantages_P = mini.samples.scores.advantages
+    advantages_P = mini.rows.scores.advantages
     assert advantages_P is not None
     if world.first:
-        advantages_P[mini.samples.tokens_of(range(1))] = float("inf")
+        advantages_P[mini.rows.tokens_of(range(1))] = float("inf")
     skipped = train(engine, mini, build_objective(ALGORITHM)).report
     same = all(torch.equal(before[name], value) for name, value in parameters(engine).items())
     if world.first:
-        advantages_P[mini.samples.tokens_of(range(1))] = 1.0
+        advantages_P[mini.rows.tokens_of(range(1))] = 1.0
     after = train(engine, mini, build_objective(ALGORITHM)).report
     if world.first:
         facts = {"skipped": [skipped.skipped, after.skipped], "same": same, "updates": engine.updates}
@@ -177,7 +177,7 @@ def worth(world: World, options: dict[str, Any]) -> None:
         algorithm = build(AlgorithmConfig, settings)
         limit = MicroBatchLimit(1, options.get("tokens"))
         minis = load(run, batch, algorithm, 2, limit, world)
-        packed = [mini.samples for mini in minis]
+        packed = [mini.rows for mini in minis]
         for samples in packed:
             spread = samples.labels / 10
             samples.scores.old_logprobs, samples.scores.ref_logprobs = -spread, -spread.square()
@@ -262,8 +262,8 @@ def lifetime(world: World, options: dict[str, Any]) -> None:
         score(engine, mini, MicroBatchLimit(16), old=True, reference=False)
         found = {
             f"{n}.{name}": sample.of(column).clone()
-            for n, sample in enumerate(views([mini.samples]))
-            for name, column in (("logprobs", mini.samples.scores.old_logprobs), ("ids", mini.samples.token_ids))
+            for n, sample in enumerate(views([mini.rows]))
+            for name, column in (("logprobs", mini.rows.scores.old_logprobs), ("ids", mini.rows.token_ids))
         }
         if world.first:
             save_file(found, options["export"])
@@ -277,7 +277,7 @@ def moving(world: World, options: dict[str, Any]) -> None:
     run = Run.open(options["run"])
     batch = Batch.from_json(read_json(run.batch(1)))
     (refs,) = mini_batches(batch, len(batch.groups))
-    packed = load_samples(run, batch, refs).whole()
+    packed = load_rows(run, batch, refs).whole()
     found = {"before": next(engine.logprobs([packed], reference=True))}
     train_steps(engine, run, range(1, 2), options)
     engine.reset_reference(fresh_optimizer=True)

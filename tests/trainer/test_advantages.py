@@ -21,13 +21,13 @@ from hpcrl.rollout.group import Row
 from hpcrl.rundir.commit import write_json
 from hpcrl.rundir.layout import Run
 from hpcrl.trainer.advantages import Advantages, estimate_advantages
-from hpcrl.trainer.batching import MicroBatchLimit, SampleRef, trained_groups
+from hpcrl.trainer.batching import MicroBatchLimit, RowRef, trained_groups
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.loss import build_objective
 from hpcrl.trainer.metrics import describe_batch, describe_updates
-from hpcrl.trainer.packing import PackedSamples, pack
+from hpcrl.trainer.packing import PackedRows, pack
 from hpcrl.types import Batch
-from tests.rows import read_tensors, write_group
+from tests.rows import group_meta, read_tensors, with_columns, write_group
 from tests.trainer.launcher import run_ranks
 from tests.trainer.material import View, load, make_batch, make_run, score, train, views
 from tests.trainer.ranks import Ranks
@@ -75,17 +75,16 @@ def some_batch(path: Path) -> tuple[Run, Batch]:
         samples = read_tensors(run.path / group.path)
         if at == MUTED[0]:
             samples[MUTED[1]].loss_mask.zero_()
-        if at == EQUAL:
-            group.rewards[:] = [0.3] * 4
         reported = [{"form": float((at + number) % 3)} for number in range(4)]
-        meta = replace(group, baseline=0.1 * at, env_metrics=reported)
+        rewards = [0.3] * 4 if at == EQUAL else group.rewards
+        meta = with_columns(group, rewards=rewards, baseline=0.1 * at, env_metrics=reported)
         batch.groups[at] = write_group(run.path / group.path, samples, meta)
     write_json(run.batch(1), batch.to_json())
     return run, batch
 
 
-def everything(run: Run, batch: Batch) -> PackedSamples:
-    refs = [SampleRef(at, index, 0) for at in range(4) for index in range(4)]
+def everything(run: Run, batch: Batch) -> PackedRows:
+    refs = [RowRef(at, index, 0) for at in range(4) for index in range(4)]
     return pack([sample for group in batch.groups for sample in read_group(run.path / group.path)], refs)
 
 
@@ -155,23 +154,28 @@ def test_samples_that_failed_do_not_change_what_the_others_are_worth(tmp_path: P
     lost, algorithm = {(0, 3), (2, 1), (2, 2), (EQUAL, 0)}, build(AlgorithmConfig, SETTINGS[name])
 
     def worths(*, there: bool) -> list[list[float]]:
-        samples, refs = list[Row](), list[SampleRef]()
+        samples, refs = list[Row](), list[RowRef]()
         changed = replace(batch, groups=list(batch.groups))
         for at, group in enumerate(batch.groups):
             kept = [number for number in range(4) if there or (at, number) not in lost]
             failed = [(at, number) in lost for number in kept]
-            changed.groups[at] = replace(
-                group,
+            changed.groups[at] = group_meta(
+                group_id=group.group_id,
+                path=group.path,
+                baseline=group.baseline,
+                digest=group.digest,
+                lengths=[group.lengths[number] for number in kept],
+                response_lengths=[group.response_lengths[number] for number in kept],
                 rewards=[9.0 if gone else group.rewards[number] for number, gone in zip(kept, failed, strict=True)],
                 stop_reasons=["failed" if gone else "stop" for gone in failed],
-                env_metrics=[group.env_metrics[number] for number in kept],
+                env_metrics=[group.samples[number].env_metrics for number in kept],
             )
         for at in trained_groups(changed, algorithm):
             group, rows = changed.groups[at], read_group(run.path / batch.groups[at].path)
             rows = [row for number, row in enumerate(rows) if there or (at, number) not in lost]
             for place, (row, reason) in enumerate(zip(rows, group.stop_reasons, strict=True)):
                 samples.append(replace(row, loss_mask=row.loss_mask * (reason != "failed")))
-                refs.append(SampleRef(at, place, 0))
+                refs.append(RowRef(at, place, 0))
         packed = pack(samples, refs)
         estimate_advantages(changed, [packed], algorithm, list)
         return [row for sample in views([packed]) if (row := of(sample)[mask(sample)].tolist())]
@@ -226,8 +230,9 @@ def test_groups_of_equal_rewards_are_not_there_at_all(tmp_path: Path) -> None:
     algorithm = AlgorithmConfig(zero_variance_filter=True, advantage_estimator="reinforce++_baseline")
     assert trained_groups(batch, AlgorithmConfig()) == [0, 1, 2, 3]
     assert trained_groups(batch, algorithm) == [0, 2, 3]
+    assert trained_groups(batch, replace(algorithm, zero_variance_filter_tol=9.0)) == []
     kept = [at for at in range(4) if at != EQUAL]
-    refs = [SampleRef(at, index, 0) for at in kept for index in range(4)]
+    refs = [RowRef(at, index, 0) for at in kept for index in range(4)]
     samples = pack([sample for at in kept for sample in read_group(run.path / batch.groups[at].path)], refs)
     estimate_advantages(batch, [samples], algorithm, list)
     values = trained(views([samples]))
@@ -240,7 +245,7 @@ def test_the_filter_judges_by_what_the_environment_reports(tmp_path: Path) -> No
     right, wrong = {"accuracy": 1.0, "form": 0.0}, {"accuracy": 0.0, "form": 1.0}
     reported = {0: [right] * 4, EQUAL: [right, wrong, right, wrong], 2: [right, wrong, {"accuracy": 1.0}, wrong]}
     for at, metrics in {**reported, 3: [{}, {}, {"form": 1.0, "accuracy": 0.0}, {}]}.items():
-        batch.groups[at] = replace(batch.groups[at], env_metrics=metrics)
+        batch.groups[at] = with_columns(batch.groups[at], env_metrics=metrics)
 
     def found(*names: str) -> list[int]:
         return trained_groups(batch, AlgorithmConfig(zero_variance_filter=True, filter_reward_metric=list(names)))
@@ -259,7 +264,7 @@ def test_several_rewards_of_a_sample_are_those_that_the_environment_reports(tmp_
     rows, _ = one_rank(run, batch, **gdpo)
     summed = []
     for group in batch.groups:
-        forms = [sample["form"] for sample in group.env_metrics]
+        forms = [sample.env_metrics["form"] for sample in group.samples]
         for reward, form in zip(group.rewards, forms, strict=True):
             parts = (
                 (reward - fmean(group.rewards)) / (stdev(group.rewards) + 1e-6),
@@ -310,12 +315,11 @@ def test_a_batch_that_teaches_nothing_moves_nothing(tmp_path: Path, model_path: 
     run, batch = some_batch(tmp_path / "run")
     engine = make_engine(alone, str(model_path), {})
     train_steps(engine, run, range(1, 2), {"micro": 4})  # momentum and weight decay would move it from here on
-    for group in batch.groups:
-        group.rewards[:] = [1.0] * 4
+    batch = replace(batch, groups=[with_columns(group, rewards=[1.0] * 4) for group in batch.groups])
     algorithm = AlgorithmConfig(zero_variance_filter=True)
     (mini,) = load(run, batch, algorithm, 4, MicroBatchLimit(4), alone)
     score(engine, mini, MicroBatchLimit(4), old=True, reference=True)
-    advantages = estimate_advantages(batch, [mini.samples], algorithm, alone.sum)
+    advantages = estimate_advantages(batch, [mini.rows], algorithm, alone.sum)
     before, updates = parameters(engine), engine.updates
     update = train(engine, mini, build_objective(algorithm))
     assert update.report.skipped

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import chain, product
 
 import pytest
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 from hpcrl.trainer.batching import (
     MicroBatchLimit,
     MiniBatchPlan,
-    SampleRef,
+    RowRef,
     assign_to_ranks,
     balanced,
     computed,
@@ -24,33 +23,36 @@ from hpcrl.trainer.batching import (
     whole_groups,
 )
 from hpcrl.types import Batch, GroupMeta
+from tests.rows import group_meta
 
 SAMPLES = MicroBatchLimit(1)
 
 
-def meta(lengths: list[int]) -> GroupMeta:
+def meta(lengths: list[int], shared: Sequence[int] = ()) -> GroupMeta:
     zeros = [0.0] * len(lengths)
-    return GroupMeta("g", "train", 0, "p", zeros, lengths, lengths, ["stop"] * len(lengths), 0, 0, "x", 1.0)
+    return group_meta(
+        rewards=zeros, lengths=lengths, response_lengths=lengths, stop_reasons=["stop"] * len(lengths), shared=shared
+    )
 
 
-def refs_of(lengths: Sequence[int]) -> list[SampleRef]:
-    return [SampleRef(0, index, length) for index, length in enumerate(lengths)]
+def refs_of(lengths: Sequence[int]) -> list[RowRef]:
+    return [RowRef(0, index, length) for index, length in enumerate(lengths)]
 
 
-def skewed(count: int, seed: int = 0) -> list[SampleRef]:
+def skewed(count: int, seed: int = 0) -> list[RowRef]:
     """Most samples short, some very long, as of a policy that reasons."""
     draw = random.Random(seed)
     return refs_of([min(16384, 100 + int(draw.lognormvariate(7, 0.8))) for _ in range(count)])
 
 
-def tokens(refs: Sequence[SampleRef]) -> int:
+def tokens(refs: Sequence[RowRef]) -> int:
     return sum(ref.length for ref in refs)
 
 
 def test_ranks_that_score_whole_groups_have_equal_work() -> None:
-    groups = [[SampleRef(0, 0, 900)], *([SampleRef(at, index, 100) for index in range(8)] for at in (1, 2))]
+    groups = [[RowRef(0, 0, 900)], *([RowRef(at, index, 100) for index in range(8)] for at in (1, 2))]
     assert whole_groups(groups, 2, MicroBatchLimit(1)) == [[0], [1, 2]]
-    groups = [[SampleRef(0, 0, 900)], [SampleRef(1, index, 100) for index in range(12)], [SampleRef(2, 0, 500)]]
+    groups = [[RowRef(0, 0, 900)], [RowRef(1, index, 100) for index in range(12)], [RowRef(2, 0, 500)]]
     assert whole_groups(groups, 2, MicroBatchLimit(1)) == [[1], [0, 2]]
     assert whole_groups(groups, 2, MicroBatchLimit(1, quadratic=0.01)) == [[0], [1, 2]]
 
@@ -58,15 +60,15 @@ def test_ranks_that_score_whole_groups_have_equal_work() -> None:
 def test_mini_batches_are_consecutive_groups() -> None:
     batch = Batch(1, [meta([3, 4]), meta([5]), meta([6])], 3)
     first, second = mini_batches(batch, 2)
-    assert first == [SampleRef(0, 0, 3), SampleRef(0, 1, 4), SampleRef(1, 0, 5)]
-    assert second == [SampleRef(2, 0, 6)]
+    assert first == [RowRef(0, 0, 3), RowRef(0, 1, 4), RowRef(1, 0, 5)]
+    assert second == [RowRef(2, 0, 6)]
 
 
 @pytest.mark.parametrize("limit", [SAMPLES, MicroBatchLimit(3), MicroBatchLimit(1, 3000)])
 @pytest.mark.parametrize("ranks", [1, 2, 7])
 def test_pairs_stay_together_in_one_micro_batch(ranks: int, limit: MicroBatchLimit) -> None:
     draw = random.Random(0)
-    refs = [SampleRef(group, index, draw.randint(1, 1000)) for group in range(20) for index in range(2)]
+    refs = [RowRef(group, index, draw.randint(1, 1000)) for group in range(20) for index in range(2)]
     plan = planned(refs, ranks, (limit, limit), pairs=True)
     assert sorted((ref.group, ref.index) for share in plan.shares for ref in share) == [
         (ref.group, ref.index) for ref in refs
@@ -79,7 +81,7 @@ def test_pairs_stay_together_in_one_micro_batch(ranks: int, limit: MicroBatchLim
                 assert [ref.index for ref in own] == [0, 1] * (len(own) // 2)
                 assert [ref.group for ref in own[::2]] == [ref.group for ref in own[1::2]]
                 if limit.tokens is None:
-                    assert len(own) <= 2 * limit.samples
+                    assert len(own) <= 2 * limit.rows
                 else:
                     assert tokens(own) <= limit.tokens or len(own) == 2
     assert len({len(parts) for parts in plan.train}) == 1
@@ -89,7 +91,7 @@ def test_pairs_stay_together_in_one_micro_batch(ranks: int, limit: MicroBatchLim
 @pytest.mark.parametrize("ranks", [1, 2, 7, 8])
 def test_deal_is_complete_and_orders_shares(ranks: int, limit: MicroBatchLimit) -> None:
     draw = random.Random(0)
-    refs = [SampleRef(group, index, draw.randint(1, 4000)) for group in range(32) for index in range(16)]
+    refs = [RowRef(group, index, draw.randint(1, 4000)) for group in range(32) for index in range(16)]
     shares = planned(refs, ranks, (limit, limit)).shares
     assert sorted((p.group, p.index) for share in shares for p in share) == [(p.group, p.index) for p in refs]
     assert max(map(tokens, shares)) - min(map(tokens, shares)) <= 4000
@@ -100,7 +102,7 @@ def test_deal_is_complete_and_orders_shares(ranks: int, limit: MicroBatchLimit) 
 
 @pytest.mark.parametrize("limit", [SAMPLES, MicroBatchLimit(1, 10)])
 def test_deal_does_not_depend_on_the_order_it_is_given(limit: MicroBatchLimit) -> None:
-    refs = [SampleRef(group, index, 5) for group in range(4) for index in range(3)]
+    refs = [RowRef(group, index, 5) for group in range(4) for index in range(3)]
     assert planned(refs, 3, (limit, limit)) == planned(refs[::-1], 3, (limit, limit))
 
 
@@ -155,7 +157,7 @@ def test_micro_batches_hold_every_sample_once_and_no_more_than_they_may(
         assert sorted(at for part in parts for at in part) == list(range(len(share)))
         for part in parts:
             if limit.tokens is None:
-                assert len(part) <= limit.samples
+                assert len(part) <= limit.rows
             else:
                 assert len(part) < 2 or tokens([share[at] for at in part]) <= limit.tokens
     if limit.tokens is not None and len(lengths) > 1:
@@ -206,14 +208,14 @@ def test_the_dearest_sample_is_not_joined_by_others() -> None:
         [30, 30, 30, 10],
     ]
     assert limit.work(refs[:2]) == 130 + 0.1 * (100**2 + 30**2)
-    assert limit.work([SampleRef(0, 0, 9), SampleRef(0, 1, 9, 6)]) == pytest.approx(9 + 8.1 + 3 + 0.1 * (81 - 36))
+    assert limit.work([RowRef(0, 0, 9), RowRef(0, 1, 9, 6)]) == pytest.approx(9 + 8.1 + 3 + 0.1 * (81 - 36))
 
 
-def group_of(at: int, prompt: int, answers: Sequence[int]) -> list[SampleRef]:
-    return [SampleRef(at, index, prompt + answer, prompt if index else 0) for index, answer in enumerate(answers)]
+def group_of(at: int, prompt: int, answers: Sequence[int]) -> list[RowRef]:
+    return [RowRef(at, index, prompt + answer, prompt if index else 0) for index, answer in enumerate(answers)]
 
 
-def parts_of(plan: MiniBatchPlan) -> list[list[list[SampleRef]]]:
+def parts_of(plan: MiniBatchPlan) -> list[list[list[RowRef]]]:
     """Return the samples of each micro-batch of each rank."""
     return [
         [share[part.start : part.stop] for part in parts] for share, parts in zip(plan.shares, plan.train, strict=True)
@@ -229,15 +231,15 @@ def test_what_samples_share_is_counted_once_where_they_are_together() -> None:
     assert computed([*first, *second]) == [105, 6, 7, 51, 2]
     assert computed(first[1:]) == [106, 7], "the first of a micro-batch has no sample before it"
     assert computed([first[0], first[2]]) == [105, 107]
-    assert computed([SampleRef(0, 0, 9), SampleRef(0, 1, 9, 9)]) == [9, 1], "a last token is computed"
+    assert computed([RowRef(0, 0, 9), RowRef(0, 1, 9, 9)]) == [9, 1], "a last token is computed"
     assert computed([]) == []
 
 
 def test_metadata_say_what_is_shared() -> None:
-    known = replace(meta([8, 9]), shared=[0, 7])
+    known = meta([8, 9], [0, 7])
     batch = Batch(1, [known, meta([5, 5])], 2)
-    assert mini_batches(batch, 2) == [[*refs_of([8, 9]), SampleRef(1, 0, 5), SampleRef(1, 1, 5)]]
-    assert mini_batches(batch, 2, shared=True)[0][:2] == [SampleRef(0, 0, 8), SampleRef(0, 1, 9, 7)]
+    assert mini_batches(batch, 2) == [[*refs_of([8, 9]), RowRef(1, 0, 5), RowRef(1, 1, 5)]]
+    assert mini_batches(batch, 2, shared=True)[0][:2] == [RowRef(0, 0, 8), RowRef(0, 1, 9, 7)]
 
 
 def test_a_group_is_one_micro_batch_where_it_fits() -> None:

@@ -25,10 +25,10 @@ from hpcrl.trainer.backends.fsdp.engine import FsdpPolicy
 from hpcrl.trainer.backends.fsdp.values import FsdpCritic
 from hpcrl.trainer.batching import MicroBatchLimit
 from hpcrl.trainer.distributed import World
-from hpcrl.trainer.models.hf import critic_source
+from hpcrl.trainer.models.build import critic_source
 from hpcrl.trainer.packing import pack
 from hpcrl.trainer.saving.checkpoint import Checkpoints
-from hpcrl.types import Batch, Sample
+from hpcrl.types import Batch, Row
 from tests.rows import read_tensors
 from tests.trainer import critic_scenarios, test_job
 from tests.trainer.material import StepBounds, make_batch, make_run, make_sample
@@ -109,10 +109,10 @@ class Truth:
         for start in range(0, GROUPS, 2):
             self.update([key for key in self.samples if int(key.split("-")[0]) in range(start, start + 2)])
 
-    def values(self, sample: Sample) -> torch.Tensor:
+    def values(self, sample: Row) -> torch.Tensor:
         return self.model.value_head(self.model(input_ids=sample.token_ids[None]).last_hidden_state)[0, :, 0]
 
-    def returns_of(self, sample: Sample, values: torch.Tensor) -> dict[int, float]:
+    def returns_of(self, sample: Row, values: torch.Tensor) -> dict[int, float]:
         """Return, by trained token, its value and the discounted sum of later surprises."""
         found, surprise, following = {}, 0.0, 0.0
         for token in reversed([token for token in range(1, len(values)) if sample.loss_mask[token]]):
@@ -293,7 +293,7 @@ def test_it_learns_a_constant_reward(model_path: Path, tmp_path: Path, alone: Wo
     for _ in range(40):
         minis = critic_scenarios.appraised(critic, run, batch, trainer, limit)
         for mini in minis:
-            mini.samples.scores.returns = torch.full_like(mini.samples.rewards, 0.7)
+            mini.rows.scores.returns = torch.full_like(mini.rows.rewards, 0.7)
         found = critic_scenarios.train_critic(critic, minis, batch, trainer, limit)
         means.append(found["critic/values_mean"])
     assert abs(means[0]) < 0.2

@@ -9,6 +9,7 @@ import json
 import operator
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from hpcrl.config import Config
 from hpcrl.controller.api import Api
 from hpcrl.controller.schedule import Schedule
 from hpcrl.controller.service import Service
+from hpcrl.errors import CommitError
 from hpcrl.observe.metrics import merged, read_metrics
 from hpcrl.rundir.commit import committed, is_committed, read_json, verify, write_text
 from hpcrl.rundir.layout import Run, step_of, version_of
@@ -36,9 +38,10 @@ from hpcrl.runtime.process_status import StatusWriter, read_process_statuses
 from hpcrl.runtime.token import read_token
 from hpcrl.types import GroupMeta, Prompt, Work
 from tests.paths import ROOT
-from tests.rows import write_group
+from tests.rows import group_meta, write_group
 from tests.trainer.launcher import environment, run_ranks
 from tests.trainer.material import make_sample, torchrun
+from tests.trainer.saving.hostile import REFUSED, make_hostile
 from tests.trainer.scenarios import laid_over
 
 STEPS = 4
@@ -133,7 +136,7 @@ def finish(run: Run, work: Work, version: int) -> GroupMeta:
     for sample, reward in zip(samples, rewards, strict=True):
         sample.rewards[-1] = reward
     path = run.samples_of(0) / f"{work.group_id}.safetensors"
-    meta = GroupMeta(
+    meta = group_meta(
         group_id=work.group_id,
         kind=work.kind,
         replica=0,
@@ -346,6 +349,19 @@ def test_what_cannot_be_replayed(run: Run, step: str, message: str) -> None:
     )  # fmt: skip
     assert done.returncode == 5
     assert re.search(message, done.stderr), done.stderr
+
+
+def test_a_strangers_checkpoint_is_not_replayed(run: Run, tmp_path: Path) -> None:
+    shutil.copytree(run.path, tmp_path / "theirs", symlinks=True)
+    theirs = Run(tmp_path / "theirs")
+    marker = make_hostile(theirs.checkpoint(2), "reference")
+    words = ["replay", str(theirs.path), "--step", str(STEPS), "--output", str(tmp_path / "replayed")]
+    done = subprocess.run(
+        [sys.executable, "-m", "hpcrl.cli.main", *words], env=environment(), capture_output=True, text=True, timeout=120
+    )
+    assert not marker.exists()
+    assert done.returncode == CommitError.exit_code
+    assert re.search(f"{theirs.checkpoint(2)}/reference/{REFUSED}", done.stderr), done.stderr
 
 
 def test_engines_get_weights_at_every_second_step(tmp_path: Path, model_path: Path) -> None:

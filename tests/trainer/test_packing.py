@@ -10,20 +10,20 @@ from hpcrl.algorithms.reductions import Reduction
 from hpcrl.config import AlgorithmConfig
 from hpcrl.errors import DataError
 from hpcrl.rundir.layout import Run
-from hpcrl.trainer.batching import MicroBatchLimit, SampleRef, assign_to_ranks, mini_batches, planned
+from hpcrl.trainer.batching import MicroBatchLimit, RowRef, assign_to_ranks, mini_batches, planned
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.packing import MiniBatch, Scores, pack, set_loss_weights
-from hpcrl.trainer.samples import load_samples, observations
-from hpcrl.types import Batch, Sample, SamplingMask
-from tests.rows import write_group
+from hpcrl.trainer.samples import load_rows, observations
+from hpcrl.types import Batch, Row, SamplingMask
+from tests.rows import with_columns, write_group
 from tests.trainer.material import load, make_batch, make_run, make_sample, views
 
 
-def sample(ids: list[int], mask: list[float]) -> Sample:
+def sample(ids: list[int], mask: list[float]) -> Row:
     length = len(ids)
     logprobs = -torch.tensor(ids, dtype=torch.float32) / 10 * torch.tensor(mask)
     zeros = torch.zeros(length)
-    return Sample(torch.tensor(ids), torch.tensor(mask), logprobs, zeros.int(), zeros, "stop")
+    return Row(torch.tensor(ids), torch.tensor(mask), logprobs, zeros.int(), zeros, "stop")
 
 
 def test_labels_are_shifted_once_and_stay_in_their_sample() -> None:
@@ -123,12 +123,12 @@ def test_only_picked_samples_are_read(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     batch = make_batch(run, step=1, groups=3, size=4)
     (run.path / batch.groups[2].path).unlink()
-    refs = [SampleRef(1, 3, 0), SampleRef(0, 2, 0), SampleRef(1, 0, 0)]
-    samples = load_samples(run, batch, refs)
+    refs = [RowRef(1, 3, 0), RowRef(0, 2, 0), RowRef(1, 0, 0)]
+    samples = load_rows(run, batch, refs)
     assert samples.refs == refs
     assert samples.lengths == [batch.groups[p.group].lengths[p.index] for p in refs]
     with pytest.raises(DataError, match="missing"):
-        load_samples(run, batch, [SampleRef(2, 0, 0)])
+        load_rows(run, batch, [RowRef(2, 0, 0)])
 
 
 @pytest.mark.parametrize("least_prefix", [None, 2])
@@ -137,10 +137,10 @@ def test_a_file_that_was_replaced_after_the_batch_was_composed_is_refused(
 ) -> None:
     run = make_run(tmp_path / "run")
     batch, other = (make_batch(run, step=step, groups=1, size=4) for step in (1, 2))
-    assert load_samples(run, batch, [SampleRef(0, 0, 0)], least_prefix).lengths
+    assert load_rows(run, batch, [RowRef(0, 0, 0)], least_prefix).lengths
     (run.path / other.groups[0].path).replace(run.path / batch.groups[0].path)
     with pytest.raises(DataError, match=r"g1-0\.safetensors is damaged .*are expected.*next attempt generates"):
-        load_samples(run, batch, [SampleRef(0, 0, 0)], least_prefix)
+        load_rows(run, batch, [RowRef(0, 0, 0)], least_prefix)
 
 
 PROMPT, ALIKE = 3, 4
@@ -157,9 +157,9 @@ def test_the_legacy_mean_weighs_micro_batches_alike(
     plan = planned(refs, ranks, (limit, limit))
     sums = []
     for rank, share in enumerate(plan.shares):
-        mini = MiniBatch(plan, load_samples(run, batch, share), rank)
+        mini = MiniBatch(plan, load_rows(run, batch, share), rank)
         set_loss_weights([mini], batch, alone, Reduction("token_mean_legacy"))
-        samples = views([mini.samples])
+        samples = views([mini.rows])
         parts = [[samples[at] for at in part] for part in plan.train[rank] if part]
         assert all(len({sample.weight for sample in part}) == 1 for part in parts)
         sums += [sum(sample.weight * sample.trained for sample in part) for part in parts]
@@ -175,11 +175,10 @@ def told(tmp_path: Path) -> tuple[Run, Batch]:
     for number, rewards in ((1, [0.0, 1.0, 0.5]), (2, [1.0, 1.0, 0.5])):
         group = batch.groups[number]
         samples = [make_sample(torch.Generator().manual_seed(seed), 12, PROMPT) for seed in range(3)]
-        group.lengths[:] = [12] * 3
         samples[1].token_ids[PROMPT : PROMPT + ALIKE] = samples[0].token_ids[PROMPT : PROMPT + ALIKE]
         samples[0].token_ids[PROMPT + ALIKE], samples[1].token_ids[PROMPT + ALIKE] = 1, 2
-        group.rewards[:] = rewards
-        batch.groups[number] = write_group(run.path / group.path, samples, group)
+        told = with_columns(group, lengths=[12] * 3, rewards=rewards)
+        batch.groups[number] = write_group(run.path / group.path, samples, told)
     return run, batch
 
 
@@ -187,8 +186,8 @@ def told(tmp_path: Path) -> tuple[Run, Batch]:
 def test_a_prefix_that_good_and_bad_share_is_not_trained(told: tuple[Run, Batch], ranks: int) -> None:
     run, batch = told
     (refs,) = mini_batches(batch, 3)
-    packed = [load_samples(run, batch, share, ALIKE) for share in assign_to_ranks(refs, ranks)]
-    complete = load_samples(run, batch, refs)
+    packed = [load_rows(run, batch, share, ALIKE) for share in assign_to_ranks(refs, ranks)]
+    complete = load_rows(run, batch, refs)
     whole = {sample.ref: sample.of(complete.loss_mask) for sample in views([complete])}
     for sample in views(packed):
         expected = whole[sample.ref].clone()
@@ -199,14 +198,14 @@ def test_a_prefix_that_good_and_bad_share_is_not_trained(told: tuple[Run, Batch]
         assert samples.left_out == sum(whole[ref].sum() for ref in samples.refs) - samples.loss_mask.sum()
     # each sample has one token in its response that the policy did not choose; it was not trained before either
     assert sum(samples.left_out for samples in packed) == 2 * (ALIKE - 1)
-    assert load_samples(run, batch, refs, ALIKE + 1).left_out == 0
+    assert load_rows(run, batch, refs, ALIKE + 1).left_out == 0
 
 
 def test_a_sample_that_failed_makes_no_prefix_one_of_different_rewards(told: tuple[Run, Batch]) -> None:
     run, batch = told
-    batch.groups[1] = replace(batch.groups[1], stop_reasons=["failed", "stop", "stop"])
+    batch.groups[1] = with_columns(batch.groups[1], stop_reasons=["failed", "stop", "stop"])
     (refs,) = mini_batches(batch, 3)
-    assert load_samples(run, batch, refs, ALIKE).left_out == 0
+    assert load_rows(run, batch, refs, ALIKE).left_out == 0
 
 
 def test_only_trained_tokens_are_counted(told: tuple[Run, Batch], alone: World) -> None:
@@ -215,8 +214,8 @@ def test_only_trained_tokens_are_counted(told: tuple[Run, Batch], alone: World) 
     for least in (None, ALIKE):
         algorithm = AlgorithmConfig(min_filter_prefix_tokens=least)
         (mini,) = load(run, batch, algorithm, 3, MicroBatchLimit(1), alone, Reduction("token_mean"))
-        assert mini.tokens == sum(mini.samples.trained)
-        assert set(mini.samples.weights) == {1 / mini.tokens}
+        assert mini.tokens == sum(mini.rows.trained)
+        assert set(mini.rows.weights) == {1 / mini.tokens}
         counted[least] = mini.tokens, mini.left_out
     assert counted[ALIKE] == (counted[None][0] - counted[ALIKE][1], 2 * (ALIKE - 1))
     assert counted[None][1] == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +30,13 @@ from hpcrl.trainer.loss import build_policy_loss
 from hpcrl.trainer.metrics import PhaseTimer, step_line
 from hpcrl.trainer.mismatch import MismatchLimit
 from hpcrl.trainer.models.flops import ModelFlops
-from hpcrl.trainer.offline.modes import objective_of
+from hpcrl.trainer.offline.build import objective_of
 from hpcrl.trainer.saving.checkpoint import ResumePoint
 from hpcrl.trainer.saving.dump import Dumps
 from hpcrl.trainer.step import Learner
 from hpcrl.trainer.stop import StopConsensus
 from tests.paths import ROOT
+from tests.rows import with_columns
 from tests.trainer.critic_scenarios import section
 from tests.trainer.material import make_batch, make_run
 from tests.trainer.scenarios import make_engine
@@ -140,8 +141,7 @@ def test_old_logprobs_of_later_mini_batches_are_estimated_without_a_pass(
 def test_what_the_environment_answers_is_learned_too(run: Run, alone: World, model_path: Path) -> None:
     """Its likelihood alone is trained where advantages are 0: it rises."""
     batch = make_batch(run, step=1, groups=2, size=3)
-    for group in batch.groups:
-        group.rewards[:] = [1.0] * 3
+    batch = replace(batch, groups=[with_columns(group, rewards=[1.0] * 3) for group in batch.groups])
     settings = {"use_kl_loss": False, "observation_nll_coef": 1.0, "policy_loss_type": "gpg"}
     own = learner(run, alone, model_path, (2, 2), settings)
     losses = [own.train(batch, PhaseTimer())["policy/observation_nll"] for _ in range(3)]

@@ -22,9 +22,9 @@ from hpcrl.trainer.backends.base import UpdateResult
 from hpcrl.trainer.batching import MicroBatchLimit, mini_batches, trained_groups
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.loss import build_objective
-from hpcrl.trainer.samples import load_samples
-from hpcrl.types import Batch, Sample
-from tests.rows import read_tensors, write_group
+from hpcrl.trainer.samples import load_rows
+from hpcrl.types import Batch, Row
+from tests.rows import read_tensors, with_columns, write_group
 from tests.trainer.launcher import run_ranks
 from tests.trainer.material import load, make_batch, make_run, score, train, views
 from tests.trainer.scenarios import make_engine, parameters
@@ -35,7 +35,7 @@ FIRST_TURN = 5  # tokens up to the one in the middle that the policy did not cho
 BY_SAMPLE = [name for name, estimator in ESTIMATORS.items() if not is_per_token(estimator)]
 
 
-def turns_of(sample: Sample) -> list[Sample]:
+def turns_of(sample: Row) -> list[Row]:
     """Return a sample as its turns, as a template writes them that keeps the past; the first turn is rewarded too."""
     if len(sample.token_ids) <= FIRST_TURN + 2:
         return [sample]
@@ -55,21 +55,25 @@ def both(path: Path) -> tuple[tuple[Run, Batch], tuple[Run, Batch]]:
     groups = []
     for at, group in enumerate(batch.groups):
         reported = [{"form": float((at + number) % 3)} for number in range(SIZE)]
-        batch.groups[at] = replace(group, baseline=0.1 * at, env_metrics=reported)
+        batch.groups[at] = with_columns(group, baseline=0.1 * at, env_metrics=reported)
         rows = [turns_of(sample) for sample in read_tensors(whole.path / group.path)]
         flat = [row for own in rows for row in own]
-        meta = replace(batch.groups[at], rows=[len(own) for own in rows], lengths=[len(row.token_ids) for row in flat])
+        meta = with_columns(
+            batch.groups[at], shared=[], rows=[len(own) for own in rows], lengths=[len(row.token_ids) for row in flat]
+        )
         groups.append(write_group(turned.path / group.path, flat, meta))
     other = replace(batch, groups=groups)
     write_json(turned.batch(1), other.to_json())
-    assert 0 < sum(count == 1 for group in groups for count in group.rows) < GROUPS * SIZE, "some have one turn"
+    assert 0 < sum(len(one.lengths) == 1 for group in groups for one in group.samples) < GROUPS * SIZE, (
+        "some have one turn"
+    )
     return (whole, batch), (turned, other)
 
 
 def worth(run: Run, batch: Batch, penalty: float = 0.0, **settings: Any) -> list[list[float]]:
     """Return the advantages of each sample's trained tokens, whatever its rows."""
     (refs,) = mini_batches(batch, GROUPS)
-    packed = load_samples(run, batch, refs)
+    packed = load_rows(run, batch, refs)
     packed.scores.penalties = penalty * packed.labels.double() * packed.loss_mask
     estimate_advantages(batch, [packed], build(AlgorithmConfig, settings), list)
     found: list[list[float]] = [[] for _ in range(GROUPS * SIZE)]
@@ -132,7 +136,7 @@ def test_an_optimizer_step_is_that_of_whole_samples(tmp_path: Path, model_path: 
         engine, limit = make_engine(alone, str(model_path), {}), MicroBatchLimit(3)
         (mini,) = load(run, batch, algorithm, GROUPS, limit, alone)
         score(engine, mini, limit, old=True, reference=True)
-        estimate_advantages(batch, [mini.samples], algorithm, alone.sum)
+        estimate_advantages(batch, [mini.rows], algorithm, alone.sum)
         made.append(train(engine, mini, build_objective(algorithm)))
         models.append(parameters(engine))
     whole, turned = made
@@ -146,10 +150,12 @@ def test_an_optimizer_step_is_that_of_whole_samples(tmp_path: Path, model_path: 
 def test_means_of_samples_are_means_of_rows(tmp_path: Path, alone: World) -> None:
     """Each turn is a sample to the loss; the likelihood of positive samples is that of all turns of a sample which was rewarded."""
     _, (run, batch) = both(tmp_path)
-    for group in batch.groups:
-        group.rewards[1] = 0.0
+    for at, group in enumerate(batch.groups):
+        batch.groups[at] = with_columns(
+            group, rewards=[0.0 if number == 1 else one for number, one in enumerate(group.rewards)]
+        )
     (mini,) = load(run, batch, AlgorithmConfig(), 4, MicroBatchLimit(2), alone, Reduction("sequence_mean"))
-    rows = views([mini.samples])
+    rows = views([mini.rows])
     assert [row.weight * row.trained for row in rows] == pytest.approx([1 / len(rows)] * len(rows))
     tokens = 0
     for row in rows:
@@ -161,5 +167,5 @@ def test_means_of_samples_are_means_of_rows(tmp_path: Path, alone: World) -> Non
 
 def test_groups_are_judged_by_their_outcomes(tmp_path: Path) -> None:
     _, (_, batch) = both(tmp_path)
-    batch.groups[2].rewards[:] = [0.5] * SIZE
+    batch.groups[2] = with_columns(batch.groups[2], rewards=[0.5] * SIZE)
     assert trained_groups(batch, AlgorithmConfig(zero_variance_filter=True)) == [0, 1, 3]

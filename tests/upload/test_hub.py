@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
-from hpcrl.config.sections.trainer import UploadConfig
+from hpcrl.config.sections.upload import UploadConfig
 from hpcrl.errors import CommitError
 from hpcrl.rundir.commit import COMMIT, MANIFEST
 from hpcrl.rundir.layout import Run

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from hpcrl.config.sections.trainer import UploadConfig
+from hpcrl.config.sections.upload import UploadConfig
 from hpcrl.errors import CommitError
 from hpcrl.rundir.commit import COMMIT, verify
 from hpcrl.rundir.layout import Run

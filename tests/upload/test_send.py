@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hpcrl.config import Config
-from hpcrl.config.sections.trainer import UploadConfig
+from hpcrl.config.sections.upload import UploadConfig
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.followers import Followers
 from hpcrl.upload import send

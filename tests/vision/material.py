@@ -28,7 +28,7 @@ from hpcrl.data.chat.turns import ChatTurns
 from hpcrl.data.tokenizer import load_tokenizer
 from hpcrl.data.vision.messages import with_images
 from hpcrl.data.vision.reader import ImageReader, named_tensors
-from hpcrl.types import Sample
+from hpcrl.types import Row
 from tests.paths import CONFIGS
 
 SHAPES = CONFIGS / "count_shapes"
@@ -144,7 +144,7 @@ def plays(count: int, fps: float = 2.0, first: int = 1) -> dict[str, Any]:
     return {"type": "video", "video": [drawn(first + at) for at in range(count)], "fps": fps}
 
 
-def make_rows(model: Path, *shown: tuple[int, ...]) -> list[Sample[torch.Tensor]]:
+def make_rows(model: Path, *shown: tuple[int, ...]) -> list[Row[torch.Tensor]]:
     """Return a sample for each tuple of images' seeds, with two trained tokens behind the prompt; three or more are a video, and then an image."""
     pretrained = Pretrained(str(model))
     template = ChatTurns(load_tokenizer(pretrained, ChatTemplateConfig()), {}, reader=ImageReader.of(pretrained))
@@ -159,5 +159,5 @@ def make_rows(model: Path, *shown: tuple[int, ...]) -> list[Sample[torch.Tensor]
         mask, zeros = torch.zeros(len(ids)), torch.zeros(len(ids))
         mask[-2:] = 1
         tensors = {name: torch.from_numpy(array) for name, array in named_tensors(context.images).items()}
-        found.append(Sample(ids, mask, zeros, zeros.int(), zeros, "stop", tensors=tensors))
+        found.append(Row(ids, mask, zeros, zeros.int(), zeros, "stop", tensors=tensors))
     return found

@@ -36,7 +36,7 @@ from hpcrl.trainer.models.forward import ForwardConfig
 from hpcrl.trainer.models.hf import ModelSource
 from hpcrl.trainer.models.packed.attention import PACKED
 from hpcrl.trainer.packing import pack
-from hpcrl.types import Prompt, Sample, Work
+from hpcrl.types import Prompt, Row, Work
 from tests.rollout.material import TOKEN, options, publish, served, slowly, started
 from tests.rows import read_tensors, write_group
 from tests.vision.material import IMAGE, KINDS, VIDEO, asks, plays, write_model
@@ -99,14 +99,14 @@ def work(
 
 def played(
     engine: Launched, model: Path, folder: Path, *items: Work, kept: KeptPictures | None = None, **config: Any
-) -> list[Sample[torch.Tensor]]:
+) -> list[Row[torch.Tensor]]:
     """Return the rows of groups that are generated together, as the trainer reads them from their files."""
 
     async def play() -> list[Any]:
         groups = generator_of(engine.connect(), model, kept, **config)
         return await asyncio.gather(*(groups.generate(item) for item in items))
 
-    found = list[Sample[torch.Tensor]]()
+    found = list[Row[torch.Tensor]]()
     for group in asyncio.run(play()):
         assert not group.failures
         path = folder / group.work.group_id
@@ -120,7 +120,7 @@ def policy_of(model: Path, *, packing: bool = True, temperature: float = SAMPLIN
     return PackedPolicy(whole, ForwardConfig(temperature=temperature, chunk_rows=64, packing=packing))
 
 
-def told(row: Sample[torch.Tensor]) -> dict[str, Any]:
+def told(row: Row[torch.Tensor]) -> dict[str, Any]:
     """Return a row's images and videos as transformers' own processors give them to its models."""
     seen = row.token_ids[(row.token_ids == IMAGE) | (row.token_ids == VIDEO)]
     kinds, at = {IMAGE: list[Any](), VIDEO: list[Any]()}, 0
@@ -140,7 +140,7 @@ def told(row: Sample[torch.Tensor]) -> dict[str, Any]:
     return found
 
 
-def of_one(reference: Any, row: Sample[torch.Tensor], temperature: float) -> torch.Tensor:
+def of_one(reference: Any, row: Row[torch.Tensor], temperature: float) -> torch.Tensor:
     """Return transformers' own log-probabilities of a row's tokens, [T - 1], among those that may be said."""
     ids = row.token_ids[None]
     inputs: dict[str, Any] = {}
@@ -219,7 +219,7 @@ def test_a_micro_batch_without_images_gives_the_tower_gradients_of_zero(model: P
     """Ranks with images and ranks without take part in the same sums."""
     ids = torch.tensor([3, 5, 7, 6, 1])
     zeros = torch.zeros(5)
-    batch = pack([Sample(ids, torch.ones(5), zeros, zeros.int(), zeros, "stop")]).whole()
+    batch = pack([Row(ids, torch.ones(5), zeros, zeros.int(), zeros, "stop")]).whole()
     policy = policy_of(model)
     policy.run(batch)[0].sum().backward()
     tower = {

@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import json
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+from hpcrl.config import GeneratorConfig, InferenceEngineConfig
 from hpcrl.config.sections.generator import ChatTemplateConfig
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.data.chat.count import token_counter
 from hpcrl.data.chat.turns import ChatTurns
 from hpcrl.data.prompts import load_prompts
+from hpcrl.data.sources import Source
 from hpcrl.data.tokenizer import load_tokenizer
 from hpcrl.data.vision.families import family_of, placeholders
 from hpcrl.data.vision.images import image_text, opened, size_of
 from hpcrl.data.vision.messages import with_images, without_images
 from hpcrl.data.vision.reader import GRID, PIXELS, ImageReader, Preparation, named_tensors, row_images
-from hpcrl.errors import DataError, EngineError
-from hpcrl.rollout.engines.vllm.images import _items
+from hpcrl.engines.vllm.images import _items
+from hpcrl.errors import DataError, RequestRefused
+from hpcrl.rollout.endpoint.server import serving
+from hpcrl.rollout.engines.base import Generation
 from hpcrl.types import Prompt
 from tests.vision.material import IMAGE, KINDS, asks, drawn, write_model
 
@@ -40,7 +46,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pretrained]:
 
 def rows(path: Path, *found: dict[str, Any]) -> list[Prompt]:
     pq.write_table(pa.Table.from_pylist(list(found)), path / "rows.parquet")
-    return load_prompts([str(path / "rows.parquet")], "format")
+    return load_prompts([Source(str(path / "rows.parquet"))], "format")
 
 
 def test_images_of_rows(tmp_path: Path) -> None:
@@ -68,7 +74,7 @@ def test_parts_of_messages(tmp_path: Path) -> None:
     ]
     line = {"prompt": [{"role": "user", "content": parts}], "images": ["a.png"]}
     (tmp_path / "rows.jsonl").write_text(json.dumps(line))
-    (row,) = load_prompts([str(tmp_path / "rows.jsonl")], "format")
+    (row,) = load_prompts([Source(str(tmp_path / "rows.jsonl"))], "format")
     assert [part.get("image", "") for part in row.messages[0]["content"]] == [URL, "", str(tmp_path / "a.png")]
     texts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert with_images([{"role": "user", "content": texts}]) == [{"role": "user", "content": "ab"}]
@@ -165,7 +171,7 @@ def test_where_vllm_is_told_that_images_are(models: dict[str, Pretrained]) -> No
         end = place["offset"] + place["length"]
         assert set(ids[place["offset"] : end]) == {IMAGE}
         assert IMAGE not in (ids[place["offset"] - 1], ids[end])
-    with pytest.raises(EngineError, match="has not the 6 placeholders"):
+    with pytest.raises(RequestRefused, match="has not the 6 placeholders"):
         list(_items(ids[: end - 1], images))
 
 
@@ -188,3 +194,30 @@ def test_models_that_see_nothing(tmp_path: Path) -> None:
     count = token_counter(model, ChatTemplateConfig(), {})
     with pytest.raises(DataError, match=r"it shows images, and .* sees none"):
         count(Prompt("0", with_images(asks(1)), "format", data_source="rows"))
+
+
+def test_placeholders_are_no_token_ids_of_requests(models: dict[str, Pretrained]) -> None:
+    """At the policy's endpoint, which takes no images: an engine would look for one."""
+    model = models["qwen2_5_vl"]
+    tokenizer = load_tokenizer(model, ChatTemplateConfig())
+    reader = ImageReader.of(model)
+    served = InferenceEngineConfig(enable_http_endpoint=True, served_model_name="policy")
+
+    async def say(*_: Any) -> Generation:
+        return Generation([5], [-0.5], "stop", [0])
+
+    async def play() -> None:
+        config = GeneratorConfig(inference_engine=served)
+        async with serving(config, tokenizer, 0, model, reader) as server, httpx.AsyncClient() as http:
+            assert server is not None
+            async with server.session(say, config.sampling_params) as (_, endpoint):
+                for prompt, status in (([5, 6], 200), ([5, IMAGE, 6], 400)):
+                    answer = await http.post(
+                        f"{endpoint.base_url}/completions",
+                        json={"model": "policy", "prompt": prompt},
+                        headers={"authorization": f"Bearer {endpoint.key}"},
+                    )
+                    assert answer.status_code == status, answer.text
+                assert f"token {IMAGE} stands for an image" in answer.json()["error"]["message"]
+
+    asyncio.run(play())

@@ -30,8 +30,8 @@ from hpcrl.data.vision.inputs import plane_positions
 from hpcrl.data.vision.messages import with_images, without_images
 from hpcrl.data.vision.reader import GRID, PIXELS, SECONDS, ImageReader, Preparation, row_images
 from hpcrl.data.vision.video_processor import VideoProcessor
+from hpcrl.engines.vllm.images import _items
 from hpcrl.errors import DataError
-from hpcrl.rollout.engines.vllm.images import _items
 from hpcrl.text import said_in
 from hpcrl.types import Prompt
 from tests.trainer.material import make_run
@@ -151,7 +151,7 @@ def test_videos_of_rows(tmp_path: Path) -> None:
         {"prompt": "a <video>"},
     ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    first, second, third = load_prompts([str(tmp_path / "rows.jsonl")], "format")
+    first, second, third = load_prompts([Source(str(tmp_path / "rows.jsonl"))], "format")
     image = str(tmp_path / "b.png")
     bare, shown = without_images(first.messages)
     assert shown == [Video((image, image), 1.0), image]
@@ -166,7 +166,7 @@ def test_videos_of_rows(tmp_path: Path) -> None:
     ):
         (tmp_path / "wrong.jsonl").write_text(json.dumps(row))
         with pytest.raises(DataError, match=said):
-            load_prompts([str(tmp_path / "wrong.jsonl")], "format")
+            load_prompts([Source(str(tmp_path / "wrong.jsonl"))], "format")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -31,7 +31,7 @@ from hpcrl.trainer.models.forward import ForwardConfig
 from hpcrl.trainer.models.hf import ModelSource
 from hpcrl.trainer.models.packed.attention import PACKED
 from hpcrl.trainer.packing import pack
-from hpcrl.types import Prompt, Sample, Work
+from hpcrl.types import Prompt, Row, Work
 from tests.rollout.material import started
 from tests.rows import read_tensors, write_group
 from tests.vla.material import parallel
@@ -96,7 +96,7 @@ def group(model: Path, run: Run) -> Group:
 
 
 @pytest.fixture(scope="module")
-def rows(group: Group, tmp_path_factory: pytest.TempPathFactory) -> list[Sample[torch.Tensor]]:
+def rows(group: Group, tmp_path_factory: pytest.TempPathFactory) -> list[Row[torch.Tensor]]:
     """Return all turns, as the trainer reads them from their file."""
     path = tmp_path_factory.mktemp("actions") / "g"
     write_group(path, group.samples, group.meta(0, path.name))
@@ -127,7 +127,7 @@ def test_turns_are_actions_and_nothing_else(group: Group, model: Path) -> None:
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_log_probabilities_agree(rows: list[Sample[torch.Tensor]], model: Path, packing: bool) -> None:
+def test_log_probabilities_agree(rows: list[Row[torch.Tensor]], model: Path, packing: bool) -> None:
     whole = ModelSource(path=str(model), role="trainer.policy").whole(torch.float32, PACKED)
     settings = ForwardConfig(temperature=TEMPERATURE, chunk_rows=3, packing=packing, entropy_loss=False)
     policy, batch = PackedPolicy(whole, settings), pack(rows).whole()
@@ -142,7 +142,7 @@ def test_log_probabilities_agree(rows: list[Sample[torch.Tensor]], model: Path, 
     assert float(entropies[trained].max()) < torch.log(torch.tensor(16.0)), "of the tokens of actions alone"
 
 
-def test_log_probabilities_are_those_of_the_model(rows: list[Sample[torch.Tensor]], model: Path) -> None:
+def test_log_probabilities_are_those_of_the_model(rows: list[Row[torch.Tensor]], model: Path) -> None:
     """By transformers' forward of one row alone. OpenVLA-OFT's row ends with the token that ends a text, and whatever stands in the place of its
     actions changes nothing."""
     reference: Any = AutoModelForImageTextToText.from_pretrained(model)
@@ -165,7 +165,7 @@ def test_log_probabilities_are_those_of_the_model(rows: list[Sample[torch.Tensor
 
 
 @pytest.mark.parametrize("model", [SHOWN_STATES], indirect=True)
-def test_what_is_measured_is_a_token_behind_those_of_the_image(rows: list[Sample[torch.Tensor]], model: Path) -> None:
+def test_what_is_measured_is_a_token_behind_those_of_the_image(rows: list[Row[torch.Tensor]], model: Path) -> None:
     """As OpenVLA-OFT has it: two layers with GELU between them, of numbers that statistics scale. Another state is another policy."""
     reference: Any = AutoModelForImageTextToText.from_pretrained(model)
     body = reference.model
@@ -185,7 +185,7 @@ def test_what_is_measured_is_a_token_behind_those_of_the_image(rows: list[Sample
     assert (other - found)[0, -CHUNK - 2 :].abs().max() > 1e-3
 
 
-def test_gradients_reach_the_eyes_and_no_head_of_other_tokens(rows: list[Sample[torch.Tensor]], model: Path) -> None:
+def test_gradients_reach_the_eyes_and_no_head_of_other_tokens(rows: list[Row[torch.Tensor]], model: Path) -> None:
     whole = ModelSource(path=str(model), role="trainer.policy").whole(torch.float32, PACKED)
     policy = PackedPolicy(whole, ForwardConfig(temperature=TEMPERATURE, chunk_rows=3))
     batch = pack(rows).whole()

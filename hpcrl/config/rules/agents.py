@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
-from hpcrl.config.derive import several_rows
 from hpcrl.config.errors import Problem
 from hpcrl.config.family import family_of
 from hpcrl.config.import_path import misnamed
@@ -133,7 +132,7 @@ def _container(agent: AgentConfig) -> Iterator[Problem]:
 
 def rows_of_samples(config: ConfigTree) -> Iterator[Problem]:
     """What does not work where a sample may have several rows."""
-    if not several_rows(config):
+    if not config.several_rows:
         return
     path = "generator.step_wise_trajectories" if config.generator.step_wise_trajectories else _ENDPOINT
     algorithm = config.trainer.algorithm

@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Iterator
 
-from hpcrl.config.derive import is_offline
 from hpcrl.config.errors import Problem
 from hpcrl.config.sections.alerts import METRIC_OF, AlertRuleConfig
 from hpcrl.config.sections.trainer import TrainerConfig
@@ -65,7 +64,7 @@ def _metric(path: str, rule: AlertRuleConfig, trainer: TrainerConfig) -> Iterato
     asked = rule.metric if own else METRIC_OF.get(rule.kind, ("", ""))[1]
     if asked and asked.startswith("eval/") and trainer.eval_interval <= 0:
         yield Problem(path, "nothing is evaluated with trainer.eval_interval=0; set that, or leave the rule out")
-    elif not own and asked and is_offline(trainer) and not asked.startswith("eval/"):
+    elif not own and asked and trainer.offline and not asked.startswith("eval/"):
         yield Problem(
             f"{path}.kind",
             f'there is no {asked} with trainer.mode="{trainer.mode}"; choose above, below or fell, and a metric',

@@ -1,60 +1,17 @@
-"""Rules about nodes, their GPUs, and options of the engine and of sbatch that hpcrl sets itself."""
+"""Rules about nodes, their GPUs, engines, and options of sbatch that hpcrl sets itself."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
-from typing import Any
 
-from hpcrl.config.adapters import largest_rank, loads_adapters
-from hpcrl.config.derive import (
-    LORA_RANKS,
-    critic_nodes,
-    engine_gpus,
-    gpu_count,
-    has_engines,
-    has_own_critic,
-    max_replicas,
-    replicas_per_node,
-    runs_eagerly,
-)
+from hpcrl.config.backend import OPTIONAL, backend_of, backends, teacher_backend
 from hpcrl.config.errors import Problem
-from hpcrl.config.node_share import takes_whole_nodes
-from hpcrl.config.sections.distillation import TeacherEngineConfig
+from hpcrl.config.family import family_of
 from hpcrl.config.sections.generator import InferenceEngineConfig
 from hpcrl.config.sections.slurm import ElasticConfig, SlurmConfig
 from hpcrl.config.sections.tree import ConfigTree
 
-_ENGINE_NAMES = {field.name: field.name for field in fields(InferenceEngineConfig)} | {
-    "dtype": "model_dtype",
-    "enable_expert_parallel": "expert_parallel_size",
-    "data_parallel_size_local": "data_parallel_size",
-}
-_TEACHER_NAMES = {field.name: field.name for field in fields(TeacherEngineConfig)} | {"dtype": "model_dtype"}
-_SIZES = {"pipeline_parallel_size", "data_parallel_size", "prefill_context_parallel_size", "enable_expert_parallel"}
-_ENGINE_OWN = {"uds", "host", "port", "middleware", "model", "max_model_len", "logprobs_mode", "api_key", "config"}
-_ENGINE_OWN |= {
-    "weight_transfer_config",
-    "enable_scale_out",
-    "served_model_name",
-    "max_logprobs",
-    "worker_extension_cls",
-}
-_ENGINE_OWN |= {"enable_lora", "max_lora_rank", "max_loras", "revision", "tokenizer_revision", "tokenizer"}
-_ENGINE_OWN |= {"enable_sleep_mode", "profiler_config", "uvicorn_log_level", "disable_uvicorn_access_log", "root_path"}
-_ENGINE_OWN |= {"ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs", "api_server_count", "headless"}
-_ENGINE_OWN |= {"nnodes", "node_rank", "master_addr", "master_port", "skip_tokenizer_init", "tokens_only"}
-_OF_VLLM = (
-    *("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "expert_parallel_size", "quantization"),
-    *("enable_prefix_caching", "enable_chunked_prefill", "enforce_eager", "use_flashinfer", "fully_sharded_loras"),
-    "remote_urls",
-    "engine_init_kwargs",
-)
-_ADDRESS = re.compile(r"https?://(?:[A-Za-z0-9._-]+|\[[0-9a-fA-F:.]+\])(?::\d{1,5})?/?")
-_QUANTIZED_ON_CPUS = ("fp8_per_channel",)
-EMBEDDED_SAMPLING = ("ignore_eos", "min_tokens")
-"""Sampling parameters beside those of the configuration that the embedded engine has."""
 _SBATCH_OWN = {"nodes", "array", "signal", "ntasks", "ntasks_per_node", "job_name", "output", "error", "open_mode"}
 _SBATCH_OWN |= {"requeue", "no_requeue", "no_kill"}
 _SBATCH_NAMES = {
@@ -77,136 +34,46 @@ def engine_options(config: ConfigTree) -> Iterator[Problem]:
             f"{path}.max_num_batched_tokens",
             f"expected at least {path}.max_num_seqs ({engine.max_num_seqs}), found {engine.max_num_batched_tokens}",
         )
-    yield from _further_options(path, engine.engine_init_kwargs, _ENGINE_NAMES)
-    distillation = config.trainer.distillation
-    if distillation.enable and distillation.backend == "vllm":
-        yield from _further_options(
-            "trainer.distillation.engine", distillation.engine.engine_init_kwargs, _TEACHER_NAMES
-        )
 
 
-def _further_options(path: str, given: Mapping[str, Any], settings: Mapping[str, str]) -> Iterator[Problem]:
-    """Look at options of vLLM's by their names there.
-
-    Args:
-        path: of the section that has them.
-        settings: option -> setting of this section.
-    """
-    if not isinstance(given.get("hf_overrides", {}), dict):
-        yield Problem(
-            f"{path}.engine_init_kwargs.hf_overrides", "expected a table of entries of the model's config.json"
-        )
-    known = settings.keys() | _ENGINE_OWN | _SIZES
-    for name in given:
-        option = name.replace("-", "_").partition(".")[0]
-        option = option if option in known else option.removeprefix("no_")
-        if own := settings.get(option):
-            yield Problem(f"{path}.engine_init_kwargs.{name}", f"set {path}.{own} instead")
-        elif option in known or option.startswith("data_parallel_"):
+def settings_of_engines(config: ConfigTree) -> Iterator[Problem]:
+    """Refuse settings and sampling parameters that the run's engines do not read, because a file should not promise what does not happen."""
+    path, generator, usual = "generator.inference_engine", config.generator, InferenceEngineConfig()
+    engine, backend = generator.inference_engine, backend_of(generator.inference_engine)
+    for name in OPTIONAL:
+        if name not in backend.reads and getattr(engine, name) != getattr(usual, name):
+            others = " or ".join(other.name for other in backends().values() if name in other.reads)
             yield Problem(
-                f"{path}.engine_init_kwargs.{name}", "hpcrl sets this option of the server itself; leave it out"
-            )
-
-
-def quantized_engines(config: ConfigTree) -> Iterator[Problem]:
-    path, engine = "generator.inference_engine.quantization", config.generator.inference_engine
-    needs_gpus = engine.quantization not in (None, *_QUANTIZED_ON_CPUS)
-    if needs_gpus and gpu_count(config.slurm) == 0 and not engine.remote_urls:
-        found = f"but slurm.gpus_per_node=0; leave it out, or choose {', '.join(_QUANTIZED_ON_CPUS)}"
-        yield Problem(path, f'"{engine.quantization}" needs GPUs, {found}')
-    elif engine.quantization and engine.model_dtype == "float32":
-        yield Problem(
-            path, "needs activations in bfloat16 or float16 (generator.inference_engine.model_dtype), found float32"
-        )
-
-
-def engines_on_processors(config: ConfigTree) -> Iterator[Problem]:
-    """What vLLM's build for CPUs ends with at the first request."""
-    path, engine = "generator.inference_engine", config.generator.inference_engine
-    if engine.remote_urls or gpu_count(config.slurm) > 0 or engine.backend != "vllm":
-        return
-    if engine.expert_parallel_size > 1 and not engine_gpus(engine) % engine.expert_parallel_size:
-        yield Problem(
-            f"{path}.expert_parallel_size",
-            f"without GPUs vLLM 0.31 needs a part of every expert on each worker: expected 1, found {engine.expert_parallel_size}",
-        )
-    if engine.pipeline_parallel_size > 1 and runs_eagerly(engine, on_cpu=True):
-        yield Problem(
-            f"{path}.enforce_eager",
-            "without GPUs vLLM 0.31 hands nothing from one pipeline stage to the next where it runs eagerly; set it to false, or leave out "
-            "pipeline_parallel_size",
-        )
-
-
-def remote_engines(config: ConfigTree) -> Iterator[Problem]:
-    """Engines that somebody else started: what they cannot be, and what has no effect on them."""
-    path, engine = "generator.inference_engine", config.generator.inference_engine
-    secure = any(url.startswith("https://") for url in engine.remote_urls)
-    for name, needed in (("remote_key_file", engine.remote_urls), ("remote_ca_file", secure)):
-        if getattr(engine, name) is not None and not needed:
-            what = "an https address in " if engine.remote_urls else ""
-            yield Problem(f"{path}.{name}", f"has no effect without {what}{path}.remote_urls; leave it out")
-    if not engine.remote_urls or engine.backend != "vllm":
-        return
-    if not has_engines(config):
-        yield Problem(f"{path}.remote_urls", f'has no effect with trainer.mode="{config.trainer.mode}"; leave it out')
-        return
-    for url in engine.remote_urls:
-        if not _ADDRESS.fullmatch(url):
-            yield Problem(f"{path}.remote_urls", f"expected addresses such as https://host:8000, found {url!r}")
-    if len(set(engine.remote_urls)) != len(engine.remote_urls):
-        yield Problem(
-            f"{path}.remote_urls", "expected each address once: an engine works for one rollout worker at a time"
-        )
-    if engine.num_engines != len(engine.remote_urls):
-        yield Problem(
-            f"{path}.num_engines",
-            f"expected {len(engine.remote_urls)}, one for each of {path}.remote_urls, found {engine.num_engines}",
-        )
-    if loads_adapters(config):
-        yield Problem(
-            f"{path}.merge_lora", f"engines of {path}.remote_urls get whole policies, not adapters; set it to true"
-        )
-    for name, found in (
-        ("trainer.placement.colocate_all", config.trainer.placement.colocate_all),
-        ("trainer.profiler.nsys_engine_iterations", config.trainer.profiler.nsys_engine_iterations),
-        ("slurm.elastic.replicas", config.slurm.elastic.replicas),
-        ("slurm.replicas_per_node", config.slurm.replicas_per_node),
-        (f"{path}.weight_copy_dir", engine.weight_copy_dir),
-    ):
-        if found:
-            yield Problem(
-                name, f"does not work with {path}.remote_urls, whose engines are on no node of the run; leave it out"
-            )
-
-
-def embedded_engine(config: ConfigTree) -> Iterator[Problem]:
-    """What vLLM alone has is refused with the embedded engine, because a file should not promise what does not happen."""
-    path, generator = "generator.inference_engine", config.generator
-    engine = generator.inference_engine
-    if engine.backend != "transformers":
-        return
-    for name in _OF_VLLM:
-        if getattr(engine, name) != getattr(InferenceEngineConfig(), name):
-            yield Problem(
-                f"{path}.{name}", f'has no effect with {path}.backend="transformers"; leave it out, or set vllm'
+                f"{path}.{name}", f'has no effect with {path}.backend="{backend.name}"; leave it out, or set {others}'
             )
     for section in ("sampling_params", "eval_sampling_params"):
         for name in getattr(generator, section).additional_kwargs or {}:
-            if name not in EMBEDDED_SAMPLING:
+            if backend.sampling is not None and name not in backend.sampling:
+                only = f"only {' and '.join(backend.sampling)}" if backend.sampling else "none"
                 yield Problem(
                     f"generator.{section}.additional_kwargs.{name}",
-                    f'{path}.backend="transformers" has only {" and ".join(EMBEDDED_SAMPLING)}; leave it out, or use vllm',
+                    f'{path}.backend="{backend.name}" has {only}; leave it out, or use another engine',
                 )
 
 
-def adapters_of_engines(config: ConfigTree) -> Iterator[Problem]:
-    engine, lora = config.generator.inference_engine, config.trainer.policy.model.lora
-    if engine.backend == "vllm" and loads_adapters(config) and largest_rank(lora) > LORA_RANKS[-1]:
+def engine_of_family(config: ConfigTree) -> Iterator[Problem]:
+    family, engine = family_of(config), config.generator.inference_engine
+    if config.has_engines and family.backend not in (None, engine.backend):
         yield Problem(
-            "trainer.policy.model.lora.rank",
-            f"vLLM loads adapters up to rank {LORA_RANKS[-1]}, found {largest_rank(lora)}; set generator.inference_engine.merge_lora=true",
+            "generator.inference_engine.backend",
+            f'expected "{family.backend}" with {family.chosen_by}, found "{engine.backend}"',
         )
+
+
+def rules_of_backends(config: ConfigTree) -> Iterator[Problem]:
+    """Check the rules of the run's engines, and of its teachers' engines."""
+    for rule in backend_of(config.generator.inference_engine).rules:
+        yield from rule(config)
+    distillation = config.trainer.distillation
+    teacher = teacher_backend(distillation)
+    if teacher and distillation.enable and not config.trainer.offline:
+        for rule in teacher.teacher_rules:
+            yield from rule(config)
 
 
 def copies_of_weights(config: ConfigTree) -> Iterator[Problem]:
@@ -221,7 +88,7 @@ def ways_of_weights(config: ConfigTree) -> Iterator[Problem]:
     backend, network = engine.weight_sync_backend, engine.weight_sync_backend != "filesystem"
     wanted = {"weight_sync_backend": network, "full_weights_interval": engine.full_weights_interval > 1}
     for name in [name for name, is_set in wanted.items() if is_set]:
-        if loads_adapters(config):
+        if config.loads_adapters:
             yield Problem(
                 path + name,
                 f"adapters are small, and reach engines as files; leave it out, or set {path}merge_lora=true",
@@ -236,7 +103,7 @@ def ways_of_weights(config: ConfigTree) -> Iterator[Problem]:
             path + "weight_sync_timeout_seconds",
             f"has no effect with {path}weight_sync_backend=filesystem; leave it out",
         )
-    if backend == "nccl" and gpu_count(config.slurm) == 0:
+    if backend == "nccl" and config.slurm.gpus == 0:
         yield Problem(
             path + "weight_sync_backend", "nccl needs GPUs, but slurm.gpus_per_node=0; use gloo or filesystem"
         )
@@ -251,39 +118,38 @@ def _is_default(engine: InferenceEngineConfig, name: str) -> bool:
     return getattr(engine, name) == next(field.default for field in fields(engine) if field.name == name)
 
 
-def flash_infer(config: ConfigTree) -> Iterator[Problem]:
-    if config.generator.inference_engine.use_flashinfer and gpu_count(config.slurm) == 0:
-        yield Problem(
-            "generator.inference_engine.use_flashinfer", "needs GPUs, but slurm.gpus_per_node=0; set it to false"
-        )
-
-
 def gpus_of_nodes(config: ConfigTree) -> Iterator[Problem]:
-    gpus, ranks = gpu_count(config.slurm), config.trainer.placement.policy_num_gpus_per_node
+    gpus, ranks = config.slurm.gpus, config.trainer.placement.policy_num_gpus_per_node
     if gpus <= 0:
         return
-    parallel, replicas = engine_gpus(config.generator.inference_engine), config.slurm.replicas_per_node
+    parallel, replicas = config.generator.inference_engine.gpus, config.slurm.replicas_per_node
     has = f"but a node has {gpus} GPUs (slurm.gpus_per_node)"
     if ranks > gpus:
         yield Problem("trainer.placement.policy_num_gpus_per_node", f"{ranks} ranks need a GPU each, {has}")
-    elif has_own_critic(config.trainer) and (of_critic := critic_nodes(config.trainer)[1]) > gpus:
+    elif config.trainer.has_own_critic and (of_critic := config.trainer.placement.critic_nodes[1]) > gpus:
         yield Problem("trainer.placement.critic_num_gpus_per_node", f"{of_critic} ranks need a GPU each, {has}")
     if config.generator.inference_engine.remote_urls:
         return
     if parallel > gpus:
         yield from _engines_on_several_nodes(config, has)
-    elif replicas is not None and parallel >= 1 and replicas_per_node(config) * parallel > gpus:
+    elif replicas is not None and parallel >= 1 and config.replicas_per_node * parallel > gpus:
         yield Problem("slurm.replicas_per_node", f"{replicas} replicas need {replicas * parallel} GPUs, {has}")
 
 
 def _engines_on_several_nodes(config: ConfigTree, has: str) -> Iterator[Problem]:
-    engine, gpus = config.generator.inference_engine, gpu_count(config.slurm)
+    path = "generator.inference_engine"
+    engine, gpus = config.generator.inference_engine, config.slurm.gpus
     copy = engine.tensor_parallel_size * engine.pipeline_parallel_size
-    if engine_gpus(engine) % gpus or (copy % gpus and gpus % copy):
+    several = "nodes" in backend_of(engine).brings
+    if not several or engine.gpus % gpus or (copy % gpus and gpus % copy):
+        where = (
+            "on several nodes it has all GPUs of each, and on each as much of a copy of the weights, or as many of them"
+            if several
+            else f'with {path}.backend="{engine.backend}" it is on one node'
+        )
         yield Problem(
-            "generator.inference_engine.tensor_parallel_size",
-            f"a replica needs {engine_gpus(engine)} GPUs (times pipeline_parallel_size and data_parallel_size), {has}; on several nodes it has "
-            "all GPUs of each, and on each as much of a copy of the weights, or as many of them",
+            f"{path}.tensor_parallel_size",
+            f"a replica needs {engine.gpus} GPUs (times pipeline_parallel_size and data_parallel_size), {has}; {where}",
         )
     for name, found in (
         ("slurm.elastic.replicas", config.slurm.elastic.replicas),
@@ -293,14 +159,14 @@ def _engines_on_several_nodes(config: ConfigTree, has: str) -> Iterator[Problem]
         if found:
             yield Problem(
                 name,
-                f"does not work where a replica is on several nodes: it needs {engine_gpus(engine)} GPUs, {has}; leave it out",
+                f"does not work where a replica is on several nodes: it needs {engine.gpus} GPUs, {has}; leave it out",
             )
 
 
 def enough_replicas(config: ConfigTree) -> Iterator[Problem]:
-    if not has_engines(config):
+    if not config.has_engines:
         return
-    least, most = config.slurm.min_replicas, max_replicas(config)
+    least, most = config.slurm.min_replicas, config.max_replicas
     engines = "generator.inference_engine.num_engines"
     if most < 1:
         yield Problem(engines, "expected at least 1, or replicas of an elastic pool (slurm.elastic.replicas), found 0")
@@ -352,7 +218,7 @@ def mount_problems(setting: str, mounts: Sequence[str]) -> Iterator[Problem]:
 
 def counted_gpus(config: ConfigTree) -> Iterator[Problem]:
     slurm = config.slurm
-    if slurm.gpu_option == "none" and gpu_count(slurm) > 0 and not takes_whole_nodes(slurm):
+    if slurm.gpu_option == "none" and slurm.gpus > 0 and not slurm.whole_nodes:
         yield Problem("slurm.gpu_option", 'with "none" a run needs whole nodes: set slurm.exclusive=true')
 
 

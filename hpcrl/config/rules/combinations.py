@@ -6,8 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from hpcrl.config.adapters import adapters, reference_follows, reference_is_base
-from hpcrl.config.derive import better_of, surplus_groups, uses_reference
+from hpcrl.config.backend import unknown_backends
 from hpcrl.config.errors import Problem
 from hpcrl.config.family import families
 from hpcrl.config.fields import Setting, values
@@ -15,19 +14,16 @@ from hpcrl.config.import_path import misnamed
 from hpcrl.config.rules.agents import agents, endpoint, robots, rows_of_samples
 from hpcrl.config.rules.alerts import alerts
 from hpcrl.config.rules.cluster import (
-    adapters_of_engines,
     container,
     copies_of_weights,
     counted_gpus,
-    embedded_engine,
+    engine_of_family,
     engine_options,
-    engines_on_processors,
     enough_replicas,
-    flash_infer,
     gpus_of_nodes,
-    quantized_engines,
-    remote_engines,
+    rules_of_backends,
     sbatch_options,
+    settings_of_engines,
     time_to_save,
     ways_of_weights,
 )
@@ -119,6 +115,8 @@ def alone(given: Iterable[tuple[Setting, Any]]) -> list[Problem]:
 def impossible(config: ConfigTree) -> list[Problem]:
     """Return everything that cannot work, whatever is still to be built."""
     problems = list(out_of_range(values(config)))
+    if unknown := list(unknown_backends(config)):  # rules ask the engine
+        return problems + unknown
     wrong = {problem.path for problem in problems}
     rules = [rule for family in families() for rule in family.rules]
     rules += [rule for rule in RULES if rule not in _CALCULATING] if any(map(_COUNTED.search, wrong)) else RULES
@@ -139,7 +137,7 @@ def _loggers(config: ConfigTree) -> Iterator[Problem]:
 
 def _lora(config: ConfigTree) -> Iterator[Problem]:
     trainer, policy = config.trainer, config.trainer.policy
-    for role, lora in adapters(trainer).items():
+    for role, lora in trainer.adapters.items():
         path = f"trainer.{role}.model.lora"
         if lora.init_method == "zero":
             yield Problem(
@@ -170,7 +168,7 @@ def _lora(config: ConfigTree) -> Iterator[Problem]:
                 f"{path}.modules_to_save",
                 f"a run that begins with given adapters trains adapters alone; leave it or {path}.adapter_path out",
             )
-    if policy.model.lora.rank and reference_follows(trainer):
+    if policy.model.lora.rank and trainer.reference_follows:
         yield from _moving_reference(trainer)
     trained = [name for name, whether in policy.trainable_map.items() if whether]
     if policy.model.lora.rank and trained:
@@ -183,7 +181,7 @@ def _lora(config: ConfigTree) -> Iterator[Problem]:
 def _moving_reference(trainer: TrainerConfig) -> Iterator[Problem]:
     """Yield what is wrong with a reference that follows a policy with adapters."""
     setting = "update_ref_every_epoch" if trainer.update_ref_every_epoch else "algorithm.reference_reset_interval"
-    if not reference_is_base(trainer):
+    if not trainer.reference_is_base:
         yield Problem(
             f"trainer.{setting}",
             "with LoRA the policy's model with other adapters is the reference; leave out what trainer.ref has of its own, a model, rope "
@@ -224,7 +222,7 @@ def _reference(config: ConfigTree) -> Iterator[Problem]:
             "the KL divergence counts in the loss or in the reward, not in both; set trainer.algorithm.use_kl_loss=false",
         )
     resets = algorithm.reference_reset_interval is not None
-    if (resets or config.trainer.update_ref_every_epoch) and not uses_reference(config.trainer):
+    if (resets or config.trainer.update_ref_every_epoch) and not config.trainer.uses_reference:
         name = "trainer.algorithm.reference_reset_interval" if resets else "trainer.update_ref_every_epoch"
         needs = {
             "rl": "without trainer.algorithm.use_kl_loss or use_kl_in_reward; set one of them",
@@ -298,7 +296,7 @@ def _staleness(config: ConfigTree) -> Iterator[Problem]:
             f"{fully_async.sync_weight_interval} steps ({path}.sync_weight_interval), found {stale}",
         )
     groups = fully_async.num_parallel_generation_workers
-    most, surplus = batch * (stale + 1), surplus_groups(config.trainer)
+    most, surplus = batch * (stale + 1), config.trainer.surplus_groups
     if groups is not None and not batch <= groups <= most + surplus:
         more = f", and {surplus} of oversampling_ratio" if surplus else ""
         yield Problem(
@@ -319,7 +317,7 @@ def _checkpoints(config: ConfigTree) -> Iterator[Problem]:
         if value and trainer.max_ckpts_to_keep < 0:
             yield Problem(f"trainer.{name}", "has no effect where all are kept; set trainer.max_ckpts_to_keep")
     best = trainer.ckpt_keep_best or ""
-    if best and trainer.ckpt_keep_best_mode is None and better_of(best) is None:
+    if best and trainer.best_mode is None:
         yield Problem(
             "trainer.ckpt_keep_best_mode",
             f'required with trainer.ckpt_keep_best="{best}", of which hpcrl does not know it: "max" if higher values are better, or "min"',
@@ -421,15 +419,12 @@ RULES: tuple[Rule, ...] = (
     endpoint,
     agents,
     robots,
-    adapters_of_engines,
-    embedded_engine,
+    engine_of_family,
     engine_options,
-    quantized_engines,
-    engines_on_processors,
-    remote_engines,
+    settings_of_engines,
+    rules_of_backends,
     copies_of_weights,
     ways_of_weights,
-    flash_infer,
     enough_replicas,
     gpus_of_nodes,
     sbatch_options,

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields
 
-from hpcrl.config.derive import MOST_KEPT, is_offline, mask_size, max_input_length, trains_pairs
 from hpcrl.config.errors import Problem
 from hpcrl.config.family import family_of
-from hpcrl.config.reward_model import is_rewarded_later
-from hpcrl.config.sections.generator import SamplingParams
+from hpcrl.config.sections.data import DATASET_FILES, DataConfig
+from hpcrl.config.sections.generator import MOST_KEPT, SamplingParams
 from hpcrl.config.sections.tree import ConfigTree
 
 _TEMPLATES = ("openvla", "qwen3_with_thinking", "qwen3_without_thinking")
@@ -19,6 +18,22 @@ _ENDINGS = {"stop_token_ids", "ignore_eos", "repetition_detection"}  # change wh
 _LEAVING_OUT = {"min_tokens", "bad_words", "allowed_token_ids", "structured_outputs"}
 _WEIGHING = {"presence_penalty", "frequency_penalty", "logit_bias"}
 _COLDEST = 0.01  # vLLM raises temperatures below to it
+
+
+def _selectors(data: DataConfig) -> Iterator[Problem]:
+    for settings, named, locations in (
+        ({"subset": data.subset, "revision": data.revision}, "train_data", data.train_data),
+        (
+            {"val_subset": data.val_subset, "val_revision": data.val_revision},
+            "val_data or data.val_prompts",
+            data.val_data + data.val_prompts,
+        ),
+    ):
+        if locations and all(location.endswith(DATASET_FILES) for location in locations):
+            for name, value in settings.items():
+                if value is not None:
+                    message = f"has no effect on files; no dataset of data.{named} is a folder or on the hub"
+                    yield Problem(f"data.{name}", message)
 
 
 def datasets(config: ConfigTree) -> Iterator[Problem]:
@@ -32,11 +47,11 @@ def datasets(config: ConfigTree) -> Iterator[Problem]:
         )
     if data.test_size is not None and data.val_data:
         yield Problem("data.test_size", "has no effect with data.val_data; leave one of them out")
-    if data.test_size is not None and data.test_size > 1 and data.test_size % 1:
-        yield Problem(
-            "data.test_size", f"expected a share below 1 or a whole number of prompts, found {data.test_size}"
-        )
-    if is_offline(config.trainer) and family_of(config).longest_row(config) is None:
+    for name, size in (("test_size", data.test_size), ("val_size", data.val_size)):
+        if size is not None and size > 1 and size % 1:
+            yield Problem(f"data.{name}", f"expected a share below 1 or a whole number of prompts, found {size}")
+    yield from _selectors(data)
+    if config.trainer.offline and family_of(config).longest_row(config) is None:
         yield Problem(
             "trainer.max_length", f'required with trainer.mode="{config.trainer.mode}": the longest row in tokens'
         )
@@ -46,14 +61,14 @@ def datasets(config: ConfigTree) -> Iterator[Problem]:
             f"expected one per dataset of data.train_data ({len(data.train_data)}), found {len(data.weights)}",
         )
     columns = {"prompt": data.prompt_column, "chosen": data.chosen_column, "rejected": data.rejected_column}
-    if trains_pairs(config.trainer) and len(set(columns.values())) < len(columns):
+    if config.trainer.pairwise and len(set(columns.values())) < len(columns):
         yield Problem("data.rejected_column", f"expected three columns of a pair, found {columns}; name each once")
     if data.prompt_column == data.response_column:
         yield Problem("data.response_column", f"expected another column than data.prompt_column ({data.prompt_column})")
 
 
 def lengths(config: ConfigTree) -> Iterator[Problem]:
-    longest, prompt = max_input_length(config.generator, config.trainer), config.trainer.max_prompt_length
+    longest, prompt = config.max_input_length, config.trainer.max_prompt_length
     if config.generator.max_turns == 1 and longest != prompt:
         yield Problem(
             "generator.max_input_length",
@@ -72,7 +87,7 @@ def turns(config: ConfigTree) -> Iterator[Problem]:
             "generator.max_turns",
             "has no effect with environment.reward_function, which scores after one turn; leave it out, or use an environment",
         )
-    elif config.generator.max_turns > 1 and is_rewarded_later(config.environment, "train"):
+    elif config.generator.max_turns > 1 and config.environment.is_rewarded_later("train"):
         yield Problem(
             "generator.max_turns",
             "has no effect with environment.reward_model alone, which scores one turn; leave it out, or set use_environment=true",
@@ -183,7 +198,7 @@ def sampled_distribution(config: ConfigTree) -> Iterator[Problem]:
     leaving_out = {f"{path}.top_p": sampling.top_p < 1, f"{path}.min_p": sampling.min_p > 0} | {
         f"{path}.additional_kwargs.{name}": name in sampling.additional_kwargs for name in sorted(_LEAVING_OUT)
     }
-    for setting in (name for name, used in leaving_out.items() if used and not mask_size(sampling)):
+    for setting in (name for name, used in leaving_out.items() if used and not sampling.mask_size):
         yield Problem(
             setting,
             f"leaves tokens out, which the trainer has to know; set {path}.top_k from 1 to {MOST_KEPT} too, so that they can be "

@@ -42,7 +42,7 @@ class ParallelLayout:
             sizes.context_parallel_size,
             sizes.pipeline_model_parallel_size,
             sizes.expert_model_parallel_size,
-            expert_tensor_size(sizes),
+            sizes.experts_tensor_size,
         )
 
     @property
@@ -72,12 +72,6 @@ class ParallelLayout:
         """Return of what the tokens of a sample are made a multiple: context parallelism cuts it into 2 parts per rank, sequence
         parallelism, which comes with tensor parallelism, each of those among the ranks."""
         return self.tensor * (2 * self.context if self.context > 1 else 1)
-
-
-def expert_tensor_size(sizes: MegatronModelConfig) -> int:
-    """Return how many ranks share each expert's matrices; where it is not set: as many as other layers'."""
-    own = sizes.expert_tensor_parallel_size
-    return sizes.tensor_model_parallel_size if own is None else own
 
 
 def _groups(sizes: Mapping[str, int], name: str) -> Groups:

@@ -5,10 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from hpcrl.config.derive import trainer_ranks
 from hpcrl.config.errors import Problem, shown
-from hpcrl.config.rules.megatron_groups import expert_tensor_size
-from hpcrl.config.scorers import trainer_has_reference
 from hpcrl.config.sections.megatron import MegatronModelConfig
 from hpcrl.config.sections.tree import ConfigTree
 
@@ -40,10 +37,10 @@ def shared_sample(sizes: MegatronModelConfig) -> str:
 
 
 def expert_sizes(config: ConfigTree) -> Iterator[Problem]:
-    sizes, ranks = config.trainer.policy.megatron_config, trainer_ranks(config.trainer)
+    sizes, ranks = config.trainer.policy.megatron_config, config.trainer.placement.policy_ranks
     if config.trainer.strategy != "megatron":
         return
-    expert, tensor, own = sizes.expert_model_parallel_size, expert_tensor_size(sizes), sizes.expert_tensor_parallel_size
+    expert, tensor, own = sizes.expert_model_parallel_size, sizes.experts_tensor_size, sizes.expert_tensor_parallel_size
     pipeline = sizes.pipeline_model_parallel_size
     if (expert > 1 or own is not None) and ranks % (expert * tensor * pipeline):
         yield Problem(
@@ -74,7 +71,7 @@ def pipeline(config: ConfigTree) -> Iterator[Problem]:
 
 def reference_layout(config: ConfigTree) -> Iterator[Problem]:
     trainer = config.trainer
-    if trainer.strategy != "megatron" or not trainer_has_reference(trainer):
+    if trainer.strategy != "megatron" or not trainer.colocated_reference:
         return
     for name in _SHARED:
         own, policy = getattr(trainer.ref.megatron_config, name), getattr(trainer.policy.megatron_config, name)

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from hpcrl.config.errors import Problem
-from hpcrl.config.rules.megatron_groups import expert_tensor_size, given_stages, layers_of_stages
+from hpcrl.config.rules.megatron_groups import given_stages, layers_of_stages
 from hpcrl.config.sections.megatron import MegatronModelConfig
 
 MEGATRON_FAMILIES = {
@@ -176,7 +176,7 @@ def _experts(path: str, sizes: MegatronModelConfig, entries: Mapping[str, Any], 
         own = sizes.expert_tensor_parallel_size is not None
         tensor_path = f"{path}.{'expert_tensor_parallel_size' if own else 'tensor_model_parallel_size'}"
         yield from _divided(expert_path, sizes.expert_model_parallel_size, {"experts": experts}, whose)
-        yield from _divided(tensor_path, expert_tensor_size(sizes), {"columns of each expert": columns}, whose)
+        yield from _divided(tensor_path, sizes.experts_tensor_size, {"columns of each expert": columns}, whose)
         return
     if sizes.expert_model_parallel_size > 1:
         yield Problem(

@@ -5,23 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from hpcrl.config.derive import (
-    critic_model_parallel_size,
-    critic_ranks,
-    engine_gpus,
-    has_own_critic,
-    is_offline,
-    model_parallel_size,
-    ref_model_parallel_size,
-    ref_ranks,
-    samples_per_prompt,
-    several_rows,
-    trainer_ranks,
-    trains_pairs,
-)
 from hpcrl.config.errors import Problem
 from hpcrl.config.rules.megatron_layouts import shared_sample
-from hpcrl.config.scorers import trainer_has_reference
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.config.sections.tree import ConfigTree
 
@@ -30,11 +15,11 @@ _COLOCATED = "trainer.placement.colocate_all"
 
 def _roles(trainer: TrainerConfig) -> dict[str, tuple[int, int]]:
     """Return ranks, and ranks that share each sample, of the models that there are."""
-    roles = {"policy": (trainer_ranks(trainer), model_parallel_size(trainer))}
+    roles = {"policy": (trainer.placement.policy_ranks, trainer.model_parallel_size)}
     if trainer.critic.model.path is not None:
-        roles["critic"] = (critic_ranks(trainer), critic_model_parallel_size(trainer))
-    if trainer_has_reference(trainer):
-        roles["ref"] = (ref_ranks(trainer), ref_model_parallel_size(trainer))
+        roles["critic"] = (trainer.placement.critic_ranks, trainer.critic_model_parallel_size)
+    if trainer.colocated_reference:
+        roles["ref"] = (trainer.placement.ref_ranks, trainer.ref_model_parallel_size)
     return roles
 
 
@@ -55,7 +40,7 @@ def whole_mini_batches(config: ConfigTree) -> Iterator[Problem]:
 
 def _on_policy_ranks(trainer: TrainerConfig) -> list[str]:
     """Return the other models that have the policy's ranks and samples."""
-    apart = {"policy", "critic"} if has_own_critic(trainer) else {"policy"}
+    apart = {"policy", "critic"} if trainer.has_own_critic else {"policy"}
     return [role for role in _roles(trainer) if role not in apart]
 
 
@@ -94,9 +79,9 @@ def shared_tokens(config: ConfigTree) -> Iterator[Problem]:
 
 
 def equal_shares(config: ConfigTree) -> Iterator[Problem]:
-    if several_rows(config):  # how many is not known
+    if config.several_rows:  # how many is not known
         return
-    samples, models = samples_per_prompt(config), _roles(config.trainer)
+    samples, models = config.samples_per_prompt, _roles(config.trainer)
     for role, mini in _mini_batches(config.trainer).items():
         ranks, together = models[role]
         if mini * samples % max(1, ranks // together):
@@ -104,12 +89,12 @@ def equal_shares(config: ConfigTree) -> Iterator[Problem]:
             yield Problem(
                 f"trainer.{role}_mini_batch_size",
                 f"{_counted(mini, samples, config)} cannot be shared equally by {ranks} trainer ranks{of_each} (trainer.placement); "
-                f"make {'it' if is_offline(config.trainer) else 'the product'} a multiple of {least}",
+                f"make {'it' if config.trainer.offline else 'the product'} a multiple of {least}",
             )
 
 
 def enough_samples(config: ConfigTree) -> Iterator[Problem]:
-    batch, samples = config.trainer.train_batch_size, samples_per_prompt(config)
+    batch, samples = config.trainer.train_batch_size, config.samples_per_prompt
     ranks, together = _roles(config.trainer)["policy"]
     least = max(1, ranks // together)
     if batch * samples < least:
@@ -121,8 +106,8 @@ def enough_samples(config: ConfigTree) -> Iterator[Problem]:
 
 
 def _counted(groups: int, samples: int, config: ConfigTree) -> str:
-    if is_offline(config.trainer):
-        return f"{groups} {'pairs' if trains_pairs(config.trainer) else 'rows'}"
+    if config.trainer.offline:
+        return f"{groups} {'pairs' if config.trainer.pairwise else 'rows'}"
     return f"{groups} prompts x {samples} samples (generator.n_samples_per_prompt)"
 
 
@@ -143,7 +128,7 @@ def shared_gpus(config: ConfigTree) -> Iterator[Problem]:
 
 def critic_apart(config: ConfigTree) -> Iterator[Problem]:
     placement = config.trainer.placement
-    if has_own_critic(config.trainer) and config.trainer.strategy == "megatron":
+    if config.trainer.has_own_critic and config.trainer.strategy == "megatron":
         unset = placement.critic_num_nodes is None
         yield Problem(
             f"trainer.placement.critic_{'num_gpus_per_node' if unset else 'num_nodes'}",
@@ -156,7 +141,7 @@ def colocated_engines(config: ConfigTree) -> Iterator[Problem]:
     engine, trainer = config.generator.inference_engine, config.trainer
     if not trainer.placement.colocate_all:
         return
-    if is_offline(trainer):
+    if trainer.offline:
         yield Problem(
             _COLOCATED,
             f'has no effect with trainer.mode="{trainer.mode}", whose steps wait for no engine; leave it out',
@@ -164,16 +149,16 @@ def colocated_engines(config: ConfigTree) -> Iterator[Problem]:
         return
     sizes = (engine.tensor_parallel_size, engine.pipeline_parallel_size, engine.data_parallel_size)
     engines = engine.num_engines * math.prod(sizes)
-    if engines != trainer_ranks(trainer):
+    if engines != trainer.placement.policy_ranks:
         yield Problem(
             _COLOCATED,
             f"the engines use {engines} GPUs (num_engines x tensor, pipeline and data parallel size), the trainer "
-            f"{trainer_ranks(trainer)}; make them equal",
+            f"{trainer.placement.policy_ranks}; make them equal",
         )
-    elif trainer.placement.policy_num_gpus_per_node % engine_gpus(engine):
+    elif trainer.placement.policy_num_gpus_per_node % engine.gpus:
         yield Problem(
             "generator.inference_engine.tensor_parallel_size",
-            f"with {_COLOCATED} the GPUs of a replica, {engine_gpus(engine)}, must divide those that the trainer has on a node, "
+            f"with {_COLOCATED} the GPUs of a replica, {engine.gpus}, must divide those that the trainer has on a node, "
             f"{trainer.placement.policy_num_gpus_per_node} (trainer.placement.policy_num_gpus_per_node)",
         )
     if trainer.fully_async.max_staleness_steps:

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hpcrl.config.derive import eval_sampling, needs_baselines, reward_weights
 from hpcrl.config.errors import Problem
 from hpcrl.config.import_path import misnamed
-from hpcrl.config.reward_model import reward_functions, uses_reward_service
-from hpcrl.config.scorers import rewards_count
 from hpcrl.config.sections.algorithm import OWN_REWARD
 from hpcrl.config.sections.environment import (
     ENVIRONMENTS,
@@ -38,8 +35,8 @@ def reward_names(config: ConfigTree) -> Iterator[Problem]:
 
 def filter_metrics(config: ConfigTree) -> Iterator[Problem]:
     environment = config.environment
-    remote = uses_reward_service(environment, "train")
-    rewards = reward_functions(environment.remote_reward) if remote else reward_weights(environment, "train")
+    remote = environment.uses_reward_service("train")
+    rewards = environment.remote_reward.reward_weights if remote else environment.reward_weights("train")
     setting = "environment.remote_reward.reward_function" if remote else "environment.reward_function"
     if environment.reward_model.model is not None and (rewards or not environment.reward_model.use_environment):
         rewards = {**rewards, REWARD_MODEL: environment.reward_model.weight}
@@ -101,8 +98,8 @@ def one_reward_source(config: ConfigTree) -> Iterator[Problem]:
 
 def overlong(config: ConfigTree) -> Iterator[Problem]:
     environment, path = config.environment, "environment.overlong_reward"
-    listed = [kind for kind in ("train", "eval") if "overlong" in reward_weights(environment, kind)]
-    longest = {"train": config.generator.sampling_params, "eval": eval_sampling(config.generator)}
+    listed = [kind for kind in ("train", "eval") if "overlong" in environment.reward_weights(kind)]
+    longest = {"train": config.generator.sampling_params, "eval": config.generator.eval_sampling}
     for kind in listed:
         most = longest[kind].max_generate_length
         if environment.overlong_reward.buffer_length > most:
@@ -117,7 +114,7 @@ def overlong(config: ConfigTree) -> Iterator[Problem]:
 
 def remote_reward(config: ConfigTree) -> Iterator[Problem]:
     remote = config.environment.remote_reward
-    if remote.enable and not reward_functions(remote):
+    if remote.enable and not remote.reward_weights:
         yield Problem(
             "environment.remote_reward.reward_function",
             "required with environment.remote_reward.enable: the rewards that the service computes, with their weights",
@@ -165,18 +162,18 @@ def scoring_reward_model(config: ConfigTree) -> Iterator[Problem]:
             f"{path}.weight",
             "0 would make every reward 0; give it another one, or set use_environment=true, beside which it is only reported",
         )
-    if needs_baselines(algorithm):
+    if algorithm.needs_baselines:
         yield Problem(
             f"{path}.model",
             "scores the samples of a group, not the greedy response that trainer.algorithm.advantage_estimator=remax compares them with; choose "
             "another estimator, or serve the model (environment.remote_reward.service.model)",
         )
-    if not rewards_count(config.trainer.distillation):
+    if not config.trainer.distillation.rewards_count:
         yield Problem(
             f"{path}.model",
             "rewards count for nothing with a teacher alone; set trainer.distillation.use_rewards=true, or leave the reward model out",
         )
-    if remote.enable and REWARD_MODEL in reward_functions(remote):
+    if remote.enable and REWARD_MODEL in remote.reward_weights:
         yield Problem(
             f"{path}.model",
             f'the service has a reward "{REWARD_MODEL}" too (environment.remote_reward), by which name both would be reported; leave one of them out',

@@ -4,29 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hpcrl.config.adapters import reference_follows, reference_is_base
-from hpcrl.config.derive import (
-    MOST_KEPT,
-    compares_with_reference,
-    gpu_count,
-    is_offline,
-    mask_size,
-    self_teacher,
-    teaches_rows,
-    temperature,
-    uses_reference,
-)
 from hpcrl.config.errors import Problem
 from hpcrl.config.scorers import COPIES, POOLS, REFERENCE, REWARD, SECTIONS, TEACHER, scorer_sets
+from hpcrl.config.sections.generator import MOST_KEPT
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.config.sections.tree import ConfigTree
 
 _TEACHER, _PLACEMENT = "trainer.distillation", "trainer.placement"
-_OF_BACKENDS = {
-    "fsdp2": f"{_TEACHER}.placement.fsdp_size",
-    "megatron": f"{_TEACHER}.placement",
-    "vllm": f"{_TEACHER}.engine.tensor_parallel_size",
-}
+_OF_BACKENDS = {"fsdp2": f"{_TEACHER}.placement.fsdp_size", "megatron": f"{_TEACHER}.placement"}
+_OF_ENGINES = f"{_TEACHER}.engine.tensor_parallel_size"
 _WHAT = {TEACHER: "teacher", REFERENCE: "reference", REWARD: "reward model"}
 _RANKS = {
     REFERENCE: f"{_PLACEMENT}.ref_num_gpus_per_node",
@@ -36,9 +22,9 @@ _RANKS = {
 
 def teacher(config: ConfigTree) -> Iterator[Problem]:
     distillation = config.trainer.distillation
-    if teaches_rows(config.trainer):
+    if config.trainer.teaches_rows:
         yield from _teacher_of_rows(config.trainer)
-    if not distillation.enable or is_offline(config.trainer):
+    if not distillation.enable or config.trainer.offline:
         return
     own = distillation.self_teacher.model is not None
     if (distillation.model_path is None) != own:
@@ -47,9 +33,7 @@ def teacher(config: ConfigTree) -> Iterator[Problem]:
             f"{_TEACHER}.model_path",
             f"{'there is another teacher, the policy itself' if own else 'required with trainer.distillation.enable'}: {what}",
         )
-    if distillation.backend == "vllm":
-        yield from _engine(config)
-    elif distillation.backend == "megatron":
+    if distillation.backend == "megatron":
         yield from _megatron(config)
     if distillation.placement.fsdp_size < 1:
         yield Problem(
@@ -86,36 +70,6 @@ def _megatron(config: ConfigTree) -> Iterator[Problem]:
         )
 
 
-def _engine(config: ConfigTree) -> Iterator[Problem]:
-    """vLLM knows prompts' log-probabilities of whole distributions at temperature 1 alone."""
-    sampling, own, path = config.generator.sampling_params, config.trainer.distillation, f"{_TEACHER}.backend"
-    if temperature(config) != 1:
-        yield Problem(
-            path,
-            f"a vLLM engine gives log-probabilities of samples at temperature 1, and the policy has {temperature(config):g} "
-            '(generator.sampling_params.temperature, trainer.algorithm.temperature); choose "fsdp2"',
-        )
-    if mask_size(sampling):
-        yield Problem(
-            path,
-            "a vLLM engine gives log-probabilities of samples over the whole vocabulary, and sampling leaves tokens out "
-            f'(generator.sampling_params.top_k = {sampling.top_k}); choose "fsdp2"',
-        )
-    if own.top_k > MOST_KEPT:
-        yield Problem(f"{_TEACHER}.top_k", f'expected at most {MOST_KEPT} with backend="vllm", found {own.top_k}')
-    if own.top_k and not own.top_k_from_teacher:
-        yield Problem(
-            f"{_TEACHER}.top_k_from_teacher",
-            'expected true with backend="vllm": an engine tells of the tokens that it finds most probable itself; choose "fsdp2"',
-        )
-    if own.placement.nodes_per_replica > 1:
-        yield Problem(
-            f"{_TEACHER}.placement.nodes_per_replica", 'expected 1 with backend="vllm"; choose "fsdp2" or "megatron"'
-        )
-    if own.include_prompt:
-        yield Problem(f"{_TEACHER}.include_prompt", 'expected false with backend="vllm"; choose "fsdp2" or "megatron"')
-
-
 def _teacher_of_rows(trainer: TrainerConfig) -> Iterator[Problem]:
     distillation, mode = trainer.distillation, 'with trainer.mode="sft"'
     if distillation.model_path is None:
@@ -132,7 +86,7 @@ def _teacher_of_rows(trainer: TrainerConfig) -> Iterator[Problem]:
 
 def own_teacher(config: ConfigTree) -> Iterator[Problem]:
     trainer, distillation, path = config.trainer, config.trainer.distillation, f"{_TEACHER}.self_teacher"
-    model = self_teacher(trainer)
+    model = trainer.distillation.self_teacher_model
     if model is None:
         return
     if config.generator.n_samples_per_prompt < 2:
@@ -152,17 +106,13 @@ def own_teacher(config: ConfigTree) -> Iterator[Problem]:
     if model != "ema":
         return
     resets = trainer.algorithm.reference_reset_interval is not None or trainer.update_ref_every_epoch
-    if compares_with_reference(trainer) or resets:
+    if trainer.compares_with_reference or resets:
         yield Problem(
             f"{path}.model",
             'the reference is the average with "ema", which nothing else may compare with or reset; leave out trainer.algorithm.use_kl_loss, '
             "use_kl_in_reward, reference_reset_interval and trainer.update_ref_every_epoch",
         )
-    if (
-        trainer.strategy == "megatron"
-        and trainer.ref.megatron_config.dtype != "fp32"
-        and not reference_is_base(trainer)
-    ):
+    if trainer.strategy == "megatron" and trainer.ref.megatron_config.dtype != "fp32" and not trainer.reference_is_base:
         yield Problem(
             f"{path}.model",
             'with trainer.strategy="megatron" an average wants trainer.ref.megatron_config.dtype="fp32": small changes are lost in 16 bits',
@@ -183,7 +133,7 @@ def tokens_of_the_policy(config: ConfigTree) -> Iterator[Problem]:
     missing = (
         "" if not distillation.include_prompt else "trainer.distillation.include_prompt: of a prompt nothing is sampled"
     )
-    if mask_size(sampling):
+    if sampling.mask_size:
         missing = "generator.sampling_params.top_k: of the tokens that sampling leaves out engines say nothing"
     if missing:
         yield Problem(
@@ -195,13 +145,13 @@ def reference_apart(config: ConfigTree) -> Iterator[Problem]:
     trainer, path = config.trainer, f"{_PLACEMENT}.colocate_policy_ref"
     if trainer.placement.colocate_policy_ref or trainer.placement.colocate_all:
         return
-    if not uses_reference(trainer):
+    if not trainer.uses_reference:
         yield Problem(
             path, "there is no reference model to have nodes of its own (trainer.algorithm.use_kl_loss); leave it out"
         )
-    elif is_offline(trainer):
+    elif trainer.offline:
         yield Problem(path, f'expected true with trainer.mode="{trainer.mode}", whose reference is beside the policy')
-    elif reference_follows(trainer):
+    elif trainer.reference_follows:
         yield Problem(
             path,
             "expected true with a reference that follows the policy (trainer.algorithm.reference_reset_interval, trainer.update_ref_every_epoch)",
@@ -235,14 +185,14 @@ def enough_scorers(config: ConfigTree) -> Iterator[Problem]:
 
 
 def ranks_of_scorers(config: ConfigTree) -> Iterator[Problem]:
-    gpus, own = gpu_count(config.slurm), config.trainer.distillation
+    gpus, own = config.slurm.gpus, config.trainer.distillation
     if own.placement.fsdp_size < 1:
         return
     for each in scorer_sets(config):
         if each.ranks % each.nodes:
             yield Problem(
                 f"{_TEACHER}.placement.nodes_per_replica",
-                f"expected a divisor of the ranks of a copy of the teacher, {each.ranks} ({_OF_BACKENDS[own.backend]}), found {each.nodes}",
+                f"expected a divisor of the ranks of a copy of the teacher, {each.ranks} ({_OF_BACKENDS.get(own.backend, _OF_ENGINES)}), found {each.nodes}",
             )
         elif each.ranks % each.sharing:
             teaches = each.role == TEACHER
@@ -265,7 +215,7 @@ def ranks_of_scorers(config: ConfigTree) -> Iterator[Problem]:
             more = f"; or spread them over more nodes ({_TEACHER}.placement.nodes_per_replica)"
             teaches = each.role == TEACHER
             yield Problem(
-                _OF_BACKENDS[own.backend] if teaches else _RANKS[each.role],
+                _OF_BACKENDS.get(own.backend, _OF_ENGINES) if teaches else _RANKS[each.role],
                 f"{each.ranks_per_node} ranks share a copy of the {each.title} on one node, which has {gpus} GPUs (slurm.gpus_per_node)"
                 f"{more if teaches and not each.engine else ''}",
             )

@@ -7,24 +7,13 @@ from collections.abc import Iterator
 from math import gcd
 from typing import Any
 
-from hpcrl.config.derive import (
-    copy_ranks,
-    critic_nodes,
-    critic_ranks,
-    gpu_count,
-    has_own_critic,
-    is_offline,
-    micro_batch_tokens,
-    ref_ranks,
-    trainer_ranks,
-    trains_pairs,
-)
+from hpcrl.config.backend import backend_of, backends
 from hpcrl.config.errors import Problem, shown
-from hpcrl.config.reward_model import trains_reward_model
 from hpcrl.config.sections.dpo import PREFERENCE_LOSSES
 from hpcrl.config.sections.model import PolicyConfig, ShardingConfig
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.config.sections.tree import ConfigTree
+from hpcrl.config.token_limits import micro_batch_tokens
 from hpcrl.errors import did_you_mean
 
 _BF16 = 1 / 256  # spacing of its numbers
@@ -37,16 +26,20 @@ _UNITS = {
 
 def sharding(config: ConfigTree) -> Iterator[Problem]:
     trainer = config.trainer
-    models = {"policy": trainer_ranks(trainer), "ref": ref_ranks(trainer), "critic": critic_ranks(trainer)}
+    models = {
+        "policy": trainer.placement.policy_ranks,
+        "ref": trainer.placement.ref_ranks,
+        "critic": trainer.placement.critic_ranks,
+    }
     for role, ranks in models.items():
-        on_node = critic_nodes(trainer)[1] if role == "critic" else trainer.placement.policy_num_gpus_per_node
+        on_node = trainer.placement.critic_nodes[1] if role == "critic" else trainer.placement.policy_num_gpus_per_node
         yield from _shards(f"trainer.{role}.fsdp_config", getattr(trainer, role).fsdp_config, ranks, on_node)
 
 
 def _shards(path: str, fsdp: ShardingConfig, ranks: int, on_node: int) -> Iterator[Problem]:
     kept = fsdp.reshard_after_forward
     # unset, it may become the ranks of a node
-    copy = gcd(on_node, ranks) if fsdp.fsdp_size is None else copy_ranks(fsdp.fsdp_size, ranks, on_node)
+    copy = gcd(on_node, ranks) if fsdp.fsdp_size is None else fsdp.copy_ranks(ranks, on_node)
     if ranks % copy:
         yield Problem(
             f"{path}.fsdp_size",
@@ -110,8 +103,8 @@ def frozen(config: ConfigTree) -> Iterator[Problem]:
 
 
 def profiles(config: ConfigTree) -> Iterator[Problem]:
-    path, profiler, ranks = "trainer.profiler", config.trainer.profiler, trainer_ranks(config.trainer)
-    ranks += critic_ranks(config.trainer) if has_own_critic(config.trainer) else 0
+    path, profiler, ranks = "trainer.profiler", config.trainer.profiler, config.trainer.placement.policy_ranks
+    ranks += config.trainer.placement.critic_ranks if config.trainer.has_own_critic else 0
     wrong = [rank for rank in profiler.ranks if not 0 <= rank < ranks]
     if (profiler.enable or profiler.enable_nsys) and (wrong or not profiler.ranks):
         yield Problem(f"{path}.ranks", f"expected trainer ranks from 0 to {ranks - 1}, found {profiler.ranks}")
@@ -121,15 +114,17 @@ def profiles(config: ConfigTree) -> Iterator[Problem]:
         )
     if profiler.nsys_engine_iterations and not profiler.enable_nsys:
         yield Problem(f"{path}.nsys_engine_iterations", f"has no effect without {path}.enable_nsys=true")
-    if profiler.nsys_engine_iterations and config.generator.inference_engine.backend != "vllm":
+    if profiler.nsys_engine_iterations and not backend_of(config.generator.inference_engine).records_iterations:
+        titles = " and ".join(backend.title for backend in backends().values() if backend.records_iterations)
         yield Problem(
-            f"{path}.nsys_engine_iterations", "vLLM alone records itself; generator.inference_engine.backend is another"
+            f"{path}.nsys_engine_iterations",
+            f"{titles} alone records itself; generator.inference_engine.backend is another",
         )
     for name, asked in {
         f"{path}.enable_nsys": profiler.enable_nsys,
         "trainer.policy.record_memory": config.trainer.policy.record_memory,
     }.items():
-        if asked and gpu_count(config.slurm) == 0:
+        if asked and config.slurm.gpus == 0:
             yield Problem(name, "records GPUs, which a run on CPUs (slurm.gpus_per_node=0) has not; leave it out")
 
 
@@ -150,7 +145,7 @@ def preference_losses(config: ConfigTree) -> Iterator[Problem]:
 
 def reward_models(config: ConfigTree) -> Iterator[Problem]:
     trainer = config.trainer
-    if not trains_reward_model(trainer):
+    if not trainer.trains_reward_model:
         return
     if trainer.policy.model.lora.adapter_path is not None:
         yield Problem(
@@ -217,7 +212,7 @@ def shared_prefixes(config: ConfigTree) -> Iterator[Problem]:
         yield Problem(path, "Megatron-core computes each sample whole; set it to false, or use trainer.strategy=fsdp2")
     if not trainer.use_sample_packing:
         yield Problem(path, "padded rows have no tokens in common; set trainer.use_sample_packing to true")
-    if micro_batch_tokens(config) is None and not trains_pairs(trainer):
+    if micro_batch_tokens(config) is None and not trainer.pairwise:
         yield Problem(
             path,
             "keeps the samples of a group together in micro-batches that are limited by tokens; set trainer.max_tokens_per_micro_batch",
@@ -236,7 +231,7 @@ def recomputation(config: ConfigTree) -> Iterator[Problem]:
             "trainer.gradient_checkpointing_keep",
             "the reentrant implementation keeps nothing but inputs; set trainer.gradient_checkpointing_use_reentrant to false",
         )
-    if trainer.policy.activation_offload and not gpu_count(config.slurm):
+    if trainer.policy.activation_offload and not config.slurm.gpus:
         yield Problem(
             "trainer.policy.activation_offload",
             "without GPUs activations are in host memory already; leave it out, or set slurm.gpus_per_node",
@@ -244,7 +239,7 @@ def recomputation(config: ConfigTree) -> Iterator[Problem]:
 
 
 def kernels(config: ConfigTree) -> Iterator[Problem]:
-    trainer, on_gpu = config.trainer, gpu_count(config.slurm) > 0
+    trainer, on_gpu = config.trainer, config.slurm.gpus > 0
     if trainer.flash_attn_version is not None and not (trainer.flash_attn and on_gpu):
         yield Problem(
             "trainer.flash_attn_version",
@@ -312,19 +307,13 @@ def routers(config: ConfigTree) -> Iterator[Problem]:
     if trainer.policy.experts.router_replay == "none":
         return
     path = f"{path}.router_replay"
-    if is_offline(trainer):
-        yield Problem(
-            path, f'no engine takes the tokens of a dataset to experts (trainer.mode="{trainer.mode}"); leave it out'
-        )
-    elif engine.backend == "vllm" and gpu_count(config.slurm) == 0:
-        yield Problem(
-            path, 'vLLM tells of experts on GPUs only; set generator.inference_engine.backend to "transformers"'
-        )
-    elif engine.backend == "vllm":
-        for name, value in {"pipeline_parallel_size": 1, "enable_prefix_caching": True}.items():
-            if getattr(engine, name) != value:
-                where = f"generator.inference_engine.{name}"
-                yield Problem(path, f"vLLM tells of experts with {where}={str(value).lower()} only; set it to that")
+    if trainer.offline:
+        why = f'no engine takes the tokens of a dataset to experts (trainer.mode="{trainer.mode}")'
+    elif not backend_of(engine).records_experts:
+        why = f'generator.inference_engine.backend="{engine.backend}" does not record the experts of tokens'
+    else:
+        return
+    yield Problem(path, f"{why}; leave it out")
 
 
 def without_effect(config: ConfigTree) -> Iterator[Problem]:

@@ -7,25 +7,14 @@ without a reference. A loss or an advantage estimator of the user's own may read
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache, reduce
 from typing import Any
 
-from hpcrl.config.adapters import engines_load
-from hpcrl.config.derive import has_engines, uses_reference
 from hpcrl.config.errors import Problem
 from hpcrl.config.fields import settings, values
-from hpcrl.config.scorers import scorer_sets
 from hpcrl.config.sections.tree import ConfigTree
 from hpcrl.config.setting import When
-
-DERIVED: dict[str, Callable[[ConfigTree], bool]] = {
-    "has_engines": has_engines,
-    "has_scorers": lambda config: bool(scorer_sets(config)),
-    "uses_reference": lambda config: uses_reference(config.trainer),
-    "engines_load_adapters": lambda config: engines_load(config.trainer.policy.model.lora),
-}
-"""Values that conditions name beside settings."""
 
 
 def not_switched_on(config: ConfigTree) -> Iterator[Problem]:
@@ -62,6 +51,4 @@ def _paths(condition: When, section: str) -> list[str]:
 
 
 def _value(config: ConfigTree, path: str, section: str) -> Any:
-    if path in DERIVED:
-        return DERIVED[path](config)
     return reduce(getattr, (section + path if path.startswith(".") else path).split("."), config)

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from hpcrl.config.errors import Problem
-from hpcrl.config.sections.trainer import UploadConfig
 from hpcrl.config.sections.tree import ConfigTree
+from hpcrl.config.sections.upload import UploadConfig
 
 _PATH = "trainer.upload"
 _REPOSITORY = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*", re.ASCII)

@@ -126,7 +126,7 @@ _DISCOUNTS = any_of(
     CRITIC,
     needs="{section}.advantage_estimator=gae or reinforce++, or a critic",
 )
-_REFERENCE = when("uses_reference", needs="{section}.use_kl_loss or use_kl_in_reward")
+_REFERENCE = when("trainer.uses_reference", needs="{section}.use_kl_loss or use_kl_in_reward")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,6 +247,9 @@ class AlgorithmConfig(FunctionsConfig):
     zero_variance_filter: bool = False
     """Leave groups of several samples whose rewards are all equal out of the loss, which then does not count them either."""
 
+    zero_variance_filter_tol: float = setting(1e-6, range=NOT_NEGATIVE, used_by=when(".zero_variance_filter", True))
+    """Rewards of a group count as equal where the highest exceeds the lowest by at most this."""
+
     filter_reward_metric: list[str] = setting(
         [], used_by=any_of(when(".dynamic_sampling.type"), when(".zero_variance_filter"))
     )
@@ -260,3 +263,13 @@ class AlgorithmConfig(FunctionsConfig):
     dynamic_sampling: DynamicSamplingConfig = section(DynamicSamplingConfig)
 
     gdpo: GDPOConfig = section(GDPOConfig, used_by=chosen("advantage_estimator", "gdpo"))
+
+    @property
+    def resets_optimizer(self) -> bool:
+        """Whether the optimizer starts afresh with the reference; one that follows each epoch leaves it alone, as SkyRL's."""
+        return self.reference_reset_interval is not None and self.reset_optimizer_with_reference
+
+    @property
+    def needs_baselines(self) -> bool:
+        """Whether each training group needs the reward of a greedy response."""
+        return self.advantage_estimator == "remax"

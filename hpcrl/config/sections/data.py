@@ -10,13 +10,17 @@ from hpcrl.config.effects import OTHER_PROMPTS, OTHER_TOKENS, READING_SPEED, SCO
 from hpcrl.config.fields import Location
 from hpcrl.config.setting import COUNT, NOT_NEGATIVE, POSITIVE, Check, any_of, required, setting, when
 
+_EVALUATED = any_of(when("data.val_data"), when("data.val_prompts"), needs="data.val_data or data.val_prompts")
+DATASET_FILES = (".parquet", ".json", ".jsonl", ".arrow")
+"""Endings of names of files that are read as datasets."""
+
 _USERS_OWN = "the user names the data; SkyRL's default is a path in its authors' setup"
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     train_data: list[Location] = required(on_change=OTHER_PROMPTS, why=_USERS_OWN)
-    """Datasets of training prompts, concatenated in order: files (.parquet, .json, .jsonl, .arrow). With another trainer.mode than "rl" also folders, those of Hugging Face's datasets among them, and names of its hub, each with a split behind a colon where there are several."""
+    """Datasets of training prompts, concatenated in order: files (.parquet, .json, .jsonl, .arrow), folders, those of Hugging Face's datasets among them, and names of its hub, each with a split behind a colon, or a part of one, `train[:100]`; without one the split train."""
 
     val_data: list[Location] = setting([], on_change=SCORES, why=_USERS_OWN)
     """Datasets of evaluation prompts; scores are reported per `data_source` column. Rows without one have the name of their file. With another trainer.mode than "rl": datasets whose loss is reported, each by the name of its file."""
@@ -24,20 +28,26 @@ class DataConfig:
     val_prompts: list[Location] = setting([], used_by=when("trainer.mode", "sft", "dpo"), on_change=SCORES)
     """With another trainer.mode than "rl": datasets of prompts that are evaluated as in reinforcement learning, by engines that generate and environments that score; empty: there are no engines."""
 
-    subset: str | None = setting(None, used_by=OFFLINE, on_change=OTHER_PROMPTS)
+    subset: str | None = setting(None, on_change=OTHER_PROMPTS)
     """Subset (configuration) of training datasets of several; unset: the only one, or the default: called so, or marked `default: true`."""
 
-    revision: str | None = setting(None, used_by=OFFLINE, on_change=OTHER_PROMPTS)
+    revision: str | None = setting(None, on_change=OTHER_PROMPTS)
     """Branch, tag or commit of training datasets on the hub; unset: the main branch."""
 
-    val_subset: str | None = setting(None, used_by=OFFLINE, on_change=SCORES)
+    val_subset: str | None = setting(None, used_by=_EVALUATED, on_change=SCORES)
     """Subset (configuration) of evaluation datasets of several; unset: as for training datasets."""
 
-    val_revision: str | None = setting(None, used_by=OFFLINE, on_change=SCORES)
+    val_revision: str | None = setting(None, used_by=_EVALUATED, on_change=SCORES)
     """Branch, tag or commit of evaluation datasets on the hub; unset: the main branch."""
 
-    local_dir: Location | None = setting(None, used_by=OFFLINE, on_change=OTHER_PROMPTS)
+    val_size: float | int | None = setting(None, range=POSITIVE, used_by=_EVALUATED, on_change=SCORES)
+    """Share (below 1) or number of rows of each evaluation dataset that are evaluated, the first ones; unset: all."""
+
+    local_dir: Location | None = setting(None, on_change=OTHER_PROMPTS)
     """Folder in which datasets with a relative name are looked for, before the hub is asked."""
+
+    val_local_dir: Location | None = setting(None, used_by=_EVALUATED, on_change=SCORES)
+    """Folder in which evaluation datasets with a relative name are looked for; unset: data.local_dir."""
 
     test_size: float | int | None = setting(None, range=POSITIVE, on_change=OTHER_PROMPTS)
     """Share (below 1) or number of training prompts set aside for evaluation where val_data is empty: the first of train_data. With another trainer.mode than "rl", of the rows that are left."""

@@ -29,6 +29,11 @@ class DiffusionSamplingConfig:
     solver: Literal["flow", "dance", "ddim", "dpm1", "dpm2"] = "dpm2"
     """Sampler; dpm1 and dpm2 need deterministic_sampling=true."""
 
+    @property
+    def stochastic(self) -> bool:
+        """Whether a sampler draws its steps, so that they have probabilities."""
+        return not self.deterministic_sampling and self.noise_level > 0
+
 
 @dataclass(frozen=True, kw_only=True)
 class EmaConfig:
@@ -97,3 +102,8 @@ class DiffusersConfig:
     sample: DiffusionSamplingConfig = section(DiffusionSamplingConfig)
 
     ema: EmaConfig = section(EmaConfig)
+
+    @property
+    def trained_steps(self) -> int:
+        """Denoising steps of each sample that are trained."""
+        return max(1, int(self.sample.num_steps * self.timesteps_fraction))

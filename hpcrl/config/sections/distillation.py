@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from hpcrl.config.conditions import RL, SFT
 from hpcrl.config.effects import NO_TOKENS, SAME_NUMBERS
 from hpcrl.config.fields import Location
-from hpcrl.config.sections.model import TeacherFSDPConfig
+from hpcrl.config.sections.megatron import MegatronModelConfig
+from hpcrl.config.sections.model import Pretrained, TeacherFSDPConfig
 from hpcrl.config.setting import ALL_OR_COUNT, COUNT, NOT_NEGATIVE, SHARE, SHARE_ABOVE_0, When, section, setting, when
+
+IN_RANKS = ("fsdp2", "megatron")
+"""Backends that compute a teacher in the scorer's ranks; all others are engines."""
 
 
 def _with(*backends: str) -> When:
     return when("trainer.distillation.backend", *backends)
 
 
+_IN_ENGINE = when(
+    "trainer.distillation.backend",
+    test=lambda backend: backend not in IN_RANKS,
+    needs='trainer.distillation.backend="vllm" or another engine',
+)
 _OWN_TEACHER = when(
     "trainer.distillation.self_teacher.model",
     test=lambda model: model is None,
@@ -109,11 +119,11 @@ class DistillationConfig:
     precomputed_logprobs: Location | None = setting(None, used_by=SFT, on_change=SAME_NUMBERS)
     """Directory that `hpcrl score` wrote, with what the teacher says of the rows of data.train_data: trainer.mode="sft" reads that, and loads no teacher."""
 
-    backend: Literal["fsdp2", "megatron", "vllm"] = setting("fsdp2", used_by=(_OWN_TEACHER, RL), on_change=SAME_NUMBERS)
-    """What computes the teacher: fsdp2, or megatron for the parallel sizes of placement, in the scorer's ranks; or a vLLM engine of each scorer, whose log-probabilities of prompts are of whole distributions at temperature 1."""
+    backend: str = setting("fsdp2", used_by=(_OWN_TEACHER, RL), on_change=SAME_NUMBERS)
+    """What computes the teacher: fsdp2, or megatron for the parallel sizes of placement, in the scorer's ranks; or vllm, an engine of each scorer, whose log-probabilities of prompts are of whole distributions at temperature 1."""
 
     engine: TeacherEngineConfig = section(
-        TeacherEngineConfig, used_by=(_with("vllm"), _OWN_TEACHER, RL), on_change=SAME_NUMBERS
+        TeacherEngineConfig, used_by=(_IN_ENGINE, _OWN_TEACHER, RL), on_change=SAME_NUMBERS
     )
 
     self_teacher: SelfTeacherConfig = section(SelfTeacherConfig, used_by=RL)
@@ -130,7 +140,7 @@ class DistillationConfig:
     """Compile the layers of the teacher with torch.compile: its first passes take minutes, later ones less time."""
 
     micro_batch_size_per_gpu: int = setting(
-        1, range=COUNT, used_by=(_with("fsdp2", "megatron"), _OWN_TEACHER, RL), on_change=SAME_NUMBERS
+        1, range=COUNT, used_by=(_with(*IN_RANKS), _OWN_TEACHER, RL), on_change=SAME_NUMBERS
     )
     """Samples per forward pass of the teacher on one rank."""
 
@@ -138,7 +148,7 @@ class DistillationConfig:
     """Samples that one copy of the teacher scores at a time."""
 
     max_tokens_per_micro_batch: int | None = setting(
-        None, range=COUNT, used_by=(_with("fsdp2", "megatron"), _OWN_TEACHER, RL), on_change=SAME_NUMBERS
+        None, range=COUNT, used_by=(_with(*IN_RANKS), _OWN_TEACHER, RL), on_change=SAME_NUMBERS
     )
     """Tokens per forward pass of the teacher, instead of a number of samples."""
 
@@ -170,3 +180,53 @@ class DistillationConfig:
         False, used_by=(when(".top_k"), when(".top_k_from_teacher", False), RL), on_change=NO_TOKENS
     )
     """Engines find the policy's top_k tokens in one more pass over each finished sample, its prompt included, instead of as they sample."""
+
+    @property
+    def self_teacher_model(self) -> str | None:
+        """Which policy teaches itself by hints, as of self_teacher.model; None: none does."""
+        return self.self_teacher.model if self.enable else None
+
+    @property
+    def rewards_count(self) -> bool:
+        """Whether advantages are estimated from rewards: always but where a teacher takes their place."""
+        return self.use_rewards or not self.enable
+
+    @property
+    def learns_prompts(self) -> bool:
+        """Whether the tokens that the policy did not choose are learned too."""
+        return self.enable and self.include_prompt
+
+    @property
+    def teachers(self) -> dict[Pretrained, tuple[str, ...] | None]:
+        """The teachers, each with the data sources that it judges, None for all others; empty: there is no teacher."""
+        if not self.enable or self.model_path is None:
+            return {}
+        found: dict[Pretrained, tuple[str, ...] | None] = {Pretrained(self.model_path, self.model_revision): None}
+        for source, path in self.source_models.items():
+            own = found.get(model := Pretrained(path), ())
+            found[model] = None if own is None else (*own, source)
+        return found
+
+    @property
+    def megatron_layout(self) -> MegatronModelConfig:
+        """How Megatron-core's ranks share a copy of the teacher."""
+        sizes, experts = self.placement, self.placement.expert_parallel_size
+        return MegatronModelConfig(
+            dtype="fp32" if self.fsdp_config.mixed_precision.param_dtype == "fp32" else "bf16",
+            tensor_model_parallel_size=sizes.tensor_parallel_size,
+            pipeline_model_parallel_size=sizes.pipeline_parallel_size,
+            context_parallel_size=sizes.sequence_parallel_size,
+            expert_model_parallel_size=experts,
+            expert_tensor_parallel_size=1 if experts > 1 else None,
+        )
+
+    @property
+    def ranks_per_replica(self) -> int:
+        """Ranks that share a copy of a teacher, or devices, where it is an engine."""
+        sizes = self.placement
+        if self.backend not in IN_RANKS:
+            return self.engine.tensor_parallel_size
+        if self.backend == "fsdp2":
+            return sizes.fsdp_size
+        together = sizes.tensor_parallel_size * sizes.sequence_parallel_size
+        return sizes.pipeline_parallel_size * math.lcm(together, sizes.expert_parallel_size)

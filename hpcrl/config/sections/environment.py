@@ -214,6 +214,11 @@ class RemoteRewardConfig:
     batch_size: int = setting(1, range=COUNT, on_change=CALLS)
     """Responses per request at most; no more are scored at the same time than skyrl_gym.max_env_workers."""
 
+    @property
+    def reward_weights(self) -> dict[str, float]:
+        """Rewards that the service is asked for, with their weights; where they are not set: that of a reward model."""
+        return self.reward_function or ({REWARD_MODEL: 1.0} if self.service.model else {})
+
 
 @dataclass(frozen=True, kw_only=True)
 class ScoringRewardModelConfig:
@@ -301,7 +306,21 @@ class EnvironmentConfig:
     """How long a call of an environment or a reward may take; then its sample has failed. 0: no limit. Not enforced with max_env_workers=0."""
 
     max_failed_ratio: float = setting(0.5, range=SHARE, on_change=CALLS)
-    """Share of a step's samples whose environments may raise, or take too long. Such samples are left out of the loss, and count in their groups as the mean of the others; with more of them the run ends."""
+    """Share of a step's samples whose environments may raise or take too long, or whose requests the inference engine may refuse. Such samples are left out of the loss, and count in their groups as the mean of the others; with more of them the run ends."""
 
     custom: dict[str, Any] = setting({})
     """Handed to every environment, untouched, as the extra `custom`; rows with a column of that name keep theirs."""
+
+    def reward_weights(self, kind: Literal["train", "eval"]) -> dict[str, float]:
+        """Return the named rewards of training or evaluation samples, with their weights; none where an environment or a service scores them."""
+        own = self.eval_reward_function if kind == "eval" else {}
+        return own or self.reward_function
+
+    def uses_reward_service(self, kind: Literal["train", "eval"]) -> bool:
+        """Return whether a reward service scores samples of training or evaluation."""
+        return self.remote_reward.enable and not self.reward_weights(kind)
+
+    def is_rewarded_later(self, kind: Literal["train", "eval"]) -> bool:
+        """Return whether nothing but a reward model that scores finished groups rewards samples of training; evaluation never waits for one."""
+        own = self.reward_model
+        return kind == "train" and own.model is not None and not own.use_environment

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from hpcrl.config.conditions import ENGINES, RL
@@ -26,19 +26,23 @@ from hpcrl.config.setting import (
 NODE = "node"
 """The endpoint listens at the address of its node."""
 
+MOST_KEPT = 256
+"""The largest sampling mask: each of its tokens is 4 bytes in the sample's file, and much more in the engine's answer."""
+
 
 _ADAPTERS = when("trainer.policy.model.lora.rank")
 _LOADED_ADAPTERS = when(
-    "engines_load_adapters",
+    "trainer.policy.model.lora.loadable",
     needs="adapters that engines load: no modules_to_save or target_parameters, and no init_method that changes the weights (olora, pissa)",
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class InferenceEngineConfig:
-    backend: Literal["vllm", "transformers", "diffusers"] = "vllm"
+    backend: str = "vllm"
     """The engine: vllm, a server on its own; transformers, in the process of the rollout worker, for trying, for machines without vLLM and
-    for models that it does not know; or diffusers, in that process too, for policies that are diffusion pipelines."""
+    for models that it does not know; diffusers, in that process too, for policies that are diffusion pipelines; or the name of another
+    package's."""
 
     model_dtype: Literal["bfloat16", "float16", "float32"] = setting("bfloat16", on_change=SAMPLING)
     """Number type of weights and activations in the engine; weights are cast to it on arrival."""
@@ -175,6 +179,15 @@ class InferenceEngineConfig:
     """How long an engine may leave requests waiting without generating a token; then it counts as failed. Longer than the longest
     prefill takes."""
 
+    @property
+    def gpus(self) -> int:
+        """GPUs of one replica."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
+
+    def runs_eagerly(self, *, on_cpu: bool) -> bool:
+        """Return whether engines run without compiled code and CUDA graphs; where it is not set: if there is no GPU."""
+        return on_cpu if self.enforce_eager is None else self.enforce_eager
+
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
@@ -211,6 +224,11 @@ class SamplingParams:
 
     additional_kwargs: dict[str, Any] = setting({}, why="an empty table means what SkyRL's null means")
     """Further sampling parameters of vLLM, by their names there; those that hpcrl sets are refused."""
+
+    @property
+    def mask_size(self) -> int:
+        """How many tokens each token is sampled among at most, where sampling leaves tokens out; 0: it leaves none out."""
+        return max(0, self.top_k)
 
 
 _AS_TRAINING = "unset: as in training; SkyRL uses fixed values as soon as one setting of the section is given"
@@ -316,3 +334,9 @@ class GeneratorConfig:
 
     rope_theta: float | None = setting(None, range=POSITIVE, on_change=OTHER_FUNCTION)
     """Base of rotary positions in the engines; unset: trainer.rope_theta."""
+
+    @property
+    def eval_sampling(self) -> SamplingParams:
+        """Sampling of evaluations: as in training where it is not set, but greedy where nothing of it is set."""
+        chosen = {name: value for name, value in vars(self.eval_sampling_params).items() if value is not None}
+        return replace(self.sampling_params, **(chosen or {"temperature": 0.0}))

@@ -75,6 +75,17 @@ class MegatronModelConfig:
     model_config_kwargs: dict[str, Any] = setting({}, on_change=OTHER_MODEL)
     """Replaces entries of the model's config.json, as model_config_kwargs beside this section does with FSDP2."""
 
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that share the computation of each sample."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+
+    @property
+    def experts_tensor_size(self) -> int:
+        """Ranks that share each expert's matrices; where it is not set: as many as other layers'."""
+        own = self.expert_tensor_parallel_size
+        return self.tensor_model_parallel_size if own is None else own
+
 
 @dataclass(frozen=True, kw_only=True)
 class RefMegatronConfig(MegatronModelConfig):

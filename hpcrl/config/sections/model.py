@@ -35,6 +35,9 @@ from hpcrl.config.setting import (
     when,
 )
 
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""For which vLLM can reserve room."""
+
 
 @dataclass(frozen=True)
 class Pretrained:
@@ -119,6 +122,25 @@ class LoraConfig:
     )
     """Other ranks for the modules whose names match these regular expressions."""
 
+    @property
+    def begins_from_weights(self) -> bool:
+        """Whether adapters begin as a part of the weights below them, which begin without that part."""
+        return self.rank > 0 and self.init_method in ("olora", "pissa") and self.adapter_path is None
+
+    @property
+    def begins_with_model(self) -> bool:
+        """Whether version 0 of the policy is the model where it lies, and need not be published."""
+        return self.rank == 0 or not (self.adapter_path is not None or self.begins_from_weights)
+
+    @property
+    def largest_rank(self) -> int:
+        return max(self.rank, *self.rank_pattern.values(), 0)
+
+    @property
+    def loadable(self) -> bool:
+        """Whether engines can load adapters of this kind."""
+        return not (self.modules_to_save or self.target_parameters or self.begins_from_weights)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -130,6 +152,10 @@ class ModelConfig:
 
     lora: LoraConfig = section(LoraConfig)
 
+    @property
+    def pretrained(self) -> Pretrained:
+        return Pretrained(self.path, self.revision)
+
 
 @dataclass(frozen=True, kw_only=True)
 class RefModelConfig:
@@ -138,6 +164,11 @@ class RefModelConfig:
 
     revision: str | None = setting(None, used_by=when(".path"))
     """Branch, tag or commit of that model on the hub; unset: its main branch, or with path unset the policy's revision."""
+
+    @property
+    def pretrained(self) -> Pretrained | None:
+        """The model; None: the policy's initial model."""
+        return Pretrained(self.path, self.revision) if self.path else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,6 +180,11 @@ class CriticModelConfig:
     """Branch, tag or commit of that model on the hub; unset: its main branch."""
 
     lora: LoraConfig = section(LoraConfig)
+
+    @property
+    def pretrained(self) -> Pretrained | None:
+        """The model; None: there is no critic."""
+        return Pretrained(self.path, self.revision) if self.path is not None else None
 
 
 _FALLING = when(
@@ -272,10 +308,31 @@ class ShardingConfig:
     wrap_policy: dict[str, Any] = setting({})
     """Which modules are sharded as units: transformer_layer_cls_to_wrap (class names), min_num_params (a module becomes one when so many parameters in it are in none yet) or disable (one unit only); empty: each decoder layer. Embedding and head are units of their own unless they are tied (docs/large_models.md)."""
 
+    def copy_ranks(self, ranks: int, on_node: int, state: float = 0.0, memory: float | None = None) -> int:
+        """Return how many ranks share one copy of a model's parameters with FSDP2.
+
+        Args:
+            on_node: ranks of a node.
+            state: bytes of parameters, gradients and optimizer of a whole copy.
+            memory: bytes of a GPU; None: not known, or there is none.
+        """
+        if self.fsdp_size is None:
+            fits = memory is not None and state / on_node <= memory / 3 and on_node % self.expert_parallel_size == 0
+            return on_node if fits and ranks > on_node and ranks % on_node == 0 else ranks
+        return ranks if self.fsdp_size == -1 else min(self.fsdp_size, ranks)
+
 
 @dataclass(frozen=True, kw_only=True)
 class FSDPConfig(ShardingConfig):
     mixed_precision: MixedPrecisionConfig = section(MixedPrecisionConfig, on_change=ROUNDING)
+
+    def is_needed(self, ranks: int, dtype: str, *, on_gpu: bool) -> bool:
+        """Return whether FSDP2 has anything to do: to shard, to cast, or to offload.
+
+        Args:
+            dtype: that parameters are kept in.
+        """
+        return ranks > 1 or self.mixed_precision.param_dtype != dtype or (self.cpu_offload and on_gpu)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -388,6 +445,11 @@ class PolicyConfig:
     freeze_pattern: list[str] = setting([], on_change=OTHER_MODEL)
     """Regular expressions; parameters whose names contain a match are frozen, whatever trainable_map says."""
 
+    @property
+    def config_overrides(self) -> dict[str, Any]:
+        """Entries of the model's config.json that are replaced."""
+        return self.model_config_kwargs | self.megatron_config.model_config_kwargs
+
 
 _AS_POLICY_SIZE = (
     "unset: as the policy, whose samples it gets; SkyRL's 1 would compute each on every rank that shares it"
@@ -407,6 +469,11 @@ class RefConfig:
 
     model_config_kwargs: dict[str, Any] = setting({}, on_change=OTHER_REFERENCE)
     """Replaces entries of the reference model's config.json."""
+
+    @property
+    def config_overrides(self) -> dict[str, Any]:
+        """Entries of the model's config.json that are replaced."""
+        return self.model_config_kwargs | self.megatron_config.model_config_kwargs
 
 
 @dataclass(frozen=True, kw_only=True)

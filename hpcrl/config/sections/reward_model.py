@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from hpcrl.config.setting import NOT_NEGATIVE, setting
 
+HEAD = "score"
+"""Name of the head of transformers' classifiers of causal language models."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RewardModelConfig:

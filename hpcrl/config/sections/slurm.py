@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from hpcrl.config.conditions import ENGINES
 from hpcrl.config.effects import CLUSTER, OTHER_DIRECTORY, SOFTWARE, SPREAD
 from hpcrl.config.fields import Location
-from hpcrl.config.setting import COUNT, NOT_NEGATIVE, POSITIVE, Check, Range, section, setting
+from hpcrl.config.setting import COUNT, NOT_NEGATIVE, ONE_LINE, POSITIVE, Check, Range, on_one_line, section, setting
+
+_SBATCH = Check(
+    "expected long names of sbatch options, and values of one line without control characters, found {value!r:.140}",
+    lambda extra: all(re.fullmatch(r"[A-Za-z][\w-]*", name, re.ASCII) for name in extra) and on_one_line(extra),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,16 +49,16 @@ class ElasticConfig:
     at_once: int | None = setting(None, range=COUNT)
     """Elements that run at the same time at most; unset: all."""
 
-    partition: str | None = None
+    partition: str | None = setting(None, check=ONE_LINE)
     """Partition; unset: that of the run."""
 
-    account: str | None = None
+    account: str | None = setting(None, check=ONE_LINE)
     """Account that is charged; unset: that of the run."""
 
-    qos: str | None = None
+    qos: str | None = setting(None, check=ONE_LINE)
     """Quality of service; unset: the partition's default."""
 
-    constraint: str | None = None
+    constraint: str | None = setting(None, check=ONE_LINE)
     """Features that the nodes must have."""
 
     time_minutes: int | None = setting(None, range=Range(5))
@@ -65,7 +71,7 @@ class ElasticConfig:
     mem_gb: int | None = setting(None, range=NOT_NEGATIVE)
     """Memory asked for by each replica in GB; 0: all of its node; unset: as cpus_per_task, of slurm.mem_gb."""
 
-    extra: dict[str, Any] = setting({})
+    extra: dict[str, Any] = setting({}, check=_SBATCH)
     """Further sbatch options by their long names; true: an option without a value."""
 
 
@@ -96,16 +102,16 @@ class UploadJobConfig:
     wait_minutes: int = setting(10, range=NOT_NEGATIVE)
     """Minutes for which a run that is done keeps its nodes for uploads that are not finished; `hpcrl upload` sends what is missing then."""
 
-    partition: str | None = None
+    partition: str | None = setting(None, check=ONE_LINE)
     """Partition of the job, such as one for data transfers; unset: that of the run."""
 
-    account: str | None = None
+    account: str | None = setting(None, check=ONE_LINE)
     """Account that the job is charged to; unset: that of the run."""
 
-    qos: str | None = None
+    qos: str | None = setting(None, check=ONE_LINE)
     """Quality of service of the job; unset: the partition's default."""
 
-    constraint: str | None = None
+    constraint: str | None = setting(None, check=ONE_LINE)
     """Features that the job's node must have."""
 
     time_minutes: int = setting(240, range=Range(5))
@@ -117,7 +123,7 @@ class UploadJobConfig:
     mem_gb: int | None = setting(None, range=NOT_NEGATIVE)
     """Memory of the job in GB; unset: the partition's default."""
 
-    extra: dict[str, Any] = setting({})
+    extra: dict[str, Any] = setting({}, check=_SBATCH)
     """Further sbatch options of the job by their long names; true: an option without a value."""
 
 
@@ -128,39 +134,39 @@ class ContainerConfig:
     kind: Literal["none", "apptainer", "pyxis"] = "none"
     """What starts it: the program apptainer, or srun with the plugin Pyxis, over Enroot."""
 
-    image: Location | None = None
+    image: Location | None = setting(None, check=ONE_LINE)
     """Image: a .sif file or a .sqsh file, or what else the one or the other takes."""
 
-    mounts: list[str] = setting([])
+    mounts: list[str] = setting([], check=ONE_LINE)
     """Further directories of the node to be seen inside, SOURCE or SOURCE:TARGET or SOURCE:TARGET:ro; slurm.root, data, models and /tmp
     are seen without."""
 
-    arguments: list[str] = setting([])
+    arguments: list[str] = setting([], check=ONE_LINE)
     """Further options: of `apptainer exec`, or of srun."""
 
-    python: str = "python3"
+    python: str = setting("python3", check=ONE_LINE)
     """Interpreter inside."""
 
-    host_python: str | None = None
+    host_python: str | None = setting(None, check=ONE_LINE)
     """Interpreter on the nodes, outside, that ends the batch script and requeues its job: Python 3.10 or newer with hpcrl's dependencies
     for login nodes. Unset: the one inside, where Slurm's scontrol has to be then."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmConfig:
-    root: Location | None = setting(None, on_change=OTHER_DIRECTORY)
+    root: Location | None = setting(None, check=ONE_LINE, on_change=OTHER_DIRECTORY)
     """Directory on a filesystem that all nodes share; a run is <root>/<project>/<run>. Unset: $HPCRL_ROOT, else ./runs, where commands look for runs too."""
 
-    partition: str | None = setting(None, on_change=CLUSTER)
+    partition: str | None = setting(None, check=ONE_LINE, on_change=CLUSTER)
     """Partition; unset: the cluster's default."""
 
-    account: str | None = setting(None, on_change=CLUSTER)
+    account: str | None = setting(None, check=ONE_LINE, on_change=CLUSTER)
     """Account that is charged; unset: the user's default."""
 
-    qos: str | None = setting(None, on_change=CLUSTER)
+    qos: str | None = setting(None, check=ONE_LINE, on_change=CLUSTER)
     """Quality of service; unset: the default."""
 
-    constraint: str | None = setting(None, on_change=CLUSTER)
+    constraint: str | None = setting(None, check=ONE_LINE, on_change=CLUSTER)
     """Features that the nodes must have."""
 
     time_minutes: int = setting(60, range=Range(5), on_change=CLUSTER)
@@ -218,10 +224,10 @@ class SlurmConfig:
     setup: list[str] = setting([], on_change=SOFTWARE)
     """Shell lines that the batch script runs first."""
 
-    extra: dict[str, Any] = setting({}, on_change=CLUSTER)
+    extra: dict[str, Any] = setting({}, check=_SBATCH, on_change=CLUSTER)
     """Further sbatch options by their long names; true: an option without a value."""
 
-    network_interface: str | None = setting(None, on_change=CLUSTER)
+    network_interface: str | None = setting(None, check=ONE_LINE, on_change=CLUSTER)
     """Interface whose address the servers bind; unset: the one to which the node's name resolves."""
 
     array_parallelism: int | None = setting(None, range=COUNT, on_change=CLUSTER)
@@ -238,3 +244,50 @@ class SlurmConfig:
 
     patience: PatienceConfig = section(PatienceConfig, on_change=CLUSTER)
     """When a process that makes no progress counts as hanging."""
+
+    @property
+    def gpus(self) -> int:
+        """GPUs that are asked for on each node, without their type."""
+        if isinstance(self.gpus_per_node, int):
+            return max(0, self.gpus_per_node)
+        count = self.gpus_per_node.rpartition(":")[2]
+        return int(count) if count.isdecimal() else 0
+
+    @property
+    def whole_nodes(self) -> bool:
+        """Whether a run shares no node with other jobs; where it is not set: if it asks for GPUs, and not for cores or memory."""
+        if self.exclusive is not None:
+            return self.exclusive
+        return self.gpus > 0 and self.cpus_per_task is None and self.mem_gb is None
+
+    def element(self, asked: ElasticConfig, share: int) -> tuple[int | None, int | None, bool]:
+        """Return the cores and the GB of memory that an element of an elastic pool asks for, and whether it takes its whole node.
+
+        Where they are not set they are the run's, divided among those of the same kind on a node. None: the cluster's default.
+
+        Args:
+            share: how many of these a node of the run has.
+        """
+        uncounted = self.gpus > 0 and self.gpu_option == "none"  # two elements on a node would take the same GPUs
+        if asked.cpus_per_task is not None or asked.mem_gb is not None:
+            return asked.cpus_per_task, asked.mem_gb, uncounted
+        if self.whole_nodes and (share == 1 or uncounted):
+            return self.cpus_per_task, self.mem_gb or 0, True
+        cpus = None if self.cpus_per_task is None else max(1, self.cpus_per_task // share)
+        memory = self.mem_gb // share if self.mem_gb else self.mem_gb if share == 1 else None
+        return cpus, memory, False
+
+    @property
+    def scarce_cores(self) -> bool:
+        """Whether a run on GPUs asks for no cores and takes no whole nodes: most clusters give it one core per node."""
+        asks = self.cpus_per_task is not None or self.whole_nodes or _asks_for_cores(self.extra)
+        return self.gpus > 0 and not asks
+
+    def has_scarce_elements(self, asked: ElasticConfig, share: int) -> bool:
+        """Return whether the elements of an elastic pool on GPUs ask for no cores and take no whole nodes; arguments as of `element`."""
+        cpus, _, whole = self.element(asked, share)
+        return self.gpus > 0 and not (cpus is not None or whole or _asks_for_cores(asked.extra))
+
+
+def _asks_for_cores(extra: Mapping[str, Any]) -> bool:
+    return bool({name.replace("-", "_") for name in extra} & {"cpus_per_gpu", "exclusive"})

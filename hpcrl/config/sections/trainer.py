@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import math
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 from hpcrl.config.conditions import CRITIC, ENGINES, OFFLINE, RL, RL_OR_SFT
@@ -26,8 +28,23 @@ from hpcrl.config.sections.alerts import AlertsConfig
 from hpcrl.config.sections.algorithm import AlgorithmConfig
 from hpcrl.config.sections.distillation import DistillationConfig
 from hpcrl.config.sections.dpo import DPOConfig
-from hpcrl.config.sections.model import CriticConfig, PolicyConfig, RefConfig
+from hpcrl.config.sections.model import (
+    CriticConfig,
+    ExpertsConfig,
+    FSDPConfig,
+    LoraConfig,
+    MixedPrecisionConfig,
+    PolicyConfig,
+    Pretrained,
+    RefConfig,
+    RefFSDPConfig,
+    ShardingConfig,
+    TeacherFSDPConfig,
+)
+from hpcrl.config.sections.placement import PlacementConfig
+from hpcrl.config.sections.profiler import ProfilerConfig
 from hpcrl.config.sections.reward_model import RewardModelConfig
+from hpcrl.config.sections.upload import UploadConfig
 from hpcrl.config.setting import (
     COUNT,
     NOT_NEGATIVE,
@@ -41,42 +58,9 @@ from hpcrl.config.setting import (
     setting,
     when,
 )
+from hpcrl.errors import DataError
 
 LOGGERS = ("tensorboard", "console", "wandb", "mlflow", "swanlab", "trackio")
-
-
-_BESIDE_POLICY = "unset: beside the policy; SkyRL gives a critic GPUs of its own as soon as engines have theirs"
-
-
-_AS_POLICY = "unset: as the policy; SkyRL's 1 is wrong as soon as the policy has more"
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlacementConfig:
-    policy_num_nodes: int = setting(1, range=COUNT)
-    """Nodes of the trainer."""
-
-    policy_num_gpus_per_node: int = setting(1, range=COUNT)
-    """Trainer ranks per node, on CPU too."""
-
-    critic_num_nodes: int | None = setting(None, range=COUNT, used_by=CRITIC, why=_BESIDE_POLICY)
-    """Nodes of a critic that has its own, after the policy's; unset: as the policy. With neither this nor critic_num_gpus_per_node the critic is
-    beside the policy, on the same ranks."""
-
-    critic_num_gpus_per_node: int | None = setting(None, range=COUNT, used_by=CRITIC, why=_BESIDE_POLICY)
-    """Ranks of such a critic per node; unset: as the policy."""
-
-    ref_num_nodes: int | None = setting(None, range=NOT_NEGATIVE, why=_AS_POLICY)
-    """Nodes of the reference model; unset: as the policy."""
-
-    ref_num_gpus_per_node: int | None = setting(None, range=COUNT, why=_AS_POLICY)
-    """Reference ranks per node; unset: as the policy."""
-
-    colocate_policy_ref: bool = True
-    """The reference model shares the policy's GPUs; otherwise it has nodes of its own, one copy on each of ref_num_nodes, shared by its ranks."""
-
-    colocate_all: bool = setting(False, why="trainer and engines have nodes of their own")
-    """Trainer and engines share GPUs and take turns; otherwise each has nodes of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,83 +85,17 @@ class FullyAsyncConfig:
     """Groups that are begun per group that a step trains. Above 1, a step does not wait for its slowest groups: surplus ones train in a
     later step where max_staleness_steps allows it, and are given up otherwise, so that long responses are trained less often."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class ProfilerConfig:
-    enable: bool = False
-    """Record a PyTorch profile of the trainer into profile/ of the run directory, for chrome://tracing or Perfetto."""
-
-    enable_nsys: bool = False
-    """Record those steps with Nsight Systems instead, whose `nsys` has to be on the PATH of the nodes: the trainer's ranks are started under it, and phases are NVTX ranges."""
-
-    nsys_engine_iterations: int = setting(0, range=NOT_NEGATIVE)
-    """With enable_nsys: iterations of each vLLM engine that are recorded too, after its first 100; 0: engines are not started under it."""
-
-    wait_steps: int = setting(1, range=NOT_NEGATIVE)
-    """Steps that are skipped first; counted from where an attempt starts."""
-
-    warmup_steps: int = setting(1, range=NOT_NEGATIVE)
-    """Steps that warm the profiler up."""
-
-    active_steps: int = setting(1, range=COUNT)
-    """Steps that are recorded."""
-
-    ranks: list[int] = setting(
-        [0], why="a profile of no rank would be empty; SkyRL's megatron_config.torch_profiler_config.ranks is []"
-    )
-    """Ranks that record."""
-
-    record_shape: bool = False
-    """Record the shapes of tensors."""
-
-    profile_memory: bool = False
-    """Record allocations."""
-
-    with_stack: bool = False
-    """Record Python stacks."""
-
-    with_modules: bool = False
-    """Record which module each operation belongs to."""
+    @property
+    def kept_versions(self) -> int:
+        """Versions of the weights that stay readable: all that engines may still load or generate with."""
+        return self.max_staleness_steps + 2
 
 
-@dataclass(frozen=True, kw_only=True)
-class UploadConfig:
-    """Copies of exports and checkpoints elsewhere; slurm.upload says who makes them. docs/uploads.md."""
-
-    hf: bool = False
-    """Push the last export to the Hugging Face hub, once the run is done."""
-
-    hf_repo_name: str | None = setting(None, used_by=when(".hf"))
-    """Repository on the hub, <owner>/<name>, or <name> alone for the owner of the token; the run's name is appended to it."""
-
-    hf_private: bool = setting(True, used_by=when(".hf"))
-    """Whether a repository that is made for it is private."""
-
-    hf_token_file: Location | None = setting(None, used_by=when(".hf"))
-    """File with a token that may write; unset: $HF_TOKEN, or the file $HF_TOKEN_PATH, or what `hf auth login` has left."""
-
-    hf_endpoint: str | None = setting(None, used_by=when(".hf"))
-    """Address of another hub; unset: $HF_ENDPOINT, else https://huggingface.co."""
-
-    s3: Literal["final", "all"] | None = None
-    """Copy to S3 the last export and checkpoint, once the run is done, or all of them, as soon as each is there."""
-
-    s3_checkpoints: bool = setting(True, used_by=when(".s3"))
-    """Copy checkpoints beside exports; false: exports alone, which are several times smaller."""
-
-    s3_bucket: str | None = setting(None, used_by=when(".s3"))
-    """Bucket of the copies."""
-
-    s3_prefix: str = setting("outputs", used_by=when(".s3"))
-    """Beginning of the keys in the bucket; <project>/<run> follows."""
-
-    s3_endpoint: str | None = setting(None, used_by=when(".s3"))
-    """Address of an S3-compatible store; unset: $AWS_ENDPOINT_URL_S3, else AWS."""
-
-    s3_credentials_file: Location | None = setting(None, used_by=when(".s3"))
-    """Credentials file as of the AWS command line; unset: AWS's own variables and files, $AWS_SHARED_CREDENTIALS_FILE among them."""
-
-
+_HIGHER = re.compile(
+    r"score|avg_score|(avg_)?pass_at_\d+|((avg_raw|mean_positive)_)?reward|(\w+_)?accurac(y|ies)|margins"
+)
+_LOWER = re.compile(r"(\w+_)?loss|nll|perplexity")
+_PAIRWISE = ("dpo", "reward_model")  # values of trainer.mode
 _PASS = "unset: a GPU gets passes of many tokens, since each pass gathers all parameters; one sample on a CPU"
 
 
@@ -193,6 +111,15 @@ _SCORERS = when(
     "has_scorers",
     needs="trainer.distillation.enable, a reference on nodes of its own (trainer.placement.colocate_policy_ref=false), or environment.reward_model.model",
 )
+
+
+@dataclass(frozen=True)
+class Recomputation:
+    """Activations that are computed again in backward, as trainer.gradient_checkpointing_* say."""
+
+    every: int
+    keep: Literal["nothing", "attention"]
+    reentrant: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -409,3 +336,238 @@ class TrainerConfig:
 
     multi_modal_log_interval: int | None = setting(None, range=COUNT, used_by=ENGINES, on_change=WRITTEN)
     """Versions of a policy between those of whose training samples the pictures are kept as PNG files in pictures/ of the run directory, for `hpcrl samples` and reports: the images that a vision-language model was shown, in every turn, or what a diffusion pipeline painted; those of evaluations are kept too. Unset: none."""
+
+    @property
+    def offline(self) -> bool:
+        """Whether rows of datasets are trained as they are: nothing is sampled, and no rewards are given."""
+        return self.mode != "rl"
+
+    @property
+    def pairwise(self) -> bool:
+        """Whether these rows are pairs of a chosen and a rejected answer to one prompt, which are trained together."""
+        return self.mode in _PAIRWISE
+
+    @property
+    def trains_reward_model(self) -> bool:
+        """Whether what is trained in the policy's place gives one number for a conversation, and generates nothing."""
+        return self.mode == "reward_model"
+
+    @property
+    def teaches_rows(self) -> bool:
+        """Whether a teacher scores rows of datasets: one in the place of the reference, or by files that were written before
+        (distillation.precomputed_logprobs)."""
+        return self.mode == "sft" and self.distillation.enable
+
+    @property
+    def models(self) -> dict[str, Pretrained]:
+        """Models of the trainer that there are, by role: policy, ref, critic."""
+        models = {"policy": self.policy.model.pretrained}
+        if self.uses_reference:
+            models["ref"] = self.ref_model
+        if (critic := self.critic.model.pretrained) is not None:
+            models["critic"] = critic
+        return models
+
+    @property
+    def adapters(self) -> dict[str, LoraConfig]:
+        """Settings of adapters by the role of the models that are trained with some: policy, critic."""
+        found = {"policy": self.policy.model.lora, "critic": self.critic.model.lora}
+        return {role: lora for role, lora in found.items() if lora.rank > 0}
+
+    @property
+    def ref_model(self) -> Pretrained:
+        """Model that the policy is compared with, or that teaches rows of datasets; where it is not set: the policy's initial model."""
+        teacher = self.distillation
+        if self.teaches_rows and teacher.model_path is not None:
+            return Pretrained(teacher.model_path, teacher.model_revision)
+        return self.ref.model.pretrained or self.policy.model.pretrained
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether there is a reference model at all."""
+        own_teacher = self.teaches_rows and self.distillation.precomputed_logprobs is None
+        return self.compares_with_reference or self.distillation.self_teacher_model in ("initial", "ema") or own_teacher
+
+    @property
+    def compares_with_reference(self) -> bool:
+        """Whether the loss or the reward compares with a reference model."""
+        if self.offline:
+            return self.mode == "dpo" and not self.dpo.reference_free
+        return self.algorithm.use_kl_loss or self.algorithm.use_kl_in_reward
+
+    @property
+    def has_own_reference(self) -> bool:
+        """Whether the reference model is on nodes of its own."""
+        return self.uses_reference and not (self.placement.colocate_policy_ref or self.placement.colocate_all)
+
+    @property
+    def colocated_reference(self) -> bool:
+        """Whether trainer ranks have the reference model beside the policy."""
+        return self.uses_reference and not self.has_own_reference
+
+    @property
+    def reference_is_base(self) -> bool:
+        """Whether the reference is the policy with other adapters, or none, and needs no second model."""
+        policy, ref = self.policy, self.ref
+        if self.strategy == "megatron":
+            own = ref.megatron_config.dtype != policy.megatron_config.dtype
+        else:
+            own = self.ref_sharding.mixed_precision.param_dtype != policy.fsdp_config.mixed_precision.param_dtype
+        same = self.ref_model == policy.model.pretrained and ref.config_overrides == policy.config_overrides
+        return policy.model.lora.rank > 0 and same and not own
+
+    @property
+    def reference_follows(self) -> bool:
+        """Whether the policy of later steps becomes the reference."""
+        resets = self.algorithm.reference_reset_interval is not None or self.update_ref_every_epoch
+        return resets or self.distillation.self_teacher_model == "ema"
+
+    @property
+    def reference_has_values(self) -> bool:
+        """Whether what is trained of the policy is kept a second time, with the values that it has in the reference."""
+        lora = self.policy.model.lora
+        apart = self.reference_follows or bool(lora.modules_to_save) or lora.begins_from_weights
+        return self.uses_reference and self.reference_is_base and apart
+
+    def resets_reference(self, step: int, epoch: int) -> bool:
+        """Return whether the policy after `step` becomes the reference.
+
+        Args:
+            epoch: steps of one.
+        """
+        interval = self.algorithm.reference_reset_interval
+        return step % interval == 0 if interval is not None else self.update_ref_every_epoch and step % epoch == 0
+
+    @property
+    def reference_experts(self) -> ExpertsConfig | None:
+        """Section of the reference's routers, which repeat what those of the policy do, where it is the same model."""
+        return self.policy.experts if self.ref_model == self.policy.model.pretrained else None
+
+    @property
+    def ref_sharding(self) -> FSDPConfig:
+        """Sharding of the reference model, and its number type; where that is not set: the policy's."""
+        return self.forward_sharding(self.ref.fsdp_config)
+
+    def forward_sharding(self, own: RefFSDPConfig | TeacherFSDPConfig) -> FSDPConfig:
+        """Return the sharding of a model that only computes, and its number type; where that is not set: the policy's."""
+        dtype = own.mixed_precision.param_dtype or self.policy.fsdp_config.mixed_precision.param_dtype
+        shared = {field.name: getattr(own, field.name) for field in fields(ShardingConfig)}
+        return FSDPConfig(**shared, mixed_precision=MixedPrecisionConfig(param_dtype=dtype))
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Trainer ranks that share the computation of each sample."""
+        megatron = self.strategy == "megatron"
+        return self.policy.megatron_config.model_parallel_size if megatron else self.policy.sequence_parallel_size
+
+    @property
+    def ref_model_parallel_size(self) -> int:
+        """Ranks of the reference model that share the computation of each sample."""
+        if self.strategy == "megatron":
+            return self.ref.megatron_config.model_parallel_size
+        own = self.ref.sequence_parallel_size
+        return self.model_parallel_size if own is None else own
+
+    @property
+    def critic_model_parallel_size(self) -> int:
+        """Ranks of the critic that share the computation of each sample."""
+        own = self.critic.sequence_parallel_size
+        return self.model_parallel_size if self.strategy == "megatron" or own is None else own
+
+    @property
+    def has_own_critic(self) -> bool:
+        """Whether the critic has ranks of its own, after the policy's; otherwise it is beside the policy."""
+        sizes = self.placement.critic_num_nodes, self.placement.critic_num_gpus_per_node
+        return self.critic.model.path is not None and not self.placement.colocate_all and sizes != (None, None)
+
+    @property
+    def recomputation(self) -> Recomputation | None:
+        """Activations that are computed again; None: all are kept."""
+        if not self.gradient_checkpointing:
+            return None
+        reentrant = self.gradient_checkpointing_use_reentrant
+        return Recomputation(self.gradient_checkpointing_every, self.gradient_checkpointing_keep, reentrant)
+
+    def updates_per_batch(self, mini_batch_size: int) -> int:
+        """Return the optimizer steps that a model makes in one full batch, with mini-batches of so many groups."""
+        return -(-self.train_batch_size // mini_batch_size) * self.update_epochs_per_batch
+
+    @property
+    def batch_settings(self) -> dict[str, Any]:
+        """Settings that a half-trained batch depends on, by names below `trainer`, as JSON gives them back."""
+        names = ("policy_mini_batch_size", "critic_mini_batch_size", "update_epochs_per_batch")
+        found = {name: getattr(self, name) for name in names}
+        for part in ("algorithm", "dpo"):
+            found |= {f"{part}.{name}": value for name, value in asdict(getattr(self, part)).items()}
+        found["critic.model.path"] = self.critic.model.path
+        return json.loads(json.dumps(found))
+
+    @property
+    def surplus_groups(self) -> int:
+        """Training groups that are begun beyond those that steps need; at least one where there are to be any."""
+        return math.ceil((self.fully_async.oversampling_ratio - 1) * self.train_batch_size - 1e-9)
+
+    def publishes(self, step: int, total: int) -> bool:
+        """Return whether engines, if there are any, get the weights that `step` of `total` leaves."""
+        evaluated = self.eval_interval > 0 and step % self.eval_interval == 0
+        if evaluated or step == total or self.offline:
+            return evaluated or step == total
+        return step % self.fully_async.sync_weight_interval == 0
+
+    @property
+    def saves_checkpoints(self) -> bool:
+        """Whether there are checkpoints at all."""
+        return self.ckpt_interval > 0 or self.ckpt_interval_epochs is not None
+
+    def checkpoint_interval(self, epoch: int) -> int:
+        """Return the steps between checkpoints; 0 or less: there are none.
+
+        Args:
+            epoch: steps of one.
+        """
+        return self.ckpt_interval if self.ckpt_interval_epochs is None else self.ckpt_interval_epochs * epoch
+
+    @property
+    def best_mode(self) -> Literal["max", "min"] | None:
+        """Whether the highest or the lowest value of ckpt_keep_best is the best; where that is not set: by the last part of its name.
+        None: a metric that hpcrl does not know."""
+        if self.ckpt_keep_best_mode is not None:
+            return self.ckpt_keep_best_mode
+        name = (self.ckpt_keep_best or "").rpartition("/")[2]
+        return "max" if _HIGHER.fullmatch(name) else "min" if _LOWER.fullmatch(name) else None
+
+    def total_steps(self, n_prompts: int, drop_last: bool = True) -> int:
+        """Return the last step of the run.
+
+        Args:
+            drop_last: data.drop_last.
+
+        Raises:
+            DataError: `n_prompts` do not fill one batch, or all epochs together do not.
+        """
+        full = steps_per_epoch(n_prompts, self.train_batch_size, drop_last)
+        steps = self.epochs * full if drop_last else self.epochs * n_prompts // self.train_batch_size
+        if not steps:
+            raise DataError(
+                f"data.train_data has {n_prompts} usable prompts, and trainer.epochs = {self.epochs} of them do not fill one batch of "
+                f"trainer.train_batch_size = {self.train_batch_size}; lower it, or raise trainer.epochs"
+            )
+        return steps if self.max_steps is None else min(steps, self.max_steps)
+
+
+def steps_per_epoch(n_prompts: int, batch_size: int, drop_last: bool = True) -> int:
+    """Return the full batches of `batch_size` prompts in `n_prompts`, or 1 where a batch has several epochs.
+
+    Args:
+        drop_last: data.drop_last: a remainder is not trained.
+
+    Raises:
+        DataError: there is not one full batch, and none may have several epochs.
+    """
+    if n_prompts < (batch_size if drop_last else 1):
+        raise DataError(
+            f"data.train_data has {n_prompts} usable prompts, fewer than trainer.train_batch_size = {batch_size}; lower "
+            "train_batch_size, add data, or raise trainer.max_prompt_length (trainer.max_length where trainer.mode is not rl) if some were dropped "
+            "as too long"
+        )
+    return max(1, n_prompts // batch_size)

@@ -1,14 +1,15 @@
-"""All sections of a configuration together: fields only. What loads and checks them is hpcrl.config.root.Config."""
+"""All sections of a configuration together, and what follows from several of them. What loads and checks them is hpcrl.config.root.Config."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Literal
 
 from hpcrl.config.conditions import ENGINES
 from hpcrl.config.effects import OTHER_RUN, SOFTWARE
 from hpcrl.config.fields import Location
 from hpcrl.config.sections.data import DataConfig
-from hpcrl.config.sections.environment import EnvironmentConfig
+from hpcrl.config.sections.environment import EnvironmentConfig, ScoringRewardModelConfig
 from hpcrl.config.sections.generator import GeneratorConfig
 from hpcrl.config.sections.slurm import SlurmConfig
 from hpcrl.config.sections.trainer import TrainerConfig
@@ -36,3 +37,125 @@ class ConfigTree:
     )
     vla: VLAConfig = section(VLAConfig)
     slurm: SlurmConfig = section(SlurmConfig)
+
+    @property
+    def names_own_code(self) -> bool:
+        """Whether the configuration names code of the user's, or where it is."""
+        environment = self.environment
+        environments = [environment.env_class or "", *environment.allowed_env_classes]
+        rewards = [
+            *environment.reward_function,
+            *environment.eval_reward_function,
+            *environment.skyrl_gym.agent.reward_function,
+        ]
+        return bool(self.config_class or self.python_path) or any(":" in name for name in (*environments, *rewards))
+
+    @property
+    def has_engines(self) -> bool:
+        """Whether there are rollout nodes: always where samples are trained, and where training on datasets is evaluated by generating."""
+        return not self.trainer.offline or bool(self.data.val_prompts and self.trainer.eval_interval > 0)
+
+    @property
+    def has_scorers(self) -> bool:
+        """Whether processes beside the trainer score finished samples: teachers, a reference on nodes of its own, a reward model."""
+        teachers = not self.trainer.offline and self.trainer.distillation.teachers
+        return bool(teachers) or self.trainer.has_own_reference or self.scoring_reward_model is not None
+
+    @property
+    def scoring_reward_model(self) -> ScoringRewardModelConfig | None:
+        """Section of the reward model that scores finished groups; None: there is none."""
+        own = self.environment.reward_model
+        return own if own.model is not None and not self.trainer.offline else None
+
+    @property
+    def reward_services(self) -> int:
+        """Processes that serve a reward model in a run."""
+        kinds: tuple[Literal["train", "eval"], ...] = ("eval",) if self.trainer.offline else ("train", "eval")
+        used = self.has_engines and any(self.environment.uses_reward_service(kind) for kind in kinds)
+        service = self.environment.remote_reward.service
+        return service.num_services if used and service.model is not None else 0
+
+    @property
+    def samples_per_prompt(self) -> int:
+        """Samples of a group that can train on different ranks; a row of a dataset, a pair too, is trained by one."""
+        return 1 if self.trainer.offline else self.generator.n_samples_per_prompt
+
+    @property
+    def several_rows(self) -> bool:
+        """Whether a sample may be several rows: turns, or conversations that an agent's program has."""
+        return self.generator.step_wise_trajectories or self.generator.inference_engine.enable_http_endpoint
+
+    @property
+    def max_input_length(self) -> int:
+        """Tokens before a turn at most; where it is not set: trainer.max_prompt_length."""
+        own = self.generator.max_input_length
+        return self.trainer.max_prompt_length if own is None else own
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens that an engine must hold of a sample at most, of training or evaluation."""
+        training, evaluation = self.generator.sampling_params, self.generator.eval_sampling
+        return self.max_input_length + max(training.max_generate_length, evaluation.max_generate_length)
+
+    @property
+    def order_seed(self) -> int | None:
+        """Seed of the order of training prompts, where it is not set: trainer.seed; None for the dataset's own order."""
+        if not self.data.shuffle:
+            return None
+        return self.trainer.seed if self.data.shuffle_seed is None else self.data.shuffle_seed
+
+    @property
+    def sampling_seed(self) -> int:
+        """Seed from which those of samples are made; where it is not set: trainer.seed."""
+        own = self.generator.inference_engine.seed
+        return self.trainer.seed if own is None else own
+
+    @property
+    def temperature(self) -> float:
+        """Divisor of the logits in training; where it is not set: the sampling temperature, and 1 where nothing is sampled."""
+        if self.trainer.offline:
+            return 1.0
+        own = self.trainer.algorithm.temperature
+        return self.generator.sampling_params.temperature if own is None else own
+
+    @property
+    def engine_nodes(self) -> int:
+        """Nodes of one replica: several where it has more GPUs than a node, of which it then has all."""
+        gpus = self.slurm.gpus
+        return max(1, -(-self.generator.inference_engine.gpus // gpus)) if gpus else 1
+
+    @property
+    def engine_memory_share(self) -> float:
+        """Share of a GPU's memory that an engine may use; where it is not set: less beside a trainer that is away."""
+        own = self.generator.inference_engine.gpu_memory_utilization
+        return own if own is not None else 0.8 if self.trainer.placement.colocate_all else 0.9
+
+    @property
+    def engine_rope(self) -> tuple[dict[str, Any], float | None]:
+        """Scaling and base of the engines' rotary positions; each where it is not set: the trainer's."""
+        generator, trainer = self.generator, self.trainer
+        scaling = generator.rope_scaling or trainer.rope_scaling
+        return scaling, trainer.rope_theta if generator.rope_theta is None else generator.rope_theta
+
+    @property
+    def replicas_per_node(self) -> int:
+        """Replicas that one rollout node holds; where it is not set: as many as its GPUs allow, at least 1."""
+        if self.slurm.replicas_per_node is not None:
+            return self.slurm.replicas_per_node
+        return max(1, self.slurm.gpus // max(1, self.generator.inference_engine.gpus))
+
+    @property
+    def max_replicas(self) -> int:
+        """Replicas when all are there, elastic ones included."""
+        return self.generator.inference_engine.num_engines + self.slurm.elastic.replicas if self.has_engines else 0
+
+    @property
+    def loads_adapters(self) -> bool:
+        """Whether engines get the policy's adapters after each step, instead of the whole policy."""
+        lora, merged = self.trainer.policy.model.lora, self.generator.inference_engine.merge_lora
+        return self.has_engines and lora.rank > 0 and not merged and lora.loadable
+
+    @property
+    def engines_begin_with_model(self) -> bool:
+        """Whether engines hold version 0 when they start. Those that somebody else started may hold anything, and get it as any other."""
+        return self.trainer.policy.model.lora.begins_with_model and not self.generator.inference_engine.remote_urls

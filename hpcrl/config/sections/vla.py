@@ -55,3 +55,8 @@ class VLAConfig:
     """Which statistics of unnorm_key are -1 and 1, of actions and of the state; bounds_q99: the quantiles q01 and q99, as of LIBERO and BridgeData; bounds: min and max, as of ALOHA, and so of RoboTwin."""
 
     pi05: Pi05Config = section(Pi05Config, on_change=SAMPLING)
+
+    @property
+    def moves_by_flow(self) -> bool:
+        """Whether the policy is PI0.5, which moves a robot by chunks of numbers that a flow makes."""
+        return self.enable and self.vla_type == "pi05"

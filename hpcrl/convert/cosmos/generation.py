@@ -60,8 +60,16 @@ def datasets(source: Resolved, values: dict[str, Any]) -> Iterator[Entry]:
     evaluation = "validation.dataset"
     if not source["validation.enable"]:
         return
+    folder = source[f"{evaluation}.local_dir"]
     if named := _named(source, evaluation):
         values["data.val_data"] = named
+        if source[f"{evaluation}.test_size"] is not None:
+            message = "the source's countdown_distill.py and deepmath_distill.py evaluate that share, other scripts every row; set data.val_size in the first case"
+            yield Entry("conflict", f"{evaluation}.test_size", "data.val_size", message)
+    elif folder:
+        values["data.val_local_dir"] = None
+        message = f"the source evaluates the rows of {folder}; name them in data.val_data"
+        yield Entry("conflict", f"{evaluation}.local_dir", "data.val_data", message)
     else:
         size = source[f"{POLICY}.dataset.test_size"]
         values["data.test_size"] = _TENTH if size is None else size

@@ -126,6 +126,8 @@ def _simulator(source: Resolved, values: dict[str, Any]) -> Iterator[Entry]:
     if not name:
         return
     suite = source[f"{POLICY}.dataset.subset"]
+    for selector in ("subset", "revision", "val_subset", "val_revision"):  # of the simulator's tasks, not of files
+        values.pop(f"data.{selector}", None)
     if name not in _OF_SIMULATORS or not suite:
         values["data.train_data"] = values["data.val_data"] = None
         message = f'"{name}" is no simulator of hpcrl; name one in {_ROBOT}.simulator, and rows of its tasks here (docs/environments/robot.md)'

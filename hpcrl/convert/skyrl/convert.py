@@ -22,8 +22,11 @@ from typing import Any, get_origin
 
 from hpcrl.config.difference import value_as_toml
 from hpcrl.convert.conversion import Conversion, known
-from hpcrl.convert.mapping import Dropped, Target, To
-from hpcrl.convert.skyrl.fields import HARMLESS, OLD_DEFAULTS, RENAMED, SKYRL_DEFAULTS, TARGETS
+from hpcrl.convert.mapping import Dropped, To
+from hpcrl.convert.sbatch import convert_sbatch
+from hpcrl.convert.skyrl import sft
+from hpcrl.convert.skyrl.additions import cispo_bounds, engine_options, settled
+from hpcrl.convert.skyrl.fields import OLD_DEFAULTS, TARGETS
 from hpcrl.convert.skyrl.numbers import note_numbers
 from hpcrl.convert.skyrl.program import note_program
 from hpcrl.convert.skyrl.script import Command, command_of
@@ -40,6 +43,9 @@ from hpcrl.convert.skyrl.translate import (
     location,
     other_placement,
     overlong,
+    packing,
+    renamed_environment,
+    schedules,
 )
 
 __all__ = ["TARGETS", "convert_overrides", "convert_script", "convert_yaml"]
@@ -121,16 +127,18 @@ def convert_script(text: str, origin: str) -> Conversion:
             conversion.note(
                 "translated", name, "", f"{reason}, or leave it to hpcrl, which names projects and runs itself"
             )
-        elif name in TARGETS:
-            present = RENAMED.get(name, name)
+        elif name in source.layout.targets:
+            present = source.layout.renamed.get(name, name)
             source.unread[present], source.names[present] = reason, name
         else:
             conversion.note("unknown", name, "", reason)
-    return _convert(source, conversion)
+    return _convert(source, conversion, command.batch)
 
 
 def _note_script(command: Command, conversion: Conversion) -> None:
     """Note what of the script is not in the command's words."""
+    for path in command.followed:
+        conversion.note("translated", path, "", "the script that is started there is followed")
     if command.condition:
         message = "decides whether the command is started at all; convert what you want to run"
         conversion.note("conflict", command.condition, "", message)
@@ -147,48 +155,62 @@ def _note_script(command: Command, conversion: Conversion) -> None:
         conversion.note("dropped", line, "", "is not run here; what it sets counts as not set")
 
 
-def _convert(source: Source, conversion: Conversion) -> Conversion:
+def _convert(source: Source, conversion: Conversion, batch: str = "") -> Conversion:
     if source.program is not None:
         note_program(source.program, conversion)
     for path in source.names:
         _convert_setting(source, conversion, path)
-    for complete in (
-        _left_out,
-        _old_loss,
-        _placement,
-        left_out_cap,
-        _eval_sampling,
-        _fully_async,
-        overlong,
-        _gpus_per_node,
-    ):
-        complete(source, conversion)
-    note_numbers(source, conversion)
+    if source.program is not None and source.program.is_sft:
+        sft.complete(source, conversion)
+    else:
+        _complete(source, conversion)
+    convert_sbatch(batch, conversion)
     order = {name: index for index, name in enumerate(source.names.values())}
     conversion.entries.sort(key=lambda entry: order.get(entry.source, len(order)))
     conversion.finish()
     return conversion
 
 
+def _complete(source: Source, conversion: Conversion) -> None:
+    for part in (
+        _left_out,
+        _old_loss,
+        _placement,
+        left_out_cap,
+        cispo_bounds,
+        settled,
+        engine_options,
+        _eval_sampling,
+        _fully_async,
+        overlong,
+        renamed_environment,
+        schedules,
+        packing,
+        _gpus_per_node,
+    ):
+        part(source, conversion)
+    note_numbers(source, conversion)
+
+
 def _convert_setting(source: Source, conversion: Conversion, path: str) -> None:
-    name, target = source.names[path], TARGETS[path]
-    if reason := _without_effect(source, path):
+    name, layout = source.names[path], source.layout
+    target, is_rl = layout.targets[path], not (source.program and source.program.is_sft)
+    if reason := (_without_effect if is_rl else sft.without_effect)(source, path):
         conversion.note("dropped", name, "", reason)
-    elif isinstance(target, Dropped) and path not in TRANSLATIONS:
-        harmless = path not in HARMLESS or source.given.get(path) in HARMLESS[path]
+    elif isinstance(target, Dropped) and not (is_rl and path in TRANSLATIONS):
+        harmless = path not in layout.harmless or source.given.get(path) in layout.harmless[path]
         conversion.note("dropped" if harmless else "conflict", name, "", target.reason)
     elif path in source.unread:
         conversion.note("conflict", name, "", source.unread[path])
-    elif path in TRANSLATIONS:
+    elif is_rl and path in TRANSLATIONS:
         TRANSLATIONS[path](source, conversion, path)
-    else:
+    elif isinstance(target, To):  # others are written by `sft.complete`
         _map(source, conversion, path, target)
 
 
-def _map(source: Source, conversion: Conversion, path: str, target: Target) -> None:
-    assert isinstance(target, To)
+def _map(source: Source, conversion: Conversion, path: str, target: To) -> None:
     value, name, setting = source.given[path], source.names[path], known().get(target.path)
-    if value is None or isinstance(value, str):
+    if value is None or isinstance(value, str | bool):
         value = target.values.get(value, value)
     if setting and setting.location:
         value = location(value)
@@ -197,10 +219,14 @@ def _map(source: Source, conversion: Conversion, path: str, target: Target) -> N
     if value is None and setting and not setting.optional and setting.default != {}:
         conversion.note("conflict", name, target.path, f"null has no meaning here; expected {setting.expects()}")
         return
+    if value is None and setting is None:
+        conversion.note("mapped", name, target.path, "null: left out")
+        return
     conversion.values[target.path] = value
-    remark = _REMARKS.get(path, "") if value != SKYRL_DEFAULTS[path] else ""
+    default = source.layout.defaults[path]
+    remark = _REMARKS.get(path, "") if value != default else ""
     if path.endswith(_TABLES) and isinstance(value, dict):
-        kept = ", ".join(sorted(set(SKYRL_DEFAULTS[path]) - set(value)))
+        kept = ", ".join(sorted(set(default) - set(value)))
         remark = f"SkyRL loses the defaults of a table that is given; here these stay: {kept}" if kept else ""
     conversion.note("mapped", name, target.path, remark)
 
@@ -218,6 +244,11 @@ def _without_effect(source: Source, path: str) -> str | None:
         return "had no effect with trainer.strategy=megatron"
     if path.startswith("trainer.fully_async.") and not is_fully_async(source):
         return "had no effect in synchronous training"
+    if (
+        path.startswith("trainer.policy.torch_profiler_config.")
+        and not source["trainer.policy.torch_profiler_config.enable"]
+    ):
+        return "had no effect without trainer.policy.torch_profiler_config.enable"
     if (
         path in _ONE_TURN
         and source["generator.max_turns"] == 1

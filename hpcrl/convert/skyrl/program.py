@@ -11,6 +11,7 @@ from hpcrl.convert.conversion import Conversion
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 _FILE = re.compile(r"[^=\s]+\.(py|sh)")
 _OWN = re.compile(r"skyrl(_train|\.train)\.entrypoints\.main_base|(.*/)?entrypoints/main_base\.py")
+_SFT = re.compile(r"skyrl\.train\.(main_sft|sft_trainer)|(.*/)?skyrl/train/(main_sft|sft_trainer)\.py")
 
 
 @dataclass(frozen=True)
@@ -31,9 +32,14 @@ class Program:
         return self.name.removesuffix(".py").replace("/", ".").rpartition(".")[2]
 
     @property
+    def is_sft(self) -> bool:
+        """Whether it is SkyRL's program for supervised fine-tuning, which has settings of its own."""
+        return _SFT.fullmatch(self.name) is not None
+
+    @property
     def is_custom(self) -> bool:
         """Whether it is neither SkyRL's own nor one of its examples whose code has a setting here."""
-        return bool(self.name) and not _OWN.fullmatch(self.name) and self.last not in _EXAMPLES
+        return bool(self.name) and not (_OWN.fullmatch(self.name) or self.is_sft or self.last in _EXAMPLES)
 
 
 # Programs of SkyRL's examples whose own code is a setting here -> what it is.
@@ -41,6 +47,7 @@ _EXAMPLES = {
     "main_fully_async": "fully asynchronous training, trainer.fully_async",
     "main_async": "the next batch is generated while one is trained: fully asynchronous training, one step off-policy",
     "main_dapo": "its penalty for long responses is environment.overlong_reward here",
+    "main_dapo_fully_async": "fully asynchronous training, whose penalty for long responses is environment.overlong_reward here",
 }
 
 

@@ -8,16 +8,25 @@ words; a variable that the script never sets counts as not set where the script 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
+from hpcrl.convert.skyrl.program import program_of
 from hpcrl.convert.skyrl.shell.lexer import NotUnderstood
-from hpcrl.convert.skyrl.shell.run import follow
-from hpcrl.convert.skyrl.shell.state import shown, unknown_parts
+from hpcrl.convert.skyrl.shell.run import Script, follow
+from hpcrl.convert.skyrl.shell.state import is_known, replaced_unknown, shown, unknown_parts
 from hpcrl.errors import ConfigError
 
 _OVERRIDE = re.compile(r"[+~]*[a-z_]\w*(\.[\w.]+)+=.*", re.DOTALL)
 _NAMED = re.compile(r"[+~]*([A-Za-z_][\w.]*)=")
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _HOME = ("$HOME", "${HOME}")
+_DEEPEST = 8
+_NOT_FOLLOWED = {
+    r"\s*(declare|local|typeset|readonly)\s+-\w*A": "associative arrays are not followed",
+    r".*<\s*<\(": "what a command writes (process substitution) is known only where the script runs",
+}
 
 
 @dataclass(frozen=True)
@@ -31,6 +40,8 @@ class Command:
         others: overrides of further commands of the script.
         assumed: variables of the environment that count as not set, because the script has a value for that case.
         unread: commands that may set variables and are not followed.
+        followed: the scripts that were followed from one to the next, the first one left out.
+        batch: the text whose `#SBATCH` lines count.
     """
 
     words: list[str]
@@ -39,27 +50,94 @@ class Command:
     others: list[str]
     assumed: list[str]
     unread: list[str]
+    followed: tuple[str, ...] = ()
+    batch: str = ""
 
 
 def command_of(text: str, origin: str) -> Command:
     """Return the first command in a script that has overrides, and what else the script does with them.
 
+    A script that the script starts, and that lies beside it or where it is named, is followed where no other command has overrides.
+
     Raises:
         ConfigError: there is none, or the script is not understood; names why.
     """
+    return _command_of(text, origin, {}, (), 0)
+
+
+def _command_of(
+    text: str, origin: str, environment: Mapping[str, str], arguments: Sequence[str], depth: int
+) -> Command:
+    script = _followed(text, origin, environment, arguments)
+    calls = [(one, at) for one in script.started if (at := _script_among(one.words)) is not None]
+    scripts = [one for one, _ in calls]
+    found = [one for one in script.started if one not in scripts and any(map(_OVERRIDE.fullmatch, one.words))]
+    if found:
+        words, unknown = _known(found[0].words)
+        others = [shown(word) for one in found[1:] for word in one.words if _OVERRIDE.fullmatch(word)]
+        assumed = sorted(script.assumed)
+        return Command(words, unknown, found[0].condition, others, assumed, script.unread, batch=text)
+    missing, refused = [], list[ConfigError]()
+    for one, at in calls:
+        path = _beside(one.words[at], origin)
+        if path is None or depth == _DEEPEST:
+            missing.append((one, shown(one.words[at])))
+            continue
+        own = [match for word in one.words[:at] if (match := _ASSIGNMENT.fullmatch(word))]
+        given = {**one.environment, **{match[1]: match[2] for match in own}}
+        other = path.read_text(encoding="utf-8", errors="replace")
+        try:
+            inner = _command_of(other, str(path), given, one.words[at + 1 :], depth + 1)
+        except ConfigError as error:  # of a script that prepares data, and trains nothing
+            refused.append(error)
+            continue
+        return replace(
+            inner,
+            condition=inner.condition or one.condition,
+            assumed=sorted({*script.assumed, *inner.assumed}),
+            unread=[*script.unread, *inner.unread],
+            followed=(str(path), *inner.followed),
+            batch=text if "\n#SBATCH" in text else inner.batch,
+        )
+    for one, _ in missing:
+        if any(map(_OVERRIDE.fullmatch, one.words)):
+            words, unknown = _known(one.words)
+            return Command(words, unknown, one.condition, [], sorted(script.assumed), script.unread, batch=text)
+    if refused:
+        raise refused[0]
+    if missing:
+        raise ConfigError(
+            f"{origin}: starts {missing[0][1]}, which is not there to be followed; convert that script, or put it beside this one"
+        )
+    raise ConfigError(f"{origin}: no SkyRL command; expected words such as trainer.epochs=2")
+
+
+def _followed(text: str, origin: str, environment: Mapping[str, str], arguments: Sequence[str]) -> Script:
     try:
-        script = follow(text)
+        return follow(text, environment, arguments)
     except NotUnderstood as error:
         line = text.split("\n")[error.line - 1].strip()
-        raise ConfigError(f"{origin}:{error.line}: not a shell script that can be read: {error}: {line:.100}") from None
+        why = next((why for pattern, why in _NOT_FOLLOWED.items() if re.match(pattern, line)), str(error))
+        kind = "cannot be followed" if why != str(error) else "not a shell script that can be read"
+        raise ConfigError(f"{origin}:{error.line}: {kind}: {why}: {line:.100}") from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{origin}: not a shell script that can be read: {error}") from None
-    found = [one for one in script.started if any(_OVERRIDE.fullmatch(word) for word in one.words)]
-    if not found:
-        raise ConfigError(f"{origin}: no SkyRL command; expected words such as trainer.epochs=2")
-    words, unknown = _known(found[0].words)
-    others = [shown(word) for one in found[1:] for word in one.words if _OVERRIDE.fullmatch(word)]
-    return Command(words, unknown, found[0].condition, others, sorted(script.assumed), script.unread)
+
+
+def _script_among(words: Sequence[str]) -> int | None:
+    """Return the place of the script that a command starts among its words; None: it starts something else."""
+    known = [replaced_unknown(word, "...") for word in words]
+    name = program_of(known).name
+    return known.index(name) if name.endswith(".sh") else None
+
+
+def _beside(name: str, origin: str) -> Path | None:
+    """Return the script of a name, of which the folder may be known only when the other script runs; None: it is not there."""
+    folder = Path(origin).parent
+    candidates = [folder / shown(name).rpartition("/")[2]]
+    if is_known(name):
+        candidates = [folder / name, Path(name).expanduser(), *candidates]
+    return next((path for path in candidates if path.is_file() and path != Path(origin)), None)
 
 
 def _known(words: list[str]) -> tuple[list[str], dict[str, list[str]]]:
@@ -69,7 +147,7 @@ def _known(words: list[str]) -> tuple[list[str], dict[str, list[str]]]:
     for place, word in enumerate(words):
         named = _NAMED.match(word)
         waits_for = [part for part in unknown_parts(word) if part not in _HOME]
-        key = named[1] if named and "." in named[1] else f" {place}"
+        key = named[1] if named and not named[1].isupper() else f" {place}"
         known.pop(key, None)
         unknown.pop(key, None)
         if waits_for:

@@ -13,22 +13,16 @@ from typing import Any
 
 from hpcrl.config.errors import nearest
 from hpcrl.convert.conversion import Conversion
-from hpcrl.convert.skyrl.fields import (
-    OLD_DEFAULTS,
-    ONLY_OLD,
-    OVERLONG,
-    REFUSED,
-    RENAMED,
-    SECTIONS,
-    SKYRL_DEFAULTS,
-    TARGETS,
-)
+from hpcrl.convert.skyrl.fields import OVERLONG, RL, SFT, Layout
 from hpcrl.convert.skyrl.program import Program, program_of
 from hpcrl.errors import ConfigError
 
 _OVERRIDE = re.compile(r"([+~]*)([A-Za-z_][\w.\-/@]*)=(.*)", re.DOTALL)
 _ENVIRONMENT = re.compile(r"[A-Z_][A-Z0-9_]*=")
 _TIGHT_COLON = re.compile(r"(?<=[\w'\"]):(?=[^\s/])")
+_SLICE = re.compile(
+    r"(?<=[\[,\s])(\w+\[-?\d*%?:-?\d*%?\])(?=[\],\s])"
+)  # train[:100] in a list, which YAML wants quoted
 _DEEPEST = 64
 
 Keys = tuple[Any, ...]
@@ -45,6 +39,7 @@ class Source:
         old: whether it is of the old layout, whose defaults count where it leaves a setting out.
         program: what its command starts; None where there is no command, or it names no program.
         overlong: what it sets of `fields.OVERLONG`.
+        layout: the settings of its program.
     """
 
     given: dict[str, Any] = field(default_factory=dict)
@@ -53,12 +48,14 @@ class Source:
     old: bool = False
     program: Program | None = None
     overlong: dict[str, Any] = field(default_factory=dict)
+    layout: Layout = RL
 
     def __getitem__(self, path: str) -> Any:
         """Return a setting by its present path, its default where it is left out or could not be read."""
         if path in self.given:
             return self.given[path]
-        return OLD_DEFAULTS[path] if self.old and path in OLD_DEFAULTS else SKYRL_DEFAULTS.get(path)
+        old = self.layout.old_defaults if self.old else {}
+        return old[path] if path in old else self.layout.defaults.get(path)
 
     def number(self, path: str) -> int:
         """Return a whole number, or 1 where the source gives something else, which is reported elsewhere."""
@@ -73,7 +70,14 @@ def read_yaml(text: str | bytes, conversion: Conversion) -> Source:
         ConfigError: it is not UTF-8, not YAML, no table, or grows beyond all measure; names the place.
     """
     tree = _load(text, conversion.origin)
-    source = Source(old=any(path in ONLY_OLD for path, _, _ in _settings(tree)))
+    found = [path for path, _, _ in _settings(tree, RL)]
+    known = [path for path in found if path in RL.targets]
+    if len(found) > 2 and 2 * len(known) <= len(found):
+        raise ConfigError(
+            f"{conversion.origin}: {len(known)} of its {len(found)} settings are SkyRL's, so that it is no configuration of SkyRL; expected the "
+            f"sections data, trainer, generator and environment, found {', '.join(map(str, list(tree)[:5]))}"
+        )
+    source = Source(old=any(path in RL.only_old for path in found))
     _fill(source, tree, conversion)
     return source
 
@@ -86,7 +90,8 @@ def read_overrides(words: Sequence[str], conversion: Conversion) -> Source:
     """
     tree: dict[str, Any] = {}
     program = program_of(words)
-    source, started = Source(program=program if program.name else None), bool(program.name)
+    layout = SFT if program.is_sft else RL
+    source, started = Source(program=program if program.name else None, layout=layout), bool(program.name)
     for word in program.arguments:
         match = _OVERRIDE.fullmatch(word)
         if match is None or (_ENVIRONMENT.match(word) and not started):
@@ -94,9 +99,9 @@ def read_overrides(words: Sequence[str], conversion: Conversion) -> Source:
                 conversion.note("unknown", word, "", "expected name=value")
             continue
         started = True
-        if _takes(match[1], match[2], conversion):
+        if _takes(match[1], match[2], layout, conversion):
             _merge(tree, _parse_override(word, match[2], match[3], conversion.origin))
-    source.old = any(path in REFUSED for path, _, _ in _settings(tree))
+    source.old = any(path in layout.refused for path, _, _ in _settings(tree, layout))
     _fill(source, tree, conversion)
     return source
 
@@ -157,6 +162,7 @@ def _parse_override(word: str, name: str, value: str, origin: str) -> dict[str, 
         return OmegaConf.to_container(OmegaConf.create(f"value: {text}"), resolve=False)["value"]  # type: ignore[index,call-overload]
 
     try:
+        value = _SLICE.sub(r'"\1"', value)
         try:
             found: Any = parse(value)
             tight = isinstance(found, dict) and any(":" in str(key) and found[key] is None for key in found)
@@ -171,16 +177,16 @@ def _parse_override(word: str, name: str, value: str, origin: str) -> dict[str, 
     return found
 
 
-def _takes(prefix: str, name: str, conversion: Conversion) -> bool:
+def _takes(prefix: str, name: str, layout: Layout, conversion: Conversion) -> bool:
     """Return whether a word with such a prefix sets something, and note the prefix."""
     if "~" in prefix:
         conversion.note("conflict", "~" + name, "", "deletes a setting; leave it out here, and its default counts")
         return False
-    if not prefix or any(name == path or name.startswith(path + ".") for path in TARGETS):
+    if not prefix or any(name == path or name.startswith(path + ".") for path in layout.targets):
         if prefix:
             conversion.note("translated", prefix + name, name, "SkyRL has this setting; the + is left out")
         return True
-    message = "SkyRL has no such setting; here declare it in a subclass of hpcrl.config.Config (config_class)"
+    message = "not among the settings of SkyRL of August 2026; here declare it in a subclass of hpcrl.config.Config (config_class)"
     conversion.note("unknown", prefix + name, "", message)
     return False
 
@@ -193,13 +199,13 @@ def _merge(into: dict[str, Any], tree: Mapping[str, Any]) -> None:
             into[key] = value
 
 
-def _settings(tree: Mapping[Any, Any], above: Keys = ()) -> Iterator[tuple[str, Keys, Any]]:
+def _settings(tree: Mapping[Any, Any], layout: Layout, above: Keys = ()) -> Iterator[tuple[str, Keys, Any]]:
     """Yield path, keys and value of each setting, and of each name that is none."""
     for key, value in tree.items():
         keys = (*above, key)
         path = ".".join(map(str, keys))
-        if path in SECTIONS and isinstance(value, dict):
-            yield from _settings(value, keys)
+        if path in layout.sections and isinstance(value, dict):
+            yield from _settings(value, layout, keys)
         else:
             yield path, keys, value
 
@@ -207,28 +213,28 @@ def _settings(tree: Mapping[Any, Any], above: Keys = ()) -> Iterator[tuple[str, 
 def _fill(source: Source, tree: dict[str, Any], conversion: Conversion) -> None:
     from omegaconf import OmegaConf
 
-    background = _background(tree, source.old)
+    background = _background(tree, source.old, source.layout)
     resolved = OmegaConf.create(background)
-    for path, keys, value in _settings(tree):
-        if path in SECTIONS:
+    for path, keys, value in _settings(tree, source.layout):
+        if path in source.layout.sections:
             _fill_section(source, path, keys, value, resolved, conversion)
         else:
             _fill_setting(source, path, keys, resolved, conversion)
 
 
-def _background(tree: dict[str, Any], old: bool) -> dict[Any, Any]:
+def _background(tree: dict[str, Any], old: bool, layout: Layout) -> dict[Any, Any]:
     """Return the tree over SkyRL's defaults, each setting under both of its names, for interpolations to point at."""
-    defaults = SKYRL_DEFAULTS | (OLD_DEFAULTS if old else {})
-    previous = {new: old_name for old_name, new in RENAMED.items()}
+    defaults = {**layout.defaults, **(layout.old_defaults if old else {})}
+    previous = {new: old_name for old_name, new in layout.renamed.items()}
     found: dict[Any, Any] = {}
     for path, value in defaults.items():
         for name in (path, previous.get(path, path)):
             _put(found, name.split("."), value)
-    for path, _, value in _settings(tree):
-        if other := RENAMED.get(path) or previous.get(path):
+    for path, _, value in _settings(tree, layout):
+        if other := layout.renamed.get(path) or previous.get(path):
             _put(found, other.split("."), value)
-    for path, keys, value in _settings(tree):
-        if path not in SECTIONS or value is not None:
+    for path, keys, value in _settings(tree, layout):
+        if path not in layout.sections or value is not None:
             _put(found, keys, value)
     return found
 
@@ -255,7 +261,7 @@ def _fill_section(source: Source, path: str, keys: Keys, value: Any, resolved: A
     if not isinstance(found, dict):
         conversion.note("conflict", path, "", f"expected a table, found {found!r:.60}; left out")
         return
-    for inner, below, _ in _settings(found, keys):
+    for inner, below, _ in _settings(found, source.layout, keys):
         _fill_setting(source, inner, below, resolved, conversion)
 
 
@@ -263,12 +269,13 @@ def _fill_setting(source: Source, path: str, keys: Keys, resolved: Any, conversi
     if path in OVERLONG:
         source.overlong[path] = _resolve(resolved, keys)
         return
-    if path not in TARGETS:
-        near = nearest(path, [*TARGETS, *sorted(SECTIONS)])
+    layout = source.layout
+    if path not in layout.targets:
+        near = nearest(path, [*layout.targets, *sorted(layout.sections)])
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
-        conversion.note("unknown", path, "", "SkyRL has no such setting" + hint)
+        conversion.note("unknown", path, "", "not among the settings of SkyRL of August 2026" + hint)
         return
-    present = RENAMED.get(path, path)
+    present = layout.renamed.get(path, path)
     try:
         value = _resolve(resolved, keys)
     except _Unreadable as error:

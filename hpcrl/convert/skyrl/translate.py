@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hpcrl.convert.conversion import Conversion, directory_name
+from hpcrl.convert.skyrl import additions
 from hpcrl.convert.skyrl.fields import OVERLONG
 from hpcrl.convert.skyrl.source import Source
 
@@ -16,7 +17,13 @@ _ALGORITHM = "trainer.algorithm."
 _CORRECTION = _ALGORITHM + "off_policy_correction."
 _ENGINE = "generator.inference_engine."
 _CRITIC = "trainer.critic.model.path"
-_ALSO_REWARDS = ("gsm8k",)  # environments of SkyRL that are rewards here too
+_REWARDS = {"gsm8k": "gsm8k", "aime": "direct_math"}  # environments of SkyRL -> the rewards that they are here
+_ABSENT = {
+    "lcb": "programs that are run against tests; an environment of your own does that (docs/environments)",
+    "searchcode": "search and a Python interpreter together; search and python_tool are environments of their own here",
+    "geometry3k": "answers in \\boxed{} about an image, with a tool that tells whether they are right; environment.reward_function = "
+    "{boxed_math = 1.0} scores such answers (docs/vision.md), without the tool",
+}
 _HOME = re.compile(r"\$(?:HOME|\{HOME\})(?=/|$)")
 
 Translation = Callable[[Source, Conversion, str], None]
@@ -35,6 +42,8 @@ def is_fully_async(source: Source) -> bool:
 
     A YAML file does not say which program reads it. One that names these settings and fits that program is taken to be meant for it.
     """
+    if source["trainer.fully_async.enabled"]:
+        return True
     if source.program is not None:
         return "fully_async" in source.program.name
     named = any(path.startswith("trainer.fully_async.") for path in source.given)
@@ -75,13 +84,14 @@ def overlong(source: Source, conversion: Conversion) -> None:
     if (
         isinstance(length, int)
         and isinstance(factor, int | float)
-        and env_class in _ALSO_REWARDS
+        and env_class in _REWARDS
         and source["generator.max_turns"] == 1
     ):
         conversion.values.pop("environment.env_class", None)
-        conversion.values["environment.reward_function"] = {env_class: 1.0, "overlong": 1.0}
+        reward = _REWARDS[env_class]
+        conversion.values["environment.reward_function"] = {reward: 1.0, "overlong": 1.0}
         conversion.values |= {f"environment.overlong_reward.{name}": value for name, value in found.items()}
-        message = f'{env_class} and overlong score as environment.reward_function, in place of environment.env_class = "{env_class}"'
+        message = f'{reward} and overlong score as environment.reward_function, in place of environment.env_class = "{env_class}"'
         conversion.note("translated", OVERLONG[0], target, message)
         conversion.note("mapped", OVERLONG[1], "environment.overlong_reward.penalty_factor")
         return
@@ -93,6 +103,52 @@ def overlong(source: Source, conversion: Conversion) -> None:
     conversion.note("conflict", first, "", message)
     for path in others:
         conversion.note("dropped", path, "", f"see {first}")
+
+
+def renamed_environment(source: Source, conversion: Conversion) -> None:
+    """Write the environment of SkyRL that has another name here, and name those that have no counterpart."""
+    name, target = "environment.env_class", "environment.env_class"
+    env_class = source[name]
+    if env_class == "aime" and "environment.reward_function" not in conversion.values:
+        conversion.values[target] = _REWARDS[env_class]
+        conversion.note("translated", name, target, "1 or -1 for what follows Answer:, by the rules of DAPO")
+    elif env_class in _ABSENT:
+        conversion.note("conflict", name, target, f"{env_class} has no counterpart here: {_ABSENT[env_class]}")
+
+
+def env_class(source: Source, conversion: Conversion, path: str) -> None:
+    value = source.given[path]
+    if value not in _ABSENT and value != "aime":  # which `renamed_environment` writes
+        conversion.values[path] = value
+        conversion.note("mapped", source.names[path], path)
+
+
+def constant_schedule(source: Source, conversion: Conversion, prefix: str) -> None:
+    """Write transformers' schedule "constant", which has no warm-up whatever num_warmup_steps is."""
+    path = prefix + "scheduler"
+    target = path if path.startswith("trainer.") else f"trainer.policy.{path}"
+    if source[path] == "constant":
+        conversion.values[target] = "constant_with_warmup"
+        conversion.values[target.replace("scheduler", "num_warmup_steps")] = 0
+        conversion.note("translated", source.names[path], target, "constant: constant_with_warmup without a warm-up")
+
+
+def always_packed(source: Source, conversion: Conversion, path: str) -> None:
+    """Leave out that samples are padded with Megatron-core, where they are packed in any case."""
+    strategy = source["strategy" if path == "remove_microbatch_padding" else "trainer.strategy"]
+    if strategy == "megatron" and source[path] is False:
+        conversion.values.pop("trainer.use_sample_packing", None)
+        message = "false, but samples are always packed with Megatron-core, which gives the same numbers"
+        conversion.note("translated", source.names[path], "trainer.use_sample_packing", message)
+
+
+def packing(source: Source, conversion: Conversion) -> None:
+    always_packed(source, conversion, "trainer.use_sample_packing")
+
+
+def schedules(source: Source, conversion: Conversion) -> None:
+    for model in ("policy", "critic") if has_critic(source) else ("policy",):
+        constant_schedule(source, conversion, f"trainer.{model}.optimizer_config.")
 
 
 def _instead(old: str, new: str) -> Translation:
@@ -118,13 +174,12 @@ def strategy(source: Source, conversion: Conversion, path: str) -> None:
 
 
 def weight_sync_backend(source: Source, conversion: Conversion, path: str) -> None:
-    conversion.values[path] = "filesystem"
-    conversion.note(
-        "translated",
-        source.names[path],
-        path,
-        f"{source.given[path]}: filesystem, new weights reach the engines as files; {source.given[path]} works too, with weight_copy_dir",
+    conversion.values[path], given = "filesystem", source.given[path]
+    more = (
+        f"{given} works too" if given in ("nccl", "gloo") else "full_weights_interval leaves out what has not changed"
     )
+    message = f"{given}: filesystem, new weights reach the engines as files; {more}, with weight_copy_dir"
+    conversion.note("translated", source.names[path], path, message)
 
 
 def use_tis(source: Source, conversion: Conversion, path: str) -> None:
@@ -388,4 +443,16 @@ TRANSLATIONS: dict[str, Translation] = {
     _ENGINE + "backend": _instead("sglang", "vllm"),
     _ENGINE + "weight_sync_backend": weight_sync_backend,
     "generator.max_input_length": max_input_length,
+    "environment.env_class": env_class,
+    "trainer.fully_async.enabled": additions.fully_async,
+    "trainer.fully_async.sample_full_batch": additions.full_batches,
+    _ALGORITHM + "cispo.cispo_anchor": additions.cispo_anchor,
+    "trainer.policy.megatron_config.moe_enable_routing_replay": additions.router_replay,
+    _ENGINE + "enable_return_routed_experts": additions.router_replay,
+    "trainer.policy.megatron_config.freeze_moe_router": additions.freeze_routers,
+    "trainer.policy.torch_profiler_config.skip_first": additions.profiled_from,
+    "trainer.policy.torch_profiler_config.wait": additions.profiled_from,
+    "trainer.max_tokens_per_microbatch": additions.tokens_per_pass,
+    "generator.merge_stepwise_output": additions.joined_steps,
+    _ENGINE + "enable_pd": additions.prefill_apart,
 }

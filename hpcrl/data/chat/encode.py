@@ -107,7 +107,9 @@ def encoded_pieces(tokenizer: PreTrainedTokenizerBase, pieces: Sequence[Piece]) 
 def _encoded(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], _Spans]:
     """Return token ids, and the characters that each stands for, as begin and end in the text without marks."""
     first, *others = _parts(text)
-    found = _backend(tokenizer).encode(first, add_special_tokens=False)
+    (found,) = _backend(tokenizer).encode_batch(
+        [first], add_special_tokens=False
+    )  # `encode` keeps the interpreter's lock
     if not others:
         return found.ids, _SpansOf(found)
     token_ids, spans, length = found.ids, found.offsets, len(first)
@@ -152,11 +154,11 @@ def _backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
 def _encoded_behind(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], list[tuple[int, int]]]:
     """Return the token ids and spans of a text without marks that follows other text, so that no space is written before it."""
     if _begins_with_space(tokenizer):
-        found = _backend(tokenizer).encode(f"\n{text}", add_special_tokens=False)
+        (found,) = _backend(tokenizer).encode_batch([f"\n{text}"], add_special_tokens=False)
         at = next((at for at, (begin, _) in enumerate(found.offsets) if begin), len(found.ids))
         if not at or found.offsets[at - 1][1] == 1:
             return found.ids[at:], [(begin - 1, end - 1) for begin, end in found.offsets[at:]]
-    found = _backend(tokenizer).encode(text, add_special_tokens=False)
+    (found,) = _backend(tokenizer).encode_batch([text], add_special_tokens=False)
     return found.ids, found.offsets
 
 

@@ -6,15 +6,14 @@ behind an answer. All of them end a turn.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.data.chat.encode import encoded
 from hpcrl.data.chat.template import ChatTemplate
+from hpcrl.data.entries import files_of, read_entries
 from hpcrl.errors import DataError
 
 if TYPE_CHECKING:
@@ -28,16 +27,12 @@ def declared_ends(model: Pretrained) -> dict[str, frozenset[int]]:
 
     Raises:
         OSError: the model is neither here nor on the hub.
+        DataError: one of the files is no JSON object.
     """
-    from transformers.utils.hub import cached_file
-
-    found, missing = dict[str, frozenset[int]](), {"_raise_exceptions_for_missing_entries": False}
-    missing["_raise_exceptions_for_connection_errors"] = False
-    for name in _FILES:
-        file = cached_file(model.path, name, **model.at_revision, **missing)
-        if file is not None:
-            entries = json.loads(Path(file).read_text(encoding="utf-8"))
-            found[name] = frozenset(_ids_of(entries) | _ids_of(entries.get("text_config") or {}))
+    found = dict[str, frozenset[int]]()
+    for file in files_of(model.path, _FILES, **model.at_revision):
+        entries = read_entries(file)
+        found[file.name] = frozenset(_ids_of(entries) | _ids_of(entries.get("text_config") or {}))
     return found
 
 

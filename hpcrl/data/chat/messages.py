@@ -25,6 +25,7 @@ SYSTEM = "system"
 
 _ROLE = re.compile(r"[\w .-]+")  # templates may write it within a special token
 _ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "function_call": "assistant"}
+_DEEPEST = 64  # templates, and what marks special tokens, go through values by recursion
 _EXAMPLE = "{'role': 'user', 'content': '…'}"
 
 
@@ -59,6 +60,8 @@ def read_tools(value: Any) -> list[dict[str, Any]]:
     if isinstance(tools, dict):
         tools = [tools]
     found = [_parsed(tool, "tools") for tool in tools] if isinstance(tools, list) else [tools]
+    if is_too_deep(found):
+        raise DataError(f"tools: nested too deeply; expected at most {_DEEPEST} objects and lists in each other")
     if not all(isinstance(tool, dict) for tool in found):
         raise DataError(f"tools: expected a list of objects, or its JSON text, found {value!r:.80}")
     return [without_nulls(tool) for tool in found]
@@ -70,6 +73,13 @@ def with_system(messages: list[Message], row: Mapping[str, Any]) -> list[Message
     if not isinstance(system, str) or not system or (messages and messages[0]["role"] == SYSTEM):
         return messages
     return [{"role": SYSTEM, "content": system}, *messages]
+
+
+def is_too_deep(value: Any, room: int = _DEEPEST) -> bool:
+    """Return whether more than `room` objects and lists lie in each other."""
+    if not isinstance(value, dict | list):
+        return False
+    return not room or any(is_too_deep(one, room - 1) for one in (value.values() if isinstance(value, dict) else value))
 
 
 def without_nulls(value: Any) -> Any:
@@ -131,6 +141,10 @@ def _call(value: Any) -> dict[str, Any]:
     arguments = _parsed(arguments, "arguments of a tool call") if arguments != "" else {}
     if not isinstance(arguments, dict):
         raise DataError(f"arguments of a tool call: expected an object, or its JSON text, found {arguments!r:.80}")
+    if is_too_deep(arguments):
+        raise DataError(
+            f"arguments of a tool call: nested too deeply; expected at most {_DEEPEST} objects and lists in each other"
+        )
     named = {"id": str(call["id"])} if call.get("id") else {}
     return {**named, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 

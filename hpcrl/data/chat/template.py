@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpcrl.data.chat.calls import CallForm, Messages, Tools, call_form
 from hpcrl.data.chat.encode import special_tokens
+from hpcrl.data.render import RefusedError, render
 from hpcrl.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -186,23 +187,25 @@ class ChatTemplate:
         return self._rendered(messages, tools, prompt=prompt)
 
     def _rendered(self, messages: Messages, tools: Tools, *, prompt: bool) -> str:
-        from jinja2 import TemplateError
-
         if not self.tokenizer.chat_template and "chat_template" not in self._options:
             raise ConfigError(
                 "generator.chat_template: the tokenizer has no chat template; expected one that writes conversations as the model is to "
                 'read them: a Jinja file (generator.chat_template.source = "file", generator.chat_template.name_or_path), or '
                 'data.format = "text" for texts without turns'
             )
-        options = {**self._options, **({"tools": list(tools)} if tools else {})}
+        tokenizer, options = self.tokenizer, dict(self._options)
+        if tools:
+            options["tools"] = list(tools)
         try:
-            return str(
-                self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt, **options)
-            )
-        except TemplateError as error:  # such as roles that do not take turns
+            # as `apply_chat_template` does
+            template = tokenizer.get_chat_template(options.pop("chat_template", None), options.get("tools"))
+            options = {**tokenizer.special_tokens_map, **options, "add_generation_prompt": prompt}
+            return render(template, {**options, "conversations": [messages]})
+        except RefusedError as error:
             raise DataError(f"the chat template refuses its messages: {error}") from error
-        # what expressions of a template raise, and what transformers raises of tools
-        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+        except DataError as error:
+            raise DataError(f"the chat template of {tokenizer.name_or_path}: {error}") from error
+        except (TypeError, ValueError, AttributeError, RecursionError) as error:  # it is sent to another process
             raise DataError(f"the chat template refuses its messages: {type(error).__name__}: {error}") from error
 
     @cached_property

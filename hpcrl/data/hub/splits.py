@@ -21,14 +21,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from posixpath import normpath
+from reprlib import repr as repr_of
 from typing import Any
 
 import yaml
 
 from hpcrl.errors import DataError
+from hpcrl.rundir.commit import leads_outside
 
 README = "README.md"
 _IGNORED = (README, "config.json", "dataset_info.json", "dataset_infos.json", "dummy_data.zip", "dataset_dict.json")
+_DEEPEST = 40
 _SPLIT_NAME = re.compile(r"\w+(\.\w+)*")
 _NUMBER = "[0-9]" * 5
 _SHARDS = f"data/{{}}-{_NUMBER}-of-{_NUMBER}*.*"
@@ -99,21 +102,41 @@ def _subsets(folder: Path) -> dict[str, tuple[Subset, bool]]:
     lines = readme.read_text(encoding="utf-8").splitlines() if readme.is_file() else []
     if "---" not in lines[1:] or lines[0] != "---":
         return {}
-    try:
-        front = yaml.safe_load("\n".join(lines[1 : lines.index("---", 1)]))
-    except yaml.YAMLError as error:
-        raise DataError(f"the front matter of {readme} is no YAML: {error}") from error
-    for entry in (front.get("configs") if isinstance(front, dict) else None) or ():
+    front = _front_matter("\n".join(lines[1 : lines.index("---", 1)]), readme)
+    listed = (front.get("configs") if isinstance(front, dict) else None) or []
+    for entry in listed if isinstance(listed, list) else [listed]:
         try:
-            name, files = str(entry["config_name"]), entry.get("data_files")
+            name, data_dir = _scalar(entry["config_name"]), _scalar(entry.get("data_dir") or "")
+            files = entry.get("data_files")
             splits = None if files is None else _patterns(files)
-            found[name] = Subset(name, str(entry.get("data_dir") or ""), splits), entry.get("default") is True
+            if leads_outside(data_dir):
+                raise DataError(f"{readme} names the folder {data_dir!r:.200}, which is outside of its own")
+            found[name] = Subset(name, data_dir, splits), entry.get("default") is True
         except (TypeError, KeyError, AttributeError, ValueError) as error:
             raise DataError(
                 f"configs of the front matter of {readme}: expected a list of config_name and data_files, which is a pattern, a list of "
-                f"patterns, or a list of split and path, found {entry!r:.200}"
+                f"patterns, or a list of split and path, found {repr_of(entry):.200}"
             ) from error
     return found
+
+
+def _scalar(value: Any) -> str:
+    if isinstance(value, list | dict):  # whose text may be endless, by aliases of aliases
+        raise TypeError
+    return str(value)
+
+
+def _front_matter(text: str, readme: Path) -> Any:
+    """Return what YAML says. Raises DataError where it is none, or nested more deeply than a list of subsets is."""
+    depth = 0
+    try:
+        for event in yaml.parse(text, Loader=yaml.SafeLoader):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > _DEEPEST:
+                raise DataError(f"the front matter of {readme} is nested more than {_DEEPEST} levels deep")
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError) as error:
+        raise DataError(f"the front matter of {readme} is no YAML: {error}") from error
 
 
 def _patterns(data_files: Any) -> dict[str, list[str]]:

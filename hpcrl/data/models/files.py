@@ -7,8 +7,6 @@ from typing import Any
 
 from hpcrl.config.sections.model import Pretrained
 
-CONFIG = "config.json"
-
 
 def model_folder(model: Pretrained, patterns: list[str]) -> Path:
     """Return the directory of a model; files of the hub are downloaded where they are missing.

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import hf_hub_download
 
+from hpcrl.data.entries import read_entries
+
 if TYPE_CHECKING:
     import numpy as np
     from PIL.Image import Image
@@ -41,7 +43,7 @@ class OpenVLAImageProcessor:
     def from_pretrained(cls, path: str, revision: str | None = None, **options: Any) -> OpenVLAImageProcessor:
         """Return that of a model. Raises OSError, ValueError or TypeError where it has none, or another one."""
         file = Path(path) / _FILE if Path(path).is_dir() else Path(hf_hub_download(path, _FILE, revision=revision))
-        entries = json.loads(file.read_text(encoding="utf-8"))
+        entries = read_entries(file)
         names = "means", "stds", "input_sizes", "image_resize_strategy"
         found = cls(**{name: entries[name] for name in names if name in entries}, **options)
         if found.image_resize_strategy != "resize-naive":

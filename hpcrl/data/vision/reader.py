@@ -13,6 +13,7 @@ from weakref import WeakValueDictionary
 from hpcrl.config.import_path import imported
 from hpcrl.config.sections.data import DataConfig
 from hpcrl.config.sections.model import Pretrained
+from hpcrl.data.entries import check_files
 from hpcrl.data.tokenizer import read_tokenizer
 from hpcrl.data.vision.families import GRID, PIXELS, SECONDS, STATES, Family, family_of, placeholders
 from hpcrl.data.vision.frames import Choice, Shown, Video, frames_of
@@ -139,7 +140,8 @@ class ImageReader:
 
         wanted = preparation or Preparation()
         try:
-            config: Any = AutoConfig.from_pretrained(model.path, **model.at_revision)
+            check_files(model.path, **model.at_revision)
+            config: Any = AutoConfig.from_pretrained(model.path, trust_remote_code=False, **model.at_revision)
         except (OSError, ValueError):  # whoever loads the model tells it better
             return None
         family = family_of(config)

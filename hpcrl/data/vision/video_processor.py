@@ -6,7 +6,6 @@ one with several pairs of frames.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpcrl.config.sections.model import Pretrained
+from hpcrl.data.entries import read_entries
 from hpcrl.data.vision.families import GRID, PIXELS, SECONDS, Videos
 from hpcrl.data.vision.frames import Choice
 from hpcrl.errors import DataError
@@ -142,7 +142,7 @@ def _entries(model: Pretrained) -> dict[str, Any]:
 
     for name in _FILES:
         file = cached_file(model.path, name, **model.at_revision, _raise_exceptions_for_missing_entries=False)
-        entries = json.loads(Path(file).read_text(encoding="utf-8")) if file else {}
+        entries = read_entries(Path(file)) if file else {}
         found = entries.get("video_processor", {}) if name == _FILES[0] else entries
         if found:
             return found

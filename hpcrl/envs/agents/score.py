@@ -17,7 +17,7 @@ EXPECTED = 'JSON such as {"reward": 1.0, "metrics": {"turns": 3}}'
 def read_score(content: bytes) -> Turn | None:
     """Return the end of a sample: its `reward`, and its `metrics` where there are some; None for anything else, or what is too long."""
     try:
-        found = json.loads(content) if len(content) <= LONGEST_SCORE else None
+        found = json.loads(content.decode()) if len(content) <= LONGEST_SCORE else None
     except (ValueError, RecursionError):
         return None
     if isinstance(found, dict) and _is_number(found.get("reward")) and _are_metrics(found.get("metrics", {})):

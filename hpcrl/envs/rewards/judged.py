@@ -45,26 +45,23 @@ class JudgedRewards:
             scores: of each sample, by the reward model; None: it failed at the sample.
         """
         worth = [0.0 if one is None else self.weight * min(max(one, self.clip_min), self.clip_max) for one in scores]
-        failed = [reason == "failed" for reason in group.stop_reasons]
         counted = [
-            reward + (0.0 if self.stopped_only and reason != "stop" else value)
-            for reward, value, reason in zip(group.rewards, worth, group.stop_reasons, strict=True)
+            sample.reward + (0.0 if self.stopped_only and sample.stop_reason != "stop" else value)
+            for sample, value in zip(group.samples, worth, strict=True)
         ]
+        failed = [sample.stop_reason == "failed" for sample in group.samples]
         left_out = [one or score is None for one, score in zip(failed, scores, strict=True)]
         others = [reward for reward, out in zip(counted, left_out, strict=True) if not out]
         neutral = mean(others) if others else 0.0
         rewards = [neutral if out else reward for reward, out in zip(counted, left_out, strict=True)]
-        metrics = group.env_metrics or [{} for _ in scores]
-        return replace(
-            group,
-            rewards=rewards,
-            raw_rewards=[raw + value for raw, value in zip(group.raw_rewards or group.rewards, worth, strict=True)],
-            env_metrics=[
-                own if score is None else {**own, REWARD_MODEL: score}
-                for own, score in zip(metrics, scores, strict=True)
-            ],
-            model_rewards=[
-                None if score is None and not one else reward - before
-                for score, one, reward, before in zip(scores, failed, rewards, group.rewards, strict=True)
-            ],
-        )
+        samples = [
+            replace(
+                sample,
+                reward=reward,
+                raw_reward=sample.raw_reward + value,
+                env_metrics=sample.env_metrics if score is None else {**sample.env_metrics, REWARD_MODEL: score},
+                model_reward=None if score is None and not one else reward - sample.reward,
+            )
+            for sample, reward, value, score, one in zip(group.samples, rewards, worth, scores, failed, strict=True)
+        ]
+        return replace(group, samples=samples, judged=True)

@@ -26,7 +26,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpcrl.config import EnvironmentConfig
-from hpcrl.config.reward_model import reward_functions
 from hpcrl.config.sections.environment import RemoteRewardConfig
 from hpcrl.envs.base import Turn
 from hpcrl.envs.rewards.response import VIDEO_FPS, Response
@@ -134,7 +133,7 @@ class RemoteRewards:
                 result.set_result({name: values[number] for name, values in scores.items()})
 
     def _scores(self, responses: Sequence[Response]) -> dict[str, list[float]]:
-        functions, tries = reward_functions(self._config), 0
+        functions, tries = self._config.reward_weights, 0
         asked = {
             "prompts": [said_in(one.messages[-1]["content"]) if one.messages else "" for one in responses],
             "messages": [
@@ -244,7 +243,7 @@ def service_rewards(scores: Mapping[str, Sequence[float]], config: RemoteRewardC
     Raises:
         DataError: the scores are not those of the configured functions.
     """
-    functions = reward_functions(config)
+    functions = config.reward_weights
     if scores.keys() != functions.keys():
         raise DataError(
             f"expected scores of {', '.join(functions)} (environment.remote_reward.reward_function), "

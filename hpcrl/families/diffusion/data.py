@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from hpcrl.config import Config
-from hpcrl.config.derive import policy_model
 from hpcrl.families.diffusion.pipelines.pictures import PictureRows
 from hpcrl.families.diffusion.pipelines.tokens import prompt_counter, row_decoder
 from hpcrl.types import Prompt
@@ -17,11 +16,11 @@ if TYPE_CHECKING:
 
 def counted_prompts(config: Config) -> tuple[Callable[[Prompt], int], int]:
     trainer = config.trainer
-    return prompt_counter(policy_model(trainer)), trainer.policy.diffusers.max_prompt_length
+    return prompt_counter(trainer.policy.model.pretrained), trainer.policy.diffusers.max_prompt_length
 
 
 def decoder(config: Config) -> Decode:
-    return row_decoder(policy_model(config.trainer))
+    return row_decoder(config.trainer.policy.model.pretrained)
 
 
 def row_format(config: Config) -> PictureRows:

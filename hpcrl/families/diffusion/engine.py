@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from hpcrl.config import Config
-from hpcrl.config.derive import gpu_count, policy_model
 from hpcrl.data.vision.reader import SeenImage
 from hpcrl.data.weight_files import ADAPTER_PREFIX, PublishedWeights
 from hpcrl.errors import EngineError
@@ -19,9 +18,9 @@ from hpcrl.families.diffusion.pipelines.probe import probe_velocity
 from hpcrl.families.diffusion.pipelines.source import EVALUATION, PipelineSource
 from hpcrl.families.diffusion.sampler import Painted, Sampler
 from hpcrl.rollout.engines.base import Engine, Generation, Heard
-from hpcrl.rollout.engines.embedded.model import replace_adapter
 from hpcrl.rollout.engines.in_process import InProcess
 from hpcrl.rollout.engines.own_thread import OwnThreadEngine, replace_whole
+from hpcrl.rollout.engines.tensors import replace_adapter
 from hpcrl.types import Kind
 
 _EVALUATION = f"{ADAPTER_PREFIX}{EVALUATION}"
@@ -141,8 +140,8 @@ class Diffusion(InProcess[Sampler]):
     @classmethod
     def of(cls, config: Config) -> Diffusion:
         engine = config.generator.inference_engine
-        source = PipelineSource(policy_model(config.trainer), config.trainer.policy.diffusers)
-        return cls(source, engine.model_dtype, engine.max_num_seqs, on_cpu=gpu_count(config.slurm) == 0)
+        source = PipelineSource(config.trainer.policy.model.pretrained, config.trainer.policy.diffusers)
+        return cls(source, engine.model_dtype, engine.max_num_seqs, on_cpu=config.slurm.gpus == 0)
 
     def connect(self, *, version: int = 0, replica: str = "") -> Engine:
         return DiffusionEngine(self._loaded.result(), self._source, self._at_once, version=version, replica=replica)

@@ -23,7 +23,7 @@ from hpcrl.rollout.group import Group, apply_stop_reason, neutralize_failed, sam
 from hpcrl.rollout.images.kept import KeptPictures
 from hpcrl.rollout.threads import CallThreads, in_thread
 from hpcrl.rollout.turns import Turns
-from hpcrl.types import LONGEST_FAILURE, Row, Sample, Work, plain_text
+from hpcrl.types import LONGEST_FAILURE, Row, Work, plain_text
 
 
 class PictureGenerator:
@@ -99,7 +99,7 @@ def _row(prompt_ids: list[int], said: Generation, turn: Turn | None) -> Row:
     rewards_T = np.zeros(before + steps, np.float32)
     rewards_T[-1] = turn.reward if turn else 0.0
     tensors = cast("dict[str, np.ndarray]", said.tensors)
-    return Sample(
+    return Row(
         token_ids=np.array([*prompt_ids, *said.token_ids], np.int64),
         loss_mask=np.array([0.0] * before + [1.0] * steps, np.float32),
         rollout_logprobs=np.array([0.0] * before + said.logprobs, np.float32),

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from hpcrl.config.derive import policy_model
 from hpcrl.config.sections.diffusers import DiffusersConfig
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.families.diffusion.pipelines.kinds import Conditions, PipelineKind
@@ -62,7 +61,9 @@ class TransformerSource(ModelSource):
 
 def transformer_source(trainer: TrainerConfig) -> TransformerSource:
     """Return the transformer that is trained, as it is loaded."""
-    return TransformerSource(**vars(policy_model(trainer)), role="trainer.policy", diffusers=trainer.policy.diffusers)
+    return TransformerSource(
+        **vars(trainer.policy.model.pretrained), role="trainer.policy", diffusers=trainer.policy.diffusers
+    )
 
 
 def _as_policy(transformer: Any) -> Any:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 
 from hpcrl.config import Config
-from hpcrl.config.derive import has_engines, is_offline
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.families.diffusion.model import transformer_source
-from hpcrl.families.diffusion.settings import trained_steps, trains_by_nft
+from hpcrl.families.diffusion.settings import trains_by_nft
 from hpcrl.planning.activations import kept_bytes
 from hpcrl.planning.whole_model import memory_line, memory_of_parameters
 from hpcrl.trainer.models.forward import DTYPES
@@ -22,8 +21,8 @@ def describe_policy(config: Config) -> tuple[list[str], int]:
     model = source.empty(torch.float32, "")
     latents = " x ".join(map(str, source.pipeline.latent_shape(settings.train_frames)))
     kind = "DiffusionNFT" if trains_by_nft(trainer) else "Flow-GRPO"
-    steps = f"{kind}, {trained_steps(settings)} of {settings.sample.num_steps} denoising steps of each sample"
-    if is_offline(trainer):
+    steps = f"{kind}, {settings.trained_steps} of {settings.sample.num_steps} denoising steps of each sample"
+    if trainer.offline:
         steps = "flow matching, a noise level of each row"
     rows = passes(trainer)
     of_model, parts = memory_of_parameters(config, model, copies=trains_by_nft(trainer) + settings.ema.enable)
@@ -33,9 +32,9 @@ def describe_policy(config: Config) -> tuple[list[str], int]:
         f"  {steps}, latents of {latents}; {rows} passes of the transformer at a time",
         memory_line(parts),
     ]
-    if is_offline(trainer):
+    if trainer.offline:
         lines.append("  text encoders and VAE are on each rank too; their memory is not estimated")
-    if has_engines(config):
+    if config.has_engines:
         lines.append("engine: the transformer, its text encoders and VAE; their memory is not estimated")
     return lines, sum(parts.values())
 
@@ -43,8 +42,8 @@ def describe_policy(config: Config) -> tuple[list[str], int]:
 def passes(trainer: TrainerConfig) -> int:
     """Return how many rows of latents the transformer computes at a time: the trained steps of a micro-batch's samples, twice with guidance."""
     settings = trainer.policy.diffusers
-    of_sample = 1 if is_offline(trainer) else trained_steps(settings)
-    guided = not is_offline(trainer) and not trains_by_nft(trainer) and settings.sample.guidance_scale > 1
+    of_sample = 1 if trainer.offline else settings.trained_steps
+    guided = not trainer.offline and not trains_by_nft(trainer) and settings.sample.guidance_scale > 1
     return (trainer.micro_train_batch_size_per_gpu or 1) * of_sample * (2 if guided else 1)
 
 

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from hpcrl.algorithms.diffusion.averages import average_decay, copy_decay, is_averaged
-from hpcrl.config.derive import is_offline
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.families.diffusion.model import DiffusionModel, transformer_source
 from hpcrl.families.diffusion.pipelines.kinds import Conditions
@@ -37,7 +36,8 @@ from hpcrl.trainer.backends.fsdp.sharding import accumulated, local
 from hpcrl.trainer.backends.shares import read
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.models.adapter import PARTS, Adapter
-from hpcrl.trainer.models.forward import DTYPES, forward_config
+from hpcrl.trainer.models.build import forward_config
+from hpcrl.trainer.models.forward import DTYPES
 from hpcrl.trainer.models.layers.choice import Kernels
 from hpcrl.trainer.models.lora import without_adapters
 from hpcrl.types import MicroBatch
@@ -68,12 +68,12 @@ class DiffusionPolicy(FsdpExported[DiffusionModel]):
             made, source, section.fsdp_config, replace(forward_config(trainer), packing=False, flash=False), world,
             trained=section, seed=trainer.seed, kernels=Kernels.of(section),
         )  # fmt: skip
-        super().__init__(model, source, section, trainer, world)
+        super().__init__(model, source, section, trainer.recomputation, world)
         self._idle = self._pipeline.kind.idle_conditions(self._pipeline.transformer)
         self._latents = self._pipeline.latent_shape(section.diffusers.train_frames)
         self._old = self._copied() if trains_by_nft(trainer) else {}
         self._average = self._copied() if section.diffusers.ema.enable else {}
-        self._encoder = RowEncoder(self._pipeline, world.device, trainer.seed) if is_offline(trainer) else None
+        self._encoder = RowEncoder(self._pipeline, world.device, trainer.seed) if trainer.offline else None
 
     @property
     def vocabulary(self) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hpcrl.config import Config
-from hpcrl.config.derive import policy_model
 from hpcrl.rollout.family import LoadedGenerator
 from hpcrl.rollout.images.kept import KeptPictures
 from hpcrl.rundir.layout import Run
@@ -20,7 +19,7 @@ def load_generator(run: Run, config: Config, interval: int | None) -> LoadedGene
 
     kept = KeptPictures(run, interval) if interval else None
     maker = pictures(config.generator, config.environment, kept)
-    return LoadedGenerator(lambda **_: maker, row_decoder(policy_model(config.trainer)))
+    return LoadedGenerator(lambda **_: maker, row_decoder(config.trainer.policy.model.pretrained))
 
 
 def own_engine(config: Config) -> Launched:

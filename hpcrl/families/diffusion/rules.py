@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from hpcrl.config.adapters import begins_from_weights
-from hpcrl.config.derive import gpu_count, has_engines, is_offline, reward_weights
 from hpcrl.config.errors import Problem
 from hpcrl.config.fields import values
-from hpcrl.config.reward_model import reward_services
 from hpcrl.config.sections.functions import IMAGE_REWARDS, REWARDS
 from hpcrl.config.sections.model import ExpertsConfig
 from hpcrl.config.sections.tree import ConfigTree
-from hpcrl.families.diffusion.settings import draws_steps, is_diffusion
 
 _SECTION = "trainer.policy.diffusers"
 _BACKEND = "generator.inference_engine.backend"
@@ -38,7 +34,7 @@ _OF_SAMPLING = f"{_SECTION}.sample", "trainer.multi_modal_log_interval"
 def pipelines(config: ConfigTree) -> Iterator[Problem]:
     """What a pipeline is trained and served by, and that nothing else is."""
     engine, trainer = config.generator.inference_engine, config.trainer
-    if not is_diffusion(trainer):
+    if not trainer.policy.diffusers.enable:
         if engine.backend == "diffusers":
             yield Problem(
                 _BACKEND, f"diffusers makes pictures; set {_SECTION}.enable=true, or choose vllm or transformers"
@@ -49,15 +45,11 @@ def pipelines(config: ConfigTree) -> Iterator[Problem]:
             "trainer.mode",
             f'expected "rl" or "sft" with {_SECTION}.enable: pairs and scores are learned by language models',
         )
-    if engine.backend != "diffusers" and has_engines(config):
-        yield Problem(_BACKEND, f'expected "diffusers" with {_SECTION}.enable, found "{engine.backend}"')
     if trainer.strategy != "fsdp2":
         yield Problem(
             "trainer.strategy", f"expected fsdp2 with {_SECTION}.enable: Megatron-core has no such transformers"
         )
-    if engine.remote_urls:
-        yield Problem("generator.inference_engine.remote_urls", "no vLLM server makes pictures; leave it out")
-    if gpu_count(config.slurm) == 0 and _of_half(config):
+    if config.slurm.gpus == 0 and _of_half(config):
         yield Problem(
             f"{_SECTION}.dtype",
             "without GPUs a text encoder in float16 has no kernels for some of its layers; set it to float32 or bfloat16",
@@ -72,13 +64,13 @@ def sampling(config: ConfigTree) -> Iterator[Problem]:
     """What a sampler needs, and the losses that need one of its kinds."""
     diffusers = config.trainer.policy.diffusers
     sample, path = diffusers.sample, f"{_SECTION}.sample"
-    if not (is_diffusion(config.trainer) and has_engines(config)):
+    if not (config.trainer.policy.diffusers.enable and config.has_engines):
         return
     if sample.solver in ("dpm1", "dpm2") and not sample.deterministic_sampling:
         yield Problem(f"{path}.deterministic_sampling", f"{sample.solver} needs it; set it to true")
-    if is_offline(config.trainer):
+    if config.trainer.offline:
         return
-    if diffusers.algorithm == "grpo" and (sample.solver in ("dpm1", "dpm2") or not draws_steps(diffusers)):
+    if diffusers.algorithm == "grpo" and (sample.solver in ("dpm1", "dpm2") or not diffusers.sample.stochastic):
         yield Problem(
             f"{_SECTION}.algorithm",
             f'"grpo" trains probabilities of steps, which only steps have that are drawn: set {path}.solver to flow, dance or ddim, '
@@ -93,12 +85,12 @@ def sampling(config: ConfigTree) -> Iterator[Problem]:
 def adapters_of_pipelines(config: ConfigTree) -> Iterator[Problem]:
     """What is kept beside the trained weights, which adapters alone are small enough for."""
     trainer, diffusers = config.trainer, config.trainer.policy.diffusers
-    if not is_diffusion(trainer):
+    if not trainer.policy.diffusers.enable:
         return
     lora = trainer.policy.model.lora
     if lora.rank:
         unlike = {
-            "init_method": begins_from_weights(lora),
+            "init_method": lora.begins_from_weights,
             "modules_to_save": bool(lora.modules_to_save),
             "target_parameters": bool(lora.target_parameters),
         }
@@ -109,9 +101,9 @@ def adapters_of_pipelines(config: ConfigTree) -> Iterator[Problem]:
             )
         return
     needing = {
-        f'{_SECTION}.algorithm="nft"': diffusers.algorithm == "nft" and not is_offline(trainer),
+        f'{_SECTION}.algorithm="nft"': diffusers.algorithm == "nft" and not trainer.offline,
         f"{_SECTION}.ema.enable": diffusers.ema.enable,
-        "trainer.algorithm.use_kl_loss": trainer.algorithm.use_kl_loss and not is_offline(trainer),
+        "trainer.algorithm.use_kl_loss": trainer.algorithm.use_kl_loss and not trainer.offline,
     }
     for name in (name for name, used in needing.items() if used):
         yield Problem(
@@ -123,7 +115,7 @@ def adapters_of_pipelines(config: ConfigTree) -> Iterator[Problem]:
 def of_language_models(config: ConfigTree) -> Iterator[Problem]:
     """Settings that speak about tokens of a vocabulary, or about conversations."""
     trainer, generator, algorithm = config.trainer, config.generator, config.trainer.algorithm
-    if not is_diffusion(trainer):
+    if not trainer.policy.diffusers.enable:
         return
     used = {
         "trainer.critic.model.path": trainer.critic.model.path is not None,
@@ -152,7 +144,7 @@ def of_language_models(config: ConfigTree) -> Iterator[Problem]:
         "generator.inference_engine.merge_lora": generator.inference_engine.merge_lora,
         "environment.env_class": config.environment.env_class is not None,
         "environment.reward_model.model": config.environment.reward_model.model is not None,
-        "environment.remote_reward.service.model": bool(reward_services(config)),
+        "environment.remote_reward.service.model": bool(config.reward_services),
         'trainer.algorithm.advantage_estimator="remax"': algorithm.advantage_estimator == "remax",
     }
     for name in (name for name, wanted in used.items() if wanted):
@@ -161,13 +153,13 @@ def of_language_models(config: ConfigTree) -> Iterator[Problem]:
 
 def learned_rows(config: ConfigTree) -> Iterator[Problem]:
     """What rows of datasets of pictures have no use for, what learning by rewards has none for, and frames of pictures."""
-    if not is_diffusion(config.trainer):
+    if not config.trainer.policy.diffusers.enable:
         return
     if not config.trainer.policy.diffusers.is_video:
         for path in _changed(config, _OF_VIDEOS):
             yield Problem(path, f"has no effect without {_SECTION}.is_video; leave it out, or set that")
-    offline = is_offline(config.trainer)
-    idle = _OF_TEXTS + (() if has_engines(config) else _OF_SAMPLING) if offline else _OF_ROWS
+    offline = config.trainer.offline
+    idle = _OF_TEXTS + (() if config.has_engines else _OF_SAMPLING) if offline else _OF_ROWS
     for path in _changed(config, idle):
         why = 'has no effect with trainer.mode="sft"' if offline else 'belongs to trainer.mode="sft"'
         yield Problem(path, f"{why} of {_SECTION}; leave it out")
@@ -181,9 +173,9 @@ def _changed(config: ConfigTree, paths: Sequence[str]) -> list[str]:
 
 def rewards_of_pictures(config: ConfigTree) -> Iterator[Problem]:
     """That pictures are scored by what looks at pictures, and texts by what reads them."""
-    environment, pictures = config.environment, is_diffusion(config.trainer)
+    environment, pictures = config.environment, config.trainer.policy.diffusers.enable
     for kind in ("train", "eval"):
-        weights = reward_weights(environment, kind)
+        weights = environment.reward_weights(kind)
         wrong = [name for name in weights if name in REWARDS and (name in IMAGE_REWARDS) != pictures]
         if wrong:
             what = "reads texts, and the policy paints" if pictures else "looks at pictures, and the policy writes"
@@ -193,9 +185,9 @@ def rewards_of_pictures(config: ConfigTree) -> Iterator[Problem]:
                 f'"{wrong[0]}" {what}; expected {", ".join(IMAGE_REWARDS) if pictures else "one of the others"}, or your own',
             )
             return
-    asked = "eval" if is_offline(config.trainer) else "train"
-    scored = reward_weights(environment, asked) or environment.remote_reward.enable
-    if pictures and has_engines(config) and not scored:
+    asked = "eval" if config.trainer.offline else "train"
+    scored = environment.reward_weights(asked) or environment.remote_reward.enable
+    if pictures and config.has_engines and not scored:
         yield Problem(
             "environment.reward_function",
             f"required with {_SECTION}.enable: what a picture is worth, {', '.join(IMAGE_REWARDS)}, or your own function, or environment.remote_reward",

@@ -27,7 +27,6 @@ from hpcrl.families.diffusion.pipelines.samples import (
     STEPS,
 )
 from hpcrl.families.diffusion.pipelines.source import PipelineSource, sigmas_of
-from hpcrl.families.diffusion.settings import draws_steps, trained_steps
 from hpcrl.types import Kind
 
 
@@ -100,7 +99,7 @@ class Sampler:
             noise = torch.stack([torch.randn(shape, generator=generator) for generator in generators])
             return noise.to(self._device, torch.float32 if like is None else like.dtype)
 
-        stochastic = kind == "train" and draws_steps(settings)
+        stochastic = kind == "train" and settings.sample.stochastic
         path = sample(
             self._velocity(given, len(seeds)),
             drawn(),
@@ -129,7 +128,7 @@ class Sampler:
             shown[LATENTS] = path.latents[-1][at].half().cpu().numpy()
         if kind == "eval":
             return Painted([0], [0.0], shown)
-        count = trained_steps(settings)
+        count = settings.trained_steps
         steps = sorted(torch.randperm(len(sigmas) - 1, generator=generator)[:count].tolist())
         tensors = {
             STEPS: np.array(steps, np.int32),

@@ -17,7 +17,6 @@ from hpcrl.algorithms.diffusion.flow_matching import draw_levels, flow_matching_
 from hpcrl.algorithms.diffusion.nft import implicit_losses, noised, velocity_divergence
 from hpcrl.algorithms.diffusion.samplers import STEPS as SOLVERS
 from hpcrl.algorithms.diffusion.samplers import Step
-from hpcrl.config.derive import is_offline
 from hpcrl.config.sections.diffusers import DiffusersConfig, DiffusionSamplingConfig
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.families.diffusion.pipelines.samples import AFTER, BEFORE, CLEAN, NOISE_SEED, SIGMAS, STEPS
@@ -183,7 +182,7 @@ class MatchTask:
 def task_of(trainer: TrainerConfig, source: PipelineSource) -> Task:
     """Return what the configuration trains, of a pipeline."""
     diffusers = trainer.policy.diffusers
-    if is_offline(trainer):
+    if trainer.offline:
         return MatchTask(source.noise_levels(), diffusers)
     if trains_by_nft(trainer):
         return NftTask(diffusers.nft_beta, trainer.algorithm.use_kl_loss)

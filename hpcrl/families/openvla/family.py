@@ -7,7 +7,6 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
-from hpcrl.config.derive import compares_with_reference, model_config_kwargs, policy_model
 from hpcrl.config.errors import Problem
 from hpcrl.config.family import Config
 from hpcrl.config.sections.tree import ConfigTree
@@ -33,7 +32,7 @@ class OpenVLA(Robots):
         if vla.vla_type != "openvla-oft":
             return config
         entries = {"parallel_decoding": True, **({"use_proprio": True} if vla.use_proprio else {})}
-        sections = {"policy": trainer.policy, **({"ref": trainer.ref} if compares_with_reference(trainer) else {})}
+        sections = {"policy": trainer.policy, **({"ref": trainer.ref} if trainer.compares_with_reference else {})}
         changed = {
             role: replace(section, model_config_kwargs=section.model_config_kwargs | entries)
             for role, section in sections.items()
@@ -43,9 +42,9 @@ class OpenVLA(Robots):
     def check_entries(self, config: ConfigTree, entries: Mapping[str, Any]) -> Iterator[Problem]:
         tokens = action_tokens(entries)
         if (tokens is not None) != self.matches(config):
-            yield Problem("vla.enable", disagreement(str(policy_model(config.trainer)), tokens))
+            yield Problem("vla.enable", disagreement(str(config.trainer.policy.model.pretrained), tokens))
         elif tokens is not None:
-            yield from _of_actions(config.vla, {**entries, **model_config_kwargs(config.trainer.policy)})
+            yield from _of_actions(config.vla, {**entries, **config.trainer.policy.config_overrides})
 
 
 def _of_actions(vla: VLAConfig, entries: Mapping[str, Any]) -> Iterator[Problem]:

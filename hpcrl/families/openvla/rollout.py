@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 
 from hpcrl.config import Config
-from hpcrl.config.derive import model_config_kwargs, policy_model
 from hpcrl.families.robots.family import videos_of
 from hpcrl.families.text.rollout import importing_transformers, load_conversations
 from hpcrl.rollout.family import LoadedGenerator
@@ -17,9 +16,9 @@ def load_generator(run: Run, config: Config, interval: int | None) -> LoadedGene
     from hpcrl.families.openvla.turns import ActionTurns
 
     at_once = config.environment.skyrl_gym.robot.actions_per_turn
-    tokens, entries = config.generator.sampling_params.max_generate_length, model_config_kwargs(config.trainer.policy)
+    tokens, entries = config.generator.sampling_params.max_generate_length, config.trainer.policy.config_overrides
     with importing_transformers(config):
-        actions = ActionTurns.of(policy_model(config.trainer), config.vla, at_once, tokens, entries)
+        actions = ActionTurns.of(config.trainer.policy.model.pretrained, config.vla, at_once, tokens, entries)
     assert actions is not None
     states = actions.states.shown if actions.states else None
     generator = partial(ActionGroups, actions=actions, videos=videos_of(run, config.vla))

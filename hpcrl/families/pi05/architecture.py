@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.config.sections.model import Pretrained
+from hpcrl.data.entries import CONFIG, read_entries
 from hpcrl.errors import DataError
 
 KIND = "pi05"
@@ -156,9 +157,9 @@ def folder_of(model: Pretrained) -> Path:
 def architecture_of(model: Pretrained) -> Architecture:
     """Return the sizes of a model. Raises DataError where it is no PI0.5."""
     try:
-        entries = json.loads((folder_of(model) / "config.json").read_text())
+        entries = read_entries(folder_of(model) / CONFIG)
         return Architecture.of(entries)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, DataError, ValueError, KeyError, TypeError) as error:
         raise not_pi05(model, error) from error
 
 

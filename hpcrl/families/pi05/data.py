@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from hpcrl.config import Config
-from hpcrl.config.derive import policy_model
 from hpcrl.families.pi05.inputs import prompt_counter, row_decoder
 from hpcrl.types import Prompt
 
@@ -15,11 +14,11 @@ if TYPE_CHECKING:
 
 
 def counted_prompts(config: Config) -> tuple[Callable[[Prompt], int], int]:
-    return prompt_counter(policy_model(config.trainer)), config.trainer.max_prompt_length
+    return prompt_counter(config.trainer.policy.model.pretrained), config.trainer.max_prompt_length
 
 
 def decoder(config: Config) -> Decode:
-    return row_decoder(policy_model(config.trainer))
+    return row_decoder(config.trainer.policy.model.pretrained)
 
 
 def row_format(config: Config) -> None:  # noqa: ARG001

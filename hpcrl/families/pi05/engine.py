@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from hpcrl.config import Config
-from hpcrl.config.derive import gpu_count, policy_model
 from hpcrl.data.vision.reader import SeenImage
 from hpcrl.data.weight_files import PublishedWeights
 from hpcrl.errors import EngineError
@@ -20,9 +19,9 @@ from hpcrl.families.pi05.architecture import Architecture, own_name
 from hpcrl.families.pi05.sampler import ActionSampler, Ask, Chunk
 from hpcrl.families.pi05.samples import PATH
 from hpcrl.rollout.engines.base import Engine, Generation, Heard
-from hpcrl.rollout.engines.embedded.model import replace_adapter
 from hpcrl.rollout.engines.in_process import InProcess
 from hpcrl.rollout.engines.own_thread import OwnThreadEngine, replace_whole
+from hpcrl.rollout.engines.tensors import replace_adapter
 
 
 class ActionEngine(OwnThreadEngine):
@@ -136,8 +135,8 @@ class Actions(InProcess[ActionSampler]):
 
     def __init__(self, config: Config) -> None:
         engine, self._sampling = config.generator.inference_engine, config.vla.pi05
-        self._model, self._at_once = policy_model(config.trainer), engine.max_num_seqs
-        self._device = torch.device("cpu" if gpu_count(config.slurm) == 0 else "cuda")
+        self._model, self._at_once = config.trainer.policy.model.pretrained, engine.max_num_seqs
+        self._device = torch.device("cpu" if config.slurm.gpus == 0 else "cuda")
         self._dtype = getattr(torch, engine.model_dtype)
         super().__init__(f"the model {self._model}")
 

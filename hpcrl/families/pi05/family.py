@@ -5,17 +5,17 @@ from __future__ import annotations
 from hpcrl.config.sections.tree import ConfigTree
 from hpcrl.families.pi05.rules import RULES
 from hpcrl.families.robots.family import Robots
-from hpcrl.families.robots.settings import moves_by_flow
 
 
 class Pi05(Robots):
     name, package = "pi05", "hpcrl.families.pi05"
     brings = "data", "rollout", "trainer", "plan", "launch"
+    backend, chosen_by = "transformers", 'vla.vla_type="pi05"'
     rules = RULES
     writes_texts = False
 
     def matches(self, config: ConfigTree) -> bool:
-        return moves_by_flow(config.vla)
+        return config.vla.moves_by_flow
 
 
 FAMILY = Pi05()

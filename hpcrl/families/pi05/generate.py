@@ -34,7 +34,7 @@ from hpcrl.rollout.generate import Generator, Maker
 from hpcrl.rollout.group import Group, apply_stop_reason, neutralize_failed, sample_reward
 from hpcrl.rollout.threads import CallThreads, in_thread
 from hpcrl.rollout.turns import Turns
-from hpcrl.types import LONGEST_FAILURE, Kind, Row, Sample, StopReason, Work, plain_text
+from hpcrl.types import LONGEST_FAILURE, Kind, Row, StopReason, Work, plain_text
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -214,7 +214,7 @@ def _row(
     rewards_T[-1] = reward
     tensors = {PATH: made.tensors[PATH], ACTIONS: np.array([done, size], np.int32)}
     tensors |= {} if images is None else {IMAGES: images}
-    return Sample(
+    return Row(
         token_ids=np.array([*ids, *made.token_ids[:done]], np.int64),
         loss_mask=np.array([0.0] * before + [1.0] * done, np.float32),
         rollout_logprobs=np.array([0.0] * before + made.logprobs[:done], np.float32),
@@ -229,7 +229,7 @@ def _untrained(ids: list[int]) -> Row:
     """Return the row of a sample that failed before anything was done."""
     nothing = np.zeros(len(ids), np.float32)
     versions = np.full(len(ids), -1, np.int32)
-    return Sample(np.array(ids, np.int64), nothing, nothing.copy(), versions, nothing.copy(), "failed")
+    return Row(np.array(ids, np.int64), nothing, nothing.copy(), versions, nothing.copy(), "failed")
 
 
 def actions(

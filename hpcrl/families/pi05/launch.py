@@ -6,7 +6,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from hpcrl.config import Config
-from hpcrl.config.derive import policy_model
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.families.pi05.statistics import statistics_of
 from hpcrl.launch.submit.models import folder_of
@@ -15,7 +14,7 @@ from hpcrl.rundir.layout import Run
 
 def check_model(config: Config) -> None:
     """Check the statistics of a model."""
-    folder = folder_of(policy_model(config.trainer))
+    folder = folder_of(config.trainer.policy.model.pretrained)
     if folder and find_spec("numpy") and find_spec("safetensors"):
         statistics_of(Pretrained(str(folder)))
 

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from hpcrl.algorithms.diffusion.actions import action_logprobs, noise_levels
-from hpcrl.config.derive import policy_model
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.config.sections.vla import Pi05Config
 from hpcrl.families.pi05 import source
@@ -54,7 +53,7 @@ class Pi05Source(ModelSource):
 
 def action_source(trainer: TrainerConfig) -> Pi05Source:
     """Return the model that is trained, as it is loaded."""
-    return Pi05Source(**vars(policy_model(trainer)), role="trainer.policy")
+    return Pi05Source(**vars(trainer.policy.model.pretrained), role="trainer.policy")
 
 
 class ActionModel(ProbabilityModel):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hpcrl.config import Config
-from hpcrl.config.derive import policy_model
 from hpcrl.families.robots.family import videos_of
 from hpcrl.rollout.family import LoadedGenerator
 from hpcrl.rundir.layout import Run
@@ -18,7 +17,7 @@ def load_generator(run: Run, config: Config, interval: int | None) -> LoadedGene
     from hpcrl.families.pi05.generate import Robotics, actions
     from hpcrl.families.pi05.inputs import row_decoder
 
-    model = policy_model(config.trainer)
+    model = config.trainer.policy.model.pretrained
     videos = videos_of(run, config.vla)
     maker = actions(config.generator, config.environment, config.vla, Robotics.of(model), videos)
     return LoadedGenerator(lambda **_: maker, row_decoder(model))

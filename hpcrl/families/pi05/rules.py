@@ -9,16 +9,14 @@ from hpcrl.config.sections.generator import GeneratorConfig
 from hpcrl.config.sections.model import ExpertsConfig
 from hpcrl.config.sections.tree import ConfigTree
 from hpcrl.config.sections.vla import Pi05Config, VLAConfig
-from hpcrl.families.robots.settings import moves_by_flow
 
 _PI05 = 'vla.vla_type="pi05"'
-_BACKEND = "generator.inference_engine.backend"
 
 
 def flows(config: ConfigTree) -> Iterator[Problem]:
     """What a flow of actions is trained and served by, and which of its ways have probabilities."""
     vla, trainer, environment = config.vla, config.trainer, config.environment
-    if not moves_by_flow(vla):
+    if not vla.moves_by_flow:
         if vla.enable and vla.pi05 != Pi05Config():
             yield Problem("vla.pi05", f"has no effect without {_PI05}; leave it out, or set that")
         return
@@ -27,8 +25,6 @@ def flows(config: ConfigTree) -> Iterator[Problem]:
             yield Problem(
                 f"vla.{name}", f"has no effect with {_PI05}, whose statistics lie beside the model; leave it out"
             )
-    if config.generator.inference_engine.backend != "transformers":
-        yield Problem(_BACKEND, f'expected "transformers" with {_PI05}: vLLM has no such models')
     if trainer.strategy != "fsdp2":
         yield Problem("trainer.strategy", f"expected fsdp2 with {_PI05}: Megatron-core has no such models")
     if environment.env_class not in (None, "robot"):
@@ -44,7 +40,7 @@ def flows(config: ConfigTree) -> Iterator[Problem]:
 def of_tokens(config: ConfigTree) -> Iterator[Problem]:
     """Settings that speak about tokens of a vocabulary, or about layers of language models."""
     trainer, generator, algorithm, vla = config.trainer, config.generator, config.trainer.algorithm, config.vla
-    if not moves_by_flow(vla):
+    if not vla.moves_by_flow:
         return
     policy, engine, usual = trainer.policy, generator.inference_engine, GeneratorConfig()
     used = {

@@ -1,6 +1,6 @@
 """What a row of an action policy is: a turn of a sample, its text's tokens, then one entry for each action that was done.
 
-The id of such an entry is the number of the tokens that there are, plus the place of the action in its chunk. `Sample.tensors` has beside them:
+The id of such an entry is the number of the tokens that there are, plus the place of the action in its chunk. `Row.tensors` has beside them:
 
     path     [S + 1, H, D] float32, the chunk from noise to actions
     actions  [2] int32, how many of its H actions were done, and how many of the D numbers the robot has

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpcrl.config.sections.model import Pretrained
+from hpcrl.data.entries import read_entries
 from hpcrl.errors import ConfigError, DataError
 from hpcrl.families.pi05.architecture import folder_of
+from hpcrl.rundir.commit import leads_outside
 
 if TYPE_CHECKING:
     import numpy as np
@@ -100,7 +101,7 @@ def statistics_of(model: Pretrained) -> dict[str, Scale]:
 
 
 def _of_openpi(file: Path) -> dict[str, tuple[Any, Any]]:
-    entries: Mapping[str, Any] = json.loads(file.read_text())["norm_stats"]
+    entries: Mapping[str, Any] = read_entries(file)["norm_stats"]
     return {name: (entries[name]["q01"], entries[name]["q99"]) for name in _LEROBOT}
 
 
@@ -121,9 +122,7 @@ def _lerobot_files(folder: Path) -> list[Path]:
     if not file.is_file():
         return []
     try:
-        steps: dict[str, dict[str, Any]] = {
-            step.get("registry_name", ""): step for step in json.loads(file.read_text())["steps"]
-        }
+        steps: dict[str, dict[str, Any]] = {step.get("registry_name", ""): step for step in read_entries(file)["steps"]}
         normalizer = steps.get("normalizer_processor", {})
         modes = {normalizer["config"]["norm_map"][kind] for kind in ("STATE", "ACTION")} if normalizer else set()
         relative = steps.get("relative_actions_processor", {}).get("config", {}).get("enabled", False)
@@ -141,4 +140,6 @@ def _lerobot_files(folder: Path) -> list[Path]:
             f"{_MODEL}: {file} scales state and actions by {' and '.join(sorted(modes))}: expected QUANTILES, PI0.5's own; put openpi's {STATISTICS} of the robot "
             "beside the model, or take a model that was trained with them"
         )
-    return [file, folder / normalizer["state_file"]]
+    if leads_outside(state := str(normalizer["state_file"])):
+        raise DataError(f"{_MODEL}: {file} names {state!r}, which is outside of {folder}; expected a file below it")
+    return [file, folder / state]

@@ -8,7 +8,7 @@ from hpcrl.trainer.backends.base import Objective, PolicyEngine
 from hpcrl.trainer.backends.build import require_packages
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.models.flops import ModelFlops
-from hpcrl.trainer.offline.modes import objective_of
+from hpcrl.trainer.offline.build import objective_of
 
 
 def load_policy(config: Config, world: World) -> PolicyEngine:

@@ -4,17 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hpcrl.config.derive import (
-    eval_sampling,
-    is_offline,
-    needs_baselines,
-    reward_weights,
-)
 from hpcrl.config.errors import Problem
 from hpcrl.config.sections.tree import ConfigTree
 from hpcrl.config.sections.vla import VLAConfig
-from hpcrl.families.diffusion.settings import is_diffusion
-from hpcrl.families.robots.settings import moves_by_flow
 
 _ROBOT = "environment.skyrl_gym.robot"
 _LENGTH = "generator.sampling_params.max_generate_length"
@@ -25,8 +17,10 @@ def actions(config: ConfigTree) -> Iterator[Problem]:
     trainer, generator, vla, robot = config.trainer, config.generator, config.vla, config.environment.skyrl_gym.robot
     if not vla.enable:
         return
-    if is_offline(trainer) or is_diffusion(trainer):
-        what = "trainer.policy.diffusers.enable" if is_diffusion(trainer) else f'trainer.mode="{trainer.mode}"'
+    if trainer.offline or trainer.policy.diffusers.enable:
+        what = (
+            "trainer.policy.diffusers.enable" if trainer.policy.diffusers.enable else f'trainer.mode="{trainer.mode}"'
+        )
         yield Problem(
             "vla.enable", f"actions are learned by reinforcement in simulators, not with {what}; leave one out"
         )
@@ -44,7 +38,7 @@ def actions(config: ConfigTree) -> Iterator[Problem]:
         instead = "set it to false" if name.endswith("show_state") else "leave it out"
         yield Problem(name, f"belongs to policies that read and write numbers; {instead} with vla.enable")
     for told, params in (
-        () if moves_by_flow(vla) else (("", generator.sampling_params), ("eval_", eval_sampling(generator)))
+        () if vla.moves_by_flow else (("", generator.sampling_params), ("eval_", generator.eval_sampling))
     ):
         path = _LENGTH.replace("sampling_params", f"{told}sampling_params")
         if params.max_generate_length % robot.actions_per_turn:
@@ -82,7 +76,7 @@ def simulators(config: ConfigTree) -> Iterator[Problem]:
     vla = config.vla
     if not vla.enable:
         return
-    samples = config.generator.n_samples_per_prompt + needs_baselines(config.trainer.algorithm)
+    samples = config.generator.n_samples_per_prompt + config.trainer.algorithm.needs_baselines
     if vla.num_envs is not None and vla.num_envs < samples:
         yield Problem(
             "vla.num_envs",
@@ -101,12 +95,12 @@ def of_writers(config: ConfigTree) -> Iterator[Problem]:
             if value != getattr(default, name):
                 yield Problem(f"vla.{name}", "has no effect without vla.enable; leave it out, or set that")
         return
-    if is_diffusion(trainer):
+    if trainer.policy.diffusers.enable:
         return  # told above
     used = {
         "generator.sampling_params.stop": bool(generator.sampling_params.stop),
         "generator.inference_engine.enable_http_endpoint": generator.inference_engine.enable_http_endpoint,
-        "environment.reward_function": bool(reward_weights(config.environment, "train")),
+        "environment.reward_function": bool(config.environment.reward_weights("train")),
         "environment.reward_model.model": config.environment.reward_model.model is not None,
         "trainer.distillation.enable": trainer.distillation.enable,
     }

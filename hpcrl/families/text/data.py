@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from hpcrl.config import Config
-from hpcrl.config.derive import policy_model
 from hpcrl.data.chat.count import token_counter
 from hpcrl.data.tokenizer import decoder as text_decoder
 from hpcrl.data.tokenizer import load_tokenizer
@@ -20,12 +19,12 @@ if TYPE_CHECKING:
 def counted_prompts(config: Config) -> tuple[Callable[[Prompt], int], int]:
     trainer, generator = config.trainer, config.generator
     template, options = generator.chat_template, generator.chat_template_kwargs
-    count = token_counter(policy_model(trainer), template, options, Preparation.of(config.data))
+    count = token_counter(trainer.policy.model.pretrained, template, options, Preparation.of(config.data))
     return count, trainer.max_prompt_length
 
 
 def decoder(config: Config) -> Decode:
-    return text_decoder(load_tokenizer(policy_model(config.trainer), config.generator.chat_template))
+    return text_decoder(load_tokenizer(config.trainer.policy.model.pretrained, config.generator.chat_template))
 
 
 def row_format(config: Config) -> None:  # noqa: ARG001

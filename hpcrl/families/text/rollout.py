@@ -9,7 +9,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hpcrl.config import Config
-from hpcrl.config.derive import max_input_length, model_config_kwargs, names_own_code, policy_model
 from hpcrl.config.family import families
 from hpcrl.errors import DataError
 from hpcrl.rollout.family import LoadedGenerator
@@ -43,11 +42,11 @@ def load_conversations(
     from hpcrl.data.vision.reader import ImageReader, Preparation
     from hpcrl.rollout.generate import GroupGenerator, conversations
 
-    model, settings = policy_model(config.trainer), config.generator
+    model, settings = config.trainer.policy.model.pretrained, config.generator
     with importing_transformers(config):
         tokenizer = load_tokenizer(model, settings.chat_template)
         reader = ImageReader.of(model, Preparation.of(config.data), states)
-    settings = replace(settings, max_input_length=max_input_length(settings, config.trainer))
+    settings = replace(settings, max_input_length=config.max_input_length)
     kept = KeptPictures(run, interval) if interval else None
     maker = partial(
         conversations, tokenizer, settings, config.environment, reader, kept, generator or GroupGenerator, model=model
@@ -59,7 +58,7 @@ def importing_transformers(config: Config) -> AbstractContextManager[None]:
     """Return the context in which a worker imports transformers: without torch, unless the user's own code may need models of transformers."""
     from hpcrl.data.tokenizer import without_torch
 
-    return nullcontext() if names_own_code(config) else without_torch()
+    return nullcontext() if config.names_own_code else without_torch()
 
 
 def own_engine(config: Config) -> None:  # noqa: ARG001
@@ -68,7 +67,7 @@ def own_engine(config: Config) -> None:  # noqa: ARG001
 
 def _check_entries(config: Config) -> None:
     """Raise DataError where the model's config.json is of another family."""
-    model, changes = policy_model(config.trainer), model_config_kwargs(config.trainer.policy)
+    model, changes = config.trainer.policy.model.pretrained, config.trainer.policy.config_overrides
     try:
         with importing_transformers(config):
             from transformers import PreTrainedConfig

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import torch
 
-from hpcrl.config import Config, temperature
+from hpcrl.config import Config
 from hpcrl.trainer.backends.base import Objective, PolicyEngine
 from hpcrl.trainer.backends.build import build_policy
 from hpcrl.trainer.distributed import World
+from hpcrl.trainer.models.build import policy_source
 from hpcrl.trainer.models.flops import ModelFlops
-from hpcrl.trainer.models.hf import policy_source
 from hpcrl.trainer.models.packed.attention import PACKED
 from hpcrl.trainer.models.trained import mark_trained
-from hpcrl.trainer.offline.modes import objective_of
+from hpcrl.trainer.offline.build import objective_of
 
 
 def load_policy(config: Config, world: World) -> PolicyEngine:
-    return build_policy(config.trainer, temperature(config), world)
+    return build_policy(config.trainer, config.temperature, world)
 
 
 def objective(config: Config) -> Objective:

@@ -6,9 +6,7 @@ import os
 import resource
 from pathlib import Path
 
-from hpcrl.config import Config, engine_gpus
-from hpcrl.config.derive import engine_nodes
-from hpcrl.config.scorers import teacher_layout
+from hpcrl.config import Config
 from hpcrl.config.sections.megatron import MegatronModelConfig
 from hpcrl.launch.agent.devices import visible_devices
 from hpcrl.launch.nodes import Node
@@ -51,9 +49,9 @@ class Environments:
         self._node, self._interface, self._shared = node, interface, shared
         pool = pool_of(config, node.workers[0]) if node.workers else None
         self._cpus = config.slurm.cpus_per_task if pool is None else pool.element(config)[0]
-        self._width = engine_gpus(config.generator.inference_engine) // engine_nodes(config)
+        self._width = config.generator.inference_engine.gpus // config.engine_nodes
         self._ordered, distillation = _wants_order(config), config.trainer.distillation
-        self._teacher_ordered = distillation.backend == "megatron" and _shares_tokens(teacher_layout(distillation))
+        self._teacher_ordered = distillation.backend == "megatron" and _shares_tokens(distillation.megatron_layout)
         self._own = {"HPCRL_ATTEMPT": str(attempt), "HPCRL_ADDRESS": address, DIRECTORY: str(heartbeats)}
 
     def of(self, name: str) -> dict[str, str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpcrl.config.sections.trainer import ProfilerConfig
+from hpcrl.config.sections.profiler import ProfilerConfig
 from hpcrl.launch.nodes import Node
 
 PROGRAM = "nsys"

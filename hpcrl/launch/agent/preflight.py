@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.config import Config
+from hpcrl.config.backend import backend_of
 from hpcrl.errors import DeviceError, RunError
 from hpcrl.launch.agent.devices import visible_devices
 from hpcrl.launch.agent.nsight import records_engines, records_ranks
@@ -76,10 +77,11 @@ def check_node(run: Run, config: Config, node: Node, context: NodeContext, sizes
 
 
 def compiling(config: Config, node: Node) -> list[str]:
-    """Return what compiles kernels on a node: vLLM, and settings of the trainer and of teachers."""
+    """Return what compiles kernels on a node: the engine, and settings of the trainer and of teachers."""
     policy, teacher = config.trainer.policy, config.trainer.distillation
+    backend = backend_of(config.generator.inference_engine)
     settings = {
-        "vLLM": bool(node.replicas or node.engine_parts) and not node.elsewhere,
+        backend.title: backend.compiles and bool(node.replicas or node.engine_parts) and not node.elsewhere,
         "trainer.policy.compile_model": node.ranks > 0 and bool(policy.compile_model),
         "trainer.policy.use_torch_compile": node.ranks > 0 and bool(policy.use_torch_compile),
         "trainer.policy.enable_liger_kernel": node.ranks > 0 and policy.enable_liger_kernel,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from hpcrl.config.node_share import has_scarce_cores, takes_whole_nodes
 from hpcrl.config.sections.slurm import SlurmConfig
 from hpcrl.launch.doctor.finding import Finding, error, ok, warning
 
@@ -111,7 +110,7 @@ def of_partition(
 
 
 def _others(partition: Mapping[str, str], asked: SlurmConfig) -> Finding:
-    whole = takes_whole_nodes(asked) or "exclusive" in asked.extra or partition.get("OverSubscribe") == "EXCLUSIVE"
+    whole = asked.whole_nodes or "exclusive" in asked.extra or partition.get("OverSubscribe") == "EXCLUSIVE"
     if whole or partition.get("ExclusiveUser") == "YES":
         return ok("other users", "a run shares no node with jobs of others")
     remedy = (
@@ -165,7 +164,7 @@ def of_request(slurm: SlurmConfig, scarce_pools: Sequence[str] = ()) -> Iterator
         scarce_pools: sections of elastic pools whose elements ask for no cores.
     """
     remedy = "most clusters give such a job one core per node, whatever its GPUs: set it"
-    if has_scarce_cores(slurm):
+    if slurm.scarce_cores:
         found = "slurm.cpus_per_task is not set, and the run takes no whole nodes"
         yield warning("cores", found, f"{remedy}, or slurm.exclusive=true")
     for section in scarce_pools:

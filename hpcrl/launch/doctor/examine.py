@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hpcrl.config.derive import gpu_count
 from hpcrl.config.sections.slurm import ContainerConfig, SlurmConfig
 from hpcrl.config.validate import build
 from hpcrl.launch.container import Starter
@@ -123,7 +122,7 @@ def _of_compute_node(directory: Path, slurm: SlurmConfig, wait_s: int) -> Iterat
         canary.mkdir(mode=0o700)
     except OSError:  # said already
         return
-    partition, needed = slurm.partition or "", min(1, gpu_count(slurm))
+    partition, needed = slurm.partition or "", min(1, slurm.gpus)
     gpus = needed > 0 or _has_gpus(partition)
     try:
         with Talk(_srun(canary, slurm, gpus, wait_s)) as node:

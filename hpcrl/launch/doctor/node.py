@@ -30,12 +30,13 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from hpcrl.config.backend import backends
 from hpcrl.rundir.commit import write_text
 from hpcrl.runtime.gpu_memory import nvidia_smi
 from hpcrl.runtime.numa import numa_nodes
 from hpcrl.runtime.scratch import left_shared_memory, remove_abandoned
 
-PACKAGES = ("hpcrl", "torch", "vllm", "transformers", "safetensors", "submitit", "pydantic", "tensorboard", "numpy")
+PACKAGES = ("hpcrl", "torch", "transformers", "safetensors", "submitit", "pydantic", "tensorboard", "numpy")
 CONTAINERS = ("apptainer", "enroot")  # programs that start them
 _DEVICE = re.compile(r"\d+|(GPU|MIG)-\S+")
 _POLL_S = 0.02
@@ -66,7 +67,7 @@ def facts(
         "address": _address(),
         "python": sys.version.split()[0],
         "prefix": sys.prefix,
-        "packages": {name: found for name in PACKAGES if (found := _version(name))},
+        "packages": {name: found for name in (*PACKAGES, *_of_engines()) if (found := _version(name))},
         "places": {name: place(path) for name, path in places.items() if path.is_dir()},
         "cores": [len(os.sched_getaffinity(0)), os.cpu_count() or 1],
         "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[1],
@@ -99,6 +100,10 @@ def _address() -> str | None:
         return socket.gethostbyname(socket.gethostname())
     except OSError:
         return None
+
+
+def _of_engines() -> list[str]:
+    return [name for backend in backends().values() for name in backend.packages]
 
 
 def _version(package: str) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.config import Config
-from hpcrl.config.adapters import adapters, largest_rank, loads_adapters
-from hpcrl.config.derive import has_engines, kept_versions, models_of, saves_checkpoints
 from hpcrl.config.sections.model import LoraConfig, Pretrained
 from hpcrl.config.sections.trainer import TrainerConfig
+from hpcrl.data.entries import CONFIG, read_entries
+from hpcrl.errors import DataError
 from hpcrl.rundir.checkpoints import NEVER_DELETED
-from hpcrl.rundir.commit import committed
+from hpcrl.rundir.commit import committed, parse_json
 from hpcrl.rundir.layout import Run, position_of, version_of
 
 _ADAM = 3  # the weights and two moments, in the same number type
@@ -63,17 +62,17 @@ class Sizes:
             folder_of: a model -> its directory; None: it is not here.
         """
         trainer = config.trainer
-        trained = {role: model for role, model in models_of(trainer).items() if role != "ref"}
+        trained = {role: model for role, model in trainer.models.items() if role != "ref"}
         headers = {role: _headers(folder_of(model)) for role, model in trained.items()}
         if not all(headers.values()):
             return None
         files = {role: {name: entry["shape"] for name, entry in header.items()} for role, header in headers.items()}
-        counts = {role: _saved_parameters(shapes, adapters(trainer).get(role)) for role, shapes in files.items()}
+        counts = {role: _saved_parameters(shapes, trainer.adapters.get(role)) for role, shapes in files.items()}
         weight = 4 if config.generator.inference_engine.model_dtype == "float32" else 2
         whole = _saved_parameters(files["policy"], None)
-        published = counts["policy"] if loads_adapters(config) else whole
+        published = counts["policy"] if config.loads_adapters else whole
         return cls(
-            weight * published if has_engines(config) else 0,
+            weight * published if config.has_engines else 0,
             sum(_saved(trainer, role) * count for role, count in counts.items()),
             _width(folder_of(trained["policy"]), headers["policy"]) * whole,
         )
@@ -92,9 +91,9 @@ def rooms(run: Run, config: Config, sizes: Sizes | None) -> dict[str, Room]:
     if sizes is None:
         return {}
     trainer = config.trainer
-    checkpoint = sizes.checkpoint if saves_checkpoints(trainer) else 0
+    checkpoint = sizes.checkpoint if trainer.saves_checkpoints else 0
     kept, there = max(trainer.max_ckpts_to_keep, NEVER_DELETED), len(committed(run.checkpoints, position_of))
-    versions = kept_versions(trainer) - len(committed(run.weights, version_of))
+    versions = trainer.fully_async.kept_versions - len(committed(run.weights, version_of))
     most = checkpoint * max(1, kept + 1 - there) + sizes.weights * max(1, versions)
     return {
         "root": Room(checkpoint + sizes.weights, most, "a checkpoint and the weights for the engines"),
@@ -108,7 +107,7 @@ def _saved_parameters(shapes: dict[str, list[int]], lora: LoraConfig | None) -> 
     if lora is None:
         return sum(map(math.prod, shapes.values()))
     whole = [shape for name, shape in shapes.items() if any(part in name for part in lora.modules_to_save or ())]
-    return largest_rank(lora) * sum(sum(shape) for shape in shapes.values() if len(shape) == 2) + sum(
+    return lora.largest_rank * sum(sum(shape) for shape in shapes.values() if len(shape) == 2) + sum(
         map(math.prod, whole)
     )
 
@@ -116,10 +115,10 @@ def _saved_parameters(shapes: dict[str, list[int]], lora: LoraConfig | None) -> 
 def _width(folder: Path | None, header: dict[str, dict[str, Any]]) -> int:
     """Return the bytes of a parameter in an export, which has the number type of config.json, else that of the files."""
     try:
-        entries = json.loads((folder / "config.json").read_bytes()) if folder else {}
-    except (OSError, ValueError):
+        entries = read_entries(folder / CONFIG) if folder else {}
+    except (OSError, DataError):
         entries = {}
-    entries = entries.get("text_config", {}) | entries
+    entries = (entries.get("text_config") or {}) | entries
     named = entries.get("dtype") or entries.get("torch_dtype")
     stored = {entry["dtype"] for entry in header.values()}
     return 2 if named in ("bfloat16", "float16") or (named is None and stored in ({"BF16"}, {"F16"})) else 4
@@ -142,5 +141,5 @@ def _listed(path: Path) -> dict[str, dict[str, Any]]:
         length = int.from_bytes(file.read(8), "little")
         if length > _HEADER_LIMIT:
             raise ValueError(f"{path} is no safetensors file")
-        header = json.loads(file.read(length))
+        header = parse_json(file.read(length))
     return {name: entry for name, entry in header.items() if name != "__metadata__"}

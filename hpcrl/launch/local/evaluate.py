@@ -21,16 +21,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hpcrl.config import Config, eval_sampling, sampling_seed
-from hpcrl.config.derive import gpu_count, is_offline, policy_model
+from hpcrl.config import Config
 from hpcrl.config.errors import raise_together
 from hpcrl.config.family import families, family_of
-from hpcrl.config.reward_model import trains_reward_model
 from hpcrl.config.root import source_of
 from hpcrl.config.sections.generator import SamplingParams
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.data.datasets import load_dataset
+from hpcrl.data.sources import validation_sources
 from hpcrl.errors import ConfigError, RunError
 from hpcrl.launch.family import launch_family
 from hpcrl.launch.local.foreground import job, run_here
@@ -38,8 +37,8 @@ from hpcrl.launch.manage.registry import find_run
 from hpcrl.launch.submit.engine import check_engine, position_limit
 from hpcrl.launch.submit.models import entries_of, folder_of, on_hub
 from hpcrl.launch.submit.vision import check_vision
-from hpcrl.rundir.checkpoints import find_checkpoint, line_of
-from hpcrl.rundir.commit import is_committed, read_json, verify, write_json, write_text
+from hpcrl.rundir.checkpoints import find_checkpoint, line_of, verify_checkpoint
+from hpcrl.rundir.commit import is_committed, read_json, write_json, write_text
 from hpcrl.rundir.layout import Run, position_of
 
 _EXPORT, _PROCESS = "export", "eval"
@@ -93,12 +92,12 @@ def find_subject(name: str, checkpoint: str | None, root: Path) -> Subject:
             f"{error}; nor is it a directory with a model, or the id of one in the hub's cache or on the hub"
         ) from error
     if checkpoint in ("0", "s000000"):
-        return Subject(run, None, policy_model(Config.from_toml([run.config]).trainer))
+        return Subject(run, None, Config.from_toml([run.config]).trainer.policy.model.pretrained)
     line = line_of(run)
     if checkpoint is None and not line:
         raise RunError(f"{run.name} has no committed checkpoint yet; --checkpoint 0 is the model that it began with")
     path = line[-1] if checkpoint is None else find_checkpoint(run, checkpoint)
-    verify(path, checksums=False)
+    verify_checkpoint(path, checksums=False)
     step, _ = position_of(path) or (0, 0)
     return Subject(run, path, Pretrained(str(run.exports / path.name)), step)
 
@@ -131,12 +130,12 @@ def configured(
     ]
     if subject.run is None:
         ours.append(f"data.train_data={json.dumps(paths)}")
-    elif trains_reward_model(trainer := Config.from_toml([subject.run.config]).trainer):
+    elif (trainer := Config.from_toml([subject.run.config]).trainer).trains_reward_model:
         raise ConfigError(
             f"trainer.mode: {subject.run.name} trains a reward model, which answers no prompts; `hpcrl follow {subject.run.name}` shows what "
             "its validation sets say"
         )
-    elif is_offline(trainer):  # whose val_data are rows, not prompts
+    elif trainer.offline:  # whose val_data are rows, not prompts
         ours.append(f"data.val_prompts={json.dumps(paths)}")
     if n_samples is not None:
         ours.append(f"generator.eval_n_samples_per_prompt={n_samples}")
@@ -148,7 +147,7 @@ def configured(
     problems = [*check_engine(config), *check_vision(config)] if made else []
     raise_together(problems, partial(source_of, [*base, *files], [*ours, *settings]))
     n = config.generator.eval_n_samples_per_prompt
-    if n > 1 and eval_sampling(config.generator).temperature == 0 and not family_of(config).greedy_samples_differ:
+    if n > 1 and config.generator.eval_sampling.temperature == 0 and not family_of(config).greedy_samples_differ:
         raise ConfigError(
             f"generator.eval_n_samples_per_prompt: {n} samples of a prompt would all be the same, because evaluation is greedy here; "
             "add generator.eval_sampling_params.temperature=1.0, or leave it at 1"
@@ -187,7 +186,8 @@ def evaluate(subject: Subject, config: Config, place: Run, report: Callable[[str
     if place.path.exists():
         raise RunError(f"{place.path} exists; move it away, or choose another --output")
     # before anything is made
-    load_dataset(config.data.val_data, ("eval",), config.data, config.environment, config.generator.max_turns, first=1)
+    sources = validation_sources(config.data, config.data.val_data)
+    load_dataset(sources, ("eval",), config.data, config.environment, config.generator.max_turns, first=1)
     place.path.mkdir(parents=True, mode=0o700)
     place.token.parent.mkdir(mode=0o700)
     write_text(place.token, secrets.token_hex(32) + "\n", mode=0o600)
@@ -198,8 +198,8 @@ def evaluate(subject: Subject, config: Config, place: Run, report: Callable[[str
         "model": str(subject.model),
         "data": config.data.val_data,
         "n_samples": config.generator.eval_n_samples_per_prompt,
-        "seed": sampling_seed(config.generator.inference_engine, config.trainer),
-        "sampling": asdict(eval_sampling(config.generator)),
+        "seed": config.sampling_seed,
+        "sampling": asdict(config.generator.eval_sampling),
     }
     write_json(place.path / "evaluation.json", asked)
     if subject.run is not None and subject.checkpoint is not None and not is_committed(Path(subject.model.path)):
@@ -212,7 +212,7 @@ def evaluate(subject: Subject, config: Config, place: Run, report: Callable[[str
         if whole != export:
             changed = Config.from_toml([place.config], [f"trainer.policy.model.path={json.dumps(str(whole))}"])
             write_text(place.config, changed.to_toml())
-    devices = {} if gpu_count(config.slurm) else {"CUDA_VISIBLE_DEVICES": ""}
+    devices = {} if config.slurm.gpus else {"CUDA_VISIBLE_DEVICES": ""}
     run_here(place, _PROCESS, [sys.executable, str(job("eval")), str(place.path)], devices, report)
     results = read_json(place.path / "results.json")
     assert results is not None, place.path

@@ -18,16 +18,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hpcrl.config import Config
-from hpcrl.config.derive import gpu_count, model_parallel_size, ref_model_parallel_size
-from hpcrl.config.rules.megatron_groups import expert_tensor_size
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.data.rollouts import require_samples
 from hpcrl.errors import ConfigError, RunError
 from hpcrl.launch.local.foreground import job, run_here, to_stderr
 from hpcrl.observe.metrics import read_metrics, values_of
 from hpcrl.observe.summary import STEP_SECONDS
-from hpcrl.rundir.checkpoints import line_of
-from hpcrl.rundir.commit import read_json, verify, write_json, write_text
+from hpcrl.rundir.checkpoints import line_of, verify_checkpoint
+from hpcrl.rundir.commit import read_json, write_json, write_text
 from hpcrl.rundir.layout import Run, step_of
 from hpcrl.rundir.ledger import read_attempts
 
@@ -72,7 +70,7 @@ def plan_replay(run: Run, step: int, times: int) -> Plan:
     for number in range(first, step + 1):
         require_samples(run, number)
     if checkpoint is not None:
-        verify(checkpoint)
+        verify_checkpoint(checkpoint)
     return Plan(
         run=str(run.path),
         checkpoint=None if checkpoint is None else str(checkpoint),
@@ -114,9 +112,9 @@ def ranks_here(trainer: TrainerConfig, asked: int | None, role: Literal["policy"
         ConfigError: so many cannot share the model as the settings say.
     """
     sizes = getattr(trainer, role).megatron_config
-    together = model_parallel_size(trainer) if role == "policy" else ref_model_parallel_size(trainer)
+    together = trainer.model_parallel_size if role == "policy" else trainer.ref_model_parallel_size
     if trainer.strategy == "megatron":
-        experts = sizes.expert_model_parallel_size * expert_tensor_size(sizes) * sizes.pipeline_model_parallel_size
+        experts = sizes.expert_model_parallel_size * sizes.experts_tensor_size * sizes.pipeline_model_parallel_size
         together = math.lcm(together, experts if sizes.expert_model_parallel_size > 1 else 1)
     else:
         together = math.lcm(together, getattr(trainer, role).fsdp_config.expert_parallel_size)
@@ -148,6 +146,6 @@ def replay(plan: Plan, config: Config, ranks: int, place: Run) -> list[dict[str,
     torchrun = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", f"--log-dir={place.path / 'logs'}",
     ]  # fmt: skip
-    devices = {} if gpu_count(config.slurm) else {"CUDA_VISIBLE_DEVICES": ""}
+    devices = {} if config.slurm.gpus else {"CUDA_VISIBLE_DEVICES": ""}
     run_here(place, PROCESS, [*torchrun, str(job("replay")), str(place.path)], devices, to_stderr)
     return read_json(place.path / "results.json") or []

@@ -16,7 +16,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from hpcrl.config import Config
-from hpcrl.config.derive import gpu_count, teaches_rows
 from hpcrl.data.token_cache import TokenCache
 from hpcrl.data.tokenize import AHEAD, Recipe, Tokenizer, tokenize_datasets
 from hpcrl.errors import ConfigError, RunError
@@ -42,7 +41,7 @@ def score(config: Config, ranks: int, place: Run, report: Callable[[str], None])
         DataError: a dataset or the teacher is missing, or cannot be used.
         HpcrlError: it failed.
     """
-    if not teaches_rows(config.trainer):
+    if not config.trainer.teaches_rows:
         raise ConfigError(
             'trainer.distillation.enable: expected true, with trainer.mode="sft": a teacher of the rows of data.train_data'
         )
@@ -64,5 +63,5 @@ def score(config: Config, ranks: int, place: Run, report: Callable[[str], None])
     torchrun = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", f"--log-dir={place.path / 'logs'}",
     ]  # fmt: skip
-    devices = {} if gpu_count(config.slurm) else {"CUDA_VISIBLE_DEVICES": ""}
+    devices = {} if config.slurm.gpus else {"CUDA_VISIBLE_DEVICES": ""}
     run_here(place, PROCESS, [*torchrun, str(job("score")), str(place.path)], devices, report)

@@ -131,7 +131,7 @@ def _check_end(run: Run, config: Config) -> None:
 
 def _check_step(run: Run, config: Config) -> None:
     """A step that was interrupted must go on with the settings that it was begun with."""
-    lost, begun = lost_with(run, config.trainer)
+    lost, begun = lost_with(run, config.trainer.batch_settings)
     if not lost:
         return
     position = position_of(lost[0])

@@ -18,7 +18,7 @@ from hpcrl.data.weight_files import check_weights
 from hpcrl.errors import CommitError, ConfigError, DataError, RunError
 from hpcrl.launch.inputs import changed_inputs
 from hpcrl.rundir.checked_lines import damaged, read_lines
-from hpcrl.rundir.checkpoints import samples_removed
+from hpcrl.rundir.checkpoints import samples_removed, verify_checkpoint
 from hpcrl.rundir.checksums import changed_files
 from hpcrl.rundir.commit import committed, is_committed, parse_json, verify
 from hpcrl.rundir.layout import Run, position_of, step_of, version_of
@@ -153,14 +153,16 @@ def _weights(run: Run) -> Iterator[str]:
 
 
 def _checkpoints(run: Run) -> Iterator[str]:
-    yield from _committed(run.checkpoints, position_of)
+    yield from _committed(run.checkpoints, position_of, verify_checkpoint)
 
 
 def _exports(run: Run) -> Iterator[str]:
     yield from _committed(run.exports, step_of)
 
 
-def _committed(folder: Path, number: Callable[[Path], object]) -> Iterator[str]:
+def _committed(
+    folder: Path, number: Callable[[Path], object], verify: Callable[[Path], object] = verify
+) -> Iterator[str]:
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if number(path) is not None and is_committed(path):
             yield from _told(lambda path=path: verify(path), path)

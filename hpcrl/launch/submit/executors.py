@@ -17,8 +17,6 @@ from submitit.core.core import Job
 from submitit.core.utils import DelayedSubmission, FailedJobError, FailedSubmissionError, JobPaths
 
 from hpcrl.config import Config, ElasticConfig, SlurmConfig
-from hpcrl.config.derive import gpu_count
-from hpcrl.config.node_share import takes_whole_nodes
 from hpcrl.config.sections.slurm import UploadJobConfig
 from hpcrl.errors import SubmitError
 from hpcrl.launch.container import Starter, seen_by
@@ -123,7 +121,7 @@ def slurm_executor(submission: Submission) -> ArrayExecutor:
             **slurm.extra,
         },
     }
-    if takes_whole_nodes(slurm):
+    if slurm.whole_nodes:
         parameters |= {"exclusive": True, "mem": "0"}
         # where a site binds tasks to cores, the agent, one task of a node, and all its processes would have one core
         parameters["srun_args"].append("--cpu-bind=none")
@@ -202,7 +200,7 @@ def _until_decided(finish: str) -> list[str]:
 
 
 def _gpus(slurm: SlurmConfig, wanted: int | str) -> dict[str, Any]:
-    if gpu_count(slurm) == 0 or slurm.gpu_option == "none":
+    if slurm.gpus == 0 or slurm.gpu_option == "none":
         return {}
     return {"gres": f"gpu:{wanted}"} if slurm.gpu_option == "gres" else {"gpus_per_node": wanted}
 
@@ -210,7 +208,7 @@ def _gpus(slurm: SlurmConfig, wanted: int | str) -> dict[str, Any]:
 def _starter(submission: Submission) -> Starter:
     configs = [element.config for element in submission.elements]
     root = submission.folder.parents[2]
-    return Starter.of(configs[0].slurm.container, seen_by(root, configs), gpu_count(configs[0].slurm) > 0)
+    return Starter.of(configs[0].slurm.container, seen_by(root, configs), configs[0].slurm.gpus > 0)
 
 
 def _common(config: Config, folder: Path) -> dict[str, Any]:

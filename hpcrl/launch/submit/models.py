@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,35 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.config import Config
-from hpcrl.config.derive import (
-    critic_model,
-    critic_model_parallel_size,
-    model_config_kwargs,
-    model_parallel_size,
-    models_of,
-    policy_model,
-    ref_model,
-    ref_model_parallel_size,
-    uses_reference,
-)
 from hpcrl.config.errors import Problem
-from hpcrl.config.reward_model import reward_services
 from hpcrl.config.rules.model_fit import cannot_share, cannot_spread, has_experts, misfits, other_layers
-from hpcrl.config.scorers import (
-    REFERENCE,
-    SECTIONS,
-    TEACHER,
-    scorer_sets,
-    teacher_layout,
-    teacher_models,
-    trainer_has_reference,
-)
+from hpcrl.config.scorers import REFERENCE, SECTIONS, TEACHER, scorer_sets
 from hpcrl.config.sections.model import ExpertsConfig, Pretrained
 from hpcrl.config.sections.trainer import TrainerConfig
+from hpcrl.data.entries import CONFIG, read_entries
 from hpcrl.data.hub.places import hub_cache
 from hpcrl.data.model_config import download
-
-MODEL_FILE = "config.json"
 
 
 def is_local(path: str) -> bool:
@@ -50,7 +28,7 @@ def is_local(path: str) -> bool:
 def folder_of(model: Pretrained) -> Path | None:
     """Return the directory of a model, that in the cache of the hub's library where it has a name there; None: it is not here."""
     folder = Path(model.path).expanduser() if is_local(model.path) else _cached(model)
-    return folder if folder is not None and (folder / MODEL_FILE).is_file() else None
+    return folder if folder is not None and (folder / CONFIG).is_file() else None
 
 
 def _cached(wanted: Pretrained) -> Path | None:
@@ -73,7 +51,7 @@ def on_hub(model: Pretrained) -> bool:
     from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled
 
     try:
-        return file_exists(model.path, MODEL_FILE, **model.at_revision)
+        return file_exists(model.path, CONFIG, **model.at_revision)
     except (httpx.HTTPError, HFValidationError, OfflineModeIsEnabled):  # a node without a network
         return False
 
@@ -83,18 +61,17 @@ def fetch_entries(model: Pretrained) -> bool:
     if folder_of(model) is None and not is_local(model.path) and on_hub(model):
         from huggingface_hub import hf_hub_download
 
-        hf_hub_download(model.path, MODEL_FILE, **model.at_revision)
+        hf_hub_download(model.path, CONFIG, **model.at_revision)
     return folder_of(model) is not None
 
 
 def entries_of(model: Pretrained) -> dict[str, Any] | None:
-    """Return the entries of a model's config.json; None: it is not here, or no JSON."""
+    """Return the entries of a model's config.json; None: it is not here. Raises DataError as of `read_entries`."""
     folder = folder_of(model)
     try:
-        content = json.loads((folder / MODEL_FILE).read_text()) if folder else None
-    except (OSError, ValueError):
+        return read_entries(folder / CONFIG) if folder else None
+    except OSError:
         return None
-    return content if isinstance(content, dict) else None
 
 
 def check_layouts(config: Config) -> Iterator[Problem]:
@@ -105,9 +82,9 @@ def check_layouts(config: Config) -> Iterator[Problem]:
         entries = entries_of(model)
         yield from cannot_spread(path, size, {**entries, **changes}, whose) if entries is not None else ()
     distillation = config.trainer.distillation
-    for model in teacher_models(distillation) if distillation.backend == "megatron" else ():
+    for model in distillation.teachers if distillation.backend == "megatron" else ():
         path, entries = "trainer.distillation.placement", entries_of(model)
-        for problem in misfits(path, teacher_layout(distillation), entries, "teacher") if entries is not None else ():
+        for problem in misfits(path, distillation.megatron_layout, entries, "teacher") if entries is not None else ():
             yield replace(problem, path=problem.path.replace("_model_parallel_size", "_parallel_size"))
     for model, changes, section, whose in _models(config.trainer):
         entries = entries_of(model)
@@ -120,7 +97,7 @@ def check_packing(config: Config) -> Iterator[Problem]:
     """Yield the models whose samples cannot be packed."""
     if not config.trainer.use_sample_packing or config.trainer.strategy == "megatron":
         return
-    for role, model in models_of(config.trainer).items():
+    for role, model in config.trainer.models.items():
         others = other_layers(entries_of(model) or {})
         if others:
             yield Problem(
@@ -133,9 +110,9 @@ def check_packing(config: Config) -> Iterator[Problem]:
 def check_routers(config: Config) -> Iterator[Problem]:
     """Yield what is asked of the routers of a policy that has none."""
     asked, own = config.trainer.policy.experts, ExpertsConfig()
-    model = policy_model(config.trainer)
+    model = config.trainer.policy.model.pretrained
     entries = entries_of(model) if asked != own else None
-    if entries is not None and not has_experts(entries | model_config_kwargs(config.trainer.policy)):
+    if entries is not None and not has_experts(entries | config.trainer.policy.config_overrides):
         name = next(name for name, value in vars(asked).items() if value != vars(own)[name])
         yield Problem(f"trainer.policy.experts.{name}", f"{model} is no mixture of experts; leave it out")
 
@@ -143,8 +120,8 @@ def check_routers(config: Config) -> Iterator[Problem]:
 def unchecked_models(config: Config) -> Iterator[str]:
     """Yield a line for each model that only the job can check, because it is not on this machine."""
     shared = {model for model, *_ in _models(config.trainer)}
-    models = [*models_of(config.trainer).values()]
-    if reward_services(config) and (served := config.environment.remote_reward.service.model):
+    models = [*config.trainer.models.values()]
+    if config.reward_services and (served := config.environment.remote_reward.service.model):
         models.append(Pretrained(served))
     models += [scorers.model for scorers in scorer_sets(config)]
     for model in dict.fromkeys(models):
@@ -168,14 +145,14 @@ def _sharing(config: Config) -> Iterator[tuple[Pretrained, dict[str, Any], str, 
     """Yield model, changed entries, setting, its value, and what an error calls the model, of each whose ranks share tokens with FSDP2."""
     trainer, size = config.trainer, "sequence_parallel_size"
     if trainer.strategy == "fsdp2":
-        policy = policy_model(trainer), model_config_kwargs(trainer.policy)
-        yield *policy, f"trainer.policy.{size}", model_parallel_size(trainer), "model"
-        reference, ranks = (ref_model(trainer), model_config_kwargs(trainer.ref)), ref_model_parallel_size(trainer)
-        if uses_reference(trainer) and (*reference, ranks) != (*policy, model_parallel_size(trainer)):
+        policy = trainer.policy.model.pretrained, trainer.policy.config_overrides
+        yield *policy, f"trainer.policy.{size}", trainer.model_parallel_size, "model"
+        reference, ranks = (trainer.ref_model, trainer.ref.config_overrides), trainer.ref_model_parallel_size
+        if trainer.uses_reference and (*reference, ranks) != (*policy, trainer.model_parallel_size):
             yield *reference, f"trainer.ref.{size}", ranks, "reference model"
-        if (critic := critic_model(trainer)) is not None:
+        if (critic := trainer.critic.model.pretrained) is not None:
             changes = trainer.critic.model_config_kwargs
-            yield critic, changes, f"trainer.critic.{size}", critic_model_parallel_size(trainer), "critic"
+            yield critic, changes, f"trainer.critic.{size}", trainer.critic_model_parallel_size, "critic"
     for scorers in scorer_sets(config):
         if scorers.role == TEACHER:
             yield scorers.model, {}, f"trainer.distillation.placement.{size}", scorers.sharing, "teacher"
@@ -187,16 +164,16 @@ def _spreading(config: Config) -> Iterator[tuple[Pretrained, dict[str, Any], str
     if trainer.strategy == "fsdp2":
         policy, ref, critic = trainer.policy, trainer.ref, trainer.critic
         sizes = policy.fsdp_config.expert_parallel_size
-        yield policy_model(trainer), model_config_kwargs(policy), f"trainer.policy.{size}", sizes, "model"
-        if trainer_has_reference(trainer):
+        yield trainer.policy.model.pretrained, policy.config_overrides, f"trainer.policy.{size}", sizes, "model"
+        if trainer.colocated_reference:
             sizes = ref.fsdp_config.expert_parallel_size
-            yield ref_model(trainer), model_config_kwargs(ref), f"trainer.ref.{size}", sizes, "reference model"
-        if (model := critic_model(trainer)) is not None:
+            yield trainer.ref_model, ref.config_overrides, f"trainer.ref.{size}", sizes, "reference model"
+        if (model := trainer.critic.model.pretrained) is not None:
             sizes = critic.fsdp_config.expert_parallel_size
             yield model, critic.model_config_kwargs, f"trainer.critic.{size}", sizes, "critic"
     for each in scorer_sets(config):
         if not each.engine:
-            changes = model_config_kwargs(trainer.ref) if each.role == REFERENCE else {}
+            changes = trainer.ref.config_overrides if each.role == REFERENCE else {}
             yield each.model, changes, f"{SECTIONS[each.role]}.{size}", each.fsdp.expert_parallel_size, each.title
 
 
@@ -205,10 +182,10 @@ def _models(trainer: TrainerConfig) -> Iterator[tuple[Pretrained, dict[str, Any]
     if trainer.strategy != "megatron":
         return
     policy, ref = trainer.policy, trainer.ref
-    changes = model_config_kwargs(policy)
-    yield policy_model(trainer), changes, "policy", "model"
-    reference = ref_model(trainer), model_config_kwargs(ref)
-    if trainer_has_reference(trainer) and reference != (policy_model(trainer), changes):
+    changes = policy.config_overrides
+    yield trainer.policy.model.pretrained, changes, "policy", "model"
+    reference = trainer.ref_model, ref.config_overrides
+    if trainer.colocated_reference and reference != (trainer.policy.model.pretrained, changes):
         yield *reference, "ref", "reference model"
-    if (critic := critic_model(trainer)) is not None:  # by the policy's layout
+    if (critic := trainer.critic.model.pretrained) is not None:  # by the policy's layout
         yield critic, trainer.critic.model_config_kwargs, "policy", "critic"

@@ -3,7 +3,6 @@ the checkpoint that it starts from."""
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -15,9 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from hpcrl.config import Config, total_steps
-from hpcrl.config.adapters import adapters
-from hpcrl.config.derive import is_offline, steps_per_epoch
+from hpcrl.config import Config
 from hpcrl.config.errors import Problem, raise_together
 from hpcrl.config.family import Family, family_of
 from hpcrl.config.import_path import missing_packages
@@ -25,10 +22,12 @@ from hpcrl.config.resume_changes import Change, changes_from_path
 from hpcrl.config.sections.alerts import AlertsConfig
 from hpcrl.config.sections.environment import CLASSIFIER
 from hpcrl.config.sections.model import Pretrained
+from hpcrl.config.sections.trainer import steps_per_epoch
 from hpcrl.data.datasets import load_dataset, prompt_datasets
+from hpcrl.data.entries import CONFIG, read_entries
 from hpcrl.data.prompts import count_aside, data_sources
-from hpcrl.data.sources import Source
-from hpcrl.data.tokenize import Recipe, tokenized, training_sources, validation_sources
+from hpcrl.data.sources import Source, training_sources, validation_sources
+from hpcrl.data.tokenize import Recipe, tokenized
 from hpcrl.data.tokenizer import chat_template
 from hpcrl.data.weight_files import ADAPTER_FILE
 from hpcrl.envs.registry import environment_class
@@ -197,7 +196,7 @@ def _of_models(config: Config) -> Iterator[Problem]:
             )
         for source, model in distillation.source_models.items():
             yield from _of_directory(f"{place}.source_models.{source}", model)
-    for role, lora in adapters(trainer).items():
+    for role, lora in trainer.adapters.items():
         adapter = lora.adapter_path
         if adapter and not Path(adapter, ADAPTER_FILE).is_file():
             yield Problem(
@@ -235,28 +234,30 @@ def _of_directory(
 
 def _of_datasets(config: Config) -> tuple[list[Problem], list[str]]:
     data, problems, warnings = config.data, list[Problem](), list[str]()
-    offline = is_offline(config.trainer)
+    offline = config.trainer.offline
     if offline:
         problems, warnings = _of_rows(config)
-    for name, paths, kinds in prompt_datasets(config):
-        for path in paths:
-            if not Source(path).exists():
-                problems.append(Problem(name, f"no file {path}"))
-                continue
-            try:
-                rows = load_dataset(
-                    [path], kinds, data, config.environment, config.generator.max_turns, first=TRIED, own=True
-                )
-                problems += check_prompts(config, name, path, rows) if writes_texts(config) else ()
-                warnings += _other_environment(name, path, rows[0].env_class, config.environment.env_class)
-                of_truths, warnings_of_truths = check_truths(name, path, kinds, config, _changed(Source(path)))
-                problems += of_truths
-                warnings += warnings_of_truths
-            except (DataError, ModuleNotFoundError) as error:  # of parquet: pyarrow
-                if package := missing_package(error):
-                    warnings.append(f"{name}: the first row of {path} {not_tried(package)}")
-                else:
-                    problems.append(Problem(name, str(error)))
+    for name, source, kinds in (
+        (name, source, kinds) for name, those, kinds in prompt_datasets(config) for source in those
+    ):
+        path = source.location
+        if not source.exists():
+            problems.append(Problem(name, f"no file {path}"))
+            continue
+        try:
+            rows = load_dataset(
+                [source], kinds, data, config.environment, config.generator.max_turns, first=TRIED, own=True
+            )
+            problems += check_prompts(config, name, path, rows) if writes_texts(config) else ()
+            warnings += _other_environment(name, path, rows[0].env_class, config.environment.env_class)
+            of_truths, warnings_of_truths = check_truths(name, source, kinds, config, _changed(source))
+            problems += of_truths
+            warnings += warnings_of_truths
+        except (DataError, ModuleNotFoundError) as error:  # of parquet: pyarrow
+            if package := missing_package(error):
+                warnings.append(f"{name}: the first row of {path} {not_tried(package)}")
+            else:
+                problems.append(Problem(name, str(error)))
     if not problems:
         try:
             warnings += _of_the_end(config)
@@ -281,7 +282,7 @@ def _of_teachers(config: Config) -> Iterator[Problem]:
     if not (distillation.enable and distillation.source_models):
         return
     try:
-        found = data_sources(config.data.train_data)
+        found = data_sources(training_sources(config.data))
     except DataError as error:
         yield Problem("data.train_data", str(error))
         return
@@ -297,7 +298,7 @@ def _of_rows(config: Config) -> tuple[list[Problem], list[str]]:
     problems, warnings, recipe = list[Problem](), list[str](), Recipe.of(config)
     named = [("data.train_data", source) for source in training_sources(config.data)]
     if config.trainer.eval_interval > 0:
-        named += [("data.val_data", source) for source in validation_sources(config.data)]
+        named += [("data.val_data", source) for source in validation_sources(config.data, config.data.val_data)]
     for name, source in named:
         try:
             next(tokenized(source, recipe))
@@ -317,7 +318,7 @@ def _of_the_end(config: Config) -> Iterator[str]:
     prompts = _training_rows(config)
     if prompts is None:
         return
-    last, asked = total_steps(prompts, trainer, data.drop_last), trainer.max_steps
+    last, asked = trainer.total_steps(prompts, data.drop_last), trainer.max_steps
     if asked is not None and last < asked:
         epoch = batch * steps_per_epoch(prompts, batch) if data.drop_last else prompts
         yield (
@@ -328,9 +329,8 @@ def _of_the_end(config: Config) -> Iterator[str]:
 
 def _training_rows(config: Config) -> int | None:
     """Return the prompts or rows of an epoch, too long ones included; None: that is not quickly known."""
-    data, offline = config.data, is_offline(config.trainer)
-    sources = training_sources(data) if offline else [Source(path) for path in data.train_data]
-    counts = [_count(source, _changed(source)) for source in sources]
+    data = config.data
+    counts = [_count(source, _changed(source)) for source in training_sources(data)]
     if None in counts:
         return None
     sizes = [count or 0 for count in counts]
@@ -411,7 +411,7 @@ def _same_shape(change: Change) -> Change:
 def _shape(path: str | None) -> Mapping[str, Any] | None:
     """Return the entries of a model's config.json that its weights depend on, or None where it cannot be read here."""
     try:
-        content = json.loads((Path(path or "") / "config.json").read_text())
-    except (OSError, ValueError):
+        content = read_entries(Path(path or "") / CONFIG)
+    except OSError:
         return None
     return {name: value for name, value in content.items() if _OF_SHAPE.fullmatch(name)}

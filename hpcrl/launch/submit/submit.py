@@ -26,6 +26,7 @@ from submitit.core.utils import FailedJobError, FailedSubmissionError
 
 import hpcrl
 from hpcrl.config import Config
+from hpcrl.config.setting import ONE_LINE
 from hpcrl.errors import RunError, SubmitError
 from hpcrl.launch.agent import agent, pool
 from hpcrl.launch.doctor.cluster import of_request
@@ -87,6 +88,8 @@ def _require_writable(folder: Path) -> None:
         raise SubmitError(
             f"slurm.root: {folder} has a %, which Slurm and submitit replace in the names of logs; choose another slurm.root"
         )
+    if problem := ONE_LINE.error(str(folder)):
+        raise SubmitError(f"slurm.root: {problem}")
     place = folder
     while not os.path.lexists(place):
         place = place.parent

@@ -8,13 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hpcrl.config import Config, temperature
-from hpcrl.config.derive import model_config_kwargs, ref_model, ref_sharding
+from hpcrl.config import Config
 from hpcrl.config.errors import Problem
 from hpcrl.config.sections.model import Pretrained
-from hpcrl.data.tokenize import Recipe, shared_facts, training_sources
+from hpcrl.data.entries import CONFIG
+from hpcrl.data.sources import training_sources
+from hpcrl.data.tokenize import Recipe, shared_facts
 from hpcrl.errors import DataError
-from hpcrl.launch.submit.models import MODEL_FILE, folder_of
+from hpcrl.launch.submit.models import folder_of
 from hpcrl.rundir.commit import digest_of, is_committed, read_json
 from hpcrl.rundir.layout import Run
 
@@ -27,18 +28,18 @@ _DECIDES = ("model_config_kwargs", "rotary positions", "temperature", "number ty
 
 def facts_of(config: Config) -> dict[str, Any]:
     """Return all that decides what the teacher says of the rows of a run, and nothing else, as JSON has it."""
-    trainer, recipe, model = config.trainer, Recipe.of(config), ref_model(config.trainer)
+    trainer, recipe, model = config.trainer, Recipe.of(config), config.trainer.ref_model
     precision = (
         trainer.ref.megatron_config.dtype
         if trainer.strategy == "megatron"
-        else ref_sharding(trainer).mixed_precision.param_dtype
+        else trainer.ref_sharding.mixed_precision.param_dtype
     )
     facts = {
         "teacher": str(model),
         "weights": _identity(model),
-        "model_config_kwargs": model_config_kwargs(trainer.ref),
+        "model_config_kwargs": trainer.ref.config_overrides,
         "rotary positions": [trainer.rope_scaling, trainer.rope_theta],
-        "temperature": temperature(config),
+        "temperature": config.temperature,
         "number types": [precision, trainer.algorithm.logprob_dtype],
         "top_k": trainer.distillation.top_k,
         "datasets": [shared_facts(source, recipe) for source in training_sources(config.data)],
@@ -52,7 +53,7 @@ def _identity(model: Pretrained) -> str | None:
     weights = [] if folder is None else sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")])
     if folder is None or not weights:
         return None
-    found = [digest_of((folder / MODEL_FILE).read_bytes())]
+    found = [digest_of((folder / CONFIG).read_bytes())]
     for path in weights:
         with path.open("rb") as file:
             first = file.read(_END)

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 
 from hpcrl.config import Config
-from hpcrl.config.derive import is_offline, policy_model, trains_pairs
 from hpcrl.config.errors import Problem
 from hpcrl.data.datasets import counted_prompts
 from hpcrl.errors import ConfigError, DataError
@@ -22,7 +21,7 @@ _OF_ALL_RUNS = ("tokenizer", "end of a turn", TEXT_END)  # whether the rest matt
 
 def has_tokenizer(config: Config) -> bool:
     """Return whether the tokenizer of the policy lies on this machine, and transformers can load it."""
-    folder = folder_of(policy_model(config.trainer))
+    folder = folder_of(config.trainer.policy.model.pretrained)
     return (
         folder is not None
         and any((folder / name).is_file() for name in _FILES)
@@ -33,13 +32,11 @@ def has_tokenizer(config: Config) -> bool:
 def check_tokenizer(config: Config) -> tuple[list[Problem], list[str]]:
     """Return what would end a run, and what a run does with files that disagree."""
     trainer, generator = config.trainer, config.generator
-    chats = (
-        not is_offline(trainer) or trains_pairs(trainer) or config.data.format in ("conversations", "prompt_response")
-    )
+    chats = not trainer.offline or trainer.pairwise or config.data.format in ("conversations", "prompt_response")
     problems, warnings = list[Problem](), list[str]()
     try:
         for found in of_tokenizer(
-            policy_model(trainer), generator.chat_template, generator.chat_template_kwargs, chats=chats
+            trainer.policy.model.pretrained, generator.chat_template, generator.chat_template_kwargs, chats=chats
         ):
             if found.level == "error":
                 problems.append(Problem(TEMPLATE, f"{found.found}; {found.remedy}"))

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from hpcrl.config import Config, EnvironmentConfig
-from hpcrl.config.derive import reward_weights
 from hpcrl.config.errors import Problem
 from hpcrl.data.datasets import are_played, row_reader
 from hpcrl.data.sources import Source
@@ -62,7 +61,7 @@ class _Tried:
 
 
 def check_truths(
-    setting: str, path: str, kinds: Sequence[Kind], config: Config, changed: int
+    setting: str, source: Source, kinds: Sequence[Kind], config: Config, changed: int
 ) -> tuple[list[Problem], list[str]]:
     """Try ground truths of a file: those of `_ROWS` rows, evenly spaced among as many as are read in `_READ_S` seconds.
 
@@ -74,20 +73,21 @@ def check_truths(
     Returns:
         A problem for a row that cannot be used, and where no ground truth is worth 1; warnings about single ones.
     """
-    asked = (setting, path, changed, kinds, config.data, config.environment, config.generator.max_turns)
+    asked = (setting, source, changed, kinds, config.data, config.environment, config.generator.max_turns)
     if (key := repr(asked)) not in _found:
-        _found[key] = _check(setting, path, kinds, config)
+        _found[key] = _check(setting, source, kinds, config)
     return _found[key]
 
 
-def _check(setting: str, path: str, kinds: Sequence[Kind], config: Config) -> tuple[list[Problem], list[str]]:
+def _check(setting: str, source: Source, kinds: Sequence[Kind], config: Config) -> tuple[list[Problem], list[str]]:
     environment, tried = config.environment, dict[str, _Tried]()
     trials = _trials(environment, kinds, config.generator.max_turns)
     if not trials:
         return [], []
-    read = row_reader(path, kinds, config.data, environment, config.generator.max_turns)
+    path = source.location
+    read = row_reader(source, kinds, config.data, environment, config.generator.max_turns)
     try:
-        rows = spread(Source(path).rows(), _ROWS, _READ_S)
+        rows = spread(source.rows(), _ROWS, _READ_S)
         until = time.monotonic() + _TRY_S
         for number, row in rows:
             if time.monotonic() > until:
@@ -134,7 +134,7 @@ def _trials(
     environment: EnvironmentConfig, kinds: Sequence[Kind], max_turns: int
 ) -> Callable[[Prompt], Iterator[tuple[str, Worth]]] | None:
     """Return what yields the rewards and environments that compare with the ground truth of a prompt; None where nothing does."""
-    named = dict.fromkeys(name for kind in kinds for name in reward_weights(environment, kind) if name in GROUND_TRUTHS)
+    named = dict.fromkeys(name for kind in kinds for name in environment.reward_weights(kind) if name in GROUND_TRUTHS)
     played, extras = are_played(environment, kinds), common_extras(environment, max_turns)
     if not (named or played):
         return None

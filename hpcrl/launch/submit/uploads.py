@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hpcrl.config import Config
 from hpcrl.config.errors import Problem
-from hpcrl.config.sections.trainer import UploadConfig
+from hpcrl.config.sections.upload import UploadConfig
 from hpcrl.data.hub.places import hub_home
 from hpcrl.upload.send import stores_of
 

@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hpcrl.config import Config
-from hpcrl.config.adapters import loads_adapters
-from hpcrl.config.derive import critic_model, has_engines, policy_model
+from hpcrl.config.backend import backend_of
 from hpcrl.config.errors import Problem
 from hpcrl.config.family import families
-from hpcrl.config.scorers import scoring_reward_model
-from hpcrl.data.vision.families import Family, family_of
+from hpcrl.data.vision.families import family_of
+from hpcrl.launch.backend import launch_backend
 from hpcrl.launch.submit.models import entries_of
 
 
 def check_vision(config: Config) -> Iterator[Problem]:
     """Yield what a run asks of a policy that sees and that only language models do."""
-    trainer, model = config.trainer, policy_model(config.trainer)
+    trainer, model = config.trainer, config.trainer.policy.model.pretrained
     entries = entries_of(model)
     if entries is None or "model_type" not in entries:  # of a pipeline, which paints
         return
@@ -33,9 +32,9 @@ def check_vision(config: Config) -> Iterator[Problem]:
     sees = f"{model} (trainer.policy) sees images"
     if trainer.strategy == "megatron":
         yield Problem("trainer.strategy", f'{sees}, which Megatron-core\'s models here do not; use "fsdp2"')
-    if has_engines(config) and config.generator.inference_engine.backend == "vllm":
-        yield from _of_vllm(config, family, sees)
-    if critic_model(trainer) is not None:
+    if config.has_engines and (engine := launch_backend(backend_of(config.generator.inference_engine))):
+        yield from engine.check_vision(config, family, sees)
+    if trainer.critic.model.pretrained is not None:
         yield Problem(
             "trainer.algorithm.advantage_estimator",
             f"{sees}, and a critic would not; use an estimator without one, such as grpo",
@@ -53,29 +52,10 @@ def check_vision(config: Config) -> Iterator[Problem]:
         )
     if trainer.distillation.enable:
         yield Problem("trainer.distillation.enable", f"{sees}, and teachers would not; set it to false")
-    if scoring_reward_model(config) is not None:
+    if config.scoring_reward_model is not None:
         yield Problem(
             "environment.reward_model.model",
             f"{sees}, and a reward model would not; use environments or reward functions",
         )
     if trainer.mode == "reward_model":
         yield Problem("trainer.mode", f'{sees}, and a reward model would not; expected "rl", "sft" or "dpo"')
-
-
-def _of_vllm(config: Config, family: Family, sees: str) -> Iterator[Problem]:
-    engine = config.generator.inference_engine
-    if not family.vllm:
-        yield Problem(
-            "generator.inference_engine.backend",
-            f'{sees} by a tower that vLLM 0.31 does not have, or whose weights it knows by other names; use "transformers"',
-        )
-    if engine.remote_urls:
-        yield Problem(
-            "generator.inference_engine.remote_urls",
-            f"{sees}, and a server that others have started may prepare images in another way; leave it out",
-        )
-    if loads_adapters(config):
-        yield Problem(
-            "generator.inference_engine.merge_lora",
-            f"{sees}, and of adapters vLLM uses none in the vision tower; set it to true",
-        )

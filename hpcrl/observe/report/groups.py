@@ -32,7 +32,7 @@ def groups_of(run: Run) -> dict[str, Any] | None:
     batches = _batches(run)
     if not batches or batches[0].groups[0].row is not None:
         return None
-    rewards = [[reward for group in batch.groups for reward in group.own_rewards] for batch in batches]
+    rewards = [[sample.reward for group in batch.groups for sample in group.scored_samples] for batch in batches]
     lengths = [[float(length) for group in batch.groups for length in group.response_lengths] for batch in batches]
     reasons = [Counter(reason for group in batch.groups for reason in group.stop_reasons) for batch in batches]
     names = sorted({reason for counts in reasons for reason in counts})
@@ -51,7 +51,13 @@ def groups_of(run: Run) -> dict[str, Any] | None:
         "length": _histogram(lengths),
         "alike": [
             rounded(fmean(kinds))
-            if (kinds := [len(set(own)) == 1 for group in batch.groups if (own := group.own_rewards)])
+            if (
+                kinds := [
+                    len({sample.reward for sample in own}) == 1
+                    for group in batch.groups
+                    if (own := group.scored_samples)
+                ]
+            )
             else None
             for batch in batches
         ],

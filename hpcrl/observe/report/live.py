@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Sequence
@@ -19,6 +20,9 @@ from hpcrl.rundir.layout import Run
 from hpcrl.runtime.token import same
 
 _EVERY_S = 3.0
+_MOST_CONNECTIONS = 32
+_STRANGER_S, _READER_S = 5.0, 60.0  # that a connection may be idle, before it has shown the token and afterwards
+_FULL_S = 0.2
 
 
 class LiveReport:
@@ -38,10 +42,9 @@ class LiveReport:
                 super().__init__(*arguments)
 
         try:
-            self._server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+            self._server = _Server(("127.0.0.1", port), Handler)
         except OSError as error:
             raise RunError(f"127.0.0.1:{port} cannot be served: {error.strerror}; choose another --port") from error
-        self._server.daemon_threads = True
         self.port = self._server.server_address[1]
         self.url = f"http://127.0.0.1:{self.port}/?token={token}"
 
@@ -53,6 +56,32 @@ class LiveReport:
         """End `serve`, which another thread is in."""
         self._server.shutdown()
         self._server.server_close()
+
+
+class _Server(ThreadingHTTPServer):
+    """A server whose connections are bounded in number: each is a thread and a descriptor, and anybody on the machine can open some."""
+
+    daemon_threads = True
+    request_queue_size = 2 * _MOST_CONNECTIONS
+
+    def __init__(self, *arguments: Any) -> None:
+        self._room = threading.Semaphore(_MOST_CONNECTIONS)
+        super().__init__(*arguments)
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        """Return the next connection; OSError, after a while, where there is no room or no descriptor for it: it stays in the queue."""
+        if not self._room.acquire(timeout=_FULL_S):
+            raise OSError("too many connections")
+        try:
+            return super().get_request()
+        except OSError:
+            self._room.release()
+            time.sleep(_FULL_S)
+            raise
+
+    def shutdown_request(self, request: Any) -> None:
+        super().shutdown_request(request)
+        self._room.release()
 
 
 class _Contents:
@@ -76,16 +105,18 @@ class _Handler(BaseHTTPRequestHandler):
     contents: _Contents
     token: str
     protocol_version = "HTTP/1.1"
-    timeout = 60
+    timeout = _STRANGER_S
 
     def do_GET(self) -> None:
         asked = urlsplit(self.path)
         words = parse_qs(asked.query)
         given = self.headers.get("Authorization", "").removeprefix("Bearer ") or words.get("token", [""])[0]
         if not same(given, self.token):
+            self.close_connection = True
             return self._answer(
                 HTTPStatus.FORBIDDEN, "text/plain", "open the whole address that `hpcrl report` printed\n"
             )
+        self.connection.settimeout(_READER_S)
         try:
             if asked.path == "/":
                 return self._answer(HTTPStatus.OK, "text/html", page(self.contents.newest(True), live=True))
@@ -106,6 +137,8 @@ class _Handler(BaseHTTPRequestHandler):
             "Referrer-Policy": "no-referrer",
             "X-Content-Type-Options": "nosniff",
         }
+        if self.close_connection:
+            headers["Connection"] = "close"
         for name, value in headers.items():
             self.send_header(name, value)
         self.end_headers()

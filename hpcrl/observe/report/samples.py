@@ -107,8 +107,8 @@ def _chosen(run: Run, step: int) -> Iterator[tuple[Batch, int, int]]:
     """Yield batch, place of the group and place in the group of the samples of a step that are shown."""
     file = read_batch(run.batch(step))
     assert file is not None, run.batch(step)
-    places = [(place, at) for place, group in enumerate(file.batch.groups) for at in range(len(group.rewards))]
-    rewards = [file.batch.groups[place].rewards[at] for place, at in places]
+    places = [(place, at) for place, group in enumerate(file.batch.groups) for at in range(len(group.samples))]
+    rewards = [file.batch.groups[place].samples[at].reward for place, at in places]
     for chosen in _places(rewards, step):
         yield file.batch, *places[chosen]
 
@@ -121,7 +121,7 @@ def _trained(run: Run, batch: Batch, place: int, at: int, decode: Decode | None)
     parts = [_row(row, dumped.get(index, {}), decode) for index, row in zip(indices, rows, strict=True)]
     return {
         "name": f"{group.group_id}.{at}",
-        "reward": rounded(group.rewards[at]),
+        "reward": rounded(group.samples[at].reward),
         "group": [rounded(reward) for reward in group.rewards],
         "stop": str(rows[-1].stop_reason),
         "source": group.data_source,
@@ -131,10 +131,11 @@ def _trained(run: Run, batch: Batch, place: int, at: int, decode: Decode | None)
 
 
 def _facts(group: GroupMeta, at: int, row: Row) -> dict[str, float]:
-    was = group.raw_rewards[at] if group.raw_rewards else group.rewards[at]
-    raw = {"reward before zero_reward_on_non_stop": was} if was != group.rewards[at] else {}
-    metrics = group.env_metrics[at] if group.env_metrics else row.env_metrics
-    return {"tokens": group.response_lengths[at], "replica": group.replica, **raw, **metrics}
+    sample = group.samples[at]
+    changed = sample.raw_reward != sample.reward
+    raw = {"reward before zero_reward_on_non_stop": sample.raw_reward} if changed else {}
+    metrics = sample.env_metrics or row.env_metrics
+    return {"tokens": sample.response_length, "replica": group.replica, **raw, **metrics}
 
 
 def _row(row: Row, dumped: dict[str, np.ndarray], decode: Decode | None) -> dict[str, Any]:

@@ -19,7 +19,6 @@ import tomli
 
 from hpcrl.config import Config
 from hpcrl.config.import_path import find
-from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.errors import HpcrlError, RunError
 from hpcrl.observe.metrics import MetricsReader, last_reports
 from hpcrl.observe.trackers.base import TrackedRun, Tracker
@@ -65,7 +64,9 @@ class Sender:
         self._sent, self._reader = Sent(**kept) if kept else Sent(run.name), MetricsReader(run)
         if anew:
             self._sent.name = f"{run.name}-{self._sent.key[:6]}"
-        self._tracker = _opened(name, _tracked(run, name, self._sent, Config.from_toml([run.config]).trainer))
+        self._tracker = _opened(
+            name, _tracked(run, name, self._sent, Config.from_toml([run.config]).trainer.group_name)
+        )
         self._save()
 
     def send(self) -> int:
@@ -90,12 +91,12 @@ class Sender:
         write_json(self._path, asdict(self._sent))
 
 
-def _tracked(run: Run, name: str, sent: Sent, trainer: TrainerConfig) -> TrackedRun:
+def _tracked(run: Run, name: str, sent: Sent, group: str | None) -> TrackedRun:
     sweep = run.name.partition(_SWEEP)[0] if _SWEEP in run.name else None
     folder = run.tracker(name).with_suffix("")
     make_directory(folder)
     configuration = tomli.loads(run.config.read_text(encoding="utf-8"))
-    return TrackedRun(sent.key, run.project, sent.name, trainer.group_name or sweep, configuration, folder)
+    return TrackedRun(sent.key, run.project, sent.name, group or sweep, configuration, folder)
 
 
 def _opened(name: str, run: TrackedRun) -> Tracker:

@@ -12,7 +12,10 @@ from hpcrl.runtime.http_server import BadRequest, Refused
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _NAMES = ("name", "tool_call_id", "tool_calls")
-_MOST_CHOICES = 128
+_MOST_STOPS, _LONGEST_STOP = 64, 1000  # characters
+
+MOST_OPEN = 32
+"""Answers of a session that are generated at a time, each choice counted; further requests wait."""
 
 
 class Declined(Refused):
@@ -46,7 +49,8 @@ class Request:
         max_tokens: None: as many as the run lets a turn have.
         stop: further texts that end a response, which does not show them.
         stream: whether the answer is sent as events; usage is one of them if `usage`.
-        echoes: whether the answers have log-probabilities.
+        logprobs: whether the answers have log-probabilities.
+        size: of the body in bytes, at least as many as its texts have characters.
     """
 
     model: str
@@ -59,6 +63,7 @@ class Request:
     stream: bool
     usage: bool
     logprobs: bool
+    size: int
 
 
 def chat_request(content: bytes) -> Request:
@@ -82,6 +87,7 @@ def chat_request(content: bytes) -> Request:
         messages=messages,
         tools=[] if body.get("tool_choice") == "none" else tools,
         logprobs=bool(body.get("logprobs")),
+        size=len(content),
         **_common(body, body.get("max_tokens") if tokens is None else tokens),
     )
 
@@ -100,18 +106,21 @@ def completion_request(content: bytes) -> Request:
     if body.get("logprobs") not in (None, 0, 1):
         raise BadRequest("logprobs: only the tokens that were chosen have log-probabilities here; expected 0 or 1")
     logprobs = body.get("logprobs") is not None
-    return Request(prompt=prompt, tools=[], logprobs=logprobs, **_common(body, body.get("max_tokens")))
+    common = _common(body, body.get("max_tokens"))
+    return Request(prompt=prompt, tools=[], logprobs=logprobs, size=len(content), **common)
 
 
 def _common(body: dict[str, Any], tokens: Any) -> dict[str, Any]:
     n, stop = body.get("n") or 1, body.get("stop") or []
-    if not _is_number(n) or not 1 <= n <= _MOST_CHOICES:
-        raise BadRequest(f"n: expected 1 to {_MOST_CHOICES}")
+    if not _is_number(n) or not 1 <= n <= MOST_OPEN:
+        raise BadRequest(f"n: expected 1 to {MOST_OPEN}")
     if tokens is not None and (not _is_number(tokens) or tokens < 1):
         raise BadRequest("max_tokens: expected a number of at least 1")
     stop = [stop] if isinstance(stop, str) else stop
     if not isinstance(stop, list) or not all(isinstance(one, str) and one for one in stop):
         raise BadRequest("stop: expected texts")
+    if len(stop) > _MOST_STOPS or any(len(one) > _LONGEST_STOP for one in stop):
+        raise BadRequest(f"stop: expected at most {_MOST_STOPS} texts of at most {_LONGEST_STOP} characters")
     if not isinstance(body.get("model"), str):
         raise BadRequest("model: expected a name")
     options = body.get("stream_options") or {}
@@ -127,7 +136,7 @@ def _common(body: dict[str, Any], tokens: Any) -> dict[str, Any]:
 
 def _object(content: bytes) -> dict[str, Any]:
     try:
-        body = json.loads(content)
+        body = json.loads(content.decode())  # of bytes, Python's reader would take halves of characters too
         if b"\\ud" in content.lower():
             json.dumps(body, ensure_ascii=False).encode()  # half a character can be written, and has no tokens
     except (ValueError, RecursionError) as error:

@@ -12,8 +12,10 @@ import hashlib
 import os
 import secrets
 import socket
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager, suppress
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from hpcrl.config import GeneratorConfig, SamplingParams
@@ -21,6 +23,7 @@ from hpcrl.config.sections.generator import NODE
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.data.chat.turns import ChatTurns
 from hpcrl.data.tokenizer import decoder
+from hpcrl.data.vision.reader import ImageReader
 from hpcrl.envs.base import Endpoint
 from hpcrl.errors import EngineError, HpcrlError, RunError
 from hpcrl.rollout.endpoint.replies import Events, described, event, models, reply
@@ -32,7 +35,7 @@ from hpcrl.rollout.endpoint.requests import (
     session_ended,
     session_over,
 )
-from hpcrl.rollout.endpoint.session import Say, Session
+from hpcrl.rollout.endpoint.session import MOST_HELD, Say, Session
 from hpcrl.runtime.http_server import (
     BadRequest,
     Receive,
@@ -58,6 +61,8 @@ _MODELS, _SCORE = "/v1/models", "/v1/score"
 _JSON = {"content-type": "application/json"}
 _OVER = 4096  # keys of samples that are over, whose programs are told so
 _SHUT_S = 5.0
+_MOST_HELD = 8 * MOST_HELD  # of all sessions together
+_THREADS = 2  # for large requests: a conversation that is rendered and tokenized takes some times its size
 
 
 class PolicyServer:
@@ -66,7 +71,7 @@ class PolicyServer:
     Args:
         url: where it is reached, with /v1.
         model: its name in requests.
-        source: the model itself; as of `ChatTurns`.
+        source, reader: as of `ChatTurns`.
     """
 
     def __init__(
@@ -76,18 +81,23 @@ class PolicyServer:
         url: str,
         model: str,
         source: Pretrained | None = None,
+        reader: ImageReader | None = None,
     ) -> None:
         self._tokenizer, self._config, self._url, self._model = tokenizer, config, url, model
         special = config.chat_template.allow_special_tokens
-        self._turns = ChatTurns(tokenizer, config.chat_template_kwargs, special, model=source)
+        self._turns = ChatTurns(tokenizer, config.chat_template_kwargs, special, reader, source)
         self._decode = decoder(tokenizer)
         self._sessions = dict[bytes, Session]()
         self._over = dict[bytes, Callable[[], Declined]]()
+        self._threads, self._held = ThreadPoolExecutor(_THREADS, "large-requests"), 0
 
     @asynccontextmanager
     async def session(self, say: Say, params: SamplingParams) -> AsyncIterator[tuple[Session, Endpoint]]:
         """Have a session as long as the block lasts, and where it is reached."""
-        session, key = Session(say, self._tokenizer, self._turns, self._config, params), secrets.token_urlsafe(32)
+        session = Session(
+            say, self._tokenizer, self._turns, self._config, params, self._threads, lambda: self._longest_token
+        )
+        key = secrets.token_urlsafe(32)
         self._sessions[_digest(key)] = session
         reason = session_ended
         try:
@@ -114,21 +124,51 @@ class PolicyServer:
                 self._require(scope["path"].removeprefix(f"{_MODELS}/"))
                 return await send_body(send, 200, json_body(described(self._model)), _JSON)
             if (scope["method"], scope["path"]) == ("POST", _SCORE):
-                session.take_score(await read_body(receive))
+                with self._holding(session) as hold:
+                    session.take_score(await read_body(receive, hold))
                 return await send_body(send, 200, json_body({}), _JSON)
             parser = _PARSERS.get(scope["path"])
             if parser is None or scope["method"] != "POST":
                 raise Declined(404, "not_found", f"expected GET {_MODELS}, or POST {', '.join([*_PARSERS, _SCORE])}")
-            request = parser(await read_body(receive))
-            self._require(request.model)
-            await self._answer(session, request, receive, send, stream)
+            with self._holding(session) as hold:
+                body = await read_body(receive, hold)
+                request = await session.compute(len(body), parser, body)
+                del body
+                self._require(request.model)
+                await self._answer(session, request, receive, send, stream)
         except Refused as refusal:
             await _refuse(send, stream, refusal)
         except (BadRequest, HpcrlError) as error:
             broken = isinstance(error, EngineError)
             code = "engine_failed" if broken else "invalid_request"
             await _refuse(send, stream, Declined(500 if broken else 400, code, str(error)))
+        except asyncio.CancelledError:  # with all tasks: the replica has failed, or the run ends
+            await _refuse(send, stream, session_over())
         return None
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    @cached_property
+    def _longest_token(self) -> int:
+        return max(map(len, self._tokenizer.get_vocab()))
+
+    @contextmanager
+    def _holding(self, session: Session) -> Iterator[Callable[[int], None]]:
+        """Count the bytes of a body as long as the block lasts; what is yielded declines those that are too many."""
+        held = 0
+
+        def hold(count: int) -> None:
+            nonlocal held
+            held, session.held, self._held = held + count, session.held + count, self._held + count
+            if session.held > MOST_HELD or self._held > _MOST_HELD:
+                raise Declined(429, "too_many_bytes", "too many bytes of other requests are under way", retry=1)
+
+        try:
+            yield hold
+        finally:
+            session.held -= held
+            self._held -= held
 
     def _require(self, model: str) -> None:
         if model != self._model:
@@ -210,9 +250,13 @@ async def _refuse(send: Send, stream: _EventStream, refusal: Refused) -> None:
 
 @asynccontextmanager
 async def serving(
-    config: GeneratorConfig, tokenizer: PreTrainedTokenizerBase, replica: int, source: Pretrained | None = None
+    config: GeneratorConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    replica: int,
+    source: Pretrained | None = None,
+    reader: ImageReader | None = None,
 ) -> AsyncIterator[PolicyServer | None]:
-    """Serve the policy as long as the block lasts, if the configuration wants it; `source` is as of `PolicyServer`.
+    """Serve the policy as long as the block lasts, if the configuration wants it; `source` and `reader` are as of `PolicyServer`.
 
     Raises:
         RunError: the address or the port is not to be had.
@@ -227,7 +271,8 @@ async def serving(
     )
     host, port = listener.getsockname()[:2]
     model = engine.served_model_name or tokenizer.name_or_path
-    server, done = PolicyServer(tokenizer, config, f"http://{host}:{port}/v1", model, source), asyncio.Event()
+    server = PolicyServer(tokenizer, config, f"http://{host}:{port}/v1", model, source, reader)
+    done = asyncio.Event()
     print(f"the policy answers at http://{host}:{port}/v1 as {model}", flush=True)
     task = asyncio.create_task(serve(server, listener, done.wait()))
     try:
@@ -236,6 +281,7 @@ async def serving(
         done.set()
         with suppress(asyncio.CancelledError, asyncio.TimeoutError):  # with all tasks, where the work has ended
             await asyncio.wait_for(task, _SHUT_S)
+        server.close()
 
 
 def _listen(host: str, port: int | None, replica: int) -> socket.socket:

@@ -12,18 +12,18 @@ import json
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Executor, Future
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from hpcrl.config import GeneratorConfig, SamplingParams
 from hpcrl.data.chat.encode import cut_messages
 from hpcrl.data.chat.turns import HALF_A_CHARACTER, ChatTurns
 from hpcrl.envs.agents.score import EXPECTED, read_score
 from hpcrl.envs.base import Messages, Turn
-from hpcrl.errors import EngineError
-from hpcrl.rollout.endpoint.requests import Declined, Request, session_over
+from hpcrl.errors import EngineError, RequestRefused
+from hpcrl.rollout.endpoint.requests import MOST_OPEN, Declined, Request, session_ended, session_over
 from hpcrl.rollout.endpoint.tool_calls import Call, first_of_calls, tool_calls
 from hpcrl.rollout.engines.base import Generation, Heard
 from hpcrl.rollout.transcript import Transcript
@@ -33,6 +33,9 @@ from hpcrl.types import StopReason
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 Say = Callable[[int, Sequence[int], Mapping[str, Any], Heard | None], Awaitable[Generation]]
 """Has the policy continue a prompt: the number of its turn, token ids, what of the sampling is otherwise than the run's, and who hears of
 tokens as they come."""
@@ -40,11 +43,14 @@ tokens as they come."""
 Tell = Callable[[int, str, Sequence[int], Sequence[float]], None]
 """Tells a client of a piece of an answer: the number of the choice, text, and what it came with: token ids and their log-probabilities."""
 
-MOST_OPEN = 32
-"""Answers of a session that are generated at a time, each choice counted; further requests wait."""
-
 PER_SECOND, AT_ONCE = 50.0, 100.0
 """Requests of a session that are read, answered or not: on average, and in a burst; further ones wait."""
+
+MOST_HELD = 32 << 20
+"""Bytes of a session's bodies under way, from the first byte to the end of the answer; further ones are declined."""
+
+_QUICK = 1 << 14  # bytes of a body that the event loop itself reads and tokenizes, in some milliseconds
+_UNCOUNTED = 1 << 16  # characters that are tokenized whatever the longest prompt is
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,12 +105,15 @@ class Session:
 
     Args:
         params: the run's sampling.
+        threads: a few for all sessions, in which large requests are read and tokenized.
+        longest_token: returns how many characters the longest token of the tokenizer has.
 
     Attributes:
         answers: of the policy, in the order in which they came.
         too_long: whether a request was declined since its prompt was longer than generator.max_input_length.
         ended: set when no more is answered.
-        failure: of the engine.
+        failure: of the engine, or its refusal of a request, which ends the sample.
+        held: bytes of the session's bodies under way.
         score: what the sample is worth, where somebody waits for it to be posted.
     """
 
@@ -115,18 +124,20 @@ class Session:
         turns: ChatTurns,
         config: GeneratorConfig,
         params: SamplingParams,
+        threads: Executor,
+        longest_token: Callable[[], int],
     ) -> None:
         self._say, self._tokenizer, self._config, self._params = say, tokenizer, config, params
-        self._template = turns
+        self._template, self._threads, self._longest_token = turns, threads, longest_token
         self.answers = list[Answer]()
         self.too_long = False
-        self.failure: EngineError | None = None
+        self.failure: EngineError | RequestRefused | None = None
         self.score: Future[Turn] | None = None
         self.ended = threading.Event()
-        self._begun = self._open = 0
+        self._begun = self._open = self.held = 0
         self._running = set[asyncio.Task[Any]]()
         self._allowed, self._counted = AT_ONCE, time.monotonic()
-        self._freed, self._over = asyncio.Event(), asyncio.Event()
+        self._freed, self._over, self._large = asyncio.Event(), asyncio.Event(), asyncio.Lock()
 
     async def admit(self) -> None:
         """Count a request, and wait where there were too many in the last seconds.
@@ -142,6 +153,14 @@ class Session:
                 await asyncio.wait_for(self._over.wait(), -self._allowed / PER_SECOND)
                 raise session_over()
 
+    async def compute(self, size: int, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Return what a function makes of a body of `size` bytes: of a large one in a thread, one of the session at a time."""
+        if size <= _QUICK:
+            return function(*args, **kwargs)
+        async with self._large:
+            # who goes away leaves its thread at work: the number of threads bounds what is computed
+            return await asyncio.wrap_future(self._threads.submit(function, *args, **kwargs))
+
     async def answer(self, request: Request, tell: Tell | None = None) -> list[Answer]:
         """Return the choices of a request, once fewer than MOST_OPEN others are generated.
 
@@ -151,16 +170,20 @@ class Session:
         Raises:
             BadRequest, HpcrlError: the chat template refuses the messages, or they have no tokens.
             Declined: the sample may have no more turns, or none of this length, or it ended.
+            RequestRefused: the engine refuses the request; the sample has failed.
             EngineError: the engine failed.
         """
         task = asyncio.current_task()
         assert task is not None
         self._check_turns(request.n)
         try:
-            parent, prompt = self._prompt(request)
+            parent, prompt = await self.compute(request.size, self._prompt, request)
         # such as half a character
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise BadRequest(f"the messages have no tokens: {error}") from error
+        if not prompt:
+            raise BadRequest("the prompt has no tokens")
+        self._check_turns(request.n)  # others may have begun meanwhile
         self._check_length(len(prompt))
         turns = range(self._begun, self._begun + request.n)
         self._begun += request.n
@@ -175,7 +198,7 @@ class Session:
             async with self._room(request.n):
                 every = (self._say(turn, prompt, limits, heard[at]) for at, turn in enumerate(turns))
                 said = await asyncio.gather(*every)
-        except EngineError as error:
+        except (EngineError, RequestRefused) as error:
             self.failure = error
             self.ended.set()
             raise
@@ -220,12 +243,11 @@ class Session:
 
     @asynccontextmanager
     async def _room(self, n: int) -> AsyncIterator[None]:
-        """Hold the places of `n` answers, once they are free. A request for more than MOST_OPEN waits until it is alone."""
-        while self._open and self._open + n > MOST_OPEN:
+        """Hold the places of `n` answers, once they are free."""
+        while self._open + n > MOST_OPEN:
             self._freed.clear()
             await self._freed.wait()
-        if self.ended.is_set():
-            raise session_over()
+        self._check_open()
         self._open += n
         try:
             yield
@@ -233,22 +255,38 @@ class Session:
             self._open -= n
             self._freed.set()
 
-    def _check_turns(self, n: int) -> None:
+    def _check_open(self) -> None:
         if self.ended.is_set():
-            raise session_over()
+            raise session_ended() if isinstance(self.failure, RequestRefused) else session_over()
+
+    def _check_turns(self, n: int) -> None:
+        self._check_open()
         most = self._config.max_turns
         if self._begun + n > most:
             raise Declined(400, "max_turns", f"the sample has no more turns (generator.max_turns = {most})")
 
-    def _check_length(self, length: int) -> None:
+    def _check_length(self, length: int, unit: str = "tokens", tokens: float = 1) -> None:
+        """Decline a prompt of more units than the longest prompt can have, where each of them has at least `tokens` tokens."""
         longest = self._config.max_input_length
-        if longest is not None and length > longest:
+        if longest is not None and length * tokens > longest:
             self.too_long = True
-            reason = f"the prompt has {length} tokens, and generator.max_input_length is {longest}"
+            reason = f"the prompt has {length} {unit}, and generator.max_input_length is {longest} tokens"
             raise Declined(400, "context_length_exceeded", reason)
+
+    def _check_size(self, request: Request) -> None:
+        """Decline what cannot be short enough, before a template or a tokenizer takes time and memory for it."""
+        if request.size <= _UNCOUNTED or self._config.max_input_length is None:
+            return
+        if isinstance(request.prompt, list):
+            self._check_length(len(request.prompt))
+        self._check_length(len(request.messages or ()), "messages")
+        characters = _characters([request.prompt, request.messages, request.tools])
+        if characters > _UNCOUNTED:
+            self._check_length(characters, "characters", 1 / self._longest_token())
 
     def _prompt(self, request: Request) -> tuple[Answer | None, list[int]]:
         """Return the answer from which a request goes on, if there is one, and the tokens that it wants continued."""
+        self._check_size(request)
         if request.messages is None:
             return self._completed(request.prompt)
         self._check_tools(request.tools)
@@ -268,6 +306,8 @@ class Session:
             ]
             if max(prompt) >= len(self._tokenizer) or min(prompt) < 0:
                 raise BadRequest(f"prompt: expected token ids below {len(self._tokenizer)}")
+            if stands := set(prompt).intersection(self._template.never_said):
+                raise BadRequest(f"prompt: token {min(stands)} stands for an image, and images are not taken here")
             return max(known, key=lambda one: len(one.prompt), default=None), prompt
         texts = [(one, one.asked + one.content) for one in self.answers if isinstance(one.asked, str)]
         parent, before = max(
@@ -344,6 +384,14 @@ class Session:
         shown = [{"role": one["role"], "content": _shown(one)} for one in asked]
         begins = shown[: len(opening)] == [dict(one) for one in opening]
         return [*(shown[len(opening) :] if begins else shown), {"role": "assistant", "content": last.text}]
+
+
+def _characters(value: Any) -> int:
+    """Return how many characters the texts in a value have, names of fields left out."""
+    if isinstance(value, str):
+        return len(value)
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return sum(map(_characters, parts))
 
 
 def _shown(message: Mapping[str, Any]) -> str:

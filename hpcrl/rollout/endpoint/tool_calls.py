@@ -7,6 +7,8 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from hpcrl.data.chat.messages import is_too_deep
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -60,4 +62,5 @@ def _read(text: str) -> Call | None:
 def _checked(value: Any) -> Call | None:
     name, arguments = (value.get("name"), value.get("arguments", {})) if isinstance(value, dict) else (None, None)
     readable = isinstance(name, str) and name.isprintable() and isinstance(arguments, dict)
+    readable = readable and not is_too_deep(arguments)
     return {"name": name, "arguments": arguments} if readable else None

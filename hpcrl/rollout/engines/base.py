@@ -1,7 +1,7 @@
 """What a rollout engine does: tokens in; tokens, their log-probabilities and the version that chose each out; and new weights, also in between.
 
-An engine is launched, says when it is ready, and is then called from one event loop. All that knows vLLM is in `vllm/`, the engine that runs
-in the worker's own process is in `embedded/`; `launch.py` chooses. Whatever is here both of them do, and the same tests run on both.
+An engine is launched, says when it is ready, and is then called from one event loop. Engines are packages
+such as hpcrl.engines.vllm; `launch.py` starts the one that the configuration names. The same tests run on all of hpcrl's.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hpcrl.config import SamplingParams
-from hpcrl.config.derive import mask_size
 from hpcrl.errors import EngineError
 from hpcrl.rollout.limiter import Load
 
@@ -37,7 +36,7 @@ class Generation:
         top_ids: for each token, those that the policy finds most probable in its place, the most probable one first; None where nobody asks.
         experts: [T - 1, L, k] int16, the experts that each token of prompt and response but the last went to in each of L layers; None where
             nobody asks (trainer.policy.experts.router_replay).
-        tensors: what a row has of it beside numbers for its tokens, as of Sample.
+        tensors: what a row has of it beside numbers for its tokens, as of Row.
     """
 
     token_ids: list[int]
@@ -79,7 +78,7 @@ def engine_sampling(
     """
     given = params.additional_kwargs
     biases = {**given.get("logit_bias", {}), **{str(token_id): NEVER for token_id in never_said}}
-    told = mask_size(params) or top_ids
+    told = params.mask_size or top_ids
     stops = {*given.get("stop_token_ids", ()), *(() if given.get("ignore_eos") else ends)}
     return {
         **given,
@@ -142,7 +141,8 @@ class Engine(ABC):
             images: that the placeholders in the prompt stand for, in their order.
 
         Raises:
-            EngineError: the engine refused the request or failed.
+            RequestRefused: the engine refuses this request, and would answer others.
+            EngineError: the engine failed.
         """
 
     @abstractmethod
@@ -154,7 +154,7 @@ class Engine(ABC):
             count: no more than there are.
 
         Raises:
-            EngineError: the engine refused the request or failed.
+            RequestRefused, EngineError: as of `generate`.
         """
 
     @abstractmethod

@@ -2,16 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, cast
 
 from hpcrl.config import Config
+from hpcrl.config.backend import backend_of
 from hpcrl.config.family import family_of
 from hpcrl.rollout.engines.base import Launched
 from hpcrl.rundir.layout import Run
+from hpcrl.runtime.process_status import StatusWriter
 from hpcrl.runtime.scratch import Scratch
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a replica's engine is started.
+
+    Attributes:
+        attempt: of the run.
+        replica: its number.
+        directory: for temporary files; it is removed when the worker ends.
+        log: file to which the output of the engine's own processes is appended.
+        trains: whether versions are loaded; else its weights are the model's, and stay as they are, and it is on this node alone.
+    """
+
+    run: Run
+    attempt: int
+    replica: int
+    directory: Path
+    log: Path
+    trains: bool
 
 
 class EngineFamily(Protocol):
@@ -22,6 +45,33 @@ class EngineFamily(Protocol):
         ...
 
 
+class RolloutBackend(Protocol):
+    """The module `rollout` of an engine."""
+
+    def launch(self, config: Config, place: Place) -> Launched:
+        """Start a replica's engine, and return while it starts.
+
+        Raises:
+            ConfigError: a setting cannot be used on this node.
+        """
+        ...
+
+
+class NodesBackend(Protocol):
+    """The module `nodes` of an engine whose replicas may be on several nodes."""
+
+    def serve_part(self, run: Run, config: Config, attempt: int, number: int, status: StatusWriter) -> None:
+        """Run one further node's part of an engine, again at each start of the engine, until SIGTERM.
+
+        Args:
+            number: of the part among all parts of the run; each replica has one for each node but its first.
+
+        Raises:
+            EngineError: the part has ended, which ends the engine.
+        """
+        ...
+
+
 @contextmanager
 def launched(
     run: Run,
@@ -29,35 +79,27 @@ def launched(
     log: Path,
     replica: int = 0,
     *,
+    attempt: int = 0,
     trains: bool = True,
-    first_part: Callable[[Path, Path], Launched] | None = None,
 ) -> Iterator[Launched]:
     """Have the engine of one replica, which is being started, within the `with` statement. Temporary files of this process go when it ends.
 
     Args:
-        log: file of what the engine's own processes say.
-        trains: whether versions are loaded; else its weights are the model's, and stay as they are.
-        first_part: starts the part of this node in a directory, with a log, where the engine is on several; None: it is on this one.
+        log, replica, attempt, trains: as of Place.
     """
     with ExitStack() as stack:
         scratch = Scratch("engine")
         stack.callback(scratch.remove)
         if own := cast(EngineFamily, family_of(config).layer("rollout")).own_engine(config):
             engine = own
-        elif config.generator.inference_engine.backend == "transformers":
-            from hpcrl.rollout.engines.embedded.launch import Embedded, embedded_options
-
-            engine = Embedded(embedded_options(config))
-        elif config.generator.inference_engine.remote_urls:
-            from hpcrl.rollout.engines.vllm.remote import Remote, remote_options
-
-            engine = Remote(remote_options(config, f"{log.stem} of {run.path}", replica, trains=trains))
-        elif first_part:
-            engine = first_part(scratch.path, log)
         else:
-            from hpcrl.rollout.engines.vllm.server import Server, server_options
-
-            engine = Server(server_options(run, config), scratch.path, log)
+            backend = cast(RolloutBackend, backend_of(config.generator.inference_engine).layer("rollout"))
+            engine = backend.launch(config, Place(run, attempt, replica, scratch.path, log, trains))
         stack.callback(engine.stop)
         scratch.take_temporary_files()
         yield engine
+
+
+def nodes_backend(config: Config) -> NodesBackend:
+    """Return what starts the parts of an engine that is on several nodes."""
+    return cast(NodesBackend, backend_of(config.generator.inference_engine).layer("nodes"))

@@ -14,6 +14,7 @@ from hpcrl.data.weight_files import SUFFIX, PublishedWeights
 from hpcrl.errors import RunError
 from hpcrl.faults import fault
 from hpcrl.rundir.layout import Run
+from hpcrl.runtime.bounded_answers import post
 from hpcrl.runtime.token import NONCE, AttemptKey, Sender, of_process, read_token
 
 if TYPE_CHECKING:
@@ -105,12 +106,12 @@ class Receiver:
         """Return the answer of a rank; None where it does not have the pair."""
         sender, body = Sender(AttemptKey.of(self._token, name, self._attempt)), json.dumps(wanted).encode()
         headers = sender.headers("/weights", body)
-        with httpx.Client(timeout=self._stage_s, trust_env=False) as http:
-            answer = http.post(f"{url}/weights", content=body, headers=headers)
-        if not sender.is_answer(headers[NONCE], answer.status_code, answer.content, answer.headers):
+        with httpx.Client(trust_env=False) as http:
+            answer = post(http, f"{url}/weights", body, headers, self._stage_s)
+        if not sender.is_answer(headers[NONCE], answer.status, answer.content, answer.headers):
             raise RunError(f"what answers at {url} is no rank of the trainer of attempt {self._attempt}")
-        if answer.status_code == _GONE:
+        if answer.status == _GONE:
             return None
-        if answer.status_code != 200:
-            raise RunError(f"{url} answers {answer.status_code}: {answer.json().get('error')}")
+        if answer.status != 200:
+            raise RunError(f"{url} answers {answer.status}: {answer.json().get('error')}")
         return answer.json()

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import logging
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import cast
 
 from hpcrl.config.import_path import missing_packages
-from hpcrl.config.reward_model import trains_reward_model
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.errors import RunError
 from hpcrl.trainer.backends.base import CriticEngine, PolicyEngine
 from hpcrl.trainer.distributed import World
 
 _log = logging.getLogger(__name__)
+
+_COMPILED = "compile_model", "use_torch_compile"
+_PLAIN = {"llama", "mistral", "qwen2", "qwen3"}
+"""Model types whose layers are attention and a gated MLP, and nothing else."""
 
 
 def build_policy(trainer: TrainerConfig, temperature: float, world: World) -> PolicyEngine:
@@ -33,16 +37,15 @@ def build_policy(trainer: TrainerConfig, temperature: float, world: World) -> Po
 
         if world.first:
             _log.info("layers: %s", describe_layers())
-        if trains_reward_model(trainer):
+        if trainer.trains_reward_model:
             return cast(PolicyEngine, MegatronRewardModel(trainer, world))
         return MegatronPolicy(trainer, temperature, world)
     require_packages(trainer)
     from hpcrl.trainer.backends.fsdp.engine import FsdpPolicy
     from hpcrl.trainer.backends.fsdp.values import FsdpRewardModel
-    from hpcrl.trainer.models.layers.compilation import with_compilation
 
     trainer = with_compilation(trainer, world)
-    if trains_reward_model(trainer):
+    if trainer.trains_reward_model:
         return cast(PolicyEngine, FsdpRewardModel(trainer, world))
     return FsdpPolicy(trainer, temperature, world)
 
@@ -59,6 +62,53 @@ def build_critic(trainer: TrainerConfig, world: World) -> CriticEngine | None:
     from hpcrl.trainer.backends.fsdp.values import FsdpCritic
 
     return FsdpCritic(trainer, world)
+
+
+def with_compilation(trainer: TrainerConfig, world: World) -> TrainerConfig:
+    """Return the section with `compile_model` and `use_torch_compile` set, the same on every rank. All ranks call it.
+
+    Where both are left open and this turns them on, code that torch cannot compile later runs eagerly: a frame is compiled before any of it
+    has run, so ranks need not agree on that. What is set to true raises torch's error instead.
+
+    Raises:
+        DataError: the policy's path holds no model.
+    """
+    from hpcrl.trainer.models.build import policy_source
+    from hpcrl.trainer.models.layers.compilation import compiler_works, fall_back_to_eager
+
+    policy = trainer.policy
+    unset = [name for name in _COMPILED if getattr(policy, name) is None]
+    if not unset:
+        return trainer
+    compiles = (
+        world.device.type == "cuda"
+        and _measured(trainer)
+        and world.rank0_broadcast(lambda: policy_source(trainer).config().model_type in _PLAIN)
+        and compiler_works(world)
+    )
+    if compiles and len(unset) == len(_COMPILED):
+        fall_back_to_eager()
+    return replace(trainer, policy=replace(policy, **dict.fromkeys(unset, compiles)))
+
+
+def _measured(trainer: TrainerConfig) -> bool:
+    policy, fsdp = trainer.policy, trainer.policy.fsdp_config
+    others = (
+        trainer.shared_prefixes,
+        trainer.gradient_checkpointing_use_reentrant,
+        trainer.gradient_checkpointing_keep != "nothing",
+        policy.activation_offload,
+        policy.enable_liger_kernel,
+        policy.low_precision.fp8,
+        policy.sequence_parallel_size > 1,
+        fsdp.cpu_offload,
+    )
+    return (
+        not any(others)
+        and trainer.use_sample_packing
+        and trainer.flash_attn
+        and fsdp.mixed_precision.param_dtype == "bf16"
+    )
 
 
 def _require_megatron() -> None:

@@ -1,4 +1,4 @@
-"""The reference follows the policy: when, and what of it."""
+"""The reference follows the policy."""
 
 from __future__ import annotations
 
@@ -8,24 +8,9 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.errors import DataError
 
 REFERENCE = "reference"  # folder of a checkpoint
-
-
-def reset_is_due(step: int, steps_per_epoch: int, trainer: TrainerConfig) -> bool:
-    """Return whether the policy after `step` becomes the reference (reference_reset_interval, update_ref_every_epoch)."""
-    interval = trainer.algorithm.reference_reset_interval
-    if interval is not None:
-        return step % interval == 0
-    return trainer.update_ref_every_epoch and step % steps_per_epoch == 0
-
-
-def resets_optimizer(trainer: TrainerConfig) -> bool:
-    """Return whether the optimizer starts afresh with the reference; one that follows each epoch leaves it alone, as SkyRL's."""
-    algorithm = trainer.algorithm
-    return algorithm.reference_reset_interval is not None and algorithm.reset_optimizer_with_reference
 
 
 def require_same_shape(reference: nn.Module, policy: nn.Module) -> None:

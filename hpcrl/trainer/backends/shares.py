@@ -15,15 +15,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Size
 from torch.distributed import ProcessGroup, get_global_rank
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from hpcrl.errors import CommitError
+from hpcrl.rundir.checkpoint_index import INDEX, read_index
 from hpcrl.trainer.distributed import World, tell
 
 PREFIX = "model."
@@ -71,10 +80,10 @@ class Shares(torch.Tensor):
     def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
         return [
             WriteItem(
-                MetadataIndex(name, torch.Size(part.offsets)),
+                MetadataIndex(name, Size(part.offsets)),
                 WriteItemType.SHARD,
                 tensor_data=TensorWriteData(
-                    _chunk(part), TensorProperties.create_from_tensor(part.values), torch.Size(self.shape)
+                    _chunk(part), TensorProperties.create_from_tensor(part.values), Size(self.shape)
                 ),
             )
             for part in self.parts
@@ -92,7 +101,7 @@ class Shares(torch.Tensor):
 
 
 def _chunk(part: Share) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(torch.Size(part.offsets), part.values.shape)
+    return ChunkStorageMetadata(Size(part.offsets), part.values.shape)
 
 
 def write(state: dict[str, Any], directory: Path, group: ProcessGroup) -> None:
@@ -114,13 +123,14 @@ def read(state: dict[str, Any], directory: Path, world: World, *, partly: bool =
         partly: leave as it is what the checkpoint does not have.
 
     Raises:
-        CommitError: on every rank: it is not there, of another shape, or in the format of an earlier version.
+        CommitError: on every rank: it is not there, of another shape, in the format of an earlier version, or its index could run code.
     """
-    world.rank0_broadcast(lambda: _require_readable(directory))
+    reader = _Reader(directory)
+    world.all_gather(reader.open)  # an error of one rank is raised on all
     try:
         load(
             state,
-            checkpoint_id=directory,
+            storage_reader=reader,
             process_group=world.control,
             planner=DefaultLoadPlanner(allow_partial_load=partly),
         )
@@ -132,6 +142,55 @@ def read(state: dict[str, Any], directory: Path, world: World, *, partly: bool =
             else ""
         )
         raise CommitError(f"{directory} cannot be loaded: {cause}{hint}") from error
+
+
+class _Reader(FileSystemReader):
+    """A reader of a checkpoint's files whose index is data: torch's own unpickles it, and runs what it names.
+
+    Args:
+        directory: of the checkpoint, or a folder of one.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self._index: Metadata | None = None
+
+    def open(self) -> None:
+        """Read the index. Raises CommitError as `read_index` does, or where it is not of this format."""
+        directory = Path(self.path)
+        _require_readable(directory)
+        found = read_index(directory)
+        try:
+            self._index = Metadata(
+                # None: what torch would unpickle, which no state has
+                {
+                    name: _tensor(one.state)
+                    for name, one in found["state_dict_metadata"].items()
+                    if one.state is not None
+                },
+                storage_data={_key(key.state): _place(one.state) for key, one in found["storage_data"].items()},
+            )
+        except (AttributeError, LookupError, TypeError) as error:
+            raise CommitError(f"{directory / INDEX} is no index of a checkpoint: {error}") from error
+
+    def read_metadata(self) -> Metadata:
+        """Return the index that `open` has read."""
+        assert self._index is not None
+        return self._index
+
+
+def _tensor(state: dict[str, Any]) -> TensorStorageMetadata:
+    """Return what the index has of a tensor. Its properties are needed only where torch makes the tensors that it loads into."""
+    chunks = [ChunkStorageMetadata(Size(one.state["offsets"]), Size(one.state["sizes"])) for one in state["chunks"]]
+    return TensorStorageMetadata(TensorProperties(), Size(state["size"]), chunks)
+
+
+def _key(state: dict[str, Any]) -> MetadataIndex:
+    return MetadataIndex(state["fqn"], state.get("offset"))
+
+
+def _place(state: dict[str, Any]) -> _StorageInfo:
+    return _StorageInfo(state["relative_path"], state["offset"], state["length"])
 
 
 def _require_readable(directory: Path) -> None:

@@ -64,16 +64,16 @@ class CriticPeer:
     def share_values(self, minis: Sequence[MiniBatch]) -> None:
         """Give the policy's ranks the critic's values [P] of their samples."""
         if not self._ranks.together:
-            values = [mini.samples.scores.values for mini in minis]
+            values = [mini.rows.scores.values for mini in minis]
             for mini, values_P in zip(minis, self._exchange(minis, values, computed=self._ranks.critic), strict=True):
-                mini.samples.scores.values = values_P
+                mini.rows.scores.values = values_P
 
     def share_returns(self, minis: Sequence[MiniBatch]) -> None:
         """Give the critic's ranks the returns [P] of their samples."""
         if not self._ranks.together:
-            returns = [mini.samples.scores.returns for mini in minis]
+            returns = [mini.rows.scores.returns for mini in minis]
             for mini, returns_P in zip(minis, self._exchange(minis, returns, computed=self._ranks.policy), strict=True):
-                mini.samples.scores.returns = returns_P
+                mini.rows.scores.returns = returns_P
 
     def share_updates(self, batch: PartialBatch, timer: PhaseTimer) -> None:
         """Give all ranks the optimizer steps of both models, and the policy's ranks the seconds and memory of the critic's."""

@@ -26,8 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from hpcrl.config.derive import critic_ranks, has_own_critic, trainer_ranks
-from hpcrl.config.sections.trainer import TrainerConfig
+from hpcrl.config.sections.placement import PlacementConfig
 from hpcrl.errors import RunError
 from hpcrl.trainer.backends.base import Writer
 from hpcrl.trainer.backends.shares import write_folders
@@ -56,11 +55,15 @@ class ModelRanks:
     first_of_critic: int = 0
 
     @staticmethod
-    def of(trainer: TrainerConfig, world: World) -> ModelRanks:
-        """Return those of the configuration; all ranks call it. Raises RunError where there are not as many ranks as it says."""
-        if not has_own_critic(trainer):
+    def of(placement: PlacementConfig, world: World, *, own_critic: bool) -> ModelRanks:
+        """Return those of the configuration; all ranks call it. Raises RunError where there are not as many ranks as it says.
+
+        Args:
+            own_critic: the critic has ranks of its own.
+        """
+        if not own_critic:
             return ModelRanks(world, world)
-        first, others = trainer_ranks(trainer), critic_ranks(trainer)
+        first, others = placement.policy_ranks, placement.critic_ranks
         if first + others != world.size:
             raise RunError(
                 f"{first} ranks of the policy and {others} of the critic were to be started, found {world.size}"
@@ -97,12 +100,11 @@ class ModelRanks:
 
         def tokens_of(mini: MiniBatch) -> list[torch.Tensor]:
             return [
-                whole_P[ends[ref.group, ref.index] - ref.length : ends[ref.group, ref.index]]
-                for ref in mini.samples.refs
+                whole_P[ends[ref.group, ref.index] - ref.length : ends[ref.group, ref.index]] for ref in mini.rows.refs
             ]
 
         for mini, column_P in zip(minis, columns or [], strict=columns is not None):
-            for place_T, own_T in zip(tokens_of(mini), column_P.split(mini.samples.lengths), strict=True):
+            for place_T, own_T in zip(tokens_of(mini), column_P.split(mini.rows.lengths), strict=True):
                 place_T.copy_(own_T)
         dist.all_reduce(whole_P, group=self.everyone.control)
         return [torch.cat([torch.zeros(0), *tokens_of(mini)]) for mini in minis]

@@ -9,9 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from hpcrl.config.derive import policy_model, ref_model
 from hpcrl.config.sections.model import ExpertsConfig
-from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.trainer.models.logprobs import Entropy
 
 DTYPES = {
@@ -82,24 +80,6 @@ def computing(head: HasForwardConfig, **changes: Any) -> Iterator[None]:
         yield
     finally:
         head.forward_config = kept
-
-
-def forward_config(trainer: TrainerConfig, temperature: float = 1.0) -> ForwardConfig:
-    return ForwardConfig(
-        temperature=temperature,
-        chunk_rows=trainer.logprobs_chunk_size,
-        packing=trainer.use_sample_packing,
-        flash=trainer.flash_attn,
-        flash_version=trainer.flash_attn_version,
-        compiled=bool(trainer.policy.use_torch_compile),
-        dtype=DTYPES[trainer.algorithm.logprob_dtype],
-        entropy_loss=trainer.algorithm.use_entropy_loss,
-    )
-
-
-def reference_experts(trainer: TrainerConfig) -> ExpertsConfig | None:
-    """Return what routers of the reference are asked for: they repeat what those of the policy do, where it is the same model."""
-    return trainer.policy.experts if ref_model(trainer) == policy_model(trainer) else None
 
 
 def score_places(

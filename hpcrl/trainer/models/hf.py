@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import reduce
+from dataclasses import dataclass
+from functools import partial, reduce
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, ClassVar, cast
 
 import torch
@@ -20,14 +21,11 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
-from hpcrl.config.derive import critic_model, model_config_kwargs, policy_model, ref_model
-from hpcrl.config.reward_model import HEAD, trains_reward_model
-from hpcrl.config.scorers import REWARD, TEACHER, ScorerSet
 from hpcrl.config.sections.generator import ChatTemplateConfig
 from hpcrl.config.sections.model import Pretrained
-from hpcrl.config.sections.trainer import TrainerConfig
+from hpcrl.data.entries import CONFIG
 from hpcrl.data.model_config import ConfiguredModel, require_classifier
-from hpcrl.data.models.files import CONFIG, model_folder
+from hpcrl.data.models.files import model_folder
 from hpcrl.data.tokenizer import load_tokenizer
 from hpcrl.data.vision.classes import auto_class
 from hpcrl.data.vision.families import family_of
@@ -35,6 +33,8 @@ from hpcrl.errors import DataError
 from hpcrl.rundir.commit import write_text
 from hpcrl.trainer.models.forward import DTYPES
 from hpcrl.trainer.models.logits import LogitChange
+
+_PICKLE = "its weights are a pickle that names more than tensors, and reading it could run code"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,10 @@ class ModelSource(ConfiguredModel):
 
     def empty(self, dtype: torch.dtype, attention: str) -> PreTrainedModel:
         """Return the model without weights, on the meta device. Raises DataError where there is none, or its log-probabilities would come out wrong."""
-        model = _empty(self._model_class(), self.config(), dtype, attention)
+        try:
+            model = _empty(self._model_class(), self.config(), dtype, attention)
+        except ValueError as error:
+            raise self.not_a_model(error) from error
         LogitChange.of(model.config)
         if getattr(model.get_output_embeddings(), "bias", None) is not None:
             raise DataError(
@@ -100,8 +103,11 @@ class ModelSource(ConfiguredModel):
                 dtype=dtype,
                 attn_implementation=_of_parts(self.config(), attention),
                 output_loading_info=True,
+                trust_remote_code=False,
                 **self.at_revision,
             )
+        except UnpicklingError as error:
+            raise self.not_a_model(_PICKLE) from error
         # RuntimeError: weights of other shapes than the configuration says
         except (OSError, ValueError, RuntimeError) as error:
             raise self.not_a_model(error) from error
@@ -260,7 +266,8 @@ def _contents(path: Path) -> Iterator[torch.Tensor]:
 
 
 def _empty(model_class: Any, config: PreTrainedConfig, dtype: torch.dtype, attention: str) -> PreTrainedModel:
-    build = getattr(model_class, "from_config", None) or model_class._from_config
+    automatic = getattr(model_class, "from_config", None)
+    build = partial(automatic, trust_remote_code=False) if automatic else model_class._from_config
     with torch.device("meta"):
         return build(config, dtype=dtype, attn_implementation=_of_parts(config, attention))
 
@@ -270,54 +277,6 @@ def _of_parts(config: PreTrainedConfig, attention: str) -> str | dict[str, str]:
     if family_of(config) is None:
         return attention
     return {"": attention, "text_config": attention, "vision_config": "sdpa"}
-
-
-def policy_source(trainer: TrainerConfig) -> ModelSource:
-    """Return the model that is trained, as it is loaded: a policy, or a reward model in its place."""
-    section: dict[str, Any] = {
-        **vars(policy_model(trainer)),
-        "role": "trainer.policy",
-        "config_kwargs": model_config_kwargs(trainer.policy),
-        "rope_scaling": trainer.rope_scaling,
-        "rope_theta": trainer.rope_theta,
-    }
-    if trains_reward_model(trainer):
-        return RewardModelSource(**section, head=HEAD, seed=trainer.seed)
-    return ModelSource(**section)
-
-
-def reference_source(trainer: TrainerConfig, policy: ModelSource | None = None) -> ModelSource:
-    """Return the model of the KL term, as it is loaded: like the policy, which is `policy_source` unless given."""
-    return replace(
-        policy or policy_source(trainer),
-        **vars(ref_model(trainer)),
-        role="trainer.ref",
-        config_kwargs=model_config_kwargs(trainer.ref),
-    )
-
-
-def scorer_source(trainer: TrainerConfig, scorers: ScorerSet) -> ModelSource:
-    """Return the model of scorers, as it is loaded."""
-    if scorers.role == REWARD:
-        return JudgeSource(**vars(scorers.model), role="environment.reward_model", head=HEAD, seed=0)
-    if scorers.role != TEACHER:
-        return reference_source(trainer)
-    return replace(policy_source(trainer), **vars(scorers.model), role="trainer.distillation", config_kwargs={})
-
-
-def critic_source(trainer: TrainerConfig) -> CriticSource:
-    """Return the critic, as it is loaded."""
-    model = critic_model(trainer)
-    assert model is not None, "this run has no critic"
-    return CriticSource(
-        **vars(model),
-        role="trainer.critic",
-        config_kwargs=trainer.critic.model_config_kwargs,
-        rope_scaling=trainer.rope_scaling,
-        rope_theta=trainer.rope_theta,
-        head=trainer.algorithm.value_head_prefix,
-        seed=trainer.seed,
-    )
 
 
 def export_config(source: ModelSource, directory: Path, dtype: torch.dtype, architecture: str | None = None) -> None:

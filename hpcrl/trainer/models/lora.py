@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel
 
-from hpcrl.config.adapters import begins_from_weights
 from hpcrl.config.sections.model import LoraConfig, Pretrained
+from hpcrl.data.entries import read_entries
 from hpcrl.data.weight_files import ADAPTER_FILE, ADAPTER_PREFIX
 from hpcrl.errors import DataError, did_you_mean
 from hpcrl.trainer.models.adapter import PARTS, Adapted, Adapter, made_adapter, peft_config, together
@@ -72,7 +73,7 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, role: str, dtype: tor
             matrix.to_empty(device=_adapted_parameter(layer).device).to(dtype)
     if model.device.type == "meta":
         return
-    if begins_from_weights(lora):
+    if lora.begins_from_weights:
         _take_from_weights(model, lora.init_method, seed)
         return
     for adapted, (A, B) in zip(adapted_layers(model), first_values(model, lora, seed, section), strict=True):
@@ -169,8 +170,9 @@ def _given(layers: list[Adapted], directory: Path, section: str) -> Iterator[tup
 
     try:
         tensors = load_file(directory / ADAPTER_FILE)  # first: PEFT asks the hub for a directory that is not there
+        read_entries(directory / "adapter_config.json")
         theirs = cast("peft.LoraConfig", peft.LoraConfig.from_pretrained(str(directory)))
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, SafetensorError) as error:
         raise DataError(f"{section}.adapter_path: {directory} has no adapters that PEFT reads: {error}") from error
     if not layers[0].name.startswith(_BODY):  # a critic's names begin with what is in the body
         tensors = {name.replace(f"{ADAPTER_PREFIX}{_BODY}", ADAPTER_PREFIX): value for name, value in tensors.items()}

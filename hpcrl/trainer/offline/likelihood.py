@@ -14,7 +14,7 @@ from hpcrl.rundir.layout import Run
 from hpcrl.trainer.backends.base import Objective, PolicyEngine
 from hpcrl.trainer.loss import TEACHER_DIVERGENCE, mixed, teacher_divergence
 from hpcrl.trainer.offline.teacher_file import open_teacher_file
-from hpcrl.trainer.packing import Before, MiniBatch, PackedSamples
+from hpcrl.trainer.packing import Before, MiniBatch, PackedRows
 from hpcrl.types import Batch, MicroBatch
 
 
@@ -56,16 +56,16 @@ def score_by_teacher(
         batch: that the mini-batch is of.
         before: called before each forward pass.
     """
-    scores, top_k = mini.samples.scores, min(distillation.top_k, policy.vocabulary)
+    scores, top_k = mini.rows.scores, min(distillation.top_k, policy.vocabulary)
     if distillation.precomputed_logprobs is not None:
         written = Run(Path(distillation.precomputed_logprobs))
-        scores.teacher_ids, scores.teacher_top = _written(batch, mini.samples, written, top_k)
+        scores.teacher_ids, scores.teacher_top = _written(batch, mini.rows, written, top_k)
         return
     teacher = partial(policy.top_logprobs, reference=True)
     _, scores.teacher_ids, scores.teacher_top = mini.scored_top(teacher, top_k, before)
 
 
-def _written(batch: Batch, samples: PackedSamples, written: Run, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _written(batch: Batch, samples: PackedRows, written: Run, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what was written of rows of a batch: ids and log-probabilities [P, K]; 0 where nothing is trained."""
     tokens, start = len(samples.token_ids), 0
     ids_PK, top_PK = torch.zeros(tokens, top_k, dtype=torch.int32), torch.zeros(tokens, top_k)
@@ -80,9 +80,9 @@ def _written(batch: Batch, samples: PackedSamples, written: Run, top_k: int) -> 
 
 
 class LikelihoodMeasure:
-    """Measure (modes.py) of supervised fine-tuning: the loss, a mean over trained tokens."""
+    """Measure (build.py) of supervised fine-tuning: the loss, a mean over trained tokens."""
 
-    def sums(self, samples: PackedSamples, logprobs_P: torch.Tensor) -> dict[str, float]:
+    def sums(self, samples: PackedRows, logprobs_P: torch.Tensor) -> dict[str, float]:
         mask_P = samples.loss_mask.double()
         return {"loss": -(logprobs_P.double() * mask_P).sum().item(), "tokens": mask_P.sum().item()}
 

@@ -15,7 +15,7 @@ from hpcrl.algorithms.preferences import LIKELIHOOD, Pairs, loss_weights, pair_l
 from hpcrl.algorithms.reductions import Reduction, weighted_sum
 from hpcrl.config.sections.dpo import DPOConfig
 from hpcrl.trainer.backends.base import Objective
-from hpcrl.trainer.packing import PackedSamples
+from hpcrl.trainer.packing import PackedRows
 from hpcrl.types import MicroBatch
 
 PER_PAIR = "per_pair/"
@@ -57,11 +57,11 @@ def build_preference_objective(dpo: DPOConfig) -> Objective:
 
 @dataclass(frozen=True)
 class PreferenceMeasure:
-    """Measure (modes.py) of a set of pairs: the loss that is trained, and `pair_metrics`, as means over all of it."""
+    """Measure (build.py) of a set of pairs: the loss that is trained, and `pair_metrics`, as means over all of it."""
 
     dpo: DPOConfig
 
-    def sums(self, samples: PackedSamples, logprobs_P: torch.Tensor) -> dict[str, float]:
+    def sums(self, samples: PackedRows, logprobs_P: torch.Tensor) -> dict[str, float]:
         lengths_B = torch.tensor(samples.lengths, dtype=torch.int64)
         pairs = Pairs.of(logprobs_P.double(), samples.scores.ref_logprobs, samples.loss_mask, lengths_B)
         values = {"loss": pair_loss(pairs, self.dpo), "nll": -pairs.chosen, "tokens": pairs.chosen_tokens}

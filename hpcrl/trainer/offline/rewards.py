@@ -17,7 +17,7 @@ from hpcrl.algorithms.losses import sample_means, sample_sums
 from hpcrl.config.sections.reward_model import RewardModelConfig
 from hpcrl.trainer.backends.base import Objective
 from hpcrl.trainer.offline.preferences import PER_PAIR
-from hpcrl.trainer.packing import PackedSamples
+from hpcrl.trainer.packing import PackedRows
 from hpcrl.types import MicroBatch
 
 
@@ -49,11 +49,11 @@ def build_reward_objective(settings: RewardModelConfig) -> Objective:
 
 @dataclass(frozen=True)
 class RewardMeasure:
-    """Measure (modes.py) of a set of pairs: the loss that is trained, and the metrics of training, as means over all of it."""
+    """Measure (build.py) of a set of pairs: the loss that is trained, and the metrics of training, as means over all of it."""
 
     settings: RewardModelConfig
 
-    def sums(self, samples: PackedSamples, scores_P: torch.Tensor) -> dict[str, float]:
+    def sums(self, samples: PackedRows, scores_P: torch.Tensor) -> dict[str, float]:
         chosen_N, rejected_N = _pairs(scores_P.double(), samples.lengths)
         margins_N = _margins(samples.rewards, torch.tensor(samples.lengths, dtype=torch.int64))
         losses_N = _losses(chosen_N, rejected_N, margins_N, self.settings)

@@ -9,8 +9,6 @@ from itertools import islice
 from typing import cast
 
 from hpcrl.config import Config
-from hpcrl.config.derive import compares_with_reference, trains_pairs
-from hpcrl.config.reward_model import trains_reward_model
 from hpcrl.config.sections.data import DataConfig
 from hpcrl.data.token_file import TokenFile
 from hpcrl.data.tokenize import validation_rows
@@ -18,9 +16,9 @@ from hpcrl.rundir.commit import write_json
 from hpcrl.rundir.layout import Run
 from hpcrl.trainer.backends.base import CriticEngine, PolicyEngine
 from hpcrl.trainer.backends.schedule import is_due
-from hpcrl.trainer.batching import Limits, SampleRef, planned
+from hpcrl.trainer.batching import Limits, RowRef, planned
 from hpcrl.trainer.distributed import World
-from hpcrl.trainer.offline.modes import Measure, measure_of
+from hpcrl.trainer.offline.build import Measure, measure_of
 from hpcrl.trainer.packing import MiniBatch, pack
 from hpcrl.trainer.stop import StopConsensus
 
@@ -56,7 +54,7 @@ class Validation:
         trainer = config.trainer
         return cls(
             run, config.data, limits, trainer.eval_interval, trainer.eval_before_train, trainer.eval_batch_size,
-            measure_of(trainer), pairs=trains_pairs(trainer), reference=compares_with_reference(trainer), values=trains_reward_model(trainer),
+            measure_of(trainer), pairs=trainer.pairwise, reference=trainer.compares_with_reference, values=trainer.trains_reward_model,
         )  # fmt: skip
 
     def is_due(self, step: int, total: int, world: World) -> bool:
@@ -107,7 +105,7 @@ class Validation:
     ) -> dict[str, float]:
         data = policy.data
         refs = [
-            SampleRef(at, index, length)
+            RowRef(at, index, length)
             for at, (file, row) in enumerate(rows)
             for index, length in enumerate(file.lengths(row))
         ]

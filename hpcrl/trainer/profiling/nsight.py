@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-from hpcrl.config.sections.trainer import ProfilerConfig
+from hpcrl.config.sections.profiler import ProfilerConfig
 
 
 class Nvtx(Protocol):

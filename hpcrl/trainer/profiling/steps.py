@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from hpcrl.config.sections.trainer import ProfilerConfig
+from hpcrl.config.sections.profiler import ProfilerConfig
 from hpcrl.observe.timeline import Timeline
 from hpcrl.rundir.commit import make_directory
 from hpcrl.rundir.layout import Run

@@ -26,7 +26,7 @@ from hpcrl.rundir.layout import Run, step_of
 from hpcrl.rundir.ledger import require_newest
 from hpcrl.rundir.space import explained
 from hpcrl.trainer.distributed import World
-from hpcrl.trainer.packing import MiniBatch, PackedSamples
+from hpcrl.trainer.packing import MiniBatch, PackedRows
 from hpcrl.trainer.saving.committer import save_tensors
 from hpcrl.types import Batch
 
@@ -85,9 +85,9 @@ class Dumps:
     def _write_own(self, target: Path, batch: Batch, minis: Sequence[MiniBatch], rank: int) -> None:
         with explained(target):
             for number, mini in enumerate(minis):
-                ids = [batch.groups[ref.group].group_id for ref in mini.samples.refs]
+                ids = [batch.groups[ref.group].group_id for ref in mini.rows.refs]
                 path = staging(target, self._attempt) / f"mini-{number}-rank-{rank}.safetensors"
-                save_tensors(_tensors(mini.samples), path, {"group_ids": json.dumps(ids)})
+                save_tensors(_tensors(mini.rows), path, {"group_ids": json.dumps(ids)})
 
     def _finish(self, target: Path, step: int) -> None:
         with explained(target):
@@ -98,7 +98,7 @@ class Dumps:
             require_newest(self._run, self._attempt)
 
 
-def _tensors(samples: PackedSamples) -> dict[str, torch.Tensor]:
+def _tensors(samples: PackedRows) -> dict[str, torch.Tensor]:
     packed, size = samples.whole(), len(samples.token_ids)  # 0 without samples, which `whole` gives a token
     columns = {name: value[:size] for name, value in vars(packed).items() if isinstance(value, torch.Tensor)}
     penalties_P = samples.scores.penalties

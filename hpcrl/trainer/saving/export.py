@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.config import Config, FSDPConfig
-from hpcrl.config.derive import is_offline, kept_versions, policy_model
 from hpcrl.config.family import family_of
 from hpcrl.config.rules.megatron_groups import on_one_rank
 from hpcrl.config.sections.trainer import TrainerConfig
@@ -38,17 +37,17 @@ def export_checkpoint(run: Run, checkpoint: Path, target: Path) -> None:
         engine = trainer_family(config).load_policy(alone, world)
         engine.restore_weights(checkpoint)
         dtype = DTYPES[config.generator.inference_engine.model_dtype]
-        publisher = Publisher(run, 0, world, dtype, kept_versions(config.trainer))
+        publisher = Publisher(run, 0, world, dtype, config.trainer.fully_async.kept_versions)
         publisher.export(engine, position[0], target=target, **exported_with(config))
 
 
 def exported_with(config: Config) -> dict[str, Any]:
     """Return the arguments of `Publisher.export` that follow from the settings."""
     return {
-        "model": policy_model(config.trainer) if family_of(config).exports_tokenizer else None,
+        "model": config.trainer.policy.model.pretrained if family_of(config).exports_tokenizer else None,
         "template": config.generator.chat_template,
         "options": config.generator.chat_template_kwargs,
-        "texts": is_offline(config.trainer) and config.data.format == "text",
+        "texts": config.trainer.offline and config.data.format == "text",
     }
 
 

@@ -11,31 +11,30 @@ The rest of the batch then goes on as if nothing had happened, also on another n
 index, and each rank reads its own. A batch of which no optimizer step was made leaves nothing: it is scored again.
 
 In batch-<rank>.safetensors a name begins with the number of the mini-batch: `<m>.groups`, `<m>.samples`, `<m>.lengths` [B] say which
-samples follow one another in `<m>.advantages`, `<m>.old_logprobs`, ... [P], as far as there are such, laid out as PackedSamples are.
+samples follow one another in `<m>.advantages`, `<m>.old_logprobs`, ... [P], as far as there are such, laid out as PackedRows are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
 
-from hpcrl.config.adapters import begins_with_model
-from hpcrl.config.derive import is_offline
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.data.batch_file import check_batch, read_batch
 from hpcrl.data.weight_files import check_weights
 from hpcrl.errors import CommitError, DataError, RunError
-from hpcrl.rundir.checkpoints import FACTS, changed_since, settings_of
+from hpcrl.rundir.checkpoints import FACTS, changed_since
 from hpcrl.rundir.commit import read_json, write_json
 from hpcrl.rundir.layout import Run, position_of
 from hpcrl.trainer.advantages import Advantages
 from hpcrl.trainer.backends.base import UpdateResult
 from hpcrl.trainer.distributed import World
-from hpcrl.trainer.packing import MiniBatch, PackedSamples, Scores
+from hpcrl.trainer.packing import MiniBatch, PackedRows, Scores
 from hpcrl.trainer.saving.committer import save_tensors
 from hpcrl.types import Batch
 
@@ -47,7 +46,7 @@ class PartialBatch:
     """A batch that is being trained.
 
     Attributes:
-        trainer: the settings that it is trained with.
+        settings: `TrainerConfig.batch_settings` that it is trained with.
         data: the ranks that its samples are assigned to.
         minis: this rank's part of it, scored.
         kl_penalty: metrics of the KL penalty on rewards.
@@ -56,7 +55,7 @@ class PartialBatch:
     """
 
     data: World
-    trainer: TrainerConfig
+    settings: Mapping[str, Any]
     batch: Batch
     minis: list[MiniBatch]
     kl_penalty: dict[str, float]
@@ -76,14 +75,14 @@ class PartialBatch:
             return
         columns: dict[str, torch.Tensor] = {}
         for number, mini in enumerate(self.minis):
-            columns |= {f"{number}.{name}": value for name, value in _columns(mini.samples).items()}
+            columns |= {f"{number}.{name}": value for name, value in _columns(mini.rows).items()}
         save_tensors(columns, directory / _file(self.data.rank))
         if self.data.first:
             facts = {
                 "layout": _LAYOUT,
                 "ranks": self.data.size,
                 "groups": _named(self.batch),
-                "settings": settings_of(self.trainer),
+                "settings": dict(self.settings),
                 "charged": self.kl_penalty,
                 "advantages": asdict(self.advantages),
                 "critic": [asdict(update) for update in self.critic],
@@ -94,7 +93,7 @@ class PartialBatch:
 
 
 def read_partial_batch(
-    checkpoint: Path, trainer: TrainerConfig, batch: Batch, minis: list[MiniBatch], data: World, world: World
+    checkpoint: Path, settings: Mapping[str, Any], batch: Batch, minis: list[MiniBatch], data: World, world: World
 ) -> PartialBatch:
     """Return what `write` left in a committed checkpoint, with what it says about this rank's samples filled in.
 
@@ -111,7 +110,7 @@ def read_partial_batch(
     _fill_in(minis, [checkpoint / _file(rank) for rank in ranks])
     return PartialBatch(
         data,
-        trainer,
+        settings,
         batch,
         minis,
         facts["charged"],
@@ -135,14 +134,14 @@ def unusable(run: Run, trainer: TrainerConfig, checkpoint: Path) -> str | None:
         return f"it has no {FACTS}"
     if facts.get("layout") != _LAYOUT:
         return "an earlier version of hpcrl saved it, which kept advantages and returns one token later"
-    if changed := changed_since(facts["settings"], trainer):
+    if changed := changed_since(facts["settings"], trainer.batch_settings):
         return f"the batch was begun with another trainer.{', trainer.'.join(changed)}"
     try:
         file = read_batch(run.batch(step + 1))
         if file is None or facts["groups"] != _named(file.batch):
             return f"{run.batch(step + 1)} is not the batch that was begun"
         check_batch(run, file.batch)
-        published = not is_offline(trainer) and (step > 0 or not begins_with_model(trainer))
+        published = not trainer.offline and (step > 0 or not trainer.policy.model.lora.begins_with_model)
         if published:  # nobody can make them from a policy that went on
             check_weights(run.weights_of(step))
     except (CommitError, DataError, RunError) as error:
@@ -155,7 +154,7 @@ def _named(batch: Batch) -> list[list[str]]:
     return [[group.group_id, group.digest] for group in batch.groups]
 
 
-def _columns(samples: PackedSamples) -> dict[str, torch.Tensor]:
+def _columns(samples: PackedRows) -> dict[str, torch.Tensor]:
     index = {
         "groups": [ref.group for ref in samples.refs],
         "samples": [ref.index for ref in samples.refs],
@@ -167,9 +166,9 @@ def _columns(samples: PackedSamples) -> dict[str, torch.Tensor]:
 def _fill_in(minis: Sequence[MiniBatch], files: Sequence[Path]) -> None:
     """Set the scores of the samples to what the files say about them; no more is read than that."""
     missing = {
-        (number, ref.group, ref.index): mini.samples.tokens_of(range(at, at + 1))
+        (number, ref.group, ref.index): mini.rows.tokens_of(range(at, at + 1))
         for number, mini in enumerate(minis)
-        for at, ref in enumerate(mini.samples.refs)
+        for at, ref in enumerate(mini.rows.refs)
     }
     found = [dict[str, torch.Tensor]() for _ in minis]
     for file in files:
@@ -189,13 +188,13 @@ def _fill_in(minis: Sequence[MiniBatch], files: Sequence[Path]) -> None:
                     for name in columns if tokens is not None else ():
                         part = saved.get_slice(f"{number}.{name}")[start:end]
                         whole = found[number].setdefault(
-                            name, part.new_zeros(len(mini.samples.token_ids), *part.shape[1:])
+                            name, part.new_zeros(len(mini.rows.token_ids), *part.shape[1:])
                         )
                         whole[tokens] = part
     if missing:
         raise RunError(f"{files[0].parent} says nothing about samples of its batch, such as {next(iter(missing))}")
     for mini, columns in zip(minis, found, strict=True):
-        mini.samples.scores = Scores(**columns)
+        mini.rows.scores = Scores(**columns)
 
 
 def _file(rank: int) -> str:

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from hpcrl.errors import CommitError, RunError
+from hpcrl.rundir.checkpoint_index import check_indexes
 from hpcrl.rundir.checkpoints import Verify, newest_usable, require_checkpoints, size_of, steps_left
 from hpcrl.rundir.commit import verify, verify_checksums
 from hpcrl.rundir.layout import Run, step_of
@@ -112,6 +113,7 @@ def _verify_with_ranks(path: Path, world: World) -> None:
     began = time.monotonic()
     world.rank0_broadcast(lambda: {"path": str(path), "shares": shares})
     _verify_share(path, shares, world)
+    check_indexes(path)
     seconds = time.monotonic() - began
     log.info(
         "%s verified by %d ranks: %.2f GB in %.1f s, %.2f GB/s",

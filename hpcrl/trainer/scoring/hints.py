@@ -10,17 +10,22 @@ from functools import partial
 
 import torch
 
-from hpcrl.config.derive import self_teacher
-from hpcrl.config.sections.trainer import TrainerConfig
+from hpcrl.config.sections.distillation import DistillationConfig
 from hpcrl.trainer.backends.base import PolicyEngine
-from hpcrl.trainer.batching import Limits, SampleRef, plan_shares
+from hpcrl.trainer.batching import Limits, RowRef, plan_shares
 from hpcrl.trainer.distributed import World
-from hpcrl.trainer.packing import Before, MiniBatch, PackedSamples, pack
-from hpcrl.types import Hint, Sample, SamplingMask
+from hpcrl.trainer.packing import Before, MiniBatch, PackedRows, pack
+from hpcrl.types import Hint, Row, SamplingMask
 
 
 def score_by_hints(
-    minis: Sequence[MiniBatch], policy: PolicyEngine, trainer: TrainerConfig, limits: Limits, before: Before
+    minis: Sequence[MiniBatch],
+    policy: PolicyEngine,
+    distillation: DistillationConfig,
+    limits: Limits,
+    before: Before,
+    *,
+    rollout: bool = False,
 ) -> dict[str, float]:
     """Fill in what the policy says of its samples when it is shown hints, as of a teacher, and return distillation/hinted.
 
@@ -30,24 +35,24 @@ def score_by_hints(
     Args:
         limits: of micro-batches.
         before: called before each forward pass.
+        rollout: old log-probabilities are those of the rollout.
 
     Returns:
         hinted: share of samples that have a hint.
     """
-    reference = self_teacher(trainer) != "policy"
-    top_k = min(trainer.distillation.top_k, policy.vocabulary)
+    reference = distillation.self_teacher_model != "policy"
+    top_k = min(distillation.top_k, policy.vocabulary)
     hinted = samples = 0
     for mini in minis:
-        own, scores = mini.samples, mini.samples.scores
-        rollout = trainer.algorithm.use_rollout_logprobs_for_loss
+        own, scores = mini.rows, mini.rows.scores
         old_P = own.rollout_logprobs if rollout else scores.old_logprobs
         assert old_P is not None or not own.lengths
         scores.teacher_logprobs = torch.zeros(0) if old_P is None else old_P.clone()
         shown, targets = with_hints(mini, policy.data, limits), [scores.teacher_logprobs]
         if top_k:
-            tokens, shown.samples.scores.teacher_ids = (
+            tokens, shown.rows.scores.teacher_ids = (
                 len(own.token_ids),
-                _moved(own, shown.samples, scores.teacher_ids),
+                _moved(own, shown.rows, scores.teacher_ids),
             )
             columns = shown.scored_top(partial(policy.top_logprobs, reference=reference), top_k, before)
             scores.teacher_ids = torch.full((tokens, top_k), -1, dtype=torch.int32)
@@ -55,10 +60,10 @@ def score_by_hints(
             targets += [scores.teacher_ids, scores.teacher_top]
         else:
             columns = (shown.scored(partial(policy.logprobs, reference=reference), before),)
-        for here, there in _places(own, shown.samples):
+        for here, there in _places(own, shown.rows):
             for target, column in zip(targets, columns, strict=True):
                 target[here] = column[there]
-        hinted, samples = hinted + len(shown.samples.refs), samples + len(own.refs)
+        hinted, samples = hinted + len(shown.rows.refs), samples + len(own.refs)
     shares = policy.data.sum([float(hinted), float(samples)])
     return {"distillation/hinted": shares[0] / max(shares[1], 1.0)}
 
@@ -69,14 +74,14 @@ def with_hints(mini: MiniBatch, data: World, limits: Limits) -> MiniBatch:
     Args:
         data: the ranks that samples were assigned to; samples stay where they are.
     """
-    samples = mini.samples
+    samples = mini.rows
     hinted = {(ref.group, ref.index): at for at, ref in enumerate(samples.refs) if samples.hints[at] is not None}
 
     def own() -> list[list[int]]:
         lengths = {place: _length(samples.hints[at], samples.lengths[at]) for place, at in hinted.items()}
         return [[*place, length] for place, length in lengths.items()]
 
-    plan = plan_shares([[SampleRef(*ref) for ref in share] for share in data.all_gather(own)], limits)
+    plan = plan_shares([[RowRef(*ref) for ref in share] for share in data.all_gather(own)], limits)
     refs = plan.shares[data.rank]
     found = [_hinted(samples, hinted[ref.group, ref.index]) for ref in refs]
     packed = pack(found, refs)
@@ -85,12 +90,12 @@ def with_hints(mini: MiniBatch, data: World, limits: Limits) -> MiniBatch:
     return MiniBatch(plan, packed, data.rank)
 
 
-def _length(hint: Hint | None, length: int) -> int:
+def _length(hint: Hint[torch.Tensor] | None, length: int) -> int:
     assert hint is not None
     return len(hint.token_ids) - hint.replaces + length
 
 
-def _hinted(samples: PackedSamples, at: int) -> Sample:
+def _hinted(samples: PackedRows, at: int) -> Row[torch.Tensor]:
     """Return a packed sample as it is with its hint, laid out as a sample is: entry t speaks about token t."""
     hint, tokens = samples.hints[at], samples.tokens_of(range(at, at + 1))
     assert hint is not None
@@ -103,7 +108,7 @@ def _hinted(samples: PackedSamples, at: int) -> Sample:
         first, count = int(mask.counts[: about.start].sum()), int(mask.counts[about].sum())
         counts_T = torch.cat([mask.counts.new_zeros(size), mask.counts[about]])
         mask = SamplingMask(mask.token_ids[first : first + count], counts_T)
-    return Sample(
+    return Row(
         token_ids=token_ids,
         loss_mask=torch.cat([torch.zeros(size), samples.loss_mask[about]]),
         rollout_logprobs=zeros,
@@ -114,7 +119,7 @@ def _hinted(samples: PackedSamples, at: int) -> Sample:
     )
 
 
-def _places(own: PackedSamples, shown: PackedSamples) -> Iterator[tuple[slice, slice]]:
+def _places(own: PackedRows, shown: PackedRows) -> Iterator[tuple[slice, slice]]:
     """Yield where the entries about each answer's tokens are, and where they are behind its hint."""
     numbers = {(ref.group, ref.index): at for at, ref in enumerate(own.refs)}
     for number, ref in enumerate(shown.refs):
@@ -129,7 +134,7 @@ def _places(own: PackedSamples, shown: PackedSamples) -> Iterator[tuple[slice, s
         yield slice(begin, here.stop), slice(end, there.stop)
 
 
-def _moved(own: PackedSamples, shown: PackedSamples, ids_PK: torch.Tensor | None) -> torch.Tensor | None:
+def _moved(own: PackedRows, shown: PackedRows, ids_PK: torch.Tensor | None) -> torch.Tensor | None:
     """Return the tokens that a teacher is to judge where they are behind hints."""
     if ids_PK is None:
         return None

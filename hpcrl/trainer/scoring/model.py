@@ -9,24 +9,24 @@ from itertools import pairwise
 
 import torch
 
-from hpcrl.config import Config, temperature
-from hpcrl.config.derive import micro_batch_tokens, policy_model
-from hpcrl.config.scorers import TEACHER, ScorerSet, learns_prompts, teacher_layout
+from hpcrl.config import Config
+from hpcrl.config.scorers import TEACHER, ScorerSet
 from hpcrl.config.sections.model import Pretrained
+from hpcrl.config.token_limits import micro_batch_tokens
 from hpcrl.data.score_file import RowScores
 from hpcrl.data.tokenizer import load_tokenizer
 from hpcrl.errors import DataError
 from hpcrl.rundir.layout import Run
 from hpcrl.trainer.backends.fsdp.model import PackedModel, PackedPolicy, free_gathered, load_model
-from hpcrl.trainer.batching import MicroBatchLimit, micro_batch_limits, plan_shares, samples_of, whole_groups
+from hpcrl.trainer.batching import MicroBatchLimit, micro_batch_limits, plan_shares, rows_of, whole_groups
 from hpcrl.trainer.distributed import World
+from hpcrl.trainer.models.build import forward_config, policy_source, scorer_source
 from hpcrl.trainer.models.flops import ModelFlops
-from hpcrl.trainer.models.forward import forward_config, reference_experts
-from hpcrl.trainer.models.hf import ModelSource, policy_source, scorer_source
+from hpcrl.trainer.models.hf import ModelSource
 from hpcrl.trainer.models.layers.choice import Kernels
 from hpcrl.trainer.models.packed.attention import PACKED
 from hpcrl.trainer.packing import Before, MicroBatchStream
-from hpcrl.trainer.samples import load_samples
+from hpcrl.trainer.samples import load_rows
 from hpcrl.types import Batch, GroupMeta
 
 
@@ -40,28 +40,30 @@ class ScoringModel:
     def __init__(self, run: Run, config: Config, scorers: ScorerSet, world: World) -> None:
         self._run = run
         trainer, own, source = config.trainer, config.trainer.distillation, scorer_source(config.trainer, scorers)
-        forward = forward_config(trainer, temperature(config))
+        forward = forward_config(trainer, config.temperature)
         quadratic = ModelFlops.of(source.empty(torch.float32, PACKED)).quadratic
         self._limits = micro_batch_limits(trainer, micro_batch_tokens(config), quadratic)
-        self._prompts, self._top_k, self._given_ids = learns_prompts(own), 0, 0
+        self._prompts, self._top_k, self._given_ids = own.learns_prompts, 0, 0
         if scorers.role == TEACHER:
             shared, tokens = trainer.shared_prefixes, own.max_tokens_per_micro_batch
             shared = shared and own.use_sample_packing and tokens is not None and own.backend == "fsdp2"
             forward = replace(forward, packing=own.use_sample_packing)
             limit = MicroBatchLimit(own.micro_batch_size_per_gpu, tokens, shared, quadratic)
             self._limits = limit, limit
-            world.rank0_broadcast(lambda: require_same_vocabulary(scorers.model, policy_model(trainer), config))
+            world.rank0_broadcast(
+                lambda: require_same_vocabulary(scorers.model, trainer.policy.model.pretrained, config)
+            )
         vocabulary = policy_source(trainer).config().get_text_config().vocab_size
         if scorers.role == TEACHER:
             self._top_k = min(own.top_k, vocabulary)
             self._given_ids = 0 if own.top_k_from_teacher else self._top_k
-        experts = None if scorers.role == TEACHER else reference_experts(trainer)
+        experts = None if scorers.role == TEACHER else trainer.reference_experts
         forward, self._data = replace(forward, vocabulary=vocabulary, experts=experts), world
         if scorers.role == TEACHER and own.backend == "megatron":
             from hpcrl.trainer.scoring.megatron import forward_passes  # megatron-core is installed on its own
 
             require_all_tokens(source.config().get_text_config().vocab_size, vocabulary, source)
-            layout, forward = teacher_layout(own), replace(forward, packing=True)
+            layout, forward = own.megatron_layout, replace(forward, packing=True)
             role = "trainer.distillation"
             self._passes, self._data = forward_passes(trainer, layout, source, forward, role, world)
             return
@@ -81,11 +83,11 @@ class ScoringModel:
         """
         rank = self._data.rank
         shared = self._limits[0].shared
-        refs = [samples_of(at, group, shared=shared) for at, group in enumerate(groups)]
+        refs = [rows_of(at, group, shared=shared) for at, group in enumerate(groups)]
         parts = whole_groups(refs, self._data.size, self._limits[0])
         shares = [[ref for at in part for ref in refs[at]] for part in parts]
         plan, batch = plan_shares(shares, self._limits), Batch(1, list(groups), 0)
-        samples = load_samples(
+        samples = load_rows(
             self._run, batch, plan.shares[rank], prompts=self._prompts, top_ids=self._given_ids, shared=shared
         )
         stream = MicroBatchStream(samples, plan.score[rank], before, self._top_k)
@@ -133,7 +135,7 @@ def _row_scores(columns: Sequence[torch.Tensor], mask_T: torch.Tensor) -> RowSco
 def require_fitting_teacher(config: Config, scorers: ScorerSet) -> None:
     """Look whether an engine's teacher can judge the policy's tokens; errors as of ScoringModel."""
     trainer, source = config.trainer, scorer_source(config.trainer, scorers)
-    require_same_vocabulary(scorers.model, policy_model(trainer), config)
+    require_same_vocabulary(scorers.model, trainer.policy.model.pretrained, config)
     vocabulary = policy_source(trainer).config().get_text_config().vocab_size
     require_all_tokens(source.config().get_text_config().vocab_size, vocabulary, source)
 

@@ -18,15 +18,14 @@ from hpcrl.data.score_file import GroupRewards
 from hpcrl.errors import DataError
 from hpcrl.rundir.layout import Run
 from hpcrl.trainer.backends.fsdp.model import PackedRewardModel, load_model
-from hpcrl.trainer.batching import MicroBatchLimit, SampleRef, longest_first, plan_mini_batch, whole_groups
+from hpcrl.trainer.batching import MicroBatchLimit, RowRef, longest_first, plan_mini_batch, whole_groups
 from hpcrl.trainer.distributed import World
+from hpcrl.trainer.models.build import forward_config, scorer_source
 from hpcrl.trainer.models.flops import ModelFlops
-from hpcrl.trainer.models.forward import forward_config
-from hpcrl.trainer.models.hf import scorer_source
 from hpcrl.trainer.models.packed.attention import PACKED
 from hpcrl.trainer.packing import Before, MicroBatchStream, pack
 from hpcrl.trainer.scoring.model import outputs, passes
-from hpcrl.types import GroupMeta, Sample
+from hpcrl.types import GroupMeta, Row
 
 _SECTION = "environment.reward_model"
 
@@ -59,9 +58,7 @@ class RewardScoringModel:
         """
         said = [read_conversations(self._run.inside(group.path), group) for group in groups]
         tokens = [[self._tokens(one, group) for one in own] for own, group in zip(said, groups, strict=True)]
-        whole = [
-            [SampleRef(at, index, len(ids)) for index, ids in enumerate(own) if ids] for at, own in enumerate(tokens)
-        ]
+        whole = [[RowRef(at, index, len(ids)) for index, ids in enumerate(own) if ids] for at, own in enumerate(tokens)]
         parts = whole_groups(whole, self._world.size, self._limit)
         shares = [sorted((ref for at in part for ref in whole[at]), key=longest_first) for part in parts]
         plan, rank = plan_mini_batch(shares, self._limit, self._limit), self._world.rank
@@ -84,9 +81,9 @@ class RewardScoringModel:
             return []
 
 
-def _unrewarded(token_ids: Sequence[int]) -> Sample[torch.Tensor]:
+def _unrewarded(token_ids: Sequence[int]) -> Row[torch.Tensor]:
     zeros_T = torch.zeros(len(token_ids))
-    return Sample(
+    return Row(
         token_ids=torch.tensor(token_ids),
         loss_mask=zeros_T,
         rollout_logprobs=zeros_T,

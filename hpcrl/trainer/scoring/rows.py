@@ -10,16 +10,15 @@ from pathlib import Path
 
 import torch
 
-from hpcrl.config import Config, temperature
-from hpcrl.config.derive import micro_batch_tokens, policy_model, ref_model, ref_model_parallel_size, ref_sharding
+from hpcrl.config import Config
+from hpcrl.config.token_limits import micro_batch_tokens
 from hpcrl.data.token_file import TokenFile
 from hpcrl.rundir.commit import committed_directory
 from hpcrl.trainer.backends.fsdp.model import PackedPolicy, load_model
-from hpcrl.trainer.batching import SampleRef, micro_batch_limits, planned
+from hpcrl.trainer.batching import RowRef, micro_batch_limits, planned
 from hpcrl.trainer.distributed import World
+from hpcrl.trainer.models.build import forward_config, policy_source, reference_source
 from hpcrl.trainer.models.flops import ModelFlops
-from hpcrl.trainer.models.forward import forward_config
-from hpcrl.trainer.models.hf import policy_source, reference_source
 from hpcrl.trainer.models.packed.attention import PACKED
 from hpcrl.trainer.offline.teacher_file import TeacherWriter, ends_of, make_room, write_index
 from hpcrl.trainer.packing import MicroBatchStream, pack
@@ -31,7 +30,7 @@ _ROWS_AT_ONCE = 256  # of each rank: enough to make micro-batches of
 def require_row_teacher(config: Config) -> None:
     """Raise DataError where the teacher of a dataset's rows means other texts by its tokens than the policy."""
     policy, teacher = policy_source(config.trainer), reference_source(config.trainer)
-    require_same_vocabulary(ref_model(config.trainer), policy_model(config.trainer), config)
+    require_same_vocabulary(config.trainer.ref_model, config.trainer.policy.model.pretrained, config)
     known, wanted = (source.config().get_text_config().vocab_size for source in (teacher, policy))
     require_all_tokens(known, wanted, teacher)
 
@@ -45,15 +44,15 @@ class RowTeacher:
         quadratic = ModelFlops.of(source.empty(torch.float32, PACKED)).quadratic
         self._limits = micro_batch_limits(trainer, micro_batch_tokens(config), quadratic)
         self.top_k = min(trainer.distillation.top_k, vocabulary)
-        forward = replace(forward_config(trainer, temperature(config)), vocabulary=vocabulary)
+        forward = replace(forward_config(trainer, config.temperature), vocabulary=vocabulary)
         if trainer.strategy == "megatron":
             from hpcrl.trainer.scoring.megatron import forward_passes  # megatron-core is installed on its own
 
             layout = trainer.ref.megatron_config
             self._passes, self._data = forward_passes(trainer, layout, source, forward, "trainer.ref", world)
         else:
-            self._data = world.sharing(ref_model_parallel_size(trainer))
-            model = load_model(PackedPolicy, source, ref_sharding(trainer), forward, world, data=self._data)
+            self._data = world.sharing(trainer.ref_model_parallel_size)
+            model = load_model(PackedPolicy, source, trainer.ref_sharding, forward, world, data=self._data)
             self._passes = partial(passes, model, device=world.device)
 
     def write(self, target: Path, tokens: TokenFile, progress: Callable[[int], None]) -> None:
@@ -77,7 +76,7 @@ class RowTeacher:
     def _write_part(self, writer: TeacherWriter, tokens: TokenFile, rows: Sequence[int]) -> list[tuple[int, int]]:
         """Let each rank write its share of consecutive rows; return each row that this one wrote, with the checksum of what it is told."""
         lengths, rank = [sum(tokens.lengths(row)) for row in rows], self._data.rank
-        plan = planned([SampleRef(at, 0, length) for at, length in enumerate(lengths)], self._data.size, self._limits)
+        plan = planned([RowRef(at, 0, length) for at, length in enumerate(lengths)], self._data.size, self._limits)
         refs = plan.shares[rank]
         samples = pack([tokens.read(rows[ref.group])[0] for ref in refs], refs)
         stream = MicroBatchStream(samples, plan.score[rank], lambda: None, self.top_k)

@@ -126,6 +126,16 @@ OURS = [
         {"data.val_data": [], "trainer.eval_interval": 0},
     ),
     Case(
+        "files have no subsets",
+        {"data.subset": "main", "data.train_data": ["t.jsonl"]}, "data.subset", "has no effect on files",
+        {"data.subset": "main", "data.train_data": ["openai/gsm8k"]},
+    ),
+    Case(
+        "prompts that are evaluated are a share or a number",
+        {"data.val_size": 1.5}, "data.val_size", "expected a share below 1 or a whole number of prompts",
+        {"data.val_size": 2},
+    ),
+    Case(
         "prompts set aside are a share or a number",
         {"data.test_size": 1.5, "data.val_data": []}, "data.test_size", "expected a share below 1 or a whole number of prompts",
         {"data.test_size": 2, "data.val_data": []},

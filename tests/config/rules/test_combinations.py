@@ -22,6 +22,7 @@ from hpcrl.config.rules import megatron_layouts as layouts
 from hpcrl.config.rules import rewards as scoring
 from hpcrl.config.rules.combinations import impossible
 from hpcrl.config.validate import build
+from hpcrl.engines.vllm import rules as vllm
 from hpcrl.families.diffusion import rules as diffusion
 from hpcrl.families.pi05 import rules as pi05
 from hpcrl.families.robots import rules as vla
@@ -59,6 +60,7 @@ MODULES = (
     uploads,
     pi05,
     vla,
+    vllm,
 )
 
 

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.config import Config, eval_sampling, order_seed, sampling_seed
-from hpcrl.config.derive import engine_gpus, engine_rope, replicas_per_node
+from hpcrl.config import Config
 from hpcrl.config.sections.generator import InferenceEngineConfig
 from hpcrl.errors import ConfigError
 
@@ -78,7 +77,7 @@ def test_possible_combinations_are_accepted(tmp_path: Path, overrides: list[str]
 def test_order_of_prompts_follows_the_seed_of_the_run_unless_set(tmp_path: Path) -> None:
     def seed(*overrides: str) -> int | None:
         config = load(tmp_path, "trainer.seed=7", *overrides)
-        return order_seed(config.data, config.trainer)
+        return config.order_seed
 
     assert seed() == 7
     assert seed("data.shuffle_seed=0") == 0
@@ -88,7 +87,7 @@ def test_order_of_prompts_follows_the_seed_of_the_run_unless_set(tmp_path: Path)
 def test_samples_follow_the_seed_of_the_run_unless_set(tmp_path: Path) -> None:
     def seed(*overrides: str) -> int:
         config = load(tmp_path, "trainer.seed=7", *overrides)
-        return sampling_seed(config.generator.inference_engine, config.trainer)
+        return config.sampling_seed
 
     assert seed() == 7
     assert seed("generator.inference_engine.seed=0") == 0
@@ -96,30 +95,30 @@ def test_samples_follow_the_seed_of_the_run_unless_set(tmp_path: Path) -> None:
 
 def test_evaluation_samples_as_training_where_it_is_not_set(tmp_path: Path) -> None:
     training = [f"{SAMPLING}.include_stop_str_in_output=false", f"{SAMPLING}.additional_kwargs.ignore_eos=true"]
-    same = eval_sampling(load(tmp_path, *training).generator)
+    same = load(tmp_path, *training).generator.eval_sampling
     assert (same.include_stop_str_in_output, same.additional_kwargs) == (False, {"ignore_eos": True})
     own = [f"{EVALUATION}.include_stop_str_in_output=true", f"{EVALUATION}.additional_kwargs={{}}"]
-    other = eval_sampling(load(tmp_path, *training, *own).generator)
+    other = load(tmp_path, *training, *own).generator.eval_sampling
     assert (other.include_stop_str_in_output, other.additional_kwargs) == (True, {})
 
 
 def test_engines_have_the_trainers_rotary_positions_unless_set(tmp_path: Path) -> None:
     scaling = {"rope_type": "linear", "factor": 2.0}
     trainer = ["trainer.rope_theta=7.0", "trainer.rope_scaling={rope_type='linear', factor=2.0}"]
-    assert engine_rope(load(tmp_path)) == ({}, None)
-    assert engine_rope(load(tmp_path, *trainer)) == (scaling, 7.0)
-    assert engine_rope(load(tmp_path, *trainer, "generator.rope_theta=9.0")) == (scaling, 9.0)
+    assert load(tmp_path).engine_rope == ({}, None)
+    assert load(tmp_path, *trainer).engine_rope == (scaling, 7.0)
+    assert load(tmp_path, *trainer, "generator.rope_theta=9.0").engine_rope == (scaling, 9.0)
     own = {"rope_type": "linear", "factor": 3.0}
-    assert engine_rope(
-        load(tmp_path, *trainer, "generator.rope_scaling.factor=3.0", "generator.rope_scaling.rope_type=linear")
-    ) == (
+    assert load(
+        tmp_path, *trainer, "generator.rope_scaling.factor=3.0", "generator.rope_scaling.rope_type=linear"
+    ).engine_rope == (
         own,
         7.0,
     )
 
 
 def test_gpus_of_a_replica(tmp_path: Path) -> None:
-    assert engine_gpus(InferenceEngineConfig()) == 1
-    assert engine_gpus(InferenceEngineConfig(tensor_parallel_size=3, pipeline_parallel_size=2)) == 6
+    assert InferenceEngineConfig().gpus == 1
+    assert InferenceEngineConfig(tensor_parallel_size=3, pipeline_parallel_size=2).gpus == 6
     wide = load(tmp_path, "generator.inference_engine.tensor_parallel_size=3", "slurm.gpus_per_node=8")
-    assert replicas_per_node(wide) == 2
+    assert wide.replicas_per_node == 2

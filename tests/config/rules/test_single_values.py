@@ -145,6 +145,32 @@ def test_other_values(path: str, right: list[Any], wrong: dict[str, Any]) -> Non
         assert words in message
 
 
+SLURM_TEXTS = [
+    one
+    for one in leaves(Config)
+    if one.path.startswith("slurm.") and (one.is_free or not {str, list[str]}.isdisjoint(one.types))
+]
+
+
+@pytest.mark.parametrize("setting", SLURM_TEXTS, ids=lambda setting: setting.path)
+def test_texts_of_batch_scripts_have_one_line(setting: Setting) -> None:
+    if setting.path in ("slurm.setup", "slurm.gpus_per_node"):  # lines of a shell; has a form of its own
+        return
+    for text in ("a\n#SBATCH --exclusive", "a\r", "\x1b[2J", "a\u2028b", "a\x85b"):
+        wrong = {"comment": text} if setting.is_free else [text] if str not in setting.types else text
+        (message,) = told(setting.path, wrong)
+        assert "one line without control characters, found" in message
+        assert message.isprintable()
+
+
+@pytest.mark.parametrize("name", ["a\nb", "", "-x", "nodes=9 --x", "a\u2028"])
+@pytest.mark.parametrize("section", ["slurm", "slurm.elastic", "slurm.elastic_scorers.teacher", "slurm.upload"])
+def test_names_of_sbatch_options(section: str, name: str) -> None:
+    assert told(f"{section}.extra", {"mail-type": "END", "mail_user": "me@x", "reservation": True, "nice": 5}) == []
+    (message,) = told(f"{section}.extra", {name: "x"})
+    assert "expected long names of sbatch options" in message
+
+
 @dataclass(frozen=True, kw_only=True)
 class OwnAlgorithm(AlgorithmConfig):
     seed: int = -1

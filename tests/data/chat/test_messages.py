@@ -94,15 +94,15 @@ def test_rows_of_arrow_are_trained_as_those_of_json(tmp_path: Path, kind: str, f
 
 @pytest.mark.parametrize("kind", [".parquet", ".arrow"])
 def test_prompts_of_arrow_are_those_of_json(tmp_path: Path, kind: str) -> None:
-    plain = load_prompts([written(tmp_path, ".jsonl", PROMPTS)], None)
-    found = load_prompts([written(tmp_path, kind, PROMPTS)], None)
+    plain = load_prompts([Source(written(tmp_path, ".jsonl", PROMPTS))], None)
+    found = load_prompts([Source(written(tmp_path, kind, PROMPTS))], None)
     assert [(one.messages, one.extras) for one in found] == [(one.messages, one.extras) for one in plain]
     assert plain[0].extras["reward_spec"]["rule"] == {"a": 1}
 
 
 def test_tools_of_a_prompt_reach_it_as_in_training(tmp_path: Path) -> None:
     tokenizer = made("bytes", TOOLS, "<|im_end|>")
-    (prompt, _) = load_prompts([written(tmp_path, ".jsonl", PROMPTS)], None)
+    (prompt, _) = load_prompts([Source(written(tmp_path, ".jsonl", PROMPTS))], None)
     (row,) = Renderer(tokenizer, Columns(conversation="messages"), {}, train_on="last_turn").sequences(ROWS[0])
     found = ChatTurns(tokenizer, {}).opening(prompt.messages, read_tools(prompt.extras["tools"])).token_ids
     assert found == row.token_ids[: row.mask.index(True)]
@@ -188,7 +188,7 @@ def test_the_column_system_of_a_prompt_is_read_as_in_training(tmp_path: Path) ->
         {"prompt": "a", "system": "Be brief."},
         {"prompt": [first, {"role": "user", "content": "a"}], "system": "x"},
     ]
-    for one in load_prompts([written(tmp_path, ".jsonl", rows)], "x"):
+    for one in load_prompts([Source(written(tmp_path, ".jsonl", rows))], "x"):
         assert one.messages == [first, {"role": "user", "content": "a"}]
         assert "system" in one.extras
 

@@ -7,6 +7,7 @@ these files, each of one JSON line, and this front matter; None: it raised an er
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -350,3 +351,30 @@ def test_files_that_hpcrl_does_not_read_are_no_silence(tmp_path: Path) -> None:
 def test_patterns_for_a_download_match_at_least_what_is_read() -> None:
     assert covering(["./data/**/train-*.parquet", "a.jsonl"], "d") == ["d/data/*train-*.parquet", "d/a.jsonl"]
     assert covering(["**/*.jsonl"], "") == ["**.jsonl"]
+
+
+BOMB = "\n".join([f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" if n else "a0: &a0 [x]" for n in range(40)])
+"""A list of 9^39 entries, to whoever writes it out."""
+
+
+@pytest.mark.parametrize(
+    ("front", "told"),
+    [
+        ("[" * 100_000, "nested more than 40 levels deep"),
+        ("configs: " + "{a: " * 50 + "1" + "}" * 50, "nested more than 40 levels deep"),
+        ("configs: 5", "expected a list of config_name and data_files"),
+        ("configs: {a: b}", "expected a list of config_name and data_files"),
+        (f"{BOMB}\nconfigs: [{{config_name: x, data_files: *a39}}]", "expected a list of config_name and data_files"),
+        (f"{BOMB}\nconfigs: [{{config_name: *a39}}]", "expected a list of config_name and data_files"),
+        (f"{BOMB}\nconfigs: [{{config_name: x, data_dir: *a39}}]", "expected a list of config_name and data_files"),
+        ("configs: [{config_name: x, data_dir: ../y}]", "names the folder '../y', which is outside of its own"),
+        ("configs: [{config_name: x, data_dir: /etc}]", "names the folder '/etc', which is outside of its own"),
+        ("at: 2020-13-45", "is no YAML"),
+    ],
+)
+def test_front_matter_of_another_shape(tmp_path: Path, front: str, told: str) -> None:
+    (tmp_path / "README.md").write_text(f"---\n{front}\n---\n")
+    with pytest.raises(DataError, match=re.escape(f"dataset {tmp_path}: ")) as error:
+        Source(str(tmp_path)).files()
+    assert told in str(error.value)
+    assert len(str(error.value)) < 1000

@@ -11,8 +11,9 @@ import pytest
 from PIL import Image
 
 from hpcrl.config import Config
+from hpcrl.data.sources import training_sources
 from hpcrl.data.token_file import TokenFile
-from hpcrl.data.tokenize import Recipe, Tokenizer, training_sources
+from hpcrl.data.tokenize import Recipe, Tokenizer
 from hpcrl.errors import DamagedError, DataError
 from hpcrl.rundir.layout import Run
 from tests.paths import CONFIGS

@@ -17,6 +17,7 @@ import pytest
 from hpcrl.config import DataConfig, EnvironmentConfig
 from hpcrl.config.sections.environment import LLMJudgeConfig, RobotConfig, SearchConfig, SkyRLGymConfig, Text2SQLConfig
 from hpcrl.data.datasets import load_dataset
+from hpcrl.data.sources import Source
 from hpcrl.envs.base import Environment
 from hpcrl.envs.examples import CORPUS, databases, rows_of
 from hpcrl.envs.examples.make import MAKERS, rows
@@ -48,7 +49,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> EnvironmentConfig:
 
 
 def examples(name: str, config: EnvironmentConfig) -> list[Prompt]:
-    return load_dataset([str(rows_of(name))], ("train",), DATA, config, 4)
+    return load_dataset([Source(str(rows_of(name)))], ("train",), DATA, config, 4)
 
 
 COMPARING = [

@@ -14,12 +14,13 @@ from hpcrl.controller.metrics import batch_metrics
 from hpcrl.rollout.engines.base import Generation
 from hpcrl.rollout.transcript import Transcript
 from hpcrl.trainer.advantages import KlRewardPenalty, build_estimator, estimate_advantages
-from hpcrl.trainer.batching import SampleRef, trained_groups
+from hpcrl.trainer.batching import RowRef, trained_groups
 from hpcrl.trainer.metrics import describe_batch
-from hpcrl.trainer.packing import PackedSamples, pack
-from hpcrl.types import Batch, GroupMeta, Sample
+from hpcrl.trainer.packing import PackedRows, pack
+from hpcrl.types import Batch, GroupMeta, Row
 from tests.golden.adapters.converted import cosmos, expect_constant, skyrl
 from tests.golden.case import Case
+from tests.rows import group_meta
 
 Rewards = float | Sequence[float]
 """Of a whole response, or of each of its tokens."""
@@ -141,7 +142,7 @@ def _scores(rows: Sequence[Sequence[float]]) -> torch.Tensor:
     return torch.cat([torch.tensor([*row, 0.0]) for row in rows])
 
 
-def _rows(packed: PackedSamples, values_P: torch.Tensor | None) -> list[list[float]]:
+def _rows(packed: PackedRows, values_P: torch.Tensor | None) -> list[list[float]]:
     assert values_P is not None
     return [row[:-1].tolist() for row in values_P.split(packed.lengths)]
 
@@ -165,7 +166,7 @@ def postprocess(case: Case) -> dict[str, Any]:
     }
 
 
-def _said(token_ids: Sequence[int], rewards: Rewards, mask: Sequence[float]) -> Sample:
+def _said(token_ids: Sequence[int], rewards: Rewards, mask: Sequence[float]) -> Row:
     """Return a response to a prompt of one token, paid as a whole or token by token."""
     if isinstance(rewards, Sequence):
         return _response(rewards, mask)
@@ -175,13 +176,13 @@ def _said(token_ids: Sequence[int], rewards: Rewards, mask: Sequence[float]) -> 
     return transcript.sample("stop", {})
 
 
-def _response(rewards: Sequence[float], mask: Sequence[float]) -> Sample:
+def _response(rewards: Sequence[float], mask: Sequence[float]) -> Row:
     """Return a response to a prompt of one token."""
     rewards_T, mask_T = torch.tensor([0.0, *rewards]), torch.tensor([0.0, *(float(cell) for cell in mask)])
-    return Sample(torch.zeros(len(mask_T)).long(), mask_T, mask_T, mask_T.int(), rewards_T, "stop")
+    return Row(torch.zeros(len(mask_T)).long(), mask_T, mask_T, mask_T.int(), rewards_T, "stop")
 
 
-def _batch(samples: Sequence[Sample], uids: Sequence[Any], last: Sequence[Any]) -> tuple[Batch, list[SampleRef]]:
+def _batch(samples: Sequence[Row], uids: Sequence[Any], last: Sequence[Any]) -> tuple[Batch, list[RowRef]]:
     """Return the samples' groups as a batch, and which row of which group each of them is."""
     turns: list[list[int]] = [[]]
     for at, ends in enumerate(last):
@@ -192,17 +193,17 @@ def _batch(samples: Sequence[Sample], uids: Sequence[Any], last: Sequence[Any]) 
     for rows in turns:
         if rows:
             groups.setdefault(uids[rows[-1]], []).append(rows)
-    refs = [SampleRef(0, 0, 0)] * len(samples)
+    refs = [RowRef(0, 0, 0)] * len(samples)
     for number, found in enumerate(groups.values()):
         for index, at in enumerate(at for rows in found for at in rows):
-            refs[at] = SampleRef(number, index, len(samples[at].token_ids))
+            refs[at] = RowRef(number, index, len(samples[at].token_ids))
     return Batch(1, [_group(str(uid), found, samples) for uid, found in groups.items()], 0), refs
 
 
-def _group(uid: str, found: Sequence[Sequence[int]], samples: Sequence[Sample]) -> GroupMeta:
+def _group(uid: str, found: Sequence[Sequence[int]], samples: Sequence[Row]) -> GroupMeta:
     """A sample's reward is that of its last turn."""
     listed = [at for rows in found for at in rows]
-    return GroupMeta(
+    return group_meta(
         group_id=uid,
         kind="train",
         replica=0,

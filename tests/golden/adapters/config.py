@@ -5,10 +5,10 @@ from __future__ import annotations
 from operator import attrgetter
 from typing import Any
 
-from hpcrl.config import Config, eval_sampling, temperature
-from hpcrl.config.derive import engine_rope, max_input_length, max_seq_len, ref_model
+from hpcrl.config import Config
 from hpcrl.config.fields import leaves
 from hpcrl.config.load import nested
+from hpcrl.config.token_limits import max_seq_len
 from hpcrl.convert.cosmos.resolve import resolve
 from tests.golden.adapters.converted import skyrl
 from tests.golden.case import Case
@@ -50,17 +50,17 @@ def cosmos_from_dict(case: Case) -> dict[str, Any]:
 def _resolved(config: Config) -> dict[str, Any]:
     """Return every value by its dotted name, those that follow from others included."""
     values = {setting.path: attrgetter(setting.path)(config) for setting in leaves(Config)}
-    scaling, theta = engine_rope(config)
-    sampling = vars(eval_sampling(config.generator))
+    scaling, theta = config.engine_rope
+    sampling = vars(config.generator.eval_sampling)
     return {
         **values,
         **{f"generator.eval_sampling_params.{name}": value for name, value in sampling.items()},
-        "generator.max_input_length": max_input_length(config.generator, config.trainer),
+        "generator.max_input_length": config.max_input_length,
         "generator.rope_scaling": scaling or None,
         "generator.rope_theta": theta,
-        "trainer.algorithm.temperature": temperature(config),
+        "trainer.algorithm.temperature": config.temperature,
         "trainer.algorithm.max_seq_len": max_seq_len(config),
-        "trainer.ref.model.path": ref_model(config.trainer).path,
+        "trainer.ref.model.path": config.trainer.ref_model.path,
     }
 
 

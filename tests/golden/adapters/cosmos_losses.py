@@ -10,7 +10,7 @@ import torch
 
 from hpcrl.algorithms.kl import k1
 from hpcrl.algorithms.losses import Tokens, clipped_surrogate, masked_sum, sample_means
-from hpcrl.algorithms.reductions import Counts, Reduction, sample_weight
+from hpcrl.algorithms.reductions import Reduction, TokenCounts, row_weight
 from hpcrl.config import AlgorithmConfig
 from tests.golden.adapters.converted import cosmos
 from tests.golden.adapters.packed import train
@@ -45,7 +45,7 @@ def vla_chunk_loss(case: Case) -> dict[str, Any]:
     eps = {f"eps_clip_{side}": case.params[f"epsilon_{side}"] for side in ("low", "high")}
     values, sums = clipped_surrogate(tokens, **eps)
     length, episodes = int(case.inputs["episode_valid_responses"]), case.params["n_episodes"]
-    weight = sample_weight(Reduction("seq_mean_token_mean"), Counts(length, 0, episodes, 0, 0, 0, 0))
+    weight = row_weight(Reduction("seq_mean_token_mean"), TokenCounts(length, 0, episodes, 0, 0, 0, 0))
     kl = masked_sum(k1(old, logprobs), mask)
     return {"loss": weight * masked_sum(values, mask), "clipfrac": sums["clip_ratio"] / length, "ppo_kl": kl / length}
 

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from hpcrl.algorithms.losses import sample_means
-from hpcrl.algorithms.reductions import Counts, Reduction, sample_weight
+from hpcrl.algorithms.reductions import Reduction, TokenCounts, row_weight
 from hpcrl.config import AlgorithmConfig
 from hpcrl.trainer.loss import build_objective
 from hpcrl.trainer.models.logprobs import token_logprobs
 from hpcrl.trainer.packing import pack
-from hpcrl.types import MicroBatch, Sample
+from hpcrl.types import MicroBatch, Row
 from tests.golden.case import Case
 
 _WHOLE = 10**6  # rows whose logits exist at the same time: all
@@ -96,10 +96,10 @@ def cross_entropy(case: Case) -> dict[str, Any]:
     ]
     tokens = int(labelled[:, 1:].sum())
     batches = round(1 / case.params.get("loss_scaling_factor", 1.0))
-    counts = Counts(
-        length=0, tokens=tokens, samples=0, groups=0, group_tokens=0, micro_tokens=tokens, micro_batches=batches
+    counts = TokenCounts(
+        length=0, tokens=tokens, rows=0, groups=0, group_tokens=0, micro_tokens=tokens, micro_batches=batches
     )
-    batch = _packed(samples, sample_weight(Reduction("token_mean_legacy"), counts))
+    batch = _packed(samples, row_weight(Reduction("token_mean_legacy"), counts))
     objective = build_objective(AlgorithmConfig(policy_loss_type="cross_entropy", use_kl_loss=False))
     loss, _ = objective(batch, *_logprobs(logits.flatten(0, 1), batch.labels))
     loss.backward()
@@ -125,19 +125,19 @@ def _logprobs(
     return token_logprobs(logits_PV, torch.eye(logits_PV.shape[-1]), labels_P, 1.0, chunk_rows, dtype=dtype)
 
 
-def _masked_samples(case: Case) -> list[Sample]:
+def _masked_samples(case: Case) -> list[Row]:
     """Cosmos-RL's masks are about the token that a position predicts, those of a sample about its own tokens."""
     rows = zip(case.inputs["input_ids"], case.inputs["logprob_masks"], strict=True)
     return [_sample(ids, [0.0, *mask[:-1]]) for ids, mask in rows]
 
 
-def _sample(ids: Sequence[int], mask: Sequence[float], logprobs: Sequence[float] | None = None) -> Sample:
+def _sample(ids: Sequence[int], mask: Sequence[float], logprobs: Sequence[float] | None = None) -> Row:
     mask_T = torch.tensor(mask, dtype=torch.float32)
     logprobs_T = torch.zeros_like(mask_T) if logprobs is None else torch.tensor(logprobs)
-    return Sample(torch.tensor(ids), mask_T, logprobs_T, mask_T.int(), torch.zeros_like(mask_T), "stop")
+    return Row(torch.tensor(ids), mask_T, logprobs_T, mask_T.int(), torch.zeros_like(mask_T), "stop")
 
 
-def _packed(samples: Sequence[Sample], weight: float = 0.0) -> MicroBatch:
+def _packed(samples: Sequence[Row], weight: float = 0.0) -> MicroBatch:
     packed = pack(samples)
     packed.weights = [weight] * len(samples)
     packed.scores.advantages = torch.zeros_like(packed.loss_mask)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hpcrl.algorithms.reductions import Counts, Reduction, sample_weight
+from hpcrl.algorithms.reductions import Reduction, TokenCounts, row_weight
 from hpcrl.config import AlgorithmConfig
 from hpcrl.trainer.backends.base import merge
 from hpcrl.trainer.loss import build_objective
@@ -23,12 +23,12 @@ def sample_weights(reduction: Reduction, trained: Sequence[int], size: int = WHO
         size: samples of a micro-batch.
     """
     return [
-        sample_weight(
+        row_weight(
             reduction,
-            Counts(
+            TokenCounts(
                 length=length,
                 tokens=sum(trained),
-                samples=len(trained),
+                rows=len(trained),
                 groups=len(trained),
                 group_tokens=length,
                 micro_tokens=sum(trained[at - at % size : at - at % size + size]),

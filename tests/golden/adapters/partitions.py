@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hpcrl.trainer.batching import MicroBatchLimit, SampleRef, assign_to_ranks, balanced, split_micro_batches
+from hpcrl.trainer.batching import MicroBatchLimit, RowRef, assign_to_ranks, balanced, split_micro_batches
 from tests.golden.case import Case
 
 
@@ -24,8 +24,8 @@ def partitions(case: Case) -> dict[str, Any]:
     return {"out": [sorted(ref.index for ref in share) for share in assign_to_ranks(_refs(lengths), parts)]}
 
 
-def _refs(lengths: Sequence[int]) -> list[SampleRef]:
-    return [SampleRef(0, index, length) for index, length in enumerate(lengths)]
+def _refs(lengths: Sequence[int]) -> list[RowRef]:
+    return [RowRef(0, index, length) for index, length in enumerate(lengths)]
 
 
 ADAPTERS = {"rearrange_mini_batches": micro_batches, "get_seqlen_balanced_partitions": partitions}

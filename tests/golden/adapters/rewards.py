@@ -12,10 +12,10 @@ from hpcrl.config.sections.environment import RemoteRewardConfig
 from hpcrl.envs.rewards.remote import service_rewards, service_scores
 from hpcrl.envs.rewards.response import Response
 from hpcrl.envs.rewards.weighted import REWARDS, WeightedRewards
-from hpcrl.types import GroupMeta
 from tests.golden.adapters.advantages import group_advantages
 from tests.golden.adapters.converted import cosmos
 from tests.golden.case import Case
+from tests.rows import group_meta
 
 _POLICY = "train.train_policy"
 
@@ -41,9 +41,10 @@ def weighted(case: Case) -> dict[str, Any]:
     truth = case.inputs["reference"]
     turns = [rewards(Response(text=text, ground_truth=truth)) for text in case.inputs["completions"]]
     paid = [turn.reward for turn in turns]
-    group = GroupMeta(
-        "", "train", 0, "", paid, [], [], ["stop"] * len(paid), 0, 0, "", 0.0, [turn.metrics for turn in turns]
-    )
+    group = group_meta(
+        rewards=paid, lengths=[1] * len(paid), response_lengths=[1] * len(paid), stop_reasons=["stop"] * len(paid),
+        env_metrics=[turn.metrics for turn in turns],
+    )  # fmt: skip
     return {"rewards": paid, "filter_rewards": filter_values(group, config.trainer.algorithm.filter_reward_metric)}
 
 

@@ -17,7 +17,7 @@ from hpcrl.rollout.engines.base import Generation, engine_sampling
 from hpcrl.rollout.generate import GroupGenerator
 from hpcrl.rollout.group import Group, apply_stop_reason
 from hpcrl.rollout.transcript import Transcript
-from hpcrl.types import Batch, Prompt, Sample, Work
+from hpcrl.types import Batch, Prompt, Row, Work
 from tests.golden.adapters.converted import skyrl
 from tests.golden.case import Case
 
@@ -106,7 +106,7 @@ def agent_loop(case: Case) -> dict[str, Any]:
     return {"engine_prompts": engine.prompts, **({"steps": rows} if step_wise else rows[0])}
 
 
-def _row(row: Sample, start: int) -> dict[str, Any]:
+def _row(row: Row, start: int) -> dict[str, Any]:
     columns = {
         "response_ids": row.token_ids,
         "reward": row.rewards,
@@ -197,11 +197,11 @@ def sampling_params(case: Case) -> dict[str, Any]:
     return {**{name: found[name] for name in case.outputs if name in found}, "stop": found["stop"] or None}
 
 
-def _sample(values: Sequence[float], name: str, stop_reason: Any) -> Sample:
+def _sample(values: Sequence[float], name: str, stop_reason: Any) -> Row:
     values_T = np.array(values, np.float32)
     fields = dict.fromkeys(("loss_mask", "rollout_logprobs", "rewards"), np.zeros_like(values_T)) | {name: values_T}
     ids = np.zeros(len(values_T), np.int64)
-    return Sample(ids, versions=values_T.astype(np.int32), stop_reason=stop_reason, **fields)
+    return Row(ids, versions=values_T.astype(np.int32), stop_reason=stop_reason, **fields)
 
 
 ADAPTERS = {

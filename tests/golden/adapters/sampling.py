@@ -6,8 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from hpcrl.config import total_steps
-from hpcrl.config.derive import publishes
 from hpcrl.controller.admission import Admission
 from hpcrl.controller.dynamic_sampling import DynamicSampling
 from hpcrl.controller.metrics import batch_metrics
@@ -17,6 +15,7 @@ from hpcrl.types import Batch, GroupMeta
 from tests.golden.adapters.advantages import Rewards, members, total
 from tests.golden.adapters.converted import cosmos, skyrl
 from tests.golden.case import Case
+from tests.rows import group_meta
 
 _APART = {"trainer.placement.colocate_all": False}
 _MANY = 1000  # steps of a run that no case comes to the end of
@@ -25,7 +24,7 @@ _POLICY = "train.train_policy"
 
 def group(name: str, rewards: Sequence[Rewards], lengths: Sequence[int] = (), source: str = "unknown") -> GroupMeta:
     found = list(lengths) or [1] * len(rewards)
-    return GroupMeta(
+    return group_meta(
         group_id=name,
         kind="train",
         replica=0,
@@ -214,7 +213,7 @@ def recompute_total_steps(case: Case) -> dict[str, Any]:
     given = {**_batches(case.params, replicas), "train.max_num_steps": case.params["max_num_steps"]}
     trainer = cosmos({**given, "rollout.n_generation": 1}).trainer
     prompts = case.inputs["current_step"] * trainer.train_batch_size + case.inputs["remain_samples_num"]
-    return {"total_steps": total_steps(prompts, trainer)}
+    return {"total_steps": trainer.total_steps(prompts)}
 
 
 def need_weight_sync(case: Case) -> dict[str, Any]:
@@ -224,7 +223,7 @@ def need_weight_sync(case: Case) -> dict[str, Any]:
         "validation.freq": given["validation_freq"],
         "train.sync_weight_interval": given["sync_weight_interval"],
     }
-    return {"out": publishes(cosmos(settings).trainer, given["step"], given["total_steps"])}
+    return {"out": cosmos(settings).trainer.publishes(given["step"], given["total_steps"])}
 
 
 ADAPTERS = {

@@ -7,7 +7,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from hpcrl.config.derive import checkpoint_interval
 from hpcrl.rundir.checkpoints import Retention, retire
 from hpcrl.rundir.commit import begin, finish, unfenced
 from hpcrl.rundir.layout import Run, step_of
@@ -29,7 +28,7 @@ def checkpoint_saving(case: Case) -> dict[str, Any]:
     names = ("save_freq", "save_freq_in_epoch", "enable_checkpoint")
     settings = {f"train.ckpt.{name}": given[name] for name in names}
     trainer = cosmos({**settings, "train.ckpt.export_safetensors": False}).trainer
-    interval = checkpoint_interval(trainer, given["samples_per_epoch"] // case.inputs["required_rollouts"])
+    interval = trainer.checkpoint_interval(given["samples_per_epoch"] // case.inputs["required_rollouts"])
     return {"save": is_due(interval, case.inputs["current_step"], case.inputs["total_steps"])}
 
 

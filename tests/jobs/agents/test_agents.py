@@ -36,11 +36,11 @@ def test_a_program_with_the_client_of_openai_is_trained(place: Path) -> None:
     assert groups
     for path, meta in groups:
         rows = read_group(path, None, meta)
-        assert meta.rows == [1, 1]
-        for row, metrics, reward in zip(rows, meta.env_metrics, meta.rewards, strict=True):
+        assert meta.owners == [0, 1]
+        for row, sample in zip(rows, meta.samples, strict=True):
             turns = int((row.loss_mask[1:] > row.loss_mask[:-1]).sum())
-            assert turns == metrics["guesses"], "each guess goes on from the one before"
-            assert reward == metrics["found"]
+            assert turns == sample.env_metrics["guesses"], "each guess goes on from the one before"
+            assert sample.reward == sample.env_metrics["found"]
     texts = [path.read_bytes() for path in run.path.rglob("*") if path.is_file() and "code" not in path.parts]
     assert not any(b"OPENAI_API_KEY" in text or b"Bearer " in text for text in texts)
 
@@ -133,7 +133,7 @@ def test_tool_calls_in_two_branches_of_several_turns_are_learned(place: Path) ->
     print(
         f"guess_number by tool calls, two branches: {before:.3f} -> {after:.3f}; {calls[1]:.3f} of answers are calls, then {calls[120]:.3f}"
     )
-    rows = [count for _, meta in groups_in(run) for count in meta.rows or []]
+    rows = [count for _, meta in groups_in(run) for count in (len(sample.lengths) for sample in meta.samples)]
     assert {1, 2} <= set(rows), "more where both branches have said the same so far: they go on from one of the answers"
     assert before <= 0.4
     assert after >= 0.8

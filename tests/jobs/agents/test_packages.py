@@ -64,10 +64,10 @@ def test_an_environment_of_verifiers(place: Path, python: Path) -> None:
     assert len(groups) >= 4
     for path, meta in groups:
         rows = read_group(path, None, meta)
-        assert meta.rows == [1, 1]
-        for row, metrics, reward in zip(rows, meta.env_metrics, meta.rewards, strict=True):
+        assert meta.owners == [0, 1]
+        for row, sample in zip(rows, meta.samples, strict=True):
             assert row.loss_mask.sum() > 0
-            assert (reward == 1.0) == (metrics["letters_in_place"] == 1.0)
+            assert (sample.reward == 1.0) == (sample.env_metrics["letters_in_place"] == 1.0)
 
 
 @pytest.mark.agents
@@ -89,6 +89,6 @@ def test_an_environment_of_openenv(place: Path, python: Path) -> None:
     assert set(curve(run, "environment/steps")) == {1, 2}
     for path, meta in groups_in(run):
         rows = read_group(path, None, meta)
-        assert meta.rows == [1, 1]
-        for row, metrics in zip(rows, meta.env_metrics, strict=True):
-            assert int((row.loss_mask[1:] > row.loss_mask[:-1]).sum()) == metrics["steps"]
+        assert meta.owners == [0, 1]
+        for row, sample in zip(rows, meta.samples, strict=True):
+            assert int((row.loss_mask[1:] > row.loss_mask[:-1]).sum()) == sample.env_metrics["steps"]

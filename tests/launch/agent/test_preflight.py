@@ -111,7 +111,8 @@ def test_processes_on_the_gpus_that_a_node_was_given(machine: pytest.MonkeyPatch
 
 def test_what_compiles_and_what_shares_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (compiling(CONFIG, ON_GPUS), sharing(CONFIG, ON_GPUS)) == ([], [])
-    assert compiling(CONFIG, ON_CPUS) == ["vLLM"]
+    served = Config.from_toml([QUICKSTART], ["generator.inference_engine.backend=vllm"])
+    assert (compiling(served, ON_CPUS), compiling(CONFIG, ON_CPUS)) == (["vLLM"], []), "transformers compiles nothing"
     compiled = Config.from_toml([QUICKSTART], ["trainer.policy.compile_model=true"])
     assert compiling(compiled, ON_GPUS) == ["trainer.policy.compile_model"]
     turns = Config.from_toml([QUICKSTART], ["trainer.placement.colocate_all=true"])

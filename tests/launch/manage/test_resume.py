@@ -17,7 +17,7 @@ from hpcrl.errors import ConfigError, DataError, RunError, SubmitError
 from hpcrl.launch.manage.registry import states_of
 from hpcrl.launch.manage.resume import resume
 from hpcrl.launch.submit.submit import prepare, submit
-from hpcrl.rundir.checkpoints import FACTS, require_checkpoints, settings_of
+from hpcrl.rundir.checkpoints import FACTS, require_checkpoints
 from hpcrl.rundir.checksums import changed_files, note_checksums, require_unchanged
 from hpcrl.rundir.commit import begin, committed_directory, discard, finish, write_json, write_text
 from hpcrl.rundir.layout import Run
@@ -106,7 +106,7 @@ def test_all_refused_changes_are_told_and_nothing_happens(tmp_path: Path) -> Non
 
 def interrupted(run: Run, step: int, updates: int) -> None:
     """Commit a checkpoint inside a step, with what the trainer keeps of the settings."""
-    settings = settings_of(Config.from_toml([run.config]).trainer) | {"algorithm.of_an_earlier_version": 1}
+    settings = Config.from_toml([run.config]).trainer.batch_settings | {"algorithm.of_an_earlier_version": 1}
     with committed_directory(run.checkpoint(step, updates), 1, step=step) as directory:
         write_json(directory / FACTS, {"settings": settings})
 

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from hpcrl.config import Config
+from hpcrl.engines.vllm.launch import loads_lora, vllm_options
 from hpcrl.errors import DataError
-from hpcrl.launch.submit.engine import check_engine, layers_over_nodes, loads_lora, position_limit, vllm_options
+from hpcrl.launch.submit.engine import check_engine, layers_over_nodes, position_limit
 from hpcrl.launch.submit.preflight import check_files
 from tests.paths import QUICKSTART
 

@@ -185,7 +185,19 @@ def test_a_model_in_the_cache_of_the_hub_is_here(tmp_path: Path, monkeypatch: py
     assert folder_of(Pretrained("some/model")) is not None, "what is empty is not set"
     folder = tmp_path / ".cache" / "huggingface" / folder.relative_to(tmp_path)
     (folder / "config.json").write_text("no json")
-    assert entries_of(Pretrained("some/model")) is None
+    with pytest.raises(DataError, match=r"config.json: expected a JSON object"):
+        entries_of(Pretrained("some/model"))
+
+
+@pytest.mark.parametrize(
+    "text", ["[1, 2]", "[" * 100_000, '{"hidden_size": "64"}', '{"num_hidden_layers": 1000000000000}']
+)
+def test_a_config_of_another_shape_is_refused_at_submit(tmp_path: Path, text: str) -> None:
+    path = model(tmp_path / "model")
+    (path / "config.json").write_text(text)
+    for settings in (TWO, FSDP2):
+        with pytest.raises(DataError, match=r"model/config.json: .*expected"):
+            check_files(config(path, settings))
 
 
 def test_without_the_library_of_the_hub_nothing_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,6 +97,20 @@ def test_a_place_that_cannot_be_is_told_without_a_traceback(tmp_path: Path, sett
     assert "Traceback" not in done.stderr
 
 
+def test_a_line_break_reaches_no_batch_script(tmp_path: Path) -> None:
+    folder = tmp_path / "a\n#SBATCH --exclusive"
+    folder.mkdir()
+    for arguments, place in (
+        (['slurm.account="x\\n#SBATCH --exclusive"'], tmp_path),
+        (['slurm.extra={"x\\n#SBATCH --exclusive\\n#" = 1}'], tmp_path),
+        ([], folder),
+    ):
+        done = hpcrl("submit", QUICKSTART, "--dry-run", *arguments, cwd=place)
+        assert done.returncode != 0
+        assert "one line without control characters, found" in done.stderr
+        assert "\n#SBATCH" not in done.stdout + done.stderr
+
+
 def test_a_root_that_the_system_refuses_is_told(tmp_path: Path) -> None:
     done = hpcrl("submit", QUICKSTART, "--local", "slurm.root=/sys/runs", cwd=tmp_path)
     assert done.returncode == 3

@@ -13,6 +13,7 @@ from hpcrl.config import Config
 from hpcrl.controller.evaluation import evaluation_work
 from hpcrl.data.datasets import counted_prompts, load_dataset
 from hpcrl.data.prompts import drop_long
+from hpcrl.data.sources import validation_sources
 from hpcrl.families.pi05.engine import Actions
 from hpcrl.rollout.evaluate import evaluate
 from hpcrl.rollout.family import load_generator
@@ -29,7 +30,14 @@ VERSION, EPISODES = 3, 2
 def evaluated(place: Run, config: Config) -> list[GroupMeta]:
     """Return the groups of the first rows of the validation set, as jobs/eval.py makes them."""
     data, generator = config.data, config.generator
-    prompts = load_dataset(data.val_data, ("eval",), data, config.environment, generator.max_turns, first=EPISODES)
+    prompts = load_dataset(
+        validation_sources(data, data.val_data),
+        ("eval",),
+        data,
+        config.environment,
+        generator.max_turns,
+        first=EPISODES,
+    )
     work = evaluation_work(drop_long(prompts, *counted_prompts(config)), VERSION, 1, seed=5)
     launched, family = Actions(config), load_generator(place, config, None)
     launched.wait_ready(120)

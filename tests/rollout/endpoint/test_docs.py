@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from hpcrl.config import EnvironmentConfig, GeneratorConfig, InferenceEngineConfig
-from hpcrl.rollout.endpoint import session
+from hpcrl.data.chat import messages
+from hpcrl.rollout.endpoint import requests, server, session
 from hpcrl.rollout.endpoint.server import serving
 from hpcrl.rollout.generate import GroupGenerator
 from hpcrl.runtime.http_server import MAX_BODY
@@ -48,4 +49,11 @@ def test_the_environment_of_the_page_plays(tmp_path: Path, monkeypatch: pytest.M
 def test_the_limits_of_the_page_are_those_of_the_code() -> None:
     assert f"more than {MAX_BODY >> 20} MiB" in PAGE
     assert f"{session.PER_SECOND:g} requests per second are read, {session.AT_ONCE:g} in a burst" in PAGE
+    assert f"more than {session.MOST_HELD >> 20} MiB of this key, or {server._MOST_HELD >> 20} MiB of all" in PAGE
+    assert (
+        f"at most {session.MOST_OPEN} choices (`n`), {requests._MOST_STOPS} stop texts of {requests._LONGEST_STOP:,} characters"
+        in PAGE
+    )
+    assert f"{messages._DEEPEST} objects and lists in each other" in PAGE
+    assert f"above {session._QUICK >> 10} KiB are read and tokenized" in PAGE
     assert f"{session.MOST_OPEN} answers are generated at a time" in PAGE

@@ -18,11 +18,11 @@ from transformers import AutoTokenizer
 from hpcrl.config import EnvironmentConfig, GeneratorConfig, InferenceEngineConfig, SamplingParams
 from hpcrl.config.sections.environment import AgentConfig, SkyRLGymConfig
 from hpcrl.data.group_file import check_group
+from hpcrl.engines.embedded.rollout import Embedded
 from hpcrl.envs.base import AgentEnvironment, Endpoint, Messages, Turn
 from hpcrl.errors import ConfigError, EngineError, RunError
 from hpcrl.rollout.endpoint.server import serving
 from hpcrl.rollout.engines.base import Engine
-from hpcrl.rollout.engines.embedded.launch import Embedded
 from hpcrl.rollout.generate import GroupGenerator
 from hpcrl.rollout.group import Group
 from hpcrl.runtime.http_server import MAX_BODY
@@ -176,7 +176,7 @@ def test_a_rewritten_past_is_a_further_row_and_nothing_is_trained_twice(
         check_logprobs(models[0], row)
     assert [row.rewards.sum() for row in rows] == [0.0, 0.0, 1.0]
     meta = group.meta(0, "path")
-    assert (meta.rows, meta.rewards) == ([3], [1.0])
+    assert (meta.owners, meta.rewards) == ([0] * 3, [1.0])
     check_file(group, tmp_path)
 
 

@@ -15,11 +15,11 @@ from openai import NotFoundError, OpenAI
 
 from hpcrl.config import EnvironmentConfig, SamplingParams
 from hpcrl.data.tokenizer import decoder
+from hpcrl.engines.embedded.rollout import Embedded
 from hpcrl.envs.agents.score import LONGEST_SCORE
 from hpcrl.envs.base import Messages, Turn
 from hpcrl.rollout.endpoint.session import AT_ONCE, MOST_OPEN, PER_SECOND
 from hpcrl.rollout.engines.base import Generation
-from hpcrl.rollout.engines.embedded.launch import Embedded
 from hpcrl.rollout.generate import conversations
 from hpcrl.rollout.worker import WorkerOptions, work
 from hpcrl.rundir.commit import write_text

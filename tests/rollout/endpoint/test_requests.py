@@ -18,6 +18,17 @@ def body(**fields: Any) -> bytes:
     return json.dumps({"model": "m", **fields}).encode()
 
 
+def nested(depth: int) -> dict[str, Any]:
+    value = dict[str, Any]()
+    for _ in range(depth):
+        value = {"a": value}
+    return value
+
+
+def calling(arguments: Any) -> dict[str, Any]:
+    return {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+
+
 def test_messages_are_as_templates_take_them() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     messages = [
@@ -55,6 +66,14 @@ def test_messages_are_as_templates_take_them() -> None:
         {"messages": [HI], "max_tokens": 0},
         {"messages": [HI], "stop": [""]},
         {"messages": [HI], "stop": 3},
+        {"messages": [HI], "stop": ["a"] * 65},
+        {"messages": [HI], "stop": "a" * 1001},
+        {"messages": [HI], "n": 33},
+        {"messages": [HI], "tools": [nested(900)]},
+        {"messages": [HI], "tools": json.dumps([nested(900)])},
+        {"messages": [HI], "tools": [[nested(900)]]},
+        {"messages": [HI, calling(nested(900))]},
+        {"messages": [HI, calling(json.dumps(nested(900)))]},
         {"messages": [HI], "tools": 3},
         {"messages": [HI], "tool_choice": {"type": "function"}},
         {"messages": [HI], "response_format": {"type": "json_object"}},
@@ -83,7 +102,19 @@ def test_a_completion_that_is_not_as_expected(fields: dict[str, Any]) -> None:
         completion_request(body(**fields))
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"\xff", b"[" * 100_000, b'{"a": "\\uDfff"}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"[]",
+        b"\xff",
+        b"[" * 100_000,
+        b'{"a": "\\uDfff"}',
+        body(messages=[HI], stop="a").replace(b'"a"', b'"\xed\xa0\x80"'),
+        body(messages=[HI]).decode().encode("utf-16"),
+        body(messages=[HI], stop="\ud800").decode("unicode_escape").encode("utf-16", "surrogatepass"),
+    ],
+)
 def test_what_is_no_object(content: bytes) -> None:
     with pytest.raises(BadRequest):
         chat_request(content)

@@ -22,6 +22,9 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call
 ADD = {"name": "add", "arguments": {"a": 1, "b": 2}}
 
 
+DEEP = '<tool_call>{"name": "f", "arguments": {"a": ' + "[" * 900 + "]" * 900 + "}}</tool_call>"
+
+
 @pytest.mark.parametrize(
     ("said", "content", "calls"),
     [
@@ -35,6 +38,7 @@ ADD = {"name": "add", "arguments": {"a": 1, "b": 2}}
         ('<tool_call>{"name": "add", "arguments": "1 2"}</tool_call>', None, []),
         ("<tool_call>[" + "[" * 5000 + "</tool_call>", None, []),
         ('<tool_call>{"name": "add"}', None, []),
+        (DEEP, None, []),
     ],
 )
 def test_calls_are_read_or_left_in_the_text(said: str, content: str | None, calls: list[Any]) -> None:

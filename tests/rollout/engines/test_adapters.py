@@ -15,10 +15,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hpcrl.data.weight_files import Probe, PublishedWeights, weight_facts
+from hpcrl.engines.vllm.client import EngineClient
 from hpcrl.errors import EngineError
 from hpcrl.rollout.engines.base import Engine, Generation, Launched
-from hpcrl.rollout.engines.embedded.model import read_tensors, replace_adapter
-from hpcrl.rollout.engines.vllm.client import EngineClient
+from hpcrl.rollout.engines.tensors import read_tensors, replace_adapter
 from hpcrl.rundir.commit import begin, finish, is_committed
 from hpcrl.trainer.models.adapter import Adapted, Adapter
 from tests.rollout.material import CLOSE, LONG_PROMPT, make_model, options, served, slowly, started

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hpcrl.errors import EngineError
+from hpcrl.errors import RequestRefused
 from hpcrl.rollout.engines.base import Engine, Generation
 from hpcrl.rollout.limiter import ConcurrencyLimiter
 from tests.rollout.conftest import WithEngine
@@ -20,6 +20,7 @@ from tests.rollout.material import (
     LONG_PROMPT,
     MAX_MODEL_LEN,
     PROMPT,
+    VOCABULARY,
     as_version,
     logprobs,
     slowly,
@@ -146,11 +147,22 @@ def test_ends_of_one_request_are_tokens_of_another(with_each_engine: WithEngine[
     with_each_engine(play)
 
 
-def test_refused_request_tells_the_servers_reason(with_each_engine: WithEngine[Any]) -> None:
-    with pytest.raises(EngineError, match=str(MAX_MODEL_LEN)):
-        with_each_engine(lambda engine: engine.generate([4] * (MAX_MODEL_LEN + 1), 1, 0, WHOLE))
-    with pytest.raises(EngineError, match="top_p"):
-        with_each_engine(lambda engine: engine.generate(PROMPT, 1, 0, {"top_p": 7.0}))
+def test_a_refused_request_has_the_reason_and_others_are_answered(with_each_engine: WithEngine[Any]) -> None:
+    async def play(engine: Engine) -> None:
+        going_on = asyncio.create_task(engine.generate(PROMPT, 1, 2, {**WHOLE, "max_tokens": 60, "ignore_eos": True}))
+        for heard in (None, lambda *_: None):
+            for prompt, sampling, why in (
+                ([4] * (MAX_MODEL_LEN + 1), WHOLE, str(MAX_MODEL_LEN)),
+                ([VOCABULARY + 3], WHOLE, "token id|vocab"),
+                (PROMPT, {"top_p": 7.0}, "top_p"),
+            ):
+                with pytest.raises(RequestRefused, match=why):
+                    await engine.generate(prompt, 1, 0, sampling, heard=heard)
+        (said,) = await going_on
+        assert len(said.token_ids) == 60
+        assert await engine.healthy()
+
+    with_each_engine(play)
 
 
 def test_new_weights_answer_the_same_prompt(with_each_engine: WithEngine[Any], models: list[Path]) -> None:

@@ -27,9 +27,9 @@ from hpcrl.config import (
 )
 from hpcrl.config.sections.generator import EvalSamplingParams
 from hpcrl.data.group_file import read_group
+from hpcrl.engines.vllm.server import Server
 from hpcrl.errors import ConfigError
 from hpcrl.rollout.engines.base import Engine, Launched
-from hpcrl.rollout.engines.vllm.server import Server
 from hpcrl.rollout.generate import GroupGenerator
 from hpcrl.rollout.group import Group
 from hpcrl.rollout.lessons import Lessons
@@ -42,8 +42,8 @@ from hpcrl.trainer.distributed import World
 from hpcrl.trainer.metrics import PhaseTimer
 from hpcrl.trainer.mismatch import MismatchLimit
 from hpcrl.trainer.models.flops import ModelFlops
-from hpcrl.trainer.offline.modes import objective_of
-from hpcrl.trainer.packing import PackedSamples, pack
+from hpcrl.trainer.offline.build import objective_of
+from hpcrl.trainer.packing import PackedRows, pack
 from hpcrl.trainer.saving.checkpoint import ResumePoint
 from hpcrl.trainer.saving.dump import Dumps
 from hpcrl.trainer.step import Learner
@@ -70,7 +70,7 @@ async def group_of(engine: Engine, sampling: SamplingParams, work: Work = WORK, 
     return await GroupGenerator(engine, TOKENIZER, config, EnvironmentConfig()).generate(work)
 
 
-def packed(group: Group, folder: Path) -> PackedSamples:
+def packed(group: Group, folder: Path) -> PackedRows:
     """Return a group as the trainer gets it: from its file."""
     write_group(folder / "group", group.samples, group.meta(0, "group"))
     return pack(read_group(folder / "group"))
@@ -82,7 +82,7 @@ def section(model: Path) -> TrainerConfig:
     return TrainerConfig(policy=policy, algorithm=AlgorithmConfig(use_kl_loss=False))
 
 
-def ratios(samples: PackedSamples, model: Path) -> torch.Tensor:
+def ratios(samples: PackedRows, model: Path) -> torch.Tensor:
     """Return the trainer's probability over the engine's, of each trained token."""
     with world_of_one() as world:
         engine = FsdpPolicy(section(model), SAMPLING.temperature, world)

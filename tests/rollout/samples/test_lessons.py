@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from hpcrl.config import TrainerConfig
-from hpcrl.config.sections.distillation import SelfTeacherConfig
+from hpcrl.config.sections.distillation import DistillationConfig, SelfTeacherConfig
 from hpcrl.config.validate import build
 from hpcrl.data.chat.template import Tools
 from hpcrl.data.chat.turns import ChatTurns
@@ -20,7 +19,7 @@ from hpcrl.data.vision.reader import Context
 from hpcrl.envs.base import Messages
 from hpcrl.errors import ConfigError, DataError
 from hpcrl.rollout.lessons import Lessons, Told
-from hpcrl.types import Row, Sample
+from hpcrl.types import Row
 from tests.rollout.material import QUICKSTART
 
 TEMPLATE = ChatTurns(AutoTokenizer.from_pretrained(QUICKSTART), {})
@@ -35,7 +34,7 @@ def told(answer: str, *feedback: str) -> Told:
 
 def row(stop_reason: str = "stop") -> Row:
     zeros = np.zeros(12, np.float32)
-    return Sample(np.zeros(12, np.int64), zeros, zeros, zeros.astype(np.int32), zeros, stop_reason)  # type: ignore[arg-type]
+    return Row(np.zeros(12, np.int64), zeros, zeros, zeros.astype(np.int32), zeros, stop_reason)  # type: ignore[arg-type]
 
 
 def shown(rewards: Sequence[float], answers: Sequence[str], failed: int | None = None) -> list[str | None]:
@@ -99,8 +98,7 @@ def test_what_cannot_be_given_as_text_is_not_shown() -> None:
 
 def test_what_settings_want() -> None:
     def wanted(**distillation: Any) -> Lessons:
-        policy = {"model": {"path": "m"}}
-        return Lessons.of(build(TrainerConfig, {"policy": policy, "distillation": {"enable": True, **distillation}}))
+        return Lessons.of(build(DistillationConfig, {"enable": True, **distillation}))
 
     assert wanted(model_path="t", top_k=4) == Lessons()
     assert wanted(model_path="t", top_k=4, top_k_from_teacher=False).generated == 4

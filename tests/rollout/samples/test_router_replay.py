@@ -26,15 +26,15 @@ from hpcrl.config import (
 from hpcrl.config.sections.model import ExpertsConfig
 from hpcrl.data.group_file import read_group
 from hpcrl.data.models.routers import routers
+from hpcrl.engines.embedded.rollout import Embedded
 from hpcrl.errors import EngineError
 from hpcrl.rollout.engines.base import Generation
-from hpcrl.rollout.engines.embedded.launch import Embedded
 from hpcrl.rollout.engines.experts import experts_of, experts_text
 from hpcrl.rollout.generate import GroupGenerator
 from hpcrl.rollout.group import Group
 from hpcrl.rollout.transcript import Transcript
 from hpcrl.trainer.backends.fsdp.engine import FsdpPolicy
-from hpcrl.trainer.packing import PackedSamples, pack
+from hpcrl.trainer.packing import PackedRows, pack
 from hpcrl.types import ROUTED_EXPERTS, Prompt, Work
 from tests.rollout.engines.embedded.test_batch import LONG, SIZES, saved, staggered
 from tests.rollout.material import LONG_PROMPT, QUICKSTART, START_S, embedded_options
@@ -103,7 +103,7 @@ def test_rows_that_come_and_go_tell_of_their_own_tokens(mixture: Path) -> None:
     assert same > 0.999 * sum(len(prompt) + len(one.token_ids) - 1 for prompt, one in said) * LAYERS
 
 
-def logprobs(samples: PackedSamples, model: Path, replay: Any, dtype: Any = "fp32") -> torch.Tensor:
+def logprobs(samples: PackedRows, model: Path, replay: Any, dtype: Any = "fp32") -> torch.Tensor:
     """Return the trainer's log-probabilities of trained tokens less the engine's."""
     exact = FSDPConfig(mixed_precision=MixedPrecisionConfig(param_dtype=dtype))
     policy = PolicyConfig(
@@ -115,7 +115,7 @@ def logprobs(samples: PackedSamples, model: Path, replay: Any, dtype: Any = "fp3
     return (found_P - samples.rollout_logprobs)[samples.loss_mask > 0]
 
 
-def from_file(group: Group, folder: Path) -> PackedSamples:
+def from_file(group: Group, folder: Path) -> PackedRows:
     write_group(folder / "group", group.samples, group.meta(0, "group"))
     return pack(read_group(folder / "group"))
 

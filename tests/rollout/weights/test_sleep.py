@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from hpcrl.engines.vllm.server import Server
 from hpcrl.observe.metrics import merged
-from hpcrl.rollout.engines.vllm.server import Server
 from hpcrl.rundir.layout import Run
 from tests.rollout.conftest import WithEngine
 from tests.rollout.controller import FakeController

@@ -12,9 +12,9 @@ from hpcrl.config import EnvironmentConfig, GeneratorConfig, SamplingParams
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.data.tokenizer import decoder, load_tokenizer
 from hpcrl.data.weight_files import PublishedWeights
+from hpcrl.engines.vllm.client import EngineClient
+from hpcrl.engines.vllm.server import Server
 from hpcrl.errors import EngineError
-from hpcrl.rollout.engines.vllm.client import EngineClient
-from hpcrl.rollout.engines.vllm.server import Server
 from hpcrl.rollout.generate import GroupGenerator
 from hpcrl.rollout.worker import Worker, WorkerOptions
 from hpcrl.rundir.commit import write_text

@@ -3,6 +3,6 @@
 import os
 
 if "SPREAD_NODES" in os.environ:
-    from hpcrl.config import derive
+    from hpcrl.config.sections.tree import ConfigTree
 
-    derive.engine_nodes = lambda _config: int(os.environ["SPREAD_NODES"])
+    ConfigTree.engine_nodes = property(lambda _: int(os.environ["SPREAD_NODES"]))

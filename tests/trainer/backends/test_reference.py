@@ -13,7 +13,6 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from hpcrl.config import TrainerConfig
 from hpcrl.config.validate import build
 from hpcrl.errors import DataError
-from hpcrl.trainer.backends.reference import reset_is_due, resets_optimizer
 from hpcrl.trainer.distributed import World
 from tests.trainer import scenarios
 from tests.trainer.material import VOCABULARY, make_batch, make_run
@@ -30,14 +29,14 @@ def section(**settings: Any) -> TrainerConfig:
 
 def test_when_it_is_due() -> None:
     def due(trainer: TrainerConfig) -> list[int]:
-        return [step for step in range(1, 13) if reset_is_due(step, 5, trainer)]
+        return [step for step in range(1, 13) if trainer.resets_reference(step, 5)]
 
     assert due(section()) == []
     assert due(section(reference_reset_interval=4)) == [4, 8, 12]
     assert due(section(update_ref_every_epoch=True)) == [5, 10]
-    assert resets_optimizer(section(reference_reset_interval=4))
-    assert not resets_optimizer(section(reference_reset_interval=4, reset_optimizer_with_reference=False))
-    assert not resets_optimizer(section(update_ref_every_epoch=True))
+    assert section(reference_reset_interval=4).algorithm.resets_optimizer
+    assert not section(reference_reset_interval=4, reset_optimizer_with_reference=False).algorithm.resets_optimizer
+    assert not section(update_ref_every_epoch=True).algorithm.resets_optimizer
 
 
 def moving(model: Path, run: Path, out: Path, **options: Any) -> dict[str, Any]:

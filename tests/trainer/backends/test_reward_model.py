@@ -28,14 +28,14 @@ from hpcrl.trainer.backends.build import build_policy
 from hpcrl.trainer.batching import micro_batch_limits
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.metrics import describe_updates
-from hpcrl.trainer.models.hf import policy_source
-from hpcrl.trainer.offline.modes import objective_of, reduction_of
+from hpcrl.trainer.models.build import policy_source
+from hpcrl.trainer.offline.build import objective_of, reduction_of
 from hpcrl.trainer.offline.validation import Validation
 from hpcrl.trainer.packing import pack
 from hpcrl.trainer.samples import load_mini_batches
 from hpcrl.trainer.saving.publish import ADAPTER, Publisher
 from hpcrl.trainer.step import sum_over_ranks
-from hpcrl.types import Batch, Sample
+from hpcrl.types import Batch, Row
 from tests.golden.trl_dpo import LORA, fill_adapters
 from tests.golden.trl_reward import MARGINS, PLACE, fill_head
 from tests.trainer.material import QUICKSTART
@@ -85,7 +85,7 @@ def trained(
     groups = [rows.in_order(PromptStream(PAIRS, PAIRS, 1, None))(index, 0) for index in range(PAIRS)]
     batch, reduction = Batch(1, groups, PAIRS), reduction_of(trainer, trainer.max_length or 0)
     (mini,) = load_mini_batches(run, batch, trainer, limits, engine.data, reduction)
-    mini.samples.scores.margins = mini.samples.rewards
+    mini.rows.scores.margins = mini.rows.rewards
     validation = Validation.of(run, chosen, limits)
     measured = validation.measure.means(validation.sums(engine, [(file, row) for row in range(PAIRS)], lambda: None))
     sums = sum_over_ranks(engine.forward_backward(mini.micro_batches(), objective_of(trainer)), engine.data)
@@ -177,10 +177,10 @@ def test_two_ranks_have_one_loss_by_all_their_pairs(run: Run, two: Ranks, tmp_pa
 
 def scores(engine: Any, rows: list[list[int]]) -> list[float]:
     """Return the engine's scores of rows of tokens, which share a pass."""
-    samples = list[Sample[torch.Tensor]]()
+    samples = list[Row[torch.Tensor]]()
     for row in rows:
         nothing = torch.zeros(len(row))
-        samples.append(Sample(torch.tensor(row), nothing, nothing, torch.full((len(row),), -1), nothing, "stop"))
+        samples.append(Row(torch.tensor(row), nothing, nothing, torch.full((len(row),), -1), nothing, "stop"))
     (values_P,) = engine.values([pack(samples).whole()])
     ends = torch.tensor([len(row) for row in rows]).cumsum(0) - 1
     return values_P[ends].tolist()

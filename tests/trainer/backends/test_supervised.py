@@ -11,7 +11,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hpcrl.config import Config
-from hpcrl.config.derive import teaches_rows
 from hpcrl.controller.dataset_rows import DatasetRows
 from hpcrl.controller.prompt_stream import PromptStream
 from hpcrl.data.conversations import Tokens
@@ -22,8 +21,8 @@ from hpcrl.rundir.layout import Run
 from hpcrl.trainer.backends.build import build_policy
 from hpcrl.trainer.batching import micro_batch_limits
 from hpcrl.trainer.distributed import World
+from hpcrl.trainer.offline.build import objective_of, reduction_of
 from hpcrl.trainer.offline.likelihood import score_by_teacher
-from hpcrl.trainer.offline.modes import objective_of, reduction_of
 from hpcrl.trainer.offline.validation import Validation
 from hpcrl.trainer.samples import load_mini_batches
 from hpcrl.trainer.step import sum_over_ranks
@@ -69,7 +68,7 @@ def trained(run: Run, world: World, model: str, changes: dict[str, Any]) -> tupl
     limits = micro_batch_limits(trainer, trainer.max_tokens_per_micro_batch)
     reduction = reduction_of(trainer, trainer.max_length or 0)
     (mini,) = load_mini_batches(run, batch_of(run), trainer, limits, engine.data, reduction)
-    if teaches_rows(trainer):
+    if trainer.teaches_rows:
         score_by_teacher(batch_of(run), mini, engine, trainer.distillation, lambda: None)
     validation = Validation.of(run, chosen, limits)
     file = open_tokens(run.dataset("train-0"))

@@ -15,16 +15,17 @@ from hpcrl.config.sections.model import LoraConfig
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.config.validate import build
 from hpcrl.data.model_config import ConfiguredModel
+from hpcrl.engines.embedded.batch import Batch, Request
+from hpcrl.engines.embedded.model import load_model
+from hpcrl.engines.embedded.sampling import Sampling
 from hpcrl.errors import DataError, EngineError
-from hpcrl.rollout.engines.embedded.batch import Batch, Request
-from hpcrl.rollout.engines.embedded.model import load_model
-from hpcrl.rollout.engines.embedded.sampling import Sampling
 from hpcrl.trainer.backends.build import build_policy
 from hpcrl.trainer.backends.fsdp.engine import FsdpPolicy
 from hpcrl.trainer.backends.fsdp.model import PackedCritic, PackedPolicy, leave_out_dropout
 from hpcrl.trainer.loss import build_objective
+from hpcrl.trainer.models.build import policy_source
 from hpcrl.trainer.models.forward import ForwardConfig
-from hpcrl.trainer.models.hf import CriticSource, policy_source
+from hpcrl.trainer.models.hf import CriticSource
 from hpcrl.trainer.models.lora import add_adapters, is_B
 from hpcrl.trainer.models.packed.attention import PACKED
 from hpcrl.trainer.packing import untrained_micro_batch

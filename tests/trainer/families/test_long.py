@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import mmap
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from hpcrl.trainer.batching import MicroBatchLimit
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.loss import build_objective
 from hpcrl.types import Batch
-from tests.rows import write_group
+from tests.rows import with_columns, write_group
 from tests.trainer.material import load, make_batch, make_run, make_sample, score, train, write_model
 from tests.trainer.scenarios import ALGORITHM, make_engine
 
@@ -51,14 +50,16 @@ def test_a_batch_with_a_sample_of_65536_tokens(tmp_path: Path, alone: World) -> 
     samples = [make_sample(draw, length, prompt=3) for length in (LONG, 9, 2000, 700)]
     (meta,) = make_batch(run, step=1, groups=1, size=4).groups
     lengths, trained = [len(each.token_ids) for each in samples], [int(each.loss_mask.sum()) for each in samples]
-    meta = write_group(run.path / meta.path, samples, replace(meta, lengths=lengths, response_lengths=trained))
+    meta = write_group(
+        run.path / meta.path, samples, with_columns(meta, lengths=lengths, response_lengths=trained, shared=[])
+    )
     losses = []
     for tokens in (8192, 1):
         (mini,) = load(run, Batch(1, [meta], 1), ALGORITHM, 1, MicroBatchLimit(1, tokens, quadratic=0.01), alone)
         assert [len(part) for part in mini.plan.train[0]] == ([1, 3] if tokens > 1 else [1] * 4)
         engine = make_engine(alone, str(model), {})
         score(engine, mini, MicroBatchLimit(1, tokens), old=True, reference=True)
-        mini.samples.scores.advantages = torch.ones(len(mini.samples.token_ids))
+        mini.rows.scores.advantages = torch.ones(len(mini.rows.token_ids))
         losses.append(train(engine, mini, build_objective(ALGORITHM)).sums)
     assert losses[0].keys() == losses[1].keys()
     for name, value in losses[0].items():
@@ -74,7 +75,7 @@ def test_host_memory_stays_the_same_over_1000_steps(tmp_path: Path, alone: World
     for step in range(STEPS):
         (mini,) = load(run, batches[step % len(batches)], ALGORITHM, 2, limit, alone)
         score(engine, mini, limit, old=True, reference=True)
-        mini.samples.scores.advantages = torch.ones(len(mini.samples.token_ids))
+        mini.rows.scores.advantages = torch.ones(len(mini.rows.token_ids))
         train(engine, mini, objective)
         if step % 50 == 49:
             gc.collect()

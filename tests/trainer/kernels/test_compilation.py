@@ -13,9 +13,9 @@ import torch
 
 from hpcrl.config import TrainerConfig
 from hpcrl.config.validate import build
+from hpcrl.trainer.backends.build import with_compilation
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.models.layers import compilation
-from hpcrl.trainer.models.layers.compilation import with_compilation
 from tests.paths import ROOT
 from tests.trainer.launcher import environment
 from tests.trainer.material import run_of_two, torchrun

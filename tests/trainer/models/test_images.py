@@ -13,8 +13,7 @@ from hpcrl.trainer.models.forward import ForwardConfig
 from hpcrl.trainer.models.hf import ModelSource
 from hpcrl.trainer.models.packed.attention import PACKED
 from hpcrl.trainer.packing import pack
-from hpcrl.types import GroupMeta
-from tests.rows import write_group
+from tests.rows import group_meta, write_group
 from tests.trainer.ranks import Ranks
 from tests.vision.material import make_rows, write_model
 
@@ -27,7 +26,10 @@ def test_one_rank_has_all_images(tmp_path: Path, two: Ranks, kind: str, dtype: s
     model = write_model(tmp_path / "model", kind)
     rows = make_rows(model, (1,), (2, 3, 4, 5), (), ())
     lengths, count = [len(row.token_ids) for row in rows], len(rows)
-    meta = GroupMeta("g", "train", 0, "g", [0.0] * count, lengths, [2] * count, ["stop"] * count, 0, 0, "drawn", 1.0)
+    meta = group_meta(
+        group_id="g", path="g", rewards=[0.0] * count, lengths=lengths, response_lengths=[2] * count,
+        stop_reasons=["stop"] * count, data_source="drawn", seconds=1.0,
+    )  # fmt: skip
     write_group(tmp_path / "g", rows, meta)
     out = tmp_path / "out"
     options = {"model": str(model), "group": str(tmp_path / "g"), "out": str(out), "dtype": dtype}

@@ -67,7 +67,9 @@ def made(name: str | None = None) -> PreTrainedModel:
     model = Qwen2ForCausalLM._from_config(config, attn_implementation=PACKED).train()
     if name is not None:
         settings, offload = WAYS[name]
-        recompute(model, build(TrainerConfig, {"policy": {"model": {"path": "m"}}, **settings}), offload=offload)
+        settings = build(TrainerConfig, {"policy": {"model": {"path": "m"}}, **settings}).recomputation
+        assert settings is not None
+        recompute(model, settings, offload=offload)
     return model
 
 

@@ -13,8 +13,8 @@ from hpcrl.trainer.backends.fsdp.model import PackedModel, PackedPolicy
 from hpcrl.trainer.loss import build_objective
 from hpcrl.trainer.models.forward import ForwardConfig
 from hpcrl.trainer.models.packed.attention import PACKED
-from hpcrl.trainer.packing import PackedSamples, pack
-from hpcrl.types import MicroBatch, Sample
+from hpcrl.trainer.packing import PackedRows, pack
+from hpcrl.types import MicroBatch, Row
 
 VOCABULARY = 32
 SIZES: dict[str, Any] = {
@@ -52,7 +52,7 @@ def policy(**options: Any) -> PackedPolicy:
     return PackedPolicy(model_of(**options), FORWARD)
 
 
-def packed(tree: list[list[int]], *, trained: int = 3) -> PackedSamples:
+def packed(tree: list[list[int]], *, trained: int = 3) -> PackedRows:
     """Return samples of which all but the first `trained` tokens are trained; one that has no more has an empty response."""
     draw = torch.Generator().manual_seed(2)
     samples = []
@@ -60,7 +60,7 @@ def packed(tree: list[list[int]], *, trained: int = 3) -> PackedSamples:
         mask_T = (torch.arange(len(ids)) >= trained).float()
         logprobs_T = -3 * torch.rand(len(ids), generator=draw) * mask_T
         zeros_T = torch.zeros(len(ids))
-        samples.append(Sample(torch.tensor(ids), mask_T, logprobs_T, zeros_T.int(), zeros_T, "stop"))
+        samples.append(Row(torch.tensor(ids), mask_T, logprobs_T, zeros_T.int(), zeros_T, "stop"))
     found = pack(samples, version=0)
     found.weights = torch.rand(len(tree), generator=draw).tolist()
     found.nll_weights = torch.rand(len(tree), generator=draw).tolist()

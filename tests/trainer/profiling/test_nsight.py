@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.config.sections.trainer import ProfilerConfig
+from hpcrl.config.sections.profiler import ProfilerConfig
 from hpcrl.observe.timeline import Timeline
 from hpcrl.rundir.layout import Run
 from hpcrl.trainer.metrics import PhaseTimer

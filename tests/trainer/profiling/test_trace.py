@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from hpcrl.config.sections.trainer import ProfilerConfig
+from hpcrl.config.sections.profiler import ProfilerConfig
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.profiling.steps import profiled
 from tests.trainer.material import make_run

@@ -40,8 +40,8 @@ def minis_of(run: Run, batch: Batch, world: World) -> list[MiniBatch]:
     """Return mini-batches of two groups, of which the last has been scored."""
     algorithm = AlgorithmConfig()
     minis = load(run, batch, algorithm, 2, MicroBatchLimit(2), world)
-    estimate_advantages(batch, [mini.samples for mini in minis], algorithm, world.sum)
-    scores, size = minis[-1].samples.scores, len(minis[-1].samples.token_ids)
+    estimate_advantages(batch, [mini.rows for mini in minis], algorithm, world.sum)
+    scores, size = minis[-1].rows.scores, len(minis[-1].rows.token_ids)
     scores.old_logprobs, scores.ref_logprobs = -torch.rand(size), -torch.rand(size)
     scores.entropies = torch.rand(size)
     scores.values, scores.returns = torch.rand(size), torch.rand(size)
@@ -59,9 +59,9 @@ def test_a_dump_has_every_token(run: Run, alone: World) -> None:
         assert found.keys() & OPTIONAL == present
         with safe_open(file, "pt") as opened:
             ids = json.loads(opened.metadata()["group_ids"])
-        assert ids == [batch.groups[ref.group].group_id for ref in mini.samples.refs]
+        assert ids == [batch.groups[ref.group].group_id for ref in mini.rows.refs]
         lengths = found["lengths"].tolist()
-        for at, row in enumerate(views([mini.samples])):
+        for at, row in enumerate(views([mini.rows])):
             part = {name: value.split(lengths)[at] for name, value in found.items() if len(value) == sum(lengths)}
             assert (found["groups"][at], found["samples"][at]) == (row.ref.group, row.ref.index)
             path = run.path / batch.groups[row.ref.group].path
@@ -72,10 +72,10 @@ def test_a_dump_has_every_token(run: Run, alone: World) -> None:
             assert torch.equal(part["loss_mask"][:-1], sample.loss_mask[1:])
             assert torch.equal(part["rewards"][:-1], sample.rewards[1:])
             assert torch.equal(part["rollout_logprobs"][:-1], sample.rollout_logprobs[1:])
-            assert torch.equal(part["advantages"], row.of(mini.samples.scores.advantages))
+            assert torch.equal(part["advantages"], row.of(mini.rows.scores.advantages))
             assert torch.equal(part["weights"][:-1], row.weight * sample.loss_mask[1:])
             for name in present & {"old_logprobs", "ref_logprobs", "entropies", "values"}:
-                assert torch.equal(part[name], row.of(mini.samples.scores.present()[name]))
+                assert torch.equal(part[name], row.of(mini.rows.scores.present()[name]))
             assert all(part[name][-1] == 0 for name in ("loss_mask", "weights", "rewards", "advantages"))
 
 

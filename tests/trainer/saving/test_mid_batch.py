@@ -23,11 +23,11 @@ from hpcrl.observe.metrics import MetricsReader, merged, read_metrics, values_of
 from hpcrl.rundir.checkpoints import line_of
 from hpcrl.rundir.commit import committed_directory, read_json, verify, write_json, write_text
 from hpcrl.rundir.layout import Run, position_of, step_of
-from hpcrl.trainer.batching import MicroBatchLimit, SampleRef, plan_mini_batch
+from hpcrl.trainer.batching import MicroBatchLimit, RowRef, plan_mini_batch
 from hpcrl.trainer.packing import MiniBatch, pack
 from hpcrl.trainer.saving import mid_batch
 from hpcrl.trainer.saving.mid_batch import unusable
-from hpcrl.types import Batch, Prompt, Sample, Work
+from hpcrl.types import Batch, Prompt, Row, Work
 from tests.trainer.launcher import run_ranks
 from tests.trainer.material import expect_same_metrics, load_weights
 from tests.trainer.test_job import STEPS, children, controller, finish, make_run, said, trainer
@@ -381,8 +381,8 @@ def test_names() -> None:
 
 
 def test_a_rank_that_has_all_opens_no_further_file(tmp_path: Path) -> None:
-    refs, tokens = [SampleRef(group=2, index=1, length=3)], torch.arange(3)
-    sample = Sample(tokens, torch.ones(3), torch.zeros(3), torch.zeros(3), torch.zeros(3), "stop", {})
+    refs, tokens = [RowRef(group=2, index=1, length=3)], torch.arange(3)
+    sample = Row(tokens, torch.ones(3), torch.zeros(3), torch.zeros(3), torch.zeros(3), "stop", {})
     saved, found, limit = pack([sample], refs), pack([sample], refs), MicroBatchLimit(1)
     saved.scores.advantages = torch.ones(3)
     columns = {f"0.{name}": value for name, value in mid_batch._columns(saved).items()}

@@ -30,8 +30,9 @@ from hpcrl.rundir.layout import Run, version_of
 from hpcrl.trainer.backends.base import ExportPiece
 from hpcrl.trainer.backends.fsdp.engine import FsdpPolicy
 from hpcrl.trainer.distributed import World
-from hpcrl.trainer.models.hf import export_config, policy_source, reference_source
-from hpcrl.trainer.packing import PackedSamples, pack
+from hpcrl.trainer.models.build import policy_source, reference_source
+from hpcrl.trainer.models.hf import export_config
+from hpcrl.trainer.packing import PackedRows, pack
 from hpcrl.trainer.saving.publish import Publisher
 from hpcrl.trainer.saving.shards import ShardPlan, ShardWriter
 from tests.paths import CONFIGS
@@ -62,7 +63,7 @@ def run(tmp_path: Path) -> Run:
     return make_run(tmp_path / "run")
 
 
-def packed() -> PackedSamples:
+def packed() -> PackedRows:
     generator = torch.Generator().manual_seed(5)
     return pack([make_sample(generator, length, prompt=2) for length in (9, 5, 12)])
 

@@ -88,18 +88,18 @@ def hinted(world: World, options: dict[str, Any]) -> None:
     assert file is not None
     (mini,) = load_mini_batches(run, file.batch, trainer, (limit, limit), world, Reduction())
     score(engine, mini, limit, old=True, reference=False)
-    shares = score_by_hints([mini], engine, trainer, (limit, limit), lambda: None)
-    found, scores = {"hinted": torch.tensor(shares["distillation/hinted"])}, mini.samples.scores
-    mask = mini.samples.whole().sampling_mask
+    shares = score_by_hints([mini], engine, trainer.distillation, (limit, limit), lambda: None)
+    found, scores = {"hinted": torch.tensor(shares["distillation/hinted"])}, mini.rows.scores
+    mask = mini.rows.whole().sampling_mask
     assert mask is not None
     columns = {
-        "logprobs": scores.teacher_logprobs, "old": scores.old_logprobs, "labels": mini.samples.labels, "ids": scores.teacher_ids,
+        "logprobs": scores.teacher_logprobs, "old": scores.old_logprobs, "labels": mini.rows.labels, "ids": scores.teacher_ids,
         "top": scores.teacher_top, "unmasked": (mask < 0).all(1).float(),
     }  # fmt: skip
-    for view in views([mini.samples]):
+    for view in views([mini.rows]):
         for name, column in columns.items():
             if column is not None:
-                trained = view.of(mini.samples.loss_mask) > 0
+                trained = view.of(mini.rows.loss_mask) > 0
                 found[f"{view.ref.group}.{view.ref.index}.{name}"] = view.of(column)[trained].clone()
     save_file(found, Path(options["out"]) / f"{world.rank}.safetensors")
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 pytest.importorskip("megatron.core")
 
 from hpcrl.config import Config
-from hpcrl.config.scorers import scorer_sets, teacher_layout, teacher_ranks
+from hpcrl.config.scorers import scorer_sets
 from hpcrl.data.batch_file import write_batch
 from hpcrl.launch.submit.models import check_layouts
 from hpcrl.rundir.commit import write_text
@@ -116,7 +116,7 @@ def test_however_ranks_share_it_a_teacher_says_the_same(
     config, batch = configured(run, teachers / teacher, *settings)
     expected = ScoringModel(run, config, scorer_sets(config)[0], alone).scores(batch.groups, lambda: None)
     config, _ = configured(run, teachers / teacher, *sizes(**layout), *settings)
-    assert teacher_ranks(config.trainer.distillation) == 4
+    assert config.trainer.distillation.ranks_per_replica == 4
     assert not list(check_layouts(config))
     scores = ("scoring.scenarios:scores", {"run": str(run.path), "out": str(tmp_path)})
     four.play([scores, ("backends.megatron.leave:leave", {})])
@@ -150,8 +150,8 @@ def test_a_copy_has_the_ranks_that_its_sizes_need(
 ) -> None:
     config, _ = configured(make_run(tmp_path / "run"), teachers / "dense", *sizes(**of))
     distillation = config.trainer.distillation
-    assert teacher_ranks(distillation) == ranks
-    assert teacher_layout(distillation).expert_tensor_parallel_size == expert_tensor
+    assert distillation.ranks_per_replica == ranks
+    assert distillation.megatron_layout.expert_tensor_parallel_size == expert_tensor
 
 
 @pytest.mark.parametrize(

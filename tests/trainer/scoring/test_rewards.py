@@ -20,12 +20,13 @@ from hpcrl.rundir.commit import write_bytes, write_text
 from hpcrl.rundir.layout import Run
 from hpcrl.trainer.batching import mini_batches
 from hpcrl.trainer.distributed import World
-from hpcrl.trainer.samples import load_samples
+from hpcrl.trainer.samples import load_rows
 from hpcrl.trainer.scoring.model import ScoringModel
 from hpcrl.trainer.scoring.reward import RewardScoringModel
 from hpcrl.types import Batch, GroupMeta
 from tests.paths import QUICKSTART
 from tests.reward_service.material import POLICY, load, write_reward_model
+from tests.rows import group_meta
 from tests.trainer.material import make_batch, make_run, views
 from tests.trainer.ranks import Ranks
 
@@ -163,7 +164,7 @@ def test_a_score_is_paid_at_the_last_token(tmp_path: Path) -> None:
     scores: list[list[float | None]] = [[0.5, -1.0, 2.0], [1.0, None, 0.25]]
     named = judged(run, batch, scores)
     refs = mini_batches(named, 2)[0]
-    plain, found = load_samples(run, batch, refs), load_samples(run, named, refs)
+    plain, found = load_rows(run, batch, refs), load_rows(run, named, refs)
     assert found.unscored == 1
     for before, after in zip(views([plain]), views([found]), strict=True):
         group, index = after.ref.group, after.ref.index
@@ -180,13 +181,16 @@ def test_of_a_sample_of_several_rows_the_last_one_has_it(tmp_path: Path) -> None
     run = make_run(tmp_path / "run")
     batch = make_batch(run, 1, groups=1, size=3)
     (group,) = batch.groups
-    rows = replace(group, rows=[2, 1], rewards=group.rewards[1:], stop_reasons=["stop"] * 2, response_lengths=[2, 2])
+    rows = group_meta(
+        group_id=group.group_id, path=group.path, rewards=group.rewards[1:], lengths=group.lengths,
+        response_lengths=[2, 2], stop_reasons=["stop"] * 2, rows=[2, 1],
+    )  # fmt: skip
     content, rows = group_bytes(read_group(run.path / group.path), rows, [said(0, 0), said(0, 1)])
     write_bytes(run.path / group.path, content)
     assert read_conversations(run.path / group.path, rows) == [said(0, 0), said(0, 1)]
     assert check_group(run.path / group.path, rows)
     named = judged(run, replace(batch, groups=[rows]), [[1.0, None]])
-    found = load_samples(run, named, mini_batches(named, 1)[0])
+    found = load_rows(run, named, mini_batches(named, 1)[0])
     sums = {view.ref.index: view.of(found.rewards).sum().item() for view in views([found])}
     assert sums[0] == pytest.approx(group.rewards[0], abs=1e-6), "an earlier turn is as it was"
     assert sums[1] == pytest.approx(named.groups[0].rewards[0], abs=1e-6)
@@ -202,7 +206,7 @@ def test_what_teachers_and_reward_models_say_lies_beside_each_other(judge: Path,
     groups = [
         replace(group, scores={**group.scores, reference.name: digests[group.group_id]}) for group in named.groups
     ]
-    packed = load_samples(run, replace(named, groups=groups), mini_batches(named, 4)[0])
+    packed = load_rows(run, replace(named, groups=groups), mini_batches(named, 4)[0])
     assert packed.scores.ref_logprobs is not None
     assert reward.role == REWARD
 

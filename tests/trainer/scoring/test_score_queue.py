@@ -22,6 +22,7 @@ from hpcrl.runtime.http_server import BadRequest
 from hpcrl.types import Batch, GroupMeta, Work
 from tests.controller.test_api import finish, make_run, prompts
 from tests.controller.test_service import SCHEDULE
+from tests.rows import group_meta
 
 TEACHERS, BOTH = ["teacher-1", "teacher-1"], ["teacher-1", "reference-2"]
 EVAL_OFF = replace(SCHEDULE, eval_interval=0)
@@ -29,7 +30,7 @@ EVAL_OFF = replace(SCHEDULE, eval_interval=0)
 
 def group(number: int, rows: int = 2) -> GroupMeta:
     name = f"g{number:08d}"
-    return GroupMeta(
+    return group_meta(
         group_id=name, kind="train", replica=0, path=f"samples/0/{name}.safetensors", rewards=[1.0] * rows, lengths=[5] * rows,
         response_lengths=[2] * rows, stop_reasons=["stop"] * rows, oldest_version=0, newest_version=0, data_source="x", seconds=0.0,
     )  # fmt: skip

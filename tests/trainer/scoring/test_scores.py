@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hpcrl.algorithms.distillation import teacher_advantages
 from hpcrl.config import AlgorithmConfig, Config, TrainerConfig
-from hpcrl.config.derive import policy_model
 from hpcrl.config.scorers import REFERENCE, TEACHER, judges_of, scorer_sets
 from hpcrl.config.sections.distillation import DistillationConfig
 from hpcrl.config.sections.model import Pretrained
@@ -29,8 +28,8 @@ from hpcrl.rundir.layout import Run
 from hpcrl.trainer.advantages import no_advantages, subtract_divergence
 from hpcrl.trainer.batching import MicroBatchLimit, mini_batches
 from hpcrl.trainer.distributed import World
-from hpcrl.trainer.packing import PackedSamples, Scores
-from hpcrl.trainer.samples import load_mini_batches, load_samples
+from hpcrl.trainer.packing import PackedRows, Scores
+from hpcrl.trainer.samples import load_mini_batches, load_rows
 from hpcrl.trainer.scoring.model import ScoringModel, require_same_vocabulary
 from hpcrl.types import Batch
 from tests.paths import QUICKSTART
@@ -78,9 +77,7 @@ def test_scorers_find_what_the_trainer_finds_beside_the_policy(
     assert engine._reference is not None
     engine._reference.forward_config = engine._model.forward_config
     score(engine, mini, MicroBatchLimit(4), old=False, reference=True)
-    expected = {
-        (view.ref.group, view.ref.index): view.of(mini.samples.scores.ref_logprobs) for view in views([mini.samples])
-    }
+    expected = {(view.ref.group, view.ref.index): view.of(mini.rows.scores.ref_logprobs) for view in views([mini.rows])}
     (scorers,) = scorer_sets(config)
     assert scorers.role == role
     one = ScoringModel(run, config, scorers, alone).scores(batch.groups, lambda: None)
@@ -128,7 +125,7 @@ def test_the_most_probable_tokens_are_those_of_the_teacher(chunk: int, tmp_path:
     digests = write_scores(run, NAME, [(group, scored[group.group_id]) for group in batch.groups])
     named = replace(batch, groups=[replace(one, scores={NAME: digests[one.group_id]}) for one in batch.groups])
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
-    packed = load_samples(run, named, mini_batches(named, 4)[0])
+    packed = load_rows(run, named, mini_batches(named, 4)[0])
     for view in views([packed]):
         with torch.no_grad():
             whole_TV = model(view.of(packed.token_ids)[None]).logits[0].log_softmax(-1)
@@ -155,19 +152,19 @@ def test_prompts_are_scored_and_learned_where_they_are_to_be(tmp_path: Path, alo
     (whole,) = load_mini_batches(run, named, trainer(), limits, alone, reduction())
     assert mini.tokens == sum(length - 1 for group in batch.groups for length in group.lengths)
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
-    mini.samples.scores.old_logprobs = torch.full_like(mini.samples.loss_mask, -0.25)
-    mini.samples.complete_rollout()
-    chosen = {(view.ref.group, view.ref.index): view for view in views([whole.samples])}
-    for view in views([mini.samples]):
+    mini.rows.scores.old_logprobs = torch.full_like(mini.rows.loss_mask, -0.25)
+    mini.rows.complete_rollout()
+    chosen = {(view.ref.group, view.ref.index): view for view in views([whole.rows])}
+    for view in views([mini.rows]):
         own = chosen[view.ref.group, view.ref.index]
-        mask_T, told_T = own.of(whole.samples.loss_mask) > 0, own.of(whole.samples.rollout_logprobs)
+        mask_T, told_T = own.of(whole.rows.loss_mask) > 0, own.of(whole.rows.rollout_logprobs)
         expected = torch.where(mask_T, told_T, -0.25)
         expected[-1] = 0  # nothing is predicted there
-        torch.testing.assert_close(view.of(mini.samples.rollout_logprobs), expected)
+        torch.testing.assert_close(view.of(mini.rows.rollout_logprobs), expected)
         with torch.no_grad():
-            logits_TV = model(view.of(mini.samples.token_ids)[None]).logits[0]
+            logits_TV = model(view.of(mini.rows.token_ids)[None]).logits[0]
         top = logits_TV.log_softmax(-1).topk(2)
-        assert view.of(mini.samples.scores.teacher_ids)[:-1].tolist() == top.indices[:-1].tolist()
+        assert view.of(mini.rows.scores.teacher_ids)[:-1].tolist() == top.indices[:-1].tolist()
 
 
 def test_a_teacher_judges_the_tokens_that_the_policy_names(tmp_path: Path, alone: World) -> None:
@@ -187,7 +184,7 @@ def test_a_teacher_judges_the_tokens_that_the_policy_names(tmp_path: Path, alone
     assert [at for at, row in enumerate(scored[groups[1].group_id]) if np.isnan(row.logprobs).any()] == [2]
     digests = write_scores(run, NAME, [(group, scored[group.group_id]) for group in groups])
     batch = Batch(1, [replace(one, scores={NAME: digests[one.group_id]}) for one in groups], 4)
-    packed = load_samples(run, batch, mini_batches(batch, 4)[0])
+    packed = load_rows(run, batch, mini_batches(batch, 4)[0])
     assert packed.unscored == 1
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
     for view in views([packed]):
@@ -207,7 +204,7 @@ def test_a_sample_of_which_nothing_is_trained_has_no_prompt_to_learn(tmp_path: P
     failed = replace(second, loss_mask=torch.zeros_like(second.loss_mask))
     (run.path / meta.path).unlink()
     batch = Batch(1, [write_group(run.path / meta.path, [first, failed], meta)], 1)
-    packed = load_samples(run, batch, mini_batches(batch, 1)[0], prompts=True)
+    packed = load_rows(run, batch, mini_batches(batch, 1)[0], prompts=True)
     assert sorted(packed.trained) == [0, len(first.token_ids) - 1]
 
 
@@ -262,12 +259,12 @@ def test_scores_lie_beside_the_tokens_that_they_are_about(role: str, column: str
     values = made_up(batch)
     scored = with_scores(run, batch, role, values)
     refs = [ref for refs in mini_batches(scored, 3) for ref in refs][::-1]
-    found = load_samples(run, scored, refs)
+    found = load_rows(run, scored, refs)
     assert found.unscored == 0
     for view in views([found]):
         expected = torch.from_numpy(values[view.ref.group][view.ref.index])
         torch.testing.assert_close(view.of(getattr(found.scores, column)), expected)
-    assert load_samples(run, scored, []).scores == Scores()
+    assert load_rows(run, scored, []).scores == Scores()
 
 
 def trainer(**settings: Any) -> TrainerConfig:
@@ -282,13 +279,13 @@ def test_a_sample_at_which_the_teacher_failed_is_left_out_and_counted(tmp_path: 
     scored, limits = with_scores(run, batch, TEACHER, values), (MicroBatchLimit(4), MicroBatchLimit(4))
     (mini,) = load_mini_batches(run, scored, trainer(), limits, alone, reduction())
     (whole,) = load_mini_batches(run, batch, trainer(), limits, alone, reduction())
-    lost = {(view.ref.group, view.ref.index): view.trained for view in views([whole.samples])}[2, 1]
+    lost = {(view.ref.group, view.ref.index): view.trained for view in views([whole.rows])}[2, 1]
     assert mini.unscored == 1
     assert mini.tokens == whole.tokens - lost
-    (failed,) = [view for view in views([mini.samples]) if (view.ref.group, view.ref.index) == (2, 1)]
-    assert (failed.trained, failed.of(mini.samples.scores.teacher_logprobs).sum().item()) == (0, 0)
+    (failed,) = [view for view in views([mini.rows]) if (view.ref.group, view.ref.index) == (2, 1)]
+    assert (failed.trained, failed.of(mini.rows.scores.teacher_logprobs).sum().item()) == (0, 0)
     with pytest.raises(
-        DataError, match=r"failed at 1 of the 12 samples of step 1, more than trainer.max_unscored_ratio = 0.05"
+        DataError, match=r"failed at 1 of the 12 rows of step 1, more than trainer.max_unscored_ratio = 0.05"
     ):
         load_mini_batches(run, scored, trainer(max_unscored_ratio=0.05), limits, alone, reduction())
 
@@ -309,10 +306,10 @@ def test_a_score_that_is_gone_or_changed_is_named(tmp_path: Path) -> None:
     content[-3] ^= 1
     first.write_bytes(content)
     with pytest.raises(DamagedError, match=f"score file {first} is damaged"):
-        load_samples(run, scored, refs)
+        load_rows(run, scored, refs)
     first.unlink()
     with pytest.raises(DamagedError, match=f"score file {first} is missing"):
-        load_samples(run, scored, refs)
+        load_rows(run, scored, refs)
     assert second.exists()
 
 
@@ -322,7 +319,7 @@ def test_advantages_are_less_by_the_divergence_from_the_teacher(rollout: bool, d
     run = make_run(tmp_path / "run")
     batch = make_batch(run, 1, groups=2, size=2)
     scored = with_scores(run, batch, TEACHER, made_up(batch))
-    samples = load_samples(run, scored, mini_batches(scored, 2)[0])
+    samples = load_rows(run, scored, mini_batches(scored, 2)[0])
     no_advantages([samples])
     samples.scores.old_logprobs = torch.full_like(samples.loss_mask, -0.25)
     settings = DistillationConfig(enable=True, kl_penalty_coef=0.5, kl_discount_factor=discount)
@@ -347,7 +344,7 @@ def test_advantages_are_less_by_the_divergence_from_the_teacher(rollout: bool, d
     )
 
 
-def empty() -> PackedSamples:
+def empty() -> PackedRows:
     """A rank may have no samples at all."""
     from hpcrl.trainer.packing import pack
 
@@ -372,7 +369,7 @@ def test_a_teacher_may_have_another_chat_template(tmp_path: Path) -> None:
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     tokenizer.save_pretrained(tmp_path)
     config = Config.from_toml([QUICKSTART])
-    require_same_vocabulary(Pretrained(str(tmp_path)), policy_model(config.trainer), config)
+    require_same_vocabulary(Pretrained(str(tmp_path)), config.trainer.policy.model.pretrained, config)
 
 
 def test_scores_have_another_name_where_settings_decide_what_they_are() -> None:

@@ -7,9 +7,10 @@ nothing, and what the others leave different is not known afterwards.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from types import MappingProxyType
 
 from hpcrl.convert.skyrl.shell import conditions
 from hpcrl.convert.skyrl.shell.grammar import (
@@ -49,10 +50,12 @@ class Started:
     Attributes:
         words: expanded, with marks where a part is known only when the script runs.
         condition: what decides whether it is started; empty where it always is.
+        environment: variables that the script exports to it.
     """
 
     words: list[str]
     condition: str
+    environment: Mapping[str, str]
 
 
 @dataclass
@@ -70,15 +73,20 @@ class Script:
     unread: list[str] = field(default_factory=list)
 
 
-def follow(text: str) -> Script:
+def follow(text: str, environment: Mapping[str, str] = MappingProxyType({}), arguments: Sequence[str] = ()) -> Script:
     """Return what a script starts.
+
+    Args:
+        environment: variables that are set when it begins; others count as not set.
+        arguments: of the script.
 
     Raises:
         NotUnderstood: it is no shell script, or has what is not understood.
         ValueError: what stands inside ${...} is not understood.
     """
     runner = _Runner(Script())
-    state = State(assumed=runner.script.assumed)
+    state = State(dict(environment), arguments=list(arguments), assumed=runner.script.assumed)
+    state.exported |= set(environment)
     runner.sequence(parse(text.replace("\ue000", "").replace("\ue001", "")), state)
     return runner.script
 
@@ -217,7 +225,7 @@ class _Runner:
         if name in _DECLARING:
             if any(not assignment(word)[0] and plain(word) is None for word in words[1:]):
                 self.script.unread.append(node.source)  # export $(cat .env)
-            self._declare(words[1:], state)
+            self._declare(words[1:], state, name == "export")
             return True
         if name in ("[", "test"):
             texts = state.fields(words[1:], assume=True)
@@ -250,12 +258,15 @@ class _Runner:
         elif name not in _SILENT:
             set_for_it = [f"{assignment(word)[0]}={state.text(assignment(word)[1])}" for word in own]
             condition = next((one for one in reversed(self.conditions) if one), "")
-            self.script.started.append(Started([*set_for_it, *texts], condition))
+            exported = {name: text for name, text in state.variables.items() if name in state.exported}
+            self.script.started.append(Started([*set_for_it, *texts], condition, exported))
         return None
 
-    def _declare(self, words: tuple[Word, ...], state: State) -> None:
+    def _declare(self, words: tuple[Word, ...], state: State, exported: bool) -> None:
         for word in words:
             name, value, append = assignment(word)
+            if exported and (variable := name or plain(word)):
+                state.exported.add(variable)
             if name and "-i" in map(plain, words):
                 state.forget(name)  # a sum
             elif name:

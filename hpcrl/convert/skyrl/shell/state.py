@@ -49,6 +49,11 @@ def unknown_parts(text: str) -> list[str]:
     return [part[1:-1] for part in _UNKNOWN.findall(text)]
 
 
+def replaced_unknown(text: str, instead: str) -> str:
+    """Return a text with something else in place of what is known only when the script runs."""
+    return _UNKNOWN.sub(lambda _: instead, text)
+
+
 def shown(text: str) -> str:
     """Return a text without the marks."""
     return text.replace(OPEN, "").replace(CLOSE, "")
@@ -63,6 +68,7 @@ class State:
         arrays: those that are arrays, to their items.
         arguments: of the function that runs, or of the script, which has none.
         assumed: variables of the environment that count as not set, because the script has a value for that case.
+        exported: names of variables that commands get.
         ended: "exit" or "return" where nothing follows.
     """
 
@@ -70,10 +76,11 @@ class State:
     arrays: dict[str, list[str]] = field(default_factory=dict)
     arguments: list[str] = field(default_factory=list)
     assumed: set[str] = field(default_factory=set)
+    exported: set[str] = field(default_factory=set)
     ended: str = ""
 
     def branch(self) -> State:
-        """Return a copy, which shares only what is assumed."""
+        """Return a copy, which shares only what is assumed and exported."""
         found = copy.copy(self)
         found.variables, found.arrays, found.arguments = dict(self.variables), dict(self.arrays), list(self.arguments)
         return found

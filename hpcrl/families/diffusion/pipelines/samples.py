@@ -1,7 +1,7 @@
 """What a sample of a diffusion policy is as a row: its prompt's tokens, then one entry for each denoising step that is trained.
 
 The id of such an entry is the number of the prompt's tokens that there are, plus the number of the step in the sampler, so that no id is both. What is not a
-number for each entry lies in `Sample.tensors`:
+number for each entry lies in `Row.tensors`:
 
     steps         [S] int32, the numbers of these steps
     sigmas        [N + 1] float32, noise levels of the sampler

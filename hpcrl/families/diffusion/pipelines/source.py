@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpcrl.config.sections.diffusers import DiffusersConfig
 from hpcrl.config.sections.model import Pretrained
+from hpcrl.data.entries import read_entries
 from hpcrl.errors import DataError, RunError
 from hpcrl.families.diffusion.pipelines.kinds import PipelineKind, Sana, StableDiffusion3
 from hpcrl.families.diffusion.pipelines.videos import Cosmos, SanaVideo, Wan
@@ -89,8 +89,8 @@ class PipelineSource:
     def entries(self, file: str) -> Mapping[str, Any]:
         """Return a JSON file of the pipeline, by its path in it. Raises DataError where it cannot be read."""
         try:
-            return json.loads((self.folder / file).read_text())
-        except (OSError, ValueError) as error:
+            return read_entries(self.folder / file)
+        except (OSError, DataError) as error:
             raise self.not_a_pipeline(error) from error
 
     @cached_property

@@ -18,11 +18,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
-from hpcrl.config.adapters import begins_from_weights, reference_follows, reference_has_values, reference_is_base
-from hpcrl.config.derive import ref_sharding, self_teacher
-from hpcrl.config.scorers import trainer_has_reference
 from hpcrl.config.sections.model import CriticConfig, OptimizerConfig, PolicyConfig
-from hpcrl.config.sections.trainer import TrainerConfig
+from hpcrl.config.sections.trainer import Recomputation, TrainerConfig
 from hpcrl.trainer.backends.base import ExportPiece, MicroBatches, Objective, StepReport, Writer, merge
 from hpcrl.trainer.backends.fsdp.host_state import HostState
 from hpcrl.trainer.backends.fsdp.model import (
@@ -45,8 +42,9 @@ from hpcrl.trainer.backends.schedule import lr_factor
 from hpcrl.trainer.backends.shares import read, write_folders
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.models.adapter import Adapter
-from hpcrl.trainer.models.forward import DTYPES, ForwardConfig, computing, forward_config, reference_experts
-from hpcrl.trainer.models.hf import ModelSource, export_config, policy_source, reference_source
+from hpcrl.trainer.models.build import forward_config, policy_source, reference_source
+from hpcrl.trainer.models.forward import DTYPES, ForwardConfig, computing
+from hpcrl.trainer.models.hf import ModelSource, export_config
 from hpcrl.trainer.models.layers.choice import Kernels
 from hpcrl.trainer.models.layers.low_precision import without_fp8
 from hpcrl.trainer.models.layers.recompute import recompute
@@ -70,10 +68,11 @@ class FsdpEngine(Generic[Model]):
 
     Args:
         section: the trainer's section about `model`.
+        recomputation: None: all activations are kept.
     """
 
     def __init__(
-        self, model: Model, section: PolicyConfig | CriticConfig, trainer: TrainerConfig, world: World
+        self, model: Model, section: PolicyConfig | CriticConfig, recomputation: Recomputation | None, world: World
     ) -> None:
         self._model, self._world, self.data = model, world, model.data or world
         self._optimizer_config: OptimizerConfig = section.optimizer_config
@@ -83,9 +82,9 @@ class FsdpEngine(Generic[Model]):
         self._scale = LossScale.of(section.fsdp_config.mixed_precision.param_dtype)
         self.updates = 0
         self._total_updates = 0
-        if trainer.gradient_checkpointing:
+        if recomputation is not None:
             offload = isinstance(section, PolicyConfig) and section.activation_offload
-            recompute(model.model, trainer, offload=offload)
+            recompute(model.model, recomputation, offload=offload)
         self._optimizer = make_adam([each for each in model.parameters() if each.requires_grad], self._optimizer_config)
 
     def schedule(self, total_updates: int) -> None:
@@ -217,11 +216,16 @@ class FsdpExported(FsdpEngine[Model]):
     """
 
     def __init__(
-        self, model: Model, source: ModelSource, section: PolicyConfig, trainer: TrainerConfig, world: World
+        self,
+        model: Model,
+        source: ModelSource,
+        section: PolicyConfig,
+        recomputation: Recomputation | None,
+        world: World,
     ) -> None:
-        super().__init__(model, section, trainer, world)
+        super().__init__(model, section, recomputation, world)
         self.source = source
-        self._first_values = self._copied() if begins_from_weights(section.model.lora) else {}
+        self._first_values = self._copied() if section.model.lora.begins_from_weights else {}
 
     def export_pieces(self, dtype: torch.dtype) -> list[ExportPiece]:
         everyone, model = range(self._world.size), self._model.model
@@ -327,19 +331,19 @@ class FsdpPolicy(FsdpExported[ProbabilityModel]):
             packed, source, section.fsdp_config, forward, world,
             trained=section, seed=trainer.seed, kernels=Kernels.of(section), data=data,
         )  # fmt: skip
-        super().__init__(model, source, section, trainer, world)
+        super().__init__(model, source, section, trainer.recomputation, world)
         self._reference: ProbabilityModel | None = None
-        self._reference_is_base = reference_is_base(trainer)
-        if trainer_has_reference(trainer) and not self._reference_is_base:
-            known = replace(forward, vocabulary=model.head.out_features, experts=reference_experts(trainer))
-            averaged = self_teacher(trainer) == "ema"
+        self._reference_is_base = trainer.reference_is_base
+        if trainer.colocated_reference and not self._reference_is_base:
+            known = replace(forward, vocabulary=model.head.out_features, experts=trainer.reference_experts)
+            averaged = trainer.distillation.self_teacher_model == "ema"
             self._reference = load_model(
-                packed, reference_source(trainer, source), ref_sharding(trainer), known, world,
+                packed, reference_source(trainer, source), trainer.ref_sharding, known, world,
                 averaged=averaged, kernels=Kernels.of(section), data=data,
             )  # fmt: skip
-            if reference_follows(trainer):
+            if trainer.reference_follows:
                 require_same_shape(self._reference, model)
-        self._reference_values = self._without_adapters() if reference_has_values(trainer) else {}
+        self._reference_values = self._without_adapters() if trainer.reference_has_values else {}
         self._reference_moved = False
         self.dtype = DTYPES[section.fsdp_config.mixed_precision.param_dtype]
 

@@ -23,7 +23,6 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import PreTrainedModel
 
-from hpcrl.config.derive import copy_ranks, needs_fsdp
 from hpcrl.config.sections.model import FSDPConfig
 from hpcrl.data.vision.families import family_of
 from hpcrl.errors import DataError, did_you_mean
@@ -46,7 +45,7 @@ def shard(root: nn.Module, model: PreTrainedModel, fsdp: FSDPConfig, dtype: str,
         DataError: fsdp.wrap_policy names a class that the model does not have or that cannot be a unit, or ranks cannot share its experts.
     """
     inner = units(model, fsdp.wrap_policy)
-    if not needs_fsdp(fsdp, world.size, dtype, on_gpu=world.device.type == "cuda"):
+    if not fsdp.is_needed(world.size, dtype, on_gpu=world.device.type == "cuda"):
         return
     size = _copy_ranks(root, fsdp, world)
     mesh = _mesh(size, world)
@@ -93,7 +92,7 @@ def _copy_ranks(root: nn.Module, fsdp: FSDPConfig, world: World) -> int:
         memory = -world.max([-torch.cuda.get_device_properties(world.device).total_memory])[0]
     # of what is trained there are a gradient and two moments too
     state = sum(weight.nbytes * (4 if weight.requires_grad else 1) for weight in root.parameters())
-    return copy_ranks(fsdp.fsdp_size, world.size, on_node, state, memory, fsdp.expert_parallel_size)
+    return fsdp.copy_ranks(world.size, on_node, state, memory)
 
 
 def _mesh(size: int, world: World) -> DeviceMesh:

@@ -7,14 +7,12 @@ from dataclasses import replace
 
 import torch
 
-from hpcrl.config.derive import critic_model_parallel_size
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.trainer.backends.base import MicroBatches
 from hpcrl.trainer.backends.fsdp.engine import FsdpEngine, FsdpExported
 from hpcrl.trainer.backends.fsdp.model import PackedCritic, PackedRewardModel, load_model
 from hpcrl.trainer.distributed import World
-from hpcrl.trainer.models.forward import forward_config
-from hpcrl.trainer.models.hf import critic_source, policy_source
+from hpcrl.trainer.models.build import critic_source, forward_config, policy_source
 from hpcrl.trainer.models.layers.choice import Kernels
 
 
@@ -29,7 +27,7 @@ class FsdpRewardModel(FsdpExported[PackedRewardModel]):
             PackedRewardModel, source, section.fsdp_config, forward, world,
             trained=section, seed=trainer.seed, kernels=Kernels.of(section), data=data,
         )  # fmt: skip
-        super().__init__(model, source, section, trainer, world)
+        super().__init__(model, source, section, trainer.recomputation, world)
 
     def values(self, batches: MicroBatches) -> Iterator[torch.Tensor]:
         return (values_P for values_P, *_ in self._each_without_gradient(self._model, batches))
@@ -40,12 +38,12 @@ class FsdpCritic(FsdpEngine[PackedCritic]):
 
     def __init__(self, trainer: TrainerConfig, world: World) -> None:
         section, forward = trainer.critic, forward_config(trainer)
-        data = world.sharing(critic_model_parallel_size(trainer))
+        data = world.sharing(trainer.critic_model_parallel_size)
         model = load_model(
             PackedCritic, critic_source(trainer), section.fsdp_config, forward, world,
             trained=section, seed=trainer.seed, data=data,
         )  # fmt: skip
-        super().__init__(model, section, trainer, world)
+        super().__init__(model, section, trainer.recomputation, world)
 
     def values(self, batches: MicroBatches) -> Iterator[torch.Tensor]:
         return (values_P for values_P, *_ in self._each_without_gradient(self._model, batches))

@@ -16,8 +16,6 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import nn
 
-from hpcrl.config.adapters import begins_from_weights, reference_follows, reference_has_values, reference_is_base
-from hpcrl.config.scorers import trainer_has_reference
 from hpcrl.config.sections.megatron import MegatronModelConfig
 from hpcrl.config.sections.model import CriticConfig, PolicyConfig
 from hpcrl.config.sections.trainer import TrainerConfig
@@ -38,22 +36,9 @@ from hpcrl.trainer.backends.reference import REFERENCE, exchanged, forget_moment
 from hpcrl.trainer.backends.schedule import lr_factor
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.models.adapter import Adapter, made_adapter
-from hpcrl.trainer.models.forward import (
-    DTYPES,
-    ForwardConfig,
-    computing,
-    forward_config,
-    reference_experts,
-    score_places,
-)
-from hpcrl.trainer.models.hf import (
-    CriticSource,
-    ModelSource,
-    critic_source,
-    export_config,
-    policy_source,
-    reference_source,
-)
+from hpcrl.trainer.models.build import critic_source, forward_config, policy_source, reference_source
+from hpcrl.trainer.models.forward import DTYPES, ForwardConfig, computing, score_places
+from hpcrl.trainer.models.hf import CriticSource, ModelSource, export_config
 from hpcrl.trainer.models.logprobs import among_zeros
 from hpcrl.trainer.packing import untrained_micro_batch
 from hpcrl.types import MicroBatch
@@ -182,7 +167,7 @@ class MegatronExported(MegatronEngine[Model]):
     ) -> None:
         super().__init__(kind, source, forward, trainer.policy, "trainer.policy", trainer, world)
         self.source, self.dtype = source, DTYPES[trainer.policy.megatron_config.dtype]
-        self._first_values = self._copied() if begins_from_weights(self._lora) else {}
+        self._first_values = self._copied() if self._lora.begins_from_weights else {}
 
     def export_pieces(self, dtype: torch.dtype) -> list[ExportPiece]:
         return export_pieces(self._chunks, self._architecture, dtype, self._world)
@@ -237,8 +222,8 @@ class MegatronPolicy(MegatronExported[PolicyModel]):
         forward = forward_config(trainer, temperature)
         super().__init__(PolicyModel, policy_source(trainer), forward, trainer, world)
         self._reference: list[PolicyModel] | None = None
-        self._reference_is_base = reference_is_base(trainer)
-        if trainer_has_reference(trainer) and not self._reference_is_base:
+        self._reference_is_base = trainer.reference_is_base
+        if trainer.colocated_reference and not self._reference_is_base:
             megatron = trainer.ref.megatron_config
             source = reference_source(trainer)
             known = replace(forward, vocabulary=self.vocabulary)
@@ -246,14 +231,14 @@ class MegatronPolicy(MegatronExported[PolicyModel]):
             for chunk in chunks:
                 chunk.requires_grad_(False)
             self._reference = chunks
-            experts = reference_experts(trainer)
+            experts = trainer.reference_experts
             self._reference_pipeline = Pipeline(
                 chunks, self.data, dynamic=megatron.pipeline_dynamic_shape,
                 routing=MegatronRouting(chunks, experts, self.data.size) if experts else None,
             )  # fmt: skip
-            if reference_follows(trainer):
+            if trainer.reference_follows:
                 self._require_same_shape()
-        self._reference_values = self._without_adapters() if reference_has_values(trainer) else {}
+        self._reference_values = self._without_adapters() if trainer.reference_has_values else {}
         self._reference_moved = False
 
     def logprobs(self, batches: MicroBatches, *, reference: bool = False) -> Iterator[torch.Tensor]:

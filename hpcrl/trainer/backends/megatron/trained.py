@@ -8,7 +8,6 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from transformers import PreTrainedModel
 
-from hpcrl.config.adapters import begins_from_weights
 from hpcrl.config.sections.model import CriticConfig, PolicyConfig
 from hpcrl.errors import DataError
 from hpcrl.trainer.backends.megatron.adapters.add import add_adapters, take_from_weights
@@ -60,7 +59,7 @@ def mark_trained(
             adapted.update(add_adapters(chunks, architecture, model, lora, path, seed, shared=shared))
 
     world.all_gather(apply)
-    if begins_from_weights(lora):
+    if lora.begins_from_weights:
         take_from_weights(chunks, architecture, adapted, lora, seed, world, shared=shared)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from megatron.core.models.gpt import GPTModel
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from hpcrl.data.entries import read_entries
 from hpcrl.data.models.files import model_folder
 from hpcrl.errors import DataError
 from hpcrl.trainer.backends.base import ExportPiece
@@ -53,7 +53,9 @@ class _Files:
         if (directory / _ONE_FILE).is_file():
             return dict.fromkeys(self._file(directory / _ONE_FILE).keys(), directory / _ONE_FILE)
         if (directory / _INDEX).is_file():
-            places = json.loads((directory / _INDEX).read_text())["weight_map"]
+            places = read_entries(directory / _INDEX).get("weight_map")
+            if not isinstance(places, dict) or any(Path(str(file)).name != file for file in places.values()):
+                raise ValueError(f"{directory / _INDEX} has no weight_map of names of files beside it")
             return {name: directory / file for name, file in places.items()}
         raise DataError(
             f"model {self._source.path!r} has neither {_ONE_FILE} nor {_INDEX}, which trainer.strategy=megatron reads; if its "

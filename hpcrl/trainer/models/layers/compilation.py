@@ -1,66 +1,15 @@
-"""Whether torch.compile is used where the configuration leaves it open: on GPUs, for what it was measured with, where a compiler works."""
+"""Whether a compiler works for torch.compile, and eager code where it does not."""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 
 import torch
 from torch._dynamo.exc import TorchDynamoException
 
-from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.trainer.distributed import World
-from hpcrl.trainer.models.hf import policy_source
 
 log = logging.getLogger(__name__)
-
-_SETTINGS = "compile_model", "use_torch_compile"
-_PLAIN = {"llama", "mistral", "qwen2", "qwen3"}
-"""Model types whose layers are attention and a gated MLP, and nothing else."""
-
-
-def with_compilation(trainer: TrainerConfig, world: World) -> TrainerConfig:
-    """Return the section with `compile_model` and `use_torch_compile` set, the same on every rank. All ranks call it.
-
-    Where both are left open and this turns them on, code that torch cannot compile later runs eagerly: a frame is compiled before any of it
-    has run, so ranks need not agree on that. What is set to true raises torch's error instead.
-
-    Raises:
-        DataError: the policy's path holds no model.
-    """
-    policy = trainer.policy
-    unset = [name for name in _SETTINGS if getattr(policy, name) is None]
-    if not unset:
-        return trainer
-    compiles = (
-        world.device.type == "cuda"
-        and _measured(trainer)
-        and world.rank0_broadcast(lambda: policy_source(trainer).config().model_type in _PLAIN)
-        and compiler_works(world)
-    )
-    if compiles and len(unset) == len(_SETTINGS):
-        fall_back_to_eager()
-    return replace(trainer, policy=replace(policy, **dict.fromkeys(unset, compiles)))
-
-
-def _measured(trainer: TrainerConfig) -> bool:
-    policy, fsdp = trainer.policy, trainer.policy.fsdp_config
-    others = (
-        trainer.shared_prefixes,
-        trainer.gradient_checkpointing_use_reentrant,
-        trainer.gradient_checkpointing_keep != "nothing",
-        policy.activation_offload,
-        policy.enable_liger_kernel,
-        policy.low_precision.fp8,
-        policy.sequence_parallel_size > 1,
-        fsdp.cpu_offload,
-    )
-    return (
-        not any(others)
-        and trainer.use_sample_packing
-        and trainer.flash_attn
-        and fsdp.mixed_precision.param_dtype == "bf16"
-    )
 
 
 def compiler_works(world: World) -> bool:

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hpcrl.config.sections.trainer import TrainerConfig
+from hpcrl.config.sections.trainer import Recomputation
 
 # what scaled_dot_product_attention and varlen_attn become, but for the kernel that has all scores
 _ATTENTION = [
@@ -25,16 +25,16 @@ _ATTENTION = [
 ]
 
 
-def recompute(model: PreTrainedModel, trainer: TrainerConfig, *, offload: bool) -> None:
-    """Let layers of a model in training keep no more than their inputs, as the settings gradient_checkpointing* say.
+def recompute(model: PreTrainedModel, settings: Recomputation, *, offload: bool) -> None:
+    """Let layers of a model in training keep no more than their inputs, and what the settings keep.
 
     Args:
         offload: the inputs are kept in host memory, pinned where there is a GPU, so that the host does not wait for copies.
     """
-    options: dict[str, Any] = {"use_reentrant": trainer.gradient_checkpointing_use_reentrant}
-    if trainer.gradient_checkpointing_keep == "attention":
+    options: dict[str, Any] = {"use_reentrant": settings.reentrant}
+    if settings.keep == "attention":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _ATTENTION)
-    model.gradient_checkpointing_enable(options, trainer.gradient_checkpointing_every)
+    model.gradient_checkpointing_enable(options, settings.every)
     if offload:  # not transformers' own, which wants pinned memory where there is no GPU either
         layers: list[Any] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
         for layer in layers:

@@ -63,8 +63,8 @@ OF_PICTURES = [
     ),
     Case(
         "no server makes pictures",
-        {**PICTURES, f"{ENGINE}.remote_urls": ["https://host:8000"], f"{ENGINE}.remote_key_file": "/key"},
-        f"{ENGINE}.remote_urls", "no vLLM server makes pictures",
+        {**PICTURES, f"{ENGINE}.remote_urls": ["https://host:8000"]},
+        f"{ENGINE}.remote_urls", 'has no effect with generator.inference_engine.backend="diffusers"',
         PICTURES,
     ),
     Case(

@@ -22,11 +22,11 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from hpcrl.engines.embedded.batch import Batch
+from hpcrl.engines.embedded.compute import Compute, Limits
+from hpcrl.engines.embedded.sampling import Sampling
 from hpcrl.errors import EngineError
 from hpcrl.rollout.engines.base import Engine, Generation
-from hpcrl.rollout.engines.embedded.batch import Batch
-from hpcrl.rollout.engines.embedded.compute import Compute, Limits
-from hpcrl.rollout.engines.embedded.sampling import Sampling
 from tests.rollout.material import (
     EOS,
     LONG_PROMPT,
@@ -259,12 +259,12 @@ def test_weights_of_another_model(models: list[Path], tmp_path: Path) -> None:
 
 
 def test_what_computes_fails(models: list[Path]) -> None:
-    """A token that the model has not: whoever waits is told, also who asks later."""
+    """A bias of a token that the model has not: whoever waits is told, also who asks later."""
     with started(models[0]) as launched:
         engine = launched.connect()
-        with pytest.raises(EngineError, match="failed in generate: IndexError"):
-            asyncio.run(engine.generate([VOCABULARY + 3], 1, 1, LONG))
+        with pytest.raises(EngineError, match="failed in generate: RuntimeError"):
+            asyncio.run(engine.generate(PROMPT, 1, 1, {**LONG, "logit_bias": {VOCABULARY: 1.0}}))
         assert not launched.alive()
-        assert "IndexError" in str(launched.failure("died"))
-        with pytest.raises(EngineError, match="failed in generate: IndexError"):
+        assert "RuntimeError" in str(launched.failure("died"))
+        with pytest.raises(EngineError, match="failed in generate: RuntimeError"):
             asyncio.run(engine.generate(PROMPT, 1, 1, LONG))

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from hpcrl.engines.vllm.client import EngineClient
+from hpcrl.engines.vllm.server import Server
 from hpcrl.rollout.engines.base import Generation
-from hpcrl.rollout.engines.vllm.client import EngineClient
-from hpcrl.rollout.engines.vllm.server import Server
 from hpcrl.runtime.token import bearer
 from tests.rollout.conftest import WithEngine
 from tests.rollout.engines.test_contract import LENGTH, RUNNING, WHOLE, assert_close, updated_while_running

@@ -10,9 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
-from hpcrl.rollout.engines.vllm.middleware import RUN_NAME as RUN_NAME_VARIABLE
-from hpcrl.rollout.engines.vllm.middleware import TOKEN_FILE, TokenRequired
-from hpcrl.rollout.engines.vllm.server import Server
+from hpcrl.engines.vllm.middleware import RUN_NAME as RUN_NAME_VARIABLE
+from hpcrl.engines.vllm.middleware import TOKEN_FILE, TokenRequired
+from hpcrl.engines.vllm.server import Server
 from hpcrl.runtime.token import bearer
 from tests.rollout.material import RUN_NAME, TOKEN, group_of
 

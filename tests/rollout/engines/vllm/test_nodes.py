@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from hpcrl.engines.vllm.client import EngineClient
+from hpcrl.engines.vllm.nodes import FirstPart, arrange, last_ended, missing_part, note_ended, read_meeting
+from hpcrl.engines.vllm.server import Server
 from hpcrl.launch.agent.network import choose_port
 from hpcrl.rollout.engines.base import Engine
-from hpcrl.rollout.engines.vllm.client import EngineClient
-from hpcrl.rollout.engines.vllm.nodes import FirstPart, arrange, last_ended, missing_part, note_ended, read_meeting
-from hpcrl.rollout.engines.vllm.server import Server
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.process_status import GIVEN_UP, StatusWriter
 from hpcrl.runtime.scratch import Scratch

@@ -16,13 +16,13 @@ import pytest
 import torch
 
 from hpcrl.config import Config
+from hpcrl.engines.vllm.answers import Running, generation_of
+from hpcrl.engines.vllm.client import EngineClient
+from hpcrl.engines.vllm.middleware import _choice
+from hpcrl.engines.vllm.server import Server, ServerOptions, _command, server_options
 from hpcrl.errors import ConfigError
 from hpcrl.rollout.build import worker_options
 from hpcrl.rollout.engines.base import Generation
-from hpcrl.rollout.engines.vllm.answers import Running, generation_of
-from hpcrl.rollout.engines.vllm.client import EngineClient
-from hpcrl.rollout.engines.vllm.middleware import _choice
-from hpcrl.rollout.engines.vllm.server import Server, ServerOptions, _command, server_options
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.token import bearer
 from tests.paths import QUICKSTART
@@ -135,7 +135,7 @@ def test_vllm_knows_the_options_of_gpus_by_these_names(models: list[Path], token
     def parsed(*, on_cpu: bool = True, **engine: Any) -> AsyncEngineArgs:
         given = replace(options(str(models[0]), token_file), on_cpu=on_cpu)
         command = _command(replace(given, engine=replace(given.engine, **engine)), Path("socket"))
-        arguments = command[command.index("hpcrl.rollout.engines.vllm.main") + 1 :]
+        arguments = command[command.index("hpcrl.engines.vllm.main") + 1 :]
         return AsyncEngineArgs.from_cli_args(make_arg_parser(FlexibleArgumentParser()).parse_args(arguments))
 
     def on_gpus(**engine: Any) -> AsyncEngineArgs:
@@ -143,7 +143,7 @@ def test_vllm_knows_the_options_of_gpus_by_these_names(models: list[Path], token
 
     def recording(iterations: int) -> ProfilerConfig:
         command = _command(replace(options(str(models[0]), token_file), recorded_iterations=iterations), Path("socket"))
-        arguments = command[command.index("hpcrl.rollout.engines.vllm.main") + 1 :]
+        arguments = command[command.index("hpcrl.engines.vllm.main") + 1 :]
         return make_arg_parser(FlexibleArgumentParser()).parse_args(arguments).profiler_config
 
     window = recording(20)
@@ -180,7 +180,7 @@ def test_experts_are_asked_of_vllm_and_read_from_its_answers(models: list[Path],
 
     for asked in (True, False):
         command = _command(replace(options(str(models[0]), token_file), records_experts=asked), Path("socket"))
-        arguments = command[command.index("hpcrl.rollout.engines.vllm.main") + 1 :]
+        arguments = command[command.index("hpcrl.engines.vllm.main") + 1 :]
         parsed = AsyncEngineArgs.from_cli_args(make_arg_parser(FlexibleArgumentParser()).parse_args(arguments))
         assert parsed.enable_return_routed_experts is asked
     experts = np.arange(5 * 3 * 2, dtype=np.uint8).reshape(5, 3, 2)  # of a prompt of four tokens and two said ones

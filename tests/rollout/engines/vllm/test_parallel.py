@@ -14,12 +14,11 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from hpcrl.config import engine_gpus
+from hpcrl.engines.vllm.client import EngineClient
+from hpcrl.engines.vllm.middleware import CORES, on_each_core
+from hpcrl.engines.vllm.processes import group_of
+from hpcrl.engines.vllm.server import Server
 from hpcrl.errors import EngineError
-from hpcrl.rollout.engines.vllm.client import EngineClient
-from hpcrl.rollout.engines.vllm.middleware import CORES, on_each_core
-from hpcrl.rollout.engines.vllm.processes import group_of
-from hpcrl.rollout.engines.vllm.server import Server
 from tests.rollout.conftest import runner
 from tests.rollout.engines.vllm.test_tensor_parallel import assert_says_what_models_do
 from tests.rollout.material import (
@@ -95,7 +94,7 @@ def parallel(
     given = options(str(models[0]), token_file)
     given = replace(given, engine=replace(given.engine, **layout.settings))
     with served(given, folder / "engine.log") as server:
-        yield server, models, engine_gpus(given.engine), layout.generates
+        yield server, models, given.engine.gpus, layout.generates
 
 
 @pytest.mark.slow

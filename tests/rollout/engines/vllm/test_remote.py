@@ -21,12 +21,12 @@ from typing import Any
 import pytest
 
 from hpcrl.cli.main import main
+from hpcrl.engines.vllm.address import Address, Listen
+from hpcrl.engines.vllm.middleware import LEASE_S, Leases
+from hpcrl.engines.vllm.remote import Remote, RemoteOptions, check_network
+from hpcrl.engines.vllm.server import Server
 from hpcrl.errors import ConfigError, EngineError
 from hpcrl.rollout.engines.base import Engine, Launched
-from hpcrl.rollout.engines.vllm.address import Address, Listen
-from hpcrl.rollout.engines.vllm.middleware import LEASE_S, Leases
-from hpcrl.rollout.engines.vllm.remote import Remote, RemoteOptions, check_network
-from hpcrl.rollout.engines.vllm.server import Server
 from hpcrl.runtime.scratch import Scratch
 from hpcrl.runtime.token import make_secret, read_secret
 from tests.paths import QUICKSTART

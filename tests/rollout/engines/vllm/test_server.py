@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
+from hpcrl.engines.vllm.client import EngineClient
+from hpcrl.engines.vllm.server import Server, _environment, compile_cache
 from hpcrl.errors import ConfigError, EngineError
-from hpcrl.rollout.engines.vllm.client import EngineClient
-from hpcrl.rollout.engines.vllm.server import Server, _environment, compile_cache
 from hpcrl.runtime.scratch import Scratch
 from hpcrl.runtime.token import bearer
 from tests.rollout.material import RUN_NAME, START_S, TOKEN, children_of, group_of, options, publish, wait_for

@@ -10,14 +10,13 @@ import pytest
 
 from hpcrl.config import Config
 from hpcrl.config.scorers import scorer_sets
-from hpcrl.errors import EngineError
+from hpcrl.engines.vllm.server import Server
+from hpcrl.engines.vllm.teacher import EngineTeacher, row_scores, teacher_options
 from hpcrl.launch.nodes import make_plan
 from hpcrl.rollout.engines.base import Engine
-from hpcrl.rollout.engines.vllm.server import Server
-from hpcrl.rollout.engines.vllm.teacher import EngineTeacher, row_scores, teacher_options
 from hpcrl.rundir.commit import write_text
 from hpcrl.trainer.scoring.model import ScoringModel
-from hpcrl.types import Sample
+from hpcrl.types import Row
 from tests.paths import QUICKSTART
 from tests.rollout.conftest import WithEngine
 from tests.trainer.material import make_batch, make_run, world_of_one
@@ -65,16 +64,18 @@ def test_an_engine_says_what_fsdp2_says(top_k: int, awake: Server, models: list[
                 assert own.top_ids is None
 
 
-def test_a_row_that_the_engine_refuses_is_an_error(awake: Server, tmp_path: Path) -> None:
+def test_a_row_that_the_engine_refuses_has_failed(awake: Server, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     (group,) = make_batch(run, 1, groups=1, size=1).groups
     teacher = EngineTeacher(run, awake, 100_000)
-    with pytest.raises(EngineError, match="refused /inference/v1/generate"):
-        teacher.scores([group], lambda: None)
+    scored = list[None]()
+    ((found,),) = teacher.scores([group], lambda: scored.append(None)).values()
+    assert np.isnan(found.logprobs).all()
+    assert scored == [None]
 
 
 def test_a_row_without_a_finite_number_has_failed() -> None:
-    row = Sample(
+    row = Row(
         token_ids=np.array([5, 6, 7]), loss_mask=np.array([0, 1, 1], np.float32), rollout_logprobs=np.zeros(3, np.float32),
         versions=np.zeros(3, np.int32), rewards=np.zeros(3, np.float32), stop_reason="stop",
     )  # fmt: skip

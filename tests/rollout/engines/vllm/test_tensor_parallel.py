@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
+from hpcrl.engines.vllm.client import EngineClient
+from hpcrl.engines.vllm.processes import shared_memory
+from hpcrl.engines.vllm.server import Server
 from hpcrl.errors import EngineError
 from hpcrl.rollout.engines.base import Engine, Generation
-from hpcrl.rollout.engines.vllm.client import EngineClient
-from hpcrl.rollout.engines.vllm.processes import shared_memory
-from hpcrl.rollout.engines.vllm.server import Server
 from hpcrl.rundir.commit import write_text
 from hpcrl.runtime.token import bearer
 from tests.rollout.conftest import runner

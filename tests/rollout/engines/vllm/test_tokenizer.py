@@ -10,8 +10,8 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from hpcrl.config import SamplingParams
 from hpcrl.data.tokenizer import read_tokenizer
+from hpcrl.engines.vllm.client import EngineClient
 from hpcrl.rollout.engines.base import Generation, engine_sampling
-from hpcrl.rollout.engines.vllm.client import EngineClient
 from hpcrl.runtime.token import bearer
 from tests.data.chat.forms import CHATML, made, write_model
 from tests.rollout.material import MAX_MODEL_LEN, RUN_NAME, TOKEN, options, served

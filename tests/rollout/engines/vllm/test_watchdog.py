@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from hpcrl.engines.vllm.client import EngineClient
+from hpcrl.engines.vllm.server import Server
 from hpcrl.errors import EngineError
-from hpcrl.rollout.engines.vllm.client import EngineClient
-from hpcrl.rollout.engines.vllm.server import Server
 from hpcrl.rollout.engines.watchdog import watch_progress
 from tests.rollout.conftest import WithEngine
 from tests.rollout.material import LONG_PROMPT, PROMPT, as_version, children_of

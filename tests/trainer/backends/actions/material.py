@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from hpcrl.config import Config
-from hpcrl.config.derive import policy_model
 from hpcrl.families.pi05.engine import ActionEngine, Actions
 from hpcrl.families.pi05.generate import ActionGenerator, Robotics
 from hpcrl.families.pi05.policy import ActionPolicy
@@ -17,12 +16,12 @@ from hpcrl.rundir.layout import Run
 from hpcrl.trainer.advantages import estimate_advantages
 from hpcrl.trainer.batching import micro_batch_limits
 from hpcrl.trainer.distributed import World
-from hpcrl.trainer.offline.modes import objective_of, reduction_of
+from hpcrl.trainer.offline.build import objective_of, reduction_of
 from hpcrl.trainer.packing import MiniBatch
 from hpcrl.trainer.samples import load_mini_batches
 from hpcrl.types import Batch, GroupMeta, Kind, Prompt, Work
 from tests.paths import CONFIGS
-from tests.rows import write_group
+from tests.rows import with_columns, write_group
 from tests.trainer.material import make_run, train
 
 REACH = CONFIGS / "reach_pi05.toml"
@@ -50,7 +49,7 @@ def launched(config: Config) -> ActionEngine:
 
 def play(config: Config, engine: ActionEngine, kind: Kind = "train", groups: int = 2, size: int = 3) -> list[Group]:
     """Return groups of episodes."""
-    model = policy_model(config.trainer)
+    model = config.trainer.policy.model.pretrained
     robotics = Robotics.of(model)
 
     async def generate() -> list[Group]:
@@ -79,7 +78,7 @@ def played(path: Path, config: Config, engine: ActionEngine) -> Played:
     run, metas = make_run(path), list[GroupMeta]()
     for number, group in enumerate(play(config, engine)):
         meta = group.meta(0, f"samples/0/g1-{number}.safetensors")
-        meta = replace(meta, rewards=[1.0, *([0.0] * (len(meta.rewards) - 1))])
+        meta = with_columns(meta, rewards=[1.0, *([0.0] * (len(meta.rewards) - 1))])
         metas.append(write_group(run.path / meta.path, group.samples, meta))
     batch = Batch(1, metas, cursor=2)
     write_json(run.batch(1), batch.to_json())
@@ -92,7 +91,7 @@ def minis(episodes: Played, world: World) -> list[MiniBatch]:
     found = load_mini_batches(
         episodes.run, episodes.batch, trainer, micro_batch_limits(trainer, None), world, reduction_of(trainer, 64)
     )
-    estimate_advantages(episodes.batch, [mini.samples for mini in found], trainer.algorithm, world.sum)
+    estimate_advantages(episodes.batch, [mini.rows for mini in found], trainer.algorithm, world.sum)
     return found
 
 

@@ -63,8 +63,8 @@ def policy_of(episodes: Played, world: World) -> ActionPolicy:
 
 def test_rows_are_turns_with_their_own_observations(episodes: Played, alone: World) -> None:
     (mini,) = minis(episodes, alone)
-    metas, samples = episodes.batch.groups, mini.samples
-    assert len(samples.lengths) == sum(sum(meta.rows) for meta in metas)
+    metas, samples = episodes.batch.groups, mini.rows
+    assert len(samples.lengths) == sum(len(meta.lengths) for meta in metas)
     for tensors in samples.tensors:
         done, size = tensors[ACTIONS].tolist()
         assert (1 <= done <= 2, size) == (True, 2)
@@ -80,7 +80,7 @@ def test_actions_have_the_log_probabilities_that_the_engine_told(method: str, tm
     done = played(tmp_path / "run", config, launched(config))
     policy = policy_of(done, alone)
     (mini,) = minis(done, alone)
-    told, mask = mini.samples.rollout_logprobs, mini.samples.loss_mask > 0
+    told, mask = mini.rows.rollout_logprobs, mini.rows.loss_mask > 0
     assert told[mask].std() > 0.1
     before = mini.scored(policy.logprobs)
     torch.testing.assert_close(before[mask], told[mask], rtol=1e-4, atol=1e-4)

@@ -19,7 +19,7 @@ from hpcrl.rundir.layout import Run
 from hpcrl.trainer.advantages import estimate_advantages
 from hpcrl.trainer.batching import micro_batch_limits
 from hpcrl.trainer.distributed import World
-from hpcrl.trainer.offline.modes import reduction_of
+from hpcrl.trainer.offline.build import reduction_of
 from hpcrl.trainer.packing import MiniBatch
 from hpcrl.trainer.samples import load_mini_batches
 from hpcrl.types import Batch, GroupMeta, Prompt, Work
@@ -98,7 +98,7 @@ def minis(painted: Painted, world: World) -> list[MiniBatch]:
     found = load_mini_batches(
         painted.run, painted.batch, trainer, micro_batch_limits(trainer, None), world, reduction_of(trainer, 64)
     )
-    estimate_advantages(painted.batch, [mini.samples for mini in found], trainer.algorithm, world.sum)
+    estimate_advantages(painted.batch, [mini.rows for mini in found], trainer.algorithm, world.sum)
     return found
 
 

@@ -43,8 +43,8 @@ def test_it_trains_what_its_engine_made(kind: str, way: str, tmp_path: Path, alo
     (mini,) = minis(painted, alone)
     before = {name: value.clone() for name, value in policy._trained().items()}
     if way == "grpo":
-        mask = mini.samples.loss_mask > 0
-        told = mini.samples.rollout_logprobs[mask]
+        mask = mini.rows.loss_mask > 0
+        told = mini.rows.rollout_logprobs[mask]
         torch.testing.assert_close(mini.scored(policy.logprobs)[mask], told, rtol=1e-3, atol=1e-3)
         painted = painted_alone(painted)
     (sums,) = train_steps(policy, painted, alone, [1])

@@ -60,7 +60,7 @@ def test_the_first_losses_are_those_of_the_pipeline_itself(painted: Painted, alo
     )
     expected = 0.0
     (mini,) = minis(painted, alone)
-    for tensors in mini.samples.tensors:
+    for tensors in mini.rows.tensors:
         clean, t = tensors[CLEAN], tensors[SIGMAS][tensors[STEPS].long()]
         generator = torch.Generator().manual_seed(int(tensors[NOISE_SEED]))
         clean = clean.expand(len(t), *clean.shape)
@@ -83,13 +83,13 @@ def test_steps_have_the_log_probabilities_that_the_engine_told(solver: str, tmp_
     painted = paint(tmp_path / "run", config, launched(config), size=2)
     policy = DiffusionPolicy(config.trainer, alone)
     (mini,) = minis(painted, alone)
-    told, mask = mini.samples.rollout_logprobs, mini.samples.loss_mask > 0
+    told, mask = mini.rows.rollout_logprobs, mini.rows.loss_mask > 0
     assert told[mask].std() > 0.01
     for reference in (False, True):  # adapters begin at 0
         found = mini.scored(partial(policy.logprobs, reference=reference))
         torch.testing.assert_close(found[mask], told[mask], rtol=1e-3, atol=1e-3)
     before = mini.scored(policy.logprobs)
-    mini.samples.scores.ref_logprobs = before
+    mini.rows.scores.ref_logprobs = before
     sums = train_steps(policy, painted_alone(painted), alone, [1])[0]
     assert sums["current_abs_diff"] / sums["current_tokens"] < 1e-3
     assert (mini.scored(policy.logprobs) - before)[mask].abs().max() > 0

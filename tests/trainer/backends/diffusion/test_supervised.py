@@ -15,15 +15,16 @@ from PIL import Image
 from hpcrl.config import Config
 from hpcrl.controller.dataset_rows import DatasetRows
 from hpcrl.controller.prompt_stream import PromptStream
+from hpcrl.data.sources import training_sources
 from hpcrl.data.token_file import open_tokens
-from hpcrl.data.tokenize import Recipe, Rows, Tokenizer, training_sources
+from hpcrl.data.tokenize import Recipe, Rows, Tokenizer
 from hpcrl.families.diffusion.model import transformer_source
 from hpcrl.families.diffusion.pipelines.samples import CLEAN, NOISE_SEED
 from hpcrl.families.diffusion.policy import DiffusionPolicy, RowEncoder
 from hpcrl.rundir.layout import Run
 from hpcrl.trainer.batching import micro_batch_limits
 from hpcrl.trainer.distributed import World
-from hpcrl.trainer.offline.modes import objective_of, reduction_of
+from hpcrl.trainer.offline.build import objective_of, reduction_of
 from hpcrl.trainer.offline.validation import Validation
 from hpcrl.trainer.packing import MiniBatch
 from hpcrl.trainer.samples import load_mini_batches
@@ -88,9 +89,9 @@ def test_the_loss_is_that_of_diffusers_own_formulas(scheme: str, learned: Learne
     source = transformer_source(trainer).pipeline
     pipeline = source.load(torch.float32)
     density, weighting = _formulas()
-    rows = RowEncoder(source, torch.device("cpu"), trainer.seed).encoded(mini.samples.tensors, 0)
+    rows = RowEncoder(source, torch.device("cpu"), trainer.seed).encoded(mini.rows.tensors, 0)
     expected = 0.0
-    for tensors, row in zip(mini.samples.tensors, rows, strict=True):
+    for tensors, row in zip(mini.rows.tensors, rows, strict=True):
         name = tensors["prompt"].numpy().tobytes().decode()
         picture = Image.open(CONFIGS / "diffusion_tiny/data/pictures" / f"{name.replace(' ', '_')}.png")
         pixels = torch.from_numpy(np.array(picture)).permute(2, 0, 1)[None] / 127.5 - 1
@@ -150,5 +151,5 @@ def test_frames_of_a_video_are_learned(tmp_path: Path, alone: World) -> None:
     losses = [_step(one, chosen, policy, alone, step) for step in range(1, 4)]
     assert all(0 < loss < 10 for loss in losses)
     encoder = RowEncoder(transformer_source(chosen.trainer).pipeline, torch.device("cpu"), 0)
-    (row,) = encoder.encoded(one.mini(chosen, alone).samples.tensors, 0)
+    (row,) = encoder.encoded(one.mini(chosen, alone).rows.tensors, 0)
     assert row[CLEAN].shape == (4, 2, 4, 4)

@@ -183,8 +183,8 @@ class Way:
     def poison(self, step: int) -> None:
         """Make gradients that are not finite on one rank."""
         mini, objective = self.updates(step)[0]
-        if self.engine.data.rank == 0 and mini.samples.weights:
-            mini.samples.weights[0] = math.inf
+        if self.engine.data.rank == 0 and mini.rows.weights:
+            mini.rows.weights[0] = math.inf
         report = self._trained(mini, objective).report
         assert report.skipped
         assert not math.isfinite(report.grad_norm)
@@ -234,9 +234,9 @@ class PolicyWay(Way):
         minis = loaded(self.run, batch, ALGORITHM, 2, self.engine.data, self.limit)
         for mini in minis:
             score(self.engine, mini, MicroBatchLimit(4, self.limit.tokens), old=True, reference=True)
-            mini.samples.scores.entropies = mini.scored(self.engine.entropies)
-            for row in views([mini.samples]):
-                place, scores = f"{row.ref.group}.{row.ref.index}", mini.samples.scores
+            mini.rows.scores.entropies = mini.scored(self.engine.entropies)
+            for row in views([mini.rows]):
+                place, scores = f"{row.ref.group}.{row.ref.index}", mini.rows.scores
                 self.of_samples[f"{step}.policy.{place}"] = row.of(scores.old_logprobs).clone()
                 self.of_samples[f"{step}.reference.{place}"] = row.of(scores.ref_logprobs).clone()
                 self.of_samples[f"{step}.entropy.{place}"] = row.of(scores.entropies).clone()
@@ -248,14 +248,14 @@ class PolicyWay(Way):
 
     def _taught(self, step: int, mini: MiniBatch, top_k: int) -> None:
         """Let the reference be the teacher, at the tokens that it finds most probable, and show what the policy says of these."""
-        scores, reference = mini.samples.scores, partial(self.engine.top_logprobs, reference=True)
+        scores, reference = mini.rows.scores, partial(self.engine.top_logprobs, reference=True)
         logprobs_P, scores.teacher_ids, scores.teacher_top = mini.scored_top(reference, top_k)
         _, ids_PK, policy_PK = mini.scored_top(self.engine.top_logprobs, top_k)
         assert torch.equal(ids_PK, scores.teacher_ids), "those that are given"
         assert scores.ref_logprobs is not None
         torch.testing.assert_close(logprobs_P, scores.ref_logprobs)
-        trained_P = mini.samples.loss_mask > 0
-        for row in views([mini.samples]):
+        trained_P = mini.rows.loss_mask > 0
+        for row in views([mini.rows]):
             place, trained = f"{row.ref.group}.{row.ref.index}", row.of(trained_P)
             self.of_samples[f"{step}.ids.{place}"] = row.of(scores.teacher_ids)[trained].float()
             self.of_samples[f"{step}.top.{place}"] = row.of(scores.teacher_top)[trained].clone()
@@ -264,7 +264,7 @@ class PolicyWay(Way):
     def head_operations(self, step: int) -> None:
         """Tell what scoring all tokens takes more than scoring the trained ones, all ranks together, and the tokens that it is more."""
         (mini, *_) = loaded(self.run, self.batch(step), ALGORITHM, 2, self.engine.data, self.limit)
-        batch, counts = mini.samples.whole(), []
+        batch, counts = mini.rows.whole(), []
         for given in (batch, replace(batch, head_rows=torch.arange(len(batch.token_ids)))):
             with FlopCounterMode(display=False) as counter:
                 list(self.engine.logprobs([given]))
@@ -306,11 +306,11 @@ class CriticWay(Way):
         algorithm, data = self.trainer.algorithm, self.engine.data
         minis = load(self.run, batch, algorithm, 2, self.limit, data)
         for mini in minis:
-            mini.samples.scores.values = mini.scored(self.engine.values)
-            for row in views([mini.samples]):
-                values_T = row.of(mini.samples.scores.values).clone()
+            mini.rows.scores.values = mini.scored(self.engine.values)
+            for row in views([mini.rows]):
+                values_T = row.of(mini.rows.scores.values).clone()
                 self.of_samples[f"{step}.values.{row.ref.group}.{row.ref.index}"] = values_T
-        estimate_advantages(batch, [mini.samples for mini in minis], algorithm, data.sum)
+        estimate_advantages(batch, [mini.rows for mini in minis], algorithm, data.sum)
         own = regrouped(
             minis, batch, self.trainer.critic_mini_batch_size, (self.limit, self.limit), data, CRITIC_REDUCTION
         )

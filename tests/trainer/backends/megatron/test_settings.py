@@ -28,7 +28,7 @@ from hpcrl.errors import DataError
 from hpcrl.trainer.backends.megatron.architecture import architecture_of
 from hpcrl.trainer.backends.megatron.layers import uses_transformer_engine
 from hpcrl.trainer.backends.megatron.settings import ddp_config, optimizer_config, transformer_config
-from hpcrl.trainer.models.hf import policy_source, reference_source
+from hpcrl.trainer.models.build import policy_source, reference_source
 from tests.trainer.backends.megatron.material import config_of, write_model
 from tests.trainer.launcher import run_ranks
 

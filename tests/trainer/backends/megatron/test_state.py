@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ pytest.importorskip("megatron.core")
 
 from tests.trainer.backends.megatron.material import write_model
 from tests.trainer.backends.megatron.seam import Seam, Told, Way, expect_same, megatron
+from tests.trainer.saving.hostile import REFUSED, make_hostile
 from tests.trainer.scenarios import laid_over
 
 TP2, PP2, EP2 = ({f"{name}_model_parallel_size": 2} for name in ("tensor", "pipeline", "expert"))
@@ -226,3 +229,19 @@ def test_what_an_earlier_version_wrote_is_refused(played: Played) -> None:
     played.seam.play(2, ways)
     for way in ways:
         assert "hpcrl checkpoint export" in played.seam.told(way).told["error"]
+
+
+def test_a_strangers_checkpoint_runs_no_code(played: Played) -> None:
+    place = Path(played.place("hostile"))
+    shutil.copytree(played.place("tp2-to-fsdp"), place)
+    marker = make_hostile(place)
+    ways = [
+        played.seam.way(f"hostile-{number}", "tied", trainer, [("restore", str(place))])
+        for number, trainer in enumerate(({}, megatron(**TP2)))
+    ]
+    played.seam.play(2, ways)
+    assert not marker.exists()
+    for way in ways:
+        error = played.seam.told(way).told["error"]
+        assert "CommitError" in error
+        assert re.search(REFUSED, error), error

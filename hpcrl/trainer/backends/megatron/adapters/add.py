@@ -13,7 +13,6 @@ from megatron.core.transformer import TransformerConfig
 from torch import nn
 from transformers import PreTrainedModel
 
-from hpcrl.config.adapters import begins_from_weights
 from hpcrl.config.sections.model import LoraConfig
 from hpcrl.errors import DataError
 from hpcrl.trainer.backends.megatron.adapters.experts import Places
@@ -70,7 +69,7 @@ def add_adapters(
             _require_alike(slot, adapted, section)
     here = {part.name: part for part in local_weights(chunks, architecture) if part.name in table}
     wanted = {name.removesuffix(".weight") for each in here for name in table[each].tensors}
-    begun = _zeros(layers) if begins_from_weights(lora) else first_values(model, lora, seed, section)
+    begun = _zeros(layers) if lora.begins_from_weights else first_values(model, lora, seed, section)
     first = {
         name: (one.A.clone(), one.B.clone())  # not what would keep those of all experts
         for each, (A, B) in zip(layers, begun, strict=True)

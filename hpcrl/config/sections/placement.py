@@ -1,0 +1,62 @@
+"""Section `trainer.placement`: nodes and ranks of the trainer's models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hpcrl.config.conditions import CRITIC
+from hpcrl.config.setting import COUNT, NOT_NEGATIVE, setting
+
+_BESIDE_POLICY = "unset: beside the policy; SkyRL gives a critic GPUs of its own as soon as engines have theirs"
+_AS_POLICY = "unset: as the policy; SkyRL's 1 is wrong as soon as the policy has more"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacementConfig:
+    policy_num_nodes: int = setting(1, range=COUNT)
+    """Nodes of the trainer."""
+
+    policy_num_gpus_per_node: int = setting(1, range=COUNT)
+    """Trainer ranks per node, on CPU too."""
+
+    critic_num_nodes: int | None = setting(None, range=COUNT, used_by=CRITIC, why=_BESIDE_POLICY)
+    """Nodes of a critic that has its own, after the policy's; unset: as the policy. With neither this nor critic_num_gpus_per_node the critic is
+    beside the policy, on the same ranks."""
+
+    critic_num_gpus_per_node: int | None = setting(None, range=COUNT, used_by=CRITIC, why=_BESIDE_POLICY)
+    """Ranks of such a critic per node; unset: as the policy."""
+
+    ref_num_nodes: int | None = setting(None, range=NOT_NEGATIVE, why=_AS_POLICY)
+    """Nodes of the reference model; unset: as the policy."""
+
+    ref_num_gpus_per_node: int | None = setting(None, range=COUNT, why=_AS_POLICY)
+    """Reference ranks per node; unset: as the policy."""
+
+    colocate_policy_ref: bool = True
+    """The reference model shares the policy's GPUs; otherwise it has nodes of its own, one copy on each of ref_num_nodes, shared by its ranks."""
+
+    colocate_all: bool = setting(False, why="trainer and engines have nodes of their own")
+    """Trainer and engines share GPUs and take turns; otherwise each has nodes of its own."""
+
+    @property
+    def policy_ranks(self) -> int:
+        """Ranks of the policy, and of all that is beside it: the first ones of the trainer."""
+        return self.policy_num_nodes * self.policy_num_gpus_per_node
+
+    @property
+    def critic_nodes(self) -> tuple[int, int]:
+        """Nodes of the critic, and its ranks on each; what is not set: the policy's."""
+        nodes, ranks = self.critic_num_nodes, self.critic_num_gpus_per_node
+        return nodes or self.policy_num_nodes, ranks or self.policy_num_gpus_per_node
+
+    @property
+    def critic_ranks(self) -> int:
+        """Ranks of the critic; where they are not set: the policy's."""
+        nodes, ranks = self.critic_nodes
+        return nodes * ranks
+
+    @property
+    def ref_ranks(self) -> int:
+        """Ranks of the reference model; where they are not set: the policy's."""
+        nodes, ranks = self.ref_num_nodes, self.ref_num_gpus_per_node
+        return (nodes or self.policy_num_nodes) * (ranks or self.policy_num_gpus_per_node)

@@ -1,0 +1,14 @@
+"""The embedded engine: transformers, in the rollout worker's own process."""
+
+from __future__ import annotations
+
+from hpcrl.config.backend import Backend
+
+
+class Embedded(Backend):
+    name, title, package = "transformers", "the embedded engine", "hpcrl.engines.embedded"
+    sampling = "ignore_eos", "min_tokens"
+    records_experts = True
+
+
+BACKEND = Embedded()

@@ -1,0 +1,251 @@
+"""The distribution that tokens are sampled from, and the sampling: many rows at once, each by its own parameters and its own seed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from hpcrl.errors import RequestRefused, did_you_mean
+
+_GREEDY = 1e-5  # temperatures below: the most probable token
+_NEGLIGIBLE = -float("inf")
+_ELEMENTS = 1 << 22  # of logits that are processed at the same time
+
+_GOLDEN, _MIX_1, _MIX_2 = (value - (1 << 64) for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the samples of a request are made; names as vLLM has them.
+
+    Attributes:
+        logprobs: above 0: the tokens that each was sampled among are wanted too, or, where sampling leaves none out, as many of the most
+            probable ones.
+        logit_bias: what is added to the logits of tokens.
+        stop_token_ids: ids that end a response, with `ignore_eos` too.
+        allowed_token_ids: all that may be said; empty: every token.
+    """
+
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    ignore_eos: bool = False
+    logprobs: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Sampling:
+        """Return what a request asks for.
+
+        Raises:
+            RequestRefused: it has a parameter that this engine does not know, or a value that means nothing.
+        """
+        known = {field.name for field in fields(cls)}
+        for name in given.keys() - known:
+            raise RequestRefused(
+                f"the embedded engine has no sampling parameter {name!r}{did_you_mean(name, known)}; "
+                'those of vLLM need generator.inference_engine.backend = "vllm"'
+            )
+        biases = ((int(token_id), float(bias)) for token_id, bias in (given.get("logit_bias") or {}).items())
+        tuples = {name: tuple(given.get(name) or ()) for name in ("stop", "stop_token_ids", "allowed_token_ids")}
+        found = cls(**{**given, **tuples, "logit_bias": tuple(biases)})
+        for name, right, expected in (
+            ("max_tokens", found.max_tokens >= 1, "at least 1"),
+            ("temperature", found.temperature >= 0, "at least 0"),
+            ("top_p", 0 < found.top_p <= 1, "above 0 and at most 1"),
+            ("top_k", found.top_k >= -1, "at least 1, or 0 or -1 for all"),
+            ("min_p", 0 <= found.min_p <= 1, "from 0 to 1"),
+            ("repetition_penalty", found.repetition_penalty > 0, "above 0"),
+        ):
+            if not right:
+                raise RequestRefused(f"{name} is {getattr(found, name)}; expected {expected}")
+        return found
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < _GREEDY
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Tokens that were sampled.
+
+    Attributes:
+        tokens: [R] int64.
+        logprobs: [R] float32, of each under the distribution it was sampled from.
+        kept: [R, V] bool, the tokens it was sampled among; None where sampling leaves none out.
+    """
+
+    tokens: torch.Tensor
+    logprobs: torch.Tensor
+    kept: torch.Tensor | None
+
+
+@dataclass
+class RowSampling:
+    """Parameters of rows, [R] each; one that no row has is None."""
+
+    seeds: torch.Tensor
+    greedy: torch.Tensor
+    temperature: torch.Tensor | None
+    top_p: torch.Tensor | None
+    top_k: torch.Tensor | None
+    min_p: torch.Tensor | None
+
+    @classmethod
+    def of(cls, rows: list[tuple[Sampling, int]], device: torch.device) -> RowSampling:
+        """Return those of rows, each with its seed."""
+
+        def column(name: str, idle: tuple[float, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor | None:
+            values = [getattr(sampling, name) for sampling, _ in rows]
+            return None if all(value in idle for value in values) else torch.tensor(values, dtype=dtype, device=device)
+
+        return cls(
+            seeds=torch.tensor([seed for _, seed in rows], dtype=torch.int64, device=device),
+            greedy=torch.tensor([sampling.greedy for sampling, _ in rows], device=device),
+            temperature=column("temperature", (1.0, 0.0)),
+            top_p=column("top_p", (1.0,)),
+            top_k=column("top_k", (0, -1), torch.int64),
+            min_p=column("min_p", (0.0,)),
+        )
+
+    def part(self, begin: int, end: int) -> RowSampling:
+        others = (self.temperature, self.top_p, self.top_k, self.min_p)
+        return RowSampling(
+            self.seeds[begin:end], self.greedy[begin:end], *(None if one is None else one[begin:end] for one in others)
+        )
+
+    @property
+    def leaves_out(self) -> bool:
+        return not (self.top_p is None and self.top_k is None and self.min_p is None)
+
+
+def choose(logits_RV: torch.Tensor, rows: RowSampling, positions: torch.Tensor) -> Choice:
+    """Return a token for each row.
+
+    Args:
+        positions: [R] int64, how many tokens the row has said before. A token depends on its logits, the row's seed and this number.
+    """
+    at_once = max(1, _ELEMENTS // logits_RV.shape[1])
+    parts = [
+        _choose(logits_RV[at : at + at_once], rows.part(at, at + at_once), positions[at : at + at_once])
+        for at in range(0, len(logits_RV), at_once)
+    ]
+    if len(parts) == 1:
+        return parts[0]
+    kept = [part.kept for part in parts if part.kept is not None]
+    return Choice(
+        torch.cat([part.tokens for part in parts]),
+        torch.cat([part.logprobs for part in parts]),
+        torch.cat(kept) if kept else None,
+    )
+
+
+def _choose(logits_RV: torch.Tensor, rows: RowSampling, positions: torch.Tensor) -> Choice:
+    logprobs_RV = distribution(logits_RV.float(), rows)
+    tokens = _drawn(logprobs_RV.exp(), uniform(rows.seeds, positions))
+    if rows.greedy.any():
+        tokens = torch.where(rows.greedy, logprobs_RV.argmax(-1), tokens)
+    chosen = logprobs_RV.gather(1, tokens[:, None])[:, 0]
+    return Choice(tokens, chosen, logprobs_RV > _NEGLIGIBLE if rows.leaves_out else None)
+
+
+def distribution(logits_RV: torch.Tensor, rows: RowSampling) -> torch.Tensor:
+    """Return the log-probabilities [R, V] that rows sample from: temperature, then min_p, top_k and top_p as vLLM applies them."""
+    if rows.temperature is not None:
+        logits_RV = logits_RV / torch.where(rows.greedy, 1.0, rows.temperature)[:, None]
+    if rows.min_p is not None:
+        least = logits_RV.amax(-1, keepdim=True) + rows.min_p.log()[:, None]
+        logits_RV = logits_RV.masked_fill(logits_RV < least, _NEGLIGIBLE)
+    if rows.top_k is not None or rows.top_p is not None:
+        logits_RV = _most_probable(logits_RV, rows)
+    return torch.log_softmax(logits_RV, -1)
+
+
+def _most_probable(logits_RV: torch.Tensor, rows: RowSampling) -> torch.Tensor:
+    ordered_RV = logits_RV.sort(-1, descending=True).values
+    size = logits_RV.shape[1]
+    if rows.top_k is not None:
+        places = torch.where(rows.top_k > 0, rows.top_k, size).clamp(max=size) - 1
+        least = ordered_RV.gather(1, places[:, None])
+        logits_RV = logits_RV.masked_fill(logits_RV < least, _NEGLIGIBLE)
+        ordered_RV = ordered_RV.masked_fill(ordered_RV < least, _NEGLIGIBLE)
+    if rows.top_p is not None:
+        probs_RV = ordered_RV.softmax(-1)
+        before_RV = probs_RV.cumsum(-1) - probs_RV
+        last = (before_RV < rows.top_p[:, None]).sum(-1, keepdim=True) - 1
+        least = ordered_RV.gather(1, last)
+        logits_RV = logits_RV.masked_fill(logits_RV < least, _NEGLIGIBLE)
+    return logits_RV
+
+
+def penalised(logits_RV: torch.Tensor, said_RC: torch.Tensor, penalties: torch.Tensor) -> torch.Tensor:
+    """Return logits in which tokens that a row has had are less probable (arXiv:1909.05858, section 4.1).
+
+    Args:
+        said_RC: tokens of each row.
+        penalties: [R], above 1 for less probable.
+    """
+    had = logits_RV.gather(1, said_RC)
+    return logits_RV.scatter(1, said_RC, torch.where(had > 0, had / penalties[:, None], had * penalties[:, None]))
+
+
+def biases(rows: Sequence[Sampling], device: torch.device) -> torch.Tensor | None:
+    """Return the biases of rows, [R, K, 2] float32, token and bias, padded with a bias of 0; None: no row has any."""
+    most = max((len(row.logit_bias) for row in rows), default=0)
+    if not most:
+        return None
+    padded = [[*row.logit_bias, *[(0, 0.0)] * (most - len(row.logit_bias))] for row in rows]
+    return torch.tensor(padded, dtype=torch.float32, device=device)
+
+
+def biased(logits_RV: torch.Tensor, biases_RK2: torch.Tensor) -> torch.Tensor:
+    """Return logits with the biases of their rows."""
+    return logits_RV.scatter_add(1, biases_RK2[..., 0].long(), biases_RK2[..., 1].to(logits_RV.dtype))
+
+
+def allowed(rows: Sequence[Sampling], device: torch.device) -> torch.Tensor | None:
+    """Return the tokens that each row may say, [R, K] int64, padded with its first, -1 for all; None: all rows may say all."""
+    most = max((len(row.allowed_token_ids) for row in rows), default=0)
+    if not most:
+        return None
+    ids = {own: [*own, *[own[0] if own else -1] * (most - len(own))] for own in {row.allowed_token_ids for row in rows}}
+    return torch.tensor([ids[row.allowed_token_ids] for row in rows], device=device)
+
+
+def among_allowed(logits_RV: torch.Tensor, ids_RK: torch.Tensor) -> torch.Tensor:
+    """Return logits with those of tokens that a row may not say so low that their probability is 0."""
+    ids = ids_RK.clamp(min=0)
+    kept_RV = torch.full_like(logits_RV, _NEGLIGIBLE).scatter(1, ids, logits_RV.gather(1, ids))
+    return torch.where(ids_RK[:, :1] < 0, logits_RV, kept_RV)
+
+
+def uniform(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Return a number in [0, 1) for each seed and position, [R] float64: SplitMix64 (Steele et al., OOPSLA 2014), which vectors can compute."""
+    mixed = _mix(_mix(seeds + _GOLDEN) + (positions + 1) * _GOLDEN)
+    return (
+        (mixed >> 12) & ((1 << 52) - 1)
+    ).double() * 2.0**-52  # so few bits that no product with a sum is rounded up to the sum
+
+
+def _mix(z: torch.Tensor) -> torch.Tensor:
+    z = (z ^ ((z >> 30) & ((1 << 34) - 1))) * _MIX_1
+    z = (z ^ ((z >> 27) & ((1 << 37) - 1))) * _MIX_2
+    return z ^ ((z >> 31) & ((1 << 33) - 1))
+
+
+def _drawn(probs_RV: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """Return a token for each row: the first at which the sum of probabilities is above the row's number."""
+    sums_RV = probs_RV.cumsum(-1, dtype=torch.float64)
+    wanted = uniforms[:, None] * sums_RV[:, -1:]
+    return torch.searchsorted(sums_RV, wanted, right=True)[:, 0].clamp(max=probs_RV.shape[1] - 1)

@@ -1,0 +1,425 @@
+"""Talks to one vLLM server, as a rule over its unix socket: tokens in, tokens and logprobs out, and new weights."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import logging
+import time
+import uuid
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from hpcrl.data.vision.reader import SeenImage
+from hpcrl.data.weight_files import PublishedWeights
+from hpcrl.engines.vllm.address import Address
+from hpcrl.engines.vllm.answers import Running, chosen_logprobs, generation_of, most_probable
+from hpcrl.engines.vllm.images import features
+from hpcrl.engines.vllm.middleware import CORES, ENDED, PATH
+from hpcrl.errors import EngineError, RequestRefused
+from hpcrl.rollout.engines.base import Engine, Generation, Heard, leaves_out
+from hpcrl.rollout.engines.proof import check_decoding, check_probe, check_ranks, difference, tolerance
+from hpcrl.rollout.limiter import Load
+from hpcrl.rollout.threads import in_thread
+from hpcrl.runtime.gpu_memory import describe_memory
+
+log = logging.getLogger(__name__)
+
+_TOKENS = "vllm:generation_tokens_total"
+_USAGE, _QUEUED = "vllm:kv_cache_usage_perc", "vllm:num_requests_waiting"
+_PREEMPTED = "vllm:num_preemptions_total"
+_PROOF, _ADAPTER_PROOF = "weight_proof", "adapter_proof"  # of vLLM's workers (weight_engine.WeightProof)
+_ADD_ADAPTER, _DROP_ADAPTER = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+_GENERATE = "/inference/v1/generate"
+_REFUSES = (400, 413, 422)  # a request to generate
+_FAILS = (500, 501)  # at a request to generate; an engine that has died answers 500 too
+_SLEEP, _WAKE = "/sleep", "/wake_up"
+_LOADING = ("/start_weight_update", "/update_weights", "/finish_weight_update", _ADD_ADAPTER, _SLEEP, _WAKE)
+_NAMED = "generate-tokens-"  # what vLLM puts before a request's id
+_JSON = {"content-type": "application/json"}
+_AT_ONCE = aiohttp.ClientTimeout(total=5.0)  # of what the server answers whatever the engine does
+_BUFFER = 2**26  # bytes of an answer that may wait to be read; twice as long may be one event of a stream
+_DECODED = 8  # tokens of the check of decoding, and of its prompt
+_GREEDY = 1e-5  # vLLM samples greedily at temperatures below
+
+
+def _as_json(content: Mapping[str, Any]) -> bytes:
+    return json.dumps(content, separators=(",", ":")).encode()
+
+
+def _name(version: int) -> str:
+    return f"v{version}"
+
+
+class EngineClient(Engine):
+    """Client of one engine.
+
+    Args:
+        address: of the server, or its unix socket.
+        headers: sent with every request; they carry the token.
+        keep_cache: whether running requests keep their key-value caches over an update (generator.inference_engine.keep_cache_on_update).
+        replica: name in errors.
+        sleep_level: vLLM's: 1 keeps the weights in host memory while the engine sleeps, 2 forgets them, as all of them come with the next version.
+        share: of a GPU's memory that it has when it is awake, for errors.
+        graphs: whether it decodes by CUDA graphs, or by other code than it prefills with.
+    """
+
+    def __init__(
+        self,
+        address: Address | Path,
+        headers: Mapping[str, str],
+        version: int = 0,
+        *,
+        replica: str = "",
+        keep_cache: bool = False,
+        sleep_level: int = 2,
+        share: float = 1.0,
+        graphs: bool = True,
+    ) -> None:
+        self._who = f"the inference engine of {replica}" if replica else "the inference engine"
+        address = Address(socket=address) if isinstance(address, Path) else address
+        self._url = address.url
+        self._http = aiohttp.ClientSession(
+            connector=address.connector(),
+            headers=headers,
+            # a generation may take any time; whoever watches the server ends the wait when it dies or hangs
+            timeout=aiohttp.ClientTimeout(total=None),
+            read_bufsize=_BUFFER,
+        )
+        self.version, self._keep_cache = version, keep_cache
+        self._sleep_level, self._share, self._asleep = sleep_level, share, False
+        self._updates, self._dropped, self._shows = 0, 0, False
+        self._unchecked = graphs
+        self.answered = 0
+        self._waiting: Counter[str] = Counter()
+        self._running: dict[str, Running] = {}
+        self._adapters: dict[int, int] = {}  # versions that the engine has as adapters, and vLLM's numbers of them
+
+    @property
+    def waiting(self) -> list[str]:
+        return sorted(+self._waiting)
+
+    @property
+    def loading(self) -> bool:
+        return any(self._waiting[path] for path in _LOADING)
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        n_samples: int,
+        seed: int | None,
+        sampling: Mapping[str, Any],
+        name: str | None = None,
+        heard: Heard | None = None,
+        images: Sequence[SeenImage] = (),
+    ) -> list[Generation]:
+        greedy = sampling.get("temperature", 1.0) < _GREEDY  # the engine refuses to repeat itself
+        asked = 1 if greedy else n_samples
+        params = {"logprobs": 0, **sampling, "n": asked, "seed": seed, "detokenize": bool(sampling.get("stop"))}
+        told, masked = params["logprobs"], leaves_out(params)
+        if told and not masked:  # the sampled one may take the place of the last
+            params["logprobs"] = told + 1
+        request_id = uuid.uuid4().hex
+        request = {"request_id": request_id, "token_ids": list(prompt_ids), "sampling_params": params}
+        request |= self._adapter()
+        salt = _name(self.version) if self._keep_cache else ""
+        if images:
+            self._shows = True
+            request["features"] = await in_thread(features, prompt_ids, images, salt)
+        if salt:  # caches of older weights are there too, which no request that begins now may find
+            request["cache_salt"] = salt
+        running = self._running[_NAMED + request_id] = Running(
+            name, told > 0 and masked, 0 if masked else told, self.version, len(prompt_ids)
+        )
+        try:
+            choices = await (self._listen(request, running, heard) if heard else self._choices(request))
+        finally:
+            del self._running[_NAMED + request_id]
+        choices = sorted(choices, key=lambda choice: choice["index"])
+        assert len(choices) == asked, f"asked for {asked} samples, got {len(choices)}"
+        said = [generation_of(choice, running) for choice in choices]
+        return said * n_samples if greedy else said
+
+    async def _choices(self, request: dict[str, Any]) -> list[dict[str, Any]]:
+        # a photograph makes it megabytes of text, whose writing would keep the event loop for tens of milliseconds
+        body = await in_thread(_as_json, request) if "features" in request else _as_json(request)
+        return (await self._call("POST", _GENERATE, data=io.BytesIO(body), headers=_JSON))["choices"]
+
+    async def _listen(self, request: dict[str, Any], running: Running, heard: Heard) -> list[dict[str, Any]]:
+        """Return the only choice of a request, whose tokens are heard as they come."""
+        content, whole = list[dict[str, Any]](), {"index": 0, "token_ids": [], "finish_reason": None}
+        async for event in self._events(_GENERATE, {**request, "stream": True}):
+            for piece in event["choices"]:
+                tokens = piece["logprobs"]["content"]
+                heard(piece["token_ids"], chosen_logprobs(tokens, running.masked)[0])
+                whole["token_ids"] += piece["token_ids"]
+                whole["finish_reason"] = piece["finish_reason"]
+                whole["routed_experts"] = piece.get("routed_experts")
+                content += tokens
+        if whole["finish_reason"] is None:
+            raise EngineError(f"the inference engine ended its answer to {_GENERATE} before it was whole")
+        return [{**whole, "logprobs": {"content": content}}]
+
+    async def top_tokens(self, token_ids: Sequence[int], count: int) -> list[list[int]]:
+        *before, _ = token_ids  # whose own place is that of the token which is sampled
+        params = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": count, "logprobs": count, "detokenize": False}
+        request = {"token_ids": before, "sampling_params": params, **self._adapter()}
+        answer = await self._call("POST", _GENERATE, json=request)
+        found = list[list[int]]()
+        for place in answer["prompt_logprobs"][1:]:
+            ordered = sorted(place, key=lambda token: -place[token]["logprob"])
+            found.append([int(token) for token in ordered[:count]])
+        (token,) = answer["choices"][0]["logprobs"]["content"]
+        return [*found, most_probable(token["top_logprobs"], count)]
+
+    async def ended(self) -> dict[str, dict[int, Generation]]:
+        found = dict[str, dict[int, Generation]]()
+        for request_id, choices in json.loads(await self._asked_at_once(ENDED)).items():
+            running = self._running.get(request_id)
+            if running and running.name is not None:
+                found[running.name] = {choice["index"]: generation_of(choice, running) for choice in choices}
+        return found
+
+    def _adapter(self) -> dict[str, str]:
+        """Return what lets a request compute with the adapter of the version at hand, if it is one."""
+        return {"model": _name(self.version)} if self.version in self._adapters else {}
+
+    async def update_weights(self, weights: PublishedWeights) -> dict[str, float]:
+        if weights.adapter:
+            return await self._load_adapter(weights)
+        version = weights.version
+        started = time.monotonic()
+        woke = await self._wake("weights")
+        # vLLM's own route sleeps 20 ms behind it, until the last outputs are there: they are when tokens are counted below
+        await self._on_each_core("pause_scheduler", "keep", False)
+        loading = time.monotonic()
+        await self._call("POST", "/start_weight_update")
+        await self._call("POST", "/update_weights", json={"update_info": {"path": str(weights.path)}})
+        await self._call("POST", "/finish_weight_update", json={"weight_version": str(version)})
+        loaded = time.monotonic() - loading
+        woke += await self._wake("kv_cache")
+        if (held := await self.weight_version()) != str(version):
+            raise EngineError(f"{self._who} was given the weights of version {version} and says that it holds {held!r}")
+        check_ranks(await self._proofs(_PROOF), weights, self._who)
+        counts = await self._call("GET", PATH)
+        for name, running in self._running.items():
+            had = {int(index): count for index, count in counts.get(name, {}).items()}
+            running.changes.append((version, had))
+        self.version = version
+        self._updates += 1
+        if not self._keep_cache and not self._asleep:  # sleep has emptied the caches
+            self._dropped = sum(map(len, counts.values()))
+            await self.reset_cache()
+        await self._call("POST", "/resume")
+        return {
+            "weights/pause_seconds": time.monotonic() - started,
+            "weights/load_seconds": loaded,
+            **self._woken(woke),
+        }
+
+    async def sleep(self) -> None:
+        # nothing runs; with "abort", vLLM's default, it cannot empty its caches where it returns routed experts
+        await self._call("POST", _SLEEP, params={"level": str(self._sleep_level), "mode": "keep"})
+        self._asleep = True
+
+    async def _wake(self, part: str) -> float:
+        """Bring one of vLLM's two kinds of memory back, where the engine sleeps; return the seconds that it took."""
+        if not self._asleep:
+            return 0.0
+        started = time.monotonic()
+        try:
+            await self._call("POST", _WAKE, params={"tags": part})
+        except EngineError as error:
+            found = await in_thread(describe_memory)
+            raise EngineError(
+                f"{self._who} does not wake (its {part}); it wants {self._share:.0%} of each of its GPUs "
+                f"(generator.inference_engine.gpu_memory_utilization){found}: {error}"
+            ) from error
+        return time.monotonic() - started
+
+    def _woken(self, seconds: float) -> dict[str, float]:
+        woke, self._asleep = self._asleep, False
+        return {"weights/wake_seconds": seconds} if woke else {}
+
+    async def _load_adapter(self, weights: PublishedWeights) -> dict[str, float]:
+        """Load a version beside those that there are: what runs goes on with the adapter that it began with."""
+        started = time.monotonic()
+        woke = await self._wake("weights") + await self._wake("kv_cache")
+        await self._call(
+            "POST", _ADD_ADAPTER, json={"lora_name": _name(weights.version), "lora_path": str(weights.path)}
+        )
+        loaded = time.monotonic() - started - woke
+        number = max((await self._on_each_rank("list_loras"))[0][0])  # vLLM counts them
+        check_ranks(await self._proofs(_ADAPTER_PROOF, str(weights.path), number), weights, self._who)
+        used = {running.version for running in self._running.values()}
+        for version in [version for version in self._adapters if version not in used]:
+            await self._call("POST", _DROP_ADAPTER, json={"lora_name": _name(version)})
+            await self._on_each_rank("remove_lora", self._adapters.pop(version))
+        self._adapters[weights.version] = number
+        self.version = weights.version
+        self._updates += 1
+        return {"weights/pause_seconds": 0.0, "weights/load_seconds": loaded, **self._woken(woke)}
+
+    async def _proofs(self, method: str, *args: Any) -> list[dict[str, Any]]:
+        """Return what each rank says that it holds; those of all copies of the weights are counted on."""
+        cores = await self._on_each_rank(method, *args)
+        return [
+            {**proof, "rank": copy * proof["of"] + proof["rank"], "of": len(cores) * proof["of"]}
+            for copy, proofs in enumerate(cores)
+            for proof in proofs
+        ]
+
+    async def _on_each_rank(self, method: str, *args: Any) -> list[list[Any]]:
+        """Return what the ranks of each copy of the weights answer."""
+        return await self._on_each_core("collective_rpc", method, None, args, {})
+
+    async def _on_each_core(self, method: str, *args: Any) -> list[Any]:
+        return (await self._call("POST", CORES, json={"method": method, "args": args}))["results"]
+
+    async def probe(self, weights: PublishedWeights, dtype: str, allowed: float | None) -> float | None:
+        if weights.probe is None:
+            return None
+        limit = tolerance(weights.probe, dtype, allowed)
+        found = difference(weights.probe.logprobs, (await self._computed(weights.probe.token_ids))[0])
+        check_probe(found, limit, weights.version, self._who)
+        if self._unchecked:
+            await self._check_decoding(weights.probe.token_ids[:_DECODED], limit)
+        return found
+
+    async def _check_decoding(self, prompt: list[int], limit: float) -> None:
+        """Compare tokens that the engine decodes with a prefill of the same: CUDA graphs of decoding might hold tensors of earlier weights.
+
+        Raises:
+            EngineError: their log-probabilities differ by more than `limit` in the mean.
+        """
+        _, (choice,) = await self._computed(prompt, _DECODED)
+        tokens = choice["token_ids"]
+        decoded = chosen_logprobs(choice["logprobs"]["content"], masked=False)[0]
+        prefilled, _ = await self._computed([*prompt, *tokens])
+        found = difference(decoded, prefilled[-len(tokens) :])
+        check_decoding(found, limit, self.version, self._who)
+        log.info("log-probabilities of %d decoded tokens differ by %.2g from those of a prefill", len(tokens), found)
+        self._unchecked = False
+
+    async def _computed(self, token_ids: list[int], decoded: int = 1) -> tuple[list[float], list[dict[str, Any]]]:
+        """Return the log-probabilities of all tokens but the first, and the answer's choices, of so many decoded tokens."""
+        sampling = {"max_tokens": decoded, "temperature": 1.0, "seed": 0, "ignore_eos": True, "logprobs": 0}
+        params = {**sampling, "prompt_logprobs": 0, "detokenize": False}
+        request = {"token_ids": token_ids, "sampling_params": params, **self._adapter()}
+        try:
+            answer = await self._call("POST", _GENERATE, json=request)
+        except RequestRefused as error:  # of this client itself
+            raise EngineError(str(error)) from error
+        places = zip(token_ids[1:], answer["prompt_logprobs"][1:], strict=True)
+        return [(place or {})[str(token)]["logprob"] for token, place in places], answer["choices"]
+
+    async def reset_cache(self) -> None:
+        """Drop the prefix cache and the caches of running requests, which are computed again, images included."""
+        if not all(await self._on_each_core("reset_prefix_cache", True)):  # running requests included
+            raise EngineError("the engine could not reset its prefix cache, so it might serve old weights")
+        if self._shows:  # what the tower of older weights made of images
+            await self._on_each_core("reset_encoder_cache")
+
+    async def weight_version(self) -> str:
+        """Return the version that the engine says it holds; "default" before the first update."""
+        return (await self._call("GET", "/weight_info"))["weight_version"]
+
+    async def tokens(self) -> float | None:
+        found = await self._metrics(_TOKENS)
+        return sum(found[_TOKENS]) if _TOKENS in found else None
+
+    async def load(self) -> Load | None:
+        found = await self._metrics(_USAGE, _QUEUED, _PREEMPTED)
+        if len(found) < 3:
+            return None
+        fullest = max(found[_USAGE])  # each copy of the weights has a cache of its own
+        return Load(fullest, sum(found[_QUEUED]), sum(found[_PREEMPTED]), self._updates, self._dropped)
+
+    async def _metrics(self, *names: str) -> dict[str, list[float]]:
+        """Return those of some metrics that the engine shows, each with its values for all labels."""
+        lines = (await self._asked_at_once("/metrics")).decode().splitlines()
+        found = defaultdict[str, list[float]](list)
+        for line in lines:
+            name = line.partition("{")[0].partition(" ")[0]
+            if name in names:
+                found[name].append(float(line.rpartition(" ")[2]))
+        return found
+
+    async def _asked_at_once(self, path: str) -> bytes:
+        async with self._sent("GET", path, timeout=_AT_ONCE) as answer:
+            return await answer.read()
+
+    async def healthy(self) -> bool:
+        try:
+            async with self._sent("GET", "/health", timeout=_AT_ONCE) as answer:
+                return answer.status == 200
+        except EngineError:
+            return False
+
+    async def close(self) -> None:
+        await self._http.close()
+
+    async def prompt_logprobs(self, token_ids: Sequence[int], top_k: int) -> list[dict[str, Any] | None]:
+        """Return for each token its log-probability after those before it, and those of the `top_k` most probable tokens in its place: token id
+        as a text -> {logprob, rank}, at temperature 1 and over the whole vocabulary; None for the first token.
+
+        Raises:
+            RequestRefused: the engine refuses the request.
+            EngineError: the engine failed.
+        """
+        params = {"prompt_logprobs": top_k, "max_tokens": 1, "detokenize": False}
+        request = {"request_id": uuid.uuid4().hex, "token_ids": list(token_ids), "sampling_params": params}
+        answer = await self._call("POST", _GENERATE, json=request)
+        return answer["prompt_logprobs"]
+
+    @asynccontextmanager
+    async def _sent(self, method: str, path: str, **request: Any) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Have the answer to a request, of any status, whose body is yet to be read."""
+        try:
+            # what a redirect names is another server, which must not get the key
+            async with self._http.request(method, self._url + path, allow_redirects=False, **request) as answer:
+                yield answer
+        except (aiohttp.ClientError, asyncio.TimeoutError) as error:
+            raise EngineError(f"the inference engine does not answer {path}: {error!r}") from error
+
+    @asynccontextmanager
+    async def _asked(self, method: str, path: str, **request: Any) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Have the answer to a request that may take its time; the engine counts as waited for."""
+        self._waiting[path] += 1
+        try:
+            async with self._sent(method, path, **request) as answer:
+                if answer.status != 200:
+                    said = await answer.text(errors="replace")
+                    raise await self._refusal(path, answer.status, said)
+                yield answer
+        finally:
+            self._waiting[path] -= 1
+            self.answered += 1
+
+    async def _refusal(self, path: str, status: int, said: str) -> EngineError | RequestRefused:
+        """Return the error of a request, by who is at fault: the request where the engine refuses to generate for it and is well."""
+        message = f"the inference engine refused {path} ({status}): {said}"
+        refused = status in _REFUSES or (status in _FAILS and await self.healthy())
+        return RequestRefused(message) if path == _GENERATE and refused else EngineError(message)
+
+    async def _call(self, method: str, path: str, **request: Any) -> dict[str, Any]:
+        async with self._asked(method, path, **request) as answer:
+            content = await answer.read()
+            return json.loads(content) if answer.content_type == "application/json" else {}
+
+    async def _events(self, path: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        """Return the events of an answer as they come."""
+        async with self._asked("POST", path, json=body) as answer:
+            async for line in answer.content:
+                if not line.startswith(b"data: {"):
+                    continue
+                event = json.loads(line.removeprefix(b"data: "))
+                if error := event.get("error"):
+                    raise await self._refusal(path, error.get("code", 500), str(error.get("message", error)))
+                yield event

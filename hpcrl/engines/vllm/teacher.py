@@ -1,0 +1,158 @@
+"""A vLLM engine that only judges: the log-probabilities of prompts, by which a scorer's teacher says what it thinks of finished samples.
+
+They are of whole distributions at temperature 1: vLLM processes no logits of prompts. What needs others is refused by hpcrl/config/rules.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hpcrl.config import Config, InferenceEngineConfig
+from hpcrl.config.scorers import ScorerSet
+from hpcrl.config.sections.distillation import TeacherEngineConfig
+from hpcrl.config.token_limits import longest_sample
+from hpcrl.data.group_file import read_group
+from hpcrl.data.score_file import RowScores
+from hpcrl.engines.vllm.client import EngineClient
+from hpcrl.engines.vllm.server import Server, ServerOptions
+from hpcrl.errors import EngineError, RequestRefused
+from hpcrl.rundir.layout import Run
+from hpcrl.runtime.scratch import Scratch
+from hpcrl.types import GroupMeta, Row
+
+log = logging.getLogger(__name__)
+
+
+class EngineTeacher:
+    """The teacher of one scorer.
+
+    Args:
+        run: whose samples are scored.
+        top_k: most probable tokens in the place of each trained token that it names; 0: none.
+    """
+
+    def __init__(self, run: Run, server: Server, top_k: int) -> None:
+        self._run, self._server, self._top_k = run, server, top_k
+
+    def scores(self, groups: Sequence[GroupMeta], before: Callable[[], None]) -> dict[str, list[RowScores]]:
+        """Return what the model says of the groups, by their ids: for each row; as ScoringModel.scores.
+
+        Args:
+            before: called whenever a row is scored.
+
+        Raises:
+            DataError: a sample file is missing or damaged.
+            EngineError: the engine has ended.
+        """
+        return asyncio.run(self._scores(groups, before))
+
+    async def _scores(self, groups: Sequence[GroupMeta], before: Callable[[], None]) -> dict[str, list[RowScores]]:
+        engine = self._server.connect(replica="the teacher")
+        assert isinstance(engine, EngineClient)
+
+        async def score(row: Row) -> RowScores:
+            try:
+                found = await engine.prompt_logprobs(row.token_ids.tolist(), self._top_k)
+            except RequestRefused as error:
+                log.warning("a row of %d tokens has no scores: %s", len(row.token_ids), error)
+                return _no_scores(len(row.token_ids), self._top_k)
+            finally:
+                before()
+            return row_scores(row, found, self._top_k)
+
+        try:
+            rows = {one.group_id: read_group(self._run.inside(one.path), None, one) for one in groups}
+            asked = {name: asyncio.gather(*map(score, own)) for name, own in rows.items()}
+            await asyncio.gather(*asked.values())
+            return {name: list(future.result()) for name, future in asked.items()}
+        finally:
+            await engine.close()
+
+
+def row_scores(row: Row, said: Sequence[Mapping[str, Any] | None], top_k: int) -> RowScores:
+    """Return what an engine says of a row of T tokens, as a scorer hands it over.
+
+    Args:
+        said: for each token its log-probability and those of the most probable ones in its place, with their ranks, by their ids as texts; None
+            for the first one.
+    """
+    length = len(row.token_ids)
+    trained_T = np.append(row.loss_mask[1:] > 0, False)
+    logprobs_T = np.zeros(length, np.float32)
+    ids_TK, top_TK = np.full((length, top_k), -1, np.int32), np.zeros((length, top_k), np.float32)
+    for at in np.flatnonzero(trained_T):
+        entries = said[at + 1]
+        assert entries is not None, "only the first token has no log-probability"
+        logprobs_T[at] = entries[str(row.token_ids[at + 1])]["logprob"]
+        if top_k:
+            best = sorted((one["rank"], int(token_id), one["logprob"]) for token_id, one in entries.items())[:top_k]
+            ids_TK[at], top_TK[at] = [token_id for _, token_id, _ in best], [logprob for *_, logprob in best]
+    # vLLM says -9999 in the place of minus infinity, as JSON has no such number
+    if not (np.isfinite(logprobs_T).all() and np.isfinite(top_TK).all() and logprobs_T.min(initial=0.0) > _NEVER):
+        return _no_scores(length, top_k)
+    return RowScores(logprobs_T, ids_TK, top_TK) if top_k else RowScores(logprobs_T)
+
+
+def _no_scores(length: int, top_k: int) -> RowScores:
+    """Return the scores of a row that could not be scored: NaN, by which its sample counts as failed."""
+    top_TK = np.zeros((length, top_k), np.float32)
+    logprobs_T = np.full(length, np.nan, np.float32)
+    return RowScores(logprobs_T, top_TK.astype(np.int32), top_TK) if top_k else RowScores(logprobs_T)
+
+
+_NEVER = -9000.0
+
+
+def teacher_options(run: Run, config: Config, scorers: ScorerSet, own: TeacherEngineConfig) -> ServerOptions:
+    """Return what the engine of a teacher serves."""
+    trainer, longest = config.trainer, longest_sample(config) + 1  # it says one token, which nobody reads
+    return ServerOptions(
+        model=scorers.model,
+        engine=InferenceEngineConfig(
+            model_dtype=own.model_dtype,
+            tensor_parallel_size=own.tensor_parallel_size,
+            max_num_batched_tokens=own.max_num_batched_tokens,
+            engine_init_kwargs=own.engine_init_kwargs,
+        ),
+        memory_share=own.gpu_memory_utilization,
+        seed=trainer.seed,
+        max_model_len=longest,
+        on_cpu=config.slurm.gpus == 0,
+        run_name=run.name,
+        token_file=run.token,
+        rope_scaling=trainer.rope_scaling,
+        rope_theta=trainer.rope_theta,
+    )
+
+
+@contextmanager
+def engine_teacher(
+    run: Run, config: Config, scorers: ScorerSet, log: Path, still_waiting: Callable[[], None]
+) -> Iterator[EngineTeacher]:
+    """Have the teacher of one scorer within the `with` statement, once its engine is ready.
+
+    Args:
+        log: file of what the engine's own processes say.
+        still_waiting: called now and then while it starts.
+
+    Raises:
+        EngineError: it does not start.
+    """
+    own = config.trainer.distillation.engine
+    with ExitStack() as stack:
+        scratch = Scratch("engine")
+        stack.callback(scratch.remove)
+        server = Server(teacher_options(run, config, scorers, own), scratch.path, log)
+        stack.callback(server.stop)
+        try:
+            server.wait_ready(own.start_timeout_seconds, still_waiting)
+            yield EngineTeacher(run, server, config.trainer.distillation.top_k)
+        except EngineError as error:
+            raise error if server.alive() else server.failure("ended") from error

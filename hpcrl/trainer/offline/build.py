@@ -1,0 +1,58 @@
+"""What each trainer.mode minimizes, and what it measures validation sets by."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from hpcrl.algorithms.reductions import Reduction
+from hpcrl.config.sections.trainer import TrainerConfig
+from hpcrl.trainer.backends.base import Objective
+from hpcrl.trainer.loss import build_objective, build_reduction
+from hpcrl.trainer.offline.likelihood import LikelihoodMeasure, build_likelihood_objective
+from hpcrl.trainer.offline.preferences import PAIRS_REDUCTION, PreferenceMeasure, build_preference_objective
+from hpcrl.trainer.offline.rewards import RewardMeasure, build_reward_objective
+from hpcrl.trainer.packing import PackedRows
+
+
+class Measure(Protocol):
+    """What a validation set is measured by."""
+
+    def sums(self, samples: PackedRows, outputs_P: torch.Tensor, /) -> dict[str, float]:
+        """Return sums over these samples, maybe none, the same names for any of them.
+
+        Args:
+            outputs_P: log-probabilities of the policy, [P], or values of a reward model; log-probabilities of the reference, if there is
+                one, are among the samples' scores.
+        """
+        ...
+
+    def means(self, sums: dict[str, float]) -> dict[str, float]:
+        """Return what is reported of a set, by name, from its sums; `loss` is always there."""
+        ...
+
+
+def objective_of(trainer: TrainerConfig) -> Objective:
+    """Return what a language model minimizes."""
+    match trainer.mode:
+        case "rl":
+            return build_objective(trainer.algorithm, trainer.distillation)
+        case "sft":
+            return build_likelihood_objective(trainer.distillation)
+        case "dpo":
+            return build_preference_objective(trainer.dpo)
+        case "reward_model":
+            return build_reward_objective(trainer.reward_model)
+
+
+def reduction_of(trainer: TrainerConfig, max_seq_len: int) -> Reduction:
+    """Return how the policy's loss becomes one number; arguments as of `build_reduction`."""
+    return PAIRS_REDUCTION if trainer.pairwise else build_reduction(trainer.algorithm, max_seq_len)
+
+
+def measure_of(trainer: TrainerConfig) -> Measure:
+    """Return what validation sets are measured by, where rows of datasets are trained."""
+    if trainer.mode == "reward_model":
+        return RewardMeasure(trainer.reward_model)
+    return PreferenceMeasure(trainer.dpo) if trainer.mode == "dpo" else LikelihoodMeasure()
