@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     diff.add_argument("right", metavar="FILE|RUN")
     for parser in (show, diff):
         add_root(parser)
-    explain = command("explain", "say what a setting, a section, or a field of SkyRL or Cosmos-RL is", _explain)
+    explain = command("explain", "say what a setting, a section, or a field of SkyRL, Cosmos-RL or verl is", _explain)
     explain.add_argument("path", nargs="?", default="", metavar="PATH", help="such as trainer.algorithm.eps_clip_high")
     validate = command("validate", "name everything that is wrong; exit code 2 if something is", _validate)
     validate.add_argument("settings", nargs="+", metavar="FILE|KEY=VALUE", help="files, then overrides")
@@ -43,13 +43,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     command("schema", "print the JSON Schema of configuration files, for editors", _schema)
     command("paths", "print path, type, default and state of every setting, separated by tabs", _paths)
     convert = command(
-        "convert", "turn a configuration of SkyRL or Cosmos-RL into TOML; exit code 1 if it is not complete", _convert
+        "convert",
+        "turn a configuration of SkyRL, Cosmos-RL or verl into TOML; exit code 1 if it is not complete",
+        _convert,
     )
     convert.add_argument(
         "settings",
         nargs="+",
         metavar="FILE|KEY=VALUE",
-        help="one file (.toml, .yaml, .sh), or the words of a SkyRL command",
+        help="one file (.toml, .yaml, .sh), or the words of a command of SkyRL or verl",
     )
     convert.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the result here (default: print it)")
     convert.add_argument("--all", action="store_true", help="report what is as it was too, a line for each setting")
@@ -57,7 +59,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             "--yaml", action="store_true", help="YAML instead of TOML, to compare; a run reads TOML alone"
         )
-    convert.add_argument("--from", dest="source", choices=("skyrl", "cosmos"), help="default: by the file's suffix")
+    convert.add_argument(
+        "--from", dest="source", choices=("skyrl", "cosmos", "verl"), help="default: by suffix and content"
+    )
 
 
 def _show(arguments: argparse.Namespace) -> int:
@@ -151,21 +155,25 @@ def _convert(arguments: argparse.Namespace) -> int:
 def _converted(words: list[str], source: str | None) -> Conversion:
     from hpcrl.convert.cosmos import convert as cosmos
     from hpcrl.convert.skyrl import convert as skyrl
+    from hpcrl.convert.verl import convert as verl
     from hpcrl.errors import ConfigError
 
     path = Path(words[0])
     if any("=" in word for word in words) and not path.is_file():
-        return skyrl.convert_overrides(words, "a command line")
+        of_verl = source == "verl" or (source is None and verl.is_verl(" ".join(words)))
+        return (verl.convert_words if of_verl else skyrl.convert_overrides)(words, "a command line")
     if len(words) > 1:
-        raise ConfigError("expected one file, or the words of a SkyRL command alone")
+        raise ConfigError("expected one file, or the words of a command alone")
     kind = source or _KINDS.get(path.suffix)
     if kind is None:
         raise ConfigError(
-            f"{path}: expected .yaml or .sh of SkyRL, or .toml of Cosmos-RL; or say which with --from skyrl or --from cosmos"
+            f"{path}: expected .yaml or .sh of SkyRL or verl, or .toml of Cosmos-RL; or say which with --from skyrl, cosmos or verl"
         )
     text, origin = _text(path), str(path)
     if kind == "cosmos":
         return cosmos.convert_toml(text, origin)
+    if kind == "verl" or (source is None and verl.is_verl(text)):
+        return verl.convert_script(text, origin) if path.suffix == ".sh" else verl.convert_yaml(text, origin)
     if path.suffix == ".sh":
         return skyrl.convert_script(text, origin)
     return skyrl.convert_yaml(text, origin)

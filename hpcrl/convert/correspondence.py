@@ -1,4 +1,4 @@
-"""Which fields of SkyRL and of Cosmos-RL a setting corresponds to, and what has become of each field."""
+"""Which fields of SkyRL, Cosmos-RL and verl a setting corresponds to, and what has become of each field."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from hpcrl.config.sections.tree import ConfigTree
 from hpcrl.convert.cosmos import fields as cosmos
 from hpcrl.convert.mapping import Dropped, Target, To
 from hpcrl.convert.skyrl import fields as skyrl
+from hpcrl.convert.verl import fields as verl
 
 State = Literal["works", "not implemented yet", "not supported"]
 
@@ -18,6 +19,7 @@ SOURCES: dict[str, Mapping[str, Target]] = {
     "SkyRL": skyrl.TARGETS,
     "SkyRL SFT": skyrl.SFT_TARGETS,
     "Cosmos-RL": cosmos.TARGETS,
+    "verl": verl.TARGETS,
 }
 
 
@@ -43,7 +45,7 @@ def fields_of(path: str) -> dict[str, list[str]]:
 
 
 def elsewhere(path: str) -> str | None:
-    """Return what a name that is no setting here is in SkyRL or Cosmos-RL, and here; None where they have none of this name."""
+    """Return what a name that is no setting here is in SkyRL, Cosmos-RL or verl, and here; None where they have none of this name."""
     for source, targets in SOURCES.items():
         target = targets.get(path)
         if isinstance(target, Dropped):

@@ -1,6 +1,6 @@
 """What becomes of a setting of another framework.
 
-`skyrl/fields.tsv` and `cosmos/fields.tsv` list the settings of each, one to a row, tabs between the columns; the last three say what becomes
+The tables `fields.tsv` of the sources list the settings of each, one to a row, tabs between the columns; three of them say what becomes
 of it: `becomes`, the paths here, = for the same one; `values`, pairs of values there and here as JSON, or a list of the values that
 change nothing where it has no place here; `why`, the rule where the setting decides with others about those paths, or the reason
 where it is not supported.

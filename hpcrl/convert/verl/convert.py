@@ -1,0 +1,149 @@
+"""verl's configurations, YAML and command lines of main_ppo, to hpcrl's.
+
+What counts is what the source's run did: a setting that it leaves out has verl's default, which is written where hpcrl's is another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import get_origin
+
+from hpcrl.convert.conversion import Conversion, known
+from hpcrl.convert.mapping import Dropped, To
+from hpcrl.convert.skyrl.script import command_of
+from hpcrl.convert.skyrl.translate import location
+from hpcrl.convert.verl.algorithm import ALGORITHM
+from hpcrl.convert.verl.conditions import without_effect
+from hpcrl.convert.verl.fields import LOST, TARGETS, field_of
+from hpcrl.convert.verl.models import MODELS
+from hpcrl.convert.verl.put import Rule, put
+from hpcrl.convert.verl.source import Source, read_words, read_yaml
+from hpcrl.convert.verl.training import TRAINING
+
+__all__ = ["TARGETS", "convert_script", "convert_words", "convert_yaml"]
+
+RULES: dict[str, Rule] = ALGORITHM | MODELS | TRAINING
+_NAMES = ("trainer.project_name", "trainer.experiment_name")
+_PROGRAMS = ("main_ppo", "main_ppo_sync", "main_dapo")
+
+
+def convert_yaml(text: str, origin: str) -> Conversion:
+    """Return the conversion of a YAML document of verl.
+
+    Args:
+        origin: where it comes from, for errors and the first line of the TOML.
+
+    Raises:
+        ConfigError: it is not YAML, or no table of settings; names the place.
+    """
+    conversion = Conversion(origin)
+    return _converted(read_yaml(text, conversion), conversion)
+
+
+def convert_words(words: Sequence[str], origin: str) -> Conversion:
+    """Return the conversion of a verl command, whose words are split and unquoted as the shell does it.
+
+    Raises:
+        ConfigError: a value is not YAML; names the word.
+    """
+    conversion = Conversion(origin)
+    return _converted(read_words(words, conversion), conversion)
+
+
+def convert_script(text: str, origin: str) -> Conversion:
+    """Return the conversion of the verl command in a shell script.
+
+    Raises:
+        ConfigError: there is none, or a value of it is not YAML.
+    """
+    command, conversion = command_of(text, origin), Conversion(origin)
+    if command.condition:
+        message = "decides whether the command is started at all; convert what you want to run"
+        conversion.note("conflict", command.condition, "", message)
+    for word in command.others:
+        conversion.note("conflict", word, "", "belongs to another command of the script, which is not converted")
+    for name in command.assumed:
+        message = "as where the environment does not set it: what the script has for that case counts"
+        conversion.note("translated", f"${name}", "", message)
+    for line in command.unread:
+        conversion.note("dropped", line, "", "is not run here; what it sets counts as not set")
+    source = read_words(command.words, conversion)
+    for name, waits_for in command.unknown.items():
+        reason = f"{', '.join(waits_for)} is known only where the script runs; write the value out"
+        found = field_of(name)
+        if found in _NAMES:
+            conversion.note("translated", name, "", f"{reason}, or leave it to hpcrl, which names projects and runs")
+        elif found:
+            source.unread[found], source.names[found] = reason, name
+        elif name.startswith("--config-"):
+            message = f"{reason}; the settings of that file count too"
+            conversion.note("conflict", name, "", message)
+        elif "." in name and not name.startswith("-"):
+            conversion.note("unknown", name, "", reason)
+    return _converted(source, conversion)
+
+
+def is_verl(text: str) -> bool:
+    """Return whether a script or a YAML document is verl's, by what stands in it."""
+    return "actor_rollout_ref" in text or "verl.trainer." in text
+
+
+def _converted(source: Source, conversion: Conversion) -> Conversion:
+    _note_program(source, conversion)
+    for path, target in TARGETS.items():
+        if isinstance(target, Dropped) and path not in RULES:
+            _note_dropped(source, conversion, path, target)
+        elif path in source.unread:
+            conversion.note("conflict", source.names[path], "", source.unread[path])
+        elif isinstance(target, To) and path not in RULES:
+            _map(source, conversion, path, target)
+        else:
+            RULES[path](source, conversion, path)
+    order = {name: index for index, name in enumerate(source.names.values())}
+    conversion.entries.sort(key=lambda entry: order.get(entry.source, len(order)))
+    left_out = set(TARGETS) - set(source.names.values())
+    conversion.finish()
+    conversion.entries = [one for one in conversion.entries if one.kind != "dropped" or one.source not in left_out]
+    return conversion
+
+
+def _note_program(source: Source, conversion: Conversion) -> None:
+    last = source.program.removesuffix(".py").replace("/", ".").rpartition(".")[2]
+    if last and last not in _PROGRAMS:
+        message = "a program of its own beside verl's main_ppo, whose code may do something else; write what it does for hpcrl"
+        if "async" in last:
+            message = "verl's asynchronous trainer, whose placement is its own; set trainer.fully_async.max_staleness_steps and trainer.placement"
+        conversion.note("conflict", source.program, "", message)
+
+
+def _note_dropped(source: Source, conversion: Conversion, path: str, target: Dropped) -> None:
+    if path not in source.names:
+        return
+    lost = path in LOST and (path in source.unread or not _is_default(source, path))
+    conversion.note("conflict" if lost else "dropped", source.names[path], "", target.reason)
+
+
+def _is_default(source: Source, path: str) -> bool:
+    """Return whether a setting without a place here has the value with which nothing is lost: verl's default, or nothing at all."""
+    value = source.given[path]
+    default = Source(megatron=source.megatron)[path]
+    off = isinstance(value, dict) and not value.get("enable", value.get("enabled", bool(value)))
+    return value == default or value in (None, "", [], "null") or off
+
+
+def _map(source: Source, conversion: Conversion, path: str, target: To) -> None:
+    value, setting = source[path], known().get(target.path)
+    if isinstance(value, Hashable):
+        value = target.values.get(value, value)
+    if setting and setting.location:
+        value = location(value)
+    if isinstance(value, str) and setting and all(get_origin(kind) is list for kind in setting.types):
+        value = [value]
+    if value is None and setting and not setting.optional:
+        if path in source.names:
+            conversion.note("dropped", source.names[path], "", "null: the default here")
+        return
+    if not (reason := without_effect(source, path)):
+        put(source, conversion, path, target.path, value)
+    elif path in source.names:
+        conversion.note("dropped", source.names[path], "", reason)
