@@ -97,6 +97,8 @@ class ConfiguredModel(Pretrained):
 
         try:
             config = AutoConfig.from_pretrained(self.path, **self.at_revision)
+            if not (self.config_kwargs or self.rope_scaling or self.rope_theta is not None):
+                return config
             entries, _ = PreTrainedConfig.get_config_dict(self.path, **self.at_revision)
         except (OSError, ValueError) as error:
             raise self.not_a_model(error) from error
