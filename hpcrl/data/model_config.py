@@ -99,6 +99,8 @@ class ConfiguredModel(Pretrained):
             check_files(self.path, **self.at_revision)
             # None would have transformers ask on a terminal whether to run the model's code
             config = AutoConfig.from_pretrained(self.path, trust_remote_code=False, **self.at_revision)
+            if not (self.config_kwargs or self.rope_scaling or self.rope_theta is not None):
+                return config
             entries, _ = PreTrainedConfig.get_config_dict(self.path, **self.at_revision)
         except (OSError, ValueError) as error:
             raise self.not_a_model(error) from error

@@ -83,14 +83,15 @@ def test_nap() -> None:
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     for folder in COPIED:
-        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / folder, tmp_path / folder)
     for file in FILES:
         shutil.copy(ROOT / file, tmp_path / file)
     return tmp_path
 
 
 def python(checkout: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(checkout), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(checkout)}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # the next process reads what one has compiled
     command = [sys.executable, *words]
     return subprocess.run(command, cwd=checkout, env=environment, check=False, capture_output=True, text=True)
 
@@ -120,7 +121,7 @@ def changed(checkout: Path) -> set[str]:
     files = [
         path.relative_to(checkout)
         for path in checkout.rglob("*")
-        if path.is_file() and ".pytest_cache" not in path.parts
+        if path.is_file() and not {".pytest_cache", "__pycache__"} & set(path.parts)
     ]
     return {
         str(path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial, reduce
 from pathlib import Path
@@ -49,8 +50,9 @@ class ModelSource(ConfiguredModel):
 
     def empty(self, dtype: torch.dtype, attention: str) -> PreTrainedModel:
         """Return the model without weights, on the meta device. Raises DataError where there is none, or its log-probabilities would come out wrong."""
+        config = self.config()
         try:
-            model = _empty(self._model_class(), self.config(), dtype, attention)
+            model = _empty(self._model_class(config), config, dtype, attention)
         except ValueError as error:
             raise self.not_a_model(error) from error
         LogitChange.of(model.config)
@@ -62,12 +64,12 @@ class ModelSource(ConfiguredModel):
 
     def whole(self, dtype: torch.dtype, attention: str) -> PreTrainedModel:
         """Return the model with its weights, on the CPU. Raises DataError where it cannot be loaded or weights are missing."""
-        model, missing = self._read(self._model_class(), dtype, attention)
+        model, missing = self._read(dtype, attention)
         self.expect_all(missing)
         return model
 
-    def _model_class(self) -> Any:
-        return auto_class(self.config())
+    def _model_class(self, config: PreTrainedConfig) -> Any:
+        return auto_class(config)
 
     def export_dtype(self) -> torch.dtype:
         """Return the number type of exported weights: that of config.json, else of the safetensors files, else float32."""
@@ -93,15 +95,17 @@ class ModelSource(ConfiguredModel):
             raise self.not_a_model(error) from error
         return reduce(torch.promote_types, found) if found else None
 
-    def _read(self, model_class: Any, dtype: torch.dtype, attention: str) -> tuple[PreTrainedModel, list[str]]:
+    def _read(self, dtype: torch.dtype, attention: str) -> tuple[PreTrainedModel, list[str]]:
         """Return the model, and the parameters for which it has no weights on disk."""
         disable_progress_bar()  # of no use in a log file
+        config = self.config()
+        model_class = self._model_class(config)
         try:
             answer = model_class.from_pretrained(
                 self.path,
-                config=self.config(),
+                config=config,
                 dtype=dtype,
-                attn_implementation=_of_parts(self.config(), attention),
+                attn_implementation=_of_parts(config, attention),
                 output_loading_info=True,
                 trust_remote_code=False,
                 **self.at_revision,
@@ -134,11 +138,12 @@ class CriticSource(ModelSource):
 
     def empty(self, dtype: torch.dtype, attention: str) -> PreTrainedModel:
         """Return the model without weights, on the meta device."""
-        return _empty(self._model_class(), self.config(), dtype, attention)
+        config = self.config()
+        return _empty(self._model_class(config), config, dtype, attention)
 
     def whole(self, dtype: torch.dtype, attention: str) -> PreTrainedModel:
         """Return the model with its weights, on the CPU."""
-        model, missing = self._read(self._model_class(), dtype, attention)
+        model, missing = self._read(dtype, attention)
         name = f"{self.head}.weight"
         self.expect_all([other for other in missing if other != name])
         if name in missing:
@@ -151,9 +156,9 @@ class CriticSource(ModelSource):
         """Return the weights of a head that is not on disk, [1, width] float32."""
         return torch.randn((1, width), generator=torch.Generator().manual_seed(self.seed)) / (width + 1)
 
-    def _model_class(self) -> type[PreTrainedModel]:
+    def _model_class(self, config: PreTrainedConfig) -> type[PreTrainedModel]:
         """Return the class of the model's body, extended by the head."""
-        empty, name = _empty(AutoModel, self.config(), torch.float32, "eager"), self.head
+        empty, name = _empty(AutoModel, config, torch.float32, "eager"), self.head
         body = type(empty)
         if hasattr(empty, name):
             raise DataError(
@@ -207,9 +212,9 @@ class RewardModelSource(CriticSource):
         labels = {name: value for name, value in config.to_dict().items() if name in ("id2label", "label2id")}
         return {name: value for name, value in entries.items() if name != "num_labels"} | labels
 
-    def _model_class(self) -> type[PreTrainedModel]:
+    def _model_class(self, config: PreTrainedConfig) -> type[PreTrainedModel]:
         """Return the class of the classifier, which says what its head is."""
-        config, name = self.config(), self.head
+        name = self.head
         try:
             empty = _empty(AutoModelForSequenceClassification, config, torch.float32, "eager")
         except ValueError as error:  # of this kind of model transformers has no classifier
@@ -268,8 +273,8 @@ def _contents(path: Path) -> Iterator[torch.Tensor]:
 def _empty(model_class: Any, config: PreTrainedConfig, dtype: torch.dtype, attention: str) -> PreTrainedModel:
     automatic = getattr(model_class, "from_config", None)
     build = partial(automatic, trust_remote_code=False) if automatic else model_class._from_config
-    with torch.device("meta"):
-        return build(config, dtype=dtype, attn_implementation=_of_parts(config, attention))
+    with torch.device("meta"):  # transformers writes the number type and the attention into the configuration
+        return build(deepcopy(config), dtype=dtype, attn_implementation=_of_parts(config, attention))
 
 
 def _of_parts(config: PreTrainedConfig, attention: str) -> str | dict[str, str]:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import os
 import resource
 import shutil
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
 
+from hpcrl.cli.main import main
 from tests.paths import CONFIGS
 
 QUICKSTART = str(CONFIGS / "quickstart.toml")
@@ -27,6 +30,21 @@ def hpcrl(*arguments: str, cwd: Path, **environment: str) -> subprocess.Complete
         timeout=60,
         check=False,
     )
+
+
+def called(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Call the command line in this process: one of its own imports transformers first, for two CPU seconds."""
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.chdir(cwd)
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        try:
+            code = main([*arguments])
+        except SystemExit as ended:  # argparse's
+            code = ended.code
+    assert isinstance(code, int)
+    return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
 
 
 def nothing_made(cwd: Path) -> bool:
@@ -53,10 +71,9 @@ def nothing_made(cwd: Path) -> bool:
 def test_mistakes_are_named_before_anything_is_made(
     tmp_path: Path, settings: list[str], code: int, expected: str
 ) -> None:
-    done = hpcrl("submit", QUICKSTART, "--local", *settings, cwd=tmp_path)
+    done = called("submit", QUICKSTART, "--local", *settings, cwd=tmp_path)
     assert done.returncode == code, done.stderr
     assert expected in done.stderr
-    assert "Traceback" not in done.stderr
     assert nothing_made(tmp_path)
 
 
@@ -74,11 +91,11 @@ def test_run_directory_that_exists_is_not_touched(tmp_path: Path) -> None:
 def test_runs_are_made_where_they_are_looked_for(tmp_path: Path) -> None:
     """$HPCRL_ROOT means the same to submit and to status; slurm.root goes before it."""
     shared = str(tmp_path / "shared")
-    done = hpcrl("submit", QUICKSTART, "--dry-run", "trainer.run_name=mine", cwd=tmp_path, HPCRL_ROOT=shared)
+    done = called("submit", QUICKSTART, "--dry-run", "trainer.run_name=mine", cwd=tmp_path, HPCRL_ROOT=shared)
     assert f"\n{shared}/quickstart/mine\n" in done.stdout, done.stderr
-    assert f"no runs under {shared}" in hpcrl("status", cwd=tmp_path, HPCRL_ROOT=shared).stdout
+    assert f"no runs under {shared}" in called("status", cwd=tmp_path, HPCRL_ROOT=shared).stdout
     own = ["trainer.run_name=mine", f"slurm.root={tmp_path}/own"]
-    done = hpcrl("submit", QUICKSTART, "--dry-run", *own, cwd=tmp_path, HPCRL_ROOT=shared)
+    done = called("submit", QUICKSTART, "--dry-run", *own, cwd=tmp_path, HPCRL_ROOT=shared)
     assert f"\n{tmp_path}/own/quickstart/mine\n" in done.stdout, done.stderr
 
 
@@ -91,10 +108,9 @@ def test_runs_are_made_where_they_are_looked_for(tmp_path: Path) -> None:
     ],
 )
 def test_a_place_that_cannot_be_is_told_without_a_traceback(tmp_path: Path, setting: str, told: str, mode: str) -> None:
-    done = hpcrl("submit", QUICKSTART, mode, setting, cwd=tmp_path)
+    done = called("submit", QUICKSTART, mode, setting, cwd=tmp_path)
     assert done.returncode in (2, 3)
     assert told in done.stderr
-    assert "Traceback" not in done.stderr
 
 
 def test_a_line_break_reaches_no_batch_script(tmp_path: Path) -> None:
@@ -112,25 +128,24 @@ def test_a_line_break_reaches_no_batch_script(tmp_path: Path) -> None:
 
 
 def test_a_root_that_the_system_refuses_is_told(tmp_path: Path) -> None:
-    done = hpcrl("submit", QUICKSTART, "--local", "slurm.root=/sys/runs", cwd=tmp_path)
+    done = called("submit", QUICKSTART, "--local", "slurm.root=/sys/runs", cwd=tmp_path)
     assert done.returncode == 3
     assert "slurm.root: /sys/runs/quickstart" in done.stderr
-    assert "Traceback" not in done.stderr
 
 
 def test_without_slurm_the_remedy_is_named(tmp_path: Path) -> None:
-    done = hpcrl("submit", QUICKSTART, cwd=tmp_path, PATH=str(tmp_path))
+    done = called("submit", QUICKSTART, cwd=tmp_path, PATH=str(tmp_path))
     assert done.returncode == 3
     assert "--local" in done.stderr
     assert nothing_made(tmp_path)
-    done = hpcrl("submit", QUICKSTART, "--dry-run", "slurm.elastic.replicas=1", cwd=tmp_path, PATH=str(tmp_path))
+    done = called("submit", QUICKSTART, "--dry-run", "slurm.elastic.replicas=1", cwd=tmp_path, PATH=str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert "# batch script of the " in done.stdout, "as the remedy says"
 
 
 def test_dry_run_shows_everything_and_makes_nothing(tmp_path: Path) -> None:
     arguments = ["submit", QUICKSTART, "--dry-run", "generator.inference_engine.num_engines=2", "--seeds", "1,2"]
-    done = hpcrl(*arguments, cwd=tmp_path)
+    done = called(*arguments, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     for part in (
         "#SBATCH --array=0-1",
@@ -149,7 +164,7 @@ def test_a_run_needs_no_file(tmp_path: Path) -> None:
         (Path(QUICKSTART).parent / "quickstart" / "data" / "train.parquet").read_bytes()
     )
     words = ["data.train_data=[t.parquet]", "trainer.policy.model.path=org/m", "trainer.eval_interval=0"]
-    done = hpcrl("submit", "--dry-run", *words, "environment.env_class=sort_letters", cwd=tmp_path)
+    done = called("submit", "--dry-run", *words, "environment.env_class=sort_letters", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "t.parquet" in done.stdout
 
@@ -166,17 +181,17 @@ def least_work(count: int, *arguments: str, cwd: Path) -> float:
 
 
 def test_answers_are_quick(tmp_path: Path) -> None:
-    assert least_work(5, "--help", cwd=tmp_path) < 0.3
+    assert least_work(3, "--help", cwd=tmp_path) < 0.3
     # most of it is the import of transformers, which looks at the tokenizer and writes the first prompts
-    assert least_work(5, "submit", QUICKSTART, "--dry-run", cwd=tmp_path) < 2.5
+    assert least_work(3, "submit", QUICKSTART, "--dry-run", cwd=tmp_path) < 2.5
 
 
 def test_status_without_runs_and_unknown_names(tmp_path: Path) -> None:
-    done = hpcrl("status", cwd=tmp_path)
+    done = called("status", cwd=tmp_path)
     assert done.returncode == 0
     assert "no runs under" in done.stdout
     for command in ("status", "logs", "cancel", "resume", "tensorboard"):
-        done = hpcrl(command, "nobody", cwd=tmp_path)
+        done = called(command, "nobody", cwd=tmp_path)
         assert done.returncode == 5
         assert "no run 'nobody'" in done.stderr
 
@@ -191,7 +206,7 @@ def test_plan_of_a_gpu_cluster(tmp_path: Path) -> None:
         "generator.inference_engine.backend=vllm",
         "generator.inference_engine.tensor_parallel_size=2",
     ]
-    done = hpcrl("submit", QUICKSTART, "--dry-run", *settings, cwd=tmp_path)
+    done = called("submit", QUICKSTART, "--dry-run", *settings, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "#SBATCH --gpus-per-node=4" in done.stdout
     assert "node 1: trainer, 4 rank(s), 4 GPU(s)" in done.stdout

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hpcrl.config import FSDPConfig, MixedPrecisionConfig, ModelConfig, PolicyConfig
 from hpcrl.trainer.backends.fsdp.engine import FsdpPolicy
@@ -17,7 +17,7 @@ from hpcrl.trainer.backends.fsdp.model import PackedPolicy, load_model
 from hpcrl.trainer.backends.fsdp.optimizer import LossScale
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.models.forward import ForwardConfig
-from hpcrl.trainer.models.hf import ModelSource
+from hpcrl.trainer.models.hf import CriticSource, ModelSource
 from tests.trainer.ranks import Ranks
 from tests.trainer.scenarios import make_engine
 
@@ -32,6 +32,17 @@ class Watched(ModelSource):
         model = super().whole(dtype, attention)
         self.read.append((next(model.parameters()).dtype, model))
         return model
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counted(CriticSource):
+    """Keeps each configuration that is read."""
+
+    read: list[PreTrainedConfig] = field(default_factory=list)
+
+    def config(self) -> PreTrainedConfig:
+        self.read.append(super().config())
+        return self.read[-1]
 
 
 @pytest.fixture
@@ -55,6 +66,20 @@ def test_rank_0_reads_in_the_type_of_the_files_and_lets_go_of_it(halved: Path, a
     for name, parameter in model.model.named_parameters():
         assert parameter.dtype == torch.float32
         assert torch.equal(parameter, expected[name].float())
+
+
+def test_a_load_reads_the_configuration_once(halved: Path) -> None:
+    source = Counted(path=str(halved), role="trainer.critic", head="value_head", seed=3)
+    model = source.whole(torch.bfloat16, "sdpa")
+    assert len(source.read) == 1
+    # the classes of the body and of its head are found with a model of float32 without attention kernels
+    assert (model.dtype, model.config.dtype, model.config._attn_implementation) == (
+        torch.bfloat16,
+        torch.bfloat16,
+        "sdpa",
+    )
+    assert source.empty(torch.float32, "eager").config.dtype == torch.float32
+    assert len(source.read) == 2
 
 
 def test_no_file_loses_digits(halved: Path) -> None:

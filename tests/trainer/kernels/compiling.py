@@ -1,4 +1,4 @@
-"""Ranks that test_compilation.py starts with torchrun: compiling.py WAY MODEL RUN OUT, with HPCRL_TEST_NO_COMPILER as the ranks without a compiler."""
+"""Ranks that test_compilation.py starts with torchrun: compiling.py MODEL RUN OUT WAY..., with HPCRL_TEST_NO_COMPILER as the ranks without a compiler."""
 
 from __future__ import annotations
 
@@ -7,28 +7,34 @@ import logging
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 if os.environ["RANK"] in os.environ["HPCRL_TEST_NO_COMPILER"].split(","):
     os.environ["CXX"] = "/bin/false"  # which torch reads where it is imported
 
 from hpcrl.rundir.layout import Run
-from hpcrl.trainer.distributed import joined
+from hpcrl.trainer.distributed import World, joined
 from hpcrl.trainer.models.layers.compilation import compiler_works, fall_back_to_eager
 from tests.trainer.scenarios import make_engine, train_steps
 
 COMPILED = {"policy": {"compile_model": True, "use_torch_compile": True}, "gradient_checkpointing": True}
 
 
-def main(way: str, model: str, run: str, out: str) -> None:
+def main(model: str, run: str, out: str, *ways: str) -> None:
     logging.basicConfig(level=logging.INFO)
     with joined() as world:
-        works = compiler_works(world) if way == "asked" else None
-        if way == "falls back":
-            fall_back_to_eager()
-        engine = make_engine(world, model, {"trainer": COMPILED if way != "eager" and works is not False else {}})
-        trained = train_steps(engine, Run.open(Path(run)), range(1, 2), {"micro": 2})
-        losses = [update.sums["final_loss"] for update in trained]
-        Path(f"{out}.{world.rank}").write_text(json.dumps({"works": works, "losses": losses}))
+        found = {way: trained(world, way, model, run) for way in ways}
+        Path(f"{out}.{world.rank}").write_text(json.dumps(found))
+
+
+def trained(world: World, way: str, model: str, run: str) -> dict[str, Any]:
+    """Return whether the compiler works, where the way asks for it, and the loss of each update."""
+    works = compiler_works(world) if way == "asked" else None
+    if way == "falls back":
+        fall_back_to_eager()
+    engine = make_engine(world, model, {"trainer": COMPILED if way != "eager" and works is not False else {}})
+    updates = train_steps(engine, Run.open(Path(run)), range(1, 2), {"micro": 2})
+    return {"works": works, "losses": [update.sums["final_loss"] for update in updates]}
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,8 @@ from tests.trainer.scenarios import laid_over
 class Played:
     code: int
     log: str
-    told: list[dict[str, Any]]
+    told: dict[str, list[dict[str, Any]]]
+    """By way, of each rank."""
 
 
 @pytest.fixture(scope="module")
@@ -36,28 +38,27 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def play(place: Path, model: Path, way: str, without: str) -> Played:
-    out = place / f"{way}-{without}".replace(" ", "-")
-    command = torchrun(2, ROOT / "tests/trainer/kernels/compiling.py", way, model, place / "run", out)
+def play(place: Path, model: Path, ways: Sequence[str], without: str) -> Played:
+    """Train in these ways, one after the other, on two ranks; `without` names those without a compiler."""
+    out = place / "-".join(ways).replace(" ", "-")
+    command = torchrun(2, ROOT / "tests/trainer/kernels/compiling.py", model, place / "run", out, *ways)
     own = {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1", "TORCHINDUCTOR_CACHE_DIR": str(place / "cache")}
     env = environment() | own | {"HPCRL_TEST_NO_COMPILER": without}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600, check=False)
-    files = [path for rank in range(2) if (path := Path(f"{out}.{rank}")).exists()]
-    return Played(done.returncode, done.stderr, [json.loads(path.read_text()) for path in files])
+    found = [json.loads(path.read_text()) for rank in range(2) if (path := Path(f"{out}.{rank}")).exists()]
+    return Played(done.returncode, done.stderr, {way: [one[way] for one in found] for way in ways})
 
 
 @pytest.fixture(scope="module")
-def eager(place: Path, model_path: Path) -> Played:
-    found = play(place, model_path, "eager", "")
+def asked(place: Path, model_path: Path) -> Played:
+    found = play(place, model_path, ["eager", "asked"], "1")
     assert found.code == 0, found.log
     return found
 
 
-def test_all_ranks_compute_eagerly_where_one_has_no_compiler(place: Path, model_path: Path, eager: Played) -> None:
-    asked = play(place, model_path, "asked", "1")
-    assert asked.code == 0, asked.log
-    assert [one["works"] for one in asked.told] == [False, False]
-    assert [one["losses"] for one in asked.told] == [one["losses"] for one in eager.told]
+def test_all_ranks_compute_eagerly_where_one_has_no_compiler(asked: Played) -> None:
+    assert [one["works"] for one in asked.told["asked"]] == [False, False]
+    assert [one["losses"] for one in asked.told["asked"]] == [one["losses"] for one in asked.told["eager"]]
     (line,) = [line for line in asked.log.splitlines() if "torch.compile fails" in line]
     assert "torch.compile fails on 1 of 2 ranks (rank 1: InductorError: " in line
     assert "/bin/false" in line
@@ -66,11 +67,11 @@ def test_all_ranks_compute_eagerly_where_one_has_no_compiler(place: Path, model_
 
 @pytest.mark.faults_slow
 def test_what_cannot_be_compiled_runs_eagerly_on_the_rank_that_cannot(
-    place: Path, model_path: Path, eager: Played
+    place: Path, model_path: Path, asked: Played
 ) -> None:
-    mixed = play(place, model_path, "falls back", "1")
+    mixed = play(place, model_path, ["falls back"], "1")
     assert mixed.code == 0, mixed.log
-    for one, other in zip(mixed.told, eager.told, strict=True):
+    for one, other in zip(mixed.told["falls back"], asked.told["eager"], strict=True):
         assert one["losses"] == pytest.approx(other["losses"], abs=1e-5)
     assert mixed.log.count("torch.compile failed, and this code runs without it: ") == 1
     assert "WON'T CONVERT" not in mixed.log
@@ -78,7 +79,7 @@ def test_what_cannot_be_compiled_runs_eagerly_on_the_rank_that_cannot(
 
 @pytest.mark.faults_slow
 def test_what_is_set_to_true_fails_aloud(place: Path, model_path: Path) -> None:
-    found = play(place, model_path, "set", "0,1")
+    found = play(place, model_path, ["set"], "0,1")
     assert found.code != 0
     assert "InductorError" in found.log
 

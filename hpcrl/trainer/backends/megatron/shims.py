@@ -53,18 +53,18 @@ class _Redirect(TorchFunctionMode):
     """Redirects to the CPU what Megatron-core asks of a GPU in calls that torch lets a mode see."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if _is_cuda(kwargs.get("device")):  # device="cuda" stands in schedules, gradient norms, losses
-            kwargs = kwargs | {"device": _CPU}
-        if kwargs.get("pin_memory"):  # of the token order under context parallelism; the CPU build of torch cannot
-            kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
+        if kwargs:  # seldom, and a step makes thousands of calls
+            if _is_cuda(kwargs.get("device")):  # device="cuda" stands in schedules, gradient norms, losses
+                kwargs = kwargs | {"device": _CPU}
+            if kwargs.get("pin_memory"):  # of the token order under context parallelism; the CPU build of torch cannot
+                kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
         if func is torch.Tensor.cuda:  # tied embeddings, context parallelism, checkpoints
             return args[0]
         if func is torch.Tensor.pin_memory:
             return args[0]
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:  # gradients must say that they are on a GPU
             return func(*args).replace("torch.", "torch.cuda.", 1)
-        return func(*args, **kwargs)
+        return func(*args, **kwargs) if kwargs else func(*args)
 
 
 _mode: _Redirect | None = None

@@ -20,7 +20,8 @@ CP2, EP2 = {"context_parallel_size": 2}, {"expert_model_parallel_size": 2}
 VPP = PP2 | {"pipeline_schedule": "Interleaved1F1B", "pipeline_layers_per_stage": 1}
 ETP1 = {"expert_tensor_parallel_size": 1}
 WHOLE = {"optimizer_config_kwargs": {"use_distributed_optimizer": False}}
-ONE_STEP = [("train", 1)]  # of two updates
+ONE_STEP: list[Any] = [("train", 1)]  # of two updates
+TWO_STEPS: list[Any] = [("train", 1), ("train", 2)]
 
 
 @pytest.fixture(scope="module")
@@ -155,23 +156,26 @@ def cases(table: dict[int, list[Row]]) -> list[Any]:
     ]
 
 
+def steps(table: dict[int, list[Row]], model: str) -> list[Any]:
+    """Return what a case does: each layout of experts makes two steps, and other layouts in the tests of what is not finite and of the reference."""
+    return TWO_STEPS if table is LAYOUTS and model == "moe" else ONE_STEP
+
+
 class Played:
     """What came of ways, which the ranks of one size go all at once."""
 
     def __init__(self, seam: Seam) -> None:
         self._seam = seam
         self._done: dict[int, dict[tuple[str, str], Way]] = {}
-        whole, one_step = self._truths("truth", None), self._truths("truth-of-one-step", ONE_STEP)
-        seam.play(1, [*whole.values(), *one_step.values()])
-        self.truth = {key: seam.told(way) for key, way in whole.items()}
-        self.truth_of_one_step = {key: seam.told(way) for key, way in one_step.items()}
-
-    def _truths(self, prefix: str, do: list[Any] | None) -> dict[tuple[str, str], Way]:
-        return {
-            (name, model): self._seam.way(f"{prefix}-{name}", model, trainer, do)
+        two = {model: seam.way("truth-of-two-steps", model, {}, TWO_STEPS) for model in ("tied", "moe")}
+        one = {
+            (name, model): seam.way(f"truth-{name}", model, trainer, ONE_STEP)
             for name, (trainer, models) in TRUTHS.items()
             for model in models
         }
+        seam.play(1, [*two.values(), *one.values()])
+        self.two_steps = {model: seam.told(way) for model, way in two.items()}
+        self.truth = {key: seam.told(way) for key, way in one.items()}
 
     def told(self, table: dict[int, list[Row]], size: int, name: str, model: str) -> Told:
         number = 10 * size + (table is OPTIONS)
@@ -181,7 +185,7 @@ class Played:
                     case,
                     model,
                     laid_over({} if options is None else megatron(**options), laid_over(TRUTHS[like][0], trainer)),
-                    ONE_STEP if table is OPTIONS else None,
+                    steps(table, model),
                 )
                 for case, options, trainer, like, models in table[size]
                 for model in models
@@ -198,12 +202,13 @@ def played(seam: Seam) -> Played:
 
 @pytest.mark.parametrize(("size", "name", "like", "model"), cases(LAYOUTS))
 def test_every_layout_trains_alike(played: Played, size: int, name: str, like: str, model: str):
-    expect_same(played.told(LAYOUTS, size, name, model), played.truth[like, model])
+    expected = played.truth[like, model] if steps(LAYOUTS, model) is ONE_STEP else played.two_steps[model]
+    expect_same(played.told(LAYOUTS, size, name, model), expected)
 
 
 @pytest.mark.parametrize(("size", "name", "like", "model"), cases(OPTIONS))
 def test_options_train_alike(played: Played, size: int, name: str, like: str, model: str):
-    expect_same(played.told(OPTIONS, size, name, model), played.truth_of_one_step[like, model])
+    expect_same(played.told(OPTIONS, size, name, model), played.truth[like, model])
 
 
 def test_what_is_compared_does_something(played: Played):
@@ -213,7 +218,7 @@ def test_what_is_compared_does_something(played: Played):
         plain, moved = played.truth["plain", model], played.truth[name, model].tensors
         assert (
             max((moved[key] - plain.tensors[key]).abs().max().item() for key in moved if key.startswith("weights"))
-            > 1e-3
+            > 3e-4
         ), name
 
 
@@ -259,7 +264,7 @@ def test_what_is_not_finite_or_not_trained_changes_nothing(seam: Seam, played: P
     ]
     seam.play(2, ways)
     for way in ways:
-        expect_same(seam.told(way), played.truth["plain", "tied"])
+        expect_same(seam.told(way), played.two_steps["tied"])
 
 
 BF16: dict[str, dict[str, Any]] = {
@@ -272,7 +277,9 @@ BF16: dict[str, dict[str, Any]] = {
 
 
 def test_bf16_trains_nearly_alike(seam: Seam, played: Played):
-    ways = [seam.way(f"bf16-{name}", "tied", megatron(dtype="bf16", **options)) for name, options in BF16.items()]
+    ways = [
+        seam.way(f"bf16-{name}", "tied", megatron(dtype="bf16", **options), ONE_STEP) for name, options in BF16.items()
+    ]
     seam.play(2, ways)
     expected = played.truth["plain", "tied"]
     for way in ways:
