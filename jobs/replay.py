@@ -31,7 +31,7 @@ from hpcrl.rundir.layout import Run
 from hpcrl.runtime.heartbeat import Heartbeat
 from hpcrl.runtime.process_status import StatusWriter
 from hpcrl.trainer.build import load_learner
-from hpcrl.trainer.controller_client import PROCESS
+from hpcrl.trainer.controller_link import PROCESS
 from hpcrl.trainer.critic.ranks import ModelRanks
 from hpcrl.trainer.distributed import World, joined
 from hpcrl.trainer.metrics import PhaseTimer

@@ -24,7 +24,7 @@ from hpcrl.errors import HpcrlError
 from hpcrl.observe.timeline import Timeline
 from hpcrl.rollout.engines.launch import launched
 from hpcrl.rundir.layout import Run
-from hpcrl.runtime.controller_client import Controller
+from hpcrl.runtime.controller_client import ControllerClient
 from hpcrl.runtime.heartbeat import Heartbeat
 from hpcrl.runtime.process_status import StatusWriter, ending_told
 from hpcrl.runtime.scratch import weight_copy_dir
@@ -80,7 +80,7 @@ def serve(
             rewards.wait(lambda: status.write("waiting for the reward model"))
             options = replace(options, rewards=rewards.choose)
         heartbeat.beat("serve")
-        controller = stack.enter_context(closing(Controller(run, attempt)))
+        controller = stack.enter_context(closing(ControllerClient(run, attempt)))
         if not colocated:  # else its agent tells, once this process has ended and its memory is free
             stack.callback(controller.leave, options.name)
         given = {
@@ -106,7 +106,7 @@ def starting(status: StatusWriter) -> None:
 
 def has_turn(run: Run, attempt: int, name: str, status: StatusWriter) -> bool:
     """Wait until an engine may be started on the devices that it shares with the trainer; return whether it may, and not the run has ended."""
-    with closing(Controller(run, attempt)) as controller:
+    with closing(ControllerClient(run, attempt)) as controller:
         while True:
             status.write("waiting for its turn")
             answer = controller.call("turn", worker=name)

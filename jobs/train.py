@@ -34,7 +34,7 @@ from hpcrl.runtime.heartbeat import Heartbeat
 from hpcrl.trainer.backends.schedule import is_due
 from hpcrl.trainer.backends.turns import DeviceTurns
 from hpcrl.trainer.build import build_publisher, load_learner
-from hpcrl.trainer.controller_client import PROCESS, ControllerClient
+from hpcrl.trainer.controller_link import PROCESS, ControllerLink
 from hpcrl.trainer.critic.ranks import ModelRanks
 from hpcrl.trainer.distributed import World, joined
 from hpcrl.trainer.metrics import PhaseTimer, describe_times
@@ -75,7 +75,7 @@ def work(
     """Load, train to the end of the run or to a stop request, and report which."""
     trainer = config.trainer
     ranks = ModelRanks.of(trainer.placement, world, own_critic=trainer.has_own_critic)
-    controller = ControllerClient(run, attempt, world, consensus, critic=ranks.own.first and not ranks.policy)
+    controller = ControllerLink(run, attempt, world, consensus, critic=ranks.own.first and not ranks.policy)
     try:
         controller.report("loading model")
         checkpoints = Checkpoints.of(trainer, run, attempt, world, controller.committed)
@@ -97,7 +97,7 @@ def train(
     learner: Learner,
     checkpoints: Checkpoints,
     publisher: Publisher,
-    controller: ControllerClient,
+    controller: ControllerLink,
     timer: PhaseTimer,
     record_step: Callable[[int], None],
 ) -> None:

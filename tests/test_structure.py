@@ -6,6 +6,7 @@ import ast
 import functools
 import subprocess
 import sys
+from collections import defaultdict
 
 import pytest
 
@@ -150,3 +151,13 @@ def test_only_an_engine_compares_its_name() -> None:
 
 def within(module: str, package: str) -> bool:
     return f"{module}.".startswith(f"{package}.")
+
+
+def test_a_class_name_means_one_thing() -> None:
+    """A public class has a name of its own: a search for it finds one definition."""
+    found = defaultdict[str, list[str]](list)
+    for module, path in CODE.files.items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found[node.name].append(module)
+    assert {name: modules for name, modules in found.items() if len(modules) > 1} == {}

@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import Qwen2Tokenizer
 
-from hpcrl.families.pi05.architecture import Architecture, file_name
+from hpcrl.families.pi05.architecture import Pi05Architecture, file_name
 from hpcrl.families.pi05.inputs import written_prompt
 from hpcrl.families.pi05.network import Pi05
 from hpcrl.families.pi05.samples import read_inputs
@@ -59,7 +59,7 @@ def make_network(vocabulary: int) -> Pi05:
     vlm = {"text_config": gemma, "vision_config": vision, "projection_dim": 32, "image_token_id": vocabulary}
     expert = {**gemma, "hidden_size": 64, "intermediate_size": 128}
     entries = {"vlm_config": vlm, "expert_config": expert, "chunk_size": CHUNK, "max_action_dim": NUMBERS}
-    return Pi05(Architecture.of(entries))
+    return Pi05(Pi05Architecture.of(entries))
 
 
 def write_rows(path: Path, seeds: range) -> None:

@@ -33,7 +33,7 @@ Loss = Callable[..., Values]
 
 
 @dataclass(frozen=True)
-class Tokens:
+class LossTokens:
     """What a loss knows of the tokens of a micro-batch: [P] tensors, 16-bit ones widened to float32.
 
     Attributes:
@@ -101,7 +101,7 @@ def ratio(logprobs_P: torch.Tensor, old_logprobs_P: torch.Tensor) -> torch.Tenso
     return bounded_exp(widened(logprobs_P) - widened(old_logprobs_P))
 
 
-def clipped_surrogate(tokens: Tokens, *, eps_clip_low: float, eps_clip_high: float) -> Values:
+def clipped_surrogate(tokens: LossTokens, *, eps_clip_low: float, eps_clip_high: float) -> Values:
     """Return the clipped surrogate of PPO (arXiv:1707.06347, equation 7), with two bounds as in DAPO (arXiv:2503.14476).
 
     Formula:
@@ -114,7 +114,7 @@ def clipped_surrogate(tokens: Tokens, *, eps_clip_low: float, eps_clip_high: flo
     return _clipped(tokens, ratio(tokens.logprobs, tokens.old_logprobs), eps_clip_low, eps_clip_high)
 
 
-def dual_clip(tokens: Tokens, *, eps_clip_low: float, eps_clip_high: float, clip_ratio_c: float) -> Values:
+def dual_clip(tokens: LossTokens, *, eps_clip_low: float, eps_clip_high: float, clip_ratio_c: float) -> Values:
     """Return the clipped surrogate, also bounded for negative advantages (arXiv:1912.09729).
 
     Formula:
@@ -127,7 +127,7 @@ def dual_clip(tokens: Tokens, *, eps_clip_low: float, eps_clip_high: float, clip
     return torch.where(tokens.advantages < 0, bounded_P, loss_P), sums
 
 
-def gspo(tokens: Tokens, *, eps_clip_low: float, eps_clip_high: float) -> Values:
+def gspo(tokens: LossTokens, *, eps_clip_low: float, eps_clip_high: float) -> Values:
     """Return the clipped surrogate with one ratio per sample (GSPO, arXiv:2507.18071).
 
     r_t = stop(w) pi_t / stop(pi_t), where w = exp(mean over the sample of log pi - log pi_old), and its logarithm at most 10
@@ -146,7 +146,7 @@ def gspo(tokens: Tokens, *, eps_clip_low: float, eps_clip_high: float) -> Values
     return _clipped(tokens, log_ratio_P.clamp(max=_MAX_LOG_SAMPLE_RATIO).exp(), eps_clip_low, eps_clip_high)
 
 
-def sapo(tokens: Tokens, *, tau_pos: Positive = 1.0, tau_neg: Positive = 1.05) -> Values:
+def sapo(tokens: LossTokens, *, tau_pos: Positive = 1.0, tau_neg: Positive = 1.05) -> Values:
     """Return the loss with a soft gate (SAPO, arXiv:2511.20347).
 
     Nothing is clipped: `clip_ratio` is 0.
@@ -165,7 +165,7 @@ def sapo(tokens: Tokens, *, tau_pos: Positive = 1.0, tau_neg: Positive = 1.05) -
     return -gate_P * tokens.advantages, {"clip_ratio": masked_sum(torch.zeros_like(ratio_P), tokens.mask)}
 
 
-def cispo(tokens: Tokens, *, cispo_eps_clip_low: Share = 0.0, cispo_eps_clip_high: NotNegative = 5.0) -> Values:
+def cispo(tokens: LossTokens, *, cispo_eps_clip_low: Share = 0.0, cispo_eps_clip_high: NotNegative = 5.0) -> Values:
     """Return the loss with clipped weights (CISPO, arXiv:2506.13585).
 
     Formula:
@@ -184,7 +184,7 @@ def cispo(tokens: Tokens, *, cispo_eps_clip_low: Share = 0.0, cispo_eps_clip_hig
     return -tokens.advantages * clipped_P * tokens.logprobs, {"clip_ratio": out}
 
 
-def rollout_is(tokens: Tokens, *, eps_clip_low: float, eps_clip_high: float) -> Values:
+def rollout_is(tokens: LossTokens, *, eps_clip_low: float, eps_clip_high: float) -> Values:
     """Return the loss weighted by the ratio to the rollout, 0 out of bounds (IcePop, https://ringtech.notion.site/icepop).
 
     Formula:
@@ -201,7 +201,7 @@ def rollout_is(tokens: Tokens, *, eps_clip_low: float, eps_clip_high: float) -> 
 
 
 def clip_cov(
-    tokens: Tokens,
+    tokens: LossTokens,
     *,
     eps_clip_low: float,
     eps_clip_high: float,
@@ -237,7 +237,7 @@ def clip_cov(
     return loss_P, {"clip_ratio": masked_sum(drawn_P.float(), tokens.mask)}
 
 
-def kl_cov(tokens: Tokens, *, kl_cov_frac: Share = 0.2, ppo_kl_coef: NotNegative = 1.0) -> Values:
+def kl_cov(tokens: LossTokens, *, kl_cov_frac: Share = 0.2, ppo_kl_coef: NotNegative = 1.0) -> Values:
     """Return the loss with a divergence for tokens of high covariance (KL-Cov, arXiv:2505.22617).
 
     These are a share `kl_cov_frac` of the tokens of the micro-batch, at least one: those with the largest covariance of advantage
@@ -262,7 +262,7 @@ def kl_cov(tokens: Tokens, *, kl_cov_frac: Share = 0.2, ppo_kl_coef: NotNegative
     return loss_P, {"clip_ratio": masked_sum(torch.zeros_like(loss_P), tokens.mask)}
 
 
-def cross_entropy(tokens: Tokens) -> Values:
+def cross_entropy(tokens: LossTokens) -> Values:
     """Return the negative log-likelihood of the tokens, whatever their advantages.
 
     Nothing is clipped: `clip_ratio` is 0. Unlike SkyRL's, it obeys loss_reduction (token_sum gives SkyRL's sum) and excludes no KL
@@ -276,7 +276,7 @@ def cross_entropy(tokens: Tokens) -> Values:
     return -tokens.logprobs, {"clip_ratio": masked_sum(torch.zeros_like(tokens.mask), tokens.mask)}
 
 
-def importance_sampling(tokens: Tokens) -> Values:
+def importance_sampling(tokens: LossTokens) -> Values:
     """Return the surrogate of TRPO, the plain ratio (arXiv:1502.05477, equation 14).
 
     Unlike SkyRL's, it obeys loss_reduction (token_sum gives SkyRL's sum).
@@ -292,7 +292,7 @@ def importance_sampling(tokens: Tokens) -> Values:
     return -ratio_P * tokens.advantages, {"importance_ratio": masked_sum(ratio_P.detach(), tokens.mask)}
 
 
-def aipo(tokens: Tokens, *, aipo_rho: float) -> Values:
+def aipo(tokens: LossTokens, *, aipo_rho: float) -> Values:
     """Return the loss with a ratio bounded on one side, whatever the advantage (AIPO, arXiv:2505.24034).
 
     Formula:
@@ -308,7 +308,7 @@ def aipo(tokens: Tokens, *, aipo_rho: float) -> Values:
 
 
 def dppo(
-    tokens: Tokens,
+    tokens: LossTokens,
     *,
     dppo_type: Literal["binary_tv", "binary_kl"] = "binary_tv",
     delta_low: NotNegative = 0.2,
@@ -346,7 +346,7 @@ def dppo(
     return torch.where(out_P, 0.0, loss_P), {"clip_ratio": masked_sum(out_P.float(), tokens.mask)}
 
 
-def gpg(tokens: Tokens) -> Values:
+def gpg(tokens: LossTokens) -> Values:
     """Return the gradient of the policy without a ratio (GPG, arXiv:2504.02546, equation 3).
 
     It is right for samples of the policy itself. With zero_variance_filter the mean over tokens leaves groups out that teach
@@ -360,7 +360,7 @@ def gpg(tokens: Tokens) -> Values:
     return -tokens.advantages * tokens.logprobs, {}
 
 
-def gmpo(tokens: Tokens, *, log_clip_low: NotNegative = 0.4, log_clip_high: NotNegative = 0.4) -> Values:
+def gmpo(tokens: LossTokens, *, log_clip_low: NotNegative = 0.4, log_clip_high: NotNegative = 0.4) -> Values:
     """Return the loss with the geometric mean of a sample's clipped ratios (GMPO, arXiv:2507.20673, equation 4).
 
     Logarithms of ratios are lowered to log_clip_high where A > 0, and raised to -log_clip_low where A < 0; their mean is at most
@@ -387,7 +387,7 @@ def gmpo(tokens: Tokens, *, log_clip_low: NotNegative = 0.4, log_clip_high: NotN
 
 
 def vespo(
-    tokens: Tokens,
+    tokens: LossTokens,
     *,
     k_pos: NotNegative = 2.0,
     lambda_pos: NotNegative = 3.0,
@@ -422,7 +422,7 @@ def vespo(
     return loss_P, {"sample_weight": masked_sum(weight_P, tokens.mask)}
 
 
-def dro(tokens: Tokens, *, beta: NotNegative = 1.0) -> Values:
+def dro(tokens: LossTokens, *, beta: NotNegative = 1.0) -> Values:
     """Return the policy gradient with a squared penalty in place of a ratio (DRO, arXiv:2405.19107 and arXiv:2501.12599).
 
     Per token as in Tinker. The source fits a value beside it; here the advantage estimator's baseline stands for it.
@@ -445,7 +445,7 @@ def dro(tokens: Tokens, *, beta: NotNegative = 1.0) -> Values:
     return loss_P, {"squared_log_ratio": masked_sum(squared_P.detach(), tokens.mask)}
 
 
-def m2po(tokens: Tokens, *, threshold: Positive = 0.04) -> Values:
+def m2po(tokens: LossTokens, *, threshold: Positive = 0.04) -> Values:
     """Return the ratio to the rollout without the tokens that have gone farthest from it (M2PO, arXiv:2510.01161, algorithm 1).
 
     As many of the tokens that PPO might clip count nothing as it takes.
@@ -478,14 +478,14 @@ def binary_kl(logprobs_P: torch.Tensor, other_logprobs_P: torch.Tensor) -> torch
     return log_P.exp() * (log_P - other_log_P) + rest_P * (rest_P / other_rest_P).log()
 
 
-def _clipped(tokens: Tokens, ratio_P: torch.Tensor, low: float, high: float) -> Values:
+def _clipped(tokens: LossTokens, ratio_P: torch.Tensor, low: float, high: float) -> Values:
     plain_P = -ratio_P * tokens.advantages
     clipped_P = -ratio_P.clamp(1 - low, 1 + high) * tokens.advantages
     clipped = masked_sum((clipped_P > plain_P).float(), tokens.mask)
     return torch.maximum(plain_P, clipped_P), {"clip_ratio": clipped}
 
 
-def _covariance(tokens: Tokens) -> torch.Tensor:
+def _covariance(tokens: LossTokens) -> torch.Tensor:
     """Return [P] what each token of the micro-batch adds to the covariance of advantage and log-probability."""
     count = tokens.mask.sum().clamp(min=1)
     logprobs_P = tokens.logprobs.detach()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from hpcrl.algorithms.losses import (
-    Tokens,
+    LossTokens,
     binary_kl,
     bounded_exp,
     masked_sum,
@@ -87,7 +87,7 @@ _THRESHOLDS = (
 
 
 @torch.no_grad()
-def correct(tokens: Tokens, settings: OffPolicyCorrectionConfig) -> Correction:
+def correct(tokens: LossTokens, settings: OffPolicyCorrectionConfig) -> Correction:
     """Return weights and mask of the tokens of a micro-batch, each sample by itself."""
     ratio_P, sums = ratio(tokens.old_logprobs, tokens.rollout_logprobs), {}
     _describe(ratio_P, tokens.mask, sums)
@@ -109,7 +109,7 @@ def _describe(ratio_P: torch.Tensor, mask_P: torch.Tensor, sums: dict[str, torch
 
 def _without_outliers(
     ratio_P: torch.Tensor,
-    tokens: Tokens,
+    tokens: LossTokens,
     mask_P: torch.Tensor,
     settings: OffPolicyCorrectionConfig,
     sums: dict[str, torch.Tensor],
@@ -136,7 +136,7 @@ def _without_tokens(
 
 
 def _without_divergent_tokens(
-    tokens: Tokens, mask_P: torch.Tensor, settings: OffPolicyCorrectionConfig, sums: dict[str, torch.Tensor]
+    tokens: LossTokens, mask_P: torch.Tensor, settings: OffPolicyCorrectionConfig, sums: dict[str, torch.Tensor]
 ) -> torch.Tensor:
     """Leave out tokens with a binary KL divergence between old policy and rollout, in one direction or the other, above the bound.
 
@@ -152,7 +152,7 @@ def _without_divergent_tokens(
 
 def _truncated_weights(
     ratio_P: torch.Tensor,
-    tokens: Tokens,
+    tokens: LossTokens,
     mask_P: torch.Tensor,
     settings: OffPolicyCorrectionConfig,
     sums: dict[str, torch.Tensor],
@@ -177,7 +177,7 @@ def _truncated_weights(
 
 
 def _without_samples(
-    tokens: Tokens, mask_P: torch.Tensor, settings: OffPolicyCorrectionConfig, sums: dict[str, torch.Tensor]
+    tokens: LossTokens, mask_P: torch.Tensor, settings: OffPolicyCorrectionConfig, sums: dict[str, torch.Tensor]
 ) -> torch.Tensor:
     """Leave out samples whose ratio, as a product over tokens or a geometric mean, is out of bounds; the bounds are in."""
     difference_P = tokens.old_logprobs - tokens.rollout_logprobs
@@ -193,7 +193,7 @@ def _without_samples(
 
 
 def _without_negative_samples(
-    tokens: Tokens, mask_P: torch.Tensor, settings: OffPolicyCorrectionConfig, sums: dict[str, torch.Tensor]
+    tokens: LossTokens, mask_P: torch.Tensor, settings: OffPolicyCorrectionConfig, sums: dict[str, torch.Tensor]
 ) -> torch.Tensor:
     """Leave out samples of negative advantage that the policy has moved away from (DeepSeek-V3.2, arXiv:2512.02556).
 
@@ -211,7 +211,7 @@ def _without_negative_samples(
 
 def _leave_out(
     mask_P: torch.Tensor,
-    tokens: Tokens,
+    tokens: LossTokens,
     over_B: torch.Tensor,
     under_B: torch.Tensor,
     name: str,
@@ -223,5 +223,5 @@ def _leave_out(
     return mask_P.masked_fill(spread(over_B | under_B, tokens.lengths, len(mask_P)), 0.0)
 
 
-def _trained(tokens: Tokens) -> torch.Tensor:
+def _trained(tokens: LossTokens) -> torch.Tensor:
     return sample_sums(tokens.mask, tokens.mask, tokens.lengths) > 0

@@ -12,7 +12,7 @@ from hpcrl.text import one_line
 
 if TYPE_CHECKING:
     from hpcrl.observe.evaluations import Comparison, Evaluation
-    from hpcrl.observe.scores import Difference
+    from hpcrl.observe.scores import ScoreDifference
 
 EVALUATION = "RUN, RUN@VERSION, or the directory of an evaluation that `hpcrl eval` or `hpcrl rescore` made"
 _LEAST_P = 1e-4
@@ -105,7 +105,7 @@ def _source(metric: str) -> str:
     return metric.split("/")[1]
 
 
-def _cells(difference: Difference) -> list[str]:
+def _cells(difference: ScoreDifference) -> list[str]:
     low, high = difference.interval
     interval = "" if difference.error != difference.error else f" [{low:+.3f}, {high:+.3f}]"
     p = f"{difference.p:.2g}" if difference.p > _LEAST_P else "≤ 0.0001"

@@ -24,11 +24,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _sync(arguments: argparse.Namespace) -> int:
-    from hpcrl.observe.trackers.send import Sender
+    from hpcrl.observe.trackers.send import MetricSender
 
     def send(run: Run) -> None:
         _require_no_other(run, arguments.to)
-        sender = Sender(run, arguments.to, arguments.anew)
+        sender = MetricSender(run, arguments.to, arguments.anew)
         count = sender.send()
         sender.close()
         print(f"{run.name}: {count} values sent to {arguments.to}")

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hpcrl.controller.recovery import History
-from hpcrl.controller.replicas import TICK_S, ReplicaHealth, Turns
+from hpcrl.controller.replicas import TICK_S, GpuLease, ReplicaHealth
 from hpcrl.controller.service import Service
 from hpcrl.observe.timeline import IDLE, LOAD, Timeline
 from hpcrl.rundir.commit import discard
@@ -41,7 +41,7 @@ class Api:
         self._schemas = service.schemas()
         self._changed = asyncio.Condition()
         self._waiting: dict[str, asyncio.Future[list[Work]]] = {}
-        self._colocated, self._turns = colocated, Turns()
+        self._colocated, self._turns = colocated, GpuLease()
         self._told: tuple[int | None, bool] = None, False
         self._looked = time.monotonic()
         self._trainer_got_end = False

@@ -68,7 +68,7 @@ class WorkerRegistry:
         return [name for name, worker in self.workers.items() if now - worker.seen > SILENCE_S]
 
 
-class Turns:
+class GpuLease:
     """Which engines have the devices that they share with the trainer (trainer.placement.colocate_all); none where they share none.
 
     A worker that asks for its turn says by it that its engine sleeps, or has not been started. One that has ended has none any more, as its agent

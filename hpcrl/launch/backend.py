@@ -8,7 +8,7 @@ from typing import Any, Protocol, cast
 from hpcrl.config import Config
 from hpcrl.config.backend import Backend
 from hpcrl.config.errors import Problem
-from hpcrl.data.vision.families import Family
+from hpcrl.data.vision.families import VisionFamily
 
 
 class LaunchBackend(Protocol):
@@ -26,7 +26,7 @@ class LaunchBackend(Protocol):
         """Yield what the engine of a teacher would refuse when it starts."""
         ...
 
-    def check_vision(self, config: Config, family: Family, sees: str) -> Iterator[Problem]:
+    def check_vision(self, config: Config, family: VisionFamily, sees: str) -> Iterator[Problem]:
         """Yield what the engines do not do for a policy that sees images.
 
         Args:

@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Any
 
 from hpcrl.errors import DataError
-from hpcrl.observe.scores import Difference, by_source, compare, of_prompts, own_rewards
+from hpcrl.observe.scores import ScoreDifference, by_source, compare, of_prompts, own_rewards
 from hpcrl.rundir.eval_dumps import dumped_samples
 from hpcrl.rundir.layout import Run
 
@@ -112,7 +112,7 @@ class Comparison:
 
     prompts: dict[str, int]
     means: dict[str, tuple[float, float]]
-    differences: dict[str, Difference]
+    differences: dict[str, ScoreDifference]
     only: tuple[int, int]
     worst: list[tuple[EvaluatedPrompt, EvaluatedPrompt]]
 
@@ -126,7 +126,7 @@ def compared(before: Evaluation, after: Evaluation) -> Comparison:
             f"{before.name} and {after.name} have no prompt in common: they are evaluations of other data, or their environments begin otherwise"
         )
     others = {id(mine): theirs for mine, theirs in pairs}
-    means, differences = dict[str, tuple[float, float]](), dict[str, Difference]()
+    means, differences = dict[str, tuple[float, float]](), dict[str, ScoreDifference]()
     sources = by_source([mine for mine, _ in pairs])
     for source, members in sources.items():
         ours, theirs = of_prompts(members), of_prompts([others[id(prompt)] for prompt in members])

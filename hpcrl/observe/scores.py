@@ -134,7 +134,7 @@ def _powers_of_two_below(n: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Difference:
+class ScoreDifference:
     """Of the means of two evaluations of the same prompts.
 
     Attributes:
@@ -162,11 +162,11 @@ class Difference:
         return self.mean - Z95 * self.error, self.mean + Z95 * self.error
 
 
-def compare(before: Sequence[float], after: Sequence[float]) -> Difference:
+def compare(before: Sequence[float], after: Sequence[float]) -> ScoreDifference:
     """Compare two evaluations by what each prompt has in both, in the same order (paired, arXiv:2411.00640, section 4.2)."""
     differences = [second - first for first, second in zip(before, after, strict=True)]
     better, worse = (sum(sign * value > _TIE for value in differences) for sign in (1, -1))
-    return Difference(
+    return ScoreDifference(
         mean=fmean(differences),
         error=standard_error(differences),
         p=_sign_flip_test(differences),

@@ -17,7 +17,7 @@ _CUSTOM = 1 << 29
 
 
 @dataclass(frozen=True)
-class Turn:
+class GpuTurn:
     """One of the two turns.
 
     Attributes:
@@ -29,15 +29,15 @@ class Turn:
     engine: int
 
 
-def turns(config: Config, found: Estimate, device: float) -> Iterator[Turn]:
+def turns(config: Config, found: Estimate, device: float) -> Iterator[GpuTurn]:
     """Yield both turns.
 
     Args:
         device: its bytes.
     """
-    yield Turn("trainer", found.total, _asleep(config))
+    yield GpuTurn("trainer", found.total, _asleep(config))
     share = config.engine_memory_share
-    yield Turn("engine", _away(config) + _kept(config, found), round(share * device))
+    yield GpuTurn("engine", _away(config) + _kept(config, found), round(share * device))
 
 
 def _asleep(config: Config) -> int:

@@ -45,7 +45,7 @@ from hpcrl.rollout.weights.fetch import fetch
 from hpcrl.rundir.commit import write_bytes
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.records import append_text
-from hpcrl.runtime.controller_client import FINISHED, Controller
+from hpcrl.runtime.controller_client import FINISHED, ControllerClient
 from hpcrl.runtime.process_status import RENEW_S, StatusWriter
 from hpcrl.types import GroupMeta, Work
 
@@ -127,7 +127,7 @@ class Worker:
     ) -> None:
         self._options, self._launched, self._engine, self._generator = options, launched, engine, generator
         self._decode = decode
-        self._status, self._controller = process_status, Controller(options.run, options.attempt)
+        self._status, self._controller = process_status, ControllerClient(options.run, options.attempt)
         self._turns = KeptTurns(options.run, options.name, engine)
         self._flight: dict[asyncio.Task[Group], Work] = {}
         self._finished: list[Group] = []

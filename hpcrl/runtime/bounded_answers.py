@@ -15,7 +15,7 @@ MOST_BYTES = 256 << 20
 """Of an answer: work of the controller has the prompts of many groups, with their images."""
 
 
-class Answer(NamedTuple):
+class BoundedAnswer(NamedTuple):
     """An answer as it came: what is compressed stays so."""
 
     status: int
@@ -26,7 +26,7 @@ class Answer(NamedTuple):
         return json.loads(self.content)
 
 
-def post(http: httpx.Client, url: str, content: bytes, headers: Mapping[str, str], seconds: float) -> Answer:
+def post(http: httpx.Client, url: str, content: bytes, headers: Mapping[str, str], seconds: float) -> BoundedAnswer:
     """Return the answer to a request.
 
     Args:
@@ -45,4 +45,4 @@ def post(http: httpx.Client, url: str, content: bytes, headers: Mapping[str, str
                 raise RunError(f"what answers at {url} sends more than {MOST_BYTES >> 20} MiB, and is refused")
             if time.monotonic() > deadline:
                 raise httpx.ReadTimeout(f"not all of the answer came within {seconds:g} s")
-    return Answer(answer.status_code, bytes(body), answer.headers)
+    return BoundedAnswer(answer.status_code, bytes(body), answer.headers)

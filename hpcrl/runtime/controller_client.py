@@ -38,7 +38,7 @@ import httpx
 
 from hpcrl.errors import RunError
 from hpcrl.rundir.layout import Run
-from hpcrl.runtime.bounded_answers import Answer, post
+from hpcrl.runtime.bounded_answers import BoundedAnswer, post
 from hpcrl.runtime.heartbeat import SuspendAwareClock
 from hpcrl.runtime.process_status import CONTROLLER, read_process_status
 from hpcrl.runtime.token import NONCE, AttemptKey, Sender, read_token
@@ -50,7 +50,7 @@ _ANSWER_S = 60.0
 _FAREWELL_S = 2.0
 
 
-class Controller:
+class ControllerClient:
     """Client of the controller of one attempt.
 
     Args:
@@ -103,7 +103,7 @@ class Controller:
             with suppress(httpx.TransportError, RunError):
                 self._post(url, "leave", {"worker": worker}, _FAREWELL_S)
 
-    def _post(self, url: str, route: str, payload: dict[str, Any], timeout_s: float = _ANSWER_S) -> Answer:
+    def _post(self, url: str, route: str, payload: dict[str, Any], timeout_s: float = _ANSWER_S) -> BoundedAnswer:
         """Return the controller's answer; RunError for what anybody else answers, which has its address because it is dead."""
         body = json.dumps(payload).encode()
         headers = self._sender.headers(f"/{route}", body)

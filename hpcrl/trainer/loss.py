@@ -12,7 +12,7 @@ import torch
 
 from hpcrl.algorithms.distillation import jensen_shannon, teacher_advantages
 from hpcrl.algorithms.kl import KL_ESTIMATORS
-from hpcrl.algorithms.losses import POLICY_LOSSES, Tokens, Values, masked_sum, ratio, sample_sums, widened
+from hpcrl.algorithms.losses import POLICY_LOSSES, LossTokens, Values, masked_sum, ratio, sample_sums, widened
 from hpcrl.algorithms.off_policy import correct, is_enabled, proximal_logprobs
 from hpcrl.algorithms.reductions import Reduction, weighted_sum
 from hpcrl.algorithms.settings import configured
@@ -72,7 +72,7 @@ def build_objective(algorithm: AlgorithmConfig, distillation: DistillationConfig
             advantages_P = _less(batch, divergence_P, distillation)
         old_P = batch.rollout_logprobs if algorithm.use_rollout_logprobs_for_loss else _old_logprobs(batch, logprobs_P)
         mask_P = batch.loss_mask
-        tokens = Tokens(logprobs_P, old_P, batch.rollout_logprobs, advantages_P, mask_P, batch.cu_seqlens.diff())
+        tokens = LossTokens(logprobs_P, old_P, batch.rollout_logprobs, advantages_P, mask_P, batch.cu_seqlens.diff())
         loss_P, metrics = policy_loss(tokens)
         if corrected:
             correction = correct(tokens, algorithm.off_policy_correction)
@@ -159,7 +159,7 @@ def _less(batch: MicroBatch, divergence_P: torch.Tensor, distillation: Distillat
 
 
 def _added_terms(
-    algorithm: AlgorithmConfig, batch: MicroBatch, tokens: Tokens, entropies_P: torch.Tensor, loss: torch.Tensor
+    algorithm: AlgorithmConfig, batch: MicroBatch, tokens: LossTokens, entropies_P: torch.Tensor, loss: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return the loss with entropy, KL and likelihood of positive samples and of observations, as far as they are switched on, and their metrics."""
     sums: dict[str, torch.Tensor] = {}

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 
 
-class Generator(Protocol):
+class RandomGenerator(Protocol):
     """What a backend draws from beside torch's own generators."""
 
     def get_state(self) -> torch.Tensor: ...
@@ -15,10 +15,10 @@ class Generator(Protocol):
     def set_state(self, state: torch.Tensor) -> None: ...
 
 
-_OTHERS: dict[str, Generator] = {}
+_OTHERS: dict[str, RandomGenerator] = {}
 
 
-def draws_from(name: str, generator: Generator) -> None:
+def draws_from(name: str, generator: RandomGenerator) -> None:
     """Make a generator's state a part of the random state of this rank.
 
     Args:

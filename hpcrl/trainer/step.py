@@ -20,7 +20,7 @@ from hpcrl.trainer.advantages import (
     no_advantages,
     subtract_divergence,
 )
-from hpcrl.trainer.backends.base import CriticEngine, Engine, Objective, PolicyEngine, UpdateResult
+from hpcrl.trainer.backends.base import CriticEngine, ModelEngine, Objective, PolicyEngine, UpdateResult
 from hpcrl.trainer.batching import Limits
 from hpcrl.trainer.critic.loss import CRITIC_REDUCTION, build_critic_objective, describe_critic
 from hpcrl.trainer.critic.peer import CriticPeer
@@ -328,7 +328,7 @@ class Updates:
     """
 
     phase: str
-    engine: Engine
+    engine: ModelEngine
     objective: Objective
     minis: list[MiniBatch]
     done: list[UpdateResult]

@@ -19,7 +19,7 @@ from hpcrl.errors import CommitError, RunError
 from hpcrl.faults import fault
 from hpcrl.rundir.commit import checksums_of
 from hpcrl.rundir.layout import Run
-from hpcrl.upload.store import Away, Committed, Patience, Refused
+from hpcrl.upload.store import Away, Committed, Patience, UploadRefused
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd, HfApi
@@ -39,7 +39,7 @@ class HubStore:
 
     Raises:
         RunError: huggingface_hub is missing, or no repository is named.
-        Refused: there is no token, or it cannot be read.
+        UploadRefused: there is no token, or it cannot be read.
     """
 
     def __init__(self, run: Run, upload: UploadConfig, patience: Patience) -> None:
@@ -100,20 +100,20 @@ class HubStore:
 
     @contextmanager
     def _told(self, directory: Committed) -> Iterator[None]:
-        """Turn what the hub says into Away and Refused, with the repository and the remedy; say where the run has deleted the directory."""
+        """Turn what the hub says into Away and UploadRefused, with the repository and the remedy; say where the run has deleted the directory."""
         import httpx
         from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 
         try:
             yield
         except LocalTokenNotFoundError as error:
-            raise Refused(f"{self.place}: no token; {_WHERE}") from error
+            raise UploadRefused(f"{self.place}: no token; {_WHERE}") from error
         except HfHubHTTPError as error:
             status = error.response.status_code
             said = f"{self.place}: {status}: {_first_line(error.server_message or str(error))}"
             if status >= 500 or status in (408, 409, 412, 429):
                 raise Away(said) from error
-            raise Refused(f"{said}; {_REMEDIES.get(status, 'look at trainer.upload.hf_*')}; {_WHERE}") from error
+            raise UploadRefused(f"{said}; {_REMEDIES.get(status, 'look at trainer.upload.hf_*')}; {_WHERE}") from error
         except (
             httpx.HTTPError,
             RuntimeError,
@@ -171,7 +171,7 @@ def _api(upload: UploadConfig) -> HfApi:
         try:
             token = path.read_text().strip()
         except OSError as error:
-            raise Refused(f"trainer.upload.hf_token_file: {path}: {error.strerror}; {_WHERE}") from error
+            raise UploadRefused(f"trainer.upload.hf_token_file: {path}: {error.strerror}; {_WHERE}") from error
     if not (token or get_token()):
-        raise Refused(f"the hub: no token; {_WHERE}")
+        raise UploadRefused(f"the hub: no token; {_WHERE}")
     return HfApi(endpoint=upload.hf_endpoint, token=token)

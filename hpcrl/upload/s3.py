@@ -25,7 +25,7 @@ from hpcrl.errors import CommitError, RunError
 from hpcrl.faults import fault
 from hpcrl.rundir.commit import COMMIT
 from hpcrl.rundir.layout import Run
-from hpcrl.upload.store import Away, Committed, Patience, Refused, Vanished
+from hpcrl.upload.store import Away, Committed, Patience, UploadRefused, Vanished
 
 if TYPE_CHECKING:
     from botocore.exceptions import ClientError
@@ -89,7 +89,7 @@ class S3Store:
 
     Raises:
         RunError: boto3 is missing, or no bucket is named.
-        Refused: the credentials cannot be read.
+        UploadRefused: the credentials cannot be read.
     """
 
     def __init__(self, run: Run, upload: UploadConfig, patience: Patience, part_bytes: int = PART_BYTES) -> None:
@@ -255,7 +255,7 @@ class S3Store:
         """Return the answer of the store.
 
         Raises:
-            Away, Refused: with the bucket, what the store said and the remedy.
+            Away, UploadRefused: with the bucket, what the store said and the remedy.
         """
         from botocore import exceptions as of
 
@@ -265,19 +265,19 @@ class S3Store:
             except of.ClientError as error:
                 raise self._error(name, error) from error
             except (of.NoCredentialsError, of.PartialCredentialsError) as error:
-                raise Refused(f"{self.place}: {error}; {_WHERE}") from error
+                raise UploadRefused(f"{self.place}: {error}; {_WHERE}") from error
             except of.BotoCoreError as error:
                 raise Away(f"{self.place}: {name}: {error}") from error
 
         return self._patience.repeat(ask)
 
-    def _error(self, name: str, error: ClientError) -> Away | Refused:
+    def _error(self, name: str, error: ClientError) -> Away | UploadRefused:
         told, status = error.response["Error"], error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
         code = told.get("Code", "")
         said = f"{self.place}: {name}: {status} {code}: {told.get('Message', '')}"
         if status >= 500 or status in (408, 429) or code in ("RequestTimeout", "SlowDown", "BadDigest"):
             return Away(said)
-        return Refused(f"{said}; {_REMEDIES.get(code, 'look at trainer.upload.s3_* and the credentials')}")
+        return UploadRefused(f"{said}; {_REMEDIES.get(code, 'look at trainer.upload.s3_* and the credentials')}")
 
 
 def _checked(sha256: bytes) -> dict[str, str]:
@@ -308,7 +308,7 @@ def _client(upload: UploadConfig) -> Any:
     if upload.s3_credentials_file:
         path = os.path.expanduser(upload.s3_credentials_file)
         if not os.path.isfile(path):
-            raise Refused(f"trainer.upload.s3_credentials_file: no file {path}; {_WHERE}")
+            raise UploadRefused(f"trainer.upload.s3_credentials_file: no file {path}; {_WHERE}")
         session.set_config_variable("credentials_file", path)
         session.set_config_variable("profile", os.environ.get("AWS_PROFILE") or "default")  # before keys in variables
     options = Config(
@@ -321,4 +321,4 @@ def _client(upload: UploadConfig) -> Any:
     try:
         return Session(botocore_session=session).client("s3", endpoint_url=upload.s3_endpoint or None, config=options)
     except (BotoCoreError, ValueError) as error:
-        raise Refused(f"S3: {error}; {_WHERE}") from error
+        raise UploadRefused(f"S3: {error}; {_WHERE}") from error

@@ -18,7 +18,7 @@ class Away(ServiceError):
     """A store does not answer, or not now; the same may work later."""
 
 
-class Refused(ServiceError):
+class UploadRefused(ServiceError):
     """A store says no, and will until somebody changes something."""
 
 
@@ -116,7 +116,7 @@ class Store(Protocol):
             sent: is told of every so many bytes that the store has, also of those that it had.
 
         Raises:
-            Away, Refused: the store cannot, or will not, take it.
+            Away, UploadRefused: the store cannot, or will not, take it.
             Vanished: the run has deleted the directory meanwhile.
             CommitError: a file is not what the manifest says.
         """

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hpcrl.algorithms.losses import Tokens
+from hpcrl.algorithms.losses import LossTokens
 from hpcrl.algorithms.reductions import Reduction, TokenCounts, row_weight
 from hpcrl.config import AlgorithmConfig
 from hpcrl.config.validate import build
@@ -56,10 +56,10 @@ def joined(samples: Sequence[Sample], name: str) -> torch.Tensor:
     return torch.cat([getattr(sample, name) for sample in samples])
 
 
-def tokens_of(samples: Sequence[Sample], logprobs: torch.Tensor | None = None) -> Tokens:
+def tokens_of(samples: Sequence[Sample], logprobs: torch.Tensor | None = None) -> LossTokens:
     names = ("old_logprobs", "rollout_logprobs", "advantages", "mask")
     first = joined(samples, "logprobs") if logprobs is None else logprobs
-    return Tokens(
+    return LossTokens(
         first, *(joined(samples, name) for name in names), torch.tensor([len(sample.mask) for sample in samples])
     )
 

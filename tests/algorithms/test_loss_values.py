@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributions import Bernoulli, kl_divergence
 
-from hpcrl.algorithms.losses import Tokens, clipped_surrogate, dppo, gpg
+from hpcrl.algorithms.losses import LossTokens, clipped_surrogate, dppo, gpg
 from hpcrl.algorithms.reductions import Reduction
 from hpcrl.config import AlgorithmConfig
 from hpcrl.config.validate import build
@@ -18,10 +18,10 @@ from tests.algorithms.material import make_samples, run, tokens_of
 TV = {"dppo_type": "binary_tv", "delta_low": 0.2, "delta_high": 0.2}
 
 
-def one_token(probability: float, rollout: float, advantage: float) -> Tokens:
+def one_token(probability: float, rollout: float, advantage: float) -> LossTokens:
     logprobs, old, given = torch.tensor([[math.log(probability)], [-50.0], [math.log(rollout)]], dtype=torch.float64)
     advantages = torch.tensor([advantage], dtype=torch.float64)
-    return Tokens(
+    return LossTokens(
         logprobs.requires_grad_(), old, given, advantages, torch.ones(1, dtype=torch.float64), torch.tensor([1])
     )
 

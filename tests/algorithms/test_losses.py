@@ -10,7 +10,7 @@ import torch
 
 from hpcrl.algorithms import losses, off_policy
 from hpcrl.algorithms.kl import KL_ESTIMATORS, k3
-from hpcrl.algorithms.losses import POLICY_LOSSES, Tokens, clipped_surrogate, masked_sum
+from hpcrl.algorithms.losses import POLICY_LOSSES, LossTokens, clipped_surrogate, masked_sum
 from hpcrl.algorithms.reductions import Reduction
 from hpcrl.config import AlgorithmConfig
 from hpcrl.config.sections.algorithm import OffPolicyCorrectionConfig
@@ -234,7 +234,7 @@ def test_a_loss_that_nobody_knows_is_an_error() -> None:
         build_objective(build(AlgorithmConfig, {"policy_loss_type": "gspoo"}))
 
 
-def mine(tokens: Tokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def mine(tokens: LossTokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     return 2 * tokens.logprobs, {"mine": masked_sum(tokens.logprobs, tokens.mask)}
 
 
@@ -279,7 +279,7 @@ def test_entropy_has_a_gradient() -> None:
 
 def test_shapes_are_checked() -> None:
     with pytest.raises(AssertionError, match="all tensors are"):
-        Tokens(torch.zeros(2), torch.zeros(2), torch.zeros(2), torch.zeros(2, 1), torch.ones(2), torch.tensor([2]))
+        LossTokens(torch.zeros(2), torch.zeros(2), torch.zeros(2), torch.zeros(2, 1), torch.ones(2), torch.tensor([2]))
 
 
 def test_negative_samples_that_fell_are_left_out() -> None:
@@ -288,7 +288,7 @@ def test_negative_samples_that_fell_are_left_out() -> None:
     ).off_policy_correction
     logprobs = torch.tensor([-2.0, -2.0, -2.0, -2.0, -1.2, -1.2])
     old, advantages = torch.full((6,), -1.0), torch.tensor([-1.0, -1.0, 1.0, 1.0, -1.0, -1.0])
-    tokens = Tokens(logprobs, old, old, advantages, torch.ones(6), torch.tensor([2, 2, 2]))
+    tokens = LossTokens(logprobs, old, old, advantages, torch.ones(6), torch.tensor([2, 2, 2]))
     found = off_policy.correct(tokens, settings)
     assert found.mask.tolist() == [0, 0, 1, 1, 1, 1]
     assert found.sums["negative_sample_masked_ratio"] == 1
@@ -298,7 +298,7 @@ def test_dropping_is_not_capping() -> None:
     table = {"off_policy_correction": {"tis_ratio_type": "token", "token_tis_ratio_drop_high": 3.0}}
     settings = build(AlgorithmConfig, table).off_policy_correction
     old, rollout = torch.zeros(3), -torch.tensor([0.5, 2.5, 3.5]).log()
-    found = off_policy.correct(Tokens(old, old, rollout, old, torch.ones(3), torch.tensor([3])), settings)
+    found = off_policy.correct(LossTokens(old, old, rollout, old, torch.ones(3), torch.tensor([3])), settings)
     assert found.weights is not None
     torch.testing.assert_close(found.weights, torch.tensor([0.5, 2.5, 0.0]))
 

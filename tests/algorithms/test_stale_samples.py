@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.distributions import Bernoulli, kl_divergence
 
-from hpcrl.algorithms.losses import Tokens, dro, gpg, importance_sampling, m2po, vespo
+from hpcrl.algorithms.losses import LossTokens, dro, gpg, importance_sampling, m2po, vespo
 from hpcrl.algorithms.off_policy import correct, proximal_logprobs
 from hpcrl.config import AlgorithmConfig
 from hpcrl.config.validate import build
@@ -21,22 +21,22 @@ ON_POLICY = make_samples(spread=0.0)
 STALE = make_samples(spread=0.5)
 
 
-def gradient(loss_P: torch.Tensor, tokens: Tokens, leaf: torch.Tensor) -> torch.Tensor:
+def gradient(loss_P: torch.Tensor, tokens: LossTokens, leaf: torch.Tensor) -> torch.Tensor:
     (found,) = torch.autograd.grad((loss_P * tokens.mask).sum(), leaf)
     return found
 
 
-def with_leaf(tokens: Tokens) -> tuple[Tokens, torch.Tensor]:
+def with_leaf(tokens: LossTokens) -> tuple[LossTokens, torch.Tensor]:
     leaf = tokens.logprobs.clone().requires_grad_()
     return replace(tokens, logprobs=leaf), leaf
 
 
-def row(*differences: float, advantages: list[float], lengths: list[int] | None = None) -> Tokens:
+def row(*differences: float, advantages: list[float], lengths: list[int] | None = None) -> LossTokens:
     """Return tokens of these differences of log-probabilities from the rollout."""
     rollout = torch.full((len(differences),), -2.0, dtype=torch.float64)
     logprobs = rollout + torch.tensor(differences, dtype=torch.float64)
     ones, given = torch.ones_like(rollout), torch.tensor(advantages, dtype=torch.float64)
-    return Tokens(logprobs, logprobs, rollout, given, ones, torch.tensor(lengths or [len(differences)]))
+    return LossTokens(logprobs, logprobs, rollout, given, ones, torch.tensor(lengths or [len(differences)]))
 
 
 @pytest.mark.parametrize("name", ["vespo", "dro", "m2po"])
@@ -125,7 +125,7 @@ def test_a_divergence_in_either_direction_leaves_a_token_out(old: float, rollout
     largest = max(kl_divergence(one, other).item(), kl_divergence(other, one).item())
     logprobs = torch.tensor([old, rollout], dtype=torch.float64).log()
     zero, mask = torch.zeros(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
-    tokens = Tokens(zero, logprobs[:1], logprobs[1:], zero, mask, torch.tensor([1]))
+    tokens = LossTokens(zero, logprobs[:1], logprobs[1:], zero, mask, torch.tensor([1]))
     for bound, kept in ((largest * (1 + 1e-6) + 1e-9, True), (largest * (1 - 1e-6), largest == 0)):
         found = correct(
             tokens,

@@ -29,7 +29,7 @@ from hpcrl.data.group_file import group_bytes
 from hpcrl.errors import HpcrlError, RunError
 from hpcrl.rundir.commit import read_json, write_bytes, write_json, write_text
 from hpcrl.rundir.layout import Run
-from hpcrl.runtime.controller_client import Controller
+from hpcrl.runtime.controller_client import ControllerClient
 from hpcrl.runtime.http_server import Guard, Route, Signed, bind, serve
 from hpcrl.runtime.process_status import GIVEN_UP, StatusWriter
 from hpcrl.runtime.token import AttemptKey, Sender, read_token
@@ -179,7 +179,7 @@ def work_of(answer: dict) -> list[Work]:
 
 
 def test_a_whole_run_over_http(run: Run) -> None:
-    controller = Controller(run, 1, patience_s=10)
+    controller = ControllerClient(run, 1, patience_s=10)
     assert controller.call("start", step=0)["total_steps"] == 2
     for version in (0, 1):
         kinds = []
@@ -207,7 +207,7 @@ def test_a_whole_run_over_http(run: Run) -> None:
 
 
 def test_next_attempt_uses_what_is_finished(run: Run) -> None:
-    controller = Controller(run, 1, patience_s=10)
+    controller = ControllerClient(run, 1, patience_s=10)
     controller.call("start", step=0)
     work = work_of(controller.call("claim", worker="rollout-0", version=0, capacity=5, holding=[]))
     done = [finish(run, item, 0) for item in work if item.kind == "eval"]
@@ -219,7 +219,7 @@ def test_next_attempt_uses_what_is_finished(run: Run) -> None:
     controller.close()
 
     served = serve_attempt(run, 2)
-    second = Controller(run, 2, patience_s=10)
+    second = ControllerClient(run, 2, patience_s=10)
     second.call("start", step=0)
     assert second.call("next", step=1)["path"] == "batches/s000001.json"
     status = second.call("status")
@@ -232,7 +232,7 @@ def test_the_trainer_saves_before_a_failure_ends_the_controller(tmp_path: Path) 
     run, failed = make_run(tmp_path / "project" / "run"), list[HpcrlError]()
     sampling = DynamicSampling(DynamicSamplingConfig(type="filter", max_sample_batches=1))
     served = serve_attempt(run, 1, replace(SCHEDULE, eval_interval=0, sampling=sampling), failed)
-    controller, trainer = Controller(run, 1, patience_s=10), StatusWriter(run, "trainer", 1)
+    controller, trainer = ControllerClient(run, 1, patience_s=10), StatusWriter(run, "trainer", 1)
     controller.call("start", step=0)
     trainer.write("waiting for batch")
     work = work_of(controller.call("claim", worker="rollout-0", version=0, capacity=4, holding=[]))
@@ -253,7 +253,7 @@ def test_the_trainer_saves_before_a_failure_ends_the_controller(tmp_path: Path) 
 
 
 def test_groups_of_a_worker_that_leaves_go_to_one_that_waits(run: Run) -> None:
-    leaving, waiting = Controller(run, 1, patience_s=10), Controller(run, 1, patience_s=10)
+    leaving, waiting = ControllerClient(run, 1, patience_s=10), ControllerClient(run, 1, patience_s=10)
     leaving.call("start", step=0)
     given = work_of(leaving.call("claim", worker="rollout-0", version=0, capacity=9, holding=[]))
     got: list[Work] = []
@@ -273,7 +273,7 @@ def test_groups_of_a_worker_that_leaves_go_to_one_that_waits(run: Run) -> None:
 
 
 def test_what_waits_for_a_worker_that_has_left_is_not_given_to_it(run: Run) -> None:
-    calls, other = Controller(run, 1, patience_s=10), Controller(run, 1, patience_s=10)
+    calls, other = ControllerClient(run, 1, patience_s=10), ControllerClient(run, 1, patience_s=10)
     calls.call("start", step=0)
     given = work_of(calls.call("claim", worker="rollout-0", version=0, capacity=9, holding=[]))
     answers: list[dict] = []
@@ -294,7 +294,7 @@ def test_what_waits_for_a_worker_that_has_left_is_not_given_to_it(run: Run) -> N
 
 def test_without_a_controller_a_worker_just_leaves(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
-    calls = Controller(run, 1)
+    calls = ControllerClient(run, 1)
     calls.leave("rollout-0")
     StatusWriter(run, "controller", 1).write("serving", url="http://127.0.0.1:9")
     calls.leave("rollout-0")
@@ -306,7 +306,7 @@ def test_the_trainer_saves_when_all_replicas_are_gone(tmp_path: Path, given_up: 
     run, failed = make_run(tmp_path / "project" / "run"), list[HpcrlError]()
     min_replicas = MinReplicas(patience_s=900.0 if given_up else 2.0)
     served = serve_attempt(run, 1, replace(SCHEDULE, eval_interval=0, min_replicas=min_replicas), failed)
-    controller, trainer = Controller(run, 1, patience_s=10), StatusWriter(run, "trainer", 1)
+    controller, trainer = ControllerClient(run, 1, patience_s=10), StatusWriter(run, "trainer", 1)
     controller.call("start", step=0)
     trainer.write("waiting for batch")
     assert work_of(controller.call("claim", worker="rollout-0", version=0, capacity=4, holding=[]))
@@ -327,7 +327,7 @@ def test_the_trainer_saves_when_all_replicas_are_gone(tmp_path: Path, given_up: 
 
 
 def test_groups_of_an_answer_that_got_lost_are_given_again(run: Run) -> None:
-    controller = Controller(run, 1, patience_s=10)
+    controller = ControllerClient(run, 1, patience_s=10)
     controller.call("start", step=0)
     first = work_of(controller.call("claim", worker="rollout-0", version=0, capacity=2, holding=[]))
     again = work_of(controller.call("claim", worker="rollout-0", version=0, capacity=2, holding=[]))
@@ -342,7 +342,7 @@ def test_groups_of_an_answer_that_got_lost_are_given_again(run: Run) -> None:
 def test_a_worker_hears_which_groups_nobody_waits_for(tmp_path: Path) -> None:
     run = make_run(tmp_path / "project" / "run")
     served = serve_attempt(run, 1, replace(SCHEDULE, eval_interval=0, surplus=1))
-    controller = Controller(run, 1, patience_s=10)
+    controller = ControllerClient(run, 1, patience_s=10)
     controller.call("start", step=0)
     work = work_of(controller.call("claim", worker="rollout-0", version=0, capacity=9, holding=[]))
     controller.call("complete", worker="rollout-0", groups=[finish(run, item, 0).to_json() for item in work[:2]])
@@ -363,7 +363,7 @@ def test_those_that_wait_are_served_without_asking_again(run: Run) -> None:
     answers: dict[str, list[Work]] = {}
 
     def ask(name: str) -> None:
-        calls = Controller(run, 1, patience_s=10)
+        calls = ControllerClient(run, 1, patience_s=10)
         while not answers.get(name):
             answers[name] = work_of(calls.call("claim", worker=name, version=0, capacity=1, holding=[]))
         calls.close()
@@ -372,7 +372,7 @@ def test_those_that_wait_are_served_without_asking_again(run: Run) -> None:
     for thread in threads:
         thread.start()
     time.sleep(0.5)
-    began, controller = time.monotonic(), Controller(run, 1, patience_s=10)
+    began, controller = time.monotonic(), ControllerClient(run, 1, patience_s=10)
     controller.call("start", step=0)
     for thread in threads:
         thread.join(9)
@@ -383,7 +383,7 @@ def test_those_that_wait_are_served_without_asking_again(run: Run) -> None:
 
 
 def test_bad_requests_are_refused_with_a_reason(run: Run) -> None:
-    controller = Controller(run, 1, patience_s=10)
+    controller = ControllerClient(run, 1, patience_s=10)
     with pytest.raises(RunError, match=r"400 .*field 'worker': expected a worker of this run, .*, found none"):
         controller.call("claim")
     with pytest.raises(RunError, match=r"400 .*field 'version': expected a whole number from 0 to 2, found True"):
@@ -419,7 +419,7 @@ def test_errors_of_the_controller_itself_leave_a_traceback(tmp_path: Path, capsy
         target=lambda: asyncio.run(serve(app, listener, asyncio.to_thread(over.wait))), daemon=True
     )
     server.start()
-    controller = Controller(run, 1, patience_s=10)
+    controller = ControllerClient(run, 1, patience_s=10)
     with pytest.raises(RunError, match=r"failed at /leave, .*logs/1/controller\.log"):
         controller.call("leave", worker="rollout-7")
     with pytest.raises(RunError, match=r"400 .*field 'worker': expected a name: .*, found 7"):

@@ -17,7 +17,7 @@ import pytest
 from hpcrl.config import Config
 from hpcrl.rundir.commit import write_json, write_text
 from hpcrl.rundir.layout import Run
-from hpcrl.runtime.controller_client import Controller
+from hpcrl.runtime.controller_client import ControllerClient
 from hpcrl.types import Work
 from tests.controller.http_load import Load, measure
 from tests.paths import CONFIGS, ROOT
@@ -49,10 +49,10 @@ def make_run(path: Path, **sections: dict[str, Any]) -> Run:
 
 
 @contextmanager
-def controller(run: Run) -> Iterator[Controller]:
+def controller(run: Run) -> Iterator[ControllerClient]:
     environment = {**os.environ, "HPCRL_ATTEMPT": "1", "HPCRL_ADDRESS": "127.0.0.1"}
     process = subprocess.Popen([sys.executable, ROOT / "jobs" / "controller.py", run.path], env=environment)
-    calls = Controller(run, 1, patience_s=60)
+    calls = ControllerClient(run, 1, patience_s=60)
     try:
         yield calls
         write_json(run.stop, {"attempt": 1, "reason": "cancelled"})
@@ -62,7 +62,7 @@ def controller(run: Run) -> Iterator[Controller]:
         process.wait()
 
 
-def claimed(calls: Controller, version: int = 0) -> list[Work]:
+def claimed(calls: ControllerClient, version: int = 0) -> list[Work]:
     answer = calls.call("claim", worker="rollout-0", version=version, capacity=99, holding=[])
     return [Work.from_json(item) for item in answer["work"]]
 

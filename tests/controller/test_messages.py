@@ -19,7 +19,7 @@ from hpcrl.controller.service import Service
 from hpcrl.envs.base import Turn
 from hpcrl.errors import RunError, UserCodeError
 from hpcrl.rollout.env_session import _checked
-from hpcrl.runtime.controller_client import Controller
+from hpcrl.runtime.controller_client import ControllerClient
 from hpcrl.types import is_plain_text, plain_text
 from tests.controller.test_api import SCHEDULE as TWO_STEPS
 from tests.controller.test_api import batch_of, end, finish, make_run, prompts, serve_attempt
@@ -236,7 +236,7 @@ def test_others_are_answered_while_much_is_read(tmp_path: Path, monkeypatch: pyt
     slow.unlink()
     os.mkfifo(slow)
     served = serve_attempt(run, 2)
-    controller = Controller(run, 2, patience_s=10)
+    controller = ControllerClient(run, 2, patience_s=10)
     try:
         assert controller.call("start", step=0) == {"total_steps": None, "steps_per_epoch": None}
         assert controller.call("report", worker="rollout-0", version=0, state="ready")["version"] is None

@@ -21,7 +21,7 @@ from hpcrl.controller.schema import NAME, Schema
 from hpcrl.errors import RunError
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime import http_server
-from hpcrl.runtime.controller_client import Controller
+from hpcrl.runtime.controller_client import ControllerClient
 from hpcrl.runtime.http_server import Guard, Route, Signed, bind, serve
 from hpcrl.runtime.process_status import StatusWriter
 from hpcrl.runtime.token import NONCE, SIGNATURE, AttemptKey, Seen, Sender, read_token
@@ -124,7 +124,7 @@ def test_a_stranger_at_its_address_learns_nothing_and_is_not_believed(echo: Echo
         threading.Thread(target=server.serve_forever, daemon=True).start()
         StatusWriter(echo.run, "controller", 2).write("serving", url=f"http://127.0.0.1:{server.server_port}")
         refused = r"is not the controller of attempt 2: .* not signed with the token of run"
-        with closing(Controller(echo.run, 2, patience_s=1)) as controller:
+        with closing(ControllerClient(echo.run, 2, patience_s=1)) as controller:
             try:
                 with pytest.raises(RunError, match=refused):
                     controller.call("leave", worker="rollout-0")

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from hpcrl.controller.replicas import Turns
+from hpcrl.controller.replicas import GpuLease
 from hpcrl.rundir.commit import write_json
 from hpcrl.rundir.layout import Run
-from hpcrl.runtime.controller_client import Controller
+from hpcrl.runtime.controller_client import ControllerClient
 from hpcrl.runtime.process_status import GIVEN_UP, StatusWriter
 from hpcrl.types import Work
 from tests.controller.test_api import SCHEDULE, end, finish, make_run, serve_attempt, work_of
@@ -27,7 +27,7 @@ class Side:
     """Calls of one process after the other, each in a thread: the answer to one that waits is a future."""
 
     def __init__(self, run: Run) -> None:
-        self._controller, self._thread = Controller(run, 1, patience_s=10), ThreadPoolExecutor(1)
+        self._controller, self._thread = ControllerClient(run, 1, patience_s=10), ThreadPoolExecutor(1)
 
     def ask(self, route: str, **payload: Any) -> Future[dict[str, Any]]:
         return self._thread.submit(self._controller.call, route, **payload)
@@ -153,7 +153,7 @@ def test_nobody_waits_for_a_turn_when_the_run_stops(run: Run, sides: list[Side])
 
 
 def test_a_request_of_a_process_that_has_ended_gives_nobody_a_turn() -> None:
-    turns = Turns()
+    turns = GpuLease()
     old = turns.ask(FIRST)
     turns.leave(FIRST)
     assert not turns.grant(FIRST, old)

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from hpcrl.algorithms.advantages import AdvantageInputs, gdpo
-from hpcrl.algorithms.losses import Tokens, Values, gspo, vespo
+from hpcrl.algorithms.losses import LossTokens, Values, gspo, vespo
 from tests.golden.trl_grpo import PLACE
 
 GOLDEN: dict[str, Any] = json.loads(PLACE.read_text())
 
 
-def computed(tokens: Tokens, settings: dict[str, Any]) -> tuple[Values, float]:
+def computed(tokens: LossTokens, settings: dict[str, Any]) -> tuple[Values, float]:
     """Return the loss per token, and the weight of each: 1 / tokens, or 1 / samples."""
     if settings["loss_type"] == "luspo":
         low, high = settings["epsilon"], settings["epsilon_high"]
@@ -32,7 +32,7 @@ def test_loss_and_gradient_are_those_of_trl(name: str) -> None:
     leaf = torch.tensor(GOLDEN["logprobs"]).requires_grad_()
     advantages = torch.tensor(GOLDEN["advantages"]).repeat_interleave(columns)
     old = torch.tensor(GOLDEN["old"]).flatten()
-    tokens = Tokens(leaf.flatten(), old, old, advantages, mask.flatten(), torch.tensor([columns] * rows))
+    tokens = LossTokens(leaf.flatten(), old, old, advantages, mask.flatten(), torch.tensor([columns] * rows))
     (loss_P, _), weight = computed(tokens, case["settings"])
     loss = (loss_P * tokens.mask).sum() * weight
     loss.backward()

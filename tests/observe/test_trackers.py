@@ -16,7 +16,7 @@ from hpcrl.config.sections.trainer import LOGGERS
 from hpcrl.observe.metrics import MetricsWriter
 from hpcrl.observe.trackers.base import senders, trackers_of
 from hpcrl.observe.trackers.packages import TRACKERS
-from hpcrl.observe.trackers.send import Sender
+from hpcrl.observe.trackers.send import MetricSender
 from hpcrl.rundir.commit import write_text
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime import followers
@@ -92,7 +92,7 @@ def test_one_that_is_down_or_stuck_holds_nothing_up(run: Run, monkeypatch: pytes
     assert time.monotonic() - began < 10
     assert all(process.poll() is not None for process in sending.processes)
     assert "the tracker is down" in logs[down].read_text()
-    assert Sender(run, down)._sent.steps == {}, "what it did not take is sent later"
+    assert MetricSender(run, down)._sent.steps == {}, "what it did not take is sent later"
 
 
 def test_sync_sends_what_is_missing_and_anew_what_counts(run: Run, capsys: pytest.CaptureFixture[str]) -> None:

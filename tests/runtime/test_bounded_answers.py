@@ -17,7 +17,7 @@ from hpcrl.errors import RunError
 from hpcrl.rollout.weights.receive import Receiver
 from hpcrl.runtime import bounded_answers
 from hpcrl.runtime.bounded_answers import post
-from hpcrl.runtime.controller_client import Controller
+from hpcrl.runtime.controller_client import ControllerClient
 from hpcrl.runtime.process_status import StatusWriter
 from tests.controller.test_api import make_run
 
@@ -93,7 +93,7 @@ def test_clients_of_controller_and_trainer_take_none_of_it(tmp_path: Path, monke
     monkeypatch.setattr(bounded_answers, "MOST_BYTES", 1 << 20)
     run = make_run(tmp_path / "project" / "run")
     for says, why in ((packed, "is not the controller"), (endless, "sends more than 1 MiB")):
-        with stranger(says) as url, closing(Controller(run, 1, patience_s=5.0)) as controller:
+        with stranger(says) as url, closing(ControllerClient(run, 1, patience_s=5.0)) as controller:
             StatusWriter(run, "controller", 1).write("serving", url=url)
             with pytest.raises(RunError, match=why):
                 controller.call("turn", worker="rollout-0")

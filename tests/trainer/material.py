@@ -20,7 +20,7 @@ from hpcrl.algorithms.reductions import Reduction
 from hpcrl.config import AlgorithmConfig, ModelConfig, PolicyConfig, TrainerConfig
 from hpcrl.rundir.commit import write_json
 from hpcrl.rundir.layout import Run
-from hpcrl.trainer.backends.base import Engine, Objective, PolicyEngine, UpdateResult
+from hpcrl.trainer.backends.base import ModelEngine, Objective, PolicyEngine, UpdateResult
 from hpcrl.trainer.batching import MicroBatchLimit, RowRef, consecutive, split_micro_batches
 from hpcrl.trainer.distributed import World, joined
 from hpcrl.trainer.packing import MiniBatch, PackedRows, common_prefixes
@@ -250,7 +250,7 @@ def score(engine: PolicyEngine, mini: MiniBatch, limit: MicroBatchLimit, *, old:
         mini.rows.scores.ref_logprobs = mini.scored(partial(engine.logprobs, reference=True))
 
 
-def train(engine: Engine, mini: MiniBatch, objective: Objective) -> UpdateResult:
+def train(engine: ModelEngine, mini: MiniBatch, objective: Objective) -> UpdateResult:
     """Make one optimizer step."""
     sums = engine.forward_backward(mini.micro_batches(), objective)
     return UpdateResult(sum_over_ranks(sums, engine.data), engine.step() if mini.tokens else engine.skip())

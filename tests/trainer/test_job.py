@@ -32,7 +32,7 @@ from hpcrl.errors import CommitError
 from hpcrl.observe.metrics import merged, read_metrics
 from hpcrl.rundir.commit import committed, is_committed, read_json, verify, write_text
 from hpcrl.rundir.layout import Run, step_of, version_of
-from hpcrl.runtime.controller_client import Controller
+from hpcrl.runtime.controller_client import ControllerClient
 from hpcrl.runtime.http_server import Guard, Signed, bind, serve
 from hpcrl.runtime.process_status import StatusWriter, read_process_statuses
 from hpcrl.runtime.token import read_token
@@ -155,7 +155,7 @@ def finish(run: Run, work: Work, version: int) -> GroupMeta:
 
 def work_until(run: Run, attempt: int, last: int, process: subprocess.Popen[str]) -> None:
     """Be the rollout worker until version `last` is there, as long as the trainer lives."""
-    client, version = Controller(run, attempt), 0
+    client, version = ControllerClient(run, attempt), 0
     while version < last:
         ended = process.poll() is not None  # before the controller says what it published
         answer = client.call("claim", worker="rollout-0", version=version, capacity=4, holding=[])

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from hpcrl.algorithms.kl import adapted
-from hpcrl.algorithms.losses import Tokens, Values
+from hpcrl.algorithms.losses import LossTokens, Values
 from hpcrl.config import AlgorithmConfig
 from hpcrl.config.validate import build
 from hpcrl.errors import ConfigError
@@ -48,7 +48,7 @@ TEMPERATURE = 0.9  # of make_engine
 stacks: list[list[str]] = []
 
 
-def recorded(tokens: Tokens, *, eps_clip_low: float, algorithm: Any) -> Values:
+def recorded(tokens: LossTokens, *, eps_clip_low: float, algorithm: Any) -> Values:
     """A user's own loss: notes who called it."""
     assert eps_clip_low == algorithm.eps_clip_low
     frame, names = sys._getframe(), list[str]()
@@ -216,11 +216,11 @@ class Surprising(AlgorithmConfig):
     """Weight of the surprise in my loss."""
 
 
-def surprised(tokens: Tokens, *, surprise: float) -> Values:
+def surprised(tokens: LossTokens, *, surprise: float) -> Values:
     return -tokens.logprobs * (tokens.advantages + surprise), {}
 
 
-def misspelt(tokens: Tokens, *, surprize: float) -> Values:
+def misspelt(tokens: LossTokens, *, surprize: float) -> Values:
     return tokens.logprobs * surprize, {}
 
 

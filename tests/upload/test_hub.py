@@ -17,7 +17,7 @@ from hpcrl.errors import CommitError
 from hpcrl.rundir.commit import COMMIT, MANIFEST
 from hpcrl.rundir.layout import Run
 from hpcrl.upload.hub import HubStore, repository_name
-from hpcrl.upload.store import Away, Committed, Patience, Refused, Vanished
+from hpcrl.upload.store import Away, Committed, Patience, UploadRefused, Vanished
 from tests.paths import ROOT
 from tests.upload.hub_server import Hub
 from tests.upload.material import QUICK, write_export
@@ -123,17 +123,19 @@ def test_errors_name_the_repository_and_the_remedy(
 ) -> None:
     export, wrong = write_export(run, 4), tmp_path / "token"
     wrong.write_text("hf_very_secret\n")
-    with pytest.raises(Refused, match=r"lab/x-sorting: 401: .*one that the hub does not know.*#secrets") as refused:
+    with pytest.raises(
+        UploadRefused, match=r"lab/x-sorting: 401: .*one that the hub does not know.*#secrets"
+    ) as refused:
         send(store(run, hub, "lab/x", hf_token_file=str(wrong)), export)
     assert "hf_very_secret" not in str(refused.value)
-    with pytest.raises(Refused, match=r"hf_token_file: .*none: No such file"):
+    with pytest.raises(UploadRefused, match=r"hf_token_file: .*none: No such file"):
         store(run, hub, hf_token_file=str(tmp_path / "none"))
     hub.forbidden = True
-    with pytest.raises(Refused, match=r"lab/x-sorting: 403: .*needs write access"):
+    with pytest.raises(UploadRefused, match=r"lab/x-sorting: 403: .*needs write access"):
         send(store(run, hub, "lab/x"), export)
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
-    with pytest.raises(Refused, match=r"no token; where the token comes from: docs/uploads.md#secrets"):
+    with pytest.raises(UploadRefused, match=r"no token; where the token comes from: docs/uploads.md#secrets"):
         store(run, hub)
 
 

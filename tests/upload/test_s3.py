@@ -17,7 +17,7 @@ from hpcrl.errors import CommitError
 from hpcrl.rundir.commit import COMMIT, verify
 from hpcrl.rundir.layout import Run
 from hpcrl.upload.s3 import S3Store
-from hpcrl.upload.store import Away, Committed, Patience, Refused, Vanished
+from hpcrl.upload.store import Away, Committed, Patience, UploadRefused, Vanished
 from tests.paths import ROOT
 from tests.upload.material import QUICK, write_checkpoint, write_export
 from tests.upload.s3_server import KEY, SECRET, S3Server, client, keys
@@ -163,19 +163,21 @@ def test_errors_name_the_bucket_and_the_remedy(
     run: Run, server: S3Server, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     export = write_export(run, 4)
-    with pytest.raises(Refused, match=r"s3://no-such-bucket/.* 404 NoSuchBucket.*create the bucket"):
+    with pytest.raises(UploadRefused, match=r"s3://no-such-bucket/.* 404 NoSuchBucket.*create the bucket"):
         send(store(run, server, "no-such-bucket"), export)
-    with pytest.raises(Refused, match=r"s3_credentials_file: no file"):
+    with pytest.raises(UploadRefused, match=r"s3_credentials_file: no file"):
         store(run, server, bucket, s3_credentials_file=str(tmp_path / "none"))
     wrong = tmp_path / "wrong"
     wrong.write_text("[default]\naws_access_key_id = other\naws_secret_access_key = very-secret\n")
-    with pytest.raises(Refused, match=f"s3://{bucket}/.* 403 InvalidAccessKeyId.*look at the credentials") as refused:
+    with pytest.raises(
+        UploadRefused, match=f"s3://{bucket}/.* 403 InvalidAccessKeyId.*look at the credentials"
+    ) as refused:
         send(store(run, server, bucket, s3_credentials_file=str(wrong)), export)
     assert "very-secret" not in str(refused.value)
     for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY"):
         monkeypatch.delenv(f"AWS_{name}")
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    with pytest.raises(Refused, match=r"locate credentials.*docs/uploads.md#secrets"):
+    with pytest.raises(UploadRefused, match=r"locate credentials.*docs/uploads.md#secrets"):
         send(store(run, server, bucket), export)
     right = tmp_path / "right"
     right.write_text(f"[default]\naws_access_key_id = {KEY}\naws_secret_access_key = {SECRET}\n")

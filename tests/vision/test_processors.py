@@ -20,7 +20,7 @@ from hpcrl.config.sections.model import Pretrained
 from hpcrl.data.chat.turns import ChatTurns
 from hpcrl.data.tokenizer import load_tokenizer
 from hpcrl.data.vision.families import GRID, PIXELS, SECONDS, Videos
-from hpcrl.data.vision.frames import Choice, Video, frames_of
+from hpcrl.data.vision.frames import FrameChoice, Video, frames_of
 from hpcrl.data.vision.messages import with_images
 from hpcrl.data.vision.reader import ImageReader
 from hpcrl.data.vision.video_processor import VideoProcessor
@@ -50,7 +50,7 @@ def compare_sizes(videos: Videos) -> None:
     for _ in range(5000):
         frames = drawn_from.choice([2, 3, 4, 5, 9, 64])
         height, width = (drawn_from.randint(20, 1500) for _ in range(2))
-        _, rows, columns = processor.grid(Choice(range(frames), [0.0] * frames, 1.0, height, width))
+        _, rows, columns = processor.grid(FrameChoice(range(frames), [0.0] * frames, 1.0, height, width))
         wanted = (
             of_all(frames, height, width, 2, 28, LEAST, MOST)
             if videos == "timestamps"
@@ -84,7 +84,7 @@ def compare_prompts(model: Path, kind: str) -> None:
         video = Video.of([drawn(at, width, 24) for at in range(FRAMES)], fps=FPS)
         messages = [{"role": "user", "content": [video.part, {"type": "text", "text": "count: red"}]}]
         ids, (seen,) = ChatTurns(tokenizer, {}, reader=reader).opening(with_images(messages))
-        frames = np.stack([np.asarray(frame) for frame in frames_of(video, Choice.of(video, FRAMES))])
+        frames = np.stack([np.asarray(frame) for frame in frames_of(video, FrameChoice.of(video, FRAMES))])
         text = tokenizer.apply_chat_template(
             [{"role": "user", "content": [{"type": "video"}, messages[0]["content"][1]]}],
             tokenize=False,

@@ -24,7 +24,7 @@ from hpcrl.data.prompts import load_prompts
 from hpcrl.data.sources import Source
 from hpcrl.data.tokenize import Recipe, Tokenizer
 from hpcrl.data.tokenizer import load_tokenizer
-from hpcrl.data.vision.frames import Choice, Video, frames_of, kept_of, shown_of
+from hpcrl.data.vision.frames import FrameChoice, Video, frames_of, kept_of, shown_of
 from hpcrl.data.vision.images import png
 from hpcrl.data.vision.inputs import plane_positions
 from hpcrl.data.vision.messages import with_images, without_images
@@ -71,8 +71,8 @@ def encoded(path: Path, count: int, fps: float) -> Path:
     return path
 
 
-def levels(video: Video, most: int) -> tuple[list[int], Choice]:
-    choice = Choice.of(video, most)
+def levels(video: Video, most: int) -> tuple[list[int], FrameChoice]:
+    choice = FrameChoice.of(video, most)
     return [round(float(np.asarray(frame).mean()) / 20) for frame in frames_of(video, choice)], choice
 
 
@@ -100,7 +100,7 @@ def test_forms_of_a_video(tmp_path: Path) -> None:
             assert shown == list(choice.places) == [0, 3, 6, 9]
             assert choice.seconds == [0, 0.75, 1.5, 2.25]
             assert choice.every == 10 / 4 / 4
-    assert Choice.of(Video.of("frames", tmp_path), 2).seconds == [0, 4.5], "two a second, where nothing says it"
+    assert FrameChoice.of(Video.of("frames", tmp_path), 2).seconds == [0, 4.5], "two a second, where nothing says it"
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,7 @@ class Sizes:
 )
 def test_sizes_of_frames(videos: Any, frames: int, height: int, width: int, size: tuple[int, int]) -> None:
     processor = VideoProcessor(Sizes(), videos, 128 * 28 * 28, 768 * 28 * 28)
-    choice = Choice(range(frames), [0.0] * frames, 1.0, height, width)
+    choice = FrameChoice(range(frames), [0.0] * frames, 1.0, height, width)
     _, rows, columns = processor.grid(choice)
     assert (rows * 14, columns * 14) == size
     smaller = replace(processor, least=28 * 28, frame_most=10 * 28 * 28)

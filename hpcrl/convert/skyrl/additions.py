@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from hpcrl.convert.conversion import Conversion
-from hpcrl.convert.skyrl.source import Source
+from hpcrl.convert.skyrl.source import SkyrlSource
 
 _ALGORITHM, _ENGINE, _MEGATRON = "trainer.algorithm.", "generator.inference_engine.", "trainer.policy.megatron_config."
 _PROFILER = "trainer.policy.torch_profiler_config."
 _ROUTERS = r"\.mlp\.(gate|router)\.weight$"
 
 
-def _noted(source: Source, conversion: Conversion, path: str, target: str, message: str = "") -> None:
+def _noted(source: SkyrlSource, conversion: Conversion, path: str, target: str, message: str = "") -> None:
     conversion.note("translated" if message else "mapped", source.names[path], target, message)
 
 
-def fully_async(source: Source, conversion: Conversion, path: str) -> None:
+def fully_async(source: SkyrlSource, conversion: Conversion, path: str) -> None:
     """Also as where the program is SkyRL's fully asynchronous one; max_staleness_steps is written in any case."""
     _noted(source, conversion, path, "trainer.fully_async.max_staleness_steps")
 
 
-def full_batches(source: Source, conversion: Conversion, path: str) -> None:
+def full_batches(source: SkyrlSource, conversion: Conversion, path: str) -> None:
     """`settled` leaves out zero_variance_filter, which has nothing to leave out of such batches."""
     target = _ALGORITHM + "dynamic_sampling.type"
     if source.given[path]:
@@ -30,7 +30,7 @@ def full_batches(source: Source, conversion: Conversion, path: str) -> None:
         conversion.note("mapped", source.names[path], "", "false: groups are trained as they come")
 
 
-def cispo_anchor(source: Source, conversion: Conversion, path: str) -> None:
+def cispo_anchor(source: SkyrlSource, conversion: Conversion, path: str) -> None:
     target = _ALGORITHM + "use_rollout_logprobs_for_loss"
     if source[_ALGORITHM + "policy_loss_type"] != "cispo":
         conversion.note("dropped", source.names[path], "", "had no effect without policy_loss_type=cispo")
@@ -39,7 +39,7 @@ def cispo_anchor(source: Source, conversion: Conversion, path: str) -> None:
     _noted(source, conversion, path, target, "the ratio of the loss is that to the rollout, or to the old policy")
 
 
-def router_replay(source: Source, conversion: Conversion, path: str) -> None:
+def router_replay(source: SkyrlSource, conversion: Conversion, path: str) -> None:
     """Choices of experts are repeated where both the trainer and the engine are to do their part."""
     target = "trainer.policy.experts.router_replay"
     both = (_MEGATRON + "moe_enable_routing_replay", _ENGINE + "enable_return_routed_experts")
@@ -52,7 +52,7 @@ def router_replay(source: Source, conversion: Conversion, path: str) -> None:
     _noted(source, conversion, path, target)
 
 
-def freeze_routers(source: Source, conversion: Conversion, path: str) -> None:
+def freeze_routers(source: SkyrlSource, conversion: Conversion, path: str) -> None:
     target = "trainer.policy.freeze_pattern"
     if source.given[path]:
         conversion.values[target] = [_ROUTERS]
@@ -62,13 +62,13 @@ def freeze_routers(source: Source, conversion: Conversion, path: str) -> None:
         _noted(source, conversion, path, target)
 
 
-def profiled_from(source: Source, conversion: Conversion, path: str) -> None:
+def profiled_from(source: SkyrlSource, conversion: Conversion, path: str) -> None:
     target = "trainer.profiler.wait_steps"
     conversion.values[target] = source.number(_PROFILER + "skip_first") + source.number(_PROFILER + "wait")
     _noted(source, conversion, path, target, "skip_first and wait together")
 
 
-def tokens_per_pass(source: Source, conversion: Conversion, path: str) -> None:
+def tokens_per_pass(source: SkyrlSource, conversion: Conversion, path: str) -> None:
     target, value = "trainer.max_tokens_per_micro_batch", source.given[path]
     if isinstance(value, int) and value <= 0:
         conversion.note("mapped", source.names[path], target, f"{value}: unset")
@@ -77,7 +77,7 @@ def tokens_per_pass(source: Source, conversion: Conversion, path: str) -> None:
         _noted(source, conversion, path, target)
 
 
-def joined_steps(source: Source, conversion: Conversion, path: str) -> None:
+def joined_steps(source: SkyrlSource, conversion: Conversion, path: str) -> None:
     """SkyRL joins steps of which one begins with the other; here they stay samples, and what they share is computed once."""
     name, target = source.names[path], "trainer.shared_prefixes"
     if not source.given[path]:
@@ -98,7 +98,7 @@ def joined_steps(source: Source, conversion: Conversion, path: str) -> None:
         )
 
 
-def prefill_apart(source: Source, conversion: Conversion, path: str) -> None:
+def prefill_apart(source: SkyrlSource, conversion: Conversion, path: str) -> None:
     """`settled` leaves out vLLM's option for it."""
     if source.given[path]:
         message = "every engine reads prompts and generates, which gives the same samples; engine_init_kwargs.kv_transfer_config is left out"
@@ -107,7 +107,7 @@ def prefill_apart(source: Source, conversion: Conversion, path: str) -> None:
         conversion.note("mapped", source.names[path], "", "false: every engine does both")
 
 
-def engine_options(source: Source, conversion: Conversion) -> None:
+def engine_options(source: SkyrlSource, conversion: Conversion) -> None:
     """Give vLLM's options that have a setting of their own its name, and leave out the one that hpcrl works out."""
     path, values = _ENGINE + "engine_init_kwargs", conversion.values
     given = source[path] if isinstance(source[path], dict) else {}
@@ -129,7 +129,7 @@ def engine_options(source: Source, conversion: Conversion) -> None:
         conversion.note("dropped" if enough else "conflict", f"{name}.max_model_len", "", message)
 
 
-def settled(source: Source, conversion: Conversion) -> None:
+def settled(source: SkyrlSource, conversion: Conversion) -> None:
     """Leave out what others of these settings replace, wherever in the source it stands."""
     values, options = conversion.values, _ENGINE + "engine_init_kwargs"
     if source["trainer.fully_async.sample_full_batch"] and values.get(_ALGORITHM + "dynamic_sampling.type") == "filter":
@@ -142,7 +142,7 @@ def settled(source: Source, conversion: Conversion) -> None:
             values[options] = {name: value for name, value in table.items() if name != "kv_transfer_config"}
 
 
-def cispo_bounds(source: Source, conversion: Conversion) -> None:
+def cispo_bounds(source: SkyrlSource, conversion: Conversion) -> None:
     """Write the bounds of cispo that the source leaves to SkyRL's defaults, which have changed."""
     if source[_ALGORITHM + "policy_loss_type"] != "cispo" or source.old:
         return

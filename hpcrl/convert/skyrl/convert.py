@@ -30,7 +30,7 @@ from hpcrl.convert.skyrl.fields import OLD_DEFAULTS, TARGETS
 from hpcrl.convert.skyrl.numbers import note_numbers
 from hpcrl.convert.skyrl.program import note_program
 from hpcrl.convert.skyrl.script import Command, command_of
-from hpcrl.convert.skyrl.source import Source, read_overrides, read_yaml
+from hpcrl.convert.skyrl.source import SkyrlSource, read_overrides, read_yaml
 from hpcrl.convert.skyrl.translate import (
     TRANSLATIONS,
     colocate_all,
@@ -155,7 +155,7 @@ def _note_script(command: Command, conversion: Conversion) -> None:
         conversion.note("dropped", line, "", "is not run here; what it sets counts as not set")
 
 
-def _convert(source: Source, conversion: Conversion, batch: str = "") -> Conversion:
+def _convert(source: SkyrlSource, conversion: Conversion, batch: str = "") -> Conversion:
     if source.program is not None:
         note_program(source.program, conversion)
     for path in source.names:
@@ -171,7 +171,7 @@ def _convert(source: Source, conversion: Conversion, batch: str = "") -> Convers
     return conversion
 
 
-def _complete(source: Source, conversion: Conversion) -> None:
+def _complete(source: SkyrlSource, conversion: Conversion) -> None:
     for part in (
         _left_out,
         _old_loss,
@@ -192,7 +192,7 @@ def _complete(source: Source, conversion: Conversion) -> None:
     note_numbers(source, conversion)
 
 
-def _convert_setting(source: Source, conversion: Conversion, path: str) -> None:
+def _convert_setting(source: SkyrlSource, conversion: Conversion, path: str) -> None:
     name, layout = source.names[path], source.layout
     target, is_rl = layout.targets[path], not (source.program and source.program.is_sft)
     if reason := (_without_effect if is_rl else sft.without_effect)(source, path):
@@ -208,7 +208,7 @@ def _convert_setting(source: Source, conversion: Conversion, path: str) -> None:
         _map(source, conversion, path, target)
 
 
-def _map(source: Source, conversion: Conversion, path: str, target: To) -> None:
+def _map(source: SkyrlSource, conversion: Conversion, path: str, target: To) -> None:
     value, name, setting = source.given[path], source.names[path], known().get(target.path)
     if value is None or isinstance(value, str | bool):
         value = target.values.get(value, value)
@@ -231,7 +231,7 @@ def _map(source: Source, conversion: Conversion, path: str, target: To) -> None:
     conversion.note("mapped", name, target.path, remark)
 
 
-def _without_effect(source: Source, path: str) -> str | None:
+def _without_effect(source: SkyrlSource, path: str) -> str | None:
     """Return why a setting changed nothing in the source's run."""
     megatron = source["trainer.strategy"] == "megatron"
     if path.startswith(_CRITICS) and path != "trainer.critic.model.path" and not has_critic(source):
@@ -262,7 +262,7 @@ def _without_effect(source: Source, path: str) -> str | None:
     return None
 
 
-def _left_out(source: Source, conversion: Conversion) -> None:
+def _left_out(source: SkyrlSource, conversion: Conversion) -> None:
     wanted = ["data.train_data", "trainer.policy.model.path"]
     if source.program is None or not source.program.is_custom:  # another program may set or replace environments
         wanted.append("environment.env_class")
@@ -285,13 +285,13 @@ def _left_out(source: Source, conversion: Conversion) -> None:
             _write_default(source, conversion, path)
 
 
-def _write_default(source: Source, conversion: Conversion, path: str) -> None:
+def _write_default(source: SkyrlSource, conversion: Conversion, path: str) -> None:
     conversion.values[path] = source[path]
     layout = "old layout's default" if source.old and path in OLD_DEFAULTS else "default"
     conversion.note("mapped", path, path, f"left out: SkyRL's {layout}, {value_as_toml(source[path])}")
 
 
-def _old_loss(source: Source, conversion: Conversion) -> None:
+def _old_loss(source: SkyrlSource, conversion: Conversion) -> None:
     reduction = _ALGORITHM + "loss_reduction"
     renamed = source.names.get(_ALGORITHM + "policy_loss_type") == _ALGORITHM + "policy_loss_type"
     if source.old and reduction not in source.names and not renamed:
@@ -304,7 +304,7 @@ def _old_loss(source: Source, conversion: Conversion) -> None:
         )
 
 
-def _placement(source: Source, conversion: Conversion) -> None:
+def _placement(source: SkyrlSource, conversion: Conversion) -> None:
     if _PLACEMENT + "colocate_all" not in source.names:
         colocate_all(source, conversion, _PLACEMENT + "colocate_all")
     for model in ("ref", "critic"):
@@ -313,7 +313,7 @@ def _placement(source: Source, conversion: Conversion) -> None:
                 other_placement(source, conversion, path)
 
 
-def _eval_sampling(source: Source, conversion: Conversion) -> None:
+def _eval_sampling(source: SkyrlSource, conversion: Conversion) -> None:
     """Write what evaluation samples with: SkyRL fills the section up with fixed values, hpcrl with training's."""
     given = {name for name in _SAMPLING if _EVAL + name in source.given}
     chosen = {name: source[_EVAL + name] for name in _SAMPLING}
@@ -340,7 +340,7 @@ def _eval_sampling(source: Source, conversion: Conversion) -> None:
         )
 
 
-def _fully_async(source: Source, conversion: Conversion) -> None:
+def _fully_async(source: SkyrlSource, conversion: Conversion) -> None:
     if source.program is not None and source.program.last == "main_async":
         conversion.values["trainer.fully_async.max_staleness_steps"] = 1
     if is_fully_async(source):
@@ -349,7 +349,7 @@ def _fully_async(source: Source, conversion: Conversion) -> None:
                 _write_default(source, conversion, path)
 
 
-def _gpus_per_node(source: Source, conversion: Conversion) -> None:
+def _gpus_per_node(source: SkyrlSource, conversion: Conversion) -> None:
     ranks = _PLACEMENT + "policy_num_gpus_per_node"
     conversion.values["slurm.gpus_per_node"] = most = max(source.number(ranks), engine_width(source))
     conversion.note(

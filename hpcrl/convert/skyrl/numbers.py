@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hpcrl.convert.conversion import Conversion
-from hpcrl.convert.skyrl.source import Source
+from hpcrl.convert.skyrl.source import SkyrlSource
 
 _ALGORITHM = "trainer.algorithm."
 _SUMS = ("cross_entropy", "importance_sampling")
 
 
-def note_numbers(source: Source, conversion: Conversion) -> None:
+def note_numbers(source: SkyrlSource, conversion: Conversion) -> None:
     """Note each number that comes out otherwise, with the reason."""
     for path, message in _different(source):
         conversion.note("differs", source.names.get(path, path), "", message)
 
 
-def _different(source: Source) -> Iterator[tuple[str, str]]:
+def _different(source: SkyrlSource) -> Iterator[tuple[str, str]]:
     reduction, loss = source[_ALGORITHM + "loss_reduction"], source[_ALGORITHM + "policy_loss_type"]
     if source[_ALGORITHM + "use_kl_loss"] and loss != "cross_entropy":
         how = (

@@ -15,7 +15,7 @@ _SFT = re.compile(r"skyrl\.train\.(main_sft|sft_trainer)|(.*/)?skyrl/train/(main
 
 
 @dataclass(frozen=True)
-class Program:
+class PythonProgram:
     """A program that reads settings.
 
     Attributes:
@@ -51,18 +51,18 @@ _EXAMPLES = {
 }
 
 
-def program_of(words: Sequence[str]) -> Program:
+def program_of(words: Sequence[str]) -> PythonProgram:
     """Return the program that the words of a command start: what follows -m, or else the first file of Python or of a shell."""
     for place, word in enumerate(words[:-1]):
         if word == "-m" and _MODULE.fullmatch(words[place + 1]):
-            return Program(words[place + 1], list(words[place + 2 :]))
+            return PythonProgram(words[place + 1], list(words[place + 2 :]))
     for place, word in enumerate(words):
         if _FILE.fullmatch(word):
-            return Program(word, list(words[place + 1 :]))
-    return Program("", list(words))
+            return PythonProgram(word, list(words[place + 1 :]))
+    return PythonProgram("", list(words))
 
 
-def note_program(program: Program, conversion: Conversion) -> None:
+def note_program(program: PythonProgram, conversion: Conversion) -> None:
     """Note what the program means, and as a conflict what of it no setting can say."""
     if program.last in _EXAMPLES:
         conversion.note("translated", program.name, "", _EXAMPLES[program.last])

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from hpcrl.config.difference import value_as_toml
 from hpcrl.convert.conversion import Conversion, directory_name, known
 from hpcrl.convert.mapping import To, Translated
-from hpcrl.convert.skyrl.source import Source
+from hpcrl.convert.skyrl.source import SkyrlSource
 from hpcrl.convert.skyrl.translate import always_packed, constant_schedule, location
 
 _DATASET, _SPLIT = "yahma/alpaca-cleaned", "train[:100]"
@@ -25,7 +25,7 @@ _AT_THE_END = 1_000_000_000
 _FREE = ("data.num_workers", "trainer.ckpt_mode", "trainer.hf_save_interval")  # change no result
 
 
-def complete(source: Source, conversion: Conversion) -> None:
+def complete(source: SkyrlSource, conversion: Conversion) -> None:
     """Write what the settings of fine-tuning decide about together, and defaults that differ."""
     conversion.values["trainer.mode"] = "sft"
     for part in (_data, _validation, _steps, _batches, _run, _defaults):
@@ -40,7 +40,7 @@ def complete(source: Source, conversion: Conversion) -> None:
             conversion.note("mapped" if same else "translated", name, target.paths[0], "" if same else target.how)
 
 
-def without_effect(source: Source, path: str) -> str | None:
+def without_effect(source: SkyrlSource, path: str) -> str | None:
     """Return why a setting changed nothing in the source's run."""
     megatron = source["strategy"] == "megatron"
     if path.startswith("megatron_config.") and not megatron:
@@ -52,7 +52,7 @@ def without_effect(source: Source, path: str) -> str | None:
     return None
 
 
-def _data(source: Source, conversion: Conversion) -> None:
+def _data(source: SkyrlSource, conversion: Conversion) -> None:
     values = conversion.values
     if paths := source["pretokenized_dataset_paths"]:
         values |= {"data.train_data": location(paths), "data.format": "tokens"}
@@ -78,7 +78,7 @@ def _with_splits(names: Sequence[str], splits: Sequence[str], setting: str, conv
     return [f"{location(name)}:{split}" for name, split in zip(names, splits, strict=False)]
 
 
-def _rows_of_alpaca(names: Sequence[str], source: Source, conversion: Conversion) -> None:
+def _rows_of_alpaca(names: Sequence[str], source: SkyrlSource, conversion: Conversion) -> None:
     alpaca = [name for name in names if name in _ALPACA]
     if not alpaca:
         return
@@ -100,7 +100,7 @@ def _size(split: str) -> int | None:
     return int(found[2]) - int(found[1] or 0) if found else None
 
 
-def _mixed(source: Source, conversion: Conversion, sizes: Sequence[int | None]) -> None:
+def _mixed(source: SkyrlSource, conversion: Conversion, sizes: Sequence[int | None]) -> None:
     """Write how often an epoch has the rows of each of several datasets, whose shares in a batch SkyRL is given."""
     if len(sizes) == 1 or source["sampler"] != "random":
         return
@@ -123,7 +123,7 @@ def _mixed(source: Source, conversion: Conversion, sizes: Sequence[int | None]) 
     conversion.note("differs", name, "data.weights", message)
 
 
-def _validation(source: Source, conversion: Conversion) -> None:
+def _validation(source: SkyrlSource, conversion: Conversion) -> None:
     names = source["eval_datasets"] or ([source["eval_dataset_name"]] if source["eval_dataset_name"] else [])
     splits = source["eval_dataset_splits"] or [source["eval_dataset_split"] or "validation"]
     found = location(source["eval_pretokenized_dataset_paths"] or [])
@@ -134,7 +134,7 @@ def _validation(source: Source, conversion: Conversion) -> None:
     conversion.values["trainer.eval_interval"] = (interval or _AT_THE_END) if found else 0
 
 
-def _steps(source: Source, conversion: Conversion) -> None:
+def _steps(source: SkyrlSource, conversion: Conversion) -> None:
     values, steps, most = conversion.values, source["num_steps"], source["max_training_steps"]
     values["trainer.epochs"] = source["num_epochs"] or 1
     if steps is not None:
@@ -146,7 +146,7 @@ def _steps(source: Source, conversion: Conversion) -> None:
         values["trainer.max_steps"] = min(limits)
 
 
-def _batches(source: Source, conversion: Conversion) -> None:
+def _batches(source: SkyrlSource, conversion: Conversion) -> None:
     values, longest = conversion.values, source["max_length"]
     always_packed(source, conversion, "remove_microbatch_padding")
     values |= {f"trainer.{name}_batch_size": source["batch_size"] for name in ("train", "policy_mini")}
@@ -162,7 +162,7 @@ def _batches(source: Source, conversion: Conversion) -> None:
         values["trainer.micro_train_batch_size_per_gpu"] = source["micro_train_batch_size_per_gpu"]
 
 
-def _run(source: Source, conversion: Conversion) -> None:
+def _run(source: SkyrlSource, conversion: Conversion) -> None:
     values, resume = conversion.values, source["resume_from"]
     values["trainer.ckpt_interval"] = source["ckpt_interval"] if source["ckpt_path"] else 0
     for name in ("project_name", "run_name"):
@@ -173,7 +173,7 @@ def _run(source: Source, conversion: Conversion) -> None:
         conversion.note("conflict", source.names["resume_from"], "", message)
 
 
-def _defaults(source: Source, conversion: Conversion) -> None:
+def _defaults(source: SkyrlSource, conversion: Conversion) -> None:
     """Write SkyRL's defaults of what is left out, where they are others; those that differ here on purpose stay."""
     alpaca = conversion.values.get("data.format") == "prompt_response"
     for path, target in source.layout.targets.items():

@@ -14,7 +14,7 @@ from typing import Any
 from hpcrl.config.errors import nearest
 from hpcrl.convert.conversion import Conversion
 from hpcrl.convert.skyrl.fields import OVERLONG, RL, SFT, Layout
-from hpcrl.convert.skyrl.program import Program, program_of
+from hpcrl.convert.skyrl.program import PythonProgram, program_of
 from hpcrl.errors import ConfigError
 from hpcrl.text import NotUtf8Error, utf8
 
@@ -30,7 +30,7 @@ Keys = tuple[Any, ...]
 
 
 @dataclass
-class Source:
+class SkyrlSource:
     """A SkyRL configuration.
 
     Attributes:
@@ -47,7 +47,7 @@ class Source:
     unread: dict[str, str] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
     old: bool = False
-    program: Program | None = None
+    program: PythonProgram | None = None
     overlong: dict[str, Any] = field(default_factory=dict)
     layout: Layout = RL
 
@@ -64,7 +64,7 @@ class Source:
         return value if isinstance(value, int) else 1
 
 
-def read_yaml(text: str | bytes, conversion: Conversion) -> Source:
+def read_yaml(text: str | bytes, conversion: Conversion) -> SkyrlSource:
     """Return the settings of a YAML document; what it has beside them is noted in `conversion`.
 
     Raises:
@@ -78,12 +78,12 @@ def read_yaml(text: str | bytes, conversion: Conversion) -> Source:
             f"{conversion.origin}: {len(known)} of its {len(found)} settings are SkyRL's, so that it is no configuration of SkyRL; expected the "
             f"sections data, trainer, generator and environment, found {', '.join(map(str, list(tree)[:5]))}"
         )
-    source = Source(old=any(path in RL.only_old for path in found))
+    source = SkyrlSource(old=any(path in RL.only_old for path in found))
     _fill(source, tree, conversion)
     return source
 
 
-def read_overrides(words: Sequence[str], conversion: Conversion) -> Source:
+def read_overrides(words: Sequence[str], conversion: Conversion) -> SkyrlSource:
     """Return the settings of a command's `key=value` words; others are noted in `conversion`, options of the program left out.
 
     Raises:
@@ -92,7 +92,7 @@ def read_overrides(words: Sequence[str], conversion: Conversion) -> Source:
     tree: dict[str, Any] = {}
     program = program_of(words)
     layout = SFT if program.is_sft else RL
-    source, started = Source(program=program if program.name else None, layout=layout), bool(program.name)
+    source, started = SkyrlSource(program=program if program.name else None, layout=layout), bool(program.name)
     for word in program.arguments:
         match = _OVERRIDE.fullmatch(word)
         if match is None or (_ENVIRONMENT.match(word) and not started):
@@ -211,7 +211,7 @@ def _settings(tree: Mapping[Any, Any], layout: Layout, above: Keys = ()) -> Iter
             yield path, keys, value
 
 
-def _fill(source: Source, tree: dict[str, Any], conversion: Conversion) -> None:
+def _fill(source: SkyrlSource, tree: dict[str, Any], conversion: Conversion) -> None:
     from omegaconf import OmegaConf
 
     background = _background(tree, source.old, source.layout)
@@ -249,7 +249,9 @@ def _put(tree: dict[Any, Any], keys: Sequence[Any], value: Any) -> None:
     tree[last] = value
 
 
-def _fill_section(source: Source, path: str, keys: Keys, value: Any, resolved: Any, conversion: Conversion) -> None:
+def _fill_section(
+    source: SkyrlSource, path: str, keys: Keys, value: Any, resolved: Any, conversion: Conversion
+) -> None:
     """Take a section that is no table: null, or an interpolation of another section."""
     if value is None:
         conversion.note("mapped", path, "", "null: its defaults")
@@ -266,7 +268,7 @@ def _fill_section(source: Source, path: str, keys: Keys, value: Any, resolved: A
         _fill_setting(source, inner, below, resolved, conversion)
 
 
-def _fill_setting(source: Source, path: str, keys: Keys, resolved: Any, conversion: Conversion) -> None:
+def _fill_setting(source: SkyrlSource, path: str, keys: Keys, resolved: Any, conversion: Conversion) -> None:
     if path in OVERLONG:
         source.overlong[path] = _resolve(resolved, keys)
         return

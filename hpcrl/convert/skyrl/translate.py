@@ -10,7 +10,7 @@ from typing import Any
 from hpcrl.convert.conversion import Conversion, directory_name
 from hpcrl.convert.skyrl import additions
 from hpcrl.convert.skyrl.fields import OVERLONG
-from hpcrl.convert.skyrl.source import Source
+from hpcrl.convert.skyrl.source import SkyrlSource
 
 _PLACEMENT = "trainer.placement."
 _ALGORITHM = "trainer.algorithm."
@@ -26,18 +26,18 @@ _ABSENT = {
 }
 _HOME = re.compile(r"\$(?:HOME|\{HOME\})(?=/|$)")
 
-Translation = Callable[[Source, Conversion, str], None]
+Translation = Callable[[SkyrlSource, Conversion, str], None]
 
 
-def has_reference(source: Source) -> bool:
+def has_reference(source: SkyrlSource) -> bool:
     return bool(source[_ALGORITHM + "use_kl_loss"] or source[_ALGORITHM + "use_kl_in_reward"])
 
 
-def has_critic(source: Source) -> bool:
+def has_critic(source: SkyrlSource) -> bool:
     return source[_CRITIC] is not None
 
 
-def is_fully_async(source: Source) -> bool:
+def is_fully_async(source: SkyrlSource) -> bool:
     """Whether SkyRL trains fully asynchronously: a program of its own, which refuses colocation and batches of several mini-batches.
 
     A YAML file does not say which program reads it. One that names these settings and fits that program is taken to be meant for it.
@@ -58,7 +58,7 @@ def location(value: Any) -> Any:
     return _HOME.sub("~", value, count=1) if isinstance(value, str) and _HOME.match(value) else value
 
 
-def name_of_directory(source: Source, conversion: Conversion, path: str) -> None:
+def name_of_directory(source: SkyrlSource, conversion: Conversion, path: str) -> None:
     value, name = source.given[path], source.names[path]
     valid = conversion.values[path] = None if value is None else directory_name(str(value))
     if valid == value:
@@ -67,14 +67,14 @@ def name_of_directory(source: Source, conversion: Conversion, path: str) -> None
         conversion.note("translated", name, path, f"{value!r} is no directory name; {valid or 'left out'}")
 
 
-def logger(source: Source, conversion: Conversion, path: str) -> None:
+def logger(source: SkyrlSource, conversion: Conversion, path: str) -> None:
     value, name = source.given[path], source.names[path]
     trackers = [tracker for tracker in (value if isinstance(value, list) else [value]) if tracker is not None]
     conversion.values[path] = trackers[0] if len(trackers) == 1 else trackers
     conversion.note("mapped", name, path)
 
 
-def overlong(source: Source, conversion: Conversion) -> None:
+def overlong(source: SkyrlSource, conversion: Conversion) -> None:
     """Give the penalty of SkyRL's DAPO example its place, where what scores has a name among hpcrl's rewards."""
     if not source.overlong:
         return
@@ -105,7 +105,7 @@ def overlong(source: Source, conversion: Conversion) -> None:
         conversion.note("dropped", path, "", f"see {first}")
 
 
-def renamed_environment(source: Source, conversion: Conversion) -> None:
+def renamed_environment(source: SkyrlSource, conversion: Conversion) -> None:
     """Write the environment of SkyRL that has another name here, and name those that have no counterpart."""
     name, target = "environment.env_class", "environment.env_class"
     env_class = source[name]
@@ -116,14 +116,14 @@ def renamed_environment(source: Source, conversion: Conversion) -> None:
         conversion.note("conflict", name, target, f"{env_class} has no counterpart here: {_ABSENT[env_class]}")
 
 
-def env_class(source: Source, conversion: Conversion, path: str) -> None:
+def env_class(source: SkyrlSource, conversion: Conversion, path: str) -> None:
     value = source.given[path]
     if value not in _ABSENT and value != "aime":  # which `renamed_environment` writes
         conversion.values[path] = value
         conversion.note("mapped", source.names[path], path)
 
 
-def constant_schedule(source: Source, conversion: Conversion, prefix: str) -> None:
+def constant_schedule(source: SkyrlSource, conversion: Conversion, prefix: str) -> None:
     """Write transformers' schedule "constant", which has no warm-up whatever num_warmup_steps is."""
     path = prefix + "scheduler"
     target = path if path.startswith("trainer.") else f"trainer.policy.{path}"
@@ -133,7 +133,7 @@ def constant_schedule(source: Source, conversion: Conversion, prefix: str) -> No
         conversion.note("translated", source.names[path], target, "constant: constant_with_warmup without a warm-up")
 
 
-def always_packed(source: Source, conversion: Conversion, path: str) -> None:
+def always_packed(source: SkyrlSource, conversion: Conversion, path: str) -> None:
     """Leave out that samples are padded with Megatron-core, where they are packed in any case."""
     strategy = source["strategy" if path == "remove_microbatch_padding" else "trainer.strategy"]
     if strategy == "megatron" and source[path] is False:
@@ -142,17 +142,17 @@ def always_packed(source: Source, conversion: Conversion, path: str) -> None:
         conversion.note("translated", source.names[path], "trainer.use_sample_packing", message)
 
 
-def packing(source: Source, conversion: Conversion) -> None:
+def packing(source: SkyrlSource, conversion: Conversion) -> None:
     always_packed(source, conversion, "trainer.use_sample_packing")
 
 
-def schedules(source: Source, conversion: Conversion) -> None:
+def schedules(source: SkyrlSource, conversion: Conversion) -> None:
     for model in ("policy", "critic") if has_critic(source) else ("policy",):
         constant_schedule(source, conversion, f"trainer.{model}.optimizer_config.")
 
 
 def _instead(old: str, new: str) -> Translation:
-    def instead(source: Source, conversion: Conversion, path: str) -> None:
+    def instead(source: SkyrlSource, conversion: Conversion, path: str) -> None:
         name, value = source.names[path], source.given[path]
         conversion.values[path] = new if value == old else value
         if value == old:
@@ -164,7 +164,7 @@ def _instead(old: str, new: str) -> Translation:
     return instead
 
 
-def strategy(source: Source, conversion: Conversion, path: str) -> None:
+def strategy(source: SkyrlSource, conversion: Conversion, path: str) -> None:
     if source.given[path] == "fsdp":
         conversion.values[path] = "fsdp2"
         message = "FSDP2 shards the same parameters, offloads what FSDP1 cannot, and is what torch still works on"
@@ -173,7 +173,7 @@ def strategy(source: Source, conversion: Conversion, path: str) -> None:
         _instead("deepspeed", "fsdp2")(source, conversion, path)
 
 
-def weight_sync_backend(source: Source, conversion: Conversion, path: str) -> None:
+def weight_sync_backend(source: SkyrlSource, conversion: Conversion, path: str) -> None:
     conversion.values[path], given = "filesystem", source.given[path]
     more = (
         f"{given} works too" if given in ("nccl", "gloo") else "full_weights_interval leaves out what has not changed"
@@ -182,7 +182,7 @@ def weight_sync_backend(source: Source, conversion: Conversion, path: str) -> No
     conversion.note("translated", source.names[path], path, message)
 
 
-def use_tis(source: Source, conversion: Conversion, path: str) -> None:
+def use_tis(source: SkyrlSource, conversion: Conversion, path: str) -> None:
     name, target = source.names[path], _CORRECTION + "tis_ratio_type"
     if not source.given[path]:
         conversion.note("mapped", name, "", "false: no weights")
@@ -191,7 +191,7 @@ def use_tis(source: Source, conversion: Conversion, path: str) -> None:
     conversion.note("translated", name, target, 'true: "token"')
 
 
-def tis_imp_ratio_cap(source: Source, conversion: Conversion, path: str) -> None:
+def tis_imp_ratio_cap(source: SkyrlSource, conversion: Conversion, path: str) -> None:
     name, target, cap = source.names[path], _CORRECTION + "token_tis_ratio_clip_high", source.given[path]
     if not source[_ALGORITHM + "use_tis"]:
         conversion.note("dropped", name, "", "had no effect without use_tis")
@@ -213,14 +213,14 @@ def _faulty_cap(conversion: Conversion, name: str, cap: Any) -> None:
     )
 
 
-def left_out_cap(source: Source, conversion: Conversion) -> None:
+def left_out_cap(source: SkyrlSource, conversion: Conversion) -> None:
     """Note use_tis without a cap, for which SkyRL takes -1, whatever off_policy_correction is."""
     path = _ALGORITHM + "tis_imp_ratio_cap"
     if source[_ALGORITHM + "use_tis"] and path not in source.names:
         _faulty_cap(conversion, path, source[path])
 
 
-def kl_estimator(source: Source, conversion: Conversion, path: str) -> None:
+def kl_estimator(source: SkyrlSource, conversion: Conversion, path: str) -> None:
     target = _ALGORITHM + "kl_estimator_type"
     k3 = source[_ALGORITHM + "use_kl_estimator_k3"]
     found = "abs" if source[_ALGORITHM + "use_abs_kl"] else "k3" if k3 or k3 is None else "k1"
@@ -235,7 +235,7 @@ def kl_estimator(source: Source, conversion: Conversion, path: str) -> None:
 
 
 def _both_models(last: str) -> Translation:
-    def both(source: Source, conversion: Conversion, path: str) -> None:
+    def both(source: SkyrlSource, conversion: Conversion, path: str) -> None:
         for model in ("policy", "critic") if has_critic(source) else ("policy",):
             target = f"trainer.{model}.{last}"
             conversion.values[target] = source.given[path]
@@ -244,21 +244,21 @@ def _both_models(last: str) -> Translation:
     return both
 
 
-def engine_width(source: Source) -> int:
+def engine_width(source: SkyrlSource) -> int:
     """Return the GPUs of an engine."""
     return math.prod(source.number(f"{_ENGINE}{kind}_parallel_size") for kind in ("tensor", "pipeline", "data"))
 
 
-def _engines_of_others(source: Source) -> bool:
+def _engines_of_others(source: SkyrlSource) -> bool:
     return source[_ENGINE + "run_engines_locally"] is False or bool(source[_ENGINE + "external_server_urls"])
 
 
-def is_colocated(source: Source) -> bool:
+def is_colocated(source: SkyrlSource) -> bool:
     """Whether trainer and engines share GPUs here too."""
     return source[_PLACEMENT + "colocate_all"] is True and _cannot_share(source) is None
 
 
-def _cannot_share(source: Source) -> str | None:
+def _cannot_share(source: SkyrlSource) -> str | None:
     if source["trainer.strategy"] == "megatron":
         return "Megatron-core's models cannot leave their GPUs here"
     if _engines_of_others(source):
@@ -269,7 +269,7 @@ def _cannot_share(source: Source) -> str | None:
     return None if fits else "trainer and engines have different numbers of GPUs"
 
 
-def colocate_all(source: Source, conversion: Conversion, path: str) -> None:
+def colocate_all(source: SkyrlSource, conversion: Conversion, path: str) -> None:
     """Also called where the setting is left out, because SkyRL colocates by default. Where it cannot be, engines get nodes of their own."""
     name, value = source.names.get(path, path), source[path]
     if value is not True or is_colocated(source):
@@ -291,7 +291,7 @@ def colocate_all(source: Source, conversion: Conversion, path: str) -> None:
     )
 
 
-def colocate_policy_ref(source: Source, conversion: Conversion, path: str) -> None:
+def colocate_policy_ref(source: SkyrlSource, conversion: Conversion, path: str) -> None:
     name, value = source.names[path], source.given[path]
     if source[_PLACEMENT + "colocate_all"] is True:
         conversion.note(
@@ -307,7 +307,7 @@ def colocate_policy_ref(source: Source, conversion: Conversion, path: str) -> No
         conversion.note("mapped", name, path)
 
 
-def other_placement(source: Source, conversion: Conversion, path: str) -> None:
+def other_placement(source: SkyrlSource, conversion: Conversion, path: str) -> None:
     """Place the reference or the critic, also where the source leaves it to SkyRL's default."""
     name, value = source.names.get(path, path), source[path]
     model, _, what = path.removeprefix(_PLACEMENT).partition("_")
@@ -334,7 +334,7 @@ def other_placement(source: Source, conversion: Conversion, path: str) -> None:
         )
 
 
-def shared_tokens(source: Source, conversion: Conversion, path: str) -> None:
+def shared_tokens(source: SkyrlSource, conversion: Conversion, path: str) -> None:
     """Reference and critic on the policy's ranks have its samples here, and so as many ranks that share each."""
     name, value, policy = source.names[path], source.given[path], source["trainer.policy.sequence_parallel_size"]
     shared = source[_PLACEMENT + "colocate_all"] is True
@@ -347,7 +347,7 @@ def shared_tokens(source: Source, conversion: Conversion, path: str) -> None:
         conversion.note("mapped", name, path)
 
 
-def resume_mode(source: Source, conversion: Conversion, path: str) -> None:
+def resume_mode(source: SkyrlSource, conversion: Conversion, path: str) -> None:
     value, name = source.given[path], source.names[path]
     if value == "from_path":
         checkpoint = source["trainer.resume_path"]
@@ -366,7 +366,7 @@ def resume_mode(source: Source, conversion: Conversion, path: str) -> None:
         conversion.note("mapped", name, path)
 
 
-def resume_path(source: Source, conversion: Conversion, path: str) -> None:
+def resume_path(source: SkyrlSource, conversion: Conversion, path: str) -> None:
     reason = (
         "see trainer.resume_mode"
         if source["trainer.resume_mode"] == "from_path"
@@ -375,7 +375,7 @@ def resume_path(source: Source, conversion: Conversion, path: str) -> None:
     conversion.note("dropped", source.names[path], "", reason)
 
 
-def bf16(source: Source, conversion: Conversion, path: str) -> None:
+def bf16(source: SkyrlSource, conversion: Conversion, path: str) -> None:
     if source.given[path] is False and source["trainer.strategy"] == "megatron":
         for role in ("policy", "ref"):
             conversion.values[f"trainer.{role}.megatron_config.dtype"] = "fp32"
@@ -389,14 +389,14 @@ def bf16(source: Source, conversion: Conversion, path: str) -> None:
         )
 
 
-def max_input_length(source: Source, conversion: Conversion, path: str) -> None:
+def max_input_length(source: SkyrlSource, conversion: Conversion, path: str) -> None:
     value, name = source.given[path], source.names[path]
     if value != source["trainer.max_prompt_length"]:  # which is the default here
         conversion.values[path] = value
     conversion.note("mapped", name, path)
 
 
-def remote_engines(source: Source, conversion: Conversion, path: str) -> None:
+def remote_engines(source: SkyrlSource, conversion: Conversion, path: str) -> None:
     """Engines of others, which SkyRL asks for where it starts none: each needs hpcrl's part in it, and has a key."""
     name, target = source.names[path], _ENGINE + "remote_urls"
     local = source[_ENGINE + "run_engines_locally"] is not False

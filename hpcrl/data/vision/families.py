@@ -16,7 +16,7 @@ Videos = Literal["order", "seconds", "timestamps"]
 
 
 @dataclass(frozen=True)
-class Family:
+class VisionFamily:
     """Models that take images in the same way.
 
     Attributes:
@@ -34,17 +34,17 @@ class Family:
 
 
 _QWEN = "Qwen2VLImageProcessorPil"
-FAMILIES: Mapping[str, Family] = {
-    "qwen2_vl": Family(_QWEN, grid=True, videos="order"),
-    "qwen2_5_vl": Family(_QWEN, grid=True, videos="seconds"),
-    "qwen3_vl": Family(_QWEN, grid=True, videos="timestamps"),
-    "llava": Family(None, grid=False, vllm=False),
-    "openvla": Family("hpcrl.data.vision.openvla:OpenVLAImageProcessor", grid=False, vllm=False),
+FAMILIES: Mapping[str, VisionFamily] = {
+    "qwen2_vl": VisionFamily(_QWEN, grid=True, videos="order"),
+    "qwen2_5_vl": VisionFamily(_QWEN, grid=True, videos="seconds"),
+    "qwen3_vl": VisionFamily(_QWEN, grid=True, videos="timestamps"),
+    "llava": VisionFamily(None, grid=False, vllm=False),
+    "openvla": VisionFamily("hpcrl.data.vision.openvla:OpenVLAImageProcessor", grid=False, vllm=False),
 }
 """Each by the `model_type` of its config.json."""
 
 
-def family_of(config: Any) -> Family | None:
+def family_of(config: Any) -> VisionFamily | None:
     """Return the family of a model, by its configuration or the entries of its config.json; None: it sees nothing."""
     kind = config.get("model_type") if isinstance(config, Mapping) else config.model_type
     return FAMILIES.get(str(kind))

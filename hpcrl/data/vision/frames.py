@@ -86,7 +86,7 @@ def shown_of(content: bytes) -> Shown:
 
 
 @dataclass(frozen=True)
-class Choice:
+class FrameChoice:
     """Which frames of a video are shown, known before they are decoded.
 
     Attributes:
@@ -103,7 +103,7 @@ class Choice:
     width: int
 
     @classmethod
-    def of(cls, video: Video, most: int) -> Choice:
+    def of(cls, video: Video, most: int) -> FrameChoice:
         """Return all frames of a video, or `most` at equal distances, the first and the last among them."""
         total, fps, height, width = _facts(video)
         count = min(most, total)
@@ -112,7 +112,7 @@ class Choice:
         return cls(places, [place / fps for place in places], total / (count * fps), height, width)
 
 
-def frames_of(video: Video, choice: Choice) -> Iterator[Image]:
+def frames_of(video: Video, choice: FrameChoice) -> Iterator[Image]:
     """Yield the frames that are shown, turned upright and in RGB, one after the other: all of them may be large.
 
     Raises:

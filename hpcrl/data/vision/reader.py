@@ -15,8 +15,8 @@ from hpcrl.config.sections.data import DataConfig
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.data.entries import check_files
 from hpcrl.data.tokenizer import read_tokenizer
-from hpcrl.data.vision.families import GRID, PIXELS, SECONDS, STATES, Family, family_of, placeholders
-from hpcrl.data.vision.frames import Choice, Shown, Video, frames_of
+from hpcrl.data.vision.families import GRID, PIXELS, SECONDS, STATES, VisionFamily, family_of, placeholders
+from hpcrl.data.vision.frames import FrameChoice, Shown, Video, frames_of
 from hpcrl.data.vision.images import opened, size_of, state_in
 from hpcrl.data.vision.video_processor import VideoProcessor
 from hpcrl.errors import DataError
@@ -66,7 +66,7 @@ class SeenImage:
     ids: Sequence[int]
     digest: str
     source: Shown
-    choice: Choice | None = None
+    choice: FrameChoice | None = None
 
     @property
     def tokens(self) -> int:
@@ -172,12 +172,12 @@ class ImageReader:
         except ValueError as error:
             raise DataError(f"an image of {width} x {height} pixels: {error}") from error
 
-    def _choice(self, video: Video) -> Choice:
+    def _choice(self, video: Video) -> FrameChoice:
         if self._videos is None:
             raise DataError(f"{self._model} takes no videos; show their frames as images")
-        return Choice.of(video, self._frames)
+        return FrameChoice.of(video, self._frames)
 
-    def _ids_of_video(self, choice: Choice) -> list[int]:
+    def _ids_of_video(self, choice: FrameChoice) -> list[int]:
         """Return the placeholders of a video; where the model is told moments, for each pair of frames as Qwen3-VL's processor writes them."""
         assert self._videos is not None, "that videos are taken was seen when their frames were chosen"
         token, count = self._config.video_token_id, self._videos.tokens(choice)
@@ -263,7 +263,7 @@ class ImageReader:
         return [next(left) if token_id in self.never_said else (token_id,) for token_id in token_ids]
 
 
-def _processor(family: Family, model: Pretrained, options: Mapping[str, Any]) -> Any:
+def _processor(family: VisionFamily, model: Pretrained, options: Mapping[str, Any]) -> Any:
     """Return the image processor on Pillow and numpy: the same numbers wherever a run prepares images, with torchvision installed or not."""
     import transformers
     from transformers.image_processing_base import ImageProcessingMixin

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.data.entries import read_entries
 from hpcrl.data.vision.families import GRID, PIXELS, SECONDS, Videos
-from hpcrl.data.vision.frames import Choice
+from hpcrl.data.vision.frames import FrameChoice
 from hpcrl.errors import DataError
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class VideoProcessor:
         most = entries.get("max_pixels") or size.get("longest_edge") or _MOST * factor**2
         return cls(images, videos, int(least), int(most), frame_most)
 
-    def grid(self, choice: Choice) -> tuple[int, int, int]:
+    def grid(self, choice: FrameChoice) -> tuple[int, int, int]:
         """Return how many patches a video has along time, height and width.
 
         Raises:
@@ -67,18 +67,18 @@ class VideoProcessor:
         side = self.images.patch_size
         return math.ceil(len(choice.places) / self._planes), height // side, width // side
 
-    def tokens(self, choice: Choice) -> int:
+    def tokens(self, choice: FrameChoice) -> int:
         """Return the tokens of a pair of frames; errors as of `grid`."""
         _, height, width = self.grid(choice)
         return height * width // self.images.merge_size**2
 
-    def moments(self, choice: Choice) -> list[float]:
+    def moments(self, choice: FrameChoice) -> list[float]:
         """Return when each pair of frames is seen, in seconds: between its first and its last frame; a last one that is alone is its own pair."""
         planes, seconds = self._planes, choice.seconds
         pairs = [seconds[at : at + planes] for at in range(0, len(seconds), planes)]
         return [(pair[0] + pair[-1]) / 2 for pair in pairs]
 
-    def tensors(self, frames: Iterable[Image], choice: Choice) -> dict[str, np.ndarray]:
+    def tensors(self, frames: Iterable[Image], choice: FrameChoice) -> dict[str, np.ndarray]:
         """Return what the model sees: PIXELS [patches, numbers of a patch] float32, GRID [1, 3] int64, and where the family counts in seconds
         SECONDS [1] float32 from one pair of frames to the next; errors as of `grid`.
 
@@ -107,7 +107,7 @@ class VideoProcessor:
     def _planes(self) -> int:
         return self.images.temporal_patch_size
 
-    def _size(self, choice: Choice) -> tuple[int, int]:
+    def _size(self, choice: FrameChoice) -> tuple[int, int]:
         """Return height and width to which frames are resized: the nearest whole tokens, with the shape that they have, within the bounds on
         pixels. As the processors of Qwen2-VL and Qwen3-VL in transformers compute them."""
         height, width = choice.height, choice.width

@@ -5,10 +5,10 @@ from __future__ import annotations
 from hpcrl.config.backend import Backend
 
 
-class Embedded(Backend):
+class EmbeddedBackend(Backend):
     name, title, package = "transformers", "the embedded engine", "hpcrl.engines.embedded"
     sampling = "ignore_eos", "min_tokens"
     records_experts = True
 
 
-BACKEND = Embedded()
+BACKEND = EmbeddedBackend()

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from hpcrl.data.models.routers import ExpertRecorder
 from hpcrl.data.vision.inputs import has_planes, model_inputs, one_kind, plane_positions
 from hpcrl.data.vision.reader import SeenImage
-from hpcrl.engines.embedded.cache import ColumnCache, Columns
+from hpcrl.engines.embedded.cache import CacheColumns, ColumnCache
 from hpcrl.engines.embedded.parallel import decodes_in_parallel, said_at_once
 from hpcrl.engines.embedded.sampling import (
     Choice,
@@ -39,7 +39,7 @@ _GONE = 0.25  # share of rows that have ended at which the others are laid out w
 
 
 @dataclass
-class Request:
+class DecodingRequest:
     """Samples of one prompt.
 
     Attributes:
@@ -84,7 +84,7 @@ class _Row:
         tops: for each token so far, the most probable ones in its place; None where the request does not ask.
     """
 
-    request: Request
+    request: DecodingRequest
     number: int
     begin: int
     masks: list[list[int]] | None
@@ -100,7 +100,7 @@ class _Row:
         return self.said_from + self.request.limit
 
 
-class Batch:
+class DecodingBatch:
     """The rows and their caches.
 
     Args:
@@ -126,7 +126,7 @@ class Batch:
         self._device, self._end = model.device, list(end_tokens)
         self._layers = model.config.get_text_config().num_hidden_layers
         self._rows: list[_Row | None] = []
-        self._columns: Columns | None = None
+        self._columns: CacheColumns | None = None
         self._offset = 0  # of places against columns
         self.tokens = 0
 
@@ -142,7 +142,7 @@ class Batch:
         return len(living), max((row.request.longest for row in living), default=0)
 
     @torch.inference_mode()
-    def join(self, requests: Sequence[Request], version: int) -> None:
+    def join(self, requests: Sequence[DecodingRequest], version: int) -> None:
         """Take in requests and sample the first token of each of their rows.
 
         Args:
@@ -151,7 +151,7 @@ class Batch:
         if decodes_in_parallel(self._model):
             self._say_at_once(requests, version)
             return
-        parts, logits_RV = list[tuple[Columns, torch.Tensor]](), list[torch.Tensor]()
+        parts, logits_RV = list[tuple[CacheColumns, torch.Tensor]](), list[torch.Tensor]()
         for some in self._together(requests):
             columns, logits_QV = self._read_prompts(some)
             counts = torch.tensor([len(request.seeds) for request in some], device=self._device)
@@ -163,7 +163,7 @@ class Batch:
         self._lay_out(width, [request for request in requests for _ in request.seeds], parts)
         self._take(before, torch.cat(logits_RV), version)
 
-    def _say_at_once(self, requests: Sequence[Request], version: int) -> None:
+    def _say_at_once(self, requests: Sequence[DecodingRequest], version: int) -> None:
         for some in self._together(requests):
             for request, said in zip(some, said_at_once(self._model, some, self._end[0], version), strict=True):
                 for number, one in enumerate(said):
@@ -203,9 +203,9 @@ class Batch:
         # experts stay: what has been said was said with those of then
         cache.use(width)
 
-    def _together(self, requests: Sequence[Request]) -> list[list[Request]]:
+    def _together(self, requests: Sequence[DecodingRequest]) -> list[list[DecodingRequest]]:
         """Return the requests by forward passes over their prompts."""
-        passes, longest = list[list[Request]](), 0
+        passes, longest = list[list[DecodingRequest]](), 0
         for request in requests:
             longest = max(longest, len(request.prompt))
             if not passes or longest * (len(passes[-1]) + 1) > self._prefill_tokens:
@@ -214,7 +214,7 @@ class Batch:
             passes[-1].append(request)
         return passes
 
-    def _read_prompts(self, requests: Sequence[Request]) -> tuple[Columns, torch.Tensor]:
+    def _read_prompts(self, requests: Sequence[DecodingRequest]) -> tuple[CacheColumns, torch.Tensor]:
         """Return the columns of prompts, with an empty one for the next token, and the logits for it, [Q, V]."""
         width = max(len(request.prompt) for request in requests)
         missing = [width - len(request.prompt) for request in requests]
@@ -233,7 +233,7 @@ class Batch:
             of_prompts = self._recorder.taken(len(tokens))
             experts = torch.cat([of_prompts, torch.full_like(of_prompts[:, :1], -1)], 1)
         logprobs = torch.zeros_like(tokens, dtype=torch.float32)
-        return Columns(tokens, logprobs, tokens.int(), cache, experts), logits_QV
+        return CacheColumns(tokens, logprobs, tokens.int(), cache, experts), logits_QV
 
     def _forward(
         self,
@@ -247,7 +247,7 @@ class Batch:
 
         Args:
             images: that the tokens show; the cache is empty then.
-            ahead: [R], as of Request; None: 0.
+            ahead: [R], as of DecodingRequest; None: 0.
         """
         columns = torch.arange(cache.length + tokens_RQ.shape[1], device=self._device)
         positions = (columns[cache.length :] - begins[:, None]).clamp(min=0)
@@ -274,8 +274,11 @@ class Batch:
         return plane_positions(self._model, tokens_RQ, filled_RQ, [image.tensors for image in images])
 
     def _lay_out(
-        self, width: int, joining: Sequence[Request] = (), prompts: Sequence[tuple[Columns, torch.Tensor]] = ()
-    ) -> Columns:
+        self,
+        width: int,
+        joining: Sequence[DecodingRequest] = (),
+        prompts: Sequence[tuple[CacheColumns, torch.Tensor]] = (),
+    ) -> CacheColumns:
         """Leave out rows that have ended, and put rows that join below the others; return the columns.
 
         Args:
@@ -296,7 +299,7 @@ class Batch:
             masks, tops = [] if told and masked else None, [] if told and not masked else None
             rows.append(_Row(request, number, begin, masks, tops))
         capacity = min(width + _AHEAD, max(row.end for row in rows) - self._offset)
-        self._columns, self._rows = Columns.of([*parts, *prompts], width, capacity), list(rows)
+        self._columns, self._rows = CacheColumns.of([*parts, *prompts], width, capacity), list(rows)
         self._note(rows)
         return self._columns
 

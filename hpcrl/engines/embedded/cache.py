@@ -144,7 +144,7 @@ class ColumnCache(Cache):
 
 
 @dataclass
-class Columns:
+class CacheColumns:
     """What rows have in their columns, [R, C] each, and the caches of all columns in use but the last.
 
     Attributes:
@@ -170,7 +170,7 @@ class Columns:
         return self.tokens.shape[1]
 
     @classmethod
-    def of(cls, parts: Sequence[tuple[Columns, torch.Tensor]], width: int, capacity: int) -> Columns:
+    def of(cls, parts: Sequence[tuple[CacheColumns, torch.Tensor]], width: int, capacity: int) -> CacheColumns:
         """Return rows of others under each other, whose last columns are in column `width - 1`.
 
         Args:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from hpcrl.data.vision.reader import SeenImage
-from hpcrl.engines.embedded.batch import Batch, Request
+from hpcrl.engines.embedded.batch import DecodingBatch, DecodingRequest
 from hpcrl.engines.embedded.sampling import Sampling
 from hpcrl.rollout.engines.base import Generation, Heard
 
@@ -44,9 +44,9 @@ class Compute:
         failure: why the thread has ended; None while it has not.
     """
 
-    def __init__(self, batch: Batch, limits: Limits) -> None:
+    def __init__(self, batch: DecodingBatch, limits: Limits) -> None:
         self._batch, self.limits, self.version = batch, limits, 0
-        self._requests = deque[Request]()
+        self._requests = deque[DecodingRequest]()
         self._orders = deque[Callable[[], None]]()
         self._pending = set[Future[list[Generation]]]()
         self._news, self._ending = threading.Condition(), False
@@ -77,7 +77,7 @@ class Compute:
         sampling: Sampling,
         heard: Heard | None = None,
         images: Sequence[SeenImage] = (),
-    ) -> Request:
+    ) -> DecodingRequest:
         """Generate a response for each seed.
 
         Args:
@@ -85,7 +85,7 @@ class Compute:
             heard, images: as of `Request`.
         """
         limit = min(sampling.max_tokens, self.limits.length - len(prompt))
-        request = Request(prompt, seeds, sampling, limit, heard=heard, images=images)
+        request = DecodingRequest(prompt, seeds, sampling, limit, heard=heard, images=images)
         with self._news:
             if not self._unable(request.responses):
                 self._pending.add(request.responses)
@@ -160,9 +160,9 @@ class Compute:
             known = len(self._requests)
             time.sleep(_GATHER_S)
 
-    def _admitted(self) -> list[Request]:
+    def _admitted(self) -> list[DecodingRequest]:
         """Take the requests that there is room for; one at least, where nothing else is under way."""
-        found = list[Request]()
+        found = list[DecodingRequest]()
         rows, longest = self._batch.size
         while self._requests:
             request = self._requests[0]

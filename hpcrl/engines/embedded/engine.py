@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from hpcrl.data.vision.reader import SeenImage
 from hpcrl.data.weight_files import Probe, PublishedWeights
-from hpcrl.engines.embedded.batch import Request
+from hpcrl.engines.embedded.batch import DecodingRequest
 from hpcrl.engines.embedded.compute import Compute
 from hpcrl.engines.embedded.model import replace_weights
 from hpcrl.engines.embedded.sampling import Sampling
@@ -41,7 +41,7 @@ class EmbeddedEngine(InProcessEngine):
     ) -> None:
         super().__init__(replica)
         self._model, self._compute, self._keep_cache = model, compute, keep_cache
-        self._named: dict[str, tuple[Request, set[int]]] = {}
+        self._named: dict[str, tuple[DecodingRequest, set[int]]] = {}
         self._notices = Notices()
         self._device, self._asleep = model.device, False
         self._vocabulary = cast(torch.Tensor, model.get_input_embeddings().weight).shape[0]
@@ -81,7 +81,7 @@ class EmbeddedEngine(InProcessEngine):
                     del self._named[name]
         return said * n_samples if asked.greedy else said
 
-    async def _responses(self, request: Request) -> list[Generation]:
+    async def _responses(self, request: DecodingRequest) -> list[Generation]:
         loop = asyncio.get_running_loop()
         known = loop.create_future()
         request.responses.add_done_callback(lambda _: self._notices.set(loop, known))

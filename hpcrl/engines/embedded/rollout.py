@@ -12,19 +12,19 @@ from hpcrl.data.chat.ending import end_ids
 from hpcrl.data.model_config import ConfiguredModel
 from hpcrl.data.models.routers import ExpertRecorder, routers
 from hpcrl.data.tokenizer import decoder, read_tokenizer
-from hpcrl.engines.embedded.batch import Batch
+from hpcrl.engines.embedded.batch import DecodingBatch
 from hpcrl.engines.embedded.compute import Compute, Limits
 from hpcrl.engines.embedded.engine import EmbeddedEngine
 from hpcrl.engines.embedded.model import load_model
 from hpcrl.errors import EngineError
 from hpcrl.rollout.engines.base import Engine, Launched
 from hpcrl.rollout.engines.in_process import InProcess
-from hpcrl.rollout.engines.launch import Place
+from hpcrl.rollout.engines.launch import EnginePlace
 
 _CPU_CACHE_BYTES = 1 << 30
 
 
-def launch(config: Config, place: Place) -> Launched:  # noqa: ARG001
+def launch(config: Config, place: EnginePlace) -> Launched:  # noqa: ARG001
     return Embedded(embedded_options(config))
 
 
@@ -82,7 +82,7 @@ class Embedded(InProcess[tuple[PreTrainedModel, Compute]]):
                 f"trainer.policy.experts.router_replay: {type(model).__name__} has no routers that transformers tells of"
             )
         recorder = ExpertRecorder(model) if options.records_experts else None
-        batch = Batch(model, ends, decoder(tokenizer), options.engine.max_num_batched_tokens, recorder)
+        batch = DecodingBatch(model, ends, decoder(tokenizer), options.engine.max_num_batched_tokens, recorder)
         limits = Limits(options.engine.max_num_seqs, places(model, options.memory_share), options.max_model_len)
         return model, Compute(batch, limits)
 

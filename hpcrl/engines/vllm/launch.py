@@ -13,7 +13,7 @@ from typing import Any
 from hpcrl.config import Config
 from hpcrl.config.errors import Problem
 from hpcrl.config.rules.model_fit import experts_of, text_entries
-from hpcrl.data.vision.families import Family
+from hpcrl.data.vision.families import VisionFamily
 from hpcrl.errors import did_you_mean
 
 _OPTIONS = (("engine/arg_utils.py", ("EngineArgs", "AsyncEngineArgs")),)
@@ -44,7 +44,7 @@ def check_teacher(config: Config) -> Iterator[Problem]:
     yield from _unknown("trainer.distillation.engine", config.trainer.distillation.engine.engine_init_kwargs)
 
 
-def check_vision(config: Config, family: Family, sees: str) -> Iterator[Problem]:
+def check_vision(config: Config, family: VisionFamily, sees: str) -> Iterator[Problem]:
     engine = config.generator.inference_engine
     if not family.vllm:
         yield Problem(

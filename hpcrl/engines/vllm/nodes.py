@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.config import Config
-from hpcrl.engines.vllm.server import Part, Server, ServerOptions, server_options
+from hpcrl.engines.vllm.server import EnginePart, Server, ServerOptions, server_options
 from hpcrl.errors import EngineError
 from hpcrl.launch.agent.network import choose_port
-from hpcrl.rollout.engines.launch import Place
+from hpcrl.rollout.engines.launch import EnginePlace
 from hpcrl.rundir.commit import read_json, write_json
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.process_status import GIVEN_UP, SERVING, StatusWriter, read_process_status
@@ -43,11 +43,11 @@ class Meeting:
     port: int
     rpc_port: int
 
-    def part(self, nodes: int, index: int) -> Part:
-        return Part(nodes, index, self.address, self.port, self.rpc_port)
+    def part(self, nodes: int, index: int) -> EnginePart:
+        return EnginePart(nodes, index, self.address, self.port, self.rpc_port)
 
 
-def start_first(config: Config, place: Place) -> FirstPart:
+def start_first(config: Config, place: EnginePlace) -> FirstPart:
     """Start an engine on its first node, this one; its other nodes follow."""
     nodes, run, replica = config.engine_nodes, place.run, place.replica
     meeting = arrange(run, place.attempt, replica, os.environ["HPCRL_ADDRESS"], choose_port)

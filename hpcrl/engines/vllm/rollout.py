@@ -6,10 +6,10 @@ from hpcrl.config import Config
 from hpcrl.engines.vllm.nodes import start_first
 from hpcrl.engines.vllm.server import Server, server_options
 from hpcrl.rollout.engines.base import Launched
-from hpcrl.rollout.engines.launch import Place
+from hpcrl.rollout.engines.launch import EnginePlace
 
 
-def launch(config: Config, place: Place) -> Launched:
+def launch(config: Config, place: EnginePlace) -> Launched:
     if config.generator.inference_engine.remote_urls:
         # its client takes time to import, which a server's start need not wait for
         from hpcrl.engines.vllm.remote import Remote, remote_options

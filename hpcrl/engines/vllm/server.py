@@ -58,7 +58,7 @@ _PREFIX = re.compile(r"^\(\w+ pid=\d+\) (?:[A-Z]+ [\d-]+ [\d:]+ \[[\w.]+:\d+\] ?
 
 
 @dataclass(frozen=True)
-class Part:
+class EnginePart:
     """One node's part of an engine that is on several.
 
     Attributes:
@@ -125,7 +125,7 @@ class ServerOptions:
     recorded_iterations: int = 0
     sleeps: bool = False
     listen: Listen | None = None
-    part: Part | None = None
+    part: EnginePart | None = None
     records_experts: bool = False
     image_processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
 

@@ -29,7 +29,7 @@ from hpcrl.config import EnvironmentConfig
 from hpcrl.config.sections.environment import RemoteRewardConfig
 from hpcrl.envs.base import Turn
 from hpcrl.envs.rewards.response import VIDEO_FPS, Response
-from hpcrl.envs.tools.http import Gone, Peer, Service
+from hpcrl.envs.tools.http import Gone, Peer, ToolService
 from hpcrl.errors import ConfigError, DataError, ServiceError
 from hpcrl.text import said_in
 from hpcrl.types import LARGEST
@@ -45,8 +45,8 @@ _REFUSED = (400, 401, 403, 405, 413, 422)  # anything else at fetch may mean tha
 class Endpoints:
     """Where one request and its scores are asked for."""
 
-    enqueue: Service
-    fetch: Service
+    enqueue: ToolService
+    fetch: ToolService
 
     @classmethod
     def of(
@@ -62,7 +62,7 @@ class Endpoints:
         """
         seconds = seconds or _LONG_S
         asked = zip(names, peers, (_ENQUEUE_SHARE, _FETCH_SHARE), strict=True)
-        return cls(*(Service(name, peer, _TIMEOUT_S, share * seconds, token) for name, peer, share in asked))
+        return cls(*(ToolService(name, peer, _TIMEOUT_S, share * seconds, token) for name, peer, share in asked))
 
 
 def exported(environment: EnvironmentConfig, variables: Mapping[str, str] = os.environ) -> Endpoints:
@@ -180,7 +180,7 @@ def _asked(
     return {name: _fetched(service.fetch, uuid, name, count, score_key) for name in functions}
 
 
-def _fetched(service: Service, uuid: str, name: str, count: int, score_key: str) -> list[float]:
+def _fetched(service: ToolService, uuid: str, name: str, count: int, score_key: str) -> list[float]:
     answer = service.post(lambda status: status not in _REFUSED, data={"uuid": uuid, "type": name})
     form = '{"scores": {key: [one number per completion]}}'
     if not _are_scores(answer):

@@ -13,7 +13,7 @@ from hpcrl.config.sections.environment import LLMJudgeConfig
 from hpcrl.envs.base import Environment, Messages, Turn
 from hpcrl.envs.rewards.response import truth_of
 from hpcrl.envs.tools.columns import lacking
-from hpcrl.envs.tools.http import Service
+from hpcrl.envs.tools.http import ToolService
 from hpcrl.errors import ConfigError
 
 _OPENAI = "https://api.openai.com/v1"
@@ -86,7 +86,7 @@ class LLMJudge(Environment):
         return Turn([], grade, done=True)
 
 
-def _service(base_url: str | None) -> Service:
+def _service(base_url: str | None) -> ToolService:
     key = os.environ.get("OPENAI_API_KEY") or None
     if key is None and base_url is None:
         raise ConfigError(
@@ -94,7 +94,7 @@ def _service(base_url: str | None) -> Service:
             "environment.skyrl_gym.llm_as_a_judge.base_url"
         )
     name = "judge (environment.skyrl_gym.llm_as_a_judge.base_url)"
-    return Service(name, f"{(base_url or _OPENAI).rstrip('/')}/chat/completions", _TIMEOUT_S, _PATIENCE_S, key)
+    return ToolService(name, f"{(base_url or _OPENAI).rstrip('/')}/chat/completions", _TIMEOUT_S, _PATIENCE_S, key)
 
 
 def _rubric(truth: Any) -> str:

@@ -56,7 +56,7 @@ class Fixed:
         return True
 
 
-class Service:
+class ToolService:
     """A service.
 
     Args:

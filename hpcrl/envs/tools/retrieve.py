@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hpcrl.config.sections.environment import SearchConfig
-from hpcrl.envs.tools.http import Service
+from hpcrl.envs.tools.http import ToolService
 from hpcrl.errors import DataError, HpcrlError
 
 _PATIENCE_S = 60.0
@@ -40,7 +40,7 @@ def retriever(config: SearchConfig) -> Retriever:
 class _Http:
     def __init__(self, url: str, timeout_s: float) -> None:
         name = "search service (environment.skyrl_gym.search.search_url)"
-        self._service = Service(name, url, timeout_s, _PATIENCE_S)
+        self._service = ToolService(name, url, timeout_s, _PATIENCE_S)
 
     def find(self, query: str, topk: int) -> list[str]:
         answer = self._service.post(json={"queries": [query], "topk": topk, "return_scores": True})

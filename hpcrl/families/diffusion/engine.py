@@ -124,7 +124,7 @@ class DiffusionEngine(OwnThreadEngine):
         return float(self._sampler.steps)
 
 
-class Diffusion(InProcess[Sampler]):
+class PipelineEngine(InProcess[Sampler]):
     """The engine of this process.
 
     Args:
@@ -138,7 +138,7 @@ class Diffusion(InProcess[Sampler]):
         super().__init__(f"the pipeline {source.model}")
 
     @classmethod
-    def of(cls, config: Config) -> Diffusion:
+    def of(cls, config: Config) -> PipelineEngine:
         engine = config.generator.inference_engine
         source = PipelineSource(config.trainer.policy.model.pretrained, config.trainer.policy.diffusers)
         return cls(source, engine.model_dtype, engine.max_num_seqs, on_cpu=config.slurm.gpus == 0)

@@ -8,7 +8,7 @@ from hpcrl.families.diffusion.rules import RULES
 from hpcrl.families.diffusion.settings import trains_by_nft
 
 
-class Diffusion(Family):
+class DiffusionFamily(Family):
     name, package = "diffusion", "hpcrl.families.diffusion"
     brings = "data", "rollout", "trainer", "plan", "launch"
     backend, chosen_by = "diffusers", "trainer.policy.diffusers.enable"
@@ -31,4 +31,4 @@ class Diffusion(Family):
         return not trains_by_nft(config.trainer)
 
 
-FAMILY = Diffusion()
+FAMILY = DiffusionFamily()

@@ -23,6 +23,6 @@ def load_generator(run: Run, config: Config, interval: int | None) -> LoadedGene
 
 
 def own_engine(config: Config) -> Launched:
-    from hpcrl.families.diffusion.engine import Diffusion
+    from hpcrl.families.diffusion.engine import PipelineEngine
 
-    return Diffusion.of(config)
+    return PipelineEngine.of(config)

@@ -50,7 +50,7 @@ _UNUSED = re.compile(
 
 
 @dataclass(frozen=True)
-class Architecture:
+class Pi05Architecture:
     """Sizes of a model.
 
     Attributes:
@@ -74,7 +74,7 @@ class Architecture:
         return int(self.vlm.vision_config.image_size)
 
     @classmethod
-    def of(cls, entries: Mapping[str, Any]) -> Architecture:
+    def of(cls, entries: Mapping[str, Any]) -> Pi05Architecture:
         """Return that of a config.json: of lerobot, of openpi, or with `vlm_config` and `expert_config` as transformers' configurations.
 
         Raises:
@@ -154,11 +154,11 @@ def folder_of(model: Pretrained) -> Path:
         raise not_pi05(model, error) from error
 
 
-def architecture_of(model: Pretrained) -> Architecture:
+def architecture_of(model: Pretrained) -> Pi05Architecture:
     """Return the sizes of a model. Raises DataError where it is no PI0.5."""
     try:
         entries = read_entries(folder_of(model) / CONFIG)
-        return Architecture.of(entries)
+        return Pi05Architecture.of(entries)
     except (OSError, DataError, ValueError, KeyError, TypeError) as error:
         raise not_pi05(model, error) from error
 

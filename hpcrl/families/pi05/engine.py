@@ -15,7 +15,7 @@ from hpcrl.config import Config
 from hpcrl.data.vision.reader import SeenImage
 from hpcrl.data.weight_files import PublishedWeights
 from hpcrl.errors import EngineError
-from hpcrl.families.pi05.architecture import Architecture, own_name
+from hpcrl.families.pi05.architecture import Pi05Architecture, own_name
 from hpcrl.families.pi05.sampler import ActionSampler, Ask, Chunk
 from hpcrl.families.pi05.samples import PATH
 from hpcrl.rollout.engines.base import Engine, Generation, Heard
@@ -39,7 +39,7 @@ class ActionEngine(OwnThreadEngine):
         self._working: asyncio.Task[None] | None = None
 
     @property
-    def architecture(self) -> Architecture:
+    def architecture(self) -> Pi05Architecture:
         """Sizes of the network."""
         return self._sampler.network.architecture
 

@@ -7,7 +7,7 @@ from hpcrl.families.pi05.rules import RULES
 from hpcrl.families.robots.family import Robots
 
 
-class Pi05(Robots):
+class Pi05Family(Robots):
     name, package = "pi05", "hpcrl.families.pi05"
     brings = "data", "rollout", "trainer", "plan", "launch"
     backend, chosen_by = "transformers", 'vla.vla_type="pi05"'
@@ -18,4 +18,4 @@ class Pi05(Robots):
         return config.vla.moves_by_flow
 
 
-FAMILY = Pi05()
+FAMILY = Pi05Family()

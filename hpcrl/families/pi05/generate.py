@@ -27,7 +27,7 @@ from hpcrl.errors import DataError, UserCodeError
 from hpcrl.families.pi05.engine import ActionEngine
 from hpcrl.families.pi05.inputs import load_tokenizer, resized, written_prompt
 from hpcrl.families.pi05.samples import ACTIONS, IMAGES, PATH
-from hpcrl.families.pi05.statistics import Scale, statistics_of
+from hpcrl.families.pi05.statistics import NormScale, statistics_of
 from hpcrl.rollout.engines.base import Engine, Generation
 from hpcrl.rollout.env_session import EnvSession
 from hpcrl.rollout.generate import Generator, Maker
@@ -50,7 +50,7 @@ class Robotics:
     """
 
     tokenizer: Any
-    scales: dict[str, Scale]
+    scales: dict[str, NormScale]
 
     @classmethod
     def of(cls, model: Pretrained) -> Robotics:
@@ -59,13 +59,13 @@ class Robotics:
 
     def state(self, seen: np.ndarray, bounds: Bounds) -> np.ndarray:
         """Return a state as the network has it."""
-        scale = self.scales.get("state") or Scale.between(bounds.state_low, bounds.state_high, "state")
+        scale = self.scales.get("state") or NormScale.between(bounds.state_low, bounds.state_high, "state")
         return scale.of_first(len(seen), "state").to_network(seen)
 
     def actions(self, made: np.ndarray, bounds: Bounds) -> np.ndarray:
         """Return actions [n, D] of the network as those [n, A] of the simulator, within their bounds."""
         scale, size = self.scales.get("actions"), len(bounds.action_low)
-        scale = scale or Scale.between(bounds.action_low, bounds.action_high, "action")
+        scale = scale or NormScale.between(bounds.action_low, bounds.action_high, "action")
         found = scale.of_first(size, "actions").to_robot(made[:, :size])
         return np.clip(found, bounds.action_low, bounds.action_high)
 

@@ -19,7 +19,7 @@ from transformers import DynamicCache, GemmaConfig, PaliGemmaModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.gemma.modeling_gemma import GemmaAttention, GemmaMLP, GemmaRotaryEmbedding
 
-from hpcrl.families.pi05.architecture import Architecture
+from hpcrl.families.pi05.architecture import Pi05Architecture
 
 
 class AdaptiveNorm(nn.Module):
@@ -113,7 +113,7 @@ class Pi05(nn.Module):
 
     _no_split_modules = ("GemmaDecoderLayer", "SiglipEncoderLayer", "ExpertLayer")
 
-    def __init__(self, architecture: Architecture) -> None:
+    def __init__(self, architecture: Pi05Architecture) -> None:
         super().__init__()
         self.architecture, self.config = architecture, architecture.expert
         for config in (architecture.vlm.text_config, architecture.expert):

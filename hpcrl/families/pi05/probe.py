@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from hpcrl.families.pi05.architecture import Architecture
+from hpcrl.families.pi05.architecture import Pi05Architecture
 from hpcrl.families.pi05.samples import read_inputs
 
 
 def probe_velocity(
-    network: Callable[..., torch.Tensor], sizes: Architecture, token_ids: Sequence[int], device: torch.device
+    network: Callable[..., torch.Tensor], sizes: Pi05Architecture, token_ids: Sequence[int], device: torch.device
 ) -> list[float]:
     """Return as many numbers of the velocity as there are tokens but the first.
 

@@ -7,7 +7,7 @@ from itertools import accumulate
 
 import torch
 
-from hpcrl.families.pi05.architecture import Architecture
+from hpcrl.families.pi05.architecture import Pi05Architecture
 from hpcrl.families.pi05.samples import ACTIONS, IMAGES, PATH, read_inputs
 from hpcrl.types import MicroBatch, to_device
 
@@ -32,7 +32,7 @@ class TurnRows:
     entries: torch.Tensor
 
     @classmethod
-    def of(cls, batch: MicroBatch, sizes: Architecture) -> TurnRows:
+    def of(cls, batch: MicroBatch, sizes: Pi05Architecture) -> TurnRows:
         """Return the turns of a micro-batch, on its device; without any, one action that counts for nothing stands for them."""
         device = batch.token_ids.device
         texts, rows, turns, places, entries = [], [], [], [], []

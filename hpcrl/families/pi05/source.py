@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from transformers.initialization import no_init_weights
 
 from hpcrl.config.sections.model import Pretrained
-from hpcrl.families.pi05.architecture import Architecture, architecture_of, folder_of, not_pi05, own_name
+from hpcrl.families.pi05.architecture import Pi05Architecture, architecture_of, folder_of, not_pi05, own_name
 from hpcrl.families.pi05.network import Pi05
 
 _MOST_NAMED = 5
@@ -60,7 +60,7 @@ def _weight_files(model: Pretrained) -> list[Path]:
     return sorted(folder_of(model).glob("model*.safetensors"))
 
 
-def _made(model: Pretrained, architecture: Architecture) -> Pi05:
+def _made(model: Pretrained, architecture: Pi05Architecture) -> Pi05:
     try:
         return Pi05(architecture)
     except (ValueError, TypeError, RuntimeError) as error:

@@ -26,7 +26,7 @@ _MODEL = "trainer.policy.model.path"
 
 
 @dataclass(frozen=True)
-class Scale:
+class NormScale:
     """Numbers of a robot between -1 and 1, as the network has them.
 
     Attributes:
@@ -37,7 +37,7 @@ class Scale:
     high: np.ndarray
 
     @classmethod
-    def between(cls, low: np.ndarray, high: np.ndarray, what: str) -> Scale:
+    def between(cls, low: np.ndarray, high: np.ndarray, what: str) -> NormScale:
         """Return the scale of a simulator's bounds. Raises ConfigError where they are not finite."""
         import numpy as np
 
@@ -47,7 +47,7 @@ class Scale:
             )
         return cls(low, high)
 
-    def of_first(self, count: int, what: str) -> Scale:
+    def of_first(self, count: int, what: str) -> NormScale:
         """Return the scale of the first numbers, which are the robot's; models of several robots have more.
 
         Raises:
@@ -57,7 +57,7 @@ class Scale:
             raise DataError(
                 f"{_MODEL}: the model's statistics have {len(self.low)} numbers of its {what}, and the simulator {count}; they are of another robot"
             )
-        return Scale(self.low[:count], self.high[:count])
+        return NormScale(self.low[:count], self.high[:count])
 
     def to_network(self, values: np.ndarray) -> np.ndarray:
         return (values - self.low) / (self.high - self.low + _LEAST) * 2 - 1
@@ -81,7 +81,7 @@ def statistics_files(model: Pretrained) -> list[Path]:
     return found or _lerobot_files(folder)
 
 
-def statistics_of(model: Pretrained) -> dict[str, Scale]:
+def statistics_of(model: Pretrained) -> dict[str, NormScale]:
     """Return the scales of `state` and `actions` by the statistics beside the model, the quantiles 0.01 and 0.99; empty: there are none.
 
     Raises:
@@ -93,7 +93,7 @@ def statistics_of(model: Pretrained) -> dict[str, Scale]:
         return {}
     try:
         read = _of_openpi(found[0]) if found[0].name == STATISTICS else _of_lerobot(found[1])
-        return {name: Scale(*(np.asarray(each, float) for each in pair)) for name, pair in read.items()}
+        return {name: NormScale(*(np.asarray(each, float) for each in pair)) for name, pair in read.items()}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(
             f"{_MODEL}: {found[-1]} has no quantiles q01 and q99 of state and actions ({error!r})"

@@ -64,7 +64,7 @@ _NICENESS = 10  # of what only goes along with the run
 _CONSEQUENCES = ("closed by peer", "reset by peer", "Broken pipe", "TCPStore", "NCCL")
 
 
-class Agent:
+class NodeAgent:
     """Processes of one node in one attempt."""
 
     def __init__(
@@ -233,7 +233,9 @@ class Agent:
         self._report("cancelled" if self._stop_reason == "cancelled" else "interrupted", message)
 
     def _worker_failed(self, child: Child) -> None:
-        from hpcrl.runtime.controller_client import Controller  # its HTTP client is not for `hpcrl submit` to load
+        from hpcrl.runtime.controller_client import (
+            ControllerClient,  # its HTTP client is not for `hpcrl submit` to load
+        )
 
         restarts, error = self._restarts[child.name], child.first_error()
         # with the controller, which looks whether enough are left
@@ -249,7 +251,7 @@ class Agent:
         print(f"{error}; {what}", flush=True)
         StatusWriter(self._run, child.name, self._attempt).write(f"{what}: {error}", restarts=restarts.used)
         if registered:
-            with closing(Controller(self._run, self._attempt)) as controller:
+            with closing(ControllerClient(self._run, self._attempt)) as controller:
                 controller.leave(child.name)  # it may have had no time to report that itself
 
     def _failed(self, child: Child) -> None:
@@ -353,7 +355,7 @@ def main(path: str, sizes: Sizes | None = None) -> None:
         if status:
             require_same_inputs(run, config, lambda: status.write("comparing datasets and models"))
             make_room(run, config, attempt.number)
-        agent = Agent(run, config, context, attempt, signals, sizes=sizes)
+        agent = NodeAgent(run, config, context, attempt, signals, sizes=sizes)
         agent.supervise()
     except HpcrlError as error:
         message = f"{type(error).__name__}: {error}"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hpcrl.config import Config
 from hpcrl.errors import HpcrlError, SubmitError, UserCodeError
-from hpcrl.launch.agent.agent import Agent
+from hpcrl.launch.agent.agent import NodeAgent
 from hpcrl.launch.agent.child import Child
 from hpcrl.launch.agent.start import BatchScript, NodeContext, listen, log_to
 from hpcrl.launch.doctor.rooms import Sizes
@@ -30,7 +30,7 @@ _ASK_S = 60.0
 _IDLE_S = 300.0
 
 
-class PoolAgent(Agent):
+class PoolAgent(NodeAgent):
     """One worker of the pool in one attempt."""
 
     def __init__(

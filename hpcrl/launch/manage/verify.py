@@ -29,7 +29,7 @@ from hpcrl.types import GroupMeta
 
 
 @dataclass(frozen=True)
-class Part:
+class VerifiedPart:
     """Files of one kind.
 
     Attributes:
@@ -182,26 +182,32 @@ def _told(check: Callable[[], object], listed: Path | None = None) -> Iterator[s
 
 
 PARTS = (
-    Part("configuration and code", _configuration, "put them back, or `hpcrl resume` to go on with them as they are"),
-    Part(
+    VerifiedPart(
+        "configuration and code", _configuration, "put them back, or `hpcrl resume` to go on with them as they are"
+    ),
+    VerifiedPart(
         "datasets, templates and models that it reads",
         _inputs,
         "put them back, or `hpcrl resume` to go on with them as they are",
     ),
-    Part("record of the run", _ledger, "put it back from a backup"),
-    Part(
+    VerifiedPart("record of the run", _ledger, "put it back from a backup"),
+    VerifiedPart(
         "batches",
         check_batches,
         "those after the newest checkpoint are composed again when the run is resumed; put an earlier one back from a backup, or start a "
         "new run from a checkpoint (trainer.resume_mode=from_path)",
     ),
-    Part("samples", _samples, "they are generated again when the run is resumed"),
-    Part("datasets", _datasets, "they are made again from their sources when the run is resumed"),
-    Part("turns of groups that are not finished", _turns, "they are generated again when the run is resumed"),
-    Part("rows of an evaluation that is not over", _rows, "they are generated again when the run is resumed"),
-    Part("weights", _weights, "the newest version is published again when the run is resumed; no other is needed"),
-    Part("checkpoints", _checkpoints, "the run is resumed from the newest one that is whole"),
-    Part("exports", _exports, "`hpcrl checkpoint export` makes one again, where its checkpoint is there"),
-    Part("alerts", _alerts, "they are left out; the next attempt raises again what it finds after the last one"),
-    Part("metrics", _metrics, "lines that cannot be read are left out of curves"),
+    VerifiedPart("samples", _samples, "they are generated again when the run is resumed"),
+    VerifiedPart("datasets", _datasets, "they are made again from their sources when the run is resumed"),
+    VerifiedPart("turns of groups that are not finished", _turns, "they are generated again when the run is resumed"),
+    VerifiedPart("rows of an evaluation that is not over", _rows, "they are generated again when the run is resumed"),
+    VerifiedPart(
+        "weights", _weights, "the newest version is published again when the run is resumed; no other is needed"
+    ),
+    VerifiedPart("checkpoints", _checkpoints, "the run is resumed from the newest one that is whole"),
+    VerifiedPart("exports", _exports, "`hpcrl checkpoint export` makes one again, where its checkpoint is there"),
+    VerifiedPart(
+        "alerts", _alerts, "they are left out; the next attempt raises again what it finds after the last one"
+    ),
+    VerifiedPart("metrics", _metrics, "lines that cannot be read are left out of curves"),
 )

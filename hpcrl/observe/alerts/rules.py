@@ -14,7 +14,7 @@ def metric_of(rule: AlertRuleConfig) -> str | None:
     return rule.metric or METRIC_OF.get(rule.kind, (None, None))[1]
 
 
-class Judge:
+class AlertJudge:
     """Judges the values of one rule's metric, one after the other. A value that is not finite is beyond every limit."""
 
     def __init__(self, rule: AlertRuleConfig) -> None:

@@ -17,7 +17,7 @@ from hpcrl.config import Config
 from hpcrl.config.sections.alerts import AlertRuleConfig
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.errors import HpcrlError, did_you_mean
-from hpcrl.observe.alerts.rules import Judge, metric_of
+from hpcrl.observe.alerts.rules import AlertJudge, metric_of
 from hpcrl.observe.alerts.tell import call_webhook, run_command, webhook_of
 from hpcrl.observe.metrics import MetricsReader, Record, last_reports
 from hpcrl.observe.summary import EVAL_FAILED, EVAL_LOSS, EVAL_SCORE, STEP_SECONDS
@@ -48,7 +48,7 @@ class Alerts:
     def begin(self) -> None:
         """Judge from the first step on, and tell what was raised or missing and was not told, because of a kill or of the filesystem."""
         rules = {name: metric for name, rule in self._config.rules.items() if (metric := metric_of(rule))}
-        self._judges = {name: Judge(self._config.rules[name]) for name in rules}
+        self._judges = {name: AlertJudge(self._config.rules[name]) for name in rules}
         self._metrics = rules | ({_KEEP_BEST: self._best} if self._best else {})
         for alert in self._newest.values():
             if not alert.told and (alert.raised or alert.cleared is None):

@@ -19,7 +19,7 @@ from hpcrl.observe.report.curves import curves_of
 from hpcrl.observe.report.groups import groups_of
 from hpcrl.observe.report.samples import samples_of
 from hpcrl.observe.report.spans import timeline_of
-from hpcrl.observe.report.verdict import Finding, findings
+from hpcrl.observe.report.verdict import Verdict, findings
 from hpcrl.observe.summary import summarise
 from hpcrl.observe.timeline import versions_of
 from hpcrl.observe.view import summary_rows
@@ -62,9 +62,9 @@ def content_of(run: Run, decoder: Decoder, *, with_samples: bool = True) -> dict
     }
 
 
-def _alerts(run: Run) -> list[Finding]:
+def _alerts(run: Run) -> list[Verdict]:
     return [
-        Finding(
+        Verdict(
             "alert" if alert.raised else "metric",
             "bad" if alert.raised and alert.cleared is None else "look",
             str(alert),

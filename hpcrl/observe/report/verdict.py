@@ -25,7 +25,7 @@ _FEW = 4  # steps that say nothing of a trend
 
 
 @dataclass(frozen=True)
-class Finding:
+class Verdict:
     """One thing that was looked at."""
 
     name: str
@@ -33,7 +33,7 @@ class Finding:
     text: str
 
 
-def findings(curves: dict[str, Any], config: dict[str, Any], outcomes: Sequence[Outcome]) -> list[Finding]:
+def findings(curves: dict[str, Any], config: dict[str, Any], outcomes: Sequence[Outcome]) -> list[Verdict]:
     """Return what is to be said of a run; nothing of what it has not reported.
 
     Args:
@@ -46,18 +46,18 @@ def findings(curves: dict[str, Any], config: dict[str, Any], outcomes: Sequence[
 
     found = [*_learning(values), *_policy(values), *_samples(values), *_staleness(values, config)]
     if not curves["finite"]:
-        found.append(Finding("numbers", "bad", "a metric was not a number, or infinite"))
+        found.append(Verdict("numbers", "bad", "a metric was not a number, or infinite"))
     ended = [outcome for outcome in outcomes if outcome.kind in ("failed", "hang", "lost")]
     interrupted = sum(outcome.kind == "interrupted" for outcome in outcomes)
     if ended:
         last = ended[-1]
         found.append(
-            Finding(
+            Verdict(
                 "attempts", "look", f"{len(ended)} of {len(outcomes)} failed; the last: {last.kind}, {last.message}"
             )
         )
     elif outcomes:
-        found.append(Finding("attempts", "good", f"none failed, {interrupted} interrupted and continued"))
+        found.append(Verdict("attempts", "good", f"none failed, {interrupted} interrupted and continued"))
     return found
 
 
@@ -67,13 +67,13 @@ def _ends(values: Sequence[float]) -> tuple[float, float]:
     return fmean(values[:count]), fmean(values[-count:])
 
 
-def _learning(values: Callable[[str], list[float]]) -> Iterator[Finding]:
+def _learning(values: Callable[[str], list[float]]) -> Iterator[Verdict]:
     for name, metric, sign in (("evaluation", EVAL_SCORE, 1), ("validation loss", EVAL_LOSS, -1)):
         scores = values(metric)
         if len(scores) > 1:
             better = sign * (scores[-1] - scores[0])
             best = (max if sign > 0 else min)(scores)
-            yield Finding(
+            yield Verdict(
                 name,
                 "good" if better > 0 else "look",
                 f"{scores[0]:.3f} before, {scores[-1]:.3f} at the end, {best:.3f} at best",
@@ -88,55 +88,55 @@ def _learning(values: Callable[[str], list[float]]) -> Iterator[Finding]:
             status, said = "bad", "it falls"
         else:
             status, said = "look", "no trend beyond its noise"
-        yield Finding("reward", status, f"{first:.3f} in the first tenth, {last:.3f} in the last: {said}")
+        yield Verdict("reward", status, f"{first:.3f} in the first tenth, {last:.3f} in the last: {said}")
 
 
-def _policy(values: Callable[[str], list[float]]) -> Iterator[Finding]:
+def _policy(values: Callable[[str], list[float]]) -> Iterator[Verdict]:
     if len(entropy := values(ENTROPY)) >= _FEW:
         first, last = _ends(entropy)
         low, high = last < 0.05 * first, last > 3 * first
         said = ", hardly any exploration is left" if low else ", the policy becomes random" if high else ""
-        yield Finding("entropy", "look" if low or high else "good", f"{first:.3g} → {last:.3g} nats per token{said}")
+        yield Verdict("entropy", "look" if low or high else "good", f"{first:.3g} → {last:.3g} nats per token{said}")
     if kl := values(KL):
         last = _ends(kl)[1]
-        yield Finding(
+        yield Verdict(
             "KL", "look" if last > 1 else "good", f"{last:.3g} per token from the reference in the last tenth"
         )
     if clip := values(CLIP):
         last = _ends(clip)[1]
-        yield Finding(
+        yield Verdict(
             "clip", "look" if last > 0.2 else "good", f"{last:.1%} of the tokens are clipped in the last tenth"
         )
     if mismatch := values(MISMATCH):
         last = _ends(mismatch)[1]
         said = f"engines and trainer differ by {last:.2g} nats per token in the last tenth"
-        yield Finding("mismatch", "look" if last > 0.1 else "good", said)
+        yield Verdict("mismatch", "look" if last > 0.1 else "good", said)
     if gradient := values(GRADIENT):
         middle = sorted(gradient)[len(gradient) // 2]
         skipped = sum(values(SKIPPED))
         said = f"norm {middle:.3g} in the middle, {max(gradient):.3g} at most"
         if skipped:
             said += f"; {skipped:.0f} optimizer steps were skipped"
-        yield Finding("gradient", "look" if skipped or max(gradient) > 100 * max(middle, 1e-12) else "good", said)
+        yield Verdict("gradient", "look" if skipped or max(gradient) > 100 * max(middle, 1e-12) else "good", said)
 
 
-def _samples(values: Callable[[str], list[float]]) -> Iterator[Finding]:
+def _samples(values: Callable[[str], list[float]]) -> Iterator[Verdict]:
     if lengths := values(LENGTH):
         first, last = _ends(lengths)
         changed = last > 3 * first or last < first / 3
-        yield Finding("length", "look" if changed else "good", f"{first:.1f} → {last:.1f} tokens per response")
+        yield Verdict("length", "look" if changed else "good", f"{first:.1f} → {last:.1f} tokens per response")
     if stopped := values(STOPPED):
         cut = 1 - _ends(stopped)[1]
         status: Status = "bad" if cut > 0.5 else "look" if cut > 0.1 else "good"
-        yield Finding("truncation", status, f"{cut:.1%} of the responses do not end by themselves in the last tenth")
+        yield Verdict("truncation", status, f"{cut:.1%} of the responses do not end by themselves in the last tenth")
     if samples := sum(values(SAMPLES)):
         failed = sum(values(FAILED))
         said = f"{failed:.0f} of {samples:.0f} samples failed in their environment"
-        yield Finding("environments", "look" if failed > 0.01 * samples else "good", said)
+        yield Verdict("environments", "look" if failed > 0.01 * samples else "good", said)
 
 
-def _staleness(values: Callable[[str], list[float]], config: dict[str, Any]) -> Iterator[Finding]:
+def _staleness(values: Callable[[str], list[float]], config: dict[str, Any]) -> Iterator[Verdict]:
     if stale := values(STALENESS):
         bound = config.get("trainer.fully_async.max_staleness_steps", 0)
         said = f"{max(stale):.0f} steps at most, {bound} allowed"
-        yield Finding("staleness", "bad" if max(stale) > bound else "good", said)
+        yield Verdict("staleness", "bad" if max(stale) > bound else "good", said)

@@ -46,7 +46,7 @@ class Sent:
     steps: dict[str, int] = field(default_factory=dict)
 
 
-class Sender:
+class MetricSender:
     """Sends a run's metrics to one tracker.
 
     Args:
@@ -111,7 +111,7 @@ def _opened(name: str, run: TrackedRun) -> Tracker:
 
 def main(path: str, name: str, again: Callable[[], bool]) -> None:
     """Send until `again` says that there is nothing to come."""
-    sender = Sender(Run.open(path), name)
+    sender = MetricSender(Run.open(path), name)
     while again():
         sender.send()
     sender.send()

@@ -10,13 +10,13 @@ from itertools import accumulate
 from typing import Any
 
 from hpcrl.rollout.endpoint.requests import Request
-from hpcrl.rollout.endpoint.session import Answer
+from hpcrl.rollout.endpoint.session import SessionAnswer
 from hpcrl.runtime.http_server import json_body
 
 Decode = Callable[[list[int]], str]
 
 
-def reply(request: Request, answers: Sequence[Answer], name: str, decode: Decode) -> dict[str, Any]:
+def reply(request: Request, answers: Sequence[SessionAnswer], name: str, decode: Decode) -> dict[str, Any]:
     """Return the answer to a request.
 
     Args:
@@ -55,7 +55,7 @@ class Events:
             self._offsets[number] += sum(map(len, told["tokens"]))
         return self._choice(number, text, told)
 
-    def end(self, answers: Sequence[Answer]) -> Iterator[bytes]:
+    def end(self, answers: Sequence[SessionAnswer]) -> Iterator[bytes]:
         """Return the events of what has not been told of whole answers."""
         for number, one in enumerate(answers):
             rest, message = one.content[self._told[number] :], _message(one, self._name, number)
@@ -94,13 +94,13 @@ def _head(request: Request, name: str, kind: str) -> dict[str, Any]:
     return {"id": name, "object": kind, "created": int(time.time()), "model": request.model}
 
 
-def _finish_reason(answer: Answer) -> str:
+def _finish_reason(answer: SessionAnswer) -> str:
     if answer.said.stop_reason == "length":
         return "length"
     return "tool_calls" if answer.calls else "stop"
 
 
-def _message(answer: Answer, name: str, at: int) -> dict[str, Any]:
+def _message(answer: SessionAnswer, name: str, at: int) -> dict[str, Any]:
     calls = [
         {
             "id": f"call_{name}_{at}_{place}",
@@ -134,6 +134,6 @@ def _logprobs(
     return {"tokens": texts, "token_logprobs": list(logprobs), "text_offset": offsets, "top_logprobs": None}
 
 
-def _usage(answers: Sequence[Answer]) -> dict[str, int]:
+def _usage(answers: Sequence[SessionAnswer]) -> dict[str, int]:
     prompt, said = len(answers[0].prompt), sum(len(one.said.token_ids) for one in answers)
     return {"prompt_tokens": prompt, "completion_tokens": said, "total_tokens": prompt + said}

@@ -54,7 +54,7 @@ _UNCOUNTED = 1 << 16  # characters that are tokenized whatever the longest promp
 
 
 @dataclass(frozen=True, eq=False)
-class Answer:
+class SessionAnswer:
     """What the policy said to a request.
 
     Attributes:
@@ -70,7 +70,7 @@ class Answer:
     text: str
     content: str
     calls: list[Call]
-    parent: Answer | None
+    parent: SessionAnswer | None
     asked: list[dict[str, Any]] | str
     tools: list[dict[str, Any]] = field(default_factory=list)
 
@@ -129,7 +129,7 @@ class Session:
     ) -> None:
         self._say, self._tokenizer, self._config, self._params = say, tokenizer, config, params
         self._template, self._threads, self._longest_token = turns, threads, longest_token
-        self.answers = list[Answer]()
+        self.answers = list[SessionAnswer]()
         self.too_long = False
         self.failure: EngineError | RequestRefused | None = None
         self.score: Future[Turn] | None = None
@@ -161,7 +161,7 @@ class Session:
             # who goes away leaves its thread at work: the number of threads bounds what is computed
             return await asyncio.wrap_future(self._threads.submit(function, *args, **kwargs))
 
-    async def answer(self, request: Request, tell: Tell | None = None) -> list[Answer]:
+    async def answer(self, request: Request, tell: Tell | None = None) -> list[SessionAnswer]:
         """Return the choices of a request, once fewer than MOST_OPEN others are generated.
 
         Args:
@@ -284,7 +284,7 @@ class Session:
         if characters > _UNCOUNTED:
             self._check_length(characters, "characters", 1 / self._longest_token())
 
-    def _prompt(self, request: Request) -> tuple[Answer | None, list[int]]:
+    def _prompt(self, request: Request) -> tuple[SessionAnswer | None, list[int]]:
         """Return the answer from which a request goes on, if there is one, and the tokens that it wants continued."""
         self._check_size(request)
         if request.messages is None:
@@ -298,7 +298,7 @@ class Session:
                 return parent, token_ids + self._template.between(token_ids, left, request.tools, end=end).token_ids
         return None, self._template.opening(request.messages, request.tools).token_ids
 
-    def _completed(self, prompt: str | list[int]) -> tuple[Answer | None, list[int]]:
+    def _completed(self, prompt: str | list[int]) -> tuple[SessionAnswer | None, list[int]]:
         parent = None
         if isinstance(prompt, list):
             known = [
@@ -331,8 +331,8 @@ class Session:
         return TextInPieces(self._template.decoded, marks, trims=bool(request.tools))
 
     def _answered(
-        self, request: Request, parent: Answer | None, prompt: list[int], said: Generation, told: str
-    ) -> Answer:
+        self, request: Request, parent: SessionAnswer | None, prompt: list[int], said: Generation, told: str
+    ) -> SessionAnswer:
         template, params = self._template, self._params
         text = template.text(said.token_ids, params.stop or [], keep=params.include_stop_str_in_output)
         if request.stop:
@@ -345,7 +345,7 @@ class Session:
         asked = request.messages
         if asked is None:
             asked = request.prompt if isinstance(request.prompt, str) else template.decoded(request.prompt)
-        return Answer(prompt, said, text, content, calls, parent, asked, request.tools)
+        return SessionAnswer(prompt, said, text, content, calls, parent, asked, request.tools)
 
     def last_text(self) -> str:
         """Return what the policy said last; nothing if nothing was asked."""
@@ -357,7 +357,7 @@ class Session:
 
     def transcripts(self) -> list[Transcript]:
         """Return the rows; the last one ends with the last answer."""
-        parents, trained, rows = {one.parent for one in self.answers}, set[Answer](), list[Transcript]()
+        parents, trained, rows = {one.parent for one in self.answers}, set[SessionAnswer](), list[Transcript]()
         for leaf in self.answers:
             if leaf in parents:
                 continue

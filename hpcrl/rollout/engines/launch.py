@@ -18,7 +18,7 @@ from hpcrl.runtime.scratch import Scratch
 
 
 @dataclass(frozen=True)
-class Place:
+class EnginePlace:
     """Where a replica's engine is started.
 
     Attributes:
@@ -48,7 +48,7 @@ class EngineFamily(Protocol):
 class RolloutBackend(Protocol):
     """The module `rollout` of an engine."""
 
-    def launch(self, config: Config, place: Place) -> Launched:
+    def launch(self, config: Config, place: EnginePlace) -> Launched:
         """Start a replica's engine, and return while it starts.
 
         Raises:
@@ -85,7 +85,7 @@ def launched(
     """Have the engine of one replica, which is being started, within the `with` statement. Temporary files of this process go when it ends.
 
     Args:
-        log, replica, attempt, trains: as of Place.
+        log, replica, attempt, trains: as of EnginePlace.
     """
     with ExitStack() as stack:
         scratch = Scratch("engine")
@@ -94,7 +94,7 @@ def launched(
             engine = own
         else:
             backend = cast(RolloutBackend, backend_of(config.generator.inference_engine).layer("rollout"))
-            engine = backend.launch(config, Place(run, attempt, replica, scratch.path, log, trains))
+            engine = backend.launch(config, EnginePlace(run, attempt, replica, scratch.path, log, trains))
         stack.callback(engine.stop)
         scratch.take_temporary_files()
         yield engine

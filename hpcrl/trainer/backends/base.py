@@ -66,7 +66,7 @@ class UpdateResult:
         return cls(value["sums"], StepReport(**value["report"]))
 
 
-class Engine(Protocol):
+class ModelEngine(Protocol):
     """A model in training, spread over all ranks. Every verb is called by all ranks.
 
     Micro-batches are taken one at a time, each before it is computed; an engine that computes several at the same time takes all of them
@@ -129,7 +129,7 @@ class ExportPiece:
     ranks: Sequence[int]
 
 
-class PolicyEngine(Engine, Protocol):
+class PolicyEngine(ModelEngine, Protocol):
     """A policy in training, and maybe its frozen reference.
 
     Attributes:
@@ -208,7 +208,7 @@ class PolicyEngine(Engine, Protocol):
         ...
 
 
-class CriticEngine(Engine, Protocol):
+class CriticEngine(ModelEngine, Protocol):
     """A critic in training."""
 
     def values(self, batches: MicroBatches) -> Iterator[torch.Tensor]:

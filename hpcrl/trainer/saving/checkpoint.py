@@ -33,7 +33,7 @@ from hpcrl.rundir.commit import committed_by
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.space import explained
 from hpcrl.rundir.starts import note
-from hpcrl.trainer.backends.base import Engine
+from hpcrl.trainer.backends.base import ModelEngine
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.rng import random_state
 from hpcrl.trainer.saving.committer import CheckpointContent, Committer
@@ -106,7 +106,7 @@ class Checkpoints:
             unusable=why,
         )
 
-    def resume(self, engine: Engine, critic: Engine | None, mode: str, path: str | None) -> ResumePoint:
+    def resume(self, engine: ModelEngine, critic: ModelEngine | None, mode: str, path: str | None) -> ResumePoint:
         """Bring the engines to where training continues, and return where that is.
 
         A fresh start is step 0 without extra state. Args and errors as in `find`.
@@ -146,7 +146,7 @@ class Checkpoints:
         look = partial(find_checkpoint, run, attempt, mode, path, self._unusable, fence)
         return verified_by_ranks(self._world, look)
 
-    def load(self, engine: Engine, critic: Engine | None, checkpoint: Path | None) -> ResumePoint:
+    def load(self, engine: ModelEngine, critic: ModelEngine | None, checkpoint: Path | None) -> ResumePoint:
         """Bring the engines, and what is drawn at random, to a checkpoint or, where it is None, to step 0; nothing is written.
 
         Raises:
@@ -159,7 +159,7 @@ class Checkpoints:
         return start
 
     def save(
-        self, engine: Engine, critic: Engine | None, batch: Batch, extra_state: dict[str, float]
+        self, engine: ModelEngine, critic: ModelEngine | None, batch: Batch, extra_state: dict[str, float]
     ) -> dict[str, float]:
         """Save the state after `batch` was trained; one that is still being written is waited for. Return metrics as `settle`.
 
@@ -219,8 +219,8 @@ class Checkpoints:
 
     def finish(
         self,
-        engine: Engine,
-        critic: Engine | None,
+        engine: ModelEngine,
+        critic: ModelEngine | None,
         batch: Batch,
         extra_state: dict[str, float],
         inside: PartialBatch | None = None,
@@ -254,8 +254,8 @@ class Checkpoints:
 
     def _content(
         self,
-        engine: Engine,
-        critic: Engine | None,
+        engine: ModelEngine,
+        critic: ModelEngine | None,
         batch: Batch,
         extra_state: dict[str, float],
         *,

@@ -20,7 +20,7 @@ from hpcrl.rundir.commit import verify, verify_checksums
 from hpcrl.rundir.layout import Run, step_of
 from hpcrl.rundir.space import explained
 from hpcrl.rundir.starts import require_starts
-from hpcrl.trainer.backends.base import Engine
+from hpcrl.trainer.backends.base import ModelEngine
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.rng import set_random_state
 from hpcrl.trainer.saving.committer import rng_file
@@ -143,7 +143,7 @@ def _from_path(path: str | None, verify: Verify) -> Path:
 
 
 def load_checkpoint(
-    engine: Engine, critic: Engine | None, checkpoint: Path | None, world: World, seed: int
+    engine: ModelEngine, critic: ModelEngine | None, checkpoint: Path | None, world: World, seed: int
 ) -> ResumePoint:
     """Bring the engines and this rank's random state to a checkpoint or, where it is None, to step 0. All ranks call it; nothing is written.
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from hpcrl.data.score_file import GroupRewards, RowScores, write_scores
 from hpcrl.observe.timeline import IDLE, Timeline
 from hpcrl.rundir.layout import Run
-from hpcrl.runtime.controller_client import Controller
+from hpcrl.runtime.controller_client import ControllerClient
 from hpcrl.runtime.heartbeat import Heartbeat
 from hpcrl.runtime.process_status import RENEW_S, StatusWriter
 from hpcrl.trainer.distributed import World
@@ -59,7 +59,7 @@ class ScoreWorker:
         self._run, self._name, self._model_name, self._model = run, name, model_name, model
         self._samples, self._world, self._status, self._heartbeat = samples, world, status, heartbeat
         self._timeline = timeline
-        self._controller = Controller(run, attempt)
+        self._controller = ControllerClient(run, attempt)
         self._facts: dict[str, Any] = {"groups": 0, "tokens": 0, "seconds": 0.0}
         self._told = self._called = float("-inf")
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from hpcrl.config.sections.model import Pretrained
-from hpcrl.families.pi05.architecture import Architecture, file_name
+from hpcrl.families.pi05.architecture import Pi05Architecture, file_name
 from hpcrl.families.pi05.inputs import load_tokenizer
 from hpcrl.families.pi05.network import Pi05
 from hpcrl.families.pi05.statistics import PROCESSOR
@@ -36,7 +36,7 @@ TINY: dict[str, Any] = {
 def tiny() -> Pi05:
     """Return the network; its norms depend on the noise level."""
     torch.manual_seed(0)
-    return Pi05(Architecture.of(TINY))
+    return Pi05(Pi05Architecture.of(TINY))
 
 
 def write_tiny(folder: Path) -> Path:

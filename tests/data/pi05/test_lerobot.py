@@ -20,7 +20,7 @@ from hpcrl.algorithms.diffusion.actions import walk
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.config.sections.vla import Pi05Config
 from hpcrl.envs.simulators.base import Bounds
-from hpcrl.families.pi05.architecture import Architecture, file_name, own_name
+from hpcrl.families.pi05.architecture import Pi05Architecture, file_name, own_name
 from hpcrl.families.pi05.generate import Robotics
 from hpcrl.families.pi05.inputs import resized, written_prompt
 from hpcrl.families.pi05.network import Pi05
@@ -219,7 +219,7 @@ def test_images_are_as_large(compared: Compared) -> None:
 def test_published_models_have_these_weights(compared: Compared) -> None:
     """The names and shapes of lerobot's whole model, which is not built, are those of the network that its config.json makes, and exports have such names."""
     with torch.device("meta"):
-        network = Pi05(Architecture.of({"type": "pi05", "paligemma_variant": "gemma_2b", "chunk_size": 50}))
+        network = Pi05(Pi05Architecture.of({"type": "pi05", "paligemma_variant": "gemma_2b", "chunk_size": 50}))
     published: dict[str, list[int]] = compared.said["published"]
     theirs = {own_name(name): shape for name, shape in published.items()}
     del theirs[None]

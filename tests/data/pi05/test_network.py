@@ -12,7 +12,7 @@ from transformers import DynamicCache, PI0Config, PI0ForConditionalGeneration
 
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.errors import DataError
-from hpcrl.families.pi05.architecture import Architecture, file_name, own_name
+from hpcrl.families.pi05.architecture import Pi05Architecture, file_name, own_name
 from hpcrl.families.pi05.network import AdaptiveNorm, Pi05
 from hpcrl.families.pi05.source import loaded, stored_dtype
 from tests.data.pi05.material import TINY, tiny, write_tiny
@@ -130,7 +130,7 @@ def test_files_of_openpi_and_lerobot_are_read(prefix: str, tmp_path: Path) -> No
 
 
 def test_sizes_are_those_that_the_files_name() -> None:
-    lerobot = Architecture.of(
+    lerobot = Pi05Architecture.of(
         {
             "type": "pi05",
             "paligemma_variant": "gemma_300m",
@@ -141,7 +141,7 @@ def test_sizes_are_those_that_the_files_name() -> None:
     )
     assert (lerobot.chunk_size, lerobot.action_dim, lerobot.image_size) == (10, 7, 224)
     assert (lerobot.vlm.text_config.hidden_size, lerobot.expert.num_hidden_layers) == (1024, 18)
-    openpi = Architecture.of({"action_horizon": 15, "action_dim": 32, "pi05": True})
+    openpi = Pi05Architecture.of({"action_horizon": 15, "action_dim": 32, "pi05": True})
     assert (openpi.chunk_size, openpi.vlm.text_config.hidden_size, openpi.expert.hidden_size) == (15, 2048, 1024)
     names = [name for name, _ in tiny().named_parameters()]
     assert [own_name(file_name(name)) for name in names] == names

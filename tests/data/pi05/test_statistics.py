@@ -10,16 +10,16 @@ import pytest
 
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.errors import ConfigError, DataError
-from hpcrl.families.pi05.statistics import PROCESSOR, STATISTICS, Scale, statistics_files, statistics_of
+from hpcrl.families.pi05.statistics import PROCESSOR, STATISTICS, NormScale, statistics_files, statistics_of
 from tests.data.pi05.material import write_lerobot
 
 
 def test_numbers_are_scaled_by_statistics_or_bounds(tmp_path: Path) -> None:
-    bounds = Scale.between(np.array([-2.0, 0.0]), np.array([2.0, 1.0]), "action")
+    bounds = NormScale.between(np.array([-2.0, 0.0]), np.array([2.0, 1.0]), "action")
     np.testing.assert_allclose(bounds.to_network(np.array([0.0, 1.0])), [0.0, 1.0], atol=1e-5)
     np.testing.assert_allclose(bounds.to_robot(np.array([[-1.0, 0.0]])), [[-2.0, 0.5]], atol=1e-5)
     with pytest.raises(ConfigError, match="its state has no bounds"):
-        Scale.between(np.array([-np.inf]), np.array([1.0]), "state")
+        NormScale.between(np.array([-np.inf]), np.array([1.0]), "state")
     assert statistics_of(Pretrained(str(tmp_path))) == {}
     quantiles = {"q01": [-1.0, 0.0, 0.0], "q99": [1.0, 4.0, 1.0]}
     (tmp_path / "assets" / "arm").mkdir(parents=True)

@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from hpcrl.envs.tools.http import Service
+from hpcrl.envs.tools.http import ToolService
 from hpcrl.errors import ConfigError, ServiceError
 from tests.envs.server import Raw, serving
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-length: 1000\r\n\r\n"
 
 
-def of(url: str, timeout_s: float = 5.0, patience_s: float = 5.0, token: str | None = None) -> Service:
-    return Service("test service (test.url)", url, timeout_s, patience_s, token)
+def of(url: str, timeout_s: float = 5.0, patience_s: float = 5.0, token: str | None = None) -> ToolService:
+    return ToolService("test service (test.url)", url, timeout_s, patience_s, token)
 
 
 def test_errors_of_the_server_pass() -> None:

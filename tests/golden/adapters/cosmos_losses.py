@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hpcrl.algorithms.kl import k1
-from hpcrl.algorithms.losses import Tokens, clipped_surrogate, masked_sum, sample_means
+from hpcrl.algorithms.losses import LossTokens, clipped_surrogate, masked_sum, sample_means
 from hpcrl.algorithms.reductions import Reduction, TokenCounts, row_weight
 from hpcrl.config import AlgorithmConfig
 from tests.golden.adapters.converted import cosmos
@@ -41,7 +41,7 @@ def vla_chunk_loss(case: Case) -> dict[str, Any]:
     names = "log_probs", "old_log_probs", "mask"
     logprobs, old, mask = (_tensor(case.inputs[name]).flatten() for name in names)
     advantages = torch.full_like(mask, case.inputs["advantage"])
-    tokens = Tokens(logprobs, old, old, advantages, mask, torch.tensor([len(mask)]))
+    tokens = LossTokens(logprobs, old, old, advantages, mask, torch.tensor([len(mask)]))
     eps = {f"eps_clip_{side}": case.params[f"epsilon_{side}"] for side in ("low", "high")}
     values, sums = clipped_surrogate(tokens, **eps)
     length, episodes = int(case.inputs["episode_valid_responses"]), case.params["n_episodes"]

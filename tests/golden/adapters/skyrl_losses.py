@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hpcrl.algorithms.kl import KL_ESTIMATORS
-from hpcrl.algorithms.losses import Tokens, bounded_exp, sample_means
+from hpcrl.algorithms.losses import LossTokens, bounded_exp, sample_means
 from hpcrl.algorithms.off_policy import correct, is_enabled
 from hpcrl.algorithms.reductions import Reduction, weighted_sum
 from hpcrl.config import AlgorithmConfig
@@ -99,7 +99,7 @@ def off_policy(case: Case) -> dict[str, Any]:
     rows = case.inputs["old_log_probs"]
     mask_BT = _mask(case.inputs["loss_mask"], torch.tensor(rows))
     found = correct(
-        Tokens(old, old, rollout, torch.zeros_like(old), mask_BT.flatten(), torch.tensor(_lengths(rows))), settings
+        LossTokens(old, old, rollout, torch.zeros_like(old), mask_BT.flatten(), torch.tensor(_lengths(rows))), settings
     )
     sums = {f"{LOSS_METRICS}{name}": float(value) for name, value in found.sums.items()}
     trained = mask_BT.sum(1)

@@ -23,13 +23,13 @@ AGENT = """
 import sys
 from pathlib import Path
 from hpcrl.config import Config
-from hpcrl.launch.agent.agent import Agent
+from hpcrl.launch.agent.agent import NodeAgent
 from hpcrl.launch.agent.start import NodeContext, listen
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import read_attempts
 run = Run(Path(sys.argv[1]))
 context = NodeContext(int(sys.argv[2]), ["here", "there", "there"], "local-1", 0, True)
-Agent(run, Config.from_toml([run.config]), context, read_attempts(run)[-1], listen()).supervise()
+NodeAgent(run, Config.from_toml([run.config]), context, read_attempts(run)[-1], listen()).supervise()
 """
 HEAD = """
 import os, sys, time

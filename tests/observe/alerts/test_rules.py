@@ -7,12 +7,12 @@ import math
 import pytest
 
 from hpcrl.config.sections.alerts import AlertRuleConfig
-from hpcrl.observe.alerts.rules import Judge
+from hpcrl.observe.alerts.rules import AlertJudge
 
 
 def judged(rule: AlertRuleConfig, *values: float) -> str:
     """Return a letter per value: ! where the rule finds something."""
-    judge = Judge(rule)
+    judge = AlertJudge(rule)
     return "".join("!" if judge.take(value) else "." for value in values)
 
 
@@ -38,11 +38,11 @@ def test_rules(rule: AlertRuleConfig, values: tuple[float, ...], found: str) -> 
 
 
 def test_what_is_found_is_told_with_its_numbers() -> None:
-    judge = Judge(AlertRuleConfig(kind="kl_above", value=0.1, steps=2))
+    judge = AlertJudge(AlertRuleConfig(kind="kl_above", value=0.1, steps=2))
     assert [judge.take(value) for value in (0.2, 0.3125)] == [
         "",
         "policy/policy_kl is 0.3125, above 0.1, 2 times in a row",
     ]
-    judge = Judge(AlertRuleConfig(kind="reward_fell", value=0.1, window=2))
+    judge = AlertJudge(AlertRuleConfig(kind="reward_fell", value=0.1, window=2))
     texts = [judge.take(value) for value in (0.5, 0.5, 0.25)]
     assert texts[2] == "reward/avg_raw_reward is 0.375 on average of 2, and was 0.5 at best: it fell by more than 0.1"

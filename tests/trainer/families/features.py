@@ -15,7 +15,7 @@ from hpcrl.config.sections.model import LoraConfig
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.config.validate import build
 from hpcrl.data.model_config import ConfiguredModel
-from hpcrl.engines.embedded.batch import Batch, Request
+from hpcrl.engines.embedded.batch import DecodingBatch, DecodingRequest
 from hpcrl.engines.embedded.model import load_model
 from hpcrl.engines.embedded.sampling import Sampling
 from hpcrl.errors import DataError, EngineError
@@ -125,8 +125,8 @@ def critic(family: Family, path: Path) -> None:
 
 def embedded_engine(family: Family, path: Path) -> None:
     source = ConfiguredModel(path=str(write_model(family, path)), role="trainer.policy")
-    batch = Batch(load_model(source, "float32", torch.device("cpu")), [], str, prefill_tokens=100)
-    requests = [Request(prompt, [1, 2], Sampling(max_tokens=9, ignore_eos=True), 9) for prompt in (A + B, C)]
+    batch = DecodingBatch(load_model(source, "float32", torch.device("cpu")), [], str, prefill_tokens=100)
+    requests = [DecodingRequest(prompt, [1, 2], Sampling(max_tokens=9, ignore_eos=True), 9) for prompt in (A + B, C)]
     batch.join(requests, 0)
     while batch.living:
         batch.step(0)

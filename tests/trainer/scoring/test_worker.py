@@ -15,7 +15,7 @@ from hpcrl.controller.replicas import SILENCE_S
 from hpcrl.controller.score_queue import ScoreQueue
 from hpcrl.data.score_file import RowScores
 from hpcrl.observe.timeline import Timeline
-from hpcrl.runtime.controller_client import Controller
+from hpcrl.runtime.controller_client import ControllerClient
 from hpcrl.runtime.heartbeat import Heartbeat
 from hpcrl.runtime.process_status import StatusWriter
 from hpcrl.trainer.distributed import World
@@ -52,7 +52,10 @@ def test_it_says_that_it_is_there_while_it_computes_and_leaves(
     run, queue = make_run(tmp_path / "project" / "run"), ScoreQueue([NAME])
     served = serve_attempt(run, 1, replace(SCHEDULE, eval_interval=0, staleness=1), scores=queue)
     model: Any = Slow(queue)
-    with closing(Controller(run, 1, patience_s=10)) as controller, closing(Timeline(run, "scorer-0", 1)) as timeline:
+    with (
+        closing(ControllerClient(run, 1, patience_s=10)) as controller,
+        closing(Timeline(run, "scorer-0", 1)) as timeline,
+    ):
         controller.call("start", step=0)
         work = controller.call("claim", worker="rollout-0", version=0, capacity=4, holding=[])["work"]
         groups = [finish(run, Work.from_json(item), 0) for item in work]

@@ -36,7 +36,7 @@ class Test:
 
 
 @dataclass(frozen=True)
-class Pipeline:
+class ShellPipeline:
     """Commands, each in a shell of its own where there are several."""
 
     commands: tuple[Node, ...]
@@ -87,7 +87,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Group:
+class ShellGroup:
     """{ ... }, or ( ... ) with variables of its own."""
 
     body: Commands
@@ -95,14 +95,14 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Function:
+class ShellFunction:
     """The definition of a function."""
 
     name: str
     body: Node
 
 
-Node = Simple | Array | Test | Pipeline | AndOr | If | For | While | Case | Group | Function
+Node = Simple | Array | Test | ShellPipeline | AndOr | If | For | While | Case | ShellGroup | ShellFunction
 Commands = tuple[Node, ...]
 
 
@@ -188,7 +188,7 @@ class _Parser:
             self.take()
             self.skip("\n")
             commands.append(self._command())
-        return commands[0] if len(commands) == 1 and not negated else Pipeline(tuple(commands), negated)
+        return commands[0] if len(commands) == 1 and not negated else ShellPipeline(tuple(commands), negated)
 
     def _command(self) -> Node:
         compound = {
@@ -268,7 +268,7 @@ class _Parser:
         subshell = self.expect("{", "(") == "("
         body = self.sequence()
         self.expect(")" if subshell else "}")
-        return Group(body, subshell)
+        return ShellGroup(body, subshell)
 
     def _test(self) -> Node:
         start = self.place
@@ -289,7 +289,7 @@ class _Parser:
             self.take()
             self.expect(")")
         self.skip("\n")
-        return Function(name, self._command())
+        return ShellFunction(name, self._command())
 
     def _simple(self) -> Node:
         start, words = self.place, list[Word]()

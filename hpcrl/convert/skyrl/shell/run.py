@@ -19,11 +19,11 @@ from hpcrl.convert.skyrl.shell.grammar import (
     Case,
     Commands,
     For,
-    Function,
-    Group,
     If,
     Node,
-    Pipeline,
+    ShellFunction,
+    ShellGroup,
+    ShellPipeline,
     Simple,
     Test,
     While,
@@ -107,8 +107,8 @@ class _Runner:
 
     def run(self, node: Node, state: State) -> bool | None:
         return {
-            Simple: self._simple, Array: self._array, Test: self._test, Pipeline: self._pipeline, AndOr: self._and_or, If: self._if,
-            For: self._for, While: self._while, Case: self._case, Group: self._group, Function: self._define,
+            Simple: self._simple, Array: self._array, Test: self._test, ShellPipeline: self._pipeline, AndOr: self._and_or, If: self._if,
+            For: self._for, While: self._while, Case: self._case, ShellGroup: self._group, ShellFunction: self._define,
         }[type(node)](node, state)  # fmt: skip
 
     def _fork(self, condition: str, ways: list[Callable[[State], bool | None]], state: State) -> None:
@@ -120,14 +120,14 @@ class _Runner:
         self.conditions.pop()
         state.become(states)
 
-    def _define(self, node: Function, state: State) -> bool | None:  # noqa: ARG002 - as every kind of command
+    def _define(self, node: ShellFunction, state: State) -> bool | None:  # noqa: ARG002 - as every kind of command
         self.functions[node.name] = node.body
         return True
 
-    def _group(self, node: Group, state: State) -> bool | None:
+    def _group(self, node: ShellGroup, state: State) -> bool | None:
         return self.sequence(node.body, state.branch() if node.subshell else state)
 
-    def _pipeline(self, node: Pipeline, state: State) -> bool | None:
+    def _pipeline(self, node: ShellPipeline, state: State) -> bool | None:
         alone = len(node.commands) == 1
         status = [self.run(command, state if alone else state.branch()) for command in node.commands][-1]
         return None if status is None else status != node.negated

@@ -17,7 +17,7 @@ from hpcrl.trainer.backends.shares import Share
 
 
 @dataclass(frozen=True)
-class Place:
+class ShardPlace:
     """A rectangle of a parameter, and where it lies in a tensor of transformers' model.
 
     Attributes:
@@ -84,13 +84,13 @@ def _parts(begin: int, end: int, columns: int) -> Iterator[tuple[int, int, int, 
         yield last, 0, 1, rest
 
 
-def places(chunks: Sequence[GPTModel], architecture: Architecture) -> dict[nn.Parameter, list[Place]]:
+def places(chunks: Sequence[GPTModel], architecture: Architecture) -> dict[nn.Parameter, list[ShardPlace]]:
     """Return where the parameters of this rank lie, its adapters too.
 
     Args:
         chunks: the rank's pipeline stages, bare: without wrappers.
     """
-    table, found = slots(architecture), dict[nn.Parameter, list[Place]]()
+    table, found = slots(architecture), dict[nn.Parameter, list[ShardPlace]]()
     for part in local_weights(chunks, architecture):
         found.setdefault(part.parameter, []).extend(_of_weight(part, table[part.name], architecture))
     for _, adapter in adapted_weights(chunks):
@@ -100,7 +100,7 @@ def places(chunks: Sequence[GPTModel], architecture: Architecture) -> dict[nn.Pa
     return found
 
 
-def _of_weight(part: LocalWeight, slot: Slot, architecture: Architecture) -> Iterator[Place]:
+def _of_weight(part: LocalWeight, slot: Slot, architecture: Architecture) -> Iterator[ShardPlace]:
     parameter, (rank, ranks), at = part.parameter, share_of(slot), 0
     for block in slot.share(rank, ranks):
         length = block.stop - block.start
@@ -114,7 +114,7 @@ def _of_weight(part: LocalWeight, slot: Slot, architecture: Architecture) -> Ite
             rows, columns = (inputs, length) if slot.dim == 0 else (length, stride)
             start += at if slot.dim == 0 else at * stride
         transposed = part.expert is not None
-        yield Place(name, shape, origin, start, rows, columns, stride, transposed, part.copy)
+        yield ShardPlace(name, shape, origin, start, rows, columns, stride, transposed, part.copy)
         at += length
 
 
@@ -133,7 +133,7 @@ def _in_memory(block: Block, slot: Slot, architecture: Architecture) -> tuple[st
 
 def _of_adapter(
     letter: str, names: Sequence[str], matrix: nn.Parameter, adapter: LayerAdapter, architecture: Architecture
-) -> Place:
+) -> ShardPlace:
     """Return the place of a matrix; one that several layers have is under all their names, and that of an expert under the expert's."""
     prefix, leaves = names[0].rpartition(".")[0], "+".join(name.rpartition(".")[2] for name in names)
     name = architecture.own_name(f"{prefix}.{leaves}.lora_{letter}.default.weight")
@@ -141,4 +141,4 @@ def _of_adapter(
     if axis is not None:
         origin[axis] = adapter.group.rank() * shape[axis]
         shape[axis] *= adapter.group.size()
-    return Place(name, tuple(shape), tuple(origin), 0, rows, columns, columns)
+    return ShardPlace(name, tuple(shape), tuple(origin), 0, rows, columns, columns)

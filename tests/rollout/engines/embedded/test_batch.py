@@ -22,7 +22,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from hpcrl.engines.embedded.batch import Batch
+from hpcrl.engines.embedded.batch import DecodingBatch
 from hpcrl.engines.embedded.compute import Compute, Limits
 from hpcrl.engines.embedded.sampling import Sampling
 from hpcrl.errors import EngineError
@@ -97,7 +97,7 @@ def test_requests_that_are_made_together_share_their_passes(models: list[Path]) 
     model.register_forward_pre_hook(
         lambda _module, _args, given: passes.append(given["input_ids"].shape), with_kwargs=True
     )
-    compute = Compute(Batch(model, [], str, prefill_tokens=10_000), Limits(100, 10_000, 100))
+    compute = Compute(DecodingBatch(model, [], str, prefill_tokens=10_000), Limits(100, 10_000, 100))
     found = []
     for _ in range(40):  # on a busy machine one may come late now and then
         passes.clear()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hpcrl.config import Config, EnvironmentConfig
 from hpcrl.envs.rewards.response import Response
-from hpcrl.families.diffusion.engine import Diffusion, DiffusionEngine
+from hpcrl.families.diffusion.engine import DiffusionEngine, PipelineEngine
 from hpcrl.families.diffusion.generate import PictureGenerator
 from hpcrl.families.diffusion.policy import DiffusionPolicy
 from hpcrl.families.diffusion.trainer import objective as objective_of
@@ -51,7 +51,7 @@ def tiny(*overrides: str) -> Config:
 
 def launched(config: Config) -> DiffusionEngine:
     """Return an engine that is ready."""
-    started = Diffusion.of(config)
+    started = PipelineEngine.of(config)
     started.wait_ready(120)
     engine = started.connect()
     assert isinstance(engine, DiffusionEngine)

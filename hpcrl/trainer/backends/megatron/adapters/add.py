@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from hpcrl.config.sections.model import LoraConfig
 from hpcrl.errors import DataError
-from hpcrl.trainer.backends.megatron.adapters.experts import Places
+from hpcrl.trainer.backends.megatron.adapters.experts import ExpertPlaces
 from hpcrl.trainer.backends.megatron.adapters.layer import (
     ExpertAdapters,
     LayerAdapter,
@@ -61,7 +61,7 @@ def add_adapters(
     config = chunks[0].config
     _require_options(config)
     table = {name: slot for name, slot in slots(architecture).items() if _LINEAR.search(name)}
-    layers, places = list(adapted_layers(model)), Places(table)
+    layers, places = list(adapted_layers(model)), ExpertPlaces(table)
     adapted = {name: one for each in layers for name, one in places.of_each(each)}
     _require_layers(table, adapted, section)
     if shared:

@@ -27,7 +27,7 @@ class _Place:
     rows: slice
 
 
-class Places:
+class ExpertPlaces:
     """Where the tensors of files lie in transformers' parameters of experts.
 
     Args:

@@ -9,7 +9,7 @@ from hpcrl.data.batch_file import read_batch
 from hpcrl.errors import RunError
 from hpcrl.observe.metrics import Histogram, MetricsWriter
 from hpcrl.rundir.layout import Run
-from hpcrl.runtime.controller_client import Controller
+from hpcrl.runtime.controller_client import ControllerClient
 from hpcrl.runtime.process_status import StatusWriter
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.metrics import PhaseTimer, step_line
@@ -22,7 +22,7 @@ PROCESS, CRITIC = "trainer", "critic"
 _WAIT_S = 1.0  # ranks agree whether to stop in between
 
 
-class ControllerClient:
+class ControllerLink:
     """Every method but `report` is called by all ranks.
 
     Consumes: answers of the controller, batch files. Waits for: the controller. Produces: process status, metrics.
@@ -34,7 +34,7 @@ class ControllerClient:
     def __init__(self, run: Run, attempt: int, world: World, consensus: StopConsensus, *, critic: bool = False) -> None:
         self._run, self._attempt, self._world, self._consensus = run, attempt, world, consensus
         self._total = 0
-        self._controller = Controller(run, attempt) if world.first else None
+        self._controller = ControllerClient(run, attempt) if world.first else None
         self._status = StatusWriter(run, CRITIC if critic else PROCESS, attempt) if world.first or critic else None
         self._metrics: MetricsWriter | None = None
 
