@@ -43,7 +43,7 @@ os.environ["ARROW_DEFAULT_MEMORY_POOL"] = os.environ.get("ARROW_DEFAULT_MEMORY_P
 
 _ROWS_AT_ONCE, _BYTES_AT_ONCE = 128, 16 << 20
 _BUFFER = 1 << 20  # bytes of each column of a parquet file
-_COUNTED_BYTES = 256 << 20
+_COUNTED_BYTES, _LARGEST_ROW = 256 << 20, 256 << 20
 _HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _SPLIT = re.compile(r"(.+):([\w.-]+)(?:\[(-?\d*%?):(-?\d*%?)\])?")
 _KNOWN_SPLITS = ("train", "validation", "valid", "val", "dev", "test", "eval")
@@ -296,6 +296,9 @@ def _read_parquet(path: Path) -> Iterator[Any]:
         # pre_buffer would hold whole columns of a row group
         file = pq.ParquetFile(path, page_checksum_verification=True, pre_buffer=False, buffer_size=_BUFFER)
         groups = range(file.num_row_groups)
+        for group in groups:  # the footer says it before anything is unpacked
+            facts = file.metadata.row_group(group)
+            _require_bounded(facts.total_byte_size // max(1, facts.num_rows), path, f"row group {group}")
         yield from _rows_of((batch for group in groups for batch in _batches_of(file, group)), path)
 
 
@@ -359,11 +362,22 @@ def _divided(batch: RecordBatch) -> Iterator[RecordBatch]:
 def _rows_of(batches: Iterator[RecordBatch], path: Path) -> Iterator[Any]:
     number = 0
     for batch in batches:
+        if batch.num_rows == 1:
+            _require_bounded(batch.nbytes, path, f"row {number} of the file")
         try:
             yield from map(_as_written, batch.to_pylist())
         except UnicodeDecodeError:
             yield from _row_by_row(batch, path, number)
         number += batch.num_rows
+
+
+def _require_bounded(size: int, path: Path, place: str) -> None:
+    """Raise DataError where a row has more than `_LARGEST_ROW` bytes: as Python's values it takes several times as much memory."""
+    if size > _LARGEST_ROW:
+        raise DataError(
+            f"dataset {path}, {place}: expected rows of at most {_LARGEST_ROW >> 20} MiB, found one of {size >> 20} MiB; "
+            "leave it out, or name files in its place"
+        )
 
 
 def _as_written(row: dict[str, Any]) -> dict[str, Any]:
@@ -421,6 +435,7 @@ def _read_json_lines(path: Path) -> Iterator[Any]:
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
+                _require_bounded(len(line), path, f"line {number}")
                 try:
                     yield parse_json(line)
                 except ValueError as error:

@@ -108,7 +108,7 @@ def test_show_and_diff_take_runs(run_root: Path, capsys: Output) -> None:
 
 def test_diff_shows_settings_and_keys_of_tables(tmp_path: Path, capsys: Output) -> None:
     other = tmp_path / "other.toml"
-    tables = '[slurm]\npartition = "main"\nsetup = ["a", "b"]\n[slurm.extra]\nnice = 1\n"a.b" = true\n'
+    tables = '[slurm]\npartition = "main"\nsetup = ["a", "b"]\n[slurm.extra]\nnice = 1\n[data.image_processor_kwargs]\n"a.b" = true\n'
     other.write_text(Config.from_toml([Path(QUICKSTART)]).to_toml(only_changed=True) + tables)
     assert main(["config", "diff", QUICKSTART, QUICKSTART]) == 0
     assert capsys.readouterr().out == ""
@@ -116,8 +116,8 @@ def test_diff_shows_settings_and_keys_of_tables(tmp_path: Path, capsys: Output) 
     assert capsys.readouterr().out.splitlines() == [
         'slurm.partition: unset -> "main"',
         'slurm.setup: [] -> ["a", "b"]',
+        'data.image_processor_kwargs."a.b": unset -> true',
         "slurm.extra.nice: unset -> 1",
-        'slurm.extra."a.b": unset -> true',
     ]
 
 

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from hpcrl.config.sections.data import DATASET_FILES
+from hpcrl.data import sources
 from hpcrl.data.sources import READERS, Source
 from hpcrl.errors import DataError
 from tests.paths import QUICKSTART
@@ -49,6 +50,18 @@ def test_every_kind_of_file_has_the_same_rows(tmp_path: Path, suffix: str) -> No
 def test_the_first_rows_of_a_dataset_are_read(tmp_path: Path, suffix: str, size: float, read: int) -> None:
     source = Source(str(write(tmp_path / f"rows{suffix}", ROWS)), size=size)
     assert (list(source.rows()), source.count()) == (ROWS[:read], read)
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl", ".arrow"])
+@pytest.mark.parametrize("others", [0, 30])
+def test_a_row_that_is_too_large_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, others: int
+) -> None:
+    monkeypatch.setattr(sources, "_LARGEST_ROW", 20 << 20)
+    source = Source(str(write(tmp_path / f"rows{suffix}", [*ROWS[:others], {"text": "a" * (40 << 20), "n": 0}])))
+    with pytest.raises(DataError, match="expected rows of at most 20 MiB, found one of 4") as found:
+        list(source.rows())
+    assert str(tmp_path) in str(found.value)
 
 
 def test_every_file_that_a_dataset_may_be_has_a_reader() -> None:

@@ -148,7 +148,7 @@ def _limits(facts: Mapping[str, Any]) -> Iterator[Finding]:
         yield ok("cores", found)
     files, subject = facts["open_files"], "open files"
     found = f"at most {files:,} per process on {facts['host']}" if files >= 0 else "unlimited"
-    remedy = "this is the hard limit (`ulimit -Hn`); ask the administrators for 65,536 (LimitNOFILE of slurmd)"
+    remedy = "this is the hard limit (`ulimit -Hn`); ask the administrators for 65,536 (LimitNOFILE of slurmd, where Slurm starts the run)"
     if 0 <= files < _FEW_FILES:
         yield error(subject, found, remedy)
     elif 0 <= files < _FEWER_FILES:
@@ -157,7 +157,7 @@ def _limits(facts: Mapping[str, Any]) -> Iterator[Finding]:
         yield ok(subject, found)
     locked = facts["locked_memory"]
     if facts["torch"] and 0 <= locked < 1 << 30:
-        remedy = "NCCL over InfiniBand needs it unlimited; ask the administrators (LimitMEMLOCK of slurmd)"
+        remedy = "NCCL over InfiniBand needs it unlimited; ask the administrators (LimitMEMLOCK of slurmd, where Slurm starts the run)"
         yield warning("locked memory", f"{locked:,} bytes on {facts['host']}", remedy)
 
 
