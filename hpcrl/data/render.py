@@ -6,8 +6,8 @@ processor time is over (hpcrl/data/render_process.py); the next rendering starts
 
 from __future__ import annotations
 
+import json
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -37,7 +37,7 @@ class _Renderer:
         self._endless: set[str] = set()
 
     def render(self, template: str, options: Mapping[str, Any]) -> str:
-        request = pickle.dumps((template, dict(options)), pickle.HIGHEST_PROTOCOL)
+        request = json.dumps((template, dict(options))).encode()
         with self._lock:
             if template in self._endless:
                 raise DataError(_endless())

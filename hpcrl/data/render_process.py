@@ -1,12 +1,12 @@
 """The process that renders chat templates for hpcrl/data/render.py: requests on the standard input, texts on the standard output.
 
-A request is its length in 8 bytes and a pickle of template and options; an answer is a byte, 1 for an error, a length and a text in UTF-8.
+A request is its length in 8 bytes and a JSON list of template and options; an answer is a byte, 1 for an error, a length and a text in UTF-8.
 """
 
 from __future__ import annotations
 
+import json
 import os
-import pickle
 import resource
 import signal
 import sys
@@ -45,7 +45,7 @@ def main(seconds: float) -> None:
         return b"\0", "".join(texts)
 
     while size := int.from_bytes(asked.read(8), "little"):
-        template, options = pickle.loads(asked.read(size))
+        template, options = json.loads(asked.read(size))
         signal.setitimer(signal.ITIMER_PROF, seconds)
         status, text = answer(template, options)
         if len(text) > _LARGEST:
