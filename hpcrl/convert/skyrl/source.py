@@ -70,7 +70,7 @@ def read_yaml(text: str | bytes, conversion: Conversion) -> SkyrlSource:
     Raises:
         ConfigError: it is not UTF-8, not YAML, no table, or grows beyond all measure; names the place.
     """
-    tree = _load(text, conversion.origin)
+    tree = load_tree(text, conversion.origin)
     found = [path for path, _, _ in _settings(tree, RL)]
     known = [path for path in found if path in RL.targets]
     if len(found) > 2 and 2 * len(known) <= len(found):
@@ -101,13 +101,13 @@ def read_overrides(words: Sequence[str], conversion: Conversion) -> SkyrlSource:
             continue
         started = True
         if _takes(match[1], match[2], layout, conversion):
-            _merge(tree, _parse_override(word, match[2], match[3], conversion.origin))
+            merge(tree, parse_override(word, match[2], match[3], conversion.origin))
     source.old = any(path in layout.refused for path, _, _ in _settings(tree, layout))
     _fill(source, tree, conversion)
     return source
 
 
-def _load(text: str | bytes, origin: str) -> dict[str, Any]:
+def load_tree(text: str | bytes, origin: str) -> dict[str, Any]:
     import yaml
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -152,7 +152,7 @@ def _unsafe(text: str) -> str | None:
     return "expected a table of settings (name: value), found an empty document" if first else None
 
 
-def _parse_override(word: str, name: str, value: str, origin: str) -> dict[str, Any]:
+def parse_override(word: str, name: str, value: str, origin: str) -> dict[str, Any]:
     import yaml
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -192,10 +192,10 @@ def _takes(prefix: str, name: str, layout: Layout, conversion: Conversion) -> bo
     return False
 
 
-def _merge(into: dict[str, Any], tree: Mapping[str, Any]) -> None:
+def merge(into: dict[str, Any], tree: Mapping[str, Any]) -> None:
     for key, value in tree.items():
         if isinstance(value, dict) and isinstance(into.get(key), dict):
-            _merge(into[key], value)
+            merge(into[key], value)
         else:
             into[key] = value
 
@@ -257,8 +257,8 @@ def _fill_section(
         conversion.note("mapped", path, "", "null: its defaults")
         return
     try:
-        found = _resolve(resolved, keys)
-    except _Unreadable as error:
+        found = resolve(resolved, keys)
+    except UnreadableError as error:
         conversion.note("conflict", path, "", str(error))
         return
     if not isinstance(found, dict):
@@ -270,7 +270,7 @@ def _fill_section(
 
 def _fill_setting(source: SkyrlSource, path: str, keys: Keys, resolved: Any, conversion: Conversion) -> None:
     if path in OVERLONG:
-        source.overlong[path] = _resolve(resolved, keys)
+        source.overlong[path] = resolve(resolved, keys)
         return
     layout = source.layout
     if path not in layout.targets:
@@ -280,8 +280,8 @@ def _fill_setting(source: SkyrlSource, path: str, keys: Keys, resolved: Any, con
         return
     present = layout.renamed.get(path, path)
     try:
-        value = _resolve(resolved, keys)
-    except _Unreadable as error:
+        value = resolve(resolved, keys)
+    except UnreadableError as error:
         source.unread[present], source.names[present] = str(error), path
         return
     if present in source.given and source.given[present] != value:
@@ -291,11 +291,11 @@ def _fill_setting(source: SkyrlSource, path: str, keys: Keys, resolved: Any, con
     source.given[present], source.names[present] = value, path
 
 
-class _Unreadable(Exception):
+class UnreadableError(Exception):
     """A value that cannot be read; the text is the reason."""
 
 
-def _resolve(resolved: Any, keys: Keys) -> Any:
+def resolve(resolved: Any, keys: Keys) -> Any:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -304,7 +304,7 @@ def _resolve(resolved: Any, keys: Keys) -> Any:
             resolved = resolved[key]
         value = OmegaConf.to_container(resolved, resolve=True) if OmegaConf.is_config(resolved) else resolved
     except (OmegaConfBaseException, RecursionError) as error:
-        raise _Unreadable(f"cannot be resolved: {_first_line(error)}; left out") from None
+        raise UnreadableError(f"cannot be resolved: {_first_line(error)}; left out") from None
     return _plain(value)
 
 
@@ -314,11 +314,11 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(inner) for key, inner in value.items() if inner is not None}
     if isinstance(value, list):
         if None in value:
-            raise _Unreadable("a list with null in it has no counterpart; left out")
+            raise UnreadableError("a list with null in it has no counterpart; left out")
         return [_plain(inner) for inner in value]
     if value is None or isinstance(value, str | bool | int | float):
         return value
-    raise _Unreadable(f"has no counterpart: {value!r:.60}; left out")
+    raise UnreadableError(f"has no counterpart: {value!r:.60}; left out")
 
 
 def _first_line(error: BaseException) -> str:

@@ -6,7 +6,7 @@ import re
 
 from hpcrl.convert.conversion import Conversion
 from hpcrl.convert.verl.put import Rule, lost, put, seen
-from hpcrl.convert.verl.source import Source
+from hpcrl.convert.verl.source import VerlSource
 
 _ALG = "trainer.algorithm."
 _ACTOR = "actor_rollout_ref.actor."
@@ -34,7 +34,7 @@ _SCORES = ((r"gsm8k", "gsm8k"), (r"dapo|aime", "direct_math"), (r"math", "boxed_
 _BY_SOURCE = "gsm8k for openai/gsm8k, boxed_math for MATH, direct_math for math_dapo and AIME"
 
 
-def _policy_loss(source: Source, conversion: Conversion, path: str) -> None:
+def _policy_loss(source: VerlSource, conversion: Conversion, path: str) -> None:
     mode = source[path]
     if mode not in _LOSSES:
         lost(source, conversion, path, _ALG + "policy_loss_type", f"there is no {mode}; expected {', '.join(_LOSSES)}")
@@ -46,7 +46,7 @@ def _policy_loss(source: Source, conversion: Conversion, path: str) -> None:
         conversion.note("differs", source.names[path], "", message)
 
 
-def _bound(source: Source, conversion: Conversion, path: str) -> None:
+def _bound(source: VerlSource, conversion: Conversion, path: str) -> None:
     side = path.rpartition("_")[2]
     loss = _LOSSES.get(source[_LOSS], "")
     target = _ALG + _BOUNDS.get(loss, "eps_clip_") + side
@@ -57,7 +57,7 @@ def _bound(source: Source, conversion: Conversion, path: str) -> None:
         put(source, conversion, path, target, value)
 
 
-def _clip_ratio(source: Source, conversion: Conversion, path: str) -> None:
+def _clip_ratio(source: VerlSource, conversion: Conversion, path: str) -> None:
     if path not in source.names:
         return
     used = any(source[_ACTOR + f"clip_ratio_{side}"] is None for side in ("low", "high"))
@@ -65,7 +65,7 @@ def _clip_ratio(source: Source, conversion: Conversion, path: str) -> None:
     conversion.note("translated" if used else "dropped", source.names[path], "", "" if used else message)
 
 
-def _reduction(source: Source, conversion: Conversion, path: str) -> None:
+def _reduction(source: VerlSource, conversion: Conversion, path: str) -> None:
     mode, target = source[path], _ALG + "loss_reduction"
     if source[_LOSS] in _PER_SAMPLE:
         how = f"{source[_LOSS]}, whose loss verl always reduces so"
@@ -80,7 +80,7 @@ def _reduction(source: Source, conversion: Conversion, path: str) -> None:
         lost(source, conversion, path, target, f"there is no {mode}; expected {', '.join(_REDUCTIONS)}")
 
 
-def _token_level(source: Source, conversion: Conversion, path: str) -> None:
+def _token_level(source: VerlSource, conversion: Conversion, path: str) -> None:
     if source[path] is None:
         return
     mode = source[_AGGREGATION]
@@ -92,7 +92,7 @@ def _token_level(source: Source, conversion: Conversion, path: str) -> None:
         )
 
 
-def _scale(source: Source, conversion: Conversion, path: str) -> None:
+def _scale(source: VerlSource, conversion: Conversion, path: str) -> None:
     if source[_AGGREGATION] == "seq-mean-token-sum-norm":
         value = source[path] if source[path] is not None else source["data.max_response_length"]
         put(source, conversion, path, _ALG + "max_seq_len", value, "" if source[path] else "null: the longest response")
@@ -103,7 +103,7 @@ def _scale(source: Source, conversion: Conversion, path: str) -> None:
         seen(source, conversion, path)
 
 
-def _entropy(source: Source, conversion: Conversion, path: str) -> None:
+def _entropy(source: VerlSource, conversion: Conversion, path: str) -> None:
     coefficient = source[path]
     put(source, conversion, path, _ALG + "use_entropy_loss", coefficient != 0)
     if coefficient != 0:
@@ -113,7 +113,7 @@ def _entropy(source: Source, conversion: Conversion, path: str) -> None:
 def _kl(kind: str) -> Rule:
     used_by = _ACTOR + "use_kl_loss" if kind == "loss" else "algorithm.use_kl_in_reward"
 
-    def kl(source: Source, conversion: Conversion, path: str) -> None:
+    def kl(source: VerlSource, conversion: Conversion, path: str) -> None:
         estimator = path.endswith(("kl_loss_type", "kl_penalty"))
         if not source[used_by]:
             if path in source.names:
@@ -130,7 +130,7 @@ def _kl(kind: str) -> Rule:
     return kl
 
 
-def _estimator(source: Source, conversion: Conversion, path: str) -> None:
+def _estimator(source: VerlSource, conversion: Conversion, path: str) -> None:
     name, target = source[path], _ALG + "advantage_estimator"
     if name in _ESTIMATORS:
         put(source, conversion, path, target, _ESTIMATORS[name], "" if name == _ESTIMATORS[name] else str(name))
@@ -139,7 +139,7 @@ def _estimator(source: Source, conversion: Conversion, path: str) -> None:
         lost(source, conversion, path, target, f"there is no {name}; expected {', '.join(_ESTIMATORS)}{more}")
 
 
-def _filter_groups(source: Source, conversion: Conversion, path: str) -> None:
+def _filter_groups(source: VerlSource, conversion: Conversion, path: str) -> None:
     on = source["algorithm.filter_groups.enable"]
     if not on:
         if path in source.names and path.endswith("enable"):
@@ -157,13 +157,13 @@ def _filter_groups(source: Source, conversion: Conversion, path: str) -> None:
         put(source, conversion, path, _ALG + "dynamic_sampling.max_sample_batches", source[path])
 
 
-def _gen_batch(source: Source, conversion: Conversion, path: str) -> None:
+def _gen_batch(source: VerlSource, conversion: Conversion, path: str) -> None:
     if path in source.names:
         message = "how many prompts are generated at once to fill a filtered batch; here as many as the batch has"
         conversion.note("dropped", source.names[path], "", message)
 
 
-def _correction(source: Source, conversion: Conversion, path: str) -> None:
+def _correction(source: VerlSource, conversion: Conversion, path: str) -> None:
     kind = source[_CORRECTION + "rollout_is"]
     if path.endswith("rollout_is"):
         if kind in ("token", "sequence", None):
@@ -180,18 +180,18 @@ def _correction(source: Source, conversion: Conversion, path: str) -> None:
         lost(source, conversion, path, "", message)
 
 
-def _bypass(source: Source, conversion: Conversion, path: str) -> None:
+def _bypass(source: VerlSource, conversion: Conversion, path: str) -> None:
     put(source, conversion, path, _ALG + "use_rollout_logprobs_for_loss", bool(source[path]))
 
 
-def _dro(source: Source, conversion: Conversion, path: str) -> None:
+def _dro(source: VerlSource, conversion: Conversion, path: str) -> None:
     if source[path] is not None:
         put(source, conversion, path, _ALG + "dro.beta", source[path])
     else:
         seen(source, conversion, path)
 
 
-def _reward(source: Source, conversion: Conversion, path: str) -> None:
+def _reward(source: VerlSource, conversion: Conversion, path: str) -> None:
     """Choose the reward by the names of the files: verl chooses it by a column of each row."""
     name, target = source.names.get(path, path), "environment.reward_function"
     if path == "reward.reward_manager.name" and source[path] not in ("naive", "batch", "dapo"):
@@ -230,7 +230,7 @@ def _score(file: str) -> str | None:
     return next((score for pattern, score in _SCORES if re.search(pattern, file.lower())), None)
 
 
-def _overlong(source: Source, conversion: Conversion, path: str) -> None:
+def _overlong(source: VerlSource, conversion: Conversion, path: str) -> None:
     if path not in source.names:
         return
     if not source[_OVERLONG + "enable"]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from hpcrl.convert.verl.source import Source
+from hpcrl.convert.verl.source import VerlSource
 
 
-def without_effect(source: Source, path: str) -> str:
+def without_effect(source: VerlSource, path: str) -> str:
     """Return why a setting did nothing in verl's run; empty: it did."""
     megatron = source["actor_rollout_ref.actor.strategy"] == "megatron"
     if path.startswith("critic.") and not has_critic(source):
@@ -19,12 +19,12 @@ def without_effect(source: Source, path: str) -> str:
     return ""
 
 
-def has_critic(source: Source) -> bool:
+def has_critic(source: VerlSource) -> bool:
     """Return whether verl's run has a critic."""
     enabled = source["critic.enable"]
     return source["algorithm.adv_estimator"] == "gae" if enabled is None else bool(enabled)
 
 
-def has_reference(source: Source) -> bool:
+def has_reference(source: VerlSource) -> bool:
     """Return whether verl's run has a reference model."""
     return bool(source["actor_rollout_ref.actor.use_kl_loss"] or source["algorithm.use_kl_in_reward"])

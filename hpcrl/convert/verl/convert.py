@@ -17,7 +17,7 @@ from hpcrl.convert.verl.conditions import without_effect
 from hpcrl.convert.verl.fields import LOST, TARGETS, field_of
 from hpcrl.convert.verl.models import MODELS
 from hpcrl.convert.verl.put import Rule, put
-from hpcrl.convert.verl.source import Source, read_words, read_yaml
+from hpcrl.convert.verl.source import VerlSource, read_words, read_yaml
 from hpcrl.convert.verl.training import TRAINING
 
 __all__ = ["TARGETS", "convert_script", "convert_words", "convert_yaml"]
@@ -88,7 +88,7 @@ def is_verl(text: str) -> bool:
     return "actor_rollout_ref" in text or "verl.trainer." in text
 
 
-def _converted(source: Source, conversion: Conversion) -> Conversion:
+def _converted(source: VerlSource, conversion: Conversion) -> Conversion:
     _note_program(source, conversion)
     for path, target in TARGETS.items():
         if isinstance(target, Dropped) and path not in RULES:
@@ -107,7 +107,7 @@ def _converted(source: Source, conversion: Conversion) -> Conversion:
     return conversion
 
 
-def _note_program(source: Source, conversion: Conversion) -> None:
+def _note_program(source: VerlSource, conversion: Conversion) -> None:
     last = source.program.removesuffix(".py").replace("/", ".").rpartition(".")[2]
     if last and last not in _PROGRAMS:
         message = "a program of its own beside verl's main_ppo, whose code may do something else; write what it does for hpcrl"
@@ -116,22 +116,22 @@ def _note_program(source: Source, conversion: Conversion) -> None:
         conversion.note("conflict", source.program, "", message)
 
 
-def _note_dropped(source: Source, conversion: Conversion, path: str, target: Dropped) -> None:
+def _note_dropped(source: VerlSource, conversion: Conversion, path: str, target: Dropped) -> None:
     if path not in source.names:
         return
     lost = path in LOST and (path in source.unread or not _is_default(source, path))
     conversion.note("conflict" if lost else "dropped", source.names[path], "", target.reason)
 
 
-def _is_default(source: Source, path: str) -> bool:
+def _is_default(source: VerlSource, path: str) -> bool:
     """Return whether a setting without a place here has the value with which nothing is lost: verl's default, or nothing at all."""
     value = source.given[path]
-    default = Source(megatron=source.megatron)[path]
+    default = VerlSource(megatron=source.megatron)[path]
     off = isinstance(value, dict) and not value.get("enable", value.get("enabled", bool(value)))
     return value == default or value in (None, "", [], "null") or off
 
 
-def _map(source: Source, conversion: Conversion, path: str, target: To) -> None:
+def _map(source: VerlSource, conversion: Conversion, path: str, target: To) -> None:
     value, setting = source[path], known().get(target.path)
     if isinstance(value, Hashable):
         value = target.values.get(value, value)

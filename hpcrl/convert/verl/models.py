@@ -5,7 +5,7 @@ from __future__ import annotations
 from hpcrl.convert.conversion import Conversion
 from hpcrl.convert.verl.conditions import has_critic, has_reference
 from hpcrl.convert.verl.put import Rule, lost, put, seen
-from hpcrl.convert.verl.source import Source
+from hpcrl.convert.verl.source import VerlSource
 
 _ACTOR, _MODEL = "actor_rollout_ref.actor.", "actor_rollout_ref.model."
 _POLICY = "trainer.policy."
@@ -17,7 +17,7 @@ _DDP = ("grad_reduce_in_fp32", "overlap_grad_reduce", "overlap_param_gather", "a
 _FLASH = {"flash_attention_2": True, "flash": True, "eager": False, "sdpa": False}
 
 
-def _megatron(source: Source) -> bool:
+def _megatron(source: VerlSource) -> bool:
     return source[_ACTOR + "strategy"] == "megatron"
 
 
@@ -28,7 +28,7 @@ def _of_model(path: str) -> tuple[str, str]:
 
 
 def _if_trained(rule: Rule) -> Rule:
-    def checked(source: Source, conversion: Conversion, path: str) -> None:
+    def checked(source: VerlSource, conversion: Conversion, path: str) -> None:
         if not path.startswith("critic.") or has_critic(source):
             rule(source, conversion, path)
         elif path in source.names:
@@ -37,7 +37,7 @@ def _if_trained(rule: Rule) -> Rule:
     return checked
 
 
-def _warmup(source: Source, conversion: Conversion, path: str) -> None:
+def _warmup(source: VerlSource, conversion: Conversion, path: str) -> None:
     prefix, target = _of_model(path)
     steps, ratio = source[prefix + "lr_warmup_steps"], source[prefix + "lr_warmup_steps_ratio"]
     by_steps = isinstance(steps, int) and steps > 0
@@ -60,7 +60,7 @@ def _warmup(source: Source, conversion: Conversion, path: str) -> None:
         conversion.note("differs", source.names[path], "", message)
 
 
-def _schedule(source: Source, conversion: Conversion, path: str) -> None:
+def _schedule(source: VerlSource, conversion: Conversion, path: str) -> None:
     _, target = _of_model(path)
     if path.endswith("lr_decay_style") is not _megatron(source):
         if path in source.names:
@@ -82,7 +82,7 @@ def _schedule(source: Source, conversion: Conversion, path: str) -> None:
         )
 
 
-def _share(source: Source, conversion: Conversion, path: str) -> None:
+def _share(source: VerlSource, conversion: Conversion, path: str) -> None:
     prefix, target = _of_model(path)
     of_megatron, last = (
         not path.endswith("min_lr_ratio"),
@@ -99,7 +99,7 @@ def _share(source: Source, conversion: Conversion, path: str) -> None:
         seen(source, conversion, path)
 
 
-def _name(source: Source, conversion: Conversion, path: str) -> None:
+def _name(source: VerlSource, conversion: Conversion, path: str) -> None:
     _, target = _of_model(path)
     names = {"AdamW": "AdamW", "adam": "AdamW", "Adam": "Adam"}
     if source[path] in names:
@@ -120,14 +120,14 @@ _OPTIMIZER: dict[str, Rule] = {
 }
 
 
-def _updates(source: Source) -> int:
+def _updates(source: VerlSource) -> int:
     """Return the optimizer steps of a training step."""
     batch, mini = source.number("data.train_batch_size"), source.number(_ACTOR + "ppo_mini_batch_size")
     return max(1, batch // mini) * source.number(_ACTOR + "ppo_epochs")
 
 
 def _wrap(role: str) -> Rule:
-    def wrap(source: Source, conversion: Conversion, path: str) -> None:
+    def wrap(source: VerlSource, conversion: Conversion, path: str) -> None:
         given = source[path]
         exists = {"policy": True, "ref": has_reference(source), "critic": has_critic(source)}[role]
         kept = {key: value for key, value in given.items() if value not in (0, None, False)} if exists else {}
@@ -139,7 +139,7 @@ def _wrap(role: str) -> Rule:
     return wrap
 
 
-def _sequence(source: Source, conversion: Conversion, path: str) -> None:
+def _sequence(source: VerlSource, conversion: Conversion, path: str) -> None:
     both = [
         source.number(name)
         for name in (_ACTOR + "ulysses_sequence_parallel_size", _ACTOR + "fsdp_config.ulysses_sequence_parallel_size")
@@ -150,18 +150,18 @@ def _sequence(source: Source, conversion: Conversion, path: str) -> None:
         put(source, conversion, path, _POLICY + "sequence_parallel_size", max(both))
 
 
-def _seed(source: Source, conversion: Conversion, path: str) -> None:
+def _seed(source: VerlSource, conversion: Conversion, path: str) -> None:
     if (".megatron." in path) is _megatron(source):
         put(source, conversion, path, "trainer.seed", source[path])
     else:
         seen(source, conversion, path, "", "had no effect with this strategy")
 
 
-def _deterministic(source: Source, conversion: Conversion, path: str) -> None:
+def _deterministic(source: VerlSource, conversion: Conversion, path: str) -> None:
     put(source, conversion, path, "trainer.deterministic", bool(source[path]))
 
 
-def _ddp(source: Source, conversion: Conversion, path: str) -> None:
+def _ddp(source: VerlSource, conversion: Conversion, path: str) -> None:
     for key, value in source[path].items():
         if key in _DDP and _megatron(source):
             put(source, conversion, path, f"{_POLICY}megatron_config.ddp_config.{key}", value)
@@ -172,7 +172,7 @@ def _ddp(source: Source, conversion: Conversion, path: str) -> None:
 
 
 def _transformer(role: str) -> Rule:
-    def transformer(source: Source, conversion: Conversion, path: str) -> None:
+    def transformer(source: VerlSource, conversion: Conversion, path: str) -> None:
         if not _megatron(source) or (role == "ref" and not has_reference(source)):
             seen(source, conversion, path, "", "had no effect in this run")
             return
@@ -199,7 +199,7 @@ def _transformer(role: str) -> Rule:
     return transformer
 
 
-def _lora(source: Source, conversion: Conversion, path: str) -> None:
+def _lora(source: VerlSource, conversion: Conversion, path: str) -> None:
     last = path.removeprefix(_MODEL + "lora.")
     if not _megatron(source):
         seen(source, conversion, path, "", "had no effect without Megatron-core, where lora_rank counts")
@@ -222,14 +222,14 @@ def _lora(source: Source, conversion: Conversion, path: str) -> None:
         put(source, conversion, path, _POLICY + target, value)
 
 
-def _lora_rank(source: Source, conversion: Conversion, path: str) -> None:
+def _lora_rank(source: VerlSource, conversion: Conversion, path: str) -> None:
     if _megatron(source):
         seen(source, conversion, path, "", "had no effect with Megatron-core, where model.lora.rank counts")
     else:
         put(source, conversion, path, _POLICY + "model.lora.rank", source[path])
 
 
-def _override(source: Source, conversion: Conversion, path: str) -> None:
+def _override(source: VerlSource, conversion: Conversion, path: str) -> None:
     given = dict(source[path])
     own = given.pop("model_config", {})
     experts = given.pop("moe_config", {})
@@ -259,7 +259,7 @@ def _override(source: Source, conversion: Conversion, path: str) -> None:
         seen(source, conversion, path)
 
 
-def _frozen_tower(source: Source, conversion: Conversion, path: str) -> None:
+def _frozen_tower(source: VerlSource, conversion: Conversion, path: str) -> None:
     if source[path]:
         message = 'name the parameters of the tower, such as ["visual"], in trainer.policy.freeze_pattern'
         lost(source, conversion, path, _POLICY + "freeze_pattern", message)
@@ -267,7 +267,7 @@ def _frozen_tower(source: Source, conversion: Conversion, path: str) -> None:
         seen(source, conversion, path)
 
 
-def _replay(source: Source, conversion: Conversion, path: str) -> None:
+def _replay(source: VerlSource, conversion: Conversion, path: str) -> None:
     mode = source[_ACTOR + "router_replay.mode"]
     if path.endswith("mode") and mode in ("R3", "disabled"):
         put(source, conversion, path, _POLICY + "experts.router_replay", "R3" if mode == "R3" else "none")
@@ -277,7 +277,7 @@ def _replay(source: Source, conversion: Conversion, path: str) -> None:
         seen(source, conversion, path, "", "follows from router_replay.mode=R3")
 
 
-def _reference_size(source: Source, conversion: Conversion, path: str) -> None:
+def _reference_size(source: VerlSource, conversion: Conversion, path: str) -> None:
     if not (_megatron(source) and has_reference(source)):
         if path in source.names:
             conversion.note(
@@ -290,7 +290,7 @@ def _reference_size(source: Source, conversion: Conversion, path: str) -> None:
     put(source, conversion, path, f"trainer.ref.megatron_config.{last}", value)
 
 
-def _grad_clip(source: Source, conversion: Conversion, path: str) -> None:
+def _grad_clip(source: VerlSource, conversion: Conversion, path: str) -> None:
     counts = path.replace("grad_clip", "optim.clip_grad")
     if source[path] == source[counts]:
         seen(source, conversion, path)

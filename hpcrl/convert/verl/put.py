@@ -7,12 +7,12 @@ from typing import Any
 
 from hpcrl.config.difference import value_as_toml
 from hpcrl.convert.conversion import Conversion, known
-from hpcrl.convert.verl.source import Source
+from hpcrl.convert.verl.source import VerlSource
 
-Rule = Callable[[Source, Conversion, str], None]
+Rule = Callable[[VerlSource, Conversion, str], None]
 
 
-def put(source: Source, conversion: Conversion, path: str, target: str, value: Any, how: str = "") -> None:
+def put(source: VerlSource, conversion: Conversion, path: str, target: str, value: Any, how: str = "") -> None:
     """Set what a setting of verl becomes, and note it if the source names it or the default here is another.
 
     Args:
@@ -30,12 +30,12 @@ def put(source: Source, conversion: Conversion, path: str, target: str, value: A
         )
 
 
-def seen(source: Source, conversion: Conversion, path: str, target: str = "", message: str = "") -> None:
+def seen(source: VerlSource, conversion: Conversion, path: str, target: str = "", message: str = "") -> None:
     """Note a setting that the source names, whose value another one has decided about."""
     if path in source.names:
         conversion.note("translated" if message else "mapped", source.names[path], target, message)
 
 
-def lost(source: Source, conversion: Conversion, path: str, target: str, message: str) -> None:
+def lost(source: VerlSource, conversion: Conversion, path: str, target: str, message: str) -> None:
     """Note a value that has no place here, given or verl's default."""
     conversion.note("conflict", source.names.get(path, path), target, message)

@@ -11,7 +11,7 @@ from typing import Any
 from hpcrl.config.errors import nearest
 from hpcrl.convert.conversion import Conversion
 from hpcrl.convert.skyrl.program import program_of
-from hpcrl.convert.skyrl.source import _load, _merge, _parse_override, _resolve, _Unreadable
+from hpcrl.convert.skyrl.source import UnreadableError, load_tree, merge, parse_override, resolve
 from hpcrl.convert.verl.fields import DEFAULTS, MEGATRON_DEFAULTS, SECTIONS, TARGETS, field_of, present
 
 _OVERRIDE = re.compile(r"([+~]*)([A-Za-z_][\w.\-/@]*)=(.*)", re.DOTALL)
@@ -23,7 +23,7 @@ Tree = dict[str, Any]
 
 
 @dataclass
-class Source:
+class VerlSource:
     """A verl configuration.
 
     Attributes:
@@ -52,23 +52,23 @@ class Source:
         return max(1, value) if isinstance(value, int) else 1
 
 
-def read_yaml(text: str, conversion: Conversion) -> Source:
+def read_yaml(text: str, conversion: Conversion) -> VerlSource:
     """Return the settings of a YAML document.
 
     Raises:
         ConfigError: it is not YAML, or no table; names the place.
     """
-    return _filled(_load(text, conversion.origin), Source(), conversion)
+    return _filled(load_tree(text, conversion.origin), VerlSource(), conversion)
 
 
-def read_words(words: Sequence[str], conversion: Conversion) -> Source:
+def read_words(words: Sequence[str], conversion: Conversion) -> VerlSource:
     """Return the settings of a command's words.
 
     Raises:
         ConfigError: a value is not YAML; names the word.
     """
     program = program_of(words)
-    source, tree = Source(program=program.name), {}
+    source, tree = VerlSource(program=program.name), {}
     started = bool(program.name)
     for argument in program.arguments:
         word = argument.replace("${HOME}", "$HOME")  # the shell's, no interpolation of a setting
@@ -84,7 +84,7 @@ def read_words(words: Sequence[str], conversion: Conversion) -> Source:
     return _filled(tree, source, conversion)
 
 
-def _option(word: str, source: Source, conversion: Conversion) -> None:
+def _option(word: str, source: VerlSource, conversion: Conversion) -> None:
     name, _, value = word.partition("=")
     if name == "--config-name" and value.removesuffix(".yaml") in ("ppo_trainer", "ppo_megatron_trainer"):
         source.megatron = "megatron" in value
@@ -96,7 +96,7 @@ def _option(word: str, source: Source, conversion: Conversion) -> None:
         conversion.note("conflict", word, "", message)
 
 
-def _take(match: re.Match[str], word: str, tree: Tree, source: Source, conversion: Conversion) -> None:
+def _take(match: re.Match[str], word: str, tree: Tree, source: VerlSource, conversion: Conversion) -> None:
     prefix, name, value = match.groups()
     if "~" in prefix:
         conversion.note("conflict", "~" + name, "", "deletes a setting; leave it out here, and its default counts")
@@ -108,10 +108,10 @@ def _take(match: re.Match[str], word: str, tree: Tree, source: Source, conversio
     elif "@" in name or "/" in name or name.startswith("hydra."):
         conversion.note("conflict", name, "", "chooses a file of verl's configuration; write what stands in it")
     else:
-        _merge(tree, _parse_override(word, name, value, conversion.origin))
+        merge(tree, parse_override(word, name, value, conversion.origin))
 
 
-def _filled(tree: Tree, source: Source, conversion: Conversion) -> Source:
+def _filled(tree: Tree, source: VerlSource, conversion: Conversion) -> VerlSource:
     from omegaconf import OmegaConf
 
     for name in _HYDRA:
@@ -123,8 +123,8 @@ def _filled(tree: Tree, source: Source, conversion: Conversion) -> Source:
     source.megatron = source.megatron or strategy == "megatron"
     defaults = DEFAULTS | (MEGATRON_DEFAULTS if source.megatron else {})
     for path, value in sorted(deepcopy(defaults).items()):  # tables are merged in place
-        _merge(background, _nested(path.split("."), value))
-    _merge(background, tree)
+        merge(background, _nested(path.split("."), value))
+    merge(background, tree)
     resolved = OmegaConf.create(background)
     for path, keys, _ in _leaves(tree):
         if keys[-1] != _CLASS:
@@ -150,7 +150,7 @@ def _leaves(tree: Mapping[Any, Any], above: tuple[Any, ...] = ()) -> Iterator[tu
             yield path, keys, value
 
 
-def _set(source: Source, path: str, keys: tuple[Any, ...], resolved: Any, conversion: Conversion) -> None:
+def _set(source: VerlSource, path: str, keys: tuple[Any, ...], resolved: Any, conversion: Conversion) -> None:
     name = field_of(path)
     if name is None:
         near = nearest(present(path), [*TARGETS, *sorted(SECTIONS)])
@@ -158,8 +158,8 @@ def _set(source: Source, path: str, keys: tuple[Any, ...], resolved: Any, conver
         conversion.note("unknown", path, "", "no setting of verl's main_ppo that is known here" + hint)
         return
     try:
-        value = _resolve(resolved, keys)
-    except _Unreadable as error:
+        value = resolve(resolved, keys)
+    except UnreadableError as error:
         source.unread[name], source.names[name] = str(error), path
         return
     below = present(path).removeprefix(name).strip(".")

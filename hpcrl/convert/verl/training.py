@@ -7,7 +7,7 @@ import math
 from hpcrl.convert.conversion import Conversion, directory_name
 from hpcrl.convert.verl.conditions import has_critic
 from hpcrl.convert.verl.put import Rule, lost, put, seen
-from hpcrl.convert.verl.source import Source
+from hpcrl.convert.verl.source import VerlSource
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 _ENGINE, _PLACEMENT = "generator.inference_engine.", "trainer.placement."
@@ -15,7 +15,7 @@ _EVAL = "generator.eval_sampling_params."
 _TRACKERS = ("console", "wandb", "mlflow", "swanlab", "tensorboard", "trackio")
 
 
-def _strategy(source: Source, conversion: Conversion, path: str) -> None:
+def _strategy(source: VerlSource, conversion: Conversion, path: str) -> None:
     found = {"fsdp": "fsdp2", "fsdp2": "fsdp2", "megatron": "megatron"}.get(source[path])
     if found is None:
         lost(source, conversion, path, "trainer.strategy", f"there is no {source[path]}; expected fsdp2 or megatron")
@@ -30,7 +30,7 @@ def _strategy(source: Source, conversion: Conversion, path: str) -> None:
         )
 
 
-def _placement(source: Source, conversion: Conversion, path: str) -> None:
+def _placement(source: VerlSource, conversion: Conversion, path: str) -> None:
     nodes, gpus = source.number("trainer.nnodes"), source.number(path)
     put(source, conversion, path, _PLACEMENT + "policy_num_gpus_per_node", gpus)
     width = math.prod(
@@ -60,7 +60,7 @@ def _placement(source: Source, conversion: Conversion, path: str) -> None:
     conversion.note("translated", name, _PLACEMENT + "colocate_all", reason)
 
 
-def _micro_batch(source: Source, conversion: Conversion, path: str) -> None:
+def _micro_batch(source: VerlSource, conversion: Conversion, path: str) -> None:
     dynamic = bool(source[_ACTOR + "use_dynamic_bsz"])
     if path.endswith("use_dynamic_bsz") and "log_prob" not in path:
         conversion.note("mapped", source.names[path]) if path in source.names else None
@@ -87,7 +87,7 @@ def _micro_batch(source: Source, conversion: Conversion, path: str) -> None:
         conversion.note("dropped", source.names[path], "", message)
 
 
-def _critic(source: Source, conversion: Conversion, path: str) -> None:
+def _critic(source: VerlSource, conversion: Conversion, path: str) -> None:
     if path not in source.names and not has_critic(source):
         return
     if path == "critic.enable":
@@ -106,21 +106,21 @@ def _critic(source: Source, conversion: Conversion, path: str) -> None:
         lost(source, conversion, path, "", message)
 
 
-def _eval_batch(source: Source, conversion: Conversion, path: str) -> None:
+def _eval_batch(source: VerlSource, conversion: Conversion, path: str) -> None:
     if source[path] is not None:
         put(source, conversion, path, "trainer.eval_batch_size", source[path])
     else:
         seen(source, conversion, path)
 
 
-def _shuffle_seed(source: Source, conversion: Conversion, path: str) -> None:
+def _shuffle_seed(source: VerlSource, conversion: Conversion, path: str) -> None:
     if source[path] is not None:
         put(source, conversion, path, "data.shuffle_seed", source[path])
     else:
         seen(source, conversion, path)
 
 
-def _long_prompts(source: Source, conversion: Conversion, path: str) -> None:
+def _long_prompts(source: VerlSource, conversion: Conversion, path: str) -> None:
     if path.endswith("filter_overlong_prompts"):
         if source[path]:
             seen(source, conversion, path, "", "prompts above trainer.max_prompt_length are always dropped here")
@@ -131,7 +131,7 @@ def _long_prompts(source: Source, conversion: Conversion, path: str) -> None:
         seen(source, conversion, path, "", "longer prompts are dropped here, so that none is cut")
 
 
-def _engine(source: Source, conversion: Conversion, path: str) -> None:
+def _engine(source: VerlSource, conversion: Conversion, path: str) -> None:
     if source[path] == "vllm":
         put(source, conversion, path, _ENGINE + "backend", "vllm")
     else:
@@ -139,7 +139,7 @@ def _engine(source: Source, conversion: Conversion, path: str) -> None:
         lost(source, conversion, path, _ENGINE + "backend", f"there is no {source[path]} here; vllm replaces it")
 
 
-def _evaluation(source: Source, conversion: Conversion, path: str) -> None:
+def _evaluation(source: VerlSource, conversion: Conversion, path: str) -> None:
     sampled, last = bool(source[_ROLLOUT + "val_kwargs.do_sample"]), path.rpartition(".")[2]
     if last == "do_sample":
         if not sampled:
@@ -154,7 +154,7 @@ def _evaluation(source: Source, conversion: Conversion, path: str) -> None:
         seen(source, conversion, path, _EVAL + last)
 
 
-def _turns(source: Source, conversion: Conversion, path: str) -> None:
+def _turns(source: VerlSource, conversion: Conversion, path: str) -> None:
     on = source[_ROLLOUT + "multi_turn.enable"]
     if path.endswith("enable"):
         if on:
@@ -172,7 +172,7 @@ def _turns(source: Source, conversion: Conversion, path: str) -> None:
         conversion.note("dropped", source.names[path], "", "had no effect without multi_turn.enable")
 
 
-def _name(source: Source, conversion: Conversion, path: str) -> None:
+def _name(source: VerlSource, conversion: Conversion, path: str) -> None:
     target = "trainer.run_name" if path.endswith("experiment_name") else "trainer.project_name"
     if path in source.names:
         given = source[path]
@@ -183,7 +183,7 @@ def _name(source: Source, conversion: Conversion, path: str) -> None:
         conversion.note("mapped" if same else "translated", source.names[path], target, message)
 
 
-def _logger(source: Source, conversion: Conversion, path: str) -> None:
+def _logger(source: VerlSource, conversion: Conversion, path: str) -> None:
     if path not in source.names:
         conversion.note(
             "differs", path, "", 'left out: verl logs to console and wandb, hpcrl to files and "tensorboard"'
@@ -201,7 +201,7 @@ def _logger(source: Source, conversion: Conversion, path: str) -> None:
     )
 
 
-def _resume(source: Source, conversion: Conversion, path: str) -> None:
+def _resume(source: VerlSource, conversion: Conversion, path: str) -> None:
     if source[path] == "resume_path":
         message = "a checkpoint of verl cannot be read; name an export of it as trainer.policy.model.path"
         lost(source, conversion, path, "", message)
@@ -210,18 +210,18 @@ def _resume(source: Source, conversion: Conversion, path: str) -> None:
         conversion.note("translated", source.names[path], "trainer.resume_mode", message)
 
 
-def _save_mode(source: Source, conversion: Conversion, path: str) -> None:
+def _save_mode(source: VerlSource, conversion: Conversion, path: str) -> None:
     put(source, conversion, path, "trainer.ckpt_mode", "async" if source[path] else "sync")
 
 
-def _eval_interval(source: Source, conversion: Conversion, path: str) -> None:
+def _eval_interval(source: VerlSource, conversion: Conversion, path: str) -> None:
     put(source, conversion, path, "trainer.eval_interval", source[path])
     if source.number(path) != source[path] and source["trainer.val_before_train"]:
         message = "not above 0: no evaluation here, in verl one before training (val_before_train)"
         conversion.note("differs", source.names.get(path, path), "", message)
 
 
-def _loop(source: Source, conversion: Conversion, path: str) -> None:
+def _loop(source: VerlSource, conversion: Conversion, path: str) -> None:
     if source[path] == "sync":
         seen(source, conversion, path)
     else:
