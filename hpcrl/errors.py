@@ -11,7 +11,7 @@
     ├── UserCodeError     8   an environment or a reward function raised
     ├── ServiceError      9   a service that an environment or a reward asks, or a store for uploads, is away or gives no usable answer
     ├── DeviceError      10   a node lacks what the run is to use
-    └── RequestRefused   12   the inference engine refuses one request, and answers others
+    └── RefusedRequestError 12 the inference engine refuses one request, and answers others
 
 A message names the thing, what was expected and the remedy. What is wrong inside hpcrl itself is an `assert`.
 """
@@ -82,7 +82,7 @@ class DeviceError(HpcrlError):
     exit_code = 10
 
 
-class RequestRefused(HpcrlError):
+class RefusedRequestError(HpcrlError):
     exit_code = 12
 
 

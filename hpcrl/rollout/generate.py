@@ -27,7 +27,7 @@ from hpcrl.data.vision.reader import Context, ImageReader, SeenImage
 from hpcrl.envs.base import Messages, Turn
 from hpcrl.envs.registry import common_extras
 from hpcrl.envs.rewards.remote import Endpoints
-from hpcrl.errors import ConfigError, DataError, EngineError, RequestRefused, ServiceError, UserCodeError
+from hpcrl.errors import ConfigError, DataError, EngineError, RefusedRequestError, ServiceError, UserCodeError
 from hpcrl.rollout.endpoint.server import PolicyServer, serving
 from hpcrl.rollout.engines.base import Engine, Generation, Heard, engine_sampling
 from hpcrl.rollout.env_session import Answer, EnvSession, scorer_of
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 # of one sample; any other error would come again with the next
-_FAILURES = (UserCodeError, ServiceError, RequestRefused)
+_FAILURES = (UserCodeError, ServiceError, RefusedRequestError)
 
 
 class Generator(Protocol):
@@ -277,7 +277,7 @@ class GroupGenerator:
         )
         if self._config.max_turns > 1 or not alike or first.session.plays or self._too_long(first, prompt):
             return None
-        with suppress(RequestRefused):  # each sample asks for itself, and hears why
+        with suppress(RefusedRequestError):  # each sample asks for itself, and hears why
             return await first.turns.say(0, 0, prompt, len(episodes), first.seed, first.sampling, images=images)
         return None
 

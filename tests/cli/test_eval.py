@@ -23,7 +23,7 @@ def said(words: list[str], capsys: Output) -> str:
 def test_an_override_without_a_value_is_said_behind_an_option_of_several_words_too(option: str, capsys: Output) -> None:
     files = {"--data": ["--data", "none.jsonl"], "--config": ["--data", "none.jsonl", "--config", str(QUICKSTART)]}
     error = said([str(MODEL), *files[option], "trainer.run_name="], capsys)
-    assert error.startswith("hpcrl: trainer.run_name= has no value and goes back to its default\n")
+    assert error.startswith("hpcrl: trainer.run_name= has no value and goes back to its default, unset\n")
     assert "none.jsonl" in error.partition("\n")[2]
 
 

@@ -105,8 +105,9 @@ def finished(name: str, version: int, samples: int) -> dict[str, Any]:
     path = f"samples/0/{name}.safetensors"
     stops = ["stop"] * samples
     meta = group_meta(
-        name, "train", 0, path, rewards, lengths, lengths, stops, version, version, "bench", 12.5, env_metrics=metrics
-    )
+        group_id=name, path=path, rewards=rewards, lengths=lengths, response_lengths=lengths, stop_reasons=stops,
+        oldest_version=version, newest_version=version, data_source="bench", seconds=12.5, env_metrics=metrics,
+    )  # fmt: skip
     return meta.to_json()
 
 

@@ -39,7 +39,6 @@ import math
 import random
 from pathlib import Path
 
-from hpcrl.config.derive import policy_model
 from hpcrl.rollout.engines.base import Generation
 from hpcrl.rollout.engines.in_process import InProcess, InProcessEngine
 
@@ -101,7 +100,7 @@ class ToyLaunched(InProcess):
 
 
 def launch(config, place):
-    return ToyLaunched(policy_model(config.trainer))
+    return ToyLaunched(config.trainer.policy.model.pretrained)
 '''
 TOY = "generator.inference_engine.backend=toy"
 

@@ -204,8 +204,9 @@ def group(run: Run, name: str) -> GroupMeta:
     row = Row(np.arange(2000), ones, -ones, np.zeros(2000, dtype=np.int32), ones, "stop", {})
     path = run.samples_of(0) / f"{name}.safetensors"
     meta = group_meta(
-        name, "train", 0, str(path.relative_to(run.path)), [2000.0], [2000], [2000], ["stop"], 0, 0, "x", 1.0, [{}]
-    )
+        group_id=name, path=str(path.relative_to(run.path)), rewards=[2000.0], lengths=[2000], response_lengths=[2000],
+        stop_reasons=["stop"], env_metrics=[{}],
+    )  # fmt: skip
     return write_group(path, [row], meta)
 
 

@@ -56,7 +56,8 @@ from hpcrl.launch.submit.models import entries_of, folder_of
 from hpcrl.planning.shapes import model_shapes
 from hpcrl.engines.embedded.rollout import embedded_options
 from hpcrl.engines.embedded.model import load_model
-from hpcrl.trainer.models.hf import critic_source, export_config, policy_source, reference_source
+from hpcrl.trainer.models.build import critic_source, policy_source, reference_source
+from hpcrl.trainer.models.hf import export_config
 
 experiment, place, *settings = sys.argv[1:]
 config = Config.from_toml(experiment, settings)

@@ -28,7 +28,7 @@ from hpcrl.data.vision.images import image_text, opened, size_of
 from hpcrl.data.vision.messages import with_images, without_images
 from hpcrl.data.vision.reader import GRID, PIXELS, ImageReader, Preparation, named_tensors, row_images
 from hpcrl.engines.vllm.images import _items
-from hpcrl.errors import DataError, RequestRefused
+from hpcrl.errors import DataError, RefusedRequestError
 from hpcrl.rollout.endpoint.server import serving
 from hpcrl.rollout.engines.base import Generation
 from hpcrl.types import Prompt
@@ -171,7 +171,7 @@ def test_where_vllm_is_told_that_images_are(models: dict[str, Pretrained]) -> No
         end = place["offset"] + place["length"]
         assert set(ids[place["offset"] : end]) == {IMAGE}
         assert IMAGE not in (ids[place["offset"] - 1], ids[end])
-    with pytest.raises(RequestRefused, match="has not the 6 placeholders"):
+    with pytest.raises(RefusedRequestError, match="has not the 6 placeholders"):
         list(_items(ids[: end - 1], images))
 
 

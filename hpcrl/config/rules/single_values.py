@@ -48,7 +48,8 @@ def _instead(setting: Setting, missing: Unimplemented) -> str:
 
 def _wrong(setting: Setting, value: Any) -> str | None:
     facts = setting.facts
-    if setting.location and (message := _with_variable(value)):
+    # an argument of a program may have any text
+    if setting.location and setting.name != "command" and (message := _with_variable(value)):
         return message
     if facts.check and (message := facts.check.error(value)):
         return message

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import PurePosixPath
 from typing import Any
 
+from hpcrl.config.backend import OPTIONAL, backends
 from hpcrl.convert.conversion import Entry, directory_name
 from hpcrl.convert.cosmos.conditions import (
     CUSTOM_OF_DPO,
@@ -48,6 +49,8 @@ def kind_of_run(source: Resolved, values: dict[str, Any]) -> Iterator[Entry]:
         values[f"{_ENGINE}.backend"] = "vllm"
     elif backend == _PICTURES:
         values[f"{_ENGINE}.backend"] = "diffusers"
+        for name in set(OPTIONAL).difference(backends()["diffusers"].reads):
+            values.pop(f"{_ENGINE}.{name}", None)
     elif backend not in _NO_ENGINES:
         yield Entry("conflict", "rollout.backend", f"{_ENGINE}.backend", f'vllm is the only engine, found "{backend}"')
 

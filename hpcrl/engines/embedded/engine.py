@@ -18,7 +18,7 @@ from hpcrl.engines.embedded.batch import DecodingRequest
 from hpcrl.engines.embedded.compute import Compute
 from hpcrl.engines.embedded.model import replace_weights
 from hpcrl.engines.embedded.sampling import Sampling
-from hpcrl.errors import RequestRefused
+from hpcrl.errors import RefusedRequestError
 from hpcrl.rollout.engines.base import Generation, Heard
 from hpcrl.rollout.engines.in_process import SLEEP, UPDATE, InProcessEngine
 from hpcrl.rollout.engines.proof import check_probe, check_ranks, difference, tolerance
@@ -60,11 +60,13 @@ class EmbeddedEngine(InProcessEngine):
         asked = Sampling.of({name: value for name, value in sampling.items() if name != "seed"})
         room = self._compute.limits.length
         if not 0 < len(prompt_ids) < room:
-            raise RequestRefused(
+            raise RefusedRequestError(
                 f"{self._who} refuses a prompt of {len(prompt_ids)} tokens: with a response it has room for {room}"
             )
         if max(prompt_ids) >= self._vocabulary or min(prompt_ids) < 0:
-            raise RequestRefused(f"{self._who} refuses a prompt with a token id that is not below {self._vocabulary}")
+            raise RefusedRequestError(
+                f"{self._who} refuses a prompt with a token id that is not below {self._vocabulary}"
+            )
         first = secrets.randbits(31) if seed is None else seed
         seeds = [first + number for number in range(1 if asked.greedy else n_samples)]
         with self._asked("generate"):

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hpcrl.errors import RequestRefused, did_you_mean
+from hpcrl.errors import RefusedRequestError, did_you_mean
 
 _GREEDY = 1e-5  # temperatures below: the most probable token
 _NEGLIGIBLE = -float("inf")
@@ -48,11 +48,11 @@ class Sampling:
         """Return what a request asks for.
 
         Raises:
-            RequestRefused: it has a parameter that this engine does not know, or a value that means nothing.
+            RefusedRequestError: it has a parameter that this engine does not know, or a value that means nothing.
         """
         known = {field.name for field in fields(cls)}
         for name in given.keys() - known:
-            raise RequestRefused(
+            raise RefusedRequestError(
                 f"the embedded engine has no sampling parameter {name!r}{did_you_mean(name, known)}; "
                 'those of vLLM need generator.inference_engine.backend = "vllm"'
             )
@@ -68,7 +68,7 @@ class Sampling:
             ("repetition_penalty", found.repetition_penalty > 0, "above 0"),
         ):
             if not right:
-                raise RequestRefused(f"{name} is {getattr(found, name)}; expected {expected}")
+                raise RefusedRequestError(f"{name} is {getattr(found, name)}; expected {expected}")
         return found
 
     @property

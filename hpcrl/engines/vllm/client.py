@@ -22,7 +22,7 @@ from hpcrl.engines.vllm.address import Address
 from hpcrl.engines.vllm.answers import Running, chosen_logprobs, generation_of, most_probable
 from hpcrl.engines.vllm.images import features
 from hpcrl.engines.vllm.middleware import CORES, ENDED, PATH
-from hpcrl.errors import EngineError, RequestRefused
+from hpcrl.errors import EngineError, RefusedRequestError
 from hpcrl.rollout.engines.base import Engine, Generation, Heard, leaves_out
 from hpcrl.rollout.engines.proof import check_decoding, check_probe, check_ranks, difference, tolerance
 from hpcrl.rollout.limiter import Load
@@ -314,7 +314,7 @@ class EngineClient(Engine):
         request = {"token_ids": token_ids, "sampling_params": params, **self._adapter()}
         try:
             answer = await self._call("POST", _GENERATE, json=request)
-        except RequestRefused as error:  # of this client itself
+        except RefusedRequestError as error:  # of this client itself
             raise EngineError(str(error)) from error
         places = zip(token_ids[1:], answer["prompt_logprobs"][1:], strict=True)
         return [(place or {})[str(token)]["logprob"] for token, place in places], answer["choices"]
@@ -370,7 +370,7 @@ class EngineClient(Engine):
         as a text -> {logprob, rank}, at temperature 1 and over the whole vocabulary; None for the first token.
 
         Raises:
-            RequestRefused: the engine refuses the request.
+            RefusedRequestError: the engine refuses the request.
             EngineError: the engine failed.
         """
         params = {"prompt_logprobs": top_k, "max_tokens": 1, "detokenize": False}
@@ -402,11 +402,11 @@ class EngineClient(Engine):
             self._waiting[path] -= 1
             self.answered += 1
 
-    async def _refusal(self, path: str, status: int, said: str) -> EngineError | RequestRefused:
+    async def _refusal(self, path: str, status: int, said: str) -> EngineError | RefusedRequestError:
         """Return the error of a request, by who is at fault: the request where the engine refuses to generate for it and is well."""
         message = f"the inference engine refused {path} ({status}): {said}"
         refused = status in _REFUSES or (status in _FAILS and await self.healthy())
-        return RequestRefused(message) if path == _GENERATE and refused else EngineError(message)
+        return RefusedRequestError(message) if path == _GENERATE and refused else EngineError(message)
 
     async def _call(self, method: str, path: str, **request: Any) -> dict[str, Any]:
         async with self._asked(method, path, **request) as answer:

@@ -9,7 +9,7 @@ from typing import Any
 
 from hpcrl.data.vision.families import GRID, PIXELS, SECONDS
 from hpcrl.data.vision.reader import SeenImage
-from hpcrl.errors import RequestRefused
+from hpcrl.errors import RefusedRequestError
 
 _KEPT = 16  # images whose texts are kept, as the turns and samples of a group ask with the same ones; 25 MB for 1,000 tokens
 
@@ -38,7 +38,7 @@ def features(prompt_ids: Sequence[int], images: Sequence[SeenImage], salt: str) 
         salt: vLLM takes what its tower made of an image for another request with this salt; with another one, the tower looks again.
 
     Raises:
-        RequestRefused: the prompt has not the placeholders of these images.
+        RefusedRequestError: the prompt has not the placeholders of these images.
     """
     found: dict[str, Any] = {"mm_hashes": {}, "mm_placeholders": {}, "kwargs_data": {}}
     for item in _items(prompt_ids, images):
@@ -65,7 +65,7 @@ def _items(prompt_ids: Sequence[int], images: Sequence[SeenImage]) -> Iterator[_
         while at < len(prompt_ids) and (prompt_ids[at] != first or list(prompt_ids[at : at + len(ids)]) != ids):
             at += 1
         if at == len(prompt_ids):
-            raise RequestRefused(f"a prompt has not the {image.tokens} placeholders of an image")
+            raise RefusedRequestError(f"a prompt has not the {image.tokens} placeholders of an image")
         seen = [own == image.token for own in ids]
         runs = [place for place, stands in enumerate(seen) if stands and not (place and seen[place - 1])]
         length, times = image.tokens // len(runs), int(image.tensors[GRID][0, 0]) if GRID in image.tensors else 1

@@ -22,7 +22,7 @@ from hpcrl.data.group_file import read_group
 from hpcrl.data.score_file import RowScores
 from hpcrl.engines.vllm.client import EngineClient
 from hpcrl.engines.vllm.server import Server, ServerOptions
-from hpcrl.errors import EngineError, RequestRefused
+from hpcrl.errors import EngineError, RefusedRequestError
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.scratch import Scratch
 from hpcrl.types import GroupMeta, Row
@@ -60,7 +60,7 @@ class EngineTeacher:
         async def score(row: Row) -> RowScores:
             try:
                 found = await engine.prompt_logprobs(row.token_ids.tolist(), self._top_k)
-            except RequestRefused as error:
+            except RefusedRequestError as error:
                 log.warning("a row of %d tokens has no scores: %s", len(row.token_ids), error)
                 return _no_scores(len(row.token_ids), self._top_k)
             finally:

@@ -22,7 +22,7 @@ from hpcrl.data.chat.encode import cut_messages
 from hpcrl.data.chat.turns import HALF_A_CHARACTER, ChatTurns
 from hpcrl.envs.agents.score import EXPECTED, read_score
 from hpcrl.envs.base import Messages, Turn
-from hpcrl.errors import EngineError, RequestRefused
+from hpcrl.errors import EngineError, RefusedRequestError
 from hpcrl.rollout.endpoint.requests import MOST_OPEN, Declined, Request, session_ended, session_over
 from hpcrl.rollout.endpoint.tool_calls import Call, first_of_calls, tool_calls
 from hpcrl.rollout.engines.base import Generation, Heard
@@ -131,7 +131,7 @@ class Session:
         self._template, self._threads, self._longest_token = turns, threads, longest_token
         self.answers = list[SessionAnswer]()
         self.too_long = False
-        self.failure: EngineError | RequestRefused | None = None
+        self.failure: EngineError | RefusedRequestError | None = None
         self.score: Future[Turn] | None = None
         self.ended = threading.Event()
         self._begun = self._open = self.held = 0
@@ -170,7 +170,7 @@ class Session:
         Raises:
             BadRequest, HpcrlError: the chat template refuses the messages, or they have no tokens.
             Declined: the sample may have no more turns, or none of this length, or it ended.
-            RequestRefused: the engine refuses the request; the sample has failed.
+            RefusedRequestError: the engine refuses the request; the sample has failed.
             EngineError: the engine failed.
         """
         task = asyncio.current_task()
@@ -198,7 +198,7 @@ class Session:
             async with self._room(request.n):
                 every = (self._say(turn, prompt, limits, heard[at]) for at, turn in enumerate(turns))
                 said = await asyncio.gather(*every)
-        except (EngineError, RequestRefused) as error:
+        except (EngineError, RefusedRequestError) as error:
             self.failure = error
             self.ended.set()
             raise
@@ -257,7 +257,7 @@ class Session:
 
     def _check_open(self) -> None:
         if self.ended.is_set():
-            raise session_ended() if isinstance(self.failure, RequestRefused) else session_over()
+            raise session_ended() if isinstance(self.failure, RefusedRequestError) else session_over()
 
     def _check_turns(self, n: int) -> None:
         self._check_open()

@@ -141,7 +141,7 @@ class Engine(ABC):
             images: that the placeholders in the prompt stand for, in their order.
 
         Raises:
-            RequestRefused: the engine refuses this request, and would answer others.
+            RefusedRequestError: the engine refuses this request, and would answer others.
             EngineError: the engine failed.
         """
 
@@ -154,7 +154,7 @@ class Engine(ABC):
             count: no more than there are.
 
         Raises:
-            RequestRefused, EngineError: as of `generate`.
+            RefusedRequestError, EngineError: as of `generate`.
         """
 
     @abstractmethod

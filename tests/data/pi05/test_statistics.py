@@ -50,7 +50,7 @@ def test_statistics_of_lerobot_are_read(tmp_path: Path) -> None:
     write_lerobot(tmp_path, stored=False)
     assert statistics_of(model) == {}
     (tmp_path / PROCESSOR).write_text("[]")
-    with pytest.raises(DataError, match="is no processor of lerobot"):
+    with pytest.raises(DataError, match="expected a JSON object, found list"):
         statistics_of(model)
 
 

@@ -29,7 +29,12 @@ class Letters:
 
     eos_token_id = _EOS
     eos_token = chr(_EOS)
-    chat_template = "below"
+    chat_template = (
+        "{% for message in messages %}[{{ message['role'] }}]{{ message['content'] }}{{ eos_token }}{{ '\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    special_tokens_map: Mapping[str, str] = {"eos_token": eos_token}
+    name_or_path = "letters"
     is_fast = False
     all_special_tokens: Sequence[str] = (eos_token,)
     added_tokens_decoder: Mapping[int, Any] = {_EOS: AddedToken(eos_token, special=True)}
@@ -37,12 +42,8 @@ class Letters:
     def __len__(self) -> int:
         return sys.maxunicode + 1
 
-    def apply_chat_template(
-        self, messages: Messages, *, tokenize: bool = True, add_generation_prompt: bool = True, **_: object
-    ) -> list[int] | str:
-        said = "".join(f"[{message['role']}]{message['content']}{chr(_EOS)}\n" for message in messages)
-        text = f"{said}[assistant]" if add_generation_prompt else said
-        return self.encode(text) if tokenize else text
+    def get_chat_template(self, *_: object) -> str:
+        return self.chat_template
 
     def encode(self, text: str, **_: object) -> list[int]:
         return [ord(letter) for letter in text]

@@ -16,7 +16,7 @@ import pytest
 from hpcrl.config import EnvironmentConfig, GeneratorConfig, InferenceEngineConfig, SamplingParams
 from hpcrl.config.sections.generator import EvalSamplingParams
 from hpcrl.envs.base import Endpoint, Messages, Turn
-from hpcrl.errors import RequestRefused
+from hpcrl.errors import RefusedRequestError
 from hpcrl.rollout.endpoint.server import PolicyServer, serving
 from hpcrl.rollout.engines.base import Engine, engine_sampling
 from hpcrl.rollout.generate import GroupGenerator
@@ -145,7 +145,7 @@ def test_half_a_character_is_no_fault_of_the_engine(with_engine: WithEngine[Any]
 
     async def play(engine: Engine) -> None:
         for heard in (None, lambda *_: None):
-            with pytest.raises(RequestRefused, match="surrogates"):
+            with pytest.raises(RefusedRequestError, match="surrogates"):
                 await engine.generate([5], 1, 0, {"max_tokens": 2, "stop": ["\ud800"]}, heard=heard)
 
     with_engine(play)

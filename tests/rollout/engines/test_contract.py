@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hpcrl.errors import RequestRefused
+from hpcrl.errors import RefusedRequestError
 from hpcrl.rollout.engines.base import Engine, Generation
 from hpcrl.rollout.limiter import ConcurrencyLimiter
 from tests.rollout.conftest import WithEngine
@@ -156,7 +156,7 @@ def test_a_refused_request_has_the_reason_and_others_are_answered(with_each_engi
                 ([VOCABULARY + 3], WHOLE, "token id|vocab"),
                 (PROMPT, {"top_p": 7.0}, "top_p"),
             ):
-                with pytest.raises(RequestRefused, match=why):
+                with pytest.raises(RefusedRequestError, match=why):
                     await engine.generate(prompt, 1, 0, sampling, heard=heard)
         (said,) = await going_on
         assert len(said.token_ids) == 60

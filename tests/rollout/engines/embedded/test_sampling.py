@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hpcrl.engines.embedded.sampling import RowSampling, Sampling, choose, distribution, penalised, uniform
-from hpcrl.errors import RequestRefused
+from hpcrl.errors import RefusedRequestError
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
 CPU = torch.device("cpu")
@@ -103,5 +103,5 @@ def test_tokens_that_were_said_are_penalised() -> None:
     ],
 )
 def test_what_it_does_not_know(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(RequestRefused, match=said):
+    with pytest.raises(RefusedRequestError, match=said):
         Sampling.of(options)

@@ -10,7 +10,7 @@ import pytest
 
 from hpcrl.engines.vllm.address import Address
 from hpcrl.engines.vllm.client import EngineClient
-from hpcrl.errors import EngineError, RequestRefused
+from hpcrl.errors import EngineError, RefusedRequestError
 
 ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
 
@@ -105,7 +105,7 @@ def test_only_a_refused_request_of_an_engine_that_is_well_is_a_samples_failure(
     async def play() -> None:
         server = await asyncio.start_unix_server(answers, tmp_path / "socket")
         engine = EngineClient(tmp_path / "socket", {})
-        expected = RequestRefused if status in (400, 413, 422) or (status in (500, 501) and well) else EngineError
+        expected = RefusedRequestError if status in (400, 413, 422) or (status in (500, 501) and well) else EngineError
         with pytest.raises(expected, match=f"{status}.*why"):
             await engine.generate([1], 1, 0, {})
         with pytest.raises(EngineError):
