@@ -28,10 +28,10 @@ def test_settings_and_keys_of_tables_in_their_order() -> None:
         Difference("data.image_processor_kwargs.b.c", 2, 3),
         Difference("data.image_processor_kwargs.d", 1, True),
         Difference("trainer.epochs", 2, 1),
-        Difference('data.image_processor_kwargs."e.f"', None, [1]),
         Difference("slurm.partition", None, "p"),
+        Difference('data.image_processor_kwargs."e.f"', None, [1]),
     ]
-    assert str(found[5]) == 'slurm.partition: unset -> "p"'
+    assert str(found[4]) == 'slurm.partition: unset -> "p"'
     assert {str(difference) for difference in differences(other, one)} == {
         str(Difference(difference.path, difference.right, difference.left)) for difference in found
     }
