@@ -17,7 +17,7 @@ from hpcrl.config import Config
 from hpcrl.controller.api import Api
 from hpcrl.controller.build import build_service
 from hpcrl.errors import HpcrlError
-from hpcrl.observe.alerts.watch import watcher
+from hpcrl.observe.alerts.monitor import watcher
 from hpcrl.observe.tensorboard.event_file import Follower
 from hpcrl.observe.timeline import Timeline
 from hpcrl.observe.trackers.base import senders, trackers_of

@@ -30,10 +30,10 @@ WHOLE_TRAINER = {
     "hpcrl.families.diffusion.model": 2, "hpcrl.families.diffusion.objective": 2, "hpcrl.families.diffusion.plan": 2,
     "hpcrl.families.diffusion.policy": 1, "hpcrl.families.diffusion.settings": 1, "hpcrl.families.diffusion.tasks": 1,
     "hpcrl.families.pi05.policy": 3,
-    "hpcrl.launch.doctor.rooms": 1, "hpcrl.launch.local.replay": 1, "hpcrl.launch.submit.models": 1,
-    "hpcrl.observe.alerts.watch": 2, "hpcrl.planning.rank_groups": 4, "hpcrl.planning.shapes": 1, "hpcrl.rundir.checkpoints": 1,
+    "hpcrl.launch.doctor.disk_space": 1, "hpcrl.launch.local.replay": 1, "hpcrl.launch.submit.models": 1,
+    "hpcrl.observe.alerts.monitor": 2, "hpcrl.planning.rank_groups": 4, "hpcrl.planning.shapes": 1, "hpcrl.rundir.checkpoints": 1,
     "hpcrl.trainer.backends.fsdp.engine": 1, "hpcrl.trainer.backends.fsdp.values": 2, "hpcrl.trainer.backends.megatron.engine": 6,
-    "hpcrl.trainer.batching": 1, "hpcrl.trainer.samples": 1, "hpcrl.trainer.saving.checkpoint": 1, "hpcrl.trainer.saving.export": 1,
+    "hpcrl.trainer.batching": 1, "hpcrl.trainer.read_batch": 1, "hpcrl.trainer.saving.checkpoint": 1, "hpcrl.trainer.saving.export": 1,
     "hpcrl.trainer.saving.mid_batch": 1, "hpcrl.trainer.scoring.megatron": 1, "hpcrl.trainer.step": 1,
 }  # fmt: skip
 """Parameters that are a whole TrainerConfig, by module: engines, and what reads many of its sections. Numbers only go down."""

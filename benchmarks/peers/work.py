@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, cast
 from hpcrl.config import Config
 from hpcrl.controller.prompt_stream import PromptStream
 from hpcrl.data.chat.count import token_counter
-from hpcrl.data.chat.turns import ChatTurns
+from hpcrl.data.chat.prompt_tokens import ChatTurns
 from hpcrl.data.datasets import load_dataset
 from hpcrl.data.prompts import drop_long
 from hpcrl.data.sources import training_sources, validation_sources

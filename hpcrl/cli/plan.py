@@ -224,7 +224,7 @@ def _memory(config: Config, found: Estimate) -> Iterator[str]:
 
 
 def _turns(config: Config, found: Estimate, memory: tuple[float | None, str], unit: int) -> Iterator[str]:
-    from hpcrl.planning.turns import on_host, turns
+    from hpcrl.planning.colocation import on_host, turns
 
     device, source = memory
     if device is None:

@@ -101,7 +101,7 @@ def _view(state: RunState) -> RunView:
     from hpcrl.errors import RunError
     from hpcrl.launch.manage.follow import look_once
     from hpcrl.launch.manage.screen import RunView
-    from hpcrl.observe.watch import Watch
+    from hpcrl.observe.live_status import Watch
 
     with suppress(RunError, OSError):  # the state names it
         return replace(look_once(state.run, Watch(state.run)), state=state)

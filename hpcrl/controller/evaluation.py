@@ -8,7 +8,7 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from hpcrl.data.kept_files import EvalRow, read_rows
+from hpcrl.data.cache_files import EvalRow, read_rows
 from hpcrl.data.weight_files import PublishedWeights
 from hpcrl.errors import CommitError
 from hpcrl.rundir.commit import children, digest_of, discard, is_committed, write_json

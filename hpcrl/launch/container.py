@@ -14,7 +14,7 @@ from typing import Any
 from hpcrl.config import Config
 from hpcrl.config.fields import settings
 from hpcrl.config.sections.slurm import ContainerConfig
-from hpcrl.data.hub.places import hub_cache, hub_home
+from hpcrl.data.hub.directories import hub_cache, hub_home
 
 _ENVIRONMENT = ("PYTHONPATH", "PYTHONSAFEPATH", "PYTHONUNBUFFERED", "PYTHONNOUSERSITE")
 _TEMPORARY = "/tmp"

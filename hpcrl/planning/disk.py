@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hpcrl.config import Config
 from hpcrl.config.sections.model import Pretrained
-from hpcrl.launch.doctor.rooms import COPIES, Sizes
+from hpcrl.launch.doctor.disk_space import COPIES, Sizes
 from hpcrl.rundir.checkpoints import NEVER_DELETED, Retention
 from hpcrl.units import readable_size
 

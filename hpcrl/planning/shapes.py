@@ -19,7 +19,7 @@ from hpcrl.trainer.models.build import critic_source, policy_source, reference_s
 from hpcrl.trainer.models.experts.parallel import expert_layers
 from hpcrl.trainer.models.hf import ModelSource
 from hpcrl.trainer.models.packed.attention import PACKED
-from hpcrl.trainer.models.trained import mark_trained
+from hpcrl.trainer.models.trainable import mark_trained
 
 
 def model_shapes(trainer: TrainerConfig, folder_of: Callable[[Pretrained], Path | None]) -> dict[str, Shapes]:

@@ -9,7 +9,7 @@ import torch
 from hpcrl.config import Config
 from hpcrl.planning.devices import GIB
 from hpcrl.planning.memory import BYTES, Weight, fsdp_state
-from hpcrl.trainer.models.trained import mark_trained
+from hpcrl.trainer.models.trainable import mark_trained
 
 
 def memory_of_parameters(config: Config, model: Any, copies: int) -> tuple[str, dict[str, int]]:

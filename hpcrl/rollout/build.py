@@ -6,7 +6,7 @@ import os
 
 from hpcrl.config import Config, InferenceEngineConfig
 from hpcrl.config.family import family_of
-from hpcrl.rollout.lessons import Lessons
+from hpcrl.rollout.teacher_inputs import Lessons
 from hpcrl.rollout.weights.receive import Receiver
 from hpcrl.rollout.worker import WorkerOptions
 from hpcrl.rundir.layout import Run

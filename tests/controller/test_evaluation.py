@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hpcrl.controller.service import Service
-from hpcrl.data.kept_files import EvalRow, append_rows, turn_file
+from hpcrl.data.cache_files import EvalRow, append_rows, turn_file
 from hpcrl.data.weight_files import PublishedWeights
 from hpcrl.observe.scores import scores
 from hpcrl.rundir.checked_lines import append_lines

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpcrl.controller.admission import Admission, staleness
-from hpcrl.data.kept_files import turn_file
+from hpcrl.data.cache_files import turn_file
 from hpcrl.rundir.checked_lines import append_lines
 from hpcrl.rundir.commit import committed_directory, write_json
 from hpcrl.rundir.layout import Run

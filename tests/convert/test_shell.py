@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.convert.skyrl.script import command_of
-from hpcrl.convert.skyrl.shell.run import follow
+from hpcrl.convert.script import command_of
+from hpcrl.convert.shell.run import follow
 from hpcrl.errors import ConfigError
 
 LIKE_BASH = {

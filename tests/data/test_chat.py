@@ -11,7 +11,7 @@ import pytest
 from hpcrl.config import Config
 from hpcrl.config.sections.generator import ChatTemplateConfig
 from hpcrl.config.sections.model import Pretrained
-from hpcrl.data.chat.turns import ChatTurns
+from hpcrl.data.chat.prompt_tokens import ChatTurns
 from hpcrl.data.tokenizer import chat_template, load_tokenizer
 from hpcrl.errors import ConfigError, DataError
 from hpcrl.launch.submit.preflight import check_files

@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hpcrl.config import Config
-from hpcrl.data.chat.turns import ChatTurns
+from hpcrl.data.chat.prompt_tokens import ChatTurns
 from hpcrl.data.prompts import load_prompts
 from hpcrl.data.sources import Source
 from hpcrl.envs.registry import make_environment

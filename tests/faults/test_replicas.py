@@ -8,7 +8,7 @@ from signal import SIGKILL, SIGSTOP
 import pytest
 
 from hpcrl.data.batch_file import read_batch
-from hpcrl.data.kept_files import read_turns, turn_files
+from hpcrl.data.cache_files import read_turns, turn_files
 from hpcrl.data.rollouts import evaluated_samples
 from hpcrl.data.score_file import read_rewards
 from hpcrl.rundir.commit import read_json

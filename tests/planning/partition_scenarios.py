@@ -15,7 +15,7 @@ from hpcrl.trainer.backends.megatron.architecture import architecture_of
 from hpcrl.trainer.backends.megatron.models import PolicyModel
 from hpcrl.trainer.backends.megatron.process_groups import join_groups
 from hpcrl.trainer.backends.megatron.settings import transformer_config
-from hpcrl.trainer.backends.megatron.trained import mark_trained
+from hpcrl.trainer.backends.megatron.trainable import mark_trained
 from hpcrl.trainer.distributed import World, joined
 from hpcrl.trainer.models.forward import ForwardConfig
 from hpcrl.trainer.models.hf import ModelSource

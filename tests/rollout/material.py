@@ -23,7 +23,7 @@ from hpcrl.data.weight_files import Probe, PublishedWeights, WeightFile, WeightR
 from hpcrl.engines.embedded.rollout import Embedded, EmbeddedOptions
 from hpcrl.engines.vllm.processes import shared_memory
 from hpcrl.engines.vllm.server import Server, ServerOptions
-from hpcrl.rollout.engines.proof import TOLERANCES
+from hpcrl.rollout.engines.weight_check import TOLERANCES
 from hpcrl.rundir.commit import begin, finish, is_committed
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.scratch import Scratch

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from hpcrl.config import EnvironmentConfig, GeneratorConfig, SamplingParams
 from hpcrl.config.sections.environment import SkyRLGymConfig
 from hpcrl.config.sections.generator import EvalSamplingParams
-from hpcrl.data.chat.turns import cut_at_stop
+from hpcrl.data.chat.prompt_tokens import cut_at_stop
 from hpcrl.engines.vllm.client import EngineClient
 from hpcrl.errors import ConfigError
 from hpcrl.rollout.generate import GroupGenerator

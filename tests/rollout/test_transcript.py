@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from hpcrl.config import EnvironmentConfig, GeneratorConfig, SamplingParams
 from hpcrl.config.sections.environment import ScoringRewardModelConfig
-from hpcrl.data.chat.turns import ChatTurns
+from hpcrl.data.chat.prompt_tokens import ChatTurns
 from hpcrl.envs.base import Messages, Turn
 from hpcrl.errors import ConfigError
 from hpcrl.rollout.engines.base import Generation, Heard

@@ -21,7 +21,7 @@ import torch
 from hpcrl.config import Config, EnvironmentConfig, GeneratorConfig, SamplingParams
 from hpcrl.config.sections.generator import ChatTemplateConfig
 from hpcrl.config.sections.model import Pretrained
-from hpcrl.data.kept_files import read_rows
+from hpcrl.data.cache_files import read_rows
 from hpcrl.data.tokenizer import decoder, load_tokenizer
 from hpcrl.data.weight_files import PublishedWeights
 from hpcrl.engines.vllm.client import EngineClient

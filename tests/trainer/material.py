@@ -24,7 +24,7 @@ from hpcrl.trainer.backends.base import ModelEngine, Objective, PolicyEngine, Up
 from hpcrl.trainer.batching import MicroBatchLimit, RowRef, consecutive, split_micro_batches
 from hpcrl.trainer.distributed import World, joined
 from hpcrl.trainer.packing import MiniBatch, PackedRows, common_prefixes
-from hpcrl.trainer.samples import load_mini_batches
+from hpcrl.trainer.read_batch import load_mini_batches
 from hpcrl.trainer.step import sum_over_ranks
 from hpcrl.types import ROUTED_EXPERTS, Batch, Row, SamplingMask
 from tests.paths import CONFIGS

@@ -31,13 +31,13 @@ from hpcrl.trainer.advantages import KlRewardPenalty, estimate_advantages
 from hpcrl.trainer.backends.base import UpdateResult
 from hpcrl.trainer.backends.fsdp import sharding
 from hpcrl.trainer.backends.fsdp.engine import FsdpEngine, FsdpPolicy
-from hpcrl.trainer.backends.turns import DeviceTurns
+from hpcrl.trainer.backends.colocation import DeviceTurns
 from hpcrl.trainer.batching import MicroBatchLimit, mini_batches
 from hpcrl.trainer.distributed import World, check_all_reduce, joined
 from hpcrl.trainer.loss import build_objective, build_reduction
 from hpcrl.trainer.metrics import PhaseTimer, describe_updates
 from hpcrl.trainer.packing import MiniBatch
-from hpcrl.trainer.samples import load_rows
+from hpcrl.trainer.read_batch import load_rows
 from hpcrl.trainer.saving.checkpoint import Checkpoints
 from hpcrl.trainer.saving.publish import Publisher
 from hpcrl.types import Batch

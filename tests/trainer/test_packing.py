@@ -13,7 +13,7 @@ from hpcrl.rundir.layout import Run
 from hpcrl.trainer.batching import MicroBatchLimit, RowRef, assign_to_ranks, mini_batches, planned
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.packing import MiniBatch, Scores, pack, set_loss_weights
-from hpcrl.trainer.samples import load_rows, observations
+from hpcrl.trainer.read_batch import load_rows, observations
 from hpcrl.types import Batch, Row, SamplingMask
 from tests.rows import with_columns, write_group
 from tests.trainer.material import load, make_batch, make_run, make_sample, views

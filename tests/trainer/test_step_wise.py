@@ -22,7 +22,7 @@ from hpcrl.trainer.backends.base import UpdateResult
 from hpcrl.trainer.batching import MicroBatchLimit, mini_batches, trained_groups
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.loss import build_objective
-from hpcrl.trainer.samples import load_rows
+from hpcrl.trainer.read_batch import load_rows
 from hpcrl.types import Batch, Row
 from tests.rows import read_tensors, with_columns, write_group
 from tests.trainer.launcher import run_ranks

@@ -24,7 +24,7 @@ from transformers import (
 
 from hpcrl.config.sections.generator import ChatTemplateConfig
 from hpcrl.config.sections.model import Pretrained
-from hpcrl.data.chat.turns import ChatTurns
+from hpcrl.data.chat.prompt_tokens import ChatTurns
 from hpcrl.data.tokenizer import load_tokenizer
 from hpcrl.data.vision.messages import with_images
 from hpcrl.data.vision.reader import ImageReader, named_tensors

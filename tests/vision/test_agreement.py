@@ -28,7 +28,7 @@ from hpcrl.data.vision.reader import ImageReader, row_images
 from hpcrl.errors import DataError
 from hpcrl.rollout.engines.base import Engine, Launched
 from hpcrl.rollout.generate import GroupGenerator
-from hpcrl.rollout.images.kept import KeptPictures
+from hpcrl.rollout.images.saved import KeptPictures
 from hpcrl.rundir.commit import write_text
 from hpcrl.rundir.layout import Run
 from hpcrl.trainer.backends.fsdp.model import PackedPolicy

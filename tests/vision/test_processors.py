@@ -17,7 +17,7 @@ import pytest
 
 from hpcrl.config.sections.generator import ChatTemplateConfig
 from hpcrl.config.sections.model import Pretrained
-from hpcrl.data.chat.turns import ChatTurns
+from hpcrl.data.chat.prompt_tokens import ChatTurns
 from hpcrl.data.tokenizer import load_tokenizer
 from hpcrl.data.vision.families import GRID, PIXELS, SECONDS, Videos
 from hpcrl.data.vision.frames import FrameChoice, Video, frames_of

@@ -18,7 +18,7 @@ from transformers import AutoConfig
 from hpcrl.config.sections.generator import ChatTemplateConfig
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.data.chat.count import token_counter
-from hpcrl.data.chat.turns import ChatTurns
+from hpcrl.data.chat.prompt_tokens import ChatTurns
 from hpcrl.data.conversations import Columns
 from hpcrl.data.prompts import load_prompts
 from hpcrl.data.sources import Source

@@ -11,7 +11,7 @@ from hpcrl.config.sections.model import Pretrained
 from hpcrl.config.sections.vla import VLAConfig
 from hpcrl.data.action_tokens import ActionTokens, action_tokens, scale_of
 from hpcrl.errors import DataError
-from hpcrl.families.openvla.turns import ActionTurns, written
+from hpcrl.families.openvla.actions import ActionTurns, written
 
 LLAMA = {"text_config": {"vocab_size": 32064}, "pad_to_multiple_of": 64, "n_action_bins": 256}
 STATISTICS = {"q01": [-0.5, 0.0], "q99": [0.5, 1.0], "mask": [True, False]}

@@ -29,7 +29,7 @@ from hpcrl.convert.skyrl.additions import cispo_bounds, engine_options, settled
 from hpcrl.convert.skyrl.fields import OLD_DEFAULTS, TARGETS
 from hpcrl.convert.skyrl.numbers import note_numbers
 from hpcrl.convert.skyrl.program import note_program
-from hpcrl.convert.skyrl.script import Command, command_of
+from hpcrl.convert.script import Command, command_of
 from hpcrl.convert.skyrl.source import SkyrlSource, read_overrides, read_yaml
 from hpcrl.convert.skyrl.translate import (
     TRANSLATIONS,

@@ -10,7 +10,7 @@ from typing import get_origin
 
 from hpcrl.convert.conversion import Conversion, known
 from hpcrl.convert.mapping import Dropped, To
-from hpcrl.convert.skyrl.script import command_of
+from hpcrl.convert.script import command_of
 from hpcrl.convert.skyrl.translate import location
 from hpcrl.convert.verl.algorithm import ALGORITHM
 from hpcrl.convert.verl.conditions import without_effect

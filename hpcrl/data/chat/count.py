@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from hpcrl.config.sections.generator import ChatTemplateConfig
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.data.chat.messages import read_tools
-from hpcrl.data.chat.turns import ChatTurns
+from hpcrl.data.chat.prompt_tokens import ChatTurns
 from hpcrl.data.tokenizer import load_tokenizer
 from hpcrl.data.vision.messages import without_images
 from hpcrl.errors import DataError

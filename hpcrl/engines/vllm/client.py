@@ -24,7 +24,7 @@ from hpcrl.engines.vllm.images import features
 from hpcrl.engines.vllm.middleware import CORES, ENDED, PATH
 from hpcrl.errors import EngineError, RefusedRequestError
 from hpcrl.rollout.engines.base import Engine, Generation, Heard, leaves_out
-from hpcrl.rollout.engines.proof import check_decoding, check_probe, check_ranks, difference, tolerance
+from hpcrl.rollout.engines.weight_check import check_decoding, check_probe, check_ranks, difference, tolerance
 from hpcrl.rollout.limiter import Load
 from hpcrl.rollout.threads import in_thread
 from hpcrl.runtime.gpu_memory import describe_memory

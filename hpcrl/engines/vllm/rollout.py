@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hpcrl.config import Config
-from hpcrl.engines.vllm.nodes import start_first
+from hpcrl.engines.vllm.multi_node import start_first
 from hpcrl.engines.vllm.server import Server, server_options
 from hpcrl.rollout.engines.base import Launched
 from hpcrl.rollout.engines.launch import EnginePlace

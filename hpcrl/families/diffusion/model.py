@@ -16,7 +16,7 @@ from hpcrl.trainer.backends.fsdp.model import PackedModel
 from hpcrl.trainer.models.flops import ModelFlops
 from hpcrl.trainer.models.forward import ForwardConfig
 from hpcrl.trainer.models.hf import ModelSource
-from hpcrl.trainer.models.trained import mark_trained
+from hpcrl.trainer.models.trainable import mark_trained
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from hpcrl.families.diffusion.settings import trains_by_nft
 from hpcrl.planning.activations import kept_bytes
 from hpcrl.planning.whole_model import memory_line, memory_of_parameters
 from hpcrl.trainer.models.forward import DTYPES
-from hpcrl.trainer.models.trained import mark_trained
+from hpcrl.trainer.models.trainable import mark_trained
 
 
 def describe_policy(config: Config) -> tuple[list[str], int]:

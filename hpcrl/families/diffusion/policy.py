@@ -33,7 +33,7 @@ from hpcrl.trainer.backends.base import MicroBatches, Objective, merge
 from hpcrl.trainer.backends.fsdp.engine import FsdpExported
 from hpcrl.trainer.backends.fsdp.model import free_gathered, load_model
 from hpcrl.trainer.backends.fsdp.sharding import accumulated, local
-from hpcrl.trainer.backends.shares import read
+from hpcrl.trainer.backends.shards import read
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.models.adapter import PARTS, Adapter
 from hpcrl.trainer.models.build import forward_config

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from hpcrl.config import Config
 from hpcrl.rollout.family import LoadedGenerator
-from hpcrl.rollout.images.kept import KeptPictures
+from hpcrl.rollout.images.saved import KeptPictures
 from hpcrl.rundir.layout import Run
 
 if TYPE_CHECKING:

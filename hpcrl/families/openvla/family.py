@@ -13,7 +13,7 @@ from hpcrl.config.sections.tree import ConfigTree
 from hpcrl.config.sections.vla import VLAConfig
 from hpcrl.data.action_tokens import action_tokens, scale_of
 from hpcrl.errors import DataError
-from hpcrl.families.openvla.turns import States, disagreement
+from hpcrl.families.openvla.actions import States, disagreement
 from hpcrl.families.robots.family import Robots
 from hpcrl.families.robots.rules import RULES
 

@@ -9,7 +9,7 @@ from hpcrl.data.vision.reader import Context
 from hpcrl.data.vision.videos import EpisodeVideos, shown_in
 from hpcrl.envs.base import Turn
 from hpcrl.envs.tasks.robot import STATE_APART
-from hpcrl.families.openvla.turns import ActionTurns, written
+from hpcrl.families.openvla.actions import ActionTurns, written
 from hpcrl.rollout.engines.base import Engine, Generation, engine_sampling
 from hpcrl.rollout.env_session import Answer
 from hpcrl.rollout.generate import Episode, GroupGenerator

@@ -30,7 +30,7 @@ from hpcrl.trainer.distributed import World
 from hpcrl.trainer.models.flops import ModelFlops
 from hpcrl.trainer.models.forward import ForwardConfig
 from hpcrl.trainer.models.hf import ModelSource
-from hpcrl.trainer.models.trained import mark_trained
+from hpcrl.trainer.models.trainable import mark_trained
 from hpcrl.types import MicroBatch, to_device
 
 

@@ -12,7 +12,7 @@ from hpcrl.config import Config
 from hpcrl.config.family import families
 from hpcrl.errors import DataError
 from hpcrl.rollout.family import LoadedGenerator
-from hpcrl.rollout.images.kept import KeptPictures
+from hpcrl.rollout.images.saved import KeptPictures
 from hpcrl.rundir.layout import Run
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from hpcrl.trainer.distributed import World
 from hpcrl.trainer.models.build import policy_source
 from hpcrl.trainer.models.flops import ModelFlops
 from hpcrl.trainer.models.packed.attention import PACKED
-from hpcrl.trainer.models.trained import mark_trained
+from hpcrl.trainer.models.trainable import mark_trained
 from hpcrl.trainer.offline.build import objective_of
 
 

@@ -5,7 +5,7 @@ It takes its role from the plan by its node id, starts that role's processes, su
     trainer node    torchrun jobs/train.py (one rank: without torchrun); on node 0 also jobs/controller.py; where engines have the trainer's
                     devices, jobs/rollout.py as on a rollout node
     rollout node    jobs/rollout.py, one per replica; one that fails is started again. On the further nodes of an engine that is on several:
-                    jobs/part.py
+                    jobs/engine_node.py
     reward node     jobs/reward.py, one per service of the reward model; one that fails is started again, and ends the attempt when it fails
                     too often
     scorer node     torchrun jobs/scorer.py (one rank: without torchrun), one per copy of the model; as on a rollout node. Of a copy on several
@@ -26,12 +26,12 @@ from pathlib import Path
 from hpcrl.config import Config
 from hpcrl.errors import DeviceError, HpcrlError, RunError
 from hpcrl.launch.agent.child import Child, Restarts, concerns_the_run
-from hpcrl.launch.agent.parts import ScorerParts
+from hpcrl.launch.agent.multi_node import ScorerParts
 from hpcrl.launch.agent.preflight import check_node, make_room
 from hpcrl.launch.agent.processes import NodeProcesses
 from hpcrl.launch.agent.start import BatchScript, NodeContext, await_attempt, listen, log_to
 from hpcrl.launch.agent.watchdog import Neighbours, Stall, Watchdog
-from hpcrl.launch.doctor.rooms import Sizes
+from hpcrl.launch.doctor.disk_space import Sizes
 from hpcrl.launch.inputs import require_same_inputs
 from hpcrl.launch.nodes import Node, make_plan, needed_nodes
 from hpcrl.launch.requeue.epilogue import ended_before, settle

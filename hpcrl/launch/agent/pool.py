@@ -16,7 +16,7 @@ from hpcrl.errors import HpcrlError, SubmitError, UserCodeError
 from hpcrl.launch.agent.agent import NodeAgent
 from hpcrl.launch.agent.child import Child
 from hpcrl.launch.agent.start import BatchScript, NodeContext, listen, log_to
-from hpcrl.launch.doctor.rooms import Sizes
+from hpcrl.launch.doctor.disk_space import Sizes
 from hpcrl.launch.pools import pooled_node
 from hpcrl.launch.requeue.elastic import AGAIN, current_attempt, unwanted
 from hpcrl.launch.scheduler import find_job, queue

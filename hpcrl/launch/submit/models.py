@@ -16,7 +16,7 @@ from hpcrl.config.scorers import REFERENCE, SECTIONS, TEACHER, scorer_sets
 from hpcrl.config.sections.model import ExpertsConfig, Pretrained
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.data.entries import CONFIG, read_entries
-from hpcrl.data.hub.places import hub_cache
+from hpcrl.data.hub.directories import hub_cache
 from hpcrl.data.model_config import download
 from hpcrl.errors import did_you_mean
 

@@ -30,7 +30,7 @@ from hpcrl.config.setting import ONE_LINE
 from hpcrl.errors import RunError, SubmitError
 from hpcrl.launch.agent import agent, pool
 from hpcrl.launch.doctor.cluster import of_request
-from hpcrl.launch.doctor.rooms import Sizes
+from hpcrl.launch.doctor.disk_space import Sizes
 from hpcrl.launch.pools import ROLLOUT, elastic_pools, with_few_cores
 from hpcrl.launch.requeue.elastic import cancel_pools
 from hpcrl.launch.scheduler import not_here

@@ -10,7 +10,7 @@ from pathlib import Path
 from hpcrl.config import Config
 from hpcrl.config.errors import Problem
 from hpcrl.config.sections.upload import UploadConfig
-from hpcrl.data.hub.places import hub_home
+from hpcrl.data.hub.directories import hub_home
 from hpcrl.upload.send import stores_of
 
 _PACKAGES = {"hf": ("huggingface_hub", "huggingface_hub"), "s3": ("boto3", "'hpcrl[s3]'")}

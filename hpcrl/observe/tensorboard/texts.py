@@ -10,7 +10,7 @@ from typing import Any
 from hpcrl.config import Config
 from hpcrl.errors import ConfigError
 from hpcrl.observe.summary import summarise
-from hpcrl.observe.view import summary_rows
+from hpcrl.observe.summary_table import summary_rows
 from hpcrl.rundir.commit import parse_json
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import read_attempts, read_outcomes

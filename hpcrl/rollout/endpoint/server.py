@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from hpcrl.config import GeneratorConfig, SamplingParams
 from hpcrl.config.sections.generator import NODE
 from hpcrl.config.sections.model import Pretrained
-from hpcrl.data.chat.turns import ChatTurns
+from hpcrl.data.chat.prompt_tokens import ChatTurns
 from hpcrl.data.tokenizer import decoder
 from hpcrl.data.vision.reader import ImageReader
 from hpcrl.envs.base import Endpoint

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from hpcrl.config import GeneratorConfig, SamplingParams
 from hpcrl.data.chat.encode import cut_messages
-from hpcrl.data.chat.turns import HALF_A_CHARACTER, ChatTurns
+from hpcrl.data.chat.prompt_tokens import HALF_A_CHARACTER, ChatTurns
 from hpcrl.envs.agents.score import EXPECTED, read_score
 from hpcrl.envs.base import Messages, Turn
 from hpcrl.errors import EngineError, RefusedRequestError

@@ -29,7 +29,7 @@ from torch.distributed import ProcessGroup
 from hpcrl.config.sections.placement import PlacementConfig
 from hpcrl.errors import RunError
 from hpcrl.trainer.backends.base import Writer
-from hpcrl.trainer.backends.shares import write_folders
+from hpcrl.trainer.backends.shards import write_folders
 from hpcrl.trainer.distributed import World, tell
 from hpcrl.trainer.packing import MiniBatch
 

@@ -1,7 +1,7 @@
 """Checkpoints: everything that makes a resumed run continue as if it had never stopped, committed as one directory.
 
     checkpoints/s000040/
-      .metadata, __<rank>_0.distcp     model, optimizer and its step count, written by the engine (hpcrl/trainer/backends/shares.py)
+      .metadata, __<rank>_0.distcp     model, optimizer and its step count, written by the engine (hpcrl/trainer/backends/shards.py)
       critic/                          the same of the critic, where there is one, beside the policy or on ranks of its own
       rng-<rank>.safetensors           random state of each rank
       reference/                       the reference, once it has followed the policy

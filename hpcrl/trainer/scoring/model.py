@@ -26,7 +26,7 @@ from hpcrl.trainer.models.hf import ModelSource
 from hpcrl.trainer.models.layers.choice import Kernels
 from hpcrl.trainer.models.packed.attention import PACKED
 from hpcrl.trainer.packing import Before, MicroBatchStream
-from hpcrl.trainer.samples import load_rows
+from hpcrl.trainer.read_batch import load_rows
 from hpcrl.types import Batch, GroupMeta
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from hpcrl.data.chat.calls import CallForm
 from hpcrl.data.chat.template import ChatTemplate
-from hpcrl.data.chat.turns import ChatTurns
+from hpcrl.data.chat.prompt_tokens import ChatTurns
 from hpcrl.data.conversations import Columns, Renderer
 from hpcrl.errors import DataError
 from tests.data.chat.forms import CHATML, TOOLS, made

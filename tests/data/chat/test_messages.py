@@ -14,7 +14,7 @@ import pytest
 
 from hpcrl.config import Config
 from hpcrl.data.chat.messages import read_messages, read_tools
-from hpcrl.data.chat.turns import ChatTurns
+from hpcrl.data.chat.prompt_tokens import ChatTurns
 from hpcrl.data.conversations import Columns, Renderer
 from hpcrl.data.prompts import load_prompts
 from hpcrl.data.sources import Source

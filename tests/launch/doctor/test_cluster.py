@@ -8,7 +8,7 @@ import pytest
 
 from hpcrl.config.sections.slurm import SlurmConfig
 from hpcrl.launch.doctor.cluster import minutes, of_cluster, of_partition, parse_config, parse_records
-from hpcrl.launch.doctor.talk import Silent, Talk
+from hpcrl.launch.doctor.node_session import Silent, Talk
 
 CONFIG = """\
 Configuration data as of 2026-11-21T19:32:09

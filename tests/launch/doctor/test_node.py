@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from hpcrl import faults as fault
-from hpcrl.launch.doctor.canary import delays_of, of_delays, of_links
-from hpcrl.launch.doctor.facts import Purpose, of_both, of_clock, of_node, of_place
+from hpcrl.launch.doctor.shared_fs_probe import delays_of, of_delays, of_links
+from hpcrl.launch.doctor.node_findings import Purpose, of_both, of_clock, of_node, of_place
 from hpcrl.launch.doctor.node import facts, filesystem
-from hpcrl.launch.doctor.rooms import Room
-from hpcrl.launch.doctor.talk import Silent, Talk
+from hpcrl.launch.doctor.disk_space import Room
+from hpcrl.launch.doctor.node_session import Silent, Talk
 
 MOUNTS = """\
 22 1 259:1 / / rw,relatime - ext4 /dev/root rw
@@ -79,7 +79,7 @@ def test_directory_that_is_missing_there(tmp_path: Path) -> None:
 
 
 def test_command_that_fails_is_quoted_and_one_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpcrl.launch.doctor.talk._LEAVING_S", 1.0)
+    monkeypatch.setattr("hpcrl.launch.doctor.node_session._LEAVING_S", 1.0)
     with Talk(["sh", "-c", "echo no such thing >&2; exit 3"]) as talk, pytest.raises(Silent, match="no such thing"):
         talk.hear(10)
     began = time.monotonic()

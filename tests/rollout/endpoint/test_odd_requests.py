@@ -21,7 +21,7 @@ from hpcrl.rollout.endpoint.server import PolicyServer, serving
 from hpcrl.rollout.engines.base import Engine, engine_sampling
 from hpcrl.rollout.generate import GroupGenerator
 from hpcrl.rollout.group import Group
-from hpcrl.rollout.turns import Turns
+from hpcrl.rollout.generation_cache import Turns
 from hpcrl.types import Prompt, Work
 from tests.rollout.conftest import WithEngine
 from tests.rollout.endpoint.odd_requests import odd_request

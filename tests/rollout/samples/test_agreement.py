@@ -32,7 +32,7 @@ from hpcrl.errors import ConfigError
 from hpcrl.rollout.engines.base import Engine, Launched
 from hpcrl.rollout.generate import GroupGenerator
 from hpcrl.rollout.group import Group
-from hpcrl.rollout.lessons import Lessons
+from hpcrl.rollout.teacher_inputs import Lessons
 from hpcrl.runtime.heartbeat import Heartbeat
 from hpcrl.runtime.signals import StopSignal
 from hpcrl.trainer.backends.fsdp.engine import FsdpPolicy

@@ -22,7 +22,7 @@ from hpcrl.rundir.layout import Run
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.models.hf import CriticSource
 from hpcrl.trainer.models.lora import add_adapters, gather_adapter
-from hpcrl.trainer.models.trained import mark_trained
+from hpcrl.trainer.models.trainable import mark_trained
 from hpcrl.trainer.packing import pack
 from hpcrl.trainer.saving.publish import ADAPTER
 from tests.trainer import scenarios

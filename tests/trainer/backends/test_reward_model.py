@@ -32,7 +32,7 @@ from hpcrl.trainer.models.build import policy_source
 from hpcrl.trainer.offline.build import objective_of, reduction_of
 from hpcrl.trainer.offline.validation import Validation
 from hpcrl.trainer.packing import pack
-from hpcrl.trainer.samples import load_mini_batches
+from hpcrl.trainer.read_batch import load_mini_batches
 from hpcrl.trainer.saving.publish import ADAPTER, Publisher
 from hpcrl.trainer.step import sum_over_ranks
 from hpcrl.types import Batch, Row

@@ -24,7 +24,7 @@ from hpcrl.trainer.distributed import World
 from hpcrl.trainer.offline.build import objective_of, reduction_of
 from hpcrl.trainer.offline.likelihood import score_by_teacher
 from hpcrl.trainer.offline.validation import Validation
-from hpcrl.trainer.samples import load_mini_batches
+from hpcrl.trainer.read_batch import load_mini_batches
 from hpcrl.trainer.step import sum_over_ranks
 from hpcrl.types import Batch
 from tests.trainer.material import VOCABULARY, write_teacher

@@ -131,4 +131,4 @@ def test_only_two_modules_unpickle_files_or_load_checkpoints() -> None:
     )
     files = [path for folder in ("hpcrl", "jobs") for path in (ROOT / folder).rglob("*.py")]
     found = {str(path.relative_to(ROOT)) for path in files if risky.search(path.read_text())}
-    assert found == {"hpcrl/rundir/checkpoint_index.py", "hpcrl/trainer/backends/shares.py"}
+    assert found == {"hpcrl/rundir/checkpoint_index.py", "hpcrl/trainer/backends/shards.py"}

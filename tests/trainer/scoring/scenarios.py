@@ -19,7 +19,7 @@ from hpcrl.rundir.layout import Run
 from hpcrl.trainer.backends.fsdp.sharding import local
 from hpcrl.trainer.batching import MicroBatchLimit
 from hpcrl.trainer.distributed import World
-from hpcrl.trainer.samples import load_mini_batches
+from hpcrl.trainer.read_batch import load_mini_batches
 from hpcrl.trainer.scoring.hints import score_by_hints
 from hpcrl.trainer.scoring.model import ScoringModel
 from hpcrl.trainer.scoring.reward import RewardScoringModel

@@ -20,7 +20,7 @@ from hpcrl.rundir.commit import write_bytes, write_text
 from hpcrl.rundir.layout import Run
 from hpcrl.trainer.batching import mini_batches
 from hpcrl.trainer.distributed import World
-from hpcrl.trainer.samples import load_rows
+from hpcrl.trainer.read_batch import load_rows
 from hpcrl.trainer.scoring.model import ScoringModel
 from hpcrl.trainer.scoring.reward import RewardScoringModel
 from hpcrl.types import Batch, GroupMeta

@@ -29,7 +29,7 @@ from hpcrl.trainer.advantages import no_advantages, subtract_divergence
 from hpcrl.trainer.batching import MicroBatchLimit, mini_batches
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.packing import PackedRows, Scores
-from hpcrl.trainer.samples import load_mini_batches, load_rows
+from hpcrl.trainer.read_batch import load_mini_batches, load_rows
 from hpcrl.trainer.scoring.model import ScoringModel, require_same_vocabulary
 from hpcrl.types import Batch
 from tests.paths import QUICKSTART

@@ -39,7 +39,7 @@ from hpcrl.trainer.backends.reference import (
     require_same_shape,
 )
 from hpcrl.trainer.backends.schedule import lr_factor
-from hpcrl.trainer.backends.shares import read, write_folders
+from hpcrl.trainer.backends.shards import read, write_folders
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.models.adapter import Adapter
 from hpcrl.trainer.models.build import forward_config, policy_source, reference_source

@@ -33,7 +33,7 @@ from hpcrl.trainer.models.packed.attention import PACKED, PADDED, Packed, Packed
 from hpcrl.trainer.models.packed.sequence_parallel import SharedTokens, of_all, own_rows
 from hpcrl.trainer.models.packed.states import keep_samples_apart
 from hpcrl.trainer.models.packed.tree import PrefixTree
-from hpcrl.trainer.models.trained import mark_trained
+from hpcrl.trainer.models.trainable import mark_trained
 from hpcrl.types import MicroBatch, to_device
 
 Inputs = dict[str, torch.Tensor]

@@ -30,7 +30,7 @@ from hpcrl.trainer.backends.megatron.pipeline import Pipeline, top_columns
 from hpcrl.trainer.backends.megatron.process_groups import join_groups
 from hpcrl.trainer.backends.megatron.settings import ddp_config, optimizer_config, transformer_config, virtual_stages
 from hpcrl.trainer.backends.megatron.state import ShardedState
-from hpcrl.trainer.backends.megatron.trained import mark_trained
+from hpcrl.trainer.backends.megatron.trainable import mark_trained
 from hpcrl.trainer.backends.megatron.weights import export, export_pieces, load
 from hpcrl.trainer.backends.reference import REFERENCE, exchanged, forget_moments, require_same_shape
 from hpcrl.trainer.backends.schedule import lr_factor

@@ -1,4 +1,4 @@
-"""What a checkpoint has of a model of Megatron-core: what hpcrl/trainer/backends/shares.py says, whatever the layout.
+"""What a checkpoint has of a model of Megatron-core: what hpcrl/trainer/backends/shards.py says, whatever the layout.
 
 Each rank has what its optimizer steps: with Megatron-core's distributed optimizer stretches of parameters, and of a bf16 model their fp32 copies.
 """
@@ -19,8 +19,8 @@ from torch import nn
 from hpcrl.trainer.backends.base import Writer
 from hpcrl.trainer.backends.megatron.architecture import Architecture
 from hpcrl.trainer.backends.megatron.names import name_over_all
-from hpcrl.trainer.backends.megatron.places import places
-from hpcrl.trainer.backends.shares import PREFIX, Share, Shares, read, write
+from hpcrl.trainer.backends.megatron.shard_layout import places
+from hpcrl.trainer.backends.shards import PREFIX, Share, Shares, read, write
 from hpcrl.trainer.distributed import World
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -11,7 +11,7 @@ import pytest
 
 from hpcrl.engines.vllm.server import Server
 from hpcrl.errors import EngineError
-from hpcrl.rollout.engines.proof import TOLERANCES
+from hpcrl.rollout.engines.weight_check import TOLERANCES
 from tests.rollout.material import LONG_PROMPT, make_model, options, probe_of, publish, served
 
 KIND = "fp8_per_channel"  # the only one that vLLM's build for CPUs has all operations of

@@ -22,7 +22,7 @@ from hpcrl.rundir.commit import write_text
 from hpcrl.runtime.token import bearer
 from tests.rollout.conftest import runner
 from tests.rollout.engines.test_contract import LENGTH, assert_close, updated_while_running
-from tests.rollout.engines.vllm.test_proof import rewritten
+from tests.rollout.engines.vllm.test_weight_check import rewritten
 from tests.rollout.material import (
     LONG_PROMPT,
     RUN_NAME,

@@ -18,7 +18,7 @@ from hpcrl.trainer.batching import micro_batch_limits
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.offline.build import objective_of, reduction_of
 from hpcrl.trainer.packing import MiniBatch
-from hpcrl.trainer.samples import load_mini_batches
+from hpcrl.trainer.read_batch import load_mini_batches
 from hpcrl.types import Batch, GroupMeta, Kind, Prompt, Work
 from tests.paths import CONFIGS
 from tests.rows import with_columns, write_group

@@ -13,7 +13,7 @@ from hpcrl.families.diffusion.engine import DiffusionEngine, PipelineEngine
 from hpcrl.families.diffusion.generate import PictureGenerator
 from hpcrl.families.diffusion.policy import DiffusionPolicy
 from hpcrl.families.diffusion.trainer import objective as objective_of
-from hpcrl.rollout.images.kept import KeptPictures
+from hpcrl.rollout.images.saved import KeptPictures
 from hpcrl.rundir.commit import write_json
 from hpcrl.rundir.layout import Run
 from hpcrl.trainer.advantages import estimate_advantages
@@ -21,7 +21,7 @@ from hpcrl.trainer.batching import micro_batch_limits
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.offline.build import reduction_of
 from hpcrl.trainer.packing import MiniBatch
-from hpcrl.trainer.samples import load_mini_batches
+from hpcrl.trainer.read_batch import load_mini_batches
 from hpcrl.types import Batch, GroupMeta, Prompt, Work
 from tests.paths import CONFIGS
 from tests.rows import write_group

@@ -27,7 +27,7 @@ from hpcrl.trainer.distributed import World
 from hpcrl.trainer.offline.build import objective_of, reduction_of
 from hpcrl.trainer.offline.validation import Validation
 from hpcrl.trainer.packing import MiniBatch
-from hpcrl.trainer.samples import load_mini_batches
+from hpcrl.trainer.read_batch import load_mini_batches
 from hpcrl.types import Batch
 from tests.paths import CONFIGS
 from tests.trainer.material import make_run, train

@@ -17,7 +17,7 @@ from hpcrl.errors import DataError
 from hpcrl.trainer.backends.megatron import shims
 from hpcrl.trainer.backends.megatron.architecture import Architecture, architecture_of
 from hpcrl.trainer.backends.megatron.names import hf_names
-from hpcrl.trainer.backends.megatron.trained import mark_trained
+from hpcrl.trainer.backends.megatron.trainable import mark_trained
 from hpcrl.trainer.backends.megatron.weights import export, export_pieces, load
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.models.hf import CriticSource, ModelSource

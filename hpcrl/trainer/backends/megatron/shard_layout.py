@@ -13,7 +13,7 @@ from hpcrl.trainer.backends.megatron.adapters.layer import LayerAdapter, adapted
 from hpcrl.trainer.backends.megatron.architecture import Architecture
 from hpcrl.trainer.backends.megatron.names import Block, LocalWeight, Slot, local_weights, name_in_memory, slots
 from hpcrl.trainer.backends.megatron.weights import share_of
-from hpcrl.trainer.backends.shares import Share
+from hpcrl.trainer.backends.shards import Share
 
 
 @dataclass(frozen=True)

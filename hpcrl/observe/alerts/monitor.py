@@ -1,4 +1,4 @@
-"""Looks at what a run reports, and raises its alerts: python -m hpcrl.observe.alerts.watch RUN ATTEMPT
+"""Looks at what a run reports, and raises its alerts: python -m hpcrl.observe.alerts.monitor RUN ATTEMPT
 
 It goes on until its standard input ends. A process of its own, so that it sees a run that hangs, and cannot hold one up.
 
@@ -18,7 +18,7 @@ from hpcrl.config.sections.alerts import AlertRuleConfig
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.errors import HpcrlError, did_you_mean
 from hpcrl.observe.alerts.rules import AlertJudge, metric_of
-from hpcrl.observe.alerts.tell import call_webhook, run_command, webhook_of
+from hpcrl.observe.alerts.notify import call_webhook, run_command, webhook_of
 from hpcrl.observe.metrics import MetricsReader, Record, last_reports
 from hpcrl.observe.summary import EVAL_FAILED, EVAL_LOSS, EVAL_SCORE, STEP_SECONDS
 from hpcrl.rundir.alerts import Alert, AlertEvent, Event, append_event, read_alerts
@@ -27,7 +27,7 @@ from hpcrl.runtime.followers import more
 from hpcrl.runtime.heartbeat import SuspendAwareClock
 from hpcrl.runtime.signals import ask_to_stop
 
-_MODULE = "hpcrl.observe.alerts.watch"
+_MODULE = "hpcrl.observe.alerts.monitor"
 _EVALUATED = (EVAL_SCORE, EVAL_LOSS, EVAL_FAILED)  # one of them is in every evaluation
 _PROGRESS = (STEP_SECONDS, *_EVALUATED)
 _KEEP_BEST = "trainer.ckpt_keep_best"  # which no rule can be called

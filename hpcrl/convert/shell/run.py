@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from types import MappingProxyType
 
-from hpcrl.convert.skyrl.shell import conditions
-from hpcrl.convert.skyrl.shell.grammar import (
+from hpcrl.convert.shell import conditions
+from hpcrl.convert.shell.grammar import (
     AndOr,
     Array,
     Case,
@@ -31,8 +31,8 @@ from hpcrl.convert.skyrl.shell.grammar import (
     parse,
     plain,
 )
-from hpcrl.convert.skyrl.shell.lexer import Word
-from hpcrl.convert.skyrl.shell.state import State, is_known, shown
+from hpcrl.convert.shell.lexer import Word
+from hpcrl.convert.shell.state import State, is_known, shown
 
 _DECLARING = {"export", "declare", "local", "readonly", "typeset"}
 _ASSIGNING = {"read", "let", "mapfile", "getopts"}

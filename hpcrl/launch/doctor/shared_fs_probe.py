@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hpcrl.launch.doctor.finding import Finding, error, ok, warning
 from hpcrl.launch.doctor.node import await_file, sees
-from hpcrl.launch.doctor.talk import Talk
+from hpcrl.launch.doctor.node_session import Talk
 from hpcrl.rundir.commit import link, write_text
 
 VISIBLE_S = 60.0

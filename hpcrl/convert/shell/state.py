@@ -10,8 +10,8 @@ import re
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-from hpcrl.convert.skyrl.shell.arithmetic import value_of
-from hpcrl.convert.skyrl.shell.lexer import Piece, Word, word_of
+from hpcrl.convert.shell.arithmetic import value_of
+from hpcrl.convert.shell.lexer import Piece, Word, word_of
 
 OPEN, CLOSE = "\ue000", "\ue001"
 _UNKNOWN = re.compile(f"{OPEN}[^{CLOSE}]*{CLOSE}")

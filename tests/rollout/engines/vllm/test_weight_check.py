@@ -16,7 +16,7 @@ from hpcrl.config import InferenceEngineConfig
 from hpcrl.data.weight_files import Probe, PublishedWeights
 from hpcrl.engines.vllm.client import EngineClient
 from hpcrl.errors import EngineError
-from hpcrl.rollout.engines.proof import check_ranks, difference, tolerance
+from hpcrl.rollout.engines.weight_check import check_ranks, difference, tolerance
 from tests.rollout.conftest import WithEngine
 from tests.rollout.material import (
     as_version,

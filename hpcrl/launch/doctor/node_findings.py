@@ -8,7 +8,7 @@ from typing import Any
 
 from hpcrl.launch.doctor.finding import Finding, error, ok, warning
 from hpcrl.launch.doctor.gpus import of_gpus
-from hpcrl.launch.doctor.rooms import Room
+from hpcrl.launch.doctor.disk_space import Room
 from hpcrl.units import readable_size
 
 _GB = 1e9

@@ -16,8 +16,8 @@ from rich.console import Console
 from hpcrl.observe import watch as watch_module
 from hpcrl.observe.metrics import MetricsWriter
 from hpcrl.observe.summary import PAUSE, pace_of, seconds_per_step, summarise
-from hpcrl.observe.view import show_summary, summary_rows
-from hpcrl.observe.watch import Watch
+from hpcrl.observe.summary_table import show_summary, summary_rows
+from hpcrl.observe.live_status import Watch
 from hpcrl.rundir.commit import write_json, write_text
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import open_attempt, report_outcome

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpcrl.convert.skyrl.program import program_of
-from hpcrl.convert.skyrl.shell.lexer import NotUnderstood
-from hpcrl.convert.skyrl.shell.run import Script, follow
-from hpcrl.convert.skyrl.shell.state import is_known, replaced_unknown, shown, unknown_parts
+from hpcrl.convert.shell.lexer import NotUnderstood
+from hpcrl.convert.shell.run import Script, follow
+from hpcrl.convert.shell.state import is_known, replaced_unknown, shown, unknown_parts
 from hpcrl.errors import ConfigError
 
 _OVERRIDE = re.compile(r"[+~]*[a-z_]\w*(\.[\w.]+)+=.*", re.DOTALL)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hpcrl.convert.skyrl.shell.lexer import NotUnderstood, Piece, Token, Word, tokens
+from hpcrl.convert.shell.lexer import NotUnderstood, Piece, Token, Word, tokens
 
 _ENDS = {"then", "elif", "else", "fi", "do", "done", "esac", "}", ")", ";;"}
 _DECLARING = {"declare", "local", "export", "readonly", "typeset"}

@@ -14,11 +14,11 @@ from transformers import AutoTokenizer
 from hpcrl.config.sections.distillation import DistillationConfig, SelfTeacherConfig
 from hpcrl.config.validate import build
 from hpcrl.data.chat.template import Tools
-from hpcrl.data.chat.turns import ChatTurns
+from hpcrl.data.chat.prompt_tokens import ChatTurns
 from hpcrl.data.vision.reader import Context
 from hpcrl.envs.base import Messages
 from hpcrl.errors import ConfigError, DataError
-from hpcrl.rollout.lessons import Lessons, Told
+from hpcrl.rollout.teacher_inputs import Lessons, Told
 from hpcrl.types import Row
 from tests.rollout.material import QUICKSTART
 

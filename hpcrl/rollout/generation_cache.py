@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from hpcrl.data.kept_files import read_turns, turn_file
+from hpcrl.data.cache_files import read_turns, turn_file
 from hpcrl.data.vision.reader import SeenImage
 from hpcrl.errors import EngineError
 from hpcrl.rollout.engines.base import Engine, Generation, Heard

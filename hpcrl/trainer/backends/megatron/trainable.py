@@ -30,7 +30,7 @@ def mark_trained(
     lora_type: str = "lora",
     seed: int = 0,
 ) -> None:
-    """Stop the training of what is not trained, and give a model its adapters: as hpcrl.trainer.models.trained.mark_trained, whose names and
+    """Stop the training of what is not trained, and give a model its adapters: as hpcrl.trainer.models.trainable.mark_trained, whose names and
     errors these are.
 
     Args:

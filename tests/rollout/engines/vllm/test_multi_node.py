@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hpcrl.engines.vllm.client import EngineClient
-from hpcrl.engines.vllm.nodes import FirstPart, arrange, last_ended, missing_part, note_ended, read_meeting
+from hpcrl.engines.vllm.multi_node import FirstPart, arrange, last_ended, missing_part, note_ended, read_meeting
 from hpcrl.engines.vllm.server import Server
 from hpcrl.launch.agent.network import choose_port
 from hpcrl.rollout.engines.base import Engine

@@ -15,7 +15,7 @@ import pytest
 from hpcrl.config import Config
 from hpcrl.errors import CommitError
 from hpcrl.observe.alerts import tell
-from hpcrl.observe.alerts.watch import Alerts, main, watcher
+from hpcrl.observe.alerts.monitor import Alerts, main, watcher
 from hpcrl.observe.metrics import MetricsWriter
 from hpcrl.rundir.alerts import AlertEvent, append_event, read_alerts
 from hpcrl.rundir.commit import read_json, write_text

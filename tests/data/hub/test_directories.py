@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 LOOK = (
-    "import hpcrl; from hpcrl.data.hub.places import hub_cache, hub_home; import huggingface_hub.constants as hub; "
+    "import hpcrl; from hpcrl.data.hub.directories import hub_cache, hub_home; import huggingface_hub.constants as hub; "
     "print(hub_home(), hub.HF_HOME, hub_cache(), hub.HF_HUB_CACHE, sep='\\n')"
 )
 NAMES = ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME", "HF_HUB_DOWNLOAD_TIMEOUT")

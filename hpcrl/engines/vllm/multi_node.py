@@ -1,7 +1,7 @@
 """An engine on several nodes: where its processes meet, and what becomes of it when a part ends.
 
 It is vLLM's own way, without Ray: on the first node the server and the scheduler, on the others workers alone (`--headless`), which find
-each other at an address of the first one. The rollout worker there chooses it anew for each start and writes it down; jobs/part.py
+each other at an address of the first one. The rollout worker there chooses it anew for each start and writes it down; jobs/engine_node.py
 follows, as torchrun's agents do for the trainer's ranks.
 """
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from fnmatch import fnmatchcase
 
-from hpcrl.convert.skyrl.shell.grammar import plain
-from hpcrl.convert.skyrl.shell.lexer import Token, Word
-from hpcrl.convert.skyrl.shell.state import State, is_known
+from hpcrl.convert.shell.grammar import plain
+from hpcrl.convert.shell.lexer import Token, Word
+from hpcrl.convert.shell.state import State, is_known
 
 _NUMBERS = {
     "-eq": lambda left, right: left == right,
