@@ -31,8 +31,8 @@ from hpcrl.config import Config
 from hpcrl.observe.timeline import Timeline
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.heartbeat import Heartbeat
-from hpcrl.trainer.backends.schedule import is_due
 from hpcrl.trainer.backends.colocation import DeviceTurns
+from hpcrl.trainer.backends.schedule import is_due
 from hpcrl.trainer.build import build_publisher, load_learner
 from hpcrl.trainer.controller_link import PROCESS, ControllerLink
 from hpcrl.trainer.critic.ranks import ModelRanks

@@ -11,8 +11,8 @@ from hpcrl.config.scorers import REWARD, role_of
 from hpcrl.controller.evaluation import eval_prefix
 from hpcrl.controller.prompt_stream import group_index
 from hpcrl.data.batch_file import FIRST, batch_steps, check_batch, read_batch, read_batches
-from hpcrl.data.group_file import check_group, groups_of
 from hpcrl.data.cache_files import turn_files
+from hpcrl.data.group_file import check_group, groups_of
 from hpcrl.data.score_file import found_scores, read_rewards, remove_scores
 from hpcrl.errors import DataError, RunError
 from hpcrl.rundir.layout import Run

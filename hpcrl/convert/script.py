@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hpcrl.convert.skyrl.program import program_of
+from hpcrl.convert.program import program_of
 from hpcrl.convert.shell.lexer import NotUnderstood
 from hpcrl.convert.shell.run import Script, follow
 from hpcrl.convert.shell.state import is_known, replaced_unknown, shown, unknown_parts

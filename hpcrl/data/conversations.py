@@ -21,8 +21,8 @@ from hpcrl.data.chat.encode import Piece, cut_messages, encoded, encoded_pieces,
 from hpcrl.data.chat.ending import text_end
 from hpcrl.data.chat.lost import lost_of
 from hpcrl.data.chat.messages import read_messages, read_tools, with_system
-from hpcrl.data.chat.template import ASSISTANT, ChatTemplate, Messages, Tools, alike
 from hpcrl.data.chat.prompt_tokens import protected
+from hpcrl.data.chat.template import ASSISTANT, ChatTemplate, Messages, Tools, alike
 from hpcrl.data.vision.frames import Shown
 from hpcrl.data.vision.messages import with_images, without_images
 from hpcrl.data.vision.reader import ImageReader

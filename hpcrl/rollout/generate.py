@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from hpcrl.config import EnvironmentConfig, GeneratorConfig, SamplingParams
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.data.chat.messages import read_tools
-from hpcrl.data.chat.template import Tools
 from hpcrl.data.chat.prompt_tokens import ChatTurns
+from hpcrl.data.chat.template import Tools
 from hpcrl.data.vision.reader import Context, ImageReader, SeenImage
 from hpcrl.envs.base import Messages, Turn
 from hpcrl.envs.registry import common_extras
@@ -31,13 +31,13 @@ from hpcrl.errors import ConfigError, DataError, EngineError, RefusedRequestErro
 from hpcrl.rollout.endpoint.server import PolicyServer, serving
 from hpcrl.rollout.engines.base import Engine, Generation, Heard, engine_sampling
 from hpcrl.rollout.env_session import Answer, EnvSession, scorer_of
+from hpcrl.rollout.generation_cache import Turns
 from hpcrl.rollout.group import Group, apply_stop_reason, neutralize_failed, sample_reward
-from hpcrl.rollout.images.saved import KeptPictures
 from hpcrl.rollout.images.preparing import ImagePreparation
+from hpcrl.rollout.images.saved import KeptPictures
 from hpcrl.rollout.teacher_inputs import Lessons, Told
 from hpcrl.rollout.threads import CallThreads, in_thread
 from hpcrl.rollout.transcript import Transcript
-from hpcrl.rollout.generation_cache import Turns
 from hpcrl.types import LONGEST_FAILURE, Kind, Row, StopReason, Work, plain_text
 
 if TYPE_CHECKING:

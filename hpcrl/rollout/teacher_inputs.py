@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from hpcrl.config.sections.distillation import DistillationConfig, SelfTeacherConfig
-from hpcrl.data.chat.template import Tools
 from hpcrl.data.chat.prompt_tokens import ChatTurns
+from hpcrl.data.chat.template import Tools
 from hpcrl.envs.base import Messages
 from hpcrl.errors import ConfigError, DataError
 from hpcrl.rollout.engines.base import Engine

@@ -23,8 +23,8 @@ from dataclasses import dataclass, replace
 from secrets import token_hex
 from typing import Any
 
-from hpcrl.data.group_file import group_bytes
 from hpcrl.data.cache_files import EvalRow, append_rows
+from hpcrl.data.group_file import group_bytes
 from hpcrl.data.rollouts import Decode
 from hpcrl.envs.rewards.remote import Endpoints
 from hpcrl.errors import CommitError, EngineError
@@ -34,12 +34,12 @@ from hpcrl.rollout.engines.base import Engine, Launched
 from hpcrl.rollout.engines.watchdog import run_watched
 from hpcrl.rollout.evaluate import evaluated_text
 from hpcrl.rollout.generate import Generator, Maker
+from hpcrl.rollout.generation_cache import KeptTurns
 from hpcrl.rollout.group import Group
-from hpcrl.rollout.teacher_inputs import Lessons
 from hpcrl.rollout.limiter import ConcurrencyLimiter
 from hpcrl.rollout.metrics import RolloutMetrics
+from hpcrl.rollout.teacher_inputs import Lessons
 from hpcrl.rollout.threads import in_thread
-from hpcrl.rollout.generation_cache import KeptTurns
 from hpcrl.rollout.weights.copies import NodeCopies
 from hpcrl.rollout.weights.fetch import fetch
 from hpcrl.rundir.commit import write_bytes

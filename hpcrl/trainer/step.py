@@ -41,8 +41,8 @@ from hpcrl.trainer.offline.build import reduction_of
 from hpcrl.trainer.offline.likelihood import score_by_teacher
 from hpcrl.trainer.offline.validation import Validation
 from hpcrl.trainer.packing import MiniBatch, PackedRows, regrouped
-from hpcrl.trainer.rng import random_state, set_random_state
 from hpcrl.trainer.read_batch import load_mini_batches
+from hpcrl.trainer.rng import random_state, set_random_state
 from hpcrl.trainer.saving.checkpoint import ResumePoint
 from hpcrl.trainer.saving.dump import Dumps
 from hpcrl.trainer.saving.mid_batch import PartialBatch, read_partial_batch

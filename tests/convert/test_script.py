@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.convert.skyrl.convert import convert_script
 from hpcrl.convert.script import command_of
+from hpcrl.convert.skyrl.convert import convert_script
 from hpcrl.errors import ConfigError
 
 SCRIPT = r"""#!/usr/bin/env bash

@@ -17,10 +17,10 @@ from pathlib import Path
 from hpcrl.controller.prompt_stream import group_id
 from hpcrl.controller.recovery import read_history
 from hpcrl.data.batch_file import FIRST, write_batch
+from hpcrl.observe.live_status import Watch
 from hpcrl.observe.metrics import MetricsWriter, values_of
 from hpcrl.observe.summary import headline, summarise
 from hpcrl.observe.tensorboard.event_file import rebuild
-from hpcrl.observe.live_status import Watch
 from hpcrl.rundir.commit import begin, finish, write_text
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import open_attempt, report_outcome

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from hpcrl.observe import watch as watch_module
+from hpcrl.observe import live_status
+from hpcrl.observe.live_status import Watch
 from hpcrl.observe.metrics import MetricsWriter
 from hpcrl.observe.summary import PAUSE, pace_of, seconds_per_step, summarise
 from hpcrl.observe.summary_table import show_summary, summary_rows
-from hpcrl.observe.live_status import Watch
 from hpcrl.rundir.commit import write_json, write_text
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import open_attempt, report_outcome
@@ -127,7 +127,7 @@ def test_rows_tell_what_each_process_does(run: Run) -> None:
 
 
 def test_a_slow_start_shows_its_time(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch_module, "_LASTING_S", 0.05)
+    monkeypatch.setattr(live_status, "_LASTING_S", 0.05)
     open_attempt(run, "1.0", ["a"])
     StatusWriter(run, "rollout-0", 1).write("starting engine")
     watch = Watch(run)
@@ -154,7 +154,7 @@ def test_rows_and_curves_are_those_that_count(run: Run) -> None:
 
 
 def test_a_silent_process_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch_module, "_SILENT_S", 0.5)
+    monkeypatch.setattr(live_status, "_SILENT_S", 0.5)
     open_attempt(run, "1.0", ["a"])
     process_status = StatusWriter(run, "trainer", 1)
     process_status.write("step 1/2")

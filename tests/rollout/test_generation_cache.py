@@ -14,8 +14,8 @@ from hpcrl.config import EnvironmentConfig, GeneratorConfig, SamplingParams
 from hpcrl.data.cache_files import read_turns, turn_files
 from hpcrl.rollout.engines.base import Engine, Generation
 from hpcrl.rollout.generate import GroupGenerator
-from hpcrl.rollout.group import Group
 from hpcrl.rollout.generation_cache import KeptTurns, Turns
+from hpcrl.rollout.group import Group
 from hpcrl.rundir.layout import Run
 from hpcrl.types import Work
 from tests.rollout.conftest import WithEngine

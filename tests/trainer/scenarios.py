@@ -29,9 +29,9 @@ from hpcrl.rundir.commit import committed, read_json
 from hpcrl.rundir.layout import Run, step_of
 from hpcrl.trainer.advantages import KlRewardPenalty, estimate_advantages
 from hpcrl.trainer.backends.base import UpdateResult
+from hpcrl.trainer.backends.colocation import DeviceTurns
 from hpcrl.trainer.backends.fsdp import sharding
 from hpcrl.trainer.backends.fsdp.engine import FsdpEngine, FsdpPolicy
-from hpcrl.trainer.backends.colocation import DeviceTurns
 from hpcrl.trainer.batching import MicroBatchLimit, mini_batches
 from hpcrl.trainer.distributed import World, check_all_reduce, joined
 from hpcrl.trainer.loss import build_objective, build_reduction

@@ -16,8 +16,8 @@ from hpcrl.data.vision.images import image_text
 from hpcrl.data.vision.messages import with_images
 from hpcrl.data.vision.reader import ImageReader
 from hpcrl.errors import DataError
-from hpcrl.rollout.images.saved import KeptPictures
 from hpcrl.rollout.images.preparing import ImagePreparation
+from hpcrl.rollout.images.saved import KeptPictures
 from hpcrl.rundir.layout import Run
 from tests.vision.material import asks, drawn, write_model
 

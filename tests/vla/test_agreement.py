@@ -20,8 +20,8 @@ from hpcrl.data.tokenizer import load_tokenizer
 from hpcrl.data.vision.inputs import model_inputs
 from hpcrl.data.vision.reader import ImageReader, row_images
 from hpcrl.errors import DataError
-from hpcrl.families.openvla.generate import ActionGroups
 from hpcrl.families.openvla.actions import ActionTurns
+from hpcrl.families.openvla.generate import ActionGroups
 from hpcrl.families.robots.family import videos_of
 from hpcrl.rollout.generate import GroupGenerator
 from hpcrl.rollout.group import Group

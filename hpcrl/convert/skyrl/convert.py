@@ -23,13 +23,13 @@ from typing import Any, get_origin
 from hpcrl.config.difference import value_as_toml
 from hpcrl.convert.conversion import Conversion, known
 from hpcrl.convert.mapping import Dropped, To
+from hpcrl.convert.program import note_program
 from hpcrl.convert.sbatch import convert_sbatch
+from hpcrl.convert.script import Command, command_of
 from hpcrl.convert.skyrl import sft
 from hpcrl.convert.skyrl.additions import cispo_bounds, engine_options, settled
 from hpcrl.convert.skyrl.fields import OLD_DEFAULTS, TARGETS
 from hpcrl.convert.skyrl.numbers import note_numbers
-from hpcrl.convert.skyrl.program import note_program
-from hpcrl.convert.script import Command, command_of
 from hpcrl.convert.skyrl.source import SkyrlSource, read_overrides, read_yaml
 from hpcrl.convert.skyrl.translate import (
     TRANSLATIONS,

@@ -13,8 +13,8 @@ from typing import Any
 
 from hpcrl.config.errors import nearest
 from hpcrl.convert.conversion import Conversion
+from hpcrl.convert.program import PythonProgram, program_of
 from hpcrl.convert.skyrl.fields import OVERLONG, RL, SFT, Layout
-from hpcrl.convert.skyrl.program import PythonProgram, program_of
 from hpcrl.errors import ConfigError
 from hpcrl.text import NotUtf8Error, utf8
 

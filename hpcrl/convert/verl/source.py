@@ -10,7 +10,7 @@ from typing import Any
 
 from hpcrl.config.errors import nearest
 from hpcrl.convert.conversion import Conversion
-from hpcrl.convert.skyrl.program import program_of
+from hpcrl.convert.program import program_of
 from hpcrl.convert.skyrl.source import UnreadableError, load_tree, merge, parse_override, resolve
 from hpcrl.convert.verl.fields import DEFAULTS, MEGATRON_DEFAULTS, SECTIONS, TARGETS, field_of, present
 

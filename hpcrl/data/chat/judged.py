@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from hpcrl.config.sections.generator import ChatTemplateConfig
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.data.chat.encode import encoded
-from hpcrl.data.chat.template import ChatTemplate, Messages
 from hpcrl.data.chat.prompt_tokens import protected
+from hpcrl.data.chat.template import ChatTemplate, Messages
 from hpcrl.data.tokenizer import load_tokenizer
 from hpcrl.errors import ConfigError, DataError
 

@@ -21,8 +21,8 @@ from hpcrl.engines.embedded.sampling import Sampling
 from hpcrl.errors import RefusedRequestError
 from hpcrl.rollout.engines.base import Generation, Heard
 from hpcrl.rollout.engines.in_process import SLEEP, UPDATE, InProcessEngine
-from hpcrl.rollout.engines.weight_check import check_probe, check_ranks, difference, tolerance
 from hpcrl.rollout.engines.tensors import read_tensors, replace_adapter
+from hpcrl.rollout.engines.weight_check import check_probe, check_ranks, difference, tolerance
 from hpcrl.rollout.limiter import Load
 from hpcrl.rollout.threads import Notices, in_thread
 

@@ -19,8 +19,8 @@ from hpcrl.families.diffusion.pipelines.source import EVALUATION, PipelineSource
 from hpcrl.families.diffusion.sampler import Painted, Sampler
 from hpcrl.rollout.engines.base import Engine, Generation, Heard
 from hpcrl.rollout.engines.in_process import InProcess
-from hpcrl.rollout.engines.worker_thread import OwnThreadEngine, replace_whole
 from hpcrl.rollout.engines.tensors import replace_adapter
+from hpcrl.rollout.engines.worker_thread import OwnThreadEngine, replace_whole
 from hpcrl.types import Kind
 
 _EVALUATION = f"{ADAPTER_PREFIX}{EVALUATION}"

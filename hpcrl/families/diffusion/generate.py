@@ -19,10 +19,10 @@ from hpcrl.families.diffusion.pipelines.samples import IMAGE, LATENTS
 from hpcrl.rollout.engines.base import Engine, Generation
 from hpcrl.rollout.env_session import EnvSession, scorer_of
 from hpcrl.rollout.generate import Generator, Maker
+from hpcrl.rollout.generation_cache import Turns
 from hpcrl.rollout.group import Group, apply_stop_reason, neutralize_failed, sample_reward
 from hpcrl.rollout.images.saved import KeptPictures
 from hpcrl.rollout.threads import CallThreads, in_thread
-from hpcrl.rollout.generation_cache import Turns
 from hpcrl.types import LONGEST_FAILURE, Row, Work, plain_text
 
 

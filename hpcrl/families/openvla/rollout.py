@@ -12,8 +12,8 @@ from hpcrl.rundir.layout import Run
 
 
 def load_generator(run: Run, config: Config, interval: int | None) -> LoadedGenerator:
-    from hpcrl.families.openvla.generate import ActionGroups
     from hpcrl.families.openvla.actions import ActionTurns
+    from hpcrl.families.openvla.generate import ActionGroups
 
     at_once = config.environment.skyrl_gym.robot.actions_per_turn
     tokens, entries = config.generator.sampling_params.max_generate_length, config.trainer.policy.config_overrides

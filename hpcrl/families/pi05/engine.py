@@ -20,8 +20,8 @@ from hpcrl.families.pi05.sampler import ActionSampler, Ask, Chunk
 from hpcrl.families.pi05.samples import PATH
 from hpcrl.rollout.engines.base import Engine, Generation, Heard
 from hpcrl.rollout.engines.in_process import InProcess
-from hpcrl.rollout.engines.worker_thread import OwnThreadEngine, replace_whole
 from hpcrl.rollout.engines.tensors import replace_adapter
+from hpcrl.rollout.engines.worker_thread import OwnThreadEngine, replace_whole
 
 
 class ActionEngine(OwnThreadEngine):

@@ -31,9 +31,9 @@ from hpcrl.families.pi05.statistics import NormScale, statistics_of
 from hpcrl.rollout.engines.base import Engine, Generation
 from hpcrl.rollout.env_session import EnvSession
 from hpcrl.rollout.generate import Generator, Maker
+from hpcrl.rollout.generation_cache import Turns
 from hpcrl.rollout.group import Group, apply_stop_reason, neutralize_failed, sample_reward
 from hpcrl.rollout.threads import CallThreads, in_thread
-from hpcrl.rollout.generation_cache import Turns
 from hpcrl.types import LONGEST_FAILURE, Kind, Row, StopReason, Work, plain_text
 
 if TYPE_CHECKING:

@@ -15,10 +15,10 @@ from hpcrl.errors import DeviceError, RunError
 from hpcrl.launch.agent.devices import visible_devices
 from hpcrl.launch.agent.nsight import records_engines, records_ranks
 from hpcrl.launch.agent.start import NodeContext
-from hpcrl.launch.doctor.node_findings import Purpose, of_node
+from hpcrl.launch.doctor.disk_space import Sizes, rooms
 from hpcrl.launch.doctor.finding import Finding
 from hpcrl.launch.doctor.node import facts, gpu_processes
-from hpcrl.launch.doctor.disk_space import Sizes, rooms
+from hpcrl.launch.doctor.node_findings import Purpose, of_node
 from hpcrl.launch.nodes import Node
 from hpcrl.observe.metrics import values_of
 from hpcrl.rundir.checkpoints import Retention, prune

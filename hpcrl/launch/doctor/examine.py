@@ -16,12 +16,12 @@ from typing import Any
 from hpcrl.config.sections.slurm import ContainerConfig, SlurmConfig
 from hpcrl.config.validate import build
 from hpcrl.launch.container import Starter
-from hpcrl.launch.doctor.shared_fs_probe import VISIBLE_S, delays_of, of_delays, of_links
 from hpcrl.launch.doctor.cluster import of_cluster, of_partition, of_request, parse_config, parse_records
-from hpcrl.launch.doctor.node_findings import Purpose, of_both, of_clock, of_node, of_place
 from hpcrl.launch.doctor.finding import Finding, error, ok, warning
 from hpcrl.launch.doctor.node import facts, place
+from hpcrl.launch.doctor.node_findings import Purpose, of_both, of_clock, of_node, of_place
 from hpcrl.launch.doctor.node_session import Silent, Talk
+from hpcrl.launch.doctor.shared_fs_probe import VISIBLE_S, delays_of, of_delays, of_links
 
 _ANSWER_S = 60.0
 _FACTS_S = 660.0  # torch may take long to import

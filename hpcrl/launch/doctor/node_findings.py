@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hpcrl.launch.doctor.disk_space import Room
 from hpcrl.launch.doctor.finding import Finding, error, ok, warning
 from hpcrl.launch.doctor.gpus import of_gpus
-from hpcrl.launch.doctor.disk_space import Room
 from hpcrl.units import readable_size
 
 _GB = 1e9

@@ -20,9 +20,9 @@ from hpcrl.launch.manage.progress import progress_of
 from hpcrl.launch.manage.registry import known_states
 from hpcrl.launch.manage.screen import RunView, one_run, several_runs
 from hpcrl.launch.manage.state import RunState
+from hpcrl.observe.live_status import Watch
 from hpcrl.observe.summary import headline
 from hpcrl.observe.summary_table import headline_rows, show_summary
-from hpcrl.observe.live_status import Watch
 from hpcrl.rundir.alerts import read_alerts
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import outcome_of, read_attempts

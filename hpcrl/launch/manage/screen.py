@@ -13,9 +13,9 @@ from rich.text import Text
 
 from hpcrl.launch.manage.progress import Progress
 from hpcrl.launch.manage.state import RunState
+from hpcrl.observe.live_status import Watched
 from hpcrl.observe.summary import Headline
 from hpcrl.observe.summary_table import headline_rows
-from hpcrl.observe.live_status import Watched
 from hpcrl.rundir.alerts import Alert
 from hpcrl.rundir.layout import Run
 from hpcrl.text import one_line

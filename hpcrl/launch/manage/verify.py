@@ -11,8 +11,8 @@ import tomli
 
 from hpcrl.config import Config
 from hpcrl.data.batch_file import batch_steps, check_batches, read_batch
-from hpcrl.data.group_file import check_group, groups_of
 from hpcrl.data.cache_files import read_rows, read_turns, turn_files
+from hpcrl.data.group_file import check_group, groups_of
 from hpcrl.data.score_file import check_scores
 from hpcrl.data.weight_files import check_weights
 from hpcrl.errors import CommitError, ConfigError, DataError, RunError

@@ -17,8 +17,8 @@ from hpcrl.config import Config
 from hpcrl.config.sections.alerts import AlertRuleConfig
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.errors import HpcrlError, did_you_mean
-from hpcrl.observe.alerts.rules import AlertJudge, metric_of
 from hpcrl.observe.alerts.notify import call_webhook, run_command, webhook_of
+from hpcrl.observe.alerts.rules import AlertJudge, metric_of
 from hpcrl.observe.metrics import MetricsReader, Record, last_reports
 from hpcrl.observe.summary import EVAL_FAILED, EVAL_LOSS, EVAL_SCORE, STEP_SECONDS
 from hpcrl.rundir.alerts import Alert, AlertEvent, Event, append_event, read_alerts

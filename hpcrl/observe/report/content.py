@@ -21,8 +21,8 @@ from hpcrl.observe.report.samples import samples_of
 from hpcrl.observe.report.spans import timeline_of
 from hpcrl.observe.report.verdict import Verdict, findings
 from hpcrl.observe.summary import summarise
-from hpcrl.observe.timeline import versions_of
 from hpcrl.observe.summary_table import summary_rows
+from hpcrl.observe.timeline import versions_of
 from hpcrl.rundir.alerts import read_alerts
 from hpcrl.rundir.commit import checksum
 from hpcrl.rundir.layout import Run

@@ -15,8 +15,8 @@ from hpcrl.data.weight_files import PublishedWeights
 from hpcrl.errors import EngineError
 from hpcrl.rollout.engines.base import Generation
 from hpcrl.rollout.engines.in_process import SLEEP, UPDATE, InProcessEngine
-from hpcrl.rollout.engines.weight_check import check_probe, check_ranks, difference, tolerance
 from hpcrl.rollout.engines.tensors import read_tensors
+from hpcrl.rollout.engines.weight_check import check_probe, check_ranks, difference, tolerance
 from hpcrl.rollout.limiter import Load
 
 R = TypeVar("R")

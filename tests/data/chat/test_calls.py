@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from hpcrl.data.chat.calls import CallForm
-from hpcrl.data.chat.template import ChatTemplate
 from hpcrl.data.chat.prompt_tokens import ChatTurns
+from hpcrl.data.chat.template import ChatTemplate
 from hpcrl.data.conversations import Columns, Renderer
 from hpcrl.errors import DataError
 from tests.data.chat.forms import CHATML, TOOLS, made

@@ -14,8 +14,8 @@ from hpcrl.config.sections.generator import ChatTemplateConfig
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.data.chat.encode import encoded, encoded_pieces
 from hpcrl.data.chat.ending import end_ids, trained_end
-from hpcrl.data.chat.template import ChatTemplate
 from hpcrl.data.chat.prompt_tokens import ChatTurns
+from hpcrl.data.chat.template import ChatTemplate
 from hpcrl.data.conversations import Columns, Renderer, Tokens
 from hpcrl.data.tokenizer import read_tokenizer
 from hpcrl.launch.doctor.tokenizer import of_tokenizer

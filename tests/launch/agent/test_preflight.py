@@ -17,8 +17,8 @@ from hpcrl.errors import CommitError, ConfigError, DeviceError, HpcrlError, RunE
 from hpcrl.launch.agent import preflight
 from hpcrl.launch.agent.preflight import check_node, compiling, make_room, sharing, wanting_nvcc
 from hpcrl.launch.agent.start import NodeContext
-from hpcrl.launch.doctor.node import gpu_processes, gpus_here
 from hpcrl.launch.doctor.disk_space import Sizes
+from hpcrl.launch.doctor.node import gpu_processes, gpus_here
 from hpcrl.launch.nodes import Node
 from hpcrl.rundir.commit import begin, committed_directory, write_text
 from hpcrl.rundir.layout import Run

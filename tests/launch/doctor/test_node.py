@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from hpcrl import faults as fault
-from hpcrl.launch.doctor.shared_fs_probe import delays_of, of_delays, of_links
-from hpcrl.launch.doctor.node_findings import Purpose, of_both, of_clock, of_node, of_place
-from hpcrl.launch.doctor.node import facts, filesystem
 from hpcrl.launch.doctor.disk_space import Room
+from hpcrl.launch.doctor.node import facts, filesystem
+from hpcrl.launch.doctor.node_findings import Purpose, of_both, of_clock, of_node, of_place
 from hpcrl.launch.doctor.node_session import Silent, Talk
+from hpcrl.launch.doctor.shared_fs_probe import delays_of, of_delays, of_links
 
 MOUNTS = """\
 22 1 259:1 / / rw,relatime - ext4 /dev/root rw

@@ -14,8 +14,8 @@ from hpcrl.launch.manage.progress import Progress
 from hpcrl.launch.manage.screen import RunView, bar, details, one_run, several_runs, sparkline
 from hpcrl.launch.manage.state import RunState
 from hpcrl.launch.scheduler import JobState
-from hpcrl.observe.summary import Headline
 from hpcrl.observe.live_status import ProcessRow, Watched
+from hpcrl.observe.summary import Headline
 from hpcrl.rundir.alerts import Alert, AlertEvent
 from hpcrl.rundir.layout import Run
 

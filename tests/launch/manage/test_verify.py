@@ -15,8 +15,8 @@ import torch
 from hpcrl.cli.main import main
 from hpcrl.config import Config
 from hpcrl.controller.recovery import read_history
-from hpcrl.data.group_file import read_group
 from hpcrl.data.cache_files import turn_file
+from hpcrl.data.group_file import read_group
 from hpcrl.data.weight_files import WeightFile, check_weights, weight_facts
 from hpcrl.errors import CommitError, DataError, HpcrlError
 from hpcrl.launch.manage.verify import PARTS

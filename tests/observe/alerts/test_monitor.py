@@ -14,7 +14,7 @@ import pytest
 
 from hpcrl.config import Config
 from hpcrl.errors import CommitError
-from hpcrl.observe.alerts import tell
+from hpcrl.observe.alerts import notify
 from hpcrl.observe.alerts.monitor import Alerts, main, watcher
 from hpcrl.observe.metrics import MetricsWriter
 from hpcrl.rundir.alerts import AlertEvent, append_event, read_alerts
@@ -182,7 +182,7 @@ def test_a_command_gets_the_facts_and_no_shell(run: Run, tmp_path: Path, capfd: 
 def test_a_command_that_fails_or_hangs_is_only_logged(
     run: Run, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, text: str, said: str
 ) -> None:
-    monkeypatch.setattr(tell, "_COMMAND_S", 0.2)
+    monkeypatch.setattr(notify, "_COMMAND_S", 0.2)
     command = program(tmp_path / "own", text) if text else str(tmp_path / "none")
     configure(run, LOW, f"trainer.alerts.command=['{command}']")
     train(run, 1, 0, 0.1, 0.1)
@@ -220,7 +220,7 @@ def test_a_webhook_is_sent_json_again_where_it_fails(
     run: Run, tmp_path: Path, webhook: tuple[str, list[Any], list[int]],
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(tell, "_AGAIN_S", 0.0)
+    monkeypatch.setattr(notify, "_AGAIN_S", 0.0)
     address, got, statuses = webhook
     statuses += [503, 502]
     (tmp_path / "address").write_text(f"{address}\n")
@@ -245,7 +245,7 @@ def test_a_webhook_is_sent_json_again_where_it_fails(
 def test_a_webhook_that_is_down_is_only_logged(
     run: Run, address: str, said: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(tell, "_AGAIN_S", 0.0)
+    monkeypatch.setattr(notify, "_AGAIN_S", 0.0)
     configure(run, LOW, f"trainer.alerts.webhook={address}")
     train(run, 1, 0, 0.1, 0.1)
     alerts_of(run).look()

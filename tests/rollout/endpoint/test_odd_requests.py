@@ -20,8 +20,8 @@ from hpcrl.errors import RefusedRequestError
 from hpcrl.rollout.endpoint.server import PolicyServer, serving
 from hpcrl.rollout.engines.base import Engine, engine_sampling
 from hpcrl.rollout.generate import GroupGenerator
-from hpcrl.rollout.group import Group
 from hpcrl.rollout.generation_cache import Turns
+from hpcrl.rollout.group import Group
 from hpcrl.types import Prompt, Work
 from tests.rollout.conftest import WithEngine
 from tests.rollout.endpoint.odd_requests import odd_request

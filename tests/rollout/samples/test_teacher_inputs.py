@@ -13,8 +13,8 @@ from transformers import AutoTokenizer
 
 from hpcrl.config.sections.distillation import DistillationConfig, SelfTeacherConfig
 from hpcrl.config.validate import build
-from hpcrl.data.chat.template import Tools
 from hpcrl.data.chat.prompt_tokens import ChatTurns
+from hpcrl.data.chat.template import Tools
 from hpcrl.data.vision.reader import Context
 from hpcrl.envs.base import Messages
 from hpcrl.errors import ConfigError, DataError

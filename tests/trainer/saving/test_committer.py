@@ -19,7 +19,7 @@ from hpcrl import faults as fault
 from hpcrl.config import Config
 from hpcrl.data.weight_files import PublishedWeights, WeightReader
 from hpcrl.errors import CommitError, RunError
-from hpcrl.launch.doctor import rooms
+from hpcrl.launch.doctor import disk_space
 from hpcrl.rundir.checkpoints import Retention
 from hpcrl.rundir.commit import committed_by, verify, write_text
 from hpcrl.rundir.layout import Run
@@ -175,7 +175,7 @@ def test_too_little_space_is_told_before_it_is_written(
     life = make_life(alone, model_path, source, tmp_path)
     assert life.save(1) == "ok"
     size = life.checkpoints._committer.size
-    numbers = sum(map(math.prod, (entry["shape"] for entry in rooms._headers(model_path).values())))
+    numbers = sum(map(math.prod, (entry["shape"] for entry in disk_space._headers(model_path).values())))
     assert size is not None
     assert 12 * numbers < size, "what `hpcrl plan` says; of a model so small the names take more"
     assert size == sum(entry["size"] for entry in verify(life.run.checkpoint(1))["files"].values())

@@ -14,7 +14,7 @@ from hpcrl.trainer.backends.megatron.adapters.add import add_adapters, take_from
 from hpcrl.trainer.backends.megatron.architecture import Architecture
 from hpcrl.trainer.backends.megatron.names import hf_names, name_in_memory, table_name
 from hpcrl.trainer.distributed import World
-from hpcrl.trainer.models import trained as by_transformers
+from hpcrl.trainer.models import trainable as by_transformers
 from hpcrl.trainer.models.adapter import Adapted
 from hpcrl.trainer.models.hf import ModelSource
 from hpcrl.trainer.models.lora import own_name
