@@ -59,11 +59,11 @@ def main(run_dir: str) -> None:
         joined(trainer.deterministic, config.slurm.gpus > 0, config.slurm.patience) as world,
         recorded(trainer.profiler, trainer.policy.record_memory, run, attempt, world, timeline) as record_step,
     ):
-        work(run, attempt, config, world, StopConsensus(world, STOP, heartbeat), timeline, record_step)
+        run_trainer(run, attempt, config, world, StopConsensus(world, STOP, heartbeat), timeline, record_step)
         STOP.ignore()
 
 
-def work(
+def run_trainer(
     run: Run,
     attempt: int,
     config: Config,

@@ -213,7 +213,7 @@ def _memory(config: Config, found: Estimate) -> Iterator[str]:
     yield f"  in all {found.total / unit:,.2f}: {resident / unit:,.2f} stay all the time, {(found.total - resident) / unit:,.2f} more while the model that needs most is computed"
     memory = memory_of_rank(config, trainer.placement.critic_nodes[1] if apart else None)
     if trainer.placement.colocate_all and config.slurm.gpus > 0:
-        yield from _turns(config, found, memory, unit)
+        yield from _colocation(config, found, memory, unit)
     else:
         yield _of_device(found.total, memory, unit)
     exact = "weights" if trainer.strategy == "megatron" else "weights, gradients and optimizer"
@@ -223,16 +223,16 @@ def _memory(config: Config, found: Estimate) -> Iterator[str]:
     )
 
 
-def _turns(config: Config, found: Estimate, memory: tuple[float | None, str], unit: int) -> Iterator[str]:
-    from hpcrl.planning.colocation import on_host, turns
+def _colocation(config: Config, found: Estimate, memory: tuple[float | None, str], unit: int) -> Iterator[str]:
+    from hpcrl.planning.colocation import leased_memory, on_host
 
     device, source = memory
     if device is None:
         yield f"  in turns with an engine, on a device whose memory is unknown ({source})"
     else:
-        for turn in turns(config, found, device):
+        for turn in leased_memory(config, found, device):
             both = f"{turn.trainer / unit:,.2f} of the trainer and {turn.engine / unit:,.2f} of the engine"
-            yield f"  in the {turn.whose}'s turn {both}"
+            yield f"  in the {turn.holder}'s turn {both}"
             yield _of_device(turn.trainer + turn.engine, memory, unit)
     held = on_host(config, found) / unit
     yield f"  host memory for what leaves the device in the engine's turn, kept in both: {held:,.2f} for each rank"

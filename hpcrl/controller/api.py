@@ -41,7 +41,7 @@ class Api:
         self._schemas = service.schemas()
         self._changed = asyncio.Condition()
         self._waiting: dict[str, asyncio.Future[list[Work]]] = {}
-        self._colocated, self._turns = colocated, GpuLease()
+        self._colocated, self._lease = colocated, GpuLease()
         self._told: tuple[int | None, bool] = None, False
         self._looked = time.monotonic()
         self._trainer_got_end = False
@@ -51,7 +51,7 @@ class Api:
         handlers = (
             self.report,
             self.claim,
-            self.turn,
+            self.lease,
             self.complete,
             self.leave,
             self.start,
@@ -92,15 +92,15 @@ class Api:
             "sleep": self._trains(),
         }
 
-    async def turn(self, body: dict[str, Any]) -> dict[str, Any]:
+    async def lease(self, body: dict[str, Any]) -> dict[str, Any]:
         service, name, deadline = self._service, body["worker"], time.monotonic() + WAIT_S
-        request, granted = self._turns.ask(name), False
+        request, granted = self._lease.ask(name), False
         await self._notify()  # the trainer may have waited for this engine
         while not service.stop and time.monotonic() < deadline:
-            if service.phase not in (IDLE, LOAD) and (granted := self._turns.grant(name, request)):
+            if service.phase not in (IDLE, LOAD) and (granted := self._lease.grant(name, request)):
                 break
             await self._wait(deadline)
-        return {"stop": service.stop, "version": service.version, "turn": granted}
+        return {"stop": service.stop, "version": service.version, "lease": granted}
 
     async def complete(self, body: dict[str, Any]) -> dict[str, Any]:
         groups = self._schemas.groups(body["groups"])
@@ -110,7 +110,7 @@ class Api:
 
     async def leave(self, body: dict[str, Any]) -> dict[str, Any]:
         groups = self._service.leave(body["worker"])
-        self._turns.leave(body["worker"])
+        self._lease.leave(body["worker"])
         self._answer(body["worker"])
         if groups and not self._service.stop:
             print(f"{body['worker']} leaves; {groups} groups of it go to others", flush=True)
@@ -217,13 +217,13 @@ class Api:
 
     async def _forget_given_up(self, run: Run, attempt: int) -> None:
         """Hold the trainer back no longer for engines of workers that their agents have given up, where the news of it got lost."""
-        if not (self._turns.awake and self._trains()) or time.monotonic() - self._looked < RENEW_S:
+        if not (self._lease.awake and self._trains()) or time.monotonic() - self._looked < RENEW_S:
             return
         self._looked = time.monotonic()
-        for name in list(self._turns.awake):
+        for name in list(self._lease.awake):
             status = read_process_status(run, name, attempt)
             if status and status.state.startswith(GIVEN_UP):
-                self._turns.leave(name)
+                self._lease.leave(name)
                 await self._notify()
 
     async def _stop_trainer(self, run: Run, attempt: int) -> None:
@@ -234,12 +234,12 @@ class Api:
             await asyncio.sleep(TICK_S)
 
     def _trains(self) -> bool:
-        """Return whether it is the trainer's turn on the devices that it shares with engines."""
+        """Return whether the trainer has the lease of the devices that it shares with engines."""
         return self._colocated and self._service.phase == IDLE and not self._service.stop
 
     def _batch(self, step: int) -> str | None:
         """Return the path of a batch that may be trained now: no engine is awake on the trainer's devices."""
-        return None if self._turns.awake else self._service.batch(step)
+        return None if self._lease.awake else self._service.batch(step)
 
     def _hand_out(self) -> None:
         for name, work in self._service.assignments():

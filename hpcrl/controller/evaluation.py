@@ -55,13 +55,13 @@ def evaluation_work(
         settings: all of them that decide what is said and scored, where rows that are finished may count in a later attempt.
     """
 
-    def work(row: int) -> Work:
+    def of_row(row: int) -> Work:
         name, prompt = eval_group_id(version, row), prompts[row]
         decides = [settings, name, vars(prompt), n_samples, seed + row]
         asked = "" if settings is None else digest_of(json.dumps(decides).encode())
         return Work(name, "eval", prompt, n_samples, seed + row, asked=asked)
 
-    return [work(row) for row in (range(len(prompts)) if rows is None else rows)]
+    return [of_row(row) for row in (range(len(prompts)) if rows is None else rows)]
 
 
 class EvalQueue:

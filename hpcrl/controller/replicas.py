@@ -71,8 +71,8 @@ class WorkerRegistry:
 class GpuLease:
     """Which engines have the devices that they share with the trainer (trainer.placement.colocate_all); none where they share none.
 
-    A worker that asks for its turn says by it that its engine sleeps, or has not been started. One that has ended has none any more, as its agent
-    tells; a silent one may still have one, and is waited for until its agent has ended it.
+    A request for the lease means that the worker's engine sleeps, or has not been started. A worker that has ended holds no lease; a silent
+    one may still hold it, and the trainer waits until its agent has ended it.
 
     Attributes:
         awake: workers whose engines are awake, or being started.
@@ -83,7 +83,7 @@ class GpuLease:
         self._asking: dict[str, object] = {}
 
     def ask(self, name: str) -> object:
-        """A worker asks for its turn; return what `grant` knows this request by. Earlier ones of the worker are void."""
+        """Note that a worker asks for the lease; return the request, by which `grant` knows it. Earlier ones of the worker are void."""
         self.awake.discard(name)
         self._asking[name] = request = object()
         return request

@@ -207,7 +207,7 @@ class Schemas:
         self.report = Schema({**calls, "state": NAME}, {"holding": GROUP_IDS})
         self.claim = Schema({**calls, "capacity": whole(_MOST_ENTRIES), "holding": GROUP_IDS})
         self.complete = Schema({**worker, "groups": OBJECTS})
-        self.leave, self.turn = Schema(leaver), Schema(worker)
+        self.leave, self.lease = Schema(leaver), Schema(worker)
         self.start = Schema({"step": whole(_MOST_ENTRIES)})  # a step beyond the end is an error of the configuration
         self.published = Schema(
             {"version": step}, {"weights": Value("true or false", lambda value: type(value) is bool)}

@@ -37,7 +37,7 @@ KINDS = {
         "update_ref_with_policy",
     ),
     "publish": ("sync_weights", "fetch_weights"),
-    "turn": ("asleep", "offload", "onload"),
+    "colocation": ("asleep", "offload", "onload"),
     "pause": ("update_weights",),
     "checkpoint": ("save_checkpoints", "save_hf_model", "dump_data_batch"),
     "evaluate": ("eval", "evaluate"),

@@ -1,4 +1,4 @@
-"""Whether trainer and engine fit on the devices on which they take turns."""
+"""Memory of devices that trainer and engine share (trainer.placement.colocate_all)."""
 
 from __future__ import annotations
 
@@ -17,27 +17,28 @@ _CUSTOM = 1 << 29
 
 
 @dataclass(frozen=True)
-class GpuTurn:
-    """One of the two turns.
+class LeasedMemory:
+    """Memory of a device while trainer or engine holds its lease.
 
     Attributes:
-        trainer, engine: bytes that they have of the device.
+        holder: "trainer" or "engine".
+        trainer, engine: bytes of the device that they take.
     """
 
-    whose: str
+    holder: str
     trainer: int
     engine: int
 
 
-def turns(config: Config, found: Estimate, device: float) -> Iterator[GpuTurn]:
-    """Yield both turns.
+def leased_memory(config: Config, found: Estimate, device: float) -> Iterator[LeasedMemory]:
+    """Yield the memory of a device for either holder of its lease.
 
     Args:
         device: its bytes.
     """
-    yield GpuTurn("trainer", found.total, _asleep(config))
+    yield LeasedMemory("trainer", found.total, _asleep(config))
     share = config.engine_memory_share
-    yield GpuTurn("engine", _away(config) + _kept(config, found), round(share * device))
+    yield LeasedMemory("engine", _away(config) + _kept(config, found), round(share * device))
 
 
 def _asleep(config: Config) -> int:

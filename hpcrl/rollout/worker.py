@@ -96,7 +96,7 @@ class WorkerOptions:
         return f"rollout-{self.replica}"
 
 
-async def work(
+async def run_worker(
     options: WorkerOptions, launched: Launched, maker: Maker, decode: Decode, process_status: StatusWriter
 ) -> None:
     """Work with an engine that is ready until the controller says stop; as `Worker.run`.
@@ -210,8 +210,8 @@ class Worker:
         asleep = time.monotonic()
         self._tell_state()
         while self._stop is None and self._must_sleep:
-            answer = await self._call("turn")
-            self._stop, self._must_sleep = answer["stop"] or self._stop, not answer["turn"]
+            answer = await self._call("lease")
+            self._stop, self._must_sleep = answer["stop"] or self._stop, not answer["lease"]
             self._newest = max(self._newest, answer["version"] or 0)
         seconds = {"weights/sleep_seconds": asleep - began, "generate/asleep_seconds": time.monotonic() - asleep}
         self._rollout_metrics.add(seconds)

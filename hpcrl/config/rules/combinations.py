@@ -35,8 +35,8 @@ from hpcrl.config.rules.generation import (
     lengths,
     sampled_distribution,
     sampling_parameters,
+    several_turns,
     step_wise,
-    turns,
 )
 from hpcrl.config.rules.megatron_layouts import expert_sizes, pipeline, reference_layout
 from hpcrl.config.rules.ranks import (
@@ -393,7 +393,7 @@ RULES: tuple[Rule, ...] = (
     _checkpoints,
     uploads,
     lengths,
-    turns,
+    several_turns,
     learned_observations,
     chat,
     step_wise,

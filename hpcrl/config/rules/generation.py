@@ -81,7 +81,7 @@ def lengths(config: ConfigTree) -> Iterator[Problem]:
         )
 
 
-def turns(config: ConfigTree) -> Iterator[Problem]:
+def several_turns(config: ConfigTree) -> Iterator[Problem]:
     if config.generator.max_turns > 1 and config.environment.reward_function:
         yield Problem(
             "generator.max_turns",
