@@ -23,7 +23,7 @@ _OF_PAIR = (", chosen", ", rejected")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    text = "count the rows, pairs or prompts of the datasets of a run, say how long they are, what would be left out and which columns nothing reads, and show some rows that are trained"
+    text = "count the rows, pairs or prompts of a run's datasets, and show some trained rows. Prints their lengths, what would be left out, and which columns nothing reads"
     check = commands.add_parser("check", help=text, description=text[0].upper() + text[1:] + ".")
     check.add_argument(
         "settings", nargs="+", metavar="FILE|KEY=VALUE", help="TOML files and overrides, later ones over earlier ones"

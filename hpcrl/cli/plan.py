@@ -93,8 +93,8 @@ def _layers(config: Config) -> Iterator[str]:
     megatron, remedy = config.trainer.policy.megatron_config, "; it is the extra transformer-engine" if gpus else ""
     if (size := megatron.context_parallel_size) > 1:
         yield (
-            f"  hint: without TransformerEngine each of the {size} context-parallel ranks gathers the keys and values of a sample and computes "
-            f"attention over all of its tokens; what they share is the rest of the layers{remedy}"
+            f"  hint: without TransformerEngine each of the {size} context-parallel ranks gathers the keys and values of a sample and "
+            f"computes attention over all of its tokens. They share only the rest of the layers{remedy}"
         )
     if gpus and megatron.expert_model_parallel_size > 1 and megatron.moe_grouped_gemm:
         yield f"  hint: without TransformerEngine a rank computes its experts one after the other{remedy}"

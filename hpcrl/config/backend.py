@@ -43,7 +43,7 @@ class Backend:
         title: for messages.
         package: with the modules of `brings`.
         brings: layers that the engine has a module for. Without `nodes` a replica is on one node, without `teacher` it scores no samples,
-            without `serve` there is no `hpcrl engine`; without `launch` and `plan` nothing is checked at submit, and nothing planned.
+            without `serve` there is no `hpcrl engine`. Without `launch` and `plan` nothing is checked at submit, and nothing planned.
         reads: settings of `OPTIONAL` that it reads; the others are refused.
         sampling: names of generator.sampling_params.additional_kwargs that it takes; None: any.
         rules: refuse combinations of settings where a run's engines are of this backend.

@@ -142,5 +142,5 @@ def _shortened(names: tuple[str, ...]) -> dict[str, list[str]]:
 
 
 def _without_one(name: str) -> set[str]:
-    """Return the text and what is left of it without any one letter; texts one letter apart have some of these in common."""
+    """Return the text, and the text without each one of its letters; texts that differ in one letter share some of these."""
     return {name, *(name[:i] + name[i + 1 :] for i in range(len(name)))}

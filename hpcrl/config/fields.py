@@ -161,7 +161,7 @@ def _annotations(section: type) -> dict[str, Any]:
     for field_name, annotation in found.items():
         if not _fits_toml(annotation):
             raise ConfigError(
-                f"{name}.{field_name}: TOML cannot hold a value of type {annotation}; declare it as str, int, float, bool, Literal, "
+                f"{name}.{field_name}: TOML cannot hold a value of type {annotation}. Declare it as str, int, float, bool, Literal, "
                 "a list or a dict[str, ...] of those, any of these or None, or a dataclass"
             )
     return found

@@ -292,8 +292,8 @@ def _located(tree: dict[str, Any], base: Path, known: Sequence[Setting]) -> dict
 def _locate(text: str, base: Path) -> str:
     """Return `text` with `~` expanded and a leading `./` or `../` resolved against the directory `base`.
 
-    Anything else is absolute afterwards if it exists in the working directory, because a job may run elsewhere; if not, it stays
-    as it is: a model's id on a hub, or a path that will be missed. So does text that no file can be called.
+    Any other text becomes absolute if a file of that name exists in the working directory, because a job may run elsewhere. If not, it
+    stays as it is: a model's id on a hub, or a missing path that its reader reports. So does text that is no valid file name.
     """
     try:
         if text == "~" or text.startswith("~/"):

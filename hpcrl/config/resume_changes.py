@@ -73,8 +73,7 @@ def changes(old: Config, new: Config) -> list[Change]:
 
 
 def evaluation_settings(config: Config) -> str:
-    """Return the settings that decide what is said and scored in an evaluation, as a text: those that a run may be resumed with and that
-    are not harmless."""
+    """Return the settings that decide the responses and scores of an evaluation, as a text: changeable ones that are not harmless."""
     tree = {
         "generator": asdict(config.generator),
         "environment": asdict(config.environment),

@@ -246,7 +246,7 @@ class Renderer:
         pieces, lost = self._pieces(messages, read_tools(row.get("tools")))
         if lost and self.refuse_lost:
             raise DataError(
-                f"the chat template leaves out what is to be trained: {'; '.join(lost)}; use a template that writes it "
+                f"the chat template leaves out text that should be trained: {'; '.join(lost)}. Use another template "
                 '(generator.chat_template), give such messages the weight 0, or set data.lost = "train" to train the rest'
             )
         trained = special_tokens(self.tokenizer).findall("".join(text for text, mask in pieces if mask))

@@ -67,8 +67,8 @@ def prompt_reader(
         response_column: reference answer, which becomes `reward_spec.ground_truth` where the row has none.
         image_column, video_column: images and videos that its prompt shows; they may be missing.
         env_class_required: whether each row must have an environment; otherwise `Prompt.env_class` may be empty.
-        check: is called with a row's env_class, which may be empty, and its extras; raises DataError or ConfigError where what uses
-            the rows cannot use this one, or UserCodeError where that is a user's and fails.
+        check: is called with a row's env_class, which may be empty, and its extras. Raises DataError or ConfigError where the
+            environment cannot use the row, or UserCodeError where a user's environment fails.
     """
     shown = image_column, video_column
     names = source_names(source.location for source in sources)

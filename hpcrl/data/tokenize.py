@@ -239,7 +239,7 @@ class Tokenizer:
         try:
             return is_committed(target) and verify(target)["made_of"] == made_of
         except CommitError as error:
-            print(f"{error}; tokenized anew", flush=True)
+            print(f"{error}; tokenized again", flush=True)
             return False
 
     def _kept(self, rows: Iterable[list[Tokens]], source: Source, counts: Counts) -> Iterator[list[Tokens]]:

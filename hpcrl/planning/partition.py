@@ -31,7 +31,7 @@ class StageParameters:
     """Parameters of each rank of a pipeline stage.
 
     Attributes:
-        dense, experts: those that are trained; of experts apart, which other ranks share than the rest.
+        dense, experts: trained parameters without experts, and of experts, which other ranks share.
         frozen: those that are not.
     """
 
@@ -55,7 +55,7 @@ def stage_parameters(
 ) -> list[StageParameters]:
     """Return the parameters of a rank of each pipeline stage.
 
-    A tied embedding lies on the first stage, and once more on the last one, where it is the head; its rows are padded to a multiple of
+    A tied embedding lies on the first stage, and again on the last one, where it is the head. Its rows are padded to a multiple of
     the tensor parallel size.
 
     Args:

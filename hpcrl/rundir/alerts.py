@@ -1,9 +1,9 @@
-"""What a run has told about itself: alerts.jsonl, one line per event, each with a checksum.
+"""Alerts of a run: alerts.jsonl, one line per event, each with a checksum.
 
     {"alert": "kl", "event": "raised", "step": 12, "attempt": 1, "time": 1763666666.5, "text": "policy/policy_kl is 0.31, above 0.1", "blake2b": …}
 
-raised: what the rule looks for has begun, and is no event again before it is over. told: command and webhook have had it, or will not.
-cleared: it is over. missing: no process reports the rule's metric.
+`raised`: the rule's condition has begun; no further event follows before it is over. `told`: command and webhook received it, or never will.
+`cleared`: the condition is over. `missing`: no process reports the rule's metric.
 """
 
 from __future__ import annotations

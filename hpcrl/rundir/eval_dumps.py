@@ -24,7 +24,7 @@ _REQUIRED = {
 def dumped_samples(run: Run, version: int | None) -> tuple[int, dict[tuple[str, int], dict[str, Any]]]:
     """Return a version, the newest one whose evaluation was written where none is named, and the lines of its samples.
 
-    They are told by group and place in it, in this order; `replica` is who wrote them.
+    Records are sorted by group and place in it; `replica` wrote them.
 
     Raises:
         RunError: there is no such evaluation, or its samples were not written.

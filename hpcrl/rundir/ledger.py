@@ -1,6 +1,6 @@
-"""What happened to a run: its attempts and how each ended.
+"""Ledger of a run: its attempts and their outcomes.
 
-An attempt is one start by Slurm (or by the local executor). Node 0's agent opens it; whoever first sees the end writes the outcome.
+An attempt is one start by Slurm (or by the local executor). Node 0's agent opens it; the first process that sees its end writes the outcome.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Outcome:
     """How an attempt ended.
 
     Attributes:
-        kind: done, failed (an error), hang (no progress), cancelled (by the user), interrupted (asked to stop, and to be continued), or
-            lost (it ended without an outcome: killed, or its node went down).
+        kind: done, failed (an error), hang (no progress), cancelled (by the user), interrupted (asked to stop, and to be continued).
+            Or lost: it ended without an outcome, because it was killed or its node went down.
         message: the first error, or a sentence.
         source: process that reported it.
         ended: Unix time.

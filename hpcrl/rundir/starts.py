@@ -79,7 +79,7 @@ def require_starts(run: Run) -> None:
 
 
 def _is_marked_by(path: Path, by: int) -> bool:
-    """Return whether attempt `by` committed the checkpoint; whoever reads one whose mark is damaged passes over it."""
+    """Return whether attempt `by` committed the checkpoint; readers skip one with a damaged mark."""
     try:
         return verify(path, checksums=False)["attempt"] == by
     except CommitError:

@@ -1,4 +1,4 @@
-"""Copies in S3, or a store that speaks its protocol: <prefix>/<project>/<run>/exports/s000040/<file>, and checkpoints in the same way.
+"""Copies in S3, or a store of its protocol: <prefix>/<project>/<run>/exports/s000040/<file>, and checkpoints in the same way.
 
 The mark COMMIT is the last object of a directory: without it a copy is not complete, and with it `hpcrl checkpoint verify` accepts what is
 copied back. A file above PART_BYTES is sent in parts, several at a time; the parts of a call that was killed are kept and used.
@@ -255,7 +255,7 @@ class S3Store:
         """Return the answer of the store.
 
         Raises:
-            Away, UploadRefused: with the bucket, what the store said and the remedy.
+            Away, UploadRefused: with the bucket, the store's error and the remedy.
         """
         from botocore import exceptions as of
 

@@ -41,8 +41,8 @@ STATE_LAYERS = {
     "zamba": "ZambaMambaMixer",
     "zamba2": "Zamba2MambaMixer",
 }
-"""model_type in config.json -> class in transformers of the layers that carry a state from token to token, of the models whose packed samples
-are known to be kept apart in them."""
+"""model_type in config.json -> class in transformers of the layers that carry a state from token to token. Packed samples of these models
+are known not to share that state."""
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _ATTENTION = {"full_attention", "sliding_attention", "attention"}

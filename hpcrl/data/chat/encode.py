@@ -83,8 +83,8 @@ def encoded(tokenizer: PreTrainedTokenizerBase, text: str, behind: str = "") -> 
 def encoded_pieces(tokenizer: PreTrainedTokenizerBase, pieces: Sequence[Piece]) -> tuple[list[int], list[bool]]:
     """Return the token ids of the text that pieces make together, T of them, and which of them are trained.
 
-    A token is trained if it has a character that is: where the tokenizer joins characters on both sides of a border, what the assistant
-    wrote is in that token and nowhere else.
+    A token is trained if it has a trained character: where the tokenizer joins characters on both sides of a border, the assistant's
+    text is in that token alone.
 
     Raises:
         DataError: the tokenizer has no offsets, and gives the whole text other ids than the pieces.

@@ -1,7 +1,7 @@
-"""What a policy reads and writes, turn by turn: prompts as token ids, and the text of what it said.
+"""Tokenizes prompts and the text between turns, and decodes the policy's responses.
 
-A prompt is tokenized as a whole. It then grows by the policy's own tokens, which are never tokenized again, and by what the template writes
-between two turns, with the token ids that this has in the whole text.
+A prompt is tokenized as a whole. It then grows by the policy's own tokens, which are never tokenized again, and by the template's text
+between two turns, with its token ids in the whole text.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hpcrl.text import said_in
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_BEFORE = "x"  # stands for what the policy said, where a tokenizer looks at what a text follows
+_BEFORE = "x"  # in the place of a response, where a tokenizer depends on the text before
 
 
 def protected(template: ChatTemplate, messages: Messages) -> Messages:
@@ -149,9 +149,9 @@ class ChatTurns:
         return count if self.decoded(token_ids[:count]) == text else None
 
     def decoded(self, token_ids: Sequence[int]) -> str:
-        """Return the text of what the policy said, without what ends it and other tokens that stand around messages.
+        """Return the text of a response, without its stop token and other tokens around messages.
 
-        Special tokens that an assistant itself writes, such as marks of thoughts, are in it.
+        Special tokens that an assistant itself writes, such as marks of thoughts, stay.
         """
         return str(self._tokenizer.decode([one for one in token_ids if one not in self._around]))
 

@@ -41,8 +41,8 @@ class Video:
         """Return the video that a row or an environment gives.
 
         Args:
-            value: images as of `image_text`, in their order, or a file with frames, or the path of a folder of images, which are shown in the
-                order of their names; or of these {"video": …, "fps": …}.
+            value: images as of `image_text`, in their order, or a file with frames, or the path of a folder of images. Images of a folder
+                are ordered by name. {"video": …, "fps": …} adds the frames per second.
             folder: of relative paths; None: there are none.
 
         Raises:

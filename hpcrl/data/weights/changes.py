@@ -3,7 +3,7 @@
 A step with a small learning rate changes few elements of bfloat16 weights: most updates are smaller than what rounding to it loses
 (docs/weights.md has measured shares). A file of changes is a safetensors file that has, of each tensor that changed,
 
-    <name>:gaps     [n] the first place, and then how far each is from the one before; in the smallest type that holds them
+    <name>:gaps     [n] first place, then the distance of each from the one before; in the smallest type that holds them
     <name>:values   [n] the new values, bit by bit, as integers of the same size
 
 or <name> itself, whole, where that is no larger. A tensor that it does not have is as it was.

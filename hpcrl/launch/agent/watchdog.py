@@ -68,7 +68,7 @@ class Watchdog:
         return stalls
 
     def forget(self, process: str) -> None:
-        """A process of this name starts anew."""
+        """Forget the state of a process that starts again under this name."""
         self._seen.pop(process, None)
         (self._heartbeats / process).unlink(missing_ok=True)
 

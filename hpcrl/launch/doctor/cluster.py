@@ -114,7 +114,7 @@ def _others(partition: Mapping[str, str], asked: SlurmConfig) -> Finding:
     if whole or partition.get("ExclusiveUser") == "YES":
         return ok("other users", "a run shares no node with jobs of others")
     remedy = (
-        "they reach the store of torchrun and the ports of gloo and NCCL, which ask for no secret (docs/security.md): where you do not "
+        "they reach the store of torchrun and the ports of gloo and NCCL, which require no secret (docs/security.md). If you do not "
         "trust them, set slurm.exclusive=true or choose a partition with ExclusiveUser=YES"
     )
     return warning("other users", "their jobs may be on the nodes of a run (ExclusiveUser=NO)", remedy)

@@ -102,8 +102,8 @@ def rooms(run: Run, config: Config, sizes: Sizes | None) -> dict[str, Room]:
 
 
 def _saved_parameters(shapes: dict[str, list[int]], lora: LoraConfig | None) -> int:
-    """Return how many parameters of a model a checkpoint has; with LoRA those of adapters of all its matrices, which may be more than there
-    are, and of the modules that are trained whole."""
+    """Return the number of parameters in a model's checkpoint. With LoRA these are adapters of all its matrices, an upper bound, and the
+    modules that are trained whole."""
     if lora is None:
         return sum(map(math.prod, shapes.values()))
     whole = [shape for name, shape in shapes.items() if any(part in name for part in lora.modules_to_save or ())]

@@ -120,7 +120,7 @@ def _of_compute_node(directory: Path, slurm: SlurmConfig, wait_s: int) -> Iterat
     canary = directory / f".hpcrl-doctor-{secrets.token_hex(4)}"
     try:
         canary.mkdir(mode=0o700)
-    except OSError:  # said already
+    except OSError:  # reported already
         return
     partition, needed = slurm.partition or "", min(1, slurm.gpus)
     gpus = needed > 0 or _has_gpus(partition)

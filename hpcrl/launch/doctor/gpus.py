@@ -65,7 +65,7 @@ def _unusable(facts: Mapping[str, Any], needed: int) -> Finding | None:
         return error("GPU", found, "ask for whole GPUs, or set slurm.gpus_per_node=1")
     if "error" in torch:
         found = f"torch cannot be imported on this node: {torch['error']}"
-        return error("GPU", found, "install it anew in this environment (docs/installation.md)")
+        return error("GPU", found, "install it again in this environment (docs/installation.md)")
     if torch["devices"] >= needed:
         return None
     build = f"built for CUDA {torch['cuda']}" if torch["cuda"] else "built without CUDA"

@@ -149,7 +149,7 @@ def gpu_processes(gpus: Sequence[Mapping[str, str]], devices: Sequence[str]) -> 
 
     Args:
         gpus: of `gpus_here`.
-        devices: as CUDA_VISIBLE_DEVICES names them, by index or by the beginning of the uuid. Those of a MIG device cannot be told.
+        devices: as CUDA_VISIBLE_DEVICES names them, by index or by the beginning of the uuid. Those of a MIG device are unknown.
     """
     mine = {
         gpu["uuid"]: device

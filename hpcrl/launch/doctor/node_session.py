@@ -16,7 +16,7 @@ _LEAVING_S = 10.0
 
 
 class Silent(Exception):
-    """The node has ended, or says nothing; the message is what srun said."""
+    """The node's process ended, or did not answer in time; the message has srun's output."""
 
 
 class Talk:

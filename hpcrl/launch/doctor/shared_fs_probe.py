@@ -25,7 +25,7 @@ def delays_of(node: Talk, directory: Path, limit_s: float) -> tuple[dict[str, fl
         limit_s: seconds after which a file is given up.
 
     Returns:
-        Seconds until a new and a replaced file was seen on the other side, None where it was not; and the owner of a file from there
+        Seconds until the other side saw a new and a replaced file, None where it did not. Also the owner of a file from there
         if it is not this user.
     """
     delays: dict[str, float | None] = {}

@@ -33,7 +33,7 @@ def multiply(device: Any) -> dict[str, Any]:
     """Multiply matrices on a device in bfloat16, with a known result: small integers, whose sums float32 holds exactly.
 
     Returns:
-        right: whether the result is that of the CPU, bit by bit, and error: what was raised instead; tflops: how fast a larger one was,
+        right: whether the result is that of the CPU, bit by bit. error: the exception instead of a result. tflops: speed of a larger product,
         0 on a CPU, where nothing is measured.
     """
     import torch

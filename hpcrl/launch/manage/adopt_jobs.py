@@ -1,4 +1,4 @@
-"""Jobs in the queue that no run directory knows: whoever submitted them died before it could write that down."""
+"""Finds jobs in the queue without a record in a run directory: their `hpcrl submit` died before it could write one."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def follow(runs: Sequence[Run], console: Console | None = None) -> None:
         console: where to; None: the standard output.
 
     Raises:
-        RunError: whether a run is over cannot be told, because a file of it is damaged.
+        RunError: a damaged file hides whether a run is over.
     """
     console, looks = console or Console(), Looks(runs)
     if draws(console):
@@ -111,7 +111,7 @@ class Looks:
         """Return what is known now, in the order of the runs.
 
         Raises:
-            RunError: whether a run is over cannot be told, because a file of it is damaged.
+            RunError: a damaged file hides whether a run is over.
         """
         if self._failure:
             raise self._failure
@@ -186,7 +186,7 @@ def _say(views: Sequence[RunView], said: dict[tuple[Run, str], str], console: Co
 
 
 def events(view: RunView) -> Iterator[tuple[str, str, str]]:
-    """Yield what there is to say of a run: of what, in which state it is, and the text, which is said when that state changes."""
+    """Yield the messages about a run: subject, state, and the text, which is printed when the state changes."""
     state = view.state
     if state and state.kind != "running" and not state.over:
         yield "run", f"{state.kind} {state.job.reason}", f"{state.kind}: {view.detail}"

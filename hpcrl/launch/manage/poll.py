@@ -43,7 +43,7 @@ class RunPoller:
         """Return whether the runs are over.
 
         Raises:
-            SubmitError, RunError: `ask` did, or that cannot be told, because a file is damaged.
+            SubmitError, RunError: `ask` did, or a damaged file hides whether a run is over.
         """
         states = self.states()
         for state in states:

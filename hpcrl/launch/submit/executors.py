@@ -36,7 +36,7 @@ class Element:
     """One run to be submitted.
 
     Attributes:
-        overrides: what sets it apart in its sweep.
+        overrides: settings in which it differs from other runs of its sweep.
     """
 
     name: str

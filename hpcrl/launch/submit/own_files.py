@@ -102,7 +102,7 @@ def _imports(folder: Path, path: Path) -> Iterator[str]:
     """Yield what a file imports; names that it imports from a package may be modules."""
     try:
         tree = ast.parse(path.read_bytes())
-    except (SyntaxError, ValueError, RecursionError):  # whoever imports it is told
+    except (SyntaxError, ValueError, RecursionError):  # its import raises
         return
     package = path.parent.relative_to(folder).parts
     for node in ast.walk(tree):

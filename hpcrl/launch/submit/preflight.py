@@ -1,5 +1,4 @@
-"""What can be known to fail before anything is queued: files that a run needs, its own code, models that its ranks or engines cannot use, and
-the checkpoint that it starts from."""
+"""Checks a run before it is queued: its files, its own code, models that its ranks or engines cannot use, and its first checkpoint."""
 
 from __future__ import annotations
 
@@ -77,10 +76,10 @@ def check_files(config: Config, source_of: Callable[[str], str | None] = lambda 
 
 
 def look(config: Config) -> tuple[list[Problem], list[str]]:
-    """Return what would end a run, and what cannot be known on this machine; layouts of Megatron's ranks are left out.
+    """Return problems that would end a run, and those that this machine cannot check; layouts of Megatron's ranks are left out.
 
-    Of a dataset the first rows are looked at, which mostly tells whether its columns are those that are wanted, and ground truths of a
-    sample of its rows are tried. A .json file is read whole for that, and one of an evaluation that never happens not at all.
+    Of a dataset the first rows are read, which mostly shows wrong columns, and ground truths of a sample of its rows are scored. A .json
+    file is read whole for that; the dataset of an evaluation that never happens is not read.
     """
     problems = [
         Problem("python_path", f"no folder {folder}") for folder in config.python_path if not Path(folder).is_dir()

@@ -60,7 +60,7 @@ def prepare(name: str, elements: Sequence[tuple[Config, list[str]]]) -> Submissi
     """Name the runs of a submission, one per element of a job array.
 
     Args:
-        name: of the submission; the runs of a sweep add to it what sets them apart.
+        name: of the submission; the runs of a sweep add their index and values.
         elements: each configuration, and the overrides that it has alone.
 
     Raises:
@@ -304,6 +304,6 @@ def require_slurm() -> None:
     """Raise SubmitError where sbatch is not to be found."""
     if shutil.which("sbatch") is None:
         raise SubmitError(
-            "there is no Slurm here (no sbatch on PATH): use --local to run on this machine, --dry-run to see what would be "
-            "submitted, or slurm/devcluster to try a small Slurm of your own"
+            "there is no Slurm here (no sbatch on PATH): use --local to run on this machine, --dry-run to print the submission, or "
+            "slurm/devcluster for a small Slurm of your own"
         )

@@ -170,7 +170,7 @@ def name_after(file: Path, moment: str) -> str:
 
 
 def run_names(name: str, varied: Sequence[list[str]]) -> list[str]:
-    """Return the name of each run: `name` alone, or with the element's index and the values that set it apart.
+    """Return the name of each run: `name` alone, or with the element's index and its values.
 
     quickstart.0-lr-1e-6-seed-1: the last part of each setting's name and its value, in the letters of directory names.
     """

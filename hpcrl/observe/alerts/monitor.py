@@ -1,9 +1,9 @@
-"""Looks at what a run reports, and raises its alerts: python -m hpcrl.observe.alerts.monitor RUN ATTEMPT
+"""Reads a run's metrics and raises its alerts: python -m hpcrl.observe.alerts.monitor RUN ATTEMPT
 
-It goes on until its standard input ends. A process of its own, so that it sees a run that hangs, and cannot hold one up.
+It ends with its standard input. It is a process of its own, so that it sees a run that hangs, and cannot block one.
 
-All values that count, those of earlier attempts too, are judged again in each attempt, and events begin after the newest step that
-alerts.jsonl has of the rule: what happened while nobody looked is told late, and what lasts over a restart is not told twice.
+Each attempt judges all valid values again, those of earlier attempts too, and events begin after the newest step of the rule in
+alerts.jsonl. So an event between two attempts is raised late, and one that lasts over a restart is not raised twice.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Alerts:
         self.begin()
 
     def begin(self) -> None:
-        """Judge from the first step on, and tell what was raised or missing and was not told, because of a kill or of the filesystem."""
+        """Judge from the first step on, and notify of earlier events that a kill or the filesystem left without a notification."""
         rules = {name: metric for name, rule in self._config.rules.items() if (metric := metric_of(rule))}
         self._judges = {name: AlertJudge(self._config.rules[name]) for name in rules}
         self._metrics = rules | ({_KEEP_BEST: self._best} if self._best else {})
@@ -138,7 +138,7 @@ class Alerts:
         return alert
 
     def _tell(self, alert: Alert) -> None:
-        """Run the command, call the webhook and stop the run. Whoever is killed in between has it done again by the next attempt."""
+        """Run the command, call the webhook and stop the run. After a kill in between, the next attempt does it again."""
         rule = self._config.rules.get(alert.name)
         facts = self._facts(alert, rule)
         if self._config.command:

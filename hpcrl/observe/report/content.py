@@ -1,4 +1,4 @@
-"""What a report says of one run, as JSON values: read from its files alone, whoever's they are and whether it is over or not."""
+"""Content of a run's report, as JSON values, from the run's files alone, during the run or after its end."""
 
 from __future__ import annotations
 

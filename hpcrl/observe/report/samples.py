@@ -1,7 +1,7 @@
-"""Samples as a report has them: the text of each token, with what is known of it.
+"""Samples of a report: the text of each token, with its log-probability, mask, version and advantage.
 
-Log-probability, mask and version are in the samples' files, which a run keeps for its last steps; advantages, entropies, and how far
-engine and trainer are apart, only in what `trainer.dump_data_batch` writes.
+Log-probability, mask and version are in the samples' files, which a run keeps for its last steps. Advantages, entropies, and differences
+between engine and trainer are only in the dumps of `trainer.dump_data_batch`.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class Verdict:
 
 
 def findings(curves: dict[str, Any], config: dict[str, Any], outcomes: Sequence[Outcome]) -> list[Verdict]:
-    """Return what is to be said of a run; nothing of what it has not reported.
+    """Return the findings about a run, from the metrics that it has reported.
 
     Args:
         curves: as of `curves_of`.

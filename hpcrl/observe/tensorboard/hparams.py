@@ -1,4 +1,4 @@
-"""Hyperparameters of a run for TensorBoard's HParams: what sets the runs of a sweep apart, and what people compare first."""
+"""Hyperparameters of a run for TensorBoard's HParams: the settings in which the runs of a sweep differ, and the most compared ones."""
 
 # protoc's modules have their names only at run time.
 # pyright: reportAttributeAccessIssue=false

@@ -16,7 +16,7 @@ from typing import Any
 from hpcrl.observe.trackers.base import Open, TrackedRun
 
 STEP = "step"
-"""Name of the horizontal axis where a package wants its own steps to grow, and late values have to be told of earlier ones."""
+"""Name of the horizontal axis where a package requires growing steps, and late values belong to earlier ones."""
 _MLFLOW_AT_ONCE, _MLFLOW_LONGEST = 100, 6000  # parameters per request, letters of one
 
 
