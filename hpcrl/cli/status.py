@@ -99,12 +99,12 @@ def _show(state: RunState) -> None:
 
 def _view(state: RunState) -> RunView:
     from hpcrl.errors import RunError
-    from hpcrl.launch.manage.follow import look_once
+    from hpcrl.launch.manage.follow import read_view
     from hpcrl.launch.manage.screen import RunView
-    from hpcrl.observe.live_status import Watch
+    from hpcrl.observe.live_status import LiveStatusReader
 
     with suppress(RunError, OSError):  # the state names it
-        return replace(look_once(state.run, Watch(state.run)), state=state)
+        return replace(read_view(state.run, LiveStatusReader(state.run)), state=state)
     return RunView(state.run, state)
 
 

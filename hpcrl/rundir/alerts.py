@@ -1,4 +1,4 @@
-"""Alerts of a run: alerts.jsonl, one line per event, each with a checksum.
+"""AlertMonitor of a run: alerts.jsonl, one line per event, each with a checksum.
 
     {"alert": "kl", "event": "raised", "step": 12, "attempt": 1, "time": 1763666666.5, "text": "policy/policy_kl is 0.31, above 0.1", "blake2b": …}
 
@@ -51,7 +51,7 @@ class Alert:
     """
 
     begin: AlertEvent
-    told: bool = False
+    notified: bool = False
     cleared: int | None = None
 
     @property
@@ -95,6 +95,6 @@ def _alerts(events: Iterable[AlertEvent]) -> list[Alert]:
             alerts.append(Alert(event))
         elif at is not None:
             known = alerts[at]
-            told = known.told or event.event == "told"
-            alerts[at] = Alert(known.begin, told, event.step if event.event == "cleared" else known.cleared)
+            notified = known.notified or event.event == "told"
+            alerts[at] = Alert(known.begin, notified, event.step if event.event == "cleared" else known.cleared)
     return alerts

@@ -38,7 +38,7 @@ def minutes(limit: str) -> float:
     return int(days or 0) * 1440 + hours * 60 + mins + secs / 60
 
 
-def of_cluster(config: Mapping[str, str], accounting: str | None) -> Iterator[Finding]:
+def cluster_findings(config: Mapping[str, str], accounting: str | None) -> Iterator[Finding]:
     """Say what holds in all partitions.
 
     Args:
@@ -86,7 +86,7 @@ def _requeue(config: Mapping[str, str]) -> Finding:
     return ok("requeue", found, "hpcrl submits with --requeue, which goes before JobRequeue")
 
 
-def of_partition(
+def partition_findings(
     config: Mapping[str, str], partition: Mapping[str, str], time_minutes: int | None, asked: SlurmConfig
 ) -> Iterator[Finding]:
     """Say what holds in the partition that runs would go to.
@@ -157,7 +157,7 @@ def _preemption(config: Mapping[str, str], partition: Mapping[str, str]) -> Find
     return ok("preemption", found, f"a run gets {signal}, saves, and queues itself again")
 
 
-def of_request(slurm: SlurmConfig, scarce_pools: Sequence[str] = ()) -> Iterator[Finding]:
+def request_findings(slurm: SlurmConfig, scarce_pools: Sequence[str] = ()) -> Iterator[Finding]:
     """Say what is doubtful in what runs ask of the cluster.
 
     Args:

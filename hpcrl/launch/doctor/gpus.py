@@ -12,7 +12,7 @@ _MUCH_MIB = 1024  # what is left of a GPU beside it is less than an engine or a 
 _SLOW = 0.7
 
 
-def of_gpus(
+def gpu_findings(
     facts: Mapping[str, Any],
     needed: int,
     compiles: Sequence[str],

@@ -20,7 +20,7 @@ from hpcrl.launch.manage.progress import progress_of
 from hpcrl.launch.manage.registry import known_states
 from hpcrl.launch.manage.screen import RunView, one_run, several_runs
 from hpcrl.launch.manage.state import RunState
-from hpcrl.observe.live_status import Watch
+from hpcrl.observe.live_status import LiveStatusReader
 from hpcrl.observe.summary import headline
 from hpcrl.observe.summary_table import headline_rows, show_summary
 from hpcrl.rundir.alerts import read_alerts
@@ -61,7 +61,7 @@ def draws(console: Console) -> bool:
     return console.is_terminal and not console.is_dumb_terminal and not os.environ.get("NO_COLOR")
 
 
-def look_once(run: Run, watch: Watch) -> RunView:
+def read_view(run: Run, reader: LiveStatusReader) -> RunView:
     """Return what the files of a run say now.
 
     Raises:
@@ -73,7 +73,7 @@ def look_once(run: Run, watch: Watch) -> RunView:
     try:
         statuses = read_process_statuses(run, number)
         progress = progress_of(run, statuses, ended=outcome_of(run, number) is not None)
-        return RunView(run, None, progress, headline(run), watch.look(), read_alerts(run), upload_states(run))
+        return RunView(run, None, progress, headline(run), reader.read(), read_alerts(run), upload_states(run))
     except (ValueError, KeyError, TypeError, AttributeError) as error:  # numbers that are texts, and the like
         raise RunError(f"a file in {run.path} is damaged ({type(error).__name__}: {error})") from error
 
@@ -84,7 +84,7 @@ class Looks:
     def __init__(self, runs: Sequence[Run]) -> None:
         now = time.monotonic()
         self._runs, self._poller = runs, RunPoller(runs, known_states)
-        self._watches = {run: Watch(run) for run in runs}
+        self._readers = {run: LiveStatusReader(run) for run in runs}
         self._asked, self._states = now, dict[Run, RunState]()
         self._read = dict.fromkeys(runs, now)
         self._views = {run: RunView(run) for run in runs}
@@ -146,7 +146,7 @@ class Looks:
     def _look(self) -> None:
         for run in self._runs:
             try:
-                self._views[run] = look_once(run, self._watches[run])
+                self._views[run] = read_view(run, self._readers[run])
             except (RunError, OSError) as error:
                 self._views[run] = replace(self._views[run], complaint=str(error))
             self._read[run] = time.monotonic()
@@ -190,7 +190,7 @@ def events(view: RunView) -> Iterator[tuple[str, str, str]]:
     state = view.state
     if state and state.kind != "running" and not state.over:
         yield "run", f"{state.kind} {state.job.reason}", f"{state.kind}: {view.detail}"
-    for row in view.watched.rows if view.watched else ():
+    for row in view.live.rows if view.live else ():
         yield row.process, row.state, _numbers(view) if row.process == "trainer" else row.text
     for name, text in headline_rows(view.headline) if view.headline else ():
         if name in ("eval score", "validation loss"):
@@ -202,6 +202,6 @@ def events(view: RunView) -> Iterator[tuple[str, str, str]]:
 
 
 def _numbers(view: RunView) -> str:
-    watched = view.watched
-    reward = f" · reward {watched.curve[-1]:.2f}" if watched and watched.is_reward and watched.curve else ""
+    live = view.live
+    reward = f" · reward {live.curve[-1]:.2f}" if live and live.is_reward and live.curve else ""
     return f"{view.progress}{reward}"

@@ -29,7 +29,7 @@ from hpcrl.config import Config
 from hpcrl.config.setting import ONE_LINE
 from hpcrl.errors import RunError, SubmitError
 from hpcrl.launch.agent import agent, pool
-from hpcrl.launch.doctor.cluster import of_request
+from hpcrl.launch.doctor.cluster import request_findings
 from hpcrl.launch.doctor.disk_space import Sizes
 from hpcrl.launch.pools import ROLLOUT, elastic_pools, with_few_cores
 from hpcrl.launch.requeue.elastic import cancel_pools
@@ -217,7 +217,7 @@ def launch(submission: Submission, local: bool) -> None:
         )
     if not local and shutil.which("sbatch") is None:
         raise not_here("sbatch")
-    for finding in [] if local else of_request(config.slurm, with_few_cores(config)):
+    for finding in [] if local else request_findings(config.slurm, with_few_cores(config)):
         print(printable(f"hpcrl: {finding.found}: {finding.remedy}"), file=sys.stderr)
     write_json(submission.element_list, [str(run.path) for run in runs])
     executor = local_executor(submission) if local else slurm_executor(submission)
