@@ -1,4 +1,4 @@
-"""One node's part of an engine that is on several nodes: python jobs/engine_node.py RUN
+"""Runs one node's part of an engine on several nodes: python jobs/engine_node.py RUN
 
 consumes   endpoints/, where the rollout worker on the engine's first node says where its processes meet
 waits for  that, and then for a newer one, for which the part is started again

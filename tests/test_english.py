@@ -31,7 +31,7 @@ PAGES = [page for page in _WRITTEN if name_of(page) not in _LEFT]
 
 _LEFT_CODE = (
     "hpcrl/algorithms", "hpcrl/controller", "hpcrl/convert", "hpcrl/engines", "hpcrl/envs", "hpcrl/families",
-    "hpcrl/rollout", "hpcrl/trainer", "hpcrl/types.py", "hpcrl/config/sections/functions.py",
+    "hpcrl/rollout", "hpcrl/trainer", "hpcrl/config/sections/functions.py",
 )  # fmt: skip
 """Folders of the product, and modules, whose English is not yet cleaned."""
 MODULES = [

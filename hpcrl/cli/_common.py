@@ -1,4 +1,4 @@
-"""What commands have in common: the run that they are about, overrides, and how they follow runs."""
+"""Shared arguments of commands: the run, overrides, and `--follow`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`hpcrl config …`: look at configurations, compare, explain and convert them. They start nothing."""
+"""`hpcrl config …`: show, compare, explain and convert configurations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`hpcrl data …`: what a configuration makes of its datasets, before anything is started."""
+"""`hpcrl data …`: check the datasets of a configuration before submission."""
 
 from __future__ import annotations
 

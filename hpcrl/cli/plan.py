@@ -1,4 +1,4 @@
-"""The command `hpcrl plan`: which node and which rank does what, and what that needs of its memory. It starts nothing."""
+"""`hpcrl plan`: print the nodes and ranks of a run, and the memory that they need. It starts nothing."""
 
 from __future__ import annotations
 

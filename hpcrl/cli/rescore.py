@@ -1,4 +1,4 @@
-"""`hpcrl rescore`: what the samples of an evaluation score with other rewards; nothing is generated."""
+"""`hpcrl rescore`: score the samples of an evaluation with other rewards; nothing is generated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`hpcrl status`: in what state runs are, why, and how far."""
+"""`hpcrl status`: show the state and progress of runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`hpcrl upload`: copy exports and checkpoints to the hub or to S3, from wherever there is a network and the run directory can be read."""
+"""`hpcrl upload`: copy exports and checkpoints to the hub or to S3, from any machine with a network and the run directory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Inference engines: what the configuration asks of each, and which one a configuration names.
+"""Declares what the configuration requires of an inference engine, and returns the engine that a configuration names.
 
 An engine is a package such as hpcrl.engines.vllm. Its object `BACKEND` answers the configuration; its modules answer the layers above, each by a
 Protocol: `rollout` and `nodes` (hpcrl/rollout/engines/launch.py), `teacher` (hpcrl/trainer/scoring/engine.py), `launch` (hpcrl/launch/backend.py),

@@ -1,4 +1,4 @@
-"""Effects of a change on a run that continues from a checkpoint, where several settings have the same."""
+"""Effects of a changed setting on a run that continues from a checkpoint, shared by several settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Families of policies: what the configuration asks of each, and which one a configuration's policy belongs to.
+"""Declares what the configuration requires of a policy's family, and returns the family of a configuration's policy.
 
 A family is a package such as hpcrl.families.diffusion. Its object `FAMILY` answers the configuration; its modules answer the layers above, each by a
 Protocol that stands in `family.py` of the layer: `data`, `rollout`, `trainer`, `plan`, `launch`. All of them are imported by name when they are

@@ -1,4 +1,4 @@
-"""TOML files and overrides to one tree of plain values that remembers who set what.
+"""Merges TOML files and overrides into one tree of plain values, with the source of each.
 
 Tables merge, key by key; every other value replaces the one before it. Files count from left to right, overrides last.
 """

@@ -1,4 +1,4 @@
-"""What a changed setting does to a run that continues from a checkpoint: nothing, a warning, or the run is refused."""
+"""Judges changed settings of a run that continues from a checkpoint: harmless, a warning, or refused."""
 
 from __future__ import annotations
 

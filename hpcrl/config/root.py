@@ -1,4 +1,4 @@
-"""The whole configuration of a run: read, checked, written."""
+"""Reads, checks and writes the whole configuration of a run."""
 
 from __future__ import annotations
 

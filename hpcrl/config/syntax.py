@@ -1,4 +1,4 @@
-"""Why a text is no TOML, in words for the user: the line, what was expected and the remedy. Loaded only when a file cannot be read."""
+"""Explains syntax errors of TOML: the line, what was expected and the remedy. Loaded only when a file cannot be read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Limits in tokens of samples and passes, which depend on the family of the policy."""
+"""Limits of samples and passes in tokens, which depend on the policy's family."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a tree of plain values to the dataclasses: strict types, no unknown names, every error at once."""
+"""Builds the dataclasses from a tree of plain values: strict types, no unknown names, every error at once."""
 
 from __future__ import annotations
 

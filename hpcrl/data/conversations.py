@@ -1,4 +1,4 @@
-"""Rows of datasets as tokens, with a mask of those that are trained: conversations, texts, and pairs of answers.
+"""Tokenizes rows of datasets, with a mask of trained tokens: conversations, texts, and pairs of answers.
 
 The text of a conversation is written message by message: what the chat template adds for a message, where it is the last one. So a template
 that drops what the assistant thought in earlier turns (Qwen3's, for one) still gives each turn with its thoughts, as the policy has to say

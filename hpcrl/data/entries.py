@@ -1,4 +1,4 @@
-"""Entries of JSON files that come with a model or a dataset, such as config.json: they are looked at before a library reads them."""
+"""Checks entries of JSON files of a model or a dataset, such as config.json, before a library reads them."""
 
 from __future__ import annotations
 

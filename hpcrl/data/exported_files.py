@@ -1,4 +1,4 @@
-"""Files that a model has beside its weights. An export gets them byte for byte, but for what training changed and what other programs read wrongly."""
+"""Copies a model's files beside its weights into an export, except those that training changed or other programs misread."""
 
 from __future__ import annotations
 

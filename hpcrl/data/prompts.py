@@ -1,4 +1,4 @@
-"""Datasets of prompts, with the columns that SkyRL's datasets have.
+"""Reads datasets of prompts, with the columns of SkyRL's datasets.
 
 A row has `prompt` (chat messages or text), `env_class` (or the configured default), `data_source`, `reward_spec` with the ground
 truth for rule-checked tasks, and any further columns that its environment wants.

@@ -1,4 +1,4 @@
-"""Rendering of chat templates in a process of its own, which bounds the time and the memory of a template that a stranger wrote.
+"""Renders chat templates in a process of its own, which bounds the time and the memory of a foreign template.
 
 Jinja's sandbox bounds neither: three nested loops of 99,999 never end, and `'a' * 10 ** 11` takes 100 GB. The kernel ends the process when its
 processor time is over (hpcrl/data/render_process.py); the next rendering starts another one.

@@ -1,4 +1,4 @@
-"""The datasets of a run that trains their rows: tokenized once, by the controller, into dataset/ of the run directory.
+"""Tokenizes the datasets of a run that trains their rows: once, by the controller, into dataset/ of the run directory.
 
 A run trains what it read at its first start: later attempts find the tokens there, and read no rows of the sources. One that was changed stops
 them (hpcrl/launch/inputs.py).

@@ -1,4 +1,4 @@
-"""Tokenizers of models: loaded with the ids that tokenizer.json gives, and with the chat template that a run was configured to use."""
+"""Loads tokenizers of models, with the ids of tokenizer.json and with the configured chat template."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights on their way from the trainer to the engines: safetensors files, written and read tensor by tensor, with a digest of each tensor.
+"""Writes and reads the weights for the engines: safetensors files, tensor by tensor, with a digest of each tensor.
 
 Names, types and shapes are known before the first tensor is, so each goes to its place in the file as soon as it is there. Digests are
 made of the bytes that are written, and of those that are loaded: nothing is read for a digest alone. The digest is CRC-32, at several

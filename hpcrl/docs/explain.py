@@ -1,4 +1,4 @@
-"""What a setting is: for `hpcrl config explain` and for the generated pages of docs/config."""
+"""Describes a setting, for `hpcrl config explain` and for the generated pages of docs/config."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Losses, estimators and rewards as their source declares them: names, own settings, formulas.
+"""Reads losses, estimators and rewards from their source: names, own settings, formulas.
 
 From the signatures and docstrings it makes `hpcrl/config/sections/functions.py` and the tables of docs/algorithms.md. The source is
 parsed, not imported: it needs torch, and the configuration does not.

@@ -1,4 +1,4 @@
-"""The container of a run: how commands on the nodes are started in it, and what of the nodes is seen inside."""
+"""Starts commands of a run in its container, with the node's directories that it needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Checksums of files outside the run directory that each attempt reads again: datasets, chat templates, local models, what environments read.
+"""Checksums of files outside the run directory that each attempt reads again: datasets, chat templates, local models, files of
+environments.
 
 inputs.json is written where the first attempt after `hpcrl submit` or `hpcrl resume` begins; each later attempt compares with it:
 

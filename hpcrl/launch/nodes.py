@@ -1,4 +1,4 @@
-"""Which node does what: trainers first, a critic's after the policy's, then replicas, then reward models, then scorers."""
+"""Assigns roles to nodes: trainers first, a critic's after the policy's, then replicas, then reward models, then scorers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `hpcrl eval` says of an evaluation: a table for the terminal, and report.md beside results.json."""
+"""Formats the results of `hpcrl eval`: a table for the terminal, and report.md beside results.json."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an evaluation comes to, by data source: means, how far they may be off, and whether two evaluations of the same prompts differ."""
+"""Aggregates scores of an evaluation by data source: means, their errors, and whether two evaluations of the same prompts differ."""
 
 from __future__ import annotations
 

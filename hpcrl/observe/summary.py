@@ -1,4 +1,4 @@
-"""What a run has achieved, from its metrics, its evaluations and its ledger."""
+"""Summarises a run from its metrics, its evaluations and its ledger."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every process of a run does with its time: one file of spans per process and attempt, which together have no gap.
+"""Records the timeline of every process of a run: one file of spans per process and attempt, without gaps.
 
     {"process": "rank-0", "host": "n1", "versions": {"torch": "2.13.0"}}          a writer starts
     {"start": 1763666666.5, "seconds": 2.25, "phase": "policy_train", "step": 3}  what it did from then on, for so long

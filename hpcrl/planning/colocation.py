@@ -1,4 +1,4 @@
-"""Whether trainer and engine fit on the devices on which they take turns."""
+"""Estimates whether trainer and engine fit on devices that they share in turns."""
 
 from __future__ import annotations
 

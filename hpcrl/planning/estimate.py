@@ -1,4 +1,4 @@
-"""What a configuration's models need of each rank's memory; pure arithmetic on their shapes, for both engines."""
+"""Estimates the memory of each trainer rank; pure arithmetic on the models' shapes, for both engines."""
 
 from __future__ import annotations
 

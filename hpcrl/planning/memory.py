@@ -1,4 +1,4 @@
-"""What a model needs of a rank's memory, in bytes: pure arithmetic on the shapes of its parameters and on sizes.
+"""Memory of a model on a rank, in bytes: pure arithmetic on the shapes of its parameters and on sizes.
 
 Weights, gradients and optimizer state are what the engines hold, byte by byte. What lives during passes only is estimated.
 """

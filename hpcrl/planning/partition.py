@@ -1,4 +1,4 @@
-"""How many parameters each pipeline stage of Megatron-core has on a rank, from the parameters of the transformers model."""
+"""Counts the parameters of each pipeline stage of Megatron-core on a rank, from those of the transformers model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What trainer.shared_prefixes saves, as far as a configuration tells: the largest group of single turns."""
+"""Estimates the tokens saved by trainer.shared_prefixes: the largest group of single turns."""
 
 from __future__ import annotations
 

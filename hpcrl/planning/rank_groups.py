@@ -1,4 +1,4 @@
-"""The trainer's process groups and the nodes that they span, as lines of text."""
+"""Formats the trainer's process groups and the nodes that they span."""
 
 from __future__ import annotations
 

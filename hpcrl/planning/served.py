@@ -1,4 +1,4 @@
-"""What the models need that only compute, on devices of their own: reward models that a run serves, and the models of scorers."""
+"""Estimates the memory of models without training, on devices of their own: served reward models, and models of scorers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A reward model: a sequence classifier of one label, whose score says what a response to a conversation is worth."""
+"""A reward model: a sequence classifier of one label that scores the response to a conversation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests that wait to be scored, the thread that scores them, and the results until they are fetched."""
+"""Scores waiting requests in a thread, and keeps the results until they are fetched."""
 
 from __future__ import annotations
 

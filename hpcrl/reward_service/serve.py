@@ -1,4 +1,4 @@
-"""Serves a reward model until it is to stop."""
+"""Serves a reward model until a stop request."""
 
 from __future__ import annotations
 

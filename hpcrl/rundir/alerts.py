@@ -1,4 +1,4 @@
-"""AlertMonitor of a run: alerts.jsonl, one line per event, each with a checksum.
+"""Alerts of a run: alerts.jsonl, one line per event, each with a checksum.
 
     {"alert": "kl", "event": "raised", "step": 12, "attempt": 1, "time": 1763666666.5, "text": "policy/policy_kl is 0.31, above 0.1", "blake2b": …}
 

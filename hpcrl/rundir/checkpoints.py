@@ -1,4 +1,4 @@
-"""Which checkpoints of a run there are, which one an attempt starts from, and which stay.
+"""Finds the checkpoints of a run, the one that an attempt starts from, and those that stay.
 
 Beside the committed ones, checkpoints/ may hold directories that no attempt starts from:
 

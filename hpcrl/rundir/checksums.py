@@ -1,4 +1,4 @@
-"""What a run was submitted with: checksums of its configuration and its code, against changes that nobody meant.
+"""Checksums of a run's configuration and code at submission, against unintended changes.
 
 checksums.json is written by `hpcrl submit`, before anything is queued, and again by `hpcrl resume`, which tells what changed:
 

@@ -1,4 +1,4 @@
-"""What an evaluation wrote of each sample: evals/v000040/<replica>.jsonl, a line per sample (hpcrl/rollout/evaluate.py)."""
+"""Reads the samples of an evaluation: evals/v000040/<replica>.jsonl, a line per sample (hpcrl/rollout/evaluate.py)."""
 
 from __future__ import annotations
 

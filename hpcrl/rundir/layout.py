@@ -1,4 +1,4 @@
-"""The map of a run directory. Nobody else builds a path.
+"""Paths of a run directory; no other module builds one.
 
 <root>/<project>/<run>/            0700
   config.toml                      resolved; the only configuration a job reads

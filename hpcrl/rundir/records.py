@@ -1,4 +1,4 @@
-"""JSON records of a run, in files of their own and as lines of others; one that is not what was written is named, with the remedy.
+"""Reads and writes JSON records of a run, in files of their own and as lines of others; damaged ones are named, with the remedy.
 
 The last field of a record is the checksum of the text before it:
 

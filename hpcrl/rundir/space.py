@@ -1,4 +1,4 @@
-"""Errors of writing to a filesystem: what is full or refused, what was needed, and a remedy."""
+"""Explains errors of writing to a filesystem: the full or refused directory, the needed bytes, and a remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where each attempt started: checkpoints/starts.jsonl, written by the trainer's rank 0.
+"""Records the checkpoint at which each attempt started: checkpoints/starts.jsonl, written by the trainer's rank 0.
 
     {"attempt": 3, "loads": "s000040", "by": 2}     before it loads the checkpoint that attempt 2 committed
     {"attempt": 3, "from": "s000040"}               after that: training goes on; null: from the beginning

@@ -1,4 +1,4 @@
-"""How a process of a run calls its controller: JSON over HTTP, requests and answers signed (hpcrl/runtime/token.py).
+"""Calls the controller of a run: JSON over HTTP, requests and answers signed (hpcrl/runtime/token.py).
 
 Controller routes, all POST, all JSON (`worker` is a process status name such as "rollout-0"):
 

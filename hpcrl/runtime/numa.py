@@ -1,4 +1,4 @@
-"""NUMA nodes of the GPUs of a machine: to which of them the processes of each GPU are bound.
+"""Binds the processes of each GPU to the NUMA nodes near it.
 
 torchrun and vLLM bind their processes by the program `numactl`, and fail where they cannot. Each condition of theirs is looked at here
 beforehand, in sysfs and by `nvidia-smi`, which needs no CUDA context.

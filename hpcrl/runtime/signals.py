@@ -1,4 +1,4 @@
-"""Stop requests: how they reach a process that has something to save, and how a process ends with its parent."""
+"""Stop requests of a process with something to save, and the end of a process with its parent."""
 
 from __future__ import annotations
 

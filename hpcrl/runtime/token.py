@@ -1,4 +1,4 @@
-"""The run's token, and what is proven with it without showing it.
+"""Signs messages with the run's token, and verifies them, without sending the token.
 
 Requests to the controller and its answers are signed with a key of the attempt (HMAC-SHA256, RFC 2104). A stranger at the address of a dead
 controller receives nothing that it could send elsewhere, and its answers are refused. They are not encrypted.

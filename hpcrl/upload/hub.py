@@ -1,4 +1,4 @@
-"""The last export as a repository of the Hugging Face hub: all its files and its manifest in one commit, so that it is there whole or not at all.
+"""Uploads the last export as a repository of the Hugging Face hub: all its files and its manifest in one commit.
 
 Large files go first, and the hub keeps them: what a call that was killed has sent is not sent again. Afterwards sizes and digests that the hub
 lists, SHA-256 of large files and Git's of small ones, are compared with those of the files.

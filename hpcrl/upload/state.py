@@ -1,4 +1,4 @@
-"""What of a run is in a store, uploads/<store>.json: for people and `hpcrl status`, and so that nothing is looked for in the store twice."""
+"""State of a run's copies in a store, uploads/<store>.json: for `hpcrl status`, and to spend no request twice."""
 
 from __future__ import annotations
 

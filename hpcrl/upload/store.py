@@ -1,4 +1,4 @@
-"""What a store is: a place elsewhere that takes exports, or checkpoints too. And what is sent to it: committed directories."""
+"""Declares a store, which takes exports, or checkpoints too, and the committed directories that are sent to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules about environments that ask the policy themselves, and the endpoint at which they do, and about those that simulate robots."""
+"""Rules about environments that call the policy themselves, their endpoint, and simulated robots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Combinations of settings that cannot work. Each rule is one small function; all are reported at once."""
+"""Rules about combinations of settings, one small function each; all are reported at once."""
 
 from __future__ import annotations
 

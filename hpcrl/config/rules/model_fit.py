@@ -1,4 +1,4 @@
-"""Whether ranks can share a model, with Megatron-core or by sequence parallelism, and samples can be packed, by the entries of its config.json."""
+"""Checks by config.json whether ranks can share a model (Megatron-core, sequence parallelism), and whether samples can be packed."""
 
 from __future__ import annotations
 

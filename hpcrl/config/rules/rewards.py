@@ -1,4 +1,4 @@
-"""Rules about what scores a response: an environment, named rewards, a reward service."""
+"""Rules about rewards: an environment, named rewards, a reward service."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Section `trainer.alerts`: what a run tells somebody about, by itself."""
+"""Section `trainer.alerts`: alerts of a run, and where they are sent."""
 
 from __future__ import annotations
 

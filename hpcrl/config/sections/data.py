@@ -1,4 +1,4 @@
-"""Section `data`: which prompts, or which rows of datasets, are trained and evaluated."""
+"""Section `data`: prompts, or rows of datasets, for training and evaluation."""
 
 from __future__ import annotations
 

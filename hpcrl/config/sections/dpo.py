@@ -1,4 +1,4 @@
-"""Section `trainer.dpo`: what is learned from pairs of a chosen and a rejected answer. Names: TRL's."""
+"""Section `trainer.dpo`: losses of pairs of a chosen and a rejected answer. Names: TRL's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Section `environment`: what scores a response."""
+"""Section `environment`: environments and rewards of responses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Section `slurm`: where the run directory is and what is requested from the cluster."""
+"""Section `slurm`: the run directory's root, and the request to the cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Section `vla`: policies that see images and move robots."""
+"""Section `vla`: policies that act on images and move robots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Token ids of texts that a chat template wrote: all of a text at once, with special tokens that are text, and with parts that are trained."""
+"""Tokenizes rendered chat templates: all of a text at once, with special tokens that are text, and with trained parts."""
 
 from __future__ import annotations
 

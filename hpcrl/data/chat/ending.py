@@ -1,4 +1,4 @@
-"""Which tokens end a turn of the policy: for engines, which stop there, and for all that writes what follows.
+"""Finds the tokens that end a turn of the policy, for engines and for the text after a turn.
 
 Files of released models disagree about it: the tokenizer names one token, generation_config.json a list, and the chat template writes a third
 behind an answer. All of them end a turn.

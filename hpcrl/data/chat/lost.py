@@ -1,4 +1,4 @@
-"""What a chat template leaves out of a message that is to be trained."""
+"""Finds trained text of a message that a chat template leaves out."""
 
 from __future__ import annotations
 

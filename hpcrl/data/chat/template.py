@@ -1,4 +1,4 @@
-"""What a chat template writes for the messages of a conversation, as text: before, within and behind those of the assistant."""
+"""Splits a rendered chat template into the text before, within and behind the messages of the assistant."""
 
 from __future__ import annotations
 

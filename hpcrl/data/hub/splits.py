@@ -1,4 +1,4 @@
-"""Files of each split of a dataset folder, found as Hugging Face's `datasets` finds them (5.2.0, data_files.py and utils/metadata.py).
+"""Finds the files of each split of a dataset folder, as Hugging Face's `datasets` does (5.2.0, data_files.py and utils/metadata.py).
 
 The front matter of README.md names subsets, and the patterns of the files of their splits:
 

@@ -1,4 +1,4 @@
-"""Videos as datasets and environments give them: a list of frames, or a file or a folder that has them."""
+"""Reads videos of datasets and environments: a list of frames, or a file or a folder of them."""
 
 from __future__ import annotations
 

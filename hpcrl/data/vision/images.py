@@ -1,4 +1,4 @@
-"""Images as datasets and environments give them, and as texts, which travel as JSON: an absolute path, or a data URL."""
+"""Reads images of datasets and environments, and converts them to texts for JSON: an absolute path, or a data URL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a vision-language model of transformers is given beside tokens: the pixels of the images of several rows, and positions.
+"""Builds the inputs of a vision-language model beside tokens: the pixels of the images of several rows, and positions.
 
 Letters for shapes: B rows, T tokens of each, padded; N images.
 """

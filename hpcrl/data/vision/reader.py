@@ -1,4 +1,4 @@
-"""From an image or a video to what a model sees of it: its tensors, and the tokens that stand for it. Without torch."""
+"""Converts an image or a video to a model's inputs: its tensors, and its placeholder tokens. Without torch."""
 
 from __future__ import annotations
 

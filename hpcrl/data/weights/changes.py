@@ -1,4 +1,4 @@
-"""What changed between two versions of the weights, exactly: for each tensor the places of the elements that differ, and their new values.
+"""Computes exact changes between two versions of the weights: for each tensor the places of different elements, and their new values.
 
 A step with a small learning rate changes few elements of bfloat16 weights: most updates are smaller than what rounding to it loses
 (docs/weights.md has measured shares). A file of changes is a safetensors file that has, of each tensor that changed,

@@ -1,4 +1,4 @@
-"""One process that an agent starts and supervises: its log, its end, its first error, and how often it is started again."""
+"""Starts and supervises one process of an agent: its log, its end, its first error, and its restarts."""
 
 from __future__ import annotations
 

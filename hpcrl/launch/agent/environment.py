@@ -1,4 +1,4 @@
-"""The environment of an agent's processes: who they are, which devices and how many threads they have, how many files they may open."""
+"""Environment variables of an agent's processes: identity, devices, threads, open files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The node, looked at before anything is loaded on it: what `hpcrl doctor` says of one, with what this run wants of this node."""
+"""Checks the node before anything is loaded on it: the findings of `hpcrl doctor`, with the run's requirements."""
 
 from __future__ import annotations
 

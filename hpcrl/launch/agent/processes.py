@@ -1,4 +1,4 @@
-"""The processes of one node in one attempt: how each is started, and where the node's torchrun meets the others.
+"""Starts the processes of one node in one attempt, and finds the rendezvous of its torchrun.
 
 A trainer of one rank is started without torchrun, which would be one more process that imports torch and a port that nobody needs.
 """

@@ -1,4 +1,4 @@
-"""How an agent starts: which node of which start it is, its signals, its attempt and its log."""
+"""Starts an agent: its node and start number, its signals, its attempt and its log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hangs: processes of this node that make no progress, and nodes that no longer answer."""
+"""Detects hangs: processes of this node without progress, and nodes that no longer answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`hpcrl attach`: a shell, or a command, beside the processes of a run."""
+"""`hpcrl attach`: runs a shell, or a command, beside the processes of a run."""
 
 from __future__ import annotations
 

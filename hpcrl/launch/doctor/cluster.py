@@ -1,4 +1,4 @@
-"""What the configuration of Slurm means for a run: preemption, requeue, limits, signals, accounting."""
+"""Judges the configuration of Slurm for a run: preemption, requeue, limits, signals, accounting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a node's GPUs mean for a run that is to use them."""
+"""Judges a node's GPUs for a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The part of `hpcrl doctor` that runs on a compute node: it answers requests, one JSON line each, until its input ends.
+"""Answers requests of `hpcrl doctor` on a compute node, one JSON line each, until its input ends.
 
 python -m hpcrl.launch.doctor.node DIRECTORY
 

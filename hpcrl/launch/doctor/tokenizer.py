@@ -1,4 +1,4 @@
-"""What the files of a model make of conversations, before anything is queued: its tokenizer, the tokens that end a turn, its chat template."""
+"""Checks a model's tokenizer, end-of-turn tokens and chat template on conversations, before submission."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What torch says of this node's GPUs, and whether each of them computes, as JSON: in a process of its own, because the import may take long, or crash.
+"""Reports this node's GPUs by torch, and whether each of them computes, as JSON. A process of its own, because the import may take long,
+or crash.
 
 python -m hpcrl.launch.doctor.torch_facts
 """

@@ -1,4 +1,4 @@
-"""An evaluation outside of training: of a checkpoint of a run, or of any model in Hugging Face format.
+"""Runs an evaluation outside of training: of a checkpoint of a run, or of any model in Hugging Face format.
 
 `hpcrl eval` makes a directory for it, laid out as a run directory, in which jobs/eval.py works:
 

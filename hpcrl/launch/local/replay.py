@@ -1,4 +1,4 @@
-"""A step of a run once more, by the trainer alone: no engine, no controller, and nothing is written into the run.
+"""Trains a step of a run again by the trainer alone: no engine, no controller, no writes into the run.
 
 What `hpcrl replay` asks of jobs/replay.py lies in a directory of its own, laid out as a run directory:
 

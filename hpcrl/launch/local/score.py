@@ -1,4 +1,4 @@
-"""What the teacher of a run says of the rows that the run will learn, computed before it on this machine.
+"""Computes a teacher's log-probabilities of the rows that a run will learn, on this machine.
 
 What `hpcrl score` asks of jobs/score.py lies in a directory of its own, laid out as a run directory:
 

@@ -1,4 +1,4 @@
-"""Cancelling a run."""
+"""Cancels a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs while they go on: a screen that is drawn again and again, or lines where there is no terminal for that.
+"""Shows running runs: on a screen that is refreshed, or as lines without a terminal.
 
 Files are read, and Slurm is asked, in threads of their own: what is drawn is the last that they know, with its age where that is long.
 """

@@ -1,4 +1,4 @@
-"""Waiting for runs: their files are looked at often, the scheduler is asked seldom, for it answers everybody's questions."""
+"""Waits for runs: reads their files often, and asks the scheduler seldom, since all users share it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far a run is, from its process statuses and its checkpoints."""
+"""Reads the progress of a run from its process statuses and its checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finding runs by name, and what state each is in."""
+"""Finds runs by name, with their states."""
 
 from __future__ import annotations
 

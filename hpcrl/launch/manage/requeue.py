@@ -1,4 +1,4 @@
-"""`hpcrl requeue`: ask a running run to save and to go back into the queue."""
+"""Asks a running run to save and to go back into the queue."""
 
 from __future__ import annotations
 

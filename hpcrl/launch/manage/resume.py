@@ -1,4 +1,4 @@
-"""Continuing a run that ended, with its configuration or a changed one."""
+"""Continues a run that ended, with its configuration or a changed one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs on a terminal: from what is known of them to lines, whatever its size. Nothing here reads or waits."""
+"""Formats runs as lines for a terminal of any size. Nothing here reads or waits."""
 
 from __future__ import annotations
 

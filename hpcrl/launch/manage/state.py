@@ -1,4 +1,4 @@
-"""The state of a run, from its files and the state of its job: what kind, why, and what to do."""
+"""Derives the state of a run from its files and the state of its job: kind, reason, and remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether all that a run wrote is still what it wrote: every file that training depends on, or a person's conclusions."""
+"""Verifies the files of a run against their checksums: every file that training depends on, or a person's conclusions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The end of the batch script: whether the job is requeued after this attempt.
+"""Decides at the end of the batch script whether the job is requeued.
 
     python -m hpcrl.launch.requeue.epilogue ELEMENT_LIST STATUS_OF_SRUN
 

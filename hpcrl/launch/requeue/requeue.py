@@ -1,4 +1,4 @@
-"""Requeuing the job that the caller is part of, at the end of its batch script."""
+"""Requeues the caller's own job at the end of its batch script."""
 
 from __future__ import annotations
 

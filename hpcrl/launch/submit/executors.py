@@ -1,4 +1,4 @@
-"""What is submitted, and the executors that do it: job arrays of Slurm, or processes of this machine."""
+"""Submits runs by executors: job arrays of Slurm, or processes of this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models that a configuration names, as far as their config.json lies on this machine."""
+"""Checks the models of a configuration whose config.json is on this machine."""
 
 from __future__ import annotations
 

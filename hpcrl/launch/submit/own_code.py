@@ -1,4 +1,4 @@
-"""A user's own classes and functions, which settings name by import path, looked for before anything is queued.
+"""Finds a user's own classes and functions, which settings name by import path, before submission.
 
 A package that only this machine lacks, such as torch on a login node, is no reason to refuse a run: that is a warning. A module or a name
 that does not exist, or a module that cannot be imported, would end every attempt.

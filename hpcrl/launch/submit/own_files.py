@@ -1,4 +1,4 @@
-"""Files of a user's own code: modules that settings name as "package.module:name", and what these import from the same folder.
+"""Finds files of a user's own code: modules that settings name as "package.module:name", and their imports from the same folder.
 
 They are found where Python would find them, on PYTHONPATH and python_path, and read, but not imported. What else changes what they do is
 not known here: data that they read, modules that they import under a name that they compute, installed packages.

@@ -1,4 +1,4 @@
-"""From configurations to queued runs: run directories, code snapshot, one submitit call.
+"""Submits configurations: run directories, code snapshot, one submitit call.
 
 Nothing is half-made: directories appear complete, and are removed again if the executor refuses.
 """

@@ -1,4 +1,4 @@
-"""A sweep: one configuration and the values to vary; each combination is one element of the job array."""
+"""Expands a sweep: one configuration and the values to vary; each combination is one element of the job array."""
 
 from __future__ import annotations
 

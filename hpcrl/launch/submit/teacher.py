@@ -1,4 +1,4 @@
-"""What decides what a teacher says of the rows that a run learns, and whether files that `hpcrl score` wrote are of that teacher and these rows."""
+"""Checks whether files of `hpcrl score` are of the run's teacher and rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ground truths of a sample of rows, tried before anything is queued: each, put into an answer, must be worth 1.
+"""Scores ground truths of a sample of rows before submission: each, put into an answer, must be worth 1.
 
 A ground truth that a reward reads otherwise than an answer makes right answers wrong, and a run trains on that without an error.
 """

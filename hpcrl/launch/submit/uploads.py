@@ -1,4 +1,4 @@
-"""What can be known before a run begins to keep its uploads from working: a package or a file that is missing."""
+"""Checks uploads before submission: packages and files that they need."""
 
 from __future__ import annotations
 

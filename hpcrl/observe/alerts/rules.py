@@ -1,4 +1,4 @@
-"""Whether a metric is where a rule says that it should not be: pure functions of its values, in the order of their steps."""
+"""Judges metrics by alert rules: pure functions of values, in the order of their steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Content of a run's report, as JSON values, from the run's files alone, during the run or after its end."""
+"""Builds the content of a run's report, as JSON values, from the run's files alone, during the run or after its end."""
 
 from __future__ import annotations
 

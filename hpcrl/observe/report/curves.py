@@ -1,4 +1,4 @@
-"""The curves of a run as a report has them: few enough points to draw, of few enough processes to compare."""
+"""Reduces the curves of a run for a report: few enough points to draw, of few enough processes to compare."""
 
 from __future__ import annotations
 

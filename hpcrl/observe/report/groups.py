@@ -1,4 +1,4 @@
-"""The groups of a run as a report has them: distributions of rewards and lengths over the steps, and what was dropped."""
+"""Reduces the groups of a run for a report: distributions of rewards and lengths over the steps, and dropped groups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The timelines of a run as a report has them: few enough spans to draw, with the same sums."""
+"""Reduces the timelines of a run for a report: few enough spans to draw, with the same sums."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a run has learned, and is healthy: a sentence for each thing that a person would look at first.
+"""Judges whether a run has learned, and is healthy: a sentence for each finding.
 
 Rules of thumb, each with its numbers in the sentence: a warning is a reason to look at a curve, not a proof.
 """

@@ -1,4 +1,5 @@
-"""What TensorBoard shows of a run beside numbers, as Markdown: its configuration, its attempts, its summary, samples of its evaluations; and their pictures."""
+"""Writes TensorBoard's texts of a run, as Markdown: its configuration, attempts, summary, samples of its evaluations; and their
+pictures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a tracker is: something that keeps the metrics of runs elsewhere. Your own is a function that returns one. And which a run has."""
+"""Declares trackers, which keep the metrics of runs elsewhere, and returns those of a run. Your own is a function that returns one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trackers of packages that are not ours: Weights & Biases, MLflow, SwanLab, trackio; and lines of text.
+"""Trackers of other packages: Weights & Biases, MLflow, SwanLab, trackio; and lines of text.
 
 Each is configured by its own environment variables (WANDB_MODE, MLFLOW_TRACKING_URI, SWANLAB_MODE, TRACKIO_DIR …). The packages are optional,
 so they are imported where they are needed.

@@ -1,4 +1,4 @@
-"""The configuration of OpenVLA, as its config.json has it. Without torch."""
+"""Configuration of OpenVLA, as in its config.json. Without torch."""
 
 from __future__ import annotations
 
