@@ -57,10 +57,6 @@ def each_run(arguments: argparse.Namespace, act: Callable[[Run], None], at_once:
 
     Args:
         at_once: runs of a sweep with which it is done at the same time.
-
-    Raises:
-        RunError: no run matches, or several of different submissions.
-        HpcrlError: of `act`, where there is one run.
     """
     from concurrent.futures import ThreadPoolExecutor
 

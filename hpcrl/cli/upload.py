@@ -104,12 +104,7 @@ def _require_no_other(run: Run, config: Config, stores: list[str]) -> None:
 
 
 def _send(run: Run, uploaders: list[Uploader], upload: UploadConfig, step: int | None) -> None:
-    """Send what is asked for once, whatever is known of earlier uploads; the store is compared with the files.
-
-    Raises:
-        RunError: there is nothing to send.
-        HpcrlError: the first of what could not be sent, once the others have been.
-    """
+    """Send what is asked for once, whatever is known of earlier uploads; the store is compared with the files."""
     from hpcrl.errors import HpcrlError, RunError
 
     failures = list[HpcrlError]()

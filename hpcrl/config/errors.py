@@ -44,9 +44,6 @@ def raise_together(
 
     Args:
         source_of: file or override that set a dotted path; None for a default.
-
-    Raises:
-        HpcrlError: of this kind, if there are problems.
     """
     if problems:
         found = [replace(one, source=one.source or source_of(one.path) or "") for one in problems]

@@ -99,11 +99,7 @@ def family_of(config: ConfigTree) -> Family:
 
 @lru_cache(maxsize=1)
 def families() -> tuple[Family, ...]:
-    """Return all families: those of other packages, then hpcrl's own, with the text family, which takes every configuration, last.
-
-    Raises:
-        ConfigError: an entry point leads to no family.
-    """
+    """Return all families: those of other packages, then hpcrl's own, with the text family, which takes every configuration, last."""
     own: tuple[str, ...] = importlib.import_module("hpcrl.families").PACKAGES
     others = installed(GROUP, "family", Family)
     return (*others, *(importlib.import_module(f"{package}.family").FAMILY for package in own))

@@ -135,11 +135,7 @@ def _fits_toml(annotation: Any) -> bool:
 
 @cache
 def _annotations(section: type) -> dict[str, Any]:
-    """Return the annotation of each setting of a section.
-
-    Raises:
-        ConfigError: the class, somebody's own, cannot be a section.
-    """
+    """Return the annotation of each setting of a section."""
     name = f"{section.__module__}.{section.__qualname__}"
     if (
         not is_dataclass(section)

@@ -161,11 +161,7 @@ class Renderer:
         return ChatTemplate(self.tokenizer, self.options)
 
     def pieces(self, messages: Messages, tools: Tools = ()) -> list[Piece]:
-        """Return a conversation as texts that are trained and texts that are not, in turns.
-
-        Raises:
-            DataError: the chat template does not say what of it is the assistant's.
-        """
+        """Return a conversation as texts that are trained and texts that are not, in turns."""
         return self._pieces(messages, tools)[0]
 
     def _pieces(self, messages: Messages, tools: Tools) -> tuple[list[Piece], list[str]]:
@@ -271,11 +267,7 @@ def _untrained(messages: Messages) -> Messages:
 
 
 def _placed(row: Tokens, images: Sequence[Shown], reader: ImageReader) -> Tokens:
-    """Return a row with what stands for each image and video, none of it trained.
-
-    Raises:
-        DataError: the template has written more or fewer placeholders than there are, or one cannot be read.
-    """
+    """Return a row with what stands for each image and video, none of it trained."""
     ids = [reader.ids(image) for image in images]
     try:
         places = reader.placed(row.token_ids, images, ids)

@@ -57,7 +57,6 @@ def check_files(path: str, names: Iterable[str] = (CONFIG, "generation_config.js
 
     Raises:
         OSError: the model is neither here nor on the hub.
-        DataError: as of `entries_of_json`.
     """
     for file in files_of(path, names, **options):
         read_entries(file)

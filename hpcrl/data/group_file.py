@@ -157,11 +157,7 @@ def read_group(path: Path, indices: Sequence[int] | None = None, expected: Group
 
 
 def read_conversations(path: Path, expected: GroupMeta) -> list[Conversation]:
-    """Return the messages of each sample of the group at `path`; args and errors as in `read_group`.
-
-    Raises:
-        DamagedError: also where the file has no messages.
-    """
+    """Return the messages of each sample of the group at `path`; args and errors as in `read_group`."""
     with _opened(path, expected) as (_, meta, details):
         _check_same(path, meta, expected)
         if digest_of(json.dumps(details).encode()) != meta.digest:

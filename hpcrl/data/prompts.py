@@ -33,9 +33,6 @@ def load_prompts(
         sources: the datasets.
         default_env_class, columns, rules: as of `prompt_reader`.
         first: rows of each dataset that are read at most; unset: all.
-
-    Raises:
-        DataError: a file is missing, unreadable or empty, or a row lacks what a prompt needs.
     """
     rows = chain.from_iterable(
         ((source, number, row) for number, row in enumerate(islice(source.rows(), first))) for source in sources
@@ -102,9 +99,6 @@ def set_aside(prompts: Sequence[Prompt], test_size: float) -> tuple[list[Prompt]
 
     Args:
         test_size: below 1 a share, of which at least one prompt is made, otherwise a number.
-
-    Raises:
-        DataError: nothing is left to train.
     """
     count = count_aside(len(prompts), test_size)
     return list(prompts[count:]), list(prompts[:count])

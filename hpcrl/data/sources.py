@@ -409,9 +409,6 @@ def _names(path: Path, key: str, part: str = "") -> list[str]:
 
     Args:
         part: of each of its entries; empty: the entry itself is the name.
-
-    Raises:
-        DataError: it does not list such names.
     """
     found = read_entries(path).get(key)
     listed = found if isinstance(found, list) else [None]

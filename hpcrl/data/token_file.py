@@ -60,7 +60,6 @@ class Images:
 
         Raises:
             DamagedError: they are not what was written.
-            DataError: the model's image processor is gone, or an image cannot be read.
         """
         import numpy as np
 

@@ -200,11 +200,7 @@ class Tokenizer:
     cache: TokenCache | None = None
 
     def dataset(self, folder: str, name: str, source: Source) -> TokenFile:
-        """Return the tokens of a dataset, made now or by an earlier attempt from a source and settings of the same name.
-
-        Raises:
-            DataError: the source cannot be read, a row cannot be used, or no row is left.
-        """
+        """Return the tokens of a dataset, made now or by an earlier attempt from a source and settings of the same name."""
         target, made_of = self.run.dataset(folder), {"source": source.facts(), **self.recipe.facts()}
         if not self._is_there(target, made_of):
             facts, prepared = {"name": name, "made_of": made_of}, self.recipe.prepared()
@@ -373,11 +369,7 @@ def tokenize_datasets(config: Config, tokenizer: Tokenizer) -> None:
 
 
 def training_rows(run: Run, data: DataConfig) -> list[Rows]:
-    """Return the rows to train of each dataset, without those that are set aside.
-
-    Raises:
-        DataError: nothing is left; DamagedError: a dataset is missing or damaged.
-    """
+    """Return the rows to train of each dataset, without those that are set aside."""
     return [Rows(file, range(aside, len(file))) for file, aside in _set_aside(run, data)]
 
 

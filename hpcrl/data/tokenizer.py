@@ -95,7 +95,6 @@ def read_tokenizer(path: str, **options: Any) -> PreTrainedTokenizerBase:
 
     Raises:
         OSError, ValueError: there is none that can be loaded.
-        DataError: no class of transformers gives the ids of its tokenizer.json, or another file of it is no JSON object.
     """
     return _read_tokenizer(path, **options)[0]
 

@@ -98,11 +98,7 @@ class Function:
 
 
 def functions(root: Path, registry: Registry) -> list[Function]:
-    """Return the functions of a registry.
-
-    Raises:
-        ConfigError: a docstring lacks a part; names the function and what is expected.
-    """
+    """Return the functions of a registry."""
     found = []
     for name, value in _entries(root, registry.module, registry.constant).items():
         module, node = _definition(root, registry.module, value)

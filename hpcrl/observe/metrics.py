@@ -88,9 +88,6 @@ class MetricsWriter:
 
     Args:
         resume_step: step after which this attempt continues; 0 for a fresh start.
-
-    Raises:
-        CommitError: what is to be written cannot be, here and at each record: a run does not go on without its numbers.
     """
 
     def __init__(self, run: Run, process: str, attempt: int, resume_step: int) -> None:

@@ -63,9 +63,6 @@ def stage_parameters(
         per_stage: layers of a virtual stage, in an interleaved schedule.
         value_head: name of the head of a critic, or of a reward model.
         one_A: adapters of layers that Megatron-core has as one share their first matrix (lora_type "lora").
-
-    Raises:
-        DataError: the model has parameters that hpcrl does not know how to share.
     """
     counts = [{"dense": 0, "experts": 0, "frozen": 0} for _ in range(layout.pipeline)]
     weights, stage_of = list(weights), _stages_of_layers(stages, per_stage)

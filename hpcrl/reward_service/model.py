@@ -45,7 +45,6 @@ class RewardModel:
 
         Raises:
             DataError: there is no such model, it is no classifier of one label, or it cannot be loaded.
-            ConfigError: its tokenizer has no chat template, and none is given; or that cannot be read.
         """
         remedy = "environment.remote_reward.service.chat_template, --chat-template"
         conversations = JudgedConversations.of(Pretrained(path), settings.chat_template, setting, remedy)

@@ -43,9 +43,6 @@ async def serve_rewards(
         name: what the model is called.
         scoring: the queue of this model; closed at the end.
         tell: called at the beginning, and every few seconds, with how many responses wait, and how many were scored.
-
-    Raises:
-        Exception: what ended the thread that scores.
     """
     api = RewardApi(model, scoring, name)
 

@@ -68,11 +68,7 @@ class Alert:
 
 
 def append_event(run: Run, event: AlertEvent) -> None:
-    """Write an event down; the process that watches the run's newest attempt is the only one to do so.
-
-    Raises:
-        CommitError: a newer attempt has begun.
-    """
+    """Write an event down; the process that watches the run's newest attempt is the only one to do so."""
     require_newest(run, event.attempt)
     append_lines(run.alerts, [asdict(event)])
 

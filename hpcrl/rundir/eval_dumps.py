@@ -28,7 +28,6 @@ def dumped_samples(run: Run, version: int | None) -> tuple[int, dict[tuple[str, 
 
     Raises:
         RunError: there is no such evaluation, or its samples were not written.
-        DataError: a file is damaged.
     """
     dumps = [path for path in run.evals.glob("v*/*.jsonl") if version_of(path.parent) is not None]
     versions = sorted({version_of(path.parent) or 0 for path in dumps})

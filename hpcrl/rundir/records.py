@@ -88,11 +88,7 @@ def _is_cut_off(line: bytes) -> bool:
 
 
 def parse_line(place: str, line: bytes, remedy: str) -> Any:
-    """Return the value of one of `whole_lines` without its checksum.
-
-    Raises:
-        RunError: it is not what was written.
-    """
+    """Return the value of one of `whole_lines` without its checksum."""
     try:
         return parse_record(line)[0]
     except ValueError as error:
@@ -109,9 +105,6 @@ def read_object(path: Path, remedy: str) -> dict[str, Any] | None:
 
     Args:
         remedy: what to do where there is no backup.
-
-    Raises:
-        RunError: it holds anything else, or is not what was written.
     """
     if (content := read_bytes(path)) is None:
         return None

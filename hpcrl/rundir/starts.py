@@ -37,20 +37,12 @@ def note(run: Run, line: Line) -> None:
 
 
 def read_starts(run: Run) -> list[Line]:
-    """Return all lines, oldest first; one that was cut off is ignored.
-
-    Raises:
-        RunError: a line is none of these, or not the one that was written.
-    """
+    """Return all lines, oldest first; one that was cut off is ignored."""
     return [parse_start(place, line) for place, line in whole_lines(run.starts)]
 
 
 def parse_start(place: str, line: bytes) -> Line:
-    """Return what a line of starts.jsonl tells.
-
-    Raises:
-        RunError: as `read_starts`.
-    """
+    """Return what a line of starts.jsonl tells."""
     value = parse_line(place, line, _DELETE)
     if not _is_line(value):
         raise damaged(place, f"found {value!r:.80}", _DELETE)

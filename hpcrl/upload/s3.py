@@ -157,11 +157,7 @@ class S3Store:
         return max(self._part_bytes, -(-size // _MOST_PARTS))
 
     def _parts(self, directory: Committed, name: str, size: int) -> Iterator[bytes]:
-        """Yield the parts of a file; one that is empty has one part.
-
-        Raises:
-            Vanished, CommitError: it is gone, or not as long as it was.
-        """
+        """Yield the parts of a file; one that is empty has one part."""
         step, read = self._part_size(size), 0
         with _read(directory, name) as file:
             while read < size or not size:
@@ -252,11 +248,7 @@ class S3Store:
             raise CommitError(f"{directory.path / name}: checksum differs from the manifest; it is not uploaded")
 
     def _ask(self, name: str, **arguments: Any) -> Any:
-        """Return the answer of the store.
-
-        Raises:
-            Away, UploadRefused: with the bucket, the store's error and the remedy.
-        """
+        """Return the answer of the store."""
         from botocore import exceptions as of
 
         def ask() -> Any:

@@ -85,9 +85,6 @@ def encoded_pieces(tokenizer: PreTrainedTokenizerBase, pieces: Sequence[Piece]) 
 
     A token is trained if it has a trained character: where the tokenizer joins characters on both sides of a border, the assistant's
     text is in that token alone.
-
-    Raises:
-        DataError: the tokenizer has no offsets, and gives the whole text other ids than the pieces.
     """
     if not tokenizer.is_fast:
         return _encoded_apart(tokenizer, pieces)

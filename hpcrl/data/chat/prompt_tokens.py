@@ -29,11 +29,7 @@ _BEFORE = "x"  # in the place of a response, where a tokenizer depends on the te
 
 
 def protected(template: ChatTemplate, messages: Messages) -> Messages:
-    """Return messages in which special tokens are text, as `cut_messages` marks them, but for those that an assistant itself may write.
-
-    Raises:
-        DataError: one of them cannot be given as text.
-    """
+    """Return messages in which special tokens are text, as `cut_messages` marks them, but for those that an assistant itself may write."""
     tokenizer = template.tokenizer
     if not any(message["role"] == ASSISTANT for message in messages):
         return cut_messages(tokenizer, messages)
@@ -102,12 +98,7 @@ class ChatTurns:
         return encoded(self._tokenizer, self._template.text(self._cut(bare), tools, prompt=True))
 
     def following(self, observations: Messages, tools: Tools = ()) -> Context:
-        """Return what stands between the `ending` of a turn and what the policy says next.
-
-        Raises:
-            ConfigError: the template ends the policy's messages now in this way, now in another.
-            DataError: as of `opening`.
-        """
+        """Return what stands between the `ending` of a turn and what the policy says next."""
         bare, images = without_images(observations)
         rest = self._template.after(self._cut(bare), tools, prompt=True)
         return self._with_images(encoded(self._tokenizer, rest, behind=self._ending or _BEFORE), images)

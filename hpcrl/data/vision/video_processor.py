@@ -58,11 +58,7 @@ class VideoProcessor:
         return cls(images, videos, int(least), int(most), frame_most)
 
     def grid(self, choice: FrameChoice) -> tuple[int, int, int]:
-        """Return how many patches a video has along time, height and width.
-
-        Raises:
-            DataError: frames are too narrow.
-        """
+        """Return how many patches a video has along time, height and width."""
         height, width = self._size(choice)
         side = self.images.patch_size
         return math.ceil(len(choice.places) / self._planes), height // side, width // side

@@ -49,11 +49,7 @@ def changed(before: Bits, after: Bits) -> dict[str, npt.NDArray[Any]] | None:
 
 
 class Changes:
-    """The files of changes of a version.
-
-    Raises:
-        OSError, ValueError: they cannot be opened, or are no safetensors files.
-    """
+    """The files of changes of a version."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -108,7 +104,6 @@ def apply_changes(base: Path, versions: Sequence[PublishedWeights], target: Path
 
     Raises:
         CommitError: a tensor is missing, or is another than was published.
-        OSError, ValueError: a file cannot be read or written.
     """
     with ExitStack() as opened:
         changes = list[Changes]()

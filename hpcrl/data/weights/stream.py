@@ -111,11 +111,7 @@ class Pair:
             raise RuntimeError(f"the other process was not there within {self._stage_s:g} s") from None
 
     def send(self, data: torch.Tensor) -> None:
-        """Send a part, [at most PART] uint8 on the CPU.
-
-        Raises:
-            RuntimeError: the other one is gone, or took longer than a stage may.
-        """
+        """Send a part, [at most PART] uint8 on the CPU."""
         with torch.cuda.stream(self._stream):
             part = data if self._device.type == "cpu" else self._buffer()[: len(data)].copy_(data)
             self._finish(self._joined().send([part], 1 - self._rank, 0))
@@ -201,10 +197,6 @@ def receive_files(pair: Pair, sizes: Mapping[str, int], directory: Path) -> None
 
     Args:
         sizes: of each file, in the order in which they come.
-
-    Raises:
-        RuntimeError: as of `Pair.send`.
-        OSError: they cannot be written.
     """
     for name, size in sizes.items():
         with (directory / name).open("wb") as file:

@@ -107,7 +107,6 @@ class NodeAgent:
 
         Raises:
             RunError: the run directory cannot be read or written for a minute.
-            DeviceError: the node lacks what the run is to use.
             DataError: a replica would start again with another configuration or code than was submitted.
         """
         trouble, clock = None, SuspendAwareClock(_TROUBLE_S)

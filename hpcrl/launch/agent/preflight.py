@@ -48,10 +48,6 @@ def check_node(run: Run, config: Config, node: Node, context: NodeContext, sizes
     """Print what is found, and refuse to begin where this node, or the filesystem of the run, lacks what the run needs.
 
     It takes a second, and on a node with GPUs as long as importing torch in a process of its own.
-
-    Raises:
-        DeviceError: this node cannot do its part; the message says what was found and the remedy.
-        RunError: the run directory has too little room, which no other node has more of.
     """
     profiler, needed = config.trainer.profiler, disk_needs(run, config, sizes)
     if node.index and "root" in needed:  # node 0 deletes old checkpoints meanwhile, and looks then

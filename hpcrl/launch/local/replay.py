@@ -59,7 +59,6 @@ def plan_replay(run: Run, step: int, times: int) -> Plan:
 
     Raises:
         RunError: it was not trained, or what it was trained from is gone.
-        CommitError: the checkpoint is damaged.
     """
     totals, epochs = values_of(run, TOTAL_STEPS), values_of(run, STEPS_PER_EPOCH)
     if step not in totals:
@@ -136,9 +135,6 @@ def replay(plan: Plan, config: Config, ranks: int, place: Run) -> list[dict[str,
 
     Args:
         place: an empty directory, or one that is made.
-
-    Raises:
-        HpcrlError: it failed.
     """
     place.path.mkdir(parents=True, exist_ok=True)
     write_text(place.config, config.to_toml())

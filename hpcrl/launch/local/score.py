@@ -38,8 +38,6 @@ def score(config: Config, ranks: int, place: Run, report: Callable[[str], None])
     Raises:
         ConfigError: the configuration has no teacher of rows.
         RunError: the directory is there.
-        DataError: a dataset or the teacher is missing, or cannot be used.
-        HpcrlError: it failed.
     """
     if not config.trainer.teaches_rows:
         raise ConfigError(

@@ -108,11 +108,7 @@ class Looks:
         return self._failure is not None or (bool(states) and all(state.over for state in states))
 
     def views(self) -> list[RunView]:
-        """Return what is known now, in the order of the runs.
-
-        Raises:
-            RunError: a damaged file hides whether a run is over.
-        """
+        """Return what is known now, in the order of the runs."""
         if self._failure:
             raise self._failure
         now, states = time.monotonic(), self._states

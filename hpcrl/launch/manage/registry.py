@@ -68,11 +68,7 @@ def find_run(name: str, root: Path) -> Run:
 
 
 def find_runs(name: str, root: Path) -> list[Run]:
-    """Return the run of this name, or the runs of the sweep that was submitted under it.
-
-    Raises:
-        RunError: none, or several of other submissions, match.
-    """
+    """Return the run of this name, or the runs of the sweep that was submitted under it."""
     sweep = []
     for run in all_runs(root):
         submission = Path(os.path.realpath(run.slurm)).name
@@ -90,12 +86,7 @@ def _listed(runs: Sequence[Run]) -> str:
 
 
 def states_of(runs: Sequence[Run]) -> list[RunState]:
-    """Return the state of each run, asking the scheduler once for all of them.
-
-    Raises:
-        SubmitError: Slurm could not be asked, for two minutes: a job must not count as gone because Slurm did not answer.
-        RunError: a run was started with --local on another machine.
-    """
+    """Return the state of each run, asking the scheduler once for all of them."""
     states = _states(runs, PATIENCE_S)
     for state in states:
         if not state.job.known:

@@ -47,7 +47,6 @@ def resume(run: Run, overrides: Sequence[str] = ()) -> list[Change]:
     Raises:
         RunError: the run is active, has finished, never continues, or is being resumed by somebody else.
         ConfigError: the overrides are wrong, or change what a run or an interrupted step must keep; then nothing has happened.
-        DataError: they name files that are not there, or the checkpoints of the run are gone.
     """
     if not run.submission.exists():
         states_of([run])  # finds a job whose submission was cut short, and records it

@@ -307,10 +307,6 @@ def submit_with_retry(submit: Callable[[], _T], folder: Path) -> _T:
 
     Args:
         submit: calls sbatch with a script in `folder`.
-
-    Raises:
-        FailedJobError, FailedSubmissionError: it was refused, or slurmctld is away for more than two minutes.
-        SubmitError: slurmctld is away for that long after it may have taken the job.
     """
     deadline, reported = time.monotonic() + PATIENCE_S, False
     while True:

@@ -66,9 +66,6 @@ def check_files(config: Config, source_of: Callable[[str], str | None] = lambda 
 
     Returns:
         Warnings: what cannot be known on this machine, and a last step that is not the one that was asked for.
-
-    Raises:
-        DataError: lists everything that is missing, or cannot be used.
     """
     problems, warnings = look(config)
     raise_together([*problems, *check_layouts(config)], source_of, DataError)

@@ -65,7 +65,6 @@ def prepare(name: str, elements: Sequence[tuple[Config, list[str]]]) -> Submissi
 
     Raises:
         RunError: a run directory of that name exists.
-        SubmitError: runs cannot be made under slurm.root.
     """
     first = elements[0][0]
     project = (root_of(first.slurm.root) / first.trainer.project_name).absolute()

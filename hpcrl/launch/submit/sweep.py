@@ -114,10 +114,6 @@ def load_elements(
         varied: the overrides of each element, as `elements` returns them.
         check: looks at what a configuration names, and raises ConfigError or DataError; its second argument says which file and line, or
             override, sets a path.
-
-    Raises:
-        ConfigError: names everything that is wrong in any element, and the element where it is not wrong in all.
-        DataError: the same, where only files are missing.
     """
     configs, found, unknown, kind = dict[int, Config](), dict[str, list[int]](), dict[str, str](), DataError
     problems = []

@@ -51,10 +51,6 @@ class MetricSender:
 
     Args:
         anew: as a run of its own, all that counts now.
-
-    Raises:
-        ConfigError: the tracker cannot be found.
-        RunError: its package is missing.
     """
 
     def __init__(self, run: Run, name: str, anew: bool = False) -> None:
