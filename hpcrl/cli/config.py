@@ -193,7 +193,6 @@ def _text(path: Path) -> str:
 
 
 def _load(words: list[str], root: Path | None) -> Config:
-    """Return the configuration of files or of one run, and overrides."""
     from hpcrl.config import Config
     from hpcrl.launch.manage.registry import find_run
     from hpcrl.rundir.layout import default_root

@@ -248,7 +248,6 @@ def _of_device(total: int, memory: tuple[float | None, str], unit: int) -> str:
 
 
 def _served(config: Config) -> Iterator[str]:
-    """Yield what the models need that only compute: those of reward services and scorers."""
     from importlib.util import find_spec
 
     from hpcrl.launch.submit.models import fetch_entries, folder_of

@@ -53,7 +53,6 @@ def _rescore(arguments: argparse.Namespace) -> int:
 
 
 def _default_place(evaluation: Evaluation) -> Path:
-    """Return a directory that is not there yet."""
     run, stamp = evaluation.run, time.strftime("%m%d-%H%M%S")
     if (run.path / "evaluation.json").exists():
         return run.path.with_name(f"{run.name}-rescored-{stamp}")

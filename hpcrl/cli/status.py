@@ -73,7 +73,6 @@ def _alerts(run: Run) -> list[Alert]:
 
 
 def _achieved(state: RunState, read: Callable[[Run], Achieved]) -> Achieved | None:
-    """Return what a run has achieved; None where its files are damaged, or may be."""
     from hpcrl.errors import RunError
 
     with suppress(RunError, OSError):  # the state names it

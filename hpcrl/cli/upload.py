@@ -71,7 +71,6 @@ def _upload_run(run: Run, arguments: argparse.Namespace) -> None:
 
 
 def _asked(config: Config, arguments: argparse.Namespace) -> UploadConfig:
-    """Return trainer.upload with what the options say in its place."""
     from dataclasses import replace
 
     from hpcrl.config.errors import raise_together
@@ -137,7 +136,6 @@ def _chosen(run: Run, store: str, upload: UploadConfig, step: int | None) -> lis
 
 
 def _watch(run: Run, uploaders: list[Uploader]) -> None:
-    """Raise RunError where something is missing in a store at the end."""
     from hpcrl.errors import RunError
     from hpcrl.launch.manage.poll import RunPoller
     from hpcrl.launch.manage.registry import known_states
@@ -151,8 +149,6 @@ def _watch(run: Run, uploaders: list[Uploader]) -> None:
 
 
 def _until(over: Callable[[], bool]) -> Callable[[], bool]:
-    """Return what waits for a moment and then says whether the run goes on."""
-
     def more() -> bool:
         if over():
             return False

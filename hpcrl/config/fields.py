@@ -135,7 +135,6 @@ def _fits_toml(annotation: Any) -> bool:
 
 @cache
 def _annotations(section: type) -> dict[str, Any]:
-    """Return the annotation of each setting of a section."""
     name = f"{section.__module__}.{section.__qualname__}"
     if (
         not is_dataclass(section)

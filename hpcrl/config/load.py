@@ -195,7 +195,6 @@ def _toml(text: str) -> dict[str, Any]:
 
 
 def _depth(tree: Any) -> int:
-    """Return the levels of tables and lists, counted until they are too many."""
     depth, level = 0, [tree]
     while level and depth <= _DEEPEST:
         depth += 1
@@ -271,7 +270,6 @@ def _value(text: str) -> Any:
 
 
 def _located(tree: dict[str, Any], base: Path, known: Sequence[Setting]) -> dict[str, Any]:
-    """Return `tree` after resolving, in place, its locations against `base`."""
     for setting in known:
         if not setting.location:
             continue

@@ -44,12 +44,10 @@ def effect_of(path: str) -> Effect | None:
 
 @cache
 def _effects() -> dict[str, Effect]:
-    """Return the effects of settings, and of sections for those that declare none."""
     return {one.path: one.facts.on_change for one in settings(ConfigTree) if one.facts.on_change}
 
 
 def _effect_between(path: str, old: Config, new: Config) -> Effect:
-    """Return the effect of changing a setting together with all that differs."""
     effect = effect_of(path) or _YOURS
     one, other = sorted((old.trainer, new.trainer), key=lambda trainer: trainer.strategy)
     if one.strategy == other.strategy:

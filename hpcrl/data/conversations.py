@@ -165,7 +165,6 @@ class Renderer:
         return self._pieces(messages, tools)[0]
 
     def _pieces(self, messages: Messages, tools: Tools) -> tuple[list[Piece], list[str]]:
-        """Return the pieces of a conversation, and what the template leaves out of messages that are trained."""
         template = self._template
         lost = template.lost_calls(messages)
         counts = [bool(message.get("weight", 1)) for message in messages]
@@ -194,14 +193,12 @@ class Renderer:
         return pieces, list(dict.fromkeys(lost))
 
     def _answered(self, row: Mapping[str, Any]) -> Messages:
-        """Return prompt and response as a conversation, of which the response is trained."""
         columns = self.columns
         prompt = self._prompt(row, _column(row, columns.prompt, "prompt_column"))
         answer = read_messages(_column(row, columns.response or RESPONSE, "response_column"), ASSISTANT)
         return [*_untrained(prompt), *answer]
 
     def _prompt(self, row: Mapping[str, Any], value: Any) -> Messages:
-        """Return the messages of a prompt, with what Alpaca's rows give beside the instruction in a column of its own."""
         if self.columns.prompt == _INSTRUCTION and isinstance(value, str) and row.get(_INPUT):
             value = f"{value}\n\n{row[_INPUT]}"
         return with_system(read_messages(value, "user"), row)
@@ -232,7 +229,6 @@ class Renderer:
         return [self._conversation(self._shown(messages, row, folder), row) for messages in whole]
 
     def _shown(self, messages: Messages, row: Mapping[str, Any], folder: Path | None) -> Messages:
-        """Return messages with their images and videos as texts."""
         return with_images(messages, row.get(self.columns.images), folder, row.get(self.columns.videos))
 
     def _conversation(self, messages: Messages, row: Mapping[str, Any]) -> Tokens:

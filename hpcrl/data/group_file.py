@@ -171,7 +171,6 @@ def read_conversations(path: Path, expected: GroupMeta) -> list[Conversation]:
 def _rows(
     path: Path, columns: _Columns, lengths: Sequence[int], details: Sequence[dict[str, Any]], wanted: Sequence[int]
 ) -> Iterator[tuple[int, Row]]:
-    """Yield the rows at ascending indices; neighbours are read at once."""
     ends = [0, *accumulate(lengths)]
     hints = [0, *accumulate(_hint_size(detail) for detail in details)]
     read: dict[str, np.ndarray] = {}

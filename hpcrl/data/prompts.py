@@ -175,7 +175,6 @@ class _Columns:
         )
 
     def _with_images(self, row: dict[str, Any], source: Source, place: str) -> dict[str, Any]:
-        """Return a row whose prompt has its images and videos as texts, and no columns of them."""
         images, videos = (row.get(name) for name in self.shown)
         left = {name: value for name, value in row.items() if name not in self.shown or value is None}
         if self.of_prompt not in row:
@@ -197,7 +196,6 @@ class _Columns:
 
 @lru_cache(maxsize=64)
 def _folder_of(source: Source) -> Path:
-    """Return the folder from which a dataset's relative paths of images start."""
     return source.files()[0].parent
 
 

@@ -55,7 +55,6 @@ class _Renderer:
             raise DataError(_endless())
 
     def _ask(self, request: bytes) -> tuple[str | None, int]:
-        """Return the answer; where the process ended before it, None and the exit status."""
         if self._owner != os.getpid() or self._process is None or self._process.poll() is not None:
             self._process, self._owner = _start(), os.getpid()
         answer = _answer(self._process, request)
@@ -67,7 +66,6 @@ def _endless() -> str:
 
 
 def _answer(process: subprocess.Popen[bytes], request: bytes) -> str | None:
-    """Return what a template writes, or None where the process ends before it has answered."""
     assert process.stdin is not None
     assert process.stdout is not None
     try:
@@ -92,7 +90,6 @@ def _start() -> subprocess.Popen[bytes]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> int:
-    """Return the exit status of a process that is dead or dying."""
     with suppress(BrokenPipeError), process:
         pass
     return process.wait()

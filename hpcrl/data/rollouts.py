@@ -106,7 +106,6 @@ def require_samples(run: Run, step: int) -> Batch:
 
 
 def _whole(run: Run, step: int) -> Batch | None:
-    """Return the batch of a step if all its samples are there."""
     file = read_batch(run.batch(step))
     return file.batch if file and all(run.inside(group.path).exists() for group in file.batch.groups) else None
 

@@ -332,7 +332,6 @@ def _batches_of(file: ParquetFile, group: int) -> Iterator[RecordBatch]:
 
 
 def _fitting(rows: int, size: int) -> int:
-    """Return how many of `rows` rows of together `size` bytes are read at once."""
     return max(1, min(_ROWS_AT_ONCE, rows * _BYTES_AT_ONCE // max(1, size)))
 
 
@@ -351,7 +350,6 @@ def _read_arrow(path: Path) -> Iterator[Any]:
 
 
 def _divided(batch: RecordBatch) -> Iterator[RecordBatch]:
-    """Yield the rows of a batch in parts of at most `_BYTES_AT_ONCE`, or of one row."""
     if batch.num_rows > 1 and (batch.num_rows > _ROWS_AT_ONCE or batch.nbytes > _BYTES_AT_ONCE):
         half = batch.num_rows // 2
         yield from _divided(batch.slice(0, half))

@@ -393,6 +393,5 @@ def _set_aside(run: Run, data: DataConfig) -> list[tuple[TokenFile, int]]:
 
 
 def _names(locations: Sequence[str]) -> list[str]:
-    """Return a short name for each dataset, under which its loss is reported."""
     short = source_names(locations)
     return [metric_name(short[one]) for one in locations]

@@ -158,7 +158,6 @@ from hpcrl.config.setting import {names}
 
 
 def _entries(root: Path, module: str, constant: str) -> dict[str, str]:
-    """Return the names in a dictionary of a module, with the source of their values."""
     (entries,) = (
         node.value
         for node in _parsed(root, module)
@@ -204,7 +203,6 @@ def _function(path: str, name: str, node: ast.FunctionDef) -> Function:
 
 
 def _arguments(text: str) -> dict[str, str]:
-    """Return the meanings of an Args part, each on one line."""
     found = re.split(r"^    (\w+): ", textwrap.indent(textwrap.dedent(text), "    "), flags=re.MULTILINE)
     return {name: " ".join(meaning.split()) for name, meaning in zip(found[1::2], found[2::2], strict=True)}
 

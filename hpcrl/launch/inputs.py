@@ -132,7 +132,6 @@ def _files_of_model(folder: Path) -> list[Path]:
 
 
 def _indexes() -> set[str]:
-    """Return the files of families whose models are several."""
     return {family.model_file for family in families()} - {Family.model_file}
 
 

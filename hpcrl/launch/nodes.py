@@ -120,7 +120,6 @@ def make_plan(config: Config) -> list[Node]:
 
 
 def _beside(config: Config, node: int) -> range:
-    """Return the replicas on one of the policy's nodes."""
     engine, placement = config.generator.inference_engine, config.trainer.placement
     if engine.remote_urls and config.has_engines:
         return range(node, engine.num_engines, placement.policy_num_nodes)

@@ -116,7 +116,6 @@ class LiveStatusReader:
         return ProcessRow(status.process, status.state, [*notes, *filter(None, [status.host])])
 
     def _lasting(self, status: ProcessStatus) -> float:
-        """Return for how long a process has been in its state, as far as that was live."""
         state, since = self._since.get(status.process, ("", 0.0))
         if state != status.state:
             since = time.monotonic()

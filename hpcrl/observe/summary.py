@@ -164,14 +164,12 @@ def _validity(run: Run, attempts: Sequence[Attempt]) -> Callable[[Record], bool]
 
 
 def _evaluations(run: Run) -> list[int]:
-    """Return the versions of which there are evaluations, whether or not they have ended."""
     with suppress(FileNotFoundError, NotADirectoryError):
         return sorted(version for name in os.listdir(run.evals) if (version := version_of(Path(name))) is not None)
     return []
 
 
 def _first(file: Callable[[int], Path], name: str, versions: Iterable[int]) -> tuple[int, float] | None:
-    """Return version and value of the first of these evaluations that has come to its end."""
     for version in versions:
         with suppress(ValueError):
             metrics: Any = read_json(file(version))

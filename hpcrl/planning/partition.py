@@ -103,6 +103,5 @@ def _share(name: str, weight: Weight, layout: ParallelLayout, value_head: str | 
 
 
 def _stages_of_layers(stages: Sequence[int], per_stage: int | None) -> list[int]:
-    """Return the pipeline stage of each layer; in an interleaved schedule the stages take turns, a virtual stage each time."""
     turns = 1 if per_stage is None else max(stages) // per_stage
     return [stage for _ in range(turns) for stage, layers in enumerate(stages) for _ in range(layers // turns)]

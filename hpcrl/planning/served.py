@@ -120,7 +120,6 @@ def forward_need(config: Config, model: Served, shapes: Shapes, memory: float | 
 
 
 def _megatron_need(config: Config, model: Served, shapes: Shapes) -> Need:
-    """Return what a rank of the largest pipeline stage of a teacher on Megatron-core needs."""
     sizes = config.trainer.distillation.megatron_layout
     layout, layers = ParallelLayout.of(sizes, model.ranks), layers_of_stages(shapes.width.layers, sizes)
     if layers is None:

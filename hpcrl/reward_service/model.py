@@ -95,7 +95,6 @@ class RewardModel:
         return found
 
     def _passes(self, lengths: Sequence[int]) -> Iterator[list[int]]:
-        """Yield which rows share a forward pass, the longest first."""
         batch = list[int]()
         for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
             if batch and (self.padding is None or (len(batch) + 1) * lengths[batch[0]] > self.batch_tokens):

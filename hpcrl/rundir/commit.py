@@ -60,7 +60,6 @@ def _put(name: str, content: bytes, mode: int, folder: int) -> None:
 
 
 def _write(contents: Mapping[str, bytes], mode: int, folder: int) -> None:
-    """Replace files of the open directory `folder`, each as a whole."""
     beside = {name: f".{name}.{socket.gethostname()}.{os.getpid()}" for name in contents}
     if len(contents) == 1:
         ((name, content),) = contents.items()

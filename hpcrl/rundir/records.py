@@ -139,7 +139,6 @@ def as_record(kind: type[Record], value: Any, place: str | Path, remedy: str) ->
 
 @lru_cache
 def _fields_of(kind: Any) -> tuple[dict[str, Any], set[str]]:
-    """Return the fields of a dataclass with their types, and the names of those that have a default."""
     hints = get_type_hints(kind)
     optional = {one.name for one in fields(kind) if one.default is not MISSING or one.default_factory is not MISSING}
     return {one.name: hints[one.name] for one in fields(kind)}, optional

@@ -51,7 +51,6 @@ def _free(path: Path) -> int | None:
 
 
 def _free_files(path: Path) -> int | None:
-    """Return how many files can be made; None where the filesystem does not count them."""
     found = _statvfs(path)
     return found.f_favail if found and found.f_files else None
 

@@ -139,13 +139,11 @@ def _first_line(text: str) -> str:
 
 
 def _git_digest(path: Path) -> str:
-    """Return the digest that Git has of a file's content."""
     content = path.read_bytes()
     return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
 
 
 def _different(additions: list[CommitOperationAdd], there: dict[str, RepoFile]) -> list[str]:
-    """Return the files that a repository has not, or not with this content."""
     return [one.path_in_repo for one in additions if _differs(one, there.get(one.path_in_repo))]
 
 

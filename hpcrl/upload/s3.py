@@ -153,11 +153,9 @@ class S3Store:
         return not digests.differs(shown, parts=size > self._part_size(size))
 
     def _part_size(self, size: int) -> int:
-        """Return the size of the parts of a file; the same in each call."""
         return max(self._part_bytes, -(-size // _MOST_PARTS))
 
     def _parts(self, directory: Committed, name: str, size: int) -> Iterator[bytes]:
-        """Yield the parts of a file; one that is empty has one part."""
         step, read = self._part_size(size), 0
         with _read(directory, name) as file:
             while read < size or not size:
@@ -248,7 +246,6 @@ class S3Store:
             raise CommitError(f"{directory.path / name}: checksum differs from the manifest; it is not uploaded")
 
     def _ask(self, name: str, **arguments: Any) -> Any:
-        """Return the answer of the store."""
         from botocore import exceptions as of
 
         def ask() -> Any:

@@ -179,7 +179,6 @@ def _lora(config: ConfigTree) -> Iterator[Problem]:
 
 
 def _moving_reference(trainer: TrainerConfig) -> Iterator[Problem]:
-    """Yield what is wrong with a reference that follows a policy with adapters."""
     setting = "update_ref_every_epoch" if trainer.update_ref_every_epoch else "algorithm.reference_reset_interval"
     if not trainer.reference_is_base:
         yield Problem(

@@ -229,7 +229,6 @@ def _stages(path: str, sizes: MegatronModelConfig, entries: Mapping[str, Any], w
 
 
 def _divided(path: str, size: int, counts: Mapping[str, int], whose: str) -> Iterator[Problem]:
-    """Yield one problem where `size` divides not all of the counts, with the sizes that do."""
     counts = {name: count for name, count in counts.items() if count}
     wrong = [f"{count:,} {name}{factors(count)}" for name, count in counts.items() if count % size]
     if wrong:

@@ -39,7 +39,6 @@ def whole_mini_batches(config: ConfigTree) -> Iterator[Problem]:
 
 
 def _on_policy_ranks(trainer: TrainerConfig) -> list[str]:
-    """Return the other models that have the policy's ranks and samples."""
     apart = {"policy", "critic"} if trainer.has_own_critic else {"policy"}
     return [role for role in _roles(trainer) if role not in apart]
 

@@ -119,7 +119,6 @@ def _encoded(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], 
 
 
 def _parts(text: str) -> list[str]:
-    """Return the parts of a text between its marks."""
     if _CUT not in text:
         return [text]
     found = [""]

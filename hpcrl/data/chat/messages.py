@@ -150,7 +150,6 @@ def _call(value: Any) -> dict[str, Any]:
 
 
 def _parsed(value: Any, what: str) -> Any:
-    """Return what a JSON text says; what is no text is returned as it is."""
     if not isinstance(value, str):
         return value
     try:

@@ -81,7 +81,6 @@ def plane_positions(
 
 
 def _of_row(seen_T: torch.Tensor, grids: Iterator[tuple[int, int, int, float]]) -> torch.Tensor:
-    """Return the positions [3, T] of a row; the grids of its placeholders are taken."""
     length, begin, position, parts = len(seen_T), 0, 0, list[torch.Tensor]()
     places = seen_T.nonzero()[:, 0].tolist()
     at = 0

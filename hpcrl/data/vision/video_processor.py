@@ -134,7 +134,6 @@ class VideoProcessor:
 
 
 def _entries(model: Pretrained) -> dict[str, Any]:
-    """Return the settings of a model's video processor, from the file that transformers takes them of."""
     from transformers.utils.hub import cached_file
 
     for name in _FILES:

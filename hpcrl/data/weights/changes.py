@@ -122,7 +122,6 @@ def apply_changes(base: Path, versions: Sequence[PublishedWeights], target: Path
 
 
 def _apply(source: Path, changes: Sequence[Changes], target: Path) -> dict[str, str]:
-    """Write one file; return the digests of its tensors."""
     digests: dict[str, str] = {}
     with source.open("rb") as read, target.open("wb") as written:
         entries, start = header_of(read.fileno())

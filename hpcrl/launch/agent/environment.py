@@ -101,7 +101,6 @@ class Environments:
         return environment | {variable: value for variable, value in defaults.items() if not environment.get(variable)}
 
     def _threads(self, cores: int) -> int:
-        """Return how many threads each process has that computes on this node."""
         node = self._node
         workers = (len(node.workers) or len(node.scorers)) * node.scorer_ranks
         # those of a node with both take turns

@@ -121,7 +121,6 @@ def _serve(run: Run, context: NodeContext, worker: str, signals: list[int], size
 
 
 def _queued(run: Run) -> bool:
-    """Return whether the run's own job is still there, or Slurm cannot say."""
     record = read_json(run.submission)
     try:
         return record is None or find_job(record["job_id"], queue(patience_s=0.0)).active

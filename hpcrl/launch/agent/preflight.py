@@ -114,7 +114,6 @@ def _line(finding: Finding) -> str:
 
 
 def _copies(config: Config, node: Node) -> Path | None:
-    """Return where replicas of this node copy weights to, after making it."""
     found = weight_copy_dir(config.generator.inference_engine) if node.replicas else None
     try:
         if found:

@@ -79,7 +79,6 @@ class Sizes:
 
 
 def _saved(trainer: TrainerConfig, role: str) -> int:
-    """Return a checkpoint's bytes per parameter: weights, master weights and moments."""
     if trainer.strategy == "megatron":
         return 4 * _ADAM + (2 if trainer.policy.megatron_config.dtype != "fp32" else 0)
     sharding = trainer.critic.fsdp_config if role == "critic" else trainer.policy.fsdp_config

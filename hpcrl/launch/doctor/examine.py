@@ -106,7 +106,6 @@ def _of_this_machine(directory: Path) -> Iterator[Finding]:
 
 
 def _slurm(*command: str) -> str:
-    """Return the output of a Slurm command."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_ANSWER_S)
     except (OSError, subprocess.TimeoutExpired) as failure:

@@ -183,7 +183,6 @@ def _owner(pid: str) -> str:
 
 
 def _compiler() -> str | None:
-    """Return the compiler that Triton takes."""
     own = os.environ.get("CC")
     return shutil.which(own) if own else shutil.which("gcc") or shutil.which("clang")
 

@@ -134,7 +134,6 @@ def _names(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
 
 
 def _of_template(written: ChatTemplate) -> Iterator[Finding]:
-    """Try conversations of the kinds that datasets have."""
     lost = {
         "turns": _lost(written, [_QUESTION, _ANSWER, _QUESTION, _ANSWER]),
         "thoughts": _lost(written, [_QUESTION, _THOUGHT]),

@@ -48,7 +48,6 @@ def adopt(submissions: dict[Run, dict[str, Any]], queued: Mapping[str, JobState]
 
 
 def _run_of(job: str, script: Path) -> Run | None:
-    """Return the run that an element of a job array runs, from the end of its batch script."""
     try:
         match = _ELEMENTS.search(script.read_text())
         runs = read_json(Path(shlex.split(match[1])[0])) if match else None

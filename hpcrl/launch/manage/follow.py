@@ -170,7 +170,6 @@ def _print(looks: Looks, console: Console) -> None:
 
 
 def _say(views: Sequence[RunView], said: dict[tuple[Run, str], str], console: Console) -> None:
-    """Print a line for each thing of which the state has changed."""
     for view in views:
         for what, state, text in events(view):
             if said.get((view.run, what)) != state:

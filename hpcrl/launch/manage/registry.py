@@ -34,7 +34,6 @@ def all_runs(root: Path) -> list[Run]:
 
 
 def _folders(path: Path) -> list[str]:
-    """Return the names of the directories in one, links to some too; none where it cannot be read."""
     try:
         with os.scandir(path) as entries:
             return sorted(entry.name for entry in entries if entry.is_dir())

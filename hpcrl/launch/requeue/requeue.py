@@ -113,7 +113,6 @@ def _run(*command: str, limit_s: float | None = None) -> subprocess.CompletedPro
 
 
 def _shown(*what: str) -> list[str]:
-    """Return the output of `scontrol show`, split at blanks; nothing where it fails."""
     done = _run("scontrol", "show", *what)
     return done.stdout.split() if done.returncode == 0 else []
 

@@ -224,7 +224,6 @@ def _common(config: Config, folder: Path) -> dict[str, Any]:
 def _executor(
     folder: Path, parameters: dict[str, Any], asked: SlurmConfig | ElasticConfig | UploadJobConfig, starter: Starter
 ) -> ArrayExecutor:
-    """Add what the run and its other jobs ask for by the same names."""
     for name in ("partition", "account", "qos", "constraint"):
         if (value := getattr(asked, name)) is not None:
             parameters[name] = value

@@ -40,7 +40,6 @@ def check_own_code(config: Config) -> tuple[list[Problem], list[str]]:
 
 
 def _named(config: Config) -> Iterator[tuple[str, str, Callable[[], object]]]:
-    """Yield the setting, the import path and what finds it, of each."""
     environment, algorithm = config.environment, config.trainer.algorithm
     if environment.env_class and ":" in environment.env_class:
         name = environment.env_class

@@ -58,7 +58,6 @@ def own_files(modules: Collection[str]) -> dict[str, list[str]]:
 
 
 def _folders(package: str) -> list[Path]:
-    """Return the folders of sys.path that hold a package or a module; a namespace package may lie in several."""
     try:
         spec = find_spec(package) if package not in _OF_THE_RUN else None
     except (ImportError, ValueError):
@@ -85,7 +84,6 @@ def _closure(folder: Path, modules: Collection[str]) -> Iterator[Path]:
 
 
 def _files(folder: Path, module: str) -> Iterator[Path]:
-    """Yield the file of a module, after those of the packages that it is in."""
     place = folder
     for part in module.split("."):
         place = place / part

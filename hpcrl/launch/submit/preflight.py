@@ -343,7 +343,6 @@ def _training_rows(config: Config) -> int | None:
 
 
 def _changed(source: Source) -> int:
-    """Return when the files of a dataset were changed; 0: it is not on this machine."""
     return max(os.stat(path).st_mtime_ns for path in source.files()) if source.is_here() else 0
 
 

@@ -24,7 +24,6 @@ _ONE_SCRIPT = (
 
 
 def _split(values: str) -> list[str]:
-    """Split at the commas that stand outside brackets and quotes."""
     parts, depth, quote, current = list[str](), 0, "", ""
     for letter in values:
         if quote:
@@ -57,7 +56,6 @@ def _seeds(text: str) -> list[int]:
 
 
 def _lines(file: Path) -> list[list[str]]:
-    """Return the overrides of each line; words are split and quoted as in a shell, # begins a comment."""
     try:
         text = file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:

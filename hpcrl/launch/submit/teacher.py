@@ -88,7 +88,6 @@ def check_precomputed(config: Config) -> Iterator[Problem]:
 
 
 def _differences(said: dict[str, Any], wanted: dict[str, Any]) -> Iterator[str]:
-    """Yield what was written otherwise than it is wanted, in words."""
     known = None not in (said["weights"], wanted["weights"])
     what = "weights" if known else "teacher"  # the same weights wherever they lie
     if said[what] != wanted[what]:

@@ -125,7 +125,6 @@ def _samples(run: Run, decoder: Decoder) -> dict[str, Any]:
 
 
 def _environment(run: Run, attempts: list[Attempt]) -> list[tuple[str, str]]:
-    """Return what the run was started with and where, by name."""
     code = run.code / "hpcrl" / "__init__.py"
     found = _VERSION.search(code.read_text(encoding="utf-8")) if code.is_file() else None
     submission = read_object(run.submission, "remove it: the job of the run is then not known") or {}

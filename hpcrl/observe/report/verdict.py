@@ -62,7 +62,6 @@ def findings(curves: dict[str, Any], config: dict[str, Any], outcomes: Sequence[
 
 
 def _ends(values: Sequence[float]) -> tuple[float, float]:
-    """Return the means over the first and over the last tenth."""
     count = max(1, len(values) // 10)
     return fmean(values[:count]), fmean(values[-count:])
 

@@ -68,7 +68,6 @@ class EventFile:
         return bool(shown & self._left_out) or layout_of(shown) != self._layout
 
     def _told(self, records: Iterable[Record]) -> set[str]:
-        """Return the tags of these that say something."""
         return {
             tag
             for record in records
@@ -116,7 +115,6 @@ class EventFile:
         beside.rename(self._path)
 
     def _facts(self) -> Iterator[Any]:
-        """Yield what is known of the run before it has trained anything."""
         if self._layout:
             yield summaries.layout(self._layout)
         if self._run.config.is_file():

@@ -75,7 +75,6 @@ def _varied(run: Run) -> list[str]:
 
 
 def _values(run: Run, paths: Iterable[str]) -> Iterator[tuple[str, bool | float | str]]:
-    """Yield dotted path and value of the settings that are set; none where the configuration is damaged."""
     try:
         tree = tomli.loads(run.config.read_text(encoding="utf-8"))
     except (ValueError, RecursionError):

@@ -72,7 +72,6 @@ def _group(version: int, row: int) -> str:
 
 
 def _first_rows(run: Run, version: int) -> Iterator[Any]:
-    """Yield the first samples of the first rows of the validation set."""
     wanted = [f'"{_group(version, row)}"'.encode() for row in range(_SAMPLES)]
     for path in sorted(run.evals_of(version).glob("*.jsonl")):
         with path.open("rb") as file:

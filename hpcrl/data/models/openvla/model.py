@@ -175,7 +175,6 @@ class ProprioProjector(nn.Module):
 
 
 def _unseen(actions: range, _: nn.Module, given: tuple[torch.Tensor, ...], hidden: torch.Tensor) -> torch.Tensor:
-    """Return embeddings with those of actions 0."""
     of_actions = (given[0] >= actions.start) & (given[0] < actions.stop)
     return hidden.masked_fill(of_actions[..., None], 0)
 
