@@ -1,4 +1,4 @@
-"""The command line: which commands there are. The module of a command is imported only when that is asked for, so `hpcrl --help` is instant."""
+"""Dispatches the commands of `hpcrl`; each command's module is imported only for it, so `hpcrl --help` is instant."""
 
 from __future__ import annotations
 

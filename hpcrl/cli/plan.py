@@ -1,4 +1,4 @@
-"""The command `hpcrl plan`: which node and which rank does what, and what that needs of its memory. It starts nothing."""
+"""`hpcrl plan`: print the nodes and ranks of a run, and the memory that they need. It starts nothing."""
 
 from __future__ import annotations
 
@@ -93,8 +93,8 @@ def _layers(config: Config) -> Iterator[str]:
     megatron, remedy = config.trainer.policy.megatron_config, "; it is the extra transformer-engine" if gpus else ""
     if (size := megatron.context_parallel_size) > 1:
         yield (
-            f"  hint: without TransformerEngine each of the {size} context-parallel ranks gathers the keys and values of a sample and computes "
-            f"attention over all of its tokens; what they share is the rest of the layers{remedy}"
+            f"  hint: without TransformerEngine each of the {size} context-parallel ranks gathers the keys and values of a sample and "
+            f"computes attention over all of its tokens. They share only the rest of the layers{remedy}"
         )
     if gpus and megatron.expert_model_parallel_size > 1 and megatron.moe_grouped_gemm:
         yield f"  hint: without TransformerEngine a rank computes its experts one after the other{remedy}"
@@ -248,7 +248,6 @@ def _of_device(total: int, memory: tuple[float | None, str], unit: int) -> str:
 
 
 def _served(config: Config) -> Iterator[str]:
-    """Yield what the models need that only compute: those of reward services and scorers."""
     from importlib.util import find_spec
 
     from hpcrl.launch.submit.models import fetch_entries, folder_of

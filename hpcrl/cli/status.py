@@ -1,4 +1,4 @@
-"""`hpcrl status`: in what state runs are, why, and how far."""
+"""`hpcrl status`: show the state and progress of runs."""
 
 from __future__ import annotations
 
@@ -73,7 +73,6 @@ def _alerts(run: Run) -> list[Alert]:
 
 
 def _achieved(state: RunState, read: Callable[[Run], Achieved]) -> Achieved | None:
-    """Return what a run has achieved; None where its files are damaged, or may be."""
     from hpcrl.errors import RunError
 
     with suppress(RunError, OSError):  # the state names it
@@ -99,12 +98,12 @@ def _show(state: RunState) -> None:
 
 def _view(state: RunState) -> RunView:
     from hpcrl.errors import RunError
-    from hpcrl.launch.manage.follow import look_once
+    from hpcrl.launch.manage.follow import read_view
     from hpcrl.launch.manage.screen import RunView
-    from hpcrl.observe.live_status import Watch
+    from hpcrl.observe.live_status import LiveStatusReader
 
     with suppress(RunError, OSError):  # the state names it
-        return replace(look_once(state.run, Watch(state.run)), state=state)
+        return replace(read_view(state.run, LiveStatusReader(state.run)), state=state)
     return RunView(state.run, state)
 
 

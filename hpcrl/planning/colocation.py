@@ -1,4 +1,4 @@
-"""Memory of devices that trainer and engine share (trainer.placement.colocate_all)."""
+"""Estimates whether trainer and engine fit on devices that they share in turns."""
 
 from __future__ import annotations
 
@@ -42,7 +42,6 @@ def leased_memory(config: Config, found: Estimate, device: float) -> Iterator[Le
 
 
 def _asleep(config: Config) -> int:
-    """Return the bytes that an engine keeps of a device while it sleeps: context, CUDA graphs, communicators."""
     engine = config.generator.inference_engine
     tensor, others = engine.tensor_parallel_size, (engine.pipeline_parallel_size, engine.data_parallel_size)
     groups = sum(size > 1 for size in (tensor, *others))
@@ -52,7 +51,6 @@ def _asleep(config: Config) -> int:
 
 
 def _away(config: Config) -> int:
-    """Return the bytes that a trainer rank keeps of a device while an engine has it: context and communicators."""
     return _CONTEXT + communicators(config.trainer) * _COMMUNICATOR
 
 
@@ -62,7 +60,6 @@ def on_host(config: Config, found: Estimate) -> int:
 
 
 def _kept(config: Config, found: Estimate) -> int:
-    """Return the bytes of optimizers that stay where they are."""
     sections = {"policy": config.trainer.policy, "critic": config.trainer.critic}
     return sum(
         found.needs[role].optimizer

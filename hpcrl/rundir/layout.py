@@ -1,4 +1,4 @@
-"""The map of a run directory. Nobody else builds a path.
+"""Paths of a run directory; no other module builds one.
 
 <root>/<project>/<run>/            0700
   config.toml                      resolved; the only configuration a job reads
@@ -34,8 +34,8 @@
   profile/<attempt>/rank-0.json.gz PyTorch profiles of trainer ranks; rank-0.nsys-rep and rollout-0.nsys-rep, those of Nsight Systems
   profile/<attempt>/memory/rank-0-s000042.pickle   what allocated GPU memory in step 42; trainer.policy.record_memory. rank-0-oom.pickle: when it ran out
   tensorboard/<run>/               derived from metrics; can be rebuilt
-  alerts.jsonl                     what the run told about itself (hpcrl/rundir/alerts.py)
-  trackers/<name>.json             what a tracker has been told; <name>/ its own files
+  alerts.jsonl                     alerts of the run (hpcrl/rundir/alerts.py)
+  trackers/<name>.json             what a tracker has received; <name>/ its own files
   uploads/<store>.json             what of exports/ and checkpoints/ is in a store elsewhere (hpcrl/upload/state.py)
   control/                         stop, stacks: requests to the agents
 
@@ -241,7 +241,7 @@ class Run:
         return self.path / "alerts.jsonl"
 
     def tracker(self, name: str) -> Path:
-        """What a tracker has been told; a folder of the same name without suffix has its own files."""
+        """Metrics that a tracker has received; a folder of the same name without suffix has its own files."""
         return self.path / "trackers" / f"{name.replace(':', '.')}.json"
 
     @property

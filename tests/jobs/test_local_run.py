@@ -267,7 +267,7 @@ def test_an_alert_stops_a_run_that_has_saved(place: Path, tmp_path: Path) -> Non
     )
     assert finish(run, 1, 120) == "cancelled", logs_of(run)
     (alert,) = read_alerts(run)
-    assert (alert.name, alert.begin.step, alert.told) == ("always", 2, True)
+    assert (alert.name, alert.begin.step, alert.notified) == ("always", 2, True)
     assert (run.path / "told").read_text() == "always 2 run $HOME\n"
     outcome = read_outcome(run)
     assert outcome is not None

@@ -1,4 +1,4 @@
-"""Rules about what is generated: datasets, lengths, chat templates and sampling."""
+"""Rules about generation: datasets, lengths, chat templates and sampling."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Continuing a run that ended, with its configuration or a changed one."""
+"""Continues a run that ended, with its configuration or a changed one."""
 
 from __future__ import annotations
 
@@ -42,12 +42,11 @@ def resume(run: Run, overrides: Sequence[str] = ()) -> list[Change]:
         overrides: settings to change, as for `hpcrl submit`.
 
     Returns:
-        What differs from the configuration that the last attempt had, whoever changed it.
+        Changes since the configuration of the last attempt, of any origin.
 
     Raises:
         RunError: the run is active, has finished, never continues, or is being resumed by somebody else.
         ConfigError: the overrides are wrong, or change what a run or an interrupted step must keep; then nothing has happened.
-        DataError: they name files that are not there, or the checkpoints of the run are gone.
     """
     if not run.submission.exists():
         states_of([run])  # finds a job whose submission was cut short, and records it
@@ -141,8 +140,8 @@ def _check_step(run: Run, config: Config) -> None:
     values = ", ".join(f"trainer.{name} {json.dumps(value)}" for name, value in begun.items())
     raise ConfigError(
         f"{run.name} was interrupted inside step {position[0] + 1}, which was begun with {values}: with another value training "
-        f"would start again from {earlier}, without {names}. Resume it with what the step was begun with, and change that after the next "
-        f"whole checkpoint; or give up what was trained since {earlier}: hpcrl checkpoint rm {run.name} {names} --force"
+        f"would start again from {earlier}, without {names}. Resume it with the values of that step, and change them after the next "
+        f"whole checkpoint. Or give up the training since {earlier}: hpcrl checkpoint rm {run.name} {names} --force"
     )
 
 
