@@ -31,11 +31,11 @@ from hpcrl.errors import ConfigError, DataError, EngineError, RefusedRequestErro
 from hpcrl.rollout.endpoint.server import PolicyServer, serving
 from hpcrl.rollout.engines.base import Engine, Generation, Heard, engine_sampling
 from hpcrl.rollout.env_session import Answer, EnvSession, scorer_of
-from hpcrl.rollout.generation_cache import Turns
+from hpcrl.rollout.generation_cache import GroupCache
 from hpcrl.rollout.group import Group, apply_stop_reason, neutralize_failed, sample_reward
 from hpcrl.rollout.images.preparing import ImagePreparation
-from hpcrl.rollout.images.saved import KeptPictures
-from hpcrl.rollout.teacher_inputs import Lessons, Told
+from hpcrl.rollout.images.saved import SampleImages
+from hpcrl.rollout.teacher_inputs import SampleMessages, TeacherInputs
 from hpcrl.rollout.threads import CallThreads, in_thread
 from hpcrl.rollout.transcript import Transcript
 from hpcrl.types import LONGEST_FAILURE, Kind, Row, StopReason, Work, plain_text
@@ -50,7 +50,7 @@ _FAILURES = (UserCodeError, ServiceError, RefusedRequestError)
 class Generator(Protocol):
     """Turns work into groups with one engine, many at a time."""
 
-    async def generate(self, work: Work, turns: Turns | None = None) -> Group:
+    async def generate(self, work: Work, cache: GroupCache | None = None) -> Group:
         """Return the group of a piece of work; errors as of `GroupGenerator.generate`."""
         ...
 
@@ -64,7 +64,7 @@ class Episode:
     """One sample while it is generated.
 
     Attributes:
-        turns: of its group.
+        cache: of its group's turns.
         number: in its group.
         seed: of the first turn.
         tools: of its row, for the chat template.
@@ -76,7 +76,7 @@ class Episode:
     """
 
     session: EnvSession
-    turns: Turns
+    cache: GroupCache
     number: int
     seed: int
     sampling: dict[str, Any]
@@ -100,7 +100,7 @@ class Episode:
         seed = random.Random(f"turn-{self.seed}-{turn}").getrandbits(31) if turn else self.seed
         sampling = {**self.sampling, **(limits or {})}
         images = self.transcript.images
-        (said,) = await self.turns.say(self.number, turn, prompt, 1, seed, sampling, heard, images)
+        (said,) = await self.cache.generate(self.number, turn, prompt, 1, seed, sampling, heard, images)
         return said
 
     @property
@@ -135,7 +135,7 @@ class GroupGenerator:
         server: at which environments ask the policy themselves; None: there is none.
         reader: of the policy; None: it sees no images.
         kept: where images that samples were shown are kept; None: nowhere.
-        lessons: what training groups have for teachers; None: nothing.
+        teacher_inputs: what training groups have for teachers; None: nothing.
         model: of the policy, whose files name tokens that end a turn; None: only its tokenizer and the template do.
     """
 
@@ -147,19 +147,19 @@ class GroupGenerator:
         environment: EnvironmentConfig,
         baselines: bool = False,
         services: Callable[[], Endpoints] | None = None,
-        lessons: Lessons | None = None,
+        teacher_inputs: TeacherInputs | None = None,
         server: PolicyServer | None = None,
         reader: ImageReader | None = None,
-        kept: KeptPictures | None = None,
+        kept: SampleImages | None = None,
         model: Pretrained | None = None,
     ) -> None:
         self._engine, self._config, self._baselines, self._server = engine, config, baselines, server
-        self._lessons = lessons or Lessons()
+        self._teacher_inputs = teacher_inputs or TeacherInputs()
         special = config.chat_template.allow_special_tokens
         self._template = ChatTurns(tokenizer, config.chat_template_kwargs, special, reader, model)
         self._images, self._kept = ImagePreparation(reader), kept if reader else None
         self._vocabulary = len(tokenizer)
-        self._lessons.check(self._vocabulary)
+        self._teacher_inputs.check(self._vocabulary)
         gym, self._judged = environment.skyrl_gym, environment.reward_model.model is not None
         self._extras = common_extras(environment, config.max_turns)
         self._params = {"train": config.sampling_params, "eval": config.eval_sampling}
@@ -167,26 +167,26 @@ class GroupGenerator:
         limits = gym.max_env_workers, environment.timeout_seconds
         self._threads = CallThreads(*limits) if gym.max_env_workers else None
 
-    async def generate(self, work: Work, turns: Turns | None = None) -> Group:
+    async def generate(self, work: Work, cache: GroupCache | None = None) -> Group:
         """Return the group. A sample whose environment raises or takes too long, or whose request the engine refuses, is marked: it is
         not trained, and counts in its group as the mean of the others.
 
         Args:
-            turns: of the group; they have what others have generated of it.
+            cache: turns of the group that earlier workers have finished.
 
         Raises:
             HpcrlError: an environment or a reward lacks something that no other sample would have; the message names it and the group.
             EngineError: the engine failed.
         """
-        turns = turns or Turns(self._engine, work.group_id)
+        cache = cache or GroupCache(self._engine, work.group_id)
         started, version = time.monotonic(), self._engine.version
         sampling = self._sampling(work.kind)
         n, compared = work.n_samples, self._baselines and work.kind == "train"
         tools = read_tools(work.prompt.extras.get("tools"))
-        episodes = [Episode(self._session(work), turns, i, work.seed + i, sampling, tools) for i in range(n)]
+        episodes = [Episode(self._session(work), cache, i, work.seed + i, sampling, tools) for i in range(n)]
         if compared:
             greedy = {**sampling, "temperature": 0.0, "logprobs": 0}
-            episodes.append(Episode(self._session(work), turns, n, work.seed, greedy, tools))
+            episodes.append(Episode(self._session(work), cache, n, work.seed, greedy, tools))
         try:
             await self._open(episodes, work)
             first = await self._together(episodes[:n])
@@ -204,8 +204,10 @@ class GroupGenerator:
         if work.kind == "train":
             pairs = zip(episodes[:n], rows, strict=True)
             rows = neutralize_failed(await asyncio.gather(*(self._with_top_ids(*pair) for pair in pairs)))
-            told = [Told(one.past, one.messages, len(one.transcripts[0].prompt), tools) for one in episodes[:n]]
-            rows = self._lessons.with_hints(rows, [sample_reward(own) for own in rows], told, self._template)
+            told = [
+                SampleMessages(one.past, one.messages, len(one.transcripts[0].prompt), tools) for one in episodes[:n]
+            ]
+            rows = self._teacher_inputs.with_hints(rows, [sample_reward(own) for own in rows], told, self._template)
         else:  # experts are for training
             rows = [[replace(row, tensors={}) for row in own] for own in rows]
         return Group(
@@ -217,25 +219,25 @@ class GroupGenerator:
             failures=[episode.failure for episode in episodes if episode.failure],
             seconds=time.monotonic() - started,
             baseline=self._baseline(episodes[n], rows) if compared else None,
-            kept_tokens=turns.kept_tokens,
+            cached_tokens=cache.cached_tokens,
             judged=[episode.judged for episode in episodes[:n] if self._judged],
         )
 
     async def _with_top_ids(self, episode: Episode, rows: list[Row]) -> list[Row]:
         try:
-            return await self._lessons.with_top_ids(rows, self._engine)
+            return await self._teacher_inputs.with_top_ids(rows, self._engine)
         except _FAILURES as error:
             episode.failure = _told(error)
             return [apply_stop_reason(replace(row, stop_reason="failed"), self._config) for row in rows]
 
     def _sampling(self, kind: Kind) -> dict[str, Any]:
-        template, top_ids = self._template, self._lessons.generated
+        template, top_ids = self._template, self._teacher_inputs.generated
         return engine_sampling(self._params[kind], kind, self._vocabulary, top_ids, template.never_said, template.ends)
 
     async def _keep(self, work: Work, version: int, episodes: Sequence[Episode]) -> None:
         """Keep the images that the samples of a finished group were shown, where they are wanted."""
         if self._kept and self._kept.wants(work.kind, version):
-            await in_thread(self._kept.shown, work.group_id, [episode.shown for episode in episodes])
+            await in_thread(self._kept.save_inputs, work.group_id, [episode.shown for episode in episodes])
 
     def _baseline(self, greedy: Episode, samples: Sequence[Sequence[Row]]) -> float:
         if greedy.failure:
@@ -278,7 +280,7 @@ class GroupGenerator:
         if self._config.max_turns > 1 or not alike or first.session.plays or self._too_long(first, prompt):
             return None
         with suppress(RefusedRequestError):  # each sample asks for itself, and hears why
-            return await first.turns.say(0, 0, prompt, len(episodes), first.seed, first.sampling, images=images)
+            return await first.cache.generate(0, 0, prompt, len(episodes), first.seed, first.sampling, images=images)
         return None
 
     async def _only_turns(self, episodes: Sequence[Episode], said: Sequence[Generation], kind: Kind) -> None:
@@ -418,13 +420,13 @@ def conversations(
     config: GeneratorConfig,
     environment: EnvironmentConfig,
     reader: ImageReader | None = None,
-    kept: KeptPictures | None = None,
+    kept: SampleImages | None = None,
     generator: Callable[..., GroupGenerator] = GroupGenerator,
     *,
     replica: int = 0,
     baselines: bool = False,
     rewards: Callable[[], Endpoints] | None = None,
-    lessons: Lessons | None = None,
+    teacher_inputs: TeacherInputs | None = None,
     model: Pretrained | None = None,
 ) -> Maker:
     """Return what makes the generator of language models; arguments as of `GroupGenerator`, or of `generator` in its place."""
@@ -433,7 +435,7 @@ def conversations(
     async def made(engine: Engine) -> AsyncIterator[Generator]:
         async with serving(config, tokenizer, replica, model, reader) as server:
             yield generator(
-                engine, tokenizer, config, environment, baselines, rewards, lessons, server, reader, kept, model
+                engine, tokenizer, config, environment, baselines, rewards, teacher_inputs, server, reader, kept, model
             )  # fmt: skip
 
     return made

@@ -28,7 +28,7 @@ class Group:
         failures: what went wrong in samples whose environment failed.
         seconds: from claim to the last token.
         baseline: reward of the greedy response; None where there is none.
-        kept_tokens: that the policy chose for those who had begun the group before.
+        cached_tokens: that the policy chose for those who had begun the group before.
         judged: each sample as a reward model that scores finished groups reads it, from its prompt on; empty: there is none.
     """
 
@@ -40,7 +40,7 @@ class Group:
     failures: list[str]
     seconds: float
     baseline: float | None = None
-    kept_tokens: int = 0
+    cached_tokens: int = 0
     judged: list[Messages] = field(default_factory=list)
 
     @cached_property

@@ -34,11 +34,11 @@ from hpcrl.rollout.engines.base import Engine, Launched
 from hpcrl.rollout.engines.watchdog import run_watched
 from hpcrl.rollout.evaluate import evaluated_text
 from hpcrl.rollout.generate import Generator, Maker
-from hpcrl.rollout.generation_cache import KeptTurns
+from hpcrl.rollout.generation_cache import GenerationCache
 from hpcrl.rollout.group import Group
 from hpcrl.rollout.limiter import ConcurrencyLimiter
 from hpcrl.rollout.metrics import RolloutMetrics
-from hpcrl.rollout.teacher_inputs import Lessons
+from hpcrl.rollout.teacher_inputs import TeacherInputs
 from hpcrl.rollout.threads import in_thread
 from hpcrl.rollout.weights.copies import NodeCopies
 from hpcrl.rollout.weights.fetch import fetch
@@ -67,7 +67,7 @@ class WorkerOptions:
         reads_ahead: whether new weights are read into the page cache while the engine still generates.
         from_model: whether version 0 is the model that the engine was started with.
         rewards: returns the reward service of the run that gets the next request; None: the run has none.
-        lessons: what training groups have for teachers; None: nothing.
+        teacher_inputs: what training groups have for teachers; None: nothing.
         timeline: of this process; None: nobody looks at one.
         waves: groups begin together, when all that began together before have ended.
     """
@@ -87,7 +87,7 @@ class WorkerOptions:
     reads_ahead: bool = True
     from_model: bool = True
     rewards: Callable[[], Endpoints] | None = None
-    lessons: Lessons | None = None
+    teacher_inputs: TeacherInputs | None = None
     timeline: Timeline | None = None
     waves: bool = False
 
@@ -128,7 +128,7 @@ class Worker:
         self._options, self._launched, self._engine, self._generator = options, launched, engine, generator
         self._decode = decode
         self._status, self._controller = process_status, ControllerClient(options.run, options.attempt)
-        self._turns = KeptTurns(options.run, options.name, engine)
+        self._cache = GenerationCache(options.run, options.name, engine)
         self._flight: dict[asyncio.Task[Group], Work] = {}
         self._finished: list[Group] = []
         self._delivering: list[Group] = []
@@ -152,12 +152,12 @@ class Worker:
         """
         options = self._options
         try:
-            loops = [self._work(), self._report(), self._adapt_limit(), self._turns.keep()]
+            loops = [self._work(), self._report(), self._adapt_limit(), self._cache.write_periodically()]
             await run_watched(self._launched, self._engine, loops, options.stall_s, options.load_s)
         finally:
             await asyncio.gather(*self._flight, return_exceptions=True)  # they are cancelled, or have failed as well
             if self._stop != FINISHED:
-                self._turns.write()
+                self._cache.write()
             if self._metrics:
                 self._write_metrics()
                 self._metrics.close()
@@ -270,17 +270,17 @@ class Worker:
         self._rollout_metrics.set_busy(bool(self._flight))
 
     async def _generate(self, item: Work) -> Group:
-        return await self._generator.generate(item, await self._turns.begin(item))
+        return await self._generator.generate(item, await self._cache.begin(item))
 
     def _collect(self) -> None:
         for task in [task for task in self._flight if task.done()]:
             item = self._flight.pop(task)
             if task.cancelled():  # nobody wants it
-                self._turns.forget([item.group_id])
+                self._cache.remove([item.group_id])
                 continue
             group = task.result()
-            self._rollout_metrics.kept += group.kept_tokens
-            self._rollout_metrics.tokens += sum(group.response_lengths) - group.kept_tokens
+            self._rollout_metrics.kept += group.cached_tokens
+            self._rollout_metrics.tokens += sum(group.response_lengths) - group.cached_tokens
             self._finished.append(group)
         self._rollout_metrics.set_busy(bool(self._flight))
 
@@ -316,7 +316,7 @@ class Worker:
             await in_thread(write_bytes, path, b"".join(contents))
             self._rollout_metrics.written += size
         await self._call("complete", groups=[meta.to_json() for meta in metas])
-        self._turns.forget(group.work.group_id for group in self._delivering)
+        self._cache.remove(group.work.group_id for group in self._delivering)
         self._delivering = []
 
     async def _write_evaluated(self, version: int, groups: list[tuple[Group, GroupMeta]]) -> None:
@@ -367,7 +367,7 @@ class Worker:
             options.copies.release()
         self._rollout_metrics.start(known)
         differs = await self._engine.probe(weights, options.engine_dtype, options.probe_tolerance)
-        self._unproven, self._turns.proven, self._weights = False, version, (version, weights.digest)
+        self._unproven, self._cache.proven, self._weights = False, version, (version, weights.digest)
         if differs is not None:
             self._rollout_metrics.add({"weights/probe_difference": differs})
 

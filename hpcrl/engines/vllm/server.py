@@ -58,7 +58,7 @@ _PREFIX = re.compile(r"^\(\w+ pid=\d+\) (?:[A-Z]+ [\d-]+ [\d:]+ \[[\w.]+:\d+\] ?
 
 
 @dataclass(frozen=True)
-class EnginePart:
+class EngineNode:
     """One node's part of an engine that is on several.
 
     Attributes:
@@ -104,7 +104,7 @@ class ServerOptions:
         recorded_iterations: that it has Nsight Systems record, under which this process runs; 0: none.
         sleeps: whether it leaves its GPUs to the trainer in between.
         listen: where it serves others than this process, one at a time; None: this one alone, at a socket.
-        part: of an engine on several nodes; None: the whole.
+        node: of an engine on several nodes; None: it is on one.
         records_experts: whether it tells of the experts that tokens go to.
         image_processor_kwargs: data.image_processor_kwargs; it makes room for the largest images that they allow.
     """
@@ -125,7 +125,7 @@ class ServerOptions:
     recorded_iterations: int = 0
     sleeps: bool = False
     listen: Listen | None = None
-    part: EnginePart | None = None
+    node: EngineNode | None = None
     records_experts: bool = False
     image_processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
@@ -293,8 +293,8 @@ def _command(options: ServerOptions, socket: Path) -> list[str]:
         **_of_adapters(options),
         **_binding(options),
     }
-    if options.part:
-        arguments |= options.part.options
+    if options.node:
+        arguments |= options.node.options
     if options.recorded_iterations:
         window = {"delay_iterations": _UNRECORDED, "max_iterations": options.recorded_iterations}
         arguments["profiler-config"] = {"profiler": "cuda", **window}
@@ -360,7 +360,7 @@ def _environment(options: ServerOptions, directory: Path) -> dict[str, str]:
     environment = {
         **os.environ,
         "VLLM_SERVER_DEV_MODE": "1",  # the weight-update routes
-        **(_ONE_NODE if options.part is None else {"VLLM_HOST_IP": os.environ["HPCRL_ADDRESS"]}),
+        **(_ONE_NODE if options.node is None else {"VLLM_HOST_IP": os.environ["HPCRL_ADDRESS"]}),
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_RPC_BASE_PATH": str(directory),
         "TMPDIR": str(directory),

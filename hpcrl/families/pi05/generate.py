@@ -31,7 +31,7 @@ from hpcrl.families.pi05.statistics import NormScale, statistics_of
 from hpcrl.rollout.engines.base import Engine, Generation
 from hpcrl.rollout.env_session import EnvSession
 from hpcrl.rollout.generate import Generator, Maker
-from hpcrl.rollout.generation_cache import Turns
+from hpcrl.rollout.generation_cache import GroupCache
 from hpcrl.rollout.group import Group, apply_stop_reason, neutralize_failed, sample_reward
 from hpcrl.rollout.threads import CallThreads, in_thread
 from hpcrl.types import LONGEST_FAILURE, Kind, Row, StopReason, Work, plain_text
@@ -114,7 +114,7 @@ class ActionGenerator:
         limits = environment.skyrl_gym.max_env_workers, environment.timeout_seconds
         self._threads = CallThreads(*limits) if limits[0] else None
 
-    async def generate(self, work: Work, turns: Turns | None = None) -> Group:  # noqa: ARG002
+    async def generate(self, work: Work, cache: GroupCache | None = None) -> Group:  # noqa: ARG002
         """Return the group; errors as of `GroupGenerator.generate`."""
         if work.prompt.env_class != "robot":
             raise DataError(

@@ -60,7 +60,7 @@ class RolloutBackend(Protocol):
 class NodesBackend(Protocol):
     """The module `nodes` of an engine whose replicas may be on several nodes."""
 
-    def serve_part(self, run: Run, config: Config, attempt: int, number: int, status: StatusWriter) -> None:
+    def serve_node(self, run: Run, config: Config, attempt: int, number: int, status: StatusWriter) -> None:
         """Run one further node's part of an engine, again at each start of the engine, until SIGTERM.
 
         Args:

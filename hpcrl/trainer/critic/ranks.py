@@ -30,7 +30,7 @@ from hpcrl.config.sections.placement import PlacementConfig
 from hpcrl.errors import RunError
 from hpcrl.trainer.backends.base import Writer
 from hpcrl.trainer.backends.shards import write_folders
-from hpcrl.trainer.distributed import World, tell
+from hpcrl.trainer.distributed import World, broadcast_json
 from hpcrl.trainer.packing import MiniBatch
 
 log = logging.getLogger(__name__)
@@ -72,16 +72,16 @@ class ModelRanks:
         if own.first:
             log.info("the %s: %d rank(s), from rank %d on", "policy" if policy else "critic", own.size, world.rank)
         # both train the same samples
-        return ModelRanks(world, replace(own, leads=policy), policy, not policy, first)
+        return ModelRanks(world, replace(own, is_leader=policy), policy, not policy, first)
 
     @property
-    def together(self) -> bool:
+    def same_models(self) -> bool:
         """Whether all ranks have the same models."""
         return self.first_of_critic == 0
 
-    def tell(self, value: Any) -> tuple[Any, Any]:
+    def broadcast_first(self, value: Any) -> tuple[Any, Any]:
         """Return on every rank what the first rank of the policy, and that of the critic, tell as JSON. All ranks call it."""
-        policy, critic = (tell(value, first, self.everyone.control) for first in (0, self.first_of_critic))
+        policy, critic = (broadcast_json(value, first, self.everyone.control) for first in (0, self.first_of_critic))
         return policy, critic
 
     def exchange(self, minis: Sequence[MiniBatch], columns: Sequence[torch.Tensor] | None) -> list[torch.Tensor]:
@@ -110,7 +110,7 @@ class ModelRanks:
         return [torch.cat([torch.zeros(0), *tokens_of(mini)]) for mini in minis]
 
 
-class Elsewhere:
+class RemoteModel:
     """A model that other ranks have, as far as all ranks have to do with it: a checkpoint, of which this rank writes nothing."""
 
     def save(self, directory: Path, group: ProcessGroup) -> None:

@@ -70,7 +70,7 @@ class Dumps:
         world, target = self._world, self._run.dump(batch.step)
         try:
             world.rank0_broadcast(lambda: self._begin(target))
-            world.all_gather(lambda: self._write_own(target, batch, minis if data.leads else (), data.rank))
+            world.all_gather(lambda: self._write_own(target, batch, minis if data.is_leader else (), data.rank))
             world.rank0_broadcast(lambda: self._finish(target, batch.step))
         except CommitError:
             if world.first:

@@ -71,7 +71,7 @@ class PartialBatch:
 
     def write(self, directory: Path) -> None:
         """Write it into an existing directory, each rank its samples."""
-        if not self.data.leads:
+        if not self.data.is_leader:
             return
         columns: dict[str, torch.Tensor] = {}
         for number, mini in enumerate(self.minis):

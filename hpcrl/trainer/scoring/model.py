@@ -92,7 +92,7 @@ class ScoringModel:
         )
         stream = MicroBatchStream(samples, plan.score[rank], before, self._top_k)
         columns = outputs(stream.parts, self._passes(stream))
-        if not columns or not self._data.leads:
+        if not columns or not self._data.is_leader:
             return {}
         found = {groups[at].group_id: dict[int, RowScores]() for at in parts[rank]}
         ends = torch.tensor([0, *samples.lengths]).cumsum(0).tolist()

@@ -81,7 +81,7 @@ class RowTeacher:
         samples = pack([tokens.read(rows[ref.group])[0] for ref in refs], refs)
         stream = MicroBatchStream(samples, plan.score[rank], lambda: None, self.top_k)
         columns = outputs(stream.parts, self._passes(stream))
-        if not columns or not self._data.leads:
+        if not columns or not self._data.is_leader:
             return []
         _, ids_PK, top_PK = columns
         found, start = list[tuple[int, int]](), 0

@@ -91,7 +91,7 @@ class PackedModel(nn.Module):
 
     @property
     def _together(self) -> ProcessGroup | None:
-        return self.data.together if self.data else None
+        return self.data.sample_group if self.data else None
 
     def taken(self, batch: MicroBatch, device: torch.device) -> MicroBatch:
         """Return what `run` takes of a micro-batch on the CPU."""

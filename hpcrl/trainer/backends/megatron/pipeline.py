@@ -16,7 +16,7 @@ from hpcrl.trainer.backends.base import MicroBatches, Objective, merge
 from hpcrl.trainer.backends.megatron.experts.routing import MegatronRouting
 from hpcrl.trainer.backends.megatron.packed import Packing, padded_total
 from hpcrl.trainer.backends.megatron.process_groups import pipeline_group
-from hpcrl.trainer.distributed import World, tell
+from hpcrl.trainer.distributed import World, broadcast_json
 from hpcrl.trainer.packing import idle_micro_batch
 from hpcrl.types import MicroBatch
 
@@ -148,7 +148,9 @@ class Pipeline:
 
     def _from_last_stage(self, totals: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the last stage's, which alone has any, on every stage."""
-        found = tell({name: value.item() for name, value in totals.items()}, self._last_stage_rank, pipeline_group())
+        found = broadcast_json(
+            {name: value.item() for name, value in totals.items()}, self._last_stage_rank, pipeline_group()
+        )
         return {name: torch.tensor(value, dtype=torch.float64) for name, value in found.items()}
 
 

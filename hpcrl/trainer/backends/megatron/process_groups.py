@@ -49,7 +49,7 @@ def join_groups(sizes: MegatronModelConfig, virtual: int | None, world: World, s
         rank=parallel_state.get_data_parallel_rank(),
         size=parallel_state.get_data_parallel_world_size(),
         control=_group(parallel_state.get_data_parallel_group_gloo()),
-        leads=not any(places),
+        is_leader=not any(places),
     )
 
 

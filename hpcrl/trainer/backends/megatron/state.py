@@ -19,8 +19,8 @@ from torch import nn
 from hpcrl.trainer.backends.base import Writer
 from hpcrl.trainer.backends.megatron.architecture import Architecture
 from hpcrl.trainer.backends.megatron.names import name_over_all
-from hpcrl.trainer.backends.megatron.shard_layout import places
-from hpcrl.trainer.backends.shards import PREFIX, Share, Shares, read, write
+from hpcrl.trainer.backends.megatron.shard_layout import shard_layout
+from hpcrl.trainer.backends.shards import PREFIX, LocalShards, Shard, read, write
 from hpcrl.trainer.distributed import World
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -85,7 +85,7 @@ class ShardedState:
         self._chunks, self._optimizer, self._world = list(chunks), optimizer, world
         self._places = {
             parameter: found
-            for parameter, found in places(chunks, architecture).items()
+            for parameter, found in shard_layout(chunks, architecture).items()
             if parameter.requires_grad or not adapted
         }
 
@@ -98,7 +98,7 @@ class ShardedState:
         """
         stepped = self._stepped()
         frozen = [part for part in self._parameters() if self._optimizer is None or not part[0].requires_grad]
-        state: dict[str, torch.Tensor] = self._shares([*frozen, *_stretches(stepped)], written=True)
+        state: dict[str, torch.Tensor] = self._local_shards([*frozen, *_stretches(stepped)], written=True)
         for parameter, found in stepped.items():
             for place in self._places[parameter]:
                 if self._key(place.name, _MOMENTS[0]) in state:
@@ -106,7 +106,9 @@ class ShardedState:
         if self._optimizer is not None:
             state |= {"updates": torch.tensor(updates), **self._buffers()}
         if copied:
-            state = {name: each.copied() if isinstance(each, Shares) else each.clone() for name, each in state.items()}
+            state = {
+                name: each.copied() if isinstance(each, LocalShards) else each.clone() for name, each in state.items()
+            }
         return partial(write, state)
 
     def load(self, directory: Path) -> int:
@@ -114,8 +116,8 @@ class ShardedState:
         stepped, updates = self._stepped(), torch.tensor(0)
         keys = {parameter: self._key(self._places[parameter][0].name, "step") for parameter in stepped}
         counts = {key: torch.tensor(0.0) for key in keys.values()}  # experts have one together
-        shares = self._shares([*self._parameters(), *_stretches(stepped)])
-        read(shares | counts | {"updates": updates}, directory, self._world)
+        shards = self._local_shards([*self._parameters(), *_stretches(stepped)])
+        read(shards | counts | {"updates": updates}, directory, self._world)
         for parameter, found in stepped.items():
             found.take(parameter, counts[keys[parameter]].item())
         if self._chunks[0].config.moe_router_enable_expert_bias:  # FSDP2 does not have it
@@ -124,28 +126,28 @@ class ShardedState:
 
     def load_weights(self, directory: Path) -> None:
         """Load only the model of what an engine wrote, of whatever backend. All ranks call it."""
-        read(self._shares(self._parameters()), directory, self._world)
+        read(self._local_shards(self._parameters()), directory, self._world)
         if self._optimizer is not None:
             self._optimizer.reload_model_params()
 
     def _parameters(self) -> list[_Stretch]:
         return [(parameter, "model", parameter.detach().view(-1), 0) for parameter in self._places]
 
-    def _shares(self, stretches: Sequence[_Stretch], *, written: bool = False) -> dict[str, Any]:
-        """Return the tensors of which this rank has parts, by their names in a checkpoint.
+    def _local_shards(self, stretches: Sequence[_Stretch], *, written: bool = False) -> dict[str, Any]:
+        """Return the tensors of which this rank has shards, by their names in a checkpoint.
 
         Args:
-            written: leave out what another rank writes.
+            written: leave out shards that another rank writes.
         """
-        parts, shapes = dict[str, list[Share]](), dict[str, tuple[int, ...]]()
+        by_name, shapes = dict[str, list[Shard]](), dict[str, tuple[int, ...]]()
         for parameter, what, values, first in stretches:
             for place in self._places[parameter]:
-                shares = [] if written and place.copy else list(place.shares(values, first))
-                if shares:
+                shards = [] if written and place.copy else list(place.shards(values, first))
+                if shards:
                     key = self._key(place.name, what)
-                    parts.setdefault(key, []).extend(shares)
+                    by_name.setdefault(key, []).extend(shards)
                     shapes[key] = place.shape
-        return {key: Shares.of(shapes[key], found) for key, found in parts.items()}
+        return {key: LocalShards.of(shapes[key], shards) for key, shards in by_name.items()}
 
     def _key(self, name: str, what: str) -> str:
         if what != "model":
