@@ -157,7 +157,7 @@ def test_ranks_that_do_not_answer_or_have_nothing(models: list[Path], tmp_path: 
     check_ranks(halves, weights, "it")
     for proofs, said in (
         ([], r"only \[\] report"),
-        ([{"rank": 0, **good}], r"of its ranks only \[0\] say"),
+        ([{"rank": 0, **good}], r"of its ranks only \[0\] report"),
         ([{"rank": 0, **good}, {"rank": 1, "of": 2}], "rank 1 of 2 has loaded nothing"),
         ([{"rank": 0, **good}, {"rank": 1, **good, "version": 2}], "rank 1 of 2 holds version 2"),
         ([halves[0], {**halves[0], "rank": 1}], "rank 1 of 2 has looked at share 0 of 2"),
