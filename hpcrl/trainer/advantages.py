@@ -1,4 +1,4 @@
-"""What each token of a batch was worth: the KL divergence from the reference is subtracted from rewards, and rewards become advantages."""
+"""Advantages of a batch: KL penalties are subtracted from rewards, and an estimator makes advantages of the rewards."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from hpcrl.trainer.packing import PackedRows
 from hpcrl.types import Batch, GroupMeta
 
 Sum = Callable[[Sequence[float]], list[float]]
-"""Gives the element-wise sums over all ranks: World.sum, or `list` where there is one rank."""
+"""Returns the element-wise sums over all ranks: World.sum, or `list` with one rank."""
 
 _COEFFICIENT, _START = "kl_coef", "kl_coef_start"
 
 
 @dataclass(frozen=True)
 class Advantages:
-    """What is reported of the advantages of all ranks.
+    """Metrics of the advantages of all ranks.
 
     Attributes:
         mean, mean_abs: over all trained tokens, as the estimator gave them: before advantage_batch_normalize and clipping.
@@ -47,7 +47,7 @@ class Advantages:
 
 
 class KlRewardPenalty:
-    """The KL divergence from the reference, subtracted from each token's reward (trainer.algorithm.use_kl_in_reward).
+    """KL penalty on rewards: the divergence from the reference is subtracted from each token's reward (trainer.algorithm.use_kl_in_reward).
 
     Args:
         extra_state: numbers of the checkpoint that training continues from. Another kl_loss_coef than its run had starts afresh.
@@ -64,7 +64,7 @@ class KlRewardPenalty:
             self.coefficient = extra_state[_COEFFICIENT]
 
     def extra_state(self) -> dict[str, float]:
-        """Return what a checkpoint keeps of it."""
+        """Return the state that a checkpoint saves."""
         if not self._adaptive:
             return {}
         return {_COEFFICIENT: self.coefficient, _START: self._algorithm.kl_loss_coef}
@@ -167,7 +167,7 @@ def estimate_advantages(
 
 
 def no_advantages(minis: Sequence[PackedRows]) -> Advantages:
-    """Let rewards count for nothing: every advantage is 0."""
+    """Set every advantage to 0."""
     for samples in minis:
         samples.scores.advantages = torch.zeros_like(samples.loss_mask)
     return Advantages()

@@ -61,7 +61,7 @@ class Scores:
 
 @dataclass
 class PackedRows:
-    """The rows of one rank in one optimizer step, laid end to end, B rows of P tokens in all. Micro-batches are slices of it.
+    """The rows of one rank in one optimizer step, laid end to end: B rows of P tokens in all, whose slices are micro-batches.
 
     Entry p of every [P] tensor but `token_ids` is about the token that position p predicts, the next one of the row: labels
     are shifted once, by `pack`. Nothing predicts the first token, so that what it was rewarded with belongs to no entry.
@@ -460,7 +460,7 @@ def common_prefixes(token_ids: torch.Tensor, lengths: Sequence[int]) -> list[int
 
 
 def shared_prefixes(lengths: Sequence[int], common: Sequence[int]) -> SharedPrefixes | None:
-    """Return which tokens of packed rows are computed; None: all of them.
+    """Return the computed tokens of packed rows; None: all of them.
 
     The last token of a row always is, so that none is without a token of its own.
 

@@ -52,7 +52,7 @@ from hpcrl.types import Batch
 
 
 class Learner:
-    """What every batch is trained with. All ranks have one, and call it alike.
+    """The training step. All ranks have a learner, and call it alike.
 
     Args:
         run: whose samples are trained.
@@ -113,18 +113,18 @@ class Learner:
         self._peer = CriticPeer(ranks, own.data, consensus)
 
     def schedule(self, total_steps: int) -> None:
-        """Tell the engines how many steps the whole run has."""
+        """Set the number of steps of the whole run in the engines."""
         trainer = self._trainer
         self.policy.schedule(total_steps * trainer.updates_per_batch(trainer.policy_mini_batch_size))
         if self.critic is not None:
             self.critic.schedule(total_steps * trainer.updates_per_batch(trainer.critic_mini_batch_size))
 
     def extra_state(self) -> dict[str, float]:
-        """Return what a checkpoint keeps beside the engines' state."""
+        """Return the state that a checkpoint saves beside the engines' state."""
         return self.kl_penalty.extra_state()
 
     def reset_reference(self, step: int, steps_per_epoch: int, timer: PhaseTimer) -> None:
-        """Make the policy after `step` the reference, or a share of it, where the configuration says so."""
+        """Update the reference from the policy after `step`, where the configuration asks for it."""
         if self._trainer.distillation.self_teacher_model == "ema":
             with timer("update_ref_with_policy"):
                 rate = self._trainer.distillation.self_teacher.ema_rate
@@ -141,7 +141,7 @@ class Learner:
             return self._validation.losses(self.policy, step, self.world, self.consensus)
 
     def cost(self, batch: Batch, seconds: dict[str, float]) -> dict[str, float]:
-        """Return what the batch that was trained last has cost, in which `seconds` by phase; nothing on ranks without the policy."""
+        """Return the cost of the last trained batch, with `seconds` by phase; empty on ranks without the policy."""
         if not self._ranks.policy:
             return {}
         return describe_cost(batch, seconds, self._ranks.own, self._flops, self._trainer.peak_tflops)
@@ -335,7 +335,7 @@ class Updates:
 
 
 def sum_over_ranks(totals: Mapping[str, torch.Tensor], data: World) -> dict[str, float]:
-    """Return metric sums of all ranks, or extremes, as `merge` tells them apart."""
+    """Return metric sums of all ranks, or extremes, as `merge`."""
     values = dict(zip(totals, torch.stack(list(totals.values())).tolist(), strict=True))
     signs = {name: 1 if name.endswith("_max") else -1 for name in sorted(values) if name.endswith(("_max", "_min"))}
     summed = sorted(set(values) - set(signs))

@@ -22,7 +22,7 @@ _PLAIN = {"llama", "mistral", "qwen2", "qwen3"}
 
 
 def build_policy(trainer: TrainerConfig, temperature: float, world: World) -> PolicyEngine:
-    """Load the language model that is the policy, and the reference if anything compares with it; or the reward model that is trained in its place.
+    """Load the policy and, if anything compares with it, the reference; or the reward model that is trained in its place.
 
     A reward model has the verbs that every engine has, `values` and those of an export. What else a policy has is not asked for then.
 

@@ -1,4 +1,4 @@
-"""What ranks of the policy and ranks of a critic of its own do together in a step: they wait for each other and exchange scores and results.
+"""Exchange between the policy's ranks and the critic's in a step: waiting, scores and results.
 
 Where all ranks have the same models, every function here does nothing.
 """

@@ -1,4 +1,4 @@
-"""Models as they lie on disk: their configuration with the changes that a run makes, and their weights."""
+"""Hugging Face models of a run: their configuration with the run's changes, and their weights."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class ModelSource(ConfiguredModel):
             )
         except UnpicklingError as error:
             raise self.not_a_model(_PICKLE) from error
-        # RuntimeError: weights of other shapes than the configuration says
+        # RuntimeError: weights of other shapes than the configuration's
         except (OSError, ValueError, RuntimeError) as error:
             raise self.not_a_model(error) from error
         model, loaded = cast("tuple[PreTrainedModel, dict[str, Any]]", answer)
@@ -213,7 +213,7 @@ class RewardModelSource(CriticSource):
         return {name: value for name, value in entries.items() if name != "num_labels"} | labels
 
     def _model_class(self, config: PreTrainedConfig) -> type[PreTrainedModel]:
-        """Return the class of the classifier, which says what its head is."""
+        """Return the class of the classifier, which determines its head."""
         name = self.head
         try:
             empty = _empty(AutoModelForSequenceClassification, config, torch.float32, "eager")
@@ -230,7 +230,7 @@ class RewardModelSource(CriticSource):
 
 @dataclass(frozen=True, kw_only=True)
 class JudgeSource(RewardModelSource):
-    """A reward model that is not trained: all of it is on disk."""
+    """A reward model that is not trained, loaded whole from disk."""
 
     @property
     def setting(self) -> str:

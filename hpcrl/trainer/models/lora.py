@@ -164,7 +164,7 @@ def part_of(
 
 
 def _given(layers: list[Adapted], directory: Path, section: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield the values of other adapters, scaled so that they do the same here."""
+    """Yield the values of other adapters, scaled to the same product here."""
     import peft
     from peft.utils.other import get_pattern_key
 
@@ -260,7 +260,7 @@ def own_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Any]]:
 
 
 def merging(layer: Any, whole: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return what makes W + s B A, float32, of W, [out, in] or [experts, out, in]. All ranks call it, whoever merges.
+    """Return a function that merges W + s B A, float32, for W, [out, in] or [experts, out, in]. All ranks call it, also where one merges.
 
     Args:
         layer: that adapts W.
@@ -306,7 +306,7 @@ def gives_numbers(model: PreTrainedModel) -> bool:
 
 @contextmanager
 def without_dropout(model: nn.Module, dropout: float) -> Iterator[None]:
-    """Let a model compute as it does when it is not trained; `dropout` is the probability that its adapters have, and all that it has."""
+    """Compute as in evaluation for a while; `dropout` is the adapters' probability, and the model's only one."""
     layers = [module for module in model.modules() if isinstance(module, nn.Dropout)] if dropout else []
     for layer in layers:
         layer.eval()
@@ -319,7 +319,7 @@ def without_dropout(model: nn.Module, dropout: float) -> Iterator[None]:
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """Let a model compute as if it had no adapters."""
+    """Compute without adapters for a while."""
     layers = [layer for _, layer in _adapting(model)]
     for layer in layers:  # PEFT's enable_adapters would also freeze them
         layer._disable_adapters = True

@@ -179,7 +179,7 @@ class Checkpoints:
         return {} if error else self._size()
 
     def settle(self, wait: bool = False, last: bool = False) -> dict[str, float]:
-        """Take note of a checkpoint that was written in the background; return how long that took and its size, as metrics.
+        """Collect a checkpoint that was written in the background; return its seconds and size, as metrics.
 
         All ranks call it between steps.
 
@@ -238,7 +238,7 @@ class Checkpoints:
         if self._newest != content.target:
             self._committer.commit(content)
             self._conclude(content, None)
-            times |= {} if inside else self._size()  # the one at the end of the step before may have told its own
+            times |= {} if inside else self._size()  # the one at the end of the step before may have set its own
         return times
 
     def _conclude(self, content: CheckpointContent, error: CommitError | None, *, go_on: bool = False) -> None:

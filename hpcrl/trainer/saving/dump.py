@@ -1,15 +1,15 @@
-"""What a step trains, written down before it is trained: trainer.dump_data_batch.
+"""Dumps of a step's data before it is trained: trainer.dump_data_batch.
 
     dumps/s000042/
       mini-0-rank-1.safetensors   the samples of the first optimizer step that rank 1 trains, laid end to end
       manifest.json, COMMIT       as of a checkpoint: a dump is complete, or has no COMMIT
 
-Each file has the tensors of a MicroBatch (hpcrl/types.py) of all these samples, [P] for P tokens (sampling_mask [P, K], head_rows [R]): entry p of all
-but token_ids and positions is about the token after token p. What does not exist, such as old_logprobs where the policy is its own old policy or
-values without a critic, is not in the file. Beside them there are `teacher_logprobs` [P] where there is a teacher, `entropies` [P] of the policy in nats where samples
-were generated, `rewards` [P], from which advantages were estimated, and for B samples
-`lengths`, `groups` (places in batches/s000042.json) and `samples` (rows of the group's file), [B]; the header has `group_ids`, a JSON list of
-B texts.
+Each file has the tensors of a MicroBatch (hpcrl/types.py) of all these samples, [P] for P tokens (sampling_mask [P, K], head_rows [R]).
+Entry p of all but token_ids and positions is about the token after token p. What does not exist, such as old_logprobs where the policy is
+its own old policy or
+values without a critic, is not in the file. Further tensors are `teacher_logprobs` [P] with a teacher, `entropies` [P] of the policy in
+nats where samples were generated, and `rewards` [P] of the advantages. For B samples there are `lengths`, `groups` (indices in
+batches/s000042.json) and `samples` (rows of the group's file), [B]. The header has `group_ids`, a JSON list of B texts.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Sends a rank's files of the newest version to nodes that ask for them, beside training.
 
-Each request is answered with the sizes of the files and where to meet; a thread of its own then meets and sends. The pair that has met is kept for
-the next version, with NCCL a communicator whose making takes about a second. Training waits for none of them: what they send is in host memory,
-and they hold it until they have ended.
+Each request is answered with the sizes of the files and where to meet; a thread of its own then meets and sends. The pair that has met is
+kept for
+the next version, with NCCL a communicator whose making takes about a second. Training does not wait for these threads: they send from host
+memory, which they hold until they end.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ _KEPT = 64  # pairs between two versions: nodes, and processes that have ended; 
 
 
 class _Wanted(NamedTuple):
-    """What is asked: the number of a version, over which pair, and where who asks is to be found; None: it has the pair of an earlier version."""
+    """A request: the version's number, the pair to send over, and the asking node's address; None: it has the pair of an earlier
+    version."""
 
     version: int
     pair: str

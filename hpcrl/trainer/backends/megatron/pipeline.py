@@ -21,11 +21,11 @@ from hpcrl.trainer.packing import idle_micro_batch
 from hpcrl.types import MicroBatch
 
 Result = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, Any]]
-"""(micro-batch, model outputs [K, P]) -> the loss to differentiate, and what is kept of the micro-batch."""
+"""Maps (micro-batch, model outputs [K, P]) to the loss to differentiate and the result that is kept."""
 
 
 class Pipeline:
-    """The stages of a model as one thing to call. All ranks call it alike.
+    """The stages of a model as one callable. All ranks call it.
 
     Args:
         chunks: this rank's stage, or its parts with an interleaved schedule.
@@ -45,7 +45,7 @@ class Pipeline:
         self._even = config.expert_model_parallel_size > 1 and config.moe_token_dispatcher_type == "allgather"
 
     def train(self, batches: MicroBatches, objective: Objective) -> dict[str, torch.Tensor]:
-        """Make the gradient of a mini-batch, summed over all ranks; return this share's metrics, the same on every stage."""
+        """Compute the gradient of a mini-batch, summed over all ranks; return this share's metrics, the same on every stage."""
         # Megatron-core divides by the micro-batches and averages over the ranks; the weights of an objective are a share of the whole
         scale = self._count(len(batches)) * self._data.size
 

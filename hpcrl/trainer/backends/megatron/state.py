@@ -1,4 +1,4 @@
-"""What a checkpoint has of a model of Megatron-core: what hpcrl/trainer/backends/shards.py says, whatever the layout.
+"""Checkpoint state of a Megatron-core model, in the format of hpcrl/trainer/backends/shards.py, independent of the layout.
 
 Each rank has what its optimizer steps: with Megatron-core's distributed optimizer stretches of parameters, and of a bf16 model their fp32 copies.
 """
@@ -25,12 +25,12 @@ from hpcrl.trainer.distributed import World
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _Stretch = tuple[nn.Parameter, str, torch.Tensor, int]
-"""Of a parameter: what of it ("model" or a moment), its numbers [n], and where they begin in the parameter."""
+"""A range of a parameter: parameter, kind ("model" or a moment), its numbers [n], and their offset in the flattened parameter."""
 
 
 @dataclass(frozen=True)
 class _Stepped:
-    """What this rank's optimizer has of a parameter.
+    """Optimizer state of a parameter on this rank.
 
     Attributes:
         optimizer: Megatron-core's.
@@ -53,7 +53,7 @@ class _Stepped:
 
     @torch.no_grad()
     def take(self, parameter: nn.Parameter, count: float) -> None:
-        """Let the optimizer have what was read."""
+        """Copy loaded values into the optimizer."""
         if isinstance(
             self.optimizer, DistributedOptimizer
         ):  # tensors are copies where it keeps them in types of fewer bits
@@ -65,7 +65,7 @@ class _Stepped:
 
 
 class ShardedState:
-    """What a checkpoint has of one model: its weights and, if it is trained, its optimizer and the optimizer steps done.
+    """Checkpoint state of one model: weights and, if it is trained, optimizer state and optimizer steps.
 
     Args:
         chunks: bare, of this rank.
@@ -90,7 +90,7 @@ class ShardedState:
         }
 
     def writer(self, updates: int, *, copied: bool) -> Writer:
-        """Return what writes the state.
+        """Return the writer of the state.
 
         Args:
             updates: optimizer steps done.
@@ -112,7 +112,7 @@ class ShardedState:
         return partial(write, state)
 
     def load(self, directory: Path) -> int:
-        """Load what an engine wrote, of whatever backend; return the optimizer steps done. All ranks call it."""
+        """Load a state that any backend wrote; return its optimizer steps. All ranks call it."""
         stepped, updates = self._stepped(), torch.tensor(0)
         keys = {parameter: self._key(self._places[parameter][0].name, "step") for parameter in stepped}
         counts = {key: torch.tensor(0.0) for key in keys.values()}  # experts have one together
@@ -125,7 +125,7 @@ class ShardedState:
         return int(updates)
 
     def load_weights(self, directory: Path) -> None:
-        """Load only the model of what an engine wrote, of whatever backend. All ranks call it."""
+        """Load only the model of a state that any backend wrote. All ranks call it."""
         read(self._local_shards(self._parameters()), directory, self._world)
         if self._optimizer is not None:
             self._optimizer.reload_model_params()
@@ -155,7 +155,7 @@ class ShardedState:
         return f"{PREFIX}{name}" if self._optimizer is None else f"model.{PREFIX}{name}"
 
     def _buffers(self) -> dict[str, torch.Tensor]:
-        """Return what is neither trained nor computed anew: how much of each expert a router wants."""
+        """Return buffers that are saved though not trained: the expert bias of routers."""
         return {
             f"buffers.{name_over_all(chunk, name)}": buffer
             for chunk in self._chunks
@@ -165,7 +165,7 @@ class ShardedState:
         }
 
     def _stepped(self) -> dict[nn.Parameter, _Stepped]:
-        """Return what this rank's optimizers have, by parameter."""
+        """Return the optimizer state of this rank, by parameter."""
         owners = {getattr(each, "main_param", each): each for each in self._places if each.requires_grad}
         found = dict[nn.Parameter, _Stepped]()
         optimizers = () if self._optimizer is None else self._optimizer.chained_optimizers
@@ -195,7 +195,7 @@ def _stretches(stepped: Mapping[nn.Parameter, _Stepped]) -> Iterator[_Stretch]:
 
 
 def _begin(optimizer: Any) -> None:
-    """Give Adam the state that it has before its first step."""
+    """Initialize Adam's state before its first step."""
     adam = optimizer.optimizer
     parameters = [parameter for group in adam.param_groups for parameter in group["params"]]
     if all(adam.state[parameter] for parameter in parameters):

@@ -72,11 +72,11 @@ class SharedTokens:
         return -(-self.samples.tokens // self.ranks.size())
 
     def computed(self, values_P: torch.Tensor) -> torch.Tensor:
-        """Return [T, ...] of [P, ...]: what speaks about this rank's tokens; 0 for padding."""
+        """Return [T, ...] of [P, ...]: the entries of this rank's tokens; 0 for padding."""
         return self._filled(self.samples.computed(values_P))[self.ranks.rank() :: self.ranks.size()]
 
     def spread(self, values_T: torch.Tensor, at_R: torch.Tensor | None = None) -> torch.Tensor:
-        """Return [R, ...] of [T, ...]: what belongs to these of the P tokens, or to all; 0 where another rank computes it."""
+        """Return [R, ...] of [T, ...]: the entries of these of the P tokens, or of all; 0 where another rank computes them."""
         size, every_D = self.ranks.size(), torch.arange(self.samples.tokens, device=values_T.device)
         places_R = self.samples.spread(every_D, at_R)
         own_R = (places_R % size == self.ranks.rank()).view(-1, *[1] * (values_T.ndim - 1))
@@ -100,7 +100,7 @@ class SharedTokens:
         return to_tokens(self._filled(output_DhN), queries, self.ranks)
 
     def _filled(self, values_D: torch.Tensor) -> torch.Tensor:
-        """Return it with zeros behind, so that all ranks have as many."""
+        """Return tensors padded with zeros to the same length on all ranks."""
         missing = self.tokens * self.ranks.size() - len(values_D)
         return pad(values_D, (0, 0) * (values_D.ndim - 1) + (0, missing)) if missing else values_D
 
@@ -179,7 +179,7 @@ class _ToTokens(torch.autograd.Function):
 
 
 def of_all(values_P: torch.Tensor, ranks: dist.ProcessGroup) -> torch.Tensor:
-    """Return [P, ...] on every rank, where each has what it computes and 0 elsewhere.
+    """Return [P, ...] on every rank, from each rank's own entries and 0 elsewhere.
 
     What follows is the same on all ranks, so that each keeps the gradient of its own part.
     """

@@ -52,11 +52,11 @@ class PrefixTree:
         return sum(self.prefixes.lengths)
 
     def computed(self, values_P: torch.Tensor) -> torch.Tensor:
-        """Return [D, ...] of [P, ...]: what speaks about the tokens that are computed."""
+        """Return [D, ...] of [P, ...]: the entries of computed tokens."""
         return values_P.index_select(0, self.prefixes.kept)
 
     def spread(self, values_D: torch.Tensor, at_R: torch.Tensor | None = None) -> torch.Tensor:
-        """Return [R, ...] of [D, ...]: what belongs to these of the P tokens, or to all."""
+        """Return [R, ...] of [D, ...]: the entries of these of the P tokens, or of all."""
         places_P = self.prefixes.places
         return gathered(values_D, places_P if at_R is None else places_P.index_select(0, at_R))
 

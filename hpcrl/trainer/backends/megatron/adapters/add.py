@@ -1,4 +1,4 @@
-"""Which of Megatron-core's layers get adapters, and what these begin as."""
+"""Adapters of Megatron-core's layers: their choice, and their first values."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def _require_alike(slot: Slot, adapted: Mapping[str, Adapted], section: str) -> 
         leaves = [name.rpartition(".")[2] for name in names]
         raise DataError(
             f"{section}: with trainer.policy.megatron_config.lora_type=lora, {', '.join(leaves)} of {names[0].rpartition('.')[0]} have one "
-            f"adapter together, but only {', '.join(sorted(found))} would have one, or ranks or alphas differ; adapt all of them alike or "
+            f"adapter together, while only {', '.join(sorted(found))} would have one, or ranks or alphas differ; adapt all of them alike or "
             "none, or set lora_type=canonical_lora"
         )
 
