@@ -1,4 +1,4 @@
-"""Dynamic sampling: what becomes of groups whose samples are all equally good. Pure logic on metadata.
+"""Dynamic sampling: drops or replaces groups whose samples all have the same reward. Pure logic on metadata.
 
 filter    such a group is dropped as soon as it is finished, and another prompt is generated in its place (DAPO, arXiv:2503.14476, section
           3.2). SkyRL generates whole batches and throws away what is good but too much; here nothing is generated that is not missing.
@@ -23,7 +23,7 @@ _SETTING = f"{_SECTION}.max_sample_batches"
 
 @dataclass(frozen=True)
 class DynamicSampling:
-    """The settings `trainer.algorithm.dynamic_sampling` at work.
+    """Dynamic sampling by the settings `trainer.algorithm.dynamic_sampling`.
 
     Attributes:
         metrics: `trainer.algorithm.filter_reward_metric`.
@@ -40,7 +40,7 @@ class DynamicSampling:
     rewards: Collection[str] = ()
 
     def is_good(self, group: GroupMeta) -> bool:
-        """Return whether the group teaches something, as `is_worth_training` says.
+        """Return whether the group is worth training, by `is_worth_training`.
 
         Raises:
             DataError: the group lacks one of the metrics.
@@ -63,12 +63,12 @@ class DynamicSampling:
         return self.config.type != "filter" or self.is_good(group)
 
     def worth(self, group: GroupMeta) -> float | None:
-        """Return the mean over the group's samples of what they are judged by; None where all of them failed."""
+        """Return the mean of the group's metric over its samples; None where all failed."""
         values = filter_values(group, self.metrics)
         return fmean(values) if values else None
 
     def chosen(self, step: int, groups: Sequence[GroupMeta]) -> list[GroupMeta] | None:
-        """Return what trains in `step`, of its complete batch; None: nothing does, and the batch is to be generated again.
+        """Return the groups that train in `step`, of its complete batch; None: none do, and the batch is to be generated again.
 
         With `replace`, copies of good groups are drawn without replacement as long as there are enough, always the same ones for a
         seed and step, so that a restart chooses alike. A copy is a group of its own: its samples are compared with each other. SkyRL
@@ -99,7 +99,7 @@ class DynamicSampling:
         return self.config.type is not None and 0 < most * batch_size <= kept + dropped and kept < batch_size
 
     def explain(self, step: int, kept: int, dropped: int) -> str:
-        """Return what a person has to know when the batches are exhausted."""
+        """Return the message for a user when the batches are exhausted."""
         by = f"the sums of {', '.join(self.metrics)}" if self.metrics else "the rewards"
         if self.config.type == "replace":
             why = (

@@ -81,5 +81,5 @@ class PromptStream:
         return position if self.order_seed is None else _permutation(self.n_prompts, self.order_seed, epoch)[position]
 
     def sampling_seed(self, index: int) -> int:
-        """Return the base of the sampling seeds of group `index`: the same whoever generates it, in whichever attempt."""
+        """Return the base of the sampling seeds of group `index`, the same for each worker and attempt."""
         return random.Random(f"samples-{self.seed}-{index}").getrandbits(31)

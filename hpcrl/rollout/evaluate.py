@@ -34,7 +34,7 @@ async def evaluate(
     generator: GeneratorConfig,
     on_finished: Callable[[int], None],
 ) -> list[GroupMeta]:
-    """Return the groups of all work, in its order; what was said in them is appended to a dump.
+    """Return the groups of all work, in its order; their samples are appended to a dump.
 
     Args:
         directory: of the evaluation, laid out as a run.

@@ -1,10 +1,10 @@
-"""Turns one piece of work into a group of samples: chat template, engine, environment.
+"""Generates the group of samples of one prompt: chat template, engine, environment.
 
 A sample grows turn by turn: the engine continues its tokens, the environment answers the text, and its observations are added to the
-tokens, until it is done or a limit is reached. The samples of a group go on at their own pace.
+tokens. It ends when the environment is done or at a limit. The samples of a group go on at their own pace.
 
 With generator.step_wise_trajectories each turn begins with the conversation so far as the chat template writes it, and becomes a row of
-its own: what the policy is shown of its past may differ from what it said.
+its own: the template may write past responses differently.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _FAILURES = (UserCodeError, ServiceError, RefusedRequestError)
 
 
 class Generator(Protocol):
-    """Turns work into groups with one engine, many at a time."""
+    """Generates groups with one engine, many at a time."""
 
     async def generate(self, work: Work, cache: GroupCache | None = None) -> Group:
         """Return the group of a piece of work; errors as of `GroupGenerator.generate`."""
@@ -56,7 +56,7 @@ class Generator(Protocol):
 
 
 Maker = Callable[[Engine], AbstractAsyncContextManager[Generator]]
-"""Makes what generates with an engine, for as long as it is used: what a family of policies brings."""
+"""Returns the generator of an engine, for a `with` statement: the part that a family of policies brings."""
 
 
 @dataclass
@@ -96,7 +96,7 @@ class Episode:
         limits: Mapping[str, Any] | None = None,
         heard: Heard | None = None,
     ) -> Generation:
-        """Return what the policy says next; `limits` take the place of sampling parameters, and `heard` is as of `Engine.generate`."""
+        """Return the policy's next response; `limits` override sampling parameters, and `heard` is as of `Engine.generate`."""
         seed = random.Random(f"turn-{self.seed}-{turn}").getrandbits(31) if turn else self.seed
         sampling = {**self.sampling, **(limits or {})}
         images = self.transcript.images
@@ -109,7 +109,7 @@ class Episode:
 
     @property
     def judged(self) -> Messages:
-        """The conversation up to what the policy said last."""
+        """The conversation up to the policy's last response."""
         after = next((at for at, one in enumerate(reversed(self.messages)) if one["role"] == "assistant"), 0)
         return self.opening + self.messages[: len(self.messages) - after]
 
@@ -168,7 +168,7 @@ class GroupGenerator:
         self._threads = CallThreads(*limits) if gym.max_env_workers else None
 
     async def generate(self, work: Work, cache: GroupCache | None = None) -> Group:
-        """Return the group. A sample whose environment raises or takes too long, or whose request the engine refuses, is marked: it is
+        """Return the group. A sample whose environment fails or times out, or whose request the engine refuses, is marked as failed: it is
         not trained, and counts in its group as the mean of the others.
 
         Args:
@@ -235,7 +235,7 @@ class GroupGenerator:
         return engine_sampling(self._params[kind], kind, self._vocabulary, top_ids, template.never_said, template.ends)
 
     async def _keep(self, work: Work, version: int, episodes: Sequence[Episode]) -> None:
-        """Keep the images that the samples of a finished group were shown, where they are wanted."""
+        """Write the input images of a finished group, where they are wanted."""
         if self._kept and self._kept.wants(work.kind, version):
             await in_thread(self._kept.save_inputs, work.group_id, [episode.shown for episode in episodes])
 
@@ -313,7 +313,7 @@ class GroupGenerator:
             try:
                 _held = await self._images.prepare(answer.observations)
                 prompt = self._next_prompt(episode, said, answer)
-            except DataError as error:  # what the environment said has no tokens
+            except DataError as error:  # the observations have no tokens
                 episode.failure = _told(error)
                 return
 
@@ -328,7 +328,7 @@ class GroupGenerator:
             answer = await self._heard(episode, episode.session.play(episode.past, endpoint))
         if isinstance(session.failure, EngineError):
             raise session.failure
-        if session.failure:  # whatever the environment made of that
+        if session.failure:  # by the environment's answer
             episode.failure = _told(session.failure)
         episode.messages, episode.stop_reason = session.conversation(episode.past), session.stop_reason
         if not session.answers:
@@ -356,7 +356,7 @@ class GroupGenerator:
         return False
 
     def _next_prompt(self, episode: Episode, said: Generation, answer: Turn) -> Context:
-        """Return what the policy goes on from after an answer."""
+        """Return the prompt of the next turn."""
         if not self._config.step_wise_trajectories:
             transcript = episode.transcript
             before = Context(transcript.token_ids, transcript.images)
@@ -366,7 +366,7 @@ class GroupGenerator:
         return self._template.opening(episode.past, episode.tools)
 
     def _ask(self, episode: Episode, said: Generation, kind: Kind) -> Answer[Turn]:
-        """Have the environment answer what the policy said."""
+        """Call the environment with the policy's response."""
         params = self._params[kind]
         text = self._template.text(said.token_ids, params.stop or [], keep=params.include_stop_str_in_output)
         episode.messages.append({"role": "assistant", "content": text})
@@ -386,7 +386,7 @@ class GroupGenerator:
         return answer
 
     def _say(self, transcript: Transcript, said: Generation, answer: Turn | None, *, over: bool) -> None:
-        """Add what the policy said, as far as the environment lets it stand, and its reward."""
+        """Add the policy's response, up to the part that the environment keeps, and its reward."""
         token_ids = said.token_ids
         if answer is None:
             return transcript.add_response(said)
@@ -403,7 +403,7 @@ class GroupGenerator:
         return None
 
     def _following(self, transcript: Transcript, observations: Messages, tools: Tools) -> Context:
-        """Return what stands between what the policy said and what it says next."""
+        """Return the tokens between the policy's response and its next one."""
         if not self._config.use_conversation_multi_turn:
             return self._template.plain(observations)
         end = self._config.append_eos_token_after_stop_str_in_multi_turn
@@ -411,7 +411,7 @@ class GroupGenerator:
 
 
 def _told(error: Exception) -> str:
-    """Return what is told of a failure; a user's code may have put anything into its exception."""
+    """Return the text of a failure; a user's exception may contain anything."""
     return plain_text(str(error), LONGEST_FAILURE)
 
 
@@ -429,7 +429,7 @@ def conversations(
     teacher_inputs: TeacherInputs | None = None,
     model: Pretrained | None = None,
 ) -> Maker:
-    """Return what makes the generator of language models; arguments as of `GroupGenerator`, or of `generator` in its place."""
+    """Return the maker of the generator of language models; arguments as of `GroupGenerator`, or of `generator` in its place."""
 
     @asynccontextmanager
     async def made(engine: Engine) -> AsyncIterator[Generator]:

@@ -1,4 +1,4 @@
-"""A finished group: its rows, and what becomes of samples that did not end by themselves or whose environment failed."""
+"""A finished group: its rows, with rules for truncated and failed samples."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Group:
 
     @property
     def texts(self) -> list[str]:
-        """What the policy said last in each sample, as the environment saw it."""
+        """The policy's last response in each sample, as the environment saw it."""
         said = ([m["content"] for m in messages if m["role"] == "assistant"] for messages in self.conversations)
         return [texts[-1] if texts else "" for texts in said]
 
@@ -115,7 +115,7 @@ def sample_reward(rows: Sequence[Row]) -> float:
 
 
 def apply_stop_reason(sample: Row, config: GeneratorConfig) -> Row:
-    """Return the sample with what becomes of one that did not end by itself, or whose environment failed."""
+    """Apply the rules for samples that did not end by themselves, or whose environment failed."""
     failed = sample.stop_reason == "failed"
     if sample.stop_reason == "stop":
         return sample

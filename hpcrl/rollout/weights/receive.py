@@ -1,4 +1,4 @@
-"""Has the ranks of a trainer send a version to this node, each rank its files, over pairs of processes that are kept for later versions."""
+"""Receives a version from the trainer's ranks, each rank's files over a connection that is kept for later versions."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class _Link(NamedTuple):
 
 
 class Receiver:
-    """Asks the trainer of an attempt.
+    """Client of the weight senders of an attempt's trainer.
 
     Args:
         on_gpu: whether it comes over NCCL, through the memory of the first GPU of this process; else over gloo.
