@@ -7,19 +7,18 @@ step s, for every step t from s on:
 
     at most (t - s + 1) * B + E groups that count, and that no step has taken, have a deadline of t or earlier.
 
-It stays true when version v begins a group, with the deadline d = v + 1 + S: there are never more than d * B + E groups that count,
-and (s - 1) * B of them are taken, so all others fit into the steps from s to d, but for E. It stays true when a step takes its B
-groups: they are the finished ones with the earliest deadlines, and the step waits for running ones as long as the groups that it
-leaves would not fit into the steps after it, but for E. Once nothing runs, they fit. Whatever no longer counts only makes room. So no
-step is left with more than B + E groups that must train in it. It takes B of them first; the others, which are given up, are what
-it did not wait for.
+It stays true when version v begins a group, with the deadline d = v + 1 + S. There are never more than d * B + E groups that count, and (s
+- 1) * B are taken, so all others fit into the steps from s to d, but for E. It stays true when a step takes its B groups. They are the
+finished ones with the earliest deadlines. The step waits for running ones as long as the groups that it leaves would not fit into the
+steps after it, but for E. Once nothing runs, they fit. A group that no longer counts only makes room. So no
+step is left with more than B + E groups that must train in it. It takes B first; the others are given up as surplus.
 
 With S = 0 this is strictly on-policy training: step s takes exactly B groups that version s - 1 began.
 
 A finished group that is not worth training is dropped, and the next claim begins another one instead: as many as are missing.
 
-A group of which an earlier worker has left turns goes on from them as if the version that began it had begun it now, where that version
-may; otherwise it begins anew, without them.
+A group with turns of an earlier worker continues from them, if the version that began it may still begin it now. Otherwise it begins
+again, without them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Dispatch: divides the groups that may begin, and the rows of an evaluation, among the workers. Pure logic.
 
-A worker asks for as many groups as its engine has room for; evaluation goes first. Where there is less to do than all of them could
-take, they get equal shares (water-filling): no worker gets more than a common level, counted with what it has already, so that one
-that asks a moment later, or still loads weights, finds its share. A worker with less room than the level gets what fits in, and the
+A worker asks for as many groups as its engine has room for; evaluation goes first. Where there is less work than room, workers get equal
+shares (water-filling): none gets more than a common level, its present work included. So a worker that asks later, or still loads weights,
+finds its share. A worker with less room than the level gets what fits in, and the
 others share the rest. No worker gets a second group as long as another would find none. A worker that got nothing waits, and the least
 loaded of those that wait is served first.
 

@@ -1,7 +1,7 @@
 """Dynamic sampling: drops or replaces groups whose samples all have the same reward. Pure logic on metadata.
 
 filter    such a group is dropped as soon as it is finished, and another prompt is generated in its place (DAPO, arXiv:2503.14476, section
-          3.2). SkyRL generates whole batches and throws away what is good but too much; here nothing is generated that is not missing.
+          3.2). SkyRL generates whole batches and discards surplus good groups; here only missing groups are generated.
 replace   in a complete batch, good groups take the places of such groups (POLARIS). If too few groups are good, the whole batch is
           dropped and generated again.
 """

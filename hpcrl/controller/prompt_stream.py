@@ -1,7 +1,7 @@
 """The prompt stream: one endless, global order of prompts that no restart and no number of workers changes.
 
 Group i of a run trains row `stream.row(i)`. An epoch is a permutation of the dataset that depends on (order seed, epoch) alone, or the
-dataset as it is; the rows that do not fill a last batch are left out of that epoch, or fill it together with the first ones of the next.
+dataset as it is. Rows that do not fill a last batch are left out of that epoch, or fill it together with the first rows of the next.
 """
 
 from __future__ import annotations

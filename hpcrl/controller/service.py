@@ -1,6 +1,6 @@
 """State of the controller, and its change by each request. It handles metadata only, never tokens.
 
-    workers   claim groups, complete them           trainer   asks for the next batch, tells what it published
+    workers   claim groups, complete them           trainer   asks for the next batch, reports what it published
     batches   written here, one file per step       evaluation   queued here when a version that is due appears
 
 Methods are quick and not thread-safe; api.py calls them one at a time.

@@ -168,8 +168,7 @@ class GroupGenerator:
         self._threads = CallThreads(*limits) if gym.max_env_workers else None
 
     async def generate(self, work: Work, cache: GroupCache | None = None) -> Group:
-        """Return the group. A sample whose environment fails or times out, or whose request the engine refuses, is marked as failed: it is
-        not trained, and counts in its group as the mean of the others.
+        """Return the group. A sample whose environment fails or times out, or whose request the engine refuses, is marked as failed. It is not trained, and counts in its group as the mean of the others.
 
         Args:
             cache: turns of the group that earlier workers have finished.

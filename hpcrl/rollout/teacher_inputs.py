@@ -1,7 +1,7 @@
 """Teacher inputs of training groups beside their tokens: the policy's most probable tokens, and hints.
 
-A hint is a prompt with which the policy teaches itself: the sample's prompt with the answer of another sample of the group that succeeded
-(self-distillation with privileged context, such as SDPO, arXiv:2601.20802).
+A hint is a prompt with which the policy teaches itself: the sample's prompt with the answer of another, successful sample of the group.
+That is self-distillation with privileged context (SDPO, arXiv:2601.20802).
 """
 
 from __future__ import annotations

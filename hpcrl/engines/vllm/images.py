@@ -1,4 +1,4 @@
-"""Images and videos in requests to vLLM: the tensors that the trainer computes with too, in the place of vLLM's own preparation of images."""
+"""Images and videos in requests to vLLM: the trainer's tensors in place of vLLM's own preparation of images."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _Item:
 
 
 def features(prompt_ids: Sequence[int], images: Sequence[SeenImage], salt: str) -> dict[str, Any]:
-    """Return what a request to generate says of the images and videos in its prompt, at least one.
+    """Return the multimodal features of a prompt in a request to vLLM, at least one.
 
     Args:
         salt: vLLM takes what its tower made of an image for another request with this salt; with another one, the tower looks again.

@@ -1,6 +1,6 @@
 """An engine on several nodes: rendezvous of its processes, and its end when one part ends.
 
-It is vLLM's own way, without Ray: on the first node the server and the scheduler, on the others workers alone (`--headless`). They find each
+It is vLLM's own mode, without Ray: on the first node the server and the scheduler, on the others workers alone (`--headless`). They find each
 other at an address of the first node. The rollout worker there chooses and writes it for each start; jobs/engine_node.py follows, as
 torchrun's agents do for the trainer's ranks.
 """

@@ -86,7 +86,7 @@ def _set_limits() -> None:
 
 
 def main() -> None:
-    """Run the program; with the argument --lacking tell what this kernel cannot keep it from instead, a line each."""
+    """Run the program; with the argument --lacking list what this kernel cannot keep it from instead, a line each."""
     source = sys.stdin.buffer.read().decode(errors="replace")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     module = types.ModuleType("__main__")

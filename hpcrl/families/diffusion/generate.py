@@ -1,4 +1,5 @@
-"""Turns one piece of work into a group of pictures: engine, then rewards. A sample is one row: its prompt, then its trained denoising steps."""
+"""Generates the group of pictures of one prompt: engine, then rewards. A sample is one row: its prompt, then its trained denoising
+steps."""
 
 from __future__ import annotations
 
@@ -79,7 +80,7 @@ class PictureGenerator:
 
 
 def pictures(config: GeneratorConfig, environment: EnvironmentConfig, kept: SampleImages | None = None) -> Maker:
-    """Return what makes the generator of diffusion policies; arguments as of `PictureGenerator`."""
+    """Return the maker of the generator of diffusion policies; arguments as of `PictureGenerator`."""
 
     @asynccontextmanager
     async def made(engine: Engine) -> AsyncIterator[Generator]:
@@ -90,7 +91,7 @@ def pictures(config: GeneratorConfig, environment: EnvironmentConfig, kept: Samp
 
 
 def prompt_text(work: Work) -> str:
-    """Return what is to be painted: the last message of the prompt."""
+    """Return the text of the picture: the last message of the prompt."""
     return work.prompt.messages[-1]["content"]
 
 

@@ -1,4 +1,4 @@
-"""Turns one piece of work into a group of episodes: conversations whose answers are actions."""
+"""Generates the group of episodes of one prompt: conversations whose answers are actions."""
 
 from __future__ import annotations
 

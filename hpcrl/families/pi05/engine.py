@@ -1,6 +1,6 @@
 """An engine in the worker's own process, on PI0.5: chunks of actions in the place of tokens.
 
-Asks that wait when the thread is free are computed together, those of one kind.
+Waiting requests of one kind are computed in one batch when the thread is free.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class ActionEngine(WorkerThreadEngine):
             asks = [ask for ask, _ in waiting]
             try:
                 made = await self._computed(lambda asks=asks: [(one, self.version) for one in self._sampler.make(asks)])
-            except BaseException as error:  # noqa: BLE001  it is raised again by whoever waits
+            except BaseException as error:  # noqa: BLE001  it is raised again by the waiting call
                 for _, future in waiting:
                     if not future.done():
                         future.set_exception(error)

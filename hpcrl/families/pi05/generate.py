@@ -1,4 +1,4 @@
-"""Turns one piece of work into a group of episodes: PI0.5 makes chunks of actions, and the simulator of `robot` moves by them.
+"""Generates the group of episodes of one prompt: PI0.5 makes chunks of actions, and the simulator of `robot` moves by them.
 
 A sample is an episode. Each of its turns is a row of its own, with the observation that it was made for.
 """
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Robotics:
-    """What a model says of its robot.
+    """Tokenizer and scales of a model's robot.
 
     Attributes:
         tokenizer: of the text.
@@ -208,7 +208,7 @@ def _ended(episode: _Episode) -> list[Row]:
 def _row(
     ids: list[int], made: Generation, reward: float, images: np.ndarray | None, done: int, size: int, kind: Kind
 ) -> Row:
-    """Return a turn whose first `done` actions were done."""
+    """Return the row of a turn whose first `done` actions were executed."""
     before = len(ids)
     rewards_T = np.zeros(before + done, np.float32)
     rewards_T[-1] = reward
@@ -239,7 +239,7 @@ def actions(
     robotics: Robotics,
     videos: EpisodeVideos | None = None,
 ) -> Maker:
-    """Return what makes the generator of policies that move robots; arguments as of `ActionGenerator`."""
+    """Return the maker of the generator of policies that move robots; arguments as of `ActionGenerator`."""
 
     @asynccontextmanager
     async def made(engine: Engine) -> AsyncIterator[Generator]:

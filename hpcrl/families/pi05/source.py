@@ -1,4 +1,4 @@
-"""PI0.5's network with the weights of a directory: what the trainer and the engine begin with."""
+"""PI0.5's network with the weights of a directory, for trainer and engine."""
 
 from __future__ import annotations
 

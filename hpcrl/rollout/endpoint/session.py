@@ -204,7 +204,7 @@ class Session:
             raise
         finally:
             self._running.discard(task)
-        told = [text.told for text in texts]
+        told = [text.sent for text in texts]
         answers = [self._answered(request, parent, prompt, *one) for one in zip(said, told, strict=True)]
         self.answers += answers
         return answers

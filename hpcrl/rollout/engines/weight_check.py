@@ -64,7 +64,7 @@ def check_decoding(found: float, limit: float, version: int, who: str) -> None:
     """Raise EngineError if log-probabilities of decoded tokens differ from those of a prefill by more than `limit`, or are NaN."""
     if not found <= limit:
         raise EngineError(
-            f"{who} decodes with other weights than those of version {version}: log-probabilities of tokens that it decoded differ by "
+            f"{who} decodes with other weights than version {version}: log-probabilities of decoded tokens differ by "
             f"{found:.4g} in the mean from a prefill of the same tokens, and {limit:g} is allowed "
             "(generator.inference_engine.probe_tolerance). CUDA graphs may hold older weights: set "
             "generator.inference_engine.enforce_eager=true, and report it"

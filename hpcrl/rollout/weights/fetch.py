@@ -42,7 +42,7 @@ def fetch(
     weights = PublishedWeights.read(source)
     if weights.base and not copies:
         raise CommitError(
-            f"{source} has only the changes between versions, which are applied to a copy of it on each node: set "
+            f"{source} has only the changes between versions, applied to a copy on each node: set "
             "generator.inference_engine.weight_copy_dir"
         )
     try:

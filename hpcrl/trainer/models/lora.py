@@ -1,8 +1,8 @@
 """LoRA (arXiv:2106.09685): a frozen model with trained adapters of low rank, W x + s B A x, by PEFT.
 
-PEFT puts a layer of its own in the place of each linear layer that gets an adapter: what was `q_proj.weight` is `q_proj.base_layer.weight` then,
-and the adapter is `q_proj.lora_A.default.weight` [r, in] and `q_proj.lora_B.default.weight` [out, r]. The experts of a layer are one module with
-a parameter for each matrix, [experts, out, in]; the adapter of a parameter is around that module, and those of two are one around the other.
+PEFT wraps each adapted linear layer: `q_proj.weight` becomes `q_proj.base_layer.weight`. The adapter is `q_proj.lora_A.default.weight` [r,
+in] and `q_proj.lora_B.default.weight` [out, r]. The experts of a layer are one module with a parameter for each matrix, [experts, out,
+in]. The adapter of a parameter wraps that module, and the adapters of two wrap it one around the other.
 """
 
 from __future__ import annotations

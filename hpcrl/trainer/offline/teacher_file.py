@@ -71,7 +71,7 @@ class TeacherFile:
         where = slice(int(self._rows["end"][row - 1]) if row else 0, int(self._rows["end"][row]))
         ids, logprobs = self._ids[where], self._logprobs[where]
         if _checksum(ids, logprobs) != self._rows["checksum"][row]:
-            raise DamagedError(f"what {self.path} says of row {row} is damaged; write it again with `hpcrl score`")
+            raise DamagedError(f"{self.path}: the entry of row {row} is damaged; write it again with `hpcrl score`")
         return ids[:, :top_k], logprobs[:, :top_k]
 
 

@@ -3,16 +3,16 @@
 It makes a stop lossless at any interval of checkpoints. Without it, a stop inside a batch would lose up to trainer.ckpt_interval steps:
 the state before the batch is gone with its first optimizer step.
 
-    checkpoints/s000041u2/        step 41 is complete, and 2 optimizer steps of step 42: the critic's before the policy's, or apart some of
-each
+    checkpoints/s000041u2/        step 41 is complete, and 2 optimizer steps of step 42: the critic's before the policy's, or some of each
+    on ranks of their own
       batch.json                  the groups, the settings they are split by, metrics of the optimizer steps that were made
-      batch-<rank>.safetensors    what was worked out about each sample before the first of them, by the ranks that had them
+      batch-<rank>.safetensors    scores of each sample before the first of them, by the ranks that had them
 
-The rest of the batch then goes on as if nothing had happened, also on another number of ranks: samples are known by mini-batch, group and
-index, and each rank reads its own. A batch of which no optimizer step was made leaves nothing: it is scored again.
+The rest of the batch is then trained as without the stop, also on another number of ranks: mini-batch, group and index identify samples,
+and each rank reads its own. A batch of which no optimizer step was made leaves nothing: it is scored again.
 
-In batch-<rank>.safetensors a name begins with the number of the mini-batch: `<m>.groups`, `<m>.samples`, `<m>.lengths` [B] say which
-samples follow one another in `<m>.advantages`, `<m>.old_logprobs`, ... [P], as far as there are such, laid out as PackedRows are.
+In batch-<rank>.safetensors a name begins with the number of the mini-batch: `<m>.groups`, `<m>.samples`, `<m>.lengths` [B] are the samples
+in `<m>.advantages`, `<m>.old_logprobs`, ... [P], as far as there are such, laid out as PackedRows are.
 """
 
 from __future__ import annotations

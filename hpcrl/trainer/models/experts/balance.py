@@ -1,7 +1,7 @@
 """Load balance of the experts of a mixture: two losses, and metrics.
 
-Both losses are means over the tokens of a sample, and then over the samples of a mini-batch, so that neither depends on how samples are
-packed or on the number of ranks. Those of the layers are added.
+Both losses are means over the tokens of a sample, and then over the samples of a mini-batch. So neither depends on packing or on the
+number of ranks. Those of the layers are added.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Ranks that share the tokens of packed samples, and the heads of their attention: Ulysses (S. A. Jacobs et al., arXiv:2309.14509).
 
-Of S ranks, rank r computes the tokens r, r + S, r + 2S and so on: all ranks have as many of them, and nearly as many that the head computes
-log-probabilities of, which are those of answers. All layers but attention take tokens one by one. For attention, ranks exchange tokens against
+Of S ranks, rank r computes the tokens r, r + S, r + 2S and so on: all ranks have as many. They also have nearly as many answer tokens, for
+which the head computes log-probabilities. All layers but attention take tokens one by one. For attention, ranks exchange tokens against
 heads: each then has all tokens for its share of the query heads, and computes what one rank alone would. A second exchange gives each its
 tokens back.
 
@@ -10,8 +10,7 @@ tokens back.
 Where heads cannot be shared equally, some ranks have one more than others. A head of keys and values goes to each rank that has query heads of
 it. So any number of ranks up to that of the query heads works, and rings, which pass keys and values on, are not needed.
 
-Letters beside those of the project: D tokens that all ranks compute together, T of one rank, H heads of the model, h of one rank, N numbers
-of a head.
+Letters beside those of the project: D tokens of all ranks, T of one rank, H heads of the model, h of one rank, N numbers of a head.
 """
 
 from __future__ import annotations

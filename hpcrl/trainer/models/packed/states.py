@@ -1,8 +1,8 @@
 """Layers that carry a state from token to token, as Mamba's, gated delta nets and short convolutions do, over packed samples: each sample begins
 with an empty state.
 
-transformers' own layers take the bounds of samples only where a kernel for a GPU is installed that knows them; its code in torch lets them go
-by without a word. So each layer is called with a row per sample, padded on the right: no token's output depends on what follows it.
+transformers' own layers use the bounds of samples only with certain GPU kernels; its code in torch ignores them silently. So each layer is
+called with a row per sample, padded on the right: no token's output depends on what follows it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Attention and hidden states of packed samples whose common prefixes exist once: the G samples of a prompt of P tokens, with R more each, are
-P + G R tokens of G (P + R).
+"""Attention and hidden states of packed samples whose common prefixes are computed once: G samples of a prompt of P tokens with responses
+of R are P + G R tokens.
 
 Embeddings, linear layers, norms and MLPs run over the tokens that are left, at the positions that they have in their samples. In attention a
-token asks for the keys and values of its own sample, some of which belong to samples before it. Hidden states are laid out as the samples
-are before heads and losses see them, so that these know nothing of it, and gradients of all samples add up in what they share.
+token asks for the keys and values of its own sample, some of which belong to samples before it. Hidden states are laid out as whole
+samples before heads and losses see them. Gradients of all samples add up in the prefix that they share.
 """
 
 from __future__ import annotations
