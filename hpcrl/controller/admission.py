@@ -256,7 +256,6 @@ class Admission:
         return late
 
     def _renew(self) -> None:
-        """Generate groups again that are too old: an earlier attempt may have had a higher bound."""
         if all(self._deadline(version) > self._composed for version in self._versions_finished):
             return
         old = [index for index, meta in self._finished.items() if self._deadline(meta.oldest_version) <= self._composed]

@@ -234,7 +234,6 @@ class Api:
             await asyncio.sleep(TICK_S)
 
     def _trains(self) -> bool:
-        """Return whether the trainer has the lease of the devices that it shares with engines."""
         return self._colocated and self._service.phase == IDLE and not self._service.stop
 
     def _batch(self, step: int) -> str | None:

@@ -161,7 +161,6 @@ class Dispatcher:
             del self._capacities[capacity]
 
     def _rows(self, groups: int) -> int:
-        """Return the rows of the evaluation that take the place of some groups."""
         return groups * self._n_samples // self._eval_n_samples
 
     def _groups(self, rows: int) -> int:

@@ -40,11 +40,7 @@ class DynamicSampling:
     rewards: Collection[str] = ()
 
     def is_good(self, group: GroupMeta) -> bool:
-        """Return whether the group is worth training, by `is_worth_training`.
-
-        Raises:
-            DataError: the group lacks one of the metrics.
-        """
+        """Return whether the group is worth training, by `is_worth_training`."""
         return is_worth_training(group, self.metrics)
 
     def can_judge(self, group: GroupMeta) -> bool:
@@ -74,9 +70,6 @@ class DynamicSampling:
         seed and step, so that a restart chooses alike. A copy is a group of its own: its samples are compared with each other. SkyRL
         merges copies into one group, so that each reward counts several times in the unbiased deviation of grpo, and advantages
         become larger.
-
-        Raises:
-            DataError: a group lacks one of the metrics.
         """
         if self.config.type != "replace":
             return list(groups)

@@ -150,7 +150,6 @@ def _read_samples(
 
 
 def _read_scores(run: Run, history: History, needed: Collection[str], models: Collection[str]) -> None:
-    """Read scores of the finished groups, and remove those of other groups that are no longer needed."""
     groups = {meta.group_id: meta for meta in history.finished.values()}
     remove_scores(run, lambda group: group not in needed and group not in groups)
     for model in models:

@@ -197,7 +197,6 @@ class Service:
         return due and bool(self._validation) and not is_evaluated(self._run, version)
 
     def _publish(self, version: int, evaluated: Mapping[str, GroupMeta] | None = None, *, weights: bool = True) -> None:
-        """Make `version` the newest for engines, and queue its evaluation if it is due."""
         self._version, self._loadable = version, version if weights else self._loadable
         self._batches = {step: batch for step, batch in self._batches.items() if step > version}
         if self._evaluates(version):

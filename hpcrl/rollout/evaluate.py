@@ -98,5 +98,4 @@ def _lines(group: Group, decode: Decode) -> list[dict[str, Any]]:
 
 
 def _as_texts(messages: Messages) -> Messages:
-    """Return messages without their images, which are in the dataset or of an environment, and large."""
     return [{**message, "content": said_in(message["content"])} for message in messages]

@@ -283,7 +283,6 @@ class GroupGenerator:
         return None
 
     async def _only_turns(self, episodes: Sequence[Episode], said: Sequence[Generation], kind: Kind) -> None:
-        """End samples that have one turn."""
         asked = [self._ask(episode, one, kind) for episode, one in zip(episodes, said, strict=True)]
         for episode, one, asked_one in zip(episodes, said, asked, strict=True):
             self._say(episode.transcript, one, await self._answer(episode, asked_one), over=True)
@@ -317,7 +316,6 @@ class GroupGenerator:
                 return
 
     async def _play(self, episode: Episode, params: SamplingParams) -> None:
-        """Let a sample's environment ask the policy itself."""
         if self._server is None or self._threads is None:
             raise ConfigError(
                 f"{episode.session.where}: it asks the policy itself; set generator.inference_engine.enable_http_endpoint=true, and "
@@ -355,7 +353,6 @@ class GroupGenerator:
         return False
 
     def _next_prompt(self, episode: Episode, said: Generation, answer: Turn) -> Context:
-        """Return the prompt of the next turn."""
         if not self._config.step_wise_trajectories:
             transcript = episode.transcript
             before = Context(transcript.token_ids, transcript.images)
@@ -365,7 +362,6 @@ class GroupGenerator:
         return self._template.opening(episode.past, episode.tools)
 
     def _ask(self, episode: Episode, said: Generation, kind: Kind) -> Answer[Turn]:
-        """Call the environment with the policy's response."""
         params = self._params[kind]
         text = self._template.text(said.token_ids, params.stop or [], keep=params.include_stop_str_in_output)
         episode.messages.append({"role": "assistant", "content": text})
@@ -402,7 +398,6 @@ class GroupGenerator:
         return None
 
     def _following(self, transcript: Transcript, observations: Messages, tools: Tools) -> Context:
-        """Return the tokens between the policy's response and its next one."""
         if not self._config.use_conversation_multi_turn:
             return self._template.plain(observations)
         end = self._config.append_eos_token_after_stop_str_in_multi_turn

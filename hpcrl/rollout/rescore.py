@@ -111,7 +111,6 @@ async def rescore(
 
 
 async def _played(session: EnvSession, line: Line) -> tuple[float, dict[str, float]]:
-    """Replay the policy's responses in the environment; return the sum of its rewards, and its metrics."""
     score, metrics, tokens = 0.0, dict[str, float](), response_tokens(line)
     try:
         await session.open().result()

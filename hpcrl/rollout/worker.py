@@ -227,7 +227,6 @@ class Worker:
             self._options.timeline.enter(_TAKES_IN if self._updating == _TAKES_IN else working)
 
     def _free(self) -> int:
-        """Return how many more training groups there is room for."""
         return self._limiter.room(self._groups())
 
     def _groups(self) -> int:
@@ -246,7 +245,6 @@ class Worker:
         return [item.group_id for item in (*self._flight.values(), *self._undelivered())]
 
     def _undelivered(self) -> list[Work]:
-        """Return the finished groups that the controller has yet to hear of."""
         return [group.work for group in (*self._finished, *self._delivering)]
 
     def _call(self, route: str, **payload: Any) -> Awaitable[dict[str, Any]]:

@@ -397,9 +397,6 @@ def trained_groups(batch: Batch, algorithm: AlgorithmConfig) -> list[int]:
     """Return which groups of the batch are trained: all, or with zero_variance_filter those whose rewards differ.
 
     The others are not even read, and no reduction of the loss counts them.
-
-    Raises:
-        DataError: a group lacks a metric of filter_reward_metric.
     """
     groups, metrics = range(len(batch.groups)), algorithm.filter_reward_metric
     tolerance = algorithm.zero_variance_filter_tol

@@ -93,7 +93,6 @@ def build_publisher(run: Run, attempt: int, config: Config, ranks: ModelRanks) -
 
 
 def _weight_sender(run: Run, attempt: int, world: World, engine: InferenceEngineConfig) -> WeightSender | None:
-    """Return the sender of this rank's files; None where engines read them in the run directory."""
     if engine.weight_sync_backend == "filesystem":
         return None
     from hpcrl.trainer.saving.send import WeightSender

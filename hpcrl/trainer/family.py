@@ -24,11 +24,7 @@ class TrainerFamily(Protocol):
         ...
 
     def objective(self, config: Config) -> Objective:
-        """Return the objective of the policy.
-
-        Raises:
-            ConfigError: as of `build_objective`.
-        """
+        """Return the objective of the policy."""
         ...
 
     def flops(self, config: Config) -> ModelFlops:

@@ -56,9 +56,6 @@ def build_objective(algorithm: AlgorithmConfig, distillation: DistillationConfig
 
     Args:
         distillation: None without a teacher.
-
-    Raises:
-        ConfigError: nothing has the name of the loss, or it has a parameter that is no setting.
     """
     policy_loss, corrected = build_policy_loss(algorithm), is_enabled(algorithm.off_policy_correction)
 
@@ -150,7 +147,6 @@ def mixed(loss: torch.Tensor, divergence_P: torch.Tensor, weights_P: torch.Tenso
 
 
 def _less(batch: MicroBatch, divergence_P: torch.Tensor, distillation: DistillationConfig) -> torch.Tensor:
-    """Return advantages less the divergence from the teacher, differentiable."""
     assert batch.advantages is not None
     return teacher_advantages(
         batch.advantages, divergence_P, batch.loss_mask, batch.lengths,

@@ -232,7 +232,6 @@ def pack(
 
 
 def _joined_mask(rows: Sequence[Row] | Sequence[Row[torch.Tensor]]) -> SamplingMask[torch.Tensor] | None:
-    """Return the sampling masks of rows laid end to end, shifted as labels are."""
     if not (found := [row.sampling_mask for row in rows if row.sampling_mask is not None]):
         return None
     counts = [mask.counts if (mask := s.sampling_mask) else np.zeros(len(s.versions), np.int32) for s in rows]
@@ -378,7 +377,6 @@ def regrouped(
 
 
 def _gathered(minis: Sequence[MiniBatch], refs: Sequence[RowRef]) -> PackedRows:
-    """Pack these rows of several mini-batches in the order of `refs`, without weights."""
     places = {ref: (mini.rows, at) for mini in minis for at, ref in enumerate(mini.rows.refs)}
     parts = [(rows, rows.tokens_of(range(at, at + 1))) for rows, at in (places[ref] for ref in refs)]
     if not parts:

@@ -58,7 +58,7 @@ def load_mini_batches(
     if unscored > trainer.max_unscored_ratio * all_rows:
         raise DataError(
             f"scorers failed at {unscored} of the {all_rows} rows of step {batch.step}, more than trainer.max_unscored_ratio = "
-            f"{trainer.max_unscored_ratio:g}: their models give trained tokens no finite log-probability, "
+            f"{trainer.max_unscored_ratio:g}. Their models give trained tokens no finite log-probability, "
             "or an engine refuses the rows and names the reason in its scorer's log"
         )
     return minis
@@ -145,11 +145,7 @@ def observations(rows: Sequence[Row]) -> torch.Tensor:
 
 
 def load_scores(run: Run, batch: Batch, refs: Sequence[RowRef]) -> tuple[Scores, list[RowRef]]:
-    """Return the scores of these rows, laid out as `pack` lays them out, and the rows at which a scorer failed.
-
-    Raises:
-        DataError: a file is missing or damaged, or is about other rows.
-    """
+    """Return the scores of these rows, laid out as `pack` lays them out, and the rows at which a scorer failed."""
     found: dict[tuple[int, str], list[RowScores]] = {}
     for at in sorted({ref.group for ref in refs}):
         for name in (name for name in batch.groups[at].scores if role_of(name) in _COLUMNS):

@@ -179,7 +179,6 @@ class Learner:
                 self._dumps.write(batch, minis, self._data)
 
     def _step(self, batch: Batch, update: Updates, mini: MiniBatch, totals: Mapping[str, torch.Tensor]) -> None:
-        """Make the optimizer step of a mini-batch whose gradients are there."""
         sums = sum_over_ranks(totals, update.engine.data)
         if update.engine is self.policy and not update.done and not self._offline:
             self._mismatch.check(batch.step, sums, speaks=self.world.first)
@@ -190,7 +189,6 @@ class Learner:
         self.consensus.mark_progress()
 
     def _describe(self, batch: Batch, work: PartialBatch) -> dict[str, float]:
-        """Return the metrics of a batch whose optimizer steps are made, and keep its histograms and operations."""
         minis = work.minis
         lengths = list(chain.from_iterable(mini.plan.lengths for mini in minis))
         computed = list(chain.from_iterable(mini.plan.computed for mini in minis))
@@ -205,7 +203,6 @@ class Learner:
         return described | (describe_critic(work.critic) if work.critic else {}) | describe_updates(work.policy)
 
     def _scored(self, batch: Batch, minis: list[MiniBatch], timer: PhaseTimer) -> PartialBatch:
-        """Return the batch with log-probabilities, values and advantages."""
         data, samples, of_hints = self._data, [mini.rows for mini in minis], dict[str, float]()
         if not self._offline or self._trainer.uses_reference or self._trainer.teaches_rows:
             with self._peer.separately("score", timer), timer("fwd_logprobs_values_reward"):
@@ -230,7 +227,6 @@ class Learner:
     def _advantages(
         self, batch: Batch, samples: list[PackedRows], timer: PhaseTimer
     ) -> tuple[dict[str, float], Advantages]:
-        """Fill in advantages and returns; return metrics, and what is reported of the advantages."""
         data = self._data
         with timer("compute_advantages_and_returns"):
             algorithm, distillation = self._trainer.algorithm, self._trainer.distillation
@@ -290,7 +286,6 @@ class Learner:
                 yield update, mini
 
     def _updates(self, work: PartialBatch, timer: PhaseTimer) -> Iterator[Updates]:
-        """Yield the optimizer steps of the critic, then those of the policy, of the models that this rank has."""
         if self.critic is not None and self._ranks.critic:
             size, data = self._trainer.critic_mini_batch_size, self.critic.data
             with timer("critic_train"):

@@ -204,7 +204,6 @@ class DecodingBatch:
         cache.use(width)
 
     def _together(self, requests: Sequence[DecodingRequest]) -> list[list[DecodingRequest]]:
-        """Return the requests by forward passes over their prompts."""
         passes, longest = list[list[DecodingRequest]](), 0
         for request in requests:
             longest = max(longest, len(request.prompt))
@@ -304,7 +303,6 @@ class DecodingBatch:
         return self._columns
 
     def _note(self, rows: Sequence[_Row]) -> None:
-        """Collect the parameters of rows in vectors, [R] each."""
 
         def vector(values: list[Any], dtype: torch.dtype = torch.int64) -> torch.Tensor:
             return torch.tensor(values, dtype=dtype, device=self._device)
@@ -401,7 +399,6 @@ class DecodingBatch:
             self._rows, self._columns, self._offset = [], None, 0
 
     def _tell(self, at: int, heard: Heard) -> None:
-        """Pass a row's newest token to its callback."""
         columns = self._columns
         assert columns is not None
         newest = at, columns.width - 1
@@ -424,7 +421,6 @@ class DecodingBatch:
             )
 
     def _says_stop(self, at: int, row: _Row) -> bool:
-        """Return whether the newest token of a row completes a stop text."""
         assert self._columns is not None
         sampling, width = row.request.sampling, self._columns.width
         longest = max(map(len, sampling.stop)) + _OF_A_CHARACTER

@@ -161,7 +161,6 @@ class Compute:
             time.sleep(_GATHER_S)
 
     def _admitted(self) -> list[DecodingRequest]:
-        """Take the requests that fit; at least one, where nothing else runs."""
         found = list[DecodingRequest]()
         rows, longest = self._batch.size
         while self._requests:

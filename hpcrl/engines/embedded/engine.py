@@ -177,7 +177,6 @@ class EmbeddedEngine(InProcessEngine):
 
 
 def _in_loop(heard: Heard) -> Heard:
-    """Return a callback that calls `heard` in the running loop, from any thread."""
     loop = asyncio.get_running_loop()
 
     def tell(token_ids: Sequence[int], logprobs: Sequence[float]) -> None:

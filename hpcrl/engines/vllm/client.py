@@ -276,7 +276,6 @@ class EngineClient(Engine):
         ]
 
     async def _on_each_rank(self, method: str, *args: Any) -> list[list[Any]]:
-        """Return what the ranks of each copy of the weights answer."""
         return await self._on_each_core("collective_rpc", method, None, args, {})
 
     async def _on_each_core(self, method: str, *args: Any) -> list[Any]:
@@ -293,11 +292,7 @@ class EngineClient(Engine):
         return found
 
     async def _check_decoding(self, prompt: list[int], limit: float) -> None:
-        """Compare tokens that the engine decodes with a prefill of the same: CUDA graphs of decoding might hold tensors of earlier weights.
-
-        Raises:
-            EngineError: their log-probabilities differ by more than `limit` in the mean.
-        """
+        """Compare tokens that the engine decodes with a prefill of the same: CUDA graphs of decoding might hold tensors of earlier weights."""
         _, (choice,) = await self._computed(prompt, _DECODED)
         tokens = choice["token_ids"]
         decoded = chosen_logprobs(choice["logprobs"]["content"], masked=False)[0]
@@ -367,12 +362,7 @@ class EngineClient(Engine):
 
     async def prompt_logprobs(self, token_ids: Sequence[int], top_k: int) -> list[dict[str, Any] | None]:
         """Return for each token its log-probability, and those of the `top_k` most probable tokens at its position: token id as a text ->
-        {logprob, rank}, at temperature 1 and over the whole vocabulary. The first token has None.
-
-        Raises:
-            RefusedRequestError: the engine refuses the request.
-            EngineError: the engine failed.
-        """
+        {logprob, rank}, at temperature 1 and over the whole vocabulary. The first token has None."""
         params = {"prompt_logprobs": top_k, "max_tokens": 1, "detokenize": False}
         request = {"request_id": uuid.uuid4().hex, "token_ids": list(token_ids), "sampling_params": params}
         answer = await self._call("POST", _GENERATE, json=request)
@@ -380,7 +370,6 @@ class EngineClient(Engine):
 
     @asynccontextmanager
     async def _sent(self, method: str, path: str, **request: Any) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Have the answer to a request, of any status, whose body is yet to be read."""
         try:
             # what a redirect names is another server, which must not get the key
             async with self._http.request(method, self._url + path, allow_redirects=False, **request) as answer:
@@ -414,7 +403,6 @@ class EngineClient(Engine):
             return json.loads(content) if answer.content_type == "application/json" else {}
 
     async def _events(self, path: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        """Return the events of an answer as they come."""
         async with self._asked("POST", path, json=body) as answer:
             async for line in answer.content:
                 if not line.startswith(b"data: {"):

@@ -107,11 +107,7 @@ class Remote(Launched):
         raise self._refused(f"{why}, for {timeout_s:.0f} s ({_SECTION}.start_timeout_seconds)")
 
     def _take(self, http: httpx.Client) -> str | None:
-        """Take the server for this process; return why it cannot be had yet, or None.
-
-        Raises:
-            EngineError: it cannot be used.
-        """
+        """Take the server for this process; return why it cannot be had yet, or None."""
         answer = http.post(LEASE_PATH, headers={OWNER: quote(self._options.owner, safe=" /")})
         if answer.status_code == 401:
             raise self._refused(f"it refuses the key of {_SECTION}.remote_key_file ({self._options.key_file})")

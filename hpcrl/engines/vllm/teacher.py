@@ -141,9 +141,6 @@ def engine_teacher(
     Args:
         log: file of what the engine's own processes say.
         still_waiting: called now and then while it starts.
-
-    Raises:
-        EngineError: it does not start.
     """
     own = config.trainer.distillation.engine
     with ExitStack() as stack:

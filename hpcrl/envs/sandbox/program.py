@@ -66,7 +66,6 @@ def confine() -> list[str]:
 
 
 def _readable() -> list[str]:
-    """Return what Python needs: its own directories and the system's libraries."""
     system = ["/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localtime", "/dev/urandom", "/dev/null"]
     python = [sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix]
     return [path for path in dict.fromkeys(system + python) if os.path.exists(path)]

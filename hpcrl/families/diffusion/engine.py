@@ -108,7 +108,6 @@ class DiffusionEngine(WorkerThreadEngine):
         self._sampler.to(device)
 
     def _hold(self, kind: Kind) -> None:
-        """Load the weights for samples of a kind."""
         if self._values and kind != self._holds:
             replace_adapter(self._sampler.transformer, self._values[kind], self._source.folder)
         self._holds = kind

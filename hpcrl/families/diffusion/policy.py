@@ -223,7 +223,6 @@ class DiffusionPolicy(FsdpExported[DiffusionModel]):
         return found
 
     def _copies(self) -> dict[str, dict[str, Any]]:
-        """Return the copies that there are, by folder of the checkpoint."""
         return {name: copy for name, copy in ((OLD, self._old), (AVERAGE, self._average)) if copy}
 
     def _states(self) -> dict[str, dict[str, Any]]:
@@ -250,9 +249,6 @@ class RowEncoder:
 
     Args:
         seed: of all noise.
-
-    Raises:
-        DataError: the pipeline cannot be loaded.
     """
 
     def __init__(self, source: PipelineSource, device: torch.device, seed: int) -> None:

@@ -198,7 +198,6 @@ async def _closed(episode: _Episode) -> None:
 
 
 def _ended(episode: _Episode) -> list[Row]:
-    """Return the rows of a sample that has ended, its metrics in the last one."""
     reason: StopReason = "failed" if episode.failure else "stop"
     for row in episode.rows:
         row.stop_reason, row.env_metrics = reason, episode.metrics
@@ -226,7 +225,6 @@ def _row(
 
 
 def _untrained(ids: list[int]) -> Row:
-    """Return the row of a sample that failed before anything was done."""
     nothing = np.zeros(len(ids), np.float32)
     versions = np.full(len(ids), -1, np.int32)
     return Row(np.array(ids, np.int64), nothing, nothing.copy(), versions, nothing.copy(), "failed")

@@ -176,7 +176,6 @@ class Pi05(nn.Module):
         return self.action_out_proj(self.expert(self.action_in_proj(x.to(kind)), condition, prefix)).float()
 
     def _embedded(self, t: torch.Tensor) -> torch.Tensor:
-        """Return sines and cosines [N, W] of noise levels, of periods from min_period to max_period."""
         sizes = self.architecture
         shares = torch.linspace(0.0, 1.0, sizes.expert.hidden_size // 2, dtype=torch.float64, device=t.device)
         period = sizes.min_period * (sizes.max_period / sizes.min_period) ** shares

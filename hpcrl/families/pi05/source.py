@@ -56,7 +56,6 @@ def stored_dtype(model: Pretrained) -> torch.dtype | None:
 
 
 def _weight_files(model: Pretrained) -> list[Path]:
-    """Return the files of a model's weights; lerobot keeps statistics in others of that kind."""
     return sorted(folder_of(model).glob("model*.safetensors"))
 
 

@@ -66,7 +66,6 @@ def own_engine(config: Config) -> None:  # noqa: ARG001
 
 
 def _check_entries(config: Config) -> None:
-    """Raise DataError where the model's config.json is of another family."""
     model, changes = config.trainer.policy.model.pretrained, config.trainer.policy.config_overrides
     try:
         with importing_transformers(config):

@@ -185,7 +185,6 @@ class PolicyServer:
     async def _answer(
         self, session: Session, request: Request, receive: Receive, send: Send, stream: _EventStream
     ) -> None:
-        """Answer a request, unless its client disconnects."""
         name = f"{'chatcmpl' if request.messages is not None else 'cmpl'}-{secrets.token_hex(8)}"
         events, coming = Events(request, name, self._decode), asyncio.Queue[bytes | None]()
 

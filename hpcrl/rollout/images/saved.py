@@ -88,7 +88,6 @@ def _places(run: Run, group_id: str, images: Sequence[Sequence[SeenImage]]) -> I
 
 
 def _small(image: SeenImage) -> bytes:
-    """Return the PNG of an image, or of the sampled frames of a video, scaled down to _LARGEST."""
     if isinstance(image.source, str):
         frames, seconds = [opened(image.source)], 0.0
     else:

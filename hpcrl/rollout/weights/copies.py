@@ -83,11 +83,7 @@ class NodeCopies:
 
     def _below(self, weights: PublishedWeights) -> list[PublishedWeights]:
         """Return the versions that a version of changes needs: a whole version, this node's copy if there is one, and those with changes
-        after it.
-
-        Raises:
-            CommitError: one of them is not there any more.
-        """
+        after it."""
         below = list[PublishedWeights]()
         while base := weights.base:
             with suppress(CommitError):
@@ -138,7 +134,6 @@ class NodeCopies:
     def _fill(
         self, weights: PublishedWeights, below: Sequence[PublishedWeights], directory: Path
     ) -> dict[str, dict[str, int]]:
-        """Write the files of the whole version; return their sizes."""
         moved = sum(version.size for version in (*below, weights) if not self._is_here(version))
         self.fetched = {"weights/fetch_gib": moved / 2**30}
         if self._receiver:

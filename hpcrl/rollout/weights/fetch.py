@@ -68,11 +68,7 @@ def fetch(
 
 
 def read_ahead(files: Iterable[Path]) -> None:
-    """Read files from end to end into the page cache, in several threads.
-
-    Raises:
-        OSError: one cannot be read.
-    """
+    """Read files from end to end into the page cache, in several threads."""
     spans = [(file, start) for file in files for start in range(0, file.stat().st_size, _SPAN)]
     own = threading.local()
 

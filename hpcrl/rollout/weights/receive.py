@@ -77,11 +77,13 @@ class Receiver:
         name = of_process(self._run.name, sender(rank))
         if kept := self._links.pop(url, None):
             with suppress(RuntimeError):  # it is broken, and another one may not be
-                if self._received(kept, name, url, {"version": version, "pair": kept.name, "told": None}, directory):
+                if self._received(
+                    kept, name, url, {"version": version, "pair": kept.name, "rendezvous": None}, directory
+                ):
                     return
         device = torch.device("cuda", 0) if self._on_gpu else torch.device("cpu")
         link = _Link(token_hex(8), Pair(device, RECEIVER, self._host, self._stage_s))
-        wanted = {"version": version, "pair": link.name, "told": link.pair.tells()}
+        wanted = {"version": version, "pair": link.name, "rendezvous": link.pair.tells()}
         if not self._received(link, name, url, wanted, directory):
             raise RunError(f"{url} has no pair {link.name}")
 
@@ -93,7 +95,7 @@ class Receiver:
             if answer := self._ask(name, url, wanted):
                 if strange := [file for file in answer["files"] if Path(file).name != file]:
                     raise RunError(f"{url} would send {strange[0]}, which is no name of a file of weights")
-                link.pair.hear(answer["told"])
+                link.pair.hear(answer["rendezvous"])
                 receive_files(link.pair, answer["files"], directory)
                 link.pair.rest()
                 self._links[url] = link

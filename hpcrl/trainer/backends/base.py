@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from hpcrl.trainer.models.hf import ModelSource
 
 Objective = Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]
-"""Maps (micro-batch, model outputs) to the loss to differentiate and its metrics, both sums over the micro-batch."""
+"""Maps (micro-batch, model outputs) to the loss to differentiate and its metrics, both sums: over all micro-batches and ranks they are
+those of the mini-batch. A policy's outputs are logprobs [P] and entropies [P], a critic's are values [P]."""
 
 
 class MicroBatches(Protocol):

@@ -69,9 +69,6 @@ def with_compilation(trainer: TrainerConfig, world: World) -> TrainerConfig:
 
     Where both are left open and this turns them on, code that torch cannot compile later runs eagerly: a frame is compiled before any of it
     has run, so ranks need not agree on that. What is set to true raises torch's error instead.
-
-    Raises:
-        DataError: the policy's path holds no model.
     """
     from hpcrl.trainer.models.build import policy_source
     from hpcrl.trainer.models.layers.compilation import compiler_works, fall_back_to_eager

@@ -79,7 +79,6 @@ class DeviceLease:
         return used
 
     def _used(self, when: str) -> dict[str, float]:
-        """Return the device memory used by all processes, in GiB; nothing on a CPU."""
         if self._device.type != "cuda":
             return {}
         free, total = torch.cuda.mem_get_info(self._device)

@@ -18,8 +18,8 @@ def require_same_shape(reference: nn.Module, policy: nn.Module) -> None:
     shapes = [{name: p.shape for name, p in module.named_parameters()} for module in (reference, policy)]
     if shapes[0] != shapes[1]:
         raise DataError(
-            "trainer.ref.model.path: the reference has other parameters than the policy, so it cannot follow it, as "
-            "trainer.algorithm.reference_reset_interval, trainer.update_ref_every_epoch or the checkpoint want; name a model of the "
+            "trainer.ref.model.path: the reference has other parameters than the policy and cannot follow it, as "
+            "trainer.algorithm.reference_reset_interval, trainer.update_ref_every_epoch or the checkpoint want. Name a model of the "
             "same shape, or leave it out"
         )
 

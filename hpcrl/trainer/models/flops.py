@@ -96,7 +96,6 @@ class ModelFlops:
         )
 
     def _scores(self, length: int) -> float:
-        """Return the operations of attention between the tokens of a sample."""
         seen = min(length, self.window)
         return 6.0 * (self.attention * length**2 + self.windowed * seen * (2 * length - seen))
 
@@ -115,7 +114,6 @@ class ModelFlops:
 
 
 def _attention_layers(text: Any) -> tuple[int, int]:
-    """Return the number of layers with full attention, and with a sliding window."""
     window, layers = getattr(text, "sliding_window", None), text.num_hidden_layers
     kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None)
     if kinds is None:

@@ -157,7 +157,6 @@ class CriticSource(ModelSource):
         return torch.randn((1, width), generator=torch.Generator().manual_seed(self.seed)) / (width + 1)
 
     def _model_class(self, config: PreTrainedConfig) -> type[PreTrainedModel]:
-        """Return the class of the model's body, extended by the head."""
         empty, name = _empty(AutoModel, config, torch.float32, "eager"), self.head
         body = type(empty)
         if hasattr(empty, name):
@@ -213,7 +212,6 @@ class RewardModelSource(CriticSource):
         return {name: value for name, value in entries.items() if name != "num_labels"} | labels
 
     def _model_class(self, config: PreTrainedConfig) -> type[PreTrainedModel]:
-        """Return the class of the classifier, which determines its head."""
         name = self.head
         try:
             empty = _empty(AutoModelForSequenceClassification, config, torch.float32, "eager")
@@ -261,7 +259,6 @@ def _as_its_own(extended: type[PreTrainedModel], body: type[PreTrainedModel]) ->
 
 
 def _contents(path: Path) -> Iterator[torch.Tensor]:
-    """Yield an empty tensor of the type of each floating-point tensor of a file."""
     with safe_open(path, framework="pt") as file:
         for name in file.keys():  # noqa: SIM118
             part = file.get_slice(name)

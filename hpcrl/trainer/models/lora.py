@@ -197,7 +197,6 @@ def _given(layers: list[Adapted], directory: Path, section: str) -> Iterator[tup
 
 
 def _whole_modules(model: PreTrainedModel, lora: LoraConfig, section: str) -> list[str]:
-    """Return the modules that are trained whole: those with parameters of their own that modules_to_save names."""
     having = [
         name for name, module in model.named_modules() if next(module.parameters(recurse=False), None) is not None
     ]
@@ -205,7 +204,6 @@ def _whole_modules(model: PreTrainedModel, lora: LoraConfig, section: str) -> li
 
 
 def _targets(model: PreTrainedModel, lora: LoraConfig, section: str, kept: list[str]) -> tuple[list[str], list[str]]:
-    """Return the linear layers and the parameters of experts that get adapters."""
     head = model.get_output_embeddings()
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
     experts = [name for name, parameter in model.named_parameters() if parameter.dim() == 3]

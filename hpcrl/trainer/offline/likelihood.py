@@ -66,7 +66,6 @@ def score_by_teacher(
 
 
 def _written(batch: Batch, samples: PackedRows, written: Run, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the stored ids and log-probabilities [P, K] of rows of a batch; 0 where nothing is trained."""
     tokens, start = len(samples.token_ids), 0
     ids_PK, top_PK = torch.zeros(tokens, top_k, dtype=torch.int32), torch.zeros(tokens, top_k)
     for ref, length in zip(samples.refs, samples.lengths, strict=True):

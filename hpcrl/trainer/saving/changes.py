@@ -64,11 +64,7 @@ class ChangesWriter:
         return digests
 
     def finish(self) -> dict[str, str]:
-        """Return the digest of each tensor once the file is on the disk.
-
-        Raises:
-            OSError: it could not be written.
-        """
+        """Return the digest of each tensor once the file is on the disk."""
         self._pool.shutdown()
         digests = {name: digest for future in self._compared for name, digest in future.result().items()}
         file = WeightFile(self._path, {name: entry.to("meta") for name, entry in self._entries.items()})

@@ -147,12 +147,7 @@ class Checkpoints:
         return verified_by_ranks(self._world, look)
 
     def load(self, engine: ModelEngine, critic: ModelEngine | None, checkpoint: Path | None) -> ResumePoint:
-        """Bring the engines, and what is drawn at random, to a checkpoint or, where it is None, to step 0; nothing is written.
-
-        Raises:
-            RunError: there is a critic, and the checkpoint has none.
-            CommitError: it cannot be loaded.
-        """
+        """Bring the engines, and what is drawn at random, to a checkpoint or, where it is None, to step 0; nothing is written."""
         start = load_checkpoint(engine, critic, checkpoint, self._world, self._seed)
         for committer in filter(None, (self._committer, self._behind)):
             committer.expect(start.size)
@@ -214,7 +209,6 @@ class Checkpoints:
             raise
 
     def _size(self) -> dict[str, float]:
-        """Return what the last checkpoint takes, as a metric."""
         return {"throughput/checkpoint_gib": (self._committer.size or 0) / 2**30}
 
     def finish(

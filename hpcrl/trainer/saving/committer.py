@@ -166,8 +166,5 @@ def save_tensors(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[st
     """Write a safetensors file, which is on the disk then.
 
     The library's own writer would miss lost bytes: NFS and Lustre report them when the file is synced or closed.
-
-    Raises:
-        OSError: it could not be written.
     """
     write_bytes(path, save(tensors, metadata))

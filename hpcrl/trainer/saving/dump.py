@@ -42,11 +42,7 @@ class Dumps:
         self._run, self._attempt, self._world = run, attempt, world
 
     def resume(self, step: int) -> None:
-        """Remove the dumps of steps after `step`, which are trained again, and what was never finished.
-
-        Raises:
-            CommitError: on every rank: they could not be removed, or a newer attempt has begun.
-        """
+        """Remove the dumps of steps after `step`, which are trained again, and what was never finished."""
 
         def remove() -> None:
             self._fence()

@@ -151,7 +151,6 @@ def unusable(run: Run, trainer: TrainerConfig, checkpoint: Path) -> str | None:
 
 
 def _named(batch: Batch) -> list[list[str]]:
-    """Return what a batch was composed of: names of groups, and what their files hold."""
     return [[group.group_id, group.digest] for group in batch.groups]
 
 

@@ -230,7 +230,6 @@ class Publisher:
         return step is not None and not self._world.rank0_broadcast(lambda: is_committed(self._run.export(step)))
 
     def _write_version(self, engine: PolicyEngine, target: Path, probe: Probe | None, version: int) -> int:
-        """Commit a version for engines, whole or as changes; return the bytes of its files."""
         kept, self._kept = self._kept, None  # what fails leaves nothing that changes could be of
         before = kept if kept and kept.changes + 1 < self._full_interval else None
         senders = self._world.all_gather(self._sender.address) if self._sender else []

@@ -34,7 +34,7 @@ class _Wanted(NamedTuple):
 
     version: int
     pair: str
-    told: dict[str, str] | None
+    rendezvous: dict[str, str] | None
 
 
 class _Body:
@@ -44,11 +44,11 @@ class _Body:
         except ValueError as error:
             raise BadRequest(f"expected JSON: {error}") from error
         value = value if isinstance(value, dict) else {}
-        version, pair, told = (value.get(key) for key in _Wanted._fields)
-        texts = isinstance(told, dict) and all(isinstance(one, str) for one in told.values())
-        if type(version) is not int or not isinstance(pair, str) or not (told is None or texts):
-            raise BadRequest('expected {"version": a whole number, "pair": text, "told": {key: text} or null}')
-        return _Wanted(version, pair, told)
+        version, pair, rendezvous = (value.get(key) for key in _Wanted._fields)
+        texts = isinstance(rendezvous, dict) and all(isinstance(one, str) for one in rendezvous.values())
+        if type(version) is not int or not isinstance(pair, str) or not (rendezvous is None or texts):
+            raise BadRequest('expected {"version": a whole number, "pair": text, "rendezvous": {key: text} or null}')
+        return _Wanted(version, pair, rendezvous)
 
 
 class WeightSender:
@@ -94,22 +94,22 @@ class WeightSender:
             raise Refused(503, f"{_AT_ONCE} nodes get weights from this rank already")
         with self._keeping:
             pair = self._kept.pop(wanted.pair, None)
-        if wanted.told is not None:
+        if wanted.rendezvous is not None:
             pair = Pair(self._device, SENDER, self._host, self._stage_s)
         if pair is None:
             self._slots.release()
             raise Refused(410, f"this rank has no pair {wanted.pair}")
         threading.Thread(target=self._send, args=(wanted, files, pair), name="weights", daemon=True).start()
         try:
-            told = {} if wanted.told is None else await asyncio.to_thread(pair.tells)
-            return {"files": sizes_of(files), "told": told}
+            rendezvous = {} if wanted.rendezvous is None else await asyncio.to_thread(pair.tells)
+            return {"files": sizes_of(files), "rendezvous": rendezvous}
         except RuntimeError as error:
             raise Refused(503, str(error)) from error
 
     def _send(self, wanted: _Wanted, files: Files, pair: Pair) -> None:
         useless: Pair | None = pair
         try:
-            pair.hear(wanted.told or {})
+            pair.hear(wanted.rendezvous or {})
             send_files(pair, files)
             useless = self._keep(wanted.pair, pair)
         except (RuntimeError, ValueError) as error:

@@ -126,11 +126,7 @@ class ShardWriter:
         return digests
 
     def finish(self) -> dict[str, str]:
-        """Return the digest of each tensor once all are on the disk.
-
-        Raises:
-            OSError: they could not be written.
-        """
+        """Return the digest of each tensor once all are on the disk."""
         self._pool.shutdown()
         try:
             return {name: digest for future in self._written for name, digest in future.result().items()}

@@ -135,7 +135,6 @@ def _places(own: PackedRows, shown: PackedRows) -> Iterator[tuple[slice, slice]]
 
 
 def _moved(own: PackedRows, shown: PackedRows, ids_PK: torch.Tensor | None) -> torch.Tensor | None:
-    """Return the teacher's tokens at their positions behind hints."""
     if ids_PK is None:
         return None
     found_PK = ids_PK.new_full((len(shown.token_ids), ids_PK.shape[1]), -1)

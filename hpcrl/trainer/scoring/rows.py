@@ -93,7 +93,6 @@ class RowTeacher:
 
     @contextmanager
     def _shared(self, target: Path) -> Iterator[Path]:
-        """Let all ranks fill a directory that rank 0 commits."""
         if not self._world.first:
             yield Path(self._world.rank0_broadcast(str))
             self._world.barrier()

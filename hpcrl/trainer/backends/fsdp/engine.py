@@ -174,7 +174,6 @@ class FsdpEngine(Generic[Model]):
         read({"model": self._saved()}, directory, self._world)
 
     def _states(self) -> dict[str, dict[str, Any]]:
-        """Return the state of a checkpoint, by folder."""
         return {"": self._state()}
 
     def _state(self) -> dict[str, Any]:
@@ -384,7 +383,6 @@ class FsdpPolicy(FsdpExported[ProbabilityModel]):
 
     @contextmanager
     def _as_reference(self) -> Iterator[None]:
-        """Let the policy compute as the reference, with other adapters."""
         with self._holding(self._reference_values) if self._reference_values else without_adapters(self._model):
             yield
 

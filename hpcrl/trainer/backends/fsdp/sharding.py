@@ -40,9 +40,6 @@ def shard(root: nn.Module, model: PreTrainedModel, fsdp: FSDPConfig, dtype: str,
 
     Args:
         dtype: that parameters are kept in.
-
-    Raises:
-        DataError: fsdp.wrap_policy names a class that the model does not have or that cannot be a unit, or ranks cannot share its experts.
     """
     inner = units(model, fsdp.wrap_policy)
     if not fsdp.is_needed(world.size, dtype, on_gpu=world.device.type == "cuda"):
@@ -248,7 +245,6 @@ def vocabulary_units(model: PreTrainedModel, wrap_policy: dict[str, Any]) -> tup
 
 
 def _shared_parameters(model: nn.Module) -> set[nn.Parameter]:
-    """Return the parameters that are in several places of a model."""
     once, several = set[nn.Parameter](), set[nn.Parameter]()
     for _, parameter in model.named_parameters(remove_duplicate=False):
         (several if parameter in once else once).add(parameter)

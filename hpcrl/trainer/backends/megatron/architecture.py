@@ -102,7 +102,6 @@ def _differences(config: PreTrainedConfig) -> Iterator[str]:
 
 
 def _sliding_window(config: PreTrainedConfig) -> int | None:
-    """Return the sliding window if sequences may be longer than it."""
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
     if not window or window >= config.max_position_embeddings:

@@ -278,7 +278,6 @@ class MegatronPolicy(MegatronExported[PolicyModel]):
 
     @contextmanager
     def _as_reference(self) -> Iterator[None]:
-        """Let the policy compute as the reference, with other adapters."""
         held = self._holding(self._reference_values) if self._reference_values else without_adapters(self._chunks)
         with held:
             yield
@@ -361,7 +360,6 @@ class MegatronPolicy(MegatronExported[PolicyModel]):
 
     @contextmanager
     def _computing(self, **changes: Any) -> Iterator[None]:
-        """Change the options of the head for a while; arguments as of `computing`."""
         with ExitStack() as stack:
             for chunk in self._chunks:
                 if chunk.post_process:

@@ -129,7 +129,6 @@ def padded_total(lengths: list[int]) -> int:
 
 
 def _parts(ranks: int) -> int:
-    """Return into how many equal parts a sample is cut for `ranks` ranks."""
     return 2 * ranks if ranks > 1 else 1
 
 

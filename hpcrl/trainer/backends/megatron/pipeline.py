@@ -147,7 +147,6 @@ class Pipeline:
         return parallel_state.get_pipeline_model_parallel_last_rank()
 
     def _from_last_stage(self, totals: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the last stage's, which alone has any, on every stage."""
         found = broadcast_json(
             {name: value.item() for name, value in totals.items()}, self._last_stage_rank, pipeline_group()
         )

@@ -119,7 +119,6 @@ def _of_weight(weight: LocalWeight, slot: Slot, architecture: Architecture) -> I
 
 
 def _in_memory(block: Block, slot: Slot, architecture: Architecture) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
-    """Return the tensor that contains a block, its shape, and the offsets of the block."""
     shape, name = slot.tensors[block.name], name_in_memory(block.name)
     origin = [0] * len(shape)
     origin[slot.dim] = block.start

@@ -21,11 +21,7 @@ _CPU = torch.device("cpu")
 
 
 def install() -> None:
-    """Let Megatron-core run on the CPU, in this process; again without effect.
-
-    Raises:
-        RunError: there is a GPU, or Megatron-core is of another version.
-    """
+    """Let Megatron-core run on the CPU, in this process; again without effect."""
     global _mode
     import megatron.core
 

@@ -165,7 +165,6 @@ class ShardedState:
         }
 
     def _stepped(self) -> dict[nn.Parameter, _Stepped]:
-        """Return the optimizer state of this rank, by parameter."""
         owners = {getattr(each, "main_param", each): each for each in self._places if each.requires_grad}
         found = dict[nn.Parameter, _Stepped]()
         optimizers = () if self._optimizer is None else self._optimizer.chained_optimizers
@@ -195,7 +194,6 @@ def _stretches(stepped: Mapping[nn.Parameter, _Stepped]) -> Iterator[_Stretch]:
 
 
 def _begin(optimizer: Any) -> None:
-    """Initialize Adam's state before its first step."""
     adam = optimizer.optimizer
     parameters = [parameter for group in adam.param_groups for parameter in group["params"]]
     if all(adam.state[parameter] for parameter in parameters):

@@ -77,11 +77,7 @@ class _Files:
         return self._stored(name) is not None
 
     def read(self, block: Block, slot: Slot) -> torch.Tensor:
-        """Return a block from its file.
-
-        Raises:
-            DataError: the tensor has another shape than the configuration says, or cannot be read.
-        """
+        """Return a block from its file."""
         stored = self._stored(block.name)
         assert stored is not None, block
         try:
@@ -155,7 +151,6 @@ def _fill(part: LocalWeight, slot: Slot, files: _Files) -> None:
 
 
 def _require_tied(slot: Slot, files: _Files, source: ModelSource) -> None:
-    """Raise DataError where the file's head differs from the embedding, so that transformers does not tie them."""
     (words,) = slot.tensors.values()
     ours = [
         [files.read(block, each) for block in each.share(*share_of(each))] for each in (slot, Slot({HEAD_NAME: words}))

@@ -98,7 +98,6 @@ def _exchanged(
 
 
 def _computed(layer: nn.Module, compute: _Experts, hidden_GD: torch.Tensor, numbers_G: torch.Tensor) -> torch.Tensor:
-    """Return the outputs of this rank's experts, for one token each."""
     count = len(hidden_GD)
     if not count:  # the experts get a gradient, of 0, all the same: FSDP reduces it with those of other ranks
         hidden_GD, numbers_G = pad(hidden_GD, (0, 0, 0, 1)), numbers_G.new_zeros(1)

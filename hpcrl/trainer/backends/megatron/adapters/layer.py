@@ -74,7 +74,6 @@ class LayerAdapter(nn.Module):
                     self._add(letter, name, first[name], matrix.requires_grad, config)
 
     def _share(self, letter: str, name: str, matrices: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        """Return this rank's share of A or B."""
         A, B = matrices
         if letter == "A":
             return A if self.by_rows else A.chunk(self.group.size(), 1)[self.group.rank()]
