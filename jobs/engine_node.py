@@ -27,7 +27,7 @@ def main(path: str) -> None:
     status = StatusWriter(run, f"part-{number}", attempt, Heartbeat(run, attempt, f"part-{number}"))
     with ending_told(status):
         config = Config.from_toml([run.config])
-        nodes_backend(config).serve_part(run, config, attempt, number, status)
+        nodes_backend(config).serve_node(run, config, attempt, number, status)
 
 
 if __name__ == "__main__":

@@ -87,7 +87,7 @@ def serve(
             "replica": replica,
             "baselines": options.baselines,
             "rewards": options.rewards,
-            "lessons": options.lessons,
+            "teacher_inputs": options.teacher_inputs,
         }
         asyncio.run(run_worker(options, engine, generator.maker(**given), generator.decode, status))
 

@@ -1,4 +1,4 @@
-"""The controller's HTTP skin: routes of hpcrl/runtime/controller_client.py, waiting, and the end of the attempt."""
+"""HTTP routes of the controller (hpcrl/runtime/controller_client.py), long polling, and the end of the attempt."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ class Api:
             await asyncio.sleep(TICK_S)
 
     async def _forget_given_up(self, run: Run, attempt: int) -> None:
-        """Hold the trainer back no longer for engines of workers that their agents have given up, where the news of it got lost."""
+        """Release the lease of workers that their agents have given up, where the message was lost."""
         if not (self._lease.awake and self._trains()) or time.monotonic() - self._looked < RENEW_S:
             return
         self._looked = time.monotonic()
@@ -227,14 +227,13 @@ class Api:
                 await self._notify()
 
     async def _stop_trainer(self, run: Run, attempt: int) -> None:
-        """Let the trainer save: the agent ends it as soon as this process fails."""
+        """Let the trainer save: its agent ends it as soon as this process fails."""
         await self.end("failed")
         deadline = time.monotonic() + (self._save_seconds or math.inf)
         while not trainer_left(run, attempt) and time.monotonic() < deadline:
             await asyncio.sleep(TICK_S)
 
     def _trains(self) -> bool:
-        """Return whether the trainer has the lease of the devices that it shares with engines."""
         return self._colocated and self._service.phase == IDLE and not self._service.stop
 
     def _batch(self, step: int) -> str | None:
@@ -246,7 +245,7 @@ class Api:
             self._answer(name, work)
 
     async def _work(self, name: str, version: int, capacity: int) -> list[Work]:
-        """Return the work that a worker gets as soon as there is some; none after a while, or with news of the run."""
+        """Return the work for a worker as soon as there is some; none after a while, or with news of the run."""
         self._answer(name)  # an earlier request of the same worker, which has given up on it
         waiting = self._waiting[name] = asyncio.get_running_loop().create_future()
         self._service.wait(name, version, capacity)

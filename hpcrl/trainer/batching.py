@@ -1,4 +1,4 @@
-"""Who trains what: a batch becomes mini-batches, whose rows are assigned to the ranks, and a rank's share is split into micro-batches.
+"""Plan of a batch: mini-batches, the ranks' rows, and the micro-batches of each rank.
 
 Everything follows from the batch's metadata, so every rank works out the same plan without communication, and reads only the
 rows that are its own.
@@ -329,7 +329,7 @@ def plan_shares(shares: Sequence[Sequence[RowRef]], limits: Limits) -> MiniBatch
 
 
 def whole_groups(groups: Sequence[Sequence[RowRef]], ranks: int, limit: MicroBatchLimit) -> list[list[int]]:
-    """Return the places of the groups that each rank has, none of them divided, so that ranks have about as much work."""
+    """Return the groups of each rank, all whole, with about equal cost per rank."""
     return balanced([limit.cost(refs) for refs in groups], ranks)
 
 
@@ -359,7 +359,7 @@ def _runs(refs: Sequence[RowRef], tokens: int | None, rows: int) -> list[list[Ro
 def _fairest(refs: Sequence[RowRef], ranks: int, limit: MicroBatchLimit) -> Units:
     """Return groups whole, halved, or cut into four and so on, so that the share of the rank that has most work is smallest.
 
-    Each part computes anew what its group begins with.
+    Each part computes the group's prefix again.
     """
     rows = max((ref.index for ref in refs), default=0) + 1
     sizes = [rows]
@@ -397,9 +397,6 @@ def trained_groups(batch: Batch, algorithm: AlgorithmConfig) -> list[int]:
     """Return which groups of the batch are trained: all, or with zero_variance_filter those whose rewards differ.
 
     The others are not even read, and no reduction of the loss counts them.
-
-    Raises:
-        DataError: a group lacks a metric of filter_reward_metric.
     """
     groups, metrics = range(len(batch.groups)), algorithm.filter_reward_metric
     tolerance = algorithm.zero_variance_filter_tol
