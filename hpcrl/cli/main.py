@@ -48,7 +48,11 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
     "steer": {
         "cancel": ("hpcrl.cli.cancel", "save, stop and take a run, or a sweep, off the cluster"),
         "requeue": ("hpcrl.cli.requeue", "save, and go back into the queue"),
-        "resume": ("hpcrl.cli.resume", "start the next attempt of a run that ended early"),
+        "resume": (
+            "hpcrl.cli.resume",
+            "start the next attempt of a run that ended early, or give a finished one a later end",
+        ),
+        "rm": ("hpcrl.cli.rm", "remove runs that are over, or all of them but their metrics"),
     },
     "look at results": {
         "samples": ("hpcrl.cli.samples", "show samples: prompt, turns, reward and why they ended"),
