@@ -12,9 +12,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _completion(arguments: argparse.Namespace) -> int:
-    import argcomplete
+    from argcomplete.shell_integration import shellcode
 
-    print(argcomplete.shellcode(["hpcrl"], shell=arguments.shell))
+    print(shellcode(["hpcrl"], shell=arguments.shell))
     return 0
 
 

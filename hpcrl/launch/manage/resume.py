@@ -14,7 +14,6 @@ from pathlib import Path
 
 from hpcrl.config import Config
 from hpcrl.config.resume_changes import Change, changes
-from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.errors import ConfigError, RunError
 from hpcrl.launch.inputs import changed_inputs
 from hpcrl.launch.manage.poll import LOOK_S, RunPoller
@@ -57,7 +56,7 @@ def resume(run: Run, overrides: Sequence[str] = ()) -> list[Change]:
         current, kept = Config.from_toml([run.config]), run.config_of(state.attempt)
         before = Config.from_toml([kept]) if kept.exists() else current
         if state.kind == "done":
-            _require_later_end(run, before.trainer, config.trainer)
+            _require_later_end(run, before.trainer.end, config.trainer.end)
         found = changes(before, config)
         if any(change.kind == "refused" for change in found):
             raise ConfigError("\n".join([*map(str, found), f"{run.name} was not changed; {_NEW_RUN}"]))
@@ -118,16 +117,12 @@ def _ended(run: Run) -> RunState:
     return state
 
 
-def _require_later_end(run: Run, before: TrainerConfig, after: TrainerConfig) -> None:
-    if after.epochs > before.epochs or (
-        before.max_steps is not None and (after.max_steps is None or after.max_steps > before.max_steps)
-    ):
-        return
-    steps = "no limit" if before.max_steps is None else f"{before.max_steps}"
-    raise RunError(
-        f"{run.name} is done; to train on, give it a later end: hpcrl resume {run.name} trainer.max_steps=N trainer.epochs=M, "
-        f"where it ended with {steps} and {before.epochs}"
-    )
+def _require_later_end(run: Run, before: tuple[float, float], after: tuple[float, float]) -> None:
+    if all(later <= earlier for earlier, later in zip(before, after, strict=True)):
+        raise RunError(
+            f"{run.name} is done, with trainer.epochs={before[0]:g} and trainer.max_steps={before[1]:g}; to train on, give it a later end: "
+            f"hpcrl resume {run.name} trainer.max_steps=N"
+        )
 
 
 def _check_end(run: Run, config: Config) -> None:
