@@ -170,7 +170,11 @@ class Run:
 
     def teacher_file(self, dataset: str) -> Path:
         """What a teacher says of the rows of a dataset, in a directory that `hpcrl score` wrote."""
-        return self.path / "teacher" / dataset
+        return self.teacher / dataset
+
+    @property
+    def teacher(self) -> Path:
+        return self.path / "teacher"
 
     @property
     def turns(self) -> Path:
@@ -198,7 +202,11 @@ class Run:
 
     def picture(self, sample: str) -> Path:
         """Return where the picture is that a sample, <group>.<place in it>, has painted, if it is kept."""
-        return self.path / "pictures" / f"{sample}.png"
+        return self.pictures / f"{sample}.png"
+
+    @property
+    def pictures(self) -> Path:
+        return self.path / "pictures"
 
     def shown_picture(self, name: str, number: int) -> Path:
         """Return where an image is that a sample was shown, the first is 0, if it is kept.

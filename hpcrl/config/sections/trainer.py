@@ -493,6 +493,11 @@ class TrainerConfig:
         return -(-self.train_batch_size // mini_batch_size) * self.update_epochs_per_batch
 
     @property
+    def end(self) -> tuple[float, float]:
+        """Epochs and steps after which training ends, whichever comes first."""
+        return self.epochs, math.inf if self.max_steps is None else self.max_steps
+
+    @property
     def batch_settings(self) -> dict[str, Any]:
         """Settings that a half-trained batch depends on, by names below `trainer`, as JSON gives them back."""
         names = ("policy_mini_batch_size", "critic_mini_batch_size", "update_epochs_per_batch")

@@ -33,6 +33,14 @@ def all_runs(root: Path) -> list[Run]:
     ]
 
 
+def unreadable(root: Path) -> list[Path]:
+    """Return the directories under `root` that this user may not read, as those of other people."""
+    root = root.absolute()
+    projects = [root / name for name in _folders(root)]
+    runs = [project / name for project in projects for name in _folders(project) if name[0] != "."]
+    return [path for path in (*projects, *runs) if not os.access(path, os.R_OK | os.X_OK, effective_ids=True)]
+
+
 def _folders(path: Path) -> list[str]:
     try:
         with os.scandir(path) as entries:
