@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,22 +23,23 @@ from hpcrl.runtime.signals import ask_to_stop
 _LEAVING_S = 40.0  # Slurm kills what does not end 30 s after SIGTERM, unless the site says otherwise
 
 
-def cancel(run: Run, patience_s: float) -> RunState:
+def cancel(run: Run, patience_s: float, waiting: Callable[[RunState], None] = lambda _: None) -> RunState:
     """Ask a run to save and stop, and wait for it; a run that has nothing to save is taken away at once.
 
     Args:
+        waiting: called with the state of a run that saves, before its end is awaited.
         patience_s: for how long its end is awaited: what saves then goes on saving, and ends by itself. 0: take the job away now.
 
     A run that waits in the queue, also after a preemption, is taken out of it; one that is held for a person is only marked. A job that
     would upload what it has left goes too where it has left nothing.
     """
-    state = _cancel(run, patience_s)
+    state = _cancel(run, patience_s, waiting)
     if state.over and state.kind == "cancelled":
         _take_upload_away(run)
     return state
 
 
-def _cancel(run: Run, patience_s: float) -> RunState:
+def _cancel(run: Run, patience_s: float, waiting: Callable[[RunState], None]) -> RunState:
     state = states_of([run])[0]
     if state.over and state.kind == "held":
         cancel_outcome(run, state.attempt)
@@ -46,6 +48,7 @@ def _cancel(run: Run, patience_s: float) -> RunState:
         raise RunError(f"{run.name} is not running: {state.kind} ({state.detail})")
     if state.at_work and patience_s > 0:
         ask_to_stop(run, state.attempt, "cancelled")
+        waiting(state)
         return _await_end(run, patience_s)
     if state.outcome is None or not state.outcome.final:
         cancel_outcome(run, state.attempt)

@@ -100,7 +100,7 @@ def details(view: RunView) -> list[tuple[str, str]]:
     for name, text in achieved.items():
         rows.append((name, f"{text}  {curve}".rstrip() if name in ("reward", "loss") else text))
     if live and live.tokens_per_second is not None:
-        rows.append(("tokens/s", f"{live.tokens_per_second:,.0f}"))
+        rows.append(("tokens/s", f"{live.tokens_per_second:,.0f} in the newest step"))
     if live and live.peaks:
         rows.append(("memory", f"{', '.join(live.peaks)} (the trainer rank that needed most)"))
     rows += [("alert", str(alert)) for alert in view.alerts[-_MOST_ALERTS:]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -18,6 +19,7 @@ from hpcrl.units import duration
 
 _STANDING = ("SUSPENDED", "STOPPED")
 _LEAVING = ("COMPLETING", "STAGE_OUT", "SIGNALING")
+_FORESEEN_S = 7 * 86400.0  # beyond it Slurm only adds up time limits, of a year where a job has none
 _SKEW_S = 60.0  # between the clocks of slurmctld and of a node
 
 
@@ -275,10 +277,9 @@ def explain(job: JobState, number: str) -> str:
         meaning = "somebody held it: `scontrol release {job}` lets it go"
     unnamed = "Slurm has given no reason yet" if job.name == "PENDING" else job.name
     parts = [f"{job.reason or unnamed}" + (f": {meaning.format(job=number)}" if meaning else "")]
-    if start := started(job):
-        eligible = "may start" if job.reason == "BeginTime" else "Slurm expects it to start"
-        if start > datetime.now().timestamp():
-            parts.append(f"{eligible} at {_clock(start)}")
+    begins, ahead = job.reason == "BeginTime", (started(job) or 0.0) - time.time()
+    if ahead > 0 and (begins or ahead < _FORESEEN_S):
+        parts.append(f"{'may start' if begins else 'Slurm expects it to start'} at {_clock(time.time() + ahead)}")
     return "; ".join(parts)
 
 
