@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from hpcrl.convert.conversion import Conversion
     from hpcrl.errors import ConfigError
 
-_KINDS = {".toml": "cosmos", ".yaml": "skyrl", ".yml": "skyrl", ".sh": "skyrl"}
+_SCRIPTS = (".sh", ".bash", ".sbatch", ".slurm")
+_KINDS = {".toml": "cosmos", ".yaml": "skyrl", ".yml": "skyrl", **dict.fromkeys(_SCRIPTS, "skyrl")}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "settings",
         nargs="+",
         metavar="FILE|KEY=VALUE",
-        help="one file (.toml, .yaml, .sh), or the words of a command of SkyRL or verl",
+        help="one file (.toml, .yaml, .sh, .sbatch, .slurm), or the words of a command of SkyRL or verl",
     )
     convert.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the result here (default: print it)")
     convert.add_argument("--all", action="store_true", help="report what is as it was too, a line for each setting")
@@ -173,8 +174,8 @@ def _converted(words: list[str], source: str | None) -> Conversion:
     if kind == "cosmos":
         return cosmos.convert_toml(text, origin)
     if kind == "verl" or (source is None and verl.is_verl(text)):
-        return verl.convert_script(text, origin) if path.suffix == ".sh" else verl.convert_yaml(text, origin)
-    if path.suffix == ".sh":
+        return verl.convert_script(text, origin) if path.suffix in _SCRIPTS else verl.convert_yaml(text, origin)
+    if path.suffix in _SCRIPTS:
         return skyrl.convert_script(text, origin)
     return skyrl.convert_yaml(text, origin)
 

@@ -1,4 +1,4 @@
-"""Finds the SkyRL command in a shell script, with its words as the shell would expand them.
+"""Finds the training command in a shell script, with its words as the shell would expand them.
 
 The script is followed, never run: variables, arrays, `${NAME:-value}`, `$((...))`, conditions, loops and functions are evaluated as far
 as they depend on nothing but the script. What only a run could tell, such as `$(date)` or a file that may exist, stays marked in the
@@ -8,14 +8,16 @@ words; a variable that the script never sets counts as not set where the script 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from hpcrl.convert.conversion import Conversion
 from hpcrl.convert.program import program_of
 from hpcrl.convert.shell.lexer import NotUnderstood
 from hpcrl.convert.shell.run import Script, follow
 from hpcrl.convert.shell.state import is_known, replaced_unknown, shown, unknown_parts
+from hpcrl.convert.source import SourceConfig
 from hpcrl.errors import ConfigError
 
 _OVERRIDE = re.compile(r"[+~]*[a-z_]\w*(\.[\w.]+)+=.*", re.DOTALL)
@@ -27,6 +29,9 @@ _NOT_FOLLOWED = {
     r"\s*(declare|local|typeset|readonly)\s+-\w*A": "associative arrays are not followed",
     r".*<\s*<\(": "what a command writes (process substitution) is known only where the script runs",
 }
+
+
+FieldOf = Callable[[str], str | None]
 
 
 @dataclass(frozen=True)
@@ -109,7 +114,42 @@ def _command_of(
         raise ConfigError(
             f"{origin}: starts {missing[0][1]}, which is not there to be followed; convert that script, or put it beside this one"
         )
-    raise ConfigError(f"{origin}: no SkyRL command; expected words such as trainer.epochs=2")
+    raise ConfigError(f"{origin}: no command with settings; expected words such as trainer.epochs=2")
+
+
+def note_command(
+    command: Command, source: SourceConfig, conversion: Conversion, field_of: FieldOf, names: Container[str]
+) -> None:
+    """Note what of a script is not in its command's words, and in `source` the settings whose value only the script's run knows.
+
+    Args:
+        field_of: the setting of a name that the command uses; None: there is none.
+        names: settings that name projects and runs, which hpcrl names itself where they are left out.
+    """
+    for path in command.followed:
+        conversion.note("translated", path, "", "the script that is started there is followed")
+    if command.condition:
+        message = "decides whether the command is started at all; convert what you want to run"
+        conversion.note("conflict", command.condition, "", message)
+    for word in command.others:
+        conversion.note("conflict", word, "", "belongs to another command of the script, which is not converted")
+    for name in command.assumed:
+        message = "as where the environment does not set it: what the script has for that case counts"
+        conversion.note("translated", f"${name}", "", message)
+    for line in command.unread:
+        conversion.note("dropped", line, "", "is not run here; what it sets counts as not set")
+    for name, waits_for in command.unknown.items():
+        reason = f"{', '.join(waits_for)} is known only where the script runs; write the value out"
+        found = field_of(name)
+        if found is not None and found in names:
+            message = f"{reason}, or leave it to hpcrl, which names projects and runs itself"
+            conversion.note("translated", name, "", message)
+        elif found is not None:
+            source.lack(found, name, reason)
+        elif name.startswith("--config-"):
+            conversion.note("conflict", name, "", f"{reason}; the settings of that file count too")
+        elif not name.startswith("-"):
+            conversion.note("unknown", name, "", reason)
 
 
 def _followed(text: str, origin: str, environment: Mapping[str, str], arguments: Sequence[str]) -> Script:

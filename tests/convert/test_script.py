@@ -123,7 +123,7 @@ def test_a_script_that_trains_nothing_is_passed_over(tmp_path: Path) -> None:
     (tmp_path / "inner.sh").write_text(INNER)
     outer = "bash prepare.sh\nbash inner.sh trainer.seed=5\n"
     assert convert_script(outer, str(tmp_path / "outer.sh")).values["trainer.seed"] == 5
-    with pytest.raises(ConfigError, match=r"prepare\.sh: no SkyRL command"):
+    with pytest.raises(ConfigError, match=r"prepare\.sh: no command with settings"):
         command_of("bash prepare.sh", str(tmp_path / "outer.sh"))
 
 

@@ -256,6 +256,17 @@ def test_a_script_is_converted() -> None:
     assert conversion.values["trainer.logger"] == ["console", "wandb"]
 
 
+def test_batch_options_of_a_script_become_settings_of_slurm(tmp_path: Path) -> None:
+    lines = "#!/bin/bash\n#SBATCH --nodes=2\n#SBATCH --gpus-per-node=h100:8\n#SBATCH --time=1-12\n#SBATCH -p gpu\n"
+    script, target = tmp_path / "run.slurm", tmp_path / "converted.toml"
+    script.write_text(lines + SCRIPT)
+    assert main(["config", "convert", str(script), "-o", str(target)]) == 0
+    slurm = Config.from_toml([target]).slurm
+    assert (slurm.gpus_per_node, slurm.time_minutes, slurm.partition) == ("h100:8", 36 * 60, "gpu")
+    few = convert_script(lines.replace("h100:8", "4") + SCRIPT, "run.slurm")
+    assert "8 GPUs on a node" in complaints(few)["#SBATCH --gpus-per-node=4"]
+
+
 def test_yaml_and_command_say_the_same() -> None:
     text = """
     actor_rollout_ref: {model: {path: m}, rollout: {name: vllm, n: 4, response_length: "${data.max_response_length}"}}

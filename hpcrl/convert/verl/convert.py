@@ -10,7 +10,8 @@ from typing import get_origin
 
 from hpcrl.convert.conversion import Conversion, known
 from hpcrl.convert.mapping import Dropped, To
-from hpcrl.convert.script import command_of
+from hpcrl.convert.sbatch import convert_sbatch
+from hpcrl.convert.script import command_of, note_command
 from hpcrl.convert.skyrl.translate import location
 from hpcrl.convert.verl.algorithm import ALGORITHM
 from hpcrl.convert.verl.conditions import without_effect
@@ -57,30 +58,9 @@ def convert_script(text: str, origin: str) -> Conversion:
         ConfigError: there is none, or a value of it is not YAML.
     """
     command, conversion = command_of(text, origin), Conversion(origin)
-    if command.condition:
-        message = "decides whether the command is started at all; convert what you want to run"
-        conversion.note("conflict", command.condition, "", message)
-    for word in command.others:
-        conversion.note("conflict", word, "", "belongs to another command of the script, which is not converted")
-    for name in command.assumed:
-        message = "as where the environment does not set it: what the script has for that case counts"
-        conversion.note("translated", f"${name}", "", message)
-    for line in command.unread:
-        conversion.note("dropped", line, "", "is not run here; what it sets counts as not set")
     source = read_words(command.words, conversion)
-    for name, waits_for in command.unknown.items():
-        reason = f"{', '.join(waits_for)} is known only where the script runs; write the value out"
-        found = field_of(name)
-        if found in _NAMES:
-            conversion.note("translated", name, "", f"{reason}, or leave it to hpcrl, which names projects and runs")
-        elif found:
-            source.unread[found], source.names[found] = reason, name
-        elif name.startswith("--config-"):
-            message = f"{reason}; the settings of that file count too"
-            conversion.note("conflict", name, "", message)
-        elif "." in name and not name.startswith("-"):
-            conversion.note("unknown", name, "", reason)
-    return _converted(source, conversion)
+    note_command(command, source, conversion, field_of, _NAMES)
+    return _converted(source, conversion, command.batch)
 
 
 def is_verl(text: str) -> bool:
@@ -88,7 +68,7 @@ def is_verl(text: str) -> bool:
     return "actor_rollout_ref" in text or "verl.trainer." in text
 
 
-def _converted(source: VerlSource, conversion: Conversion) -> Conversion:
+def _converted(source: VerlSource, conversion: Conversion, batch: str = "") -> Conversion:
     _note_program(source, conversion)
     for path, target in TARGETS.items():
         if isinstance(target, Dropped) and path not in RULES:
@@ -99,6 +79,7 @@ def _converted(source: VerlSource, conversion: Conversion) -> Conversion:
             _map(source, conversion, path, target)
         else:
             RULES[path](source, conversion, path)
+    convert_sbatch(batch, conversion)
     order = {name: index for index, name in enumerate(source.names.values())}
     conversion.entries.sort(key=lambda entry: order.get(entry.source, len(order)))
     left_out = set(TARGETS) - set(source.names.values())
