@@ -38,17 +38,21 @@ _GRES = re.compile(r"(?:gres/)?gpu(?::(?P<type>[A-Za-z][\w.-]*))?(?:[:=](?P<coun
 def convert_sbatch(text: str, conversion: Conversion) -> None:
     """Write the options of a script's `#SBATCH` lines into `conversion`, whose settings of the run are there already."""
     for option, value in _options(text):
-        source = f"#SBATCH --{option}" + ("" if value is None else f"={value}")
-        if option in _DROPPED:
-            conversion.note("dropped", source, "", _DROPPED[option])
-        elif option in _SETTINGS:
-            _write(conversion, source, f"slurm.{option}", value)
-        elif option in _READERS:
-            _READERS[option](conversion, source, value)
-        else:
-            extra = conversion.values.setdefault("slurm.extra", {})
-            extra[option] = True if value is None else value
-            conversion.note("translated", source, "slurm.extra", "handed to sbatch as it is")
+        convert_option(f"#SBATCH --{option}" + ("" if value is None else f"={value}"), option, value, conversion)
+
+
+def convert_option(source: str, option: str, value: str | None, conversion: Conversion) -> None:
+    """Write an option of sbatch, by its long name, that `source` sets."""
+    if option in _DROPPED:
+        conversion.note("dropped", source, "", _DROPPED[option])
+    elif option in _SETTINGS:
+        _write(conversion, source, f"slurm.{option}", value)
+    elif option in _READERS:
+        _READERS[option](conversion, source, value)
+    else:
+        extra = conversion.values.setdefault("slurm.extra", {})
+        extra[option] = True if value is None else value
+        conversion.note("translated", source, "slurm.extra", "handed to sbatch as it is")
 
 
 def _options(text: str) -> Iterator[tuple[str, str | None]]:

@@ -32,6 +32,7 @@ _NOT_FOLLOWED = {
 
 
 FieldOf = Callable[[str], str | None]
+Wanted = Callable[[Sequence[str]], bool]
 
 
 @dataclass(frozen=True)
@@ -59,24 +60,32 @@ class Command:
     batch: str = ""
 
 
-def command_of(text: str, origin: str) -> Command:
+def has_overrides(words: Sequence[str]) -> bool:
+    """Return whether a command has overrides such as trainer.epochs=2."""
+    return any(map(_OVERRIDE.fullmatch, words))
+
+
+def command_of(text: str, origin: str, wanted: Wanted = has_overrides) -> Command:
     """Return the first command in a script that has overrides, and what else the script does with them.
 
     A script that the script starts, and that lies beside it or where it is named, is followed where no other command has overrides.
 
+    Args:
+        wanted: whether the words of a command are those of a training program, where it has no such overrides.
+
     Raises:
         ConfigError: there is none, or the script is not understood; names why.
     """
-    return _command_of(text, origin, {}, (), 0)
+    return _command_of(text, origin, wanted, {}, (), 0)
 
 
 def _command_of(
-    text: str, origin: str, environment: Mapping[str, str], arguments: Sequence[str], depth: int
+    text: str, origin: str, wanted: Wanted, environment: Mapping[str, str], arguments: Sequence[str], depth: int
 ) -> Command:
     script = _followed(text, origin, environment, arguments)
     calls = [(one, at) for one in script.started if (at := _script_among(one.words)) is not None]
     scripts = [one for one, _ in calls]
-    found = [one for one in script.started if one not in scripts and any(map(_OVERRIDE.fullmatch, one.words))]
+    found = [one for one in script.started if one not in scripts and wanted(one.words)]
     if found:
         words, unknown = _known(found[0].words)
         others = [shown(word) for one in found[1:] for word in one.words if _OVERRIDE.fullmatch(word)]
@@ -92,7 +101,7 @@ def _command_of(
         given = {**one.environment, **{match[1]: match[2] for match in own}}
         other = path.read_text(encoding="utf-8", errors="replace")
         try:
-            inner = _command_of(other, str(path), given, one.words[at + 1 :], depth + 1)
+            inner = _command_of(other, str(path), wanted, given, one.words[at + 1 :], depth + 1)
         except ConfigError as error:  # of a script that prepares data, and trains nothing
             refused.append(error)
             continue
@@ -105,7 +114,7 @@ def _command_of(
             batch=text if "\n#SBATCH" in text else inner.batch,
         )
     for one, _ in missing:
-        if any(map(_OVERRIDE.fullmatch, one.words)):
+        if wanted(one.words):
             words, unknown = _known(one.words)
             return Command(words, unknown, one.condition, [], sorted(script.assumed), script.unread, batch=text)
     if refused:

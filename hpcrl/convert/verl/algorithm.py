@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hpcrl.convert.conversion import Conversion
-from hpcrl.convert.verl.put import Rule, lost, put, seen
+from hpcrl.convert.rules import Rule, lost, put, seen
 from hpcrl.convert.verl.source import VerlSource
 
 _ALG = "trainer.algorithm."
@@ -113,7 +113,7 @@ def _entropy(source: VerlSource, conversion: Conversion, path: str) -> None:
         conversion.values[_ALG + "entropy_loss_coef"] = coefficient
 
 
-def _kl(kind: str) -> Rule:
+def _kl(kind: str) -> Rule[VerlSource]:
     used_by = _ACTOR + "use_kl_loss" if kind == "loss" else "algorithm.use_kl_in_reward"
 
     def kl(source: VerlSource, conversion: Conversion, path: str) -> None:
@@ -249,7 +249,7 @@ def _overlong(source: VerlSource, conversion: Conversion, path: str) -> None:
         put(source, conversion, path, f"environment.overlong_reward.{last}", source[path])
 
 
-ALGORITHM: dict[str, Rule] = {
+ALGORITHM: dict[str, Rule[VerlSource]] = {
     _LOSS: _policy_loss,
     _ACTOR + "clip_ratio": _clip_ratio,
     _ACTOR + "clip_ratio_low": _bound,

@@ -5,25 +5,21 @@ What counts is what the source's run did: a setting that it leaves out has verl'
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from typing import get_origin
+from collections.abc import Sequence
 
-from hpcrl.convert.conversion import Conversion, known
-from hpcrl.convert.mapping import Dropped, To
-from hpcrl.convert.sbatch import convert_sbatch
+from hpcrl.convert.conversion import Conversion
+from hpcrl.convert.rules import Rule, convert_fields
 from hpcrl.convert.script import command_of, note_command
-from hpcrl.convert.skyrl.translate import location
 from hpcrl.convert.verl.algorithm import ALGORITHM
 from hpcrl.convert.verl.conditions import without_effect
-from hpcrl.convert.verl.fields import LOST, TARGETS, field_of
+from hpcrl.convert.verl.fields import TARGETS, VERL
 from hpcrl.convert.verl.models import MODELS
-from hpcrl.convert.verl.put import Rule, put
 from hpcrl.convert.verl.source import VerlSource, read_words, read_yaml
 from hpcrl.convert.verl.training import TRAINING
 
 __all__ = ["TARGETS", "convert_script", "convert_words", "convert_yaml"]
 
-RULES: dict[str, Rule] = ALGORITHM | MODELS | TRAINING
+RULES: dict[str, Rule[VerlSource]] = ALGORITHM | MODELS | TRAINING
 _NAMES = ("trainer.project_name", "trainer.experiment_name")
 _PROGRAMS = ("main_ppo", "main_ppo_sync", "main_dapo")
 
@@ -59,7 +55,7 @@ def convert_script(text: str, origin: str) -> Conversion:
     """
     command, conversion = command_of(text, origin), Conversion(origin)
     source = read_words(command.words, conversion)
-    note_command(command, source, conversion, field_of, _NAMES)
+    note_command(command, source, conversion, VERL.field_of, _NAMES)
     return _converted(source, conversion, command.batch)
 
 
@@ -70,22 +66,7 @@ def is_verl(text: str) -> bool:
 
 def _converted(source: VerlSource, conversion: Conversion, batch: str = "") -> Conversion:
     _note_program(source, conversion)
-    for path, target in TARGETS.items():
-        if isinstance(target, Dropped) and path not in RULES:
-            _note_dropped(source, conversion, path, target)
-        elif path in source.unread:
-            conversion.note("conflict", source.names[path], "", source.unread[path])
-        elif isinstance(target, To) and path not in RULES:
-            _map(source, conversion, path, target)
-        else:
-            RULES[path](source, conversion, path)
-    convert_sbatch(batch, conversion)
-    order = {name: index for index, name in enumerate(source.names.values())}
-    conversion.entries.sort(key=lambda entry: order.get(entry.source, len(order)))
-    left_out = set(TARGETS) - set(source.names.values())
-    conversion.finish()
-    conversion.entries = [one for one in conversion.entries if one.kind != "dropped" or one.source not in left_out]
-    return conversion
+    return convert_fields(source, conversion, RULES, without_effect, batch)
 
 
 def _note_program(source: VerlSource, conversion: Conversion) -> None:
@@ -95,36 +76,3 @@ def _note_program(source: VerlSource, conversion: Conversion) -> None:
         if "async" in last:
             message = "verl's asynchronous trainer, whose placement is its own; set trainer.fully_async.max_staleness_steps and trainer.placement"
         conversion.note("conflict", source.program, "", message)
-
-
-def _note_dropped(source: VerlSource, conversion: Conversion, path: str, target: Dropped) -> None:
-    if path not in source.names:
-        return
-    lost = path in LOST and (path in source.unread or not _is_default(source, path))
-    conversion.note("conflict" if lost else "dropped", source.names[path], "", target.reason)
-
-
-def _is_default(source: VerlSource, path: str) -> bool:
-    """Return whether a setting without a place here has the value with which nothing is lost: verl's default, or nothing at all."""
-    value = source.given[path]
-    default = VerlSource(megatron=source.megatron)[path]
-    off = isinstance(value, dict) and not value.get("enable", value.get("enabled", bool(value)))
-    return value == default or value in (None, "", [], "null") or off
-
-
-def _map(source: VerlSource, conversion: Conversion, path: str, target: To) -> None:
-    value, setting = source[path], known().get(target.path)
-    if isinstance(value, Hashable):
-        value = target.values.get(value, value)
-    if setting and setting.location:
-        value = location(value)
-    if isinstance(value, str) and setting and all(get_origin(kind) is list for kind in setting.types):
-        value = [value]
-    if value is None and setting and not setting.optional:
-        if path in source.names:
-            conversion.note("dropped", source.names[path], "", "null: the default here")
-        return
-    if not (reason := without_effect(source, path)):
-        put(source, conversion, path, target.path, value)
-    elif path in source.names:
-        conversion.note("dropped", source.names[path], "", reason)

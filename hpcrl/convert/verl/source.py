@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from hpcrl.config.errors import nearest
+from hpcrl.config.load import nested
 from hpcrl.convert.conversion import Conversion
+from hpcrl.convert.field_table import FieldTable, TableSource
 from hpcrl.convert.hydra import UnreadableError, load_tree, merge, overrides, parse_override, resolve
 from hpcrl.convert.program import program_of
-from hpcrl.convert.source import SourceConfig
-from hpcrl.convert.verl.fields import DEFAULTS, MEGATRON_DEFAULTS, SECTIONS, TARGETS, field_of, present
+from hpcrl.convert.verl.fields import DEFAULTS, MEGATRON_DEFAULTS, TARGETS, VERL
 
 _HYDRA = ("defaults", "hydra")
 _CLASS = "_target_"
@@ -21,20 +21,18 @@ Tree = dict[str, Any]
 
 
 @dataclass
-class VerlSource(SourceConfig):
-    """A verl configuration; the value of a setting that lies in one which is a table stands in that table.
+class VerlSource(TableSource):
+    """A verl configuration.
 
     Attributes:
-        program: the module or file that its command starts; empty where there is none.
         megatron: whether the defaults of verl's configuration for Megatron-core count.
     """
 
-    program: str = ""
+    table: ClassVar[FieldTable] = VERL
+
     megatron: bool = False
 
-    def __getitem__(self, path: str) -> Any:
-        if path in self.given:
-            return self.given[path]
+    def default(self, path: str) -> Any:
         return MEGATRON_DEFAULTS.get(path, DEFAULTS[path]) if self.megatron else DEFAULTS[path]
 
 
@@ -97,9 +95,9 @@ def _filled(tree: Tree, source: VerlSource, conversion: Conversion) -> VerlSourc
     background: Tree = {}
     strategy = {path: value for path, _, value in _leaves(tree)}.get("actor_rollout_ref.actor.strategy")
     source.megatron = source.megatron or strategy == "megatron"
-    defaults = DEFAULTS | (MEGATRON_DEFAULTS if source.megatron else {})
+    defaults = {**DEFAULTS, **(MEGATRON_DEFAULTS if source.megatron else {})}
     for path, value in sorted(deepcopy(defaults).items()):  # tables are merged in place
-        merge(background, _nested(path.split("."), value))
+        merge(background, nested({path: value}))
     merge(background, tree)
     resolved = OmegaConf.create(background)
     for path, keys, _ in _leaves(tree):
@@ -108,40 +106,22 @@ def _filled(tree: Tree, source: VerlSource, conversion: Conversion) -> VerlSourc
     return source
 
 
-def _nested(keys: Sequence[str], value: Any) -> Tree:
-    for key in reversed(keys):
-        value = {key: value}
-    return value
-
-
 def _leaves(tree: Mapping[Any, Any], above: tuple[Any, ...] = ()) -> Iterator[tuple[str, tuple[Any, ...], Any]]:
     """Yield path, keys and value of each setting, and of each name that is none."""
     for key, value in tree.items():
         keys = (*above, key)
         path = ".".join(map(str, keys))
-        below = any(name.startswith(path + ".") for name in (*SECTIONS, *TARGETS))
-        if isinstance(value, dict) and (below or field_of(path) is None or present(path) in SECTIONS):
+        below = any(name.startswith(path + ".") for name in (*VERL.sections, *TARGETS))
+        if isinstance(value, dict) and (below or VERL.field_of(path) is None or VERL.present(path) in VERL.sections):
             yield from _leaves(value, keys)
         else:
             yield path, keys, value
 
 
 def _set(source: VerlSource, path: str, keys: tuple[Any, ...], resolved: Any, conversion: Conversion) -> None:
-    name = field_of(path)
-    if name is None:
-        near = nearest(present(path), [*TARGETS, *sorted(SECTIONS)])
-        hint = f"; did you mean {' or '.join(near)}?" if near else ""
-        conversion.note("unknown", path, "", "no setting of verl's main_ppo that is known here" + hint)
+    if (name := source.field(path, conversion)) is None:
         return
     try:
-        value = resolve(resolved, keys)
+        source.take(name, path, resolve(resolved, keys), conversion)
     except UnreadableError as error:
         source.lack(name, path, str(error))
-        return
-    below = present(path).removeprefix(name).strip(".")
-    if below:  # in a setting that is a table
-        value = source.given.get(name, {}) | _nested(below.split("."), value)
-    if name in source.given and source.given[name] != value and not below:
-        conversion.note("conflict", path, "", f"differs from {source.names[name]}, another name of it; this one counts")
-    source.given[name] = value
-    source.names.setdefault(name, path)
