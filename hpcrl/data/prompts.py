@@ -1,7 +1,7 @@
 """Reads datasets of prompts, with the columns of SkyRL's datasets.
 
-A row has `prompt` (chat messages or text), `env_class` (or the configured default), `data_source`, `reward_spec` with the ground
-truth for rule-checked tasks (or `reward_model`, as in verl's datasets), and any further columns that its environment wants.
+A row has `prompt` (chat messages or text), `env_class` (or the configured default), `data_source`, and any further columns that its
+environment wants. For tasks that are checked by a rule, `reward_spec` has the ground truth; verl's datasets call it `reward_model`.
 """
 
 from __future__ import annotations
