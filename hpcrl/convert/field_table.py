@@ -1,7 +1,7 @@
 """The settings of verl and of prime-rl: names, defaults and what becomes of each, and what a file of theirs sets.
 
-Their tables `fields.tsv` have one more column than the tables of other sources: `lost`, for a setting without a place here whose value,
-if it is not the default, makes another run of it. A setting whose default is a table stands for all names below it.
+Their tables `fields.tsv` have one more column than the tables of other sources: `lost`. It marks a setting without a place here that
+makes another run if it is not at its default. A setting whose default is a table stands for all names below it.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from hpcrl.text import NotUtf8Error, utf8
 
 _OVERRIDE = re.compile(r"([+~]*)([A-Za-z_][\w.\-/@]*)=(.*)", re.DOTALL)
 _ENVIRONMENT = re.compile(r"[A-Z_][A-Z0-9_]*=")
+_SHELL_VARIABLE = re.compile(r"Interpolation key '([A-Z_][A-Z0-9_]*)' not found")
 _TIGHT_COLON = re.compile(r"(?<=[\w'\"]):(?=[^\s/])")
 _SLICE = re.compile(
     r"(?<=[\[,\s])(\w+\[-?\d*%?:-?\d*%?\])(?=[\],\s])"
@@ -36,7 +37,7 @@ def load_tree(text: str | bytes, origin: str) -> dict[str, Any]:
     from omegaconf.errors import OmegaConfBaseException
 
     try:
-        text = utf8(text) if isinstance(text, bytes) else text
+        text = _with_home(utf8(text) if isinstance(text, bytes) else text)
         if problem := _unsafe(text):
             raise ConfigError(f"{origin}: {problem}")
         loaded: Any = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
@@ -51,6 +52,11 @@ def load_tree(text: str | bytes, origin: str) -> dict[str, Any]:
         key = getattr(error, "full_key", None)
         raise ConfigError(f"{origin}{f': {key}' if key else ''}: not a configuration: {_first_line(error)}") from None
     return loaded
+
+
+def _with_home(text: str) -> str:
+    """Return a text in which the shell's ${HOME} is $HOME: OmegaConf would look for a setting of that name."""
+    return text.replace("${HOME}", "$HOME")
 
 
 def _unsafe(text: str) -> str | None:
@@ -78,11 +84,10 @@ def _unsafe(text: str) -> str | None:
 def overrides(program: PythonProgram, conversion: Conversion) -> Iterator[tuple[str, str, str]]:
     """Yield prefix, name and value of each override of a command that sets something; options (-x) are left out.
 
-    A word that is neither, and a deletion (~name=value), is noted in `conversion`. `${HOME}` is the shell's, no interpolation.
+    A word that is neither, and a deletion (~name=value), is noted in `conversion`.
     """
     started = bool(program.name)
-    for argument in program.arguments:
-        word = argument.replace("${HOME}", "$HOME")
+    for word in program.arguments:
         match = _OVERRIDE.fullmatch(word)
         if match is None or (_ENVIRONMENT.match(word) and not started):
             if started and not word.startswith("-") and word not in _ALL_ARGUMENTS:
@@ -115,7 +120,7 @@ def parse_override(name: str, value: str, origin: str) -> dict[str, Any]:
         return OmegaConf.to_container(OmegaConf.create(f"value: {text}"), resolve=False)["value"]  # type: ignore[index,call-overload]
 
     try:
-        value = _SLICE.sub(r'"\1"', value)
+        value = _SLICE.sub(r'"\1"', _with_home(value))
         try:
             found: Any = parse(value)
             tight = isinstance(found, dict) and any(":" in str(key) and found[key] is None for key in found)
@@ -153,7 +158,9 @@ def resolve(resolved: Any, keys: tuple[Any, ...]) -> Any:
             resolved = resolved[key]
         value = OmegaConf.to_container(resolved, resolve=True) if OmegaConf.is_config(resolved) else resolved
     except (OmegaConfBaseException, RecursionError) as error:
-        raise UnreadableError(f"cannot be resolved: {_first_line(error)}; left out") from None
+        if variable := _SHELL_VARIABLE.match(why := _first_line(error)):
+            raise UnreadableError(f"${variable[1]} is a variable of the shell; write its value out") from None
+        raise UnreadableError(f"cannot be resolved: {why}; left out") from None
     return _plain(value)
 
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, TypeVar, get_origin
 
 from hpcrl.config.difference import value_as_toml
-from hpcrl.convert.conversion import Conversion, known
+from hpcrl.convert.conversion import Conversion, known, location
 from hpcrl.convert.field_table import TableSource
 from hpcrl.convert.mapping import Dropped, To
 from hpcrl.convert.sbatch import convert_sbatch
-
-_HOME = re.compile(r"^(?:\$HOME|\$\{HOME\})(?=/|$)")
 
 S = TypeVar("S", bound=TableSource)
 Rule = Callable[[S, Conversion, str], None]
@@ -78,13 +75,6 @@ def convert_fields(
     conversion.finish()
     conversion.entries = [one for one in conversion.entries if one.kind != "dropped" or one.source not in left_out]
     return conversion
-
-
-def location(value: Any) -> Any:
-    """Return a path or paths in which a leading $HOME has become ~, which hpcrl resolves on the machine that reads it."""
-    if isinstance(value, list):
-        return [location(item) for item in value]
-    return _HOME.sub("~", value, count=1) if isinstance(value, str) else value
 
 
 def _note_dropped(source: TableSource, conversion: Conversion, path: str, target: Dropped) -> None:

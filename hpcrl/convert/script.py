@@ -2,7 +2,7 @@
 
 The script is followed, never run: variables, arrays, `${NAME:-value}`, `$((...))`, conditions, loops and functions are evaluated as far
 as they depend on nothing but the script. What only a run could tell, such as `$(date)` or a file that may exist, stays marked in the
-words; a variable that the script never sets counts as not set where the script has a value for that case.
+words. A variable that the script never sets counts as not set where the script has a value for that case.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A shell script as tokens: words, whose quoted parts and expansions are told apart, and operators.
+"""A shell script as tokens: words, with their quoted parts and expansions marked, and operators.
 
 Nothing is run or expanded here. Comments, redirections' here-documents and lines continued by a backslash are taken out.
 """

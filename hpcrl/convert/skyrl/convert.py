@@ -3,12 +3,12 @@
 What counts is what the source's run did:
 
 * A setting that the source leaves out has SkyRL's default, of the old layout where the source is of it. It is written where it differs
-  from the default here and changes results: data, model, environment, sampling in evaluation, and what the old layout had otherwise
-  (ranks, tensor parallelism, graphs, loss_reduction). A YAML file is of the old layout if it has a name that only that layout has; a
-  command line only if it has one that the present SkyRL refuses, because flat `generator.` names are still taken with the new defaults.
+  from the default here and changes results. These are data, model, environment, sampling in evaluation, and what the old layout had
+  otherwise (ranks, tensor parallelism, graphs, loss_reduction). A YAML file is of the old layout if it has a name that only that layout
+  has. A command line is only if it has one that the present SkyRL refuses: flat `generator.` names are still taken, with new defaults.
 * Defaults that differ on purpose (`why` of a setting) stay as they are here: names, trackers, how weights reach the engines. Colocation is
   SkyRL's default, and is written; where it cannot be, with Megatron-core, trainer and engines get nodes of their own, which costs nodes and changes no result.
-* The old policy loss was a mean over samples of token means; a file of the old layout that names neither the loss's reduction nor its
+* The old policy loss was a mean over samples of token means. A file of the old layout that names neither the loss's reduction nor its
   new name gets loss_reduction = "sequence_mean". In SkyRL "token_mean" is a mean per micro-batch; here it is of the whole mini-batch.
 * Settings without effect in the source are dropped: a critic's without a critic, Megatron's with FSDP, fully asynchronous ones in
   synchronous training.
@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import Any, get_origin
 
 from hpcrl.config.difference import value_as_toml
-from hpcrl.convert.conversion import Conversion, known
+from hpcrl.convert.conversion import Conversion, known, location
 from hpcrl.convert.mapping import Dropped, To
 from hpcrl.convert.sbatch import convert_sbatch
 from hpcrl.convert.script import command_of, note_command
@@ -40,7 +40,6 @@ from hpcrl.convert.skyrl.translate import (
     is_colocated,
     is_fully_async,
     left_out_cap,
-    location,
     other_placement,
     overlong,
     packing,

@@ -216,7 +216,7 @@ def _reward(source: VerlSource, conversion: Conversion, path: str) -> None:
         message = "by_data_source: the reward that belongs to a row's data_source; rows of others are refused when the data is read"
         conversion.note("translated", source.names.get(path, path), "environment.reward_function", message)
         message = (
-            "answers of another form than the ground truth: gsm8k takes the first number behind ####, not the last, and 42.0 for 42; "
+            "answers of another form than the ground truth: gsm8k takes the first number behind ####, not the last, and 42.0 for 42. "
             "boxed_math compares by computer algebra, verl as texts; direct_math reads no \\boxed{}"
         )
         conversion.note("differs", source.names.get(path, path), "", message)

@@ -206,7 +206,7 @@ def _resume(source: VerlSource, conversion: Conversion, path: str) -> None:
         message = "a checkpoint of verl cannot be read; name an export of it as trainer.policy.model.path"
         lost(source, conversion, path, "", message)
     elif path in source.names:
-        message = f"{source[path]}: a run here begins anew in any case, and continues itself after a time limit"
+        message = f"{source[path]}: a run here begins at step 0, and continues itself after a time limit"
         conversion.note("translated", source.names[path], "trainer.resume_mode", message)
 
 
