@@ -11,9 +11,11 @@ import re
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 from hpcrl.convert.conversion import Conversion
 from hpcrl.convert.program import program_of
+from hpcrl.convert.sbatch import job_variables
 from hpcrl.convert.shell.lexer import NotUnderstood
 from hpcrl.convert.shell.run import Script, follow
 from hpcrl.convert.shell.state import is_known, replaced_unknown, shown, unknown_parts
@@ -27,7 +29,6 @@ _HOME = ("$HOME", "${HOME}")
 _DEEPEST = 8
 _NOT_FOLLOWED = {
     r"\s*(declare|local|typeset|readonly)\s+-\w*A": "associative arrays are not followed",
-    r".*<\s*<\(": "what a command writes (process substitution) is known only where the script runs",
 }
 
 
@@ -65,18 +66,21 @@ def has_overrides(words: Sequence[str]) -> bool:
     return any(map(_OVERRIDE.fullmatch, words))
 
 
-def command_of(text: str, origin: str, wanted: Wanted = has_overrides) -> Command:
+def command_of(
+    text: str, origin: str, wanted: Wanted = has_overrides, environment: Mapping[str, str] = MappingProxyType({})
+) -> Command:
     """Return the first command in a script that has overrides, and what else the script does with them.
 
     A script that the script starts, and that lies beside it or where it is named, is followed where no other command has overrides.
 
     Args:
         wanted: whether the words of a command are those of a training program, where it has no such overrides.
+        environment: variables that are set when the script begins, beside those that Slurm sets for its `#SBATCH` lines.
 
     Raises:
         ConfigError: there is none, or the script is not understood; names why.
     """
-    return _command_of(text, origin, wanted, {}, (), 0)
+    return _command_of(text, origin, wanted, {**job_variables(text), **environment}, (), 0)
 
 
 def _command_of(
@@ -148,7 +152,7 @@ def note_command(
     for line in command.unread:
         conversion.note("dropped", line, "", "is not run here; what it sets counts as not set")
     for name, waits_for in command.unknown.items():
-        reason = f"{', '.join(waits_for)} is known only where the script runs; write the value out"
+        reason = f"{', '.join(dict.fromkeys(waits_for))} is known only where the script runs; write the value out"
         found = field_of(name)
         if found is not None and found in names:
             message = f"{reason}, or leave it to hpcrl, which names projects and runs itself"
@@ -190,15 +194,22 @@ def _beside(name: str, origin: str) -> Path | None:
 
 
 def _known(words: list[str]) -> tuple[list[str], dict[str, list[str]]]:
-    """Return the words that are known, and by name or as a whole those that are not; the last word of a name counts."""
+    """Return the words that are known, and by name or as a whole those that are not; the last word of a name counts.
+
+    What stands before the program, such as the node that srun is given, is no setting of it.
+    """
     known: dict[str, str] = {}
     unknown: dict[str, list[str]] = {}
+    program = program_of(words).name
+    start = words.index(program) if program else 0
     for place, word in enumerate(words):
         named = _NAMED.match(word)
         waits_for = [part for part in unknown_parts(word) if part not in _HOME]
         key = named[1] if named and not named[1].isupper() else f" {place}"
         known.pop(key, None)
         unknown.pop(key, None)
+        if waits_for and place < start and not named:
+            continue
         if waits_for:
             unknown[key if named else shown(word)] = waits_for
         else:

@@ -117,6 +117,7 @@ def test_evaluation_and_adapters(tmp_path: Path) -> None:
         ("trainer.model.fp8 = true", "low_precision"),
         ("trainer.ckpt.resume_step = 10", "name an export of it"),
         ('orchestrator.advantage.type = "custom"', "expected grpo or default"),
+        ('orchestrator.algo = { type = "grpo", length_weighted_baseline = true }', "expected grpo or default"),
         ('orchestrator.pre_batch_filters = [{ type = "gibberish", enforce = true }]', "gibberish"),
         ("orchestrator.token_batch_size = 4096", "number of samples"),
         ("orchestrator.train.sampling.extra_body.logit_bias = { 5 = 1 }", "logit_bias"),

@@ -280,6 +280,23 @@ def test_a_script_is_converted() -> None:
     assert conversion.values["trainer.logger"] == ["console", "wandb"]
 
 
+def test_the_kind_of_device_is_a_gpu() -> None:
+    """Today's scripts ask for it in Python, and choose sizes by it."""
+    probe = """
+DEVICE=${DEVICE:-$(python3 -c 'import torch_npu' 2>/dev/null && echo npu || echo gpu)}
+BATCH=128
+case "${DEVICE}" in
+    gpu) ;;
+    npu) BATCH=16 ;;
+    *) exit 1 ;;
+esac
+"""
+    conversion = convert_script(probe + SCRIPT.replace("$((4 * 32))", "$BATCH"), "run.sh")
+    assert not complaints(conversion)
+    assert conversion.values["trainer.train_batch_size"] == 128
+    assert kinds(conversion, "$DEVICE") == {"translated"}
+
+
 def test_batch_options_of_a_script_become_settings_of_slurm(tmp_path: Path) -> None:
     lines = "#!/bin/bash\n#SBATCH --nodes=2\n#SBATCH --gpus-per-node=h100:8\n#SBATCH --time=1-12\n#SBATCH -p gpu\n"
     script, target = tmp_path / "run.slurm", tmp_path / "converted.toml"

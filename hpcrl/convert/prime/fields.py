@@ -14,6 +14,8 @@ _RENAMED |= {
     "monitors.wandb.": "wandb.",
     "orchestrator.seq_len": "seq_len",
     "trainer.model.experimental.lora.": "trainer.model.lora.",
+    "orchestrator.algo": "orchestrator.algorithms",
+    "orchestrator.train.algo": "orchestrator.algorithms",
     "orchestrator.rollouts_per_example": "orchestrator.group_size",
     "orchestrator.train.group_size": "orchestrator.group_size",
     "orchestrator.eval.rollouts_per_example": "orchestrator.eval.group_size",

@@ -53,7 +53,9 @@ def convert_script(text: str, origin: str) -> Conversion:
     Raises:
         ConfigError: there is none, or a value of it is not YAML.
     """
-    command, conversion = command_of(text, origin), Conversion(origin)
+    command, conversion = command_of(text, origin, environment={"DEVICE": "gpu"}), Conversion(origin)
+    if "${DEVICE:-" in text:
+        conversion.note("translated", "$DEVICE", "", "gpu: only NVIDIA GPUs train here")
     source = read_words(command.words, conversion)
     note_command(command, source, conversion, VERL.field_of, _NAMES)
     return _converted(source, conversion, command.batch)
