@@ -313,6 +313,7 @@ def dppo(
     dppo_type: Literal["binary_tv", "binary_kl"] = "binary_tv",
     delta_low: NotNegative = 0.2,
     delta_high: NotNegative = 0.2,
+    kl_tau: NotNegative = 0.0,
 ) -> Values:
     """Return the loss of the tokens inside a trust region of divergence from the rollout (DPPO, arXiv:2602.04879, equations 11 to 14).
 
@@ -321,7 +322,7 @@ def dppo(
     frequent ones.
 
     Formula:
-        -π/π_rollout A, 0 where the divergence from the rollout is above delta_high (A > 0, π risen) or delta_low (A < 0, π fallen)
+        -π/π_rollout A, 0 where the divergence from the rollout is above delta_high (A > 0, π risen) or delta_low (A < 0, π fallen); + kl_tau (log π/π_rollout)²
     Use:
         large vocabularies: a ratio clips rare tokens too soon and frequent ones too late
     Args:
@@ -330,6 +331,7 @@ def dppo(
         delta_low: tokens of negative advantage count nothing once the policy has fallen from the rollout by a divergence above this;
             0.05 is usual with binary_kl.
         delta_high: the same for tokens of positive advantage and a policy that has risen.
+        kl_tau: weight of (log π/π_rollout)², which is added for every token, masked or not (prime-rl's default loss, with 0.001).
     Returns:
         loss [P], and the sum of `clip_ratio`: tokens that count nothing.
     """
@@ -343,7 +345,8 @@ def dppo(
     out_P = (tokens.advantages > 0) & risen_P & (divergence_P > delta_high)
     out_P = out_P | ((tokens.advantages < 0) & fallen_P & (divergence_P > delta_low))
     loss_P = -ratio(tokens.logprobs, tokens.rollout_logprobs) * tokens.advantages
-    return torch.where(out_P, 0.0, loss_P), {"clip_ratio": masked_sum(out_P.float(), tokens.mask)}
+    penalty_P = kl_tau * (tokens.logprobs - tokens.rollout_logprobs).square() if kl_tau else 0.0
+    return torch.where(out_P, 0.0, loss_P) + penalty_P, {"clip_ratio": masked_sum(out_P.float(), tokens.mask)}
 
 
 def gpg(tokens: LossTokens) -> Values:

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from hpcrl.convert.conversion import Conversion
     from hpcrl.errors import ConfigError
 
-_KINDS = {".toml": "cosmos", ".yaml": "skyrl", ".yml": "skyrl", ".sh": "skyrl"}
+_SCRIPTS = (".sh", ".bash", ".sbatch", ".slurm")
+_KINDS = {".toml": "toml", ".yaml": "skyrl", ".yml": "skyrl", **dict.fromkeys(_SCRIPTS, "skyrl")}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     diff.add_argument("right", metavar="FILE|RUN")
     for parser in (show, diff):
         add_root(parser)
-    explain = command("explain", "say what a setting, a section, or a field of SkyRL, Cosmos-RL or verl is", _explain)
+    explain = command(
+        "explain", "say what a setting, a section, or a field of SkyRL, Cosmos-RL, verl or prime-rl is", _explain
+    )
     explain.add_argument("path", nargs="?", default="", metavar="PATH", help="such as trainer.algorithm.eps_clip_high")
     validate = command("validate", "name everything that is wrong; exit code 2 if something is", _validate)
     validate.add_argument("settings", nargs="+", metavar="FILE|KEY=VALUE", help="files, then overrides")
@@ -44,14 +47,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     command("paths", "print path, type, default and state of every setting, separated by tabs", _paths)
     convert = command(
         "convert",
-        "turn a configuration of SkyRL, Cosmos-RL or verl into TOML; exit code 1 if it is not complete",
+        "turn a configuration of SkyRL, Cosmos-RL, verl or prime-rl into TOML; exit code 1 if it is not complete",
         _convert,
     )
     convert.add_argument(
         "settings",
         nargs="+",
         metavar="FILE|KEY=VALUE",
-        help="one file (.toml, .yaml, .sh), or the words of a command of SkyRL or verl",
+        help="one file (.toml, .yaml, .sh, .sbatch, .slurm), those of prime-rl's processes, or the words of a command behind --",
     )
     convert.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the result here (default: print it)")
     convert.add_argument("--all", action="store_true", help="report what is as it was too, a line for each setting")
@@ -60,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "--yaml", action="store_true", help="YAML instead of TOML, to compare; a run reads TOML alone"
         )
     convert.add_argument(
-        "--from", dest="source", choices=("skyrl", "cosmos", "verl"), help="default: by suffix and content"
+        "--from", dest="source", choices=("skyrl", "cosmos", "verl", "prime"), help="default: by suffix and content"
     )
 
 
@@ -153,30 +156,53 @@ def _convert(arguments: argparse.Namespace) -> int:
 
 
 def _converted(words: list[str], source: str | None) -> Conversion:
-    from hpcrl.convert.cosmos import convert as cosmos
+    from hpcrl.convert.prime import convert as prime
     from hpcrl.convert.skyrl import convert as skyrl
     from hpcrl.convert.verl import convert as verl
     from hpcrl.errors import ConfigError
 
     path = Path(words[0])
+    if prime.is_command(words):
+        return prime.convert_words(words, "a command line", Path())
     if any("=" in word for word in words) and not path.is_file():
         of_verl = source == "verl" or (source is None and verl.is_verl(" ".join(words)))
         return (verl.convert_words if of_verl else skyrl.convert_overrides)(words, "a command line")
-    if len(words) > 1:
-        raise ConfigError("expected one file, or the words of a command alone")
-    kind = source or _KINDS.get(path.suffix)
+    texts = [(_text(Path(word)), word) for word in words]
+    if len(texts) > 1 and not all(Path(word).suffix == ".toml" for word in words):
+        raise ConfigError("expected one file, the TOML files of prime-rl's processes, or the words of a command alone")
+    (text, origin), kind = texts[0], source or _KINDS.get(path.suffix)
     if kind is None:
-        raise ConfigError(
-            f"{path}: expected .yaml or .sh of SkyRL or verl, or .toml of Cosmos-RL; or say which with --from skyrl, cosmos or verl"
-        )
-    text, origin = _text(path), str(path)
+        raise ConfigError(f"{path}: expected {', '.join(_KINDS)}; or say of which framework it is with --from")
+    if kind == "toml":
+        kind = "prime" if len(texts) > 1 or prime.is_prime(_tables(text)) else "cosmos"
+    elif source is None and verl.is_verl(text):
+        kind = "verl"
+    elif path.suffix in _SCRIPTS and source is None and prime.is_script(text):
+        kind = "prime"
+    if kind == "prime":
+        return prime.convert_script(text, origin) if path.suffix in _SCRIPTS else prime.convert_toml(texts)
+    return _of_one_file(kind, path.suffix in _SCRIPTS, text, origin)
+
+
+def _of_one_file(kind: str, script: bool, text: str, origin: str) -> Conversion:
+    from hpcrl.convert.cosmos import convert as cosmos
+    from hpcrl.convert.skyrl import convert as skyrl
+    from hpcrl.convert.verl import convert as verl
+
     if kind == "cosmos":
         return cosmos.convert_toml(text, origin)
-    if kind == "verl" or (source is None and verl.is_verl(text)):
-        return verl.convert_script(text, origin) if path.suffix == ".sh" else verl.convert_yaml(text, origin)
-    if path.suffix == ".sh":
-        return skyrl.convert_script(text, origin)
-    return skyrl.convert_yaml(text, origin)
+    of = verl if kind == "verl" else skyrl
+    return of.convert_script(text, origin) if script else of.convert_yaml(text, origin)
+
+
+def _tables(text: str) -> dict[str, object]:
+    """Return the tables of a TOML file; none where it is not TOML, which its converter tells."""
+    import tomllib
+
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError:
+        return {}
 
 
 def _text(path: Path) -> str:

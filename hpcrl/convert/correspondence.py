@@ -1,4 +1,4 @@
-"""Which fields of SkyRL, Cosmos-RL and verl a setting corresponds to, and what has become of each field."""
+"""Which fields of SkyRL, Cosmos-RL, verl and prime-rl a setting corresponds to, and what has become of each field."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from hpcrl.config.fields import Setting, leaves
 from hpcrl.config.sections.tree import ConfigTree
 from hpcrl.convert.cosmos import fields as cosmos
 from hpcrl.convert.mapping import Dropped, Target, To
+from hpcrl.convert.prime import fields as prime
 from hpcrl.convert.skyrl import fields as skyrl
 from hpcrl.convert.verl import fields as verl
 
@@ -20,6 +21,7 @@ SOURCES: dict[str, Mapping[str, Target]] = {
     "SkyRL SFT": skyrl.SFT_TARGETS,
     "Cosmos-RL": cosmos.TARGETS,
     "verl": verl.TARGETS,
+    "prime-rl": prime.TARGETS,
 }
 
 
@@ -45,7 +47,7 @@ def fields_of(path: str) -> dict[str, list[str]]:
 
 
 def elsewhere(path: str) -> str | None:
-    """Return what a name that is no setting here is in SkyRL, Cosmos-RL or verl, and here; None where they have none of this name."""
+    """Return what a name that is no setting here is in SkyRL, Cosmos-RL, verl or prime-rl, and here; None where they have none of this name."""
     for source, targets in SOURCES.items():
         target = targets.get(path)
         if isinstance(target, Dropped):
@@ -55,9 +57,11 @@ def elsewhere(path: str) -> str | None:
     return None
 
 
-def is_cosmos(unknown: Collection[str]) -> bool:
-    """Return whether the unknown names of a file are the tables of a training configuration of Cosmos-RL."""
-    return "train" in unknown and not {"policy", "rollout", "validation"}.isdisjoint(unknown)
+def framework_of(unknown: Collection[str]) -> str | None:
+    """Return the framework whose files have the unknown names of a file as their tables; None: it is hpcrl's own, or of none."""
+    if "train" in unknown and not {"policy", "rollout", "validation"}.isdisjoint(unknown):
+        return "Cosmos-RL"
+    return "prime-rl" if "orchestrator" in unknown else None
 
 
 @cache

@@ -66,7 +66,7 @@ def _reference() -> str:
         _MADE,
         "",
         "What files look like, and how they are merged, is in [configuration.md](../configuration.md); what is not implemented yet, and what",
-        "became of each field of SkyRL, Cosmos-RL and verl, in [status.md](status.md). A setting marked *not implemented yet* is accepted at its default only",
+        "became of each field of SkyRL, Cosmos-RL, verl and prime-rl, in [status.md](status.md). A setting marked *not implemented yet* is accepted at its default only",
         "(or at the values named there). `hpcrl config explain PATH` prints the same.",
     ]
     return "\n".join([*lines, *_tables(Config, "")]) + "\n"

@@ -174,6 +174,7 @@ class EnvSession:
             Response(
                 text=text,
                 ground_truth=truth_of(prompt.extras),
+                data_source=prompt.data_source,
                 n_tokens=n_tokens,
                 max_tokens=self._max_tokens,
                 messages=prompt.messages,

@@ -25,7 +25,7 @@ POLICY_LOSSES: dict[str, Named] = {
     "cross_entropy": Named("the negative log-likelihood of the tokens, without advantages", ()),
     "importance_sampling": Named("the surrogate of TRPO, the plain ratio (arXiv:1502.05477)", ()),
     "aipo": Named("the loss with a ratio bounded on one side, for any sign of the advantage (AIPO, arXiv:2505.24034)", ("aipo_rho",)),
-    "dppo": Named("the loss of the tokens inside a trust region of divergence from the rollout (DPPO, arXiv:2602.04879)", ("dppo_type", "delta_low", "delta_high",)),
+    "dppo": Named("the loss of the tokens inside a trust region of divergence from the rollout (DPPO, arXiv:2602.04879)", ("dppo_type", "delta_low", "delta_high", "kl_tau",)),
     "gpg": Named("the gradient of the policy without a ratio (GPG, arXiv:2504.02546)", ()),
     "gmpo": Named("the loss with the geometric mean of a sample's clipped ratios (GMPO, arXiv:2507.20673)", ("log_clip_low", "log_clip_high",)),
     "vespo": Named("the loss weighted smoothly by the ratio of whole samples (VESPO, arXiv:2602.10693)", ("k_pos", "lambda_pos", "k_neg", "lambda_neg",)),
@@ -57,6 +57,7 @@ REWARDS: dict[str, Named] = {
     "boxed_math": Named("1 if the answer is mathematically the ground truth, else 0", ()),
     "gsm8k": Named("1 if the number after the first `####` behind </think> is the ground truth, else 0 (GSM8K, arXiv:2110.14168)", ()),
     "direct_math": Named("1 if the ground truth is what follows the last `Answer:`, else -1 (DAPO, arXiv:2503.14476)", ()),
+    "by_data_source": Named("the reward that belongs to the row's `data_source`, as verl's default_compute_score chooses its score", ()),
     "format": Named("1 if the text is one thought, an empty line and one answer, each in its tags, and nothing else, else 0", ()),
     "overlong": Named("a penalty on a response that ends in the last `buffer_length` tokens, from 0 down to -penalty_factor", ()),
     "redness": Named("how much redder a picture is than it is green and blue, from -1 to 1", ()),
@@ -120,6 +121,9 @@ class DppoConfig:
 
     delta_high: float = setting(0.2, range=NOT_NEGATIVE)
     """dppo: the same for tokens of positive advantage and a policy that has risen."""
+
+    kl_tau: float = setting(0.0, range=NOT_NEGATIVE)
+    """dppo: weight of (log π/π_rollout)², which is added for every token, masked or not (prime-rl's default loss, with 0.001)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,10 +10,10 @@ import re
 from collections.abc import Sequence
 
 from hpcrl.config.difference import value_as_toml
-from hpcrl.convert.conversion import Conversion, directory_name, known
+from hpcrl.convert.conversion import Conversion, directory_name, known, location
 from hpcrl.convert.mapping import To, Translated
 from hpcrl.convert.skyrl.source import SkyrlSource
-from hpcrl.convert.skyrl.translate import always_packed, constant_schedule, location
+from hpcrl.convert.skyrl.translate import always_packed, constant_schedule
 
 _DATASET, _SPLIT = "yahma/alpaca-cleaned", "train[:100]"
 _ALPACA = (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +23,6 @@ _ABSENT = {
     "geometry3k": "answers in \\boxed{} about an image, with a tool that tells whether they are right; environment.reward_function = "
     "{boxed_math = 1.0} scores such answers (docs/vision.md), without the tool",
 }
-_HOME = re.compile(r"\$(?:HOME|\{HOME\})(?=/|$)")
 
 Translation = Callable[[SkyrlSource, Conversion, str], None]
 
@@ -49,13 +47,6 @@ def is_fully_async(source: SkyrlSource) -> bool:
     named = any(path.startswith("trainer.fully_async.") for path in source.given)
     one_mini_batch = source["trainer.train_batch_size"] == source["trainer.policy_mini_batch_size"]
     return named and not source[_PLACEMENT + "colocate_all"] and one_mini_batch
-
-
-def location(value: Any) -> Any:
-    """Return a path or paths in which a leading $HOME has become ~, which hpcrl resolves on the machine that reads it."""
-    if isinstance(value, list):
-        return [location(item) for item in value]
-    return _HOME.sub("~", value, count=1) if isinstance(value, str) and _HOME.match(value) else value
 
 
 def name_of_directory(source: SkyrlSource, conversion: Conversion, path: str) -> None:

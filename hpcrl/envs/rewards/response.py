@@ -25,6 +25,7 @@ class Response:
     Attributes:
         text: what the policy said, special tokens such as the end marker removed.
         ground_truth: `reward_spec.ground_truth` of the prompt's row, or its data.response_column; None where it has neither.
+        data_source: that of the row.
         n_tokens: tokens that the policy chose, its end marker included.
         max_tokens: tokens that it may have chosen, max_generate_length of training or evaluation.
         messages: the prompt; images as of hpcrl/envs/base.py.
@@ -35,6 +36,7 @@ class Response:
 
     text: str
     ground_truth: Any = None
+    data_source: str = ""
     n_tokens: int = 0
     max_tokens: int = 0
     messages: list[dict[str, Any]] = field(default_factory=list)
