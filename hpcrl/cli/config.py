@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 _SCRIPTS = (".sh", ".bash", ".sbatch", ".slurm")
 _KINDS = {".toml": "toml", ".yaml": "skyrl", ".yml": "skyrl", **dict.fromkeys(_SCRIPTS, "skyrl")}
 
+_MOST_FOUND = 20
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -40,6 +42,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "explain", "say what a setting, a section, or a field of SkyRL, Cosmos-RL, verl or prime-rl is", _explain
     )
     explain.add_argument("path", nargs="?", default="", metavar="PATH", help="such as trainer.algorithm.eps_clip_high")
+    find = command(
+        "search", "list settings by words of their names, their meanings or other frameworks' names", _search
+    )
+    find.add_argument("words", nargs="+", metavar="WORD", help="such as learning_rate, num_generations or 'kl'")
     validate = command("validate", "name everything that is wrong; exit code 2 if something is", _validate)
     validate.add_argument("settings", nargs="+", metavar="FILE|KEY=VALUE", help="files, then overrides")
     validate.add_argument("--json", action="store_true", help="print valid and problems as JSON, for programs")
@@ -87,6 +93,23 @@ def _explain(arguments: argparse.Namespace) -> int:
     from hpcrl.docs.explain import explain
 
     print(explain(arguments.path), end="")
+    return 0
+
+
+def _search(arguments: argparse.Namespace) -> int:
+    from hpcrl.docs.explain import default_of, search, theirs
+    from hpcrl.errors import ConfigError
+
+    settings = search(arguments.words)
+    if not settings:
+        raise ConfigError(
+            f"no setting has {' and '.join(arguments.words)} in its name, its meaning or another framework's name"
+        )
+    for setting in settings[:_MOST_FOUND]:
+        other = f"  (TRL: {', '.join(names)})" if (names := theirs(setting)) else ""
+        print(f"{setting.path} = {default_of(setting)}{other}\n    {setting.meaning.partition('. ')[0]}")
+    if len(settings) > _MOST_FOUND:
+        print(f"and {len(settings) - _MOST_FOUND} more; add a word")
     return 0
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 from hpcrl.config.fields import Setting, leaves
 from hpcrl.config.sections.tree import ConfigTree
 from hpcrl.convert.cosmos import fields as cosmos
-from hpcrl.convert.mapping import Dropped, Target, To
+from hpcrl.convert.mapping import Dropped, Target, To, rows
 from hpcrl.convert.prime import fields as prime
 from hpcrl.convert.skyrl import fields as skyrl
 from hpcrl.convert.verl import fields as verl
@@ -23,6 +23,9 @@ SOURCES: dict[str, Mapping[str, Target]] = {
     "verl": verl.TARGETS,
     "prime-rl": prime.TARGETS,
 }
+
+TRL: dict[str, str] = {row["name"]: row["path"] for row in rows("trl.tsv")}
+"""Arguments of TRL's trainers and of transformers -> the setting here; names alone, as values and units may differ."""
 
 
 def paths_of(target: Target) -> tuple[str, ...]:
@@ -47,13 +50,15 @@ def fields_of(path: str) -> dict[str, list[str]]:
 
 
 def elsewhere(path: str) -> str | None:
-    """Return what a name that is no setting here is in SkyRL, Cosmos-RL, verl or prime-rl, and here; None where they have none of this name."""
+    """Return what a name that is no setting here is in other frameworks, and here; None where they have none of this name."""
     for source, targets in SOURCES.items():
         target = targets.get(path)
         if isinstance(target, Dropped):
             return f"one of {source}, which is not supported: {target.reason}"
         if target is not None:
             return f"one of {source}; did you mean {' or '.join(paths_of(target))}?"
+    if (name := path.rpartition(".")[2]) in TRL:
+        return f"{name} is a setting of TRL or transformers; did you mean {TRL[name]}?"
     return None
 
 
