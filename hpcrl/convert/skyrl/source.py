@@ -20,6 +20,7 @@ from hpcrl.text import NotUtf8Error, utf8
 
 _OVERRIDE = re.compile(r"([+~]*)([A-Za-z_][\w.\-/@]*)=(.*)", re.DOTALL)
 _ENVIRONMENT = re.compile(r"[A-Z_][A-Z0-9_]*=")
+_SHELL_VARIABLE = re.compile(r"Interpolation key '([A-Z_][A-Z0-9_]*)' not found")
 _TIGHT_COLON = re.compile(r"(?<=[\w'\"]):(?=[^\s/])")
 _SLICE = re.compile(
     r"(?<=[\[,\s])(\w+\[-?\d*%?:-?\d*%?\])(?=[\],\s])"
@@ -113,7 +114,7 @@ def load_tree(text: str | bytes, origin: str) -> dict[str, Any]:
     from omegaconf.errors import OmegaConfBaseException
 
     try:
-        text = utf8(text) if isinstance(text, bytes) else text
+        text = _with_home(utf8(text) if isinstance(text, bytes) else text)
         if problem := _unsafe(text):
             raise ConfigError(f"{origin}: {problem}")
         loaded: Any = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
@@ -128,6 +129,11 @@ def load_tree(text: str | bytes, origin: str) -> dict[str, Any]:
         key = getattr(error, "full_key", None)
         raise ConfigError(f"{origin}{f': {key}' if key else ''}: not a configuration: {_first_line(error)}") from None
     return loaded
+
+
+def _with_home(text: str) -> str:
+    """Return a text in which the shell's ${HOME} is $HOME: OmegaConf would look for a setting of that name."""
+    return text.replace("${HOME}", "$HOME")
 
 
 def _unsafe(text: str) -> str | None:
@@ -163,7 +169,7 @@ def parse_override(word: str, name: str, value: str, origin: str) -> dict[str, A
         return OmegaConf.to_container(OmegaConf.create(f"value: {text}"), resolve=False)["value"]  # type: ignore[index,call-overload]
 
     try:
-        value = _SLICE.sub(r'"\1"', value)
+        value = _SLICE.sub(r'"\1"', _with_home(value))
         try:
             found: Any = parse(value)
             tight = isinstance(found, dict) and any(":" in str(key) and found[key] is None for key in found)
@@ -304,7 +310,9 @@ def resolve(resolved: Any, keys: Keys) -> Any:
             resolved = resolved[key]
         value = OmegaConf.to_container(resolved, resolve=True) if OmegaConf.is_config(resolved) else resolved
     except (OmegaConfBaseException, RecursionError) as error:
-        raise UnreadableError(f"cannot be resolved: {_first_line(error)}; left out") from None
+        if variable := _SHELL_VARIABLE.match(why := _first_line(error)):
+            raise UnreadableError(f"${variable[1]} is a variable of the shell; write its value out") from None
+        raise UnreadableError(f"cannot be resolved: {why}; left out") from None
     return _plain(value)
 
 

@@ -24,6 +24,17 @@ _ABSENT = {
     "geometry3k": "answers in \\boxed{} about an image, with a tool that tells whether they are right; environment.reward_function = "
     "{boxed_math = 1.0} scores such answers (docs/vision.md), without the tool",
 }
+_LAST_RATE = 1e-7  # at which transformers' polynomial schedule ends
+_SCHEDULES = {
+    "constant": ("constant_with_warmup", "constant_with_warmup without a warm-up"),
+    "polynomial": ("linear", "its power is 1 in SkyRL; linear, down to a rate of 1e-7"),
+    "cosine_with_restarts": ("cosine", "it has one cycle in SkyRL, which is cosine"),
+}
+_INCOMPLETE_SCHEDULES = {
+    "cosine_with_min_lr": 'smallest rate; here scheduler = "cosine" with min_lr_factor is that',
+    "cosine_warmup_with_min_lr": 'smallest rate; here scheduler = "cosine" with min_lr_factor is near',
+    "warmup_stable_decay": 'steps of the decay; here scheduler = "cosine" with decay_ratio is that',
+}
 _HOME = re.compile(r"\$(?:HOME|\{HOME\})(?=/|$)")
 
 Translation = Callable[[SkyrlSource, Conversion, str], None]
@@ -123,14 +134,28 @@ def env_class(source: SkyrlSource, conversion: Conversion, path: str) -> None:
         conversion.note("mapped", source.names[path], path)
 
 
-def constant_schedule(source: SkyrlSource, conversion: Conversion, prefix: str) -> None:
-    """Write transformers' schedule "constant", which has no warm-up whatever num_warmup_steps is."""
-    path = prefix + "scheduler"
-    target = path if path.startswith("trainer.") else f"trainer.policy.{path}"
-    if source[path] == "constant":
-        conversion.values[target] = "constant_with_warmup"
-        conversion.values[target.replace("scheduler", "num_warmup_steps")] = 0
-        conversion.note("translated", source.names[path], target, "constant: constant_with_warmup without a warm-up")
+def schedule(source: SkyrlSource, conversion: Conversion, prefix: str) -> None:
+    """Write the schedule of a model and the shape of its warm-up, which SkyRL takes from transformers without further arguments."""
+    name, rate, values = source[prefix + "scheduler"], source[prefix + "lr"], conversion.values
+    section = prefix if prefix.startswith("trainer.") else f"trainer.policy.{prefix}"
+    seen, target = source.names.get(prefix + "scheduler", ""), section + "scheduler"
+    if name in _SCHEDULES:
+        values[target], how = _SCHEDULES[name]
+        if name == "constant":
+            values[section + "num_warmup_steps"] = 0
+        elif name == "polynomial" and isinstance(rate, int | float) and rate > _LAST_RATE:
+            values[section + "min_lr_factor"] = _LAST_RATE / rate
+        conversion.note("translated", seen, target, f"{name}: {how}")
+    elif name in _INCOMPLETE_SCHEDULES:
+        values.pop(target, None)
+        message = f"{name} fails in SkyRL, which hands transformers no {_INCOMPLETE_SCHEDULES[name]}"
+        conversion.note("conflict", seen, target, message)
+    steps = values.get(section + "num_warmup_steps")
+    if isinstance(steps, int) and steps > 0:
+        values[section + "warmup_shape"] = "below_lr"
+        message = f'step t (from 0) of the warm-up has t / {steps} of the rate, as SkyRL: warmup_shape = "below_lr"'
+        seen = source.names.get(prefix + "num_warmup_steps", "trainer.num_warmup_steps")
+        conversion.note("translated", seen, section + "warmup_shape", message)
 
 
 def always_packed(source: SkyrlSource, conversion: Conversion, path: str) -> None:
@@ -148,7 +173,7 @@ def packing(source: SkyrlSource, conversion: Conversion) -> None:
 
 def schedules(source: SkyrlSource, conversion: Conversion) -> None:
     for model in ("policy", "critic") if has_critic(source) else ("policy",):
-        constant_schedule(source, conversion, f"trainer.{model}.optimizer_config.")
+        schedule(source, conversion, f"trainer.{model}.optimizer_config.")
 
 
 def _instead(old: str, new: str) -> Translation:

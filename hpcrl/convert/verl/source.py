@@ -70,8 +70,7 @@ def read_words(words: Sequence[str], conversion: Conversion) -> VerlSource:
     program = program_of(words)
     source, tree = VerlSource(program=program.name), {}
     started = bool(program.name)
-    for argument in program.arguments:
-        word = argument.replace("${HOME}", "$HOME")  # the shell's, no interpolation of a setting
+    for word in program.arguments:
         match = _OVERRIDE.fullmatch(word)
         if word.startswith("-"):
             _option(word, source, conversion)
