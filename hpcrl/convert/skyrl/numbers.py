@@ -43,3 +43,6 @@ def _different(source: SkyrlSource) -> Iterator[tuple[str, str]]:
     elif reduction == "token_mean":
         message = 'the mean over the tokens of a mini-batch, as in SkyRL since 31 March 2026; before, of a micro-batch: loss_reduction = "token_mean_legacy"'
         yield _ALGORITHM + "loss_reduction", message
+    if source["environment.env_class"] == "geometry3k":
+        message = "answers and calls are read behind </think>, and compared by math-verify; SkyRL compares texts and sympy's formulas"
+        yield "environment.env_class", message

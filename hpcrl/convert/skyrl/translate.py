@@ -21,8 +21,6 @@ _REWARDS = {"gsm8k": "gsm8k", "aime": "direct_math"}  # environments of SkyRL ->
 _ABSENT = {
     "lcb": "programs that are run against tests; an environment of your own does that (docs/environments)",
     "searchcode": "search and a Python interpreter together; search and python_tool are environments of their own here",
-    "geometry3k": "answers in \\boxed{} about an image, with a tool that tells whether they are right; environment.reward_function = "
-    "{boxed_math = 1.0} scores such answers (docs/vision.md), without the tool",
 }
 _LAST_RATE = 1e-7  # at which transformers' polynomial schedule ends
 _SCHEDULES = {
