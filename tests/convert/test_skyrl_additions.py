@@ -150,7 +150,30 @@ def test_the_environment_of_dapo_is_direct_math(tmp_path: Path) -> None:
     assert environment.overlong_reward.buffer_length == 512
 
 
-@pytest.mark.parametrize("name", ["lcb", "searchcode", "geometry3k"])
+def test_the_reference_is_split_as_the_policy_on_its_ranks(tmp_path: Path) -> None:
+    ref = "trainer.ref.megatron_config."
+    words = (
+        "trainer.strategy=megatron",
+        f"{MEGATRON}tensor_model_parallel_size=2",
+        f"{ref}pipeline_model_parallel_size=2",
+    )
+    ranks = [f"trainer.placement.{role}_num_gpus_per_node=4" for role in ("policy", "ref")]
+    conversion = command(*words, *ranks)
+    assert not conversion.incomplete
+    assert kinds(conversion, f"{ref}pipeline_model_parallel_size") == {"translated"}
+    layout = load(conversion, tmp_path).trainer.megatron_layout("ref")
+    assert (layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size) == (2, 1)
+
+
+def test_geometry3k_is_an_environment_here(tmp_path: Path) -> None:
+    program = "examples/train/geometry3k/geometry3k_entrypoint.py"
+    conversion = command("python", program, "environment.env_class=geometry3k", "generator.max_turns=3")
+    assert not conversion.incomplete
+    assert kinds(conversion, "environment.env_class") == {"mapped", "differs"}
+    assert load(conversion, tmp_path).environment.env_class == "geometry3k"
+
+
+@pytest.mark.parametrize("name", ["lcb", "searchcode"])
 def test_environments_without_a_counterpart_are_named(name: str) -> None:
     conversion = command(f"environment.env_class={name}")
     assert f"{name} has no counterpart here" in conversion.unconverted["environment.env_class"]

@@ -22,6 +22,7 @@ _ABSENT = {
     "lcb": "programs that are run against tests; an environment of your own does that (docs/environments)",
     "searchcode": "search and a Python interpreter together; search and python_tool are environments of their own here",
 }
+_MEGATRON_SIZES = ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
 _LAST_RATE = 1e-7  # at which transformers' polynomial schedule ends
 _SCHEDULES = {
     "constant": ("constant_with_warmup", "constant_with_warmup without a warm-up"),
@@ -357,13 +358,15 @@ def other_placement(source: SkyrlSource, conversion: Conversion, path: str) -> N
         )
 
 
-def shared_tokens(source: SkyrlSource, conversion: Conversion, path: str) -> None:
+def shared_sizes(source: SkyrlSource, conversion: Conversion, path: str) -> None:
     """Reference and critic on the policy's ranks have its samples here, and so as many ranks that share each."""
-    name, value, policy = source.names[path], source.given[path], source["trainer.policy.sequence_parallel_size"]
+    name, value = source.names[path], source.given[path]
+    role = "ref" if path.startswith("trainer.ref.") else "critic"
+    policy = source[path.replace(role, "policy", 1)]
     shared = source[_PLACEMENT + "colocate_all"] is True
-    shared = shared or (path.startswith("trainer.ref.") and bool(source[_PLACEMENT + "colocate_policy_ref"]))
+    shared = shared or (role == "ref" and bool(source[_PLACEMENT + "colocate_policy_ref"]))
     if shared and value != policy:
-        message = f"left out: as many ranks as of the policy, {policy}, share its samples, and it finds the same"
+        message = f"left out: on the policy's ranks it has the policy's size, {policy or 'unset'}, and finds the same"
         conversion.note("translated", name, path, message)
     else:
         conversion.values[path] = value
@@ -458,8 +461,9 @@ TRANSLATIONS: dict[str, Translation] = {
     _PLACEMENT + "ref_num_gpus_per_node": other_placement,
     _PLACEMENT + "critic_num_nodes": other_placement,
     _PLACEMENT + "critic_num_gpus_per_node": other_placement,
-    "trainer.ref.sequence_parallel_size": shared_tokens,
-    "trainer.critic.sequence_parallel_size": shared_tokens,
+    "trainer.ref.sequence_parallel_size": shared_sizes,
+    "trainer.critic.sequence_parallel_size": shared_sizes,
+    **{f"trainer.ref.megatron_config.{kind}_parallel_size": shared_sizes for kind in _MEGATRON_SIZES},
     _ENGINE + "run_engines_locally": remote_engines,
     _ENGINE + "remote_urls": remote_engines,
     _ENGINE + "external_server_urls": remote_engines,
