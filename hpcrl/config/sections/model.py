@@ -241,7 +241,7 @@ class OptimizerConfig:
     """Share of lr from which the warm-up rises."""
 
     warmup_shape: WarmupShape = setting("between", used_by=_WARM_UP)
-    """Where step t (from 0) of a warm-up of w steps lies on the way from warmup_start_factor to lr: between, (t + 1) / (w + 1), so that every step moves, and with less than lr; to_lr, (t + 1) / w, so that the last has lr, as in Cosmos-RL of January 2026; from_start, t / (w - 1), so that the first has warmup_start_factor too, as in Cosmos-RL since; below_lr, t / w, so that the first has warmup_start_factor and the last less than lr, as in transformers, SkyRL and verl."""
+    """Where step t (from 0) of a warm-up of w steps lies on the way from warmup_start_factor to lr: between, (t + 1) / (w + 1), so that every step moves, and with less than lr; to_lr, (t + 1) / w, so that the last has lr, as in Cosmos-RL of January 2026; from_start, t / (w - 1), so that the first has warmup_start_factor too, as in Cosmos-RL since; below_lr, t / w, so that the first has warmup_start_factor and the last less than lr, as in transformers and SkyRL."""
 
     scheduler: Scheduler = "constant_with_warmup"
     """Learning rate after the warm-up: constant, or falling linearly, as a half cosine, as 1 - sqrt(progress of the decay), or (inverse_sqrt) as sqrt(w / (w + steps since the warm-up)), with 10000 for w where there is no warm-up. Others of transformers' names: constant is no warm-up, cosine_with_min_lr is cosine with min_lr_factor, polynomial is linear with decay_power, cosine_with_restarts is cosine with decay_cycles, and warmup_stable_decay is a decay_ratio."""

@@ -153,7 +153,7 @@ def schedule(source: SkyrlSource, conversion: Conversion, prefix: str) -> None:
     if isinstance(steps, int) and steps > 0:
         values[section + "warmup_shape"] = "below_lr"
         message = f'step t (from 0) of the warm-up has t / {steps} of the rate, as SkyRL: warmup_shape = "below_lr"'
-        seen = source.names.get(prefix + "num_warmup_steps", "trainer.num_warmup_steps")
+        seen = source.names.get(path := prefix + "num_warmup_steps", path)
         conversion.note("translated", seen, section + "warmup_shape", message)
 
 
