@@ -1,4 +1,4 @@
-"""What `hpcrl eval` says of an evaluation: a table for the terminal, and report.md beside results.json."""
+"""Formats the results of `hpcrl eval`: a table for the terminal, and report.md beside results.json."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def report(results: Mapping[str, Any]) -> str:
         _markdown(["setting", "value"], [[name, str(value)] for name, value in asked.items()]),
     ]
     if results.get("rescored_from"):
-        parts.insert(1, f"Scores of what was said in {results['rescored_from']}; nothing was generated.")
+        parts.insert(1, f"Scores of the samples of {results['rescored_from']}; nothing was generated.")
     if failures := results["failures"]:
         shown = [f"- {_cell(failure)}" for failure in failures[:_MOST_FAILURES]]
         parts += [f"## {len(failures)} samples failed", "\n".join(shown)]

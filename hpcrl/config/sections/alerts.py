@@ -1,4 +1,4 @@
-"""Section `trainer.alerts`: what a run tells somebody about, by itself."""
+"""Section `trainer.alerts`: alerts of a run, and where they are sent."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class AlertRuleConfig:
         "above", "below", "fell",
         "reward_fell", "score_fell", "kl_above", "entropy_below", "mismatch_above", "truncated_above", "no_progress",
     ]  # fmt: skip
-    """What the alert is about: a metric that is above or below value, or has fallen by more than it; or one of these with a metric that is known: the reward, the evaluation score, the divergence from the reference, the entropy, the difference between engines and trainer, the share of samples that are cut off instead of ending by themselves; or a run that makes no progress."""
+    """What raises the alert: a metric above or below value, a fall of a metric by more than value, or a run without progress. Some kinds name their metric: reward, evaluation score, divergence from the reference, entropy, difference between engines and trainer, or share of samples that are cut off."""
 
     metric: str | None = None
     """Name of the metric of above, below and fell, as in metrics/ and TensorBoard."""

@@ -1,4 +1,4 @@
-"""Whether a run has learned, and is healthy: a sentence for each thing that a person would look at first.
+"""Judges whether a run has learned, and is healthy: a sentence for each finding.
 
 Rules of thumb, each with its numbers in the sentence: a warning is a reason to look at a curve, not a proof.
 """
@@ -34,7 +34,7 @@ class Verdict:
 
 
 def findings(curves: dict[str, Any], config: dict[str, Any], outcomes: Sequence[Outcome]) -> list[Verdict]:
-    """Return what is to be said of a run; nothing of what it has not reported.
+    """Return the findings about a run, from the metrics that it has reported.
 
     Args:
         curves: as of `curves_of`.
@@ -62,7 +62,6 @@ def findings(curves: dict[str, Any], config: dict[str, Any], outcomes: Sequence[
 
 
 def _ends(values: Sequence[float]) -> tuple[float, float]:
-    """Return the means over the first and over the last tenth."""
     count = max(1, len(values) // 10)
     return fmean(values[:count]), fmean(values[-count:])
 

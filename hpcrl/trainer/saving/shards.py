@@ -1,4 +1,4 @@
-"""Which rank writes which tensors of the model into which file, and how a rank writes its own."""
+"""Plan of the files of an exported model, and a rank's writer of its own."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """Who writes what; the same on every rank.
+    """Assignment of tensors to files and ranks, the same on every rank.
 
     Attributes:
         owners: the rank that writes each piece.
@@ -66,7 +66,7 @@ class ShardPlan:
 
     @property
     def index(self) -> dict[str, object]:
-        """What Hugging Face's model.safetensors.index.json says."""
+        """Return the contents of model.safetensors.index.json."""
         places = {name: shard.name for shard in self.shards for name in shard.tensors}
         return {"metadata": {"total_size": sum(shard.size for shard in self.shards)}, "weight_map": places}
 
@@ -126,11 +126,7 @@ class ShardWriter:
         return digests
 
     def finish(self) -> dict[str, str]:
-        """Return the digest of each tensor once all are on the disk.
-
-        Raises:
-            OSError: they could not be written.
-        """
+        """Return the digest of each tensor once all are on the disk."""
         self._pool.shutdown()
         try:
             return {name: digest for future in self._written for name, digest in future.result().items()}
