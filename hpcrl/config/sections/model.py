@@ -244,7 +244,7 @@ class OptimizerConfig:
     """Where step t (from 0) of a warm-up of w steps lies on the way from warmup_start_factor to lr. between: (t + 1) / (w + 1), so that every step moves, with less than lr. to_lr: (t + 1) / w, so that the last has lr, as in Cosmos-RL of January 2026. from_start: t / (w - 1), so that the first has warmup_start_factor too, as in later Cosmos-RL. below_lr: t / w, so that the first has warmup_start_factor and the last less than lr, as in transformers and SkyRL."""
 
     scheduler: Scheduler = "constant_with_warmup"
-    """Learning rate after the warm-up of w steps: constant, or falling linearly, as a half cosine, or as 1 - sqrt(progress of the decay). inverse_sqrt: t steps after the warm-up it is sqrt(w / (w + t)), with 10000 for w where there is no warm-up. transformers' other names: constant has no warm-up, cosine_with_min_lr a min_lr_factor, warmup_stable_decay a decay_ratio. polynomial is linear with a decay_power, and cosine_with_restarts is cosine with decay_cycles."""
+    """Learning rate after the warm-up: constant, or falling linearly, as a half cosine, as 1 - sqrt(progress of the decay), or as inverse_sqrt. With inverse_sqrt it is sqrt(w / (w + t)) of lr, t steps after a warm-up of w steps, and 10000 stands for w without one. Of transformers' other names, constant has no warm-up, cosine_with_min_lr a min_lr_factor, and warmup_stable_decay a decay_ratio. There, polynomial is linear with a decay_power, and cosine_with_restarts is cosine with decay_cycles."""
 
     decay_ratio: float | None = setting(None, range=SHARE, used_by=_TO_AN_END)
     """Share of all optimizer steps of the run, at its end, over which a learning rate falls; unset: all after the warm-up, which is also the most."""

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 BASE = {"data.train_data": ["t"], "data.val_data": ["v"], "trainer.policy.model.path": "m"}
 ALGORITHM = "trainer.algorithm"
 CORRECTION = "trainer.algorithm.off_policy_correction"
+DIFFUSERS = "trainer.policy.diffusers"
 DISTILLATION = "trainer.distillation"
 ENGINE = "generator.inference_engine"
 LORA = "trainer.policy.model.lora"
