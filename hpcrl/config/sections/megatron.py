@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from hpcrl.config.effects import (
@@ -141,7 +141,7 @@ class RefMegatronConfig(_MegatronOptions):
 
     def beside(self, policy: MegatronModelConfig) -> MegatronModelConfig:
         """Return the layout and options of the reference, where sizes that are not set are the policy's."""
-        own = {field.name: getattr(self, field.name) for field in fields(MegatronModelConfig)}
+        own = vars(self)
         policys = {name: getattr(policy, name) for name in LAYOUT if own[name] is None}
         return MegatronModelConfig(**own | policys)
 
