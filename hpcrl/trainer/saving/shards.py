@@ -19,7 +19,7 @@ SHARD_BYTES = 2 << 30
 
 
 @dataclass
-class Shard:
+class ShardFile:
     """A file, and the rank that writes it.
 
     Attributes:
@@ -43,7 +43,7 @@ class ShardPlan:
     """
 
     owners: list[int]
-    shards: list[Shard]
+    shards: list[ShardFile]
 
     @classmethod
     def of(cls, pieces: Sequence[ExportPiece], ranks: int, shard_bytes: int = SHARD_BYTES) -> ShardPlan:
@@ -52,13 +52,13 @@ class ShardPlan:
         for number in sorted(range(len(pieces)), key=lambda number: -_size(pieces[number].tensors)):
             rank = min(pieces[number].ranks, key=lambda rank: loads[rank])
             owners[number], loads[rank] = rank, loads[rank] + _size(pieces[number].tensors)
-        shards = list[Shard]()
-        newest: dict[int, Shard] = {}
+        shards = list[ShardFile]()
+        newest: dict[int, ShardFile] = {}
         for owner, piece in zip(owners, pieces, strict=True):
             for name, tensor in piece.tensors.items():
                 shard = newest.get(owner)
                 if shard is None or shard.size + tensor.nbytes > shard_bytes:
-                    shard = newest[owner] = Shard(owner, f"model-{len(shards) + 1:05d}{SUFFIX}")
+                    shard = newest[owner] = ShardFile(owner, f"model-{len(shards) + 1:05d}{SUFFIX}")
                     shards.append(shard)
                 shard.tensors[name] = tensor
                 shard.size += tensor.nbytes
