@@ -15,6 +15,7 @@ _EXAMPLES = {
     "main_async": "the next batch is generated while one is trained: fully asynchronous training, one step off-policy",
     "main_dapo": "its penalty for long responses is environment.overlong_reward here",
     "main_dapo_fully_async": "fully asynchronous training, whose penalty for long responses is environment.overlong_reward here",
+    "geometry3k_entrypoint": "its environment is geometry3k here",
 }
 
 
