@@ -4,9 +4,9 @@ A loss gives [P] values and the sums of its own metrics over the mask. It neithe
 by the weights of hpcrl/algorithms/reductions.py and adds everything up. So nothing depends on packing, micro-batch size or number of
 ranks. The exceptions are clip_cov, kl_cov and m2po, which compare a token with the others of its micro-batch.
 
-A loss's other parameters are its settings (hpcrl/algorithms/settings.py): one with a default is its own, a setting of
-`trainer.algorithm.<loss>` with the type, range and default that stand here, and the meaning under `Args`; one without is a setting of
-`trainer.algorithm` that several losses share. `Formula` and `Use` are the loss's row in docs/algorithms.md, where r = pi / pi_old and
+A loss's other parameters are its settings (hpcrl/algorithms/settings.py). One with a default is a setting of `trainer.algorithm.<loss>`,
+with the type, range and default of the signature, and the meaning under `Args`. One without is a setting of `trainer.algorithm` that
+several losses share. `Formula` and `Use` are the loss's row in docs/algorithms.md, where r = pi / pi_old and
 A is the advantage. `python -m hpcrl.docs.describe` makes the section and the page from this file. A user's own loss has the
 same signature, and is named as "package.module:function".
 """

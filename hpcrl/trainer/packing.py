@@ -458,7 +458,7 @@ def common_prefixes(token_ids: torch.Tensor, lengths: Sequence[int]) -> list[int
 
 
 def shared_prefixes(lengths: Sequence[int], common: Sequence[int]) -> SharedPrefixes | None:
-    """Return the computed tokens of packed rows; None: all of them.
+    """Return the computed tokens of packed rows; None: all.
 
     The last token of a row always is, so that none is without a token of its own.
 

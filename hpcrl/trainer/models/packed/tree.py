@@ -1,5 +1,6 @@
-"""Attention and hidden states of packed samples whose common prefixes are computed once: G samples of a prompt of P tokens with responses
-of R are P + G R tokens.
+"""Attention and hidden states of packed samples whose common prefixes are computed once.
+
+G samples of a prompt of P tokens, with responses of R, are P + G R tokens.
 
 Embeddings, linear layers, norms and MLPs run over the tokens that are left, at the positions that they have in their samples. In attention a
 token asks for the keys and values of its own sample, some of which belong to samples before it. Hidden states are laid out as whole
