@@ -12,7 +12,7 @@ def bradley_terry(
     """Return -log σ(r_c - r_r - m) + center (r_c + r_r)² of each pair, [N].
 
     The first term is the negative log-likelihood of the preferences (Bradley and Terry 1952; InstructGPT, arXiv:2203.02155, equation 1),
-    with margins m as in Llama 2 (arXiv:2307.09288, equation 2); the second keeps scores near 0 (arXiv:2312.09244, section 2).
+    with margins m as in Llama 2 (arXiv:2307.09288, equation 2). The second keeps scores near 0 (arXiv:2312.09244, section 2).
 
     Args:
         chosen_N, rejected_N: scores.

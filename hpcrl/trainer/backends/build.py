@@ -67,8 +67,8 @@ def build_critic(trainer: TrainerConfig, world: World) -> CriticEngine | None:
 def with_compilation(trainer: TrainerConfig, world: World) -> TrainerConfig:
     """Return the section with `compile_model` and `use_torch_compile` set, the same on every rank. All ranks call it.
 
-    Where both are left open and this turns them on, code that torch cannot compile later runs eagerly: a frame is compiled before any of it
-    has run, so ranks need not agree on that. What is set to true raises torch's error instead.
+    Where both are unset and this turns them on, code that torch cannot compile later runs eagerly. A frame is compiled before it runs, so
+    ranks need not agree on that. What is set to true raises torch's error instead.
     """
     from hpcrl.trainer.models.build import policy_source
     from hpcrl.trainer.models.layers.compilation import compiler_works, fall_back_to_eager

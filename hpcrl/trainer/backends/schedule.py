@@ -27,8 +27,8 @@ def lr_factor(config: OptimizerConfig, update: int, total: int) -> float:
         after that:         m + (1 - m) f(g), g = (update - (total - d)) / d
         f(g):               1 - g (linear), 1 - sqrt(g) (sqrt), (1 + cos(pi g)) / 2 (cosine), 1 (constant_with_warmup)
 
-    w is num_warmup_steps or the share warmup_ratio of `total`, and with to_lr and from_start at most `total`; d is the share decay_ratio of `total`, but never more than what
-    follows the warm-up, which it also is where decay_ratio is not set.
+    w is num_warmup_steps or the share warmup_ratio of `total`, and with to_lr and from_start at most `total`. The decay d is the share
+    decay_ratio of `total`, or, where that is unset or larger, all steps after the warm-up.
     """
     warmup = config.num_warmup_steps if config.warmup_ratio is None else round(config.warmup_ratio * total)
     if config.warmup_shape != "between":

@@ -66,8 +66,8 @@ class PrefixTree:
     ) -> torch.Tensor:
         """Return the attention output [D, H, N], causal within each whole sample; there may be fewer heads in key and value.
 
-        Linear layers dominate where prefixes are worth sharing, so that each sample has copies of its keys and values: then
-        kernels for samples of different lengths are all that is needed. They take the queries for the last ones of a sample.
+        Linear layers dominate where prefixes are worth sharing, so that each sample has copies of its keys and values. Kernels for samples
+        of different lengths are then sufficient. They take the queries for the last ones of a sample.
         """
         own, bounds = self.prefixes.lengths, (self.prefixes.cu_lengths, self.cu_seqlens)
         key_PHN, value_PHN = self.spread(key_DHN), self.spread(value_DHN)
