@@ -451,8 +451,8 @@ def m2po(tokens: LossTokens, *, threshold: Positive = 0.04) -> Values:
     As many of the tokens that PPO might clip count nothing as it takes.
 
     Formula:
-        -π/π_rollout A, 0 for the tokens of largest (log π/π_rollout)² until their mean is threshold, of those with A > 0 and π risen, or A
-        < 0 and π fallen
+        -π/π_rollout A, 0 for tokens of largest (log π/π_rollout)² until the mean is threshold, for A > 0 and π risen, or A < 0
+        and π fallen
     Use:
         very stale samples (the paper: 256 updates): a fraction of the tokens that clipping would lose. The tokens of a micro-batch are
         compared, the paper's are those of a mini-batch
