@@ -41,8 +41,7 @@ def build_policy(trainer: TrainerConfig, temperature: float, world: World) -> Po
             return cast(PolicyEngine, MegatronRewardModel(trainer, world))
         return MegatronPolicy(trainer, temperature, world)
     require_packages(trainer)
-    from hpcrl.trainer.backends.fsdp.engine import FsdpPolicy
-    from hpcrl.trainer.backends.fsdp.values import FsdpRewardModel
+    from hpcrl.trainer.backends.fsdp.engine import FsdpPolicy, FsdpRewardModel
 
     trainer = with_compilation(trainer, world)
     if trainer.trains_reward_model:
@@ -59,7 +58,7 @@ def build_critic(trainer: TrainerConfig, world: World) -> CriticEngine | None:
 
         return MegatronCritic(trainer, world)
     require_packages(trainer)
-    from hpcrl.trainer.backends.fsdp.values import FsdpCritic
+    from hpcrl.trainer.backends.fsdp.engine import FsdpCritic
 
     return FsdpCritic(trainer, world)
 
