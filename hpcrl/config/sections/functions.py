@@ -138,7 +138,7 @@ class GmpoConfig:
 @dataclass(frozen=True, kw_only=True)
 class VespoConfig:
     k_pos: float = setting(2.0, range=NOT_NEGATIVE)
-    """vespo: exponent of a sample's probability ratio to the rollout in its weight, for advantages that are not negative; the larger it is, the less count samples that have become rare (arXiv:2602.10693)."""
+    """vespo: exponent of a sample's probability ratio to the rollout in its weight, for advantages that are not negative (arXiv:2602.10693). With a larger one, samples that have become rare count less."""
 
     lambda_pos: float = setting(3.0, range=NOT_NEGATIVE)
     """vespo: rate at which the weight falls for these where the ratio is large."""
@@ -153,13 +153,13 @@ class VespoConfig:
 @dataclass(frozen=True, kw_only=True)
 class DroConfig:
     beta: float = setting(1.0, range=NOT_NEGATIVE)
-    """dro: weight of the squared logarithm of the probability ratio to the rollout, half of which is added to the loss (arXiv:2405.19107); a token is drawn to the logarithm A / beta, so that it belongs to the size of the advantages, about 1 with grpo."""
+    """dro: weight of the squared logarithm of the probability ratio to the rollout, half of which is added to the loss (arXiv:2405.19107). A token is drawn to the logarithm A / beta, so that beta depends on the size of the advantages, about 1 with grpo."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class M2poConfig:
     threshold: float = setting(0.04, range=POSITIVE)
-    """m2po: what the mean of the squared logarithms of probability ratios to the rollout may be at most, over tokens that move away from it; the largest are left out until it is (arXiv:2510.01161)."""
+    """m2po: bound of the mean of the squared logarithms of probability ratios to the rollout, over tokens that move away from it. The largest are left out until the mean is within the bound (arXiv:2510.01161)."""
 
 
 @dataclass(frozen=True, kw_only=True)

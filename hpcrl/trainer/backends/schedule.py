@@ -32,8 +32,8 @@ def lr_factor(config: OptimizerConfig, update: int, total: int) -> float:
         f(g):               1 - g (linear), 1 - sqrt(g) (sqrt), (1 + cos(pi g)) / 2 (cosine), 1 (constant_with_warmup)
         inverse_sqrt:       m + (1 - m) sqrt(v / (v + update - w)), where v is w, or 10000 without a warm-up
 
-    w is num_warmup_steps or the share warmup_ratio of `total`, and with to_lr and from_start at most `total`; d is the share decay_ratio of `total`, but never more than what
-    follows the warm-up, which it also is where decay_ratio is not set.
+    w is num_warmup_steps or the share warmup_ratio of `total`, and with to_lr and from_start at most `total`. The decay d is the share
+    decay_ratio of `total`, or, where that is unset or larger, all steps after the warm-up.
     """
     warmup = config.num_warmup_steps if config.warmup_ratio is None else round(config.warmup_ratio * total)
     if config.warmup_shape in ("to_lr", "from_start"):
