@@ -22,7 +22,7 @@ RUNS = "name, project/name or path of a run, or the name of a sweep"
 
 
 def add_root(parser: argparse.ArgumentParser) -> None:
-    """Add the option that says where runs are."""
+    """Add the option `--root`."""
     parser.add_argument("--root", type=Path, help="where runs are looked for (default: $HPCRL_ROOT, else ./runs)")
 
 

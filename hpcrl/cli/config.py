@@ -105,7 +105,7 @@ def _validate(arguments: argparse.Namespace) -> int:
 
 
 def _as_json(error: ConfigError) -> str:
-    """Return what is wrong as JSON: of each problem the file or override, its line, the setting and the message; null where there is none."""
+    """Return problems as JSON: of each the file or override, its line, the setting and the message; null without problems."""
     import json
 
     problems = []

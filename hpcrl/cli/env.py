@@ -157,7 +157,7 @@ def _show_turn(turn: Turn) -> None:
 
 
 def _read_action() -> str | None:
-    """Return what is typed up to an empty line or the end of the input; None at the end."""
+    """Return the typed lines up to an empty line or the end of the input; None at the end."""
     if sys.stdin.isatty():
         print("> ", end="", flush=True)
     lines: list[str] = []

@@ -44,7 +44,7 @@ _UNTRAINED = -100  # transformers' label of a token that is not trained
 
 @dataclass(frozen=True)
 class Columns:
-    """Which column of a row is what.
+    """Names of the columns of a row.
 
     Attributes:
         format: what kind of rows these are; the others name the columns of one kind each.
@@ -63,7 +63,7 @@ class Columns:
 
     @property
     def sequences(self) -> int:
-        """How many sequences of tokens a row becomes."""
+        """Number of token sequences per row."""
         return 2 if self.format == "preference" else 1
 
 

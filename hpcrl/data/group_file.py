@@ -51,7 +51,7 @@ _MAX_HEADER = 100 << 20  # the format's own limit; a damaged length must not mak
 def group_bytes(
     samples: Sequence[Row], meta: GroupMeta, conversations: Sequence[Conversation] = ()
 ) -> tuple[bytes, GroupMeta]:
-    """Return what a file holds of a group, and `meta` with the digest of it; `meta.offset` is where the file holds it.
+    """Return the bytes of a group in a file, and `meta` with their digest; `meta.offset` is their place in the file.
 
     Args:
         samples: the rows; every array of a row but its `tensors` is [T, ...] with the same T, and `meta.lengths` are these T in the same order.
@@ -108,7 +108,7 @@ def group_bytes(
 
 
 def _named(tensors: Mapping[str, np.ndarray], known: dict[str, np.ndarray]) -> dict[str, list[Any]]:
-    """Return what a row's details say of its tensors, and add to `known` those that are not there, by their digests."""
+    """Return the entries of a row's tensors in the header, and add new tensors to `known`, by their digests."""
     import numpy as np
 
     names = {np.dtype(kind): name for name, kind in _DTYPES.items()}
@@ -123,7 +123,7 @@ def _named(tensors: Mapping[str, np.ndarray], known: dict[str, np.ndarray]) -> d
 
 
 def _checksum(columns: Iterable[Any]) -> str:
-    """Return that of a row, by the bytes of its arrays: `_TENSORS`, then _TOP_IDS, counts and ids of its sampling mask, and its hint, where the file has any."""
+    """Return the checksum of a row, by the bytes of its arrays: `_TENSORS`, then _TOP_IDS, counts and ids of its sampling mask, and its hint."""
     digest = hashlib.blake2b(digest_size=16)
     for column in columns:
         digest.update(column)
@@ -218,12 +218,12 @@ class _Columns:
 
     @property
     def end(self) -> int:
-        """Where the file goes on behind the group."""
+        """Offset in the file behind the group."""
         return self._begin + max((self._place(name)[1] for name in self._header if name != "__metadata__"), default=0)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Those that have an entry for each token."""
+        """Names of the tensors with an entry for each token."""
         return (*_TENSORS, _TOP_IDS) if _TOP_IDS in self._header else _TENSORS
 
     @property
@@ -231,7 +231,7 @@ class _Columns:
         return _HINT_IDS in self._header
 
     def group(self) -> dict[str, Any]:
-        """Return what the header says about the group."""
+        """Return the group's entries of the header."""
         text, given = (self._header["__metadata__"].get(name) for name in (_META, _CHECKSUM))
         if given is not None and given != digest_of(text.encode()):
             raise ValueError("its header is not what was written")
@@ -323,7 +323,7 @@ def groups_of(path: Path) -> Iterator[GroupMeta]:
 
 
 def check_group(path: Path, expected: GroupMeta | None = None) -> GroupMeta:
-    """Return what the header of a group of the file at `path` says, after comparing all of it with its checksums; without numpy.
+    """Return the header of a group of the file at `path`, after comparing all of it with its checksums; without numpy.
 
     Args:
         expected: what a batch, or the header, knows of the group; None: it is the first one of the file, and may be any.
@@ -353,7 +353,7 @@ def check_group(path: Path, expected: GroupMeta | None = None) -> GroupMeta:
 def _opened(
     path: Path, expected: GroupMeta | None = None, offset: int = 0
 ) -> Iterator[tuple[_Columns, GroupMeta, list[dict[str, Any]]]]:
-    """Have the columns of a group, what its header says, and details of its rows.
+    """Open the columns of a group, its header, and details of its rows.
 
     Args:
         offset: where in the file it is, where no group is expected.

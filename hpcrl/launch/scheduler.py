@@ -62,7 +62,7 @@ GONE = JobState("GONE")
 
 
 def run_slurm(command: Sequence[str], patience_s: float, limit_s: float = _ANSWER_S) -> str:
-    """Return what a command of Slurm prints.
+    """Return the output of a Slurm command.
 
     Args:
         patience_s: for how long it is repeated while slurmctld does not answer; reported on the standard error.
@@ -91,7 +91,7 @@ def run_slurm(command: Sequence[str], patience_s: float, limit_s: float = _ANSWE
 
 
 def not_here(program: str) -> SubmitError:
-    """Return what is raised where a program of Slurm is not on this machine."""
+    """Return the error of a missing Slurm program."""
     return SubmitError(f"{program} was not found: ask for runs of Slurm on a node of its cluster")
 
 
@@ -130,7 +130,7 @@ def find_job(job: str, jobs: Mapping[str, JobState]) -> JobState:
 
 
 def accounting(jobs: Iterable[str]) -> dict[str, JobState]:
-    """Return what sacct knows of jobs that the queue has forgotten; nothing where there is no accounting."""
+    """Return sacct's states of jobs that the queue has forgotten; empty where there is no accounting."""
     wanted = sorted(set(jobs))
     if not wanted:
         return {}

@@ -70,7 +70,7 @@ def aligned(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def with_interval(value: float, error: float | None) -> str:
-    """Return a mean with half of its 95 % confidence interval, of which prompts that are all alike tell nothing."""
+    """Return a mean with half of its 95 % confidence interval, which equal prompts do not give."""
     return f"{value:.4g} ±{Z95 * error:.2g}" if error else f"{value:.4g}"
 
 

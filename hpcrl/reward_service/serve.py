@@ -20,7 +20,7 @@ _FETCH_S = 2.0
 
 
 def asked_to_stop() -> threading.Event:
-    """Return what SIGTERM and SIGINT set from now on, instead of ending the process."""
+    """Return the event that SIGTERM and SIGINT set from now on, instead of ending the process."""
     asked = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: asked.set())

@@ -100,7 +100,7 @@ class HubStore:
 
     @contextmanager
     def _told(self, directory: Committed) -> Iterator[None]:
-        """Turn what the hub says into Away and UploadRefused, with the repository and the remedy; say where the run has deleted the directory."""
+        """Convert the hub's errors into Away and UploadRefused, with the repository and the remedy, also where the run has deleted the directory."""
         import httpx
         from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 

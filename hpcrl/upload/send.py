@@ -120,7 +120,7 @@ class Uploader:
                 self._state.write(self._path)
 
     def send_due(self, done: bool) -> None:
-        """Send what is wanted, is not there as far as is known, and did not fail a moment ago; tell what fails."""
+        """Send wanted directories that the store lacks and that did not fail just now; print failures."""
         while path := next(filter(self._due, self._wanted(done)), None):
             name = name_of(path)
             self.away.discard(name)
@@ -136,7 +136,7 @@ class Uploader:
             print(said, flush=True)
 
     def _wanted(self, done: bool) -> list[Path]:
-        """Return what the store is to have, and forget what the run has deleted since it failed."""
+        """Return the directories for the store, and forget failed ones that the run has deleted."""
         paths = wanted(self._run, self.name, self._upload, done)
         gone = self._state.failed.keys() - {name_of(path) for path in paths}
         for name in gone:
@@ -153,7 +153,7 @@ class Uploader:
 
     @property
     def failed(self) -> dict[str, str]:
-        """What could not be sent, and why."""
+        """Directories that could not be sent, with the reasons."""
         return self._state.failed
 
     def try_again(self) -> None:
@@ -162,7 +162,7 @@ class Uploader:
 
 
 def follow(run: Run, uploaders: Sequence[Uploader], more: Callable[[], bool], patience_s: float = float("inf")) -> bool:
-    """Upload as long as `more` says that there may be more to come, then what is due to stores that are away meanwhile.
+    """Upload until `more` returns False, then the due directories of stores that are away meanwhile.
 
     Args:
         more: waits for a moment.

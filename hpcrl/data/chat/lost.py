@@ -16,7 +16,7 @@ _SHOWN = 60
 
 
 def lost_of(template: ChatTemplate, message: Message, before: str, said: str) -> list[str]:
-    """Return what the template does not write of an assistant's message, such as thoughts or tool calls; white space may change.
+    """Return the parts of an assistant's message that the template omits, such as thoughts or tool calls; white space may change.
 
     Args:
         before, said: what it writes before the message, and for it, as of `ChatTemplate.turn`.

@@ -63,7 +63,7 @@ class Video:
 
     @property
     def part(self) -> dict[str, Any]:
-        """What messages have of it."""
+        """Part of a chat message with the video."""
         return {"type": "video", "video": list(self.files), "fps": self.fps}
 
     def kept(self) -> bytes:
@@ -87,7 +87,7 @@ def shown_of(content: bytes) -> Shown:
 
 @dataclass(frozen=True)
 class FrameChoice:
-    """Which frames of a video are shown, known before they are decoded.
+    """Chosen frames of a video, known before they are decoded.
 
     Attributes:
         places: of the frames, ascending, among all of the video.

@@ -84,7 +84,7 @@ class Pair:
             self._group.set_exception(error)
 
     def tells(self) -> dict[str, str]:
-        """Return what the other one needs for finding this one.
+        """Return the entries by which the other process finds this one.
 
         Raises:
             RuntimeError: torch did not say within the time of a stage.
@@ -99,7 +99,7 @@ class Pair:
         return {key: base64.b64encode(value).decode() for key, value in own.items()}
 
     def hear(self, told: Mapping[str, str]) -> None:
-        """Take in what the other one tells; ValueError where it is none of that."""
+        """Store the entries of the other process; ValueError where they are malformed."""
         for key, value in told.items():
             self._heard.add(key)
             self._store.set(key, base64.b64decode(value, validate=True))
@@ -151,7 +151,7 @@ class Pair:
 
 
 def told(store: Any, heard: Collection[str], *, of_nccl: bool) -> dict[str, bytes]:
-    """Return what a process group has written into its store for the other one; nothing as long as that lacks where to find it.
+    """Return the entries that a process group has written for the other process; empty while its address is missing.
 
     Args:
         heard: keys that the other one has written.

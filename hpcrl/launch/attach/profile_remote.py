@@ -44,7 +44,7 @@ def find(run: Run, attempt: int, process: str) -> int:
 
 
 def record(pid: int, seconds: int, form: str, *, idle: bool) -> bytes:
-    """Sample a process and those that it has started; return what py-spy wrote.
+    """Sample a process and its children; return py-spy's output.
 
     Raises:
         RunError: py-spy is missing, may not read the process, or found nothing.

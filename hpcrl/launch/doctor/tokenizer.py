@@ -149,7 +149,7 @@ def _of_template(written: ChatTemplate) -> Iterator[Finding]:
 
 
 def _lost(written: ChatTemplate, messages: Messages) -> str:
-    """Return what the template does not write of a conversation, of which the assistant's messages are trained; empty where all is written."""
+    """Return trained text of a conversation that the template omits; empty without such text."""
     missing, end = list[str](), 0
     try:
         for at, message in enumerate(messages):

@@ -63,7 +63,7 @@ def _await_end(run: Run, patience_s: float) -> RunState:
 
 
 def _take_upload_away(run: Run) -> None:
-    """Take away the job that waits to upload what the run has left, where that is nothing."""
+    """Cancel the run's waiting upload job, where the run has left nothing to upload."""
     job = (read_json(run.submission) or {}).get("upload")
     if job is None:
         return

@@ -34,7 +34,7 @@ _FIRST = ("progress", "alert", "next", "reward", "loss", "eval score", "process"
 
 @dataclass(frozen=True)
 class RunView:
-    """What is known of a run.
+    """View of a run: its state, progress, headline, live status and alerts.
 
     Attributes:
         state: None while nothing has been asked for yet; progress, headline and live: while nothing has been read.

@@ -169,7 +169,7 @@ def _committed(
 
 
 def _told(check: Callable[[], object], listed: Path | None = None) -> Iterator[str]:
-    """Yield what a check says.
+    """Yield the findings of a check.
 
     Args:
         listed: what was there a moment ago; a run that goes on may have removed it since.

@@ -59,7 +59,7 @@ _OF_SHAPE = re.compile(r"model_type|tie_word_embeddings|num_\w+|\w+_(size|dim|ra
 
 
 def check_files(config: Config, source_of: Callable[[str], str | None] = lambda _: None) -> list[str]:
-    """Look at everything that the configuration names, but for the checkpoint that a first attempt may start from.
+    """Check all files of the configuration, except the checkpoint that a first attempt may start from.
 
     Args:
         source_of: which file and line, or override, sets a path, for errors.
@@ -278,7 +278,7 @@ def _other_environment(name: str, path: str, of_row: str, configured: str | None
 
 
 def _of_teachers(config: Config) -> Iterator[Problem]:
-    """Look for rows of each teacher, in all files: with a typo in its name another teacher would judge them."""
+    """Require rows of each teacher, in all files: with a typo in its name another teacher would judge them."""
     distillation = config.trainer.distillation
     if not (distillation.enable and distillation.source_models):
         return
@@ -295,7 +295,7 @@ def _of_teachers(config: Config) -> Iterator[Problem]:
 
 
 def _of_rows(config: Config) -> tuple[list[Problem], list[str]]:
-    """Look at the first row of each dataset whose rows are trained. What is on the hub is downloaded here, for nodes without network."""
+    """Check the first row of each dataset whose rows are trained. What is on the hub is downloaded here, for nodes without network."""
     problems, warnings, recipe = list[Problem](), list[str](), Recipe.of(config)
     named = [("data.train_data", source) for source in training_sources(config.data)]
     if config.trainer.eval_interval > 0:

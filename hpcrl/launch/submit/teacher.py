@@ -27,7 +27,7 @@ _DECIDES = ("model_config_kwargs", "rotary positions", "temperature", "number ty
 
 
 def facts_of(config: Config) -> dict[str, Any]:
-    """Return all that decides what the teacher says of the rows of a run, and nothing else, as JSON has it."""
+    """Return exactly the facts that decide the teacher's log-probabilities of a run's rows, as JSON values."""
     trainer, recipe, model = config.trainer, Recipe.of(config), config.trainer.ref_model
     precision = (
         trainer.ref.megatron_config.dtype
@@ -48,7 +48,7 @@ def facts_of(config: Config) -> dict[str, Any]:
 
 
 def _identity(model: Pretrained) -> str | None:
-    """Return what tells a model from others: its config.json, and of each file of weights name, size and both ends; None: it is not on this machine."""
+    """Return the identity of a model: its config.json, and of each file of weights name, size and both ends; None: it is not on this machine."""
     folder = folder_of(model)
     weights = [] if folder is None else sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")])
     if folder is None or not weights:

@@ -30,7 +30,7 @@ def has_tokenizer(config: Config) -> bool:
 
 
 def check_tokenizer(config: Config) -> tuple[list[Problem], list[str]]:
-    """Return what would end a run, and what a run does with files that disagree."""
+    """Return problems that would end a run, and notes about files that disagree."""
     trainer, generator = config.trainer, config.generator
     chats = not trainer.offline or trainer.pairwise or config.data.format in ("conversations", "prompt_response")
     problems, warnings = list[Problem](), list[str]()

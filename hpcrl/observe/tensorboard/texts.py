@@ -26,7 +26,7 @@ _MOST_BYTES = 1 << 22
 
 
 def configuration(run: Run) -> str:
-    """Return what of the configuration is not the default, all of it where a class of the user's own that it needs is not here."""
+    """Return the settings without their defaults; all of them where a class of the user's own is missing here."""
     try:
         text = Config.from_toml([run.config]).to_toml(only_changed=True)
     except ConfigError:
@@ -35,7 +35,7 @@ def configuration(run: Run) -> str:
 
 
 def summary(run: Run) -> str:
-    """Return what the run has achieved."""
+    """Return the summary of the run."""
     rows = "\n".join(f"| {name} | {_cell(value)} |" for name, value in summary_rows(summarise(run)))
     return f"**{_cell(run.project)}/{_cell(run.name)}**\n\n| | |\n|---|---|\n{rows}\n\n`{one_line(str(run.path))}`"
 
