@@ -97,7 +97,7 @@ def split(words: list[str]) -> tuple[list[str], list[str]]:
     return [os.path.expanduser(word) for word in words if word not in overrides], overrides
 
 
-def say_what_is_empty(settings: Sequence[str]) -> None:
+def note_empty_values(settings: Sequence[str]) -> None:
     """Print which texts an override such as `trainer.run_name=$NAME` leaves empty; of other settings that is an error."""
     empty = [word.strip().removesuffix("=") for word in settings if re.fullmatch(r"[^=]+=\s*", word)]
     if not empty:

@@ -13,7 +13,7 @@ from io import TextIOWrapper
 from pathlib import Path
 
 import hpcrl
-from hpcrl.cli._common import say_what_is_empty
+from hpcrl.cli._common import note_empty_values
 from hpcrl.cli.completion import complete
 from hpcrl.cli.foreign import with_names_elsewhere
 from hpcrl.errors import ConfigError, HpcrlError, did_you_mean
@@ -175,7 +175,7 @@ def main(argv: list[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):  # names and texts may have what the terminal's encoding lacks
             stream.reconfigure(errors="backslashreplace")
-    say_what_is_empty(settings or [])
+    note_empty_values(settings or [])
     try:
         return arguments.action(arguments)
     except HpcrlError as error:

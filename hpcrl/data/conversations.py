@@ -180,9 +180,9 @@ class Renderer:
             if at > written:
                 found.append((template.others(plain[:written], plain[written:at], tools), False))
             if at < len(plain):
-                before, said, after = template.turn(plain[:at], plain[at], tools)
-                found += [(before, False), (said, counts[at]), (after, False)]
-                missing = lost_of(template, plain[at], before, said) if counts[at] else []
+                before, rendered, after = template.turn(plain[:at], plain[at], tools)
+                found += [(before, False), (rendered, counts[at]), (after, False)]
+                missing = lost_of(template, plain[at], before, rendered) if counts[at] else []
                 lost += [f"message {at}: {one}" for one in missing]
             written = at + 1
         everything = self.train_on == "all"

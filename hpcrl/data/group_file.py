@@ -100,9 +100,9 @@ def group_bytes(
     last = {owner: row for row, owner in enumerate(meta.owners)}
     for sample, conversation in enumerate(conversations):
         details[last[sample]][_CONVERSATION] = conversation
-    said = json.dumps(details)
-    meta = replace(meta, digest=digest_of(said.encode()))
-    text = f'{{"meta": {json.dumps(meta.to_json())}, "samples": {said}}}'
+    header_of_rows = json.dumps(details)
+    meta = replace(meta, digest=digest_of(header_of_rows.encode()))
+    text = f'{{"meta": {json.dumps(meta.to_json())}, "samples": {header_of_rows}}}'
     arrays["lengths"] = np.array(lengths)
     return save(arrays | own, {_META: text, _CHECKSUM: digest_of(text.encode())}), meta
 
@@ -112,14 +112,14 @@ def _named(tensors: Mapping[str, np.ndarray], known: dict[str, np.ndarray]) -> d
     import numpy as np
 
     names = {np.dtype(kind): name for name, kind in _DTYPES.items()}
-    said: dict[str, list[Any]] = {}
+    entry: dict[str, list[Any]] = {}
     for name, array in tensors.items():
         array = np.ascontiguousarray(array)
         assert array.ndim, f"{name}: a tensor without dimensions"
         digest = digest_of(array.data)
         known[digest] = array
-        said[name] = [digest, names[array.dtype], list(array.shape)]
-    return said
+        entry[name] = [digest, names[array.dtype], list(array.shape)]
+    return entry
 
 
 def _checksum(columns: Iterable[Any]) -> str:
@@ -193,7 +193,7 @@ def _rows(
                     env_metrics=details[at]["env_metrics"],
                     sampling_mask=SamplingMask(mask[1], mask[0]) if mask and len(mask[1]) else None,
                     hint=None if hint is None or not len(hint) else Hint(hint, details[at][_HINT][1]),
-                    tensors={name: columns.own(said, read) for name, said in details[at].get(_OWN, {}).items()},
+                    tensors={name: columns.own(entry, read) for name, entry in details[at].get(_OWN, {}).items()},
                 ),
             )
 
@@ -258,11 +258,11 @@ class _Columns:
             raise _damaged(self._path, f"{name} ends after {len(content)} of {wanted} bytes")
         return bytearray(content)
 
-    def own(self, said: Sequence[Any], known: dict[str, np.ndarray]) -> np.ndarray:
+    def own(self, entry: Sequence[Any], known: dict[str, np.ndarray]) -> np.ndarray:
         """Return a tensor of a row by what its details say; those that were read before are `known`."""
         import numpy as np
 
-        digest, kind, shape = said
+        digest, kind, shape = entry
         if digest not in known:
             known[digest] = np.frombuffer(self.own_content(digest), _DTYPES[kind])
         return known[digest].reshape(shape)
@@ -344,7 +344,7 @@ def check_group(path: Path, expected: GroupMeta | None = None) -> GroupMeta:
         for row, (given, content) in enumerate(zip(details, columns.rows(meta.lengths, details), strict=True)):
             if _checksum(content) != given[_CHECKSUM]:
                 raise _damaged(path, f"row {row} is not what was written")
-        for digest in {said[0] for given in details for said in given.get(_OWN, {}).values()}:
+        for digest in {entry[0] for given in details for entry in given.get(_OWN, {}).values()}:
             columns.own_content(digest)
         return meta
 

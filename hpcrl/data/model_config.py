@@ -93,7 +93,7 @@ class ConfiguredModel(Pretrained):
         """
         from transformers import AutoConfig, PreTrainedConfig
 
-        import hpcrl.data.models.openvla  # noqa: F401  tells transformers of it
+        import hpcrl.data.models.openvla  # noqa: F401  registers it with transformers
 
         try:
             check_files(self.path, **self.at_revision)

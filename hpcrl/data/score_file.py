@@ -63,13 +63,13 @@ def write_scores(
     from safetensors.numpy import save
 
     digests, contents = dict[str, str](), dict[str, bytes]()
-    for group, said in found:
-        if isinstance(said, GroupRewards):
-            columns, facts = dict[str, "np.ndarray"](), {_REWARDS: json.dumps(said.scores)}
-            known, expected = len(said.scores), len(group.samples)
+    for group, scores in found:
+        if isinstance(scores, GroupRewards):
+            columns, facts = dict[str, "np.ndarray"](), {_REWARDS: json.dumps(scores.scores)}
+            known, expected = len(scores.scores), len(group.samples)
         else:
-            columns, facts = _columns(said), dict[str, str]()
-            known, expected = [len(row.logprobs) for row in said], group.lengths
+            columns, facts = _columns(scores), dict[str, str]()
+            known, expected = [len(row.logprobs) for row in scores], group.lengths
         assert known == expected, f"group {group.group_id}: scores of {known}, expected {expected}"
         content = save(columns, {_SAMPLES: group.digest, **facts})
         digests[group.group_id] = digest = digest_of(content)

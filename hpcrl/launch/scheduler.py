@@ -77,15 +77,15 @@ def run_slurm(command: Sequence[str], patience_s: float, limit_s: float = _ANSWE
         except FileNotFoundError:
             raise not_here(command[0]) from None
         except subprocess.TimeoutExpired:
-            said = f"no answer in {limit_s:.0f} s (timed out)"
+            complaint = f"no answer in {limit_s:.0f} s (timed out)"
         else:
             if done.returncode == 0:
                 return done.stdout
-            said = done.stderr.strip()
-        if not is_away(said) or time.monotonic() > deadline:
-            raise SubmitError(f"{command[0]}: {said}")
+            complaint = done.stderr.strip()
+        if not is_away(complaint) or time.monotonic() > deadline:
+            raise SubmitError(f"{command[0]}: {complaint}")
         if not reported:
-            print(f"hpcrl: {command[0]}: {said}; asking again for {patience_s:.0f} s", file=sys.stderr, flush=True)
+            print(f"hpcrl: {command[0]}: {complaint}; asking again for {patience_s:.0f} s", file=sys.stderr, flush=True)
             reported = True
         time.sleep(_RETRY_S)
 
@@ -95,9 +95,9 @@ def not_here(program: str) -> SubmitError:
     return SubmitError(f"{program} was not found: ask for runs of Slurm on a node of its cluster")
 
 
-def is_away(said: str) -> bool:
+def is_away(complaint: str) -> bool:
     """Return whether a complaint of Slurm means that slurmctld may answer later."""
-    return any(text in said for text in AWAY)
+    return any(text in complaint for text in AWAY)
 
 
 def queue(patience_s: float) -> dict[str, JobState]:

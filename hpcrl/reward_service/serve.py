@@ -47,11 +47,11 @@ async def serve_rewards(
     api = RewardApi(model, scoring, name)
 
     async def until_stopped() -> None:
-        told = float("-inf")
+        reported = float("-inf")
         while not asked.is_set() and scoring.failure is None:
-            if time.monotonic() - told > RENEW_S:
+            if time.monotonic() - reported > RENEW_S:
                 tell(api.counts())
-                told = time.monotonic()
+                reported = time.monotonic()
             await asyncio.sleep(_LOOK_S)
         api.closing, deadline, waited = True, time.monotonic() + grace_s, scoring.waiting
         while scoring.waiting and scoring.failure is None and time.monotonic() < deadline:

@@ -41,13 +41,13 @@ class Followers:
         for name, command in self._commands.items():
             log = self._run.log(self._attempt, name)
             make_directory(log.parent)
-            with log.open("ab") as said:
+            with log.open("ab") as output:
                 self.processes.append(
                     subprocess.Popen(
                         [sys.executable, "-m", *command],
                         stdin=subprocess.PIPE,
-                        stdout=said,
-                        stderr=said,
+                        stdout=output,
+                        stderr=output,
                         start_new_session=True,
                         preexec_fn=self._prepare,
                     )

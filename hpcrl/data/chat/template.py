@@ -67,8 +67,8 @@ class ChatTemplate:
         found = [self.ending] if self.ends_with_token else []
         if self.calls:
             with suppress(DataError):  # it does not show where a call begins
-                said = self.turn([_question()], _calling([_TOOL], _QUESTION))[1]
-                found += [said.rpartition(_QUESTION)[2]] if self.is_ended(said) else []
+                rendered = self.turn([_question()], _calling([_TOOL], _QUESTION))[1]
+                found += [rendered.rpartition(_QUESTION)[2]] if self.is_ended(rendered) else []
         return tuple(found)
 
     @cached_property
@@ -118,8 +118,8 @@ class ChatTemplate:
             found |= {*special.findall(self.text([{"role": "system", "content": "x"}, _question()]))}
         with suppress(ConfigError, DataError):
             # marks that the assistant itself writes before its answer, such as those of channels
-            said = self.turn([_question()], {"role": ASSISTANT, "content": _QUESTION})[1]
-            found -= {*special.findall(said.partition(_QUESTION)[0])}
+            rendered = self.turn([_question()], {"role": ASSISTANT, "content": _QUESTION})[1]
+            found -= {*special.findall(rendered.partition(_QUESTION)[0])}
         return frozenset(found)
 
     def after(self, messages: Messages, tools: Tools = (), *, prompt: bool) -> str:
@@ -172,14 +172,18 @@ class ChatTemplate:
                 f"the chat template begins a message of the assistant with {text[:60]!r}, but a prompt for one with {openings}. So its trained "
                 "part is unknown; use another template (generator.chat_template), or rows of tokens"
             )
-        said = text[len(begin) :]
-        end = len(said) - len(after) + len(self._to_the_end(after)) if said.endswith(after) else len(said)
-        return begin, said[:end], said[end:]
+        rendered = text[len(begin) :]
+        end = len(rendered) - len(after) + len(self._to_the_end(after)) if rendered.endswith(after) else len(rendered)
+        return begin, rendered[:end], rendered[end:]
 
-    def is_ended(self, said: str) -> bool:
+    def is_ended(self, rendered: str) -> bool:
         """Return whether an assistant's text ends with a token that can end it, as far as the template has one."""
-        found = special_tokens(self.tokenizer).finditer(said)
-        return not self.ends_with_token or said.endswith(self.ending) or any(one.end() == len(said) for one in found)
+        found = special_tokens(self.tokenizer).finditer(rendered)
+        return (
+            not self.ends_with_token
+            or rendered.endswith(self.ending)
+            or any(one.end() == len(rendered) for one in found)
+        )
 
     def _written(self, messages: Messages, tools: Tools, *, prompt: bool) -> str:
         if any(message.get("tool_calls") or message["role"] == "tool" for message in messages) and self.calls:

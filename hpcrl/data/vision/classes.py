@@ -13,6 +13,6 @@ def auto_class(config: PreTrainedConfig) -> Any:
     """Return the class that builds the model of a configuration, hpcrl's own models among them."""
     if family_of(config) is None:
         return AutoModelForCausalLM
-    import hpcrl.data.models.openvla.model  # noqa: F401  tells transformers of it
+    import hpcrl.data.models.openvla.model  # noqa: F401  registers it with transformers
 
     return AutoModelForImageTextToText

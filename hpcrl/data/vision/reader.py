@@ -136,7 +136,7 @@ class ImageReader:
         """
         from transformers import AutoConfig
 
-        import hpcrl.data.models.openvla  # noqa: F401  tells transformers of it
+        import hpcrl.data.models.openvla  # noqa: F401  registers it with transformers
 
         wanted = preparation or Preparation()
         try:

@@ -73,11 +73,11 @@ class BatchScript:
     def __init__(self, signals: list[int]) -> None:
         self._signals, self._shell = signals, Path("/proc", os.environ.get(BATCH_SHELL) or "none")
         self._seen = self._shell.exists()  # a container may have numbers of processes of its own
-        signal.signal(signal.SIGTERM, self._told)
+        signal.signal(signal.SIGTERM, self._on_sigterm)
         if signal.SIGTERM in signals:
             requeue_if_its_script_was_killed()
 
-    def _told(self, number: int, _frame: FrameType | None) -> None:
+    def _on_sigterm(self, number: int, _frame: FrameType | None) -> None:
         self._signals.append(number)
         threading.Thread(target=requeue_if_its_script_was_killed).start()
 

@@ -162,18 +162,18 @@ def _draw(looks: Looks, console: Console) -> None:
 
 
 def _print(looks: Looks, console: Console) -> None:
-    said: dict[tuple[Run, str], str] = {}
+    printed: dict[tuple[Run, str], str] = {}
     while not looks.over():
-        _say(looks.views(), said, console)
+        _print_changes(looks.views(), printed, console)
         time.sleep(LOOK_S)
-    _say(looks.last(), said, console)
+    _print_changes(looks.last(), printed, console)
 
 
-def _say(views: Sequence[RunView], said: dict[tuple[Run, str], str], console: Console) -> None:
+def _print_changes(views: Sequence[RunView], printed: dict[tuple[Run, str], str], console: Console) -> None:
     for view in views:
         for what, state, text in events(view):
-            if said.get((view.run, what)) != state:
-                said[view.run, what] = state
+            if printed.get((view.run, what)) != state:
+                printed[view.run, what] = state
                 name = f"{view.run.name} " if len(views) > 1 else ""
                 line = one_line(f"{time.strftime('%H:%M:%S')} {name}{what:<12} {text}")
                 console.print(line, markup=False, highlight=False, soft_wrap=True)

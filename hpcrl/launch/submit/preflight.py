@@ -188,7 +188,7 @@ def _of_models(config: Config) -> Iterator[Problem]:
         place = f"trainer.{role}.model"
         family = family_of(config) if role == "policy" else Family
         yield from _of_directory(f"{place}.path", model.path, f"{place}.revision", model.revision, family)
-    yield from _told(partial(launch_family(config).check_model, config))
+    yield from _problems_of(partial(launch_family(config).check_model, config))
     if distillation.enable:
         place = "trainer.distillation"
         if distillation.precomputed_logprobs is None:  # else nothing loads it
@@ -206,13 +206,13 @@ def _of_models(config: Config) -> Iterator[Problem]:
             )
 
 
-def _told(check: Callable[[], object]) -> Iterator[Problem]:
+def _problems_of(check: Callable[[], object]) -> Iterator[Problem]:
     """Yield what a check of files raises as DataError, which begins with the setting."""
     try:
         check()
     except DataError as error:
-        place, _, said = str(error).partition(": ")
-        yield Problem(place, said)
+        place, _, message = str(error).partition(": ")
+        yield Problem(place, message)
 
 
 def _of_directory(

@@ -43,8 +43,8 @@ def check_tokenizer(config: Config) -> tuple[list[Problem], list[str]]:
             elif found.level == "warning" and found.subject in _OF_ALL_RUNS:
                 warnings.append(f"{found.subject}: {found.found}; {found.remedy}")
     except (ConfigError, DataError) as error:
-        setting, _, said = str(error).partition(": ")
-        problems.append(Problem(setting, said))
+        setting, _, message = str(error).partition(": ")
+        problems.append(Problem(setting, message))
     return problems, warnings
 
 
