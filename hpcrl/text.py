@@ -51,6 +51,11 @@ def one_line(text: str) -> str:
     return printable(text.replace("\n", " "))
 
 
+def markdown_cell(text: str) -> str:
+    """Return text as `one_line`, for a cell of a Markdown table."""
+    return one_line(text).replace("|", "\\|").replace("<", "&lt;")
+
+
 def log_lines(text: str) -> list[str]:
     """Return a line of a log as `printable`, without its colours; what was written over with a carriage return comes as lines of its own."""
     return [printable(part) for part in _COLOUR.sub("", text).split("\r") if part] or [""]

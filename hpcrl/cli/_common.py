@@ -17,6 +17,19 @@ from hpcrl.text import one_line, printable
 if TYPE_CHECKING:
     from hpcrl.rundir.layout import Run
 
+
+class Subcommands:
+    """Adds the subcommands of a command to its parser."""
+
+    def __init__(self, parser: argparse.ArgumentParser) -> None:
+        self._group = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    def add(self, name: str, text: str, action: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
+        command = self._group.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        command.set_defaults(action=action)
+        return command
+
+
 RUNS = "name, project/name or path of a run, or the name of a sweep"
 """Help of the argument that names runs."""
 
