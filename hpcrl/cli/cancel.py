@@ -28,11 +28,11 @@ def _cancel(arguments: argparse.Namespace) -> int:
 
     def act(run: Run) -> None:
         state = cancel(run, 0.0 if arguments.now else _CANCEL_S, _waiting)
-        said = f"{state.run.name}: {state.kind}: {state.detail}\n"
+        message = f"{state.run.name}: {state.kind}: {state.detail}\n"
         if not state.over:
-            said += "It was asked to save and to stop, and will; `hpcrl cancel --now` does not wait for that.\n"
+            message += "It was asked to save and to stop, and will; `hpcrl cancel --now` does not wait for that.\n"
         # in one write: other runs of the sweep are cancelled at the same time
-        print(printable(said), end="", flush=True)
+        print(printable(message), end="", flush=True)
 
     return each_run(arguments, act, _AT_ONCE)
 

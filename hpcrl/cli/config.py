@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpcrl.cli._common import add_root, split
+from hpcrl.cli._common import Subcommands, add_root, split
 from hpcrl.text import NotUtf8Error, utf8
 
 if TYPE_CHECKING:
@@ -23,13 +22,7 @@ _MOST_FOUND = 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-
-    def command(name: str, text: str, action: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
-        command = group.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
-        command.set_defaults(action=action)
-        return command
-
+    command = Subcommands(parser).add
     show = command("show", "print the whole configuration of files and overrides, or of a run", _show)
     show.add_argument("settings", nargs="+", metavar="FILE|RUN|KEY=VALUE", help="files or one run, then overrides")
     show.add_argument("--changed", action="store_true", help="only what differs from the defaults")
@@ -131,7 +124,7 @@ def _validate(arguments: argparse.Namespace) -> int:
 
 
 def _as_json(error: ConfigError) -> str:
-    """Return what is wrong as JSON: of each problem the file or override, its line, the setting and the message; null where there is none."""
+    """Return problems as JSON: of each the file or override, its line, the setting and the message; null without problems."""
     import json
 
     problems = []

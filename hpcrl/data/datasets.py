@@ -107,7 +107,7 @@ def load_dataset(
 def row_reader(
     source: Source, kinds: Sequence[Kind], data: DataConfig, environment: EnvironmentConfig, max_turns: int
 ) -> Callable[[Any, int], Prompt]:
-    """Return what makes a prompt of a row of a dataset and its number there; arguments and errors as of `load_dataset`."""
+    """Return a function that builds a prompt from a dataset's row and its number; arguments and errors as of `load_dataset`."""
     requirements = row_requirements(environment, kinds, max_turns)
     read = prompt_reader([source], environment.env_class, *_columns(data), **requirements)
     return lambda row, number: read(row, str(number), source, number)
@@ -120,7 +120,7 @@ def _columns(data: DataConfig) -> tuple[str, str | None, str, str]:
 def row_requirements(
     environment: EnvironmentConfig, kinds: Sequence[Kind], max_turns: int, own: bool = False
 ) -> dict[str, Any]:
-    """Return what rows must have that serve training, evaluation or both, as arguments of `load_prompts`.
+    """Return the requirements on rows for training, evaluation or both, as arguments of `load_prompts`.
 
     Rows that an environment of hpcrl's own plays are tried on it. Of users' own, a row names only such as the configuration names too.
 

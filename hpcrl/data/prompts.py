@@ -52,7 +52,7 @@ def prompt_reader(
     env_class_required: bool = True,
     check: Callable[[str, Mapping[str, Any], str], None] | None = None,
 ) -> Callable[[Any, str, Source, int], Prompt]:
-    """Return what makes a prompt of a row, its uid, its dataset and its number there.
+    """Return a function that builds a prompt from a row, its uid, its dataset and its number there.
 
     All columns but those of the prompt, env_class and data_source become `Prompt.extras`. Rows without a data_source have that of
     their file, see `source_names`. What is returned raises DataError where a row lacks what a prompt needs.
@@ -73,7 +73,7 @@ def prompt_reader(
 
 
 def source_names(paths: Iterable[str]) -> dict[str, str]:
-    """Return a short name for each file: without folder and suffix, or with as many folders as tell it from the others.
+    """Return a short name for each file: without folder and suffix, or with as many folders as make it unique.
 
     math.jsonl is math, beside gsm8k/test.parquet and aime/test.parquet, which are gsm8k/test and aime/test.
     """
@@ -124,7 +124,7 @@ def drop_long(prompts: Sequence[Prompt], count_tokens: Callable[[Prompt], int], 
 
 @dataclass(frozen=True)
 class _Columns:
-    """Which column of a row is what."""
+    """Names of the columns of a row."""
 
     of_prompt: str
     of_response: str | None

@@ -18,7 +18,7 @@ _WIDTH = 100
 
 
 def explain(name: str, cls: type[Config] = Config) -> str:
-    """Return what a setting, a section, or a field of SkyRL, Cosmos-RL, verl or prime-rl is.
+    """Describe a setting, a section, or a field of SkyRL, Cosmos-RL, verl or prime-rl.
 
     Args:
         name: dotted path; empty: the whole configuration.

@@ -84,7 +84,7 @@ def scores(prompts: Sequence[Scored]) -> dict[str, float]:
 
 
 def results_of(prompts: Sequence[Scored]) -> dict[str, Any]:
-    """Return what results.json says of an evaluation: by source the number of prompts, metrics, standard errors, and why samples ended."""
+    """Return the content of an evaluation's results.json: by source the number of prompts, metrics, standard errors, and stop reasons."""
     return {
         "prompts": {source: len(members) for source, members in by_source(prompts).items()},
         "metrics": scores(prompts),
@@ -112,7 +112,7 @@ def _known(prompts: Sequence[Scored]) -> dict[str, list[float]]:
 
 
 def standard_error(values: Sequence[float]) -> float:
-    """Return that of the mean of independent values; NaN of a single one."""
+    """Return the standard error of the mean of independent values; NaN of a single one."""
     return stdev(values) / sqrt(len(values)) if len(values) > 1 else nan
 
 

@@ -133,7 +133,7 @@ def _container(agent: AgentConfig) -> Iterator[Problem]:
 
 
 def rows_of_samples(config: ConfigTree) -> Iterator[Problem]:
-    """What does not work where a sample may have several rows."""
+    """Refuse settings that do not work where a sample may have several rows."""
     if not config.several_rows:
         return
     path = "generator.step_wise_trajectories" if config.generator.step_wise_trajectories else _ENDPOINT

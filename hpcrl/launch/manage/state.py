@@ -59,19 +59,19 @@ class RunState:
 
     @property
     def complaint(self) -> str:
-        """What is wrong with a run of which a file is damaged, and what to do."""
+        """Error of a run with a damaged file, and the remedy."""
         return "; ".join(filter(None, [self.detail, self.advice]))
 
     @property
     def at_work(self) -> bool:
-        """Whether there are processes that can be asked for something."""
+        """Return whether there are processes that can answer a request."""
         return self.kind in ("running", "saving")
 
 
 def state_of(
     run: Run, submission: dict[str, Any], job: JobState, found: bool = False, *, listed: bool = False
 ) -> RunState:
-    """Return the state of a run; one with a damaged file is unknown, and keeps nobody from seeing others.
+    """Return the state of a run; with a damaged file it is unknown, so that other runs are still shown.
 
     Args:
         submission: the record of its last job.
@@ -108,7 +108,7 @@ def _state_of(run: Run, submission: dict[str, Any], job: JobState, found: bool, 
 
 @dataclass(frozen=True)
 class _View:
-    """What is known of a run; `describe` returns kind, detail and advice."""
+    """Facts of a run; `describe` returns kind, detail and advice."""
 
     run: Run
     submission: dict[str, Any]
@@ -147,7 +147,7 @@ class _View:
 
     @property
     def _resumed(self) -> bool:
-        """Whether the newest attempt is of an earlier job than the recorded one, of which no attempt has begun."""
+        """Return whether the newest attempt is of an earlier job than the recorded one, of which no attempt has begun."""
         if self.attempt is None:
             return False
         identity = self.submission.get("job_id", "")
@@ -260,7 +260,7 @@ _HOLDING = ("REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
 
 
 def is_held(job: JobState) -> bool:
-    """Return whether a waiting job starts only when somebody releases it."""
+    """Return whether a waiting job starts only after its release."""
     return job.name in _HOLDING or job.reason == "JobHoldMaxRequeue" or "held" in job.reason.lower()
 
 

@@ -105,14 +105,14 @@ def _check(setting: str, source: Source, kinds: Sequence[Kind], config: Config) 
             warnings.append(f"{setting}: {name} on the ground truths of {path} {not_tried(found.package)}")
         elif found.failed:
             shown = "; ".join(found.failed[:_MOST_SHOWN]) + ("; …" if len(found.failed) > _MOST_SHOWN else "")
-            said = (
+            message = (
                 f"{len(found.failed)} of {found.count} ground truths of {path} that were tried are not worth 1 with {name} as the answer "
                 f"to their own row; correct or drop such rows: {shown}"
             )
             if len(found.failed) == found.count:
-                problems.append(Problem(setting, said))
+                problems.append(Problem(setting, message))
             else:
-                warnings.append(f"{setting}: {said}")
+                warnings.append(f"{setting}: {message}")
     return problems, warnings
 
 

@@ -82,20 +82,20 @@ def _learning(values: Callable[[str], list[float]]) -> Iterator[Verdict]:
         first, last = fmean(rewards[:count]), fmean(rewards[-count:])
         error = math.hypot(stdev(rewards[:count]), stdev(rewards[-count:])) / math.sqrt(count)
         if last - first > 2 * error:
-            status, said = "good", "it rises"
+            status, text = "good", "it rises"
         elif first - last > 2 * error:
-            status, said = "bad", "it falls"
+            status, text = "bad", "it falls"
         else:
-            status, said = "look", "no trend beyond its noise"
-        yield Verdict("reward", status, f"{first:.3f} in the first tenth, {last:.3f} in the last: {said}")
+            status, text = "look", "no trend beyond its noise"
+        yield Verdict("reward", status, f"{first:.3f} in the first tenth, {last:.3f} in the last: {text}")
 
 
 def _policy(values: Callable[[str], list[float]]) -> Iterator[Verdict]:
     if len(entropy := values(ENTROPY)) >= _FEW:
         first, last = _ends(entropy)
         low, high = last < 0.05 * first, last > 3 * first
-        said = ", hardly any exploration is left" if low else ", the policy becomes random" if high else ""
-        yield Verdict("entropy", "look" if low or high else "good", f"{first:.3g} → {last:.3g} nats per token{said}")
+        text = ", hardly any exploration is left" if low else ", the policy becomes random" if high else ""
+        yield Verdict("entropy", "look" if low or high else "good", f"{first:.3g} → {last:.3g} nats per token{text}")
     if kl := values(KL):
         last = _ends(kl)[1]
         yield Verdict(
@@ -108,15 +108,15 @@ def _policy(values: Callable[[str], list[float]]) -> Iterator[Verdict]:
         )
     if mismatch := values(MISMATCH):
         last = _ends(mismatch)[1]
-        said = f"engines and trainer differ by {last:.2g} nats per token in the last tenth"
-        yield Verdict("mismatch", "look" if last > 0.1 else "good", said)
+        text = f"engines and trainer differ by {last:.2g} nats per token in the last tenth"
+        yield Verdict("mismatch", "look" if last > 0.1 else "good", text)
     if gradient := values(GRADIENT):
         middle = sorted(gradient)[len(gradient) // 2]
         skipped = sum(values(SKIPPED))
-        said = f"norm {middle:.3g} in the middle, {max(gradient):.3g} at most"
+        text = f"norm {middle:.3g} in the middle, {max(gradient):.3g} at most"
         if skipped:
-            said += f"; {skipped:.0f} optimizer steps were skipped"
-        yield Verdict("gradient", "look" if skipped or max(gradient) > 100 * max(middle, 1e-12) else "good", said)
+            text += f"; {skipped:.0f} optimizer steps were skipped"
+        yield Verdict("gradient", "look" if skipped or max(gradient) > 100 * max(middle, 1e-12) else "good", text)
 
 
 def _samples(values: Callable[[str], list[float]]) -> Iterator[Verdict]:
@@ -130,12 +130,12 @@ def _samples(values: Callable[[str], list[float]]) -> Iterator[Verdict]:
         yield Verdict("truncation", status, f"{cut:.1%} of the responses do not end by themselves in the last tenth")
     if samples := sum(values(SAMPLES)):
         failed = sum(values(FAILED))
-        said = f"{failed:.0f} of {samples:.0f} samples failed in their environment"
-        yield Verdict("environments", "look" if failed > 0.01 * samples else "good", said)
+        text = f"{failed:.0f} of {samples:.0f} samples failed in their environment"
+        yield Verdict("environments", "look" if failed > 0.01 * samples else "good", text)
 
 
 def _staleness(values: Callable[[str], list[float]], config: dict[str, Any]) -> Iterator[Verdict]:
     if stale := values(STALENESS):
         bound = config.get("trainer.fully_async.max_staleness_steps", 0)
-        said = f"{max(stale):.0f} steps at most, {bound} allowed"
-        yield Verdict("staleness", "bad" if max(stale) > bound else "good", said)
+        text = f"{max(stale):.0f} steps at most, {bound} allowed"
+        yield Verdict("staleness", "bad" if max(stale) > bound else "good", text)

@@ -10,8 +10,7 @@ import pytest
 
 from hpcrl.errors import RunError
 from hpcrl.launch.attach.stacks import stacks
-from hpcrl.launch.manage.cancel import cancel
-from hpcrl.launch.manage.requeue import requeue
+from hpcrl.launch.manage.cancel import cancel, requeue
 from hpcrl.rundir.commit import write_json, write_text
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import open_attempt, report_outcome
