@@ -89,8 +89,11 @@ def each_run(arguments: argparse.Namespace, act: Callable[[Run], None], at_once:
             return error.exit_code
         return 0
 
-    with ThreadPoolExecutor(at_once) as pool:
-        codes = list(pool.map(exit_code, runs))
+    if at_once == 1:  # in the main thread, which alone can start a run on this machine
+        codes = list(map(exit_code, runs))
+    else:
+        with ThreadPoolExecutor(at_once) as pool:
+            codes = list(pool.map(exit_code, runs))
     return next(filter(None, codes), 0)
 
 

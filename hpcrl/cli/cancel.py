@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from hpcrl.launch.manage.state import RunState
     from hpcrl.rundir.layout import Run
 
-_CANCEL_S = 150.0
 _AT_ONCE = 16
 
 
@@ -24,10 +23,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _cancel(arguments: argparse.Namespace) -> int:
-    from hpcrl.launch.manage.cancel import cancel
+    from hpcrl.launch.manage.cancel import SAVING_S, cancel
 
     def act(run: Run) -> None:
-        state = cancel(run, 0.0 if arguments.now else _CANCEL_S, _waiting)
+        state = cancel(run, 0.0 if arguments.now else SAVING_S, _waiting)
         message = f"{state.run.name}: {state.kind}: {state.detail}\n"
         if not state.over:
             message += "It was asked to save and to stop, and will; `hpcrl cancel --now` does not wait for that.\n"

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpcrl.cli._common import RUNS, add_root
-from hpcrl.cli.samples import decoder_of
 from hpcrl.text import one_line
 
 if TYPE_CHECKING:
@@ -24,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _report(arguments: argparse.Namespace) -> int:
+    from hpcrl.data.rollouts import decoder_of
     from hpcrl.launch.manage.registry import find_runs
     from hpcrl.observe.report.content import content_of
     from hpcrl.observe.report.page import page
@@ -49,6 +49,7 @@ def _serve(runs: list[Run], port: int) -> int:
     from contextlib import suppress
     from socket import gethostname
 
+    from hpcrl.data.rollouts import decoder_of
     from hpcrl.observe.report.live import LiveReport
 
     live = LiveReport(runs, decoder_of, port)

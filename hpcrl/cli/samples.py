@@ -11,7 +11,7 @@ from hpcrl.cli._common import add_run, named_run, positive
 from hpcrl.text import one_line, printable
 
 if TYPE_CHECKING:
-    from hpcrl.data.rollouts import Decode, Rollout, Segment
+    from hpcrl.data.rollouts import Rollout, Segment
     from hpcrl.rundir.layout import Run
 
 
@@ -35,48 +35,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _samples(arguments: argparse.Namespace) -> int:
-    from hpcrl.data.rollouts import evaluated_samples, ordered, read_trained, trained_samples
+    from hpcrl.data.rollouts import find_samples
 
     run = named_run(arguments)
-    if arguments.eval:
-        at, found = evaluated_samples(run, arguments.step)
-        places = ordered([rollout.reward for rollout in found], arguments.order, arguments.seed)
-        shown, of = [found[place] for place in places[: arguments.n]], f"the evaluation of version {at}"
-    else:
-        at, found = trained_samples(run, arguments.step)
-        places = ordered([group.rewards[place] for group, place in found], arguments.order, arguments.seed)
-        chosen = [found[place] for place in places[: arguments.n]]
-        shown, of = read_trained(run, chosen, decoder_of(run)), f"step {at}"
+    at, count, shown = find_samples(
+        run, arguments.step, evaluated=arguments.eval, order=arguments.order, seed=arguments.seed, most=arguments.n
+    )
     if arguments.json:
         _print_json(run, shown)
         return 0
     order = f", {arguments.order}{' first' if arguments.order != 'random' else f', seed {arguments.seed}'}"
-    print(f"{run.name}: {len(shown)} of {len(found)} samples of {of}{order if arguments.order else ''}")
+    of = f"the evaluation of version {at}" if arguments.eval else f"step {at}"
+    print(f"{run.name}: {len(shown)} of {count} samples of {of}{order if arguments.order else ''}")
     for rollout in shown:
         print("\n".join(["", *_lines(rollout)]))
         for path in run.pictures_of(rollout.name):
             print(one_line(f"--- picture {path}"))
     return 0
-
-
-def decoder_of(run: Run) -> Decode:
-    """Return the decoder of a run's tokens.
-
-    Raises:
-        RunError: they cannot be decoded on this machine.
-    """
-    from hpcrl.config import Config
-    from hpcrl.data.family import data_family
-    from hpcrl.errors import RunError
-
-    config = Config.from_toml([run.config])
-    try:
-        return data_family(config).decoder(config)
-    except ImportError as error:
-        raise RunError(f"samples are decoded with {error.name}, which is not here: look where the jobs run") from error
-    except (OSError, ValueError) as error:
-        model = config.trainer.policy.model.pretrained
-        raise RunError(f"the tokenizer of {model} cannot be loaded, and samples are tokens: {error}") from error
 
 
 def _print_json(run: Run, rollouts: list[Rollout]) -> None:

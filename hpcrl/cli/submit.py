@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +11,6 @@ from hpcrl.cli._common import announce, follow, split
 from hpcrl.text import printable
 
 if TYPE_CHECKING:
-    from hpcrl.config import Config
     from hpcrl.launch.submit.executors import Submission
 
 
@@ -37,30 +34,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _submit(arguments: argparse.Namespace) -> int:
     from hpcrl.launch.submit import submit
+    from hpcrl.launch.submit.checked import checked_submission
     from hpcrl.launch.submit.models import folder_of
-    from hpcrl.launch.submit.preflight import check_checkpoint, check_files
-    from hpcrl.launch.submit.sweep import elements, load_elements, name_after
+    from hpcrl.launch.submit.sweep import elements
     from hpcrl.planning.disk import describe_disk
 
-    names, overrides = split(arguments.settings)
-    files = [Path(name) for name in names]
-    warnings = dict[str, None]()
-
-    def check(config: Config, source_of: Callable[[str], str | None]) -> None:
-        warnings.update(dict.fromkeys([*check_files(config, source_of), *check_checkpoint(config)]))
-
+    files, overrides = split(arguments.settings)
     varied = elements(arguments.sweep, arguments.seeds, arguments.sweep_file)
-    configs = load_elements(files, overrides, varied, check)
+    submission, warnings = checked_submission([Path(name) for name in files], overrides, varied)
     for warning in warnings:
         print(f"hpcrl: {printable(warning)}", file=sys.stderr)
-    name = configs[0].trainer.run_name or name_after(files[0] if files else Path("run"), time.strftime("%m%d-%H%M%S"))
-    submission = submit.prepare(name, list(zip(configs, varied, strict=True)))
     if arguments.dry_run:
         _show_dry_run(submission, scripts=arguments.script)
         return 0
     if not arguments.local:
         submit.require_slurm()
-    print("\n".join(describe_disk(configs[0], folder_of)))
+    print("\n".join(describe_disk(submission.elements[0].config, folder_of)))
     runs = submit.submit(submission, arguments.local)
     for run in runs:
         announce(run)

@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import tomli
@@ -73,17 +74,24 @@ class Merged:
             self.sources = {one: source for one, source in self.sources.items() if not f"{one}.".startswith(f"{path}.")}
 
 
-def read(paths: Sequence[Path | str], overrides: Sequence[str], cls: type) -> Merged:
+def read(
+    paths: Sequence[Path | str],
+    overrides: Sequence[str],
+    cls: type,
+    base: Mapping[str, Any] = MappingProxyType({}),
+) -> Merged:
     """Return the merged values of TOML files and of overrides `a.b.c=value`.
 
     Args:
         overrides: a value is TOML; a bare word is text; `default` goes back to the default, of texts and keys of tables no value at all.
         cls: the configuration; its settings that are locations are resolved against the file that sets them.
+        base: tables that files and overrides change; keys may be dotted, relative locations are resolved against the working directory.
 
     Raises:
         ConfigError: names every file that cannot be read and every override that is malformed.
     """
-    merged, problems, known = Merged(), [], settings(cls)
+    problems, known = list[Problem](), settings(cls)
+    merged = Merged(_located(nested(base), Path.cwd(), known))
     for path in map(Path, paths):
         try:
             text, tree = _parse(path, known)

@@ -79,6 +79,15 @@ class Config(ConfigTree):
         merged = Merged(tree=nested(tree))
         return cls._chosen(merged)._checked(merged)
 
+    def with_overrides(self: _C, overrides: Sequence[str] | str = ()) -> _C:
+        """Return this configuration with overrides `a.b.c=value`, checked, also one that was built by hand.
+
+        Relative locations in it are resolved against the working directory, as in overrides. Raises ConfigError as `from_toml`.
+        """
+        overrides = [overrides] if isinstance(overrides, str) else overrides
+        merged = read([], overrides, type(self), self.to_dict())
+        return self._chosen(merged)._checked(merged)
+
     @classmethod
     def from_dict_config(cls: type[_C], tree: Mapping[str, Any]) -> _C:
         """Return the checked configuration of OmegaConf's DictConfig, interpolations resolved; as SkyRL's method of this name.

@@ -10,7 +10,9 @@ from typing import Literal
 
 import numpy as np
 
+from hpcrl.config import Config
 from hpcrl.data.batch_file import batch_steps, read_batch
+from hpcrl.data.family import data_family
 from hpcrl.data.group_file import read_group
 from hpcrl.errors import DataError, RunError
 from hpcrl.rundir.eval_dumps import dumped_samples
@@ -185,3 +187,42 @@ def evaluated_samples(run: Run, version: int | None) -> tuple[int, list[Rollout]
         ]
     except TypeError as error:
         raise DataError(f"{run.evals_of(chosen)}: a sample has parts of another kind: {error}") from error
+
+
+def find_samples(
+    run: Run, step: int | None, *, evaluated: bool, order: Order | None, seed: int, most: int | None
+) -> tuple[int, int, list[Rollout]]:
+    """Return a step, or with `evaluated` the version of an evaluation, the number of its samples, and at most `most` of them in an order.
+
+    Args:
+        step: that trained them, or version; None: the newest.
+        order, seed: as of `ordered`.
+        most: None: all.
+
+    Raises:
+        RunError: there are none of this step or version, or they cannot be decoded on this machine.
+        DataError: a file is damaged.
+    """
+    if evaluated:
+        at, found = evaluated_samples(run, step)
+        places = ordered([rollout.reward for rollout in found], order, seed)
+        return at, len(found), [found[place] for place in places[:most]]
+    at, trained = trained_samples(run, step)
+    places = ordered([group.rewards[place] for group, place in trained], order, seed)
+    return at, len(trained), read_trained(run, [trained[place] for place in places[:most]], decoder_of(run))
+
+
+def decoder_of(run: Run) -> Decode:
+    """Return the decoder of a run's tokens.
+
+    Raises:
+        RunError: they cannot be decoded on this machine.
+    """
+    config = Config.from_toml([run.config])
+    try:
+        return data_family(config).decoder(config)
+    except ImportError as error:
+        raise RunError(f"samples are decoded with {error.name}, which is not here: look where the jobs run") from error
+    except (OSError, ValueError) as error:
+        model = config.trainer.policy.model.pretrained
+        raise RunError(f"the tokenizer of {model} cannot be loaded, and samples are tokens: {error}") from error

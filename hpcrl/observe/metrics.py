@@ -281,10 +281,10 @@ def read_metrics(run: Run, *names: str) -> list[Record]:
     return list(last_reports(records))
 
 
-def merged(run: Run) -> dict[int, dict[str, float]]:
-    """Return step to name to value over all processes."""
+def merged(run: Run, *names: str) -> dict[int, dict[str, float]]:
+    """Return step to name to value over all processes, by step; `names` as of `MetricsReader`."""
     steps: dict[int, dict[str, float]] = {}
-    for record in read_metrics(run):
+    for record in read_metrics(run, *names):
         steps.setdefault(record.step, {}).update(record.metrics)
     return steps
 

@@ -22,6 +22,8 @@ from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import cancel_outcome
 from hpcrl.runtime.signals import ask_to_stop
 
+SAVING_S = 150.0
+"""For how long `hpcrl cancel` awaits the end of a run that saves."""
 _LEAVING_S = 40.0  # Slurm kills what does not end 30 s after SIGTERM, unless the site says otherwise
 
 

@@ -12,6 +12,7 @@ import shutil
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -206,6 +207,8 @@ def launch(submission: Submission, local: bool) -> None:
         raise SubmitError(
             f"{pools[0].setting}.replicas: this machine has no partitions; with --local, set it to 0 and {pools[0].instead} higher"
         )
+    if local and threading.current_thread() is not threading.main_thread():  # only that one may have signals ignored
+        raise SubmitError("a run on this machine is started by the main thread of Python: call this there")
     if local and uploads_by_job(config):
         raise SubmitError(
             'slurm.upload.by: with --local there are no jobs; set it to "run", or to "command" and call `hpcrl upload`'

@@ -101,7 +101,7 @@ def elements(sweeps: Sequence[str], seeds: str | None, file: Path | None = None)
 
 
 def load_elements(
-    files: Sequence[Path],
+    given: Sequence[Path] | Config,
     overrides: Sequence[str],
     varied: Sequence[list[str]],
     check: Callable[[Config, Callable[[str], str | None]], object],
@@ -109,16 +109,18 @@ def load_elements(
     """Return the configuration of each element.
 
     Args:
+        given: TOML files, or a configuration.
         varied: the overrides of each element, as `elements` returns them.
         check: looks at what a configuration names, and raises ConfigError or DataError; its second argument says which file and line, or
             override, sets a path.
     """
     configs, found, unknown, kind = dict[int, Config](), dict[str, list[int]](), dict[str, str](), DataError
-    problems = []
+    problems, files = [], [] if isinstance(given, Config) else given
     for index, element in enumerate(varied):
+        own = [*overrides, *element]
         try:
-            configs[index] = Config.from_toml(files, [*overrides, *element])
-            check(configs[index], partial(source_of, files, [*overrides, *element]))
+            configs[index] = given.with_overrides(own) if isinstance(given, Config) else Config.from_toml(given, own)
+            check(configs[index], partial(source_of, files, own))
         except (ConfigError, DataError) as error:
             if isinstance(error, ConfigError):
                 kind = ConfigError
