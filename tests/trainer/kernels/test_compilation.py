@@ -41,7 +41,8 @@ def play(place: Path, model: Path, ways: Sequence[str], without: str) -> Played:
     out = place / "-".join(ways).replace(" ", "-")
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("TORCHINDUCTOR_CACHE_DIR", str(place / "cache"))
-        done = run_ranks(2, model, place / "run", out, without, *ways, script="trainer/kernels/compiling.py")
+        given = model, place / "run", out, without, *ways
+        done = run_ranks(2, *given, script="trainer/kernels/compiling.py", limit_s=600)
     found = [json.loads(path.read_text()) for rank in range(2) if (path := Path(f"{out}.{rank}")).exists()]
     return Played(done.returncode, done.stderr, {way: [one[way] for one in found] for way in ways})
 
