@@ -124,16 +124,9 @@ class Conversion:
                 continue
             if "://" in value or _VARIABLE.search(value):
                 del self.values[path]
-                kind = (
-                    "an address; trainer.upload copies to stores"
-                    if "://" in value
-                    else "one with a variable of the shell"
-                )
+                what = "a store; trainer.upload copies to one" if "://" in value else "a variable of the shell"
                 self.note(
-                    "dropped",
-                    path,
-                    "",
-                    f"{value} is left out, {kind}; name a directory, or all lies in the run directory",
+                    "dropped", path, "", f"{value} names {what}; name a directory, else the run directory has all"
                 )
             elif not value.startswith(("/", "~/", "./", "../")):
                 self.values[path] = f"./{value}"

@@ -208,7 +208,7 @@ class Run:
     def elsewhere(self) -> dict[Path, Path]:
         """The folders below other roots than slurm.root: symbolic links of the run directory, and the places that they lead to."""
         links = [self.path / name for name in OTHER_ROOTS.values()]
-        return {link: link.readlink() for link in links if link.is_symlink()}
+        return {link: self.path / link.readlink() for link in links if link.is_symlink()}
 
     @property
     def dumps(self) -> Path:

@@ -217,7 +217,9 @@ PARTS = (
     VerifiedPart(
         "weights", _weights, "the newest version is published again when the run is resumed; no other is needed"
     ),
-    VerifiedPart("checkpoints and folders below other roots that it had", _lost, "the run does not go on without them"),
+    VerifiedPart(
+        "presence of checkpoints and of folders on other filesystems", _lost, "the run does not go on without them"
+    ),
     VerifiedPart("checkpoints", _checkpoints, "the run is resumed from the newest one that is whole"),
     VerifiedPart("exports", _exports, "`hpcrl checkpoint export` makes one again, where its checkpoint is there"),
     VerifiedPart(

@@ -196,9 +196,7 @@ def submit(submission: Submission, local: bool) -> list[Run]:
                 parent.rmdir()
         if isinstance(error, OSError):
             where = error.filename or folder
-            raise SubmitError(
-                f"slurm.root: {where} cannot be written: {error.strerror}; look at that filesystem"
-            ) from error
+            raise SubmitError(f"{where} cannot be written: {error.strerror}; look at that filesystem") from error
         raise
     return runs
 
