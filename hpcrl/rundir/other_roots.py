@@ -101,6 +101,12 @@ def _lost(run: Run, link: Path, place: Path) -> str:
     return ""
 
 
+def own_homes(run: Run) -> list[Path]:
+    """Return the folders below other roots that belong to a run and are there."""
+    homes = dict.fromkeys(place.parent for place in run.elsewhere.values())
+    return [home for home in homes if os.path.realpath(home / _OWNER) == os.path.realpath(run.path)]
+
+
 def require_folders(run: Run, *links: Path) -> None:
     """Look whether folders of a run that lie below other roots are there.
 
