@@ -39,6 +39,18 @@ def is_worth_training(group: GroupMeta, metrics: Sequence[str], tolerance: float
     return len(values) >= min(2, len(group.samples)) and varied(values, tolerance)
 
 
+def share_without_spread(groups: Sequence[GroupMeta], dropped: int = 0) -> float | None:
+    """Return the share of groups whose samples all have the same reward, 1 of no groups; None where groups have one sample each.
+
+    Args:
+        dropped: further groups that were generated, and left out because they are such.
+    """
+    if groups and all(len(group.samples) == 1 for group in groups):
+        return None
+    count = dropped + sum(not is_worth_training(group, ()) for group in groups)
+    return count / (len(groups) + dropped) if groups or dropped else 1.0
+
+
 def reported(group: GroupMeta, name: str, setting: str) -> list[float]:
     """Return what the environment reports of each sample under a name; 0 where it does of others of the group alone, or all have failed.
 

@@ -33,7 +33,7 @@ def group(rewards: list[float], failed: str = "", **others: Any) -> GroupMeta:
 
 
 def metrics(*groups: GroupMeta) -> dict[str, float]:
-    return batch_metrics(Batch(1, list(groups), len(groups)))
+    return batch_metrics(Batch(1, list(groups), len(groups)), 1.0)
 
 
 def test_groups_whose_samples_all_failed_are_not_0() -> None:
@@ -102,7 +102,7 @@ GROUPS = [of_rows([1.0, 0.0], [3, 1]), of_rows([0.0, 0.0], [1, 5])]
 
 
 def test_metrics_are_means_over_samples() -> None:
-    found = batch_metrics(Batch(1, GROUPS, 2))
+    found = batch_metrics(Batch(1, GROUPS, 2), 1.0)
     assert found["reward/avg_raw_reward"] == 0.25
     assert found["reward/avg_pass_at_2"] == 0.5
     assert found["environment/tries"] == 2.5
@@ -112,7 +112,7 @@ def test_metrics_are_means_over_samples() -> None:
 
 
 def test_scores_are_means_over_samples() -> None:
-    found = scores(GROUPS)
+    found = scores(GROUPS, 1.0)
     assert (found["eval/all/avg_score"], found["eval/all/pass_at_2"], found["eval/all/pass_at_1"]) == (0.25, 0.5, 0.25)
 
 

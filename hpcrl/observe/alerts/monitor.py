@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from hpcrl.config import Config
-from hpcrl.config.sections.alerts import AlertRuleConfig
+from hpcrl.config.sections.alerts import AlertRuleConfig, AlertsConfig
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.errors import HpcrlError, did_you_mean
 from hpcrl.observe.alerts.notify import call_webhook, run_command, webhook_of
@@ -30,6 +30,8 @@ from hpcrl.runtime.signals import ask_to_stop
 _MODULE = "hpcrl.observe.alerts.monitor"
 _EVALUATED = (EVAL_SCORE, EVAL_LOSS, EVAL_FAILED)  # one of them is in every evaluation
 _PROGRESS = (STEP_SECONDS, *_EVALUATED)
+LEARNING = "learning"
+"""The rule that a run has without being asked, unless one of its own has this name."""
 _KEEP_BEST = "trainer.ckpt_keep_best"  # which no rule can be called
 _LONGEST_PAUSE_S = 60.0  # command and webhook are awaited between two looks
 
@@ -39,7 +41,7 @@ class Alerts:
 
     def __init__(self, run: Run, attempt: int, trainer: TrainerConfig) -> None:
         self._run, self._attempt, self._config = run, attempt, trainer.alerts
-        self._best = trainer.ckpt_keep_best
+        self._best, self._rules = trainer.ckpt_keep_best, rules_of(trainer.alerts, rewarded=trainer.learns_from_rewards)
         self._clock = SuspendAwareClock(_LONGEST_PAUSE_S)
         self._step, self._progressed = 0, self._clock.now()
         self._newest = {alert.name: alert for alert in read_alerts(run)}
@@ -47,14 +49,15 @@ class Alerts:
 
     def begin(self) -> None:
         """Judge from the first step on, and tell what was raised or missing and was not told, because of a kill or of the filesystem."""
-        rules = {name: metric for name, rule in self._config.rules.items() if (metric := metric_of(rule))}
-        self._judges = {name: AlertJudge(self._config.rules[name]) for name in rules}
+        rules = {name: metric for name, rule in self._rules.items() if (metric := metric_of(rule))}
+        self._judges = {name: AlertJudge(self._rules[name]) for name in rules}
         self._metrics = rules | ({_KEEP_BEST: self._best} if self._best else {})
         for alert in self._newest.values():
             if not alert.told and (alert.raised or alert.cleared is None):
                 self._tell(alert)
         self._reader, self._reported = MetricsReader(self._run, *_PROGRESS, *self._metrics.values()), set[str]()
-        self._seen, self._checked = dict[str, int](), set[str]()
+        self._seen = dict[str, int]()
+        self._checked = set(self._rules) - set(self._config.rules)  # groups of one sample have no spread to report
 
     def look(self) -> None:
         """Judge what has come since the last call."""
@@ -98,7 +101,7 @@ class Alerts:
                 self._step = record.step
                 if record.attempt == self._attempt:
                     self._progressed = now
-        for name, rule in self._config.rules.items():
+        for name, rule in self._rules.items():
             if rule.minutes is None:
                 continue
             idle = now - self._progressed
@@ -139,7 +142,7 @@ class Alerts:
 
     def _tell(self, alert: Alert) -> None:
         """Run the command, call the webhook and stop the run. Whoever is killed in between has it done again by the next attempt."""
-        rule = self._config.rules.get(alert.name)
+        rule = self._rules.get(alert.name)
         facts = self._facts(alert, rule)
         if self._config.command:
             variables = {f"HPCRL_ALERT_{name.upper()}": str(value) for name, value in facts.items()}
@@ -168,9 +171,16 @@ class Alerts:
         }
 
 
+def rules_of(alerts: AlertsConfig, *, rewarded: bool) -> dict[str, AlertRuleConfig]:
+    """Return the rules of a run by name: its own and, where the policy learns from rewards alone, that these differ."""
+    steps = alerts.steps_without_signal if rewarded else 0
+    default = {LEARNING: AlertRuleConfig(kind="no_spread_above", value=0.99, steps=steps)} if steps else {}
+    return {**default, **alerts.rules}
+
+
 def watcher(run: Run, attempt: int, trainer: TrainerConfig) -> dict[str, list[str]]:
     """Return the process that watches a run, by name; none where no setting names a metric."""
-    watched = trainer.alerts.rules or trainer.ckpt_keep_best
+    watched = rules_of(trainer.alerts, rewarded=trainer.learns_from_rewards) or trainer.ckpt_keep_best
     return {"alerts": [_MODULE, str(run.path), str(attempt)]} if watched else {}
 
 
