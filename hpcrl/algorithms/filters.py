@@ -40,15 +40,18 @@ def is_worth_training(group: GroupMeta, metrics: Sequence[str], tolerance: float
 
 
 def share_without_spread(groups: Sequence[GroupMeta], dropped: int = 0) -> float | None:
-    """Return the share of groups whose samples all have the same reward, 1 of no groups; None where groups have one sample each.
+    """Return the share of groups whose samples all have the same reward, those left out in which all samples failed; 1 of no groups.
+
+    None: groups have one sample each, or all samples failed.
 
     Args:
         dropped: further groups that were generated, and left out because they are such.
     """
-    if groups and all(len(group.samples) == 1 for group in groups):
+    rewarded = [group for group in groups if any(group.scored)]
+    if groups and (not rewarded or all(len(group.samples) == 1 for group in groups)):
         return None
-    count = dropped + sum(not is_worth_training(group, ()) for group in groups)
-    return count / (len(groups) + dropped) if groups or dropped else 1.0
+    count = len(rewarded) + dropped
+    return (dropped + sum(not is_worth_training(group, ()) for group in rewarded)) / count if count else 1.0
 
 
 def reported(group: GroupMeta, name: str, setting: str) -> list[float]:

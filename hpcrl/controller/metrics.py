@@ -54,7 +54,7 @@ def batch_metrics(batch: Batch, success_reward: float) -> dict[str, float]:
     for sample in chain.from_iterable(scored):
         for name, value in sample.env_metrics.items():
             environment[metric_name(name)].append(value)
-    alike = share_without_spread(groups, len(batch.dropped))
+    alike = share_without_spread(groups, sum(worth is not None for worth in batch.dropped.values()))
     return {
         **({} if alike is None else {WITHOUT_SPREAD: alike}),
         **_means(

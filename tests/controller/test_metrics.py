@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hpcrl.algorithms.filters import filter_values, is_worth_training
+from hpcrl.algorithms.filters import filter_values, is_worth_training, share_without_spread
 from hpcrl.config.sections.algorithm import DynamicSamplingConfig
 from hpcrl.config.sections.environment import REWARD_MODEL
 from hpcrl.controller.dynamic_sampling import DynamicSampling
@@ -109,6 +109,15 @@ def test_metrics_are_means_over_samples() -> None:
     assert (found["generate/samples"], found["generate/rows"]) == (4, 10)
     assert (found["generate/avg_num_tokens"], found["generate/max_num_tokens"]) == (10, 20)
     assert found["generate/avg_tokens_non_zero_rewards"] == 12
+
+
+def test_share_of_groups_whose_samples_have_the_same_reward() -> None:
+    """Failed samples do not differ from others; groups of one sample have nothing to differ from."""
+    different, alike, failed = group([1.0, 0.5]), group([0.5, 0.5]), group([1.0, 0.0], ".x")
+    assert metrics(different, alike, failed, different)["reward/groups_without_spread"] == 0.5
+    assert share_without_spread([different], dropped=3) == 0.75
+    assert share_without_spread([]) == 1.0
+    assert "reward/groups_without_spread" not in metrics(group([1.0]), group([1.0]))
 
 
 def test_scores_are_means_over_samples() -> None:

@@ -78,22 +78,28 @@ def own_rewards(config: Config, kind: Kind, prompt: Prompt | None = None) -> Ite
 def calls(config: Config) -> Iterator[RewardCall]:
     """Call each function on the first rows of its datasets, with an empty answer and with the ground truth; yield each call twice."""
     generator = config.generator
-    lengths = {
+    lengths: dict[Kind, int] = {
         "train": generator.sampling_params.max_generate_length,
         "eval": generator.eval_sampling.max_generate_length,
     }
+    for data, file, row, prompt, kind in _rows(config):
+        for setting, name, compares in own_rewards(config, kind, prompt):
+            reward: Reward = find(setting, name, {})
+            for answer, is_truth in _answers(truth_of(prompt.extras)):
+                call = RewardCall(setting, name, data, file, row, answer, is_truth, compares)
+                yield call
+                if answer is not None:
+                    yield _called(call, reward, prompt, lengths[kind], config)
+
+
+def _rows(config: Config) -> Iterator[tuple[str, str, int, Prompt, Kind]]:
+    """Yield the first rows of each dataset, once for each kind that they serve: setting, file, number, row and kind."""
+    sections = config.data, config.environment, config.generator.max_turns
     for data, sources, kinds in prompt_datasets(config):
         for source in sources:
-            rows = load_dataset([source], kinds, config.data, config.environment, generator.max_turns, first=_ROWS)
-            for row, prompt in enumerate(rows):
+            for row, prompt in enumerate(load_dataset([source], kinds, *sections, first=_ROWS)):
                 for kind in kinds:
-                    for setting, name, compares in own_rewards(config, kind, prompt):
-                        reward: Reward = find(setting, name, {})
-                        for answer, is_truth in _answers(truth_of(prompt.extras)):
-                            call = RewardCall(setting, name, data, source.location, row, answer, is_truth, compares)
-                            yield call
-                            if answer is not None:
-                                yield _called(call, reward, prompt, lengths[kind], config)
+                    yield data, source.location, row, prompt, kind
 
 
 def _answers(truth: Any) -> Iterator[tuple[str | None, bool]]:
