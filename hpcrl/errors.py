@@ -1,4 +1,4 @@
-"""Everything a user can cause, as one small tree of exceptions.
+"""Exceptions that a user can cause, as one small tree.
 
     HpcrlError            exit code 1
     ├── ConfigError       2   a key, a type, a combination

@@ -1,4 +1,4 @@
-"""What an address means for what is sent to it."""
+"""Finds the public address to which a plain http URL would send in the clear."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text that comes from elsewhere (datasets, policies, environments, users' exceptions, files of a run), made fit for a terminal or a name."""
+"""Makes foreign text (datasets, policies, environments, users' exceptions, files of a run) safe for a terminal or a name."""
 
 from __future__ import annotations
 

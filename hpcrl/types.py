@@ -1,4 +1,4 @@
-"""What flows between the parts of a run.
+"""Records that processes of a run exchange.
 
 A sample is one response to a prompt, and has one row or, with generator.step_wise_trajectories, a row for each of its turns. A row has no
 prompt/response split: the loss mask says which tokens the policy chose. Letters for shapes: T tokens of one row, P packed tokens of one

@@ -1,4 +1,4 @@
-"""Sizes and durations as people read them."""
+"""Formats sizes and durations for people."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from hpcrl.config import Config
 from hpcrl.controller.api import Api
 from hpcrl.controller.build import build_service
 from hpcrl.errors import HpcrlError
-from hpcrl.observe.alerts.monitor import watcher
+from hpcrl.observe.alerts.monitor import monitor_process
 from hpcrl.observe.tensorboard.event_file import Follower
 from hpcrl.observe.timeline import Timeline
 from hpcrl.observe.trackers.base import senders, trackers_of
@@ -40,7 +40,7 @@ def main(path: str) -> None:
     config = Config.from_toml([run.config])
     service = build_service(run, attempt, config, status)
     heartbeat.beat("serve")
-    followers = senders(run, trackers_of(config.trainer.logger)) | watcher(run, attempt, config.trainer)
+    followers = senders(run, trackers_of(config.trainer.logger)) | monitor_process(run, attempt, config.trainer)
     gc.freeze()  # the prompts stay, and to look through them for garbage takes long
     with Followers(run, attempt, followers), closing(Timeline(run, "controller", attempt)) as timeline:
         save_s, colocated = config.slurm.patience.save_seconds, config.trainer.placement.colocate_all

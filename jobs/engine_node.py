@@ -1,8 +1,8 @@
-"""One node's part of an engine that is on several nodes: python jobs/engine_node.py RUN
+"""Runs one node's part of an engine on several nodes: python jobs/engine_node.py RUN
 
 consumes   endpoints/, where the rollout worker on the engine's first node says where its processes meet
-waits for  that, and then for a newer one, for which the part is started anew
-produces   nothing; what the engine says is in logs/<attempt>/engine-part-<number>.log
+waits for  that, and then for a newer one, for which the part is started again
+produces   nothing; the engine's output is in logs/<attempt>/engine-part-<number>.log
 ends       with 0 on SIGTERM; with the exit code of hpcrl/errors.py when the part has ended, which ends the engine
 """
 
@@ -27,7 +27,7 @@ def main(path: str) -> None:
     status = StatusWriter(run, f"part-{number}", attempt, Heartbeat(run, attempt, f"part-{number}"))
     with ending_told(status):
         config = Config.from_toml([run.config])
-        nodes_backend(config).serve_part(run, config, attempt, number, status)
+        nodes_backend(config).serve_node(run, config, attempt, number, status)
 
 
 if __name__ == "__main__":

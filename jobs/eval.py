@@ -2,7 +2,7 @@
 
 consumes   config.toml and evaluation.json of the directory, the model and the datasets that config.toml names
 waits for  its own engine
-produces   results.json and report.md; what was said and scored in evals/v<version>/0.jsonl
+produces   results.json and report.md; samples and scores in evals/v<version>/0.jsonl
 ends       with 0 when all prompts are evaluated; with the exit code of hpcrl/errors.py otherwise. The engine never outlives it
 """
 

@@ -1,4 +1,4 @@
-"""A reward model's service of a run: python jobs/reward.py RUN
+"""Serves a reward model of a run: python jobs/reward.py RUN
 
 consumes   the reward model, and what rollout workers ask
 waits for  nothing

@@ -56,7 +56,7 @@ def serve(
     start_s = config.generator.inference_engine.start_timeout_seconds
     copies = weight_copy_dir(config.generator.inference_engine)  # with the TMPDIR of the node, not this process's own
     colocated = config.trainer.placement.colocate_all
-    if colocated and not has_turn(run, attempt, f"rollout-{replica}", status):
+    if colocated and not has_lease(run, attempt, f"rollout-{replica}", status):
         return
     with ExitStack() as stack:
         log = run.log(attempt, f"engine-{replica}")
@@ -65,7 +65,7 @@ def serve(
         from hpcrl.rollout.build import build_receiver, worker_options
         from hpcrl.rollout.family import load_generator
         from hpcrl.rollout.weights.copies import NodeCopies
-        from hpcrl.rollout.worker import work
+        from hpcrl.rollout.worker import run_worker
 
         options = replace(worker_options(run, config, attempt, replica), timeline=timeline)
         if copies:
@@ -87,9 +87,9 @@ def serve(
             "replica": replica,
             "baselines": options.baselines,
             "rewards": options.rewards,
-            "lessons": options.lessons,
+            "teacher_inputs": options.teacher_inputs,
         }
-        asyncio.run(work(options, engine, generator.maker(**given), generator.decode, status))
+        asyncio.run(run_worker(options, engine, generator.maker(**given), generator.decode, status))
 
 
 def end(*_: object) -> NoReturn:
@@ -104,14 +104,14 @@ def starting(status: StatusWriter) -> None:
     status.write("starting engine")
 
 
-def has_turn(run: Run, attempt: int, name: str, status: StatusWriter) -> bool:
+def has_lease(run: Run, attempt: int, name: str, status: StatusWriter) -> bool:
     """Wait until an engine may be started on the devices that it shares with the trainer; return whether it may, and not the run has ended."""
     with closing(ControllerClient(run, attempt)) as controller:
         while True:
-            status.write("waiting for its turn")
-            answer = controller.call("turn", worker=name)
-            if answer["stop"] or answer["turn"]:
-                return answer["turn"]
+            status.write("waiting for the GPU lease")
+            answer = controller.call("lease", worker=name)
+            if answer["stop"] or answer["lease"]:
+                return answer["lease"]
 
 
 if __name__ == "__main__":

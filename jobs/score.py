@@ -1,4 +1,5 @@
-"""Writes what a teacher says of the rows of datasets: torchrun jobs/score.py DIRECTORY, which `hpcrl score` has made (hpcrl/launch/local/score.py)
+"""Writes a teacher's log-probabilities of the rows of datasets: torchrun jobs/score.py DIRECTORY, which `hpcrl score` has made
+(hpcrl/launch/local/score.py)
 
 consumes   config.toml, score.json and dataset/ of the directory, the teacher that config.toml names
 waits for  nothing

@@ -31,7 +31,7 @@ from hpcrl.config import Config
 from hpcrl.observe.timeline import Timeline
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.heartbeat import Heartbeat
-from hpcrl.trainer.backends.colocation import DeviceTurns
+from hpcrl.trainer.backends.colocation import DeviceLease
 from hpcrl.trainer.backends.schedule import is_due
 from hpcrl.trainer.build import build_publisher, load_learner
 from hpcrl.trainer.controller_link import PROCESS, ControllerLink
@@ -59,11 +59,11 @@ def main(run_dir: str) -> None:
         joined(trainer.deterministic, config.slurm.gpus > 0, config.slurm.patience) as world,
         recorded(trainer.profiler, trainer.policy.record_memory, run, attempt, world, timeline) as record_step,
     ):
-        work(run, attempt, config, world, StopConsensus(world, STOP, heartbeat), timeline, record_step)
+        run_trainer(run, attempt, config, world, StopConsensus(world, STOP, heartbeat), timeline, record_step)
         STOP.ignore()
 
 
-def work(
+def run_trainer(
     run: Run,
     attempt: int,
     config: Config,
@@ -104,8 +104,8 @@ def train(
     """Train to the end of the run; raises Stopping once all that was trained up to a stop request is committed."""
     trainer, policy, consensus, start = config.trainer, learner.policy, learner.consensus, learner.start
     step, stopping = start.step, None
-    turns = DeviceTurns([policy, learner.critic], learner.world, colocated=trainer.placement.colocate_all)
-    turns.end(timer)
+    devices = DeviceLease([policy, learner.critic], learner.world, colocated=trainer.placement.colocate_all)
+    devices.release(timer)
     total, epoch = controller.start(step)
     save_interval, export_interval = trainer.checkpoint_interval(epoch), trainer.hf_save_interval
     learner.schedule(total)
@@ -117,13 +117,13 @@ def train(
             controller.measured(step, losses | describe_times(timer.between()))
         while (batch := controller.next(step, timer)) is not None:
             controller.report(f"step {batch.step}/{total}", step=batch.step, total=total)
-            metrics = turns.begin(timer) | learner.train(batch, timer)
+            metrics = devices.acquire(timer) | learner.train(batch, timer)
             step = batch.step
             weights = trainer.publishes(step, total)
             if (weights or trainer.offline) and not consensus.asked("publish"):  # else the next attempt does it
                 with timer("sync_weights"):
                     metrics |= publisher.publish(policy, step) if weights else {}
-                    metrics |= turns.end(timer)
+                    metrics |= devices.release(timer)
                     controller.published(step, weights)
                     publisher.retire()
             learner.reset_reference(step, epoch, timer)

@@ -1,10 +1,14 @@
-"""Pages written by hand: sentences of at most 30 words, words of the field, and short lines of the changelog."""
+"""Pages, docstrings, errors and help: sentences of at most 30 words, words of the field, short lines of the changelog."""
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
 from collections.abc import Iterator
+from io import StringIO
 from pathlib import Path
+from tokenize import COMMENT, generate_tokens
 
 import pytest
 
@@ -16,12 +20,27 @@ MOST_WORDS_OF_A_CHANGE = 20
 _PRIVATE = re.compile(
     r"\b(?:told|said|speaks|anew|apart|whoever|that which)\b|\bwhat (?:\w+ ){1,4}is,? is\b", re.IGNORECASE
 )
+_NAMES = r"(?:\w+, )*\w+(?:: |_| and \w+ are )"
+"""What a sentence may begin with in small letters: values that it explains, and names with an underscore."""
 _LEFT: set[str] = {
     "docs/gpu.md",
 }
 """Pages that are not yet cleaned."""
 _WRITTEN = [*WRITTEN, ROOT / "docs" / "config" / "library.md"]
 PAGES = [page for page in _WRITTEN if name_of(page) not in _LEFT]
+
+_LEFT_CODE = (
+    "hpcrl/algorithms", "hpcrl/controller", "hpcrl/convert", "hpcrl/engines", "hpcrl/envs", "hpcrl/families",
+    "hpcrl/rollout", "hpcrl/trainer", "hpcrl/config/sections/functions.py",
+)  # fmt: skip
+"""Folders of the product, and modules, whose English is not yet cleaned."""
+MODULES = [
+    name
+    for path in sorted([*(ROOT / "hpcrl").rglob("*.py"), *(ROOT / "jobs").glob("*.py")])
+    if not any((name := name_of(path)) == left or name.startswith(f"{left}/") for left in _LEFT_CODE)
+]
+_NO_PROSE = {"hpcrl/envs/rewards/numbers.py", "hpcrl/envs/sandbox/seccomp.py", "hpcrl/envs/simulators/arm.py"}
+"""Modules with a pattern, a table or a scene in a string, whose length is not that of a sentence."""
 
 
 def prose(text: str) -> Iterator[str]:
@@ -40,7 +59,7 @@ def prose(text: str) -> Iterator[str]:
 
 def sentences(text: str) -> Iterator[str]:
     for piece in prose(text):
-        for sentence in re.split(r"(?<=[.!?])[)\"*]*\s+(?=[^a-z])|:\n", piece):
+        for sentence in re.split(rf"(?<=[.!?])[)\"*]*\s+(?=[^a-z]|{_NAMES})|:\n", piece):
             yield " ".join(sentence.split())
 
 
@@ -59,6 +78,62 @@ def test_words_are_those_of_the_field(page: Path) -> None:
 @pytest.mark.parametrize("page", sorted(_LEFT))
 def test_pages_that_are_left_are_not_clean(page: str) -> None:
     assert any(len(one.split()) > MOST_WORDS for one in sentences((ROOT / page).read_text(encoding="utf-8")))
+
+
+def _sentences_of_docstring(text: str) -> Iterator[str]:
+    """Yield sentences; a row of a table and an entry of `Attributes:` are paragraphs, what they explain is no word."""
+    lines = re.sub(r"^ +(?=\S)", "\t", inspect.cleandoc(text), flags=re.MULTILINE)
+    names = r"^\t?\S.*?\S {2,}(?=\S)|^\t\**\w+(?:, \**\w+)*:(?= |$)|^\w+:$"
+    text = re.sub(names, "\n\n", lines, flags=re.MULTILINE).replace("\t", "")
+    yield from (one for one in sentences(text) if one)
+
+
+class _English(ast.NodeVisitor):
+    """Collect the sentences of a module: docstrings, and strings of errors, help and tables, each value of an f-string as one word."""
+
+    def __init__(self) -> None:
+        self.docstrings: list[str] = []
+        self.strings: list[str] = []
+
+    def visit_Expr(self, node: ast.Expr) -> None:
+        if isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            self.docstrings += _sentences_of_docstring(node.value.value)
+        else:
+            self.generic_visit(node)
+
+    def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
+        self._add("".join(str(one.value) if isinstance(one, ast.Constant) else "X" for one in node.values))
+        for one in node.values:
+            if isinstance(one, ast.FormattedValue):
+                self.visit(one.value)
+
+    def visit_Constant(self, node: ast.Constant) -> None:
+        if isinstance(node.value, str):
+            self._add(node.value)
+
+    def _add(self, text: str) -> None:
+        self.strings += [one for one in sentences(text) if " " in one]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_code_has_short_sentences_with_words_of_the_field(module: str) -> None:
+    code = (ROOT / module).read_text(encoding="utf-8")
+    english = _English()
+    english.visit(ast.parse(code))
+    comments = [token.string for token in generate_tokens(StringIO(code).readline) if token.type == COMMENT]
+    counted = english.docstrings if module in _NO_PROSE else [*english.docstrings, *english.strings]
+    assert [one for one in counted if len(one.split()) > MOST_WORDS] == []
+    assert [one for one in [*english.docstrings, *english.strings, *comments] if _PRIVATE.search(one)] == []
+
+
+def test_what_counts_as_a_sentence_of_code() -> None:
+    english = _English()
+    english.visit(ast.parse(
+        'def f(x):\n    """One two. Three `a b c` five.\n\n    Args:\n        x: six\n            seven. Eight.\n\n        *.y  nine ten\n    """\n'
+        '    raise ValueError(f"eleven {g(f\'a {x}\')} thirteen. " "Fourteen fifteen", key)\n'
+    ))  # fmt: skip
+    assert english.docstrings == ["One two.", "Three Code five.", "six seven.", "Eight.", "nine ten"]
+    assert english.strings == ["eleven X thirteen.", "Fourteen fifteen", "a X"]
 
 
 def test_a_change_is_one_short_line() -> None:

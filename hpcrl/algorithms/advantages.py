@@ -23,7 +23,7 @@ def _all_here(sums: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """What came of samples that are laid end to end, B of them with P entries in all.
+    """Results of samples that are laid end to end, B of them with P entries in all.
 
     An entry is a token for estimators that are marked `per_token`; these see the samples of one rank. The others see every sample
     of the batch, each as one entry that stands for all of its tokens.
@@ -314,7 +314,7 @@ def whiten(
 def normalize(
     advantages_P: torch.Tensor, mask_P: torch.Tensor, total: Callable[[torch.Tensor], torch.Tensor] = _all_here
 ) -> torch.Tensor:
-    """Return advantages with mean 0 and variance 1 over the mask on all ranks, and 0 outside of it.
+    """Return advantages with mean 0 and variance 1 over the mask on all ranks, and 0 elsewhere.
 
     The variance is the mean square, at least 1e-8. SkyRL's mean also counts padding.
     """

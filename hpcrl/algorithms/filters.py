@@ -31,9 +31,6 @@ def is_worth_training(group: GroupMeta, metrics: Sequence[str], tolerance: float
 
     Args:
         tolerance: what the highest may exceed the lowest by without a difference.
-
-    Raises:
-        DataError: no sample of the group reports one of the metrics.
     """
     values = filter_values(group, metrics)
     return len(values) >= min(2, len(group.samples)) and varied(values, tolerance)

@@ -3,8 +3,8 @@
 With x drawn from the policy, each estimates KL(pi || ref) (J. Schulman, "Approximating KL Divergence",
 http://joschu.net/blog/kl-approx.html); d = log pi - log ref. The gradient flows through the policy's log-probabilities.
 
-Tokens that an older policy drew estimate it with the weight r = pi / pi_old, whose gradient counts too: that makes the gradient of
-the estimate the gradient of the divergence (DeepSeek-V3.2, arXiv:2512.02556).
+Tokens of an older policy estimate it with the weight r = pi / pi_old, whose gradient counts too. So the gradient of the estimate is that
+of the divergence (DeepSeek-V3.2, arXiv:2512.02556).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Policy losses per token, from log-probabilities.
 
-A loss gives [P] values and the sums of its own metrics over the mask. It neither divides nor knows the mini-batch: who calls it
-multiplies by the weights of hpcrl/algorithms/reductions.py and adds everything up, so that nothing depends on packing, micro-batch
-size or number of ranks. The exceptions are clip_cov, kl_cov and m2po, which compare a token with the others of its micro-batch.
+A loss gives [P] values and the sums of its own metrics over the mask. It neither divides nor knows the mini-batch: the caller multiplies
+by the weights of hpcrl/algorithms/reductions.py and adds everything up. So nothing depends on packing, micro-batch size or number of
+ranks. The exceptions are clip_cov, kl_cov and m2po, which compare a token with the others of its micro-batch.
 
 A loss's other parameters are its settings (hpcrl/algorithms/settings.py): one with a default is its own, a setting of
 `trainer.algorithm.<loss>` with the type, range and default that stand here, and the meaning under `Args`; one without is a setting of
@@ -263,7 +263,7 @@ def kl_cov(tokens: LossTokens, *, kl_cov_frac: Share = 0.2, ppo_kl_coef: NotNega
 
 
 def cross_entropy(tokens: LossTokens) -> Values:
-    """Return the negative log-likelihood of the tokens, whatever their advantages.
+    """Return the negative log-likelihood of the tokens, without advantages.
 
     Nothing is clipped: `clip_ratio` is 0. Unlike SkyRL's, it obeys loss_reduction (token_sum gives SkyRL's sum) and excludes no KL
     or entropy term.
@@ -293,7 +293,7 @@ def importance_sampling(tokens: LossTokens) -> Values:
 
 
 def aipo(tokens: LossTokens, *, aipo_rho: float) -> Values:
-    """Return the loss with a ratio bounded on one side, whatever the advantage (AIPO, arXiv:2505.24034).
+    """Return the loss with a ratio bounded on one side, for any sign of the advantage (AIPO, arXiv:2505.24034).
 
     Formula:
         -min(r, aipo_rho) A

@@ -1,4 +1,4 @@
-"""What commands have in common: the run that they are about, overrides, and how they follow runs."""
+"""Shared arguments of commands: the run, overrides, and `--follow`."""
 
 from __future__ import annotations
 
@@ -53,14 +53,10 @@ def add_runs(parser: argparse.ArgumentParser) -> None:
 def each_run(arguments: argparse.Namespace, act: Callable[[Run], None], at_once: int = 1) -> int:
     """Do something with the run that a command was given, or with each run of the sweep; return the exit code.
 
-    Of a sweep, what goes wrong with one run is told, and does not keep it from the others; the exit code is then that of the first error.
+    In a sweep, the error of one run is printed and the other runs follow; the exit code is then that of the first error.
 
     Args:
         at_once: runs of a sweep with which it is done at the same time.
-
-    Raises:
-        RunError: no run matches, or several of different submissions.
-        HpcrlError: of `act`, where there is one run.
     """
     from concurrent.futures import ThreadPoolExecutor
 

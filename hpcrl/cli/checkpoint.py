@@ -74,7 +74,6 @@ def _rows(run: Run) -> list[_Listed]:
 
 
 def _state(path: Path, line: Sequence[Path]) -> tuple[str, str]:
-    """Return the state of a directory, and what is wrong with it."""
     from hpcrl.errors import CommitError
     from hpcrl.rundir.commit import is_committed, verify
     from hpcrl.rundir.layout import position_of

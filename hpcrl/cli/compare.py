@@ -32,7 +32,6 @@ def find_evaluation(name: str, root: Path) -> Evaluation:
 
     Raises:
         RunError: there is no such run, or it has no samples of that evaluation.
-        DataError: a file is damaged.
     """
     from hpcrl.errors import RunError
     from hpcrl.launch.manage.registry import find_run

@@ -1,4 +1,4 @@
-"""`hpcrl config …`: look at configurations, compare, explain and convert them. They start nothing."""
+"""`hpcrl config …`: show, compare, explain and convert configurations."""
 
 from __future__ import annotations
 
@@ -193,7 +193,6 @@ def _text(path: Path) -> str:
 
 
 def _load(words: list[str], root: Path | None) -> Config:
-    """Return the configuration of files or of one run, and overrides."""
     from hpcrl.config import Config
     from hpcrl.launch.manage.registry import find_run
     from hpcrl.rundir.layout import default_root

@@ -1,4 +1,4 @@
-"""`hpcrl data …`: what a configuration makes of its datasets, before anything is started."""
+"""`hpcrl data …`: check the datasets of a configuration before submission."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _OF_PAIR = (", chosen", ", rejected")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    text = "count the rows, pairs or prompts of the datasets of a run, say how long they are, what would be left out and which columns nothing reads, and show some rows that are trained"
+    text = "count the rows, pairs or prompts of a run's datasets, and show some trained rows. Prints their lengths, what would be left out, and which columns nothing reads"
     check = commands.add_parser("check", help=text, description=text[0].upper() + text[1:] + ".")
     check.add_argument(
         "settings", nargs="+", metavar="FILE|KEY=VALUE", help="TOML files and overrides, later ones over earlier ones"
@@ -42,7 +42,6 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _prompts(config: Config) -> bool:
-    """Print what becomes of datasets of prompts, and return whether a run could use them."""
     from hpcrl.data.datasets import counted_prompts, load_dataset, prompt_datasets, unread_columns
     from hpcrl.errors import DataError
     from hpcrl.launch.submit.preflight import writes_texts
@@ -84,7 +83,6 @@ def _show_unread(columns: Sequence[str]) -> None:
 
 
 def _rows(config: Config, shown: int) -> bool:
-    """Print what becomes of datasets whose rows are trained, and return whether a run could use them."""
     from hpcrl.data.sources import training_sources, validation_sources
     from hpcrl.data.token_cache import TokenCache, key_of
     from hpcrl.data.tokenize import Recipe, shared_facts
@@ -125,7 +123,6 @@ def _print_tokenizer(config: Config, *, chats: bool) -> None:
 
 
 def _dataset(source: Source, recipe: Recipe, renderer: RowRenderer, shown: int) -> bool:
-    """Print what becomes of a dataset, and return whether a run could use it."""
     from hpcrl.data.datasets import WatchedRow
     from hpcrl.data.tokenize import Counts, fitted
     from hpcrl.errors import DataError

@@ -1,4 +1,4 @@
-"""`hpcrl doctor`: what this cluster, its filesystem and a compute node mean for a run."""
+"""`hpcrl doctor`: check this cluster, its filesystem and a compute node for a run."""
 
 from __future__ import annotations
 

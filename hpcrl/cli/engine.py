@@ -1,4 +1,4 @@
-"""`hpcrl engine`: an inference server outside of runs, for those whose generator.inference_engine.remote_urls name it."""
+"""`hpcrl engine`: start an inference server outside of runs, for generator.inference_engine.remote_urls."""
 
 from __future__ import annotations
 

@@ -41,8 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "name",
         metavar="NAME",
         nargs="?",
-        help="an environment that ls shows, a reward of docs/rewards.md, or package.module:Class or package.module:function, which is looked for "
-        "in python_path of --config, else in the working directory (default: what --config rewards training with)",
+        help="an environment that ls shows, a reward of docs/rewards.md, or package.module:Class or package.module:function. An import path is looked "
+        "for in python_path of --config, else in the working directory. Default: what --config rewards training with",
     )
     play.add_argument(
         "--data", metavar="FILE", help="dataset (default: the first of data.train_data, else example rows)"

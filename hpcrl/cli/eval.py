@@ -1,4 +1,4 @@
-"""`hpcrl eval`: what a checkpoint, or any model, scores on prompts."""
+"""`hpcrl eval`: evaluate a checkpoint, or any model, on prompts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors of a configuration that name what SkyRL or Cosmos-RL calls a setting. The configuration itself imports no converter."""
+"""Adds SkyRL's or Cosmos-RL's name of a setting to errors of a configuration. The configuration itself imports no converter."""
 
 from __future__ import annotations
 

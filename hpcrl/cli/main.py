@@ -1,4 +1,4 @@
-"""The command line: which commands there are. The module of a command is imported only when that is asked for, so `hpcrl --help` is instant."""
+"""Dispatches the commands of `hpcrl`; each command's module is imported only for it, so `hpcrl --help` is instant."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from io import TextIOWrapper
 from pathlib import Path
 
 import hpcrl
 from hpcrl.cli._common import say_what_is_empty
+from hpcrl.cli.completion import complete
 from hpcrl.cli.foreign import with_names_elsewhere
 from hpcrl.errors import ConfigError, HpcrlError, did_you_mean
 from hpcrl.text import printable
@@ -48,7 +49,11 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
     "steer": {
         "cancel": ("hpcrl.cli.cancel", "save, stop and take a run, or a sweep, off the cluster"),
         "requeue": ("hpcrl.cli.requeue", "save, and go back into the queue"),
-        "resume": ("hpcrl.cli.resume", "start the next attempt of a run that ended early"),
+        "resume": (
+            "hpcrl.cli.resume",
+            "start the next attempt of a run that ended early, or give a finished one a later end",
+        ),
+        "rm": ("hpcrl.cli.rm", "remove runs that are over, or all of them but their metrics"),
     },
     "look at results": {
         "samples": ("hpcrl.cli.samples", "show samples: prompt, turns, reward and why they ended"),
@@ -71,14 +76,38 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
         "config": ("hpcrl.cli.config", "show, compare, explain, check and convert configurations"),
         "data": ("hpcrl.cli.data", "say what becomes of the rows of datasets: counts, lengths, what is trained"),
         "env": ("hpcrl.cli.env", "list environments, and play one in the terminal"),
+        "completion": ("hpcrl.cli.completion", "print the lines by which a shell completes commands and options"),
         "doctor": ("hpcrl.cli.doctor", "say what this cluster, its filesystem and a compute node mean for a run"),
     },
 }
 """By what a person wants: the commands, each with its module, whose `add_arguments` gets the command's parser, and its help."""
+_ELSEWHERE = {
+    "run": "submit",
+    "train": "submit",
+    "launch": "submit",
+    "clean": "rm",
+    "delete": "rm",
+    "ls": "status",
+    "list": "status",
+}
+"""Commands of other tools -> the command here."""
+_JOB_PACKAGES = ("aiohttp", "numpy", "pyarrow", "safetensors", "tensorboard", "torch", "transformers", "uvicorn")
+"""What the extra `job` installs, and a login node may lack."""
 
 
 def _parser(argv: Sequence[str]) -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     """Return the parser of this command line, and that of its command, which alone has its arguments."""
+    named = next((word for word in argv if not word.startswith("-")), None)
+    parser, commands = _parsers(lambda name: name == named)
+    if named is not None and named not in commands:
+        parser.error(f"there is no command {named!r}{_meant(named)}")
+    return parser, commands[named] if named else parser
+
+
+def _parsers(
+    with_arguments: Callable[[str], bool],
+) -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """Return the parser of all commands, and that of each; the modules of those `with_arguments` are imported."""
     parser = argparse.ArgumentParser(
         prog="hpcrl",
         usage="hpcrl [-h] [--version] COMMAND ...",
@@ -87,19 +116,23 @@ def _parser(argv: Sequence[str]) -> tuple[argparse.ArgumentParser, argparse.Argu
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"hpcrl {hpcrl.__version__}")
-    commands = parser.add_subparsers(prog="hpcrl", metavar="COMMAND", required=True, help=argparse.SUPPRESS)
-    named = next((word for word in argv if not word.startswith("-")), None)
-    known = [name for group in COMMANDS.values() for name in group]
-    if named is not None and named not in known:
-        parser.error(f"there is no command {named!r}{did_you_mean(named, known)}")
-    chosen = parser
-    for group in COMMANDS.values():
-        for name, (module, text) in group.items():
-            command = commands.add_parser(name, description=text[0].upper() + text[1:] + ".")
-            if name == named:
-                importlib.import_module(module).add_arguments(command)
-                chosen = command
-    return parser, chosen
+    group = parser.add_subparsers(prog="hpcrl", metavar="COMMAND", required=True, help=argparse.SUPPRESS)
+    commands = dict[str, argparse.ArgumentParser]()
+    for name, (module, text) in (item for commands in COMMANDS.values() for item in commands.items()):
+        commands[name] = group.add_parser(name, description=text[0].upper() + text[1:] + ".")
+        if with_arguments(name):
+            importlib.import_module(module).add_arguments(commands[name])
+    return parser, commands
+
+
+def _meant(word: str) -> str:
+    """Return which command may be meant: one that other tools call so, a command of a command, or one that is spelt alike."""
+    if word in _ELSEWHERE:
+        return f"; did you mean hpcrl {_ELSEWHERE[word]}?"
+    _, commands = _parsers(lambda _: True)
+    listed = re.compile(rf"^    {re.escape(word)}\b", re.MULTILINE)
+    own = [f"hpcrl {name} {word}" for name, command in commands.items() if listed.search(command.format_help())]
+    return f"; did you mean {' or '.join(own)}?" if own else did_you_mean(word, commands)
 
 
 def _overview() -> str:
@@ -107,12 +140,18 @@ def _overview() -> str:
     lines = []
     for title, group in COMMANDS.items():
         lines += [f"{title}:", *(f"  {name:{width}}  {text}" for name, (_, text) in group.items()), ""]
-    return "\n".join([*lines, "`hpcrl COMMAND --help` describes a command."])
+    return "\n".join([*lines, "`hpcrl COMMAND --help` describes a command. Exit codes: docs/commands.md."])
 
 
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks for the words that may follow
+        words = os.environ["COMP_LINE"].split()
+        complete(_parsers(lambda name: name in words)[0])
     parser, chosen = _parser(argv)
+    if not argv:
+        parser.print_help(sys.stderr)
+        return 2
     command = argv[argv.index("--") + 1 :] if "--" in argv else []  # of the user's own, after those of hpcrl
     argv = argv[: argv.index("--")] if command else argv
     arguments, rest = parser.parse_known_args(argv)
@@ -147,6 +186,12 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in _JOB_PACKAGES:
+            raise
+        print(f"hpcrl: this needs {package}: do it where the jobs run, or pip install 'hpcrl[job]'", file=sys.stderr)
+        return HpcrlError.exit_code
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise

@@ -1,4 +1,4 @@
-"""The command `hpcrl plan`: which node and which rank does what, and what that needs of its memory. It starts nothing."""
+"""`hpcrl plan`: print the nodes and ranks of a run, and the memory that they need. It starts nothing."""
 
 from __future__ import annotations
 
@@ -93,8 +93,8 @@ def _layers(config: Config) -> Iterator[str]:
     megatron, remedy = config.trainer.policy.megatron_config, "; it is the extra transformer-engine" if gpus else ""
     if (size := megatron.context_parallel_size) > 1:
         yield (
-            f"  hint: without TransformerEngine each of the {size} context-parallel ranks gathers the keys and values of a sample and computes "
-            f"attention over all of its tokens; what they share is the rest of the layers{remedy}"
+            f"  hint: without TransformerEngine each of the {size} context-parallel ranks gathers the keys and values of a sample and "
+            f"computes attention over all of its tokens. They share only the rest of the layers{remedy}"
         )
     if gpus and megatron.expert_model_parallel_size > 1 and megatron.moe_grouped_gemm:
         yield f"  hint: without TransformerEngine a rank computes its experts one after the other{remedy}"
@@ -213,7 +213,7 @@ def _memory(config: Config, found: Estimate) -> Iterator[str]:
     yield f"  in all {found.total / unit:,.2f}: {resident / unit:,.2f} stay all the time, {(found.total - resident) / unit:,.2f} more while the model that needs most is computed"
     memory = memory_of_rank(config, trainer.placement.critic_nodes[1] if apart else None)
     if trainer.placement.colocate_all and config.slurm.gpus > 0:
-        yield from _turns(config, found, memory, unit)
+        yield from _colocation(config, found, memory, unit)
     else:
         yield _of_device(found.total, memory, unit)
     exact = "weights" if trainer.strategy == "megatron" else "weights, gradients and optimizer"
@@ -223,16 +223,16 @@ def _memory(config: Config, found: Estimate) -> Iterator[str]:
     )
 
 
-def _turns(config: Config, found: Estimate, memory: tuple[float | None, str], unit: int) -> Iterator[str]:
-    from hpcrl.planning.colocation import on_host, turns
+def _colocation(config: Config, found: Estimate, memory: tuple[float | None, str], unit: int) -> Iterator[str]:
+    from hpcrl.planning.colocation import leased_memory, on_host
 
     device, source = memory
     if device is None:
         yield f"  in turns with an engine, on a device whose memory is unknown ({source})"
     else:
-        for turn in turns(config, found, device):
+        for turn in leased_memory(config, found, device):
             both = f"{turn.trainer / unit:,.2f} of the trainer and {turn.engine / unit:,.2f} of the engine"
-            yield f"  in the {turn.whose}'s turn {both}"
+            yield f"  in the {turn.holder}'s turn {both}"
             yield _of_device(turn.trainer + turn.engine, memory, unit)
     held = on_host(config, found) / unit
     yield f"  host memory for what leaves the device in the engine's turn, kept in both: {held:,.2f} for each rank"
@@ -248,7 +248,6 @@ def _of_device(total: int, memory: tuple[float | None, str], unit: int) -> str:
 
 
 def _served(config: Config) -> Iterator[str]:
-    """Yield what the models need that only compute: those of reward services and scorers."""
     from importlib.util import find_spec
 
     from hpcrl.launch.submit.models import fetch_entries, folder_of

@@ -1,4 +1,4 @@
-"""`hpcrl report`: one HTML file that shows runs: whether they learn, their curves, what they do when, and samples."""
+"""`hpcrl report`: write one HTML file about runs: verdict, curves, timeline and samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`hpcrl requeue`: a run, or each of a sweep, saves and goes back into the queue."""
+"""`hpcrl requeue`: let a run, or each of a sweep, save and go back into the queue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`hpcrl rescore`: what the samples of an evaluation score with other rewards; nothing is generated."""
+"""`hpcrl rescore`: score the samples of an evaluation with other rewards; nothing is generated."""
 
 from __future__ import annotations
 
@@ -53,7 +53,6 @@ def _rescore(arguments: argparse.Namespace) -> int:
 
 
 def _default_place(evaluation: Evaluation) -> Path:
-    """Return a directory that is not there yet."""
     run, stamp = evaluation.run, time.strftime("%m%d-%H%M%S")
     if (run.path / "evaluation.json").exists():
         return run.path.with_name(f"{run.name}-rescored-{stamp}")

@@ -1,4 +1,4 @@
-"""`hpcrl reward …`: reward models outside of runs."""
+"""`hpcrl reward …`: serve and evaluate reward models outside of runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`hpcrl samples`: prompts, responses and rewards of a run, or the rows that it trained and what of them."""
+"""`hpcrl samples`: show prompts, responses and rewards of a run, or its trained rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`hpcrl score`: what the teacher of a configuration says of the rows that its run will learn."""
+"""`hpcrl score`: compute a teacher's log-probabilities of the rows that a run will learn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`hpcrl stacks`: show what every process of a run is doing now."""
+"""`hpcrl stacks`: show the stacks of every process of a run."""
 
 from __future__ import annotations
 

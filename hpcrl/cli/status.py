@@ -1,4 +1,4 @@
-"""`hpcrl status`: in what state runs are, why, and how far."""
+"""`hpcrl status`: show the state and progress of runs."""
 
 from __future__ import annotations
 
@@ -24,6 +24,9 @@ Achieved = TypeVar("Achieved", bound="Headline")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_root(parser)
     parser.add_argument("runs", nargs="*", metavar="RUN", help=f"{RUNS} (default: all runs)")
+    parser.add_argument(
+        "--size", action="store_true", help="the size of each run on disk too; reads the size of each file"
+    )
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--json", action="store_true", help="a JSON list, one object per run")
     how.add_argument(
@@ -35,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _status(arguments: argparse.Namespace) -> int:
     from json import dumps
 
-    from hpcrl.launch.manage.registry import all_runs, find_runs, known_states
+    from hpcrl.launch.manage.registry import all_runs, find_runs, known_states, unreadable
     from hpcrl.rundir.layout import default_root
 
     root = arguments.root or default_root()
@@ -46,16 +49,32 @@ def _status(arguments: argparse.Namespace) -> int:
     if arguments.follow and (going_on := [state.run for state in states if not state.over]):
         return follow(going_on)
     if arguments.json:
-        print(dumps([_as_json(state) for state in states], indent=2))
+        print(dumps([_as_json(state, arguments.size) for state in states], indent=2))
     elif len(named) == 1:
         _show(states[0])
+        if arguments.size:
+            print(f"  {'disk':11} {_size(states[0].run)}")
     elif not states:
-        print(f"no runs under {root.absolute()}")
+        foreign = unreadable(root)
+        print(f"no runs under {root.absolute()}" + (f", but {len(foreign)} that you may not read" if foreign else ""))
     else:
         from hpcrl.observe.summary import headline
 
-        print("\n".join(_line(state, _achieved(state, headline)) for state in states))
+        for state in states:
+            print(_line(state, _achieved(state, headline)) + (f" · {_size(state.run)}" if arguments.size else ""))
+        if not named and (foreign := unreadable(root)):
+            print(f"and {len(foreign)} that you may not read, such as {foreign[0]}")
     return 0
+
+
+def _size(run: Run) -> str:
+    """Return the size of a run, and its largest folders."""
+    from hpcrl.launch.manage.remove import sizes_of
+    from hpcrl.units import readable_size
+
+    sizes = sizes_of(run)
+    large = [f"{name or 'files'} {readable_size(size)}" for name, size in list(sizes.items())[:3]]
+    return f"{readable_size(sum(sizes.values()))} ({', '.join(large)})"
 
 
 def _line(state: RunState, achieved: Headline | None) -> str:
@@ -73,7 +92,6 @@ def _alerts(run: Run) -> list[Alert]:
 
 
 def _achieved(state: RunState, read: Callable[[Run], Achieved]) -> Achieved | None:
-    """Return what a run has achieved; None where its files are damaged, or may be."""
     from hpcrl.errors import RunError
 
     with suppress(RunError, OSError):  # the state names it
@@ -99,18 +117,19 @@ def _show(state: RunState) -> None:
 
 def _view(state: RunState) -> RunView:
     from hpcrl.errors import RunError
-    from hpcrl.launch.manage.follow import look_once
+    from hpcrl.launch.manage.follow import read_view
     from hpcrl.launch.manage.screen import RunView
-    from hpcrl.observe.live_status import Watch
+    from hpcrl.observe.live_status import LiveStatusReader
 
     with suppress(RunError, OSError):  # the state names it
-        return replace(look_once(state.run, Watch(state.run)), state=state)
+        return replace(read_view(state.run, LiveStatusReader(state.run)), state=state)
     return RunView(state.run, state)
 
 
-def _as_json(state: RunState) -> dict[str, Any]:
+def _as_json(state: RunState, with_size: bool) -> dict[str, Any]:
     from dataclasses import asdict
 
+    from hpcrl.launch.manage.remove import sizes_of
     from hpcrl.observe.summary import summarise
     from hpcrl.upload.state import upload_states
 
@@ -133,4 +152,5 @@ def _as_json(state: RunState) -> dict[str, Any]:
         "alerts": [{**asdict(alert.begin), "cleared": alert.cleared} for alert in _alerts(state.run)],
         "uploads": {store: asdict(upload) for store, upload in upload_states(state.run).items()},
         "processes": [asdict(status) for status in state.statuses],
+        **({"bytes": sizes_of(state.run)} if with_size else {}),
     }

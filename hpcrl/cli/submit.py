@@ -22,9 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "example: hpcrl submit configs/quickstart.toml slurm/sites/devcluster.toml trainer.seed=1"
     parser.add_argument("settings", nargs="+", metavar="FILE|KEY=VALUE", help="configuration files, then overrides")
     parser.add_argument("--local", action="store_true", help="run on this machine, without Slurm")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print configuration, batch script and plan; submit nothing"
-    )
+    parser.add_argument("--dry-run", action="store_true", help="print configuration and plan; submit nothing")
+    parser.add_argument("--script", action="store_true", help="with --dry-run: the batch scripts too")
     parser.add_argument("--follow", action="store_true", help="show progress until the run is over")
     parser.add_argument(
         "--sweep", action="append", default=[], metavar="KEY=V1,V2", help="one array element per value; repeatable"
@@ -57,7 +56,7 @@ def _submit(arguments: argparse.Namespace) -> int:
     name = configs[0].trainer.run_name or name_after(files[0] if files else Path("run"), time.strftime("%m%d-%H%M%S"))
     submission = submit.prepare(name, list(zip(configs, varied, strict=True)))
     if arguments.dry_run:
-        _show_dry_run(submission)
+        _show_dry_run(submission, scripts=arguments.script)
         return 0
     if not arguments.local:
         submit.require_slurm()
@@ -68,7 +67,7 @@ def _submit(arguments: argparse.Namespace) -> int:
     return follow(runs) if arguments.follow else 0
 
 
-def _show_dry_run(submission: Submission) -> None:
+def _show_dry_run(submission: Submission, *, scripts: bool) -> None:
     from hpcrl.launch.nodes import describe_plan, make_plan
     from hpcrl.launch.pools import describe_pools
     from hpcrl.launch.submit.executors import batch_scripts
@@ -77,10 +76,10 @@ def _show_dry_run(submission: Submission) -> None:
 
     config = submission.elements[0].config
     print("# configuration: what is not the default\n" + config.to_toml(only_changed=True))
-    for title, script in batch_scripts(submission).items():
-        print(f"# {title}\n{script}")
     print("# plan")
     for run, element in zip(submission.runs, submission.elements, strict=True):
         print(f"{run.path}  {' '.join(element.overrides)}".rstrip())
     print("\n".join([*describe_plan(make_plan(config)), *describe_pools(config), *describe_disk(config, folder_of)]))
-    print("dry run: nothing was submitted")
+    for title, script in batch_scripts(submission).items() if scripts else ():
+        print(f"# {title}\n{script}")
+    print("dry run: nothing was submitted" + ("" if scripts else "; --script shows the batch scripts"))

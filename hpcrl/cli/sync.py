@@ -1,4 +1,4 @@
-"""`hpcrl sync`: send what a run reported to a tracker, from wherever its directory can be read."""
+"""`hpcrl sync`: send the metrics of a run to a tracker, from any machine that reads its directory."""
 
 from __future__ import annotations
 

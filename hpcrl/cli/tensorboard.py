@@ -11,7 +11,7 @@ from hpcrl.cli._common import RUNS, add_root
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_root(parser)
     parser.add_argument("runs", nargs="+", metavar="RUN", help=RUNS)
-    parser.add_argument("--rebuild", action="store_true", help="write RUN/tensorboard anew from RUN/metrics")
+    parser.add_argument("--rebuild", action="store_true", help="write RUN/tensorboard again from RUN/metrics")
     parser.add_argument("--port", type=int, default=6006, help="of the server (6006)")
     parser.set_defaults(action=_tensorboard)
 

@@ -1,4 +1,4 @@
-"""`hpcrl trace`: write what the processes of a run did when, for Perfetto and chrome://tracing."""
+"""`hpcrl trace`: write the timeline of a run's processes, for Perfetto and chrome://tracing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`hpcrl upload`: copy exports and checkpoints to the hub or to S3, from wherever there is a network and the run directory can be read."""
+"""`hpcrl upload`: copy exports and checkpoints to the hub or to S3, from any machine with a network and the run directory."""
 
 from __future__ import annotations
 
@@ -71,7 +71,6 @@ def _upload_run(run: Run, arguments: argparse.Namespace) -> None:
 
 
 def _asked(config: Config, arguments: argparse.Namespace) -> UploadConfig:
-    """Return trainer.upload with what the options say in its place."""
     from dataclasses import replace
 
     from hpcrl.config.errors import raise_together
@@ -104,12 +103,7 @@ def _require_no_other(run: Run, config: Config, stores: list[str]) -> None:
 
 
 def _send(run: Run, uploaders: list[Uploader], upload: UploadConfig, step: int | None) -> None:
-    """Send what is asked for once, whatever is known of earlier uploads; the store is compared with the files.
-
-    Raises:
-        RunError: there is nothing to send.
-        HpcrlError: the first of what could not be sent, once the others have been.
-    """
+    """Send what is asked for once, whatever is known of earlier uploads; the store is compared with the files."""
     from hpcrl.errors import HpcrlError, RunError
 
     failures = list[HpcrlError]()
@@ -142,7 +136,6 @@ def _chosen(run: Run, store: str, upload: UploadConfig, step: int | None) -> lis
 
 
 def _watch(run: Run, uploaders: list[Uploader]) -> None:
-    """Raise RunError where something is missing in a store at the end."""
     from hpcrl.errors import RunError
     from hpcrl.launch.manage.poll import RunPoller
     from hpcrl.launch.manage.registry import known_states
@@ -156,8 +149,6 @@ def _watch(run: Run, uploaders: list[Uploader]) -> None:
 
 
 def _until(over: Callable[[], bool]) -> Callable[[], bool]:
-    """Return what waits for a moment and then says whether the run goes on."""
-
     def more() -> bool:
         if over():
             return False

@@ -1,4 +1,4 @@
-"""`hpcrl verify`: compare everything in a run directory with its checksums."""
+"""`hpcrl verify`: compare the files of a run directory with their checksums."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Inference engines: what the configuration asks of each, and which one a configuration names.
+"""Declares what the configuration requires of an inference engine, and returns the engine that a configuration names.
 
 An engine is a package such as hpcrl.engines.vllm. Its object `BACKEND` answers the configuration; its modules answer the layers above, each by a
 Protocol: `rollout` and `nodes` (hpcrl/rollout/engines/launch.py), `teacher` (hpcrl/trainer/scoring/engine.py), `launch` (hpcrl/launch/backend.py),
@@ -43,7 +43,7 @@ class Backend:
         title: for messages.
         package: with the modules of `brings`.
         brings: layers that the engine has a module for. Without `nodes` a replica is on one node, without `teacher` it scores no samples,
-            without `serve` there is no `hpcrl engine`; without `launch` and `plan` nothing is checked at submit, and nothing planned.
+            without `serve` there is no `hpcrl engine`. Without `launch` and `plan` nothing is checked at submit, and nothing planned.
         reads: settings of `OPTIONAL` that it reads; the others are refused.
         sampling: names of generator.sampling_params.additional_kwargs that it takes; None: any.
         rules: refuse combinations of settings where a run's engines are of this backend.

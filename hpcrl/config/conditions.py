@@ -1,4 +1,4 @@
-"""Conditions under which settings have an effect, where several sections have the same."""
+"""Conditions under which settings have an effect, shared by several sections."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What differs between two configurations, setting by setting."""
+"""Compares two configurations, setting by setting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Effects of a change on a run that continues from a checkpoint, where several settings have the same."""
+"""Effects of a changed setting on a run that continues from a checkpoint, shared by several settings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ UPDATES = Effect("warning", "learning rates and updates change from the next ste
 LAST_STEP = Effect("warning", "the end moves, and with it a learning rate that falls towards it")
 SAMPLING = Effect("warning", "groups that wait to be trained were sampled as before")
 SCORES = Effect("warning", "scores before and after cannot be compared")
-SPREAD = Effect("warning", "the state is spread over other processes; random states of ranks are drawn anew")
+SPREAD = Effect("warning", "the state is spread over other processes; random states of ranks are drawn again")
 ROUNDING = Effect("warning", "numbers are rounded in another way")
 SOFTWARE = Effect("warning", "the job may find other software")
 

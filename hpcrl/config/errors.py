@@ -44,9 +44,6 @@ def raise_together(
 
     Args:
         source_of: file or override that set a dotted path; None for a default.
-
-    Raises:
-        HpcrlError: of this kind, if there are problems.
     """
     if problems:
         found = [replace(one, source=one.source or source_of(one.path) or "") for one in problems]
@@ -142,5 +139,5 @@ def _shortened(names: tuple[str, ...]) -> dict[str, list[str]]:
 
 
 def _without_one(name: str) -> set[str]:
-    """Return the text and what is left of it without any one letter; texts one letter apart have some of these in common."""
+    """Return the text, and the text without each one of its letters; texts that differ in one letter share some of these."""
     return {name, *(name[:i] + name[i + 1 :] for i in range(len(name)))}

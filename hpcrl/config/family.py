@@ -1,4 +1,4 @@
-"""Families of policies: what the configuration asks of each, and which one a configuration's policy belongs to.
+"""Declares what the configuration requires of a policy's family, and returns the family of a configuration's policy.
 
 A family is a package such as hpcrl.families.diffusion. Its object `FAMILY` answers the configuration; its modules answer the layers above, each by a
 Protocol that stands in `family.py` of the layer: `data`, `rollout`, `trainer`, `plan`, `launch`. All of them are imported by name when they are
@@ -99,11 +99,7 @@ def family_of(config: ConfigTree) -> Family:
 
 @lru_cache(maxsize=1)
 def families() -> tuple[Family, ...]:
-    """Return all families: those of other packages, then hpcrl's own, with the text family, which takes every configuration, last.
-
-    Raises:
-        ConfigError: an entry point leads to no family.
-    """
+    """Return all families: those of other packages, then hpcrl's own, with the text family, which takes every configuration, last."""
     own: tuple[str, ...] = importlib.import_module("hpcrl.families").PACKAGES
     others = installed(GROUP, "family", Family)
     return (*others, *(importlib.import_module(f"{package}.family").FAMILY for package in own))

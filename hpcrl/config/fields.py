@@ -135,11 +135,6 @@ def _fits_toml(annotation: Any) -> bool:
 
 @cache
 def _annotations(section: type) -> dict[str, Any]:
-    """Return the annotation of each setting of a section.
-
-    Raises:
-        ConfigError: the class, somebody's own, cannot be a section.
-    """
     name = f"{section.__module__}.{section.__qualname__}"
     if (
         not is_dataclass(section)
@@ -161,7 +156,7 @@ def _annotations(section: type) -> dict[str, Any]:
     for field_name, annotation in found.items():
         if not _fits_toml(annotation):
             raise ConfigError(
-                f"{name}.{field_name}: TOML cannot hold a value of type {annotation}; declare it as str, int, float, bool, Literal, "
+                f"{name}.{field_name}: TOML cannot hold a value of type {annotation}. Declare it as str, int, float, bool, Literal, "
                 "a list or a dict[str, ...] of those, any of these or None, or a dataclass"
             )
     return found

@@ -1,4 +1,4 @@
-"""What settings want imported: a user's own class or function, named as "package.module:name", and packages that not every installation has."""
+"""Imports a user's class or function, named as "package.module:name", and packages that not every installation has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lines of TOML text: which one sets a path."""
+"""Finds the line of a TOML text that sets a path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TOML files and overrides to one tree of plain values that remembers who set what.
+"""Merges TOML files and overrides into one tree of plain values, with the source of each.
 
 Tables merge, key by key; every other value replaces the one before it. Files count from left to right, overrides last.
 """
@@ -195,7 +195,6 @@ def _toml(text: str) -> dict[str, Any]:
 
 
 def _depth(tree: Any) -> int:
-    """Return the levels of tables and lists, counted until they are too many."""
     depth, level = 0, [tree]
     while level and depth <= _DEEPEST:
         depth += 1
@@ -271,7 +270,6 @@ def _value(text: str) -> Any:
 
 
 def _located(tree: dict[str, Any], base: Path, known: Sequence[Setting]) -> dict[str, Any]:
-    """Return `tree` after resolving, in place, its locations against `base`."""
     for setting in known:
         if not setting.location:
             continue
@@ -292,8 +290,8 @@ def _located(tree: dict[str, Any], base: Path, known: Sequence[Setting]) -> dict
 def _locate(text: str, base: Path) -> str:
     """Return `text` with `~` expanded and a leading `./` or `../` resolved against the directory `base`.
 
-    Anything else is absolute afterwards if it exists in the working directory, because a job may run elsewhere; if not, it stays
-    as it is: a model's id on a hub, or a path that will be missed. So does text that no file can be called.
+    Any other text becomes absolute if a file of that name exists in the working directory, because a job may run elsewhere. If not, it
+    stays as it is: a model's id on a hub, or a missing path that its reader reports. So does text that is no valid file name.
     """
     try:
         if text == "~" or text.startswith("~/"):

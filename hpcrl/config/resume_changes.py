@@ -1,4 +1,4 @@
-"""What a changed setting does to a run that continues from a checkpoint: nothing, a warning, or the run is refused."""
+"""Judges changed settings of a run that continues from a checkpoint: harmless, a warning, or refused."""
 
 from __future__ import annotations
 
@@ -44,12 +44,10 @@ def effect_of(path: str) -> Effect | None:
 
 @cache
 def _effects() -> dict[str, Effect]:
-    """Return the effects of settings, and of sections for those that declare none."""
     return {one.path: one.facts.on_change for one in settings(ConfigTree) if one.facts.on_change}
 
 
 def _effect_between(path: str, old: Config, new: Config) -> Effect:
-    """Return the effect of changing a setting together with all that differs."""
     effect = effect_of(path) or _YOURS
     one, other = sorted((old.trainer, new.trainer), key=lambda trainer: trainer.strategy)
     if one.strategy == other.strategy:
@@ -73,8 +71,7 @@ def changes(old: Config, new: Config) -> list[Change]:
 
 
 def evaluation_settings(config: Config) -> str:
-    """Return the settings that decide what is said and scored in an evaluation, as a text: those that a run may be resumed with and that
-    are not harmless."""
+    """Return the settings that decide the responses and scores of an evaluation, as a text: changeable ones that are not harmless."""
     tree = {
         "generator": asdict(config.generator),
         "environment": asdict(config.environment),

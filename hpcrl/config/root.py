@@ -1,4 +1,4 @@
-"""The whole configuration of a run: read, checked, written."""
+"""Reads, checks and writes the whole configuration of a run."""
 
 from __future__ import annotations
 
@@ -58,9 +58,6 @@ class Config(ConfigTree):
 
         Args:
             otherwise: values by dotted path where the tables set none, as of what is required.
-
-        Raises:
-            ConfigError: the file cannot be read, or a value of these tables is wrong.
         """
         merged = read([path], [], cls)
         chosen = cls._chosen(merged)
@@ -73,20 +70,12 @@ class Config(ConfigTree):
 
     @classmethod
     def from_cli_overrides(cls: type[_C], overrides: Sequence[str] | str | Mapping[str, Any]) -> _C:
-        """Return the checked configuration of overrides alone: `a.b.c=value`, or a table with dotted or nested names.
-
-        Raises:
-            ConfigError: as in `from_toml`; also for `+name=value`, because new settings are declared in a subclass.
-        """
+        """Return the checked configuration of overrides alone: `a.b.c=value`, or a table with dotted or nested names."""
         return cls.from_toml([], overrides) if not isinstance(overrides, Mapping) else cls.from_dict(overrides)
 
     @classmethod
     def from_dict(cls: type[_C], tree: Mapping[str, Any]) -> _C:
-        """Return the checked configuration of nested tables, whose keys may be dotted; paths in it are taken as they are.
-
-        Raises:
-            ConfigError: as in `from_toml`.
-        """
+        """Return the checked configuration of nested tables, whose keys may be dotted; paths in it are taken as they are."""
         merged = Merged(tree=nested(tree))
         return cls._chosen(merged)._checked(merged)
 

@@ -1,4 +1,4 @@
-"""What follows from the configuration about scorers: processes that judge finished samples by a model that is not trained."""
+"""Derives the scorers of a configuration: processes that judge finished samples by a model that is not trained."""
 
 from __future__ import annotations
 

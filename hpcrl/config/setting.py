@@ -1,4 +1,4 @@
-"""How a section declares a setting: its default, range, condition of use and effect of a change in one line, above its meaning.
+"""Declares a setting in a section: its default, range, condition of use and effect of a change in one line, above its meaning.
 
     gamma: float = setting(1.0, range=SHARE, used_by=when("trainer.critic.model.path"))
 

@@ -1,4 +1,4 @@
-"""Why a text is no TOML, in words for the user: the line, what was expected and the remedy. Loaded only when a file cannot be read."""
+"""Explains syntax errors of TOML: the line, what was expected and the remedy. Loaded only when a file cannot be read."""
 
 from __future__ import annotations
 
@@ -51,7 +51,6 @@ def _foreign(text: str, line: str, origin: str) -> str | None:
 
 
 def _twice(text: str, number: int, reason: str) -> str | None:
-    """Return where a table or a key stands already."""
     if declared := _DECLARED.match(reason):
         table = ".".join(part.strip().strip("'\"") for part in declared[1].split(","))
         found = [line for path, line in lines_of(text).items() if f"{path}.".startswith(f"{table}.") and line < number]
@@ -66,7 +65,6 @@ def _twice(text: str, number: int, reason: str) -> str | None:
 
 
 def _path(text: str, number: int) -> str:
-    """Return the dotted path that a line sets, or that of the table which it begins."""
     lines = text.split("\n")[:number]
     header = re.compile(rf"\s*\[\[?\s*({NAME})")
     if found := header.match(lines[-1]):

@@ -1,4 +1,4 @@
-"""Limits in tokens of samples and passes, which depend on the family of the policy."""
+"""Limits of samples and passes in tokens, which depend on the policy's family."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def largest_micro_batch(config: ConfigTree) -> int:
 def micro_batch_tokens(config: ConfigTree) -> int | None:
     """Return the tokens that limit a pass; None: the number of its samples does.
 
-    Where neither is set, a GPU gets so many tokens that gathering the parameters for a pass takes less time than the pass; but one sample of a
-    family whose passes tokens do not measure.
+    Where neither is set, a GPU gets so many tokens that gathering the parameters for a pass takes less time than the pass. For a family whose
+    passes tokens do not measure, a pass has one sample.
     """
     trainer = config.trainer
     if trainer.max_tokens_per_micro_batch is not None:

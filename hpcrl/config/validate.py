@@ -1,4 +1,4 @@
-"""From a tree of plain values to the dataclasses: strict types, no unknown names, every error at once."""
+"""Builds the dataclasses from a tree of plain values: strict types, no unknown names, every error at once."""
 
 from __future__ import annotations
 
@@ -131,7 +131,6 @@ def coerce(value: Any, annotation: Any, path: str) -> tuple[Any, list[Problem]]:
 
 
 def _without_unset(value: Any) -> Any:
-    """Return tables and lists of sections without what is None in them."""
     if isinstance(value, Mapping):
         return {name: _without_unset(item) for name, item in value.items() if item is not None}
     return list(map(_without_unset, value)) if isinstance(value, list | tuple) else value

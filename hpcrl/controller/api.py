@@ -1,4 +1,4 @@
-"""The controller's HTTP skin: routes of hpcrl/runtime/controller_client.py, waiting, and the end of the attempt."""
+"""HTTP routes of the controller (hpcrl/runtime/controller_client.py), long polling, and the end of the attempt."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Api:
         self._schemas = service.schemas()
         self._changed = asyncio.Condition()
         self._waiting: dict[str, asyncio.Future[list[Work]]] = {}
-        self._colocated, self._turns = colocated, GpuLease()
+        self._colocated, self._lease = colocated, GpuLease()
         self._told: tuple[int | None, bool] = None, False
         self._looked = time.monotonic()
         self._trainer_got_end = False
@@ -51,7 +51,7 @@ class Api:
         handlers = (
             self.report,
             self.claim,
-            self.turn,
+            self.lease,
             self.complete,
             self.leave,
             self.start,
@@ -92,15 +92,15 @@ class Api:
             "sleep": self._trains(),
         }
 
-    async def turn(self, body: dict[str, Any]) -> dict[str, Any]:
+    async def lease(self, body: dict[str, Any]) -> dict[str, Any]:
         service, name, deadline = self._service, body["worker"], time.monotonic() + WAIT_S
-        request, granted = self._turns.ask(name), False
+        request, granted = self._lease.ask(name), False
         await self._notify()  # the trainer may have waited for this engine
         while not service.stop and time.monotonic() < deadline:
-            if service.phase not in (IDLE, LOAD) and (granted := self._turns.grant(name, request)):
+            if service.phase not in (IDLE, LOAD) and (granted := self._lease.grant(name, request)):
                 break
             await self._wait(deadline)
-        return {"stop": service.stop, "version": service.version, "turn": granted}
+        return {"stop": service.stop, "version": service.version, "lease": granted}
 
     async def complete(self, body: dict[str, Any]) -> dict[str, Any]:
         groups = self._schemas.groups(body["groups"])
@@ -110,7 +110,7 @@ class Api:
 
     async def leave(self, body: dict[str, Any]) -> dict[str, Any]:
         groups = self._service.leave(body["worker"])
-        self._turns.leave(body["worker"])
+        self._lease.leave(body["worker"])
         self._answer(body["worker"])
         if groups and not self._service.stop:
             print(f"{body['worker']} leaves; {groups} groups of it go to others", flush=True)
@@ -216,37 +216,36 @@ class Api:
             await asyncio.sleep(TICK_S)
 
     async def _forget_given_up(self, run: Run, attempt: int) -> None:
-        """Hold the trainer back no longer for engines of workers that their agents have given up, where the news of it got lost."""
-        if not (self._turns.awake and self._trains()) or time.monotonic() - self._looked < RENEW_S:
+        """Release the lease of workers that their agents have given up, where the message was lost."""
+        if not (self._lease.awake and self._trains()) or time.monotonic() - self._looked < RENEW_S:
             return
         self._looked = time.monotonic()
-        for name in list(self._turns.awake):
+        for name in list(self._lease.awake):
             status = read_process_status(run, name, attempt)
             if status and status.state.startswith(GIVEN_UP):
-                self._turns.leave(name)
+                self._lease.leave(name)
                 await self._notify()
 
     async def _stop_trainer(self, run: Run, attempt: int) -> None:
-        """Let the trainer save: the agent ends it as soon as this process fails."""
+        """Let the trainer save: its agent ends it as soon as this process fails."""
         await self.end("failed")
         deadline = time.monotonic() + (self._save_seconds or math.inf)
         while not trainer_left(run, attempt) and time.monotonic() < deadline:
             await asyncio.sleep(TICK_S)
 
     def _trains(self) -> bool:
-        """Return whether it is the trainer's turn on the devices that it shares with engines."""
         return self._colocated and self._service.phase == IDLE and not self._service.stop
 
     def _batch(self, step: int) -> str | None:
         """Return the path of a batch that may be trained now: no engine is awake on the trainer's devices."""
-        return None if self._turns.awake else self._service.batch(step)
+        return None if self._lease.awake else self._service.batch(step)
 
     def _hand_out(self) -> None:
         for name, work in self._service.assignments():
             self._answer(name, work)
 
     async def _work(self, name: str, version: int, capacity: int) -> list[Work]:
-        """Return the work that a worker gets as soon as there is some; none after a while, or with news of the run."""
+        """Return the work for a worker as soon as there is some; none after a while, or with news of the run."""
         self._answer(name)  # an earlier request of the same worker, which has given up on it
         waiting = self._waiting[name] = asyncio.get_running_loop().create_future()
         self._service.wait(name, version, capacity)

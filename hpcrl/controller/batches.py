@@ -42,7 +42,7 @@ class BatchComposer:
         return reason
 
     def judge(self, groups: Iterable[GroupMeta]) -> list[str]:
-        """A reward model has scored finished groups, which are dropped if they are not worth training; return those that no step will train."""
+        """Add a reward model's scores to finished groups, drop those not worth training, and return those that no step will train."""
         known = [(index, meta) for meta in groups if (index := group_index(meta.group_id)) is not None]
         for index, meta in known:
             if self._admission.is_finished(index):  # else it is too old by now
@@ -60,7 +60,7 @@ class BatchComposer:
                 self.complete(index, self._ready(index, version))
 
     def drop_unwanted(self, finished: Iterable[tuple[int, GroupMeta]]) -> None:
-        """Drop what is not worth training of finished groups."""
+        """Drop finished groups that are not worth training."""
         rewarded = [(index, meta) for index, meta in finished if self._is_rewarded(meta)]
         self._admission.drop([index for index, meta in rewarded if not self._sampling.keeps(meta)])
 
@@ -92,5 +92,5 @@ class BatchComposer:
         return None
 
     def take(self) -> None:
-        """The batch that was returned last is written: its step takes it."""
+        """Record that the batch returned last is written: its step takes it."""
         self._admission.take(self._chosen)

@@ -87,7 +87,6 @@ def _score_queue(config: Config) -> ScoreQueue:
 
 
 def _needed_scorers(config: Config) -> Iterator[MinReplicas]:
-    """Yield for each scorer's model how many of its copies have to run."""
     slurm, sets = config.slurm, scorer_sets(config)
     for each, own in zip(sets, scorer_numbers(sets), strict=True):
         yield MinReplicas(
@@ -102,7 +101,6 @@ def _needed_scorers(config: Config) -> Iterator[MinReplicas]:
 
 
 def _load_prompts(config: Config, status: StatusWriter) -> tuple[list[Prompt], list[Prompt]]:
-    """Return the prompts to train and those to evaluate, without those that are too long."""
     data, generator, evaluates = config.data, config.generator, config.trainer.eval_interval > 0
     sections, offline = (data, config.environment, generator.max_turns), config.trainer.offline
     kinds = ("train",) if data.test_size is None else ("train", "eval")

@@ -16,12 +16,12 @@ from hpcrl.rundir.layout import Run
 from hpcrl.types import GroupMeta, SampleMeta
 
 DATASET = "dataset"
-"""Stands for a worker where a group is claimed."""
+"""Name of the worker of dataset rows."""
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """Which rows of several datasets an epoch has.
+    """Rows of several datasets in an epoch.
 
     Attributes:
         sizes: rows of each.
@@ -78,7 +78,7 @@ class DatasetRows:
         return len(self._mixture)
 
     def in_order(self, stream: PromptStream) -> Callable[[int, int], GroupMeta]:
-        """Return what makes group `index` as it is finished when `version` is the newest."""
+        """Return a function that makes finished group `index` at the newest `version`."""
         return lambda index, version: self._group(index, version, stream)
 
     def _group(self, index: int, version: int, stream: PromptStream) -> GroupMeta:

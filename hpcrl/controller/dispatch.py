@@ -1,8 +1,8 @@
-"""Who generates what: divides the groups that may begin, and the rows of an evaluation, among the workers. Pure logic.
+"""Dispatch: divides the groups that may begin, and the rows of an evaluation, among the workers. Pure logic.
 
-A worker asks for as many groups as its engine has room for; evaluation goes first. Where there is less to do than all of them could
-take, they get equal shares (water-filling): no worker gets more than a common level, counted with what it has already, so that one
-that asks a moment later, or still loads weights, finds its share. A worker with less room than the level gets what fits in, and the
+A worker asks for as many groups as its engine has room for; evaluation goes first. Where there is less work than room, workers get equal
+shares (water-filling): none gets more than a common level, its present work included. So a worker that asks later, or still loads weights,
+finds its share. A worker with less room than the level gets what fits in, and the
 others share the rest. No worker gets a second group as long as another would find none. A worker that got nothing waits, and the least
 loaded of those that wait is served first.
 
@@ -22,7 +22,7 @@ from hpcrl.controller.evaluation import EvalQueue
 
 @dataclass(frozen=True)
 class Assignment:
-    """What a worker may begin.
+    """Work that a worker may begin.
 
     Attributes:
         rows: of the evaluation.
@@ -54,7 +54,7 @@ class Dispatcher:
         ]()  # a heap by load; an entry is void if its load is not the worker's any more
 
     def join(self, worker: str) -> None:
-        """A worker is there; it will ask."""
+        """Register a worker, which will ask for work."""
         if worker not in self._capacity:
             self._set_capacity(worker, None)
 
@@ -73,21 +73,21 @@ class Dispatcher:
         return self._claim(worker, version, room)
 
     def wait(self, worker: str, version: int, room: int) -> None:
-        """A worker that got nothing waits for what comes up; `assignments` serves it once."""
+        """Queue a worker without work; `assignments` serves it once."""
         self._waiting[worker] = version, room
         self._enqueue(worker)
 
     def withdraw(self, worker: str) -> None:
-        """A worker waits no longer."""
+        """Remove a worker from the queue."""
         self._waiting.pop(worker, None)
 
     def load_changed(self, worker: str) -> None:
-        """A worker has less to do than before."""
+        """Record that a worker has less to do than before."""
         if worker in self._waiting:
             self._enqueue(worker)
 
     def assignments(self, version: int) -> Iterator[tuple[str, Assignment]]:
-        """Yield who of those that wait may begin what, now that `version` is the newest."""
+        """Yield the waiting workers' assignments, now that `version` is the newest."""
         passed = list[tuple[int, str]]()
         while self._queue and (self._evaluation.room > 0 or self._admission.room(version) > 0):
             load, worker = entry = heappop(self._queue)
@@ -124,7 +124,7 @@ class Dispatcher:
         return Assignment(rows, self._admission.claim(worker, version, min(most, share)))
 
     def _level(self, work: int, evaluation: bool = False) -> int:
-        """Return how much of `work` one worker may have at most, so that all who have room take part in it.
+        """Return the level of `work` per worker at which all with room take part.
 
         Args:
             evaluation: whether it is counted in rows of the evaluation, not in groups.
@@ -161,7 +161,6 @@ class Dispatcher:
             del self._capacities[capacity]
 
     def _rows(self, groups: int) -> int:
-        """Return the rows of the evaluation that take the place of some groups."""
         return groups * self._n_samples // self._eval_n_samples
 
     def _groups(self, rows: int) -> int:

@@ -1,7 +1,7 @@
-"""Dynamic sampling: what becomes of groups whose samples are all equally good. Pure logic on metadata.
+"""Dynamic sampling: drops or replaces groups whose samples all have the same reward. Pure logic on metadata.
 
 filter    such a group is dropped as soon as it is finished, and another prompt is generated in its place (DAPO, arXiv:2503.14476, section
-          3.2). SkyRL generates whole batches and throws away what is good but too much; here nothing is generated that is not missing.
+          3.2). SkyRL generates whole batches and discards surplus good groups; here only missing groups are generated.
 replace   in a complete batch, good groups take the places of such groups (POLARIS). If too few groups are good, the whole batch is
           dropped and generated again.
 """
@@ -23,7 +23,7 @@ _SETTING = f"{_SECTION}.max_sample_batches"
 
 @dataclass(frozen=True)
 class DynamicSampling:
-    """The settings `trainer.algorithm.dynamic_sampling` at work.
+    """Dynamic sampling by the settings `trainer.algorithm.dynamic_sampling`.
 
     Attributes:
         metrics: `trainer.algorithm.filter_reward_metric`.
@@ -40,11 +40,7 @@ class DynamicSampling:
     rewards: Collection[str] = ()
 
     def is_good(self, group: GroupMeta) -> bool:
-        """Return whether the group teaches something, as `is_worth_training` says.
-
-        Raises:
-            DataError: the group lacks one of the metrics.
-        """
+        """Return whether the group is worth training, by `is_worth_training`."""
         return is_worth_training(group, self.metrics)
 
     def can_judge(self, group: GroupMeta) -> bool:
@@ -63,20 +59,17 @@ class DynamicSampling:
         return self.config.type != "filter" or self.is_good(group)
 
     def worth(self, group: GroupMeta) -> float | None:
-        """Return the mean over the group's samples of what they are judged by; None where all of them failed."""
+        """Return the mean of the group's metric over its samples; None where all failed."""
         values = filter_values(group, self.metrics)
         return fmean(values) if values else None
 
     def chosen(self, step: int, groups: Sequence[GroupMeta]) -> list[GroupMeta] | None:
-        """Return what trains in `step`, of its complete batch; None: nothing does, and the batch is to be generated again.
+        """Return the groups that train in `step`, of its complete batch; None: none do, and the batch is to be generated again.
 
         With `replace`, copies of good groups are drawn without replacement as long as there are enough, always the same ones for a
         seed and step, so that a restart chooses alike. A copy is a group of its own: its samples are compared with each other. SkyRL
         merges copies into one group, so that each reward counts several times in the unbiased deviation of grpo, and advantages
         become larger.
-
-        Raises:
-            DataError: a group lacks one of the metrics.
         """
         if self.config.type != "replace":
             return list(groups)
@@ -99,7 +92,7 @@ class DynamicSampling:
         return self.config.type is not None and 0 < most * batch_size <= kept + dropped and kept < batch_size
 
     def explain(self, step: int, kept: int, dropped: int) -> str:
-        """Return what a person has to know when the batches are exhausted."""
+        """Return the message for a user when the batches are exhausted."""
         by = f"the sums of {', '.join(self.metrics)}" if self.metrics else "the rewards"
         if self.config.type == "replace":
             why = (

@@ -1,5 +1,4 @@
-"""Evaluation: when it is due, the work that it takes, which prompts wait for it, and what it leaves on disk: rows that are finished count in the
-next attempt too, until the summary is there."""
+"""Evaluation: its schedule, its work and its queue. Finished rows on disk count in the next attempt too, until the summary is written."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ EVAL_GROUP = r"e(?:\d{6}|[1-9]\d{6,14})-(?:\d{8}|[1-9]\d{8,14})"
 
 
 def eval_is_due(version: int, total_steps: int, interval: int, before_train: bool) -> bool:
-    """Tell whether the policy `version` is to be evaluated: before training, every `interval` steps, and at the end."""
+    """Return whether the policy `version` is to be evaluated: before training, every `interval` steps, and at the end."""
     if interval <= 0:
         return False
     if version == 0:
@@ -46,7 +45,7 @@ def evaluation_work(
     rows: Sequence[int] | None = None,
     settings: str | None = None,
 ) -> list[Work]:
-    """Return the work of evaluating `rows` of a validation set, all of them if unset.
+    """Return the work of evaluating `rows` of a validation set, all where None.
 
     Ids and seeds depend on row, version and `seed` alone, so that an evaluation outside of training generates the
     same groups as that of the run.
@@ -55,13 +54,13 @@ def evaluation_work(
         settings: all of them that decide what is said and scored, where rows that are finished may count in a later attempt.
     """
 
-    def work(row: int) -> Work:
+    def of_row(row: int) -> Work:
         name, prompt = eval_group_id(version, row), prompts[row]
         decides = [settings, name, vars(prompt), n_samples, seed + row]
         asked = "" if settings is None else digest_of(json.dumps(decides).encode())
         return Work(name, "eval", prompt, n_samples, seed + row, asked=asked)
 
-    return [work(row) for row in (range(len(prompts)) if rows is None else rows)]
+    return [of_row(row) for row in (range(len(prompts)) if rows is None else rows)]
 
 
 class EvalQueue:
@@ -116,7 +115,7 @@ class EvalQueue:
         return self._running_at[worker]
 
     def worker_of(self, name: str) -> str | None:
-        """Return who evaluates a row, or None."""
+        """Return the worker that evaluates a row, or None."""
         return self._running[name][1] if name in self._running else None
 
     def row_of(self, name: str) -> int | None:
@@ -124,7 +123,7 @@ class EvalQueue:
         return self._running[name][0] if name in self._running else None
 
     def release(self, worker: str, holding: Collection[str] = ()) -> list[str]:
-        """Let others evaluate the rows of a worker that is gone, or those that it was given but never got; return their names."""
+        """Take back the rows of a worker that is gone, or that an answer lost; return their names."""
         if not self._running_at[worker]:
             return []
         lost = [name for name, (_, owner) in self._running.items() if owner == worker and name not in holding]
@@ -150,14 +149,14 @@ def is_evaluated(run: Run, version: int) -> bool:
 
 
 def discard_after(run: Run, step: int) -> None:
-    """Remove evaluations of versions that will be trained anew."""
+    """Remove evaluations of versions that will be trained again."""
     for path in run.evals.glob("v*"):
         if (version_of(path) or 0) > step:
             discard(path)
 
 
 def write_summary(run: Run, version: int, metrics: Mapping[str, float]) -> None:
-    """Write the scores; the rows have served."""
+    """Write the scores, and remove the rows."""
     write_json(run.eval_summary(version), metrics)
     for path in _row_files(run, version):
         path.unlink(missing_ok=True)

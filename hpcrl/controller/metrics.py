@@ -1,4 +1,4 @@
-"""The metrics of a training batch, from what the controller knows of its groups. Names: SkyRL's."""
+"""Metrics of a training batch, from its groups' metadata, under SkyRL's names."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hpcrl.types import Batch
 
 
 def step_metrics(batch: Batch, schedule: Schedule, replicas: dict[str, float] | None) -> dict[str, float]:
-    """Return what is told of the batch of a step.
+    """Return the metrics of the batch of a step.
 
     Args:
         replicas: replicas/* and scorers/*; None: the batch has rows of datasets.
@@ -96,7 +96,7 @@ def batch_histograms(batch: Batch) -> dict[str, Histogram | None]:
 
 
 def controller_metrics(step: int, epoch: int, total_steps: int, steps_per_epoch: int) -> dict[str, float]:
-    """Return where in the run a step is, and the memory of the controller."""
+    """Return progress of the run at a step, and the memory of the controller."""
     return {
         "trainer/global_step": step,
         "trainer/epoch": epoch,
@@ -143,7 +143,7 @@ def scorer_metrics(scores: ScoreQueue) -> dict[str, float]:
 
 
 def dropped_metrics(batch: Batch) -> dict[str, float]:
-    """Return what dynamic sampling made of the groups that were generated for one batch.
+    """Return dynamic sampling's counts of the groups that were generated for one batch.
 
     filtered_positive and filtered_negative count the dropped groups by the mean of what they are judged by, their rewards as a rule:
     above 0, or not; filtered_failed counts those whose samples all failed.

@@ -1,7 +1,7 @@
 """The prompt stream: one endless, global order of prompts that no restart and no number of workers changes.
 
 Group i of a run trains row `stream.row(i)`. An epoch is a permutation of the dataset that depends on (order seed, epoch) alone, or the
-dataset as it is; the rows that do not fill a last batch are left out of that epoch, or fill it together with the first ones of the next.
+dataset as it is. Rows that do not fill a last batch are left out of that epoch, or fill it together with the first rows of the next.
 """
 
 from __future__ import annotations
@@ -81,5 +81,5 @@ class PromptStream:
         return position if self.order_seed is None else _permutation(self.n_prompts, self.order_seed, epoch)[position]
 
     def sampling_seed(self, index: int) -> int:
-        """Return the base of the sampling seeds of group `index`: the same whoever generates it, in whichever attempt."""
+        """Return the base of the sampling seeds of group `index`, the same for each worker and attempt."""
         return random.Random(f"samples-{self.seed}-{index}").getrandbits(31)

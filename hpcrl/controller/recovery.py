@@ -1,4 +1,4 @@
-"""What earlier attempts left on disk: batches, finished groups and turns of others. The controller has no other memory."""
+"""Recovery of earlier attempts from disk: batches, finished groups and turns of others. The controller has no other memory."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from hpcrl.types import Batch, GroupMeta
 
 
 class SampleFiles:
-    """Which groups of each file of samples may still be needed: the file is removed with the last of them."""
+    """Groups that each file of samples may still be needed for: the file is removed with the last."""
 
     def __init__(self) -> None:
         self._groups = defaultdict[str, set[str]](set)
 
     def add(self, group: GroupMeta) -> None:
-        """Note a group that may be needed; one of an evaluation has no file of samples."""
+        """Add a group that may be needed; one of an evaluation has no file of samples."""
         if group.kind == "train":
             self._groups[group.path].add(group.group_id)
 
     def forget(self, run: Run, names: Collection[str]) -> None:
-        """Nobody needs groups of these names any more."""
+        """Remove groups that are no longer needed."""
         for path, groups in list(self._groups.items()):
             groups.difference_update(names)
             if not groups:
@@ -41,7 +41,7 @@ class SampleFiles:
 
 @dataclass
 class History:
-    """What can be used again.
+    """State that an earlier attempt left for this one.
 
     Attributes:
         composed: newest step whose batch is complete on disk, at least the step that training continues after.
@@ -88,7 +88,7 @@ def read_history(
     pruned: int = 0,
     models: Collection[str] = (),
 ) -> History:
-    """Read what is on disk for a training that continues after `step`.
+    """Read the state on disk for a training that continues after `step`.
 
     Batches that cannot be trained again, because a file of theirs is gone or damaged or a group of theirs is not usable, are removed with
     all later ones: their groups may train in other batches now. Damaged groups that no batch has are removed, and generated again.
@@ -150,7 +150,6 @@ def _read_samples(
 
 
 def _read_scores(run: Run, history: History, needed: Collection[str], models: Collection[str]) -> None:
-    """Read what scorers have said of the finished groups, and remove what they said of others that nobody needs."""
     groups = {meta.group_id: meta for meta in history.finished.values()}
     remove_scores(run, lambda group: group not in needed and group not in groups)
     for model in models:
@@ -197,7 +196,7 @@ def _is_whole(path: Path, meta: GroupMeta) -> bool:
 
 
 class BegunGroups:
-    """Groups that somebody has begun and not finished, as far as turns of them are on the disk."""
+    """Groups that were begun and not finished, with turns on disk."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -205,7 +204,7 @@ class BegunGroups:
         self._versions: dict[int, Collection[int]] = {}
 
     def find(self, worker: str | None = None) -> None:
-        """Look for files that a worker, or any, has left."""
+        """Find files that a worker, or any, has left."""
         for group, files in turn_files(self._run, worker).items():
             self._files.setdefault(group, {}).update(files)
             self._note(group)
@@ -213,7 +212,7 @@ class BegunGroups:
     def restore(
         self, version: int, wanted: Callable[[int], bool], evaluated: Collection[str] = ()
     ) -> Mapping[int, Collection[int]]:
-        """Look for what earlier attempts have left, and remove what cannot be used when training continues with `version`.
+        """Find files of earlier attempts, and remove those that cannot be used when training continues with `version`.
 
         Returns the versions that began files, for each training group that has any, by its index; it is kept up to date.
 
@@ -238,7 +237,7 @@ class BegunGroups:
         return sorted(str(path.relative_to(self._run.path)) for path, began in found.items() if began >= version)
 
     def forget(self, group: str) -> None:
-        """Whoever generated a group has handed it over, and removes its files."""
+        """Remove the files of a group that is handed over."""
         if self._files.pop(group, None):
             self._note(group)
 

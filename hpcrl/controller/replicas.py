@@ -1,4 +1,4 @@
-"""Which rollout workers and scorers there are: who calls, who has fallen silent or left, whose engines are awake, and when there are too few to go on."""
+"""Registry of rollout workers and scorers: calling, silent and gone ones, the GPU lease, and the least number to go on."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class WorkerRegistry:
         self.restarts = 0
 
     def seen(self, name: str, version: int, state: str) -> RegisteredWorker:
-        """A worker has called; return it."""
+        """Record a call of a worker; return it."""
         worker = self.workers.get(name)
         if worker is None:
             worker = self.workers[name] = RegisteredWorker(version, state, 0.0)
@@ -56,7 +56,7 @@ class WorkerRegistry:
         return worker
 
     def remove(self, name: str) -> bool:
-        """Strike a worker off; return whether it was there."""
+        """Remove a worker; return whether it was there."""
         if self.workers.pop(name, None) is None:
             return False
         self._gone.add(name)
@@ -71,8 +71,8 @@ class WorkerRegistry:
 class GpuLease:
     """Which engines have the devices that they share with the trainer (trainer.placement.colocate_all); none where they share none.
 
-    A worker that asks for its turn says by it that its engine sleeps, or has not been started. One that has ended has none any more, as its agent
-    tells; a silent one may still have one, and is waited for until its agent has ended it.
+    A request for the lease means that the worker's engine sleeps, or has not been started. A worker that has ended holds no lease; a silent
+    one may still hold it, and the trainer waits until its agent has ended it.
 
     Attributes:
         awake: workers whose engines are awake, or being started.
@@ -83,7 +83,7 @@ class GpuLease:
         self._asking: dict[str, object] = {}
 
     def ask(self, name: str) -> object:
-        """A worker asks for its turn; return what `grant` knows this request by. Earlier ones of the worker are void."""
+        """Note that a worker asks for the lease; return the request, by which `grant` knows it. Earlier ones of the worker are void."""
         self.awake.discard(name)
         self._asking[name] = request = object()
         return request
@@ -97,14 +97,14 @@ class GpuLease:
         return True
 
     def leave(self, name: str) -> None:
-        """A worker has ended."""
+        """Remove a worker that has ended."""
         self.awake.discard(name)
         self._asking.pop(name, None)
 
 
 @dataclass(frozen=True)
 class MinReplicas:
-    """When a run has too few replicas to go on, or too few scorers of one model.
+    """Least number of replicas, or of scorers of one model, and the patience before the run ends.
 
     Attributes:
         least: replicas below which it does not go on for long.
@@ -125,12 +125,12 @@ class MinReplicas:
     names: Collection[str] | None = None
 
     def among(self, names: Iterable[str]) -> list[str]:
-        """Return which of these processes are meant."""
+        """Return the processes that count here."""
         return [name for name in names if (name.startswith(_PREFIX) if self.names is None else name in self.names)]
 
 
 class ReplicaHealth:
-    """Whether enough replicas, or scorers of one model, are there: those that call, and those whose engines start, of which only their process statuses tell."""
+    """Whether enough replicas, or scorers of one model, are there: calling ones, and starting ones by their process statuses."""
 
     def __init__(self, run: Run, attempt: int, min_replicas: MinReplicas) -> None:
         self._run, self._attempt, self._min_replicas = run, attempt, min_replicas
@@ -141,7 +141,7 @@ class ReplicaHealth:
         self._process_statuses: dict[str, ProcessStatus] = {}
 
     def failure(self, calling: Collection[str], training: bool) -> RunError | None:
-        """Return why the run cannot go on, or None. To be called every TICK_S.
+        """Return the reason why the run cannot go on, or None. To be called every TICK_S.
 
         Args:
             calling: the processes that call, others than those that are meant too.
@@ -199,7 +199,7 @@ class ReplicaHealth:
 
 
 class FailureWindow:
-    """Looks at as many of the newest groups as a step has.
+    """Failure ratio over the newest groups, as many as a step has.
 
     Args:
         ratio: `environment.max_failed_ratio`.
@@ -213,7 +213,7 @@ class FailureWindow:
         self._said = ""
 
     def add(self, group: GroupMeta) -> UserCodeError | None:
-        """Return why the run cannot go on after this group, or None."""
+        """Return the reason why the run cannot go on after this group, or None."""
         self._count(len(group.samples), len(group.failures))
         self._said = group.failures[-1] if group.failures else self._said
         self._newest.append((len(group.samples), len(group.failures)))

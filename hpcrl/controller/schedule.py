@@ -1,4 +1,4 @@
-"""The numbers that a run's controller works by."""
+"""Settings of the controller in numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hpcrl.controller.replicas import MinReplicas
 
 @dataclass(frozen=True)
 class Schedule:
-    """What follows for the controller from the configuration.
+    """Settings of the controller, derived from the configuration.
 
     Attributes:
         batch_size: groups per step.

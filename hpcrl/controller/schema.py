@@ -1,4 +1,4 @@
-"""What messages to the controller hold: one schema per message, of which each is checked as a whole before anything is done.
+"""Schemas of messages to the controller, each checked as a whole before any change.
 
 A message has the fields that its schema names and no others, each of one kind. What depends on how far the run is, such as the newest
 version, service.py checks, before it changes anything.
@@ -36,7 +36,7 @@ _SHORT.maxstring = _SHORT.maxother = 60
 
 @dataclass(frozen=True)
 class Value:
-    """What a field may hold.
+    """Type of a field.
 
     Attributes:
         expected: in words, for errors.
@@ -72,7 +72,7 @@ def _all_within(values: Collection[Any], least: float, most: float) -> bool:
         return True
     if not _NUMBERS.issuperset(map(type, values)):
         return False
-    # the smallest and the largest of numbers is no NaN if it is not the first of them; a sum with a NaN is one
+    # min and max hide a NaN that is not the first number; a sum does not
     return least <= min(values) and max(values) <= most and not isnan(sum(values))
 
 
@@ -156,7 +156,7 @@ class Schema:
         return body
 
     def check(self, body: Mapping[str, Any], within: str = "") -> None:
-        """Look whether an object has all fields that it must have, no others, and each of its kind. Raises BadRequest where it has not.
+        """Check that an object has all required fields, no unknown ones, and each of its type. Raises BadRequest where it has not.
 
         Args:
             within: what stands before the names of fields in errors.
@@ -207,7 +207,7 @@ class Schemas:
         self.report = Schema({**calls, "state": NAME}, {"holding": GROUP_IDS})
         self.claim = Schema({**calls, "capacity": whole(_MOST_ENTRIES), "holding": GROUP_IDS})
         self.complete = Schema({**worker, "groups": OBJECTS})
-        self.leave, self.turn = Schema(leaver), Schema(worker)
+        self.leave, self.lease = Schema(leaver), Schema(worker)
         self.start = Schema({"step": whole(_MOST_ENTRIES)})  # a step beyond the end is an error of the configuration
         self.published = Schema(
             {"version": step}, {"weights": Value("true or false", lambda value: type(value) is bool)}
@@ -240,7 +240,7 @@ class Schemas:
         kind, name, rows = group["kind"], group["group_id"], group.get("rows")
         samples = self._samples[kind]
         if _GROUP_IDS[kind].fullmatch(name) is None:
-            raise _wrong(f"{within}kind", "what the group's id says", kind)
+            raise _wrong(f"{within}kind", "the epoch in the group's id", kind)
         for one in ("rewards", "response_lengths", "stop_reasons"):
             if len(group[one]) != samples:
                 raise _wrong(within + one, f"{samples} entries, one per sample", group[one])
@@ -294,7 +294,7 @@ def _group_schema(replicas: int, total_steps: int) -> Schema:
         ),
         "offset": whole(_MOST_BYTES),
         "row": Value("null", lambda value: value is None),  # workers generate what they report
-        "scores": Value("an empty object", lambda value: value == {}),  # scorers say what they are
+        "scores": Value("an empty object", lambda value: value == {}),  # scorers send their role
         "model_rewards": Value("an empty list", lambda value: value == []),
         "shared": lengths,
     }

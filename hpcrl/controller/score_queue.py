@@ -1,4 +1,4 @@
-"""Which finished groups have yet to be scored, and who does it: the controller's side of scoring. Pure logic, but for the clock of silent scorers.
+"""Queue of finished groups that scorers have yet to score. Pure logic, but for the clock of silent scorers.
 
 A group waits for a score by each model, from the moment at which it is finished until a batch has it. Batches are composed as if there were
 no scorers; one is only held back until its groups have all scores. So nothing of what admission proves about staleness and progress changes.
@@ -16,12 +16,12 @@ from hpcrl.errors import RunError
 from hpcrl.types import Batch, GroupMeta
 
 Rewards = Mapping[str, Sequence[float | None]]
-"""What a reward model says of each sample of groups, by their ids; None: it failed at the sample."""
+"""A reward model's scores of each sample of groups, by their ids; None: it failed at the sample."""
 
 
 @dataclass
 class _Scored:
-    """A group that is finished and in no batch yet.
+    """A finished group that is in no batch yet.
 
     A reward model's scores are in its rewards as soon as they are there.
 
@@ -80,7 +80,7 @@ class ScoreQueue:
         return sum(not self.has_all(each.group, each.digests) for each in self._groups.values())
 
     def has_all(self, group: GroupMeta, scores: Collection[str]) -> bool:
-        """Return whether a group has the scores of all models that are to judge it."""
+        """Return whether a group has the scores of all its models."""
         return set(scores) >= set(self._judges_of(group)) if self._models else True
 
     def _judges_of(self, group: GroupMeta) -> Collection[str]:
@@ -117,7 +117,7 @@ class ScoreQueue:
         return given
 
     def complete(self, scorer: str, digests: Mapping[str, str], rewards: Rewards | None = None) -> list[str]:
-        """Take scores, by the ids of the groups; return the groups of which nobody waits for them: scored before, or not to be trained.
+        """Add scores, by the ids of the groups; return the groups that no longer wait for them: scored before, or not to be trained.
 
         Args:
             rewards: of the same groups, where the scorer has a reward model.
@@ -145,11 +145,11 @@ class ScoreQueue:
         return group if scores is None or self._rewards is None else self._rewards.complete(group, scores)
 
     def groups(self, names: Iterable[str]) -> list[GroupMeta]:
-        """Return what is known by now of groups that are in no batch."""
+        """Return the current metadata of groups that are in no batch."""
         return [self._groups[name].group for name in sorted(names)]
 
     def release(self, scorer: str, holding: Collection[str] = ()) -> int:
-        """Take back what a scorer has that is gone, or what it was given but never got; return how many groups."""
+        """Take back the groups of a scorer that is gone, or that an answer lost; return how many."""
         lost = sorted(self._at[scorer].difference(holding))
         self._at[scorer].difference_update(lost)
         model = self._models[scorer]
@@ -166,7 +166,7 @@ class ScoreQueue:
         return replace(batch, groups=[replace(each.group, scores=dict(each.digests)) for each in scored])
 
     def forget(self, group_ids: Iterable[str]) -> None:
-        """These groups are in a batch, or never will be."""
+        """Remove groups that are in a batch, or never will be."""
         for group_id in group_ids:
             if self._groups.pop(group_id, None) is not None:
                 for model in self._unscored:
@@ -179,14 +179,14 @@ class ScoreQueue:
                 self._at[scorer].discard(group_id)
 
     def expire(self) -> list[str]:
-        """Take the groups of silent scorers back; return the names of those scorers."""
+        """Take back the groups of silent scorers; return the names of those scorers."""
         silent = self.registry.silent()
         for name in silent:
             self.leave(name)
         return silent
 
     def leave(self, scorer: str) -> int:
-        """A scorer ends: others get its groups. Returns how many."""
+        """Remove a scorer that ends: others get its groups. Returns how many."""
         self.registry.remove(scorer)
         lost = self.release(scorer)
         self.taken_back += lost

@@ -1,6 +1,6 @@
-"""The controller's state and what each request does to it. It handles metadata only, never tokens.
+"""State of the controller, and its change by each request. It handles metadata only, never tokens.
 
-    workers   claim groups, complete them           trainer   asks for the next batch, tells what it published
+    workers   claim groups, complete them           trainer   asks for the next batch, reports what it published
     batches   written here, one file per step       evaluation   queued here when a version that is due appears
 
 Methods are quick and not thread-safe; api.py calls them one at a time.
@@ -47,7 +47,7 @@ class Service:
     """One attempt's controller.
 
     Attributes:
-        scores: what scorers say of finished groups.
+        scores: of finished groups.
         stop: why the run ends; None while it goes on.
         failure: why it cannot go on.
     """
@@ -93,12 +93,12 @@ class Service:
 
     @property
     def phase(self) -> str:
-        """What the run waits for, for the timeline."""
+        """Current phase of the run, for the timeline."""
         waits = IDLE if self.stop or (self._version or 0) + 1 in self._batches else "wait_for_groups"
         return LOAD if self._version is None else "evaluate" if self._eval.open else waits
 
     def schemas(self) -> Schemas:
-        """Return what messages to this run's controller hold."""
+        """Return the schemas of messages to this run's controller."""
         s = self._schedule
         return Schemas(s.min_replicas.replicas, s.total_steps, s.n_samples, s.eval_n_samples, self.scores.scorers)
 
@@ -119,7 +119,7 @@ class Service:
         return self._stream.steps_per_epoch
 
     def history(self, step: int) -> History:
-        """Return what earlier attempts left for a training that continues after `step`; another thread may call it while nothing has started.
+        """Return the state on disk for a training that continues after `step`; another thread may call it before `start`.
 
         Raises:
             RunError: the run ends before.
@@ -143,7 +143,7 @@ class Service:
         return history
 
     def start(self, step: int, history: History | None = None) -> int:
-        """The trainer is ready to continue after `step`; return the number of steps of the run.
+        """Start training after `step`, when the trainer is ready; return the number of steps of the run.
 
         Args:
             history: what `history` returned; None: it is read here.
@@ -171,7 +171,7 @@ class Service:
         return self._schedule.total_steps
 
     def published(self, version: int, weights: bool = True) -> None:
-        """Step `version` is trained and, where `weights` says so, weights/v<version> is there for engines to generate with.
+        """Record that step `version` is trained and, with `weights`, that weights/v<version> can be loaded by engines.
 
         Raises:
             RunError: it cannot be: the trainer has not started, has no batch of that step, or has published a newer one.
@@ -197,7 +197,6 @@ class Service:
         return due and bool(self._validation) and not is_evaluated(self._run, version)
 
     def _publish(self, version: int, evaluated: Mapping[str, GroupMeta] | None = None, *, weights: bool = True) -> None:
-        """weights/v<version> is there (or, for version 0, the initial model is the newest); some rows of it may be evaluated."""
         self._version, self._loadable = version, version if weights else self._loadable
         self._batches = {step: batch for step, batch in self._batches.items() if step > version}
         if self._evaluates(version):
@@ -219,16 +218,16 @@ class Service:
         return self._work(self._dispatcher.claim(name, version, capacity))
 
     def wait(self, name: str, version: int, capacity: int) -> None:
-        """A worker whose claim found nothing waits for `assignments`, until it is served, withdraws or leaves."""
+        """Queue a worker without work for `assignments`, until it is served, withdraws or leaves."""
         if self._may_begin(version):
             self._dispatcher.wait(name, version, capacity)
 
     def withdraw(self, name: str) -> None:
-        """A worker waits no longer."""
+        """Remove a worker from the queue."""
         self._dispatcher.withdraw(name)
 
     def assignments(self) -> Iterator[tuple[str, list[Work]]]:
-        """Yield who of the workers that wait may begin what now; each is served once, and the least loaded first."""
+        """Yield the assignments of waiting workers; each is served once, and the least loaded first."""
         if self._version is not None and not self.stop and not self.failure:
             for name, assignment in self._dispatcher.assignments(self._version):
                 yield name, self._work(assignment)
@@ -252,7 +251,7 @@ class Service:
         return Work(group_id(index), "train", prompt, self._schedule.n_samples, seed, turns)
 
     def complete(self, groups: list[GroupMeta]) -> dict[str, str]:
-        """Take finished groups; return those that are not wanted, with the reason.
+        """Add finished groups; return those that are not wanted, with the reason.
 
         Raises:
             RunError: one of them cannot be; none is taken.
@@ -280,7 +279,7 @@ class Service:
             raise RunError(f"no engine can hold version {version}: {newest}")
 
     def _check(self, meta: GroupMeta) -> None:
-        """Refuse a group that is not as this run makes it, whether anybody waits for it or not."""
+        """Reject a group that does not match this run, also where it is not waited for."""
         self.check_version(meta.newest_version)
         if self._schedule.baselines and meta.kind == "train" and meta.baseline is None:
             raise RunError(
@@ -338,38 +337,38 @@ class Service:
         return str(self._run.batch(step).relative_to(self._run.path))
 
     def committed(self) -> None:
-        """A checkpoint is committed: samples that only checkpoints older than the newest two could train again are removed."""
+        """Record a committed checkpoint, and remove samples that only checkpoints older than the newest two could train again."""
         due = range(self._pruned + 1, samples_removed(self._run) + 1)
         remove_samples(self._run, self._files, due)
         self._pruned += len(due)
 
     def seen(self, name: str, version: int, state: str) -> RegisteredWorker:
-        """A worker has called; return it."""
+        """Record a call of a worker; return it."""
         self._dispatcher.join(name)
         return self._registry.seen(name, version, state)
 
     def reconcile(self, name: str, version: int, holding: list[str]) -> None:
-        """A worker holds what it says: take back what an answer that never arrived gave to it, and let it go on with what was
-        taken from it while it was silent."""
+        """Reconcile a worker's groups with the controller's: lost assignments are taken back, and groups taken while it was silent are
+        returned to it."""
         indices = [index for group in holding if (index := group_index(group)) is not None]
         if self._admission.release(name, indices) + self._eval.release(name, holding):
             self._begun.find(name)
         self._admission.reclaim(name, version, indices)
 
     def unwanted(self, holding: list[str]) -> list[str]:
-        """Return the training groups among these that nobody waits for any more: finished by another worker, or given up."""
+        """Return the training groups among these that are no longer wanted: finished by another worker, or given up."""
         indices = {group: group_index(group) for group in holding}
         return [group for group, index in indices.items() if index is not None and not self._admission.wants(index)]
 
     def expire(self) -> list[str]:
-        """Take the groups of silent workers back; return the names of those workers."""
+        """Take back the groups of silent workers; return the names of those workers."""
         silent = self._registry.silent()
         for name in silent:
             self.leave(name)
         return silent
 
     def leave(self, name: str) -> int:
-        """A worker or a scorer ends: others get its groups. Returns how many."""
+        """Remove a worker or a scorer that ends: others get its groups. Returns how many."""
         if name in self.scores.scorers:
             return self.scores.leave(name)
         self._dispatcher.leave(name)
@@ -381,7 +380,7 @@ class Service:
         return lost
 
     def scored(self, scorer: str, digests: Mapping[str, str], rewards: Rewards | None = None) -> list[str]:
-        """Take what a scorer says of groups; return those of which nobody waits for it; args and errors as of `ScoreQueue.complete`."""
+        """Add scores of groups; return those that no longer wait for them; args and errors as of `ScoreQueue.complete`."""
         unwanted = self.scores.complete(scorer, digests, rewards)
         try:
             rewarded = self.scores.groups(set(rewards or ()).difference(unwanted))
@@ -408,12 +407,12 @@ class Service:
         }
 
     def _usable(self, group: GroupMeta) -> bool:
-        """Return whether a group of an earlier attempt, perhaps with other settings, has all that is asked of one now."""
+        """Return whether a group of an earlier attempt, perhaps with other settings, has all columns and rewards needed now."""
         complete = not self._schedule.baselines or group.baseline is not None
         return self._schedule.sampling.can_judge(group) and complete
 
     def _trainable(self, group: GroupMeta) -> bool:
-        """Return whether a group of a batch of an earlier attempt has all that is asked of one now."""
+        """Return whether a group of a batch of an earlier attempt has all columns and rewards needed now."""
         return self._usable(group) and self.scores.has_all(group, group.scores)
 
     def _compose(self) -> None:

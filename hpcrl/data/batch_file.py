@@ -1,4 +1,4 @@
-"""The file in which the controller hands the batch of a step to the trainer, and from which later attempts know what was trained.
+"""Writes and reads the batch of a step, which the controller hands to the trainer and later attempts read as history.
 
 JSON, with a checksum of its own text and that of the batch before it: a file that is changed, exchanged or gone is seen.
 """

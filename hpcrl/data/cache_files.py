@@ -1,12 +1,12 @@
-"""Files in which rollout workers keep what has ended of what has not: turns of groups, and rows of evaluations.
+"""Caches of rollout workers: finished turns of unfinished groups, and finished rows of unfinished evaluations.
 
-A line per turn, or per row (hpcrl/rundir/checked_lines.py); one that is damaged, or that a kill has cut off, is generated again.
+A file has a line per turn, or per row (hpcrl/rundir/checked_lines.py); damaged and cut-off ones are generated again.
 
-Turns are for whoever generates the group next, who goes on from them. The file's name says which group it is of and the version that the group
-was begun with: a line with a token of an older one counts as damaged. So the controller finds and gives such files without reading them.
+The next worker that generates the group continues from its turns. The file's name has the group and the version with which the group began;
+a line with a token of an older version counts as damaged. So the controller assigns such files without reading them.
 
-Rows of an evaluation are not generated again by the next attempt, until the evaluation has its summary. A line says what its row depends on:
-who reads it compares that.
+The next attempt does not generate cached rows of an evaluation again, until the evaluation has its summary. A line has the facts on which its
+row depends, and readers compare them.
 """
 
 from __future__ import annotations

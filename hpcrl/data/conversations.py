@@ -1,4 +1,4 @@
-"""Rows of datasets as tokens, with a mask of those that are trained: conversations, texts, and pairs of answers.
+"""Tokenizes rows of datasets, with a mask of trained tokens: conversations, texts, and pairs of answers.
 
 The text of a conversation is written message by message: what the chat template adds for a message, where it is the last one. So a template
 that drops what the assistant thought in earlier turns (Qwen3's, for one) still gives each turn with its thoughts, as the policy has to say
@@ -161,15 +161,10 @@ class Renderer:
         return ChatTemplate(self.tokenizer, self.options)
 
     def pieces(self, messages: Messages, tools: Tools = ()) -> list[Piece]:
-        """Return a conversation as texts that are trained and texts that are not, in turns.
-
-        Raises:
-            DataError: the chat template does not say what of it is the assistant's.
-        """
+        """Return a conversation as texts that are trained and texts that are not, in turns."""
         return self._pieces(messages, tools)[0]
 
     def _pieces(self, messages: Messages, tools: Tools) -> tuple[list[Piece], list[str]]:
-        """Return the pieces of a conversation, and what the template leaves out of messages that are trained."""
         template = self._template
         lost = template.lost_calls(messages)
         counts = [bool(message.get("weight", 1)) for message in messages]
@@ -198,14 +193,12 @@ class Renderer:
         return pieces, list(dict.fromkeys(lost))
 
     def _answered(self, row: Mapping[str, Any]) -> Messages:
-        """Return prompt and response as a conversation, of which the response is trained."""
         columns = self.columns
         prompt = self._prompt(row, _column(row, columns.prompt, "prompt_column"))
         answer = read_messages(_column(row, columns.response or RESPONSE, "response_column"), ASSISTANT)
         return [*_untrained(prompt), *answer]
 
     def _prompt(self, row: Mapping[str, Any], value: Any) -> Messages:
-        """Return the messages of a prompt, with what Alpaca's rows give beside the instruction in a column of its own."""
         if self.columns.prompt == _INSTRUCTION and isinstance(value, str) and row.get(_INPUT):
             value = f"{value}\n\n{row[_INPUT]}"
         return with_system(read_messages(value, "user"), row)
@@ -236,7 +229,6 @@ class Renderer:
         return [self._conversation(self._shown(messages, row, folder), row) for messages in whole]
 
     def _shown(self, messages: Messages, row: Mapping[str, Any], folder: Path | None) -> Messages:
-        """Return messages with their images and videos as texts."""
         return with_images(messages, row.get(self.columns.images), folder, row.get(self.columns.videos))
 
     def _conversation(self, messages: Messages, row: Mapping[str, Any]) -> Tokens:
@@ -246,7 +238,7 @@ class Renderer:
         pieces, lost = self._pieces(messages, read_tools(row.get("tools")))
         if lost and self.refuse_lost:
             raise DataError(
-                f"the chat template leaves out what is to be trained: {'; '.join(lost)}; use a template that writes it "
+                f"the chat template leaves out text that should be trained: {'; '.join(lost)}. Use another template "
                 '(generator.chat_template), give such messages the weight 0, or set data.lost = "train" to train the rest'
             )
         trained = special_tokens(self.tokenizer).findall("".join(text for text, mask in pieces if mask))
@@ -271,11 +263,7 @@ def _untrained(messages: Messages) -> Messages:
 
 
 def _placed(row: Tokens, images: Sequence[Shown], reader: ImageReader) -> Tokens:
-    """Return a row with what stands for each image and video, none of it trained.
-
-    Raises:
-        DataError: the template has written more or fewer placeholders than there are, or one cannot be read.
-    """
+    """Return a row with what stands for each image and video, none of it trained."""
     ids = [reader.ids(image) for image in images]
     try:
         places = reader.placed(row.token_ids, images, ids)

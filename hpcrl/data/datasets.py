@@ -1,4 +1,4 @@
-"""The datasets that a configuration names: read, and each row checked against what will play or score it; and how long its prompts are."""
+"""Reads the datasets of a configuration, checks each row against its environment or reward, and counts tokens of prompts."""
 
 from __future__ import annotations
 

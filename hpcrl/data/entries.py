@@ -1,4 +1,4 @@
-"""Entries of JSON files that come with a model or a dataset, such as config.json: they are looked at before a library reads them."""
+"""Checks entries of JSON files of a model or a dataset, such as config.json, before a library reads them."""
 
 from __future__ import annotations
 
@@ -57,7 +57,6 @@ def check_files(path: str, names: Iterable[str] = (CONFIG, "generation_config.js
 
     Raises:
         OSError: the model is neither here nor on the hub.
-        DataError: as of `entries_of_json`.
     """
     for file in files_of(path, names, **options):
         read_entries(file)

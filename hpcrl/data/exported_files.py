@@ -1,4 +1,4 @@
-"""Files that a model has beside its weights. An export gets them byte for byte, but for what training changed and what other programs read wrongly."""
+"""Copies a model's files beside its weights into an export, except those that training changed or other programs misread."""
 
 from __future__ import annotations
 
@@ -103,7 +103,6 @@ def _copied(folder: Path) -> Iterator[Path]:
 
 
 def _with_template(files: dict[str, bytes], template: str) -> dict[str, bytes]:
-    """Return the files with another chat template in each place where transformers looks for one."""
     files = {name: content for name, content in files.items() if not name.startswith(f"{_TEMPLATES}/")}
     for name in (_TOKENIZER, _OLDER_TEMPLATE):
         if name in files and "chat_template" in (entries := entries_of_json(files[name], name)):

@@ -1,4 +1,4 @@
-"""What data needs of a policy's family: prompts as tokens, tokens as text, and rows of datasets that are no texts."""
+"""Declares what data requires of a policy's family: prompts as tokens, tokens as text, and rows that are no texts."""
 
 from __future__ import annotations
 

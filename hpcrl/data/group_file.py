@@ -1,11 +1,11 @@
-"""The file in which a rollout worker hands finished groups to the trainer.
+"""Writes and reads the file of finished groups that a rollout worker hands to the trainer.
 
-What it hands over at once is in one file, group after group, since a shared filesystem makes few files faster than many. Each group is what a
-safetensors file holds: the tensors of all rows laid end to end, their sampling masks where they have any, their lengths,
-what a row has beside its tokens under the digest of it, once for all rows that have the same, and the GroupMeta as JSON in the header, which says how many rows each sample has: one, or with generator.step_wise_trajectories one for
-each of its turns. The controller needs only the header, and not even numpy.
+Groups of one handover share a file, since a shared filesystem creates few files faster than many. Each group is the content of a safetensors
+file: the tensors of all rows laid end to end, their sampling masks where they have any, and their lengths. Further tensors of a row, such as
+images, are stored under their digest, once for all equal ones. The header has the GroupMeta as JSON, with the number of rows of each sample:
+one, or with generator.step_wise_trajectories one per turn. The controller needs only the header, and not even numpy.
 
-Each row has a checksum, compared when it is read, in the group's header; that has one too, and the batch that trains the group knows it.
+The header has a checksum of each row, compared when it is read. The header has one too, recorded by the batch that trains the group.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def group_bytes(
 
     Args:
         samples: the rows; every array of a row but its `tensors` is [T, ...] with the same T, and `meta.lengths` are these T in the same order.
-        conversations: what was said in each sample, from its prompt on, for reward models; empty: nobody reads it.
+        conversations: messages of each sample, from its prompt on, for reward models; empty: without reward models.
     """
     import numpy as np
     from safetensors.numpy import save
@@ -157,11 +157,7 @@ def read_group(path: Path, indices: Sequence[int] | None = None, expected: Group
 
 
 def read_conversations(path: Path, expected: GroupMeta) -> list[Conversation]:
-    """Return what was said in each sample of the group at `path`; args and errors as in `read_group`.
-
-    Raises:
-        DamagedError: also where the file does not say it.
-    """
+    """Return the messages of each sample of the group at `path`; args and errors as in `read_group`."""
     with _opened(path, expected) as (_, meta, details):
         _check_same(path, meta, expected)
         if digest_of(json.dumps(details).encode()) != meta.digest:
@@ -175,7 +171,6 @@ def read_conversations(path: Path, expected: GroupMeta) -> list[Conversation]:
 def _rows(
     path: Path, columns: _Columns, lengths: Sequence[int], details: Sequence[dict[str, Any]], wanted: Sequence[int]
 ) -> Iterator[tuple[int, Row]]:
-    """Yield the rows at ascending indices; neighbours are read at once."""
     ends = [0, *accumulate(lengths)]
     hints = [0, *accumulate(_hint_size(detail) for detail in details)]
     read: dict[str, np.ndarray] = {}

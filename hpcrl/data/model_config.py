@@ -1,4 +1,4 @@
-"""The configuration of a model as it lies on disk, with the changes that a run makes: the trainer's, and that of the engine in the worker."""
+"""Reads the configuration of a model from disk, with the changes of a run for the trainer and for the embedded engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Datasets of prompts, with the columns that SkyRL's datasets have.
+"""Reads datasets of prompts, with the columns of SkyRL's datasets.
 
 A row has `prompt` (chat messages or text), `env_class` (or the configured default), `data_source`, `reward_spec` with the ground
 truth for rule-checked tasks, and any further columns that its environment wants.
@@ -33,9 +33,6 @@ def load_prompts(
         sources: the datasets.
         default_env_class, columns, rules: as of `prompt_reader`.
         first: rows of each dataset that are read at most; unset: all.
-
-    Raises:
-        DataError: a file is missing, unreadable or empty, or a row lacks what a prompt needs.
     """
     rows = chain.from_iterable(
         ((source, number, row) for number, row in enumerate(islice(source.rows(), first))) for source in sources
@@ -67,8 +64,8 @@ def prompt_reader(
         response_column: reference answer, which becomes `reward_spec.ground_truth` where the row has none.
         image_column, video_column: images and videos that its prompt shows; they may be missing.
         env_class_required: whether each row must have an environment; otherwise `Prompt.env_class` may be empty.
-        check: is called with a row's env_class, which may be empty, and its extras; raises DataError or ConfigError where what uses
-            the rows cannot use this one, or UserCodeError where that is a user's and fails.
+        check: is called with a row's env_class, which may be empty, and its extras. Raises DataError or ConfigError where the
+            environment cannot use the row, or UserCodeError where a user's environment fails.
     """
     shown = image_column, video_column
     names = source_names(source.location for source in sources)
@@ -102,9 +99,6 @@ def set_aside(prompts: Sequence[Prompt], test_size: float) -> tuple[list[Prompt]
 
     Args:
         test_size: below 1 a share, of which at least one prompt is made, otherwise a number.
-
-    Raises:
-        DataError: nothing is left to train.
     """
     count = count_aside(len(prompts), test_size)
     return list(prompts[count:]), list(prompts[:count])
@@ -181,7 +175,6 @@ class _Columns:
         )
 
     def _with_images(self, row: dict[str, Any], source: Source, place: str) -> dict[str, Any]:
-        """Return a row whose prompt has its images and videos as texts, and no columns of them."""
         images, videos = (row.get(name) for name in self.shown)
         left = {name: value for name, value in row.items() if name not in self.shown or value is None}
         if self.of_prompt not in row:
@@ -203,7 +196,6 @@ class _Columns:
 
 @lru_cache(maxsize=64)
 def _folder_of(source: Source) -> Path:
-    """Return the folder from which a dataset's relative paths of images start."""
     return source.files()[0].parent
 
 

@@ -1,4 +1,4 @@
-"""Rendering of chat templates in a process of its own, which bounds the time and the memory of a template that a stranger wrote.
+"""Renders chat templates in a process of its own, which bounds the time and the memory of a foreign template.
 
 Jinja's sandbox bounds neither: three nested loops of 99,999 never end, and `'a' * 10 ** 11` takes 100 GB. The kernel ends the process when its
 processor time is over (hpcrl/data/render_process.py); the next rendering starts another one.
@@ -55,7 +55,6 @@ class _Renderer:
             raise DataError(_endless())
 
     def _ask(self, request: bytes) -> tuple[str | None, int]:
-        """Return the answer; where the process ended before it, None and the exit status."""
         if self._owner != os.getpid() or self._process is None or self._process.poll() is not None:
             self._process, self._owner = _start(), os.getpid()
         answer = _answer(self._process, request)
@@ -67,7 +66,6 @@ def _endless() -> str:
 
 
 def _answer(process: subprocess.Popen[bytes], request: bytes) -> str | None:
-    """Return what a template writes, or None where the process ends before it has answered."""
     assert process.stdin is not None
     assert process.stdout is not None
     try:
@@ -92,7 +90,6 @@ def _start() -> subprocess.Popen[bytes]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> int:
-    """Return the exit status of a process that is dead or dying."""
     with suppress(BrokenPipeError), process:
         pass
     return process.wait()

@@ -1,6 +1,6 @@
 """The process that renders chat templates for hpcrl/data/render.py: requests on the standard input, texts on the standard output.
 
-A request is its length in 8 bytes and a JSON list of template and options; an answer is a byte, 1 for an error, a length and a text in UTF-8.
+A request is its length in 8 bytes and a JSON list of template and options. An answer is a byte, 1 for an error, a length and a text in UTF-8.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Samples for people: which ones a step trained or an evaluation scored, and what was said in them, turn by turn."""
+"""Reads the samples that a step trained or an evaluation scored, turn by turn, for people."""
 
 from __future__ import annotations
 
@@ -106,7 +106,6 @@ def require_samples(run: Run, step: int) -> Batch:
 
 
 def _whole(run: Run, step: int) -> Batch | None:
-    """Return the batch of a step if all its samples are there."""
     file = read_batch(run.batch(step))
     return file.batch if file and all(run.inside(group.path).exists() for group in file.batch.groups) else None
 
@@ -144,12 +143,12 @@ def _rollout(group: GroupMeta, at: int, of_group: Sequence[Row], decode: Decode)
 
 
 def segments_of(sample: Row, decode: Decode, *, of_dataset: bool = False) -> list[Segment]:
-    """Return what each side said, in order.
+    """Return the turns of a sample, in order.
 
     A reward at or after the tokens of a turn, and before the next turn, is what that turn earned.
 
     Args:
-        of_dataset: no policy said anything: it is a row of a dataset, some of which is trained.
+        of_dataset: the sample is a dataset's row, without a policy's response; part of it is trained.
     """
     token_ids, loss_mask, versions, rewards = sample.token_ids, sample.loss_mask, sample.versions, sample.rewards
     by_policy = loss_mask > 0 if of_dataset else versions >= 0

@@ -1,8 +1,9 @@
-"""The file in which a scorer hands over what its model says of a finished group, and from which the trainer reads it.
+"""Writes and reads the file in which a scorer hands its model's scores of a finished group to the trainer.
 
-One safetensors file per group and model. Its name has the digest of its content, and the batch that trains the group knows it: two scorers that
-score the same group leave two files, of which the batch names one. Laid out as the trainer packs samples: entry t of a row speaks about its
-token t + 1, which position t predicts; the last one of a row is 0. What a reward model says of whole samples is in the header. The most probable tokens of a teacher are in the file for trained tokens alone.
+There is one safetensors file per group and model. Its name has the digest of its content, and the batch that trains the group records it. Two
+scorers that score the same group leave two files, of which the batch names one. Entries lie as the trainer packs samples: entry t of a row
+belongs to token t + 1, which position t predicts; the last one of a row is 0. A reward model's scores of whole samples are in the header. The
+most probable tokens of a teacher are stored for trained tokens alone.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Where the rows of a dataset come from: a file, a folder of files, a folder of Hugging Face's `datasets`, or a dataset on its hub.
+"""Reads the rows of a dataset: a file, a folder of files, a folder of Hugging Face's `datasets`, or a dataset on its hub.
 
-A location is a path or, where there is no such path, the name of a dataset on the hub, <owner>/<name>; behind either may stand a split,
-`openai/gsm8k:train`, and of it a part as `datasets` writes it: `train[:100]`, `train[-500:]`, `train[10%:]`. Splits of a folder, on the hub too, are found as `datasets` finds them (hpcrl/data/hub/splits.py).
+A location is a path or, where there is no such path, the name of a dataset on the hub, <owner>/<name>. A split may follow,
+`openai/gsm8k:train`, or a part of one in the notation of `datasets`: `train[:100]`, `train[-500:]`, `train[10%:]`. Splits of a folder, also
+on the hub, are found as `datasets` finds them (hpcrl/data/hub/splits.py).
 
-What is on the hub is downloaded into its cache once (HF_HOME, on a filesystem that the nodes share) and found there afterwards, also without
-network; with HF_HUB_OFFLINE=1 nobody asks the hub.
+Datasets of the hub are downloaded into its cache once (HF_HOME, on a filesystem that the nodes share) and read from there afterwards, also
+without network. With HF_HUB_OFFLINE=1 nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -189,7 +190,7 @@ class Source:
             except (OSError, ValueError, HTTPError) as error:
                 raise DataError(
                     f"dataset {self.location}: no such file, and the hub does not give one of that name (revision "
-                    f"{self.revision or 'main'}): {' '.join(str(error).split())[:300]} Where nodes have no network, fetch it first: "
+                    f"{self.revision or 'main'}): {' '.join(str(error).split())[:300]}. Where nodes have no network, fetch it first: "
                     f"`hf download --repo-type dataset {self._name()}`, with HF_HOME on a filesystem that they share"
                 ) from error
 
@@ -305,8 +306,8 @@ def _read_parquet(path: Path) -> Iterator[Any]:
 def _batches_of(file: ParquetFile, group: int) -> Iterator[RecordBatch]:
     """Yield the rows of a row group in batches of about `_BYTES_AT_ONCE`.
 
-    Its size is no bound: rows differ, and a dictionary has a repeated text once. A batch that is larger is read again in smaller ones, and so
-    is one that Arrow cannot hold: it divides a column of more than 2 GiB, and nothing nested can be divided.
+    Its size is no bound: rows differ, and a dictionary has a repeated text once. A larger batch is read again in smaller ones. So is a batch
+    that Arrow cannot hold: it divides a column of more than 2 GiB, but no nested one.
     """
     from pyarrow import ArrowNotImplementedError
 
@@ -331,7 +332,6 @@ def _batches_of(file: ParquetFile, group: int) -> Iterator[RecordBatch]:
 
 
 def _fitting(rows: int, size: int) -> int:
-    """Return how many of `rows` rows of together `size` bytes are read at once."""
     return max(1, min(_ROWS_AT_ONCE, rows * _BYTES_AT_ONCE // max(1, size)))
 
 
@@ -350,7 +350,6 @@ def _read_arrow(path: Path) -> Iterator[Any]:
 
 
 def _divided(batch: RecordBatch) -> Iterator[RecordBatch]:
-    """Yield the rows of a batch in parts of at most `_BYTES_AT_ONCE`, or of one row."""
     if batch.num_rows > 1 and (batch.num_rows > _ROWS_AT_ONCE or batch.nbytes > _BYTES_AT_ONCE):
         half = batch.num_rows // 2
         yield from _divided(batch.slice(0, half))
@@ -408,9 +407,6 @@ def _names(path: Path, key: str, part: str = "") -> list[str]:
 
     Args:
         part: of each of its entries; empty: the entry itself is the name.
-
-    Raises:
-        DataError: it does not list such names.
     """
     found = read_entries(path).get(key)
     listed = found if isinstance(found, list) else [None]

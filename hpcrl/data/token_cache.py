@@ -1,13 +1,12 @@
-"""Tokens of datasets that runs share, `data.cache`: made by the first run that wants them, and linked into the directory of each other one.
+"""Cache of datasets' tokens that runs share, `data.cache`: the first run writes them, each other run links them into its directory.
 
 <root>/.tokens/<key>/     root: slurm.root
   tokens.i32 …            as in a run (hpcrl/data/token_file.py), as a rule the same files under further names
-  record.json             what they were made of, `facts` such as `counts`, and sizes and checksums of the files; written last
+  record.json             sources, `facts` such as `counts`, and sizes and checksums of the files; written last
 
-A key is the checksum of all that decides what the tokens are, so who finds an entry need not ask whether it is still right. Two runs that make
-the same at the same time write the same files, each of them under its own name first, so nobody waits and nothing is locked. An entry without
-a record, with one that is damaged, or with files that are others than it says, is as none: its tokens are made anew. All of it may be
-deleted at any time; a run that has its tokens needs none of it.
+A key is the checksum of everything that decides the tokens, so an entry never becomes wrong. Two runs that write the same entry at the same time
+write the same files, each under its own name first, so none waits and none locks. An entry without a record, with a damaged one, or with other
+files than in its record is ignored and written again. All entries may be deleted at any time: a run with its tokens does not need them.
 """
 
 from __future__ import annotations
@@ -105,7 +104,7 @@ class TokenCache:
             with committed_directory(target, attempt, fence=fence, files=files, **facts) as directory:
                 self._fill(directory, key, files)
         except DamagedError as error:
-            print(f"{error}; tokenized anew", flush=True)
+            print(f"{error}; tokenized again", flush=True)
             self._forget(key)
             return None
         return facts

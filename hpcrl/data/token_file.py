@@ -1,11 +1,11 @@
-"""Rows of a dataset as tokens, made once and read by every rank through a memory map. A row is one sequence, or several that belong together.
+"""Stores a dataset's rows as tokens, written once and read by every rank through a memory map. A row is one sequence, or several.
 
 <directory>/            committed as a whole (hpcrl/rundir/commit.py)
   tokens.i32            token ids of all sequences, one after the other
   mask.u8               of each token, whether it is trained
-  images.bin            files of the images and videos that sequences show, one after the other; images.npy: of each its sequence, where it ends, its checksum.
-                        Only where the model sees images, or learns to make them, and then with the prompt before them, in UTF-8: `images` of the manifest
-                        says how they are prepared, which is done when a row is read
+  images.bin            files of the images and videos of sequences, one after the other; images.npy: of each its sequence, end and checksum.
+                        Only where the model reads images, or learns to generate them (with the prompt before them, in UTF-8).
+                        `images` of the manifest describes their preparation, which follows when a row is read
   rows.npy              of each sequence: where its tokens end, how many are trained, checksum of its tokens, mask and margin; its margin
   manifest.json         `name`, `made_of`, `counts`, `sequences` of each row; sizes and checksums of the files above
   COMMIT
@@ -60,7 +60,6 @@ class Images:
 
         Raises:
             DamagedError: they are not what was written.
-            DataError: the model's image processor is gone, or an image cannot be read.
         """
         import numpy as np
 

@@ -1,4 +1,4 @@
-"""The datasets of a run that trains their rows: tokenized once, by the controller, into dataset/ of the run directory.
+"""Tokenizes the datasets of a run that trains their rows: once, by the controller, into dataset/ of the run directory.
 
 A run trains what it read at its first start: later attempts find the tokens there, and read no rows of the sources. One that was changed stops
 them (hpcrl/launch/inputs.py).
@@ -200,11 +200,7 @@ class Tokenizer:
     cache: TokenCache | None = None
 
     def dataset(self, folder: str, name: str, source: Source) -> TokenFile:
-        """Return the tokens of a dataset, made now or by an earlier attempt from a source and settings of the same name.
-
-        Raises:
-            DataError: the source cannot be read, a row cannot be used, or no row is left.
-        """
+        """Return the tokens of a dataset, made now or by an earlier attempt from a source and settings of the same name."""
         target, made_of = self.run.dataset(folder), {"source": source.facts(), **self.recipe.facts()}
         if not self._is_there(target, made_of):
             facts, prepared = {"name": name, "made_of": made_of}, self.recipe.prepared()
@@ -239,7 +235,7 @@ class Tokenizer:
         try:
             return is_committed(target) and verify(target)["made_of"] == made_of
         except CommitError as error:
-            print(f"{error}; tokenized anew", flush=True)
+            print(f"{error}; tokenized again", flush=True)
             return False
 
     def _kept(self, rows: Iterable[list[Tokens]], source: Source, counts: Counts) -> Iterator[list[Tokens]]:
@@ -373,11 +369,7 @@ def tokenize_datasets(config: Config, tokenizer: Tokenizer) -> None:
 
 
 def training_rows(run: Run, data: DataConfig) -> list[Rows]:
-    """Return the rows to train of each dataset, without those that are set aside.
-
-    Raises:
-        DataError: nothing is left; DamagedError: a dataset is missing or damaged.
-    """
+    """Return the rows to train of each dataset, without those that are set aside."""
     return [Rows(file, range(aside, len(file))) for file, aside in _set_aside(run, data)]
 
 
@@ -401,6 +393,5 @@ def _set_aside(run: Run, data: DataConfig) -> list[tuple[TokenFile, int]]:
 
 
 def _names(locations: Sequence[str]) -> list[str]:
-    """Return a short name for each dataset, under which its loss is reported."""
     short = source_names(locations)
     return [metric_name(short[one]) for one in locations]

@@ -1,4 +1,4 @@
-"""Tokenizers of models: loaded with the ids that tokenizer.json gives, and with the chat template that a run was configured to use."""
+"""Loads tokenizers of models, with the ids of tokenizer.json and with the configured chat template."""
 
 from __future__ import annotations
 
@@ -95,7 +95,6 @@ def read_tokenizer(path: str, **options: Any) -> PreTrainedTokenizerBase:
 
     Raises:
         OSError, ValueError: there is none that can be loaded.
-        DataError: no class of transformers gives the ids of its tokenizer.json, or another file of it is no JSON object.
     """
     return _read_tokenizer(path, **options)[0]
 

@@ -1,4 +1,4 @@
-"""Weights on their way from the trainer to the engines: safetensors files, written and read tensor by tensor, with a digest of each tensor.
+"""Writes and reads the weights for the engines: safetensors files, tensor by tensor, with a digest of each tensor.
 
 Names, types and shapes are known before the first tensor is, so each goes to its place in the file as soon as it is there. Digests are
 made of the bytes that are written, and of those that are loaded: nothing is read for a digest alone. The digest is CRC-32, at several
@@ -173,9 +173,6 @@ class WeightFile:
 
     Args:
         tensors: what it will hold, without values (on the meta device).
-
-    Raises:
-        OSError: here and in all methods.
     """
 
     def __init__(self, path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -247,11 +244,7 @@ class WeightReader:
         self._places |= {name: (file, entry, start) for name, entry in entries.items()}
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor, str]]:
-        """Yield name, tensor and digest, which is empty for the undigested; a few tensors are read ahead.
-
-        Raises:
-            OSError: the files cannot be read to their end.
-        """
+        """Yield name, tensor and digest, which is empty for the undigested; a few tensors are read ahead."""
         names = iter(self._names)
         with ThreadPoolExecutor(self._ahead, "weights") as pool:
             begun: deque[Future[tuple[str, torch.Tensor, str]]] = deque()
@@ -293,12 +286,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def copy_files(weights: PublishedWeights, target: Path) -> dict[str, dict[str, int]]:
-    """Copy the safetensors files of a version into a directory; return the size of each by name, as a manifest has them.
-
-    Raises:
-        CommitError: a tensor is missing, or is another than was published.
-        OSError: a file cannot be read or written.
-    """
+    """Copy the safetensors files of a version into a directory; return the size of each by name, as a manifest has them."""
     check_tensors(weights, target)
     return sizes_in(target)
 

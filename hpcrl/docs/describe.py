@@ -73,7 +73,6 @@ def _reference() -> str:
 
 
 def _tables(section: type, path: str) -> Iterator[str]:
-    """Yield a heading and a table for a section, then those of the sections in it."""
     held = section_settings(section, path + "." if path else "")
     rows = [_row(setting) for setting in held if not setting.subsection]
     if path:

@@ -1,4 +1,4 @@
-"""What a setting is: for `hpcrl config explain` and for the generated pages of docs/config."""
+"""Describes a setting, for `hpcrl config explain` and for the generated pages of docs/config."""
 
 from __future__ import annotations
 
@@ -72,7 +72,6 @@ def about(section: type) -> str:
 
 
 def _own(name: str, known: dict[str, Setting]) -> Setting | None:
-    """Return the setting at a path, or the table with the user's keys around it."""
     path = name
     while path and path not in known:
         path = path.rpartition(".")[0]

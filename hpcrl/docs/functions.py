@@ -1,4 +1,4 @@
-"""Losses, estimators and rewards as their source declares them: names, own settings, formulas.
+"""Reads losses, estimators and rewards from their source: names, own settings, formulas.
 
 From the signatures and docstrings it makes `hpcrl/config/sections/functions.py` and the tables of docs/algorithms.md. The source is
 parsed, not imported: it needs torch, and the configuration does not.
@@ -98,11 +98,7 @@ class Function:
 
 
 def functions(root: Path, registry: Registry) -> list[Function]:
-    """Return the functions of a registry.
-
-    Raises:
-        ConfigError: a docstring lacks a part; names the function and what is expected.
-    """
+    """Return the functions of a registry."""
     found = []
     for name, value in _entries(root, registry.module, registry.constant).items():
         module, node = _definition(root, registry.module, value)
@@ -162,7 +158,6 @@ from hpcrl.config.setting import {names}
 
 
 def _entries(root: Path, module: str, constant: str) -> dict[str, str]:
-    """Return the names in a dictionary of a module, with the source of their values."""
     (entries,) = (
         node.value
         for node in _parsed(root, module)
@@ -208,7 +203,6 @@ def _function(path: str, name: str, node: ast.FunctionDef) -> Function:
 
 
 def _arguments(text: str) -> dict[str, str]:
-    """Return the meanings of an Args part, each on one line."""
     found = re.split(r"^    (\w+): ", textwrap.indent(textwrap.dedent(text), "    "), flags=re.MULTILINE)
     return {name: " ".join(meaning.split()) for name, meaning in zip(found[1::2], found[2::2], strict=True)}
 

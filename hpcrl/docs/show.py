@@ -1,4 +1,4 @@
-"""A configuration as TOML or YAML for people: its settings, and as comments the values that follow where nothing is set."""
+"""Prints a configuration as TOML or YAML: its settings, and as comments the values that follow where nothing is set."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ def finite(value: Any) -> float:
 
 @contextmanager
 def user_code(where: str) -> Iterator[None]:
-    """Call code that a user may have written: exceptions say where they come from.
+    """Call code that a user may have written: exceptions name their origin.
 
     Args:
         where: what the message begins with: which environment, reward or group.

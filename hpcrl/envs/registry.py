@@ -1,4 +1,4 @@
-"""The registry of environments: each name with its class, a user's own by import path, and the settings that all of them can read."""
+"""Registry of environments: each name with its class, a user's own by import path, and the settings common to all."""
 
 from __future__ import annotations
 

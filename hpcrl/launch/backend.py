@@ -1,4 +1,4 @@
-"""What submitting asks of an inference engine: checks of the model and of the engine's own options, on this machine."""
+"""Declares what submission requires of an inference engine: checks of the model and of the engine's options, on this machine."""
 
 from __future__ import annotations
 

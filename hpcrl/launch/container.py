@@ -1,4 +1,4 @@
-"""The container of a run: how commands on the nodes are started in it, and what of the nodes is seen inside."""
+"""Starts commands of a run in its container, with the node's directories that it needs."""
 
 from __future__ import annotations
 
@@ -81,7 +81,6 @@ def seen_by(root: Path, configs: Sequence[Config]) -> list[str]:
 
 
 def _named(config: Config) -> list[str]:
-    """Return the paths among the settings that are locations; the others are names on a hub."""
     found = list[str]()
     for setting in settings(type(config)):
         if setting.location and setting.path != "slurm.container.image":
@@ -91,5 +90,4 @@ def _named(config: Config) -> list[str]:
 
 
 def _hub() -> list[str]:
-    """Return where models and datasets of the hub are kept."""
     return [hub_home(), hub_cache()]

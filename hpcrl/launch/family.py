@@ -1,4 +1,5 @@
-"""What submitting and evaluating need of a policy's family: checks of the model's files, and a model that an export alone is not."""
+"""Declares what submission and evaluation require of a policy's family: checks of the model's files, and models that need more than an
+export."""
 
 from __future__ import annotations
 

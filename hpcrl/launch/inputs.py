@@ -1,4 +1,5 @@
-"""Checksums of files outside the run directory that each attempt reads again: datasets, chat templates, local models, what environments read.
+"""Checksums of files outside the run directory that each attempt reads again: datasets, chat templates, local models, files of
+environments.
 
 inputs.json is written where the first attempt after `hpcrl submit` or `hpcrl resume` begins; each later attempt compares with it:
 
@@ -131,7 +132,6 @@ def _files_of_model(folder: Path) -> list[Path]:
 
 
 def _indexes() -> set[str]:
-    """Return the files of families whose models are several."""
     return {family.model_file for family in families()} - {Family.model_file}
 
 

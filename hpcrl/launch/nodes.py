@@ -1,4 +1,4 @@
-"""Which node does what: trainers first, a critic's after the policy's, then replicas, then reward models, then scorers."""
+"""Assigns roles to nodes: trainers first, a critic's after the policy's, then replicas, then reward models, then scorers."""
 
 from __future__ import annotations
 
@@ -120,7 +120,6 @@ def make_plan(config: Config) -> list[Node]:
 
 
 def _beside(config: Config, node: int) -> range:
-    """Return the replicas on one of the policy's nodes."""
     engine, placement = config.generator.inference_engine, config.trainer.placement
     if engine.remote_urls and config.has_engines:
         return range(node, engine.num_engines, placement.policy_num_nodes)

@@ -1,4 +1,4 @@
-"""The elastic pools of a run: job arrays beside its own, each element of which has one worker: a replica, or a copy of a scorer's model."""
+"""Elastic pools of a run: job arrays beside its own, each element of which has one worker: a replica, or a copy of a scorer's model."""
 
 from __future__ import annotations
 

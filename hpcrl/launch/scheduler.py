@@ -1,4 +1,4 @@
-"""States of jobs: squeue first, sacct for jobs that squeue has forgotten, where there is accounting."""
+"""Reads states of jobs: squeue first, sacct for jobs that squeue has forgotten, where there is accounting."""
 
 from __future__ import annotations
 

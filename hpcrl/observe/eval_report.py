@@ -1,4 +1,4 @@
-"""What `hpcrl eval` says of an evaluation: a table for the terminal, and report.md beside results.json."""
+"""Formats the results of `hpcrl eval`: a table for the terminal, and report.md beside results.json."""
 
 from __future__ import annotations
 
@@ -43,9 +43,8 @@ def report(results: Mapping[str, Any]) -> str:
     parts = [
         f"# {_headline(results)}",
         "Means over the prompts ± half of their 95 % confidence interval: 1.96 standard errors, those of the means of prompts "
-        "(arXiv:2411.00640); pass@k is the unbiased estimate (arXiv:2107.03374), of samples that are solved: "
-        + results["solved"]
-        + ". Samples that failed have no score: they are left out.",
+        "(arXiv:2411.00640). pass@k is the unbiased estimate (arXiv:2107.03374). "
+        f"A sample is solved by {results['solved']}. Samples that failed have no score: they are left out.",
         _markdown(*_scores(results)),
         "## How samples ended",
         _markdown(["source", *reasons], ends),
@@ -53,7 +52,7 @@ def report(results: Mapping[str, Any]) -> str:
         _markdown(["setting", "value"], [[name, str(value)] for name, value in asked.items()]),
     ]
     if results.get("rescored_from"):
-        parts.insert(1, f"Scores of what was said in {results['rescored_from']}; nothing was generated.")
+        parts.insert(1, f"Scores of the samples of {results['rescored_from']}; nothing was generated.")
     if failures := results["failures"]:
         shown = [f"- {_cell(failure)}" for failure in failures[:_MOST_FAILURES]]
         parts += [f"## {len(failures)} samples failed", "\n".join(shown)]

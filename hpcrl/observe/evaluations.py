@@ -1,4 +1,4 @@
-"""Evaluations that are over, from what they left on disk, and two of them side by side."""
+"""Reads finished evaluations from disk, and compares two of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a running run is doing, one row per process, and the curves that go with it, from its process statuses and its newest metrics."""
+"""Reads the live status of a run: one row per process, and its curves, from process statuses and the newest metrics."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _GIB = 2**30
 
 @dataclass(frozen=True)
 class ProcessRow:
-    """One process.
+    """State of one process.
 
     Attributes:
-        state: of its process status; a change of it is printed, a change of the notes may be only a clock that moved.
-        notes: what goes with it: version, memory, for how long, since when nothing was heard of it.
+        state: of its process status; a change of it is printed, a change of the notes is not.
+        notes: version, memory, time in its state, time since its last heartbeat.
     """
 
     process: str
@@ -39,8 +39,8 @@ class ProcessRow:
 
 
 @dataclass(frozen=True)
-class Watched:
-    """A run at one moment.
+class LiveStatus:
+    """Status of a run at one moment.
 
     Attributes:
         rows: its processes, those of the newest attempt.
@@ -57,25 +57,25 @@ class Watched:
     peaks: list[str] = field(default_factory=list)
 
 
-class Watch:
-    """Looks at a run again and again."""
+class LiveStatusReader:
+    """Reads the status of a run repeatedly, and keeps its curves."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._heard: dict[str, tuple[float, float]] = {}
+        self._renewed: dict[str, tuple[float, float]] = {}
         self._since: dict[str, tuple[str, float]] = {}
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self._reader = MetricsReader(self._run, REWARD, _LOSS, TOKENS_PER_SECOND, _HOST, _DEVICE)
         self._curves: dict[str, dict[int, float]] = {REWARD: {}, _LOSS: {}}
         self._newest: dict[str, float] = {}
 
-    def look(self) -> Watched:
-        """Return the run as it is now."""
+    def read(self) -> LiveStatus:
+        """Return the present status."""
         records, outdated = self._reader.poll()
         if outdated:
-            self._forget()
+            self._reset()
             records, _ = self._reader.poll()
         for record in sorted(records, key=lambda record: record.step):
             self._newest |= record.metrics
@@ -83,7 +83,7 @@ class Watch:
                 if name in record.metrics:
                     curve[record.step] = record.metrics[name]
         rewards, losses = (list(curve.values()) for curve in self._curves.values())
-        return Watched(
+        return LiveStatus(
             rows=self._rows(),
             curve=rewards or losses,
             is_reward=bool(rewards) or not losses,
@@ -116,7 +116,6 @@ class Watch:
         return ProcessRow(status.process, status.state, [*notes, *filter(None, [status.host])])
 
     def _lasting(self, status: ProcessStatus) -> float:
-        """Return for how long a process has been in its state, as far as that was watched."""
         state, since = self._since.get(status.process, ("", 0.0))
         if state != status.state:
             since = time.monotonic()
@@ -127,8 +126,8 @@ class Watch:
         """Return for how long a process status has not been renewed: at the first look by its writer's clock, then by this machine's alone."""
         now = time.monotonic()
         first = status.renewed, now - max(0.0, time.time() - status.renewed)
-        renewed, since = self._heard.get(status.process, first)
+        renewed, since = self._renewed.get(status.process, first)
         if renewed != status.renewed:
             since = now
-        self._heard[status.process] = (status.renewed, since)
+        self._renewed[status.process] = (status.renewed, since)
         return now - since

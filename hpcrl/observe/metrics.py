@@ -1,11 +1,11 @@
-"""The numbers of a run: one JSON-lines file per process, the truth from which TensorBoard and summaries are derived.
+"""Writes and reads the metrics of a run: one JSON-lines file per process, from which TensorBoard and summaries are derived.
 
     {"attempt": 2, "resume": 40}                                                      a writer starts
     {"attempt": 2, "step": 41, "time": 1763666666.5, "metrics": {"policy/lr": 1e-6}, "histograms": {"reward": [0.0, 1.0, [3, 5]]}}
 
-An attempt that continues after step k makes what earlier attempts wrote about later steps void, in every file. The attempt's number
-decides this, not the place in a file, so a writer that was thought dead cannot bring such a step back. Of a value that is reported twice
-all the same (of an interruption, by the attempt that ended at a step and by one that went on there and trained nothing), the last counts.
+An attempt that continues after step k makes lines of earlier attempts about later steps void, in every file. The attempt's number
+decides this, not the place in a file, so a writer that was thought dead cannot bring such a step back. Two attempts may still report a value
+twice, when the second one continued at that step and trained nothing; then the last one counts.
 """
 
 from __future__ import annotations
@@ -88,9 +88,6 @@ class MetricsWriter:
 
     Args:
         resume_step: step after which this attempt continues; 0 for a fresh start.
-
-    Raises:
-        CommitError: what is to be written cannot be, here and at each record: a run does not go on without its numbers.
     """
 
     def __init__(self, run: Run, process: str, attempt: int, resume_step: int) -> None:

@@ -1,4 +1,4 @@
-"""What an evaluation comes to, by data source: means, how far they may be off, and whether two evaluations of the same prompts differ."""
+"""Aggregates scores of an evaluation by data source: means, their errors, and whether two evaluations of the same prompts differ."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ S = TypeVar("S", bound=Scored)
 
 
 def by_source(prompts: Sequence[S]) -> dict[str, list[S]]:
-    """Return the prompts of all sources together, as "all", and of each: by its name with underscores for slashes and for what no
-    metric's name has, all_ for one called all. Beyond the most frequent `MOST_SOURCES`, they are "other" together."""
+    """Return the prompts of all sources together, as "all", and of each source. Its name has underscores for slashes and for other characters
+    that no metric's name has; all becomes all_. Beyond the most frequent `MOST_SOURCES`, they are "other" together."""
     names = [metric_name(prompt.data_source).replace("/", "_") for prompt in prompts]
     counts = Counter(names)
     most = set(sorted(counts, key=lambda name: (-counts[name], name))[:MOST_SOURCES])
@@ -151,8 +151,8 @@ def standard_error(values: Sequence[float]) -> float:
 def pass_at(k: int, solved: Sequence[bool]) -> float:
     """Return the probability that k of these samples of a prompt, drawn without replacement, include one that is solved.
 
-    With c of n samples solved this is 1 - C(n - c, k) / C(n, k), the unbiased estimate of the probability that k samples of the
-    policy include one (Chen et al. 2021, arXiv:2107.03374); for k = n it is 1 where any was, else 0.
+    With c of n samples solved this is 1 - C(n - c, k) / C(n, k), an unbiased estimate of that probability for the policy
+    (M. Chen and others 2021, arXiv:2107.03374); for k = n it is 1 where any was, else 0.
 
     Args:
         k: from 1 to len(solved).
@@ -172,7 +172,7 @@ class ScoreDifference:
     Attributes:
         mean: of the second less the first.
         error: standard error of `mean`, of the differences of prompts; NaN with a single prompt.
-        p: how probable a difference at least as large is where neither is better: of the sign of each prompt's difference drawn anew.
+        p: probability of a difference at least as large where neither is better, by random signs of the prompts' differences.
         better, same, worse: prompts.
     """
 

@@ -1,4 +1,4 @@
-"""What a run has achieved, from its metrics, its evaluations and its ledger."""
+"""Summarises a run from its metrics, its evaluations and its ledger."""
 
 from __future__ import annotations
 
@@ -157,10 +157,10 @@ def summarise(run: Run) -> Summary:
 
 
 def pace_of(run: Run) -> float | None:
-    """Return the seconds that a step takes, all told, of a run that goes on; None where that is not known yet.
+    """Return the seconds per step of a running run, with evaluations, checkpoints and exports; None where they are not known yet.
 
-    It is the median over the newest steps of means over as many of them in a row as lie between two evaluations, so that evaluations,
-    checkpoints and exports have their share, and a step that took long for once has none. The steps of all attempts count, but neither the
+    It is a median of means: each over as many consecutive steps as lie between two evaluations, among the newest steps. So evaluations,
+    checkpoints and exports have their share, and a single slow step has none. The steps of all attempts count, but neither the
     start of an attempt nor the time in the queue.
     """
     versions = _evaluations(run)[-2:]
@@ -190,14 +190,12 @@ def _validity(run: Run, attempts: Sequence[Attempt]) -> Callable[[Record], bool]
 
 
 def _evaluations(run: Run) -> list[int]:
-    """Return the versions of which there are evaluations, whether or not they have ended."""
     with suppress(FileNotFoundError, NotADirectoryError):
         return sorted(version for name in os.listdir(run.evals) if (version := version_of(Path(name))) is not None)
     return []
 
 
 def _first(file: Callable[[int], Path], name: str, versions: Iterable[int]) -> tuple[int, float] | None:
-    """Return version and value of the first of these evaluations that has come to its end."""
     for version in versions:
         with suppress(ValueError):
             metrics: Any = read_json(file(version))
@@ -218,7 +216,7 @@ def _mean(numbers: Collection[float]) -> float | None:
 def _seconds(run: Run, attempt: Attempt, outcome: Outcome | None, last: Record | None) -> float:
     if outcome is None:
         ended = last.time if last and last.attempt == attempt.number else attempt.started
-    elif outcome.kind == "lost":  # whoever came next wrote that down, perhaps days later
+    elif outcome.kind == "lost":  # the next process recorded that, perhaps days later
         ended = min(outcome.ended, _last_word(run.logs(attempt.number)))
     else:
         ended = outcome.ended

@@ -1,4 +1,4 @@
-"""What a run has achieved, as rows of a table."""
+"""Formats the summary of a run as rows of a table."""
 
 from __future__ import annotations
 

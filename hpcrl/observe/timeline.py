@@ -1,4 +1,4 @@
-"""What every process of a run does with its time: one file of spans per process and attempt, which together have no gap.
+"""Records the timeline of every process of a run: one file of spans per process and attempt, without gaps.
 
     {"process": "rank-0", "host": "n1", "versions": {"torch": "2.13.0"}}          a writer starts
     {"start": 1763666666.5, "seconds": 2.25, "phase": "policy_train", "step": 3}  what it did from then on, for so long
@@ -37,7 +37,7 @@ KINDS = {
         "update_ref_with_policy",
     ),
     "publish": ("sync_weights", "fetch_weights"),
-    "turn": ("asleep", "offload", "onload"),
+    "colocation": ("asleep", "offload", "onload"),
     "pause": ("update_weights",),
     "checkpoint": ("save_checkpoints", "save_hf_model", "dump_data_batch"),
     "evaluate": ("eval", "evaluate"),
@@ -84,8 +84,8 @@ class Timeline:
     What cannot be written is not worth an attempt: the first refusal is printed, and nothing is written any more.
 
     Args:
-        resolution_s: phases are added up over at least this time before a span of each is written, in the order in which they began: a
-            process that changes between two of them a thousand times a second writes few lines, and the sums are exact.
+        resolution_s: phases are added up over at least this time before a span of each is written, in the order in which they began. So a
+            process that changes between two phases a thousand times a second writes few lines, and the sums are exact.
     """
 
     def __init__(self, run: Run, process: str, attempt: int, resolution_s: float = 0.001) -> None:
@@ -242,7 +242,7 @@ def steps_of(spans: Iterable[Span]) -> dict[int, tuple[float, float]]:
 def shares(spans: Iterable[Span], start: float, end: float) -> dict[str, dict[str, float]]:
     """Return by process what share of the time from `start` to `end`, in Unix time, it spent in each phase; they add up to 1 each.
 
-    A process that had not begun, or had ended, was absent; of less than a thousandth nothing is told, clocks are no better.
+    A process that had not begun, or had ended, was absent. Shares below a thousandth are left out: clocks are no better.
     """
     found: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for span in spans:

@@ -1,4 +1,4 @@
-"""What the backward pass of any model keeps, found out by a forward pass without numbers, on the meta device."""
+"""Measures the tensors that the backward pass of any model keeps, by a forward pass on the meta device."""
 
 from __future__ import annotations
 

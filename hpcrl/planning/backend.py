@@ -1,4 +1,4 @@
-"""What `hpcrl plan` asks of a run's inference engine: the memory of a replica."""
+"""Declares what `hpcrl plan` requires of an inference engine: the memory of a replica."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether trainer and engine fit on the devices on which they take turns."""
+"""Estimates whether trainer and engine fit on devices that they share in turns."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ _CUSTOM = 1 << 29
 
 
 @dataclass(frozen=True)
-class GpuTurn:
-    """One of the two turns.
+class LeasedMemory:
+    """Memory of a device while trainer or engine holds its lease.
 
     Attributes:
-        trainer, engine: bytes that they have of the device.
+        holder: "trainer" or "engine".
+        trainer, engine: bytes of the device that they take.
     """
 
-    whose: str
+    holder: str
     trainer: int
     engine: int
 
 
-def turns(config: Config, found: Estimate, device: float) -> Iterator[GpuTurn]:
-    """Yield both turns.
+def leased_memory(config: Config, found: Estimate, device: float) -> Iterator[LeasedMemory]:
+    """Yield the memory of a device for either holder of its lease.
 
     Args:
         device: its bytes.
     """
-    yield GpuTurn("trainer", found.total, _asleep(config))
+    yield LeasedMemory("trainer", found.total, _asleep(config))
     share = config.engine_memory_share
-    yield GpuTurn("engine", _away(config) + _kept(config, found), round(share * device))
+    yield LeasedMemory("engine", _away(config) + _kept(config, found), round(share * device))
 
 
 def _asleep(config: Config) -> int:
-    """Return the bytes that an engine keeps of a device while it sleeps: context, CUDA graphs, communicators."""
     engine = config.generator.inference_engine
     tensor, others = engine.tensor_parallel_size, (engine.pipeline_parallel_size, engine.data_parallel_size)
     groups = sum(size > 1 for size in (tensor, *others))
@@ -51,7 +51,6 @@ def _asleep(config: Config) -> int:
 
 
 def _away(config: Config) -> int:
-    """Return the bytes that a trainer rank keeps of a device while an engine has it: context and communicators."""
     return _CONTEXT + communicators(config.trainer) * _COMMUNICATOR
 
 
@@ -61,7 +60,6 @@ def on_host(config: Config, found: Estimate) -> int:
 
 
 def _kept(config: Config, found: Estimate) -> int:
-    """Return the bytes of optimizers that stay where they are."""
     sections = {"policy": config.trainer.policy, "critic": config.trainer.critic}
     return sum(
         found.needs[role].optimizer

@@ -1,4 +1,4 @@
-"""How much memory a trainer rank has."""
+"""Finds the memory of a trainer rank's device."""
 
 from __future__ import annotations
 

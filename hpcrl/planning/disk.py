@@ -1,4 +1,4 @@
-"""What a run keeps in its directory, in bytes, by the shapes in the headers of its models' files; nothing is loaded."""
+"""Estimates the bytes of a run directory, by the shapes in the headers of its models' files; nothing is loaded."""
 
 from __future__ import annotations
 

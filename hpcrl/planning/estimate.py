@@ -1,4 +1,4 @@
-"""What a configuration's models need of each rank's memory; pure arithmetic on their shapes, for both engines."""
+"""Estimates the memory of each trainer rank; pure arithmetic on the models' shapes, for both engines."""
 
 from __future__ import annotations
 
@@ -180,7 +180,6 @@ def _megatron(config: Config, models: Mapping[str, Shapes]) -> Estimate:
 def _of_stage(
     config: Config, layout: ParallelLayout, role: str, shapes: Shapes, part: StageParameters, stage: int
 ) -> Need:
-    """Return what a rank of one pipeline stage needs."""
     trainer, sizes = config.trainer, config.trainer.policy.megatron_config
     bf16, options = sizes.dtype != "fp32", sizes.optimizer_config_kwargs
     need = megatron_state(

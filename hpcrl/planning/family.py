@@ -1,4 +1,4 @@
-"""What `hpcrl plan` asks of a policy's family: what its model is, and the memory of a rank."""
+"""Declares what `hpcrl plan` requires of a policy's family: its model, and the memory of a rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model needs of a rank's memory, in bytes: pure arithmetic on the shapes of its parameters and on sizes.
+"""Memory of a model on a rank, in bytes: pure arithmetic on the shapes of its parameters and on sizes.
 
 Weights, gradients and optimizer state are what the engines hold, byte by byte. What lives during passes only is estimated.
 """
@@ -45,8 +45,8 @@ class Weight:
         return math.prod(self.shape)
 
     def on(self, ranks: int, index: int = 0) -> int:
-        """Return how many elements lie on one of the ranks of FSDP2 that share it: each has the same number of rows, the first dimension,
-        and the last ones what is left; of experts that are spread each has as much."""
+        """Return the number of a parameter's elements on one FSDP2 rank. Ranks have equally many rows (first dimension), the last ones the
+        rest; parallel experts are spread evenly."""
         if self.spread > 1:
             return self.count // ranks
         rows = -(-self.shape[0] // ranks)
@@ -209,11 +209,11 @@ def megatron_state(
 ) -> Need:
     """Return what Megatron-core holds of a model on a rank.
 
-    bf16 weights have an fp32 master copy and fp32 moments, which the distributed optimizer divides among the copies of the model
-    (Megatron-core's documentation, "Distributed Optimizer": 6 + 12 / d bytes per parameter with fp32 gradients, 8 + 8 / d in fp32).
+    bf16 weights have an fp32 master copy and fp32 moments, which the distributed optimizer divides among the d copies of the model.
+    That is 6 + 12 / d bytes per parameter with fp32 gradients, 8 + 8 / d in fp32 (Megatron-core's documentation, "Distributed Optimizer").
 
     Args:
-        dense, experts: parameters of this rank that are trained, those of experts apart.
+        dense, experts: trained parameters of this rank, without experts and of experts.
         copies, expert_copies: ranks that hold the same parameters.
         fp32_gradients: ddp_config.grad_reduce_in_fp32.
         offloaded: share of the optimizer's state in host memory.
@@ -238,8 +238,8 @@ def layer_activations(width: Width, size: int, *, fused: bool) -> int:
     """Return the bytes that one layer keeps of one token for backward.
 
     V. Korthikanti et al. (arXiv:2205.05198), equation 1, for layers with RMSNorm, gated MLP and grouped queries, without dropout, and
-    with attention that keeps no scores: inputs of norms and linear layers, queries, keys, values and their result, and of the MLP both
-    columns, their product and, unless `fused`, the activated one. Transformers compute norms in float32 and keep those inputs too.
+    with attention that keeps no scores. Kept are inputs of norms and linear layers, queries, keys, values and the result of attention. The
+    MLP keeps both columns, their product and, unless `fused`, the activated column. Transformers compute norms in float32 and keep those inputs too.
 
     Args:
         size: bytes of a number.
@@ -304,8 +304,9 @@ def copied_keys(width: Width, tokens: int, size: int, *, recompute: bool) -> int
 
 
 def exchanged_heads(width: Width, tokens: int, ranks: int, size: int, *, recompute: bool) -> int:
-    """Return the bytes that ranks which share the tokens of samples keep beside the activations of their own: results of attention both
-    before and after they are exchanged, and the heads of keys and values that several ranks have.
+    """Return the bytes that sequence-parallel ranks keep beside their own activations.
+
+    These are results of attention before and after their exchange, and the heads of keys and values that several ranks have.
 
     Args:
         tokens: of this rank, of the largest micro-batch.

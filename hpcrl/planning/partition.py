@@ -1,4 +1,4 @@
-"""How many parameters each pipeline stage of Megatron-core has on a rank, from the parameters of the transformers model."""
+"""Counts the parameters of each pipeline stage of Megatron-core on a rank, from those of the transformers model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class StageParameters:
     """Parameters of each rank of a pipeline stage.
 
     Attributes:
-        dense, experts: those that are trained; of experts apart, which other ranks share than the rest.
+        dense, experts: trained parameters without experts, and of experts, which other ranks share.
         frozen: those that are not.
     """
 
@@ -55,7 +55,7 @@ def stage_parameters(
 ) -> list[StageParameters]:
     """Return the parameters of a rank of each pipeline stage.
 
-    A tied embedding lies on the first stage, and once more on the last one, where it is the head; its rows are padded to a multiple of
+    A tied embedding lies on the first stage, and again on the last one, where it is the head. Its rows are padded to a multiple of
     the tensor parallel size.
 
     Args:
@@ -63,9 +63,6 @@ def stage_parameters(
         per_stage: layers of a virtual stage, in an interleaved schedule.
         value_head: name of the head of a critic, or of a reward model.
         one_A: adapters of layers that Megatron-core has as one share their first matrix (lora_type "lora").
-
-    Raises:
-        DataError: the model has parameters that hpcrl does not know how to share.
     """
     counts = [{"dense": 0, "experts": 0, "frozen": 0} for _ in range(layout.pipeline)]
     weights, stage_of = list(weights), _stages_of_layers(stages, per_stage)
@@ -106,6 +103,5 @@ def _share(name: str, weight: Weight, layout: ParallelLayout, value_head: str | 
 
 
 def _stages_of_layers(stages: Sequence[int], per_stage: int | None) -> list[int]:
-    """Return the pipeline stage of each layer; in an interleaved schedule the stages take turns, a virtual stage each time."""
     turns = 1 if per_stage is None else max(stages) // per_stage
     return [stage for _ in range(turns) for stage, layers in enumerate(stages) for _ in range(layers // turns)]

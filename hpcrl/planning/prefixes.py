@@ -1,4 +1,4 @@
-"""What trainer.shared_prefixes saves, as far as a configuration tells: the largest group of single turns."""
+"""Estimates the tokens saved by trainer.shared_prefixes: the largest group of single turns."""
 
 from __future__ import annotations
 
@@ -57,6 +57,6 @@ def describe_prefixes(config: Config) -> Iterator[str]:
     yield (
         f"shared prefixes: of a group of {group.samples} samples, a prompt of {group.prompt:,} tokens and {group.answer:,} more in each, "
         f"{group.computed:,} of {group.whole:,} tokens are computed, {group.whole / group.computed:.2f} times fewer, in {group.micro_batches} "
-        "micro-batch(es); shorter answers and further turns save more"
+        "micro-batch(es). Shorter answers and further turns save more"
     )
     yield ""

@@ -1,4 +1,4 @@
-"""The trainer's process groups and the nodes that they span, as lines of text."""
+"""Formats the trainer's process groups and the nodes that they span."""
 
 from __future__ import annotations
 
@@ -75,13 +75,11 @@ def _of_fsdp(trainer: TrainerConfig) -> dict[str, Groups]:
 
 
 def _of_megatron(layout: ParallelLayout) -> dict[str, Groups]:
-    """Return the groups by their short names, those of experts where these are not split as the other layers are."""
     own = layout.expert > 1 or layout.expert_tensor != layout.tensor
     return {name: found for name, found in layout.groups().items() if own or name not in ("ETP", "EP", "EDP")}
 
 
 def _critic(trainer: TrainerConfig) -> Iterator[str]:
-    """Yield lines about a critic on ranks of its own."""
     if not trainer.has_own_critic:
         return
     first, (nodes, on_node) = trainer.placement.policy_ranks, trainer.placement.critic_nodes
@@ -103,7 +101,6 @@ def _copies(fsdp: FSDPConfig, ranks: range, on_node: int) -> dict[str, Groups]:
 
 
 def _consecutive(name: str, ranks: range, size: int) -> dict[str, Groups]:
-    """Return groups of so many ranks that follow one another, where there are several ranks in each."""
     return {name: [tuple(ranks[at : at + size]) for at in range(0, len(ranks), size)]} if size > 1 else {}
 
 
@@ -116,7 +113,6 @@ def _lines(groups: dict[str, Groups], node_of: Callable[[int], int]) -> Iterator
 
 
 def _several(groups: Groups, node_of: Callable[[int], int]) -> str:
-    """Return groups with their nodes, the middle ones of many left out."""
     shown = [f"{_ranks(group)} ({_nodes(group, node_of)})" for group in groups]
     if len(shown) > _MOST_GROUPS:
         shown = [*shown[: _MOST_GROUPS - 1], "…", shown[-1]]

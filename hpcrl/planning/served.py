@@ -1,4 +1,4 @@
-"""What the models need that only compute, on devices of their own: reward models that a run serves, and the models of scorers."""
+"""Estimates the memory of models without training, on devices of their own: served reward models, and models of scorers."""
 
 from __future__ import annotations
 
@@ -120,7 +120,6 @@ def forward_need(config: Config, model: Served, shapes: Shapes, memory: float | 
 
 
 def _megatron_need(config: Config, model: Served, shapes: Shapes) -> Need:
-    """Return what a rank of the largest pipeline stage of a teacher on Megatron-core needs."""
     sizes = config.trainer.distillation.megatron_layout
     layout, layers = ParallelLayout.of(sizes, model.ranks), layers_of_stages(shapes.width.layers, sizes)
     if layers is None:

@@ -27,9 +27,6 @@ def model_shapes(trainer: TrainerConfig, folder_of: Callable[[Pretrained], Path 
 
     Args:
         folder_of: a model -> the directory that has its config.json; None: it is on a hub, and is asked for there.
-
-    Raises:
-        DataError: a model cannot be loaded, or does not have what the configuration names.
     """
     sources: dict[str, tuple[ModelSource, FSDPConfig, PolicyConfig | CriticConfig | None]] = {
         "policy": (policy_source(trainer), trainer.policy.fsdp_config, trainer.policy)

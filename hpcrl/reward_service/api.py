@@ -143,7 +143,6 @@ class RewardApi:
 
 
 def _prompts(body: Mapping[str, Any], count: int) -> list[Messages]:
-    """Return the messages before each completion; a client that names none gives the prompts as texts."""
     messages = body.get("messages")
     if messages is None:
         prompts = body.get("prompts")

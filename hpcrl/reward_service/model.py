@@ -1,4 +1,4 @@
-"""A reward model: a sequence classifier of one label, whose score says what a response to a conversation is worth."""
+"""A reward model: a sequence classifier of one label that scores the response to a conversation."""
 
 from __future__ import annotations
 
@@ -45,7 +45,6 @@ class RewardModel:
 
         Raises:
             DataError: there is no such model, it is no classifier of one label, or it cannot be loaded.
-            ConfigError: its tokenizer has no chat template, and none is given; or that cannot be read.
         """
         remedy = "environment.remote_reward.service.chat_template, --chat-template"
         conversations = JudgedConversations.of(Pretrained(path), settings.chat_template, setting, remedy)
@@ -96,7 +95,6 @@ class RewardModel:
         return found
 
     def _passes(self, lengths: Sequence[int]) -> Iterator[list[int]]:
-        """Yield which rows share a forward pass, the longest first."""
         batch = list[int]()
         for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
             if batch and (self.padding is None or (len(batch) + 1) * lengths[batch[0]] > self.batch_tokens):

@@ -1,4 +1,4 @@
-"""Requests that wait to be scored, the thread that scores them, and the results until they are fetched."""
+"""Scores waiting requests in a thread, and keeps the results until they are fetched."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class Scoring:
                     for request in requests:
                         request.scores, request.done = [next(found) for _ in request.rows], time.monotonic()
                     self._in_work, self._scored = 0, self._scored + len(rows)
-        except BaseException as error:  # noqa: BLE001  whoever serves raises it
+        except BaseException as error:  # noqa: BLE001  the server raises it
             self.failure = error
 
     def _next(self) -> list[_Request]:

@@ -1,4 +1,4 @@
-"""Serves a reward model until it is to stop."""
+"""Serves a reward model until a stop request."""
 
 from __future__ import annotations
 
@@ -43,9 +43,6 @@ async def serve_rewards(
         name: what the model is called.
         scoring: the queue of this model; closed at the end.
         tell: called at the beginning, and every few seconds, with how many responses wait, and how many were scored.
-
-    Raises:
-        Exception: what ended the thread that scores.
     """
     api = RewardApi(model, scoring, name)
 

@@ -6,7 +6,7 @@ import os
 
 from hpcrl.config import Config, InferenceEngineConfig
 from hpcrl.config.family import family_of
-from hpcrl.rollout.teacher_inputs import Lessons
+from hpcrl.rollout.teacher_inputs import TeacherInputs
 from hpcrl.rollout.weights.receive import Receiver
 from hpcrl.rollout.worker import WorkerOptions
 from hpcrl.rundir.layout import Run
@@ -29,7 +29,7 @@ def worker_options(run: Run, config: Config, attempt: int, replica: int) -> Work
         probe_tolerance=engine.probe_tolerance,
         reads_ahead=not config.trainer.placement.colocate_all,  # asleep, it generates nothing meanwhile
         from_model=config.engines_begin_with_model,
-        lessons=Lessons.of(config.trainer.distillation),
+        teacher_inputs=TeacherInputs.of(config.trainer.distillation),
         waves=family_of(config).generates_in_waves(config),
     )
 

@@ -1,6 +1,6 @@
 """The environment of one sample; or, in its place, rewards by name or of a service, which end the sample after one turn.
 
-Code of users is called here only: in threads, within a time limit, and with errors that say where they come from.
+Code of users is called here only: in threads, within a time limit, and with errors that name their origin.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def scorer_of(
 
 @dataclass(frozen=True)
 class Answer(Generic[R]):
-    """What an environment was asked.
+    """A call of an environment.
 
     Attributes:
         call: None: it is asked when the result is wanted, without a thread.
@@ -64,7 +64,7 @@ class Answer(Generic[R]):
     where: str
 
     async def result(self) -> R:
-        """Return what the environment answers.
+        """Return the environment's answer.
 
         Raises:
             HpcrlError: of environments and rewards, with where it happened; UserCodeError also for a call that takes too long.
@@ -79,7 +79,7 @@ class Answer(Generic[R]):
 
 
 class EnvSession:
-    """The environment or the rewards of one sample. What it is asked is under way at once.
+    """The environment or the rewards of one sample. Calls start at once.
 
     Args:
         rewards: used instead of an environment; None: the environment that the prompt names.
@@ -150,7 +150,7 @@ class EnvSession:
         return is_agent(self._environment)
 
     def play(self, messages: Messages, endpoint: Endpoint) -> Answer[Turn]:
-        """Ask for the end of a sample that its environment plays."""
+        """Call the environment's `play`, which asks the policy itself, and return its end."""
         environment = cast(AgentEnvironment, self._environment)
         return self._ask(lambda: _checked(environment.play(messages, endpoint)))
 

@@ -34,7 +34,7 @@ async def evaluate(
     generator: GeneratorConfig,
     on_finished: Callable[[int], None],
 ) -> list[GroupMeta]:
-    """Return the groups of all work, in its order; what was said in them is appended to a dump.
+    """Return the groups of all work, in its order; their samples are appended to a dump.
 
     Args:
         directory: of the evaluation, laid out as a run.
@@ -98,5 +98,4 @@ def _lines(group: Group, decode: Decode) -> list[dict[str, Any]]:
 
 
 def _as_texts(messages: Messages) -> Messages:
-    """Return messages without their images, which are in the dataset or of an environment, and large."""
     return [{**message, "content": said_in(message["content"])} for message in messages]

@@ -1,4 +1,4 @@
-"""What a rollout worker needs of a policy's family: its generator, and the text of its rows."""
+"""Rollout worker's side of a policy's family: its generator, and the text of its rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LoadedGenerator:
-    """What a policy's family generates with, beside the engine.
+    """Generator and decoder of a policy's family, beside the engine.
 
     Attributes:
         maker: returns what makes groups; it takes the named arguments of `conversations`, which families that write nothing ignore.
@@ -42,7 +42,7 @@ def rollout_family(config: Config) -> RolloutFamily:
 
 
 def load_generator(run: Run, config: Config, interval: int | None) -> LoadedGenerator:
-    """Load what a policy's family generates with, which needs no engine: it may still be starting.
+    """Load the generator of a policy's family, which needs no engine: it may still be starting.
 
     Args:
         run: whose pictures and videos are kept; an evaluation has a directory laid out as a run.

@@ -1,10 +1,10 @@
-"""Turns one piece of work into a group of samples: chat template, engine, environment.
+"""Generates the group of samples of one prompt: chat template, engine, environment.
 
 A sample grows turn by turn: the engine continues its tokens, the environment answers the text, and its observations are added to the
-tokens, until it is done or a limit is reached. The samples of a group go on at their own pace.
+tokens. It ends when the environment is done or at a limit. The samples of a group go on at their own pace.
 
 With generator.step_wise_trajectories each turn begins with the conversation so far as the chat template writes it, and becomes a row of
-its own: what the policy is shown of its past may differ from what it said.
+its own: the template may write past responses differently.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from hpcrl.errors import ConfigError, DataError, EngineError, RefusedRequestErro
 from hpcrl.rollout.endpoint.server import PolicyServer, serving
 from hpcrl.rollout.engines.base import Engine, Generation, Heard, engine_sampling
 from hpcrl.rollout.env_session import Answer, EnvSession, scorer_of
-from hpcrl.rollout.generation_cache import Turns
+from hpcrl.rollout.generation_cache import GroupCache
 from hpcrl.rollout.group import Group, apply_stop_reason, neutralize_failed, sample_reward
 from hpcrl.rollout.images.preparing import ImagePreparation
-from hpcrl.rollout.images.saved import KeptPictures
-from hpcrl.rollout.teacher_inputs import Lessons, Told
+from hpcrl.rollout.images.saved import SampleImages
+from hpcrl.rollout.teacher_inputs import SampleMessages, TeacherInputs
 from hpcrl.rollout.threads import CallThreads, in_thread
 from hpcrl.rollout.transcript import Transcript
 from hpcrl.types import LONGEST_FAILURE, Kind, Row, StopReason, Work, plain_text
@@ -48,15 +48,15 @@ _FAILURES = (UserCodeError, ServiceError, RefusedRequestError)
 
 
 class Generator(Protocol):
-    """Turns work into groups with one engine, many at a time."""
+    """Generates groups with one engine, many at a time."""
 
-    async def generate(self, work: Work, turns: Turns | None = None) -> Group:
+    async def generate(self, work: Work, cache: GroupCache | None = None) -> Group:
         """Return the group of a piece of work; errors as of `GroupGenerator.generate`."""
         ...
 
 
 Maker = Callable[[Engine], AbstractAsyncContextManager[Generator]]
-"""Makes what generates with an engine, for as long as it is used: what a family of policies brings."""
+"""Returns the generator of an engine, for a `with` statement: the part that a family of policies brings."""
 
 
 @dataclass
@@ -64,7 +64,7 @@ class Episode:
     """One sample while it is generated.
 
     Attributes:
-        turns: of its group.
+        cache: of its group's turns.
         number: in its group.
         seed: of the first turn.
         tools: of its row, for the chat template.
@@ -76,7 +76,7 @@ class Episode:
     """
 
     session: EnvSession
-    turns: Turns
+    cache: GroupCache
     number: int
     seed: int
     sampling: dict[str, Any]
@@ -96,11 +96,11 @@ class Episode:
         limits: Mapping[str, Any] | None = None,
         heard: Heard | None = None,
     ) -> Generation:
-        """Return what the policy says next; `limits` take the place of sampling parameters, and `heard` is as of `Engine.generate`."""
+        """Return the policy's next response; `limits` override sampling parameters, and `heard` is as of `Engine.generate`."""
         seed = random.Random(f"turn-{self.seed}-{turn}").getrandbits(31) if turn else self.seed
         sampling = {**self.sampling, **(limits or {})}
         images = self.transcript.images
-        (said,) = await self.turns.say(self.number, turn, prompt, 1, seed, sampling, heard, images)
+        (said,) = await self.cache.generate(self.number, turn, prompt, 1, seed, sampling, heard, images)
         return said
 
     @property
@@ -109,7 +109,7 @@ class Episode:
 
     @property
     def judged(self) -> Messages:
-        """The conversation up to what the policy said last."""
+        """The conversation up to the policy's last response."""
         after = next((at for at, one in enumerate(reversed(self.messages)) if one["role"] == "assistant"), 0)
         return self.opening + self.messages[: len(self.messages) - after]
 
@@ -135,7 +135,7 @@ class GroupGenerator:
         server: at which environments ask the policy themselves; None: there is none.
         reader: of the policy; None: it sees no images.
         kept: where images that samples were shown are kept; None: nowhere.
-        lessons: what training groups have for teachers; None: nothing.
+        teacher_inputs: what training groups have for teachers; None: nothing.
         model: of the policy, whose files name tokens that end a turn; None: only its tokenizer and the template do.
     """
 
@@ -147,19 +147,19 @@ class GroupGenerator:
         environment: EnvironmentConfig,
         baselines: bool = False,
         services: Callable[[], Endpoints] | None = None,
-        lessons: Lessons | None = None,
+        teacher_inputs: TeacherInputs | None = None,
         server: PolicyServer | None = None,
         reader: ImageReader | None = None,
-        kept: KeptPictures | None = None,
+        kept: SampleImages | None = None,
         model: Pretrained | None = None,
     ) -> None:
         self._engine, self._config, self._baselines, self._server = engine, config, baselines, server
-        self._lessons = lessons or Lessons()
+        self._teacher_inputs = teacher_inputs or TeacherInputs()
         special = config.chat_template.allow_special_tokens
         self._template = ChatTurns(tokenizer, config.chat_template_kwargs, special, reader, model)
         self._images, self._kept = ImagePreparation(reader), kept if reader else None
         self._vocabulary = len(tokenizer)
-        self._lessons.check(self._vocabulary)
+        self._teacher_inputs.check(self._vocabulary)
         gym, self._judged = environment.skyrl_gym, environment.reward_model.model is not None
         self._extras = common_extras(environment, config.max_turns)
         self._params = {"train": config.sampling_params, "eval": config.eval_sampling}
@@ -167,26 +167,25 @@ class GroupGenerator:
         limits = gym.max_env_workers, environment.timeout_seconds
         self._threads = CallThreads(*limits) if gym.max_env_workers else None
 
-    async def generate(self, work: Work, turns: Turns | None = None) -> Group:
-        """Return the group. A sample whose environment raises or takes too long, or whose request the engine refuses, is marked: it is
-        not trained, and counts in its group as the mean of the others.
+    async def generate(self, work: Work, cache: GroupCache | None = None) -> Group:
+        """Return the group. A sample whose environment fails or times out, or whose request the engine refuses, is marked as failed. It is not trained, and counts in its group as the mean of the others.
 
         Args:
-            turns: of the group; they have what others have generated of it.
+            cache: turns of the group that earlier workers have finished.
 
         Raises:
             HpcrlError: an environment or a reward lacks something that no other sample would have; the message names it and the group.
             EngineError: the engine failed.
         """
-        turns = turns or Turns(self._engine, work.group_id)
+        cache = cache or GroupCache(self._engine, work.group_id)
         started, version = time.monotonic(), self._engine.version
         sampling = self._sampling(work.kind)
         n, compared = work.n_samples, self._baselines and work.kind == "train"
         tools = read_tools(work.prompt.extras.get("tools"))
-        episodes = [Episode(self._session(work), turns, i, work.seed + i, sampling, tools) for i in range(n)]
+        episodes = [Episode(self._session(work), cache, i, work.seed + i, sampling, tools) for i in range(n)]
         if compared:
             greedy = {**sampling, "temperature": 0.0, "logprobs": 0}
-            episodes.append(Episode(self._session(work), turns, n, work.seed, greedy, tools))
+            episodes.append(Episode(self._session(work), cache, n, work.seed, greedy, tools))
         try:
             await self._open(episodes, work)
             first = await self._together(episodes[:n])
@@ -204,8 +203,10 @@ class GroupGenerator:
         if work.kind == "train":
             pairs = zip(episodes[:n], rows, strict=True)
             rows = neutralize_failed(await asyncio.gather(*(self._with_top_ids(*pair) for pair in pairs)))
-            told = [Told(one.past, one.messages, len(one.transcripts[0].prompt), tools) for one in episodes[:n]]
-            rows = self._lessons.with_hints(rows, [sample_reward(own) for own in rows], told, self._template)
+            told = [
+                SampleMessages(one.past, one.messages, len(one.transcripts[0].prompt), tools) for one in episodes[:n]
+            ]
+            rows = self._teacher_inputs.with_hints(rows, [sample_reward(own) for own in rows], told, self._template)
         else:  # experts are for training
             rows = [[replace(row, tensors={}) for row in own] for own in rows]
         return Group(
@@ -217,25 +218,25 @@ class GroupGenerator:
             failures=[episode.failure for episode in episodes if episode.failure],
             seconds=time.monotonic() - started,
             baseline=self._baseline(episodes[n], rows) if compared else None,
-            kept_tokens=turns.kept_tokens,
+            cached_tokens=cache.cached_tokens,
             judged=[episode.judged for episode in episodes[:n] if self._judged],
         )
 
     async def _with_top_ids(self, episode: Episode, rows: list[Row]) -> list[Row]:
         try:
-            return await self._lessons.with_top_ids(rows, self._engine)
+            return await self._teacher_inputs.with_top_ids(rows, self._engine)
         except _FAILURES as error:
             episode.failure = _told(error)
             return [apply_stop_reason(replace(row, stop_reason="failed"), self._config) for row in rows]
 
     def _sampling(self, kind: Kind) -> dict[str, Any]:
-        template, top_ids = self._template, self._lessons.generated
+        template, top_ids = self._template, self._teacher_inputs.generated
         return engine_sampling(self._params[kind], kind, self._vocabulary, top_ids, template.never_said, template.ends)
 
     async def _keep(self, work: Work, version: int, episodes: Sequence[Episode]) -> None:
-        """Keep the images that the samples of a finished group were shown, where they are wanted."""
+        """Write the input images of a finished group, where they are wanted."""
         if self._kept and self._kept.wants(work.kind, version):
-            await in_thread(self._kept.shown, work.group_id, [episode.shown for episode in episodes])
+            await in_thread(self._kept.save_inputs, work.group_id, [episode.shown for episode in episodes])
 
     def _baseline(self, greedy: Episode, samples: Sequence[Sequence[Row]]) -> float:
         if greedy.failure:
@@ -278,11 +279,10 @@ class GroupGenerator:
         if self._config.max_turns > 1 or not alike or first.session.plays or self._too_long(first, prompt):
             return None
         with suppress(RefusedRequestError):  # each sample asks for itself, and hears why
-            return await first.turns.say(0, 0, prompt, len(episodes), first.seed, first.sampling, images=images)
+            return await first.cache.generate(0, 0, prompt, len(episodes), first.seed, first.sampling, images=images)
         return None
 
     async def _only_turns(self, episodes: Sequence[Episode], said: Sequence[Generation], kind: Kind) -> None:
-        """End samples that have one turn."""
         asked = [self._ask(episode, one, kind) for episode, one in zip(episodes, said, strict=True)]
         for episode, one, asked_one in zip(episodes, said, asked, strict=True):
             self._say(episode.transcript, one, await self._answer(episode, asked_one), over=True)
@@ -311,12 +311,11 @@ class GroupGenerator:
             try:
                 _held = await self._images.prepare(answer.observations)
                 prompt = self._next_prompt(episode, said, answer)
-            except DataError as error:  # what the environment said has no tokens
+            except DataError as error:  # the observations have no tokens
                 episode.failure = _told(error)
                 return
 
     async def _play(self, episode: Episode, params: SamplingParams) -> None:
-        """Let a sample's environment ask the policy itself."""
         if self._server is None or self._threads is None:
             raise ConfigError(
                 f"{episode.session.where}: it asks the policy itself; set generator.inference_engine.enable_http_endpoint=true, and "
@@ -326,7 +325,7 @@ class GroupGenerator:
             answer = await self._heard(episode, episode.session.play(episode.past, endpoint))
         if isinstance(session.failure, EngineError):
             raise session.failure
-        if session.failure:  # whatever the environment made of that
+        if session.failure:  # by the environment's answer
             episode.failure = _told(session.failure)
         episode.messages, episode.stop_reason = session.conversation(episode.past), session.stop_reason
         if not session.answers:
@@ -354,7 +353,6 @@ class GroupGenerator:
         return False
 
     def _next_prompt(self, episode: Episode, said: Generation, answer: Turn) -> Context:
-        """Return what the policy goes on from after an answer."""
         if not self._config.step_wise_trajectories:
             transcript = episode.transcript
             before = Context(transcript.token_ids, transcript.images)
@@ -364,7 +362,6 @@ class GroupGenerator:
         return self._template.opening(episode.past, episode.tools)
 
     def _ask(self, episode: Episode, said: Generation, kind: Kind) -> Answer[Turn]:
-        """Have the environment answer what the policy said."""
         params = self._params[kind]
         text = self._template.text(said.token_ids, params.stop or [], keep=params.include_stop_str_in_output)
         episode.messages.append({"role": "assistant", "content": text})
@@ -384,7 +381,7 @@ class GroupGenerator:
         return answer
 
     def _say(self, transcript: Transcript, said: Generation, answer: Turn | None, *, over: bool) -> None:
-        """Add what the policy said, as far as the environment lets it stand, and its reward."""
+        """Add the policy's response, up to the part that the environment keeps, and its reward."""
         token_ids = said.token_ids
         if answer is None:
             return transcript.add_response(said)
@@ -401,7 +398,6 @@ class GroupGenerator:
         return None
 
     def _following(self, transcript: Transcript, observations: Messages, tools: Tools) -> Context:
-        """Return what stands between what the policy said and what it says next."""
         if not self._config.use_conversation_multi_turn:
             return self._template.plain(observations)
         end = self._config.append_eos_token_after_stop_str_in_multi_turn
@@ -409,7 +405,7 @@ class GroupGenerator:
 
 
 def _told(error: Exception) -> str:
-    """Return what is told of a failure; a user's code may have put anything into its exception."""
+    """Return the text of a failure; a user's exception may contain anything."""
     return plain_text(str(error), LONGEST_FAILURE)
 
 
@@ -418,22 +414,22 @@ def conversations(
     config: GeneratorConfig,
     environment: EnvironmentConfig,
     reader: ImageReader | None = None,
-    kept: KeptPictures | None = None,
+    kept: SampleImages | None = None,
     generator: Callable[..., GroupGenerator] = GroupGenerator,
     *,
     replica: int = 0,
     baselines: bool = False,
     rewards: Callable[[], Endpoints] | None = None,
-    lessons: Lessons | None = None,
+    teacher_inputs: TeacherInputs | None = None,
     model: Pretrained | None = None,
 ) -> Maker:
-    """Return what makes the generator of language models; arguments as of `GroupGenerator`, or of `generator` in its place."""
+    """Return the maker of the generator of language models; arguments as of `GroupGenerator`, or of `generator` in its place."""
 
     @asynccontextmanager
     async def made(engine: Engine) -> AsyncIterator[Generator]:
         async with serving(config, tokenizer, replica, model, reader) as server:
             yield generator(
-                engine, tokenizer, config, environment, baselines, rewards, lessons, server, reader, kept, model
+                engine, tokenizer, config, environment, baselines, rewards, teacher_inputs, server, reader, kept, model
             )  # fmt: skip
 
     return made

@@ -1,4 +1,4 @@
-"""A finished group: its rows, and what becomes of samples that did not end by themselves or whose environment failed."""
+"""A finished group: its rows, with rules for truncated and failed samples."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Group:
         failures: what went wrong in samples whose environment failed.
         seconds: from claim to the last token.
         baseline: reward of the greedy response; None where there is none.
-        kept_tokens: that the policy chose for those who had begun the group before.
+        cached_tokens: that the policy chose for those who had begun the group before.
         judged: each sample as a reward model that scores finished groups reads it, from its prompt on; empty: there is none.
     """
 
@@ -40,7 +40,7 @@ class Group:
     failures: list[str]
     seconds: float
     baseline: float | None = None
-    kept_tokens: int = 0
+    cached_tokens: int = 0
     judged: list[Messages] = field(default_factory=list)
 
     @cached_property
@@ -50,7 +50,7 @@ class Group:
 
     @property
     def texts(self) -> list[str]:
-        """What the policy said last in each sample, as the environment saw it."""
+        """The policy's last response in each sample, as the environment saw it."""
         said = ([m["content"] for m in messages if m["role"] == "assistant"] for messages in self.conversations)
         return [texts[-1] if texts else "" for texts in said]
 
@@ -115,7 +115,7 @@ def sample_reward(rows: Sequence[Row]) -> float:
 
 
 def apply_stop_reason(sample: Row, config: GeneratorConfig) -> Row:
-    """Return the sample with what becomes of one that did not end by itself, or whose environment failed."""
+    """Apply the rules for samples that did not end by themselves, or whose environment failed."""
     failed = sample.stop_reason == "failed"
     if sample.stop_reason == "stop":
         return sample

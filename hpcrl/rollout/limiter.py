@@ -1,4 +1,4 @@
-"""How many groups an engine has room for: fewer when its key-value cache is full, more again when there is space. Pure logic.
+"""Limit of the groups in flight of an engine: fewer when its key-value cache is full, more again when there is space. Pure logic.
 
 An engine whose cache is full preempts requests, whose prefixes it computes again later, or lets them wait, while another replica
 might have room. How much a group needs is known only when its samples have ended, so the limit follows what the engine reports:

@@ -1,4 +1,4 @@
-"""What a worker did with its time while it held one version."""
+"""Metrics of a worker's time with one version."""
 
 from __future__ import annotations
 

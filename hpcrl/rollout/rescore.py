@@ -1,4 +1,4 @@
-"""What the samples of an evaluation score with other rewards, or a changed environment, without generating them again."""
+"""Rescoring of an evaluation's samples with other rewards, or a changed environment, without generating them again."""
 
 from __future__ import annotations
 
@@ -111,7 +111,6 @@ async def rescore(
 
 
 async def _played(session: EnvSession, line: Line) -> tuple[float, dict[str, float]]:
-    """Say to the environment what the policy said; return the sum of its rewards, and its metrics."""
     score, metrics, tokens = 0.0, dict[str, float](), response_tokens(line)
     try:
         await session.open().result()

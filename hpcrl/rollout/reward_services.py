@@ -1,4 +1,4 @@
-"""The reward services that the run itself has started: where they are now, and that it is they who answer."""
+"""Reward services that the run itself has started: their addresses, and proof of their identity."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LOOK_S = 1.0
 
 
 class RewardServices:
-    """Those of one attempt, which are asked in turns; one that is away is asked only where all are.
+    """The reward services of one attempt, called in turns; an unavailable one only where all are.
 
     Args:
         number: how many there are; they are named reward-0 and so on.
@@ -45,7 +45,7 @@ class RewardServices:
         return self._endpoints[(there or order)[0]]
 
     def wait(self, tell: Callable[[], None]) -> None:
-        """Return when all of them serve; whoever supervises them ends the attempt where they cannot.
+        """Return when all services are ready; their supervisor ends the attempt where they cannot be.
 
         Args:
             tell: called several times per minute meanwhile.
@@ -56,7 +56,7 @@ class RewardServices:
 
 
 class _Process:
-    """One service, whose address changes when it is started anew."""
+    """One service, whose address changes when it is restarted."""
 
     def __init__(self, run: Run, attempt: int, name: str, token: str) -> None:
         self.name, self._run, self._attempt = name, run, attempt

@@ -1,7 +1,7 @@
-"""What training groups have for teachers beside their tokens: those that the policy finds most probable, and hints.
+"""Teacher inputs of training groups beside their tokens: the policy's most probable tokens, and hints.
 
-A hint is what the policy itself is shown in the place of a sample's prompt when it teaches itself: the answer of another sample of the group
-that succeeded (self-distillation with privileged context, such as SDPO, arXiv:2601.20802).
+A hint is a prompt with which the policy teaches itself: the sample's prompt with the answer of another, successful sample of the group.
+That is self-distillation with privileged context (SDPO, arXiv:2601.20802).
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from hpcrl.types import Hint, Row
 
 
 @dataclass(frozen=True)
-class Told:
-    """What was said in a sample.
+class SampleMessages:
+    """The messages of one sample.
 
     Attributes:
-        opening: the messages of its prompt.
-        messages: what followed.
+        opening: those of its prompt.
+        messages: those after the prompt.
         prompt_tokens: tokens of the prompt.
         tools: of the prompt's row.
     """
@@ -41,23 +41,23 @@ class Told:
 
     @property
     def answer(self) -> str:
-        """What the policy said last."""
+        """The policy's last response."""
         return next((one["content"] for one in reversed(self.messages) if one["role"] == "assistant"), "")
 
     @property
     def feedback(self) -> str:
-        """What the environment said."""
+        """The environment's observations."""
         return "\n\n".join(one["content"] for one in self.messages if one["role"] != "assistant")
 
 
 @dataclass(frozen=True)
-class Lessons:
-    """What is wanted.
+class TeacherInputs:
+    """Adds teacher inputs to the rows of a group.
 
     Attributes:
-        top_ids: tokens of a place that the policy finds most probable; 0: none.
-        afterwards: these are found in one more pass over the whole sample, the prompt included, instead of as each token is sampled.
-        hints: None: there are none.
+        top_ids: number K of the policy's most probable tokens per position; 0: none.
+        afterwards: compute these in one more pass over the whole sample, the prompt included, instead of as each token is sampled.
+        hints: None: no hints.
     """
 
     top_ids: int = 0
@@ -65,7 +65,7 @@ class Lessons:
     hints: SelfTeacherConfig | None = None
 
     @classmethod
-    def of(cls, distillation: DistillationConfig) -> Lessons:
+    def of(cls, distillation: DistillationConfig) -> TeacherInputs:
         wanted = distillation.enable and not distillation.top_k_from_teacher
         return cls(
             distillation.top_k if wanted else 0,
@@ -74,11 +74,7 @@ class Lessons:
         )
 
     def check(self, vocabulary: int) -> None:
-        """Raise ConfigError where more tokens of a place are wanted than engines can tell beside the sampled one.
-
-        Args:
-            vocabulary: tokens that there are.
-        """
+        """Raise ConfigError where top_ids needs more tokens than a vocabulary of this size has beside the sampled one."""
         if self.top_ids >= vocabulary:
             raise ConfigError(
                 f"trainer.distillation.top_k: expected less than the policy's {vocabulary} tokens with top_k_from_teacher=false, found {self.top_ids}"
@@ -86,49 +82,50 @@ class Lessons:
 
     @property
     def generated(self) -> int:
-        """How many of the most probable tokens are wanted of a token when it is sampled."""
+        """Number of most probable tokens that the engine returns with each sampled token."""
         return 0 if self.afterwards else self.top_ids
 
     async def with_top_ids(self, rows: list[Row], engine: Engine) -> list[Row]:
-        """Return the rows of a sample with the most probable tokens in the place of each but the first, if they are wanted afterwards; not where nothing is trained."""
+        """Return the rows of a sample, trained ones with the most probable tokens [T, K] at each position but the first, if `afterwards` is set."""
         if not (self.top_ids and self.afterwards):
             return rows
         trained = [row for row in rows if row.loss_mask.any()]
-        found = await asyncio.gather(*(engine.top_tokens(row.token_ids.tolist(), self.top_ids) for row in trained))
-        tops = iter(np.array([[-1] * self.top_ids, *top], np.int32) for top in found)
+        top_tokens = await asyncio.gather(*(engine.top_tokens(row.token_ids.tolist(), self.top_ids) for row in trained))
+        tops = iter(np.array([[-1] * self.top_ids, *top], np.int32) for top in top_tokens)
         return [replace(row, top_ids=next(tops)) if row.loss_mask.any() else row for row in rows]
 
     def with_hints(
-        self, rows: list[list[Row]], rewards: Sequence[float], told: Sequence[Told], template: ChatTurns
+        self, rows: list[list[Row]], rewards: Sequence[float], samples: Sequence[SampleMessages], template: ChatTurns
     ) -> list[list[Row]]:
-        """Return the rows of a group's samples, each sample of one row with a hint, if hints are wanted and another sample succeeded.
+        """Return the rows of a group's samples, each sample of one row with a hint, if hints are on and another sample succeeded.
 
-        That is the one with the highest reward, the first of several. Where what it said cannot be given as text, there is no hint.
+        That is the one with the highest reward, the first of several. Where its answer cannot be written as text, there is no hint.
         """
         if self.hints is None:
             return rows
         failed = [own[-1].stop_reason == "failed" for own in rows]
         best = sorted(range(len(rows)), key=lambda at: (failed[at], -rewards[at]))
-        shown = [at for at in best if not failed[at] and rewards[at] >= self.hints.success_reward and told[at].answer]
-        found = list[list[Row]]()
+        shown = [
+            at for at in best if not failed[at] and rewards[at] >= self.hints.success_reward and samples[at].answer
+        ]
+        hinted = list[list[Row]]()
         for at, own in enumerate(rows):
             other = next((one for one in shown if one != at), None)
-            messages = None if other is None or failed[at] else self._hinted(told[at], told[other].answer)
+            messages = None if other is None or failed[at] else self._hinted(samples[at], samples[other].answer)
             if messages is not None:
                 with suppress(DataError):  # special tokens, which no text has
-                    hint = Hint(
-                        np.array(template.opening(messages, told[at].tools).token_ids, np.int64), told[at].prompt_tokens
-                    )
+                    prompt = template.opening(messages, samples[at].tools).token_ids
+                    hint = Hint(np.array(prompt, np.int64), samples[at].prompt_tokens)
                     own = [replace(row, hint=hint) for row in own]
-            found.append(own)
-        return found
+            hinted.append(own)
+        return hinted
 
-    def _hinted(self, told: Told, answer: str) -> Messages | None:
+    def _hinted(self, sample: SampleMessages, answer: str) -> Messages | None:
         """Return the messages of a prompt with the hint in its last message of the user; None where it has none."""
         assert self.hints is not None
-        last = max((at for at, one in enumerate(told.opening) if one["role"] == "user"), default=None)
+        last = max((at for at, one in enumerate(sample.opening) if one["role"] == "user"), default=None)
         if last is None:
             return None
-        parts = {"{prompt}": told.opening[last]["content"], "{answer}": answer, "{feedback}": told.feedback}
-        text = re.sub("|".join(map(re.escape, parts)), lambda found: parts[found[0]], self.hints.template)
-        return [*told.opening[:last], {**told.opening[last], "content": text}, *told.opening[last + 1 :]]
+        parts = {"{prompt}": sample.opening[last]["content"], "{answer}": answer, "{feedback}": sample.feedback}
+        text = re.sub("|".join(map(re.escape, parts)), lambda match: parts[match[0]], self.hints.template)
+        return [*sample.opening[:last], {**sample.opening[last], "content": text}, *sample.opening[last + 1 :]]

@@ -1,4 +1,4 @@
-"""Threads for what may block: code of users, the controller, the disk. None of them keeps the process from ending: an environment may hang,
+"""Threads for blocking calls: code of users, the controller, the disk. They do not keep the process from ending: an environment may hang,
 and a claim waits long at the controller."""
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Call(Generic[R]):
             self._value = self._function()
         except StopIteration as error:  # no coroutine can raise it
             self._error = RuntimeError(f"StopIteration {error}".strip())
-        except BaseException as error:  # noqa: BLE001  it is raised again by whoever awaits
+        except BaseException as error:  # noqa: BLE001  it is raised again by the awaiting task
             self._error = error
 
     async def result(self) -> R:
@@ -63,7 +63,7 @@ class Call(Generic[R]):
 
 
 class Notices:
-    """Sets futures of an event loop from other threads. One wake-up sets all that came until then: each costs both sides the interpreter's lock."""
+    """Sets futures of an event loop from other threads. One wake-up sets all that are due: each costs both sides the interpreter's lock."""
 
     def __init__(self) -> None:
         self._lock, self._due = threading.Lock(), list[asyncio.Future[None]]()
@@ -180,7 +180,7 @@ class CallThreads:
                 return
 
     def _woken(self) -> bool:
-        """Wait for calls; return whether there are any, else the thread is no longer counted."""
+        """Wait for calls; return False where the thread is to end, and is no longer counted."""
         with suppress(Empty):
             self._wake.get(timeout=_IDLE_S)
             return True
@@ -224,7 +224,7 @@ async def in_thread(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs)
     def run() -> None:
         try:
             result = function(*args, **kwargs)
-        except BaseException as error:  # noqa: BLE001  it is raised again by whoever awaits
+        except BaseException as error:  # noqa: BLE001  it is raised again by the awaiting task
             future.set_exception(error)
         else:
             future.set_result(result)

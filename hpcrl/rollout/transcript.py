@@ -1,6 +1,6 @@
 """Lays the turns of a sample end to end, token by token.
 
-What the engine was given and what it said is what is trained; nothing is ever tokenized a second time. So the prompt of each turn
+The engine's own prompts and responses are trained; nothing is ever tokenized a second time. So the prompt of each turn
 begins with the prompt of the turn before and the answer to it, exactly, also where a template would write the past differently. Only
 with generator.step_wise_trajectories it may: then each turn is laid down for itself.
 """
@@ -43,14 +43,14 @@ class Transcript:
         self._rewards: dict[int, float] = {}
 
     def add_response(self, said: Generation, length: int | None = None) -> None:
-        """Add the first `length` tokens that the policy chose, all of them if there is no length."""
+        """Add the first `length` tokens of a response, all where it is None."""
         self.token_ids += said.token_ids[:length]
         self._logprobs += said.logprobs[:length]
         self._versions += said.versions[:length]
         self._masks += (said.sampling_mask or [()] * len(said.token_ids))[:length]
         self._tops += (said.top_ids or [()] * len(said.token_ids))[:length]
         self._mask += [1.0] * (len(self.token_ids) - len(self._mask))
-        if said.experts is not None:  # of what an earlier turn tells too, that counts: it was said with those
+        if said.experts is not None:  # an earlier turn's experts count: its tokens were generated with them
             known = self._experts if self._experts is not None else said.experts[:0]
             self._experts = np.concatenate([known, said.experts[len(known) : len(self.token_ids) - 1]])
 
@@ -65,7 +65,7 @@ class Transcript:
         self._tops += [()] * len(token_ids)
 
     def follow(self, prompt: Context) -> None:
-        """Add what a prompt that begins with this row has beyond it."""
+        """Add the part of a prompt beyond this row, with which it begins."""
         self.add_context(prompt.token_ids[len(self.token_ids) :], prompt.images[len(self.images) :])
 
     def add_reward(self, reward: float) -> None:

@@ -2,13 +2,14 @@
 
     consumes   work from the controller, weights/v<k>
     waits for  the controller (a claim waits there for work or for a newer version)
-    produces   samples/<replica>/g….safetensors, turns/<worker>/, evals/v<k>/<replica>.jsonl and .rows, metrics/rollout-<replica>.jsonl, timeline/
+    produces   samples/<replica>/g….safetensors, turns/<worker>/, evals/v<k>/<replica>.jsonl and .rows, metrics/rollout-<replica>.jsonl,
+timeline/
 
 Work of a claim begins before a newer version that the same answer names is loaded: it was assigned for the version that the engine holds.
-Running training groups go on meanwhile, as `Engine.update_weights` says; evaluation is waited for until it is handed over, since a score belongs to
-one version.
-Where an answer says that the trainer waits for the devices, the engine sleeps as soon as all that it has generated is handed over, until there is a
-newer version and the controller says that it may wake.
+Running training groups go on meanwhile, see `Engine.update_weights`. An update waits until evaluation is handed over, since a score
+belongs to one version.
+Where the trainer waits for the devices, the engine sleeps as soon as all its groups are handed over. It wakes with a newer version, when
+the controller permits.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ from hpcrl.rollout.engines.base import Engine, Launched
 from hpcrl.rollout.engines.watchdog import run_watched
 from hpcrl.rollout.evaluate import evaluated_text
 from hpcrl.rollout.generate import Generator, Maker
-from hpcrl.rollout.generation_cache import KeptTurns
+from hpcrl.rollout.generation_cache import GenerationCache
 from hpcrl.rollout.group import Group
 from hpcrl.rollout.limiter import ConcurrencyLimiter
 from hpcrl.rollout.metrics import RolloutMetrics
-from hpcrl.rollout.teacher_inputs import Lessons
+from hpcrl.rollout.teacher_inputs import TeacherInputs
 from hpcrl.rollout.threads import in_thread
 from hpcrl.rollout.weights.copies import NodeCopies
 from hpcrl.rollout.weights.fetch import fetch
@@ -55,7 +56,7 @@ _TAKES_IN, _ASLEEP = "update_weights", "asleep"
 
 @dataclass(frozen=True)
 class WorkerOptions:
-    """What a worker is started with.
+    """Options of a worker.
 
     Attributes:
         capacity: training groups of n_samples each that are in flight at most; fewer while the engine's cache is full.
@@ -67,7 +68,7 @@ class WorkerOptions:
         reads_ahead: whether new weights are read into the page cache while the engine still generates.
         from_model: whether version 0 is the model that the engine was started with.
         rewards: returns the reward service of the run that gets the next request; None: the run has none.
-        lessons: what training groups have for teachers; None: nothing.
+        teacher_inputs: of training groups; None: none.
         timeline: of this process; None: nobody looks at one.
         waves: groups begin together, when all that began together before have ended.
     """
@@ -87,7 +88,7 @@ class WorkerOptions:
     reads_ahead: bool = True
     from_model: bool = True
     rewards: Callable[[], Endpoints] | None = None
-    lessons: Lessons | None = None
+    teacher_inputs: TeacherInputs | None = None
     timeline: Timeline | None = None
     waves: bool = False
 
@@ -96,10 +97,10 @@ class WorkerOptions:
         return f"rollout-{self.replica}"
 
 
-async def work(
+async def run_worker(
     options: WorkerOptions, launched: Launched, maker: Maker, decode: Decode, process_status: StatusWriter
 ) -> None:
-    """Work with an engine that is ready until the controller says stop; as `Worker.run`.
+    """Run a worker with a ready engine until the controller stops it; as `Worker.run`.
 
     Args:
         decode: tokens of rows to text.
@@ -128,7 +129,7 @@ class Worker:
         self._options, self._launched, self._engine, self._generator = options, launched, engine, generator
         self._decode = decode
         self._status, self._controller = process_status, ControllerClient(options.run, options.attempt)
-        self._turns = KeptTurns(options.run, options.name, engine)
+        self._cache = GenerationCache(options.run, options.name, engine)
         self._flight: dict[asyncio.Task[Group], Work] = {}
         self._finished: list[Group] = []
         self._delivering: list[Group] = []
@@ -144,7 +145,7 @@ class Worker:
         self._news = asyncio.Event()
 
     async def run(self) -> None:
-        """Work until the controller says stop.
+        """Run until the controller stops the worker.
 
         Raises:
             EngineError: the engine died or refused a request.
@@ -152,12 +153,12 @@ class Worker:
         """
         options = self._options
         try:
-            loops = [self._work(), self._report(), self._adapt_limit(), self._turns.keep()]
+            loops = [self._work(), self._report(), self._adapt_limit(), self._cache.write_periodically()]
             await run_watched(self._launched, self._engine, loops, options.stall_s, options.load_s)
         finally:
             await asyncio.gather(*self._flight, return_exceptions=True)  # they are cancelled, or have failed as well
             if self._stop != FINISHED:
-                self._turns.write()
+                self._cache.write()
             if self._metrics:
                 self._write_metrics()
                 self._metrics.close()
@@ -210,8 +211,8 @@ class Worker:
         asleep = time.monotonic()
         self._tell_state()
         while self._stop is None and self._must_sleep:
-            answer = await self._call("turn")
-            self._stop, self._must_sleep = answer["stop"] or self._stop, not answer["turn"]
+            answer = await self._call("lease")
+            self._stop, self._must_sleep = answer["stop"] or self._stop, not answer["lease"]
             self._newest = max(self._newest, answer["version"] or 0)
         seconds = {"weights/sleep_seconds": asleep - began, "generate/asleep_seconds": time.monotonic() - asleep}
         self._rollout_metrics.add(seconds)
@@ -219,25 +220,24 @@ class Worker:
         self._tell_state()
 
     def _note_phase(self) -> None:
-        """Note in the timeline what the engine does: it takes in weights, or else generates, or else waits for weights or work."""
+        """Record the engine's phase in the timeline: loading weights, generating, or waiting for weights or work."""
         if self._options.timeline:
             kinds = {item.kind for item in self._flight.values()}
             working = "evaluate" if "eval" in kinds else "generate" if kinds else self._updating or IDLE
             self._options.timeline.enter(_TAKES_IN if self._updating == _TAKES_IN else working)
 
     def _free(self) -> int:
-        """Return how many more training groups there is room for."""
         return self._limiter.room(self._groups())
 
     def _groups(self) -> int:
-        """Return the training groups in flight, or as many as have the samples of what is."""
+        """Return the number of training groups in flight, in units of n_samples."""
         samples = sum(item.n_samples for item in self._flight.values())
         return -(-samples // self._options.n_samples)
 
     async def _claim(self, capacity: int) -> dict[str, Any]:
         holding = self._holding()
         answer = await self._call("claim", version=self._engine.version, capacity=capacity, holding=holding)
-        # taken from this worker while it was silent, and given to it anew: a second result would replace the first one's file
+        # taken from this worker while it was silent, and assigned to it again: a second result would replace the first one's file
         return answer | {"work": [item for item in answer["work"] if item["group_id"] not in holding]}
 
     def _holding(self) -> list[str]:
@@ -245,7 +245,6 @@ class Worker:
         return [item.group_id for item in (*self._flight.values(), *self._undelivered())]
 
     def _undelivered(self) -> list[Work]:
-        """Return the finished groups that the controller has yet to hear of."""
         return [group.work for group in (*self._finished, *self._delivering)]
 
     def _call(self, route: str, **payload: Any) -> Awaitable[dict[str, Any]]:
@@ -270,22 +269,22 @@ class Worker:
         self._rollout_metrics.set_busy(bool(self._flight))
 
     async def _generate(self, item: Work) -> Group:
-        return await self._generator.generate(item, await self._turns.begin(item))
+        return await self._generator.generate(item, await self._cache.begin(item))
 
     def _collect(self) -> None:
         for task in [task for task in self._flight if task.done()]:
             item = self._flight.pop(task)
             if task.cancelled():  # nobody wants it
-                self._turns.forget([item.group_id])
+                self._cache.remove([item.group_id])
                 continue
             group = task.result()
-            self._rollout_metrics.kept += group.kept_tokens
-            self._rollout_metrics.tokens += sum(group.response_lengths) - group.kept_tokens
+            self._rollout_metrics.kept += group.cached_tokens
+            self._rollout_metrics.tokens += sum(group.response_lengths) - group.cached_tokens
             self._finished.append(group)
         self._rollout_metrics.set_busy(bool(self._flight))
 
     def _deliver(self) -> asyncio.Task[None] | None:
-        """Begin to hand over what is finished, all of it together; None if there is nothing that may leave."""
+        """Begin to hand over all finished groups together; None where none may leave."""
         # nothing leaves that weights may have chosen which are not the version's
         if self._unproven or not self._finished:
             return None
@@ -316,13 +315,13 @@ class Worker:
             await in_thread(write_bytes, path, b"".join(contents))
             self._rollout_metrics.written += size
         await self._call("complete", groups=[meta.to_json() for meta in metas])
-        self._turns.forget(group.work.group_id for group in self._delivering)
+        self._cache.remove(group.work.group_id for group in self._delivering)
         self._delivering = []
 
     async def _write_evaluated(self, version: int, groups: list[tuple[Group, GroupMeta]]) -> None:
-        """Write what was said in rows of an evaluation, and then that they are finished, for the next attempt.
+        """Write the rows of evaluated groups, and then that they are finished, for the next attempt.
 
-        It tries those once more whose environments failed: it may have been started because they did.
+        It evaluates failed ones again: their failure may be why it was started.
         """
         run, replica = self._options.run, self._options.replica
         if self._options.dump_evals:
@@ -367,7 +366,7 @@ class Worker:
             options.copies.release()
         self._rollout_metrics.start(known)
         differs = await self._engine.probe(weights, options.engine_dtype, options.probe_tolerance)
-        self._unproven, self._turns.proven, self._weights = False, version, (version, weights.digest)
+        self._unproven, self._cache.proven, self._weights = False, version, (version, weights.digest)
         if differs is not None:
             self._rollout_metrics.add({"weights/probe_difference": differs})
 

@@ -1,9 +1,9 @@
-"""What a run has told about itself: alerts.jsonl, one line per event, each with a checksum.
+"""Alerts of a run: alerts.jsonl, one line per event, each with a checksum.
 
     {"alert": "kl", "event": "raised", "step": 12, "attempt": 1, "time": 1763666666.5, "text": "policy/policy_kl is 0.31, above 0.1", "blake2b": …}
 
-raised: what the rule looks for has begun, and is no event again before it is over. told: command and webhook have had it, or will not.
-cleared: it is over. missing: no process reports the rule's metric.
+`raised`: the rule's condition has begun; no further event follows before it is over. `told`: command and webhook received it, or never will.
+`cleared`: the condition is over. `missing`: no process reports the rule's metric.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Alert:
     """
 
     begin: AlertEvent
-    told: bool = False
+    notified: bool = False
     cleared: int | None = None
 
     @property
@@ -68,11 +68,7 @@ class Alert:
 
 
 def append_event(run: Run, event: AlertEvent) -> None:
-    """Write an event down; the process that watches the run's newest attempt is the only one to do so.
-
-    Raises:
-        CommitError: a newer attempt has begun.
-    """
+    """Write an event down; the process that watches the run's newest attempt is the only one to do so."""
     require_newest(run, event.attempt)
     append_lines(run.alerts, [asdict(event)])
 
@@ -95,6 +91,6 @@ def _alerts(events: Iterable[AlertEvent]) -> list[Alert]:
             alerts.append(Alert(event))
         elif at is not None:
             known = alerts[at]
-            told = known.told or event.event == "told"
-            alerts[at] = Alert(known.begin, told, event.step if event.event == "cleared" else known.cleared)
+            notified = known.notified or event.event == "told"
+            alerts[at] = Alert(known.begin, notified, event.step if event.event == "cleared" else known.cleared)
     return alerts

@@ -1,5 +1,4 @@
-"""Files to which records are appended, a line each with a checksum (hpcrl/rundir/records.py): a line that is damaged, or that a kill has cut
-off, is told from the others."""
+"""Files of appended records, one line each with a checksum (hpcrl/rundir/records.py), which exposes damaged and cut-off lines."""
 
 from __future__ import annotations
 

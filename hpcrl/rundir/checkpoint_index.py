@@ -1,6 +1,6 @@
-"""The index of a checkpoint's tensors, `.metadata`: torch writes it as a pickle, and it is read here as data, which cannot run code.
+"""Reads the index of a checkpoint's tensors, `.metadata`, which torch writes as a pickle, as data that cannot run code.
 
-A pickle names functions and classes, and whoever loads it calls them. This reader knows what torch names in the index of tensors, and calls
+A pickle names functions and classes, and loading it calls them. This reader knows what torch names in the index of tensors, and calls
 none of it: each object becomes an `Object`, which keeps what the file says of it. It needs no torch.
 """
 
@@ -76,7 +76,7 @@ def read_index(directory: Path) -> dict[str, Any]:
         raise CommitError(f"{path} cannot be read: {error.strerror}") from error
     except _Unknown as error:
         raise CommitError(
-            f"{path} names {error}, which no checkpoint of hpcrl does: loading it could run code of whoever wrote it. Do not use this "
+            f"{path} names {error}, which no checkpoint of hpcrl does: loading it could run foreign code. Do not use this "
             "checkpoint; take one of your own, or an unchanged copy"
         ) from None
     except _BROKEN as error:

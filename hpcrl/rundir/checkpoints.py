@@ -1,4 +1,4 @@
-"""Which checkpoints of a run there are, which one an attempt starts from, and which stay.
+"""Finds the checkpoints of a run, the one that an attempt starts from, and those that stay.
 
 Beside the committed ones, checkpoints/ may hold directories that no attempt starts from:
 
@@ -150,7 +150,7 @@ def samples_removed(run: Run) -> int:
 
 
 def require_checkpoints(run: Run) -> None:
-    """Raise DataError if the run had a checkpoint and there is none: it does not begin anew by itself.
+    """Raise DataError if the run had a checkpoint and there is none: training does not restart from step 0 by itself.
 
     What `hpcrl checkpoint rm` deleted may be gone.
     """
@@ -158,7 +158,7 @@ def require_checkpoints(run: Run) -> None:
     had = max((outcome.step for outcome in read_outcomes(run) if outcome.attempt > removed), default=0)
     if had and not _named(run):
         raise DataError(
-            f"{run.name} had a checkpoint of step {had}, and {run.checkpoints} holds none any more, so training would begin anew. Put it back "
+            f"{run.name} had a checkpoint of step {had}, and {run.checkpoints} holds none any more, so training would restart from step 0. Put it back "
             "from a backup, or submit a new run"
         )
 

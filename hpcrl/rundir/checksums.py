@@ -1,4 +1,4 @@
-"""What a run was submitted with: checksums of its configuration and its code, against changes that nobody meant.
+"""Checksums of a run's configuration and code at submission, against unintended changes.
 
 checksums.json is written by `hpcrl submit`, before anything is queued, and again by `hpcrl resume`, which tells what changed:
 
@@ -41,7 +41,6 @@ def changed_files(run: Run, progress: Callable[[], object] = lambda: None) -> li
 
 
 def _changes(run: Run, progress: Callable[[], object]) -> tuple[list[str], list[str]]:
-    """Return what became of files, and the folders of a user's own files that are not to be seen here."""
     try:
         content = read_bytes(run.checksums)
         if content is None:
@@ -104,7 +103,6 @@ def _of_run(run: Run, progress: Callable[[], object]) -> Iterator[Path]:
 
 
 def _checksums(folder: Path, files: Iterable[Path], progress: Callable[[], object] = lambda: None) -> dict[str, str]:
-    """Return the checksum of each file, by its path relative to `folder`."""
     paths, found = list(files), dict[str, str]()
     for path, digest in zip(paths, checksums_of(paths), strict=True):
         progress()

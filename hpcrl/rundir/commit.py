@@ -1,11 +1,11 @@
 """Writes that are either complete or absent, on a filesystem that several nodes share.
 
 A file is written beside its place and renamed. A directory is filled under a name that only this attempt uses, described by a
-manifest (sizes and checksums), renamed, and then marked with COMMIT; a reader trusts nothing without the mark.
+manifest (sizes and checksums), renamed, and then marked with COMMIT. A reader trusts nothing without the mark.
 
 A process of an older attempt may still be alive: on a node that the network lost, or suspended. Who commits or deletes can pass a
-fence, which raises if that is so. It is called before the rename and before the mark, and the mark is written through the directory that
-was renamed, not through its name, which may be another's by then. What is deleted leaves its name first and is put back if the fence
+fence, which raises if that is so. It is called before the rename and before the mark. The mark is written through the directory that
+was renamed, not through its name, which another attempt may have by then. What is deleted leaves its name first and is put back if the fence
 objects.
 
 Fault points, each also with the name of the parent directory instead of "commit" (checkpoints.renamed, weights.renamed, ...):
@@ -60,7 +60,6 @@ def _put(name: str, content: bytes, mode: int, folder: int) -> None:
 
 
 def _write(contents: Mapping[str, bytes], mode: int, folder: int) -> None:
-    """Replace files of the open directory `folder`, each as a whole."""
     beside = {name: f".{name}.{socket.gethostname()}.{os.getpid()}" for name in contents}
     if len(contents) == 1:
         ((name, content),) = contents.items()
@@ -83,7 +82,7 @@ def _opened(directory: Path) -> Iterator[int]:
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory and those above it, where they are not there, whoever else makes them now.
+    """Create a directory and missing parents, also while other processes create them.
 
     Raises:
         FileExistsError: something else has that name.
@@ -255,8 +254,8 @@ def finish(
 ) -> None:
     """Commit the staging directory of `target`: manifest, rename, mark. What an older attempt left there makes way.
 
-    What this attempt has committed already, and what is whole, stays as it is: a commit may have raised only because the
-    directory could not be synced after the mark was there.
+    A whole directory that this attempt has committed already stays as it is. Its commit may have raised only because the
+    directory could not be synced after the mark.
 
     Args:
         files: what `listing` gave of all files in it, or their sizes alone where the facts say more; None: they are listed here.

@@ -1,4 +1,4 @@
-"""What an evaluation wrote of each sample: evals/v000040/<replica>.jsonl, a line per sample (hpcrl/rollout/evaluate.py)."""
+"""Reads the samples of an evaluation: evals/v000040/<replica>.jsonl, a line per sample (hpcrl/rollout/evaluate.py)."""
 
 from __future__ import annotations
 
@@ -24,11 +24,10 @@ _REQUIRED = {
 def dumped_samples(run: Run, version: int | None) -> tuple[int, dict[tuple[str, int], dict[str, Any]]]:
     """Return a version, the newest one whose evaluation was written where none is named, and the lines of its samples.
 
-    They are told by group and place in it, in this order; `replica` is who wrote them.
+    Records are sorted by group and place in it; `replica` wrote them.
 
     Raises:
         RunError: there is no such evaluation, or its samples were not written.
-        DataError: a file is damaged.
     """
     dumps = [path for path in run.evals.glob("v*/*.jsonl") if version_of(path.parent) is not None]
     versions = sorted({version_of(path.parent) or 0 for path in dumps})

@@ -1,4 +1,4 @@
-"""The map of a run directory. Nobody else builds a path.
+"""Paths of a run directory; no other module builds one.
 
 <root>/<project>/<run>/            0700
   config.toml                      resolved; the only configuration a job reads
@@ -34,8 +34,8 @@
   profile/<attempt>/rank-0.json.gz PyTorch profiles of trainer ranks; rank-0.nsys-rep and rollout-0.nsys-rep, those of Nsight Systems
   profile/<attempt>/memory/rank-0-s000042.pickle   what allocated GPU memory in step 42; trainer.policy.record_memory. rank-0-oom.pickle: when it ran out
   tensorboard/<run>/               derived from metrics; can be rebuilt
-  alerts.jsonl                     what the run told about itself (hpcrl/rundir/alerts.py)
-  trackers/<name>.json             what a tracker has been told; <name>/ its own files
+  alerts.jsonl                     alerts of the run (hpcrl/rundir/alerts.py)
+  trackers/<name>.json             what a tracker has received; <name>/ its own files
   uploads/<store>.json             what of exports/ and checkpoints/ is in a store elsewhere (hpcrl/upload/state.py)
   control/                         stop, stacks: requests to the agents
 
@@ -170,7 +170,11 @@ class Run:
 
     def teacher_file(self, dataset: str) -> Path:
         """What a teacher says of the rows of a dataset, in a directory that `hpcrl score` wrote."""
-        return self.path / "teacher" / dataset
+        return self.teacher / dataset
+
+    @property
+    def teacher(self) -> Path:
+        return self.path / "teacher"
 
     @property
     def turns(self) -> Path:
@@ -198,7 +202,11 @@ class Run:
 
     def picture(self, sample: str) -> Path:
         """Return where the picture is that a sample, <group>.<place in it>, has painted, if it is kept."""
-        return self.path / "pictures" / f"{sample}.png"
+        return self.pictures / f"{sample}.png"
+
+    @property
+    def pictures(self) -> Path:
+        return self.path / "pictures"
 
     def shown_picture(self, name: str, number: int) -> Path:
         """Return where an image is that a sample was shown, the first is 0, if it is kept.
@@ -241,7 +249,7 @@ class Run:
         return self.path / "alerts.jsonl"
 
     def tracker(self, name: str) -> Path:
-        """What a tracker has been told; a folder of the same name without suffix has its own files."""
+        """Metrics that a tracker has received; a folder of the same name without suffix has its own files."""
         return self.path / "trackers" / f"{name.replace(':', '.')}.json"
 
     @property

@@ -1,6 +1,6 @@
-"""What happened to a run: its attempts and how each ended.
+"""Ledger of a run: its attempts and their outcomes.
 
-An attempt is one start by Slurm (or by the local executor). Node 0's agent opens it; whoever first sees the end writes the outcome.
+An attempt is one start by Slurm (or by the local executor). Node 0's agent opens it; the first process that sees its end writes the outcome.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Outcome:
     """How an attempt ended.
 
     Attributes:
-        kind: done, failed (an error), hang (no progress), cancelled (by the user), interrupted (asked to stop, and to be continued), or
-            lost (it ended without an outcome: killed, or its node went down).
+        kind: done, failed (an error), hang (no progress), cancelled (by the user), interrupted (asked to stop, and to be continued).
+            Or lost: it ended without an outcome, because it was killed or its node went down.
         message: the first error, or a sentence.
         source: process that reported it.
         ended: Unix time.
@@ -93,11 +93,7 @@ def read_attempts(run: Run) -> list[Attempt]:
 
 
 def parse_attempt(where: str, line: bytes) -> Attempt:
-    """Return the attempt that a line of attempts.jsonl tells of.
-
-    Raises:
-        RunError: as `read_attempts`.
-    """
+    """Return the attempt that a line of attempts.jsonl tells of."""
     return as_record(Attempt, parse_line(where, line, _DELETE), where, _DELETE)
 
 
@@ -123,11 +119,7 @@ def require_attempts(run: Run) -> list[Attempt]:
 
 
 def listed_attempts(run: Run) -> list[Attempt]:
-    """Return what `require_attempts` does, for a list of many runs: traces are looked for only where the next attempt has left some.
-
-    Raises:
-        RunError: as `require_attempts`.
-    """
+    """Return what `require_attempts` does, for a list of many runs: traces are looked for only where the next attempt has left some."""
     attempts = read_attempts(run)
     last = max((attempt.number for attempt in attempts), default=0)
     if os.path.exists(run.logs(last + 1)) or max(ended_attempts(run), default=0) > last:
@@ -136,11 +128,7 @@ def listed_attempts(run: Run) -> list[Attempt]:
 
 
 def open_attempt(run: Run, job: str, hosts: list[str]) -> Attempt:
-    """Append the next attempt; those before it that left no outcome are lost. Called by the agent of node 0 alone.
-
-    Raises:
-        RunError: as `require_attempts`.
-    """
+    """Append the next attempt; those before it that left no outcome are lost. Called by the agent of node 0 alone."""
     attempts, ended = require_attempts(run), ended_attempts(run)
     for earlier in attempts:
         if earlier.number not in ended:
@@ -161,11 +149,7 @@ def ended_attempts(run: Run) -> list[int]:
 
 
 def read_outcomes(run: Run) -> list[Outcome]:
-    """Return how each attempt ended, oldest first.
-
-    Raises:
-        RunError: an outcome is damaged; so do `read_outcome` and `outcome_of`.
-    """
+    """Return how each attempt ended, oldest first."""
     return [outcome for attempt in ended_attempts(run) if (outcome := _read(run, attempt))]
 
 

@@ -1,4 +1,4 @@
-"""JSON records of a run, in files of their own and as lines of others; one that is not what was written is named, with the remedy.
+"""Reads and writes JSON records of a run, in files of their own and as lines of others; damaged ones are named, with the remedy.
 
 The last field of a record is the checksum of the text before it:
 
@@ -88,11 +88,7 @@ def _is_cut_off(line: bytes) -> bool:
 
 
 def parse_line(place: str, line: bytes, remedy: str) -> Any:
-    """Return the value of one of `whole_lines` without its checksum.
-
-    Raises:
-        RunError: it is not what was written.
-    """
+    """Return the value of one of `whole_lines` without its checksum."""
     try:
         return parse_record(line)[0]
     except ValueError as error:
@@ -109,9 +105,6 @@ def read_object(path: Path, remedy: str) -> dict[str, Any] | None:
 
     Args:
         remedy: what to do where there is no backup.
-
-    Raises:
-        RunError: it holds anything else, or is not what was written.
     """
     if (content := read_bytes(path)) is None:
         return None
@@ -146,7 +139,6 @@ def as_record(kind: type[Record], value: Any, place: str | Path, remedy: str) ->
 
 @lru_cache
 def _fields_of(kind: Any) -> tuple[dict[str, Any], set[str]]:
-    """Return the fields of a dataclass with their types, and the names of those that have a default."""
     hints = get_type_hints(kind)
     optional = {one.name for one in fields(kind) if one.default is not MISSING or one.default_factory is not MISSING}
     return {one.name: hints[one.name] for one in fields(kind)}, optional

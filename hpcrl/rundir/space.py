@@ -1,4 +1,4 @@
-"""Errors of writing to a filesystem: what is full or refused, what was needed, and a remedy."""
+"""Explains errors of writing to a filesystem: the full or refused directory, the needed bytes, and a remedy."""
 
 from __future__ import annotations
 
@@ -51,7 +51,6 @@ def _free(path: Path) -> int | None:
 
 
 def _free_files(path: Path) -> int | None:
-    """Return how many files can be made; None where the filesystem does not count them."""
     found = _statvfs(path)
     return found.f_favail if found and found.f_files else None
 

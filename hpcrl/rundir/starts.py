@@ -1,4 +1,4 @@
-"""Where each attempt started: checkpoints/starts.jsonl, written by the trainer's rank 0.
+"""Records the checkpoint at which each attempt started: checkpoints/starts.jsonl, written by the trainer's rank 0.
 
     {"attempt": 3, "loads": "s000040", "by": 2}     before it loads the checkpoint that attempt 2 committed
     {"attempt": 3, "from": "s000040"}               after that: training goes on; null: from the beginning
@@ -37,20 +37,12 @@ def note(run: Run, line: Line) -> None:
 
 
 def read_starts(run: Run) -> list[Line]:
-    """Return all lines, oldest first; one that was cut off is ignored.
-
-    Raises:
-        RunError: a line is none of these, or not the one that was written.
-    """
+    """Return all lines, oldest first; one that was cut off is ignored."""
     return [parse_start(place, line) for place, line in whole_lines(run.starts)]
 
 
 def parse_start(place: str, line: bytes) -> Line:
-    """Return what a line of starts.jsonl tells.
-
-    Raises:
-        RunError: as `read_starts`.
-    """
+    """Return what a line of starts.jsonl tells."""
     value = parse_line(place, line, _DELETE)
     if not _is_line(value):
         raise damaged(place, f"found {value!r:.80}", _DELETE)
@@ -79,7 +71,7 @@ def require_starts(run: Run) -> None:
 
 
 def _is_marked_by(path: Path, by: int) -> bool:
-    """Return whether attempt `by` committed the checkpoint; whoever reads one whose mark is damaged passes over it."""
+    """Return whether attempt `by` committed the checkpoint; readers skip one with a damaged mark."""
     try:
         return verify(path, checksums=False)["attempt"] == by
     except CommitError:

@@ -1,4 +1,4 @@
-"""Reads answers of servers that have yet to prove who they are: whoever has the port of one that has died answers what it likes."""
+"""Reads answers of unproven servers within bounds: another program may have the port of a dead server and answer anything."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a process of a run calls its controller: JSON over HTTP, requests and answers signed (hpcrl/runtime/token.py).
+"""Calls the controller of a run: JSON over HTTP, requests and answers signed (hpcrl/runtime/token.py).
 
 Controller routes, all POST, all JSON (`worker` is a process status name such as "rollout-0"):
 
@@ -23,8 +23,8 @@ What each field may hold, hpcrl/controller/schema.py says; a message that is ref
 `unwanted` names need not be finished any more.
 `version` in an answer is what a worker should load before it claims again, null while the trainer has not started.
 `stop` is null, or why the run ends.
-`sleep` is true where trainer and engines share devices and the trainer waits for this engine: the worker finishes what it holds, puts the engine
-to sleep, and asks for its /turn, as one does before it starts its engine. The trainer gets its batch when no engine is awake.
+`sleep` is true where trainer and engines share devices and the trainer waits for this engine. The worker finishes its groups, puts the engine
+to sleep, and asks for its /turn. It also does so before it starts its engine. The trainer gets its batch when no engine is awake.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class ControllerClient:
         if not self._sender.is_answer(headers[NONCE], answer.status, answer.content, answer.headers):
             raise RunError(
                 f"what answers at {url} is not the controller of attempt {self._attempt}: its answer ({answer.status}) is refused, because "
-                f"it is not signed with the token of {self._run.name}; another program, or another run's controller, has that address"
+                f"it is not signed with the token of {self._run.name}. Another program, or another run's controller, has that address"
             )
         return answer
 

@@ -1,4 +1,4 @@
-"""Processes that go along with a run and look at what it reports, such as to send it to trackers; none of them can end or hold up the run."""
+"""Starts processes that follow a run's reports, such as to send them to trackers; none of them can end or block the run."""
 
 from __future__ import annotations
 

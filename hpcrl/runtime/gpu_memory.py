@@ -1,4 +1,4 @@
-"""What `nvidia-smi` says: asked by processes that have no CUDA context of their own, and should not take memory for one."""
+"""Reads GPU memory by `nvidia-smi`, for processes that have no CUDA context and should not spend memory on one."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A server of JSON over HTTP: who may ask it, how it proves that it is the one who answers, and what a connection may cost.
+"""A server of JSON over HTTP, with signed requests and answers and bounded connections.
 
-It speaks ASGI itself: what a web framework does for each request takes longer than what a controller does.
+It implements ASGI itself: a web framework takes longer for each request than the controller does.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""NUMA nodes of the GPUs of a machine: to which of them the processes of each GPU are bound.
+"""Binds the processes of each GPU to the NUMA nodes near it.
 
 torchrun and vLLM bind their processes by the program `numactl`, and fail where they cannot. Each condition of theirs is looked at here
 beforehand, in sysfs and by `nvidia-smi`, which needs no CUDA context.
@@ -25,8 +25,8 @@ def numa_nodes() -> list[int]:
 def nodes_of_gpus(visible: str) -> list[int] | None:
     """Return the NUMA node of each visible device; None where no process is to be bound to one.
 
-    That is so without `numactl`, where the GPUs of the machine are all near one node or the machine does not say where they are, where
-    this process may use few cores of a node, and for MIG devices.
+    That is so without `numactl`, for MIG devices, and where this process may use few cores of a node. It is also so where all GPUs are near
+    one node or the machine does not show their places.
 
     Args:
         visible: CUDA_VISIBLE_DEVICES of the processes; devices by index or by the beginning of the uuid.

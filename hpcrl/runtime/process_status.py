@@ -117,7 +117,6 @@ def read_process_statuses(run: Run, attempt: int | None = None) -> list[ProcessS
 
 
 def _read(path: Path) -> ProcessStatus | None:
-    """Return the process status at `path`; None where there is none, or the rendezvous of an attempt."""
     value = read_object(path, _REMEDY)
     return as_record(ProcessStatus, value, path, _REMEDY) if value is not None and "process" in value else None
 

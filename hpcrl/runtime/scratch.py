@@ -32,8 +32,8 @@ _MADE = 9  # what mkdtemp adds
 class Scratch:
     """A directory that only this user can enter, removed at the end or, after a SIGKILL, by the next one on the node.
 
-    A lock tells whether its owner lives, whatever has become of the owner's process id, also in another container; it is taken before the
-    directory gets the name by which others look for it.
+    A lock shows whether the directory's owner lives, also in another container and after its process id was reused. It is taken before the
+    directory gets its final name.
 
     Args:
         of: what it is for, a part of its name.
@@ -69,7 +69,7 @@ class Scratch:
 
 
 def note_shared_memory(directory: Path, names: Iterable[str]) -> None:
-    """Let POSIX shared memory of these names go when a process's own directory goes, by whoever removes it."""
+    """Remove POSIX shared memory of these names together with the process's own directory."""
     (directory / _SHARED).write_text("".join(f"{name}\n" for name in sorted(names)))
 
 

@@ -1,4 +1,4 @@
-"""Stop requests: how they reach a process that has something to save, and how a process ends with its parent."""
+"""Stop requests of a process with something to save, and the end of a process with its parent."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _ALONE_S = 15.0
 def end_process(code: int = 0) -> NoReturn:
     """End this process, whose work is done, at once.
 
-    A thread of gloo that lets go of its last tensor, or is at work, while Python takes the interpreter down aborts the process
-    (https://github.com/pytorch/pytorch/issues/190489), and such threads live as long as anything refers to their group.
+    A thread of gloo that works, or releases its last tensor, during the interpreter's shutdown aborts the process
+    (https://github.com/pytorch/pytorch/issues/190489). Such threads live as long as anything refers to their group.
     """
     logging.shutdown()
     sys.stdout.flush()
@@ -40,14 +40,13 @@ def end_process(code: int = 0) -> NoReturn:
 
 
 class StopSignal:
-    """Notes a stop request, by signal or by the run's stop file, instead of dying of it. Made as early as possible, in the main thread.
+    """Records a stop request, by signal or by the run's stop file, instead of ending the process. Created as early as possible, in the main thread.
 
-    A process that is inside a collective, or waits for others to come, does not look at `seen` meanwhile. So a thread watches:
+    A process inside a collective or a rendezvous does not read `seen` meanwhile. So a thread watches:
 
-    - As long as there is no progress to lose (imports, rendezvous, load, the first compile), the process ends by itself with 0, after
-      "stopped" in its process status, when it had no chance to leave with the others for 15 s.
-    - torchrun sends SIGTERM too, when another rank has failed. Nobody has asked the run to stop then, no stop file comes within
-      30 s, and the process ends with 1.
+    - Without progress to lose (imports, rendezvous, load, the first compile), the process ends by itself with 0 if it could not leave with
+      the others for 15 s. Its process status then is "stopped".
+    - torchrun sends SIGTERM too, when another rank has failed. Then no stop file comes within 30 s, and the process ends with 1.
 
     Attributes:
         seen: there is a request.
@@ -155,7 +154,7 @@ def stop_asked(run: Run, attempt: int) -> Reason | None:
 
 
 def stop_cause(run: Run, attempt: int) -> str:
-    """Return what is behind the request to stop attempt `attempt`; empty where nothing is said of it."""
+    """Return the reason of the request to stop attempt `attempt`; empty where it has none."""
     with suppress(ValueError):
         request = read_json(run.stop)
         if isinstance(request, dict) and request.get("attempt") == attempt:

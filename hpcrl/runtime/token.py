@@ -1,7 +1,7 @@
-"""The run's token, and what is proven with it without showing it.
+"""Signs messages with the run's token, and verifies them, without sending the token.
 
-Requests to the controller and its answers are signed with a key of the attempt (HMAC-SHA256, RFC 2104): a stranger who listens at the address
-of a controller that has died gets nothing that anybody else would take, and nobody takes what it answers. They are not encrypted.
+Requests to the controller and its answers are signed with a key of the attempt (HMAC-SHA256, RFC 2104). A stranger at the address of a dead
+controller receives nothing that it could send elsewhere, and its answers are refused. They are not encrypted.
 
     x-hpcrl-run, x-hpcrl-attempt   whose controller is asked
     x-hpcrl-nonce                  of a request: <sender>-<number>; each number of a sender is taken once
@@ -83,7 +83,7 @@ def same(given: str | None, expected: str) -> bool:
 
 
 def of_process(run: str, process: str) -> str:
-    """Return the name under which a server of a run signs that is not its controller: what is said to one means nothing to another."""
+    """Return the name under which a server other than the controller signs; a message to one server is invalid for another."""
     return f"{run}/{process}"
 
 

@@ -1,4 +1,4 @@
-"""What each token of a batch was worth: the KL divergence from the reference is subtracted from rewards, and rewards become advantages."""
+"""Advantages of a batch: KL penalties are subtracted from rewards, and an estimator makes advantages of the rewards."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from hpcrl.trainer.packing import PackedRows
 from hpcrl.types import Batch, GroupMeta
 
 Sum = Callable[[Sequence[float]], list[float]]
-"""Gives the element-wise sums over all ranks: World.sum, or `list` where there is one rank."""
+"""Returns the element-wise sums over all ranks: World.sum, or `list` with one rank."""
 
 _COEFFICIENT, _START = "kl_coef", "kl_coef_start"
 
 
 @dataclass(frozen=True)
 class Advantages:
-    """What is reported of the advantages of all ranks.
+    """Metrics of the advantages of all ranks.
 
     Attributes:
         mean, mean_abs: over all trained tokens, as the estimator gave them: before advantage_batch_normalize and clipping.
@@ -47,7 +47,7 @@ class Advantages:
 
 
 class KlRewardPenalty:
-    """The KL divergence from the reference, subtracted from each token's reward (trainer.algorithm.use_kl_in_reward).
+    """KL penalty on rewards: the divergence from the reference is subtracted from each token's reward (trainer.algorithm.use_kl_in_reward).
 
     Args:
         extra_state: numbers of the checkpoint that training continues from. Another kl_loss_coef than its run had starts afresh.
@@ -64,7 +64,7 @@ class KlRewardPenalty:
             self.coefficient = extra_state[_COEFFICIENT]
 
     def extra_state(self) -> dict[str, float]:
-        """Return what a checkpoint keeps of it."""
+        """Return the state that a checkpoint saves."""
         if not self._adaptive:
             return {}
         return {_COEFFICIENT: self.coefficient, _START: self._algorithm.kl_loss_coef}
@@ -167,7 +167,7 @@ def estimate_advantages(
 
 
 def no_advantages(minis: Sequence[PackedRows]) -> Advantages:
-    """Let rewards count for nothing: every advantage is 0."""
+    """Set every advantage to 0."""
     for samples in minis:
         samples.scores.advantages = torch.zeros_like(samples.loss_mask)
     return Advantages()
@@ -211,24 +211,19 @@ def subtract_divergence(
 
 
 def build_estimator(algorithm: AlgorithmConfig) -> partial[torch.Tensor]:
-    """Return the advantage estimator of the configuration with its settings.
-
-    Raises:
-        ConfigError: nothing has its name, or it has a parameter that is no setting.
-    """
+    """Return the advantage estimator of the configuration with its settings."""
     return configured("advantage_estimator", algorithm.advantage_estimator, ESTIMATORS, algorithm)
 
 
 def _require_one_row(batch: Batch) -> None:
     if any(len(sample.lengths) != 1 for group in batch.groups for sample in group.samples):
         raise ConfigError(
-            "generator.step_wise_trajectories or enable_http_endpoint: gae, reinforce++ and other estimators that are marked per_token "
+            "generator.step_wise_trajectories or enable_http_endpoint: estimators that are marked per_token, such as gae, "
             "follow rewards from token to token, and a sample has several rows; choose an advantage_estimator such as grpo or rloo"
         )
 
 
 def _by_token(minis: Sequence[PackedRows], total: Callable[[torch.Tensor], torch.Tensor]) -> AdvantageInputs:
-    """Return this rank's tokens."""
     values = [samples.scores.values for samples in minis if samples.lengths]
     present = [values_P.double() for values_P in values if values_P is not None]
     assert len(present) in (0, len(values)), "a critic has scored some samples, others not"
@@ -245,7 +240,6 @@ def _by_token(minis: Sequence[PackedRows], total: Callable[[torch.Tensor], torch
 
 
 def _rewards(samples: PackedRows) -> torch.Tensor:
-    """Return [P] float64: the reward of each token, less penalties."""
     rewards_P, penalties_P = samples.rewards.double(), samples.scores.penalties
     return rewards_P if penalties_P is None else rewards_P - penalties_P
 
@@ -257,7 +251,6 @@ def _by_sample(
     algorithm: AlgorithmConfig,
     over_ranks: Sum,
 ) -> torch.Tensor:
-    """Return one advantage for each of this rank's samples, from the rewards of all samples of the trained groups."""
     groups = trained_groups(batch, algorithm)
     places = [(group, index) for group in groups for index in range(len(batch.groups[group].samples))]
     numbers = {place: number for number, place in enumerate(places)}
@@ -304,7 +297,6 @@ def _baselines(batch: Batch, places: Sequence[tuple[int, int]], algorithm: Algor
 
 
 def _named_rewards(groups: Sequence[GroupMeta], algorithm: AlgorithmConfig) -> dict[str, torch.Tensor] | None:
-    """Return the rewards of each sample of these groups that gdpo.rewards names, [B] each; None where it names none."""
     found = {
         name: torch.tensor([value for group in groups for value in named_rewards(group, name)], dtype=torch.float64)
         for name in algorithm.gdpo.rewards

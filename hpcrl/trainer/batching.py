@@ -1,4 +1,4 @@
-"""Who trains what: a batch becomes mini-batches, whose rows are assigned to the ranks, and a rank's share is split into micro-batches.
+"""Plan of a batch: mini-batches, the ranks' rows, and the micro-batches of each rank.
 
 Everything follows from the batch's metadata, so every rank works out the same plan without communication, and reads only the
 rows that are its own.
@@ -47,7 +47,7 @@ class MicroBatchLimit:
 
     Attributes:
         shared: what its rows begin with alike is computed once, and counted once among the tokens.
-        quadratic: a row of T tokens is as much work as T + quadratic T^2 tokens without attention.
+        quadratic: a row of T tokens costs as much as T + quadratic T^2 tokens without attention.
     """
 
     rows: int
@@ -55,9 +55,9 @@ class MicroBatchLimit:
     shared: bool = False
     quadratic: float = 0.0
 
-    def work(self, refs: Sequence[RowRef]) -> float:
+    def cost(self, refs: Sequence[RowRef]) -> float:
         """Return what a micro-batch of these rows costs, in tokens without attention."""
-        return work(refs, self.quadratic)
+        return compute_cost(refs, self.quadratic)
 
 
 Limits = tuple[MicroBatchLimit, MicroBatchLimit]
@@ -104,8 +104,8 @@ def computed(refs: Sequence[RowRef]) -> list[int]:
     ]
 
 
-def work(refs: Sequence[RowRef], quadratic: float) -> float:
-    """Return the work of rows of a micro-batch; `quadratic` as of MicroBatchLimit."""
+def compute_cost(refs: Sequence[RowRef], quadratic: float) -> float:
+    """Return the cost of rows of a micro-batch, in tokens without attention; `quadratic` as of MicroBatchLimit."""
     return sum(
         own + quadratic * (ref.length**2 - (ref.length - own) ** 2)
         for ref, own in zip(refs, computed(refs), strict=True)
@@ -235,7 +235,7 @@ def idle_share(
         quadratic: as of MicroBatchLimit.
     """
     sums = [
-        [work([share[at] for at in part], quadratic) for part in parts]
+        [compute_cost([share[at] for at in part], quadratic) for part in parts]
         for share, parts in zip(shares, micro_batches, strict=True)
     ]
     slots = len(shares) * sum(max(same) for same in zip(*sums, strict=True))
@@ -313,7 +313,7 @@ def planned(refs: Sequence[RowRef], ranks: int, limits: Limits, *, pairs: bool =
         units = {ref: [ref] for ref in refs}
     if limit.tokens is None:
         return _plan_units(assign_to_ranks(list(units), ranks), units, limits)
-    parts = aligned(list(units), ranks, limit.tokens, lambda unit: limit.work(units[unit]))
+    parts = aligned(list(units), ranks, limit.tokens, lambda unit: limit.cost(units[unit]))
     runs = [[[ref for unit in part for ref in units[unit]] for part in own] for own in parts]
     ranges = [consecutive([range(len(run)) for run in own]) for own in runs]
     return MiniBatchPlan([list(chain(*own)) for own in runs], ranges, ranges, limit.quadratic)
@@ -329,8 +329,8 @@ def plan_shares(shares: Sequence[Sequence[RowRef]], limits: Limits) -> MiniBatch
 
 
 def whole_groups(groups: Sequence[Sequence[RowRef]], ranks: int, limit: MicroBatchLimit) -> list[list[int]]:
-    """Return the places of the groups that each rank has, none of them divided, so that ranks have about as much work."""
-    return balanced([limit.work(refs) for refs in groups], ranks)
+    """Return the groups of each rank, all whole, with about equal cost per rank."""
+    return balanced([limit.cost(refs) for refs in groups], ranks)
 
 
 Units = dict[RowRef, list[RowRef]]
@@ -359,7 +359,7 @@ def _runs(refs: Sequence[RowRef], tokens: int | None, rows: int) -> list[list[Ro
 def _fairest(refs: Sequence[RowRef], ranks: int, limit: MicroBatchLimit) -> Units:
     """Return groups whole, halved, or cut into four and so on, so that the share of the rank that has most work is smallest.
 
-    Each part computes anew what its group begins with.
+    Each part computes the group's prefix again.
     """
     rows = max((ref.index for ref in refs), default=0) + 1
     sizes = [rows]
@@ -368,7 +368,7 @@ def _fairest(refs: Sequence[RowRef], ranks: int, limit: MicroBatchLimit) -> Unit
     cuts = [_units(_runs(refs, limit.tokens, size)) for size in sizes]
 
     def largest(units: Units) -> float:
-        costs = [limit.work(run) for run in units.values()]
+        costs = [limit.cost(run) for run in units.values()]
         return max(sum(costs[at] for at in part) for part in balanced(costs, ranks))
 
     return min(cuts, key=largest)
@@ -397,9 +397,6 @@ def trained_groups(batch: Batch, algorithm: AlgorithmConfig) -> list[int]:
     """Return which groups of the batch are trained: all, or with zero_variance_filter those whose rewards differ.
 
     The others are not even read, and no reduction of the loss counts them.
-
-    Raises:
-        DataError: a group lacks a metric of filter_reward_metric.
     """
     groups, metrics = range(len(batch.groups)), algorithm.filter_reward_metric
     tolerance = algorithm.zero_variance_filter_tol

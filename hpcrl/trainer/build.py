@@ -15,7 +15,7 @@ from hpcrl.rundir.layout import Run
 from hpcrl.trainer.backends.base import CriticEngine, PolicyEngine
 from hpcrl.trainer.backends.build import build_critic
 from hpcrl.trainer.batching import micro_batch_limits
-from hpcrl.trainer.critic.ranks import Elsewhere, ModelRanks
+from hpcrl.trainer.critic.ranks import ModelRanks, RemoteModel
 from hpcrl.trainer.distributed import World, check_all_reduce
 from hpcrl.trainer.family import trainer_family
 from hpcrl.trainer.mismatch import MismatchLimit
@@ -52,10 +52,10 @@ def load_learner(
     if trainer.teaches_rows and trainer.uses_reference:
         ranks.everyone.rank0_broadcast(lambda: require_row_teacher(config))
     consensus("load.policy")
-    policy = family.load_policy(config, ranks.own) if ranks.policy else cast(PolicyEngine, Elsewhere())
-    if ranks.together:
+    policy = family.load_policy(config, ranks.own) if ranks.policy else cast(PolicyEngine, RemoteModel())
+    if ranks.same_models:
         consensus("load.critic")
-    critic = build_critic(trainer, ranks.own) if ranks.critic else cast(CriticEngine, Elsewhere())
+    critic = build_critic(trainer, ranks.own) if ranks.critic else cast(CriticEngine, RemoteModel())
     consensus("load.checkpoint")
     start = resume(policy, critic)
     dumps.resume(start.step)
@@ -93,7 +93,6 @@ def build_publisher(run: Run, attempt: int, config: Config, ranks: ModelRanks) -
 
 
 def _weight_sender(run: Run, attempt: int, world: World, engine: InferenceEngineConfig) -> WeightSender | None:
-    """Return the sender of this rank's files; None where engines read them in the run directory."""
     if engine.weight_sync_backend == "filesystem":
         return None
     from hpcrl.trainer.saving.send import WeightSender

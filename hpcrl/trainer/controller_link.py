@@ -1,4 +1,4 @@
-"""The trainer's side of the run: rank 0 talks to the controller, keeps the process status and writes metrics; all ranks hear the answers."""
+"""The trainer's client of the controller: rank 0 calls it, keeps the process status and writes metrics; all ranks get the answers."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _WAIT_S = 1.0  # ranks agree whether to stop in between
 
 
 class ControllerLink:
-    """Every method but `report` is called by all ranks.
+    """Link to the controller; every method but `report` is called by all ranks.
 
     Consumes: answers of the controller, batch files. Waits for: the controller. Produces: process status, metrics.
 
     Args:
-        critic: whether this rank speaks for those that have the critic alone, which have a process status of their own.
+        critic: whether this rank is one of those with the critic alone, which have a process status of their own.
     """
 
     def __init__(self, run: Run, attempt: int, world: World, consensus: StopConsensus, *, critic: bool = False) -> None:
@@ -43,7 +43,7 @@ class ControllerLink:
             self._status.write(state, **facts)
 
     def start(self, step: int) -> tuple[int, int]:
-        """Tell that training continues after `step`; return how many steps the run has, and an epoch."""
+        """Report that training continues after `step`; return the number of steps of the run, and of an epoch."""
         if self._world.first:
             self._metrics = MetricsWriter(self._run, PROCESS, self._attempt, step)
         while (answer := self._ask("start", step=step))["total_steps"] is None:
@@ -64,7 +64,7 @@ class ControllerLink:
             return self._next(step + 1)
 
     def finished(self) -> None:
-        """Tell that all steps are trained and saved: the controller ends, and answers nothing any more."""
+        """Report that all steps are trained and saved: the controller ends."""
         self._ask("next", step=self._total + 1)
 
     def _next(self, step: int) -> Batch:
@@ -88,7 +88,7 @@ class ControllerLink:
         return batch
 
     def published(self, version: int, weights: bool = True) -> None:
-        """Tell that step `version` is trained, and whether its weights are published."""
+        """Report that step `version` is trained, and whether its weights are published."""
         self._ask("published", version=version, weights=weights)
 
     def committed(self, step: int) -> None:
@@ -96,7 +96,7 @@ class ControllerLink:
             self._ask("committed", step=step)
 
     def trained(self, step: int, metrics: dict[str, float], histograms: dict[str, Histogram | None]) -> None:
-        """Write the metrics of a trained step, and a line of them to the log."""
+        """Write the metrics of a trained step, and log one line."""
         self.measured(step, metrics, histograms)
         if self._world.first:
             log.info(step_line(step, self._total, metrics))
@@ -108,7 +108,7 @@ class ControllerLink:
             self._metrics.write(step, metrics, histograms)
 
     def everything_is_saved(self, step: int) -> None:
-        """All that was trained up to the stop request is committed, `step` is the last complete step: tell how long that took.
+        """Report that all training up to the stop request is committed, with `step` as the last complete step.
 
         The metric resilience/signal_to_commit_seconds is counted from the moment at which the first rank heard of the request.
         """

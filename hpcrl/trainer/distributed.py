@@ -1,7 +1,7 @@
-"""The trainer's ranks: joining, agreeing, leaving.
+"""Process groups of the trainer's ranks: joining, agreeing, leaving.
 
-Ranks never act on what each saw by itself (a file, a signal, the controller's answer): rank 0 `look`s for all of them, or they
-ask whether `any` of them saw it.
+Ranks never act on local observations (a file, a signal, the controller's answer): rank 0 broadcasts its own (`rank0_broadcast`), or all
+reduce theirs (`any_rank`).
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ _LATER, _NEVER = timedelta(minutes=5), timedelta(days=365)
 
 @dataclass(frozen=True)
 class World:
-    """Trainer ranks that work together: all of them, or those that have the same models.
+    """Trainer ranks that work together: all ranks, or those with the same models.
 
     Attributes:
         device: of this rank.
         control: gloo group of these ranks for small messages, whatever carries the tensors.
-        leads: where several ranks train the same samples, one of them leads: it writes what is known of these.
+        is_leader: of the ranks that train the same samples, the one that writes their records.
         timeout: of each collective, for groups that are made later.
         tensors: group of these ranks that carries tensors; None: torch's own, of all ranks.
-        together: where several ranks share the tokens of each sample, the group of those that have the same samples as this one, for tensors;
-            None: each has its own samples, or the backend knows.
+        sample_group: where several ranks share the tokens of each sample, the group of the ranks with this one's samples, for tensors; None:
+            each rank has its own samples, or the backend knows.
     """
 
     rank: int
     size: int
     device: torch.device
     control: dist.ProcessGroup
-    leads: bool = True
+    is_leader: bool = True
     timeout: timedelta = _LEAST
     tensors: dist.ProcessGroup | None = None
-    together: dist.ProcessGroup | None = None
+    sample_group: dist.ProcessGroup | None = None
 
     @property
     def first(self) -> bool:
@@ -67,7 +67,9 @@ class World:
 
     def rank0_broadcast(self, what: Callable[[], Json]) -> Json:
         """Return on every rank what `what` gives on rank 0, where alone it is called; a HpcrlError is raised on every rank."""
-        return _value(tell(_answer(what) if self.first else {}, dist.get_global_rank(self.control, 0), self.control))
+        return _value(
+            broadcast_json(_answer(what) if self.first else {}, dist.get_global_rank(self.control, 0), self.control)
+        )
 
     def all_gather(self, what: Callable[[], Json]) -> list[Json]:
         """Return on every rank what `what` gives on each, by rank; a HpcrlError of one rank is raised on every rank.
@@ -87,18 +89,18 @@ class World:
         return replace(self, control=_control(self.timeout))
 
     def part(self, sizes: Sequence[int]) -> World:
-        """Return the part that this rank is in, where these ranks are divided into parts of such sizes. All ranks call it."""
-        found, first = self, 0
+        """Return this rank's part of the ranks, which are divided into parts of these sizes. All ranks call it."""
+        own, first = self, 0
         for size in sizes:
             ranks = list(range(first, first + size))
             control, tensors = _control(self.timeout, ranks), _new_group(None, self.timeout, ranks)
             if self.rank in ranks:
-                found = replace(self, rank=self.rank - first, size=size, control=control, tensors=tensors)
+                own = replace(self, rank=self.rank - first, size=size, control=control, tensors=tensors)
             first += size
-        return found
+        return own
 
     def sharing(self, size: int) -> World:
-        """Return the ranks that have other samples than this one, where `size` ranks that follow one another share each. All ranks call it."""
+        """Return the data-parallel ranks, where `size` consecutive ranks share each sample. All ranks call it."""
         if size == 1:
             return self
         assert self.size % size == 0, f"{size} ranks cannot share each sample among {self.size}"
@@ -108,12 +110,12 @@ class World:
             rank=self.rank // size,
             size=self.size // size,
             control=self.group_among([ranks[place::size] for place in range(size)], "gloo"),
-            leads=self.leads and self.rank % size == 0,
-            together=self.group_among([ranks[first : first + size] for first in range(0, self.size, size)]),
+            is_leader=self.is_leader and self.rank % size == 0,
+            sample_group=self.group_among([ranks[first : first + size] for first in range(0, self.size, size)]),
         )
 
     def group_among(self, rows: list[list[int]], backend: str | None = None) -> dist.ProcessGroup:
-        """Return the group of the row that this rank is in, where these ranks are divided into rows. All of them call it."""
+        """Return the group of this rank's row, where `rows` divides these ranks. All ranks call it."""
         if self.tensors is None:
             mine, _ = dist.new_subgroups_by_enumeration(rows, timeout=self.timeout, backend=backend)
         else:  # other ranks do not come; the name that such a group gets counts on that these have made the same groups so far
@@ -155,15 +157,15 @@ class World:
         return highest.tolist()
 
 
-def tell(value: Json, speaker: int, group: dist.ProcessGroup) -> Json:
-    """Return on every rank of `group` the value of the rank `speaker`, as dist.get_rank() numbers it."""
+def broadcast_json(value: Json, src: int, group: dist.ProcessGroup) -> Json:
+    """Broadcast a value from the global rank `src` to every rank of `group`."""
     # JSON and not broadcast_object_list, which would unpickle what comes from a socket
     text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     size = torch.tensor(len(text))
-    dist.broadcast(size, src=speaker, group=group)
-    if dist.get_rank() != speaker:
+    dist.broadcast(size, src=src, group=group)
+    if dist.get_rank() != src:
         text = torch.empty(int(size), dtype=torch.uint8)
-    dist.broadcast(text, src=speaker, group=group)
+    dist.broadcast(text, src=src, group=group)
     return json.loads(text.numpy().tobytes())
 
 
@@ -181,7 +183,7 @@ def _value(answer: dict[str, Any]) -> Json:
 
 
 def _timeout(patience: PatienceConfig) -> timedelta:
-    """Return how long a collective may take: longer than the agent lets a rank stand still, which then tells what hangs, with all stacks."""
+    """Return the timeout of collectives: longer than the agent's patience, which ends a hanging rank with all stacks in the log."""
     limits = (patience.load_seconds, patience.step_seconds, patience.save_seconds)
     return max(_LEAST, timedelta(seconds=max(limits)) + _LATER) if all(limits) else _NEVER
 
@@ -198,7 +200,7 @@ def _new_group(backend: str | None, timeout: timedelta, ranks: Sequence[int] | N
 def _keep_freed_memory() -> None:
     """Let malloc keep blocks up to 32 MiB that are freed, up to 1 GiB in all.
 
-    Given back and asked for anew, each tensor costs page faults: a third to a half of a small model's step on a CPU.
+    Returned to the system and allocated again, each tensor costs page faults: a third to a half of a small model's step on a CPU.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):  # glibc
@@ -210,18 +212,17 @@ def _keep_freed_memory() -> None:
 def joined(
     deterministic: bool = False, on_gpu: bool = False, patience: PatienceConfig | None = None
 ) -> Iterator[World]:
-    """Join the ranks that torchrun started, and leave together; one rank alone meets nobody, and opens no port for it.
+    """Join the ranks that torchrun started, and leave together; a single rank opens no port.
 
     Args:
-        deterministic: only use kernels that give the same result each time; one that cannot raises RuntimeError.
-        on_gpu: whether this rank is to have a GPU; without, it has one where torch sees one.
-        patience: of the agent that watches these ranks; None: nobody does.
+        deterministic: only use deterministic kernels; torch raises RuntimeError where there is none.
+        on_gpu: whether this rank requires a GPU; otherwise it uses one where torch sees one.
+        patience: of the agent that watches these ranks; None: no agent does.
 
     Raises:
-        DeviceError: it is to have a GPU, and torch sees none.
+        DeviceError: this rank requires a GPU, and torch sees none.
 
-    After an error nothing is torn down in an orderly way: the other ranks are not there to meet, and the exit of this process
-    is what wakes them.
+    After an error the process groups are not destroyed: the other ranks are not there to meet, and the exit of this process wakes them.
     """
     if deterministic:
         # read when cuBLAS is first used
@@ -273,7 +274,7 @@ def check_all_reduce(world: World) -> float:
     if not bool((numbers == expected).all()):
         raise DeviceError(
             f"rank {world.rank} of {world.size}: an all-reduce over the trainer's ranks gave {numbers.min().item()} to {numbers.max().item()}, "
-            f"expected {expected}: leave out the node with slurm.extra.exclude, or look for a network setting such as NCCL_IB_HCA or NCCL_ALGO"
+            f"expected {expected}. Leave out the node with slurm.extra.exclude, or check network settings such as NCCL_IB_HCA or NCCL_ALGO"
         )
     size = numbers.nbytes
     bandwidth = 2 * (world.size - 1) / world.size * size / seconds

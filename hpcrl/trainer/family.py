@@ -1,4 +1,4 @@
-"""What a trainer rank needs of a policy's family: the policy's engine, what it minimizes, and the operations of its steps."""
+"""Trainer's side of a policy's family: its engine, its objective, and the operations of its steps."""
 
 from __future__ import annotations
 
@@ -24,11 +24,7 @@ class TrainerFamily(Protocol):
         ...
 
     def objective(self, config: Config) -> Objective:
-        """Return what the policy minimizes.
-
-        Raises:
-            ConfigError: as of `build_objective`.
-        """
+        """Return the objective of the policy."""
         ...
 
     def flops(self, config: Config) -> ModelFlops:

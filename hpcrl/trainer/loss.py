@@ -1,7 +1,7 @@
-"""The loss of a run: policy loss, its correction, KL to the reference, entropy, put together from the algorithms that the configuration names.
+"""The loss of a run: policy loss, its correction, KL to the reference and entropy, as the configuration names them.
 
-All of it as sums of weighted tokens: every part is reduced by trainer.algorithm.loss_reduction, the KL term too (SkyRL takes the
-mean over tokens of each sample, then over the samples of a micro-batch, whatever the reduction).
+Each term is a sum of weighted tokens, reduced by trainer.algorithm.loss_reduction, the KL term too. SkyRL reduces the KL term by the mean
+over tokens of each sample, then over the samples of a micro-batch, with every reduction.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LOSS_METRICS = "loss_metrics/"
 TEACHER_DIVERGENCE = "teacher_divergence"
 MISMATCH = "mismatch/"
 MISMATCH_RANGE = (-8.0, 2.0)
-"""Powers of ten of the differences, in nats, between log-probabilities of engines and trainer, whose histogram is made."""
+"""Powers of ten of the differences, in nats, between log-probabilities of engines and trainer, binned in a histogram."""
 _MISMATCH_BINS = 20
 
 
@@ -48,7 +48,7 @@ def build_policy_loss(algorithm: AlgorithmConfig) -> partial[Values]:
 
 
 def build_objective(algorithm: AlgorithmConfig, distillation: DistillationConfig | None = None) -> Objective:
-    """Return what turns a micro-batch and the policy's log-probabilities into loss and metric sums.
+    """Return the objective: a micro-batch and the policy's log-probabilities give loss and metric sums.
 
     Without old log-probabilities, and without what they are estimated by, the policy is its own old policy: exact where a batch makes one optimizer
     step. Where the micro-batch has the tokens to compare with a teacher at, the divergence over these is subtracted from advantages here, because
@@ -56,9 +56,6 @@ def build_objective(algorithm: AlgorithmConfig, distillation: DistillationConfig
 
     Args:
         distillation: None without a teacher.
-
-    Raises:
-        ConfigError: nothing has the name of the loss, or it has a parameter that is no setting.
     """
     policy_loss, corrected = build_policy_loss(algorithm), is_enabled(algorithm.off_policy_correction)
 
@@ -150,7 +147,6 @@ def mixed(loss: torch.Tensor, divergence_P: torch.Tensor, weights_P: torch.Tenso
 
 
 def _less(batch: MicroBatch, divergence_P: torch.Tensor, distillation: DistillationConfig) -> torch.Tensor:
-    """Return advantages less the divergence from the teacher, differentiable."""
     assert batch.advantages is not None
     return teacher_advantages(
         batch.advantages, divergence_P, batch.loss_mask, batch.lengths,

@@ -1,4 +1,4 @@
-"""What a trained batch looks like in numbers: the trainer's metrics, under SkyRL's names."""
+"""The trainer's metrics of a batch, under SkyRL's names."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class PhaseTimer:
             self._seconds[phase] += time.monotonic() - began
 
     def begin(self, step: int) -> None:
-        """Tell the timeline that the process works on this step from now on."""
+        """Record in the timeline that the process works on this step from now on."""
         if self._timeline:
             self._timeline.begin_step(step)
 
@@ -101,8 +101,8 @@ def describe_batch(batch: Batch, advantages: Advantages, algorithm: AlgorithmCon
 
 
 def describe_mini_batches(minis: Sequence[MiniBatch]) -> dict[str, float]:
-    """Return the share of time in which ranks wait for one another, the tokens that min_filter_prefix_tokens leaves out of the loss, and the
-    share of tokens that are computed as those of another sample (trainer.shared_prefixes)."""
+    """Return the ranks' idle share, the tokens left out by min_filter_prefix_tokens, and the share of tokens computed once for several
+    samples."""
     waits = [idle_share(mini.plan.shares, mini.plan.train, mini.plan.quadratic) for mini in minis]
     unscored = sum(mini.unscored for mini in minis)
     tokens, computed = (
@@ -236,7 +236,8 @@ def describe_cost(
 
 
 def describe_memory(world: World) -> dict[str, float]:
-    """Return memory/*, each of the rank that has most of it: of the host now and at most so far, of the GPU now and at most since the last call."""
+    """Return memory/*, each of the rank with the highest value: host memory now and its peak, GPU memory now and its peak since the last
+    call."""
     now, most = resident(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
     found = {"memory/host_gib": now, "memory/peak_host_gib": max(now, most)}  # Linux counts the latter less exactly
     if world.device.type == "cuda":
@@ -254,7 +255,7 @@ def describe_times(seconds: dict[str, float]) -> dict[str, float]:
 
 
 def step_line(step: int, total: int, metrics: Mapping[str, float]) -> str:
-    """Return what a log says of a trained step: the mean reward that it trained, after penalties, its loss, its seconds."""
+    """Return the log line of a trained step: mean reward after penalties, loss, seconds."""
     named = {"reward": "loss/avg_final_rewards", "loss": "policy/final_loss", "grad norm": "policy/grad_norm"}
     parts = [f"{name} {metrics[metric]:.4g}" for name, metric in named.items() if metric in metrics]
     return f"step {step}/{total}: {', '.join(parts)}, {metrics['timing/step']:.1f} s"

@@ -1,4 +1,4 @@
-"""Whether engines and trainer hold the same model, by what each says of the same tokens."""
+"""Check that engines and trainer hold the same model, by their log-probabilities of the same tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ERRORS = 3.0  # standard errors that a mean has to be above its limit: a few od
 
 @dataclass(frozen=True)
 class MismatchLimit:
-    """generator.max_logprob_mismatch: how far the log-probabilities of engines and trainer may be apart.
+    """Limit of the mismatch between log-probabilities of engines and trainer (generator.max_logprob_mismatch).
 
     Only tokens count that the engines sampled with the very version which the trainer holds, before its first optimizer step of a batch. What
     is left are other kernels and number types: a few hundredths of a nat in bfloat16, and nothing to speak of in float32.
@@ -31,7 +31,7 @@ class MismatchLimit:
     action: Literal["stop", "warn"] = "stop"
 
     def check(self, step: int, sums: Mapping[str, float], *, speaks: bool) -> None:
-        """Look at the sums of the first optimizer step of a batch, which are the same on all ranks.
+        """Check the sums of the first optimizer step of a batch, which are the same on all ranks.
 
         Args:
             speaks: whether this rank warns.

@@ -61,7 +61,7 @@ class Scores:
 
 @dataclass
 class PackedRows:
-    """The rows of one rank in one optimizer step, laid end to end, B rows of P tokens in all. Micro-batches are slices of it.
+    """The rows of one rank in one optimizer step, laid end to end: B rows of P tokens in all, whose slices are micro-batches.
 
     Entry p of every [P] tensor but `token_ids` is about the token that position p predicts, the next one of the row: labels
     are shifted once, by `pack`. Nothing predicts the first token, so that what it was rewarded with belongs to no entry.
@@ -232,7 +232,6 @@ def pack(
 
 
 def _joined_mask(rows: Sequence[Row] | Sequence[Row[torch.Tensor]]) -> SamplingMask[torch.Tensor] | None:
-    """Return the sampling masks of rows laid end to end, shifted as labels are."""
     if not (found := [row.sampling_mask for row in rows if row.sampling_mask is not None]):
         return None
     counts = [mask.counts if (mask := s.sampling_mask) else np.zeros(len(s.versions), np.int32) for s in rows]
@@ -378,7 +377,6 @@ def regrouped(
 
 
 def _gathered(minis: Sequence[MiniBatch], refs: Sequence[RowRef]) -> PackedRows:
-    """Pack these rows of several mini-batches in the order of `refs`, without weights."""
     places = {ref: (mini.rows, at) for mini in minis for at, ref in enumerate(mini.rows.refs)}
     parts = [(rows, rows.tokens_of(range(at, at + 1))) for rows, at in (places[ref] for ref in refs)]
     if not parts:
@@ -460,7 +458,7 @@ def common_prefixes(token_ids: torch.Tensor, lengths: Sequence[int]) -> list[int
 
 
 def shared_prefixes(lengths: Sequence[int], common: Sequence[int]) -> SharedPrefixes | None:
-    """Return which tokens of packed rows are computed; None: all of them.
+    """Return the computed tokens of packed rows; None: all of them.
 
     The last token of a row always is, so that none is without a token of its own.
 

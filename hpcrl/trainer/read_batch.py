@@ -1,4 +1,4 @@
-"""From the files of a batch's groups to the rows of a rank, packed: what rollout workers generated, and what scorers say of it."""
+"""Reads the files of a batch's groups, and packs a rank's rows with the scores of scorers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _COLUMNS = {
     REFERENCE: {"logprobs": "ref_logprobs"},
     TEACHER: {"logprobs": "teacher_logprobs", "top_ids": "teacher_ids", "top_logprobs": "teacher_top"},
 }
-"""Role of a scorer -> what it says of a row -> where that is among the scores of packed rows."""
+"""Role of a scorer -> its columns -> the field of Scores that they fill."""
 
 
 def load_mini_batches(
@@ -58,7 +58,7 @@ def load_mini_batches(
     if unscored > trainer.max_unscored_ratio * all_rows:
         raise DataError(
             f"scorers failed at {unscored} of the {all_rows} rows of step {batch.step}, more than trainer.max_unscored_ratio = "
-            f"{trainer.max_unscored_ratio:g}: their models give trained tokens no finite log-probability, "
+            f"{trainer.max_unscored_ratio:g}. Their models give trained tokens no finite log-probability, "
             "or an engine refuses the rows and names the reason in its scorer's log"
         )
     return minis
@@ -145,11 +145,7 @@ def observations(rows: Sequence[Row]) -> torch.Tensor:
 
 
 def load_scores(run: Run, batch: Batch, refs: Sequence[RowRef]) -> tuple[Scores, list[RowRef]]:
-    """Return what scorers say of the tokens of these rows, laid out as `pack` lays them out, and the rows at which one of them failed.
-
-    Raises:
-        DataError: a file is missing or damaged, or is about other rows.
-    """
+    """Return the scores of these rows, laid out as `pack` lays them out, and the rows at which a scorer failed."""
     found: dict[tuple[int, str], list[RowScores]] = {}
     for at in sorted({ref.group for ref in refs}):
         for name in (name for name in batch.groups[at].scores if role_of(name) in _COLUMNS):

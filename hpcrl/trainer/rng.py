@@ -1,4 +1,4 @@
-"""The random state of this rank, as tensors."""
+"""Random state of this rank, as tensors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class RandomGenerator(Protocol):
-    """What a backend draws from beside torch's own generators."""
+    """A generator of a backend beside torch's own."""
 
     def get_state(self) -> torch.Tensor: ...
 

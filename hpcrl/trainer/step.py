@@ -52,7 +52,7 @@ from hpcrl.types import Batch
 
 
 class Learner:
-    """What every batch is trained with. All ranks have one, and call it alike.
+    """The training step. All ranks have a learner, and call it alike.
 
     Args:
         run: whose samples are trained.
@@ -113,18 +113,18 @@ class Learner:
         self._peer = CriticPeer(ranks, own.data, consensus)
 
     def schedule(self, total_steps: int) -> None:
-        """Tell the engines how many steps the whole run has."""
+        """Set the number of steps of the whole run in the engines."""
         trainer = self._trainer
         self.policy.schedule(total_steps * trainer.updates_per_batch(trainer.policy_mini_batch_size))
         if self.critic is not None:
             self.critic.schedule(total_steps * trainer.updates_per_batch(trainer.critic_mini_batch_size))
 
     def extra_state(self) -> dict[str, float]:
-        """Return what a checkpoint keeps beside the engines' state."""
+        """Return the state that a checkpoint saves beside the engines' state."""
         return self.kl_penalty.extra_state()
 
     def reset_reference(self, step: int, steps_per_epoch: int, timer: PhaseTimer) -> None:
-        """Make the policy after `step` the reference, or a share of it, where the configuration says so."""
+        """Update the reference from the policy after `step`, where the configuration asks for it."""
         if self._trainer.distillation.self_teacher_model == "ema":
             with timer("update_ref_with_policy"):
                 rate = self._trainer.distillation.self_teacher.ema_rate
@@ -141,7 +141,7 @@ class Learner:
             return self._validation.losses(self.policy, step, self.world, self.consensus)
 
     def cost(self, batch: Batch, seconds: dict[str, float]) -> dict[str, float]:
-        """Return what the batch that was trained last has cost, in which `seconds` by phase; nothing on ranks without the policy."""
+        """Return the cost of the last trained batch, with `seconds` by phase; empty on ranks without the policy."""
         if not self._ranks.policy:
             return {}
         return describe_cost(batch, seconds, self._ranks.own, self._flops, self._trainer.peak_tflops)
@@ -179,7 +179,6 @@ class Learner:
                 self._dumps.write(batch, minis, self._data)
 
     def _step(self, batch: Batch, update: Updates, mini: MiniBatch, totals: Mapping[str, torch.Tensor]) -> None:
-        """Make the optimizer step of a mini-batch whose gradients are there."""
         sums = sum_over_ranks(totals, update.engine.data)
         if update.engine is self.policy and not update.done and not self._offline:
             self._mismatch.check(batch.step, sums, speaks=self.world.first)
@@ -190,7 +189,6 @@ class Learner:
         self.consensus.mark_progress()
 
     def _describe(self, batch: Batch, work: PartialBatch) -> dict[str, float]:
-        """Return the metrics of a batch whose optimizer steps are made, and keep its histograms and operations."""
         minis = work.minis
         lengths = list(chain.from_iterable(mini.plan.lengths for mini in minis))
         computed = list(chain.from_iterable(mini.plan.computed for mini in minis))
@@ -205,7 +203,6 @@ class Learner:
         return described | (describe_critic(work.critic) if work.critic else {}) | describe_updates(work.policy)
 
     def _scored(self, batch: Batch, minis: list[MiniBatch], timer: PhaseTimer) -> PartialBatch:
-        """Return the batch with log-probabilities, values and advantages."""
         data, samples, of_hints = self._data, [mini.rows for mini in minis], dict[str, float]()
         if not self._offline or self._trainer.uses_reference or self._trainer.teaches_rows:
             with self._peer.separately("score", timer), timer("fwd_logprobs_values_reward"):
@@ -230,7 +227,6 @@ class Learner:
     def _advantages(
         self, batch: Batch, samples: list[PackedRows], timer: PhaseTimer
     ) -> tuple[dict[str, float], Advantages]:
-        """Fill in advantages and returns; return metrics, and what is reported of the advantages."""
         data = self._data
         with timer("compute_advantages_and_returns"):
             algorithm, distillation = self._trainer.algorithm, self._trainer.distillation
@@ -290,7 +286,6 @@ class Learner:
                 yield update, mini
 
     def _updates(self, work: PartialBatch, timer: PhaseTimer) -> Iterator[Updates]:
-        """Yield the optimizer steps of the critic, then those of the policy, of the models that this rank has."""
         if self.critic is not None and self._ranks.critic:
             size, data = self._trainer.critic_mini_batch_size, self.critic.data
             with timer("critic_train"):
@@ -335,7 +330,7 @@ class Updates:
 
 
 def sum_over_ranks(totals: Mapping[str, torch.Tensor], data: World) -> dict[str, float]:
-    """Return metric sums of all ranks, or extremes, as `merge` tells them apart."""
+    """Return metric sums of all ranks, or extremes, as `merge`."""
     values = dict(zip(totals, torch.stack(list(totals.values())).tolist(), strict=True))
     signs = {name: 1 if name.endswith("_max") else -1 for name in sorted(values) if name.endswith(("_max", "_min"))}
     summed = sorted(set(values) - set(signs))

@@ -1,4 +1,4 @@
-"""Where the trainer's ranks agree to stop: between two micro-batches, between phases, and while they wait."""
+"""Stop requests of the trainer: ranks agree between micro-batches, between phases, and while they wait."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hpcrl.trainer.distributed import World
 
 
 class Stopping(Exception):
-    """All ranks have agreed to save and leave. It is raised on all of them at the same place."""
+    """All ranks have agreed to save and leave. It is raised on all at the same place."""
 
 
 _LOOK_S = 0.005
@@ -55,7 +55,7 @@ class StopConsensus:
 
     @contextmanager
     def among(self, own: World) -> Iterator[None]:
-        """Let these ranks agree without the others, who do something else meanwhile and hear of it where all `meet` afterwards.
+        """Let these ranks agree without the others, until all `meet`.
 
         Args:
             own: a part of all ranks, this one among them.

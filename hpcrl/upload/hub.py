@@ -1,4 +1,4 @@
-"""The last export as a repository of the Hugging Face hub: all its files and its manifest in one commit, so that it is there whole or not at all.
+"""Uploads the last export as a repository of the Hugging Face hub: all its files and its manifest in one commit.
 
 Large files go first, and the hub keeps them: what a call that was killed has sent is not sent again. Afterwards sizes and digests that the hub
 lists, SHA-256 of large files and Git's of small ones, are compared with those of the files.
@@ -139,13 +139,11 @@ def _first_line(text: str) -> str:
 
 
 def _git_digest(path: Path) -> str:
-    """Return the digest that Git has of a file's content."""
     content = path.read_bytes()
     return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
 
 
 def _different(additions: list[CommitOperationAdd], there: dict[str, RepoFile]) -> list[str]:
-    """Return the files that a repository has not, or not with this content."""
     return [one.path_in_repo for one in additions if _differs(one, there.get(one.path_in_repo))]
 
 

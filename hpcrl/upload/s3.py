@@ -1,4 +1,4 @@
-"""Copies in S3, or a store that speaks its protocol: <prefix>/<project>/<run>/exports/s000040/<file>, and checkpoints in the same way.
+"""Copies in S3, or a store of its protocol: <prefix>/<project>/<run>/exports/s000040/<file>, and checkpoints in the same way.
 
 The mark COMMIT is the last object of a directory: without it a copy is not complete, and with it `hpcrl checkpoint verify` accepts what is
 copied back. A file above PART_BYTES is sent in parts, several at a time; the parts of a call that was killed are kept and used.
@@ -153,15 +153,9 @@ class S3Store:
         return not digests.differs(shown, parts=size > self._part_size(size))
 
     def _part_size(self, size: int) -> int:
-        """Return the size of the parts of a file; the same in each call."""
         return max(self._part_bytes, -(-size // _MOST_PARTS))
 
     def _parts(self, directory: Committed, name: str, size: int) -> Iterator[bytes]:
-        """Yield the parts of a file; one that is empty has one part.
-
-        Raises:
-            Vanished, CommitError: it is gone, or not as long as it was.
-        """
         step, read = self._part_size(size), 0
         with _read(directory, name) as file:
             while read < size or not size:
@@ -252,11 +246,6 @@ class S3Store:
             raise CommitError(f"{directory.path / name}: checksum differs from the manifest; it is not uploaded")
 
     def _ask(self, name: str, **arguments: Any) -> Any:
-        """Return the answer of the store.
-
-        Raises:
-            Away, UploadRefused: with the bucket, what the store said and the remedy.
-        """
         from botocore import exceptions as of
 
         def ask() -> Any:

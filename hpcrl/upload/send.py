@@ -1,4 +1,4 @@
-"""Uploads what a run has committed to a store: python -m hpcrl.upload.send RUN STORE
+"""Uploads committed directories of a run to a store: python -m hpcrl.upload.send RUN STORE
 
 It goes on until its standard input ends, and then until the store has everything that is due. A process of its own, because a store may be
 slow, hang or be away.

@@ -1,4 +1,4 @@
-"""What of a run is in a store, uploads/<store>.json: for people and `hpcrl status`, and so that nothing is looked for in the store twice."""
+"""State of a run's copies in a store, uploads/<store>.json: for `hpcrl status`, and to spend no request twice."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class UploadState:
     """Uploads to one store, each by its name, such as exports/s000040.
 
     Attributes:
-        target: what the settings said of the store; what is known of another one does not count.
+        target: settings of the store; the state of another store does not count.
         place: address in the store.
         sent: commit mark, bytes and Unix time of what the store has.
-        failed: what was said about those that it has not; they are tried again.
+        failed: errors of directories that it lacks; they are tried again.
         given_up: those that the run deleted while they were sent.
         now: name, bytes in the store, bytes in all and Unix time of what is being sent.
     """

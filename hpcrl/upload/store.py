@@ -1,4 +1,4 @@
-"""What a store is: a place elsewhere that takes exports, or checkpoints too. And what is sent to it: committed directories."""
+"""Declares a store, which takes exports, or checkpoints too, and the committed directories that are sent to it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class UploadRefused(ServiceError):
 
 
 class Vanished(HpcrlError):
-    """What was being sent has been deleted, or made anew, by its run."""
+    """A directory was deleted or written again by its run during its upload."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Committed:
         """Raise Vanished where the run has deleted it meanwhile, or has committed another in its place."""
         if read_bytes(self.path / COMMIT) != self.mark:
             raise Vanished(
-                f"{self.path} was deleted or made anew by its run while it was sent; that upload is given up"
+                f"{self.path} was deleted or written again by its run during its upload; that upload is given up"
             )
 
 
@@ -113,7 +113,7 @@ class Store(Protocol):
         Until it is complete, nothing in the store looks as if it were. What is there already, also from a call that was killed, is not sent again.
 
         Args:
-            sent: is told of every so many bytes that the store has, also of those that it had.
+            sent: is called with the bytes that the store has received, also those of an earlier upload.
 
         Raises:
             Away, UploadRefused: the store cannot, or will not, take it.

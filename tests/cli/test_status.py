@@ -17,6 +17,7 @@ from hpcrl.rundir.commit import begin, finish, write_json, write_text
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import open_attempt, report_outcome
 from hpcrl.runtime.process_status import StatusWriter
+from tests.paths import QUICKSTART
 
 
 @pytest.fixture
@@ -25,7 +26,7 @@ def root(tmp_path: Path) -> Path:
     for submission, names in (("s", [f"s.{number}-lr-{number}" for number in range(11)]), ("single", ["single"])):
         for name in names:
             run = Run(tmp_path / "p" / name)
-            write_text(run.config, '[trainer]\nresume_mode = "latest"\n')
+            write_text(run.config, QUICKSTART.read_text())
             run.slurm.symlink_to(f"../.slurm/{submission}")
             record = {
                 "executor": "local",

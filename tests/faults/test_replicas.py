@@ -380,7 +380,7 @@ def test_49_the_worker_is_killed_while_the_trainer_trains(scenario: Scenario) ->
     run = scenario.submit(COLOCATED, setup=[fault(f"{IN_STEP_4}:sleep=12")])
     until_it_trains(scenario, run)
     send([scenario.worker(run)], SIGKILL)
-    scenario.wait(lambda: state_of(run, "rollout-0") == "waiting for its turn", "a new worker", 10, run)
+    scenario.wait(lambda: state_of(run, "rollout-0") == "waiting for the GPU lease", "a new worker", 10, run)
     assert not scenario.processes(run, "hpcrl.engines.vllm.main"), "and no engine"
     assert_nothing_lost(scenario, run)
     assert len(read_attempts(run)) == 1

@@ -17,7 +17,7 @@ from pathlib import Path
 from hpcrl.controller.prompt_stream import group_id
 from hpcrl.controller.recovery import read_history
 from hpcrl.data.batch_file import FIRST, write_batch
-from hpcrl.observe.live_status import Watch
+from hpcrl.observe.live_status import LiveStatusReader
 from hpcrl.observe.metrics import MetricsWriter, values_of
 from hpcrl.observe.summary import headline, summarise
 from hpcrl.observe.tensorboard.event_file import rebuild
@@ -78,7 +78,7 @@ TASKS: dict[str, Callable[[Run], object]] = {
     "TensorBoard's file is made anew": rebuild,
     "hpcrl status RUN": summarise,
     "a line of hpcrl status": headline,
-    "the first look of --follow": lambda run: Watch(run).look(),
+    "the first look of --follow": lambda run: LiveStatusReader(run).read(),
     "one metric, for ckpt_keep_best": lambda run: values_of(run, "reward/avg_raw_reward"),
 }
 

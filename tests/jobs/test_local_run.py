@@ -88,7 +88,13 @@ def test_killed_run_goes_on_from_its_last_commit(place: Path) -> None:
     assert (rates[1], rates[STEPS]) == pytest.approx((2e-4 / 5, 1e-4)), "the learning rate changed with the attempt"
     assert committed(run.checkpoints, step_of)[-1] == STEPS
     assert "lr = 0.0002" in run.config_of(1).read_text()
-    assert "killed is done" in hpcrl("resume", "killed", cwd=place).stderr
+    assert "killed is done; to train on" in hpcrl("resume", "killed", cwd=place).stderr
+    longer = hpcrl("resume", "killed", f"trainer.max_steps={STEPS + 2}", cwd=place)
+    assert longer.returncode == 0, longer.stderr
+    assert f"warning: trainer.max_steps: {STEPS} -> {STEPS + 2}" in longer.stdout
+    assert finish(run, 3) == "done", logs_of(run)
+    assert list(curve(run, "timing/step")) == list(range(1, STEPS + 3)), "curves of one run"
+    assert committed(run.checkpoints, step_of)[-1] == STEPS + 2
 
 
 @pytest.mark.faults_slow
@@ -267,7 +273,7 @@ def test_an_alert_stops_a_run_that_has_saved(place: Path, tmp_path: Path) -> Non
     )
     assert finish(run, 1, 120) == "cancelled", logs_of(run)
     (alert,) = read_alerts(run)
-    assert (alert.name, alert.begin.step, alert.told) == ("always", 2, True)
+    assert (alert.name, alert.begin.step, alert.notified) == ("always", 2, True)
     assert (run.path / "told").read_text() == "always 2 run $HOME\n"
     outcome = read_outcome(run)
     assert outcome is not None

@@ -95,7 +95,7 @@ def test_a_worker_that_is_killed_while_the_trainer_trains_waits_for_its_turn(pla
     wait_for(lambda: state("trainer").startswith("step 2/"), lambda: logs_of(run), 120)
     assert state("rollout-0") == "asleep"
     kill(pid_of(run, "rollout"))
-    wait_for(lambda: state("rollout-0") == "waiting for its turn", lambda: logs_of(run), 60)
+    wait_for(lambda: state("rollout-0") == "waiting for the GPU lease", lambda: logs_of(run), 60)
     assert finish(run, 1) == "done", logs_of(run)
     assert trained_groups(run) == trained_groups(whole)
     for name in CURVES:

@@ -137,7 +137,7 @@ def test_the_same_rewards_give_the_same_scores(run: Run, tmp_path: Path, capsys:
     assert results["too_long"] == 1
     assert read_json(again / "results.json") == results
     assert [one["score"] for one in dumped_samples(Run(again), None)[1].values()] == [0, 0, 1, 1, 1, 1, 1, 1]
-    assert f"Scores of what was said in {run.path}, version 9" in (again / "report.md").read_text()
+    assert f"Scores of the samples of {run.path}, version 9" in (again / "report.md").read_text()
     rewards = "environment.eval_reward_function={ overlong = 1 }"
     shown = said(
         capsys, "rescore", str(again), rewards, "-o", str(other), "generator.eval_sampling_params.max_generate_length=4",

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from hpcrl.observe import live_status
-from hpcrl.observe.live_status import Watch
+from hpcrl.observe.live_status import LiveStatusReader
 from hpcrl.observe.metrics import MetricsWriter
 from hpcrl.observe.summary import PAUSE, pace_of, seconds_per_step, summarise
 from hpcrl.observe.summary_table import show_summary, summary_rows
@@ -128,50 +128,50 @@ def test_durations() -> None:
 
 
 def test_rows_tell_what_each_process_does(run: Run) -> None:
-    watch = Watch(run)
-    assert watch.look().rows == []
+    reader = LiveStatusReader(run)
+    assert reader.read().rows == []
     open_attempt(run, "1.0", ["a"])
     StatusWriter(run, "rollout-0", 1).write("starting engine")
     StatusWriter(run, "trainer", 1).write("loading model")
-    assert [(row.process, row.state) for row in watch.look().rows] == [
+    assert [(row.process, row.state) for row in reader.read().rows] == [
         ("rollout-0", "starting engine"),
         ("trainer", "loading model"),
     ]
     train(run, 1, 0, 6)
     StatusWriter(run, "rollout-0", 1).write("generating", version=6)
-    watched = watch.look()
-    state, version, memory, host = watched.rows[0].text.split(" · ")
+    live = reader.read()
+    state, version, memory, host = live.rows[0].text.split(" · ")
     assert (state, version, host) == ("generating", "version 6", socket.gethostname())
     assert memory.endswith("iB")
-    assert watched.curve == [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
-    assert (watched.is_reward, watched.tokens_per_second) == (True, 600.0)
+    assert live.curve == [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
+    assert (live.is_reward, live.tokens_per_second) == (True, 600.0)
 
 
 def test_a_slow_start_shows_its_time(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live_status, "_LASTING_S", 0.05)
     open_attempt(run, "1.0", ["a"])
     StatusWriter(run, "rollout-0", 1).write("starting engine")
-    watch = Watch(run)
-    assert "for 0 s" not in watch.look().rows[0].notes
+    reader = LiveStatusReader(run)
+    assert "for 0 s" not in reader.read().rows[0].notes
     time.sleep(0.1)
-    (row,) = watch.look().rows
+    (row,) = reader.read().rows
     assert (row.state, row.notes[0]) == ("starting engine", "for 0 s")
 
 
 def test_rows_and_curves_are_those_that_count(run: Run) -> None:
     """The processes of the newest attempt, and no step that it trains again."""
-    watch = Watch(run)
+    reader = LiveStatusReader(run)
     open_attempt(run, "1.0", ["a"])
     train(run, 1, 0, 6)
     StatusWriter(run, "trainer", 1).write("step 7/10", step=7, total=10)
     StatusWriter(run, "rollout-1", 1).write("generating")
-    assert len(watch.look().rows) == 2
+    assert len(reader.read().rows) == 2
     open_attempt(run, "1.1", ["a"])
     train(run, 2, 3, 4)
     StatusWriter(run, "trainer", 2).write("step 5/10", step=5, total=10)
-    watched = watch.look()
-    assert [row.state for row in watched.rows] == ["step 5/10"]
-    assert watched.curve == [0.1, 0.2, 0.3, 0.4]
+    live = reader.read()
+    assert [row.state for row in live.rows] == ["step 5/10"]
+    assert live.curve == [0.1, 0.2, 0.3, 0.4]
 
 
 def test_a_silent_process_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,13 +179,13 @@ def test_a_silent_process_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) ->
     open_attempt(run, "1.0", ["a"])
     process_status = StatusWriter(run, "trainer", 1)
     process_status.write("step 1/2")
-    watch = Watch(run)
-    assert "silent" not in watch.look().rows[0].text
+    reader = LiveStatusReader(run)
+    assert "silent" not in reader.read().rows[0].text
     time.sleep(0.6)
-    assert "silent for" in watch.look().rows[0].text
-    assert "silent for" in Watch(run).look().rows[0].text, "at the first look too"
+    assert "silent for" in reader.read().rows[0].text
+    assert "silent for" in LiveStatusReader(run).read().rows[0].text, "at the first look too"
     process_status.write("step 2/2")
-    assert "silent" not in watch.look().rows[0].text
+    assert "silent" not in reader.read().rows[0].text
 
 
 def test_memory_of_a_process_and_of_those_below_it() -> None:

@@ -63,7 +63,7 @@ class FakeController:
     async def turn(self, body: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG002
         self.turns += 1
         await asyncio.sleep(0.05)
-        return {"stop": self.stop, "version": self.version, "turn": not self.trains}
+        return {"stop": self.stop, "version": self.version, "lease": not self.trains}
 
     async def complete(self, body: dict[str, Any]) -> dict[str, Any]:
         await asyncio.sleep(self.complete_takes)

@@ -14,7 +14,7 @@ from hpcrl.config import EnvironmentConfig, GeneratorConfig, SamplingParams
 from hpcrl.data.cache_files import read_turns, turn_files
 from hpcrl.rollout.engines.base import Engine, Generation
 from hpcrl.rollout.generate import GroupGenerator
-from hpcrl.rollout.generation_cache import KeptTurns, Turns
+from hpcrl.rollout.generation_cache import GenerationCache, GroupCache
 from hpcrl.rollout.group import Group
 from hpcrl.rundir.layout import Run
 from hpcrl.types import Work
@@ -78,12 +78,12 @@ def test_what_ended_under_older_weights_has_their_version(
 
 async def begun(engine: Engine, run: Run, item: Work, config: GeneratorConfig, enough: int) -> None:
     """Generate a group as a worker that is killed when so many turns have ended."""
-    kept = KeptTurns(run, "rollout-0", engine)
-    turns = await kept.begin(item)
+    kept = GenerationCache(run, "rollout-0", engine)
+    cache = await kept.begin(item)
     generator = GroupGenerator(engine, TOKENIZER, config, EnvironmentConfig())
-    group = asyncio.create_task(generator.generate(item, turns))
+    group = asyncio.create_task(generator.generate(item, cache))
     while not group.done() and sum(len(read_turns(path)[0]) for path in written(run)) < enough:
-        turns.note(await engine.ended())
+        cache.note(await engine.ended())
         kept.write()
         await asyncio.sleep(0)
     assert not group.done(), "too late to kill its worker"
@@ -97,11 +97,11 @@ def written(run: Run) -> list[Path]:
 
 async def gone_on(engine: Engine, run: Run, item: Work, config: GeneratorConfig) -> Group:
     """Generate a group as the next worker, which finds what the one before has left."""
-    kept, found = KeptTurns(run, "rollout-1", engine), left(run, item)
+    kept, found = GenerationCache(run, "rollout-1", engine), left(run, item)
     generator = GroupGenerator(engine, TOKENIZER, config, EnvironmentConfig())
     group = await generator.generate(found, await kept.begin(found))
     kept.write()
-    kept.forget([item.group_id])
+    kept.remove([item.group_id])
     assert not written(run), "what was left, and what this one has written"
     return group
 
@@ -125,14 +125,14 @@ class Says:
         return [self._said]
 
 
-async def left_by(run: Run, said: Generation, kind: Any = "train") -> Turns:
+async def left_by(run: Run, said: Generation, kind: Any = "train") -> GroupCache:
     """Return the turns of a worker that wrote one and was killed."""
-    kept = KeptTurns(run, "rollout-0", Says(said, min(said.versions)))  # type: ignore[arg-type]
+    kept = GenerationCache(run, "rollout-0", Says(said, min(said.versions)))  # type: ignore[arg-type]
     kept.proven = max(said.versions)
-    turns = await kept.begin(work("Talks", kind))
-    await turns.say(0, 0, PROMPT, 1, 7, WHOLE)
+    cache = await kept.begin(work("Talks", kind))
+    await cache.generate(0, 0, PROMPT, 1, 7, WHOLE)
     kept.write()
-    return turns
+    return cache
 
 
 def same(one: Group, other: Group) -> bool:
@@ -165,7 +165,7 @@ def test_the_next_worker_goes_on(
 
     calm, group, kept, generated = with_each_engine(play)
     assert same(group, calm)
-    assert group.kept_tokens == kept > 0
+    assert group.cached_tokens == kept > 0
     expected = sum(group.response_lengths) - kept
     assert expected <= generated <= expected + len(group.samples), "a sample that is given up may say one token more"
 
@@ -185,7 +185,7 @@ def test_from_where_an_environment_answers_otherwise_it_is_generated(
 
     calm, group, first = with_engine(play)
     assert same(group, calm)
-    assert group.kept_tokens == first > 0
+    assert group.cached_tokens == first > 0
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_what_was_asked_otherwise_is_not_found(
             await begun(engine, run, work("Talks"), TALKS, 4)
         return await gone_on(engine, run, replace(work("Talks"), **change), TALKS)
 
-    assert with_engine(play).kept_tokens == 0
+    assert with_engine(play).cached_tokens == 0
 
 
 @pytest.mark.parametrize(("kind", "versions", "found"), [
@@ -214,8 +214,8 @@ def test_versions_of_what_is_found(run: Run, kind: Any, versions: list[int], fou
 
     async def next_worker() -> tuple[int, list[Generation]]:
         engine = Says(replace(said, versions=[3, 3]), 3)
-        turns = await KeptTurns(run, "rollout-1", engine).begin(left(run, work("Talks", kind)))
-        return turns.version, await turns.say(0, 0, PROMPT, 1, 7, WHOLE)
+        cache = await GenerationCache(run, "rollout-1", engine).begin(left(run, work("Talks", kind)))
+        return cache.version, await cache.generate(0, 0, PROMPT, 1, 7, WHOLE)
 
     version, (again,) = asyncio.run(next_worker())
     assert again.versions == (versions if found else [3, 3])
@@ -224,9 +224,9 @@ def test_versions_of_what_is_found(run: Run, kind: Any, versions: list[int], fou
 
 def test_nothing_is_kept_that_unproven_weights_may_have_chosen(run: Run) -> None:
     async def play() -> list[int]:
-        kept = KeptTurns(run, "rollout-0", Says(Generation([5, 1], [-1.0, -2.0], "stop", [2, 3]), 2))  # type: ignore[arg-type]
-        turns = await kept.begin(work("Talks"))
-        await turns.say(0, 0, PROMPT, 1, 7, WHOLE)
+        kept = GenerationCache(run, "rollout-0", Says(Generation([5, 1], [-1.0, -2.0], "stop", [2, 3]), 2))  # type: ignore[arg-type]
+        cache = await kept.begin(work("Talks"))
+        await cache.generate(0, 0, PROMPT, 1, 7, WHOLE)
         kept.write()
         before = len(written(run))
         kept.proven = 3
@@ -264,8 +264,8 @@ def test_damaged_lines_are_generated_again(run: Run, capsys: pytest.CaptureFixtu
     newer.rename(path)
 
     async def next_worker() -> list[Generation]:
-        turns = await KeptTurns(run, "rollout-1", Says(said, 3)).begin(left(run, work("Talks")))
-        return await turns.say(0, 0, PROMPT, 1, 7, WHOLE)
+        cache = await GenerationCache(run, "rollout-1", Says(said, 3)).begin(left(run, work("Talks")))
+        return await cache.generate(0, 0, PROMPT, 1, 7, WHOLE)
 
     path.write_bytes(whole.replace(b"-2.0", b"-3.0") + whole[:-3])
     assert asyncio.run(next_worker()) == [said]
@@ -277,9 +277,9 @@ def test_a_turn_that_is_found_is_heard(run: Run) -> None:
 
     async def play() -> list[Generation]:
         await left_by(run, said)
-        turns = await KeptTurns(run, "rollout-1", Says(said, 3)).begin(left(run, work("Talks")))  # type: ignore[arg-type]
-        found = await turns.say(0, 0, PROMPT, 1, 7, WHOLE, lambda *piece: heard.append(piece))
-        assert turns.kept_tokens == 2
+        cache = await GenerationCache(run, "rollout-1", Says(said, 3)).begin(left(run, work("Talks")))  # type: ignore[arg-type]
+        found = await cache.generate(0, 0, PROMPT, 1, 7, WHOLE, lambda *piece: heard.append(piece))
+        assert cache.cached_tokens == 2
         return found
 
     assert asyncio.run(play()) == [said]
@@ -290,11 +290,11 @@ def test_short_groups_leave_no_files(run: Run) -> None:
     """Only what takes longer than some seconds is written while it is under way."""
 
     async def play() -> None:
-        kept = KeptTurns(run, "rollout-0", Says(Generation([1], [0.0], "stop", [3]), 3))
-        keeping = asyncio.create_task(kept.keep())
-        turns = await kept.begin(work("Talks"))
-        await turns.say(0, 0, PROMPT, 1, 7, WHOLE)
-        kept.forget(["g7"])
+        kept = GenerationCache(run, "rollout-0", Says(Generation([1], [0.0], "stop", [3]), 3))
+        keeping = asyncio.create_task(kept.write_periodically())
+        cache = await kept.begin(work("Talks"))
+        await cache.generate(0, 0, PROMPT, 1, 7, WHOLE)
+        kept.remove(["g7"])
         await asyncio.sleep(0)
         keeping.cancel()
 

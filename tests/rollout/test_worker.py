@@ -29,7 +29,7 @@ from hpcrl.engines.vllm.server import Server
 from hpcrl.errors import CommitError, ConfigError, EngineError, HpcrlError
 from hpcrl.observe.metrics import merged
 from hpcrl.rollout.generate import conversations
-from hpcrl.rollout.worker import WorkerOptions, work
+from hpcrl.rollout.worker import WorkerOptions, run_worker
 from hpcrl.rundir.commit import COMMIT, MANIFEST, write_text
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.process_status import StatusWriter, read_process_statuses
@@ -100,7 +100,7 @@ def start(
     def main() -> None:
         try:
             maker = conversations(TOKENIZER, GENERATOR, EnvironmentConfig(), replica=5)
-            asyncio.run(work(options, server, maker, decoder(TOKENIZER), status))
+            asyncio.run(run_worker(options, server, maker, decoder(TOKENIZER), status))
         except HpcrlError as error:
             failed.append(error)
 

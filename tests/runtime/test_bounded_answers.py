@@ -96,7 +96,7 @@ def test_clients_of_controller_and_trainer_take_none_of_it(tmp_path: Path, monke
         with stranger(says) as url, closing(ControllerClient(run, 1, patience_s=5.0)) as controller:
             StatusWriter(run, "controller", 1).write("serving", url=url)
             with pytest.raises(RunError, match=why):
-                controller.call("turn", worker="rollout-0")
+                controller.call("lease", worker="rollout-0")
             controller.leave("rollout-0")
             with pytest.raises(RunError, match=why.replace("the controller", "no rank|is no rank")):
                 Receiver(run, 1, False, "127.0.0.1", 5.0)._ask("run/trainer", url, {})

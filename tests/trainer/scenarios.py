@@ -29,7 +29,7 @@ from hpcrl.rundir.commit import committed, read_json
 from hpcrl.rundir.layout import Run, step_of
 from hpcrl.trainer.advantages import KlRewardPenalty, estimate_advantages
 from hpcrl.trainer.backends.base import UpdateResult
-from hpcrl.trainer.backends.colocation import DeviceTurns
+from hpcrl.trainer.backends.colocation import DeviceLease
 from hpcrl.trainer.backends.fsdp import sharding
 from hpcrl.trainer.backends.fsdp.engine import FsdpEngine, FsdpPolicy
 from hpcrl.trainer.batching import MicroBatchLimit, mini_batches
@@ -378,14 +378,14 @@ def turning(world: World, options: dict[str, Any]) -> None:
     """The last rank leaves its device late."""
     late = Path(f"{options['out']}.left")
     model = Leaving(None if world.first else late)
-    turns, timer = DeviceTurns([model, None], world, colocated=True), PhaseTimer()
-    turns.end(timer)
+    devices, timer = DeviceLease([model, None], world, colocated=True), PhaseTimer()
+    devices.release(timer)
     left = late.exists()
-    turns.end(timer)
-    turns.begin(timer)
-    turns.begin(timer)
+    devices.release(timer)
+    devices.acquire(timer)
+    devices.acquire(timer)
     if world.first:
-        apart = DeviceTurns([object()], world, colocated=False).end(timer) or None
+        apart = DeviceLease([object()], world, colocated=False).release(timer) or None
         facts = {"left": left, "calls": model.calls, "apart": apart, "phases": sorted(timer.between())}
         Path(options["out"]).write_text(json.dumps(facts))
 

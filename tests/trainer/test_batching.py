@@ -207,8 +207,8 @@ def test_the_dearest_sample_is_not_joined_by_others() -> None:
         [100],
         [30, 30, 30, 10],
     ]
-    assert limit.work(refs[:2]) == 130 + 0.1 * (100**2 + 30**2)
-    assert limit.work([RowRef(0, 0, 9), RowRef(0, 1, 9, 6)]) == pytest.approx(9 + 8.1 + 3 + 0.1 * (81 - 36))
+    assert limit.cost(refs[:2]) == 130 + 0.1 * (100**2 + 30**2)
+    assert limit.cost([RowRef(0, 0, 9), RowRef(0, 1, 9, 6)]) == pytest.approx(9 + 8.1 + 3 + 0.1 * (81 - 36))
 
 
 def group_of(at: int, prompt: int, answers: Sequence[int]) -> list[RowRef]:

@@ -135,7 +135,7 @@ def test_what_the_run_deletes_meanwhile_is_given_up_and_leaves_nothing(run: Run,
             seen.set()
             shutil.rmtree(checkpoint)
 
-    with pytest.raises(Vanished, match=r"deleted or made anew by its run"):
+    with pytest.raises(Vanished, match=r"deleted or written again by its run"):
         one.send(directory, sent)
     assert keys(server, bucket) == {}
     assert "Uploads" not in client(server).list_multipart_uploads(Bucket=bucket)

@@ -28,7 +28,7 @@ from hpcrl.data.vision.reader import ImageReader, row_images
 from hpcrl.errors import DataError
 from hpcrl.rollout.engines.base import Engine, Launched
 from hpcrl.rollout.generate import GroupGenerator
-from hpcrl.rollout.images.saved import KeptPictures
+from hpcrl.rollout.images.saved import SampleImages
 from hpcrl.rundir.commit import write_text
 from hpcrl.rundir.layout import Run
 from hpcrl.trainer.backends.fsdp.model import PackedPolicy
@@ -80,7 +80,7 @@ def engine(used: tuple[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
             yield found
 
 
-def generator_of(engine: Engine, model: Path, kept: KeptPictures | None = None, **config: Any) -> GroupGenerator:
+def generator_of(engine: Engine, model: Path, kept: SampleImages | None = None, **config: Any) -> GroupGenerator:
     reader = ImageReader.of(Pretrained(str(model)))
     tokenizer = load_tokenizer(Pretrained(str(model)), ChatTemplateConfig())
     settings = GeneratorConfig(**{"sampling_params": SAMPLING, **config})
@@ -98,7 +98,7 @@ def work(
 
 
 def played(
-    engine: Launched, model: Path, folder: Path, *items: Work, kept: KeptPictures | None = None, **config: Any
+    engine: Launched, model: Path, folder: Path, *items: Work, kept: SampleImages | None = None, **config: Any
 ) -> list[Row[torch.Tensor]]:
     """Return the rows of groups that are generated together, as the trainer reads them from their files."""
 
@@ -155,7 +155,7 @@ def test_rows_with_and_without_images(engine: Launched, model: Path, tmp_path: P
     """Prompts with one image, with two of other sizes, and with none, together; three turns, of which later ones show more."""
     items = work(1, 1), work(2, 2, 3), work(3)
     run = Run(tmp_path)
-    rows = played(engine, model, tmp_path, *items, kept=KeptPictures(run, 1), max_turns=3)
+    rows = played(engine, model, tmp_path, *items, kept=SampleImages(run, 1), max_turns=3)
     assert len(rows) == 12
     assert [len(run.pictures_of(f"g{number}.0")) for number in (1, 2, 3)] == [4, 5, 3]
     assert [len(row_images(row.tensors)) for row in rows[::4]] == [4, 5, 3]
@@ -180,7 +180,7 @@ def test_videos_among_images(engine: Launched, model: Path, tmp_path: Path) -> N
     # two images first, as high as they are wide: where transformers 5.17 counts on from behind a video does not matter
     items = work(1, 1, 3, video=plays(4)), work(2, 2, video=plays(5, fps=3.0)), work(3, 1, environment=CLIPS)
     run = Run(tmp_path)
-    rows = played(engine, model, tmp_path, *items, kept=KeptPictures(run, 1), max_turns=3)
+    rows = played(engine, model, tmp_path, *items, kept=SampleImages(run, 1), max_turns=3)
     assert [Image.open(run.shown_picture("g1", at)).n_frames for at in range(3)] == [1, 4, 1]
     assert [int((row.token_ids == VIDEO).sum()) for row in rows[::4]] == [2 * 9, 3 * 9, 2 * 9]
     samples, reference = pack(rows).whole(), AutoModelForImageTextToText.from_pretrained(model)

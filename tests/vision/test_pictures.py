@@ -17,7 +17,7 @@ from hpcrl.data.vision.messages import with_images
 from hpcrl.data.vision.reader import ImageReader
 from hpcrl.errors import DataError
 from hpcrl.rollout.images.preparing import ImagePreparation
-from hpcrl.rollout.images.saved import KeptPictures
+from hpcrl.rollout.images.saved import SampleImages
 from hpcrl.rundir.layout import Run
 from tests.vision.material import asks, drawn, write_model
 
@@ -84,9 +84,9 @@ def test_pictures_of_a_group(reader: ImageReader, tmp_path: Path, capsys: pytest
     prompt, second, third, wide = [
         reader.seen(image_text(image)) for image in (drawn(1), drawn(2), drawn(3), str(tmp_path / "wide.png"))
     ]
-    kept = KeptPictures(run, 2)
+    kept = SampleImages(run, 2)
     assert [kept.wants(*sample) for sample in (("train", 0), ("train", 1), ("eval", 1))] == [True, False, True]
-    kept.shown("g1-0", [[prompt, second, third], [prompt, wide], [prompt]])
+    kept.save_inputs("g1-0", [[prompt, second, third], [prompt, wide], [prompt]])
     found = {at: run.pictures_of(f"g1-0.{at}") for at in range(4)}
     assert [[path.name for path in paths] for paths in found.values()] == [
         ["g1-0.image-0.png", "g1-0.0.image-1.png", "g1-0.0.image-2.png"],
@@ -95,9 +95,9 @@ def test_pictures_of_a_group(reader: ImageReader, tmp_path: Path, capsys: pytest
         ["g1-0.image-0.png"],
     ]
     assert [Image.open(path).size for path in found[1]] == [(24, 24), (512, 8)]
-    kept.painted("g1-1", [np.zeros((4, 4, 3), np.uint8)])
+    kept.save_generated("g1-1", [np.zeros((4, 4, 3), np.uint8)])
     assert [path.name for path in run.pictures_of("g1-1.0")] == ["g1-1.0.png"]
     (tmp_path / "wide.png").unlink()
-    kept.shown("g1-2", [[prompt], [wide]])
+    kept.save_inputs("g1-2", [[prompt], [wide]])
     assert "pictures are not kept: image" in capsys.readouterr().out
     assert run.pictures_of("g1-2.0") == []

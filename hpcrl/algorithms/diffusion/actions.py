@@ -1,8 +1,8 @@
 """Actions by a flow, as of pi0.5: which noise each step of the way adds, and the log-probability of each action of a chunk.
 
 A chunk of H actions with D numbers goes from noise (sigma = 1) to what is done (sigma = 0) in S steps, each a Gaussian (hpcrl/algorithms/diffusion/samplers.py).
-A robot with fewer numbers than D does without the last ones, which have no part in the probability. That of an action given the way is the mean over the
-steps of the sum over its numbers: so bounds on ratios do not depend on the number of steps.
+A robot with fewer numbers than D does without the last ones, which have no part in the probability. An action's, given the path, is the
+mean over the steps of the sum over its numbers, so that bounds on ratios do not depend on the number of steps.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """DiffusionNFT (arXiv:2509.16117): a velocity field is fitted to what good samples were made of, and away from what bad ones were.
 
-No probability of a sample is needed: its final latents are noised anew, and the loss is that of flow matching for two implicit velocity
-fields, one on each side of the one that samples were made with.
+No probability of a sample is needed: its final latents are noised again. The loss is that of flow matching for two implicit velocity
+fields, one on each side of the sampling field.
 """
 
 from __future__ import annotations

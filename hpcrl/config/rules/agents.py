@@ -1,4 +1,4 @@
-"""Rules about environments that ask the policy themselves, and the endpoint at which they do, and about those that simulate robots."""
+"""Rules about environments that call the policy themselves, their endpoint, and simulated robots."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hpcrl.config.sections.tree import ConfigTree
 _ENDPOINT = "generator.inference_engine.enable_http_endpoint"
 _AGENT = "environment.skyrl_gym.agent"
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
-_OF_MESSAGES = tuple(name for name in REWARDS if name != "overlong")  # which is about all that was said
+_OF_MESSAGES = tuple(name for name in REWARDS if name != "overlong")  # which judges the whole conversation
 
 
 def endpoint(config: ConfigTree) -> Iterator[Problem]:

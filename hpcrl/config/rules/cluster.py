@@ -193,7 +193,6 @@ def sbatch_options(config: ConfigTree) -> Iterator[Problem]:
 
 
 def _pools(slurm: SlurmConfig) -> Mapping[str, ElasticConfig]:
-    """Return the sections of elastic pools, by their paths."""
     scorers = slurm.elastic_scorers
     return {"slurm.elastic": slurm.elastic} | {
         f"slurm.elastic_scorers.{one.name}": getattr(scorers, one.name) for one in fields(scorers)

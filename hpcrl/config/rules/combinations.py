@@ -1,4 +1,4 @@
-"""Combinations of settings that cannot work. Each rule is one small function; all are reported at once."""
+"""Rules about combinations of settings, one small function each; all are reported at once."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from hpcrl.config.rules.generation import (
     lengths,
     sampled_distribution,
     sampling_parameters,
+    several_turns,
     step_wise,
-    turns,
 )
 from hpcrl.config.rules.megatron_layouts import expert_sizes, pipeline, reference_layout
 from hpcrl.config.rules.ranks import (
@@ -147,8 +147,8 @@ def _lora(config: ConfigTree) -> Iterator[Problem]:
         if lora.init_method == "eva":
             yield Problem(
                 f"{path}.init_method",
-                "adapters are made when a run starts, and EVA wants the model's activations on the data, which engines have yet to "
-                "generate; use pissa or olora, which need the weights alone",
+                "adapters are made when a run starts, and EVA needs the model's activations on data that engines have yet to generate; "
+                "use pissa or olora, which need the weights alone",
             )
         if lora.target_parameters and lora.dropout:
             yield Problem(
@@ -179,13 +179,12 @@ def _lora(config: ConfigTree) -> Iterator[Problem]:
 
 
 def _moving_reference(trainer: TrainerConfig) -> Iterator[Problem]:
-    """Yield what is wrong with a reference that follows a policy with adapters."""
     setting = "update_ref_every_epoch" if trainer.update_ref_every_epoch else "algorithm.reference_reset_interval"
     if not trainer.reference_is_base:
         yield Problem(
             f"trainer.{setting}",
-            "with LoRA the policy's model with other adapters is the reference; leave out what trainer.ref has of its own, a model, rope "
-            "settings or a number type, or leave this out",
+            "with LoRA the reference is the policy's model with other adapters; leave out the model, rope settings and number type of "
+            "trainer.ref, or leave this out",
         )
 
 
@@ -393,7 +392,7 @@ RULES: tuple[Rule, ...] = (
     _checkpoints,
     uploads,
     lengths,
-    turns,
+    several_turns,
     learned_observations,
     chat,
     step_wise,

@@ -1,4 +1,4 @@
-"""Rules about what is generated: datasets, lengths, chat templates and sampling."""
+"""Rules about generation: datasets, lengths, chat templates and sampling."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def lengths(config: ConfigTree) -> Iterator[Problem]:
         )
 
 
-def turns(config: ConfigTree) -> Iterator[Problem]:
+def several_turns(config: ConfigTree) -> Iterator[Problem]:
     if config.generator.max_turns > 1 and config.environment.reward_function:
         yield Problem(
             "generator.max_turns",

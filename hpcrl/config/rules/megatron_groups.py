@@ -69,8 +69,8 @@ class ParallelLayout:
         return range(stage * width, (stage + 1) * width)
 
     def sample_multiple(self) -> int:
-        """Return of what the tokens of a sample are made a multiple: context parallelism cuts it into 2 parts per rank, sequence
-        parallelism, which comes with tensor parallelism, each of those among the ranks."""
+        """Return the number to whose multiple a sample's tokens are padded. Context parallelism cuts a sample into 2 parts per rank;
+        sequence parallelism, which comes with tensor parallelism, divides each of those among the ranks."""
         return self.tensor * (2 * self.context if self.context > 1 else 1)
 
 

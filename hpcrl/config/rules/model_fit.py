@@ -1,4 +1,4 @@
-"""Whether ranks can share a model, with Megatron-core or by sequence parallelism, and samples can be packed, by the entries of its config.json."""
+"""Checks by config.json whether ranks can share a model (Megatron-core, sequence parallelism), and whether samples can be packed."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ STATE_LAYERS = {
     "zamba": "ZambaMambaMixer",
     "zamba2": "Zamba2MambaMixer",
 }
-"""model_type in config.json -> class in transformers of the layers that carry a state from token to token, of the models whose packed samples
-are known to be kept apart in them."""
+"""model_type in config.json -> class in transformers of the layers that carry a state from token to token. Packed samples of these models
+are known not to share that state."""
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _ATTENTION = {"full_attention", "sliding_attention", "attention"}
@@ -229,7 +229,6 @@ def _stages(path: str, sizes: MegatronModelConfig, entries: Mapping[str, Any], w
 
 
 def _divided(path: str, size: int, counts: Mapping[str, int], whose: str) -> Iterator[Problem]:
-    """Yield one problem where `size` divides not all of the counts, with the sizes that do."""
     counts = {name: count for name, count in counts.items() if count}
     wrong = [f"{count:,} {name}{factors(count)}" for name, count in counts.items() if count % size]
     if wrong:

@@ -39,7 +39,6 @@ def whole_mini_batches(config: ConfigTree) -> Iterator[Problem]:
 
 
 def _on_policy_ranks(trainer: TrainerConfig) -> list[str]:
-    """Return the other models that have the policy's ranks and samples."""
     apart = {"policy", "critic"} if trainer.has_own_critic else {"policy"}
     return [role for role in _roles(trainer) if role not in apart]
 
@@ -132,8 +131,8 @@ def critic_apart(config: ConfigTree) -> Iterator[Problem]:
         unset = placement.critic_num_nodes is None
         yield Problem(
             f"trainer.placement.critic_{'num_gpus_per_node' if unset else 'num_nodes'}",
-            'expected none with trainer.strategy="megatron", whose groups are made of all trainer ranks and whose sizes a critic has too; leave '
-            "it out, and the critic is beside the policy, or choose fsdp2",
+            'expected none with trainer.strategy="megatron", whose groups take all trainer ranks and whose sizes hold for a critic too; leave it '
+            "out (critic beside the policy), or choose fsdp2",
         )
 
 

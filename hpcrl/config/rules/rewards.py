@@ -1,4 +1,4 @@
-"""Rules about what scores a response: an environment, named rewards, a reward service."""
+"""Rules about rewards: an environment, named rewards, a reward service."""
 
 from __future__ import annotations
 
@@ -133,7 +133,6 @@ def remote_reward(config: ConfigTree) -> Iterator[Problem]:
 
 
 def _of_reward_model(remote: RemoteRewardConfig) -> Iterator[Problem]:
-    """A reward model's service has one reward and one score, which hpcrl names."""
     if remote.service.model is None:
         return
     for name in remote.reward_function:

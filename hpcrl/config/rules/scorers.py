@@ -1,4 +1,4 @@
-"""Rules about models on nodes of their own that judge finished samples: teachers, the reference, a reward model."""
+"""Rules about scorers: teachers, the reference or a reward model on nodes of their own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values that a setting cannot have, whatever the others are: out of its range, or not implemented yet."""
+"""Refuses values of single settings: out of range, or not implemented yet."""
 
 from __future__ import annotations
 

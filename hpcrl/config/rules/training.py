@@ -220,7 +220,7 @@ def shared_prefixes(config: ConfigTree) -> Iterator[Problem]:
     compiled = {"policy": trainer.policy.compile_model, "distillation": trainer.distillation.compile_model}
     for name in (name for name, chosen in compiled.items() if chosen):
         yield Problem(
-            path, f"layers would be compiled anew for each micro-batch; set trainer.{name}.compile_model to false"
+            path, f"layers would be compiled again for each micro-batch; set trainer.{name}.compile_model to false"
         )
 
 

@@ -1,8 +1,7 @@
-"""Settings that another one switches on: refused where they are set and it does not, because a file should not promise what does not happen.
+"""Refuses settings without effect: those that another setting switches on (`used_by`), where it does not.
 
-It holds for all that bears on the result, as `used_by` of each setting says. How a part runs that may be switched off, the sections
-slurm, trainer.ref and trainer.profiler, may stay: a site's file serves runs with and without containers, and a sweep runs with and
-without a reference. A loss or an advantage estimator of the user's own may read any setting of trainer.algorithm.
+This holds for all settings that bear on the result. Settings of how an optional part runs (sections slurm, trainer.ref,
+trainer.profiler) may stay: one site file serves runs with and without containers, one sweep runs with and without a reference. A loss or an advantage estimator of the user's own may read any setting of trainer.algorithm.
 """
 
 from __future__ import annotations

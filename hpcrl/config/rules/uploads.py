@@ -57,7 +57,6 @@ def upload_names(upload: UploadConfig) -> Iterator[Problem]:
 
 
 def _is_address(text: str) -> bool:
-    """Return whether it is an HTTP address without a user's name, password or query."""
     try:
         parts = urlsplit(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Section `trainer.alerts`: what a run tells somebody about, by itself."""
+"""Section `trainer.alerts`: alerts of a run, and where they are sent."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class AlertRuleConfig:
         "reward_fell", "score_fell", "kl_above", "entropy_below", "mismatch_above", "truncated_above", "no_spread_above",
         "no_progress",
     ]  # fmt: skip
-    """What the alert is about: a metric that is above or below value, or has fallen by more than it; or one of these with a metric that is known: the reward, the evaluation score, the divergence from the reference, the entropy, the difference between engines and trainer, the share of samples that are cut off instead of ending by themselves, the share of groups whose samples all have the same reward; or a run that makes no progress."""
+    """What raises the alert: a metric above or below value, a fall of a metric by more than value, or a run without progress. Some kinds name their metric: reward, evaluation score, divergence from the reference, entropy, difference between engines and trainer, share of samples that are cut off. no_spread_above is about the share of groups whose samples all have the same reward."""
 
     metric: str | None = None
     """Name of the metric of above, below and fell, as in metrics/ and TensorBoard."""
@@ -64,7 +64,7 @@ class AlertsConfig:
     """What to look out for, by names of your own: tables [trainer.alerts.rules.NAME]."""
 
     steps_without_signal: int = setting(3, range=NOT_NEGATIVE, used_by=RL)
-    """Steps in a row in which more than 99 % of the groups have one reward for all their samples, after which the alert learning is raised; it ends no run. 0: never, nor with a teacher (trainer.distillation.enable), whose rewards may all be alike."""
+    """Steps in a row after which the alert learning is raised: more than 99 % of their groups have one reward for all their samples. It ends no run. 0: never. A run with a teacher (trainer.distillation.enable) has no such alert: its rewards may all be alike."""
 
     command: list[Location] = setting([], used_by=_ALERTS)
     """Program and arguments that are run for each alert, with what it is about in environment variables; no shell. Empty: none."""

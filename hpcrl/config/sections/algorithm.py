@@ -93,16 +93,16 @@ class OffPolicyCorrectionConfig:
     """Leave out tokens whose ratio is above this; needs the lower bound too."""
 
     token_mask_kl_threshold: float | None = setting(None, range=POSITIVE)
-    """Leave out tokens whose binary KL divergence between old policy and rollout, of this token against all others, is above this in one direction or the other, in nats (KPop, whose authors use 0.1); unset: none."""
+    """Leave out tokens whose binary KL divergence between old policy and rollout is above this in either direction, in nats (KPop, whose authors use 0.1). Binary is this token against all others. Unset: none."""
 
     negative_sample_mask_delta: float | None = None
-    """Leave out samples of negative advantage whose log-probability fell by more than this, in nats per token on average, since the old policy, or since the rollout with tis_ratio_type (DeepSeek-V3.2); unset: none."""
+    """Leave out samples of negative advantage whose log-probability fell by more than this, in nats per token on average, since the old policy (DeepSeek-V3.2); with tis_ratio_type, since the rollout. Unset: none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicSamplingConfig:
     type: Literal["filter", "replace"] | None = None
-    """What happens to groups of several samples whose rewards are all equal; filter: another prompt is generated instead (DAPO, arXiv:2503.14476), replace: other groups of the batch take their places (POLARIS), unset: they are trained. trainer.epochs sets the number of steps as without it."""
+    """What happens to groups of several samples whose rewards are all equal; filter: another prompt is generated instead (DAPO, arXiv:2503.14476), replace: other groups of the batch take their places (POLARIS). Unset: they are trained. trainer.epochs sets the number of steps as without it."""
 
     max_sample_batches: int = setting(30, used_by=when(".type"))
     """How many times a batch of groups may be generated for one step; the run fails if these do not yield one batch. 0 or less: no bound."""
@@ -165,7 +165,7 @@ class AlgorithmConfig(FunctionsConfig):
         "token_sum",
         "prompt_mean",
     ] = setting("token_mean", used_by=RL_OR_SFT)
-    """How the loss of the trained tokens of a mini-batch becomes one number; token_mean: mean over tokens, token_mean_legacy: mean over micro-batches of means over their tokens, token_sum: sum, sequence_mean and seq_mean_token_mean: mean over samples of means over their tokens, seq_mean_token_sum: mean over samples of sums, seq_mean_token_sum_norm: the same divided by max_seq_len, prompt_mean: mean over groups of means over their tokens."""
+    """How the losses of a mini-batch's trained tokens become one number. token_mean: mean over tokens; token_sum: sum over tokens. token_mean_legacy: mean over micro-batches of means over their tokens. sequence_mean and seq_mean_token_mean: mean over samples of means over their tokens. seq_mean_token_sum: mean over samples of sums; seq_mean_token_sum_norm: the same divided by max_seq_len. prompt_mean: mean over groups of means over their tokens."""
 
     max_seq_len: int | None = setting(
         None, range=COUNT, used_by=(RL_OR_SFT, chosen("loss_reduction", "seq_mean_token_sum_norm"))
@@ -193,13 +193,13 @@ class AlgorithmConfig(FunctionsConfig):
     """Weight of the negative log-likelihood, as a mean over tokens, of samples with positive reward, which is added to the loss (VAPO, arXiv:2504.05118); unset: none."""
 
     observation_nll_coef: float | None = setting(None, range=NOT_NEGATIVE)
-    """Weight of the negative log-likelihood, as a mean over tokens, of what the environment answers between turns, which is added to the loss (ECHO, arXiv:2605.24517, whose authors use 0.05); unset: none."""
+    """Weight of the negative log-likelihood of the environment's answers between turns, as a mean over tokens, in the loss (ECHO, arXiv:2605.24517, whose authors use 0.05); unset: none."""
 
     use_rollout_logprobs_for_loss: bool = False
     """Use the rollout's log-probabilities as the old policy's; saves a forward pass."""
 
     approximate_old_logprobs: bool = False
-    """Estimate the old policy's log-probabilities, between those of rollout and policy by the age of the version that chose the token (A-3PO, arXiv:2512.06547), where a forward pass would compute them: where a batch makes several optimizer steps."""
+    """Estimate the old policy's log-probabilities instead of computing them in a forward pass, where a batch makes several optimizer steps. They are interpolated between those of rollout and policy by the age of the version that chose the token (A-3PO, arXiv:2512.06547)."""
 
     use_kl_loss: bool = True
     """Add the KL divergence from the reference model to the loss; excludes use_kl_in_reward, and costs a second model as that does."""

@@ -1,4 +1,4 @@
-"""Section `data`: which prompts, or which rows of datasets, are trained and evaluated."""
+"""Section `data`: prompts, or rows of datasets, for training and evaluation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _USERS_OWN = "the user names the data; SkyRL's default is a path in its authors'
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     train_data: list[Location] = required(on_change=OTHER_PROMPTS, why=_USERS_OWN)
-    """Datasets of training prompts, concatenated in order: files (.parquet, .json, .jsonl, .arrow), folders, those of Hugging Face's datasets among them, and names of its hub, each with a split behind a colon, or a part of one, `train[:100]`; without one the split train."""
+    """Datasets of training prompts, concatenated in order: files (.parquet, .json, .jsonl, .arrow), folders (also of Hugging Face's datasets), and names of its hub. A split, or a part of one such as `train[:100]`, follows behind a colon; without one the split is train."""
 
     val_data: list[Location] = setting([], on_change=SCORES, why=_USERS_OWN)
     """Datasets of evaluation prompts; scores are reported per `data_source` column. Rows without one have the name of their file. With another trainer.mode than "rl": datasets whose loss is reported, each by the name of its file."""
@@ -64,13 +64,13 @@ class DataConfig:
     """Column with the prompt: chat messages, or text that becomes one user message. With trainer.mode="sft" it is read with format="prompt_response"; of pairs it may be missing, where each answer holds the whole conversation or text."""
 
     image_column: str = setting("images", on_change=OTHER_PROMPTS)
-    """Column with the images that a prompt or a conversation shows, which may be missing: paths relative to the file of the dataset, data URLs, or bytes as Hugging Face's datasets have them. Each stands where a text says `<image>`, or where a message has a part of the type image. With trainer.mode="sft" of a diffusion policy: the picture that the prompt is to become, or the frames of a video."""
+    """Column with the images of a prompt or a conversation, which may be missing. Images are paths relative to the file of the dataset, data URLs, or bytes as in Hugging Face's datasets. Each stands where a text says `<image>`, or where a message has a part of the type image. With trainer.mode="sft" of a diffusion policy: the picture that the prompt is to become, or the frames of a video."""
 
     image_processor_kwargs: dict[str, Any] = setting({}, on_change=OTHER_PROMPTS)
     """Settings of the policy's image processor (preprocessor_config.json) that are replaced, such as max_pixels, which bounds the tokens of an image."""
 
     video_column: str = setting("videos", on_change=OTHER_PROMPTS)
-    """Column with the videos that a prompt or a conversation shows, which may be missing: each a list of frames (images as in image_column), the path of a folder of them or of a file (GIF, animated WebP or PNG; MP4, WebM and others where OpenCV is installed), or bytes; or of these `{"video": …, "fps": …}`, with frames a second, 2 where nothing says it. Each stands where a text says `<video>`, or where a message has a part of the type video."""
+    """Column with the videos of a prompt or a conversation, which may be missing. A video is a list of frames (images as in image_column), the path of a folder of frames or of a file, or bytes. Files are GIF, animated WebP or PNG, and MP4, WebM and others where OpenCV is installed. `{"video": …, "fps": …}` states the frames per second, 2 by default. Each stands where a text says `<video>`, or where a message has a part of the type video."""
 
     video_frames: int = setting(64, range=COUNT, on_change=OTHER_PROMPTS)
     """Frames of a video that are shown at most; of one with more, so many at equal distances."""
@@ -86,12 +86,12 @@ class DataConfig:
     """Column with the reference answer: reward_spec.ground_truth of rows that have none; unset: rows bring their own. With trainer.mode="sft" it is the answer that format="prompt_response" trains; unset: response."""
 
     conversation_column: str = setting("conversations", used_by=SFT, on_change=OTHER_PROMPTS)
-    """Column with the chat messages that supervised fine-tuning learns: `role` and `content`, or ShareGPT's `from` and `value`; a message of weight 0 is not trained. A column `tools`, a list of objects or its JSON text, goes to the chat template, here as in other formats and in reinforcement learning; the text of a column `system` stands before messages without one."""
+    """Column with the chat messages that supervised fine-tuning learns: `role` and `content`, or ShareGPT's `from` and `value`; a message of weight 0 is not trained. A column `tools`, a list of objects or its JSON text, goes to the chat template, also in other formats and in reinforcement learning. The text of a column `system` stands before messages without one."""
 
     format: Literal["conversations", "prompt_response", "text", "tokens"] = setting(
         "conversations", used_by=SFT, on_change=OTHER_PROMPTS
     )
-    """What the rows of supervised fine-tuning are: chat messages, a prompt with its response, plain text, or tokens: `input_ids` with `labels` (-100 where a token is not trained) or with a `loss_mask`."""
+    """Content of the rows of supervised fine-tuning: chat messages, a prompt with its response, plain text, or tokens. Tokens are `input_ids` with `labels` (-100 where a token is not trained) or with a `loss_mask`."""
 
     chosen_column: str = setting("chosen", used_by=PAIRS, on_change=OTHER_PROMPTS)
     """Column with the better answer of a pair (trainer.mode="dpo" or "reward_model"): chat messages, or text that becomes one message of the assistant. One that begins with another message than the assistant's, and a text without a prompt_column, is whole: what both answers begin with is the prompt."""
@@ -109,10 +109,10 @@ class DataConfig:
     """Which tokens of a conversation are trained: those of all messages of the assistant, of its last one, or all."""
 
     too_long: Literal["cut", "drop", "refuse"] = setting("cut", used_by=OFFLINE, on_change=OTHER_TOKENS)
-    """What becomes of a row of more than trainer.max_length tokens, or of a pair of which one has more: its end is cut off, it is left out, or the run ends with an error."""
+    """Treatment of a row with more than trainer.max_length tokens, or of a pair with such a side. Its end is cut off, it is left out, or the run ends with an error."""
 
     lost: Literal["refuse", "train"] = setting("refuse", used_by=OFFLINE, on_change=OTHER_TOKENS)
-    """What becomes of a row of which the chat template leaves out something that is to be trained, such as thoughts or tool calls: the run ends with an error, or the rest is trained and such rows are counted."""
+    """Treatment of a row where the chat template omits text that should be trained, such as thoughts or tool calls. The run ends with an error, or trains the rest and counts such rows."""
 
     weights: list[float] = setting(
         [],
@@ -136,4 +136,4 @@ class DataConfig:
     """Parts of 256 rows that each of them has before it; unset: 2. Needs num_workers."""
 
     drop_last: bool = setting(True, on_change=OTHER_PROMPTS)
-    """Leave out the prompts, or rows, that do not fill the last batch of an epoch; otherwise it is filled with the first ones of the next epoch, and only the last epoch leaves some out."""
+    """Leave out the prompts, or rows, that do not fill the last batch of an epoch. false: the first ones of the next epoch fill it, and only the last epoch leaves some out."""

@@ -53,7 +53,7 @@ class DiffusersConfig:
     """The policy is a diffusion pipeline (Hugging Face diffusers): trainer.policy.model.path has its model_index.json."""
 
     algorithm: Literal["nft", "grpo"] = "nft"
-    """How rewards train it; nft: final samples are noised anew, and the velocity is fitted to good ones and away from bad ones (DiffusionNFT, arXiv:2509.16117); grpo: the denoising steps are actions with probabilities, trained by trainer.algorithm.policy_loss_type (Flow-GRPO, arXiv:2505.05470)."""
+    """How rewards train the pipeline. nft: final samples are noised again, and the velocity is fitted to good ones and away from bad ones (DiffusionNFT, arXiv:2509.16117). grpo: the denoising steps are actions with probabilities, trained by trainer.algorithm.policy_loss_type (Flow-GRPO, arXiv:2505.05470)."""
 
     dtype: Literal["float16", "bfloat16", "float32"] = "float16"
     """Number type of the transformer and the text encoder."""
@@ -65,7 +65,7 @@ class DiffusersConfig:
     """Tokens of a prompt at most."""
 
     weighting_scheme: Literal["logit_normal", "mode", "cosmap", "sigma_sqrt", "none"] = "logit_normal"
-    """How supervised fine-tuning draws noise levels and weighs their errors, by diffusers' names (Stable Diffusion 3, arXiv:2403.03206): logit_normal and mode are densities, cosmap and sigma_sqrt weights of uniform levels, none is neither."""
+    """How supervised fine-tuning draws noise levels and weighs their errors, by diffusers' names (Stable Diffusion 3, arXiv:2403.03206). logit_normal and mode are densities, cosmap and sigma_sqrt weights of uniform levels, none is neither."""
 
     logit_mean: float = 0.0
     """Mean of the logit-normal density."""
@@ -97,7 +97,7 @@ class DiffusersConfig:
     """Strength beta of DiffusionNFT's implicit policies (arXiv:2509.16117)."""
 
     weight_copy_decay_type: Literal[0, 1, 2] = 0
-    """How much of itself the sampling adapter keeps after step s, the rest is the trained one; 0: nothing, 1: min(0.001 s, 0.5), 2: nothing until step 75, then min(0.0075 (s - 75), 0.999)."""
+    """Share of itself that the sampling adapter keeps after step s, where the trained one fills the rest. 0: nothing, 1: min(0.001 s, 0.5), 2: nothing until step 75, then min(0.0075 (s - 75), 0.999)."""
 
     sample: DiffusionSamplingConfig = section(DiffusionSamplingConfig)
 

@@ -96,7 +96,7 @@ class SelfTeacherConfig:
         "{prompt}\n\nHere is an answer that was found to be right:\n\n{answer}\n\n{feedback}\n\nAnswer the question.",
         used_by=when(".model"),
     )
-    """What the last message of the user becomes: {prompt} is that message, {answer} the answer that is shown, {feedback} what the environment said in the sample itself."""
+    """What the last message of the user becomes: {prompt} is that message, {answer} the answer that is shown, {feedback} the environment's answers in the sample itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +120,7 @@ class DistillationConfig:
     """Directory that `hpcrl score` wrote, with what the teacher says of the rows of data.train_data: trainer.mode="sft" reads that, and loads no teacher."""
 
     backend: str = setting("fsdp2", used_by=(_OWN_TEACHER, RL), on_change=SAME_NUMBERS)
-    """What computes the teacher: fsdp2, or megatron for the parallel sizes of placement, in the scorer's ranks; or vllm, an engine of each scorer, whose log-probabilities of prompts are of whole distributions at temperature 1."""
+    """Backend of the teacher: fsdp2, or megatron for the parallel sizes of placement, in the scorer's ranks; or vllm, an engine of each scorer. Log-probabilities of prompts from vllm are of whole distributions at temperature 1."""
 
     engine: TeacherEngineConfig = section(
         TeacherEngineConfig, used_by=(_IN_ENGINE, _OWN_TEACHER, RL), on_change=SAME_NUMBERS
@@ -162,7 +162,7 @@ class DistillationConfig:
     """Discount per token with which later tokens' divergences count for a token; 0: they do not."""
 
     include_prompt: bool = setting(False, used_by=RL)
-    """Learn the tokens that the policy did not choose too: the prompt, and what environments said."""
+    """Learn also the tokens that the policy did not choose: the prompt, and the environment's answers."""
 
     top_k: int = setting(0, range=NOT_NEGATIVE)
     """Compare the probabilities of this many tokens by a generalized Jensen-Shannon divergence; 0: only of the sampled one, by reverse KL."""

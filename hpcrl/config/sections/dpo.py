@@ -1,4 +1,4 @@
-"""Section `trainer.dpo`: what is learned from pairs of a chosen and a rejected answer. Names: TRL's."""
+"""Section `trainer.dpo`: losses of pairs of a chosen and a rejected answer. Names: TRL's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class DPOConfig:
     """How closely the policy keeps to the reference: rewards are beta times the log-ratio of policy and reference. With loss_type ipo the τ of its paper."""
 
     loss_type: list[str] = setting(["sigmoid"])
-    """Losses that are added up: sigmoid, sigmoid_norm, hinge, ipo, robust, bco_pair, nca_pair, apo_zero, apo_down (each a mean over pairs), and sft (the cross entropy of the chosen answers, a mean over their tokens)."""
+    """Losses that are added up. sigmoid, sigmoid_norm, hinge, ipo, robust, bco_pair, nca_pair, apo_zero and apo_down are means over pairs. sft is the cross entropy of the chosen answers, a mean over their tokens."""
 
     loss_weights: list[float] = setting([])
     """Weight of each loss of loss_type; empty: 1 each."""

@@ -1,4 +1,4 @@
-"""Section `environment`: what scores a response."""
+"""Section `environment`: environments and rewards of responses."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class SearchConfig:
 @dataclass(frozen=True, kw_only=True)
 class PythonToolConfig:
     require_sandbox: bool = True
-    """python_tool: run the policy's programs only on nodes whose kernel can confine them wholly; false: as far as it can, and the replica's log says what a program can do there."""
+    """python_tool: run the policy's programs only on nodes whose kernel can confine them wholly; false: as far as it can. The replica's log then states what a program can do there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +129,7 @@ class AgentConfig:
     """agent: where the reward is: in the file that HPCRL_REWARD names, or 1 for exit code 0 and else 0. With file, another exit code is a failure."""
 
     reward_function: dict[str, float] = setting({})
-    """agent: named rewards and their weights, as of environment.reward_function, which judge what the policy said last, instead of the program."""
+    """agent: named rewards and their weights, as of environment.reward_function, which judge the policy's last message, instead of the program."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +147,7 @@ class RobotConfig:
     """robot: an action's numbers are whole ones from 0 to this number less 1, spread evenly between its bounds (OpenVLA has 256); unset: they are the simulator's own."""
 
     show_state: bool = True
-    """robot: the policy is told what the simulator measures; false: it has only what cameras see, where the simulator has such."""
+    """robot: give the policy the simulator's measurements; false: only camera images, where the simulator has cameras."""
 
     state_bins: int | None = setting(None, range=Range(2))
     """robot: the state is written as whole numbers from 0 to this number less 1, spread evenly between its bounds; unset: as decimal numbers."""
@@ -177,7 +177,7 @@ class RewardServiceConfig:
     """Reward model of which the run starts a service: a sequence classifier of one label, as a directory or a name on the hub. Unset: the service is somewhere else, and its address and token are in REMOTE_REWARD_ENQUEUE_URL, _FETCH_URL and _TOKEN."""
 
     num_services: int = setting(1, range=COUNT, on_change=CALLS)
-    """Processes that serve the model, each on a GPU of its own where nodes have some; on nodes beside those of trainer and engines, as many on each as it has GPUs."""
+    """Processes that serve the model, each on a GPU of its own where nodes have GPUs. They get further nodes beside those of trainer and engines, with one process per GPU."""
 
     model_dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Number type of the model's parameters and of its computation."""
@@ -229,7 +229,7 @@ class ScoringRewardModelConfig:
     """Branch, tag or commit of it on the hub."""
 
     use_environment: bool = False
-    """Add its score to the reward of the environment or of reward_function; otherwise it is the whole reward of a response, which has one turn, and no environment is asked in training."""
+    """Add its score to the reward of the environment or of reward_function; false: it is the whole reward of a response, which has one turn, and training uses no environment."""
 
     weight: float = 1.0
     """Factor on the score, after clipping."""

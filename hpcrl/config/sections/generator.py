@@ -41,9 +41,8 @@ _LOADED_ADAPTERS = when(
 @dataclass(frozen=True, kw_only=True)
 class InferenceEngineConfig:
     backend: str = "vllm"
-    """The engine: vllm, a server on its own; transformers, in the process of the rollout worker, for trying, for machines without vLLM and
-    for models that it does not know; diffusers, in that process too, for policies that are diffusion pipelines; or the name of another
-    package's."""
+    """The engine. vllm: a server process. transformers: in the rollout worker's process, for trials, for machines without vLLM and for models
+    that vLLM does not support. diffusers: in that process too, for diffusion pipelines. Other packages add names of their own."""
 
     model_dtype: Literal["bfloat16", "float16", "float32"] = setting("bfloat16", on_change=SAMPLING)
     """Number type of weights and activations in the engine; weights are cast to it on arrival."""
@@ -76,20 +75,20 @@ class InferenceEngineConfig:
     weight_sync_backend: Literal["filesystem", "nccl", "gloo"] = setting(
         "filesystem", why="every replica can read files, also one that starts later or on another partition"
     )
-    """How new weights reach the nodes of the engines: as files that they read; or over NCCL or gloo, from the memory of the trainer's ranks, each
-    of which sends its part. The files are written in any case, and read by nodes that do not get the weights in the other way. Needs
+    """How new weights reach the nodes of the engines: as files that they read, or over NCCL or gloo from the memory of the trainer's ranks.
+    Each rank sends its part. The files are written in any case, and read by nodes that the transfer does not reach. Needs
     weight_copy_dir."""
 
     weight_sync_timeout_seconds: float = setting(30.0, range=POSITIVE)
     """With nccl or gloo, how long one stage may take: to meet, to move 64 MiB, to end. Then the node reads the files."""
 
     full_weights_interval: int = setting(1, range=COUNT)
-    """Every so many versions, one is published whole; those between have only what has changed since the one before, exactly, which with small
-    learning rates in bfloat16 is a small part. Above 1 it needs weight_copy_dir, and the memory of one version on the trainer's nodes."""
+    """Versions from one that is published whole to the next. Those between hold only the exact changes since the version before: with small
+    learning rates in bfloat16 a small part. Above 1 it needs weight_copy_dir, and the memory of one version on the trainer's nodes."""
 
     weight_copy_dir: str | None = None
-    """Directory on each node's own disk, or below /dev/shm, into which the first of a run's replicas there copies each version of the weights,
-    and from which all of them load it: for shared filesystems whose page cache processes do not share. It takes the room of two versions;
+    """Directory on each node's own disk, or below /dev/shm, for copies of the weights. The first of a run's replicas on a node copies each
+    version, and all of them load the copy: for shared filesystems whose page cache processes do not share. It takes the room of two versions;
     environment variables, such as $TMPDIR, are the node's; in a container it is below /tmp or /dev/shm, or one of slurm.container.mounts.
     Unset: no copies; engines read the run directory."""
 
@@ -108,8 +107,8 @@ class InferenceEngineConfig:
     """Run without compiled code and CUDA graphs: faster start, slower generation; unset: only without GPUs."""
 
     keep_cache_on_update: bool = False
-    """Keep the key-value caches of running requests when new weights arrive, instead of computing them anew. Saves that time, but is
-    biased: tokens that follow are sampled with keys and values of older weights, by no version of the policy, and the trainer's
+    """Keep the key-value caches of running requests when new weights arrive, instead of computing them again. This saves time,
+    but is biased: later tokens are sampled with keys and values of older weights, thus by no version of the policy. The trainer's
     probabilities for them are of another distribution than the engine's."""
 
     merge_lora: bool = setting(
@@ -117,8 +116,8 @@ class InferenceEngineConfig:
         used_by=_ADAPTERS,
         on_change=Effect("refused", "a step that was begun would go on with weights of the other kind"),
     )
-    """Give engines the policy with its adapters merged into it, instead of the adapters: as many bytes as without LoRA, and a pause for each
-    version, but no adapters to compute with for each token, and any model that the engine knows."""
+    """Give engines the policy with its adapters merged into it, instead of the adapters. This costs as many bytes as without LoRA and a pause
+    for each version, but saves the adapters' computation for each token, and works with any model of the engine."""
 
     fully_sharded_loras: bool = setting(False, used_by=(_ADAPTERS, when(".merge_lora", False), _LOADED_ADAPTERS))
     """Split both matrices of adapters over the GPUs of a replica, and not one of them alone; faster with large ranks or many GPUs."""
@@ -138,10 +137,10 @@ class InferenceEngineConfig:
     """Sequences that the engine decodes together."""
 
     enable_http_endpoint: bool = False
-    """Let environments ask the policy themselves, as env_class = "agent" does: each rollout worker serves OpenAI's protocol, with a key for each sample, and keeps the tokens of what it answered for training."""
+    """Let environments call the policy themselves, as env_class = "agent" does. Each rollout worker serves OpenAI's protocol, with a key for each sample, and keeps the tokens of its answers for training."""
 
     http_endpoint_host: str = setting("127.0.0.1", used_by=when(".enable_http_endpoint", True))
-    """Address at which it listens, on the node of each replica: one address, which agents reach; node: the node's own, by which the run's other servers are reached too (slurm.network_interface), for agents on other nodes."""
+    """Address on the node of each replica at which the endpoint listens; agents must reach it. node: the address of the run's other servers (slurm.network_interface), for agents on other nodes."""
 
     http_endpoint_port: int | None = setting(
         None,
@@ -169,8 +168,8 @@ class InferenceEngineConfig:
     """File of certificates, in PEM, with which those of https addresses are signed; unset: those that the machine trusts."""
 
     probe_tolerance: float | None = setting(None, range=POSITIVE)
-    """How far the log-probabilities of a few tokens, which the trainer publishes with each version of the weights, may be from the engine's,
-    as the mean of absolute differences; more ends the replica. Unset: 0.3 where trainer or engine compute in bfloat16, 0.1 with float16,
+    """Largest mean absolute difference between the engine's and the trainer's log-probabilities of a few probe tokens, which the trainer
+    publishes with each version of the weights. A larger one ends the replica. Unset: 0.3 where trainer or engine compute in bfloat16, 0.1 with float16,
     0.01 with float32."""
 
     start_timeout_seconds: int = setting(1800, range=COUNT)
@@ -271,8 +270,8 @@ class ChatTemplateConfig:
     """What name_or_path is: a template that comes with hpcrl, or a Jinja file."""
 
     name_or_path: Location | None = None
-    """Chat template instead of the tokenizer's own: a file of at most 1 MiB, or a name: qwen3_with_thinking (ChatML),
-    qwen3_without_thinking (the same without the thoughts of all but the assistant's last turn)."""
+    """Chat template instead of the tokenizer's own: a file of at most 1 MiB, or a name. qwen3_with_thinking is ChatML;
+    qwen3_without_thinking is the same without the thoughts of all but the assistant's last turn."""
 
     allow_special_tokens: bool = False
     """Whether special tokens (<|im_end|>, <s>, …) that are written in messages, of datasets and of environments, become those tokens; false: they are text like any other."""
@@ -281,7 +280,8 @@ class ChatTemplateConfig:
 @dataclass(frozen=True, kw_only=True)
 class GeneratorConfig:
     inference_engine: InferenceEngineConfig = section(
-        InferenceEngineConfig, on_change=Effect("harmless", "it concerns the engines, which start anew in each attempt")
+        InferenceEngineConfig,
+        on_change=Effect("harmless", "it concerns the engines, which start again in each attempt"),
     )
 
     n_samples_per_prompt: int = setting(5, range=COUNT, used_by=RL, on_change=OTHER_GROUPS)
@@ -312,10 +312,10 @@ class GeneratorConfig:
     """Each turn is a chat message of its own; otherwise all are one message of the assistant, in which observations are plain text."""
 
     append_eos_token_after_stop_str_in_multi_turn: bool = setting(True, on_change=SAMPLING)
-    """End a turn that the policy did not end itself (a stop text, the length or the environment did) as the chat template ends it, with tokens that are not trained; nothing is added after the last turn."""
+    """End a turn as the chat template does, with tokens that are not trained, where a stop text, the length or the environment ended it. The last turn stays as it is."""
 
     step_wise_trajectories: bool = setting(False, used_by=RL, on_change=OTHER_GROUPS)
-    """Each turn is trained on its own, after the conversation so far as the chat template writes it anew; the reward of a sample is that of its last turn, and its advantage is that of all its turns."""
+    """Train each turn on its own, after the conversation so far as the chat template renders it again. The reward of a sample is that of its last turn, and its advantage is that of all its turns."""
 
     zero_reward_on_non_stop: bool = setting(False, on_change=OBJECTIVE)
     """Samples that neither an end token nor a stop text ended get reward 0, in evaluation too."""
@@ -324,12 +324,12 @@ class GeneratorConfig:
     """Samples that neither an end token nor a stop text ended are left out of the loss; their rewards still count in the group."""
 
     max_logprob_mismatch: float = setting(0.3, range=POSITIVE, on_change=ENDS_A_RUN)
-    """How far the log-probabilities of engines and trainer may be apart, as the mean absolute difference over tokens that both compute
-    with the same version, before the first optimizer step of a batch."""
+    """Largest mean absolute difference between the log-probabilities of engines and trainer, over tokens of the same version, before the first
+    optimizer step of a batch."""
 
     on_logprob_mismatch: Literal["stop", "warn"] = setting("stop", on_change=ENDS_A_RUN)
-    """What happens where they are farther apart, which says that they are different models: stop ends the run before it trains on that
-    batch, warn writes it into the trainer's log."""
+    """What follows a larger difference, by which engine and trainer compute different models. stop: the run ends before it trains on
+    that batch; warn: the trainer's log has a warning."""
 
     rope_scaling: dict[str, Any] = setting(
         {}, on_change=OTHER_FUNCTION, why="an empty table means what SkyRL's null means"

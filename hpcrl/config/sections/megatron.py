@@ -122,7 +122,7 @@ class MegatronConfig(MegatronModelConfig):
     ddp_config: MegatronDDPConfig = section(MegatronDDPConfig, on_change=SAME_NUMBERS)
 
     lora_type: Literal["lora", "canonical_lora"] = setting("lora", on_change=OTHER_MODEL)
-    """How adapters of policy and critic lie in Megatron-core's matrices: with one first matrix for q, k and v, and one for gate and up; or (canonical_lora) one each, as with FSDP2."""
+    """How adapters of policy and critic lie in Megatron-core's matrices. lora: one first matrix for q, k and v, and one for gate and up; canonical_lora: one each, as with FSDP2."""
 
     optimizer_config_kwargs: dict[str, Any] = setting(
         {

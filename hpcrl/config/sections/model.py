@@ -99,10 +99,10 @@ class LoraConfig:
     """Modules that never get adapters, whatever target_modules and target_parameters say: parts of their names; unset: none."""
 
     init_method: Literal["kaiming", "xavier", "normal", "zero", "gaussian", "eva", "olora", "pissa"] = "kaiming"
-    """How adapters start; kaiming, xavier, normal, zero, gaussian: so the first matrix, the second at 0; olora, pissa: both from the weights below them, which start without that part; eva: both from the activations of the model."""
+    """How adapters start. kaiming, xavier, normal, zero, gaussian: the first matrix by that distribution, the second at 0. olora, pissa: both from the weights below them, which start without that part. eva: both from the activations of the model."""
 
     adapter_path: Location | None = None
-    """Directory of adapters in PEFT's format, such as an export's adapter/, that the run begins with, instead of init_method; they adapt the
+    """Directory of adapters in PEFT's format, such as an export's adapter/, with which the run begins, instead of init_method. They adapt the
     same modules with the same ranks, and are scaled to this alpha. Unset: the run begins with the model as it is."""
 
     use_rslora: bool = False
@@ -198,13 +198,13 @@ _WARM_UP = any_of(
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     name: Literal["AdamW", "Adam"] = "AdamW"
-    """AdamW decays weights apart from the gradient, Adam adds the decay to it."""
+    """AdamW decays weights independently of the gradient, Adam adds the decay to it."""
 
     implementation: Literal["fused", "foreach", "for-loop"] = setting("fused", on_change=SAME_NUMBERS)
     """Which of PyTorch's implementations makes the step."""
 
     moments: Literal["bf16", "8bit"] | None = None
-    """What Adam's moments are kept in, by torchao's optimizers, which compute in fp32; 8bit: one byte each, with a scale for 256 of them (arXiv:2110.02861), but for parameters with less than 4096 elements on a rank. Unset: the type of the parameters, mixed_precision.master_dtype. FSDP2 only."""
+    """Number type of Adam's moments, by torchao's optimizers, which compute in fp32. 8bit: one byte each, with a scale for 256 of them (arXiv:2110.02861), except for parameters with less than 4096 elements on a rank. Unset: the type of the parameters, mixed_precision.master_dtype. FSDP2 only."""
 
     lr: float = setting(1e-6, range=NOT_NEGATIVE)
     """Learning rate after the warm-up."""
@@ -240,7 +240,7 @@ class OptimizerConfig:
     """Share of lr from which the warm-up rises."""
 
     warmup_shape: WarmupShape = setting("between", used_by=_WARM_UP)
-    """Where step t (from 0) of a warm-up of w steps lies on the way from warmup_start_factor to lr: between, (t + 1) / (w + 1), so that every step moves, and with less than lr; to_lr, (t + 1) / w, so that the last has lr, as in Cosmos-RL of January 2026; from_start, t / (w - 1), so that the first has warmup_start_factor too, as in Cosmos-RL since."""
+    """Where step t (from 0) of a warm-up of w steps lies on the way from warmup_start_factor to lr. between: (t + 1) / (w + 1), so that every step moves, with less than lr. to_lr: (t + 1) / w, so that the last has lr, as in Cosmos-RL of January 2026. from_start: t / (w - 1), so that the first has warmup_start_factor too, as in later Cosmos-RL."""
 
     scheduler: Scheduler = "constant_with_warmup"
     """Learning rate after the warm-up: constant, or falling linearly, as a half cosine, or as 1 - sqrt(progress of the decay)."""
@@ -300,13 +300,13 @@ class ShardingConfig:
         check=ALL_OR_COUNT,
         why="unset: a node holds a copy where it can, so that parameters are not gathered over the network",
     )
-    """Ranks that share one copy of the parameters; further ranks hold further copies; -1, or more than there are: all ranks share one. Unset: those of a node, where there are several nodes and parameters, gradients and optimizer take at most a third of its GPUs' memory, so that parameters are gathered within a node; else all."""
+    """Ranks that share one copy of the parameters; further ranks hold further copies; -1, or more than there are: all ranks share one. Unset: the ranks of a node, where there are several nodes and parameters, gradients and optimizer take at most a third of its GPUs' memory; else all. Parameters are then gathered within a node."""
 
     expert_parallel_size: int = setting(1, range=COUNT)
     """Ranks that share the experts of each layer of a mixture: tokens go to the ranks that have their experts, in place of weights to all ranks (docs/large_models.md). It divides the experts and the ranks of a copy."""
 
     wrap_policy: dict[str, Any] = setting({})
-    """Which modules are sharded as units: transformer_layer_cls_to_wrap (class names), min_num_params (a module becomes one when so many parameters in it are in none yet) or disable (one unit only); empty: each decoder layer. Embedding and head are units of their own unless they are tied (docs/large_models.md)."""
+    """Modules that are sharded as units: transformer_layer_cls_to_wrap (class names), min_num_params or disable (one unit only). min_num_params makes a module a unit when so many of its parameters are in none yet. Empty: each decoder layer. Embedding and head are units of their own unless they are tied (docs/large_models.md)."""
 
     def copy_ranks(self, ranks: int, on_node: int, state: float = 0.0, memory: float | None = None) -> int:
         """Return how many ranks share one copy of a model's parameters with FSDP2.
@@ -364,7 +364,7 @@ class TeacherFSDPConfig(ForwardShardingConfig):
 @dataclass(frozen=True, kw_only=True)
 class LowPrecisionConfig:
     fp8: bool = False
-    """Compute products of linear layers in FP8 by torchao, forward and backward, of policy and reference: those with inputs and outputs in multiples of 16, but for the head and routers of experts. Needs GPUs of compute capability 8.9 or above; CPUs compute with numbers rounded alike; FSDP2 only; excludes fp4."""
+    """Compute products of linear layers in FP8 by torchao, forward and backward, in policy and reference. Layers have inputs and outputs in multiples of 16; the head and routers of experts are excluded. Needs GPUs of compute capability 8.9 or above; CPUs compute with numbers rounded alike; FSDP2 only; excludes fp4."""
 
     fp4: bool = setting(False, unimplemented=Unimplemented("training in FP4, which torchao has not; use fp8"))
     """Train eligible linear layers in NVFP4; needs Blackwell GPUs; excludes fp8."""

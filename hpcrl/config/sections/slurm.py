@@ -1,4 +1,4 @@
-"""Section `slurm`: where the run directory is and what is requested from the cluster."""
+"""Section `slurm`: the run directory's root, and the request to the cluster."""
 
 from __future__ import annotations
 
@@ -96,8 +96,8 @@ class UploadJobConfig:
     """Where exports and checkpoints are uploaded from (trainer.upload)."""
 
     by: Literal["run", "job", "command"] = "run"
-    """run: a process on the run's first node, beside the run; job: a job of its own, once the run's job has ended; command: nobody but
-    `hpcrl upload`, from a node that has a network."""
+    """Who uploads. run: a process on the run's first node, beside the run. job: a job of its own, after the run's job has ended.
+    command: only `hpcrl upload`, on a node that has a network."""
 
     wait_minutes: int = setting(10, range=NOT_NEGATIVE)
     """Minutes for which a run that is done keeps its nodes for uploads that are not finished; `hpcrl upload` sends what is missing then."""
@@ -198,8 +198,8 @@ class SlurmConfig:
     """Memory asked for on each node in GB; 0: all of it; unset: all where nodes are not shared, else the cluster's default."""
 
     exclusive: bool | None = setting(None, on_change=CLUSTER)
-    """Share no node with other jobs; unset: true for a run on GPUs that sets neither cpus_per_task nor mem_gb, because a cluster's defaults
-    are usually one core and its share of the memory, whatever the GPUs."""
+    """Share no node with other jobs; unset: true for a run on GPUs that sets neither cpus_per_task nor mem_gb. Defaults of clusters are usually
+    one core and its share of the memory, independent of the GPUs."""
 
     replicas_per_node: int | None = setting(None, range=COUNT, on_change=CLUSTER)
     """Replicas on one rollout node; unset: as many as its GPUs allow, at least 1."""

@@ -82,8 +82,8 @@ class FullyAsyncConfig:
     in any case."""
 
     oversampling_ratio: float = setting(1.0, range=Range(1, 1000))
-    """Groups that are begun per group that a step trains. Above 1, a step does not wait for its slowest groups: surplus ones train in a
-    later step where max_staleness_steps allows it, and are given up otherwise, so that long responses are trained less often."""
+    """Groups that are begun per group that a step trains. Above 1, a step does not wait for its slowest groups. Surplus groups train
+    in a later step where max_staleness_steps allows it, and are dropped otherwise, so that long responses are trained less often."""
 
     @property
     def kept_versions(self) -> int:
@@ -196,7 +196,7 @@ class TrainerConfig:
     profiler: ProfilerConfig = section(ProfilerConfig, on_change=WRITTEN)
 
     peak_tflops: float | None = setting(None, range=POSITIVE, on_change=WRITTEN)
-    """Teraflops per second that one device can do in the number type of training, of which throughput/mfu is the share; unset: the maker's figure for bf16, where the GPU is a known one."""
+    """Teraflops per second of one device in the number type of training, of which throughput/mfu is the share. Unset: the maker's figure for bf16, where the GPU is known."""
 
     upload: UploadConfig = section(UploadConfig, on_change=WRITTEN)
 
@@ -235,7 +235,7 @@ class TrainerConfig:
     resume_mode: Literal["latest", "none", "from_path"] = setting(
         "latest", on_change=Effect("warning", "it decides whether this attempt and later ones continue a checkpoint")
     )
-    """Where an attempt starts; latest: at the run's newest checkpoint, none: always at step 0 (such a run is never requeued), from_path: the same as latest, but the first attempt starts at resume_path."""
+    """Where an attempt starts. latest: at the run's newest checkpoint; none: always at step 0 (such a run is never requeued); from_path: as latest, but the first attempt starts at resume_path."""
 
     resume_path: Location | None = setting(None, on_change=Effect("refused", "a run's own checkpoints come before it"))
     """Checkpoint directory (checkpoints/sNNNNNN) of any run, for resume_mode from_path."""
@@ -269,7 +269,7 @@ class TrainerConfig:
     """Whether training waits until a checkpoint is written (sync), or only until it is copied to host memory (async), which needs as much of that as the checkpoint is large."""
 
     ckpt_on_error: Literal["stop", "continue"] = setting("stop", on_change=WRITTEN)
-    """What follows when a checkpoint cannot be written, because the disk is full or fails: the attempt ends as failed, or goes on with a warning until the next one is due. The last one of an attempt must succeed."""
+    """What follows when a checkpoint cannot be written, because the disk is full or fails. stop: the attempt ends as failed; continue: it goes on with a warning until the next checkpoint is due. The last one of an attempt must succeed."""
 
     hf_save_interval: int = setting(-1, on_change=WRITTEN)
     """Steps between exports of the policy in Hugging Face format, with one more after the last step; 0 or less: none at all."""
@@ -299,7 +299,7 @@ class TrainerConfig:
     """Samples, or pairs, per forward pass of one rank where no gradient is needed; unset: as in training."""
 
     max_tokens_per_micro_batch: int | None = setting(None, range=COUNT, on_change=SAME_NUMBERS)
-    """Tokens per forward pass of one rank, with and without gradient, instead of the numbers of samples above, which then have no effect; a longer sample or pair has a pass of its own, and padding is not counted. Ranks get equally many tokens instead of equally many samples. Unset: samples are counted, where their number is set or the run is on CPUs; else twice the longest sample, 16384 at least."""
+    """Tokens per forward pass of one rank, with and without gradient, instead of the numbers of samples above, which then have no effect. A longer sample or pair has a pass of its own, and padding is not counted. Ranks get equally many tokens instead of equally many samples. Unset: samples are counted, where their number is set or the run is on CPUs; else twice the longest sample, at least 16384."""
 
     logprobs_chunk_size: int = setting(1024, range=COUNT, on_change=SAME_NUMBERS)
     """Tokens whose logits exist at the same time."""
@@ -326,16 +326,16 @@ class TrainerConfig:
     """Longest prompt in tokens, chat template included; longer ones are dropped."""
 
     max_length: int | None = setting(None, range=COUNT, used_by=OFFLINE, on_change=OTHER_TOKENS)
-    """Tokens of a dataset's row at most, of a pair each answer with its prompt, which has to be set with another trainer.mode than "rl"; data.too_long says what becomes of longer ones."""
+    """Largest number of tokens of a dataset's row; in a pair, of each answer with its prompt. Required unless trainer.mode is "rl"; data.too_long decides about longer rows."""
 
     dump_data_batch: bool = setting(False, on_change=WRITTEN)
-    """Write what each step trains, with log-probabilities and advantages, into dumps/ of the run directory, one safetensors file per optimizer step and rank; nothing removes them but a resume before that step."""
+    """Write what each step trains, with log-probabilities and advantages, into dumps/ of the run directory, one safetensors file per optimizer step and rank. Only a resume before that step removes them."""
 
     dump_eval_results: bool = setting(True, on_change=WRITTEN)
     """Write texts and scores of each evaluation into the run directory."""
 
     multi_modal_log_interval: int | None = setting(None, range=COUNT, used_by=ENGINES, on_change=WRITTEN)
-    """Versions of a policy between those of whose training samples the pictures are kept as PNG files in pictures/ of the run directory, for `hpcrl samples` and reports: the images that a vision-language model was shown, in every turn, or what a diffusion pipeline painted; those of evaluations are kept too. Unset: none."""
+    """Versions of a policy from one whose training samples' pictures are kept to the next. Pictures are PNG files in pictures/ of the run directory, for `hpcrl samples` and reports. They are the input images of a vision-language model, in every turn, or the output of a diffusion pipeline. Those of evaluations are kept too. Unset: none."""
 
     @property
     def offline(self) -> bool:
@@ -496,6 +496,11 @@ class TrainerConfig:
     def updates_per_batch(self, mini_batch_size: int) -> int:
         """Return the optimizer steps that a model makes in one full batch, with mini-batches of so many groups."""
         return -(-self.train_batch_size // mini_batch_size) * self.update_epochs_per_batch
+
+    @property
+    def end(self) -> tuple[float, float]:
+        """Epochs and steps after which training ends, whichever comes first."""
+        return self.epochs, math.inf if self.max_steps is None else self.max_steps
 
     @property
     def batch_settings(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""All sections of a configuration together, and what follows from several of them. What loads and checks them is hpcrl.config.root.Config."""
+"""Declares the tree of all sections, with properties that follow from several of them. hpcrl.config.root.Config loads and checks it."""
 
 from __future__ import annotations
 

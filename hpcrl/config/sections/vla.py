@@ -1,4 +1,4 @@
-"""Section `vla`: policies that see images and move robots."""
+"""Section `vla`: policies that act on images and move robots."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Pi05Config:
     """pi05: steps from noise to a chunk of actions, in training and in evaluation."""
 
     noise_method: Literal["flow_sde", "flow_cps"] = "flow_sde"
-    """pi05: how steps are drawn, so that actions have probabilities; flow_sde: as in Flow-GRPO (arXiv:2505.05470), flow_cps: the share of noise stays as it is (arXiv:2509.05952), and the last step is no draw. Evaluation draws nothing."""
+    """pi05: how steps are drawn, so that actions have probabilities. flow_sde: as in Flow-GRPO (arXiv:2505.05470); flow_cps: the share of noise stays as it is (arXiv:2509.05952), and the last step is no draw. Evaluation draws nothing."""
 
     noise_level: float = setting(0.5, range=POSITIVE)
     """pi05: how much noise a step draws, as the method counts it: more explores more."""
@@ -31,7 +31,7 @@ class VLAConfig:
         on_change=OTHER_MODEL,
         unimplemented=Unimplemented("Cosmos Policy, which Cosmos-RL only evaluates", works=("openvla-oft", "pi05")),
     )
-    """How actions are made. openvla: a token for each number, one after the other; openvla-oft: the same tokens, all of a turn in one forward pass in which none is known; pi05: a chunk of numbers by a flow (section pi05)."""
+    """How actions are made. openvla: a token for each number, one after the other. openvla-oft: the same tokens, all of a turn in one forward pass. pi05: a chunk of numbers by a flow (section pi05)."""
 
     num_envs: int | None = setting(None, range=COUNT, on_change=SAMPLING)
     """Simulators that one replica steps at the same time; unset: as many as generator.inference_engine.max_num_seqs."""
@@ -52,7 +52,7 @@ class VLAConfig:
     """Dataset whose statistics, `norm_stats` in the model's config.json, turn its outputs into actions; unset: the only one that is there. Where there is none, outputs are the simulator's numbers."""
 
     norm_type: Literal["bounds_q99", "bounds"] = setting("bounds_q99", on_change=OBJECTIVE)
-    """Which statistics of unnorm_key are -1 and 1, of actions and of the state; bounds_q99: the quantiles q01 and q99, as of LIBERO and BridgeData; bounds: min and max, as of ALOHA, and so of RoboTwin."""
+    """Statistics of unnorm_key that become -1 and 1, of actions and of the state. bounds_q99: the quantiles q01 and q99, as for LIBERO and BridgeData; bounds: min and max, as for ALOHA and RoboTwin."""
 
     pi05: Pi05Config = section(Pi05Config, on_change=SAMPLING)
 

@@ -134,7 +134,7 @@ def sampling(source: Resolved, values: dict[str, Any]) -> Iterator[Entry]:
         )
 
 
-def turns(source: Resolved, values: dict[str, Any]) -> Iterator[Entry]:
+def several_turns(source: Resolved, values: dict[str, Any]) -> Iterator[Entry]:
     config = "rollout.multi_turn_config"
     if not is_grpo(source) or not source[f"{config}.enable"]:
         return
@@ -220,7 +220,7 @@ RULES: tuple[Rule, ...] = (
     datasets,
     rewards,
     sampling,
-    turns,
+    several_turns,
     evaluation,
     distillation,
     robots,

@@ -1,4 +1,4 @@
-"""The form in which a chat template takes tool calls. Templates of released models differ in it, so it is found by trying.
+"""Finds the form in which a chat template takes tool calls, by trials: templates of released models differ.
 
 DeepSeek's wants the arguments as JSON text and null for the content, Qwen's an object and an empty text, Mistral's ids of nine letters and digits.
 """

@@ -1,4 +1,4 @@
-"""How many tokens the prompts of a dataset have."""
+"""Counts the tokens of a dataset's prompts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Token ids of texts that a chat template wrote: all of a text at once, with special tokens that are text, and with parts that are trained."""
+"""Tokenizes rendered chat templates: all of a text at once, with special tokens that are text, and with trained parts."""
 
 from __future__ import annotations
 
@@ -83,11 +83,8 @@ def encoded(tokenizer: PreTrainedTokenizerBase, text: str, behind: str = "") -> 
 def encoded_pieces(tokenizer: PreTrainedTokenizerBase, pieces: Sequence[Piece]) -> tuple[list[int], list[bool]]:
     """Return the token ids of the text that pieces make together, T of them, and which of them are trained.
 
-    A token is trained if it has a character that is: where the tokenizer joins characters on both sides of a border, what the assistant
-    wrote is in that token and nowhere else.
-
-    Raises:
-        DataError: the tokenizer has no offsets, and gives the whole text other ids than the pieces.
+    A token is trained if it has a trained character: where the tokenizer joins characters on both sides of a border, the assistant's
+    text is in that token alone.
     """
     if not tokenizer.is_fast:
         return _encoded_apart(tokenizer, pieces)
@@ -122,7 +119,6 @@ def _encoded(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], 
 
 
 def _parts(text: str) -> list[str]:
-    """Return the parts of a text between its marks."""
     if _CUT not in text:
         return [text]
     found = [""]

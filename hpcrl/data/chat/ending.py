@@ -1,4 +1,4 @@
-"""Which tokens end a turn of the policy: for engines, which stop there, and for all that writes what follows.
+"""Finds the tokens that end a turn of the policy, for engines and for the text after a turn.
 
 Files of released models disagree about it: the tokenizer names one token, generation_config.json a list, and the chat template writes a third
 behind an answer. All of them end a turn.
@@ -23,12 +23,7 @@ _FILES = ("generation_config.json", "config.json")
 
 
 def declared_ends(model: Pretrained) -> dict[str, frozenset[int]]:
-    """Return the ids that a model's files call the end of a text, by file; files that it lacks are left out.
-
-    Raises:
-        OSError: the model is neither here nor on the hub.
-        DataError: one of the files is no JSON object.
-    """
+    """Return the ids that a model's files call the end of a text, by file; files that it lacks are left out."""
     found = dict[str, frozenset[int]]()
     for file in files_of(model.path, _FILES, **model.at_revision):
         entries = read_entries(file)
@@ -42,9 +37,6 @@ def end_ids(tokenizer: PreTrainedTokenizerBase, model: Pretrained | None, ending
     Args:
         model: whose files name some; None: only the tokenizer does.
         endings: what the chat template writes behind answers, to the token that ends them; `ChatTemplate.ends`.
-
-    Raises:
-        OSError: as of `declared_ends`.
     """
     found = set[int]().union(*declared_ends(model).values()) if model else set[int]()
     if isinstance(tokenizer.eos_token_id, int):
@@ -60,9 +52,6 @@ def text_end(tokenizer: PreTrainedTokenizerBase, model: Pretrained | None) -> in
 
     Args:
         model: whose files name the tokens at which generation stops; None: only the tokenizer names one.
-
-    Raises:
-        OSError: as of `declared_ends`.
     """
     own = cast("int | None", tokenizer.eos_token_id)
     named = (
@@ -80,9 +69,6 @@ def trained_end(
     Args:
         options: arguments of the template, `generator.chat_template_kwargs`.
         texts: rows are plain texts, which no template ends.
-
-    Raises:
-        OSError: as of `declared_ends`.
     """
     written = None
     if tokenizer.chat_template and not texts:

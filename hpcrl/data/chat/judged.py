@@ -1,4 +1,4 @@
-"""Conversations as reward models read them."""
+"""Converts conversations into the form that reward models read."""
 
 from __future__ import annotations
 

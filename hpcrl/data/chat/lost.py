@@ -1,4 +1,4 @@
-"""What a chat template leaves out of a message that is to be trained."""
+"""Finds trained text of a message that a chat template leaves out."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ def lost_of(template: ChatTemplate, message: Message, before: str, said: str) ->
 
 
 def _lost_calls(calls: Sequence[dict[str, Any]], texts: dict[str, str], said: str) -> list[str]:
-    """Return the names of tool calls of which the name, a key or a value is not written."""
     functions, written = [call["function"] for call in calls], _squeezed(said)
     found = list[str]()
     for name, count in Counter(function["name"] for function in functions).items():

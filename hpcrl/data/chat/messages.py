@@ -1,4 +1,4 @@
-"""Chat messages as datasets and clients write them, read into one form: that of OpenAI, with arguments of tool calls as objects.
+"""Parses chat messages of datasets and clients into OpenAI's form, with arguments of tool calls as objects.
 
 {"role": "assistant", "content": "…", "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]}
 
@@ -150,7 +150,6 @@ def _call(value: Any) -> dict[str, Any]:
 
 
 def _parsed(value: Any, what: str) -> Any:
-    """Return what a JSON text says; what is no text is returned as it is."""
     if not isinstance(value, str):
         return value
     try:

@@ -1,7 +1,7 @@
-"""What a policy reads and writes, turn by turn: prompts as token ids, and the text of what it said.
+"""Tokenizes prompts and the text between turns, and decodes the policy's responses.
 
-A prompt is tokenized as a whole. It then grows by the policy's own tokens, which are never tokenized again, and by what the template writes
-between two turns, with the token ids that this has in the whole text.
+A prompt is tokenized as a whole. It then grows by the policy's own tokens, which are never tokenized again, and by the template's text
+between two turns, with its token ids in the whole text.
 """
 
 from __future__ import annotations
@@ -25,15 +25,11 @@ from hpcrl.text import said_in
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_BEFORE = "x"  # stands for what the policy said, where a tokenizer looks at what a text follows
+_BEFORE = "x"  # in the place of a response, where a tokenizer depends on the text before
 
 
 def protected(template: ChatTemplate, messages: Messages) -> Messages:
-    """Return messages in which special tokens are text, as `cut_messages` marks them, but for those that an assistant itself may write.
-
-    Raises:
-        DataError: one of them cannot be given as text.
-    """
+    """Return messages in which special tokens are text, as `cut_messages` marks them, but for those that an assistant itself may write."""
     tokenizer = template.tokenizer
     if not any(message["role"] == ASSISTANT for message in messages):
         return cut_messages(tokenizer, messages)
@@ -102,12 +98,7 @@ class ChatTurns:
         return encoded(self._tokenizer, self._template.text(self._cut(bare), tools, prompt=True))
 
     def following(self, observations: Messages, tools: Tools = ()) -> Context:
-        """Return what stands between the `ending` of a turn and what the policy says next.
-
-        Raises:
-            ConfigError: the template ends the policy's messages now in this way, now in another.
-            DataError: as of `opening`.
-        """
+        """Return what stands between the `ending` of a turn and what the policy says next."""
         bare, images = without_images(observations)
         rest = self._template.after(self._cut(bare), tools, prompt=True)
         return self._with_images(encoded(self._tokenizer, rest, behind=self._ending or _BEFORE), images)
@@ -149,9 +140,9 @@ class ChatTurns:
         return count if self.decoded(token_ids[:count]) == text else None
 
     def decoded(self, token_ids: Sequence[int]) -> str:
-        """Return the text of what the policy said, without what ends it and other tokens that stand around messages.
+        """Return the text of a response, without its stop token and other tokens around messages.
 
-        Special tokens that an assistant itself writes, such as marks of thoughts, are in it.
+        Special tokens that an assistant itself writes, such as marks of thoughts, stay.
         """
         return str(self._tokenizer.decode([one for one in token_ids if one not in self._around]))
 

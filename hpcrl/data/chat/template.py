@@ -1,4 +1,4 @@
-"""What a chat template writes for the messages of a conversation, as text: before, within and behind those of the assistant."""
+"""Splits a rendered chat template into the text before, within and behind the messages of the assistant."""
 
 from __future__ import annotations
 
@@ -169,8 +169,8 @@ class ChatTemplate:
             begin = ""
         if begin is None:
             raise DataError(
-                f"the chat template begins a message of the assistant with {text[:60]!r}, and with {openings} where one is asked for, so "
-                "that what of it is to be trained is not known; use another template (generator.chat_template), or rows of tokens"
+                f"the chat template begins a message of the assistant with {text[:60]!r}, but a prompt for one with {openings}. So its trained "
+                "part is unknown; use another template (generator.chat_template), or rows of tokens"
             )
         said = text[len(begin) :]
         end = len(said) - len(after) + len(self._to_the_end(after)) if said.endswith(after) else len(said)
@@ -189,8 +189,8 @@ class ChatTemplate:
     def _rendered(self, messages: Messages, tools: Tools, *, prompt: bool) -> str:
         if not self.tokenizer.chat_template and "chat_template" not in self._options:
             raise ConfigError(
-                "generator.chat_template: the tokenizer has no chat template; expected one that writes conversations as the model is to "
-                'read them: a Jinja file (generator.chat_template.source = "file", generator.chat_template.name_or_path), or '
+                "generator.chat_template: the tokenizer has no chat template; expected the template that the model was trained with. "
+                'Name a Jinja file (generator.chat_template.source = "file", generator.chat_template.name_or_path), or set '
                 'data.format = "text" for texts without turns'
             )
         tokenizer, options = self.tokenizer, dict(self._options)
@@ -210,8 +210,8 @@ class ChatTemplate:
 
     @cached_property
     def closing(self) -> str:
-        """What the template writes only where a conversation ends: a header of the next answer that it always adds, as the first one of Llama 3
-        does, or a token behind the last turn, as that of Phi-3 does."""
+        """The template's text at the end of a conversation only. Llama 3's first template always adds a header of the next answer there, Phi-3's
+        a token behind the last turn."""
         try:
             question, asked = (self._written([_question()], (), prompt=prompt) for prompt in (False, True))
             answered, alone = self._written([_question(), _answer()], (), prompt=False), self._behind()

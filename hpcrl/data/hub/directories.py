@@ -1,4 +1,4 @@
-"""Where huggingface_hub keeps its files, by the environment variables of its documentation; known here without importing it."""
+"""Cache directories of huggingface_hub, by the environment variables of its documentation, without importing it."""
 
 from __future__ import annotations
 

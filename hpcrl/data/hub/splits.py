@@ -1,4 +1,4 @@
-"""Files of each split of a dataset folder, found as Hugging Face's `datasets` finds them (5.2.0, data_files.py and utils/metadata.py).
+"""Finds the files of each split of a dataset folder, as Hugging Face's `datasets` does (5.2.0, data_files.py and utils/metadata.py).
 
 The front matter of README.md names subsets, and the patterns of the files of their splits:
 
@@ -114,8 +114,8 @@ def _subsets(folder: Path) -> dict[str, tuple[Subset, bool]]:
             found[name] = Subset(name, data_dir, splits), entry.get("default") is True
         except (TypeError, KeyError, AttributeError, ValueError) as error:
             raise DataError(
-                f"configs of the front matter of {readme}: expected a list of config_name and data_files, which is a pattern, a list of "
-                f"patterns, or a list of split and path, found {repr_of(entry):.200}"
+                f"configs of the front matter of {readme}: expected a list of config_name and data_files, found {repr_of(entry):.200}. "
+                "data_files is a pattern, a list of patterns, or a list of split and path"
             ) from error
     return found
 

@@ -1,4 +1,4 @@
-"""Where the files of a model are."""
+"""Finds the files of a model."""
 
 from __future__ import annotations
 

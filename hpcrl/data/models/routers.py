@@ -1,4 +1,4 @@
-"""Routers of mixtures of experts in transformers' models: which modules they are, and which experts they choose."""
+"""Finds the routers of mixtures of experts in transformers' models, and the experts that they choose."""
 
 from __future__ import annotations
 

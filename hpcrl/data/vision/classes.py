@@ -1,4 +1,4 @@
-"""The class of transformers that a model belongs to, by what it reads."""
+"""Returns the transformers class of a model, by its inputs."""
 
 from __future__ import annotations
 

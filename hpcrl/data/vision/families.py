@@ -1,4 +1,4 @@
-"""The families of vision-language models: which of transformers' models see, and what becomes of an image in them. Without torch."""
+"""Families of vision-language models in transformers, and their processing of images. Without torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Videos as datasets and environments give them: a list of frames, or a file or a folder that has them."""
+"""Reads videos of datasets and environments: a list of frames, or a file or a folder of them."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class Video:
         """Return the video that a row or an environment gives.
 
         Args:
-            value: images as of `image_text`, in their order, or a file with frames, or the path of a folder of images, which are shown in the
-                order of their names; or of these {"video": …, "fps": …}.
+            value: images as of `image_text`, in their order, or a file with frames, or the path of a folder of images. Images of a folder
+                are ordered by name. {"video": …, "fps": …} adds the frames per second.
             folder: of relative paths; None: there are none.
 
         Raises:
@@ -137,7 +137,6 @@ def frames_of(video: Video, choice: FrameChoice) -> Iterator[Image]:
 
 
 def _facts(video: Video) -> tuple[int, float, int, int]:
-    """Return how many frames a video has, how many a second, and their height and width."""
     first = video.files[0]
     if not _ENCODED.match(first):
         height, width = size_of(first)
@@ -161,7 +160,6 @@ def _facts(video: Video) -> tuple[int, float, int, int]:
 
 
 def _all(video: Video, wanted: Sequence[int]) -> Iterator[Image | None]:
-    """Yield the frames of a video; None: it cannot be decoded, or is not the first that is wanted."""
     if not _ENCODED.match(video.files[0]):
         for file in video.files:
             yield from Frames(file)
@@ -178,7 +176,6 @@ def _all(video: Video, wanted: Sequence[int]) -> Iterator[Image | None]:
 
 @contextmanager
 def _decoder(video: Video) -> Iterator[Any]:
-    """Give OpenCV's reader of an encoded video."""
     if len(video.files) != 1:
         raise DataError(f"{_told(video)}: expected one file of a video, found {len(video.files)}")
     try:

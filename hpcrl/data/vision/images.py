@@ -1,4 +1,4 @@
-"""Images as datasets and environments give them, and as texts, which travel as JSON: an absolute path, or a data URL."""
+"""Reads images of datasets and environments, and converts them to texts for JSON: an absolute path, or a data URL."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def image_text(value: Any, folder: Path | None = None) -> str:
     """Return an image as a text: an absolute path, or a data URL.
 
     Args:
-        value: a path, a data URL, the bytes of a file, {"bytes": …, "path": …} as Hugging Face's datasets have it, {"url": …} as OpenAI's
-            messages have it, or an image of Pillow.
+        value: a path, a data URL, the bytes of a file, or an image of Pillow. Also {"bytes": …, "path": …} as in Hugging Face's datasets, or
+            {"url": …} as in OpenAI's messages.
         folder: of relative paths; None: there are none.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What a vision-language model of transformers is given beside tokens: the pixels of the images of several rows, and positions.
+"""Builds the inputs of a vision-language model beside tokens: the pixels of the images of several rows, and positions.
 
 Letters for shapes: B rows, T tokens of each, padded; N images.
 """
@@ -63,9 +63,9 @@ def plane_positions(
 ) -> torch.Tensor:
     """Return the positions [3, B, T] int64 of the tokens of rows (arXiv:2409.12191, section 2.1); 0 in padding.
 
-    A text goes on in all three planes alike, behind the largest position so far. Patches of an image have their row and column in the last two,
-    and in the first the time, in steps of arXiv:2502.13923, section 2.1.2. transformers 5.17 counts a video's seconds without their fraction, and
-    lets the text behind it go on from its height or width, however long it is; its generation and vLLM do not.
+    A text continues in all three planes alike, behind the largest position so far. Patches of an image have their row and column in the last two
+    planes, and in the first the time, in steps of arXiv:2502.13923, section 2.1.2. Transformers 5.17 counts a video's seconds without their
+    fraction. It continues the text behind a video from the video's height or width, however long the video is. Its generation and vLLM do not.
 
     Args:
         filled_BT: 1 where there is no padding.
@@ -81,7 +81,6 @@ def plane_positions(
 
 
 def _of_row(seen_T: torch.Tensor, grids: Iterator[tuple[int, int, int, float]]) -> torch.Tensor:
-    """Return the positions [3, T] of a row; the grids of its placeholders are taken."""
     length, begin, position, parts = len(seen_T), 0, 0, list[torch.Tensor]()
     places = seen_T.nonzero()[:, 0].tolist()
     at = 0

@@ -1,7 +1,7 @@
 """Images and videos in chat messages.
 
-A message that shows some has parts in the place of its text: {"type": "text", "text": …}, {"type": "image", "image": …} and {"type": "video",
-"video": […], "fps": …}, with images as of hpcrl/data/vision/images.py. Rows may also write `<image>` and `<video>` in their texts, once for each
+A message with images or videos has parts in the place of its text, with images as of hpcrl/data/vision/images.py. Parts are {"type": "text",
+"text": …}, {"type": "image", "image": …} and {"type": "video", "video": […], "fps": …}. Rows may also write `<image>` and `<video>` in their texts, once for each
 entry of the column of images or videos. An environment of a robot also shows what is measured of it, {"type": "state", "state": [numbers]}, to
 policies that take it among their images.
 """
@@ -27,8 +27,8 @@ def with_images(messages: Any, images: Any = None, folder: Path | None = None, v
     one.
 
     Args:
-        images, videos: of the row, one or a list of them, for `<image>` and `<video>` in texts and for parts that have none of their own, in
-            their order; None: the row has no such column.
+        images, videos: of the row, one or a list of them, in their order; None: the row has no such column. They fill `<image>` and
+            `<video>` in texts, and parts without content.
         folder: of relative paths; None: there are none.
 
     Raises:

@@ -1,4 +1,4 @@
-"""How OpenVLA is shown an image: resized to one size, and normalised for each of its vision transformers. Without torch."""
+"""Prepares images for OpenVLA: resized to one size, and normalised for each of its vision transformers. Without torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From an image or a video to what a model sees of it: its tensors, and the tokens that stand for it. Without torch."""
+"""Converts an image or a video to a model's inputs: its tensors, and its placeholder tokens. Without torch."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ class SeenImage:
     """An image or a video as a model sees it.
 
     Attributes:
-        tensors: PIXELS float32, [patches, numbers of a patch] where there is a GRID [1, 3] int64, or [1, 3, height, width]; SECONDS [1] float32
-            of a video where the model counts in seconds; of what is measured of a robot, which stands among images, STATES [1, numbers] float32
-            alone.
+        tensors: PIXELS float32, [patches, numbers of a patch] where there is a GRID [1, 3] int64, or [1, 3, height, width]. SECONDS [1] float32
+            of a video where the model counts in seconds. A robot's measurements, which stand among images, have STATES [1, numbers]
+            float32 alone.
         token: the placeholder of its kind.
-        ids: tokens that take the place of one placeholder in what the template writes: as many as stand for it, and what is said between.
+        ids: tokens that replace one placeholder of the template's text, with the text between frames.
         digest: of the tensors.
         source: the image itself, as of `image_text`, or the video.
         choice: which frames of a video it is; None: an image.
@@ -142,7 +142,7 @@ class ImageReader:
         try:
             check_files(model.path, **model.at_revision)
             config: Any = AutoConfig.from_pretrained(model.path, trust_remote_code=False, **model.at_revision)
-        except (OSError, ValueError):  # whoever loads the model tells it better
+        except (OSError, ValueError):  # the model's load fails with a better message
             return None
         family = family_of(config)
         if family is None:
@@ -178,7 +178,7 @@ class ImageReader:
         return FrameChoice.of(video, self._frames)
 
     def _ids_of_video(self, choice: FrameChoice) -> list[int]:
-        """Return the placeholders of a video; where the model is told moments, for each pair of frames as Qwen3-VL's processor writes them."""
+        """Return the placeholders of a video; where the prompt has timestamps, for each pair of frames as Qwen3-VL's processor writes them."""
         assert self._videos is not None, "that videos are taken was seen when their frames were chosen"
         token, count = self._config.video_token_id, self._videos.tokens(choice)
         moments = self._videos.moments(choice)
@@ -256,8 +256,8 @@ class ImageReader:
         found = [token_id for token_id in token_ids if token_id in self.never_said]
         if found != tokens:
             raise DataError(
-                f"the chat template writes {len(found)} placeholders for {len(tokens)} images and videos; it has to write one for each part of "
-                "the type image or video, of its kind, and special tokens in texts are not images"
+                f"the chat template writes {len(found)} placeholders for {len(tokens)} images and videos; it must write one for each part of "
+                "the type image or video. Special tokens in texts are no images"
             )
         left = iter(ids)
         return [next(left) if token_id in self.never_said else (token_id,) for token_id in token_ids]
@@ -282,8 +282,7 @@ def _processor(family: VisionFamily, model: Pretrained, options: Mapping[str, An
 
 
 def _tokens_of_each(config: Any, processor: Any) -> int:
-    """Return how many tokens stand for an image that is cut to one size: a token per patch, and one for the class where the tower has one
-    and it is not left out."""
+    """Return the number of tokens of an image of fixed size: one per patch, and one for the class where the tower keeps it."""
     vision = config.vision_config
     size = getattr(processor, "crop_size", None) if getattr(processor, "do_center_crop", False) else processor.size
     size = processor.size if size is None else size

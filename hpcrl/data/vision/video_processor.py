@@ -34,7 +34,7 @@ class VideoProcessor:
     Attributes:
         images: the model's image processor, on Pillow.
         videos: what its family makes of them.
-        least, most: pixels; of a frame, or where moments are told in words of all frames.
+        least, most: pixels of a frame; of all frames where the prompt has timestamps.
         frame_most: pixels of a frame at most; None: as many as `most` lets it have.
     """
 
@@ -58,11 +58,7 @@ class VideoProcessor:
         return cls(images, videos, int(least), int(most), frame_most)
 
     def grid(self, choice: FrameChoice) -> tuple[int, int, int]:
-        """Return how many patches a video has along time, height and width.
-
-        Raises:
-            DataError: frames are too narrow.
-        """
+        """Return how many patches a video has along time, height and width."""
         height, width = self._size(choice)
         side = self.images.patch_size
         return math.ceil(len(choice.places) / self._planes), height // side, width // side
@@ -79,11 +75,12 @@ class VideoProcessor:
         return [(pair[0] + pair[-1]) / 2 for pair in pairs]
 
     def tensors(self, frames: Iterable[Image], choice: FrameChoice) -> dict[str, np.ndarray]:
-        """Return what the model sees: PIXELS [patches, numbers of a patch] float32, GRID [1, 3] int64, and where the family counts in seconds
-        SECONDS [1] float32 from one pair of frames to the next; errors as of `grid`.
+        """Return the model's inputs: PIXELS [patches, numbers of a patch] float32 and GRID [1, 3] int64; errors as of `grid`.
+
+        Where the family counts in seconds, SECONDS [1] float32 is the time from one pair of frames to the next.
 
         Args:
-            frames: that were chosen, as `frames_of` yields them.
+            frames: chosen frames, as `frames_of` yields them.
         """
         import numpy as np
 
@@ -137,7 +134,6 @@ class VideoProcessor:
 
 
 def _entries(model: Pretrained) -> dict[str, Any]:
-    """Return the settings of a model's video processor, from the file that transformers takes them of."""
     from transformers.utils.hub import cached_file
 
     for name in _FILES:

@@ -1,4 +1,4 @@
-"""Videos of episodes: what the policy was shown, a frame for each turn, as an animated PNG, which browsers play and `hpcrl samples` names."""
+"""Writes videos of episodes: the policy's images, a frame for each turn, as an animated PNG."""
 
 from __future__ import annotations
 

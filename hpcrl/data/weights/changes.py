@@ -1,9 +1,9 @@
-"""What changed between two versions of the weights, exactly: for each tensor the places of the elements that differ, and their new values.
+"""Computes exact changes between two versions of the weights: for each tensor the places of different elements, and their new values.
 
 A step with a small learning rate changes few elements of bfloat16 weights: most updates are smaller than what rounding to it loses
 (docs/weights.md has measured shares). A file of changes is a safetensors file that has, of each tensor that changed,
 
-    <name>:gaps     [n] the first place, and then how far each is from the one before; in the smallest type that holds them
+    <name>:gaps     [n] first place, then the distance of each from the one before; in the smallest type that holds them
     <name>:values   [n] the new values, bit by bit, as integers of the same size
 
 or <name> itself, whole, where that is no larger. A tensor that it does not have is as it was.
@@ -49,11 +49,7 @@ def changed(before: Bits, after: Bits) -> dict[str, npt.NDArray[Any]] | None:
 
 
 class Changes:
-    """The files of changes of a version.
-
-    Raises:
-        OSError, ValueError: they cannot be opened, or are no safetensors files.
-    """
+    """The files of changes of a version."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -108,7 +104,6 @@ def apply_changes(base: Path, versions: Sequence[PublishedWeights], target: Path
 
     Raises:
         CommitError: a tensor is missing, or is another than was published.
-        OSError, ValueError: a file cannot be read or written.
     """
     with ExitStack() as opened:
         changes = list[Changes]()
@@ -127,7 +122,6 @@ def apply_changes(base: Path, versions: Sequence[PublishedWeights], target: Path
 
 
 def _apply(source: Path, changes: Sequence[Changes], target: Path) -> dict[str, str]:
-    """Write one file; return the digests of its tensors."""
     digests: dict[str, str] = {}
     with source.open("rb") as read, target.open("wb") as written:
         entries, start = header_of(read.fileno())

@@ -1,9 +1,9 @@
-"""Files on their way from one process to another, through a process group of torch that the two make, and keep for later versions.
+"""Sends files from one process to another through a torch process group, which the two create and keep for later versions.
 
-Both know the files and their sizes (over HTTP, signed); what crosses are their bytes, end to end, in parts of at most PART bytes, and at the end one byte
-back. How the two find each other, which torch keeps in a store, each tells the other over HTTP too: nothing listens but gloo, or NCCL, at
-an address that nobody else is told. Each stage, to meet, a part, the byte at the end, has `stage_s` seconds: whoever dies, stops or is lost
-with its node costs the other one that long at most, and twice that where a kept group turns out to be broken.
+Both know the files and their sizes (over HTTP, signed). The sender sends their bytes end to end, in parts of at most PART bytes, and gets one
+byte back. Both exchange their store's entries over HTTP too, so that only gloo, or NCCL, listens, at an address that no other process knows.
+Each stage (rendezvous, a part, the last byte) has `stage_s` seconds. A process that dies, stops or is lost with its node costs the other one at
+most that time, and twice that where a kept group is broken.
 
     receiver                            sender
     Pair(rank RECEIVER).tells()
@@ -111,11 +111,7 @@ class Pair:
             raise RuntimeError(f"the other process was not there within {self._stage_s:g} s") from None
 
     def send(self, data: torch.Tensor) -> None:
-        """Send a part, [at most PART] uint8 on the CPU.
-
-        Raises:
-            RuntimeError: the other one is gone, or took longer than a stage may.
-        """
+        """Send a part, [at most PART] uint8 on the CPU."""
         with torch.cuda.stream(self._stream):
             part = data if self._device.type == "cpu" else self._buffer()[: len(data)].copy_(data)
             self._finish(self._joined().send([part], 1 - self._rank, 0))
@@ -201,10 +197,6 @@ def receive_files(pair: Pair, sizes: Mapping[str, int], directory: Path) -> None
 
     Args:
         sizes: of each file, in the order in which they come.
-
-    Raises:
-        RuntimeError: as of `Pair.send`.
-        OSError: they cannot be written.
     """
     for name, size in sizes.items():
         with (directory / name).open("wb") as file:

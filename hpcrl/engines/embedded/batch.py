@@ -1,7 +1,7 @@
 """Rows that are generated together: they join while others are under way, and go when they end (continuous batching).
 
 All rows end in the same column, that of the newest token; what has a shorter prompt, or came later, begins further to the right. The samples of
-a prompt share its forward pass. What a row says depends on its own tokens and seed alone, but for rounding.
+a prompt share its forward pass. A row's response depends on its own tokens and seed alone, but for rounding.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from hpcrl.engines.embedded.sampling import (
 from hpcrl.rollout.engines.base import Generation, Heard
 from hpcrl.types import StopReason
 
-_AHEAD = 64  # columns that there is room for before the rows are laid out anew
+_AHEAD = 64  # spare columns before the rows are laid out again
 _OF_A_CHARACTER = 4  # tokens that a character may consist of
 _GONE = 0.25  # share of rows that have ended at which the others are laid out without them
 
@@ -64,7 +64,7 @@ class DecodingRequest:
     ahead: int = 0
 
     def end(self, number: int, said: Generation) -> None:
-        """Note a response."""
+        """Record a response."""
         self.ended[number] = said
         if len(self.ended) == len(self.seeds):
             self.responses.set_result([self.ended[at] for at in range(len(self.seeds))])
@@ -96,7 +96,7 @@ class _Row:
 
     @property
     def end(self) -> int:
-        """The place after the last token that it may say."""
+        """The place after the last token that it may generate."""
         return self.said_from + self.request.limit
 
 
@@ -137,13 +137,13 @@ class DecodingBatch:
 
     @property
     def size(self) -> tuple[int, int]:
-        """How many rows have not ended, and the tokens that the longest of them may have."""
+        """The number of unfinished rows, and the longest one's maximum of tokens."""
         living = self.living
         return len(living), max((row.request.longest for row in living), default=0)
 
     @torch.inference_mode()
     def join(self, requests: Sequence[DecodingRequest], version: int) -> None:
-        """Take in requests and sample the first token of each of their rows.
+        """Add requests, and sample the first token of each of their rows.
 
         Args:
             version: of the weights.
@@ -185,7 +185,7 @@ class DecodingBatch:
 
     @torch.inference_mode()
     def recompute(self) -> None:
-        """Compute the caches anew, with the weights that the model has now."""
+        """Recompute the caches with the present weights."""
         columns = self._columns
         if columns is None:
             return
@@ -200,11 +200,10 @@ class DecodingBatch:
                 tokens = tokens.masked_fill(gone[:, None], 0)
             images = [image for row in rows if row is not None for image in row.request.images]
             self._forward(tokens, self._begins[part], cache.rows(part), images)
-        # experts stay: what has been said was said with those of then
+        # experts stay: these tokens were generated with them
         cache.use(width)
 
     def _together(self, requests: Sequence[DecodingRequest]) -> list[list[DecodingRequest]]:
-        """Return the requests by forward passes over their prompts."""
         passes, longest = list[list[DecodingRequest]](), 0
         for request in requests:
             longest = max(longest, len(request.prompt))
@@ -243,7 +242,7 @@ class DecodingBatch:
         images: Sequence[SeenImage] = (),
         ahead: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the logits [R, V] after tokens that follow what the cache has.
+        """Return the logits [R, V] after tokens that follow the cached ones.
 
         Args:
             images: that the tokens show; the cache is empty then.
@@ -304,7 +303,6 @@ class DecodingBatch:
         return self._columns
 
     def _note(self, rows: Sequence[_Row]) -> None:
-        """Put what rows are asked for into vectors, [R] each."""
 
         def vector(values: list[Any], dtype: torch.dtype = torch.int64) -> torch.Tensor:
             return torch.tensor(values, dtype=dtype, device=self._device)
@@ -401,7 +399,6 @@ class DecodingBatch:
             self._rows, self._columns, self._offset = [], None, 0
 
     def _tell(self, at: int, heard: Heard) -> None:
-        """Let a row's newest token be heard of."""
         columns = self._columns
         assert columns is not None
         newest = at, columns.width - 1
@@ -424,7 +421,6 @@ class DecodingBatch:
             )
 
     def _says_stop(self, at: int, row: _Row) -> bool:
-        """Return whether the newest token of a row completes one of its stop texts."""
         assert self._columns is not None
         sampling, width = row.request.sampling, self._columns.width
         longest = max(map(len, sampling.stop)) + _OF_A_CHARACTER

@@ -1,4 +1,4 @@
-"""Key-value caches of rows that end in the same column, so that a token of all of them is written by one assignment and read without a copy."""
+"""Key-value caches of rows that end in the same column, so that one assignment writes a token of each row, and reads need no copy."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from hpcrl.errors import EngineError
 _KINDS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 
 Part = tuple[torch.Tensor, torch.Tensor, int]
-"""A tensor, the rows to take of it, and how many of its columns are in use."""
+"""A tensor, the rows to take, and how many of its columns are in use."""
 
 
 def aligned(parts: Sequence[Part], width: int, capacity: int, dim: int) -> torch.Tensor:
-    """Return rows of several tensors beside each other, their last columns in column `width - 1`; what is left of them is 0.
+    """Return rows of several tensors beside each other, their last columns in column `width - 1`; columns left of them are 0.
 
     Args:
         capacity: columns of what is returned; those from `width` on hold anything.
@@ -73,7 +73,7 @@ class _Layer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_options: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keep keys and values of further tokens, [R, H, T, D], and return those of all columns in use, [R, H, C, D]."""
+        """Append keys and values of further tokens, [R, H, T, D], and return those of all columns in use, [R, H, C, D]."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         begin, self.length = self.length, self.length + key_states.shape[2]
@@ -138,18 +138,18 @@ class ColumnCache(Cache):
         return found
 
     def use(self, length: int) -> None:
-        """Say how many columns are in use; what was in others counts no more."""
+        """Set the number of columns in use; later columns are ignored."""
         for layer in self.layers:
             layer.length = length
 
 
 @dataclass
 class CacheColumns:
-    """What rows have in their columns, [R, C] each, and the caches of all columns in use but the last.
+    """Contents of the rows' columns, [R, C] each, and the caches of all columns in use but the last.
 
     Attributes:
-        tokens: int64; prompts and what was said.
-        logprobs: float32, of what was said.
+        tokens: int64; prompts and responses.
+        logprobs: float32, of responses.
         versions: int32, that chose it.
         experts: [R, C, L, k] int16, that each token but the last went to; None: nobody asks.
     """

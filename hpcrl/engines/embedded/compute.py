@@ -1,4 +1,4 @@
-"""The thread that computes: one token of all rows after the other, and between two tokens whatever else touches the model."""
+"""The compute thread: one token of all rows after the other, and between two tokens all other uses of the model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _GATHER_S = 0.002  # between two of the requests that are made together; a token
 
 @dataclass(frozen=True)
 class Limits:
-    """What there is room for.
+    """Capacity of the engine.
 
     Attributes:
         rows: that are generated together at most.
@@ -36,7 +36,7 @@ class Limits:
 
 
 class Compute:
-    """The thread and its work.
+    """The compute thread and its requests.
 
     Attributes:
         limits: what there is room for.
@@ -101,7 +101,7 @@ class Compute:
         def run() -> None:
             try:
                 future.set_result(function())
-            except BaseException as error:  # noqa: BLE001  it is raised again by whoever waits
+            except BaseException as error:  # noqa: BLE001  it is raised again by the waiting call
                 future.set_exception(error)
 
         with self._news:
@@ -111,11 +111,11 @@ class Compute:
         return future
 
     def recompute(self) -> None:
-        """Compute the caches of all rows anew; call it between tokens only."""
+        """Recompute the caches of all rows; call it between tokens only."""
         self._batch.recompute()
 
     def end(self) -> None:
-        """Compute no more; return when the token under way is computed: an interpreter that ends meanwhile is aborted by torch."""
+        """Stop the thread; return when the current token is computed: an interpreter that ends meanwhile is aborted by torch."""
         with self._news:
             self._ending = True
             self._news.notify()
@@ -147,21 +147,20 @@ class Compute:
                     self._batch.join(requests, self.version)
                 elif self._batch.size[0]:
                     self._batch.step(self.version)
-        except BaseException as error:  # noqa: BLE001  it is raised again by whoever waits
+        except BaseException as error:  # noqa: BLE001  it is raised again by the waiting call
             with self._news:
                 self.failure = error
                 for future in list(self._pending):
                     future.set_exception(error)
 
     def _gather(self) -> None:
-        """Wait as long as further requests come: those that are made together begin together, in one pass over their prompts."""
+        """Wait as long as further requests come: concurrent ones share one pass over their prompts."""
         known = 0
         while len(self._requests) > known:
             known = len(self._requests)
             time.sleep(_GATHER_S)
 
     def _admitted(self) -> list[DecodingRequest]:
-        """Take the requests that there is room for; one at least, where nothing else is under way."""
         found = list[DecodingRequest]()
         rows, longest = self._batch.size
         while self._requests:

@@ -159,7 +159,7 @@ class EmbeddedEngine(InProcessEngine):
 
     @torch.inference_mode()
     def _logits(self, token_ids: Sequence[int]) -> torch.Tensor:
-        """Return those of each token but the first, given those before it, [T - 1, V] float32."""
+        """Return the logits of each token but the first, [T - 1, V] float32."""
         tokens = torch.tensor([list(token_ids)], device=self._model.device)
         return self._model(input_ids=tokens, use_cache=False).logits[0, :-1].float()
 
@@ -177,7 +177,6 @@ class EmbeddedEngine(InProcessEngine):
 
 
 def _in_loop(heard: Heard) -> Heard:
-    """Return what has the running loop call `heard`, from any thread."""
     loop = asyncio.get_running_loop()
 
     def tell(token_ids: Sequence[int], logprobs: Sequence[float]) -> None:

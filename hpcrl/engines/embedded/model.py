@@ -42,7 +42,7 @@ def load_model(source: ConfiguredModel, dtype: str, device: torch.device) -> Pre
 
 
 def _attention(config: PreTrainedConfig) -> str:
-    """Return the kernel that computes what a model's attention is: scaled_dot_product_attention caps no scores, and knows no sinks."""
+    """Return the attention kernel for a model: scaled_dot_product_attention has neither capped scores nor sinks."""
     model_class: Any = AutoModelForCausalLM._model_mapping.get(type(config), None)
     capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
     return "eager" if capped or not getattr(model_class, "_supports_sdpa", True) else "sdpa"
@@ -50,7 +50,7 @@ def _attention(config: PreTrainedConfig) -> str:
 
 @torch.inference_mode()
 def replace_weights(model: PreTrainedModel, tensors: dict[str, torch.Tensor], source: Path) -> None:
-    """Give a model other weights. Raises EngineError where they are not those of this model.
+    """Replace a model's weights. Raises EngineError where they are not those of this model.
 
     Args:
         tensors: by their names on disk, which may be others than the model's own, such as those of single experts: transformers knows

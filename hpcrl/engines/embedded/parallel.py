@@ -22,7 +22,7 @@ def decodes_in_parallel(model: PreTrainedModel) -> bool:
 
 @torch.inference_mode()
 def said_at_once(model: PreTrainedModel, asked: Sequence[Any], end: int, version: int) -> list[list[Generation]]:
-    """Return the responses to each of some requests, which have prompts of their own and as many tokens to say.
+    """Return the responses to some requests with prompts of their own and equally many tokens to generate.
 
     Args:
         asked: as of `batch.Request`.

@@ -30,12 +30,12 @@ def launch(config: Config, place: EnginePlace) -> Launched:  # noqa: ARG001
 
 @dataclass(frozen=True)
 class EmbeddedOptions:
-    """What one replica runs.
+    """Options of one replica.
 
     Attributes:
         max_model_len: tokens of prompt and response together at most.
         on_cpu: whether it has no GPU.
-        records_experts: whether it tells of the experts that tokens go to.
+        records_experts: whether it returns the experts of tokens.
         memory_share: of the GPU's memory, for model and caches.
     """
 
@@ -79,7 +79,7 @@ class Embedded(InProcess[tuple[PreTrainedModel, Compute]]):
         ends = sorted(end_ids(tokenizer, options.model, ()), key=lambda one: one != tokenizer.eos_token_id)
         if options.records_experts and not routers(model):
             raise EngineError(
-                f"trainer.policy.experts.router_replay: {type(model).__name__} has no routers that transformers tells of"
+                f"trainer.policy.experts.router_replay: {type(model).__name__} has no routers known to transformers"
             )
         recorder = ExpertRecorder(model) if options.records_experts else None
         batch = DecodingBatch(model, ends, decoder(tokenizer), options.engine.max_num_batched_tokens, recorder)

@@ -19,14 +19,14 @@ _GOLDEN, _MIX_1, _MIX_2 = (value - (1 << 64) for value in (0x9E3779B97F4A7C15, 0
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the samples of a request are made; names as vLLM has them.
+    """Sampling parameters of a request; names are vLLM's.
 
     Attributes:
         logprobs: above 0: the tokens that each was sampled among are wanted too, or, where sampling leaves none out, as many of the most
             probable ones.
         logit_bias: what is added to the logits of tokens.
         stop_token_ids: ids that end a response, with `ignore_eos` too.
-        allowed_token_ids: all that may be said; empty: every token.
+        allowed_token_ids: the only tokens to sample; empty: every token.
     """
 
     max_tokens: int = 16
@@ -45,7 +45,7 @@ class Sampling:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Sampling:
-        """Return what a request asks for.
+        """Parse the parameters of a request.
 
         Raises:
             RefusedRequestError: it has a parameter that this engine does not know, or a value that means nothing.
@@ -78,7 +78,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Choice:
-    """Tokens that were sampled.
+    """Sampled tokens.
 
     Attributes:
         tokens: [R] int64.
@@ -215,7 +215,7 @@ def biased(logits_RV: torch.Tensor, biases_RK2: torch.Tensor) -> torch.Tensor:
 
 
 def allowed(rows: Sequence[Sampling], device: torch.device) -> torch.Tensor | None:
-    """Return the tokens that each row may say, [R, K] int64, padded with its first, -1 for all; None: all rows may say all."""
+    """Return the allowed tokens of each row, [R, K] int64, padded with its first, -1 for all; None: no row is restricted."""
     most = max((len(row.allowed_token_ids) for row in rows), default=0)
     if not most:
         return None
@@ -224,7 +224,7 @@ def allowed(rows: Sequence[Sampling], device: torch.device) -> torch.Tensor | No
 
 
 def among_allowed(logits_RV: torch.Tensor, ids_RK: torch.Tensor) -> torch.Tensor:
-    """Return logits with those of tokens that a row may not say so low that their probability is 0."""
+    """Return logits with those of other tokens than the allowed ones so low that their probability is 0."""
     ids = ids_RK.clamp(min=0)
     kept_RV = torch.full_like(logits_RV, _NEGLIGIBLE).scatter(1, ids, logits_RV.gather(1, ids))
     return torch.where(ids_RK[:, :1] < 0, logits_RV, kept_RV)

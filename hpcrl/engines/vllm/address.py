@@ -1,4 +1,4 @@
-"""Where a vLLM server answers, and where one listens."""
+"""Addresses of vLLM servers, for clients and for listening."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Address:
 
 @dataclass(frozen=True)
 class Listen:
-    """Where a server listens that is no run's own.
+    """Address of a server outside of runs.
 
     Attributes:
         certificate, private_key: for TLS; None: without.

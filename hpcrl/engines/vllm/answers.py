@@ -74,6 +74,6 @@ def generation_of(choice: Mapping[str, Any], running: Running) -> Generation:
 
 
 def most_probable(tops: Sequence[Mapping[str, Any]], count: int) -> list[int]:
-    """Return the most probable ones of those tokens that vLLM tells: the sampled one first, then others."""
+    """Return the most probable of the tokens with log-probabilities in vLLM's answer: the sampled one first, then others."""
     ordered = sorted(tops, key=lambda top: -top["logprob"])[:count]
     return [int(top["token"].removeprefix(TOKEN_ID)) for top in ordered]

@@ -43,7 +43,7 @@ _SLEEP, _WAKE = "/sleep", "/wake_up"
 _LOADING = ("/start_weight_update", "/update_weights", "/finish_weight_update", _ADD_ADAPTER, _SLEEP, _WAKE)
 _NAMED = "generate-tokens-"  # what vLLM puts before a request's id
 _JSON = {"content-type": "application/json"}
-_AT_ONCE = aiohttp.ClientTimeout(total=5.0)  # of what the server answers whatever the engine does
+_AT_ONCE = aiohttp.ClientTimeout(total=5.0)  # of routes that the server answers without the engine
 _BUFFER = 2**26  # bytes of an answer that may wait to be read; twice as long may be one event of a stream
 _DECODED = 8  # tokens of the check of decoding, and of its prompt
 _GREEDY = 1e-5  # vLLM samples greedily at temperatures below
@@ -88,7 +88,7 @@ class EngineClient(Engine):
         self._http = aiohttp.ClientSession(
             connector=address.connector(),
             headers=headers,
-            # a generation may take any time; whoever watches the server ends the wait when it dies or hangs
+            # a generation may take any time; the watchdog ends the wait when the server dies or hangs
             timeout=aiohttp.ClientTimeout(total=None),
             read_bufsize=_BUFFER,
         )
@@ -205,7 +205,7 @@ class EngineClient(Engine):
         loaded = time.monotonic() - loading
         woke += await self._wake("kv_cache")
         if (held := await self.weight_version()) != str(version):
-            raise EngineError(f"{self._who} was given the weights of version {version} and says that it holds {held!r}")
+            raise EngineError(f"{self._who} was given the weights of version {version} and reports version {held!r}")
         check_ranks(await self._proofs(_PROOF), weights, self._who)
         counts = await self._call("GET", PATH)
         for name, running in self._running.items():
@@ -248,7 +248,7 @@ class EngineClient(Engine):
         return {"weights/wake_seconds": seconds} if woke else {}
 
     async def _load_adapter(self, weights: PublishedWeights) -> dict[str, float]:
-        """Load a version beside those that there are: what runs goes on with the adapter that it began with."""
+        """Load a version beside the present ones: running requests keep the adapter that they began with."""
         started = time.monotonic()
         woke = await self._wake("weights") + await self._wake("kv_cache")
         await self._call(
@@ -267,7 +267,7 @@ class EngineClient(Engine):
         return {"weights/pause_seconds": 0.0, "weights/load_seconds": loaded, **self._woken(woke)}
 
     async def _proofs(self, method: str, *args: Any) -> list[dict[str, Any]]:
-        """Return what each rank says that it holds; those of all copies of the weights are counted on."""
+        """Return the weight proof of each rank; the ranks of all copies of the weights are numbered consecutively."""
         cores = await self._on_each_rank(method, *args)
         return [
             {**proof, "rank": copy * proof["of"] + proof["rank"], "of": len(cores) * proof["of"]}
@@ -276,7 +276,6 @@ class EngineClient(Engine):
         ]
 
     async def _on_each_rank(self, method: str, *args: Any) -> list[list[Any]]:
-        """Return what the ranks of each copy of the weights answer."""
         return await self._on_each_core("collective_rpc", method, None, args, {})
 
     async def _on_each_core(self, method: str, *args: Any) -> list[Any]:
@@ -293,11 +292,7 @@ class EngineClient(Engine):
         return found
 
     async def _check_decoding(self, prompt: list[int], limit: float) -> None:
-        """Compare tokens that the engine decodes with a prefill of the same: CUDA graphs of decoding might hold tensors of earlier weights.
-
-        Raises:
-            EngineError: their log-probabilities differ by more than `limit` in the mean.
-        """
+        """Compare tokens that the engine decodes with a prefill of the same: CUDA graphs of decoding might hold tensors of earlier weights."""
         _, (choice,) = await self._computed(prompt, _DECODED)
         tokens = choice["token_ids"]
         decoded = chosen_logprobs(choice["logprobs"]["content"], masked=False)[0]
@@ -327,7 +322,7 @@ class EngineClient(Engine):
             await self._on_each_core("reset_encoder_cache")
 
     async def weight_version(self) -> str:
-        """Return the version that the engine says it holds; "default" before the first update."""
+        """Return the version that the engine reports; "default" before the first update."""
         return (await self._call("GET", "/weight_info"))["weight_version"]
 
     async def tokens(self) -> float | None:
@@ -366,13 +361,8 @@ class EngineClient(Engine):
         await self._http.close()
 
     async def prompt_logprobs(self, token_ids: Sequence[int], top_k: int) -> list[dict[str, Any] | None]:
-        """Return for each token its log-probability after those before it, and those of the `top_k` most probable tokens in its place: token id
-        as a text -> {logprob, rank}, at temperature 1 and over the whole vocabulary; None for the first token.
-
-        Raises:
-            RefusedRequestError: the engine refuses the request.
-            EngineError: the engine failed.
-        """
+        """Return for each token its log-probability, and those of the `top_k` most probable tokens at its position: token id as a text ->
+        {logprob, rank}, at temperature 1 and over the whole vocabulary. The first token has None."""
         params = {"prompt_logprobs": top_k, "max_tokens": 1, "detokenize": False}
         request = {"request_id": uuid.uuid4().hex, "token_ids": list(token_ids), "sampling_params": params}
         answer = await self._call("POST", _GENERATE, json=request)
@@ -380,7 +370,6 @@ class EngineClient(Engine):
 
     @asynccontextmanager
     async def _sent(self, method: str, path: str, **request: Any) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Have the answer to a request, of any status, whose body is yet to be read."""
         try:
             # what a redirect names is another server, which must not get the key
             async with self._http.request(method, self._url + path, allow_redirects=False, **request) as answer:
@@ -414,7 +403,6 @@ class EngineClient(Engine):
             return json.loads(content) if answer.content_type == "application/json" else {}
 
     async def _events(self, path: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        """Return the events of an answer as they come."""
         async with self._asked("POST", path, json=body) as answer:
             async for line in answer.content:
                 if not line.startswith(b"data: {"):

@@ -1,4 +1,4 @@
-"""Images and videos in requests to vLLM: the tensors that the trainer computes with too, in the place of vLLM's own preparation of images."""
+"""Images and videos in requests to vLLM: the trainer's tensors in place of vLLM's own preparation of images."""
 
 from __future__ import annotations
 
@@ -32,13 +32,10 @@ class _Item:
 
 
 def features(prompt_ids: Sequence[int], images: Sequence[SeenImage], salt: str) -> dict[str, Any]:
-    """Return what a request to generate says of the images and videos in its prompt, at least one.
+    """Return the multimodal features of a prompt in a request to vLLM, at least one.
 
     Args:
         salt: vLLM takes what its tower made of an image for another request with this salt; with another one, the tower looks again.
-
-    Raises:
-        RefusedRequestError: the prompt has not the placeholders of these images.
     """
     found: dict[str, Any] = {"mm_hashes": {}, "mm_placeholders": {}, "kwargs_data": {}}
     for item in _items(prompt_ids, images):
@@ -77,7 +74,6 @@ def _items(prompt_ids: Sequence[int], images: Sequence[SeenImage]) -> Iterator[_
 
 @lru_cache(_KEPT)
 def _encoded(image: SeenImage, modality: str, part: int, parts: int) -> str:
-    """Return the tensors of an image, or of one of its parts, as vLLM's token route takes them."""
     # importing these takes seconds, and most runs have no images
     import torch
     from vllm.entrypoints.scale_out.token_in_token_out.mm_serde import encode_mm_kwargs_item

@@ -1,4 +1,4 @@
-"""What vLLM would refuse when it starts: options that it does not have, sizes that do not fit the model, adapters and images that it does not load."""
+"""Checks of vLLM's options before a start: unknown options, sizes that do not fit the model, adapters and images that it does not load."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _unknown(path: str, given: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _sizes(config: Config, entries: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield sizes that a model cannot be shared by."""
+    """Yield sizes by which a model cannot be sharded."""
     path, engine = "generator.inference_engine", config.generator.inference_engine
     of = f"of the model at {config.trainer.policy.model.path} (its config.json)"
     heads, layers = entries.get("num_attention_heads"), entries.get("num_hidden_layers")
@@ -113,7 +113,7 @@ def _adapters(config: Config, entries: Mapping[str, Any]) -> Iterator[Problem]:
 
 @cache
 def loads_lora(architecture: str) -> bool | None:
-    """Return whether vLLM loads adapters for a model, read from its source without importing it; None: it cannot be told."""
+    """Return whether vLLM loads adapters for a model, read from its source without importing it; None: unknown."""
     spec = find_spec("vllm")
     places = list(spec.submodule_search_locations or ()) if spec else []
     models = Path(places[0], "model_executor", "models") if places else None
@@ -126,10 +126,10 @@ def loads_lora(architecture: str) -> bool | None:
 
 
 def _inherits_lora(models: Path, module: str, name: str) -> bool:
-    """Return whether a class of vLLM's models has, or may have, the base class SupportsLoRA, maybe by another class of them."""
+    """Return whether a class of vLLM's models has, or may have, the base class SupportsLoRA, maybe inherited."""
     path = models / f"{module}.py"
     if not path.is_file():
-        return True  # not known, and vLLM will say
+        return True  # unknown; vLLM will check
     body = ast.parse(path.read_text("utf-8")).body
     bases = [
         ast.unparse(base)

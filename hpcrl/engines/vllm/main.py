@@ -1,8 +1,7 @@
 """Main module of the vLLM server process: `python -m hpcrl.engines.vllm.main <options of vLLM's API server>`.
 
-It exists for one reason: no process of the engine may outlive the worker. The engine's processes are made by multiprocessing's
-spawn, which imports the main module before anything else, so the line below runs first in each of them, seconds before
-vLLM is imported.
+It exists for one reason: no process of the engine may outlive the worker. The engine's processes are made by multiprocessing's spawn,
+which imports the main module before anything else. So the line below runs first in each process, seconds before vLLM is imported.
 """
 
 from __future__ import annotations

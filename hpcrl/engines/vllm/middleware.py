@@ -96,7 +96,7 @@ class TokenRequired:
 
 
 class Leases:
-    """Who has a server that works for one client at a time.
+    """Lease of a server that works for one client at a time.
 
     Attributes:
         owner: name of who has it; empty: nobody.
@@ -125,7 +125,7 @@ class Leases:
         return True
 
     def end(self, lease: str) -> None:
-        """Let others have the server, if this is the lease."""
+        """Release the server, if this is the lease."""
         if self._lease and same(lease, self._lease):
             self.owner, self._lease = "", ""
 
@@ -165,7 +165,7 @@ LEASE_PATH = "/hpcrl/lease"
 async def on_each_core(engine: Any, method: str, args: Sequence[Any]) -> list[Any]:
     """Call each of a server's engine cores, of which there are data_parallel_size, and return what each answers.
 
-    vLLM's own routes call all of them too, and tell what the first one answers.
+    vLLM's own routes call all cores too, and return the first one's answer.
 
     Args:
         engine: the server's `vllm.v1.engine.async_llm.AsyncLLM`.
@@ -177,7 +177,7 @@ async def on_each_core(engine: Any, method: str, args: Sequence[Any]) -> list[An
 
 
 async def facts(engine: Any) -> dict[str, Any]:
-    """Return what the holder of a lease has to know of a server.
+    """Return a server's properties for the holder of a lease.
 
     Args:
         engine: as in `on_each_core`.
@@ -207,11 +207,11 @@ def tokens_so_far(engine: Any) -> dict[str, dict[int, int]]:
 def ended_samples(
     engine: Any, told: Mapping[str, set[int]]
 ) -> tuple[dict[str, list[dict[str, Any]]], dict[str, set[int]]]:
-    """Return the samples that have ended of requests which have not, as vLLM answers them at the end, and which ones have been told.
+    """Return the finished samples of unfinished requests, as vLLM answers them at the end, and the keys of all reported samples.
 
     Args:
         engine: as in `on_each_core`.
-        told: those that were told before, by request id and index.
+        told: samples that were reported before, by request id and index.
     """
     parents = {state.external_req_id: state.parent_req for state in engine.output_processor.request_states.values()}
     said, now_told = dict[str, list[dict[str, Any]]](), dict[str, set[int]]()

@@ -1,4 +1,4 @@
-"""What a replica of vLLM needs of each of its GPUs for weights, and how many tokens the rest has room for. Arithmetic on shapes; all of it estimates."""
+"""Memory plan of a vLLM replica: bytes of weights per GPU, and tokens of cache in the rest. All numbers are estimates from shapes."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def engine_sizes(engine: InferenceEngineConfig, shapes: Shapes, memory: float) -
 
 
 def _bytes(weight: Weight, engine: InferenceEngineConfig) -> float:
-    """Return what a GPU has of a weight: a part of matrices, as vLLM's parallel layers do, of experts by data parallelism too."""
+    """Return the bytes of a weight on one GPU: a shard of matrices, as vLLM's parallel layers have, of experts by data parallelism too."""
     size = _BYTES[engine.model_dtype]
     matrix = len(weight.shape) > 1
     if matrix and engine.quantization and _LAYER.search(weight.name) and not _KEPT.search(weight.name):

@@ -1,4 +1,4 @@
-"""The processes of a vLLM server on this node, as Linux shows them: whether those that compute are all there, and the shared memory that they have."""
+"""Processes of a vLLM server on this node, from /proc: whether all compute processes are there, and their shared memory."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A vLLM server that somebody else started (generator.inference_engine.remote_urls): whether it may be used, and how it is asked.
+"""An external vLLM server (generator.inference_engine.remote_urls): its checks, its lease and its client.
 
-`hpcrl engine` starts one whose versions can be proven. It works for one worker at a time: that one has a lease, which each of its requests
-shows, and which ends when nothing is asked for a minute, or with the server. So no other run changes its weights unseen, and a server that
-was started anew is not taken for the one that got the newest version.
+`hpcrl engine` starts one whose versions can be proven. It works for one worker at a time, the holder of a lease. Each request shows the
+lease, which ends after a minute without requests, or with the server. So no other run changes its weights unseen, and a restarted server
+is not taken for the one that got the newest version.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _NOT_OURS = (
 
 @dataclass(frozen=True)
 class RemoteOptions:
-    """What is asked of a server that somebody else started.
+    """Requirements of an external server.
 
     Attributes:
         owner: who asks it, and may take it over from an earlier process of the same name.
@@ -77,7 +77,7 @@ def remote_options(config: Config, owner: str, replica: int, *, trains: bool) ->
 
 
 class Remote(Launched):
-    """A server that is there already; `stop` leaves it as it is, for others.
+    """An external server that runs already; `stop` leaves it running for others.
 
     Raises:
         ConfigError: its key, its certificate or its address is none that may be used.
@@ -107,11 +107,7 @@ class Remote(Launched):
         raise self._refused(f"{why}, for {timeout_s:.0f} s ({_SECTION}.start_timeout_seconds)")
 
     def _take(self, http: httpx.Client) -> str | None:
-        """Take the server for this process; return why it cannot be had yet, or None.
-
-        Raises:
-            EngineError: it cannot be used.
-        """
+        """Take the server for this process; return why it cannot be had yet, or None."""
         answer = http.post(LEASE_PATH, headers={OWNER: quote(self._options.owner, safe=" /")})
         if answer.status_code == 401:
             raise self._refused(f"it refuses the key of {_SECTION}.remote_key_file ({self._options.key_file})")
@@ -156,7 +152,7 @@ class Remote(Launched):
         )
 
     def alive(self) -> bool:
-        return True  # there is no process to look at; requests tell
+        return True  # there is no process to look at; requests fail
 
     def failure(self, what: str) -> EngineError:
         return self._refused(f"{what}; what it says is where it was started")
@@ -182,7 +178,7 @@ class RemoteClient(EngineClient):
 
 
 def _plain_facts(http: httpx.Client, refused: Callable[[str], EngineError]) -> dict[str, Any]:
-    """Return what a vLLM server without hpcrl's middleware says of itself."""
+    """Return the properties that a vLLM server without hpcrl's middleware reports."""
     models = http.get("/v1/models")
     if models.status_code == 401:
         raise refused(f"it refuses the key of {_SECTION}.remote_key_file")
@@ -211,7 +207,7 @@ def _check_certificates(address: Address) -> None:
 
 
 def check_network(address: Address) -> None:
-    """Raise ConfigError where the key, and all that is said, would cross a public network in the clear.
+    """Raise ConfigError where the key, and all requests, would cross a public network unencrypted.
 
     Raises:
         ConfigError: they would.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hpcrl.config import Config
-from hpcrl.engines.vllm.multi_node import start_first
+from hpcrl.engines.vllm.multi_node import start_first_node
 from hpcrl.engines.vllm.server import Server, server_options
 from hpcrl.rollout.engines.base import Launched
 from hpcrl.rollout.engines.launch import EnginePlace
@@ -17,5 +17,5 @@ def launch(config: Config, place: EnginePlace) -> Launched:
         owner = f"{place.log.stem} of {place.run.path}"
         return Remote(remote_options(config, owner, place.replica, trains=place.trains))
     if place.trains and config.engine_nodes > 1:
-        return start_first(config, place)
+        return start_first_node(config, place)
     return Server(server_options(place.run, config), place.directory, place.log)

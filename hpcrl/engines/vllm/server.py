@@ -58,7 +58,7 @@ _PREFIX = re.compile(r"^\(\w+ pid=\d+\) (?:[A-Z]+ [\d-]+ [\d:]+ \[[\w.]+:\d+\] ?
 
 
 @dataclass(frozen=True)
-class EnginePart:
+class EngineNode:
     """One node's part of an engine that is on several.
 
     Attributes:
@@ -89,7 +89,7 @@ class EnginePart:
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """What one replica serves.
+    """Options of one replica's server.
 
     Attributes:
         model: has the initial weights and the tokenizer.
@@ -104,8 +104,8 @@ class ServerOptions:
         recorded_iterations: that it has Nsight Systems record, under which this process runs; 0: none.
         sleeps: whether it leaves its GPUs to the trainer in between.
         listen: where it serves others than this process, one at a time; None: this one alone, at a socket.
-        part: of an engine on several nodes; None: the whole.
-        records_experts: whether it tells of the experts that tokens go to.
+        node: of an engine on several nodes; None: it is on one.
+        records_experts: whether it returns the experts of tokens.
         image_processor_kwargs: data.image_processor_kwargs; it makes room for the largest images that they allow.
     """
 
@@ -125,7 +125,7 @@ class ServerOptions:
     recorded_iterations: int = 0
     sleeps: bool = False
     listen: Listen | None = None
-    part: EnginePart | None = None
+    node: EngineNode | None = None
     records_experts: bool = False
     image_processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
@@ -178,7 +178,7 @@ class Server(Launched):
         return not self._lost and self._process.poll() is None
 
     def _note_shared_memory(self) -> None:
-        """Write down what has to be removed, for whoever does so where this process is killed."""
+        """Write the names of shared memory to remove, for the case that this process is killed."""
         if found := shared_memory(self.pid):
             note_shared_memory(self._directory, found)
 
@@ -230,7 +230,7 @@ class Server(Launched):
         return EngineError(f"the inference engine {what}{ended}: {first}\n{tail}\n  whole log: {self._log}")
 
     def _refusal(self) -> ConfigError | None:
-        """Return that vLLM refuses its options or the model, which no further start changes; None: it ended for another reason."""
+        """Return the error where vLLM refuses its options or the model, which no further start changes; None: another reason."""
         said = self._said()
         refused = self._process.poll() == _USAGE or _REFUSED.search(said)
         return ConfigError(str(self.failure("did not start"))) if refused and not _UNREACHABLE.search(said) else None
@@ -293,8 +293,8 @@ def _command(options: ServerOptions, socket: Path) -> list[str]:
         **_of_adapters(options),
         **_binding(options),
     }
-    if options.part:
-        arguments |= options.part.options
+    if options.node:
+        arguments |= options.node.options
     if options.recorded_iterations:
         window = {"delay_iterations": _UNRECORDED, "max_iterations": options.recorded_iterations}
         arguments["profiler-config"] = {"profiler": "cuda", **window}
@@ -360,7 +360,7 @@ def _environment(options: ServerOptions, directory: Path) -> dict[str, str]:
     environment = {
         **os.environ,
         "VLLM_SERVER_DEV_MODE": "1",  # the weight-update routes
-        **(_ONE_NODE if options.part is None else {"VLLM_HOST_IP": os.environ["HPCRL_ADDRESS"]}),
+        **(_ONE_NODE if options.node is None else {"VLLM_HOST_IP": os.environ["HPCRL_ADDRESS"]}),
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_RPC_BASE_PATH": str(directory),
         "TMPDIR": str(directory),
@@ -409,12 +409,12 @@ def compile_cache() -> Path | None:
 
 
 def server_options(run: Run, config: Config) -> ServerOptions:
-    """Return what a run's own engine serves."""
+    """Return the options of a run's own engine."""
     return _options(config, run.name, run.token)
 
 
 def served_options(config: Config, key_file: Path, listen: Listen) -> ServerOptions:
-    """Return what an engine serves that runs of this configuration may use as another's."""
+    """Return the options of an engine that runs of this configuration may use as an external one."""
     return replace(_options(config, "", key_file), listen=listen, sleeps=False, recorded_iterations=0)
 
 

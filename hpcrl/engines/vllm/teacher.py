@@ -1,6 +1,6 @@
-"""A vLLM engine that only judges: the log-probabilities of prompts, by which a scorer's teacher says what it thinks of finished samples.
+"""A vLLM engine as a scorer's teacher: log-probabilities of the tokens of finished samples.
 
-They are of whole distributions at temperature 1: vLLM processes no logits of prompts. What needs others is refused by hpcrl/config/rules.
+They are of whole distributions at temperature 1: vLLM processes no logits of prompts. hpcrl/config/rules refuse settings that need others.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class EngineTeacher:
         self._run, self._server, self._top_k = run, server, top_k
 
     def scores(self, groups: Sequence[GroupMeta], before: Callable[[], None]) -> dict[str, list[RowScores]]:
-        """Return what the model says of the groups, by their ids: for each row; as ScoringModel.scores.
+        """Return the scores of the groups' rows, by group id; as ScoringModel.scores.
 
         Args:
             before: called whenever a row is scored.
@@ -77,11 +77,11 @@ class EngineTeacher:
 
 
 def row_scores(row: Row, said: Sequence[Mapping[str, Any] | None], top_k: int) -> RowScores:
-    """Return what an engine says of a row of T tokens, as a scorer hands it over.
+    """Return the scores of a row of T tokens from an engine's answer.
 
     Args:
-        said: for each token its log-probability and those of the most probable ones in its place, with their ranks, by their ids as texts; None
-            for the first one.
+        said: for each token its log-probability and those of the most probable ones at its position, with their ranks, by their ids as
+        texts; None for the first one.
     """
     length = len(row.token_ids)
     trained_T = np.append(row.loss_mask[1:] > 0, False)
@@ -94,7 +94,7 @@ def row_scores(row: Row, said: Sequence[Mapping[str, Any] | None], top_k: int) -
         if top_k:
             best = sorted((one["rank"], int(token_id), one["logprob"]) for token_id, one in entries.items())[:top_k]
             ids_TK[at], top_TK[at] = [token_id for _, token_id, _ in best], [logprob for *_, logprob in best]
-    # vLLM says -9999 in the place of minus infinity, as JSON has no such number
+    # vLLM returns -9999 for minus infinity, as JSON has no such number
     if not (np.isfinite(logprobs_T).all() and np.isfinite(top_TK).all() and logprobs_T.min(initial=0.0) > _NEVER):
         return _no_scores(length, top_k)
     return RowScores(logprobs_T, ids_TK, top_TK) if top_k else RowScores(logprobs_T)
@@ -112,7 +112,7 @@ _NEVER = -9000.0
 
 def teacher_options(run: Run, config: Config, scorers: ScorerSet, own: TeacherEngineConfig) -> ServerOptions:
     """Return what the engine of a teacher serves."""
-    trainer, longest = config.trainer, longest_sample(config) + 1  # it says one token, which nobody reads
+    trainer, longest = config.trainer, longest_sample(config) + 1  # it generates one token, which is ignored
     return ServerOptions(
         model=scorers.model,
         engine=InferenceEngineConfig(
@@ -136,14 +136,11 @@ def teacher_options(run: Run, config: Config, scorers: ScorerSet, own: TeacherEn
 def engine_teacher(
     run: Run, config: Config, scorers: ScorerSet, log: Path, still_waiting: Callable[[], None]
 ) -> Iterator[EngineTeacher]:
-    """Have the teacher of one scorer within the `with` statement, once its engine is ready.
+    """Run the teacher of one scorer within the `with` statement, once its engine is ready.
 
     Args:
         log: file of what the engine's own processes say.
         still_waiting: called now and then while it starts.
-
-    Raises:
-        EngineError: it does not start.
     """
     own = config.trainer.distillation.engine
     with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""The weight engine `shared_fs`: loads a published version from the run directory into a running vLLM worker, and says what it has loaded.
+"""The weight engine `shared_fs`: loads a published version from the run directory into a running vLLM worker, and reports its digest.
 
 vLLM's workers import it for the class that `--worker-extension-cls` names, before they make their weight engine.
 """
@@ -36,7 +36,7 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """Where the new weights are.
+    """Path of the new weights.
 
     Attributes:
         path: a committed version, weights/v<k> of the run directory.
@@ -103,7 +103,7 @@ WeightTransferEngineFactory.register_engine("shared_fs", SharedFilesystemEngine)
 
 
 class WeightProof:
-    """What vLLM's workers can do beside what vLLM gives them."""
+    """Extension of vLLM's workers: the proof of their weights."""
 
     def weight_proof(self) -> dict[str, Any]:
         """Return this rank, how many there are, and what it holds."""
@@ -111,7 +111,7 @@ class WeightProof:
         return _of_rank(worker) | (worker.weight_transfer_engine.held or {})
 
     def adapter_proof(self, path: str, number: int) -> dict[str, Any]:
-        """Return the same for an adapter: what this rank reads where it was loaded from, if it was.
+        """Return the proof of an adapter: a digest of its files as this rank reads them.
 
         Args:
             number: vLLM's.
@@ -127,7 +127,7 @@ def _of_rank(worker: Any) -> dict[str, Any]:
 
 
 def _forget_packed_experts(model: torch.nn.Module) -> None:
-    """Have a mixture's experts be packed for a CPU again, which vLLM 0.31 does where it makes their kernel, and that is once."""
+    """Repack a mixture's experts for a CPU: vLLM 0.31 packs them only where it makes their kernel, once."""
     for module in model.modules() if current_platform.is_cpu() else ():
         method = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:
@@ -135,14 +135,14 @@ def _forget_packed_experts(model: torch.nn.Module) -> None:
 
 
 def _pack_heads(model: torch.nn.Module) -> None:
-    """Have heads be packed for a CPU again: one that shares the weights of the embeddings is not loaded itself, and vLLM 0.31 packs what it loads."""
+    """Repack heads for a CPU: a head that shares the embeddings' weights is not loaded itself, and vLLM 0.31 packs loaded ones."""
     for module in model.modules() if current_platform.is_cpu() else ():
         if isinstance(module, ParallelLMHead):
             module.quant_method.process_weights_after_loading(module)
 
 
 def _parameters(model: torch.nn.Module) -> set[str]:
-    """Return the names of a model's parameters as `load_weights` tells them: a mixture's without the module in which vLLM keeps its experts."""
+    """Return the names of a model's parameters as in `load_weights`: without the module in which vLLM keeps a mixture's experts."""
     return {name.replace(".experts.routed_experts.", ".experts.") for name, _ in model.named_parameters()}
 
 

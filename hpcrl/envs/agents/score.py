@@ -1,4 +1,4 @@
-"""What an agent program or service says of a sample in the end."""
+"""Scores of samples by agent programs and services."""
 
 from __future__ import annotations
 

@@ -121,7 +121,6 @@ class AgentService:
         return repr(text[:300])
 
     async def _forget(self, session: str) -> None:
-        """Tell the service that a sample is over. One that does not listen learns it from the endpoint, which refuses the key."""
         with suppress(httpx.TransportError, asyncio.TimeoutError):
             where = self._url.copy_with(path=f"{self._url.path.rstrip('/')}/{session}")
             await asyncio.wait_for(self._request("DELETE", where), _FORGET_S)

@@ -73,7 +73,7 @@ class _Comparers:
                     self._idle.append(process)
                     return json.loads(answer)
                 if _end(process) > 0:  # otherwise a signal ended it: its time was over, or its stack or memory
-                    raise UserCodeError(f"the comparison with {truth!r:.80} failed; its output above says why")
+                    raise UserCodeError(f"the comparison with {truth!r:.80} failed; its output above has the reason")
                 return False
 
     def _take(self) -> subprocess.Popen[str]:

@@ -1,8 +1,8 @@
 """Compares mathematical answers in a process of its own: python -m hpcrl.envs.rewards.compare SECONDS
 
 Reads a line of JSON [ground truth, response] from its input, writes one with true, false, or null where the ground truth cannot be
-read, and so on until the input ends. An empty line before all others says that it is ready. If a comparison takes more than SECONDS
-of processor time, the system ends the process, whatever it is busy with; how busy the machine is makes no difference. A comparison
+read, and so on until the input ends. An empty line before all others marks it ready. If a comparison takes more than SECONDS
+of processor time, the system ends the process at any point; how busy the machine is makes no difference. A comparison
 waits for nothing, so that it cannot last without using up that time.
 """
 
@@ -22,7 +22,7 @@ from math_verify.parser import ExtractionTarget
 from hpcrl.envs.rewards.answers import after_thought, as_latex, formula_of, last_box, plain_minus
 
 _LATEX, _ANYTHING = (LatexExtractionConfig(),), (ExprExtractionConfig(), LatexExtractionConfig())
-# where a box cannot be read, no part of it is taken for the whole
+# where a box cannot be parsed, no part is taken for the whole
 _BOX = (LatexExtractionConfig(try_extract_without_anchor=False, boxed_match_priority=0),)
 _FULL_STOP = re.compile(r"(?<=\d)\.$")
 _MEMORY = 8 * 2**30  # bytes of address space; an expression such as 9^{9^{9}} would take all there is

@@ -63,5 +63,5 @@ def _channels(response: Response) -> np.ndarray:
 def _pixels(response: Response) -> np.ndarray:
     """Return the picture or the video from 0 to 1, [..., height, width, 3]."""
     if response.image is None:
-        raise DataError("the reward looks at pictures, and the policy said a text")
+        raise DataError("the reward is of pictures, and the policy's response is a text")
     return response.image / _LARGEST

@@ -13,7 +13,7 @@ from hpcrl.types import GroupMeta
 
 
 def rewarded_later(_response: Response) -> Turn:
-    """Reward a response with nothing, and end its sample: the reward model says later what it is worth."""
+    """Reward a response with nothing, and end its sample: the reward model scores it later."""
     return Turn([], 0.0, done=True)
 
 

@@ -9,7 +9,7 @@ Two requests, both POST with `Authorization: Bearer <token>`:
     fetch     form {uuid, type: name}, again and again until the status is 200; 410: enqueue it again
               -> {scores: {key: [one number per completion]}}
 
-`prompts` holds the last message of each prompt as a text, `messages` all of them. With media_type "text" nothing follows the line. The service
+`prompts` holds the last message of each prompt as a text, `messages` all messages. With media_type "text" nothing follows the line. The service
 does not apply the weights.
 """
 
@@ -149,13 +149,13 @@ class RemoteRewards:
             tries += 1
             try:
                 return _asked(self._choose(), content, tuple(functions), len(responses), self._config.score_key)
-            except Gone:  # it was started anew
+            except Gone:  # it was restarted
                 if tries == _TRIES:
                     raise
 
 
 def _media(responses: Sequence[Response]) -> tuple[dict[str, Any], bytes]:
-    """Return what a request says of what its responses show, and that as bytes."""
+    """Return the images of a request's responses, and the request as bytes."""
     shown = [one.image if one.latents is None else one.latents for one in responses]
     arrays = [each for each in shown if each is not None]
     if not arrays:

@@ -66,7 +66,6 @@ def confine() -> list[str]:
 
 
 def _readable() -> list[str]:
-    """Return what Python needs: its own directories and the system's libraries."""
     system = ["/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localtime", "/dev/urandom", "/dev/null"]
     python = [sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix]
     return [path for path in dict.fromkeys(system + python) if os.path.exists(path)]
@@ -86,7 +85,7 @@ def _set_limits() -> None:
 
 
 def main() -> None:
-    """Run the program; with the argument --lacking tell what this kernel cannot keep it from instead, a line each."""
+    """Run the program; with the argument --lacking list what this kernel cannot keep it from instead, a line each."""
     source = sys.stdin.buffer.read().decode(errors="replace")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     module = types.ModuleType("__main__")

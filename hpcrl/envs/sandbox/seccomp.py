@@ -1,8 +1,8 @@
 """The system calls that a confined program may make, as a filter of seccomp: all others fail with EPERM.
 
-The table has name:number on x86-64:number on ARM64, as in the kernel's asm/unistd.h; "-" where a machine lacks the call. What a call may
-be given is checked where that decides what it does: a program asks for no signal when somebody else writes to a pipe (fcntl F_SETOWN,
-F_SETSIG, O_ASYNC), changes no limits, and signals itself only.
+The table has name:number on x86-64:number on ARM64, as in the kernel's asm/unistd.h; "-" where a machine lacks the call. Arguments are
+checked where they decide the effect of a call. A program requests no signal at another's write to a pipe (fcntl F_SETOWN, F_SETSIG,
+O_ASYNC), changes no limits, and signals itself only.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Runs a program and leaves nothing of it behind: python supervisor.py COMMAND…
+"""Runs a program and cleans up all its processes: python supervisor.py COMMAND…
 
-It is the subreaper of what the program starts (man 2 prctl): a process whose parent has ended becomes its child, also one that has made
-itself a session of its own. When the program ends, or on SIGTERM, or when its own parent ends, it kills all of them. It exits as the program
-did. A program that kills its supervisor escapes that; what stays in its process group is the caller's to end.
+It is the subreaper of what the program starts (man 2 prctl): a process whose parent has ended becomes its child, also one with a session
+of its own. When the program ends, or on SIGTERM, or when its own parent ends, it kills all of them. It exits as the program did. A program
+that kills its supervisor escapes that; what stays in its process group is the caller's to end.
 
 It imports nothing but the standard library, little of it, and is started without site: a program is started for each sample.
 """

@@ -1,4 +1,4 @@
-"""What a simulator of a robot is: it begins in a state, moves by actions, and says what is seen and whether the task is done."""
+"""Interface of a robot simulator: reset, step by actions, observations, and whether the task is done."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Simulator(Protocol):
 
     @abstractmethod
     def reset(self, seed: int, task: Mapping[str, Any]) -> Observation:
-        """Begin anew; the same seed and task give the same state.
+        """Reset the simulator; the same seed and task give the same state.
 
         Args:
             task: the column `task` of the row, which says what is to be done where the simulator has several tasks.
@@ -61,7 +61,7 @@ class Simulator(Protocol):
 
 @dataclass(frozen=True)
 class Bounds:
-    """Those of a simulator, as its process tells them."""
+    """Bounds of a simulator, as its process reports them."""
 
     action_low: np.ndarray
     action_high: np.ndarray

@@ -88,7 +88,7 @@ class SimulatorProcess:
         except (OSError, EOFError) as error:
             self.kill()
             raise UserCodeError(
-                f"the simulator's process ended ({error or 'end of file'}); the replica's log may say why"
+                f"the simulator's process ended ({error or 'end of file'}); see the replica's log"
             ) from error
 
     def _answer(self) -> Any:
@@ -128,7 +128,7 @@ class SimulatorPool:
             return SimulatorProcess(connection, self._seconds)
         except (OSError, EOFError) as error:
             raise UserCodeError(
-                f"simulator {self._simulator}: its process ended while it started; the replica's log may say why"
+                f"simulator {self._simulator}: its process ended while it started; see the replica's log"
             ) from error
 
     def give_back(self, process: SimulatorProcess) -> None:
@@ -207,7 +207,7 @@ def _simulate(connection: Connection, made: Any, options: Mapping[str, Any], fai
                 answer = getattr(simulator, verb)(*arguments)
         except HpcrlError as error:
             connection.send((type(error), str(error)))
-        except Exception as error:  # noqa: BLE001  a user's code, whose error the sample's message tells
+        except Exception as error:  # noqa: BLE001  a user's code, whose error goes into the sample's message
             connection.send((UserCodeError, f"the simulator raised {type(error).__name__}: {error}"))
         else:
             connection.send((None, answer))

@@ -176,7 +176,7 @@ def begun(name: Any, seed: int, settings: Mapping[str, Any]) -> Any:
 
 
 def write_rows(name: str, folder: Path, count: int, checkout: str | None = None) -> None:
-    """Write rows of a task, as many for training as for validation, each with a seed that RoboTwin's own planner can do, and what it is told then."""
+    """Write rows of a task for training and validation, each with a seed that RoboTwin's own planner solves, and its instruction."""
     path = checkout_of(checkout)
     settings, rows, seed = settings_of(path, _CONFIG), list[dict[str, Any]](), 0
     described: Any = importlib.import_module("generate_episode_instructions")

@@ -1,4 +1,4 @@
-"""GSM8K with further tries: after a wrong answer the environment says so, and the policy may try again."""
+"""GSM8K with further tries: after a wrong answer the environment returns feedback, and the policy may try again."""
 
 from __future__ import annotations
 

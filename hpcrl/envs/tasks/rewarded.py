@@ -66,6 +66,6 @@ class DirectMath(Rewarded):
 
 
 class Format(Rewarded):
-    """Answer in the form <think>…</think>, empty line, <answer>…</answer>, whatever the answer is."""
+    """Answer in the form <think>…</think>, empty line, <answer>…</answer>, with any answer."""
 
     reward = "format"

@@ -1,4 +1,5 @@
-"""A robot in a simulator: the policy is shown what is measured and what cameras see, says actions as numbers, and is paid when the task is done."""
+"""A robot in a simulator: the policy sees measurements and camera images, answers with actions as numbers, and gets a reward when the task
+is done."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class ReverseWord(Environment):
 
 
 class CountLetters(Environment):
-    """Say how often a letter is in a word.
+    """Return how often a letter is in a word.
 
     One turn, reward 1 or 0. The answer is the number in the first <answer>…</answer>, or else the whole text. Capital and small
     letters are the same.

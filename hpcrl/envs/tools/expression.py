@@ -17,7 +17,7 @@ _OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.
 
 
 class ExpressionError(ValueError):
-    """What was written is no expression, or has no value; the message says why."""
+    """The text is no expression, or has no value; the message has the reason."""
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ def main() -> None:
     request = json.load(sys.stdin)
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # the kernel ends it, whatever SQLite does, and also where whoever waits is gone
+    # the kernel ends it at any point of SQLite, and also where the caller is gone
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, request["seconds"])
     try:

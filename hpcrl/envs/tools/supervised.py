@@ -39,11 +39,7 @@ class Finished:
 def run_supervised(
     command: Sequence[str], environment: Mapping[str, str], directory: Path, ended: threading.Event
 ) -> Finished:
-    """Run a command in a directory until it ends, or `ended` is set; nothing that it started is left then.
-
-    Raises:
-        OSError: no process can be made.
-    """
+    """Run a command in a directory until it ends, or `ended` is set; nothing that it started is left then."""
     process = subprocess.Popen(
         [sys.executable, "-I", "-S", supervisor.__file__, str(os.getpid()), *command],
         stdin=subprocess.DEVNULL,
@@ -63,7 +59,6 @@ def run_supervised(
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a supervisor, which ends its program; and the group of both, where it has not done so."""
     process.terminate()
     with suppress(subprocess.TimeoutExpired):
         process.wait(_KILL_S)

@@ -20,13 +20,13 @@ from hpcrl.families.diffusion.sampler import Painted, Sampler
 from hpcrl.rollout.engines.base import Engine, Generation, Heard
 from hpcrl.rollout.engines.in_process import InProcess
 from hpcrl.rollout.engines.tensors import replace_adapter
-from hpcrl.rollout.engines.worker_thread import OwnThreadEngine, replace_whole
+from hpcrl.rollout.engines.worker_thread import WorkerThreadEngine, replace_whole
 from hpcrl.types import Kind
 
 _EVALUATION = f"{ADAPTER_PREFIX}{EVALUATION}"
 
 
-class DiffusionEngine(OwnThreadEngine):
+class DiffusionEngine(WorkerThreadEngine):
     """The engine.
 
     Args:
@@ -90,7 +90,7 @@ class DiffusionEngine(OwnThreadEngine):
     async def top_tokens(self, token_ids: Sequence[int], count: int) -> list[list[int]]:  # noqa: ARG002
         raise EngineError(f"{self._who} makes pictures: a denoising step is not chosen among tokens")
 
-    def _take(self, tensors: dict[str, torch.Tensor], weights: PublishedWeights) -> None:
+    def _load(self, tensors: dict[str, torch.Tensor], weights: PublishedWeights) -> None:
         sampled = {name: tensor for name, tensor in tensors.items() if not name.startswith(_EVALUATION)}
         others = {
             ADAPTER_PREFIX + name.removeprefix(_EVALUATION): tensor
@@ -108,7 +108,6 @@ class DiffusionEngine(OwnThreadEngine):
         self._sampler.to(device)
 
     def _hold(self, kind: Kind) -> None:
-        """Have the weights that samples of a kind are made with."""
         if self._values and kind != self._holds:
             replace_adapter(self._sampler.transformer, self._values[kind], self._source.folder)
         self._holds = kind

@@ -1,4 +1,5 @@
-"""Turns one piece of work into a group of pictures: engine, then rewards. A sample is one row: its prompt, then its trained denoising steps."""
+"""Generates the group of pictures of one prompt: engine, then rewards. A sample is one row: its prompt, then its trained denoising
+steps."""
 
 from __future__ import annotations
 
@@ -19,9 +20,9 @@ from hpcrl.families.diffusion.pipelines.samples import IMAGE, LATENTS
 from hpcrl.rollout.engines.base import Engine, Generation
 from hpcrl.rollout.env_session import EnvSession, scorer_of
 from hpcrl.rollout.generate import Generator, Maker
-from hpcrl.rollout.generation_cache import Turns
+from hpcrl.rollout.generation_cache import GroupCache
 from hpcrl.rollout.group import Group, apply_stop_reason, neutralize_failed, sample_reward
-from hpcrl.rollout.images.saved import KeptPictures
+from hpcrl.rollout.images.saved import SampleImages
 from hpcrl.rollout.threads import CallThreads, in_thread
 from hpcrl.types import LONGEST_FAILURE, Row, Work, plain_text
 
@@ -38,7 +39,7 @@ class PictureGenerator:
         engine: DiffusionEngine,
         config: GeneratorConfig,
         environment: EnvironmentConfig,
-        kept: KeptPictures | None = None,
+        kept: SampleImages | None = None,
     ) -> None:
         self._engine, self._config, self._kept = engine, config, kept
         self._extras = common_extras(environment, config.max_turns)
@@ -46,7 +47,7 @@ class PictureGenerator:
         limits = environment.skyrl_gym.max_env_workers, environment.timeout_seconds
         self._threads = CallThreads(*limits) if limits[0] else None
 
-    async def generate(self, work: Work, turns: Turns | None = None) -> Group:  # noqa: ARG002
+    async def generate(self, work: Work, cache: GroupCache | None = None) -> Group:  # noqa: ARG002
         """Return the group; errors as of `GroupGenerator.generate`."""
         started, version = time.monotonic(), self._engine.version
         prompt = prompt_text(work)
@@ -54,7 +55,7 @@ class PictureGenerator:
         sampling = {"prompt": prompt, "kind": work.kind}
         said = await self._engine.generate(prompt_ids, work.n_samples, work.seed, sampling)
         if self._kept and self._kept.wants(work.kind, version):
-            await in_thread(self._kept.painted, work.group_id, [one.tensors[IMAGE] for one in said])
+            await in_thread(self._kept.save_generated, work.group_id, [one.tensors[IMAGE] for one in said])
         answers = await asyncio.gather(*(self._scored(work, one) for one in said))
         rows = [[_row(prompt_ids, one, turn)] for one, (turn, _) in zip(said, answers, strict=True)]
         kept = [[apply_stop_reason(row, self._config) for row in own] for own in rows]
@@ -78,8 +79,8 @@ class PictureGenerator:
             return None, plain_text(str(error), LONGEST_FAILURE)
 
 
-def pictures(config: GeneratorConfig, environment: EnvironmentConfig, kept: KeptPictures | None = None) -> Maker:
-    """Return what makes the generator of diffusion policies; arguments as of `PictureGenerator`."""
+def pictures(config: GeneratorConfig, environment: EnvironmentConfig, kept: SampleImages | None = None) -> Maker:
+    """Return the maker of the generator of diffusion policies; arguments as of `PictureGenerator`."""
 
     @asynccontextmanager
     async def made(engine: Engine) -> AsyncIterator[Generator]:
@@ -90,7 +91,7 @@ def pictures(config: GeneratorConfig, environment: EnvironmentConfig, kept: Kept
 
 
 def prompt_text(work: Work) -> str:
-    """Return what is to be painted: the last message of the prompt."""
+    """Return the text of the picture: the last message of the prompt."""
     return work.prompt.messages[-1]["content"]
 
 

@@ -1,4 +1,4 @@
-"""The transformer of a diffusion pipeline as what a backend trains: it gives the velocity of a flow."""
+"""The transformer of a diffusion pipeline as a trainable model: its output is the velocity of a flow."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ class TransformerSource(ModelSource):
 
 
 def transformer_source(trainer: TrainerConfig) -> TransformerSource:
-    """Return the transformer that is trained, as it is loaded."""
+    """Return the source of the trained transformer."""
     return TransformerSource(
         **vars(trainer.policy.model.pretrained), role="trainer.policy", diffusers=trainer.policy.diffusers
     )
 
 
 def _as_policy(transformer: Any) -> Any:
-    """Return a transformer of diffusers with the methods that backends expect of one of transformers': it has neither embedding nor head."""
+    """Return a transformer of diffusers with transformers' methods that backends expect: it has neither embedding nor head."""
 
     def nothing(*_: Any) -> None:
         return None
@@ -113,7 +113,8 @@ class DiffusionModel(PackedModel):
 
 
 def diffusion_flops(trainer: TrainerConfig) -> ModelFlops:
-    """Return what training a denoising step costs: each patch of the latents is multiplied with all parameters. Attention is not counted."""
+    """Return the operations of training a denoising step: each patch of the latents is multiplied with all parameters. Attention is not
+    counted."""
     source = transformer_source(trainer)
     model = source.empty(torch.float32, "")
     mark_trained(model, trainer.policy, torch.float32)

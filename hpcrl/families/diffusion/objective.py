@@ -1,4 +1,4 @@
-"""What a diffusion policy minimizes, from the outputs of its task (hpcrl/families/diffusion/tasks.py)."""
+"""Objectives of diffusion policies, on the outputs of their tasks (hpcrl/families/diffusion/tasks.py)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NFT_BOUND = 5.0
 
 
 def diffusion_objective(trainer: TrainerConfig) -> Objective:
-    """Return what the policy minimizes."""
+    """Return the objective of the policy."""
     return build_nft_objective(trainer) if trains_by_nft(trainer) else build_objective(trainer.algorithm)
 
 

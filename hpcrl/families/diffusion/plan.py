@@ -40,7 +40,7 @@ def describe_policy(config: Config) -> tuple[list[str], int]:
 
 
 def passes(trainer: TrainerConfig) -> int:
-    """Return how many rows of latents the transformer computes at a time: the trained steps of a micro-batch's samples, twice with guidance."""
+    """Return the rows of latents in one pass: the trained steps of a micro-batch's samples, twice with guidance."""
     settings = trainer.policy.diffusers
     of_sample = 1 if trainer.offline else settings.trained_steps
     guided = not trainer.offline and not trains_by_nft(trainer) and settings.sample.guidance_scale > 1
@@ -48,7 +48,7 @@ def passes(trainer: TrainerConfig) -> int:
 
 
 def activations_of_a_pass(trainer: TrainerConfig) -> int:
-    """Return the bytes that are kept of one row of latents until backward, with attention by a fused kernel; errors as of `describe_policy`."""
+    """Return the bytes of one row's activations until backward, with attention by a fused kernel; errors as of `describe_policy`."""
     source, settings = transformer_source(trainer), trainer.policy.diffusers
     dtype = DTYPES[trainer.policy.fsdp_config.mixed_precision.param_dtype]
     model, kind = source.empty(dtype, ""), source.pipeline.kind

@@ -1,8 +1,7 @@
 """A diffusion policy on FSDP2: PolicyEngine (hpcrl/trainer/backends/base.py) for the transformer of a pipeline.
 
-Beside the weights that are trained it keeps, as part of its state, those that samples are made with (`old`) where DiffusionNFT compares with them, and an
-exponential moving average (`average`) where one is evaluated. Both are adapters like the trained ones, in whose place they are put while somebody
-computes with them.
+Beside the trained weights its state has the sampling weights (`old`) where DiffusionNFT compares with them, and an exponential moving
+average (`average`) where one is evaluated. Both are adapters like the trained ones, and are swapped in while they are used.
 """
 
 from __future__ import annotations
@@ -131,12 +130,12 @@ class DiffusionPolicy(FsdpExported[DiffusionModel]):
 
     @contextmanager
     def _scoring(self, *, reference: bool) -> Iterator[None]:
-        """Let the policy be the reference, or what is evaluated where rows of datasets are trained: else samples are scored that it has made."""
+        """Compute as the reference for a while, or as the evaluated weights where rows of datasets are trained."""
         with without_adapters(self._model) if reference else self._evaluated() if self._encoder else nullcontext():
             yield
 
     def _rows(self, batch: MicroBatch, update: int | None) -> StepRows:
-        """Return the steps that a micro-batch trains; of rows of datasets, with the noise of that optimizer step, or with the same each time."""
+        """Return the trained steps of a micro-batch; of rows of datasets, with the noise of that optimizer step, or the same each time."""
         samples = [tensors for tensors in batch.tensors if tensors]
         if self._encoder is not None:
             samples = self._encoder.encoded(samples, update)
@@ -161,7 +160,7 @@ class DiffusionPolicy(FsdpExported[DiffusionModel]):
 
     @torch.no_grad()
     def _follow(self, copy: dict[str, torch.Tensor], rate: float) -> None:
-        """Bring a copy of what is trained nearer to it, by a share of the difference."""
+        """Update an average of trained weights, by a share of the difference."""
         free_gathered(self._model)
         values = self._trained()
         for name, held in copy.items():
@@ -169,12 +168,12 @@ class DiffusionPolicy(FsdpExported[DiffusionModel]):
 
     @contextmanager
     def _evaluated(self) -> Iterator[None]:
-        """Let the policy be what is evaluated and exported: the average, where there is one."""
+        """Compute as the evaluated and exported policy for a while: the average, where there is one."""
         with self._holding(self._average) if self._average else nullcontext():
             yield
 
     def sampling_adapter(self) -> Adapter | None:
-        """Return what training samples are made with, and beside it, under names of its own, what evaluation samples are, where that is something else."""
+        """Return the adapter for training samples, and beside it, under names of its own, the one for evaluation where it differs."""
         if not self._lora.rank:
             return None
         with self._holding(self._old) if self._old else nullcontext():
@@ -208,7 +207,7 @@ class DiffusionPolicy(FsdpExported[DiffusionModel]):
         return piece
 
     def export_config(self, directory: Path, dtype: torch.dtype) -> None:  # noqa: ARG002
-        """Write what makes the export a transformer that diffusers loads with from_pretrained."""
+        """Write the configuration with which diffusers loads the exported transformer."""
         if self._world.first:
             self._model.model.save_config(directory)  # pyright: ignore[reportCallIssue]
             shutil.copyfile(directory / _INDEX, directory / _DIFFUSERS_INDEX)
@@ -224,7 +223,6 @@ class DiffusionPolicy(FsdpExported[DiffusionModel]):
         return found
 
     def _copies(self) -> dict[str, dict[str, Any]]:
-        """Return the copies that there are, by folder of the checkpoint."""
         return {name: copy for name, copy in ((OLD, self._old), (AVERAGE, self._average)) if copy}
 
     def _states(self) -> dict[str, dict[str, Any]]:
@@ -251,9 +249,6 @@ class RowEncoder:
 
     Args:
         seed: of all noise.
-
-    Raises:
-        DataError: the pipeline cannot be loaded.
     """
 
     def __init__(self, source: PipelineSource, device: torch.device, seed: int) -> None:
@@ -262,11 +257,11 @@ class RowEncoder:
 
     @torch.no_grad()
     def encoded(self, rows: Sequence[Mapping[str, torch.Tensor]], update: int | None) -> list[dict[str, torch.Tensor]]:
-        """Return what each row is trained with, under the names of samples that were made, with one step of each.
+        """Return the tensors of each row, named as those of generated samples, with one step of each.
 
         Args:
             rows: as `PictureRows.tensors` (hpcrl/families/diffusion/pipelines/pictures.py) returns them.
-            update: optimizer steps that were made, for each of which noise is drawn anew; None: always the same noise.
+            update: optimizer steps so far, each with noise of its own; None: always the same noise.
         """
         if not rows:
             return []

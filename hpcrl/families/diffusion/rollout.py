@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from hpcrl.config import Config
 from hpcrl.rollout.family import LoadedGenerator
-from hpcrl.rollout.images.saved import KeptPictures
+from hpcrl.rollout.images.saved import SampleImages
 from hpcrl.rundir.layout import Run
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ def load_generator(run: Run, config: Config, interval: int | None) -> LoadedGene
     from hpcrl.families.diffusion.generate import pictures
     from hpcrl.families.diffusion.pipelines.tokens import row_decoder
 
-    kept = KeptPictures(run, interval) if interval else None
+    kept = SampleImages(run, interval) if interval else None
     maker = pictures(config.generator, config.environment, kept)
     return LoadedGenerator(lambda **_: maker, row_decoder(config.trainer.policy.model.pretrained))
 

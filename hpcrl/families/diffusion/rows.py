@@ -22,7 +22,7 @@ class StepRows:
     Attributes:
         samples: tensors of each sample; empty: there are no samples, and one row that counts for nothing stands for them.
         counts: steps of each sample; they sum to N.
-        entries: [N] int64, what of the micro-batch's entries speaks about each step.
+        entries: [N] int64, the micro-batch's entry of each step.
         given: conditions of the prompts, [N, ...].
         free: those of the empty prompt; None where guidance does not count.
     """

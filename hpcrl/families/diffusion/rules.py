@@ -26,13 +26,13 @@ _OF_TEXTS = (
     *("data.video_column", "data.video_frames", "data.video_pixels"),
     *(f"{_SECTION}.{name}" for name in ("algorithm", "timesteps_fraction", "nft_beta", "weight_copy_decay_type")),
 )
-"""What belongs to rows of texts, or to samples that are trained by rewards."""
+"""Settings of rows of texts, or of samples that are trained by rewards."""
 _OF_VIDEOS = f"{_SECTION}.train_frames", f"{_SECTION}.inference_frames"
 _OF_SAMPLING = f"{_SECTION}.sample", "trainer.multi_modal_log_interval"
 
 
 def pipelines(config: ConfigTree) -> Iterator[Problem]:
-    """What a pipeline is trained and served by, and that nothing else is."""
+    """Requirements of training and serving a pipeline."""
     engine, trainer = config.generator.inference_engine, config.trainer
     if not trainer.policy.diffusers.enable:
         if engine.backend == "diffusers":
@@ -61,7 +61,7 @@ def _of_half(config: ConfigTree) -> bool:
 
 
 def sampling(config: ConfigTree) -> Iterator[Problem]:
-    """What a sampler needs, and the losses that need one of its kinds."""
+    """Requirements of a sampler, and of losses that need one of its kinds."""
     diffusers = config.trainer.policy.diffusers
     sample, path = diffusers.sample, f"{_SECTION}.sample"
     if not (config.trainer.policy.diffusers.enable and config.has_engines):
@@ -83,7 +83,7 @@ def sampling(config: ConfigTree) -> Iterator[Problem]:
 
 
 def adapters_of_pipelines(config: ConfigTree) -> Iterator[Problem]:
-    """What is kept beside the trained weights, which adapters alone are small enough for."""
+    """Copies of weights, which only adapters are small enough for."""
     trainer, diffusers = config.trainer, config.trainer.policy.diffusers
     if not trainer.policy.diffusers.enable:
         return
@@ -113,7 +113,7 @@ def adapters_of_pipelines(config: ConfigTree) -> Iterator[Problem]:
 
 
 def of_language_models(config: ConfigTree) -> Iterator[Problem]:
-    """Settings that speak about tokens of a vocabulary, or about conversations."""
+    """Settings about tokens of a vocabulary, or about conversations."""
     trainer, generator, algorithm = config.trainer, config.generator, config.trainer.algorithm
     if not trainer.policy.diffusers.enable:
         return
@@ -152,7 +152,7 @@ def of_language_models(config: ConfigTree) -> Iterator[Problem]:
 
 
 def learned_rows(config: ConfigTree) -> Iterator[Problem]:
-    """What rows of datasets of pictures have no use for, what learning by rewards has none for, and frames of pictures."""
+    """Settings without effect on rows of pictures, or on learning by rewards, and frames of pictures."""
     if not config.trainer.policy.diffusers.enable:
         return
     if not config.trainer.policy.diffusers.is_video:
@@ -172,7 +172,7 @@ def _changed(config: ConfigTree, paths: Sequence[str]) -> list[str]:
 
 
 def rewards_of_pictures(config: ConfigTree) -> Iterator[Problem]:
-    """That pictures are scored by what looks at pictures, and texts by what reads them."""
+    """Rewards by modality: pictures need rewards of pictures, and texts those of texts."""
     environment, pictures = config.environment, config.trainer.policy.diffusers.enable
     for kind in ("train", "eval"):
         weights = environment.reward_weights(kind)

@@ -122,7 +122,6 @@ class Sampler:
         given: Conditions,
         kind: Kind,
     ) -> Painted:
-        """Return sample `at` of those that were made together, with what training needs of it."""
         settings, shown = self._settings, {IMAGE: image.numpy()}
         if settings.is_video:
             shown[LATENTS] = path.latents[-1][at].half().cpu().numpy()

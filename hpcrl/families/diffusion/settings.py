@@ -1,4 +1,4 @@
-"""What follows from the settings of a diffusion policy."""
+"""Derived settings of a diffusion policy."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from hpcrl.config.sections.trainer import TrainerConfig
 
 
 def trains_by_nft(trainer: TrainerConfig) -> bool:
-    """Return whether new noise is drawn for samples and DiffusionNFT trains them, so that nothing needs the probabilities of their steps."""
+    """Return whether DiffusionNFT trains samples with new noise, so that probabilities of steps are not needed."""
     return trainer.policy.diffusers.enable and not trainer.offline and trainer.policy.diffusers.algorithm == "nft"

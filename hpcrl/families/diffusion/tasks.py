@@ -1,7 +1,7 @@
-"""What is asked of the velocity, and what becomes of it: DiffusionNFT's losses, the probabilities of steps, or the loss of flow matching.
+"""Training tasks on the velocity: DiffusionNFT's losses, probabilities of denoising steps, or the loss of flow matching.
 
-A task says where the velocity is wanted, of which other weights too, and turns velocities into outputs of entries, as a language model turns logits
-into log-probabilities. An objective knows nothing else.
+A task defines the points of the velocity, also for other weights, and computes the outputs of entries from it, as a language model
+computes log-probabilities from logits. An objective uses nothing else.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Other = Literal["old", "reference"]
 
 @dataclass(frozen=True)
 class Points:
-    """Where the velocity is wanted.
+    """Points at which the velocity is computed.
 
     Attributes:
         x: latents [N, ...].
@@ -44,7 +44,7 @@ class Points:
 
 
 class Task(Protocol):
-    """What is trained.
+    """A training task.
 
     Attributes:
         compares: weights beside the trained ones whose velocity is wanted too.
@@ -58,7 +58,7 @@ class Task(Protocol):
     def guided(self) -> bool: ...
 
     def points(self, rows: StepRows) -> Points:
-        """Return where the velocity of each step is wanted; there are samples."""
+        """Return the points of each step; there are samples."""
         ...
 
     def outputs(
@@ -103,7 +103,7 @@ class NftTask:
 
 @dataclass(frozen=True)
 class StepTask:
-    """Outputs are log-probabilities of what the sampler drew in each step, and entropies, both in nats per dimension of a sample."""
+    """Outputs are log-probabilities of the sampler's steps, and entropies, both in nats per dimension of a sample."""
 
     sampling: DiffusionSamplingConfig
     compares: Sequence[Other] = ()

@@ -1,4 +1,4 @@
-"""What a policy of actions says in a turn: as many tokens as its actions have numbers, and nothing else. Without torch."""
+"""Actions as tokens: a turn has as many tokens as its actions have numbers, and no others. Without torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class States:
-    """What a policy is shown that is measured of its robot.
+    """Input of the robot's measured state to the policy.
 
     Attributes:
         size: how many numbers they are.
@@ -32,7 +32,7 @@ class States:
         """Return those of a model by its config.json.
 
         Raises:
-            DataError: it does not say how many numbers, or its statistics are of others.
+            DataError: it lacks the number of values, or its statistics have another number.
         """
         size, scale = entries.get("proprio_dim"), scale_of(entries, vla.unnorm_key, vla.norm_type, "proprio")
         if not isinstance(size, int):
@@ -59,13 +59,13 @@ class States:
 
 
 class ActionTurns:
-    """Between tokens and actions.
+    """Conversion between tokens and actions.
 
     Args:
         at_once: actions of a turn, K.
         numbers: of an action, A.
         scale: None: the tokens' numbers are the simulator's.
-        parallel: all tokens of a turn are said at once, and a token follows them that ends a text (OpenVLA-OFT).
+        parallel: all tokens of a turn are sampled at once, and an end-of-text token follows (OpenVLA-OFT).
         states: how the policy is shown what is measured; None: it is not.
 
     Raises:
@@ -101,7 +101,7 @@ class ActionTurns:
             changes: entries of the model's config.json that are replaced.
 
         Raises:
-            DataError: its configuration cannot be loaded, or says something else than `vla`.
+            DataError: its configuration cannot be loaded, or differs from `vla`.
         """
         from transformers import PreTrainedConfig
 
@@ -131,7 +131,7 @@ class ActionTurns:
 
 
 def disagreement(model: str, tokens: ActionTokens | None) -> str:
-    """Return what is wrong where a model has action tokens and the run is not one of robots, or the other way round."""
+    """Return an error where a model has action tokens and the run no robot, or the other way round."""
     if tokens is None:
         return f"{model} has no action tokens: its config.json has no n_action_bins"
     return f"required: the config.json of {model} has n_action_bins, so that it makes actions and writes no text"

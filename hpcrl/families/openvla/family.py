@@ -48,7 +48,7 @@ class OpenVLA(Robots):
 
 
 def _of_actions(vla: VLAConfig, entries: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield what does not fit between `vla` and a model that makes actions of tokens."""
+    """Yield differences between `vla` and a model with action tokens."""
     if entries.get("parallel_decoding") and vla.vla_type != "openvla-oft":
         yield Problem(
             "vla.vla_type",

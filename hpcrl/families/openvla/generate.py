@@ -1,4 +1,4 @@
-"""Turns one piece of work into a group of episodes: conversations whose answers are actions."""
+"""Generates the group of episodes of one prompt: conversations whose answers are actions."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class ActionGroups(GroupGenerator):
 
     def _sampling(self, kind: Kind) -> dict[str, Any]:
         params = self._params[kind]
-        return engine_sampling(params, kind, self._vocabulary, self._lessons.generated) | self._actions.sampling
+        return engine_sampling(params, kind, self._vocabulary, self._teacher_inputs.generated) | self._actions.sampling
 
     async def _keep(self, work: Work, version: int, episodes: Sequence[Episode]) -> None:
         await super()._keep(work, version, episodes)

@@ -1,4 +1,4 @@
-"""PI0.5 as it lies on disk: its sizes, and the names of its weights.
+"""PI0.5 on disk: its sizes, and the names of its weights.
 
 A directory has config.json, model*.safetensors and the tokenizer's files. Weights have the names that openpi and lerobot give them; lerobot's begin with "model.".
 """
@@ -124,7 +124,7 @@ def _sizes(width: int, layers: int, mlp: int, heads: int) -> dict[str, Any]:
 
 
 def own_name(name: str) -> str | None:
-    """Return the name in the network of what a file calls `name`; None: the network does without it."""
+    """Return the network's name of a tensor of a file; None: it is not used."""
     if _UNUSED.search(name):
         return None
     for pattern, own in _IN_FILES:
@@ -133,7 +133,7 @@ def own_name(name: str) -> str | None:
 
 
 def file_name(name: str) -> str:
-    """Return the name in openpi's files of what the network calls `name`."""
+    """Return openpi's name of a parameter of the network."""
     for own, there in _TO_FILES:
         if name.startswith(own):
             return there + name.removeprefix(own)

@@ -1,6 +1,6 @@
 """An engine in the worker's own process, on PI0.5: chunks of actions in the place of tokens.
 
-Asks that wait when the thread is free are computed together, those of one kind.
+Waiting requests of one kind are computed in one batch when the thread is free.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from hpcrl.families.pi05.samples import PATH
 from hpcrl.rollout.engines.base import Engine, Generation, Heard
 from hpcrl.rollout.engines.in_process import InProcess
 from hpcrl.rollout.engines.tensors import replace_adapter
-from hpcrl.rollout.engines.worker_thread import OwnThreadEngine, replace_whole
+from hpcrl.rollout.engines.worker_thread import WorkerThreadEngine, replace_whole
 
 
-class ActionEngine(OwnThreadEngine):
+class ActionEngine(WorkerThreadEngine):
     """The engine.
 
     Args:
@@ -98,7 +98,7 @@ class ActionEngine(OwnThreadEngine):
             asks = [ask for ask, _ in waiting]
             try:
                 made = await self._computed(lambda asks=asks: [(one, self.version) for one in self._sampler.make(asks)])
-            except BaseException as error:  # noqa: BLE001  it is raised again by whoever waits
+            except BaseException as error:  # noqa: BLE001  it is raised again by the waiting call
                 for _, future in waiting:
                     if not future.done():
                         future.set_exception(error)
@@ -110,7 +110,7 @@ class ActionEngine(OwnThreadEngine):
     async def top_tokens(self, token_ids: Sequence[int], count: int) -> list[list[int]]:  # noqa: ARG002
         raise EngineError(f"{self._who} moves robots: an action is not chosen among tokens")
 
-    def _take(self, tensors: dict[str, torch.Tensor], weights: PublishedWeights) -> None:
+    def _load(self, tensors: dict[str, torch.Tensor], weights: PublishedWeights) -> None:
         if weights.adapter:
             replace_adapter(self._network, tensors, weights.path)
         else:

@@ -1,4 +1,4 @@
-"""Turns one piece of work into a group of episodes: PI0.5 makes chunks of actions, and the simulator of `robot` moves by them.
+"""Generates the group of episodes of one prompt: PI0.5 makes chunks of actions, and the simulator of `robot` moves by them.
 
 A sample is an episode. Each of its turns is a row of its own, with the observation that it was made for.
 """
@@ -31,7 +31,7 @@ from hpcrl.families.pi05.statistics import NormScale, statistics_of
 from hpcrl.rollout.engines.base import Engine, Generation
 from hpcrl.rollout.env_session import EnvSession
 from hpcrl.rollout.generate import Generator, Maker
-from hpcrl.rollout.generation_cache import Turns
+from hpcrl.rollout.generation_cache import GroupCache
 from hpcrl.rollout.group import Group, apply_stop_reason, neutralize_failed, sample_reward
 from hpcrl.rollout.threads import CallThreads, in_thread
 from hpcrl.types import LONGEST_FAILURE, Kind, Row, StopReason, Work, plain_text
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Robotics:
-    """What a model says of its robot.
+    """Tokenizer and scales of a model's robot.
 
     Attributes:
         tokenizer: of the text.
@@ -114,7 +114,7 @@ class ActionGenerator:
         limits = environment.skyrl_gym.max_env_workers, environment.timeout_seconds
         self._threads = CallThreads(*limits) if limits[0] else None
 
-    async def generate(self, work: Work, turns: Turns | None = None) -> Group:  # noqa: ARG002
+    async def generate(self, work: Work, cache: GroupCache | None = None) -> Group:  # noqa: ARG002
         """Return the group; errors as of `GroupGenerator.generate`."""
         if work.prompt.env_class != "robot":
             raise DataError(
@@ -198,7 +198,6 @@ async def _closed(episode: _Episode) -> None:
 
 
 def _ended(episode: _Episode) -> list[Row]:
-    """Return the rows of a sample that has ended, its metrics in the last one."""
     reason: StopReason = "failed" if episode.failure else "stop"
     for row in episode.rows:
         row.stop_reason, row.env_metrics = reason, episode.metrics
@@ -208,7 +207,7 @@ def _ended(episode: _Episode) -> list[Row]:
 def _row(
     ids: list[int], made: Generation, reward: float, images: np.ndarray | None, done: int, size: int, kind: Kind
 ) -> Row:
-    """Return a turn whose first `done` actions were done."""
+    """Return the row of a turn whose first `done` actions were executed."""
     before = len(ids)
     rewards_T = np.zeros(before + done, np.float32)
     rewards_T[-1] = reward
@@ -226,7 +225,6 @@ def _row(
 
 
 def _untrained(ids: list[int]) -> Row:
-    """Return the row of a sample that failed before anything was done."""
     nothing = np.zeros(len(ids), np.float32)
     versions = np.full(len(ids), -1, np.int32)
     return Row(np.array(ids, np.int64), nothing, nothing.copy(), versions, nothing.copy(), "failed")
@@ -239,7 +237,7 @@ def actions(
     robotics: Robotics,
     videos: EpisodeVideos | None = None,
 ) -> Maker:
-    """Return what makes the generator of policies that move robots; arguments as of `ActionGenerator`."""
+    """Return the maker of the generator of policies that move robots; arguments as of `ActionGenerator`."""
 
     @asynccontextmanager
     async def made(engine: Engine) -> AsyncIterator[Generator]:

@@ -1,4 +1,4 @@
-"""What PI0.5 is shown of an observation."""
+"""Inputs of PI0.5 from an observation."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ def load_tokenizer(model: Pretrained) -> PreTrainedTokenizerBase:
 
 
 def prompt_counter(model: Pretrained) -> Callable[[Prompt], int]:
-    """Return what counts the tokens of a prompt, without those of a state; errors as of `load_tokenizer`."""
+    """Return the counter of a prompt's tokens, without those of a state; errors as of `load_tokenizer`."""
     tokenizer = load_tokenizer(model)
     return lambda prompt: len(tokenizer(_cleaned(prompt.messages[-1]["content"])).input_ids)
 
 
 def row_decoder(model: Pretrained) -> Callable[[list[int]], str]:
-    """Return what turns the tokens of rows into text: of actions, their places in the chunk. Errors as of `load_tokenizer`."""
+    """Return the decoder of rows: of actions, their places in the chunk. Errors as of `load_tokenizer`."""
     tokenizer = load_tokenizer(model)
     vocabulary = len(tokenizer)
 

@@ -1,7 +1,7 @@
-"""PI0.5's network (arXiv:2504.16054): a Gemma of its own, the expert, moves a chunk of actions from noise to what is to be done.
+"""PI0.5's network (arXiv:2504.16054): a Gemma, the action expert, denoises a chunk of actions.
 
 At each layer the expert's queries see the keys of PaliGemma's layer, which has read images and text, and its own. The noise level enters by adaptive
-norms alone, and the robot's state by the text, which is what sets PI0.5 apart from PI0. PaliGemma and the parts of Gemma's layers are transformers'.
+norms alone, and the robot's state by the text, unlike in PI0. PaliGemma and the parts of Gemma's layers are transformers'.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class AdaptiveNorm(nn.Module):
 
 @dataclass(frozen=True)
 class Prefix:
-    """What PaliGemma has read: keys and values [B, heads, L, head] of each layer, and of which of the L places.
+    """Keys and values of PaliGemma's prefix, [B, heads, L, head] of each layer, and its valid places.
 
     Attributes:
         valid: [B, L] bool.
@@ -55,7 +55,7 @@ class Prefix:
         return Prefix(pairs, self.valid.repeat_interleave(times, 0))
 
     def update(self, key: torch.Tensor, value: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the layer's keys and values with these behind them: what attention asks a cache for. Nothing is kept."""
+        """Return the layer's keys and values with these appended, as attention expects of a cache. Nothing is stored."""
         before, values = self.layers[layer]
         return torch.cat([before, key], 2), torch.cat([values, value], 2)
 
@@ -147,7 +147,7 @@ class Pi05(nn.Module):
         return self.velocity(x.flatten(0, 1), t.flatten(), prefix).unflatten(0, (-1, points))
 
     def read(self, token_ids: torch.Tensor, valid: torch.Tensor, images: torch.Tensor, shown: torch.Tensor) -> Prefix:
-        """Return what is read of images, then text; all of it sees all of it. Arguments as of `forward`."""
+        """Return the prefix of images, then text, with full attention. Arguments as of `forward`."""
         vlm: Any = self.vlm
         pictures = vlm.get_image_features(images.flatten(0, 1).to(self.action_in_proj.weight.dtype)).pooler_output
         pictures = pictures.unflatten(0, images.shape[:2])
@@ -176,7 +176,6 @@ class Pi05(nn.Module):
         return self.action_out_proj(self.expert(self.action_in_proj(x.to(kind)), condition, prefix)).float()
 
     def _embedded(self, t: torch.Tensor) -> torch.Tensor:
-        """Return sines and cosines [N, W] of noise levels, of periods from min_period to max_period."""
         sizes = self.architecture
         shares = torch.linspace(0.0, 1.0, sizes.expert.hidden_size // 2, dtype=torch.float64, device=t.device)
         period = sizes.min_period * (sizes.max_period / sizes.min_period) ** shares
@@ -194,10 +193,10 @@ class Pi05(nn.Module):
         return self.action_out_proj
 
     def tie_weights(self) -> None:
-        """Nothing is tied: what PaliGemma says is not asked for."""
+        """Do nothing: no weights are tied."""
 
     def gradient_checkpointing_enable(self, options: dict[str, Any], every: int) -> None:  # noqa: ARG002
-        """Let the expert's layers keep no more than their inputs. PaliGemma's cannot: their keys are read from outside."""
+        """Recompute the expert's layers in backward. PaliGemma's cannot be: their keys are read from outside."""
         layers: Any = self.expert.layers
         for layer in layers:
             layer.gradient_checkpointing = True

@@ -10,7 +10,7 @@ from hpcrl.planning.whole_model import memory_line, memory_of_parameters
 
 
 def describe_policy(config: Config) -> tuple[list[str], int]:
-    """Return lines about the policy, and the bytes that a rank needs of it, activations not counted; errors as of PlanFamily."""
+    """Return lines about the policy, and its bytes on a rank, activations not counted; errors as of PlanFamily."""
     source, settings = action_source(config.trainer), config.vla.pi05
     model = source.empty(torch.float32, "")
     parameters, parts = memory_of_parameters(config, model, copies=0)

@@ -52,12 +52,12 @@ class Pi05Source(ModelSource):
 
 
 def action_source(trainer: TrainerConfig) -> Pi05Source:
-    """Return the model that is trained, as it is loaded."""
+    """Return the source of the trained model."""
     return Pi05Source(**vars(trainer.policy.model.pretrained), role="trainer.policy")
 
 
 class ActionModel(ProbabilityModel):
-    """PI0.5 as what an FSDP policy trains.
+    """PI0.5 as an FSDP policy: its outputs are log-probabilities of actions.
 
     Args:
         sampling: vla.pi05, by which the actions were drawn.
@@ -112,7 +112,7 @@ class ActionPolicy(FsdpPolicy):
         return {file_name(name): tensor for name, tensor in piece.items()}
 
     def export_config(self, directory: Path, dtype: torch.dtype) -> None:  # noqa: ARG002
-        """Write what makes the export a model that a run can begin from, its robot's statistics among it."""
+        """Write the configuration of an exported model, with its robot's statistics."""
         if self._world.first:
             (directory / "config.json").write_text(self._model.network.architecture.written())
             for file in statistics_files(self.source):
@@ -120,7 +120,8 @@ class ActionPolicy(FsdpPolicy):
 
 
 def action_flops(trainer: TrainerConfig, sampling: Pi05Config) -> ModelFlops:
-    """Return what training costs: PaliGemma's layers for each token of the text, and the expert's at each step of the way for each action that is done.
+    """Return the operations of training: PaliGemma's layers for each token of the text, and the expert's at each denoising step of each
+    executed action.
 
     Attention, images, and actions of a chunk that are not done are not counted.
     """

@@ -1,4 +1,4 @@
-"""What proves that an engine's network computes what the trainer's does: a few numbers of a velocity."""
+"""Probe of PI0.5's network: a few numbers of a velocity, by which engine and trainer are compared."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ class TurnRows:
         path: [B, S + 1, H, D].
         sizes: [B] int, how many of the D numbers the robot has.
         turns, places: [N] int64, of each action its turn and its place in the chunk.
-        entries: [N] int64, what of the micro-batch's entries speaks about it.
+        entries: [N] int64, the micro-batch's entry of each action.
     """
 
     inputs: tuple[torch.Tensor, ...]

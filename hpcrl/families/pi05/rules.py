@@ -14,7 +14,7 @@ _PI05 = 'vla.vla_type="pi05"'
 
 
 def flows(config: ConfigTree) -> Iterator[Problem]:
-    """What a flow of actions is trained and served by, and which of its ways have probabilities."""
+    """Requirements of training and serving a flow of actions, and of its probabilities."""
     vla, trainer, environment = config.vla, config.trainer, config.environment
     if not vla.moves_by_flow:
         if vla.enable and vla.pi05 != Pi05Config():
@@ -38,7 +38,7 @@ def flows(config: ConfigTree) -> Iterator[Problem]:
 
 
 def of_tokens(config: ConfigTree) -> Iterator[Problem]:
-    """Settings that speak about tokens of a vocabulary, or about layers of language models."""
+    """Settings about tokens of a vocabulary, or about layers of language models."""
     trainer, generator, algorithm, vla = config.trainer, config.generator, config.trainer.algorithm, config.vla
     if not vla.moves_by_flow:
         return

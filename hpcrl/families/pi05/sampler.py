@@ -19,7 +19,7 @@ from hpcrl.types import Kind
 
 @dataclass(frozen=True, eq=False)
 class Ask:
-    """One chunk that is wanted.
+    """Request for one chunk.
 
     Attributes:
         token_ids: the text.
@@ -91,5 +91,5 @@ class ActionSampler:
 
     @torch.inference_mode()
     def probe(self, token_ids: Sequence[int]) -> list[float]:
-        """Return what the trainer's probe is compared with."""
+        """Return the engine's values for the trainer's probe."""
         return probe_velocity(self.network, self.network.architecture, token_ids, self._device)

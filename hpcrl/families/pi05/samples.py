@@ -1,4 +1,4 @@
-"""What a row of an action policy is: a turn of a sample, its text's tokens, then one entry for each action that was done.
+"""Rows of an action policy's samples: a turn's text tokens, then one entry for each executed action.
 
 The id of such an entry is the number of the tokens that there are, plus the place of the action in its chunk. `Row.tensors` has beside them:
 
@@ -21,7 +21,7 @@ PATH, ACTIONS, IMAGES = "path", "actions", "images"
 def read_inputs(
     texts: Sequence[torch.Tensor], images: Sequence[torch.Tensor | None], size: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return what the network reads of B turns: text [B, T] and which of it is no padding, images [B, C, 3, size, size] and which there are.
+    """Return the network's inputs of B turns: text [B, T] and its mask without padding, images [B, C, 3, size, size] and their mask.
 
     Args:
         texts: [T] int64 of each turn.

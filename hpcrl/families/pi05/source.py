@@ -1,4 +1,4 @@
-"""PI0.5's network with the weights of a directory: what the trainer and the engine begin with."""
+"""PI0.5's network with the weights of a directory, for trainer and engine."""
 
 from __future__ import annotations
 
@@ -56,7 +56,6 @@ def stored_dtype(model: Pretrained) -> torch.dtype | None:
 
 
 def _weight_files(model: Pretrained) -> list[Path]:
-    """Return the files of a model's weights; lerobot keeps statistics in others of that kind."""
     return sorted(folder_of(model).glob("model*.safetensors"))
 
 

@@ -1,4 +1,4 @@
-"""What PI0.5's numbers mean to a robot: by the statistics beside a model, of openpi or lerobot, or by the bounds of a simulator."""
+"""Scales of PI0.5's numbers: from statistics beside a model, of openpi or lerobot, or from a simulator's bounds."""
 
 from __future__ import annotations
 

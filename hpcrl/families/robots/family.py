@@ -1,4 +1,4 @@
-"""Families whose policies move robots (section `vla`): what their configurations have in common."""
+"""Common parts of families whose policies move robots (section `vla`)."""
 
 from __future__ import annotations
 

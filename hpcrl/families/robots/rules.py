@@ -1,4 +1,4 @@
-"""Rules about policies that move robots by actions of their own: what they need, and what belongs to policies that write."""
+"""Rules about policies that move robots: requirements, and settings of policies that write text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LENGTH = "generator.sampling_params.max_generate_length"
 
 
 def actions(config: ConfigTree) -> Iterator[Problem]:
-    """What a policy of actions is trained by, and where it acts."""
+    """Requirements of training a policy of actions, and of its environment."""
     trainer, generator, vla, robot = config.trainer, config.generator, config.vla, config.environment.skyrl_gym.robot
     if not vla.enable:
         return
@@ -58,7 +58,7 @@ def actions(config: ConfigTree) -> Iterator[Problem]:
 
 
 def decoding(config: ConfigTree) -> Iterator[Problem]:
-    """What the ways need in which the tokens of a turn are made."""
+    """Requirements of each way of decoding actions."""
     if not config.vla.enable:
         return
     if config.vla.use_proprio and config.vla.vla_type == "openvla":
@@ -72,7 +72,7 @@ def decoding(config: ConfigTree) -> Iterator[Problem]:
 
 
 def simulators(config: ConfigTree) -> Iterator[Problem]:
-    """How many simulators there are, and of what videos are written."""
+    """The number of simulators, and videos of them."""
     vla = config.vla
     if not vla.enable:
         return
@@ -87,7 +87,7 @@ def simulators(config: ConfigTree) -> Iterator[Problem]:
 
 
 def of_writers(config: ConfigTree) -> Iterator[Problem]:
-    """Settings about what a policy writes."""
+    """Settings about texts of a policy."""
     vla, generator, trainer = config.vla, config.generator, config.trainer
     if not vla.enable:
         default = VLAConfig()
@@ -96,7 +96,7 @@ def of_writers(config: ConfigTree) -> Iterator[Problem]:
                 yield Problem(f"vla.{name}", "has no effect without vla.enable; leave it out, or set that")
         return
     if trainer.policy.diffusers.enable:
-        return  # told above
+        return  # refused above
     used = {
         "generator.sampling_params.stop": bool(generator.sampling_params.stop),
         "generator.inference_engine.enable_http_endpoint": generator.inference_engine.enable_http_endpoint,

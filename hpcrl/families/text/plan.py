@@ -1,4 +1,4 @@
-"""Planning of language models: its function is that of hpcrl.planning.family.PlanFamily."""
+"""Planning of language models, as hpcrl.planning.family.PlanFamily."""
 
 from __future__ import annotations
 

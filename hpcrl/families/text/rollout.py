@@ -12,7 +12,7 @@ from hpcrl.config import Config
 from hpcrl.config.family import families
 from hpcrl.errors import DataError
 from hpcrl.rollout.family import LoadedGenerator
-from hpcrl.rollout.images.saved import KeptPictures
+from hpcrl.rollout.images.saved import SampleImages
 from hpcrl.rundir.layout import Run
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def load_conversations(
         tokenizer = load_tokenizer(model, settings.chat_template)
         reader = ImageReader.of(model, Preparation.of(config.data), states)
     settings = replace(settings, max_input_length=config.max_input_length)
-    kept = KeptPictures(run, interval) if interval else None
+    kept = SampleImages(run, interval) if interval else None
     maker = partial(
         conversations, tokenizer, settings, config.environment, reader, kept, generator or GroupGenerator, model=model
     )
@@ -66,7 +66,6 @@ def own_engine(config: Config) -> None:  # noqa: ARG001
 
 
 def _check_entries(config: Config) -> None:
-    """Raise DataError where the model's config.json is of another family."""
     model, changes = config.trainer.policy.model.pretrained, config.trainer.policy.config_overrides
     try:
         with importing_transformers(config):

@@ -1,4 +1,4 @@
-"""The node agent: the one task that Slurm starts on each node of a run.
+"""Node agent: the one task that Slurm starts on each node of a run.
 
 It takes its role from the plan by its node id, starts that role's processes, supervises them, and ends when the attempt has an outcome:
 
@@ -9,10 +9,10 @@ It takes its role from the plan by its node id, starts that role's processes, su
     reward node     jobs/reward.py, one per service of the reward model; one that fails is started again, and ends the attempt when it fails
                     too often
     scorer node     torchrun jobs/scorer.py (one rank: without torchrun), one per copy of the model; as on a rollout node. Of a copy on several
-                    nodes the first one decides when its ranks start (parts.py)
+                    nodes the first one decides when its ranks start (multi_node.py)
 
 A stop request (TERM, USR2, control/stop.json) reaches the processes through the stop file, a signal to the trainer's ranks, and the
-controller; the trainer saves and leaves. Whoever sees the end first writes the outcome; every agent ends its processes when it is there.
+controller; the trainer saves and leaves. The first agent that sees the end writes the outcome; every agent then ends its processes.
 """
 
 from __future__ import annotations
@@ -107,7 +107,6 @@ class NodeAgent:
 
         Raises:
             RunError: the run directory cannot be read or written for a minute.
-            DeviceError: the node lacks what the run is to use.
             DataError: a replica would start again with another configuration or code than was submitted.
         """
         trouble, clock = None, SuspendAwareClock(_TROUBLE_S)

@@ -1,4 +1,4 @@
-"""One process that an agent starts and supervises: its log, its end, its first error, and how often it is started again."""
+"""Starts and supervises one process of an agent: its log, its end, its first error, and its restarts."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Child:
 
     def first_error(self) -> str:
         """Return why the process failed, in one line, with the log that has the rest."""
-        full = exhausted(self._log)  # then the log may lack what was said at last
+        full = exhausted(self._log)  # then the log may lack the last lines
         return f"{self.name}: {self._reason()}{f'; {full}' if full else ''} (log: {self._log})"
 
     def _reason(self) -> str:
@@ -136,7 +136,7 @@ class Restarts:
     """The restarts of one replica or service in one attempt: the first at once, each further one after twice the time, up to a minute.
 
     Args:
-        budget: restarts until it is given up; one that has worked for half an hour begins anew.
+        budget: restarts until it is given up; half an hour of work resets the count.
     """
 
     def __init__(self, budget: int) -> None:

@@ -1,4 +1,4 @@
-"""Which devices are those of a node's processes."""
+"""Finds the devices of a node's processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The environment of an agent's processes: who they are, which devices and how many threads they have, how many files they may open."""
+"""Environment variables of an agent's processes: identity, devices, threads, open files."""
 
 from __future__ import annotations
 
@@ -101,7 +101,6 @@ class Environments:
         return environment | {variable: value for variable, value in defaults.items() if not environment.get(variable)}
 
     def _threads(self, cores: int) -> int:
-        """Return how many threads each process has that computes on this node."""
         node = self._node
         workers = (len(node.workers) or len(node.scorers)) * node.scorer_ranks
         # those of a node with both take turns

@@ -1,4 +1,4 @@
-"""A scorer whose ranks are on several nodes, each with a torchrun of its own: they start together, and anew together.
+"""Starts and restarts the ranks of a scorer on several nodes together, with one torchrun per node.
 
 The agent of the first node starts the scorer again when it fails, as any other worker, and says where the torchruns meet. The agents of the other
 nodes go along: what they start is never started again by themselves. One that fails says so in its process status, because ranks elsewhere

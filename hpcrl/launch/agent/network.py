@@ -1,4 +1,4 @@
-"""Addresses and ports: services bind one private address, ports are chosen, never fixed."""
+"""Chooses addresses and ports: services bind one private address, ports are chosen, never fixed."""
 
 from __future__ import annotations
 

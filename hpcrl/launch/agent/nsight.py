@@ -1,7 +1,7 @@
-"""The command line under which Nsight Systems records a process (https://docs.nvidia.com/nsight-systems/UserGuide).
+"""Builds the command line under which Nsight Systems records a process (https://docs.nvidia.com/nsight-systems/UserGuide).
 
-nsys stands between an agent and a process that it has started. The agent's stop requests reach a rank all the same, by the process id of its
-heartbeat; the exit status that the agent sees is that of nsys, which passes on that of the process.
+nsys stands between an agent and a process that it has started. The agent's stop requests still reach a rank, by the process id of its
+heartbeat. The agent sees the exit status of nsys, which passes on that of the process.
 """
 
 from __future__ import annotations

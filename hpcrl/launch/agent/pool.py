@@ -1,6 +1,6 @@
-"""The pool agent: the task of one element of an elastic pool, a job array beside the run's own.
+"""Pool agent: the task of one element of an elastic pool, a job array beside the run's own.
 
-It starts a rollout worker, or a scorer, for the newest attempt of the run, and anew for each later one, and starts one that fails again. It ends with the
+It starts a rollout worker, or a scorer, for the newest attempt of the run and for each later one, and restarts a failed one. It ends with the
 run; Slurm may take it away at any time, and the end of its batch script (launch/requeue/elastic.py) queues it again.
 """
 
@@ -121,7 +121,6 @@ def _serve(run: Run, context: NodeContext, worker: str, signals: list[int], size
 
 
 def _queued(run: Run) -> bool:
-    """Return whether the run's own job is still there, or Slurm cannot say."""
     record = read_json(run.submission)
     try:
         return record is None or find_job(record["job_id"], queue(patience_s=0.0)).active

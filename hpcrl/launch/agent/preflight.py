@@ -1,4 +1,4 @@
-"""The node, looked at before anything is loaded on it: what `hpcrl doctor` says of one, with what this run wants of this node."""
+"""Checks the node before anything is loaded on it: the findings of `hpcrl doctor`, with the run's requirements."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from hpcrl.errors import DeviceError, RunError
 from hpcrl.launch.agent.devices import visible_devices
 from hpcrl.launch.agent.nsight import records_engines, records_ranks
 from hpcrl.launch.agent.start import NodeContext
-from hpcrl.launch.doctor.disk_space import Sizes, rooms
+from hpcrl.launch.doctor.disk_space import Sizes, disk_needs
 from hpcrl.launch.doctor.finding import Finding
 from hpcrl.launch.doctor.node import facts, gpu_processes
-from hpcrl.launch.doctor.node_findings import Purpose, of_node
+from hpcrl.launch.doctor.node_findings import Purpose, findings_of_node
 from hpcrl.launch.nodes import Node
 from hpcrl.observe.metrics import values_of
 from hpcrl.rundir.checkpoints import Retention, prune
@@ -48,12 +48,8 @@ def check_node(run: Run, config: Config, node: Node, context: NodeContext, sizes
     """Print what is found, and refuse to begin where this node, or the filesystem of the run, lacks what the run needs.
 
     It takes a second, and on a node with GPUs as long as importing torch in a process of its own.
-
-    Raises:
-        DeviceError: this node cannot do its part; the message says what was found and the remedy.
-        RunError: the run directory has too little room, which no other node has more of.
     """
-    profiler, needed = config.trainer.profiler, rooms(run, config, sizes)
+    profiler, needed = config.trainer.profiler, disk_needs(run, config, sizes)
     if node.index and "root" in needed:  # node 0 deletes old checkpoints meanwhile, and looks then
         needed["root"] = replace(needed["root"], required=False)
     purpose = Purpose(
@@ -65,9 +61,9 @@ def check_node(run: Run, config: Config, node: Node, context: NodeContext, sizes
         requeues=node.index == 0 and not context.local and config.slurm.container.host_python is None,
         nsys=records_ranks(profiler, node) or records_engines(profiler, node),
         containers=config.environment.skyrl_gym.agent.container.kind if node.replicas else "none",
-        rooms=needed,
+        disk_needs=needed,
     )
-    findings = list(of_node(_facts(run, node, context, _copies(config, node)), purpose))
+    findings = list(findings_of_node(_facts(run, node, context, _copies(config, node)), purpose))
     for finding in findings:
         print(f"{finding.level}: {finding.subject}: {_line(finding)}", flush=True)
     errors = [finding for finding in findings if finding.level == "error"]
@@ -118,7 +114,6 @@ def _line(finding: Finding) -> str:
 
 
 def _copies(config: Config, node: Node) -> Path | None:
-    """Return where replicas of this node copy weights to, after making it."""
     found = weight_copy_dir(config.generator.inference_engine) if node.replicas else None
     try:
         if found:

@@ -1,4 +1,4 @@
-"""The processes of one node in one attempt: how each is started, and where the node's torchrun meets the others.
+"""Starts the processes of one node in one attempt, and finds the rendezvous of its torchrun.
 
 A trainer of one rank is started without torchrun, which would be one more process that imports torch and a port that nobody needs.
 """
@@ -83,7 +83,7 @@ class NodeProcesses:
         self._spawn(name, command, signal.SIGTERM, False, **variables)
 
     def follow_scorer(self, name: str) -> None:
-        """Start this node's ranks of a scorer whose first ones are on another node, and anew whenever those are.
+        """Start this node's ranks of a scorer whose first ranks are on another node, and restart them with those.
 
         Args:
             name: as of `Node.follows`.
@@ -150,7 +150,7 @@ class NodeProcesses:
         return value
 
     def follow_rendezvous(self) -> None:
-        """Start the ranks: by torchrun, which meets the others where node 0 says, and anew where node 0 had to choose another port."""
+        """Start the ranks by torchrun at the rendezvous of node 0, and again where node 0 had to choose another port."""
         meeting = read_json(self._run.rendezvous(self._attempt))
         if meeting is None or meeting["number"] == self.rendezvous:
             return

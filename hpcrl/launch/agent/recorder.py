@@ -1,4 +1,4 @@
-"""NCCL's flight recorder: each rank remembers its last collectives, and writes them down when one hangs.
+"""Reads NCCL's flight recorder: each rank records its last collectives, and writes them when one hangs.
 
 torch writes a file per rank when a collective times out, and when something is written to the rank's named pipe. Which rank came too late, or
 called something else, is what `torchfrtrace DIRECTORY`, a program of torch, reads from all of them. gloo's ranks remember too, but write nothing.

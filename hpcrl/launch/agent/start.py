@@ -1,4 +1,4 @@
-"""How an agent starts: which node of which start it is, its signals, its attempt and its log."""
+"""Starts an agent: its node and start number, its signals, its attempt and its log."""
 
 from __future__ import annotations
 
@@ -82,15 +82,15 @@ class BatchScript:
         threading.Thread(target=requeue_if_its_script_was_killed).start()
 
     def require_its_end(self) -> None:
-        """To be called by an agent that ends: where the script was killed, wait for the SIGTERM by which Slurm tells that it knows.
+        """Wait for Slurm's SIGTERM after the batch script was killed; called by an agent that ends.
 
-        Before that it grants no requeue, and after that nobody would be left to ask for one: where slurmctld cannot be reached for a while
-        the attempt may fail, and its agents end, before the end of the script is known.
+        Before that Slurm grants no requeue, and after that no process is left to ask for one. Where slurmctld cannot be reached for a while,
+        the attempt may fail, and its agents end, before Slurm knows the end of the script.
         """
         deadline = time.monotonic() + _KNOWN_S
         while self._seen and not self._shell.exists() and signal.SIGTERM not in self._signals:
             if time.monotonic() > deadline:
-                print(f"the batch script was killed, and Slurm has not said so for {_KNOWN_S:.0f} s", flush=True)
+                print(f"the batch script was killed, and Slurm sent no SIGTERM for {_KNOWN_S:.0f} s", flush=True)
                 return
             time.sleep(_POLL_S)
 

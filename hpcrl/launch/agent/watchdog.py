@@ -1,4 +1,4 @@
-"""Hangs: processes of this node that make no progress, and nodes that no longer answer."""
+"""Detects hangs: processes of this node without progress, and nodes that no longer answer."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Watchdog:
         return stalls
 
     def forget(self, process: str) -> None:
-        """A process of this name starts anew."""
+        """Forget the state of a process that starts again under this name."""
         self._seen.pop(process, None)
         (self._heartbeats / process).unlink(missing_ok=True)
 

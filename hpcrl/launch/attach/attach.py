@@ -1,4 +1,4 @@
-"""`hpcrl attach`: a shell, or a command, beside the processes of a run."""
+"""`hpcrl attach`: runs a shell, or a command, beside the processes of a run."""
 
 from __future__ import annotations
 
@@ -26,9 +26,6 @@ def attach(run: Run, node: str | None, role: str | None, command: Sequence[str])
     Args:
         node: its name, or its number in the run; None: the first one of that role.
         role: trainer, rollout, reward or scorer; None: trainer, or what the node is.
-
-    Raises:
-        RunError: the run has no processes now, or no such node.
     """
     state = running(run)
     plan, hosts = make_plan(Config.from_toml([run.config])), read_attempts(run)[-1].hosts
@@ -55,9 +52,6 @@ def on_node(state: RunState, host: str, *options: str) -> tuple[list[str], dict[
 
     Args:
         options: of srun, where the run is a job of Slurm.
-
-    Raises:
-        SubmitError: Slurm's programs are not here.
     """
     if state.submission["executor"] == "local":
         return [], dict(os.environ)

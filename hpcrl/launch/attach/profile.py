@@ -1,4 +1,4 @@
-"""`hpcrl profile`: where a process of a run spends its time, sampled by py-spy on its node while it goes on."""
+"""`hpcrl profile`: samples a running process of a run by py-spy on its node."""
 
 from __future__ import annotations
 

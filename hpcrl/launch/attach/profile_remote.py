@@ -1,4 +1,4 @@
-"""What `hpcrl profile` starts on a node: it finds the process by its heartbeat, has py-spy sample it, and prints the result.
+"""Runs on the node for `hpcrl profile`: finds the process by its heartbeat, lets py-spy sample it, and prints the result.
 
 python -m hpcrl.launch.attach.profile_remote RUN_DIRECTORY ATTEMPT PROCESS SECONDS FORMAT IDLE
 """

@@ -1,4 +1,4 @@
-"""What `hpcrl attach` starts on a node: it takes over the environment of a process of the run there, and becomes the command.
+"""Runs on the node for `hpcrl attach`: takes over the environment of a process of the run, and becomes the command.
 
 python -m hpcrl.launch.attach.remote RUN_DIRECTORY ATTEMPT NODE_INDEX ROLE [COMMAND ...]
 """

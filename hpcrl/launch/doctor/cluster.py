@@ -1,4 +1,4 @@
-"""What the configuration of Slurm means for a run: preemption, requeue, limits, signals, accounting."""
+"""Judges the configuration of Slurm for a run: preemption, requeue, limits, signals, accounting."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def minutes(limit: str) -> float:
     return int(days or 0) * 1440 + hours * 60 + mins + secs / 60
 
 
-def of_cluster(config: Mapping[str, str], accounting: str | None) -> Iterator[Finding]:
+def cluster_findings(config: Mapping[str, str], accounting: str | None) -> Iterator[Finding]:
     """Say what holds in all partitions.
 
     Args:
@@ -86,7 +86,7 @@ def _requeue(config: Mapping[str, str]) -> Finding:
     return ok("requeue", found, "hpcrl submits with --requeue, which goes before JobRequeue")
 
 
-def of_partition(
+def partition_findings(
     config: Mapping[str, str], partition: Mapping[str, str], time_minutes: int | None, asked: SlurmConfig
 ) -> Iterator[Finding]:
     """Say what holds in the partition that runs would go to.
@@ -114,7 +114,7 @@ def _others(partition: Mapping[str, str], asked: SlurmConfig) -> Finding:
     if whole or partition.get("ExclusiveUser") == "YES":
         return ok("other users", "a run shares no node with jobs of others")
     remedy = (
-        "they reach the store of torchrun and the ports of gloo and NCCL, which ask for no secret (docs/security.md): where you do not "
+        "they reach the store of torchrun and the ports of gloo and NCCL, which require no secret (docs/security.md). If you do not "
         "trust them, set slurm.exclusive=true or choose a partition with ExclusiveUser=YES"
     )
     return warning("other users", "their jobs may be on the nodes of a run (ExclusiveUser=NO)", remedy)
@@ -157,7 +157,7 @@ def _preemption(config: Mapping[str, str], partition: Mapping[str, str]) -> Find
     return ok("preemption", found, f"a run gets {signal}, saves, and queues itself again")
 
 
-def of_request(slurm: SlurmConfig, scarce_pools: Sequence[str] = ()) -> Iterator[Finding]:
+def request_findings(slurm: SlurmConfig, scarce_pools: Sequence[str] = ()) -> Iterator[Finding]:
     """Say what is doubtful in what runs ask of the cluster.
 
     Args:

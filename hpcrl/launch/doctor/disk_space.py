@@ -1,4 +1,4 @@
-"""What a run will write where, from the headers of its models' files."""
+"""Estimates the disk space of a run's checkpoints, weights and exports, from the headers of its models' files."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _HEADER_LIMIT = 100 << 20  # as the safetensors library has it
 
 
 @dataclass(frozen=True)
-class Room:
-    """Bytes that a run will write to a place.
+class DiskNeed:
+    """Bytes that a run will write to a directory.
 
     Attributes:
-        least: without them it fails.
-        most: what it adds until it has all that it keeps.
-        what: what takes the least, in words.
+        least: bytes without which the run fails.
+        most: bytes that it adds until it has all files that it keeps.
+        what: description of the files behind `least`.
         required: less than the least is an error, not a warning.
     """
 
@@ -42,10 +42,10 @@ class Room:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes that parts of a run take, about.
+    """Approximate bytes of files of a run.
 
     Attributes:
-        weights: one version of what the engines get; 0 without engines.
+        weights: one version of the engines' weights; 0 without engines.
         checkpoint: one checkpoint.
         export: one export.
     """
@@ -79,15 +79,14 @@ class Sizes:
 
 
 def _saved(trainer: TrainerConfig, role: str) -> int:
-    """Return the bytes that a checkpoint has of a parameter: the weights, and the master weights and moments that training has of it."""
     if trainer.strategy == "megatron":
         return 4 * _ADAM + (2 if trainer.policy.megatron_config.dtype != "fp32" else 0)
     sharding = trainer.critic.fsdp_config if role == "critic" else trainer.policy.fsdp_config
     return _ADAM * (4 if sharding.mixed_precision.master_dtype == "fp32" else 2)
 
 
-def rooms(run: Run, config: Config, sizes: Sizes | None) -> dict[str, Room]:
-    """Return what a run will write, by the places of hpcrl.launch.doctor.node.facts; nothing where it is not known."""
+def disk_needs(run: Run, config: Config, sizes: Sizes | None) -> dict[str, DiskNeed]:
+    """Return the disk needs of a run, by the directories of hpcrl.launch.doctor.node.facts; empty where they are unknown."""
     if sizes is None:
         return {}
     trainer = config.trainer
@@ -96,14 +95,14 @@ def rooms(run: Run, config: Config, sizes: Sizes | None) -> dict[str, Room]:
     versions = trainer.fully_async.kept_versions - len(committed(run.weights, version_of))
     most = checkpoint * max(1, kept + 1 - there) + sizes.weights * max(1, versions)
     return {
-        "root": Room(checkpoint + sizes.weights, most, "a checkpoint and the weights for the engines"),
-        "copies": Room(0, COPIES * sizes.weights, f"{COPIES} versions of the weights"),
+        "root": DiskNeed(checkpoint + sizes.weights, most, "a checkpoint and the weights for the engines"),
+        "copies": DiskNeed(0, COPIES * sizes.weights, f"{COPIES} versions of the weights"),
     }
 
 
 def _saved_parameters(shapes: dict[str, list[int]], lora: LoraConfig | None) -> int:
-    """Return how many parameters of a model a checkpoint has; with LoRA those of adapters of all its matrices, which may be more than there
-    are, and of the modules that are trained whole."""
+    """Return the number of parameters in a model's checkpoint. With LoRA these are adapters of all its matrices, an upper bound, and the
+    modules that are trained whole."""
     if lora is None:
         return sum(map(math.prod, shapes.values()))
     whole = [shape for name, shape in shapes.items() if any(part in name for part in lora.modules_to_save or ())]

@@ -1,4 +1,4 @@
-"""`hpcrl doctor`: one finding after the other about this machine, the cluster and a compute node."""
+"""Checks this machine, the cluster and a compute node for `hpcrl doctor`."""
 
 from __future__ import annotations
 
@@ -16,12 +16,24 @@ from typing import Any
 from hpcrl.config.sections.slurm import ContainerConfig, SlurmConfig
 from hpcrl.config.validate import build
 from hpcrl.launch.container import Starter
-from hpcrl.launch.doctor.cluster import of_cluster, of_partition, of_request, parse_config, parse_records
+from hpcrl.launch.doctor.cluster import (
+    cluster_findings,
+    parse_config,
+    parse_records,
+    partition_findings,
+    request_findings,
+)
 from hpcrl.launch.doctor.finding import Finding, error, ok, warning
 from hpcrl.launch.doctor.node import facts, place
-from hpcrl.launch.doctor.node_findings import Purpose, of_both, of_clock, of_node, of_place
-from hpcrl.launch.doctor.node_session import Silent, Talk
-from hpcrl.launch.doctor.shared_fs_probe import VISIBLE_S, delays_of, of_delays, of_links
+from hpcrl.launch.doctor.node_findings import (
+    Purpose,
+    clock_finding,
+    environment_findings,
+    filesystem_finding,
+    findings_of_node,
+)
+from hpcrl.launch.doctor.node_session import NoAnswerError, NodeSession
+from hpcrl.launch.doctor.shared_fs_probe import VISIBLE_S, link_finding, measure_delays, visibility_finding
 
 _ANSWER_S = 60.0
 _FACTS_S = 660.0  # torch may take long to import
@@ -31,11 +43,11 @@ _BUSY = ("Requested nodes are busy", "Immediate execution impossible")
 
 
 def examine(root: Path, slurm: Mapping[str, Any], wait_s: int) -> Iterator[Finding]:
-    """Look at everything, and say what it means for a run.
+    """Yield the findings about this machine, the cluster and a compute node.
 
     Args:
         root: slurm.root.
-        slurm: the section `slurm` as far as it is known; what it lacks has its default.
+        slurm: known settings of the section `slurm`; others have their defaults.
         wait_s: how long to wait for a free compute node.
     """
     asked, directory = build(SlurmConfig, slurm), root.expanduser().absolute()
@@ -52,12 +64,12 @@ def examine(root: Path, slurm: Mapping[str, Any], wait_s: int) -> Iterator[Findi
     try:
         config = parse_config(_slurm("scontrol", "show", "config"))
         partitions = parse_records(_slurm("scontrol", "-o", "show", "partition"))
-    except Silent as silent:
-        yield error("slurm", str(silent), "ask the administrators, or wait until slurmctld is back")
+    except NoAnswerError as failure:
+        yield error("slurm", str(failure), "ask the administrators, or wait until slurmctld is back")
         yield from _of_this_machine(directory)
         return
-    yield from of_cluster(config, _accounting())
-    yield from of_request(asked)
+    yield from cluster_findings(config, _accounting())
+    yield from request_findings(asked)
     wanted = asked.partition
     partition = next(
         (one for one in partitions if one["PartitionName"] == wanted or (not wanted and one.get("Default") == "YES")),
@@ -68,12 +80,12 @@ def examine(root: Path, slurm: Mapping[str, Any], wait_s: int) -> Iterator[Findi
         found = f"there is no {wanted}" if wanted else "there is no default partition"
         yield error("partition", found, f"choose one of {names} (--partition, slurm.partition)")
         return
-    yield from of_partition(config, partition, slurm.get("time_minutes"), asked)
+    yield from partition_findings(config, partition, slurm.get("time_minutes"), asked)
     yield from _of_compute_node(directory, replace(asked, partition=partition["PartitionName"]), wait_s)
 
 
 def _of_root(root: Path, directory: Path) -> Iterator[Finding]:
-    yield of_place("root", place(directory), "this machine")
+    yield filesystem_finding("root", place(directory), "this machine")
     mode = directory.stat().st_mode & 0o7777
     found = f"{directory}: {mode:04o}" + (
         "" if directory == root.expanduser().absolute() else f"; {root} is to be made in it"
@@ -90,62 +102,57 @@ def _of_root(root: Path, directory: Path) -> Iterator[Finding]:
 def _of_this_machine(directory: Path) -> Iterator[Finding]:
     here = facts(directory)
     del here["places"]["root"]  # looked at already
-    yield from of_node(here, Purpose())
+    yield from findings_of_node(here, Purpose())
 
 
 def _slurm(*command: str) -> str:
-    """Return what a command of Slurm prints.
-
-    Raises:
-        Silent: it fails; the message is what it says.
-    """
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_ANSWER_S)
     except (OSError, subprocess.TimeoutExpired) as failure:
-        raise Silent(f"{command[0]}: {failure}") from None
+        raise NoAnswerError(f"{command[0]}: {failure}") from None
     if done.returncode != 0:
-        raise Silent("; ".join(done.stderr.strip().splitlines()) or f"{command[0]} failed without a word")
+        raise NoAnswerError("; ".join(done.stderr.strip().splitlines()) or f"{command[0]} failed without a message")
     return done.stdout
 
 
 def _accounting() -> str | None:
     try:
         _slurm("sacct", "-n", "-X", "-P", "-o", "JobID", "-S", "now")
-    except Silent as silent:
-        return str(silent)
+    except NoAnswerError as failure:
+        return str(failure)
     return None
 
 
 def _of_compute_node(directory: Path, slurm: SlurmConfig, wait_s: int) -> Iterator[Finding]:
-    canary = directory / f".hpcrl-doctor-{secrets.token_hex(4)}"
+    probe = directory / f".hpcrl-doctor-{secrets.token_hex(4)}"
     try:
-        canary.mkdir(mode=0o700)
-    except OSError:  # said already
+        probe.mkdir(mode=0o700)
+    except OSError:  # reported already
         return
     partition, needed = slurm.partition or "", min(1, slurm.gpus)
     gpus = needed > 0 or _has_gpus(partition)
     try:
-        with Talk(_srun(canary, slurm, gpus, wait_s)) as node:
-            yield from _conversation(node, canary, wait_s, needed, slurm.container)
-    except Silent as silent:
-        yield _no_node(str(silent), partition, wait_s)
+        with NodeSession(_srun(probe, slurm, gpus, wait_s)) as node:
+            yield from _findings_of_session(node, probe, wait_s, needed, slurm.container)
+    except NoAnswerError as failure:
+        yield _no_node(str(failure), partition, wait_s)
     finally:
-        shutil.rmtree(canary, ignore_errors=True)
+        shutil.rmtree(probe, ignore_errors=True)
 
 
 def _has_gpus(partition: str) -> bool:
     try:
         return "gpu" in _slurm("sinfo", "-h", "-p", partition, "-o", "%G")
-    except Silent:
+    except NoAnswerError:
         return False
 
 
-def _srun(canary: Path, slurm: SlurmConfig, gpus: bool, wait_s: int) -> Sequence[str]:
+def _srun(probe: Path, slurm: SlurmConfig, gpus: bool, wait_s: int) -> Sequence[str]:
     options = [f"--{name}={value}" for name in _PASSED_ON if (value := getattr(slurm, name))]
     options += [_GPU[slurm.gpu_option]] if gpus else []
-    starter = Starter.of(slurm.container, [os.path.realpath(canary.parent)], gpus)
+    starter = Starter.of(slurm.container, [os.path.realpath(probe.parent)], gpus)
     setup = [] if starter.srun else slurm.setup  # what srun starts in a container has no place outside to run it
-    run = f"exec {starter.python} -m hpcrl.launch.doctor.node {shlex.quote(str(canary))}"
+    run = f"exec {starter.python} -m hpcrl.launch.doctor.node {shlex.quote(str(probe))}"
     command = [*starter.srun, "bash", "-c", "\n".join([*setup, run])]
     job = ["--job-name=hpcrl-doctor", "--nodes=1", "--ntasks=1", "--time=10", f"--immediate={wait_s}", "--unbuffered"]
     return ["srun", *job, *options, *command]
@@ -164,20 +171,22 @@ def _no_node(said: str, partition: str, wait_s: int) -> Finding:
     return error("compute node", "; ".join(lines) or said, remedy)
 
 
-def _conversation(node: Talk, canary: Path, wait_s: int, needed: int, container: ContainerConfig) -> Iterator[Finding]:
-    node.ask(wait_s + _ANSWER_S, verb="clock")  # the first answer takes as long as the start of the job
+def _findings_of_session(
+    node: NodeSession, probe: Path, wait_s: int, needed: int, container: ContainerConfig
+) -> Iterator[Finding]:
+    node.request(wait_s + _ANSWER_S, verb="clock")  # the first answer takes as long as the start of the job
     before = time.time()
-    there = node.ask(_ANSWER_S, verb="clock")["time"]
+    node_time = node.request(_ANSWER_S, verb="clock")["time"]
     after = time.time()
-    delays, stranger = delays_of(node, canary, VISIBLE_S)
-    told = node.ask(_FACTS_S, verb="facts", gpus=str(needed))
-    host = told["host"]
-    yield of_delays(delays, canary.parent, host)
-    yield of_links(canary)
+    delays, stranger = measure_delays(node, probe, VISIBLE_S)
+    there = node.request(_FACTS_S, verb="facts", gpus=str(needed))
+    host = there["host"]
+    yield visibility_finding(delays, probe.parent, host)
+    yield link_finding(probe)
     if stranger is not None:
         remedy = "the server maps users to others; a run's files must belong to you on all nodes"
         yield error("owner", f"what you write on {host} belongs to user {stranger} here", remedy)
-    yield of_clock(there - (before + after) / 2, (after - before) / 2, host)
-    yield from of_both(facts(canary.parent), told, contained=container.kind != "none")
-    told["places"].pop("root", None)  # looked at from here
-    yield from of_node(told, Purpose(gpus=needed, requeues=container.host_python is None))
+    yield clock_finding(node_time - (before + after) / 2, (after - before) / 2, host)
+    yield from environment_findings(facts(probe.parent), there, contained=container.kind != "none")
+    there["places"].pop("root", None)  # looked at from here
+    yield from findings_of_node(there, Purpose(gpus=needed, requeues=container.host_python is None))

@@ -1,4 +1,4 @@
-"""What `hpcrl doctor` says about one thing."""
+"""One finding of `hpcrl doctor`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a node's GPUs mean for a run that is to use them."""
+"""Judges a node's GPUs for a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MUCH_MIB = 1024  # what is left of a GPU beside it is less than an engine or a 
 _SLOW = 0.7
 
 
-def of_gpus(
+def gpu_findings(
     facts: Mapping[str, Any],
     needed: int,
     compiles: Sequence[str],
@@ -65,7 +65,7 @@ def _unusable(facts: Mapping[str, Any], needed: int) -> Finding | None:
         return error("GPU", found, "ask for whole GPUs, or set slurm.gpus_per_node=1")
     if "error" in torch:
         found = f"torch cannot be imported on this node: {torch['error']}"
-        return error("GPU", found, "install it anew in this environment (docs/installation.md)")
+        return error("GPU", found, "install it again in this environment (docs/installation.md)")
     if torch["devices"] >= needed:
         return None
     build = f"built for CUDA {torch['cuda']}" if torch["cuda"] else "built without CUDA"

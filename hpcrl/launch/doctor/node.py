@@ -1,4 +1,4 @@
-"""The part of `hpcrl doctor` that runs on a compute node: it answers requests, one JSON line each, until its input ends.
+"""Answers requests of `hpcrl doctor` on a compute node, one JSON line each, until its input ends.
 
 python -m hpcrl.launch.doctor.node DIRECTORY
 
@@ -149,7 +149,7 @@ def gpu_processes(gpus: Sequence[Mapping[str, str]], devices: Sequence[str]) -> 
 
     Args:
         gpus: of `gpus_here`.
-        devices: as CUDA_VISIBLE_DEVICES names them, by index or by the beginning of the uuid. Those of a MIG device cannot be told.
+        devices: as CUDA_VISIBLE_DEVICES names them, by index or by the beginning of the uuid. Those of a MIG device are unknown.
     """
     mine = {
         gpu["uuid"]: device
@@ -183,7 +183,6 @@ def _owner(pid: str) -> str:
 
 
 def _compiler() -> str | None:
-    """Return the compiler that Triton takes."""
     own = os.environ.get("CC")
     return shutil.which(own) if own else shutil.which("gcc") or shutil.which("clang")
 

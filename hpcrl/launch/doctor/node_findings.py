@@ -1,4 +1,4 @@
-"""What the facts of a node mean for a run."""
+"""Judges the facts of a node for a run."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hpcrl.launch.doctor.disk_space import Room
+from hpcrl.launch.doctor.disk_space import DiskNeed
 from hpcrl.launch.doctor.finding import Finding, error, ok, warning
-from hpcrl.launch.doctor.gpus import of_gpus
+from hpcrl.launch.doctor.gpus import gpu_findings
 from hpcrl.units import readable_size
 
 _GB = 1e9
@@ -42,18 +42,18 @@ _EXCHANGED = ("hpcrl", "submitit")
 
 @dataclass(frozen=True)
 class Purpose:
-    """What a run wants of a node.
+    """Requirements of a run on a node.
 
     Attributes:
         gpus: how many GPUs; 0: none.
-        compiles: what compiles kernels there, vLLM or settings of the trainer.
+        compiles: vLLM, or settings of the trainer, that compile kernels there.
         shares: settings that have two processes use the same GPU.
         nvcc: settings whose kernels CUDA's compiler builds.
         named: whether other nodes reach it by its name.
         requeues: whether a job is requeued from there.
         nsys: whether Nsight Systems records its processes.
         containers: program that starts containers of agents there; none: there are no such.
-        rooms: what it will write, by the name of the place, as far as that is known.
+        rooms: bytes that it will write, by the name of the directory, as far as they are known.
     """
 
     gpus: int = 0
@@ -64,13 +64,15 @@ class Purpose:
     requeues: bool = False
     nsys: bool = False
     containers: str = "none"
-    rooms: Mapping[str, Room] = field(default_factory=dict)
+    disk_needs: Mapping[str, DiskNeed] = field(default_factory=dict)
 
 
-def of_node(facts: Mapping[str, Any], purpose: Purpose) -> Iterator[Finding]:
-    """Say what is well and what is not on a node."""
+def findings_of_node(facts: Mapping[str, Any], purpose: Purpose) -> Iterator[Finding]:
+    """Yield the findings about a node: filesystems, limits, network, programs, leftovers and GPUs."""
     host = facts["host"]
-    yield from (of_place(name, place, host, purpose.rooms.get(name)) for name, place in facts["places"].items())
+    yield from (
+        filesystem_finding(name, place, host, purpose.disk_needs.get(name)) for name, place in facts["places"].items()
+    )
     yield from _limits(facts)
     if purpose.named:
         yield _network(facts)
@@ -89,14 +91,14 @@ def of_node(facts: Mapping[str, Any], purpose: Purpose) -> Iterator[Finding]:
         found = f"{len(left)} segments ({readable_size(sum(left.values()))}) in /dev/shm of {host} that no process uses, such as {min(left)}"
         remedy = "processes of yours that were killed left them; remove them if none of yours runs in another container there"
         yield warning("left over", found, remedy)
-    yield from of_gpus(facts, purpose.gpus, purpose.compiles, purpose.shares, purpose.nvcc)
+    yield from gpu_findings(facts, purpose.gpus, purpose.compiles, purpose.shares, purpose.nvcc)
 
 
-def of_place(name: str, place: Mapping[str, Any], host: str, needed: Room | None = None) -> Finding:
-    """Say whether a directory has a fitting filesystem, room and inodes.
+def filesystem_finding(name: str, place: Mapping[str, Any], host: str, needed: DiskNeed | None = None) -> Finding:
+    """Return whether a directory has a suitable filesystem, free space and inodes.
 
     Args:
-        needed: what a run will write there; None: not known.
+        needed: bytes that a run will write there; None: unknown.
     """
     kind, room, inodes = place["type"], place["free_bytes"] / _GB, place["free_inodes"]
     subject = _SUBJECTS[name]
@@ -175,8 +177,10 @@ def _network(facts: Mapping[str, Any]) -> Finding:
     return ok("network", found, f"servers choose free ports from 10000 to {first - 1}")
 
 
-def of_both(here: Mapping[str, Any], there: Mapping[str, Any], contained: bool = False) -> Iterator[Finding]:
-    """Say whether this machine and a compute node have the same environment.
+def environment_findings(
+    here: Mapping[str, Any], there: Mapping[str, Any], contained: bool = False
+) -> Iterator[Finding]:
+    """Yield whether this machine and a compute node have the same environment.
 
     Args:
         contained: the node's is that of a container, of which only what both sides exchange has to be the same.
@@ -202,8 +206,8 @@ def of_both(here: Mapping[str, Any], there: Mapping[str, Any], contained: bool =
         )
 
 
-def of_clock(skew_s: float, uncertainty_s: float, node: str) -> Finding:
-    """Say whether the clocks of this machine and of a node agree. Positive: the node is ahead."""
+def clock_finding(skew_s: float, uncertainty_s: float, node: str) -> Finding:
+    """Return whether the clocks of this machine and of a node agree. Positive: the node is ahead."""
     found = (
         f"{node} is {abs(skew_s):.2f} s {'ahead of' if skew_s > 0 else 'behind'} this machine (± {uncertainty_s:.2f} s)"
     )

@@ -1,4 +1,4 @@
-"""A conversation with `hpcrl.launch.doctor.node` on a compute node, through the pipes of srun."""
+"""Sends requests to `hpcrl.launch.doctor.node` on a compute node, through the pipes of srun."""
 
 from __future__ import annotations
 
@@ -15,64 +15,64 @@ from typing import Any
 _LEAVING_S = 10.0
 
 
-class Silent(Exception):
-    """The node has ended, or says nothing; the message is what srun said."""
+class NoAnswerError(Exception):
+    """A command, or the node's process, failed or did not answer in time; the message has its output."""
 
 
-class Talk:
-    """Starts the command and talks with it; its end is the end of the command.
+class NodeSession:
+    """Starts a command, sends it requests and reads its answers; leaving the context ends the command.
 
     Raises:
-        Silent: there is no such program.
+        NoAnswerError: there is no such program.
     """
 
     def __init__(self, command: Sequence[str]) -> None:
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the conversation
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the session
         pipe = subprocess.PIPE
         try:
             self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self._errors)
         except OSError as error:
             self._errors.close()
-            raise Silent(f"{command[0]}: {error.strerror}") from None
-        self._heard = b""
+            raise NoAnswerError(f"{command[0]}: {error.strerror}") from None
+        self._received = b""
 
-    def say(self, **request: str) -> None:
+    def send(self, **request: str) -> None:
         assert self._process.stdin
         try:
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            raise Silent(self._complaint()) from None
+            raise NoAnswerError(self._error_output()) from None
 
-    def hear(self, limit_s: float) -> dict[str, Any]:
+    def receive(self, limit_s: float) -> dict[str, Any]:
         """Return the next answer.
 
         Raises:
-            Silent: there is none.
+            NoAnswerError: there is none.
         """
         assert self._process.stdout
         deadline = time.monotonic() + limit_s
-        while b"\n" not in self._heard:
+        while b"\n" not in self._received:
             left = deadline - time.monotonic()
             if left <= 0 or not select.select([self._process.stdout], [], [], left)[0]:
-                raise Silent(self._complaint() or f"no answer in {limit_s:.0f} s")
+                raise NoAnswerError(self._error_output() or f"no answer in {limit_s:.0f} s")
             data = os.read(self._process.stdout.fileno(), 1 << 16)
             if not data:
                 self._process.wait()
-                raise Silent(self._complaint() or f"it ended with exit code {self._process.returncode}")
-            self._heard += data
-        line, _, self._heard = self._heard.partition(b"\n")
+                raise NoAnswerError(self._error_output() or f"it ended with exit code {self._process.returncode}")
+            self._received += data
+        line, _, self._received = self._received.partition(b"\n")
         return json.loads(line)
 
-    def ask(self, limit_s: float, /, **request: str) -> dict[str, Any]:
-        self.say(**request)
-        return self.hear(limit_s)
+    def request(self, limit_s: float, /, **request: str) -> dict[str, Any]:
+        self.send(**request)
+        return self.receive(limit_s)
 
-    def _complaint(self) -> str:
+    def _error_output(self) -> str:
         self._errors.seek(0)
         return self._errors.read().decode(errors="replace").strip()
 
-    def __enter__(self) -> Talk:
+    def __enter__(self) -> NodeSession:
         return self
 
     def __exit__(self, *_: object) -> None:

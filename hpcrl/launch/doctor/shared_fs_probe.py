@@ -1,4 +1,4 @@
-"""Files that this machine and a compute node write for each other: is slurm.root shared, and how late is it?"""
+"""Measures whether, and how fast, this machine and a compute node see each other's files in slurm.root."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hpcrl.launch.doctor.finding import Finding, error, ok, warning
 from hpcrl.launch.doctor.node import await_file, sees
-from hpcrl.launch.doctor.node_session import Talk
+from hpcrl.launch.doctor.node_session import NodeSession
 from hpcrl.rundir.commit import link, write_text
 
 VISIBLE_S = 60.0
@@ -17,31 +17,31 @@ _ANSWER_S = 60.0
 _SLOW_S = 5.0
 
 
-def delays_of(node: Talk, directory: Path, limit_s: float) -> tuple[dict[str, float | None], int | None]:
-    """Write files here and there, each while the other side looks for it.
+def measure_delays(node: NodeSession, directory: Path, limit_s: float) -> tuple[dict[str, float | None], int | None]:
+    """Write files on this machine and on the node, and measure when the other side sees them.
 
     Args:
         directory: where the node does the same.
-        limit_s: seconds after which a file is given up.
+        limit_s: seconds after which a file counts as unseen.
 
     Returns:
-        Seconds until a new and a replaced file was seen on the other side, None where it was not; and the owner of a file from there
+        Seconds until the other side saw a new and a replaced file, None where it did not. Also the owner of a file from there
         if it is not this user.
     """
     delays: dict[str, float | None] = {}
     for kind, content in (("new", "1"), ("replaced", "2")):
-        node.ask(_ANSWER_S, verb="await", name="from-here", content=content, limit_s=str(limit_s))
+        node.request(_ANSWER_S, verb="await", name="from-here", content=content, limit_s=str(limit_s))
         write_text(directory / "from-here", content)
         began = time.monotonic()
-        seen = node.hear(limit_s + _ANSWER_S)["sees"]
+        seen = node.receive(limit_s + _ANSWER_S)["sees"]
         delays[f"{kind} there"] = time.monotonic() - began if seen else None
         if not seen:
             return delays, None
     owner = os.getuid()
     for kind, content in (("new", "1"), ("replaced", "2")):
         path = directory / "from-there"
-        sees(path, content)  # what this machine remembers of the directory is part of the delay
-        node.ask(_ANSWER_S, verb="write", name=path.name, content=content)
+        sees(path, content)  # this machine's cache of the directory is part of the delay
+        node.request(_ANSWER_S, verb="write", name=path.name, content=content)
         began = time.monotonic()
         seen = await_file(path, content, limit_s)
         delays[f"{kind} here"] = time.monotonic() - began if seen else None
@@ -51,8 +51,8 @@ def delays_of(node: Talk, directory: Path, limit_s: float) -> tuple[dict[str, fl
     return delays, owner if owner != os.getuid() else None
 
 
-def of_links(directory: Path) -> Finding:
-    """Say whether there are hard links, by one within `directory`."""
+def link_finding(directory: Path) -> Finding:
+    """Return whether the filesystem has hard links, by one within `directory`."""
     one, other = directory / "link-of", directory / "link"
     one.touch()
     try:
@@ -64,7 +64,7 @@ def of_links(directory: Path) -> Finding:
     return ok("hard links", "of two processes that report how an attempt ended, the first one is believed")
 
 
-def of_delays(delays: Mapping[str, float | None], root: Path, host: str) -> Finding:
+def visibility_finding(delays: Mapping[str, float | None], root: Path, host: str) -> Finding:
     if missing := [kind.split() for kind, delay in delays.items() if delay is None]:
         kind, where = missing[0]
         found = (

@@ -1,4 +1,4 @@
-"""What the files of a model make of conversations, before anything is queued: its tokenizer, the tokens that end a turn, its chat template."""
+"""Checks a model's tokenizer, end-of-turn tokens and chat template on conversations, before submission."""
 
 from __future__ import annotations
 
@@ -134,7 +134,6 @@ def _names(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
 
 
 def _of_template(written: ChatTemplate) -> Iterator[Finding]:
-    """Try conversations of the kinds that datasets have."""
     lost = {
         "turns": _lost(written, [_QUESTION, _ANSWER, _QUESTION, _ANSWER]),
         "thoughts": _lost(written, [_QUESTION, _THOUGHT]),

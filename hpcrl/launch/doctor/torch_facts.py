@@ -1,4 +1,5 @@
-"""What torch says of this node's GPUs, and whether each of them computes, as JSON: in a process of its own, because the import may take long, or crash.
+"""Reports this node's GPUs by torch, and whether each of them computes, as JSON. A process of its own, because the import may take long,
+or crash.
 
 python -m hpcrl.launch.doctor.torch_facts
 """
@@ -33,7 +34,7 @@ def multiply(device: Any) -> dict[str, Any]:
     """Multiply matrices on a device in bfloat16, with a known result: small integers, whose sums float32 holds exactly.
 
     Returns:
-        right: whether the result is that of the CPU, bit by bit, and error: what was raised instead; tflops: how fast a larger one was,
+        right: whether the result is that of the CPU, bit by bit. error: the exception instead of a result. tflops: speed of a larger product,
         0 on a CPU, where nothing is measured.
     """
     import torch

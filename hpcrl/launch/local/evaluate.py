@@ -1,4 +1,4 @@
-"""An evaluation outside of training: of a checkpoint of a run, or of any model in Hugging Face format.
+"""Runs an evaluation outside of training: of a checkpoint of a run, or of any model in Hugging Face format.
 
 `hpcrl eval` makes a directory for it, laid out as a run directory, in which jobs/eval.py works:
 
@@ -79,7 +79,6 @@ def find_subject(name: str, checkpoint: str | None, root: Path) -> Subject:
 
     Raises:
         RunError: there is no such run or checkpoint.
-        CommitError: the checkpoint is damaged.
     """
     if any((Path(name) / file).is_file() for file in {family.model_file for family in families()}):
         return _model(name, str(Path(name).absolute()), checkpoint)
@@ -180,8 +179,6 @@ def evaluate(subject: Subject, config: Config, place: Run, report: Callable[[str
 
     Raises:
         RunError: the directory is there.
-        DataError: a dataset is missing, or lacks what it needs.
-        HpcrlError: it failed.
     """
     if place.path.exists():
         raise RunError(f"{place.path} exists; move it away, or choose another --output")

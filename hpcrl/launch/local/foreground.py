@@ -1,4 +1,4 @@
-"""A job that a command starts on this machine and waits for; no part of any run, and not supervised by an agent."""
+"""Starts a job of a command on this machine and waits for it, without a run or an agent."""
 
 from __future__ import annotations
 

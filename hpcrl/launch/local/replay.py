@@ -1,4 +1,4 @@
-"""A step of a run once more, by the trainer alone: no engine, no controller, and nothing is written into the run.
+"""Trains a step of a run again by the trainer alone: no engine, no controller, no writes into the run.
 
 What `hpcrl replay` asks of jobs/replay.py lies in a directory of its own, laid out as a run directory:
 
@@ -59,7 +59,6 @@ def plan_replay(run: Run, step: int, times: int) -> Plan:
 
     Raises:
         RunError: it was not trained, or what it was trained from is gone.
-        CommitError: the checkpoint is damaged.
     """
     totals, epochs = values_of(run, TOTAL_STEPS), values_of(run, STEPS_PER_EPOCH)
     if step not in totals:
@@ -136,9 +135,6 @@ def replay(plan: Plan, config: Config, ranks: int, place: Run) -> list[dict[str,
 
     Args:
         place: an empty directory, or one that is made.
-
-    Raises:
-        HpcrlError: it failed.
     """
     place.path.mkdir(parents=True, exist_ok=True)
     write_text(place.config, config.to_toml())

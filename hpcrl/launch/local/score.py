@@ -1,4 +1,4 @@
-"""What the teacher of a run says of the rows that the run will learn, computed before it on this machine.
+"""Computes a teacher's log-probabilities of the rows that a run will learn, on this machine.
 
 What `hpcrl score` asks of jobs/score.py lies in a directory of its own, laid out as a run directory:
 
@@ -38,8 +38,6 @@ def score(config: Config, ranks: int, place: Run, report: Callable[[str], None])
     Raises:
         ConfigError: the configuration has no teacher of rows.
         RunError: the directory is there.
-        DataError: a dataset or the teacher is missing, or cannot be used.
-        HpcrlError: it failed.
     """
     if not config.trainer.teaches_rows:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Jobs in the queue that no run directory knows: whoever submitted them died before it could write that down."""
+"""Finds jobs in the queue without a record in a run directory: their `hpcrl submit` died before it could write one."""
 
 from __future__ import annotations
 
@@ -48,7 +48,6 @@ def adopt(submissions: dict[Run, dict[str, Any]], queued: Mapping[str, JobState]
 
 
 def _run_of(job: str, script: Path) -> Run | None:
-    """Return the run that an element of a job array runs, from the end of its batch script."""
     try:
         match = _ELEMENTS.search(script.read_text())
         runs = read_json(Path(shlex.split(match[1])[0])) if match else None

@@ -1,4 +1,4 @@
-"""Cancelling a run."""
+"""Cancels a run."""
 
 from __future__ import annotations
 
@@ -30,10 +30,6 @@ def cancel(run: Run, patience_s: float) -> RunState:
 
     A run that waits in the queue, also after a preemption, is taken out of it; one that is held for a person is only marked. A job that
     would upload what it has left goes too where it has left nothing.
-
-    Raises:
-        RunError: the run is over already.
-        SubmitError: Slurm could not be asked, or refused.
     """
     state = _cancel(run, patience_s)
     if state.over and state.kind == "cancelled":

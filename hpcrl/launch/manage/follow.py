@@ -1,4 +1,4 @@
-"""Runs while they go on: a screen that is drawn again and again, or lines where there is no terminal for that.
+"""Shows running runs: on a screen that is refreshed, or as lines without a terminal.
 
 Files are read, and Slurm is asked, in threads of their own: what is drawn is the last that they know, with its age where that is long.
 """
@@ -20,7 +20,7 @@ from hpcrl.launch.manage.progress import progress_of
 from hpcrl.launch.manage.registry import known_states
 from hpcrl.launch.manage.screen import RunView, one_run, several_runs
 from hpcrl.launch.manage.state import RunState
-from hpcrl.observe.live_status import Watch
+from hpcrl.observe.live_status import LiveStatusReader
 from hpcrl.observe.summary import headline
 from hpcrl.observe.summary_table import headline_rows, show_summary
 from hpcrl.rundir.alerts import read_alerts
@@ -41,7 +41,7 @@ def follow(runs: Sequence[Run], console: Console | None = None) -> None:
         console: where to; None: the standard output.
 
     Raises:
-        RunError: whether a run is over cannot be told, because a file of it is damaged.
+        RunError: a damaged file hides whether a run is over.
     """
     console, looks = console or Console(), Looks(runs)
     if draws(console):
@@ -61,7 +61,7 @@ def draws(console: Console) -> bool:
     return console.is_terminal and not console.is_dumb_terminal and not os.environ.get("NO_COLOR")
 
 
-def look_once(run: Run, watch: Watch) -> RunView:
+def read_view(run: Run, reader: LiveStatusReader) -> RunView:
     """Return what the files of a run say now.
 
     Raises:
@@ -73,7 +73,7 @@ def look_once(run: Run, watch: Watch) -> RunView:
     try:
         statuses = read_process_statuses(run, number)
         progress = progress_of(run, statuses, ended=outcome_of(run, number) is not None)
-        return RunView(run, None, progress, headline(run), watch.look(), read_alerts(run), upload_states(run))
+        return RunView(run, None, progress, headline(run), reader.read(), read_alerts(run), upload_states(run))
     except (ValueError, KeyError, TypeError, AttributeError) as error:  # numbers that are texts, and the like
         raise RunError(f"a file in {run.path} is damaged ({type(error).__name__}: {error})") from error
 
@@ -84,7 +84,7 @@ class Looks:
     def __init__(self, runs: Sequence[Run]) -> None:
         now = time.monotonic()
         self._runs, self._poller = runs, RunPoller(runs, known_states)
-        self._watches = {run: Watch(run) for run in runs}
+        self._readers = {run: LiveStatusReader(run) for run in runs}
         self._asked, self._states = now, dict[Run, RunState]()
         self._read = dict.fromkeys(runs, now)
         self._views = {run: RunView(run) for run in runs}
@@ -108,11 +108,7 @@ class Looks:
         return self._failure is not None or (bool(states) and all(state.over for state in states))
 
     def views(self) -> list[RunView]:
-        """Return what is known now, in the order of the runs.
-
-        Raises:
-            RunError: whether a run is over cannot be told, because a file of it is damaged.
-        """
+        """Return what is known now, in the order of the runs."""
         if self._failure:
             raise self._failure
         now, states = time.monotonic(), self._states
@@ -146,7 +142,7 @@ class Looks:
     def _look(self) -> None:
         for run in self._runs:
             try:
-                self._views[run] = look_once(run, self._watches[run])
+                self._views[run] = read_view(run, self._readers[run])
             except (RunError, OSError) as error:
                 self._views[run] = replace(self._views[run], complaint=str(error))
             self._read[run] = time.monotonic()
@@ -174,7 +170,6 @@ def _print(looks: Looks, console: Console) -> None:
 
 
 def _say(views: Sequence[RunView], said: dict[tuple[Run, str], str], console: Console) -> None:
-    """Print a line for each thing of which the state has changed."""
     for view in views:
         for what, state, text in events(view):
             if said.get((view.run, what)) != state:
@@ -186,11 +181,11 @@ def _say(views: Sequence[RunView], said: dict[tuple[Run, str], str], console: Co
 
 
 def events(view: RunView) -> Iterator[tuple[str, str, str]]:
-    """Yield what there is to say of a run: of what, in which state it is, and the text, which is said when that state changes."""
+    """Yield the messages about a run: subject, state, and the text, which is printed when the state changes."""
     state = view.state
     if state and state.kind != "running" and not state.over:
         yield "run", f"{state.kind} {state.job.reason}", f"{state.kind}: {view.detail}"
-    for row in view.watched.rows if view.watched else ():
+    for row in view.live.rows if view.live else ():
         yield row.process, row.state, _numbers(view) if row.process == "trainer" else row.text
     for name, text in headline_rows(view.headline) if view.headline else ():
         if name in ("eval score", "validation loss", "learning"):
@@ -202,6 +197,6 @@ def events(view: RunView) -> Iterator[tuple[str, str, str]]:
 
 
 def _numbers(view: RunView) -> str:
-    watched = view.watched
-    reward = f" · reward {watched.curve[-1]:.2f}" if watched and watched.is_reward and watched.curve else ""
+    live = view.live
+    reward = f" · reward {live.curve[-1]:.2f}" if live and live.is_reward and live.curve else ""
     return f"{view.progress}{reward}"

@@ -1,4 +1,4 @@
-"""The logs of an attempt: one file per process, shown with the process's name before each line."""
+"""Prints the logs of an attempt: one file per process, with the process's name before each line."""
 
 from __future__ import annotations
 

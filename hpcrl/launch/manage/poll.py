@@ -1,4 +1,4 @@
-"""Waiting for runs: their files are looked at often, the scheduler is asked seldom, for it answers everybody's questions."""
+"""Waits for runs: reads their files often, and asks the scheduler seldom, since all users share it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class RunPoller:
         """Return whether the runs are over.
 
         Raises:
-            SubmitError, RunError: `ask` did, or that cannot be told, because a file is damaged.
+            SubmitError, RunError: `ask` did, or a damaged file hides whether a run is over.
         """
         states = self.states()
         for state in states:

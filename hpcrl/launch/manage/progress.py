@@ -1,4 +1,4 @@
-"""How far a run is, from its process statuses and its checkpoints."""
+"""Reads the progress of a run from its process statuses and its checkpoints."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Progress:
     Attributes:
         activity: state of the trainer's process status.
         step, total: step in work or done last, of so many.
-        seconds_per_step: all told (hpcrl/observe/summary.py).
+        seconds_per_step: in total (hpcrl/observe/summary.py).
         ready, replicas: rollout replicas that serve, of so many.
         checkpoint: name of the newest checkpoint, s000041 after step 41.
         checkpoint_age: seconds since its commit.

@@ -1,4 +1,4 @@
-"""Finding runs by name, and what state each is in."""
+"""Finds runs by name, with their states."""
 
 from __future__ import annotations
 
@@ -33,8 +33,15 @@ def all_runs(root: Path) -> list[Run]:
     ]
 
 
+def unreadable(root: Path) -> list[Path]:
+    """Return the directories under `root` that this user may not read, as those of other people."""
+    root = root.absolute()
+    projects = [root / name for name in _folders(root)]
+    runs = [project / name for project in projects for name in _folders(project) if name[0] != "."]
+    return [path for path in (*projects, *runs) if not os.access(path, os.R_OK | os.X_OK, effective_ids=True)]
+
+
 def _folders(path: Path) -> list[str]:
-    """Return the names of the directories in one, links to some too; none where it cannot be read."""
     try:
         with os.scandir(path) as entries:
             return sorted(entry.name for entry in entries if entry.is_dir())
@@ -68,11 +75,7 @@ def find_run(name: str, root: Path) -> Run:
 
 
 def find_runs(name: str, root: Path) -> list[Run]:
-    """Return the run of this name, or the runs of the sweep that was submitted under it.
-
-    Raises:
-        RunError: none, or several of other submissions, match.
-    """
+    """Return the run of this name, or the runs of the sweep that was submitted under it."""
     sweep = []
     for run in all_runs(root):
         submission = Path(os.path.realpath(run.slurm)).name
@@ -90,12 +93,7 @@ def _listed(runs: Sequence[Run]) -> str:
 
 
 def states_of(runs: Sequence[Run]) -> list[RunState]:
-    """Return the state of each run, asking the scheduler once for all of them.
-
-    Raises:
-        SubmitError: Slurm could not be asked, for two minutes: a job must not count as gone because Slurm did not answer.
-        RunError: a run was started with --local on another machine.
-    """
+    """Return the state of each run, asking the scheduler once for all of them."""
     states = _states(runs, PATIENCE_S)
     for state in states:
         if not state.job.known:

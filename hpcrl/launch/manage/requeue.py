@@ -1,4 +1,4 @@
-"""`hpcrl requeue`: ask a running run to save and to go back into the queue."""
+"""Asks a running run to save and to go back into the queue."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def requeue(run: Run) -> None:
     """Ask a running run to save and to go back into the queue.
 
     Raises:
-        RunError: it does not run, not on Slurm, or would begin anew.
+        RunError: it does not run, not on Slurm, or would restart from step 0.
     """
     state = states_of([run])[0]
     if state.submission.get("executor") == "local":

@@ -1,4 +1,4 @@
-"""Continuing a run that ended, with its configuration or a changed one."""
+"""Continues a run that ended, with its configuration or a changed one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import errno
 import fcntl
 import json
 import os
-import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -34,7 +33,7 @@ _LEAVING_S = 60.0
 
 
 def resume(run: Run, overrides: Sequence[str] = ()) -> list[Change]:
-    """Start the next attempt of a run, by the executor that it was submitted to.
+    """Start the next attempt of a run, by the executor that it was submitted to; one that is done goes on to a later end.
 
     A changed configuration takes the place of config.toml; the old one stays as config.<attempt>.toml.
 
@@ -42,12 +41,11 @@ def resume(run: Run, overrides: Sequence[str] = ()) -> list[Change]:
         overrides: settings to change, as for `hpcrl submit`.
 
     Returns:
-        What differs from the configuration that the last attempt had, whoever changed it.
+        Changes since the configuration of the last attempt, of any origin.
 
     Raises:
-        RunError: the run is active, has finished, never continues, or is being resumed by somebody else.
+        RunError: the run is active, is done and gets no later end, never continues, or is being resumed by another process.
         ConfigError: the overrides are wrong, or change what a run or an interrupted step must keep; then nothing has happened.
-        DataError: they name files that are not there, or the checkpoints of the run are gone.
     """
     if not run.submission.exists():
         states_of([run])  # finds a job whose submission was cut short, and records it
@@ -55,7 +53,10 @@ def resume(run: Run, overrides: Sequence[str] = ()) -> list[Change]:
         state = _ended(run)
         config = Config.from_toml([run.config], overrides)  # first: it may change where a config_class lies
         current, kept = Config.from_toml([run.config]), run.config_of(state.attempt)
-        found = changes(Config.from_toml([kept]) if kept.exists() else current, config)
+        before = Config.from_toml([kept]) if kept.exists() else current
+        if state.kind == "done":
+            _require_later_end(run, before.trainer.end, config.trainer.end)
+        found = changes(before, config)
         if any(change.kind == "refused" for change in found):
             raise ConfigError("\n".join([*map(str, found), f"{run.name} was not changed; {_NEW_RUN}"]))
         if config.trainer.resume_mode == "none":
@@ -112,13 +113,15 @@ def _ended(run: Run) -> RunState:
         raise RunError(f"{run.name} is {state.kind}; there is nothing to resume")
     if state.damaged:
         raise RunError(state.complaint)
-    if state.kind == "done":
-        last = line_of(run)[-1] if line_of(run) else "a checkpoint of it"
-        raise RunError(
-            f"{run.name} is done; a new run trains on from it: hpcrl submit {shlex.quote(str(run.config))} trainer.run_name={run.name}-2 "
-            f"trainer.resume_mode=from_path trainer.resume_path={shlex.quote(str(last))}, with a higher trainer.max_steps or trainer.epochs"
-        )
     return state
+
+
+def _require_later_end(run: Run, before: tuple[float, float], after: tuple[float, float]) -> None:
+    if all(later <= earlier for earlier, later in zip(before, after, strict=True)):
+        raise RunError(
+            f"{run.name} is done, with trainer.epochs={before[0]:g} and trainer.max_steps={before[1]:g}; to train on, give it a later end: "
+            f"hpcrl resume {run.name} trainer.max_steps=N"
+        )
 
 
 def _check_end(run: Run, config: Config) -> None:
@@ -141,8 +144,8 @@ def _check_step(run: Run, config: Config) -> None:
     values = ", ".join(f"trainer.{name} {json.dumps(value)}" for name, value in begun.items())
     raise ConfigError(
         f"{run.name} was interrupted inside step {position[0] + 1}, which was begun with {values}: with another value training "
-        f"would start again from {earlier}, without {names}. Resume it with what the step was begun with, and change that after the next "
-        f"whole checkpoint; or give up what was trained since {earlier}: hpcrl checkpoint rm {run.name} {names} --force"
+        f"would start again from {earlier}, without {names}. Resume it with the values of that step, and change them after the next "
+        f"whole checkpoint. Or give up the training since {earlier}: hpcrl checkpoint rm {run.name} {names} --force"
     )
 
 

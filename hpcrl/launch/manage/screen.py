@@ -1,4 +1,4 @@
-"""Runs on a terminal: from what is known of them to lines, whatever its size. Nothing here reads or waits."""
+"""Formats runs as lines for a terminal of any size. Nothing here reads or waits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.text import Text
 
 from hpcrl.launch.manage.progress import Progress
 from hpcrl.launch.manage.state import RunState
-from hpcrl.observe.live_status import Watched
+from hpcrl.observe.live_status import LiveStatus
 from hpcrl.observe.summary import Headline
 from hpcrl.observe.summary_table import headline_rows
 from hpcrl.rundir.alerts import Alert
@@ -49,7 +49,7 @@ class RunView:
     """What is known of a run.
 
     Attributes:
-        state: None while nothing has been asked for yet; progress, headline and watched: while nothing has been read.
+        state: None while nothing has been asked for yet; progress, headline and live: while nothing has been read.
         state_age, files_age: seconds since that was so.
         complaint: why it could not be read the last time.
     """
@@ -58,7 +58,7 @@ class RunView:
     state: RunState | None = None
     progress: Progress | None = None
     headline: Headline | None = None
-    watched: Watched | None = None
+    live: LiveStatus | None = None
     alerts: Sequence[Alert] = ()
     uploads: Mapping[str, UploadState] = field(default_factory=dict)
     state_age: float = 0.0
@@ -101,20 +101,20 @@ class RunView:
 
 def details(view: RunView) -> list[tuple[str, str]]:
     """Return label and text of all that is known beside state and detail, in the order in which it is shown."""
-    state, watched = view.state, view.watched
+    state, live = view.state, view.live
     rows = [("next", state.advice if state else "")]
     if view.share is not None and not (state and state.over):
         rows.append(("progress", f"{bar(view.share, 30)} {view.share:.0%}"))
     achieved = dict(headline_rows(view.headline)) if view.headline and view.headline.steps else {}
-    curve = sparkline(watched.curve, _CURVE) if watched and len(watched.curve) > 1 else ""
-    if watched and not watched.is_reward:
-        achieved["loss"] = f"{watched.curve[0]:.3f} → {watched.curve[-1]:.3f}"
+    curve = sparkline(live.curve, _CURVE) if live and len(live.curve) > 1 else ""
+    if live and not live.is_reward:
+        achieved["loss"] = f"{live.curve[0]:.3f} → {live.curve[-1]:.3f}"
     for name, text in achieved.items():
         rows.append((name, f"{text}  {curve}".rstrip() if name in ("reward", "loss") else text))
-    if watched and watched.tokens_per_second is not None:
-        rows.append(("tokens/s", f"{watched.tokens_per_second:,.0f}"))
-    if watched and watched.peaks:
-        rows.append(("memory", f"{', '.join(watched.peaks)} (the trainer rank that needed most)"))
+    if live and live.tokens_per_second is not None:
+        rows.append(("tokens/s", f"{live.tokens_per_second:,.0f}"))
+    if live and live.peaks:
+        rows.append(("memory", f"{', '.join(live.peaks)} (the trainer rank that needed most)"))
     rows += [("alert", str(alert)) for alert in view.alerts[-_MOST_ALERTS:]]
     if len(view.alerts) > _MOST_ALERTS:
         rows.append(("", f"and {len(view.alerts) - _MOST_ALERTS} earlier ones in {view.run.alerts}"))
@@ -138,9 +138,9 @@ def _origin(view: RunView) -> list[tuple[str, str]]:
 
 
 def _processes(view: RunView) -> list[tuple[str, str]]:
-    if view.watched is None or (view.state and view.state.over):
+    if view.live is None or (view.state and view.state.over):
         return []
-    by_interest = sorted(view.watched.rows, key=lambda row: (row.process != "trainer", row.process.startswith("agent")))
+    by_interest = sorted(view.live.rows, key=lambda row: (row.process != "trainer", row.process.startswith("agent")))
     return [(row.process, row.text) for row in by_interest]
 
 
@@ -161,7 +161,7 @@ def one_run(view: RunView, width: int, height: int) -> list[Text]:
     lines = [title, *(Text(f"  {line}") for line in said)]
     rows = details(view)
     room = max(0, height - len(lines))
-    known = {row.process for row in view.watched.rows} if view.watched else set[str]()
+    known = {row.process for row in view.live.rows} if view.live else set[str]()
     ranks = [_rank("process" if label in known else label) for label, _ in rows]
     kept = sorted(sorted(range(len(rows)), key=lambda index: ranks[index])[:room])
     label_width = max((len(one_line(rows[index][0])) for index in kept), default=0)
@@ -199,8 +199,8 @@ def _line(view: RunView, name_width: int) -> Text:
         line.append(f"{bar(view.share, 8)} ")
     if view.lasting:
         line.append(f"! {one_line(view.lasting[-1].name)}  ", style="bold red")
-    if view.watched and view.watched.curve:
-        line.append(f"{view.watched.curve[-1]:.3f} {sparkline(view.watched.curve, 8)}  ")
+    if view.live and view.live.curve:
+        line.append(f"{view.live.curve[-1]:.3f} {sparkline(view.live.curve, 8)}  ")
     return line.append(one_line(view.detail))
 
 

@@ -1,4 +1,4 @@
-"""The state of a run, from its files and the state of its job: what kind, why, and what to do."""
+"""Derives the state of a run from its files and the state of its job: kind, reason, and remedy."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _SKEW_S = 60.0  # between the clocks of slurmctld and of a node
 
 @dataclass(frozen=True)
 class RunState:
-    """A run as a person wants to see it.
+    """State of a run, as `hpcrl status` shows it.
 
     Attributes:
-        kind: pending, starting, running, saving, suspended, preempted (was interrupted, and is queued again), held (waits for a
-            person), ending (its outcome is known, its processes leave), done, failed, hang, cancelled, interrupted (and not queued
-            again), lost (it ended without an outcome), or unknown (the scheduler does not answer, and no process status is renewed).
+        kind: pending, starting, running, saving, suspended, preempted (interrupted, and queued again), held (waits for a person), or
+            ending (its outcome is known, its processes leave). After its end done, failed, hang, cancelled, interrupted (and not queued
+            again), or lost (without an outcome). Unknown: the scheduler does not answer, and no process status is renewed.
         detail: why it waits, the first error, or how far it is.
         advice: what to do, or empty.
         found: the job was not recorded, and found in the queue.
@@ -155,10 +155,10 @@ class _View:
 
     @property
     def _restarted(self) -> bool:
-        """Whether Slurm started the job again after the newest attempt, whose end nobody need have recorded.
+        """Return whether Slurm started the job again after the newest attempt, whose end need not be recorded.
 
-        squeue gives restarts by its long format alone, which cuts names off; so this goes by the clocks, unless a process of the
-        attempt renewed its status just now: what runs must never count as gone.
+        squeue gives restarts by its long format alone, which cuts names off, so this compares clocks. An attempt with a process whose
+        status was renewed just now never counts as gone.
         """
         began, silence = started(self.job), self.progress.silence
         if self.attempt is None or began is None:

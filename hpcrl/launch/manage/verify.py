@@ -1,4 +1,4 @@
-"""Whether all that a run wrote is still what it wrote: every file that training depends on, or a person's conclusions."""
+"""Verifies the files of a run against their checksums: every file that training depends on, or a person's conclusions."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _configuration(run: Run) -> Iterator[str]:
 
 def _inputs(run: Run) -> Iterator[str]:
     changed = list[str]()
-    with suppress(ConfigError):  # told as such
+    with suppress(ConfigError):  # reported as damage of its own
         config = Config.from_toml([run.config])
         yield from _told(lambda: changed.extend(changed_inputs(run, config, reread=True)))
     yield from changed
@@ -95,7 +95,7 @@ def _alerts(run: Run) -> Iterator[str]:
 
 
 def _json_lines(path: Path, whole: bool = False) -> Iterator[str]:
-    """Yield which lines of a file are no JSON objects. A line that a kill has cut off is none and no damage: whoever reads leaves it out."""
+    """Yield the lines of a file that are no JSON objects. A line that a kill has cut off is no damage: readers skip it."""
     if not path.exists():
         return
     content = path.read_bytes()
@@ -114,7 +114,7 @@ def _samples(run: Run) -> Iterator[str]:
         try:
             file = read_batch(run.batch(step))
         except DataError:
-            continue  # told as such
+            continue  # reported as damage of its own
         for group in file.batch.groups if file and step > pruned else ():
             path = run.path / group.path
             seen.add((path, group.offset))

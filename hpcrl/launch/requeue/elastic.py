@@ -1,4 +1,4 @@
-"""The elastic pools of a run: their job arrays, the attempt that they serve, whether they are still needed; and the end of the batch script of an element.
+"""Manages the elastic pools of a run: their job arrays, the attempt that they serve, and the end of an element's batch script.
 
     python -m hpcrl.launch.requeue.elastic RUN STATUS_OF_SRUN
 

@@ -1,4 +1,4 @@
-"""The end of the batch script: whether the job is requeued after this attempt.
+"""Decides at the end of the batch script whether the job is requeued.
 
     python -m hpcrl.launch.requeue.epilogue ELEMENT_LIST STATUS_OF_SRUN
 
@@ -45,9 +45,6 @@ def ended_before(run: Run, job: str) -> Outcome | None:
     """Return the outcome by which a run was over when this start of its job began, or None.
 
     An attempt that was asked to cancel, and killed before it wrote an outcome, is cancelled here.
-
-    Raises:
-        RunError: as `require_attempts`: an old outcome would count as that of this start.
     """
     attempts, outcome = require_attempts(run), read_outcome(run)
     newest = attempts[-1] if attempts else None

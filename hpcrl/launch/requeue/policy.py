@@ -1,4 +1,4 @@
-"""Whether a run is requeued after an attempt, and which nodes the next attempt should avoid."""
+"""Decides whether a run is requeued after an attempt, and which nodes the next attempt should avoid."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requeuing the job that the caller is part of, at the end of its batch script."""
+"""Requeues the caller's own job at the end of its batch script."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def requeue_if_its_script_was_killed() -> None:
     try:
         shown = _run("scontrol", "show", "job", "-o", job, limit_s=_ANSWER_S).stdout.split()
         facts = dict(word.split("=", 1) for word in shown if "=" in word)
-        # 0:15 is a script that was told to end; a job that somebody cancels, or that met its limit, has another reason
+        # 0:15 is a script that got SIGTERM; a cancelled job, or one that met its limit, has another reason
         if facts.get("ExitCode", "").endswith(":9") and facts.get("Reason", "").startswith(_KILLED):
             done = _run("scontrol", "requeue", job, limit_s=_ANSWER_S)
             print(f"the batch script was killed; scontrol requeue {job}: {done.stderr.strip() or 'done'}", flush=True)
@@ -113,7 +113,6 @@ def _run(*command: str, limit_s: float | None = None) -> subprocess.CompletedPro
 
 
 def _shown(*what: str) -> list[str]:
-    """Return the output of `scontrol show`, split at blanks; nothing where it fails."""
     done = _run("scontrol", "show", *what)
     return done.stdout.split() if done.returncode == 0 else []
 

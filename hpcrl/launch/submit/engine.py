@@ -1,4 +1,4 @@
-"""What an engine would refuse when it starts: samples longer than the model takes, and what the engine itself knows."""
+"""Refuses at submit what an engine would refuse at its start: samples longer than the model takes, and the engine's own checks."""
 
 from __future__ import annotations
 

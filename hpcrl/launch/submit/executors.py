@@ -1,4 +1,4 @@
-"""What is submitted, and the executors that do it: job arrays of Slurm, or processes of this machine."""
+"""Submits runs by executors: job arrays of Slurm, or processes of this machine."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Element:
     """One run to be submitted.
 
     Attributes:
-        overrides: what sets it apart in its sweep.
+        overrides: settings in which it differs from other runs of its sweep.
     """
 
     name: str
@@ -224,7 +224,6 @@ def _common(config: Config, folder: Path) -> dict[str, Any]:
 def _executor(
     folder: Path, parameters: dict[str, Any], asked: SlurmConfig | ElasticConfig | UploadJobConfig, starter: Starter
 ) -> ArrayExecutor:
-    """Add what the run and its other jobs ask for by the same names."""
     for name in ("partition", "account", "qos", "constraint"):
         if (value := getattr(asked, name)) is not None:
             parameters[name] = value
@@ -307,10 +306,6 @@ def submit_with_retry(submit: Callable[[], _T], folder: Path) -> _T:
 
     Args:
         submit: calls sbatch with a script in `folder`.
-
-    Raises:
-        FailedJobError, FailedSubmissionError: it was refused, or slurmctld is away for more than two minutes.
-        SubmitError: slurmctld is away for that long after it may have taken the job.
     """
     deadline, reported = time.monotonic() + PATIENCE_S, False
     while True:

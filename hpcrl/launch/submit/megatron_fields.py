@@ -1,4 +1,4 @@
-"""Names of Megatron-core's settings, read from its source, so that a login node without torch finds a misspelt one before the job does."""
+"""Reads names of Megatron-core's settings from its source, so that a login node without torch finds a misspelt one before the job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models that a configuration names, as far as their config.json lies on this machine."""
+"""Checks the models of a configuration whose config.json is on this machine."""
 
 from __future__ import annotations
 
@@ -135,7 +135,6 @@ def check_adapters(config: Config) -> Iterator[Problem]:
 
 
 def _weights_of(model: Pretrained) -> list[str]:
-    """Return the names in a model's safetensors files; empty where they are not on this machine, or cannot be read."""
     from safetensors import SafetensorError, safe_open
 
     folder, names = folder_of(model), list[str]()
@@ -190,7 +189,6 @@ def _sharing(config: Config) -> Iterator[tuple[Pretrained, dict[str, Any], str, 
 
 
 def _spreading(config: Config) -> Iterator[tuple[Pretrained, dict[str, Any], str, int, str]]:
-    """Yield what `_sharing` does, of each model whose ranks share experts with FSDP2."""
     trainer, size = config.trainer, "fsdp_config.expert_parallel_size"
     if trainer.strategy == "fsdp2":
         policy, ref, critic = trainer.policy, trainer.ref, trainer.critic

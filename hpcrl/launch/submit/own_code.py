@@ -1,4 +1,4 @@
-"""A user's own classes and functions, which settings name by import path, looked for before anything is queued.
+"""Finds a user's own classes and functions, which settings name by import path, before submission.
 
 A package that only this machine lacks, such as torch on a login node, is no reason to refuse a run: that is a warning. A module or a name
 that does not exist, or a module that cannot be imported, would end every attempt.
@@ -42,7 +42,6 @@ def check_own_code(config: Config) -> tuple[list[Problem], list[str]]:
 
 
 def _named(config: Config) -> Iterator[tuple[str, str, Callable[[], object]]]:
-    """Yield the setting, the import path and what finds it, of each."""
     environment, algorithm = config.environment, config.trainer.algorithm
     if environment.env_class and ":" in environment.env_class:
         name = environment.env_class

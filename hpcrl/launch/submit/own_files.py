@@ -1,4 +1,4 @@
-"""Files of a user's own code: modules that settings name as "package.module:name", and what these import from the same folder.
+"""Finds files of a user's own code: modules that settings name as "package.module:name", and their imports from the same folder.
 
 They are found where Python would find them, on PYTHONPATH and python_path, and read, but not imported. What else changes what they do is
 not known here: data that they read, modules that they import under a name that they compute, installed packages.
@@ -58,7 +58,6 @@ def own_files(modules: Collection[str]) -> dict[str, list[str]]:
 
 
 def _folders(package: str) -> list[Path]:
-    """Return the folders of sys.path that hold a package or a module; a namespace package may lie in several."""
     try:
         spec = find_spec(package) if package not in _OF_THE_RUN else None
     except (ImportError, ValueError):
@@ -85,7 +84,6 @@ def _closure(folder: Path, modules: Collection[str]) -> Iterator[Path]:
 
 
 def _files(folder: Path, module: str) -> Iterator[Path]:
-    """Yield the file of a module, after those of the packages that it is in."""
     place = folder
     for part in module.split("."):
         place = place / part
@@ -102,7 +100,7 @@ def _imports(folder: Path, path: Path) -> Iterator[str]:
     """Yield what a file imports; names that it imports from a package may be modules."""
     try:
         tree = ast.parse(path.read_bytes())
-    except (SyntaxError, ValueError, RecursionError):  # whoever imports it is told
+    except (SyntaxError, ValueError, RecursionError):  # its import raises
         return
     package = path.parent.relative_to(folder).parts
     for node in ast.walk(tree):

@@ -31,7 +31,7 @@ def check_own_rewards(config: Config) -> tuple[list[Problem], list[str]]:
     """Call the reward functions of a user's own on the first rows; elements of a sweep mostly have the same, which are called once.
 
     Returns:
-        A problem for each function that raises or returns no number; warnings where the right answer is worth no more than none, where rows
+        A problem for each function that raises or returns no number. Warnings where the right answer is worth no more than none, where rows
         have no ground truth, and of calls that do not end in time.
     """
     datasets = prompt_datasets(config)
@@ -96,8 +96,8 @@ def _without_truth(calls: Sequence[RewardCall]) -> Iterator[str]:
         rows, lacking = {call.row for call in own}, {call.row for call in own if call.answer is None}
         if lacking:
             yield (
-                f"{own[0].data}: {len(lacking)} of the first {len(rows)} rows of {own[0].file} have no ground truth, so that "
-                "response.ground_truth is None in rewards; it is read from `ground_truth` in the column `reward_spec`, or from the column that "
+                f"{own[0].data}: {len(lacking)} of the first {len(rows)} rows of {own[0].file} have no ground truth: response.ground_truth "
+                "is None in rewards. It is read from `ground_truth` in the column `reward_spec`, or from the column that "
                 "data.response_column names"
             )
 

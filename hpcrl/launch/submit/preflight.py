@@ -1,5 +1,4 @@
-"""What can be known to fail before anything is queued: files that a run needs, its own code, models that its ranks or engines cannot use, and
-the checkpoint that it starts from."""
+"""Checks a run before it is queued: its files, its own code, models that its ranks or engines cannot use, and its first checkpoint."""
 
 from __future__ import annotations
 
@@ -68,9 +67,6 @@ def check_files(config: Config, source_of: Callable[[str], str | None] = lambda 
 
     Returns:
         Warnings: what cannot be known on this machine, and a last step that is not the one that was asked for.
-
-    Raises:
-        DataError: lists everything that is missing, or cannot be used.
     """
     problems, warnings = look(config)
     raise_together([*problems, *check_layouts(config)], source_of, DataError)
@@ -78,10 +74,11 @@ def check_files(config: Config, source_of: Callable[[str], str | None] = lambda 
 
 
 def look(config: Config) -> tuple[list[Problem], list[str]]:
-    """Return what would end a run, and what cannot be known on this machine; layouts of Megatron's ranks are left out.
+    """Return problems that would end a run, and those that this machine cannot check; layouts of Megatron's ranks are left out.
 
-    Of a dataset the first rows are looked at, which mostly tells whether its columns are those that are wanted, and ground truths of a
-    sample of its rows are tried, as are rewards of a user's own on the first ones. A .json file is read whole for that, and one of an evaluation that never happens not at all.
+    Of a dataset the first rows are read, which mostly shows wrong columns, and ground truths of a sample of its rows are scored. Reward
+    functions of a user's own are called on the first rows. A .json file is read whole for that; the dataset of an evaluation that never
+    happens is not read.
     """
     problems = [
         Problem("python_path", f"no folder {folder}") for folder in config.python_path if not Path(folder).is_dir()
@@ -358,7 +355,6 @@ def _training_rows(config: Config) -> int | None:
 
 
 def _changed(source: Source) -> int:
-    """Return when the files of a dataset were changed; 0: it is not on this machine."""
     return max(os.stat(path).st_mtime_ns for path in source.files()) if source.is_here() else 0
 
 

@@ -58,8 +58,9 @@ class RewardCall:
 
 
 def own_rewards(config: Config, kind: Kind, prompt: Prompt | None = None) -> Iterator[tuple[str, str, bool]]:
-    """Yield setting and import path of the reward functions of a user's own that score rows of a kind, and whether a reward of hpcrl's
-    compares with the ground truth beside them.
+    """Yield setting and import path of the user's reward functions for rows of a kind.
+
+    The third value is whether a reward of hpcrl's compares with the ground truth beside them.
 
     Args:
         prompt: a row; None: yield those of any row.

@@ -1,4 +1,4 @@
-"""From configurations to queued runs: run directories, code snapshot, one submitit call.
+"""Submits configurations: run directories, code snapshot, one submitit call.
 
 Nothing is half-made: directories appear complete, and are removed again if the executor refuses.
 """
@@ -29,7 +29,7 @@ from hpcrl.config import Config
 from hpcrl.config.setting import ONE_LINE
 from hpcrl.errors import RunError, SubmitError
 from hpcrl.launch.agent import agent, pool
-from hpcrl.launch.doctor.cluster import of_request
+from hpcrl.launch.doctor.cluster import request_findings
 from hpcrl.launch.doctor.disk_space import Sizes
 from hpcrl.launch.pools import ROLLOUT, elastic_pools, with_few_cores
 from hpcrl.launch.requeue.elastic import cancel_pools
@@ -60,12 +60,11 @@ def prepare(name: str, elements: Sequence[tuple[Config, list[str]]]) -> Submissi
     """Name the runs of a submission, one per element of a job array.
 
     Args:
-        name: of the submission; the runs of a sweep add to it what sets them apart.
+        name: of the submission; the runs of a sweep add their index and values.
         elements: each configuration, and the overrides that it has alone.
 
     Raises:
         RunError: a run directory of that name exists.
-        SubmitError: runs cannot be made under slurm.root.
     """
     first = elements[0][0]
     project = (root_of(first.slurm.root) / first.trainer.project_name).absolute()
@@ -217,7 +216,7 @@ def launch(submission: Submission, local: bool) -> None:
         )
     if not local and shutil.which("sbatch") is None:
         raise not_here("sbatch")
-    for finding in [] if local else of_request(config.slurm, with_few_cores(config)):
+    for finding in [] if local else request_findings(config.slurm, with_few_cores(config)):
         print(printable(f"hpcrl: {finding.found}: {finding.remedy}"), file=sys.stderr)
     write_json(submission.element_list, [str(run.path) for run in runs])
     executor = local_executor(submission) if local else slurm_executor(submission)
@@ -304,6 +303,6 @@ def require_slurm() -> None:
     """Raise SubmitError where sbatch is not to be found."""
     if shutil.which("sbatch") is None:
         raise SubmitError(
-            "there is no Slurm here (no sbatch on PATH): use --local to run on this machine, --dry-run to see what would be "
-            "submitted, or slurm/devcluster to try a small Slurm of your own"
+            "there is no Slurm here (no sbatch on PATH): use --local to run on this machine, --dry-run to print the submission, or "
+            "slurm/devcluster for a small Slurm of your own"
         )

@@ -1,4 +1,4 @@
-"""A sweep: one configuration and the values to vary; each combination is one element of the job array."""
+"""Expands a sweep: one configuration and the values to vary; each combination is one element of the job array."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ _ONE_SCRIPT = (
 
 
 def _split(values: str) -> list[str]:
-    """Split at the commas that stand outside brackets and quotes."""
     parts, depth, quote, current = list[str](), 0, "", ""
     for letter in values:
         if quote:
@@ -57,7 +56,6 @@ def _seeds(text: str) -> list[int]:
 
 
 def _lines(file: Path) -> list[list[str]]:
-    """Return the overrides of each line; words are split and quoted as in a shell, # begins a comment."""
     try:
         text = file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -114,10 +112,6 @@ def load_elements(
         varied: the overrides of each element, as `elements` returns them.
         check: looks at what a configuration names, and raises ConfigError or DataError; its second argument says which file and line, or
             override, sets a path.
-
-    Raises:
-        ConfigError: names everything that is wrong in any element, and the element where it is not wrong in all.
-        DataError: the same, where only files are missing.
     """
     configs, found, unknown, kind = dict[int, Config](), dict[str, list[int]](), dict[str, str](), DataError
     problems = []
@@ -170,7 +164,7 @@ def name_after(file: Path, moment: str) -> str:
 
 
 def run_names(name: str, varied: Sequence[list[str]]) -> list[str]:
-    """Return the name of each run: `name` alone, or with the element's index and the values that set it apart.
+    """Return the name of each run: `name` alone, or with the element's index and its values.
 
     quickstart.0-lr-1e-6-seed-1: the last part of each setting's name and its value, in the letters of directory names.
     """

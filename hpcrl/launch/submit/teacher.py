@@ -1,4 +1,4 @@
-"""What decides what a teacher says of the rows that a run learns, and whether files that `hpcrl score` wrote are of that teacher and these rows."""
+"""Checks whether files of `hpcrl score` are of the run's teacher and rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hpcrl.rundir.layout import Run
 
 FACTS = "score.json"
 _SETTING = "trainer.distillation.precomputed_logprobs"
-_REMEDY = "write it anew with `hpcrl score`, or leave it out"
+_REMEDY = "write it again with `hpcrl score`, or leave it out"
 _END = 1 << 20
 _DECIDES = ("model_config_kwargs", "rotary positions", "temperature", "number types")
 
@@ -75,7 +75,7 @@ def check_precomputed(config: Config) -> Iterator[Problem]:
     said = read_json(place.path / FACTS)
     if said is None or len(said["datasets"]) != len(names):
         expected = f"of {len(names)} dataset(s), as data.train_data has"
-        found = "there is none" if said is None else f"it speaks of {len(said['datasets'])}"
+        found = "there is none" if said is None else f"it has {len(said['datasets'])}"
         yield Problem(_SETTING, f"expected a directory that `hpcrl score` wrote {expected}; {found}: {written}")
         return
     if missing := [name for name in names if not is_committed(place.teacher_file(name))]:
@@ -88,7 +88,6 @@ def check_precomputed(config: Config) -> Iterator[Problem]:
 
 
 def _differences(said: dict[str, Any], wanted: dict[str, Any]) -> Iterator[str]:
-    """Yield what was written otherwise than it is wanted, in words."""
     known = None not in (said["weights"], wanted["weights"])
     what = "weights" if known else "teacher"  # the same weights wherever they lie
     if said[what] != wanted[what]:
@@ -103,4 +102,4 @@ def _differences(said: dict[str, Any], wanted: dict[str, Any]) -> Iterator[str]:
     for at, (one, other) in enumerate(zip(said["datasets"], wanted["datasets"], strict=True)):
         keys = sorted(key for key in (one.keys() | other.keys()) - {"by"} if one.get(key) != other.get(key))
         if keys:
-            yield f"speaks of other rows than data.train_data[{at}] has here: {', '.join(keys)} differ"
+            yield f"has other rows than data.train_data[{at}] has here: {', '.join(keys)} differ"

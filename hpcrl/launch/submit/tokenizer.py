@@ -1,4 +1,4 @@
-"""What the policy's tokenizer and chat template make of conversations, and of the first prompts, before anything is queued."""
+"""Checks the policy's tokenizer and chat template on conversations and the first prompts, before submission."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ground truths of a sample of rows, tried before anything is queued: each, put into an answer, must be worth 1.
+"""Scores ground truths of a sample of rows before submission: each, put into an answer, must be worth 1.
 
 A ground truth that a reward reads otherwise than an answer makes right answers wrong, and a run trains on that without an error.
 """
@@ -133,7 +133,6 @@ def spread(rows: Iterable[Any], most: int, seconds: float) -> list[tuple[int, An
 def _trials(
     environment: EnvironmentConfig, kinds: Sequence[Kind], max_turns: int
 ) -> Callable[[Prompt], Iterator[tuple[str, Worth]]] | None:
-    """Return what yields the rewards and environments that compare with the ground truth of a prompt; None where nothing does."""
     named = dict.fromkeys(name for kind in kinds for name in environment.reward_weights(kind) if name in GROUND_TRUTHS)
     played, extras = are_played(environment, kinds), common_extras(environment, max_turns)
     if not (named or played):
@@ -161,7 +160,6 @@ def _trials(
 
 
 def _played(prompt: Prompt, extras: dict[str, Any]) -> float | None:
-    """Return the reward of an environment's own solution; None where it has none."""
     made = environment_class(prompt.env_class)
     if getattr(made, "solution", Environment.solution) is Environment.solution:
         return None

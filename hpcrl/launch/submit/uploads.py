@@ -1,4 +1,4 @@
-"""What can be known before a run begins to keep its uploads from working: a package or a file that is missing."""
+"""Checks uploads before submission: packages and files that they need."""
 
 from __future__ import annotations
 
@@ -47,7 +47,6 @@ def missing_secrets(config: Config) -> list[str]:
 
 
 def _files(upload: UploadConfig) -> Iterator[tuple[str, str]]:
-    """Yield files with secrets that are named, and by what."""
     if upload.hf and upload.hf_token_file:
         yield "trainer.upload.hf_token_file", upload.hf_token_file
     if upload.s3 and upload.s3_credentials_file:

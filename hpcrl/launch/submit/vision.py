@@ -1,4 +1,4 @@
-"""What vision-language models cannot do yet, told at submit, as far as their config.json lies on this machine."""
+"""Refuses unsupported options of vision-language models at submit, where their config.json is on this machine."""
 
 from __future__ import annotations
 

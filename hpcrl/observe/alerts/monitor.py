@@ -1,9 +1,9 @@
-"""Looks at what a run reports, and raises its alerts: python -m hpcrl.observe.alerts.monitor RUN ATTEMPT
+"""Reads a run's metrics and raises its alerts: python -m hpcrl.observe.alerts.monitor RUN ATTEMPT
 
-It goes on until its standard input ends. A process of its own, so that it sees a run that hangs, and cannot hold one up.
+It ends with its standard input. It is a process of its own, so that it sees a run that hangs, and cannot block one.
 
-All values that count, those of earlier attempts too, are judged again in each attempt, and events begin after the newest step that
-alerts.jsonl has of the rule: what happened while nobody looked is told late, and what lasts over a restart is not told twice.
+Each attempt judges all valid values again, those of earlier attempts too, and events begin after the newest step of the rule in
+alerts.jsonl. So an event between two attempts is raised late, and one that lasts over a restart is not raised twice.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _MODULE = "hpcrl.observe.alerts.monitor"
 _EVALUATED = (EVAL_SCORE, EVAL_LOSS, EVAL_FAILED)  # one of them is in every evaluation
 _PROGRESS = (STEP_SECONDS, *_EVALUATED)
 LEARNING = "learning"
-"""The rule that a run has without being asked, unless one of its own has this name."""
-_KEEP_BEST = "trainer.ckpt_keep_best"  # which no rule can be called
-_LONGEST_PAUSE_S = 60.0  # command and webhook are awaited between two looks
+"""Name of the default rule; a rule of the configuration with this name replaces it."""
+_KEEP_BEST = "trainer.ckpt_keep_best"  # no name of a rule
+_LONGEST_PAUSE_S = 60.0  # command and webhook are awaited between two polls
 
 
-class Alerts:
-    """The alerts of one attempt: those of its rules, and that nobody reports a metric which a setting names."""
+class AlertMonitor:
+    """Judges the metrics of one attempt by the alert rules, and finds settings that name a metric which no process reports."""
 
     def __init__(self, run: Run, attempt: int, trainer: TrainerConfig) -> None:
         self._run, self._attempt, self._config = run, attempt, trainer.alerts
@@ -48,26 +48,26 @@ class Alerts:
         self.begin()
 
     def begin(self) -> None:
-        """Judge from the first step on, and tell what was raised or missing and was not told, because of a kill or of the filesystem."""
+        """Judge from the first step on, and notify of earlier events that a kill or the filesystem left without a notification."""
         rules = {name: metric for name, rule in self._rules.items() if (metric := metric_of(rule))}
         self._judges = {name: AlertJudge(self._rules[name]) for name in rules}
         self._metrics = rules | ({_KEEP_BEST: self._best} if self._best else {})
         for alert in self._newest.values():
-            if not alert.told and (alert.raised or alert.cleared is None):
-                self._tell(alert)
+            if not alert.notified and (alert.raised or alert.cleared is None):
+                self._notify(alert)
         self._reader, self._reported = MetricsReader(self._run, *_PROGRESS, *self._metrics.values()), set[str]()
         self._seen = dict[str, int]()
         self._checked = set(self._rules) - set(self._config.rules)  # groups of one sample have no spread to report
 
-    def look(self) -> None:
-        """Judge what has come since the last call."""
+    def poll(self) -> None:
+        """Judge the metrics since the last call."""
         records, outdated = self._reader.poll()
         if outdated:
             self.begin()
             records, _ = self._reader.poll()
-        self._look_for_names()
+        self._check_metric_names()
         ordered = list(last_reports(records))
-        self._look_at_progress(ordered)
+        self._check_progress(ordered)
         for record in ordered:
             self._reported |= record.metrics.keys()
             for name, metric in self._metrics.items():
@@ -93,8 +93,8 @@ class Alerts:
         newest = self._newest.get(name)
         return newest is not None and newest.raised and newest.cleared is None
 
-    def _look_at_progress(self, records: Iterable[Record]) -> None:
-        """Raise no_progress; a step of an earlier attempt is none, and neither is what was there before this one began."""
+    def _check_progress(self, records: Iterable[Record]) -> None:
+        """Raise no_progress; steps of earlier attempts are no progress."""
         now = self._clock.now()
         for record in records:
             if not record.metrics.keys().isdisjoint(_PROGRESS):
@@ -112,8 +112,8 @@ class Alerts:
             elif self._progressed == now and self._lasts(name):
                 self._write(name, "cleared", self._step, "")
 
-    def _look_for_names(self) -> None:
-        """Tell which rules and settings name a metric that nobody reports, once all that belongs to a first step, or evaluation, was read."""
+    def _check_metric_names(self) -> None:
+        """Notify of rules and settings whose metric no process reports, after the records of a first step, or evaluation."""
         for name, metric in self._metrics.items():
             awaited = _EVALUATED if metric.startswith("eval/") else (STEP_SECONDS,)
             if name in self._checked or self._reported.isdisjoint(awaited):
@@ -122,10 +122,10 @@ class Alerts:
             if metric not in self._reported and name not in self._newest:
                 known = {other for record in MetricsReader(self._run).poll()[0] for other in record.metrics}
                 text = f"step {self._step} reported no metric {metric}{did_you_mean(metric, known, 3)}"
-                self._tell(self._write(name, "missing", self._step, text))
+                self._notify(self._write(name, "missing", self._step, text))
 
     def _raise(self, name: str, step: int, text: str) -> None:
-        self._tell(self._write(name, "raised", step, text))
+        self._notify(self._write(name, "raised", step, text))
 
     def _write(self, name: str, event: Event, step: int, text: str) -> Alert:
         written = AlertEvent(name, event, step, self._attempt, time.time(), text)
@@ -140,8 +140,8 @@ class Alerts:
         self._newest[name] = alert
         return alert
 
-    def _tell(self, alert: Alert) -> None:
-        """Run the command, call the webhook and stop the run. Whoever is killed in between has it done again by the next attempt."""
+    def _notify(self, alert: Alert) -> None:
+        """Run the command, call the webhook and stop the run. After a kill in between, the next attempt does it again."""
         rule = self._rules.get(alert.name)
         facts = self._facts(alert, rule)
         if self._config.command:
@@ -172,32 +172,32 @@ class Alerts:
 
 
 def rules_of(alerts: AlertsConfig, *, rewarded: bool) -> dict[str, AlertRuleConfig]:
-    """Return the rules of a run by name: its own and, where the policy learns from rewards alone, that these differ."""
+    """Return the rules of a run by name; where the policy learns from rewards alone, one of them is that these differ."""
     steps = alerts.steps_without_signal if rewarded else 0
     default = {LEARNING: AlertRuleConfig(kind="no_spread_above", value=0.99, steps=steps)} if steps else {}
     return {**default, **alerts.rules}
 
 
-def watcher(run: Run, attempt: int, trainer: TrainerConfig) -> dict[str, list[str]]:
-    """Return the process that watches a run, by name; none where no setting names a metric."""
+def monitor_process(run: Run, attempt: int, trainer: TrainerConfig) -> dict[str, list[str]]:
+    """Return the command of the process that monitors a run, by name; empty where no setting names a metric."""
     watched = rules_of(trainer.alerts, rewarded=trainer.learns_from_rewards) or trainer.ckpt_keep_best
     return {"alerts": [_MODULE, str(run.path), str(attempt)]} if watched else {}
 
 
 def main(path: str, attempt: int, again: Callable[[], bool]) -> None:
-    """Look until `again` says that there is nothing to come; a filesystem that fails is asked again."""
+    """Poll until `again` returns False; errors of the filesystem are retried."""
     run = Run.open(path)
-    alerts, goes_on, anew = Alerts(run, attempt, Config.from_toml([run.config]).trainer), True, False
+    alerts, goes_on, failed = AlertMonitor(run, attempt, Config.from_toml([run.config]).trainer), True, False
     while goes_on:
         goes_on = again()
         try:
-            if anew:  # what was read when it failed is lost
+            if failed:  # records of a failed read are lost
                 alerts.begin()
-            alerts.look()
-            anew = False
+            alerts.poll()
+            failed = False
         except OSError as error:
             print(f"waiting for the filesystem: {error}", flush=True)
-            anew = True
+            failed = True
 
 
 if __name__ == "__main__":

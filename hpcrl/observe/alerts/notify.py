@@ -1,4 +1,4 @@
-"""Tells somebody of an alert: a command, a webhook. What goes wrong with either is printed, and nothing else happens."""
+"""Sends alerts to a command and a webhook; their failures are only printed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _AGAIN_S = 2.0
 
 
 def run_command(command: Sequence[str], facts: dict[str, str], folder: Path) -> None:
-    """Run a program to its end, at most 30 s; what it says goes where this process says its own.
+    """Run a program to its end, at most 30 s, with the output of this process.
 
     Args:
         facts: environment variables beside those of this process.
@@ -44,22 +44,22 @@ def run_command(command: Sequence[str], facts: dict[str, str], folder: Path) -> 
 
 
 def call_webhook(address: str, payload: dict[str, Any]) -> None:
-    """POST JSON; up to three times, unless the answer is that it is wrong (a status from 400 to 499). The address is not printed."""
+    """POST JSON, up to three times; a status below 500 is final. The address is not printed."""
     for tried in range(1, _TRIES + 1):
         try:
             status = httpx.post(address, json=payload, timeout=_WEBHOOK_S).status_code
-        except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:  # of what is no address; texts may contain it
-            said, lasting = type(error).__name__, not isinstance(error, httpx.TransportError)
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:  # texts of errors may contain the address
+            outcome, final = type(error).__name__, not isinstance(error, httpx.TransportError)
         else:
-            said, lasting = f"status {status}", status < 500
-        print(f"webhook: {said} (try {tried} of {_TRIES})", flush=True)
-        if lasting:
+            outcome, final = f"status {status}", status < 500
+        print(f"webhook: {outcome} (try {tried} of {_TRIES})", flush=True)
+        if final:
             return
         time.sleep(_AGAIN_S)
 
 
 def webhook_of(address: str | None, file: str | None) -> str | None:
-    """Return the address that the configuration, or the file that it names, gives; None where there is none."""
+    """Return the webhook's address from the configuration, or from the file that it names; None without one."""
     if file is None:
         return address
     try:

@@ -1,4 +1,4 @@
-"""Whether a metric is where a rule says that it should not be: pure functions of its values, in the order of their steps."""
+"""Judges metrics by alert rules: pure functions of values, in the order of their steps."""
 
 from __future__ import annotations
 
@@ -56,7 +56,6 @@ class AlertJudge:
         return f"{self._metric} is {mean:.4g}{of}, and was {before:.4g} {then}: it fell by more than {self._limit:.4g}"
 
     def _before(self, earlier: list[float]) -> float:
-        """Return with what the newest mean is compared; minus infinity where there is nothing yet."""
         if self._rule.since == "best":
             return self._best
         return fmean(earlier) if len(earlier) == self._rule.window else -math.inf

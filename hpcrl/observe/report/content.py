@@ -1,4 +1,4 @@
-"""What a report says of one run, as JSON values: read from its files alone, whoever's they are and whether it is over or not."""
+"""Builds the content of a run's report, as JSON values, from the run's files alone, during the run or after its end."""
 
 from __future__ import annotations
 
@@ -125,7 +125,6 @@ def _samples(run: Run, decoder: Decoder) -> dict[str, Any]:
 
 
 def _environment(run: Run, attempts: list[Attempt]) -> list[tuple[str, str]]:
-    """Return what the run was started with and where, by name."""
     code = run.code / "hpcrl" / "__init__.py"
     found = _VERSION.search(code.read_text(encoding="utf-8")) if code.is_file() else None
     submission = read_object(run.submission, "remove it: the job of the run is then not known") or {}

@@ -1,4 +1,4 @@
-"""The curves of a run as a report has them: few enough points to draw, of few enough processes to compare."""
+"""Reduces the curves of a run for a report: few enough points to draw, of few enough processes to compare."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def curves_of(run: Run, started: float) -> dict[str, Any]:
         started: Unix time from which seconds are counted.
 
     Returns:
-        steps, seconds: when each step was reported. metrics: by name, a value or None for each of the steps. each: how many steps a
-        point is the mean of; 1 but for long runs. finite: whether all values are numbers.
+        `steps`, `seconds`: when each step was reported. `metrics`: by name, a value or None for each of the steps. `each`: number of steps
+        in the mean of a point; 1 except in long runs. `finite`: whether all values are numbers.
     """
     records = read_metrics(run)
     by_name = _by_name(records)

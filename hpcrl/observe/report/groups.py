@@ -1,4 +1,4 @@
-"""The groups of a run as a report has them: distributions of rewards and lengths over the steps, and what was dropped."""
+"""Reduces the groups of a run for a report: distributions of rewards and lengths over the steps, and dropped groups."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ def groups_of(run: Run) -> dict[str, Any] | None:
     Of a long run some of the steps are read, evenly spaced; a batch that is damaged is passed over.
 
     Returns:
-        steps: that were read. reward, length: `low`, `high` and `counts` of samples, a row of bins for each step. alike: the share of
-        each step's groups whose samples all have the same reward, of those with a sample that did not fail; None where there is none. stops: by reason, the share of each step's samples.
+        steps: steps that were read. reward, length: `low`, `high` and `counts` of samples, a row of bins for each step. alike: the share of
+        each step's groups whose samples all have the same reward, among groups with a sample that did not fail; None without such a group.
+        stops: by reason, the share of each step's samples.
         dropped: by step the groups that dynamic sampling dropped, and why; given_up: by step, the surplus groups that were not waited for.
     """
     batches = _batches(run)

@@ -1,4 +1,5 @@
-"""A report that follows runs: its page on one address of this machine, for who knows the token, with content that is read again while it is looked at."""
+"""Serves a report that follows runs: its page on one address of this machine, behind a token, with content that is read again while a
+browser shows it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page of a report: one HTML file with its styles, its program, its charts (uPlot) and its data in it."""
+"""Writes the page of a report: one HTML file with its styles, its program, its charts (uPlot) and its data in it."""
 
 from __future__ import annotations
 

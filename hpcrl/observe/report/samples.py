@@ -1,7 +1,7 @@
-"""Samples as a report has them: the text of each token, with what is known of it.
+"""Samples of a report: the text of each token, with its log-probability, mask, version and advantage.
 
-Log-probability, mask and version are in the samples' files, which a run keeps for its last steps; advantages, entropies, and how far
-engine and trainer are apart, only in what `trainer.dump_data_batch` writes.
+Log-probability, mask and version are in the samples' files, which a run keeps for its last steps. Advantages, entropies, and differences
+between engine and trainer are only in the dumps of `trainer.dump_data_batch`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,6 @@ def samples_of(run: Run, decode: Decode | None) -> dict[str, Any]:
 
 
 def _with_pictures(run: Run, sample: dict[str, Any]) -> dict[str, Any]:
-    """Return a sample with its pictures that are kept, each as what it is and as a URL."""
     painted, found = run.picture(sample["name"]), list[tuple[str, str]]()
     for path in run.pictures_of(sample["name"]):
         with suppress(OSError):  # removed meanwhile, or another user's
@@ -95,7 +94,6 @@ def _spread(numbers: Sequence[int], most: int) -> list[int]:
 
 
 def _places(rewards: Sequence[float], seed: int) -> list[int]:
-    """Return the places of the best, the worst and of some others."""
     order = sorted(range(len(rewards)), key=lambda at: -rewards[at])
     most = _PER_STEP // 4
     ends = order[:most] + order[-most:]
@@ -104,7 +102,6 @@ def _places(rewards: Sequence[float], seed: int) -> list[int]:
 
 
 def _chosen(run: Run, step: int) -> Iterator[tuple[Batch, int, int]]:
-    """Yield batch, place of the group and place in the group of the samples of a step that are shown."""
     file = read_batch(run.batch(step))
     assert file is not None, run.batch(step)
     places = [(place, at) for place, group in enumerate(file.batch.groups) for at in range(len(group.samples))]

@@ -1,4 +1,4 @@
-"""The timelines of a run as a report has them: few enough spans to draw, with the same sums."""
+"""Reduces the timelines of a run for a report: few enough spans to draw, with the same sums."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def timeline_of(run: Run, started: float) -> dict[str, Any] | None:
         started: Unix time from which is counted.
 
     Returns:
-        kinds: names. processes: by name, `spans` as kind and milliseconds in turns, from `start` milliseconds on, without gaps; and
-        their `resolution` in seconds. steps: number, and milliseconds at which it began and ended.
+        kinds: names. processes: by name, `spans` as kind and milliseconds in turns, from `start` milliseconds on, without gaps. Each has
+        its `resolution` in seconds. steps: number, and milliseconds at which it began and ended.
     """
     spans = read_spans(run)
     if not spans:

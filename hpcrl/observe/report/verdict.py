@@ -1,7 +1,7 @@
-"""Whether a run has learned, and is healthy: a sentence for each thing that a person would look at first.
+"""Judges whether a run has learned, and is healthy: a sentence for each finding.
 
 Rules of thumb, each with its numbers in the sentence: a warning is a reason to look at a curve, not a proof.
-docs/watching.md has a row for each of `RULES`: its metrics and thresholds.
+The table of docs/watching.md has a row for each of `RULES`, with metrics and thresholds.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _rule(name: str, *metrics: str, look: str = "", bad: str = "") -> Callable[[
 
 
 def findings(curves: dict[str, Any], config: dict[str, Any], outcomes: Sequence[Outcome]) -> list[Verdict]:
-    """Return what is to be said of a run; nothing of what it has not reported.
+    """Return the findings about a run, from the metrics that it has reported.
 
     Args:
         curves: as of `curves_of`.

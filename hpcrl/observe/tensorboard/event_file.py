@@ -1,9 +1,9 @@
-"""TensorBoard's view of a run: one event file with content, made anew from the metrics at the start of each attempt.
+"""Writes TensorBoard's view of a run: one event file with content, written again from the metrics at the start of each attempt.
 
 Nothing is ever appended to a file of an earlier attempt. So a kill, a resume at an earlier step or a node with a slow clock
 leaves neither doubled nor missing points, nor a curve that runs backwards.
 
-A metric that was 0 in every step is left out, but those of rewards and evaluations; with its first other value the file is made anew.
+A metric that was 0 in every step is left out, except those of rewards and evaluations; with its first other value the file is rewritten.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from hpcrl.rundir.ledger import read_attempts
 
 _EVERY_S, _LAST_TRIES = 2.0, 3  # of a follower
 _PREFIX = "events.out.tfevents."
-_EMPTY_FILES = 20  # an open TensorBoard looks every few seconds; a file may be made anew several times in between
+_EMPTY_FILES = 20  # an open TensorBoard looks every few seconds; a file may be rewritten several times in between
 
 
 class EventFile:
@@ -45,8 +45,8 @@ class EventFile:
         self._rebuild()
 
     def update(self) -> None:
-        """Append what the metrics have gained; make the file anew if it is gone, if points in it were reported again or became void, or if
-        there is more to show of what it has."""
+        """Append new metrics. Rewrite the file if it is gone, if points in it were reported again or became void, or if a metric
+        that it left out has to appear."""
         records, outdated = self._reader.poll()
         if outdated or self._behind(records) or self._to_show(records) or _is_empty(self._path):
             self._file.close()
@@ -69,7 +69,6 @@ class EventFile:
         return bool(shown & self._left_out) or layout_of(shown, self._success_reward) != self._layout
 
     def _told(self, records: Iterable[Record]) -> set[str]:
-        """Return the tags of these that say something."""
         return {
             tag
             for record in records
@@ -117,7 +116,6 @@ class EventFile:
         beside.rename(self._path)
 
     def _facts(self) -> Iterator[Any]:
-        """Yield what is known of the run before it has trained anything."""
         if self._layout:
             yield summaries.layout(self._layout)
         if self._run.config.is_file():
@@ -193,11 +191,11 @@ def _replace_by_nothing(old: Path) -> None:
     if not _is_empty(old):
         empty = old.with_name(f".rebuilding.{socket.gethostname()}.{os.getpid()}.empty")
         empty.touch()
-        empty.rename(old)  # not truncated: whoever still writes to the old file writes to nowhere
+        empty.rename(old)  # not truncated: a late writer of the old file writes to nowhere
 
 
 def rebuild(run: Run) -> Path:
-    """Make <run>/tensorboard anew from the metrics and return it."""
+    """Write <run>/tensorboard again from the metrics and return it."""
     EventFile(run).close()
     return run.tensorboard
 
@@ -219,7 +217,7 @@ class Follower:
                 return
 
     def _updated(self, run: Run, events: EventFile | None) -> EventFile | None:
-        """Return the event file as the metrics are now; None: it could not be written and has to be made anew."""
+        """Return the event file of the present metrics; None: it could not be written and has to be rewritten."""
         try:
             if events is None:
                 return EventFile(run)

@@ -1,4 +1,4 @@
-"""Hyperparameters of a run for TensorBoard's HParams: what sets the runs of a sweep apart, and what people compare first."""
+"""Hyperparameters of a run for TensorBoard's HParams: the settings in which the runs of a sweep differ, and the most compared ones."""
 
 # protoc's modules have their names only at run time.
 # pyright: reportAttributeAccessIssue=false
@@ -75,7 +75,6 @@ def _varied(run: Run) -> list[str]:
 
 
 def _values(run: Run, paths: Iterable[str]) -> Iterator[tuple[str, bool | float | str]]:
-    """Yield dotted path and value of the settings that are set; none where the configuration is damaged."""
     try:
         tree = tomli.loads(run.config.read_text(encoding="utf-8"))
     except (ValueError, RecursionError):

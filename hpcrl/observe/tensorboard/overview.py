@@ -1,4 +1,4 @@
-"""The overview of a run: charts of TensorBoard's Custom Scalars, of what the run reports."""
+"""Builds the overview of a run: TensorBoard's Custom Scalars charts of reported metrics."""
 
 # protoc's modules have their names only at run time.
 # pyright: reportAttributeAccessIssue=false

@@ -1,4 +1,4 @@
-"""Events as TensorBoard reads them."""
+"""Encodes events for TensorBoard."""
 
 # protoc's modules have their names only at run time.
 # pyright: reportAttributeAccessIssue=false

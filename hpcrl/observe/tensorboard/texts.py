@@ -1,4 +1,5 @@
-"""What TensorBoard shows of a run beside numbers, as Markdown: its configuration, its attempts, its summary, samples of its evaluations; and their pictures."""
+"""Writes TensorBoard's texts of a run, as Markdown: its configuration, attempts, summary, samples of its evaluations; and their
+pictures."""
 
 from __future__ import annotations
 
@@ -71,7 +72,6 @@ def _group(version: int, row: int) -> str:
 
 
 def _first_rows(run: Run, version: int) -> Iterator[Any]:
-    """Yield the first samples of the first rows of the validation set."""
     wanted = [f'"{_group(version, row)}"'.encode() for row in range(_SAMPLES)]
     for path in sorted(run.evals_of(version).glob("*.jsonl")):
         with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""What a tracker is: something that keeps the metrics of runs elsewhere. Your own is a function that returns one. And which a run has."""
+"""Declares trackers, which keep the metrics of runs elsewhere, and returns those of a run. Your own is a function that returns one."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _WRITTEN_ANYWAY = "tensorboard"
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker is told of a run.
+    """Facts of a run that a tracker receives.
 
     Attributes:
-        key: the same in every attempt of the run, and another one for each time it is sent anew: 21 letters and digits.
+        key: the same in every attempt of the run, and another one for each repeated transfer: 21 letters and digits.
         group: trainer.group_name, else the sweep that the run belongs to.
         configuration: nested tables, as config.toml has them.
         folder: of this tracker's own files, in the run directory.

@@ -1,4 +1,4 @@
-"""Trackers of packages that are not ours: Weights & Biases, MLflow, SwanLab, trackio; and lines of text.
+"""Trackers of other packages: Weights & Biases, MLflow, SwanLab, trackio; and lines of text.
 
 Each is configured by its own environment variables (WANDB_MODE, MLFLOW_TRACKING_URI, SWANLAB_MODE, TRACKIO_DIR …). The packages are optional,
 so they are imported where they are needed.
@@ -16,7 +16,7 @@ from typing import Any
 from hpcrl.observe.trackers.base import Open, TrackedRun
 
 STEP = "step"
-"""Name of the horizontal axis where a package wants its own steps to grow, and late values have to be told of earlier ones."""
+"""Name of the horizontal axis where a package requires growing steps, and late values belong to earlier ones."""
 _MLFLOW_AT_ONCE, _MLFLOW_LONGEST = 100, 6000  # parameters per request, letters of one
 
 

@@ -1,4 +1,4 @@
-"""Sends what a run reports to a tracker, each value of a step once: python -m hpcrl.observe.trackers.send RUN TRACKER
+"""Sends the metrics of a run to a tracker, each value of a step once: python -m hpcrl.observe.trackers.send RUN TRACKER
 
 It goes on until its standard input ends. A process of its own, because a tracker may be slow, hang or die.
 
@@ -51,10 +51,6 @@ class MetricSender:
 
     Args:
         anew: as a run of its own, all that counts now.
-
-    Raises:
-        ConfigError: the tracker cannot be found.
-        RunError: its package is missing.
     """
 
     def __init__(self, run: Run, name: str, anew: bool = False) -> None:

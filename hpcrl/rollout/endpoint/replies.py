@@ -17,7 +17,7 @@ Decode = Callable[[list[int]], str]
 
 
 def reply(request: Request, answers: Sequence[SessionAnswer], name: str, decode: Decode) -> dict[str, Any]:
-    """Return the answer to a request.
+    """Return the response body of a request.
 
     Args:
         name: of the answer; no other has it.
@@ -38,7 +38,7 @@ def reply(request: Request, answers: Sequence[SessionAnswer], name: str, decode:
 
 
 class Events:
-    """The same as server-sent events: pieces as they come, and an end; together they say what `reply` says."""
+    """The response as server-sent events: pieces as they come, and an end; together they equal `reply`."""
 
     def __init__(self, request: Request, name: str, decode: Decode) -> None:
         self._request, self._name, self._decode = request, name, decode
@@ -47,7 +47,7 @@ class Events:
         self._told, self._offsets = Counter[int](), Counter[int]()
 
     def piece(self, number: int, text: str, token_ids: Sequence[int], logprobs: Sequence[float]) -> bytes:
-        """Return the event of a piece of a choice; none where there is nothing to tell."""
+        """Return the event of a piece of a choice; empty where it has no text and no log-probabilities."""
         if not text and not self._request.logprobs:
             return b""
         told = _logprobs(self._request, token_ids, logprobs, self._decode, self._offsets[number])
@@ -56,7 +56,7 @@ class Events:
         return self._choice(number, text, told)
 
     def end(self, answers: Sequence[SessionAnswer]) -> Iterator[bytes]:
-        """Return the events of what has not been told of whole answers."""
+        """Return the events of the remaining text of whole responses."""
         for number, one in enumerate(answers):
             rest, message = one.content[self._told[number] :], _message(one, self._name, number)
             calls = [{"index": at, **call} for at, call in enumerate(message.get("tool_calls", []))]
@@ -116,7 +116,7 @@ def _message(answer: SessionAnswer, name: str, at: int) -> dict[str, Any]:
 def _logprobs(
     request: Request, token_ids: Sequence[int], logprobs: Sequence[float], decode: Decode, offset: int = 0
 ) -> dict[str, Any] | None:
-    """Return what is told of tokens; None where nobody asks.
+    """Return the log-probabilities of tokens in OpenAI's format; None if they were not requested.
 
     Args:
         offset: of the first of them in the text, in characters.

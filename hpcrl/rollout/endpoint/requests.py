@@ -1,4 +1,4 @@
-"""What requests in OpenAI's protocol ask for."""
+"""Parses requests in OpenAI's protocol."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MOST_OPEN = 32
 
 
 class Declined(Refused):
-    """A request that is understood, and not answered.
+    """A valid request that is not answered.
 
     Args:
         code: as OpenAI's clients look at it.
@@ -41,7 +41,7 @@ def session_ended() -> Declined:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What is to be completed, and how far.
+    """A completion request and its limits.
 
     Attributes:
         messages: of a chat, as a chat template takes them; None: a text is completed.
@@ -67,7 +67,7 @@ class Request:
 
 
 def chat_request(content: bytes) -> Request:
-    """Return what a body of /v1/chat/completions asks for. Raises BadRequest where it is not as expected."""
+    """Parse a body of /v1/chat/completions. Raises BadRequest where it is not as expected."""
     body = _object(content)
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
@@ -93,7 +93,7 @@ def chat_request(content: bytes) -> Request:
 
 
 def completion_request(content: bytes) -> Request:
-    """Return what a body of /v1/completions asks for; as `chat_request`."""
+    """Parse a body of /v1/completions; as `chat_request`."""
     body = _object(content)
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):

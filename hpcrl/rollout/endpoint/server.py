@@ -1,4 +1,4 @@
-"""OpenAI's protocol for the policy that a replica holds: a server in the rollout worker, which answers those who have the key of a sample.
+"""OpenAI's protocol for the policy of a replica: a server in the rollout worker, with one key per sample.
 
     POST /v1/chat/completions, /v1/completions, /v1/score      GET /v1/models, /v1/models/{model}
 
@@ -59,7 +59,7 @@ _PARSERS: dict[str, Callable[[bytes], Request]] = {
 }
 _MODELS, _SCORE = "/v1/models", "/v1/score"
 _JSON = {"content-type": "application/json"}
-_OVER = 4096  # keys of samples that are over, whose programs are told so
+_OVER = 4096  # keys of ended samples, whose programs get an error
 _SHUT_S = 5.0
 _MOST_HELD = 8 * MOST_HELD  # of all sessions together
 _THREADS = 2  # for large requests: a conversation that is rendered and tokenized takes some times its size
@@ -93,7 +93,7 @@ class PolicyServer:
 
     @asynccontextmanager
     async def session(self, say: Say, params: SamplingParams) -> AsyncIterator[tuple[Session, Endpoint]]:
-        """Have a session as long as the block lasts, and where it is reached."""
+        """Open a session as long as the block lasts; yields it and its URL."""
         session = Session(
             say, self._tokenizer, self._turns, self._config, params, self._threads, lambda: self._longest_token
         )
@@ -185,7 +185,6 @@ class PolicyServer:
     async def _answer(
         self, session: Session, request: Request, receive: Receive, send: Send, stream: _EventStream
     ) -> None:
-        """Answer a request, unless who has sent it goes."""
         name = f"{'chatcmpl' if request.messages is not None else 'cmpl'}-{secrets.token_hex(8)}"
         events, coming = Events(request, name, self._decode), asyncio.Queue[bytes | None]()
 
@@ -215,7 +214,7 @@ class PolicyServer:
 
 
 class _EventStream:
-    """An answer in server-sent events, which begins with the first of them."""
+    """Response as server-sent events, the first of which is ready."""
 
     def __init__(self, send: Send) -> None:
         self._send, self.begun = send, False
@@ -234,14 +233,14 @@ class _EventStream:
 
 
 def _digest(key: str) -> bytes:
-    """Return what a key is found by, which takes as long for one that is nearly right."""
+    """Return the digest under which a key is stored; its time does not depend on how much of a wrong key is right."""
     return hashlib.sha256(key.encode()).digest()
 
 
 async def _refuse(send: Send, stream: _EventStream, refusal: Refused) -> None:
     code, retry = (refusal.code, refusal.retry) if isinstance(refusal, Declined) else (None, None)
     error = {"message": str(refusal), "type": "invalid_request_error", "param": None, "code": code}
-    if stream.begun:  # its status was said before there was an error
+    if stream.begun:  # its status was sent before the error
         await stream.send(event({"error": error}))
         return await stream.end()
     headers = {**_JSON, **({"retry-after": str(retry)} if retry else {})}

@@ -1,7 +1,7 @@
-"""What the program of one sample has asked, and what the policy has said: the rows of the sample.
+"""Session of one sample: its program's requests, the policy's responses, and the rows of tokens they form.
 
-A conversation that goes on from an answer has the tokens of that answer and all before it, exactly; only what is new is tokenized. One
-that says its past otherwise than it was begins anew, and becomes a further row. So answers form trees, and each path from a root to a
+A conversation that goes on from an answer has the tokens of that answer and all before it, exactly; only what is new is tokenized. A
+conversation whose past differs begins a further row. So answers form trees, and each path from a root to a
 leaf is a row, in which each token is trained that no earlier row has trained.
 """
 
@@ -37,11 +37,11 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 Say = Callable[[int, Sequence[int], Mapping[str, Any], Heard | None], Awaitable[Generation]]
-"""Has the policy continue a prompt: the number of its turn, token ids, what of the sampling is otherwise than the run's, and who hears of
-tokens as they come."""
+"""Generates a response to a prompt: number of the turn, token ids, overrides of the run's sampling, and a callback of tokens as they
+come."""
 
 Tell = Callable[[int, str, Sequence[int], Sequence[float]], None]
-"""Tells a client of a piece of an answer: the number of the choice, text, and what it came with: token ids and their log-probabilities."""
+"""Sends a client a piece of a response: the number of the choice, text, token ids and their log-probabilities."""
 
 PER_SECOND, AT_ONCE = 50.0, 100.0
 """Requests of a session that are read, answered or not: on average, and in a burst; further ones wait."""
@@ -50,17 +50,17 @@ MOST_HELD = 32 << 20
 """Bytes of a session's bodies under way, from the first byte to the end of the answer; further ones are declined."""
 
 _QUICK = 1 << 14  # bytes of a body that the event loop itself reads and tokenizes, in some milliseconds
-_UNCOUNTED = 1 << 16  # characters that are tokenized whatever the longest prompt is
+_UNCOUNTED = 1 << 16  # characters that are tokenized at any limit of the prompt
 
 
 @dataclass(frozen=True, eq=False)
 class SessionAnswer:
-    """What the policy said to a request.
+    """The policy's response to a request.
 
     Attributes:
         prompt: token ids that it continued.
-        text: what it says, tool calls included.
-        content, calls: the same as the client was told it.
+        text: of the response, tool calls included.
+        content, calls: the same as sent to the client.
         parent: the answer from which the conversation went on.
         asked: messages of the request; or the text that was completed.
     """
@@ -79,7 +79,7 @@ class SessionAnswer:
         return [*self.prompt, *self.said.token_ids]
 
     def left_of(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return what a conversation says after this answer; nothing where it does not go on from it."""
+        """Return the messages of a conversation after this response; None where it does not go on from it."""
         if isinstance(self.asked, str) or len(messages) <= len(self.asked) + 1:
             return []
         told: dict[str, Any] = {"role": "assistant", "content": self.content}
@@ -95,7 +95,7 @@ def _hearing(tell: Tell, number: int, text: TextInPieces) -> Heard:
 
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message without what clients make up: the names of calls."""
+    """Return a message without fields that clients make up: the names of calls."""
     calls = [call["function"] for call in message.get("tool_calls", [])]
     return {**{name: value for name, value in message.items() if name != "tool_call_id"}, "tool_calls": calls}
 
@@ -204,13 +204,13 @@ class Session:
             raise
         finally:
             self._running.discard(task)
-        told = [text.told for text in texts]
+        told = [text.sent for text in texts]
         answers = [self._answered(request, parent, prompt, *one) for one in zip(said, told, strict=True)]
         self.answers += answers
         return answers
 
     def expect_score(self) -> Future[Turn]:
-        """Let the sample be scored by whoever has its key; as of `Endpoint`."""
+        """Accept a score over HTTP with the sample's key; as of `Endpoint`."""
         self.score = Future()
         return self.score
 
@@ -266,7 +266,7 @@ class Session:
             raise Declined(400, "max_turns", f"the sample has no more turns (generator.max_turns = {most})")
 
     def _check_length(self, length: int, unit: str = "tokens", tokens: float = 1) -> None:
-        """Decline a prompt of more units than the longest prompt can have, where each of them has at least `tokens` tokens."""
+        """Decline a prompt whose units, each at least `tokens` tokens, exceed the longest prompt."""
         longest = self._config.max_input_length
         if longest is not None and length * tokens > longest:
             self.too_long = True
@@ -348,7 +348,7 @@ class Session:
         return SessionAnswer(prompt, said, text, content, calls, parent, asked, request.tools)
 
     def last_text(self) -> str:
-        """Return what the policy said last; nothing if nothing was asked."""
+        """Return the policy's last response; empty without one."""
         return self.answers[-1].text if self.answers else ""
 
     @property
@@ -376,7 +376,7 @@ class Session:
         return rows
 
     def conversation(self, opening: Messages) -> Messages:
-        """Return what was said in the last row after the messages that its prompt has."""
+        """Return the messages of the last row after its prompt."""
         if not self.answers:
             return []
         last = self.answers[-1]
@@ -403,15 +403,15 @@ class TextInPieces:
     """The text of one response, token by token.
 
     A piece ends where a character is whole, and before anything that may become a mark, such as a stop text. Once there is a mark
-    nothing more is told: what follows is for the whole response to say.
+    no more text is sent before the end of the response.
 
     Args:
         decode: token ids to text, without special tokens.
-        marks: texts from whose beginning on nothing is told.
+        marks: texts before which pieces end.
         trims: whether white space at the end is held until more follows.
 
     Attributes:
-        told: the pieces so far.
+        sent: the pieces so far.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], marks: Sequence[str], trims: bool = False) -> None:
@@ -419,10 +419,10 @@ class TextInPieces:
         self._tokens, self._marked = list[int](), False
         # the text of tokens from `_read` on is what they add to those from `_begin` on: alone they might lack their first space
         self._begin = self._read = 0
-        self._held = self.told = ""
+        self._held = self.sent = ""
 
     def add(self, token_ids: Sequence[int]) -> str:
-        """Return what may be told now that these tokens have come."""
+        """Return the text that is complete with these tokens."""
         if self._marked:
             return ""
         self._tokens += token_ids
@@ -433,11 +433,11 @@ class TextInPieces:
         self._held += text[len(before) :]
         sure = self._sure()
         piece, self._held = self._held[:sure], self._held[sure:]
-        self.told += piece
+        self.sent += piece
         return piece
 
     def _sure(self) -> int:
-        """Return how many of the characters that are held belong to no mark, whatever follows."""
+        """Return the number of held characters that cannot belong to a mark."""
         text = self._held
         found = [at for at in (text.find(mark) for mark in self._marks) if at >= 0]
         self._marked = bool(found)

@@ -1,4 +1,4 @@
-"""Finds the tool calls in what the policy says."""
+"""Finds tool calls in a response."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def first_of_calls(tokenizer: PreTrainedTokenizerBase) -> str:
 def tool_calls(
     tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], said: Sequence[int], text: str, tools: list[Any]
 ) -> tuple[str, list[Call]]:
-    """Return what a response says beside its tool calls, and the calls; where a call cannot be read, the whole text and none.
+    """Return a response's text beside its tool calls, and the calls; where a call cannot be read, the whole text and none.
 
-    A tokenizer that has a response template of transformers says how its model writes calls. Otherwise they are sought as Hermes and
+    A tokenizer's response template of transformers defines how its model writes calls. Otherwise calls are parsed as Hermes and
     Qwen models write them: an object with `name` and `arguments` between <tool_call> and </tool_call>.
 
     Args:
         prompt, said: token ids.
-        text: what `said` says.
+        text: of `said`.
         tools: as the request names them.
     """
     if getattr(tokenizer, "response_template", None) is None:
@@ -43,7 +43,7 @@ def tool_calls(
     else:
         try:
             message = tokenizer.parse_response(list(said), prefix=list(prompt), tools=tools)
-        except (ValueError, KeyError):  # a response that is not as the template says
+        except (ValueError, KeyError):  # a response that does not match the template
             return text, []
         assert isinstance(message, dict)
         found = [_checked(one.get("function")) for one in message.get("tool_calls") or []]

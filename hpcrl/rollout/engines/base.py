@@ -1,6 +1,6 @@
-"""What a rollout engine does: tokens in; tokens, their log-probabilities and the version that chose each out; and new weights, also in between.
+"""Interface of rollout engines: responses with log-probabilities and versions of their tokens, and weight updates while they run.
 
-An engine is launched, says when it is ready, and is then called from one event loop. Engines are packages
+An engine is launched, becomes ready, and is then called from one event loop. Engines are packages
 such as hpcrl.engines.vllm; `launch.py` starts the one that the configuration names. The same tests run on all of hpcrl's.
 """
 
@@ -50,11 +50,11 @@ class Generation:
 
 
 Heard = Callable[[Sequence[int], Sequence[float]], None]
-"""Hears of the next tokens of a response, and their log-probabilities, as soon as they are there."""
+"""Callback for the next tokens of a response, and their log-probabilities, as soon as they are generated."""
 
 
 NEVER = -100.0
-"""What is added to the logit of a token that may not be said: the least that vLLM takes, and no float32 is left of its probability."""
+"""Bias of the logits of excluded tokens: vLLM's minimum, at which the probability is 0 in float32."""
 
 
 def engine_sampling(
@@ -67,11 +67,11 @@ def engine_sampling(
 ) -> dict[str, Any]:
     """Return the configured sampling under vLLM's names, which all engines take.
 
-    Where sampling of what is trained leaves tokens out, it asks for the log-probabilities of as many tokens as it may keep: those that
-    were left out have none, so that the others are the sampling mask.
+    Where training samples with top_k, it requests the log-probabilities of as many tokens as it may keep. Excluded tokens have none, so
+    that the others are the sampling mask.
 
     Args:
-        vocabulary: tokens that there are; vLLM cannot tell of more.
+        vocabulary: its size, which bounds vLLM's `logprobs`.
         top_ids: of what is trained: tokens that are the most probable ones in the place of each, where sampling leaves none out.
         never_said: tokens that stand for images.
         ends: ids that end a turn.
@@ -114,12 +114,12 @@ class Engine(ABC):
     @property
     @abstractmethod
     def waiting(self) -> list[str]:
-        """What it was asked and has yet to answer, for messages."""
+        """Open calls, for messages."""
 
     @property
     @abstractmethod
     def loading(self) -> bool:
-        """Whether it takes in weights, which may take it as long as a start."""
+        """Whether it updates weights, which may take as long as a start."""
 
     @abstractmethod
     async def generate(
@@ -136,7 +136,7 @@ class Engine(ABC):
 
         Args:
             sampling: as `engine_sampling` names it.
-            name: of the call, by which `ended` tells of it; no other call has it.
+            name: of the call in `ended`; no other call has it.
             heard: called in the event loop with all tokens of a call with one sample, piece by piece, before it returns.
             images: that the placeholders in the prompt stand for, in their order.
 
@@ -159,12 +159,12 @@ class Engine(ABC):
 
     @abstractmethod
     async def ended(self) -> dict[str, dict[int, Generation]]:
-        """Return the responses that have ended, since this was asked last, of calls of `generate` which have not.
+        """Return the responses that have ended, since the last call, of unfinished calls of `generate`.
 
-        They are told by the call's name and their index; those of calls without a name are not.
+        Keys are the call's name and the response's index; calls without a name are left out.
 
         Raises:
-            EngineError: it does not say within seconds.
+            EngineError: it does not answer within seconds.
         """
 
     @abstractmethod
@@ -182,7 +182,7 @@ class Engine(ABC):
 
     @abstractmethod
     async def sleep(self) -> None:
-        """Leave the memory of its devices to others until `update_weights`. Nothing is being generated, and nothing is asked meanwhile.
+        """Release the memory of its devices until `update_weights`. No calls are open meanwhile.
 
         Raises:
             EngineError: it could not.
@@ -190,7 +190,8 @@ class Engine(ABC):
 
     @abstractmethod
     async def probe(self, weights: PublishedWeights, dtype: str, allowed: float | None) -> float | None:
-        """Return how far the engine is from the trainer with a version that it has loaded: see `proof.difference`. None: there is no probe.
+        """Return the difference of log-probabilities between the engine and the trainer's probe of the loaded version. None: there is no
+        probe.
 
         Args:
             dtype: of the engine's computation.
@@ -202,18 +203,18 @@ class Engine(ABC):
 
     @abstractmethod
     async def tokens(self) -> float | None:
-        """Return how many tokens it has generated; None where it does not count them.
+        """Return the number of tokens generated so far; None where it does not count them.
 
         Raises:
-            EngineError: it does not say within seconds.
+            EngineError: it does not answer within seconds.
         """
 
     @abstractmethod
     async def load(self) -> Load | None:
-        """Return how full it is; None where it does not say.
+        """Return the load of the engine; None where it does not report any.
 
         Raises:
-            EngineError: it does not say within seconds.
+            EngineError: it does not answer within seconds.
         """
 
     @abstractmethod
@@ -222,11 +223,11 @@ class Engine(ABC):
 
     @abstractmethod
     async def close(self) -> None:
-        """Call it no more."""
+        """Close the client."""
 
 
 class Launched(ABC):
-    """An engine that is being started. Whoever launched it ends it with `stop`, also where it never got ready."""
+    """An engine that is being started. Its launcher calls `stop` in the end, also where it never got ready."""
 
     @abstractmethod
     def wait_ready(self, timeout_s: float, still_waiting: Callable[[], object] = lambda: None) -> None:
@@ -250,12 +251,12 @@ class Launched(ABC):
 
     @abstractmethod
     def alive(self) -> bool:
-        """Return whether what computes is still there."""
+        """Return whether the engine's process is alive."""
 
     @abstractmethod
     def failure(self, what: str) -> EngineError:
-        """Return the error that says why it failed."""
+        """Return the error with the reason of the engine's end."""
 
     @abstractmethod
     def stop(self) -> None:
-        """End it and all that it started, also what hangs."""
+        """Stop the engine and all its processes, also hanging ones."""

@@ -1,4 +1,4 @@
-"""The experts that an engine took tokens to, as text: what vLLM answers with, and what is kept of turns."""
+"""Routed experts of tokens as text, in vLLM's answers and in cached turns."""
 
 from __future__ import annotations
 

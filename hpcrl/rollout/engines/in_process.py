@@ -1,4 +1,4 @@
-"""What engines in the worker's own process have in common: a model that a thread loads, and calls of which the worker knows which are open."""
+"""Base of engines in the worker's own process: a model that a thread loads, and a count of open calls."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class InProcess(Launched, Generic[Loaded]):
     def _fill(self) -> None:
         try:
             self._loaded.set_result(self._load())
-        except BaseException as error:  # noqa: BLE001  it is raised again by whoever waits
+        except BaseException as error:  # noqa: BLE001  it is raised again by the waiting call
             self._loaded.set_exception(
                 error if isinstance(error, HpcrlError) else EngineError(f"the inference engine did not start: {error}")
             )

@@ -19,7 +19,7 @@ from hpcrl.runtime.scratch import Scratch
 
 @dataclass(frozen=True)
 class EnginePlace:
-    """Where a replica's engine is started.
+    """Directory, log and numbers of a replica's engine.
 
     Attributes:
         attempt: of the run.
@@ -60,8 +60,8 @@ class RolloutBackend(Protocol):
 class NodesBackend(Protocol):
     """The module `nodes` of an engine whose replicas may be on several nodes."""
 
-    def serve_part(self, run: Run, config: Config, attempt: int, number: int, status: StatusWriter) -> None:
-        """Run one further node's part of an engine, again at each start of the engine, until SIGTERM.
+    def serve_node(self, run: Run, config: Config, attempt: int, number: int, status: StatusWriter) -> None:
+        """Run one further node of an engine, again at each start of the engine, until SIGTERM.
 
         Args:
             number: of the part among all parts of the run; each replica has one for each node but its first.
@@ -82,7 +82,7 @@ def launched(
     attempt: int = 0,
     trains: bool = True,
 ) -> Iterator[Launched]:
-    """Have the engine of one replica, which is being started, within the `with` statement. Temporary files of this process go when it ends.
+    """Launch the engine of one replica for the `with` statement. Temporary files of this process are removed when it ends.
 
     Args:
         log, replica, attempt, trains: as of EnginePlace.
@@ -101,5 +101,5 @@ def launched(
 
 
 def nodes_backend(config: Config) -> NodesBackend:
-    """Return what starts the parts of an engine that is on several nodes."""
+    """Return the backend of engines on several nodes."""
     return cast(NodesBackend, backend_of(config.generator.inference_engine).layer("nodes"))

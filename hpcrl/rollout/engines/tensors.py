@@ -18,7 +18,7 @@ _MOST_NAMED = 8
 
 
 def read_tensors(weights: PublishedWeights) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Return the tensors of a published version by name, and what was read as `proof.check_ranks` wants it.
+    """Return the tensors of a published version by name, and their digests for `check_ranks`.
 
     Raises:
         EngineError: its files cannot be read.
@@ -35,7 +35,7 @@ def read_tensors(weights: PublishedWeights) -> tuple[dict[str, torch.Tensor], di
 
 @torch.no_grad()  # parameters made in inference mode could not be moved from a GPU and back
 def replace_adapter(model: PreTrainedModel, tensors: dict[str, torch.Tensor], source: Path) -> None:
-    """Let a model compute with an adapter instead of the one that it had, if it had one.
+    """Replace the adapter of a model, or add one.
 
     Args:
         tensors: by their names in PEFT's files.

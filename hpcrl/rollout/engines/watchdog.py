@@ -1,4 +1,4 @@
-"""Ends work with an engine that dies or hangs, with an error that says why.
+"""Ends work with an engine that dies or hangs, with an error that has the reason.
 
 vLLM's server answers /health with 200 also when the process that computes makes no progress, so its tokens and answers are counted.
 """
@@ -24,9 +24,9 @@ _LONGEST_S = 10.0  # between two polls, one of which may wait for an answer
 async def run_watched(
     launched: Launched, engine: Engine, loops: Sequence[Coroutine[Any, Any, R]], stall_s: float, load_s: float
 ) -> R:
-    """Run coroutines that use an engine until the first of them returns, and return what it returned.
+    """Run coroutines that use an engine until the first returns, and return its result.
 
-    At the end, whatever it is, all other tasks of this event loop are cancelled.
+    In the end all other tasks of this event loop are cancelled.
 
     Args:
         stall_s, load_s: as in `watch_progress`.

@@ -1,4 +1,4 @@
-"""Whether an engine holds the version that it was given: what each of its ranks has loaded, and what it thinks of the trainer's probe."""
+"""Checks that an engine holds a published version: digests of each rank's tensors, and log-probabilities of the trainer's probe."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ quantize weights by generator.inference_engine.quantization."""
 
 
 def check_ranks(proofs: Sequence[dict[str, Any]], weights: PublishedWeights, who: str) -> None:
-    """Look at what each rank of an engine says that it has loaded; the ranks of a node read the same files, and share their digests.
+    """Check the digests of the tensors that each rank of an engine has loaded; the ranks of a node read the same files, and share their digests.
 
     Args:
-        proofs: of each rank its number, how many there are, what it holds, and which share of the tensors it has digested.
+        proofs: of each rank its number, the number of ranks, version and digest, and the share of the tensors that it digested.
         who: the engine, in errors.
 
     Raises:
@@ -27,7 +27,7 @@ def check_ranks(proofs: Sequence[dict[str, Any]], weights: PublishedWeights, who
     given = f"{who} was given the weights of version {weights.version}"
     ranks = sorted(proof["rank"] for proof in proofs)
     if not proofs or ranks != list(range(proofs[0]["of"])):
-        raise EngineError(f"{given}, but of its ranks only {ranks} say what they hold")
+        raise EngineError(f"{given}, but of its ranks only {ranks} report their weights")
     for proof in proofs:
         rank = f"rank {proof['rank']} of {proof['of']}"
         if proof.get("version") is None:
@@ -51,11 +51,7 @@ def difference(logprobs: Sequence[float], others: Sequence[float]) -> float:
 
 
 def check_probe(found: float, limit: float, version: int, who: str) -> None:
-    """Raise EngineError if log-probabilities differ by more than `limit`, or are no numbers.
-
-    Raises:
-        EngineError: they do.
-    """
+    """Raise EngineError if the trainer's and the engine's log-probabilities of the probe differ by more than `limit`, or are NaN."""
     if not found <= limit:
         raise EngineError(
             f"{who} does not compute what the trainer does with the weights of version {version}: log-probabilities of the probe differ by "
@@ -65,14 +61,10 @@ def check_probe(found: float, limit: float, version: int, who: str) -> None:
 
 
 def check_decoding(found: float, limit: float, version: int, who: str) -> None:
-    """Raise EngineError if log-probabilities of decoded tokens differ from those of a prefill by more than `limit`, or are no numbers.
-
-    Raises:
-        EngineError: they do.
-    """
+    """Raise EngineError if log-probabilities of decoded tokens differ from those of a prefill by more than `limit`, or are NaN."""
     if not found <= limit:
         raise EngineError(
-            f"{who} decodes with other weights than those of version {version}: log-probabilities of tokens that it decoded differ by "
+            f"{who} decodes with other weights than version {version}: log-probabilities of decoded tokens differ by "
             f"{found:.4g} in the mean from a prefill of the same tokens, and {limit:g} is allowed "
             "(generator.inference_engine.probe_tolerance). CUDA graphs may hold older weights: set "
             "generator.inference_engine.enforce_eager=true, and report it"

@@ -1,4 +1,4 @@
-"""An engine in the worker's own process whose one thread computes: what those that are no language models have in common."""
+"""Base of engines that compute in one thread of the worker's process: diffusion models and action experts."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ from hpcrl.rollout.limiter import Load
 R = TypeVar("R")
 
 
-class OwnThreadEngine(InProcessEngine):
-    """The engine: samples, and new weights in between.
+class WorkerThreadEngine(InProcessEngine):
+    """An engine whose calls, weight updates included, run one after the other in one thread.
 
     Args:
         replica: name in errors.
-        home: where it computes.
+        device: of the weights while the engine is awake.
     """
 
-    def __init__(self, version: int, replica: str, home: torch.device) -> None:
+    def __init__(self, version: int, replica: str, device: torch.device) -> None:
         super().__init__(replica)
-        self.version, self._home = version, home
+        self.version, self._device = version, device
         self._thread = ThreadPoolExecutor(1, "engine")
 
     @abstractmethod
-    def _take(self, tensors: dict[str, torch.Tensor], weights: PublishedWeights) -> None:
-        """Have the tensors of a published version, in the thread."""
+    def _load(self, tensors: dict[str, torch.Tensor], weights: PublishedWeights) -> None:
+        """Load the tensors of a published version, in the thread."""
 
     @abstractmethod
     def _move(self, device: torch.device) -> None:
-        """Move what others replace to a device, in the thread."""
+        """Move the weights to a device, in the thread."""
 
     @abstractmethod
     def _probed(self, token_ids: Sequence[int]) -> list[float]:
-        """Return what the trainer's probe is compared with, in the thread."""
+        """Return the engine's values that are compared with the trainer's probe, in the thread."""
 
     async def _computed(self, function: Callable[[], R]) -> R:
         return await asyncio.wrap_future(self._thread.submit(function))
@@ -57,21 +57,21 @@ class OwnThreadEngine(InProcessEngine):
         tensors, proof = await self._computed(lambda: read_tensors(weights))
         check_ranks([proof], weights, self._who)
 
-        def take() -> dict[str, float]:
+        def load() -> dict[str, float]:
             started = time.monotonic()
-            self._move(self._home)
-            self._take(tensors, weights)
+            self._move(self._device)
+            self._load(tensors, weights)
             self.version = weights.version
             seconds = time.monotonic() - started
             return {"weights/pause_seconds": seconds, "weights/load_seconds": seconds}
 
         with self._asked(UPDATE):
-            return await self._computed(take)
+            return await self._computed(load)
 
     async def sleep(self) -> None:
         def rest() -> None:
             self._move(torch.device("cpu"))
-            if self._home.type == "cuda":
+            if self._device.type == "cuda":
                 torch.cuda.empty_cache()
 
         with self._asked(SLEEP):
@@ -82,9 +82,9 @@ class OwnThreadEngine(InProcessEngine):
         if probe is None:
             return None
         with self._asked("probe"):
-            found = difference(probe.logprobs, await self._computed(lambda: self._probed(probe.token_ids)))
-        check_probe(found, tolerance(probe, dtype, allowed), weights.version, self._who)
-        return found
+            mean = difference(probe.logprobs, await self._computed(lambda: self._probed(probe.token_ids)))
+        check_probe(mean, tolerance(probe, dtype, allowed), weights.version, self._who)
+        return mean
 
     async def load(self) -> Load | None:
         return Load(0.0, 0.0, 0.0)
@@ -103,10 +103,10 @@ def replace_whole(
     weights: PublishedWeights,
     own_name: Callable[[str], str | None] = lambda name: name,
 ) -> None:
-    """Give a network other weights. Raises EngineError where they are not those of this network.
+    """Replace all weights of a network. Raises EngineError where names differ from the network's.
 
     Args:
-        own_name: what the network calls a tensor of a file.
+        own_name: the network's name of a tensor of a file.
     """
     own = network.state_dict(keep_vars=True)
     named = {own_name(name): tensor for name, tensor in tensors.items()}

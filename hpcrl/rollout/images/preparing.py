@@ -1,6 +1,6 @@
 """Prepares the images of messages in threads, so that the worker's event loop serves others meanwhile.
 
-Decoding and resizing a photograph takes tens of milliseconds, most of them in Pillow and numpy, which let other threads run.
+Decoding and resizing a photograph takes tens of milliseconds, most in Pillow and numpy, which release the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MOST = 8
 
 
 class ImagePreparation:
-    """Prepares images for one model, a bounded number at the same time, and none of them twice at the same time.
+    """Prepares images for one model, a bounded number at a time, and each image once at a time.
 
     Args:
         reader: of the policy; None: it sees no images, and nothing is prepared.
@@ -42,7 +42,7 @@ class ImagePreparation:
             return found
         if image not in self._running:
             self._running[image] = asyncio.create_task(self._prepared(reader, image))
-        # whoever waits may be cancelled, and others wait too
+        # a waiting caller may be cancelled while others wait
         return await asyncio.shield(self._running[image])
 
     async def _prepared(self, reader: ImageReader, image: Shown) -> SeenImage:

@@ -1,4 +1,4 @@
-"""Pictures of samples that a run keeps for people: what a policy was shown, and what it has painted."""
+"""PNG files of a run's samples, for people: input images of prompts and turns, and generated pictures."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _LARGEST = 512  # pixels of a side of an image that was shown: photographs would
 
 
 @dataclass(frozen=True)
-class KeptPictures:
-    """The PNG files of a run's pictures, animated ones of videos.
+class SampleImages:
+    """Writes a run's images as PNG files, and videos as animated ones.
 
-    What cannot be kept ends no run; the process says why in its log.
+    An image that cannot be written ends no run; the process logs the reason.
 
     Attributes:
         interval: trainer.multi_modal_log_interval.
@@ -40,11 +40,11 @@ class KeptPictures:
     interval: int
 
     def wants(self, kind: Kind, version: int) -> bool:
-        """Return whether pictures of samples that a version generates are kept."""
+        """Return whether images of samples of this version are written."""
         return kind == "eval" or version % self.interval == 0
 
-    def painted(self, group_id: str, images: Sequence[np.ndarray]) -> None:
-        """Write what the samples of a group have painted.
+    def save_generated(self, group_id: str, images: Sequence[np.ndarray]) -> None:
+        """Write the generated pictures of a group's samples.
 
         Args:
             images: [height, width, 3] uint8, one per sample; of a video [frames, height, width, 3].
@@ -57,8 +57,8 @@ class KeptPictures:
         ]
         self._write({path: png(own, 1000 / VIDEO_FPS) for path, own in zip(places, frames, strict=True)})
 
-    def shown(self, group_id: str, images: Sequence[Sequence[SeenImage]]) -> None:
-        """Write what the samples of a group were shown, in every turn; what all of them begin with is written once.
+    def save_inputs(self, group_id: str, images: Sequence[Sequence[SeenImage]]) -> None:
+        """Write the input images of a group's samples, of every turn; images that all samples begin with are written once.
 
         Args:
             images: those of each sample, in their order.
@@ -67,14 +67,14 @@ class KeptPictures:
             shown = [[image for image in own if PIXELS in image.tensors] for own in images]
             self._write({path: _small(image) for path, image in _places(self.run, group_id, shown)})
         except DataError as error:  # its file is gone
-            _tell(error)
+            _log_failure(error)
 
     def _write(self, contents: dict[Path, bytes]) -> None:
         try:
             for folder in {path.parent for path in contents}:
                 write_files(folder, {path.name: content for path, content in contents.items()})
         except OSError as error:
-            _tell(error)
+            _log_failure(error)
 
 
 def _places(run: Run, group_id: str, images: Sequence[Sequence[SeenImage]]) -> Iterator[tuple[Path, SeenImage]]:
@@ -88,7 +88,6 @@ def _places(run: Run, group_id: str, images: Sequence[Sequence[SeenImage]]) -> I
 
 
 def _small(image: SeenImage) -> bytes:
-    """Return the file of an image, or of the frames of a video that were shown, not too large."""
     if isinstance(image.source, str):
         frames, seconds = [opened(image.source)], 0.0
     else:
@@ -101,5 +100,5 @@ def _small(image: SeenImage) -> bytes:
     return png(small, 1000 * seconds)
 
 
-def _tell(error: Exception) -> None:
+def _log_failure(error: Exception) -> None:
     print(f"pictures are not kept: {error}", flush=True)

@@ -28,8 +28,8 @@ _COPYING, _HELD, _FILES = "copying", "held", "files"
 class NodeCopies:
     """The copies that the replicas of a run share on a node.
 
-    Who copies or removes has a lock meanwhile, which the kernel releases when the process is killed; the next one then begins the copy
-    anew. A replica holds a version from `hold` to `release`. What none holds is removed before another version is copied.
+    Copying and removing hold a lock, which the kernel releases when the process is killed; the next one then begins the copy again. A
+    replica holds a version from `hold` to `release`. What none holds is removed before another version is copied.
 
     Args:
         parent: generator.inference_engine.weight_copy_dir.
@@ -71,22 +71,19 @@ class NodeCopies:
         return self._scratch.path / f"v{version:06d}-{digest}"
 
     def release(self) -> None:
-        """Let the version that this process holds make way for others."""
+        """Release the version that this process holds."""
         if self._held is not None:
             os.close(self._held)
         self._held = None
 
     def close(self) -> None:
-        """Leave; the last replica of the node removes everything."""
+        """Close; the last replica of the node removes everything."""
         self.release()
         self._scratch.remove()
 
     def _below(self, weights: PublishedWeights) -> list[PublishedWeights]:
-        """Return what a version has the changes of: a whole version, the copy of this node if it has one, and those with changes after it.
-
-        Raises:
-            CommitError: one of them is not there any more.
-        """
+        """Return the versions that a version of changes needs: a whole version, this node's copy if there is one, and those with changes
+        after it."""
         below = list[PublishedWeights]()
         while base := weights.base:
             with suppress(CommitError):
@@ -96,7 +93,7 @@ class NodeCopies:
         return below
 
     def _found(self, weights: PublishedWeights, place: Path) -> PublishedWeights | None:
-        """Return the copy that is there; None where there is none yet, or it is not whole any more."""
+        """Return the existing copy; None where there is none, or it is not whole any more."""
         with suppress(CommitError):
             found = PublishedWeights.read(place / _FILES)
             return replace(weights, path=found.path, size=found.size, base=None)
@@ -137,7 +134,6 @@ class NodeCopies:
     def _fill(
         self, weights: PublishedWeights, below: Sequence[PublishedWeights], directory: Path
     ) -> dict[str, dict[str, int]]:
-        """Write the files of the whole version; return their sizes."""
         moved = sum(version.size for version in (*below, weights) if not self._is_here(version))
         self.fetched = {"weights/fetch_gib": moved / 2**30}
         if self._receiver:

@@ -23,8 +23,7 @@ _PART, _SPAN = 8 << 20, 256 << 20
 def fetch(
     source: Path, copies: NodeCopies | None = None, patience_s: float = 60.0, *, ahead: bool = True
 ) -> PublishedWeights:
-    """Return a committed version once this node has all of it in its page cache, or in a copy; what its files hold is compared where they are
-    loaded.
+    """Return a committed version once it is in this node's page cache, or in a copy. Its contents are checked where they are loaded.
 
     The replicas of a node share both: what one has read, the others do not read from the shared filesystem again.
 
@@ -43,7 +42,7 @@ def fetch(
     weights = PublishedWeights.read(source)
     if weights.base and not copies:
         raise CommitError(
-            f"{source} has the changes of a version only, which are applied to a copy of it on each node: set "
+            f"{source} has only the changes between versions, applied to a copy on each node: set "
             "generator.inference_engine.weight_copy_dir"
         )
     try:
@@ -69,11 +68,7 @@ def fetch(
 
 
 def read_ahead(files: Iterable[Path]) -> None:
-    """Read files from end to end into the page cache, in several threads.
-
-    Raises:
-        OSError: one cannot be read.
-    """
+    """Read files from end to end into the page cache, in several threads."""
     spans = [(file, start) for file in files for start in range(0, file.stat().st_size, _SPAN)]
     own = threading.local()
 

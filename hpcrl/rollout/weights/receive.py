@@ -1,4 +1,4 @@
-"""Has the ranks of a trainer send a version to this node, each rank its files, over pairs of processes that are kept for later versions."""
+"""Receives a version from the trainer's ranks, each rank's files over a connection that is kept for later versions."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class _Link(NamedTuple):
 
 
 class Receiver:
-    """Asks the trainer of an attempt.
+    """Client of the weight senders of an attempt's trainer.
 
     Args:
         on_gpu: whether it comes over NCCL, through the memory of the first GPU of this process; else over gloo.
@@ -77,11 +77,13 @@ class Receiver:
         name = of_process(self._run.name, sender(rank))
         if kept := self._links.pop(url, None):
             with suppress(RuntimeError):  # it is broken, and another one may not be
-                if self._received(kept, name, url, {"version": version, "pair": kept.name, "told": None}, directory):
+                if self._received(
+                    kept, name, url, {"version": version, "pair": kept.name, "rendezvous": None}, directory
+                ):
                     return
         device = torch.device("cuda", 0) if self._on_gpu else torch.device("cpu")
         link = _Link(token_hex(8), Pair(device, RECEIVER, self._host, self._stage_s))
-        wanted = {"version": version, "pair": link.name, "told": link.pair.tells()}
+        wanted = {"version": version, "pair": link.name, "rendezvous": link.pair.tells()}
         if not self._received(link, name, url, wanted, directory):
             raise RunError(f"{url} has no pair {link.name}")
 
@@ -93,7 +95,7 @@ class Receiver:
             if answer := self._ask(name, url, wanted):
                 if strange := [file for file in answer["files"] if Path(file).name != file]:
                     raise RunError(f"{url} would send {strange[0]}, which is no name of a file of weights")
-                link.pair.hear(answer["told"])
+                link.pair.hear(answer["rendezvous"])
                 receive_files(link.pair, answer["files"], directory)
                 link.pair.rest()
                 self._links[url] = link

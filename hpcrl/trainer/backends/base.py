@@ -1,4 +1,4 @@
-"""The verbs of a training backend. Packing, losses and jobs know nothing else of a backend."""
+"""Interface of a training backend. Packing, losses and jobs use nothing else of a backend."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from hpcrl.trainer.models.hf import ModelSource
 
 Objective = Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]
-"""(micro-batch, model outputs) -> the loss to differentiate and the metrics, all of them sums: over all micro-batches and ranks they are the
-loss and the metrics of the mini-batch. A policy's outputs are logprobs [P] and entropies [P], a critic's are values [P]."""
+"""Maps (micro-batch, model outputs) to the loss to differentiate and its metrics, both sums: over all micro-batches and ranks they are
+those of the mini-batch. A policy's outputs are logprobs [P] and entropies [P], a critic's are values [P]."""
 
 
 class MicroBatches(Protocol):
@@ -31,7 +31,7 @@ class MicroBatches(Protocol):
 
 
 Writer = Callable[[Path, ProcessGroup], None]
-"""Writes a state into an existing directory, each rank its part; ranks communicate over the given group, of all trainer ranks."""
+"""Writes a state into an existing directory, each rank its shards; ranks communicate over the given group of all trainer ranks."""
 
 
 @dataclass(frozen=True)
@@ -55,14 +55,14 @@ class StepReport:
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """What one optimizer step did: metric sums (or extremes, see `merge`) over all ranks, and the step itself."""
+    """Result of one optimizer step: metric sums (or extremes, see `merge`) over all ranks, and the step itself."""
 
     sums: dict[str, float]
     report: StepReport
 
     @classmethod
     def of(cls, value: dict[str, Any]) -> UpdateResult:
-        """Return what dataclasses.asdict gave as JSON."""
+        """Return the result of dataclasses.asdict as an UpdateResult."""
         return cls(value["sums"], StepReport(**value["report"]))
 
 
@@ -89,11 +89,11 @@ class ModelEngine(Protocol):
         ...
 
     def step(self) -> StepReport:
-        """Clip, update and forget the gradients."""
+        """Clip gradients, update and zero the gradients."""
         ...
 
     def skip(self) -> StepReport:
-        """Forget the gradients without an update."""
+        """Zero the gradients without an update."""
         ...
 
     def save(self, directory: Path, group: ProcessGroup) -> None:
@@ -101,24 +101,24 @@ class ModelEngine(Protocol):
         ...
 
     def snapshot(self) -> Writer:
-        """Return a copy of what `save` would write, in host memory; training may go on before it is written.
+        """Return a copy of the saved state in host memory; training may go on before it is written.
 
         The next one takes the place of the last one, which must be written by then.
         """
         ...
 
     def restore(self, directory: Path) -> None:
-        """Load what `save` wrote, on any number of ranks."""
+        """Load a saved state, on any number of ranks."""
         ...
 
     def restore_weights(self, directory: Path) -> None:
-        """Load only the model of what `save` wrote."""
+        """Load only the model of a saved state."""
         ...
 
 
 @dataclass(frozen=True)
 class ExportPiece:
-    """Tensors of an exported policy that are gathered together.
+    """Tensors of an exported policy that are gathered in one collective.
 
     Attributes:
         tensors: by Hugging Face's names, without values (on the meta device).
@@ -130,7 +130,7 @@ class ExportPiece:
 
 
 class PolicyEngine(ModelEngine, Protocol):
-    """A policy in training, and maybe its frozen reference.
+    """A policy in training, with its frozen reference if it has one.
 
     Attributes:
         vocabulary: token ids that it knows.
@@ -178,7 +178,7 @@ class PolicyEngine(ModelEngine, Protocol):
         ...
 
     def export_pieces(self, dtype: torch.dtype) -> list[ExportPiece]:
-        """Return what the policy is exported in, in the order of its layers; the same on every rank."""
+        """Return the pieces of an export in the order of its layers, the same on every rank."""
         ...
 
     def export_weights(self, dtype: torch.dtype, owners: Sequence[int]) -> Iterator[dict[str, torch.Tensor]]:
@@ -192,7 +192,7 @@ class PolicyEngine(ModelEngine, Protocol):
         ...
 
     def export_config(self, directory: Path, dtype: torch.dtype) -> None:
-        """Write what makes exported weights a model: its configuration. Rank 0 writes."""
+        """Write the configuration of an exported model. Rank 0 writes."""
         ...
 
     def adapter(self) -> Adapter | None:
@@ -200,11 +200,11 @@ class PolicyEngine(ModelEngine, Protocol):
         ...
 
     def sampling_adapter(self) -> Adapter | None:
-        """Return the adapters that engines sample with, which may be others than those that are trained; as `adapter`."""
+        """Return the adapters for sampling, which may differ from the trained ones; as `adapter`."""
         ...
 
     def end_batch(self, step: int) -> None:
-        """Hear that all optimizer steps of the batch of `step` are made."""
+        """Update state that follows batches, after all optimizer steps of the batch of `step`."""
         ...
 
 

@@ -22,7 +22,7 @@ _PLAIN = {"llama", "mistral", "qwen2", "qwen3"}
 
 
 def build_policy(trainer: TrainerConfig, temperature: float, world: World) -> PolicyEngine:
-    """Load the language model that is the policy, and the reference if anything compares with it; or the reward model that is trained in its place.
+    """Load the policy and, if anything compares with it, the reference; or the reward model that is trained in its place.
 
     A reward model has the verbs that every engine has, `values` and those of an export. What else a policy has is not asked for then.
 
@@ -69,9 +69,6 @@ def with_compilation(trainer: TrainerConfig, world: World) -> TrainerConfig:
 
     Where both are left open and this turns them on, code that torch cannot compile later runs eagerly: a frame is compiled before any of it
     has run, so ranks need not agree on that. What is set to true raises torch's error instead.
-
-    Raises:
-        DataError: the policy's path holds no model.
     """
     from hpcrl.trainer.models.build import policy_source
     from hpcrl.trainer.models.layers.compilation import compiler_works, fall_back_to_eager

@@ -1,4 +1,4 @@
-"""The trainer's side of the turns that it takes with engines on the same devices (trainer.placement.colocate_all)."""
+"""Trainer's side of sharing devices with engines: it offloads its state while they generate (trainer.placement.colocate_all)."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ Timer = Callable[[str], AbstractContextManager[None]]
 
 @runtime_checkable
 class LeavesDevice(Protocol):
-    """A model in training that can leave its device, which every rank does. It trains on the device, and is saved and exported from either place."""
+    """A model in training whose state moves between device and host memory, on every rank; it is saved and exported from either."""
 
     def to_host(self) -> None:
-        """Move what the device holds to host memory: weights, a reference, and, where offload_after_step says so, the optimizer's state."""
+        """Move weights, reference and, with offload_after_step, the optimizer's state to host memory."""
         ...
 
     def to_device(self) -> None:
-        """Move it back."""
+        """Move the state back to the device."""
         ...
 
 
-class DeviceTurns:
-    """Lets engines have the devices while the trainer waits for samples; without engines there its methods do nothing.
+class DeviceLease:
+    """Releases the devices to rollout engines while the trainer waits for samples; does nothing where none is colocated.
 
     Args:
-        engines: what is trained; None where something is not.
+        engines: trained models; None entries are left out.
     """
 
     def __init__(self, engines: Iterable[Any], world: World, *, colocated: bool) -> None:
@@ -43,8 +43,8 @@ class DeviceTurns:
                 assert isinstance(engine, LeavesDevice), f"{type(engine).__name__} cannot leave its device"
                 self._engines.append(engine)
 
-    def end(self, timer: Timer) -> dict[str, float]:
-        """Leave the devices of all ranks to engines, which may be told so when this returns; return metrics."""
+    def release(self, timer: Timer) -> dict[str, float]:
+        """Offload the state of all ranks; rollout engines may wake when this returns. Returns metrics."""
         if not self._engines or self._away:
             return {}
         with timer("offload"):
@@ -52,15 +52,15 @@ class DeviceTurns:
                 engine.to_host()
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()
-            self._world.barrier()  # an engine may have the devices of several ranks, and rank 0 speaks for all
+            self._world.barrier()  # an engine may span the devices of several ranks, and rank 0 wakes it
         self._away = True
         return self._used("trainer_away")
 
-    def begin(self, timer: Timer) -> dict[str, float]:
-        """Take the device again, all engines of which sleep; return metrics.
+    def acquire(self, timer: Timer) -> dict[str, float]:
+        """Load the state to the device, whose rollout engines all sleep; return metrics.
 
         Raises:
-            RunError: it has too little room.
+            RunError: the state does not fit beside the sleeping engines.
         """
         if not self._engines or not self._away:
             return {}
@@ -79,7 +79,6 @@ class DeviceTurns:
         return used
 
     def _used(self, when: str) -> dict[str, float]:
-        """Return how much of the device all processes together use; nothing on a CPU."""
         if self._device.type != "cuda":
             return {}
         free, total = torch.cuda.mem_get_info(self._device)

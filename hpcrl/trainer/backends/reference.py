@@ -1,4 +1,4 @@
-"""The reference follows the policy."""
+"""Updates of the reference model from the policy."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def require_same_shape(reference: nn.Module, policy: nn.Module) -> None:
     shapes = [{name: p.shape for name, p in module.named_parameters()} for module in (reference, policy)]
     if shapes[0] != shapes[1]:
         raise DataError(
-            "trainer.ref.model.path: the reference has other parameters than the policy, so it cannot follow it, as "
-            "trainer.algorithm.reference_reset_interval, trainer.update_ref_every_epoch or the checkpoint want; name a model of the "
+            "trainer.ref.model.path: the reference has other parameters than the policy and cannot follow it, as "
+            "trainer.algorithm.reference_reset_interval, trainer.update_ref_every_epoch or the checkpoint want. Name a model of the "
             "same shape, or leave it out"
         )
 
 
 def forget_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Bring Adam to where it was before its first step."""
+    """Reset Adam to its state before the first step."""
     for state in optimizer.state.values():
         for value in state.values():
             value.zero_()
@@ -33,7 +33,7 @@ def forget_moments(optimizer: torch.optim.Optimizer) -> None:
 
 @contextmanager
 def exchanged(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[None]:
-    """Let the tensors of each pair have each other's values for a while."""
+    """Swap the values of each pair of tensors for a while."""
     pairs = list(pairs)
 
     @torch.no_grad()

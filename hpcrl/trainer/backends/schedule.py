@@ -1,4 +1,4 @@
-"""What is due at which step: pure functions, so that resuming needs no state but the count.
+"""Schedules by step: pure functions, so that resuming needs the step count alone.
 
 Optimizer steps are counted as SkyRL counts them: mini-batches that were not skipped. The shapes of the decay are those of Cosmos-RL
 and of transformers' schedulers of the same names.
@@ -12,12 +12,12 @@ from hpcrl.config.sections.model import OptimizerConfig
 
 
 def is_due(interval: int, step: int, total: int) -> bool:
-    """Return whether what happens every `interval` steps happens after `step`: after the last one too, never where it is 0."""
+    """Return whether an action of every `interval` steps is due after `step`: after the last step too, never with interval 0."""
     return interval > 0 and (step % interval == 0 or step == total)
 
 
 def lr_factor(config: OptimizerConfig, update: int, total: int) -> float:
-    """Return what multiplies config.lr at optimizer step `update` (the first is 0) of `total`.
+    """Return the factor of config.lr at optimizer step `update` (the first is 0) of `total`.
 
     With w warm-up steps, s = warmup_start_factor, m = min_lr_factor, and the last d steps decaying:
 

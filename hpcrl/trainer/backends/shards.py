@@ -1,10 +1,10 @@
-"""What the engines of all backends write into a checkpoint, and read from it: whole tensors under transformers' names, of which each rank has parts.
+"""Checkpoint format of all backends: whole tensors under transformers' names, each rank writing and reading its shards.
 
     model.model.<name>                       weights, under the names of transformers' model in memory (PEFT's, for adapters)
     optimizer.state.model.<name>.<moment>    of what is trained: exp_avg, exp_avg_sq and step
     updates                                  optimizer steps done
 
-So any backend, on any number of ranks, goes on from what another one wrote. torch's distributed checkpoints write and read the files.
+So any backend, on any number of ranks, resumes from another's checkpoint. torch.distributed.checkpoint writes and reads the files.
 """
 
 from __future__ import annotations
@@ -33,94 +33,94 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from hpcrl.errors import CommitError
 from hpcrl.rundir.checkpoint_index import INDEX, read_index
-from hpcrl.trainer.distributed import World, tell
+from hpcrl.trainer.distributed import World, broadcast_json
 
 PREFIX = "model."
-"""Of the names of a model's parameters: engines hold transformers' model under it."""
+"""Prefix of parameter names: engines hold transformers' model under it."""
 
 _OF_MEGATRON = "common.pt"  # in checkpoints by Megatron-core's own format
 
 
 @dataclass(frozen=True)
-class Share:
-    """A part of a tensor.
+class Shard:
+    """A rectangle of a tensor.
 
     Attributes:
         offsets: where it begins, in each dimension.
-        values: of the tensor's dimensions; what is read is put there.
+        values: of the tensor's dimensions; loading writes into them.
     """
 
     offsets: tuple[int, ...]
     values: torch.Tensor
 
 
-class Shares(torch.Tensor):
-    """A tensor of which this rank has some parts, as torch's distributed checkpoints take one. It has no values of its own.
+class LocalShards(torch.Tensor):
+    """A tensor of which this rank has some shards, for torch.distributed.checkpoint. It has no values of its own.
 
     Attributes:
-        parts: of this rank. Those that are written do not overlap on one rank; what several ranks have, one of them writes.
+        shards: of this rank. Those that are written do not overlap on one rank, and of replicas one rank alone has them here.
     """
 
-    parts: list[Share]
+    shards: list[Shard]
 
     @staticmethod
-    def of(shape: Sequence[int], parts: Sequence[Share]) -> Shares:
-        """Return the tensor of a shape."""
-        nothing = torch.empty((), dtype=parts[0].values.dtype).expand(tuple(shape))
-        made = torch.Tensor._make_subclass(Shares, nothing)
-        made.parts = list(parts)
+    def of(shape: Sequence[int], shards: Sequence[Shard]) -> LocalShards:
+        """Return a tensor of this shape with these shards."""
+        nothing = torch.empty((), dtype=shards[0].values.dtype).expand(tuple(shape))
+        made = torch.Tensor._make_subclass(LocalShards, nothing)
+        made.shards = list(shards)
         return made
 
-    def copied(self) -> Shares:
-        """Return the same with copies of the values, in host memory."""
-        return Shares.of(
-            self.shape, [Share(part.offsets, part.values.detach().to("cpu", copy=True)) for part in self.parts]
+    def copied(self) -> LocalShards:
+        """Return a copy in host memory."""
+        return LocalShards.of(
+            self.shape, [Shard(shard.offsets, shard.values.detach().to("cpu", copy=True)) for shard in self.shards]
         )
 
     def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
         return [
             WriteItem(
-                MetadataIndex(name, Size(part.offsets)),
+                MetadataIndex(name, Size(shard.offsets)),
                 WriteItemType.SHARD,
                 tensor_data=TensorWriteData(
-                    _chunk(part), TensorProperties.create_from_tensor(part.values), Size(self.shape)
+                    _chunk(shard), TensorProperties.create_from_tensor(shard.values), Size(self.shape)
                 ),
             )
-            for part in self.parts
+            for shard in self.shards
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [_chunk(part) for part in self.parts]
+        return [_chunk(shard) for shard in self.shards]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        # where it is read, two parts may begin at the same place; where it is written, torch gives other numbers than ours
+        # when reading, two shards may begin at the same offsets; when writing, torch gives other indices than ours
         number, offsets = index.index, tuple(index.offset or ())
-        if number is not None and number < len(self.parts) and self.parts[number].offsets == offsets:
-            return self.parts[number].values
-        return next(part.values for part in self.parts if part.offsets == offsets)
+        if number is not None and number < len(self.shards) and self.shards[number].offsets == offsets:
+            return self.shards[number].values
+        return next(shard.values for shard in self.shards if shard.offsets == offsets)
 
 
-def _chunk(part: Share) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(Size(part.offsets), part.values.shape)
+def _chunk(shard: Shard) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(Size(shard.offsets), shard.values.shape)
 
 
 def write(state: dict[str, Any], directory: Path, group: ProcessGroup) -> None:
-    """Write tensors, each rank its parts. All ranks of the group call it."""
+    """Write tensors, each rank its shards. All ranks of the group call it."""
     save(state, checkpoint_id=directory, process_group=group)
 
 
 def write_folders(states: dict[str, dict[str, Any]], directory: Path, group: ProcessGroup) -> None:
-    """Write each state into its folder of `directory`. All ranks of the group call it; the first one says which folders there are, and a rank
-    without the model has no part of any."""
-    for folder in tell(list(states), get_global_rank(group, 0), group):
+    """Write each state into its folder of `directory`. All ranks of the group call it, also those without the model; the first rank names the
+    folders."""
+    for folder in broadcast_json(list(states), get_global_rank(group, 0), group):
         write(states.get(folder, {}), directory / folder, group)
 
 
 def read(state: dict[str, Any], directory: Path, world: World, *, partly: bool = False) -> None:
-    """Read what `write` has written into the tensors of `state`. All ranks call it.
+    """Load the checkpoint that `write` wrote into the tensors of `state`. All ranks call it.
 
     Args:
-        partly: leave as it is what the checkpoint does not have.
+        partly: leave tensors unchanged that the checkpoint lacks.
 
     Raises:
         CommitError: on every rank: it is not there, of another shape, in the format of an earlier version, or its index could run code.
@@ -145,42 +145,38 @@ def read(state: dict[str, Any], directory: Path, world: World, *, partly: bool =
 
 
 class _Reader(FileSystemReader):
-    """A reader of a checkpoint's files whose index is data: torch's own unpickles it, and runs what it names.
-
-    Args:
-        directory: of the checkpoint, or a folder of one.
-    """
+    """Reads a checkpoint whose index is parsed as data: torch's own reader unpickles it, and so could run code."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
         self._index: Metadata | None = None
 
     def open(self) -> None:
-        """Read the index. Raises CommitError as `read_index` does, or where it is not of this format."""
+        """Read the index. Raises CommitError as `read_index` does, or for another format."""
         directory = Path(self.path)
         _require_readable(directory)
-        found = read_index(directory)
+        index = read_index(directory)
         try:
             self._index = Metadata(
                 # None: what torch would unpickle, which no state has
                 {
                     name: _tensor(one.state)
-                    for name, one in found["state_dict_metadata"].items()
+                    for name, one in index["state_dict_metadata"].items()
                     if one.state is not None
                 },
-                storage_data={_key(key.state): _place(one.state) for key, one in found["storage_data"].items()},
+                storage_data={_key(key.state): _place(one.state) for key, one in index["storage_data"].items()},
             )
         except (AttributeError, LookupError, TypeError) as error:
             raise CommitError(f"{directory / INDEX} is no index of a checkpoint: {error}") from error
 
     def read_metadata(self) -> Metadata:
-        """Return the index that `open` has read."""
+        """Return the index of `open`."""
         assert self._index is not None
         return self._index
 
 
 def _tensor(state: dict[str, Any]) -> TensorStorageMetadata:
-    """Return what the index has of a tensor. Its properties are needed only where torch makes the tensors that it loads into."""
+    """Return the metadata of a tensor. Its properties are needed only where torch allocates the tensors that it loads into."""
     chunks = [ChunkStorageMetadata(Size(one.state["offsets"]), Size(one.state["sizes"])) for one in state["chunks"]]
     return TensorStorageMetadata(TensorProperties(), Size(state["size"]), chunks)
 
@@ -196,6 +192,6 @@ def _place(state: dict[str, Any]) -> _StorageInfo:
 def _require_readable(directory: Path) -> None:
     if (directory / _OF_MEGATRON).exists():
         raise CommitError(
-            f"{directory} was written by trainer.strategy=megatron of an earlier version of hpcrl, in a format that this one does not read; "
-            "export it with that version (hpcrl checkpoint export), and start a new run from the export"
+            f"{directory} was written by trainer.strategy=megatron of an earlier version of hpcrl, whose format is not supported any more; "
+            "export it with that version (hpcrl checkpoint export). Then start a new run from the export"
         )

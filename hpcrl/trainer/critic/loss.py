@@ -17,7 +17,7 @@ _LEAST_VARIANCE = 1e-8
 
 
 def build_critic_objective(value_clip: float) -> Objective:
-    """Return what turns a micro-batch and the critic's values [P] into loss and metric sums."""
+    """Return the critic's objective: a micro-batch and values [P] give loss and metric sums."""
 
     def objective(batch: MicroBatch, values_P: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         assert batch.values is not None

@@ -1,4 +1,4 @@
-"""What ranks of the policy and ranks of a critic of its own do together in a step: they wait for each other and exchange scores and results.
+"""Exchange between the policy's ranks and the critic's in a step: waiting, scores and results.
 
 Where all ranks have the same models, every function here does nothing.
 """
@@ -44,7 +44,7 @@ class CriticPeer:
         Raises:
             Stopping: on all ranks: some were stopped.
         """
-        if self._ranks.together:
+        if self._ranks.same_models:
             yield
             return
         if place == "update":
@@ -63,14 +63,14 @@ class CriticPeer:
 
     def share_values(self, minis: Sequence[MiniBatch]) -> None:
         """Give the policy's ranks the critic's values [P] of their samples."""
-        if not self._ranks.together:
+        if not self._ranks.same_models:
             values = [mini.rows.scores.values for mini in minis]
             for mini, values_P in zip(minis, self._exchange(minis, values, computed=self._ranks.critic), strict=True):
                 mini.rows.scores.values = values_P
 
     def share_returns(self, minis: Sequence[MiniBatch]) -> None:
         """Give the critic's ranks the returns [P] of their samples."""
-        if not self._ranks.together:
+        if not self._ranks.same_models:
             returns = [mini.rows.scores.returns for mini in minis]
             for mini, returns_P in zip(minis, self._exchange(minis, returns, computed=self._ranks.policy), strict=True):
                 mini.rows.scores.returns = returns_P
@@ -82,7 +82,7 @@ class CriticPeer:
             "seconds": {phase: timer.seconds(phase) for phase in ("critic_train", "wait_for_policy")},
             "memory": {} if self._ranks.policy else describe_memory(self._ranks.own),
         }
-        policy, critic = self._ranks.tell(own)
+        policy, critic = self._ranks.broadcast_first(own)
         batch.policy[:], batch.critic[:] = (
             [UpdateResult.of(each) for each in model["updates"]] for model in (policy, critic)
         )
@@ -93,6 +93,6 @@ class CriticPeer:
     def _exchange(
         self, minis: Sequence[MiniBatch], columns: Sequence[torch.Tensor | None], *, computed: bool
     ) -> list[torch.Tensor]:
-        together = self._data.together
+        together = self._data.sample_group
         sends = computed and (together is None or together.rank() == 0)  # one of the ranks with the same samples
         return self._ranks.exchange(minis, [each for each in columns if each is not None] if sends else None)

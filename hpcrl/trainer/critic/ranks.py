@@ -1,7 +1,7 @@
-"""Which trainer ranks have which models: all of them, or the policy's and the critic's each their own.
+"""Models of the trainer's ranks: all models on all ranks, or policy and critic on ranks of their own.
 
 A critic on ranks of its own is trained in the same loop, by the same batches: the policy's ranks come first among the trainer's, then the
-critic's. Both groups read the samples of a batch, and each divides them among its own ranks. What they work out apart, they exchange where
+critic's. Both groups read the samples of a batch, and each divides them among its own ranks. Each exchanges its results where
 the other needs it:
 
     policy's ranks                          critic's ranks
@@ -30,7 +30,7 @@ from hpcrl.config.sections.placement import PlacementConfig
 from hpcrl.errors import RunError
 from hpcrl.trainer.backends.base import Writer
 from hpcrl.trainer.backends.shards import write_folders
-from hpcrl.trainer.distributed import World, tell
+from hpcrl.trainer.distributed import World, broadcast_json
 from hpcrl.trainer.packing import MiniBatch
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ModelRanks:
-    """The models of this rank, and who has the same and who the others.
+    """The models of this rank, the ranks with the same models, and all ranks.
 
     Attributes:
         everyone: all trainer ranks.
@@ -56,7 +56,7 @@ class ModelRanks:
 
     @staticmethod
     def of(placement: PlacementConfig, world: World, *, own_critic: bool) -> ModelRanks:
-        """Return those of the configuration; all ranks call it. Raises RunError where there are not as many ranks as it says.
+        """Return the ranks' models by the configuration; all ranks call it. Raises RunError where the number of ranks differs from it.
 
         Args:
             own_critic: the critic has ranks of its own.
@@ -72,26 +72,26 @@ class ModelRanks:
         if own.first:
             log.info("the %s: %d rank(s), from rank %d on", "policy" if policy else "critic", own.size, world.rank)
         # both train the same samples
-        return ModelRanks(world, replace(own, leads=policy), policy, not policy, first)
+        return ModelRanks(world, replace(own, is_leader=policy), policy, not policy, first)
 
     @property
-    def together(self) -> bool:
+    def same_models(self) -> bool:
         """Whether all ranks have the same models."""
         return self.first_of_critic == 0
 
-    def tell(self, value: Any) -> tuple[Any, Any]:
-        """Return on every rank what the first rank of the policy, and that of the critic, tell as JSON. All ranks call it."""
-        policy, critic = (tell(value, first, self.everyone.control) for first in (0, self.first_of_critic))
+    def broadcast_first(self, value: Any) -> tuple[Any, Any]:
+        """Return the values of the first rank of the policy and of the first rank of the critic. All ranks call it."""
+        policy, critic = (broadcast_json(value, first, self.everyone.control) for first in (0, self.first_of_critic))
         return policy, critic
 
     def exchange(self, minis: Sequence[MiniBatch], columns: Sequence[torch.Tensor] | None) -> list[torch.Tensor]:
-        """Return [P] float32 of each mini-batch, about this rank's samples: what the ranks that work it out say. All ranks call it.
+        """Return [P] float32 of each mini-batch for this rank's samples, from the ranks that compute the column. All ranks call it.
 
-        A sum over all ranks, of which one alone has something to say about a token, carries it: 4 bytes for each token of the batch, as
-        against a gradient's 4 bytes for each parameter.
+        One all-reduce carries it, to which one rank contributes each token: 4 bytes per token of the batch, as against a gradient's 4
+        bytes per parameter.
 
         Args:
-            columns: [P] of each mini-batch, on the ranks that work it out, one of those that have the same samples; None on the others.
+            columns: [P] of each mini-batch, on the ranks that compute it, one of each sample group; None on the others.
         """
         refs = {(ref.group, ref.index): ref.length for mini in minis for share in mini.plan.shares for ref in share}
         places = sorted(refs)
@@ -110,8 +110,8 @@ class ModelRanks:
         return [torch.cat([torch.zeros(0), *tokens_of(mini)]) for mini in minis]
 
 
-class Elsewhere:
-    """A model that other ranks have, as far as all ranks have to do with it: a checkpoint, of which this rank writes nothing."""
+class RemoteModel:
+    """A model on other ranks: joins collective checkpoints without writing anything."""
 
     def save(self, directory: Path, group: ProcessGroup) -> None:
         write_folders({"": {}}, directory, group)

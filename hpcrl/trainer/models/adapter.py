@@ -1,7 +1,7 @@
-"""The adapters of a model as others get them: whole, on the CPU, and as the directory that PEFT loads.
+"""Whole adapters of a model: on the CPU, and as a directory that PEFT loads.
 
-PEFT keeps the adapters of all experts, [experts, in, out] to a matrix, in two matrices: the rows of A are the experts' one after the other,
-and the columns of B are those of all experts for the first of the r numbers, then for the second, and so on.
+PEFT keeps the adapters of all experts of a matrix, [experts, in, out], in two matrices. The rows of A are the experts' one after the
+other. The columns of B are those of all experts for the first of the r numbers, then for the second, and so on.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ def forward_config(trainer: TrainerConfig, temperature: float = 1.0) -> ForwardC
 
 
 def policy_source(trainer: TrainerConfig) -> ModelSource:
-    """Return the model that is trained, as it is loaded: a policy, or a reward model in its place."""
+    """Return the source of the trained model: a policy, or a reward model in its place."""
     section: dict[str, Any] = {
         **vars(trainer.policy.model.pretrained),
         "role": "trainer.policy",
@@ -40,7 +40,7 @@ def policy_source(trainer: TrainerConfig) -> ModelSource:
 
 
 def reference_source(trainer: TrainerConfig, policy: ModelSource | None = None) -> ModelSource:
-    """Return the model of the KL term, as it is loaded: like the policy, which is `policy_source` unless given."""
+    """Return the source of the reference: the policy's own unless another is configured."""
     return replace(
         policy or policy_source(trainer),
         **vars(trainer.ref_model),

@@ -1,8 +1,8 @@
-"""How many floating point operations a training step needs, and what share of the device's peak that is (MFU).
+"""Floating-point operations of a training step, and their share of the device's peak (MFU).
 
-Counted is what the model needs, whatever computes it: a multiplication and an addition are two operations, backward is twice forward, or as
-much as forward where a parameter is not trained and has no gradient, and what recomputation does again does not count (A. Chowdhery et al., arXiv:2204.02311, appendix B; of attention half, since it is
-causal, as in T. Dao, arXiv:2307.08691, section 4.1).
+The count is of the model, not of the implementation: a multiplication and an addition are two operations. Backward is twice forward, or as
+much as forward for a frozen parameter. Recomputation does not count (A. Chowdhery et al., arXiv:2204.02311, appendix B). Causal attention
+counts half (T. Dao, arXiv:2307.08691, section 4.1).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _STATES_ONLY = {"mamba", "mamba2", "falcon_mamba"}
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """What training of a model costs.
+    """Operations of training a model.
 
     Attributes:
         parameters: that each token is multiplied with: without embedding and head, and of experts those that a token goes to.
@@ -96,7 +96,6 @@ class ModelFlops:
         )
 
     def _scores(self, length: int) -> float:
-        """Return the operations of attention between the tokens of a sample."""
         seen = min(length, self.window)
         return 6.0 * (self.attention * length**2 + self.windowed * seen * (2 * length - seen))
 
@@ -115,7 +114,6 @@ class ModelFlops:
 
 
 def _attention_layers(text: Any) -> tuple[int, int]:
-    """Return in how many layers a token sees all tokens before it, and in how many a window of them."""
     window, layers = getattr(text, "sliding_window", None), text.num_hidden_layers
     kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None)
     if kinds is None:

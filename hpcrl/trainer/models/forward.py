@@ -70,7 +70,7 @@ class HasForwardConfig(Protocol):
 
 @contextmanager
 def computing(head: HasForwardConfig, **changes: Any) -> Iterator[None]:
-    """Compute in another way for a while.
+    """Change options of the forward pass for a while.
 
     Args:
         changes: of ForwardConfig, such as temperature=1.0.

@@ -1,4 +1,4 @@
-"""Models as they lie on disk: their configuration with the changes that a run makes, and their weights."""
+"""Hugging Face models of a run: their configuration with the run's changes, and their weights."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class ModelSource(ConfiguredModel):
             )
         except UnpicklingError as error:
             raise self.not_a_model(_PICKLE) from error
-        # RuntimeError: weights of other shapes than the configuration says
+        # RuntimeError: weights of other shapes than the configuration's
         except (OSError, ValueError, RuntimeError) as error:
             raise self.not_a_model(error) from error
         model, loaded = cast("tuple[PreTrainedModel, dict[str, Any]]", answer)
@@ -157,7 +157,6 @@ class CriticSource(ModelSource):
         return torch.randn((1, width), generator=torch.Generator().manual_seed(self.seed)) / (width + 1)
 
     def _model_class(self, config: PreTrainedConfig) -> type[PreTrainedModel]:
-        """Return the class of the model's body, extended by the head."""
         empty, name = _empty(AutoModel, config, torch.float32, "eager"), self.head
         body = type(empty)
         if hasattr(empty, name):
@@ -213,7 +212,6 @@ class RewardModelSource(CriticSource):
         return {name: value for name, value in entries.items() if name != "num_labels"} | labels
 
     def _model_class(self, config: PreTrainedConfig) -> type[PreTrainedModel]:
-        """Return the class of the classifier, which says what its head is."""
         name = self.head
         try:
             empty = _empty(AutoModelForSequenceClassification, config, torch.float32, "eager")
@@ -230,7 +228,7 @@ class RewardModelSource(CriticSource):
 
 @dataclass(frozen=True, kw_only=True)
 class JudgeSource(RewardModelSource):
-    """A reward model that is not trained: all of it is on disk."""
+    """A reward model that is not trained, loaded whole from disk."""
 
     @property
     def setting(self) -> str:
@@ -261,7 +259,6 @@ def _as_its_own(extended: type[PreTrainedModel], body: type[PreTrainedModel]) ->
 
 
 def _contents(path: Path) -> Iterator[torch.Tensor]:
-    """Yield an empty tensor of the type of each floating-point tensor of a file."""
     with safe_open(path, framework="pt") as file:
         for name in file.keys():  # noqa: SIM118
             part = file.get_slice(name)

@@ -1,4 +1,4 @@
-"""What a model makes of its head's products before they are logits: a factor, and a bound by tanh."""
+"""Changes of logits in a model: a factor, and a bound by tanh."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class LogitChange:
 
 
 def logit_changes(config: PreTrainedConfig) -> list[str]:
-    """Return the entries of a configuration that make logits something else than the hidden state times the head's weight."""
+    """Return the entries of a configuration that change logits."""
     text = config.get_text_config()
     return [name for name in (*_FACTORS, _SOFTCAP, *_UNKNOWN) if getattr(text, name, None) not in (None, 1.0)]
 

@@ -17,7 +17,7 @@ from torch.nn.functional import linear, nll_loss
 from hpcrl.trainer.models.logits import capped
 
 Entropy = Literal["trained", "metric", "none"]
-"""What entropies are for: "trained", they are differentiable; "metric", they carry no gradient; "none", they are not computed, but 0."""
+"""Use of entropies: "trained", they are differentiable; "metric", they carry no gradient; "none", they are not computed, but 0."""
 
 Rows = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, float, torch.dtype, Entropy, torch.Tensor | None, torch.Tensor | None],
@@ -131,8 +131,7 @@ class Head(nn.Linear):
     def through(
         self, hidden_PD: torch.Tensor, compute: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]]
     ) -> tuple[torch.Tensor, ...]:
-        """Return what `compute` makes of hidden states and the weight: FSDP, to which this is a forward, has the weight whole meanwhile, and
-        again while gradients of it are computed."""
+        """Apply `compute` to hidden states and the weight, as a forward to FSDP, which gathers the weight here and in backward."""
         return compute(hidden_PD, self.weight)
 
 

@@ -1,8 +1,8 @@
 """LoRA (arXiv:2106.09685): a frozen model with trained adapters of low rank, W x + s B A x, by PEFT.
 
-PEFT puts a layer of its own in the place of each linear layer that gets an adapter: what was `q_proj.weight` is `q_proj.base_layer.weight` then,
-and the adapter is `q_proj.lora_A.default.weight` [r, in] and `q_proj.lora_B.default.weight` [out, r]. The experts of a layer are one module with
-a parameter for each matrix, [experts, out, in]; the adapter of a parameter is around that module, and those of two are one around the other.
+PEFT wraps each adapted linear layer: `q_proj.weight` becomes `q_proj.base_layer.weight`. The adapter is `q_proj.lora_A.default.weight` [r,
+in] and `q_proj.lora_B.default.weight` [out, r]. The experts of a layer are one module with a parameter for each matrix, [experts, out,
+in]. The adapter of a parameter wraps that module, and the adapters of two wrap it one around the other.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def part_of(
 
 
 def _given(layers: list[Adapted], directory: Path, section: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield the values of other adapters, scaled so that they do the same here."""
+    """Yield the values of other adapters, scaled to the same product here."""
     import peft
     from peft.utils.other import get_pattern_key
 
@@ -197,7 +197,6 @@ def _given(layers: list[Adapted], directory: Path, section: str) -> Iterator[tup
 
 
 def _whole_modules(model: PreTrainedModel, lora: LoraConfig, section: str) -> list[str]:
-    """Return the modules that are trained whole: those with parameters of their own that modules_to_save names."""
     having = [
         name for name, module in model.named_modules() if next(module.parameters(recurse=False), None) is not None
     ]
@@ -205,7 +204,6 @@ def _whole_modules(model: PreTrainedModel, lora: LoraConfig, section: str) -> li
 
 
 def _targets(model: PreTrainedModel, lora: LoraConfig, section: str, kept: list[str]) -> tuple[list[str], list[str]]:
-    """Return the linear layers and the parameters of experts that get adapters."""
     head = model.get_output_embeddings()
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
     experts = [name for name, parameter in model.named_parameters() if parameter.dim() == 3]
@@ -260,7 +258,7 @@ def own_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Any]]:
 
 
 def merging(layer: Any, whole: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return what makes W + s B A, float32, of W, [out, in] or [experts, out, in]. All ranks call it, whoever merges.
+    """Return a function that merges W + s B A, float32, for W, [out, in] or [experts, out, in]. All ranks call it, also where one merges.
 
     Args:
         layer: that adapts W.
@@ -306,7 +304,7 @@ def gives_numbers(model: PreTrainedModel) -> bool:
 
 @contextmanager
 def without_dropout(model: nn.Module, dropout: float) -> Iterator[None]:
-    """Let a model compute as it does when it is not trained; `dropout` is the probability that its adapters have, and all that it has."""
+    """Compute as in evaluation for a while; `dropout` is the adapters' probability, and the model's only one."""
     layers = [module for module in model.modules() if isinstance(module, nn.Dropout)] if dropout else []
     for layer in layers:
         layer.eval()
@@ -319,7 +317,7 @@ def without_dropout(model: nn.Module, dropout: float) -> Iterator[None]:
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """Let a model compute as if it had no adapters."""
+    """Compute without adapters for a while."""
     layers = [layer for _, layer in _adapting(model)]
     for layer in layers:  # PEFT's enable_adapters would also freeze them
         layer._disable_adapters = True

@@ -1,4 +1,4 @@
-"""What of a model is trained: all of it, some parameters, or adapters."""
+"""Trainable parameters of a model: all of them, some, or adapters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hpcrl.trainer.models.lora import add_adapters, gives_numbers, own_name
 def mark_trained(
     model: PreTrainedModel, section: PolicyConfig | CriticConfig | None, dtype: torch.dtype, seed: int = 0
 ) -> None:
-    """Let gradients be computed for what is trained of a model; with LoRA give it its adapters.
+    """Enable gradients of trained parameters; with LoRA add adapters.
 
     Args:
         section: that says it; None: nothing is trained.

@@ -1,4 +1,4 @@
-"""What each trainer.mode minimizes, and what it measures validation sets by."""
+"""Objective and validation measure of each trainer.mode."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from hpcrl.trainer.packing import PackedRows
 
 
 class Measure(Protocol):
-    """What a validation set is measured by."""
+    """Measure of a validation set."""
 
     def sums(self, samples: PackedRows, outputs_P: torch.Tensor, /) -> dict[str, float]:
-        """Return sums over these samples, maybe none, the same names for any of them.
+        """Return sums over these samples, maybe none, with the same names for any of them.
 
         Args:
             outputs_P: log-probabilities of the policy, [P], or values of a reward model; log-probabilities of the reference, if there is
@@ -29,12 +29,12 @@ class Measure(Protocol):
         ...
 
     def means(self, sums: dict[str, float]) -> dict[str, float]:
-        """Return what is reported of a set, by name, from its sums; `loss` is always there."""
+        """Return the metrics of a set from its sums; `loss` is always one."""
         ...
 
 
 def objective_of(trainer: TrainerConfig) -> Objective:
-    """Return what a language model minimizes."""
+    """Return the objective of a language model."""
     match trainer.mode:
         case "rl":
             return build_objective(trainer.algorithm, trainer.distillation)
@@ -52,7 +52,7 @@ def reduction_of(trainer: TrainerConfig, max_seq_len: int) -> Reduction:
 
 
 def measure_of(trainer: TrainerConfig) -> Measure:
-    """Return what validation sets are measured by, where rows of datasets are trained."""
+    """Return the measure of validation sets, where rows of datasets are trained."""
     if trainer.mode == "reward_model":
         return RewardMeasure(trainer.reward_model)
     return PreferenceMeasure(trainer.dpo) if trainer.mode == "dpo" else LikelihoodMeasure()

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: the loss of a mini-batch, and what a validation set is measured by."""
+"""Supervised fine-tuning: the loss of a mini-batch, and the measure of a validation set."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def build_likelihood_objective(distillation: DistillationConfig) -> Objective:
 def score_by_teacher(
     batch: Batch, mini: MiniBatch, policy: PolicyEngine, distillation: DistillationConfig, before: Before
 ) -> None:
-    """Fill in which tokens the teacher finds most probable in the place of each trained token of this rank's rows.
+    """Fill in the teacher's most probable tokens at each trained token of this rank's rows.
 
     It is in the place of the reference, or said it before the run (distillation.precomputed_logprobs).
 
@@ -66,7 +66,6 @@ def score_by_teacher(
 
 
 def _written(batch: Batch, samples: PackedRows, written: Run, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what was written of rows of a batch: ids and log-probabilities [P, K]; 0 where nothing is trained."""
     tokens, start = len(samples.token_ids), 0
     ids_PK, top_PK = torch.zeros(tokens, top_k, dtype=torch.int32), torch.zeros(tokens, top_k)
     for ref, length in zip(samples.refs, samples.lengths, strict=True):

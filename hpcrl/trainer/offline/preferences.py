@@ -1,6 +1,6 @@
-"""Learning from pairs: the loss of a mini-batch, and what a validation set is measured by.
+"""Learning from pairs: the loss of a mini-batch, and the measure of a validation set.
 
-The loss is the mean over the pairs of the whole mini-batch, whatever their packing, micro-batches and ranks: each pair has the weight of
+The loss is the mean over the pairs of the whole mini-batch, independent of packing, micro-batches and ranks: each pair has the weight of
 both its samples together. The likelihood of the chosen answers (loss_type "sft") is the mean over their trained tokens.
 """
 
@@ -57,7 +57,7 @@ def build_preference_objective(dpo: DPOConfig) -> Objective:
 
 @dataclass(frozen=True)
 class PreferenceMeasure:
-    """Measure (build.py) of a set of pairs: the loss that is trained, and `pair_metrics`, as means over all of it."""
+    """Measure (build.py) of a set of pairs: the trained loss, and `pair_metrics`, as means over the set."""
 
     dpo: DPOConfig
 

@@ -1,7 +1,7 @@
-"""Training of a reward model: the loss of a mini-batch of pairs, and what a validation set is measured by.
+"""Training of a reward model: the loss of a mini-batch of pairs, and the measure of a validation set.
 
 A sample's score stands at its last position, all other outputs of the model are 0. The loss is the mean over the pairs of the whole
-mini-batch, whatever their packing, micro-batches and ranks.
+mini-batch, independent of packing, micro-batches and ranks.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def build_reward_objective(settings: RewardModelConfig) -> Objective:
 
 @dataclass(frozen=True)
 class RewardMeasure:
-    """Measure (build.py) of a set of pairs: the loss that is trained, and the metrics of training, as means over all of it."""
+    """Measure (build.py) of a set of pairs: the trained loss, and the metrics of training, as means over the set."""
 
     settings: RewardModelConfig
 

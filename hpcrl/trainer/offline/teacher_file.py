@@ -1,9 +1,10 @@
-"""What a teacher says of the rows of a dataset, written once (`hpcrl score`) and read by every rank through a memory map.
+"""Stored log-probabilities of a teacher for the rows of a dataset, written once (`hpcrl score`) and read by every rank through a memory
+map.
 
 <directory>/            committed as a whole (hpcrl/rundir/commit.py)
-  ids.i32               of each trained token of all rows, one after the other: the K tokens that the teacher finds most probable in its place
+  ids.i32               of each trained token of all rows, one after the other: the teacher's K most probable tokens at its position
   logprobs.f32          their log-probabilities, highest first
-  rows.npy              of each row: where its tokens end here, checksum of the row (hpcrl/data/token_file.py), checksum of what is said of it
+  rows.npy              of each row: where its tokens end here, checksum of the row (hpcrl/data/token_file.py), checksum of its tokens and log-probabilities
   manifest.json         `top_k`, that is K; sizes and checksums of the files above
   COMMIT
 """
@@ -30,7 +31,7 @@ _FIELDS = [("end", "<i8"), ("row", "<u4"), ("checksum", "<u4")]
 
 @dataclass(frozen=True)
 class TeacherFile:
-    """An open one.
+    """An open teacher file.
 
     Attributes:
         top_k: tokens that it has of each place.
@@ -43,7 +44,7 @@ class TeacherFile:
     _rows: np.ndarray
 
     def __len__(self) -> int:
-        """Return how many rows it speaks of."""
+        """Return the number of rows."""
         return len(self._rows)
 
     def read(self, row: int, digest: str, top_k: int) -> tuple[np.ndarray, np.ndarray]:
@@ -54,29 +55,29 @@ class TeacherFile:
             top_k: K, or less than the file has.
 
         Raises:
-            DataError: the file speaks of another row, or of fewer tokens.
-            DamagedError: it is not what was written.
+            DataError: the file has another row, or fewer tokens.
+            DamagedError: the checksum differs.
         """
         if not 0 <= row < len(self) or int(self._rows["row"][row]) != int(digest, 16):
             raise DataError(
-                f"{self.path} does not speak of row {row} of the run's dataset, whose tokens are others; write it anew with `hpcrl score`, for the data, "
+                f"{self.path} has not row {row} of the run's dataset, whose tokens are others; write it again with `hpcrl score`, for the data, "
                 "tokenizer and template of this run"
             )
         if top_k > self.top_k:
             raise DataError(
-                f"{self.path} has the {self.top_k} most probable tokens of each place, and trainer.distillation.top_k is {top_k}; write it anew with "
+                f"{self.path} has the {self.top_k} most probable tokens of each place, and trainer.distillation.top_k is {top_k}; write it again with "
                 "`hpcrl score`"
             )
         where = slice(int(self._rows["end"][row - 1]) if row else 0, int(self._rows["end"][row]))
         ids, logprobs = self._ids[where], self._logprobs[where]
         if _checksum(ids, logprobs) != self._rows["checksum"][row]:
-            raise DamagedError(f"what {self.path} says of row {row} is damaged; write it anew with `hpcrl score`")
+            raise DamagedError(f"{self.path}: the entry of row {row} is damaged; write it again with `hpcrl score`")
         return ids[:, :top_k], logprobs[:, :top_k]
 
 
 @lru_cache(maxsize=64)
 def open_teacher_file(path: Path) -> TeacherFile:
-    """Return a committed one; what is read of it stays mapped.
+    """Open a committed teacher file; read entries stay mapped.
 
     Raises:
         DamagedError: it is missing, was not committed, or files have other sizes than were written.
@@ -94,7 +95,7 @@ def open_teacher_file(path: Path) -> TeacherFile:
 
 
 class TeacherWriter:
-    """Writes what is said of the rows of a dataset, in any order, from several processes of one machine.
+    """Writes teacher log-probabilities of the rows of a dataset, in any order, from several processes of one machine.
 
     Args:
         directory: in which `make_room` was called.
@@ -109,7 +110,7 @@ class TeacherWriter:
         self._files = [np.memmap(directory / name, dtype, "r+", shape=shape) for name, dtype in _COLUMNS]
 
     def write(self, row: int, ids_NK: np.ndarray, logprobs_NK: np.ndarray) -> int:
-        """Write what is said in the places of the trained tokens of a row, and return its checksum."""
+        """Write the entry of a row, and return its checksum."""
         where = slice(int(self._ends[row - 1]) if row else 0, int(self._ends[row]))
         for file, values in zip(self._files, (ids_NK, logprobs_NK), strict=True):
             file[where] = values

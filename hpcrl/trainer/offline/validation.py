@@ -1,4 +1,4 @@
-"""The loss of validation sets: what a run that learns from datasets is evaluated by."""
+"""Loss of validation sets, for runs that learn from datasets."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ALL = "all"
 
 @dataclass(frozen=True)
 class Validation:
-    """When which rows are evaluated.
+    """Schedule and settings of validation.
 
     Attributes:
         interval: trainer.eval_interval; 0 or less: never.
@@ -63,7 +63,7 @@ class Validation:
         return self.interval > 0 and due and not world.rank0_broadcast(self.run.eval_losses(step).is_file)
 
     def losses(self, policy: PolicyEngine, step: int, world: World, consensus: StopConsensus) -> dict[str, float]:
-        """Return eval/<set>/loss after a step, and what else the measure tells, of each set and of all; nothing where there are no sets.
+        """Return eval/<set>/loss after a step, and the measure's other metrics, of each set and of all; empty without sets.
 
         All ranks call it.
 

@@ -23,7 +23,7 @@ _EVENTS = 100_000  # newest allocations and frees that a snapshot has; each take
 
 
 class Allocator(Protocol):
-    """What a device's allocator can tell of itself."""
+    """Memory statistics of a device's allocator."""
 
     def record(self) -> None:
         """Note from now on which lines allocate, and forget what was noted before."""

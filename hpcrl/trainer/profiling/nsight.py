@@ -1,4 +1,4 @@
-"""What Nsight Systems sees of a trainer rank that runs under it: the steps to record, and the phases of the timeline as NVTX ranges.
+"""Nsight Systems in a trainer rank: recorded steps, and the phases of the timeline as NVTX ranges.
 
 The agent starts the rank under `nsys profile` (hpcrl/launch/agent/nsight.py), which records between start and stop of CUDA's profiler.
 """

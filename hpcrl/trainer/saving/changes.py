@@ -1,4 +1,4 @@
-"""What a rank keeps of the version that it has published last, and the file of changes that it writes of the next one."""
+"""Changes between published versions: a rank's tensors of the last version, and the file of changes of the next."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Kept(NamedTuple):
-    """A version that is committed, and this rank's tensors of it, in host memory.
+    """A committed version, and this rank's tensors of it in host memory.
 
     Attributes:
         changes: how many versions up to this one were published as changes since the last whole one.
@@ -64,11 +64,7 @@ class ChangesWriter:
         return digests
 
     def finish(self) -> dict[str, str]:
-        """Return the digest of each tensor once the file is on the disk.
-
-        Raises:
-            OSError: it could not be written.
-        """
+        """Return the digest of each tensor once the file is on the disk."""
         self._pool.shutdown()
         digests = {name: digest for future in self._compared for name, digest in future.result().items()}
         file = WeightFile(self._path, {name: entry.to("meta") for name, entry in self._entries.items()})

@@ -147,12 +147,7 @@ class Checkpoints:
         return verified_by_ranks(self._world, look)
 
     def load(self, engine: ModelEngine, critic: ModelEngine | None, checkpoint: Path | None) -> ResumePoint:
-        """Bring the engines, and what is drawn at random, to a checkpoint or, where it is None, to step 0; nothing is written.
-
-        Raises:
-            RunError: there is a critic, and the checkpoint has none.
-            CommitError: it cannot be loaded.
-        """
+        """Bring the engines, and what is drawn at random, to a checkpoint or, where it is None, to step 0; nothing is written."""
         start = load_checkpoint(engine, critic, checkpoint, self._world, self._seed)
         for committer in filter(None, (self._committer, self._behind)):
             committer.expect(start.size)
@@ -179,7 +174,7 @@ class Checkpoints:
         return {} if error else self._size()
 
     def settle(self, wait: bool = False, last: bool = False) -> dict[str, float]:
-        """Take note of a checkpoint that was written in the background; return how long that took and its size, as metrics.
+        """Collect a checkpoint that was written in the background; return its seconds and size, as metrics.
 
         All ranks call it between steps.
 
@@ -214,7 +209,6 @@ class Checkpoints:
             raise
 
     def _size(self) -> dict[str, float]:
-        """Return what the last checkpoint takes, as a metric."""
         return {"throughput/checkpoint_gib": (self._committer.size or 0) / 2**30}
 
     def finish(
@@ -238,7 +232,7 @@ class Checkpoints:
         if self._newest != content.target:
             self._committer.commit(content)
             self._conclude(content, None)
-            times |= {} if inside else self._size()  # the one at the end of the step before may have told its own
+            times |= {} if inside else self._size()  # the one at the end of the step before may have set its own
         return times
 
     def _conclude(self, content: CheckpointContent, error: CommitError | None, *, go_on: bool = False) -> None:

@@ -1,6 +1,6 @@
 """One checkpoint on its way to the disk: every rank writes its part and hashes it, rank 0 commits and retires older ones.
 
-What fails on one rank fails on all of them, so that no rank waits for one that has failed.
+An error of one rank is raised on all, so that no rank waits for a failed one.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _OF_TORCH = re.compile("PytorchStreamWriter|inline_container")
 
 @dataclass(frozen=True)
 class CheckpointContent:
-    """What a checkpoint consists of.
+    """Content of a checkpoint.
 
     Attributes:
         target: the directory that it becomes.
@@ -71,7 +71,7 @@ class Committer:
         return Committer(self._run, self._attempt, self._world.with_new_group(), self._retention)
 
     def expect(self, size: int | None) -> None:
-        """Set how large the last checkpoint was: the next one needs about as much."""
+        """Set the size of the last checkpoint: the next one needs about as much space."""
         self._size = size
 
     @property
@@ -138,13 +138,13 @@ class Committer:
 
 @contextmanager
 def _disk_errors(target: Path, need: int | None) -> Iterator[None]:
-    """Turn what the engine raises on every rank where the disk failed one of them into a CommitError."""
+    """Convert the engine's error, raised on every rank where one rank's disk failed, to a CommitError."""
     with explained(target, need):
         try:
             yield
         except CheckpointException as error:
             for cause, _ in error.failures.values():
-                # torch ends a file that it could not write, and tells how that failed; of another rank without what was before
+                # torch reports the failed close of a file; of another rank without the first error
                 for told in (cause, cause.__context__):
                     if isinstance(told, OSError):
                         raise told from error
@@ -165,9 +165,6 @@ def rng_file(checkpoint: Path, rank: int) -> Path:
 def save_tensors(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
     """Write a safetensors file, which is on the disk then.
 
-    Its own writer would not say that a filesystem took the bytes and lost them: NFS and Lustre tell that where the file is synced or closed.
-
-    Raises:
-        OSError: it could not be written.
+    The library's own writer would miss lost bytes: NFS and Lustre report them when the file is synced or closed.
     """
     write_bytes(path, save(tensors, metadata))

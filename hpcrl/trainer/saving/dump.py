@@ -1,15 +1,15 @@
-"""What a step trains, written down before it is trained: trainer.dump_data_batch.
+"""Dumps of a step's data before it is trained: trainer.dump_data_batch.
 
     dumps/s000042/
       mini-0-rank-1.safetensors   the samples of the first optimizer step that rank 1 trains, laid end to end
       manifest.json, COMMIT       as of a checkpoint: a dump is complete, or has no COMMIT
 
-Each file has the tensors of a MicroBatch (hpcrl/types.py) of all these samples, [P] for P tokens (sampling_mask [P, K], head_rows [R]): entry p of all
-but token_ids and positions is about the token after token p. What does not exist, such as old_logprobs where the policy is its own old policy or
-values without a critic, is not in the file. Beside them there are `teacher_logprobs` [P] where there is a teacher, `entropies` [P] of the policy in nats where samples
-were generated, `rewards` [P], from which advantages were estimated, and for B samples
-`lengths`, `groups` (places in batches/s000042.json) and `samples` (rows of the group's file), [B]; the header has `group_ids`, a JSON list of
-B texts.
+Each file has the tensors of a MicroBatch (hpcrl/types.py) of all these samples, [P] for P tokens (sampling_mask [P, K], head_rows [R]).
+Entry p of all but token_ids and positions is about the token after token p. What does not exist, such as old_logprobs where the policy is
+its own old policy or
+values without a critic, is not in the file. Further tensors are `teacher_logprobs` [P] with a teacher, `entropies` [P] of the policy in
+nats where samples were generated, and `rewards` [P] of the advantages. For B samples there are `lengths`, `groups` (indices in
+batches/s000042.json) and `samples` (rows of the group's file), [B]. The header has `group_ids`, a JSON list of B texts.
 """
 
 from __future__ import annotations
@@ -42,11 +42,7 @@ class Dumps:
         self._run, self._attempt, self._world = run, attempt, world
 
     def resume(self, step: int) -> None:
-        """Remove the dumps of steps after `step`, which are trained again, and what was never finished.
-
-        Raises:
-            CommitError: on every rank: they could not be removed, or a newer attempt has begun.
-        """
+        """Remove the dumps of steps after `step`, which are trained again, and what was never finished."""
 
         def remove() -> None:
             self._fence()
@@ -70,7 +66,7 @@ class Dumps:
         world, target = self._world, self._run.dump(batch.step)
         try:
             world.rank0_broadcast(lambda: self._begin(target))
-            world.all_gather(lambda: self._write_own(target, batch, minis if data.leads else (), data.rank))
+            world.all_gather(lambda: self._write_own(target, batch, minis if data.is_leader else (), data.rank))
             world.rank0_broadcast(lambda: self._finish(target, batch.step))
         except CommitError:
             if world.first:

@@ -1,17 +1,18 @@
-"""A batch that a stop request interrupts between two of its optimizer steps: what a checkpoint keeps of it, beside the models.
+"""State of a batch that a stop request interrupts between two of its optimizer steps, in a checkpoint beside the models.
 
-It makes a stop lossless whatever the time between checkpoints. Without it, a stop inside a batch would fall back to the last periodic
-checkpoint, up to trainer.ckpt_interval steps, because what was there before the batch is gone with its first optimizer step.
+It makes a stop lossless at any interval of checkpoints. Without it, a stop inside a batch would lose up to trainer.ckpt_interval steps:
+the state before the batch is gone with its first optimizer step.
 
-    checkpoints/s000041u2/        step 41 is complete, and 2 optimizer steps of step 42: the critic's before the policy's, or apart some of each
+    checkpoints/s000041u2/        step 41 is complete, and 2 optimizer steps of step 42: the critic's before the policy's, or some of each
+    on ranks of their own
       batch.json                  the groups, the settings they are split by, metrics of the optimizer steps that were made
-      batch-<rank>.safetensors    what was worked out about each sample before the first of them, by the ranks that had them
+      batch-<rank>.safetensors    scores of each sample before the first of them, by the ranks that had them
 
-The rest of the batch then goes on as if nothing had happened, also on another number of ranks: samples are known by mini-batch, group and
-index, and each rank reads its own. A batch of which no optimizer step was made leaves nothing: it is scored again.
+The rest of the batch is then trained as without the stop, also on another number of ranks: mini-batch, group and index identify samples,
+and each rank reads its own. A batch of which no optimizer step was made leaves nothing: it is scored again.
 
-In batch-<rank>.safetensors a name begins with the number of the mini-batch: `<m>.groups`, `<m>.samples`, `<m>.lengths` [B] say which
-samples follow one another in `<m>.advantages`, `<m>.old_logprobs`, ... [P], as far as there are such, laid out as PackedRows are.
+In batch-<rank>.safetensors a name begins with the number of the mini-batch: `<m>.groups`, `<m>.samples`, `<m>.lengths` [B] are the samples
+in `<m>.advantages`, `<m>.old_logprobs`, ... [P], as far as there are such, laid out as PackedRows are.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from hpcrl.trainer.packing import MiniBatch, PackedRows, Scores
 from hpcrl.trainer.saving.committer import save_tensors
 from hpcrl.types import Batch
 
-_LAYOUT = 2  # of what a name in batch-<rank>.safetensors says about each token
+_LAYOUT = 2  # type of each token's entry by name in batch-<rank>.safetensors
 
 
 @dataclass
@@ -71,7 +72,7 @@ class PartialBatch:
 
     def write(self, directory: Path) -> None:
         """Write it into an existing directory, each rank its samples."""
-        if not self.data.leads:
+        if not self.data.is_leader:
             return
         columns: dict[str, torch.Tensor] = {}
         for number, mini in enumerate(self.minis):
@@ -95,7 +96,7 @@ class PartialBatch:
 def read_partial_batch(
     checkpoint: Path, settings: Mapping[str, Any], batch: Batch, minis: list[MiniBatch], data: World, world: World
 ) -> PartialBatch:
-    """Return what `write` left in a committed checkpoint, with what it says about this rank's samples filled in.
+    """Return the partial batch of a committed checkpoint, with the scores of this rank's samples filled in.
 
     Raises:
         RunError: the checkpoint is about another batch.
@@ -150,7 +151,6 @@ def unusable(run: Run, trainer: TrainerConfig, checkpoint: Path) -> str | None:
 
 
 def _named(batch: Batch) -> list[list[str]]:
-    """Return what a batch was composed of: names of groups, and what their files hold."""
     return [[group.group_id, group.digest] for group in batch.groups]
 
 
@@ -164,7 +164,7 @@ def _columns(samples: PackedRows) -> dict[str, torch.Tensor]:
 
 
 def _fill_in(minis: Sequence[MiniBatch], files: Sequence[Path]) -> None:
-    """Set the scores of the samples to what the files say about them; no more is read than that."""
+    """Set the scores of the samples from the files; no other samples are read."""
     missing = {
         (number, ref.group, ref.index): mini.rows.tokens_of(range(at, at + 1))
         for number, mini in enumerate(minis)
@@ -192,7 +192,7 @@ def _fill_in(minis: Sequence[MiniBatch], files: Sequence[Path]) -> None:
                         )
                         whole[tokens] = part
     if missing:
-        raise RunError(f"{files[0].parent} says nothing about samples of its batch, such as {next(iter(missing))}")
+        raise RunError(f"{files[0].parent} lacks samples of its batch, such as {next(iter(missing))}")
     for mini, columns in zip(minis, found, strict=True):
         mini.rows.scores = Scores(**columns)
 

@@ -1,8 +1,9 @@
-"""The policy as a model that others load: weights/v<k> for the inference engines, exports/s<k> for people.
+"""The policy as a model for others: weights/v<k> for inference engines, exports/s<k> for people.
 
-Both are safetensors under Hugging Face names, to which every rank writes its part; an export has the model's number type and its other files,
-weights add what proves to engines that they hold them: a digest of each tensor, and a probe. Between whole versions there may be
-some whose files have only what has changed since the one before. Where engines load adapters, weights/v<k> is one instead, which rank 0 writes.
+Both are safetensors under Hugging Face names, to which every rank writes its part. An export has the model's number type and its other
+files. Weights add the proof for engines: a digest of each tensor, and a probe. Between whole versions there may be
+some whose files have only what has changed since the one before. Where engines load adapters, weights/v<k> is one instead, which rank 0
+writes.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ ADAPTER = "adapter"
 
 
 class _Written(NamedTuple):
-    """What was committed: digests of all tensors, this rank's tensors where they are kept, and the bytes of all files."""
+    """Result of a commit: digests of all tensors, this rank's tensors where they are kept, and the bytes of all files."""
 
     tensors: dict[str, str]
     kept: dict[str, torch.Tensor]
@@ -66,7 +67,7 @@ class _Written(NamedTuple):
 
 
 class Publisher:
-    """Writes what the policy is after a step. Every method is called by all ranks; each writes its tensors, rank 0 commits.
+    """Publishes the policy after a step. Every method is called by all ranks; each writes its tensors, rank 0 commits.
 
     Args:
         dtype: of published tensors, generator.inference_engine.model_dtype.
@@ -96,7 +97,7 @@ class Publisher:
         self._kept: Kept | None = None
         self._run, self._attempt, self._world, self._dtype = run, attempt, world, dtype
         self._adapters, self._kept_versions = adapters, kept_versions
-        self._probe_tokens = min(_PROBE_TOKENS, longest - 1)  # an engine says one more
+        self._probe_tokens = min(_PROBE_TOKENS, longest - 1)  # an engine generates one more
 
     def resume(self, engine: PolicyEngine | None, step: int, *, from_model: bool = True) -> None:
         """Make weights/ fit a training that continues after `step`: version `step` is there and whole, and none above it.
@@ -106,7 +107,7 @@ class Publisher:
             from_model: whether version 0 is the initial model where it lies.
         """
         self._forget_after(step)
-        # writing a version anew takes no longer than reading whether it is whole
+        # writing a version again takes no longer than verifying it
         if (step > 0 or not from_model) and engine is not None:
             self.publish(engine, step)
 
@@ -146,7 +147,7 @@ class Publisher:
         return Probe(token_ids, engine.probe(token_ids), str(engine.dtype).removeprefix("torch."))
 
     def retire(self) -> None:
-        """Remove versions that no engine needs any more. It takes a while: engines have been told of the newest before."""
+        """Remove versions that no engine needs any more; slow, and so called after engines know the newest."""
 
         def discard_old() -> None:
             versions = committed(self._run.weights, version_of)
@@ -172,7 +173,7 @@ class Publisher:
         return needed
 
     def _fence(self) -> None:
-        if self._attempt:  # 0 writes beside the run's attempts, whatever these do
+        if self._attempt:  # 0 writes beside the run's attempts
             require_newest(self._run, self._attempt)
 
     def export(
@@ -229,7 +230,6 @@ class Publisher:
         return step is not None and not self._world.rank0_broadcast(lambda: is_committed(self._run.export(step)))
 
     def _write_version(self, engine: PolicyEngine, target: Path, probe: Probe | None, version: int) -> int:
-        """Commit a version for engines, whole or as changes; return the bytes of its files."""
         kept, self._kept = self._kept, None  # what fails leaves nothing that changes could be of
         before = kept if kept and kept.changes + 1 < self._full_interval else None
         senders = self._world.all_gather(self._sender.address) if self._sender else []
@@ -311,7 +311,7 @@ class Publisher:
             begin(target, self._attempt)
 
     def _written(self, target: Path, writer: ShardWriter | ChangesWriter) -> dict[str, Any]:
-        """Return what this rank has written: digests by tensor, and files; those with whole tensors without checksums, in whose place are the digests."""
+        """Return this rank's digests by tensor, and its files; those with whole tensors have digests in place of checksums."""
         with explained(target):
             tensors, directory = writer.finish(), staging(target, self._attempt)
             files = {name: {"size": (directory / name).stat().st_size} for name in writer.files}
@@ -337,7 +337,7 @@ class Publisher:
 
 
 class NoPublisher(Publisher):
-    """That of a rank without the policy: it has nothing to write."""
+    """Publisher of a rank without the policy: it writes nothing."""
 
     def __init__(self) -> None:
         pass

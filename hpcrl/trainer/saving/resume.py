@@ -1,4 +1,4 @@
-"""Where training continues: which checkpoint it loads, and the engines' state and random state from there."""
+"""Resuming: the choice of a checkpoint, and loading the engines' state and random state from it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CRITIC = "critic"  # folder of a checkpoint
 
 
 class ResumePoint(NamedTuple):
-    """Where training continues.
+    """The point at which training continues.
 
     Attributes:
         step: the last one that is complete.
@@ -75,7 +75,7 @@ def find_checkpoint(
         return own
     if damaged := steps_left(run):
         raise RunError(
-            f"{run.checkpoints} has checkpoints of steps {damaged}, but none of them is whole any more. Restore "
+            f"{run.checkpoints} has checkpoints of steps {damaged}, but none is whole any more. Restore "
             "one, or submit a new run"
         )
     require_checkpoints(run)
@@ -167,7 +167,7 @@ def load_checkpoint(
         if critic is not None:
             critic.restore(checkpoint / CRITIC)
 
-    world.all_gather(restore)  # what fails where one of them is fails on all ranks
+    world.all_gather(restore)  # an error on one rank is raised on all
     if critic is None and saved and world.first:
         log.warning("%s has a critic, which this run does not train", checkpoint)
     _restore_rng(checkpoint, facts, world, seed)

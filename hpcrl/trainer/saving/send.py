@@ -1,8 +1,9 @@
 """Sends a rank's files of the newest version to nodes that ask for them, beside training.
 
-Each request is answered with the sizes of the files and where to meet; a thread of its own then meets and sends. The pair that has met is kept for
-the next version, with NCCL a communicator whose making takes about a second. Training waits for none of them: what they send is in host memory,
-and they hold it until they have ended.
+Each request is answered with the sizes of the files and where to meet; a thread of its own then meets and sends. The pair that has met is
+kept for
+the next version, with NCCL a communicator whose making takes about a second. Training does not wait for these threads: they send from host
+memory, which they hold until they end.
 """
 
 from __future__ import annotations
@@ -28,11 +29,12 @@ _KEPT = 64  # pairs between two versions: nodes, and processes that have ended; 
 
 
 class _Wanted(NamedTuple):
-    """What is asked: the number of a version, over which pair, and where who asks is to be found; None: it has the pair of an earlier version."""
+    """A request: the version's number, the pair to send over, and the asking node's address; None: it has the pair of an earlier
+    version."""
 
     version: int
     pair: str
-    told: dict[str, str] | None
+    rendezvous: dict[str, str] | None
 
 
 class _Body:
@@ -42,11 +44,11 @@ class _Body:
         except ValueError as error:
             raise BadRequest(f"expected JSON: {error}") from error
         value = value if isinstance(value, dict) else {}
-        version, pair, told = (value.get(key) for key in _Wanted._fields)
-        texts = isinstance(told, dict) and all(isinstance(one, str) for one in told.values())
-        if type(version) is not int or not isinstance(pair, str) or not (told is None or texts):
-            raise BadRequest('expected {"version": a whole number, "pair": text, "told": {key: text} or null}')
-        return _Wanted(version, pair, told)
+        version, pair, rendezvous = (value.get(key) for key in _Wanted._fields)
+        texts = isinstance(rendezvous, dict) and all(isinstance(one, str) for one in rendezvous.values())
+        if type(version) is not int or not isinstance(pair, str) or not (rendezvous is None or texts):
+            raise BadRequest('expected {"version": a whole number, "pair": text, "rendezvous": {key: text} or null}')
+        return _Wanted(version, pair, rendezvous)
 
 
 class WeightSender:
@@ -92,22 +94,22 @@ class WeightSender:
             raise Refused(503, f"{_AT_ONCE} nodes get weights from this rank already")
         with self._keeping:
             pair = self._kept.pop(wanted.pair, None)
-        if wanted.told is not None:
+        if wanted.rendezvous is not None:
             pair = Pair(self._device, SENDER, self._host, self._stage_s)
         if pair is None:
             self._slots.release()
             raise Refused(410, f"this rank has no pair {wanted.pair}")
         threading.Thread(target=self._send, args=(wanted, files, pair), name="weights", daemon=True).start()
         try:
-            told = {} if wanted.told is None else await asyncio.to_thread(pair.tells)
-            return {"files": sizes_of(files), "told": told}
+            rendezvous = {} if wanted.rendezvous is None else await asyncio.to_thread(pair.tells)
+            return {"files": sizes_of(files), "rendezvous": rendezvous}
         except RuntimeError as error:
             raise Refused(503, str(error)) from error
 
     def _send(self, wanted: _Wanted, files: Files, pair: Pair) -> None:
         useless: Pair | None = pair
         try:
-            pair.hear(wanted.told or {})
+            pair.hear(wanted.rendezvous or {})
             send_files(pair, files)
             useless = self._keep(wanted.pair, pair)
         except (RuntimeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Which rank writes which tensors of the model into which file, and how a rank writes its own."""
+"""Plan of the files of an exported model, and a rank's writer of its own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHARD_BYTES = 2 << 30
 
 
 @dataclass
-class Shard:
+class ShardFile:
     """A file, and the rank that writes it.
 
     Attributes:
@@ -35,7 +35,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """Who writes what; the same on every rank.
+    """Assignment of tensors to files and ranks, the same on every rank.
 
     Attributes:
         owners: the rank that writes each piece.
@@ -43,7 +43,7 @@ class ShardPlan:
     """
 
     owners: list[int]
-    shards: list[Shard]
+    shards: list[ShardFile]
 
     @classmethod
     def of(cls, pieces: Sequence[ExportPiece], ranks: int, shard_bytes: int = SHARD_BYTES) -> ShardPlan:
@@ -52,13 +52,13 @@ class ShardPlan:
         for number in sorted(range(len(pieces)), key=lambda number: -_size(pieces[number].tensors)):
             rank = min(pieces[number].ranks, key=lambda rank: loads[rank])
             owners[number], loads[rank] = rank, loads[rank] + _size(pieces[number].tensors)
-        shards = list[Shard]()
-        newest: dict[int, Shard] = {}
+        shards = list[ShardFile]()
+        newest: dict[int, ShardFile] = {}
         for owner, piece in zip(owners, pieces, strict=True):
             for name, tensor in piece.tensors.items():
                 shard = newest.get(owner)
                 if shard is None or shard.size + tensor.nbytes > shard_bytes:
-                    shard = newest[owner] = Shard(owner, f"model-{len(shards) + 1:05d}{SUFFIX}")
+                    shard = newest[owner] = ShardFile(owner, f"model-{len(shards) + 1:05d}{SUFFIX}")
                     shards.append(shard)
                 shard.tensors[name] = tensor
                 shard.size += tensor.nbytes
@@ -66,7 +66,7 @@ class ShardPlan:
 
     @property
     def index(self) -> dict[str, object]:
-        """What Hugging Face's model.safetensors.index.json says."""
+        """Return the contents of model.safetensors.index.json."""
         places = {name: shard.name for shard in self.shards for name in shard.tensors}
         return {"metadata": {"total_size": sum(shard.size for shard in self.shards)}, "weight_map": places}
 
@@ -126,11 +126,7 @@ class ShardWriter:
         return digests
 
     def finish(self) -> dict[str, str]:
-        """Return the digest of each tensor once all are on the disk.
-
-        Raises:
-            OSError: they could not be written.
-        """
+        """Return the digest of each tensor once all are on the disk."""
         self._pool.shutdown()
         try:
             return {name: digest for future in self._written for name, digest in future.result().items()}

@@ -1,6 +1,6 @@
-"""What a policy that is shown hints says of its own samples: trainer ranks compute it in the scoring pass, with the policy or the reference.
+"""Self-distillation: log-probabilities of samples under the hinted prompt, computed by trainer ranks in the scoring pass.
 
-The answer's tokens are the sample's own; what stands before them is another prompt, so that they lie elsewhere, and batches are cut anew.
+The answer's tokens are the sample's own. Another prompt stands before them, so that positions differ, and micro-batches are cut again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def score_by_hints(
     *,
     rollout: bool = False,
 ) -> dict[str, float]:
-    """Fill in what the policy says of its samples when it is shown hints, as of a teacher, and return distillation/hinted.
+    """Fill in log-probabilities of the samples under hinted prompts, as of a teacher, and return distillation/hinted.
 
     Every rank calls it, with samples that have old log-probabilities. A sample without a hint gets these, so that it does not diverge from its
     teacher, and ids of -1.
@@ -69,7 +69,7 @@ def score_by_hints(
 
 
 def with_hints(mini: MiniBatch, data: World, limits: Limits) -> MiniBatch:
-    """Return the samples that have a hint, with this in the place of their prompt, in micro-batches of their own; all ranks call it.
+    """Return the samples with a hint in place of their prompt, in micro-batches of their own; all ranks call it.
 
     Args:
         data: the ranks that samples were assigned to; samples stay where they are.
@@ -96,7 +96,7 @@ def _length(hint: Hint[torch.Tensor] | None, length: int) -> int:
 
 
 def _hinted(samples: PackedRows, at: int) -> Row[torch.Tensor]:
-    """Return a packed sample as it is with its hint, laid out as a sample is: entry t speaks about token t."""
+    """Return a packed sample with its hint, laid out as a sample is: entry t is about token t."""
     hint, tokens = samples.hints[at], samples.tokens_of(range(at, at + 1))
     assert hint is not None
     kept, size = slice(tokens.start + hint.replaces, tokens.stop), len(hint.token_ids)
@@ -120,7 +120,7 @@ def _hinted(samples: PackedRows, at: int) -> Row[torch.Tensor]:
 
 
 def _places(own: PackedRows, shown: PackedRows) -> Iterator[tuple[slice, slice]]:
-    """Yield where the entries about each answer's tokens are, and where they are behind its hint."""
+    """Yield the entries of each answer's tokens, and their positions behind its hint."""
     numbers = {(ref.group, ref.index): at for at, ref in enumerate(own.refs)}
     for number, ref in enumerate(shown.refs):
         at = numbers[ref.group, ref.index]
@@ -135,7 +135,6 @@ def _places(own: PackedRows, shown: PackedRows) -> Iterator[tuple[slice, slice]]
 
 
 def _moved(own: PackedRows, shown: PackedRows, ids_PK: torch.Tensor | None) -> torch.Tensor | None:
-    """Return the tokens that a teacher is to judge where they are behind hints."""
     if ids_PK is None:
         return None
     found_PK = ids_PK.new_full((len(shown.token_ids), ids_PK.shape[1]), -1)

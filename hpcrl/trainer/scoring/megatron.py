@@ -1,4 +1,4 @@
-"""A teacher on Megatron-core: tensor, pipeline, sequence and expert parallel ranks share one copy of it, which only computes log-probabilities."""
+"""A teacher on Megatron-core: tensor, pipeline, sequence and expert parallel ranks share one copy, and compute log-probabilities only."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from hpcrl.trainer.models.hf import ModelSource
 from hpcrl.trainer.packing import MicroBatchStream
 
 Passes = Callable[[MicroBatchStream], Iterator[tuple[torch.Tensor, ...]]]
-"""Yields of each micro-batch, on all ranks that share its samples, the log-probabilities of its labels [P], and where it asks for `top_k` also ids
-and log-probabilities of the most probable tokens [P, K]."""
+"""Yields the labels' log-probabilities [P] of each micro-batch; with `top_k` also ids and log-probabilities of the most probable tokens [P,
+K]."""
 
 
 def forward_passes(
@@ -29,7 +29,7 @@ def forward_passes(
     role: str,
     world: World,
 ) -> tuple[Passes, World]:
-    """Return what computes, and the ranks that score other samples than this one.
+    """Return the forward passes, and the data-parallel ranks.
 
     Args:
         layout: how ranks share the model.

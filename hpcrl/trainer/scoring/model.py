@@ -1,4 +1,4 @@
-"""A model that only computes what it thinks of finished samples, sharded over the ranks of one scorer."""
+"""The model of a scorer, sharded over its ranks, which computes log-probabilities of finished samples."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class ScoringModel:
         self._passes = partial(passes, self._model, device=world.device)
 
     def scores(self, groups: Sequence[GroupMeta], before: Before) -> dict[str, list[RowScores]]:
-        """Return what the model says of this rank's part of the groups, by their ids: for each row. Of ranks that share samples one has a part.
+        """Return the scores of the rows of this rank's groups, by group id. Of ranks that share samples, one has them.
 
         Rows at which the model fails, where a trained token has no finite log-probability, have no other number than NaN.
 
@@ -92,7 +92,7 @@ class ScoringModel:
         )
         stream = MicroBatchStream(samples, plan.score[rank], before, self._top_k)
         columns = outputs(stream.parts, self._passes(stream))
-        if not columns or not self._data.leads:
+        if not columns or not self._data.is_leader:
             return {}
         found = {groups[at].group_id: dict[int, RowScores]() for at in parts[rank]}
         ends = torch.tensor([0, *samples.lengths]).cumsum(0).tolist()
@@ -112,7 +112,7 @@ def passes(model: PackedModel, batches: MicroBatchStream, device: torch.device) 
 
 
 def outputs(parts: Sequence[range], passes: Iterable[tuple[torch.Tensor, ...]]) -> list[torch.Tensor]:
-    """Return a model's outputs for all samples of this rank, on the CPU, from those for each micro-batch; none where it has no samples."""
+    """Return a model's outputs for all samples of this rank, on the CPU; empty where it has no samples."""
     found = [of_batch for part, of_batch in zip(parts, passes, strict=True) if part]  # an idle pass is of no sample
     return [torch.cat(column).cpu() for column in zip(*found, strict=True)]
 
@@ -133,7 +133,7 @@ def _row_scores(columns: Sequence[torch.Tensor], mask_T: torch.Tensor) -> RowSco
 
 
 def require_fitting_teacher(config: Config, scorers: ScorerSet) -> None:
-    """Look whether an engine's teacher can judge the policy's tokens; errors as of ScoringModel."""
+    """Check that an engine's teacher can judge the policy's tokens; errors as of ScoringModel."""
     trainer, source = config.trainer, scorer_source(config.trainer, scorers)
     require_same_vocabulary(scorers.model, trainer.policy.model.pretrained, config)
     vocabulary = policy_source(trainer).config().get_text_config().vocab_size
@@ -141,7 +141,7 @@ def require_fitting_teacher(config: Config, scorers: ScorerSet) -> None:
 
 
 def require_same_vocabulary(teacher: Pretrained, policy: Pretrained, config: Config) -> None:
-    """Look whether two models mean the same text by each token; their chat templates may differ.
+    """Check that two models have the same text for each token; their chat templates may differ.
 
     Raises:
         DataError: they do not, or one has no tokenizer.
@@ -153,7 +153,7 @@ def require_same_vocabulary(teacher: Pretrained, policy: Pretrained, config: Con
     if different:
         token = different[0]
         raise DataError(
-            f"trainer.distillation.model_path: {teacher} and the policy {policy} have different vocabularies: {len(different)} tokens, such as "
+            f"trainer.distillation.model_path: {teacher} and the policy {policy} differ in {len(different)} tokens, such as "
             f"{token!r} ({theirs.get(token)} and {ours.get(token)}); the teacher judges the policy's own tokens, so choose one of the same family"
         )
 

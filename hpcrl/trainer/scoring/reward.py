@@ -49,7 +49,7 @@ class RewardScoringModel:
         self._model = load_model(PackedRewardModel, source, scorers.fsdp, forward_config(config.trainer), world)
 
     def scores(self, groups: Sequence[GroupMeta], before: Before) -> dict[str, GroupRewards]:
-        """Return what the model says of this rank's part of the groups, by their ids.
+        """Return the rewards of the samples of this rank's groups, by group id.
 
         It fails at a sample whose conversation its chat template refuses, or that is too long for it, and where its score is not finite.
 

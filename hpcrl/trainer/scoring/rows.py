@@ -1,4 +1,4 @@
-"""A teacher over the rows of datasets, before a run learns them: what it says in the place of each trained token goes into files."""
+"""A teacher over the rows of datasets before a run: its log-probabilities of each trained token go into files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _ROWS_AT_ONCE = 256  # of each rank: enough to make micro-batches of
 
 
 def require_row_teacher(config: Config) -> None:
-    """Raise DataError where the teacher of a dataset's rows means other texts by its tokens than the policy."""
+    """Raise DataError where the teacher of a dataset's rows has another vocabulary than the policy."""
     policy, teacher = policy_source(config.trainer), reference_source(config.trainer)
     require_same_vocabulary(config.trainer.ref_model, config.trainer.policy.model.pretrained, config)
     known, wanted = (source.config().get_text_config().vocab_size for source in (teacher, policy))
@@ -56,7 +56,7 @@ class RowTeacher:
             self._passes = partial(passes, model, device=world.device)
 
     def write(self, target: Path, tokens: TokenFile, progress: Callable[[int], None]) -> None:
-        """Commit what the teacher says of all rows of a dataset (hpcrl/trainer/offline/teacher_file.py).
+        """Commit the teacher's log-probabilities of all rows of a dataset (hpcrl/trainer/offline/teacher_file.py).
 
         Args:
             progress: is called with the number of rows that are done, after each part of them.
@@ -74,14 +74,14 @@ class RowTeacher:
             self._world.rank0_broadcast(lambda: write_index(directory, tokens, ends, [one for _, one in every]))
 
     def _write_part(self, writer: TeacherWriter, tokens: TokenFile, rows: Sequence[int]) -> list[tuple[int, int]]:
-        """Let each rank write its share of consecutive rows; return each row that this one wrote, with the checksum of what it is told."""
+        """Write this rank's share of consecutive rows; return its rows, each with the checksum of its entry."""
         lengths, rank = [sum(tokens.lengths(row)) for row in rows], self._data.rank
         plan = planned([RowRef(at, 0, length) for at, length in enumerate(lengths)], self._data.size, self._limits)
         refs = plan.shares[rank]
         samples = pack([tokens.read(rows[ref.group])[0] for ref in refs], refs)
         stream = MicroBatchStream(samples, plan.score[rank], lambda: None, self.top_k)
         columns = outputs(stream.parts, self._passes(stream))
-        if not columns or not self._data.leads:
+        if not columns or not self._data.is_leader:
             return []
         _, ids_PK, top_PK = columns
         found, start = list[tuple[int, int]](), 0
@@ -93,7 +93,6 @@ class RowTeacher:
 
     @contextmanager
     def _shared(self, target: Path) -> Iterator[Path]:
-        """Let all ranks fill a directory that rank 0 commits."""
         if not self._world.first:
             yield Path(self._world.rank0_broadcast(str))
             self._world.barrier()

@@ -27,7 +27,7 @@ _CALL_S = 20.0  # while it scores: the controller gives the groups of who is sil
 
 
 class Judge(Protocol):
-    """The model of a scorer, which says what it thinks of this rank's part of finished groups, by their ids."""
+    """The model of a scorer, which scores this rank's share of finished groups, by their ids."""
 
     def scores(
         self, groups: Sequence[GroupMeta], before: Callable[[], None]
@@ -64,7 +64,7 @@ class ScoreWorker:
         self._told = self._called = float("-inf")
 
     def run(self) -> None:
-        """Score until the controller says that the run ends.
+        """Score until the controller ends the run.
 
         Raises:
             HpcrlError: a sample file is damaged, a score cannot be written, or the controller does not answer.

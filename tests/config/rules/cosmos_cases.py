@@ -40,7 +40,7 @@ COSMOS = [
     Case(
         "a reference of its own does not follow adapters",
         {f"{LORA}.rank": 8, "trainer.update_ref_every_epoch": True, "trainer.algorithm.use_kl_loss": True, "trainer.ref.model.path": "other"},
-        "trainer.update_ref_every_epoch", "leave out what trainer.ref has of its own",
+        "trainer.update_ref_every_epoch", "leave out the model, rope settings and number type of trainer.ref",
         {f"{LORA}.rank": 8, "trainer.update_ref_every_epoch": True, "trainer.algorithm.use_kl_loss": True},
     ),
     Case(

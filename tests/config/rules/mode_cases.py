@@ -270,7 +270,7 @@ OF_ALGORITHMS = [
     Case(
         "layers of a teacher are not compiled for each micro-batch",
         {"trainer.shared_prefixes": True, "trainer.max_tokens_per_micro_batch": 4096, **TAUGHT, f"{DISTILLATION}.compile_model": True},
-        "trainer.shared_prefixes", "would be compiled anew for each micro-batch; set trainer.distillation.compile_model to false",
+        "trainer.shared_prefixes", "would be compiled again for each micro-batch; set trainer.distillation.compile_model to false",
         {"trainer.shared_prefixes": True, "trainer.max_tokens_per_micro_batch": 4096, **TAUGHT},
     ),
 ]  # fmt: skip

@@ -269,7 +269,7 @@ def test_what_a_template_leaves_out_of_an_answer(template: str, answer: dict[str
         assert not Renderer(tokenizer, columns, {}).sequences(row)[0].lost
         return
     with pytest.raises(
-        DataError, match=rf"leaves out what is to be trained: {lost}.*generator.chat_template.*data.lost"
+        DataError, match=rf"leaves out text that should be trained: {lost}.*generator.chat_template.*data.lost"
     ):
         Renderer(tokenizer, columns, {}).sequences(row)
     assert Renderer(tokenizer, columns, {}, refuse_lost=False).sequences(row)[0].lost

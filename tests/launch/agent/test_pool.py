@@ -307,7 +307,7 @@ def test_a_dry_run_shows_the_pool(tmp_path: Path) -> None:
         "slurm.elastic.partition=spare",
         "slurm.elastic.mem_gb=9",
     ]
-    done = hpcrl("submit", QUICKSTART, "--dry-run", *settings, cwd=tmp_path)
+    done = hpcrl("submit", QUICKSTART, "--dry-run", "--script", *settings, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     gang, _, pool = done.stdout.partition("# batch script of the elastic pool")
     assert "--partition=main" in gang
@@ -322,7 +322,7 @@ def test_a_dry_run_shows_the_pool(tmp_path: Path) -> None:
         "dependency=after:",
     ):
         assert f"#SBATCH --{option}" in pool
-    assert "elastic: rollout-1, rollout-2, rollout-3, rollout-4, rollout-5, partition spare" in pool
+    assert "elastic: rollout-1, rollout-2, rollout-3, rollout-4, rollout-5, partition spare" in done.stdout
 
 
 def test_this_machine_has_no_pool(tmp_path: Path) -> None:

@@ -146,14 +146,14 @@ def test_a_dry_run_shows_the_pool_of_each_model(tmp_path: Path) -> None:
         "trainer.distillation.placement.fsdp_size=2",
         f"{TEACHERS}={{replicas=3, at_once=2, partition='spare', time_minutes=90}}",
     ]
-    done = hpcrl("submit", QUICKSTART, "--dry-run", *own, cwd=tmp_path)
+    done = hpcrl("submit", QUICKSTART, "--dry-run", "--script", *own, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     gang, _, pool = done.stdout.partition("# batch script of the elastic pool of teacher-")
     assert "--gpus-per-node=h100:4" in gang
     for option in ("array=0-2%2", "partition=spare", "gpus-per-node=h100:2", "cpus-per-task=16", "dependency=after:"):
         assert f"#SBATCH --{option}" in pool, option
     assert "-pool-teacher-" in pool.partition("#SBATCH --job-name=")[2].splitlines()[0]
-    assert "elastic: scorer-1, scorer-2, scorer-3 (teacher), partition spare" in pool
+    assert "elastic: scorer-1, scorer-2, scorer-3 (teacher), partition spare" in done.stdout
 
 
 def test_this_machine_has_no_pool_of_scorers(tmp_path: Path) -> None:

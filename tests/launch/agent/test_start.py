@@ -51,7 +51,7 @@ def test_it_is_not_waited_for_without_end(
     shell.kill()
     shell.wait()
     script.require_its_end()
-    assert "Slurm has not said so" in capsys.readouterr().out
+    assert "Slurm sent no SIGTERM" in capsys.readouterr().out
 
 
 def test_a_script_that_was_never_seen_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:

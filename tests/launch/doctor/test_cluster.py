@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from hpcrl.config.sections.slurm import SlurmConfig
-from hpcrl.launch.doctor.cluster import minutes, of_cluster, of_partition, parse_config, parse_records
-from hpcrl.launch.doctor.node_session import Silent, Talk
+from hpcrl.launch.doctor.cluster import cluster_findings, minutes, parse_config, parse_records, partition_findings
+from hpcrl.launch.doctor.node_session import NoAnswerError, NodeSession
 
 CONFIG = """\
 Configuration data as of 2026-11-21T19:32:09
@@ -47,14 +47,14 @@ def test_parsing() -> None:
 
 
 def test_what_holds_in_the_whole_cluster() -> None:
-    found = {one.subject: one for one in of_cluster(parse_config(CONFIG), "Slurm accounting storage is disabled")}
+    found = {one.subject: one for one in cluster_findings(parse_config(CONFIG), "Slurm accounting storage is disabled")}
     assert {name: one.level for name, one in found.items() if one.level != "ok"} == {"sacct": "warning"}
     assert "300 s (MinJobAge)" in found["sacct"].remedy
     assert "1001 runs" in found["MaxArraySize"].remedy
     assert "every process" in found["proctrack"].remedy
     assert "waits 10 s" in found["requeue"].found
     other = parse_config(CONFIG.replace("cred_expire=10", "(null)").replace("linuxproc", "pgid"))
-    found = {one.subject: one for one in of_cluster(other, None)}
+    found = {one.subject: one for one in cluster_findings(other, None)}
     assert "waits 120 s" in found["requeue"].found
     assert (found["proctrack"].level, found["sacct"].level) == ("warning", "ok")
 
@@ -76,7 +76,7 @@ def test_preemption(change: tuple[str, ...], expected: tuple[str, str]) -> None:
     text = PARTITIONS
     for old, new in zip(change[::2], change[1::2], strict=True):
         text = text.replace(old, new)
-    preemption = list(of_partition(parse_config(CONFIG), parse_records(text)[0], None, SlurmConfig()))[-2]
+    preemption = list(partition_findings(parse_config(CONFIG), parse_records(text)[0], None, SlurmConfig()))[-2]
     assert preemption.level == expected[0]
     assert expected[1] in preemption.remedy
 
@@ -84,16 +84,16 @@ def test_preemption(change: tuple[str, ...], expected: tuple[str, str]) -> None:
 def test_preemption_where_the_user_signal_comes_first_or_there_is_none() -> None:
     partition = parse_records(PARTITIONS.replace("GraceTime=20", "GraceTime=120"))[0]
     early = parse_config(CONFIG.replace("Parameters     = (null)", "Parameters     = preempt_send_user_signal"))
-    assert "gets USR2" in list(of_partition(early, partition, None, SlurmConfig()))[-2].remedy
+    assert "gets USR2" in list(partition_findings(early, partition, None, SlurmConfig()))[-2].remedy
     never = parse_config(CONFIG.replace("preempt/partition_prio", "preempt/none"))
-    assert "none: no other job" in list(of_partition(never, partition, None, SlurmConfig()))[-2].found
+    assert "none: no other job" in list(partition_findings(never, partition, None, SlurmConfig()))[-2].found
 
 
 def test_partition_that_takes_no_such_job() -> None:
     high = parse_records(PARTITIONS)[1]
-    too_long = next(iter(of_partition(parse_config(CONFIG), high, 2000, SlurmConfig())))
+    too_long = next(iter(partition_findings(parse_config(CONFIG), high, 2000, SlurmConfig())))
     assert (too_long.level, "1440 or less" in too_long.remedy) == ("error", True)
-    down = next(iter(of_partition(parse_config(CONFIG), {**high, "State": "DRAIN"}, 60, SlurmConfig())))
+    down = next(iter(partition_findings(parse_config(CONFIG), {**high, "State": "DRAIN"}, 60, SlurmConfig())))
     assert (down.level, "DRAIN" in down.found) == ("error", True)
 
 
@@ -112,12 +112,12 @@ def test_partition_that_takes_no_such_job() -> None:
 )
 def test_whether_others_may_be_on_a_runs_nodes(partition: dict[str, str], asked: dict[str, Any], alone: bool) -> None:
     main = parse_records(PARTITIONS)[0] | partition
-    last = list(of_partition(parse_config(CONFIG), main, None, SlurmConfig(**asked)))[-1]
+    last = list(partition_findings(parse_config(CONFIG), main, None, SlurmConfig(**asked)))[-1]
     assert last.subject == "other users"
     assert (last.level == "ok") == alone
     assert alone or "slurm.exclusive=true" in last.remedy
 
 
 def test_a_program_of_slurm_that_is_not_there_is_silent() -> None:
-    with pytest.raises(Silent, match="no-srun: No such file or directory"):
-        Talk(["no-srun", "--nodes=1"])
+    with pytest.raises(NoAnswerError, match="no-srun: No such file or directory"):
+        NodeSession(["no-srun", "--nodes=1"])

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hpcrl.launch.doctor import torch_facts
-from hpcrl.launch.doctor.gpus import of_gpus
+from hpcrl.launch.doctor.gpus import gpu_findings
 
 RIGHT = {"right": True, "tflops": 700.0}
 WELL: dict[str, Any] = {
@@ -27,7 +27,7 @@ def levels(
     nvcc: Sequence[str] = (),
     **changes: Any,
 ) -> dict[str, str]:
-    return {one.subject: one.level for one in of_gpus({**WELL, **changes}, needed, compiles, shares, nvcc)}
+    return {one.subject: one.level for one in gpu_findings({**WELL, **changes}, needed, compiles, shares, nvcc)}
 
 
 def with_torch(**changes: Any) -> dict[str, Any]:
@@ -55,12 +55,16 @@ def test_gpus_that_cannot_be_used() -> None:
 def test_a_gpu_that_computes_wrongly_or_slowly() -> None:
     found = {
         one.subject: one
-        for one in of_gpus({**WELL, "torch": with_torch(matmul=[RIGHT, {"right": False, "tflops": 1.0}])}, 2, ["vLLM"])
+        for one in gpu_findings(
+            {**WELL, "torch": with_torch(matmul=[RIGHT, {"right": False, "tflops": 1.0}])}, 2, ["vLLM"]
+        )
     }
     assert found["matrix product"].level == "error"
     assert "device 5: a wrong result" in found["matrix product"].found
     failed = {"right": False, "tflops": 0.0, "error": "CUDA error: uncorrectable ECC error encountered"}
-    found = {one.subject: one for one in of_gpus({**WELL, "torch": with_torch(matmul=[failed, RIGHT])}, 2, ["vLLM"])}
+    found = {
+        one.subject: one for one in gpu_findings({**WELL, "torch": with_torch(matmul=[failed, RIGHT])}, 2, ["vLLM"])
+    }
     assert "device 4: CUDA error: uncorrectable ECC" in found["matrix product"].found
     assert levels(torch=with_torch(matmul=[RIGHT, {"right": True, "tflops": 300.0}]))["matrix product"] == "warning"
 
@@ -70,14 +74,14 @@ def test_processes_on_them() -> None:
     assert levels(gpu_processes=[process(600), process(600)])["GPU processes"] == "error"
     assert levels(gpu_processes=[process(30)])["GPU processes"] == "warning"
     assert levels(gpu_processes=[process(None)])["GPU processes"] == "warning"
-    found = {one.subject: one.found for one in of_gpus({**WELL, "gpu_processes": [process(30156)]}, 2, ["vLLM"])}
+    found = {one.subject: one.found for one in gpu_findings({**WELL, "gpu_processes": [process(30156)]}, 2, ["vLLM"])}
     assert found["GPU processes"] == "GPU 4 of n1 is used by 77 python3 of eve (30156 MiB)"
 
 
 def test_what_triton_needs() -> None:
     assert levels(compiler=None)["compiler"] == "error"
     header = {"path": "/usr/include/python3.11/Python.h", "there": False}
-    found = {one.subject: one for one in of_gpus({**WELL, "python_header": header}, 2, ["vLLM"])}
+    found = {one.subject: one for one in gpu_findings({**WELL, "python_header": header}, 2, ["vLLM"])}
     assert found["compiler"].level == "error"
     assert "no /usr/include/python3.11/Python.h on n1" in found["compiler"].found
 
@@ -86,7 +90,7 @@ def test_what_cudas_compiler_builds() -> None:
     flashinfer, blocks = "generator.inference_engine.use_flashinfer", "generator.inference_engine.quantization"
     assert levels(nvcc=[flashinfer])["nvcc"] == "error"
     assert levels(nvcc=[blocks])["nvcc"] == "warning"
-    there = list(of_gpus({**WELL, "nvcc": "/usr/local/cuda/bin/nvcc"}, 2, (), (), [flashinfer, blocks]))
+    there = list(gpu_findings({**WELL, "nvcc": "/usr/local/cuda/bin/nvcc"}, 2, (), (), [flashinfer, blocks]))
     assert "nvcc" not in {one.subject for one in there}
     assert "nvcc" not in levels(nvcc=[flashinfer], flashinfer_cubin=True), "its kernels are there"
 
@@ -99,7 +103,7 @@ def test_nodes_of_a_machine_to_which_nothing_can_be_bound() -> None:
 
 def test_parts_of_a_gpu() -> None:
     two = ["MIG-1f3c", "MIG-77ab"]
-    (found,) = of_gpus({**WELL, "devices": two, "torch": with_torch(devices=1)}, 2, ["vLLM"])
+    (found,) = gpu_findings({**WELL, "devices": two, "torch": with_torch(devices=1)}, 2, ["vLLM"])
     assert (found.subject, found.level) == ("GPU", "error")
     assert "a process sees one of them" in found.found
     assert levels(needed=1, devices=two[:1], torch=with_torch(devices=1, matmul=[RIGHT]))["GPU"] == "ok"
@@ -115,7 +119,9 @@ def test_gpus_that_one_process_alone_may_use() -> None:
     assert levels(shares=shares, **mode("Exclusive_Process"))["compute mode"] == "error"
     assert "compute mode" not in levels(shares=shares)
     (found,) = [
-        one for one in of_gpus({**WELL, **mode("Exclusive_Process")}, 2, (), shares) if one.subject == "compute mode"
+        one
+        for one in gpu_findings({**WELL, **mode("Exclusive_Process")}, 2, (), shares)
+        if one.subject == "compute mode"
     ]
     assert found.found == (
         "Exclusive_Process on n1, and trainer.placement.colocate_all has two processes use the same GPU"

@@ -10,11 +10,17 @@ from typing import Any
 import pytest
 
 from hpcrl import faults as fault
-from hpcrl.launch.doctor.disk_space import Room
+from hpcrl.launch.doctor.disk_space import DiskNeed
 from hpcrl.launch.doctor.node import facts, filesystem
-from hpcrl.launch.doctor.node_findings import Purpose, of_both, of_clock, of_node, of_place
-from hpcrl.launch.doctor.node_session import Silent, Talk
-from hpcrl.launch.doctor.shared_fs_probe import delays_of, of_delays, of_links
+from hpcrl.launch.doctor.node_findings import (
+    Purpose,
+    clock_finding,
+    environment_findings,
+    filesystem_finding,
+    findings_of_node,
+)
+from hpcrl.launch.doctor.node_session import NoAnswerError, NodeSession
+from hpcrl.launch.doctor.shared_fs_probe import link_finding, measure_delays, visibility_finding
 
 MOUNTS = """\
 22 1 259:1 / / rw,relatime - ext4 /dev/root rw
@@ -38,26 +44,26 @@ def test_filesystem_of_a_path(path: str, kind: str) -> None:
     assert filesystem(Path(path), MOUNTS) == kind
 
 
-def node(directory: Path) -> Talk:
-    return Talk([sys.executable, "-m", "hpcrl.launch.doctor.node", str(directory)])
+def node(directory: Path) -> NodeSession:
+    return NodeSession([sys.executable, "-m", "hpcrl.launch.doctor.node", str(directory)])
 
 
 def test_files_are_seen_both_ways(tmp_path: Path) -> None:
     with node(tmp_path) as there:
-        delays, stranger = delays_of(there, tmp_path, 10)
+        delays, stranger = measure_delays(there, tmp_path, 10)
     assert stranger is None
     assert set(delays) == {"new there", "replaced there", "new here", "replaced here"}
     assert all(delay is not None and delay < 5 for delay in delays.values())
-    assert of_delays(delays, tmp_path, "n1").level == "ok"
-    assert of_delays({**delays, "replaced there": 8.0}, tmp_path, "n1").level == "warning"
+    assert visibility_finding(delays, tmp_path, "n1").level == "ok"
+    assert visibility_finding({**delays, "replaced there": 8.0}, tmp_path, "n1").level == "warning"
 
 
 def test_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "canary").mkdir()
-    assert of_links(tmp_path / "canary").level == "ok"
+    (tmp_path / "probe").mkdir()
+    assert link_finding(tmp_path / "probe").level == "ok"
     monkeypatch.setattr(fault, "_passed", fault.Counter())
     monkeypatch.setenv("HPCRL_FAULT", "link:raise=EPERM")
-    without = of_links(tmp_path / "canary")
+    without = link_finding(tmp_path / "probe")
     assert (without.level, without.found) == ("warning", f"{tmp_path}: none (Operation not permitted)")
 
 
@@ -66,25 +72,28 @@ def test_directory_that_is_another_one_there(tmp_path: Path) -> None:
     here.mkdir()
     other.mkdir()
     with node(other) as there:
-        delays, _ = delays_of(there, here, 0.5)
-    finding = of_delays(delays, here, "n1")
+        delays, _ = measure_delays(there, here, 0.5)
+    finding = visibility_finding(delays, here, "n1")
     assert (finding.level, "a new file is not seen on n1" in finding.found) == ("error", True)
     assert "all nodes share" in finding.remedy
 
 
 def test_directory_that_is_missing_there(tmp_path: Path) -> None:
     with node(tmp_path / "missing") as there:
-        delays, _ = delays_of(there, tmp_path, 0.5)
+        delays, _ = measure_delays(there, tmp_path, 0.5)
     assert delays == {"new there": None}
 
 
 def test_command_that_fails_is_quoted_and_one_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hpcrl.launch.doctor.node_session._LEAVING_S", 1.0)
-    with Talk(["sh", "-c", "echo no such thing >&2; exit 3"]) as talk, pytest.raises(Silent, match="no such thing"):
-        talk.hear(10)
+    with (
+        NodeSession(["sh", "-c", "echo no such thing >&2; exit 3"]) as talk,
+        pytest.raises(NoAnswerError, match="no such thing"),
+    ):
+        talk.receive(10)
     began = time.monotonic()
-    with Talk(["sleep", "300"]) as talk, pytest.raises(Silent, match="no answer in 0 s"):
-        talk.hear(0.2)
+    with NodeSession(["sleep", "300"]) as talk, pytest.raises(NoAnswerError, match="no answer in 0 s"):
+        talk.receive(0.2)
     assert time.monotonic() - began < 5
 
 
@@ -92,9 +101,9 @@ def test_facts_of_this_machine_are_findings(tmp_path: Path) -> None:
     here = facts(tmp_path)
     assert here["packages"]["hpcrl"]
     assert here["places"]["root"]["path"] == str(tmp_path)
-    subjects = [one.subject for one in of_node(here, Purpose())]
+    subjects = [one.subject for one in findings_of_node(here, Purpose())]
     assert {"slurm.root", "open files", "network", "GPU"} <= set(subjects)
-    assert [one.level for one in of_both(here, here) if one.subject == "environment"] == ["ok"]
+    assert [one.level for one in environment_findings(here, here) if one.subject == "environment"] == ["ok"]
 
 
 def test_other_packages_there_are_an_error(tmp_path: Path) -> None:
@@ -105,7 +114,7 @@ def test_other_packages_there_are_an_error(tmp_path: Path) -> None:
         "python": "3.9.1",
         "packages": {**here["packages"], "submitit": "0.1"},
     }
-    found = {one.subject: one for one in of_both(here, there)}
+    found = {one.subject: one for one in environment_findings(here, there)}
     assert found["environment"].level == "error"
     assert f"submitit {here['packages']['submitit']} here, 0.1 on n1" in found["environment"].found
     assert "3.9.1 on n1" in found["environment"].found
@@ -128,7 +137,7 @@ def place(**changes: Any) -> dict[str, Any]:
     ],
 )
 def test_place_of_runs(changes: dict[str, Any], level: str, text: str) -> None:
-    finding = of_place("root", place(**changes), "n1")
+    finding = filesystem_finding("root", place(**changes), "n1")
     assert finding.level == level
     assert text in finding.found
 
@@ -138,19 +147,20 @@ GB = 10**9
 
 @pytest.mark.parametrize(("free", "level"), [(100 * GB, "ok"), (30 * GB, "warning"), (5 * GB, "error")])
 def test_room_for_what_a_run_writes(free: int, level: str) -> None:
-    finding = of_place("root", place(free_bytes=free), "n1", Room(10 * GB, 40 * GB, "a checkpoint"))
+    finding = filesystem_finding("root", place(free_bytes=free), "n1", DiskNeed(10 * GB, 40 * GB, "a checkpoint"))
     assert finding.level == level
     assert ("37.3 GiB" in finding.found) == (level != "ok")
-    assert of_place("root", place(free_bytes=GB), "n1", Room(GB // 10, GB // 2, "a checkpoint")).level == "ok", (
-        "a tiny model"
-    )
+    assert (
+        filesystem_finding("root", place(free_bytes=GB), "n1", DiskNeed(GB // 10, GB // 2, "a checkpoint")).level
+        == "ok"
+    ), "a tiny model"
 
 
 ON_SLURM = Purpose(requeues=True)
 
 
 def levels(facts: dict[str, Any], purpose: Purpose = ON_SLURM) -> dict[str, str]:
-    return {one.subject: one.level for one in of_node(facts, purpose)}
+    return {one.subject: one.level for one in findings_of_node(facts, purpose)}
 
 
 def test_limits_and_network() -> None:
@@ -178,7 +188,7 @@ def test_limits_and_network() -> None:
 
 
 def test_clock() -> None:
-    assert of_clock(0.5, 0.1, "n1").level == "ok"
-    assert of_clock(-3.0, 2.0, "n1").level == "ok", "the answer was too slow to tell"
-    late = of_clock(-600.0, 0.1, "n1")
+    assert clock_finding(0.5, 0.1, "n1").level == "ok"
+    assert clock_finding(-3.0, 2.0, "n1").level == "ok", "the answer was too slow to tell"
+    late = clock_finding(-600.0, 0.1, "n1")
     assert (late.level, "600.00 s behind" in late.found) == ("warning", True)

@@ -14,14 +14,14 @@ from hpcrl.launch.manage.progress import Progress
 from hpcrl.launch.manage.screen import RunView, bar, details, one_run, several_runs, sparkline
 from hpcrl.launch.manage.state import RunState
 from hpcrl.launch.scheduler import JobState
-from hpcrl.observe.live_status import ProcessRow, Watched
+from hpcrl.observe.live_status import LiveStatus, ProcessRow
 from hpcrl.observe.summary import Headline
 from hpcrl.rundir.alerts import Alert, AlertEvent
 from hpcrl.rundir.layout import Run
 
 PROGRESS = Progress("step 12/40", 12, 40, 3.0, 1, 2, "s000010", 35.0, 1.0)
 HEADLINE = Headline(1, 11, (0, 0.25), (10, 0.5), None, None, (1, 0.1), (11, 0.62), 63.0, None, "")
-WATCHED = Watched(
+LIVE_STATUS = LiveStatus(
     [
         ProcessRow("agent-0", "watching", ["512.0 MiB", "n1"]),
         ProcessRow("rollout-0", "generating", ["version 11", "2.0 GiB", "n2"]),
@@ -40,7 +40,7 @@ def view(kind: str = "running", detail: str = "", name: str = "mine", **more: An
     submission = {"job_id": "7_0", "executor": "slurm", "overrides": ["trainer.seed=1"]}
     job = JobState("PENDING" if kind == "pending" else "RUNNING")
     state = RunState(run, submission, job, 1, None, [], PROGRESS, kind, detail, "")
-    return RunView(run, state, PROGRESS, HEADLINE, WATCHED, **more)
+    return RunView(run, state, PROGRESS, HEADLINE, LIVE_STATUS, **more)
 
 
 def shown(view: RunView, width: int = 100, height: int = 40) -> list[str]:
@@ -122,7 +122,7 @@ def test_a_run_that_is_over_shows_no_processes_and_no_bar() -> None:
 
 def test_supervised_runs_have_a_loss() -> None:
     offline = replace(view(), headline=replace(HEADLINE, reward_first=None, reward_last=None))
-    offline = replace(offline, watched=replace(WATCHED, curve=[2.0, 1.0], is_reward=False))
+    offline = replace(offline, live=replace(LIVE_STATUS, curve=[2.0, 1.0], is_reward=False))
     assert ("loss", "2.000 → 1.000  █▁") in details(offline)
 
 
@@ -131,7 +131,7 @@ def test_what_files_say_cannot_steer_a_terminal() -> None:
     assert state
     wild = replace(
         view("failed", "\x1b[2Jgone\nfor ever", name="a\x1b]0;b"),
-        watched=Watched([ProcessRow("trainer\x07", "\x1b[31mred", ["\r"])]),
+        live=LiveStatus([ProcessRow("trainer\x07", "\x1b[31mred", ["\r"])]),
         alerts=[Alert(AlertEvent("kl\x1b", "raised", 1, 1, 1.0, "\x9b2J"))],
         complaint="\x1b[H",
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hpcrl.config import Config
-from hpcrl.launch.doctor.cluster import of_request
+from hpcrl.launch.doctor.cluster import request_findings
 from hpcrl.launch.nodes import describe_plan, make_plan
 from hpcrl.launch.pools import with_few_cores
 from hpcrl.launch.submit.executors import Element, Submission, batch_scripts
@@ -43,7 +43,7 @@ def test_every_site_is_planned_with_an_experiment(tmp_path: Path, site: str) -> 
     experiment = QUICKSTART if site == "devcluster.toml" else RECIPE
     config = Config.from_toml([experiment, SITES / site])
     assert len(describe_plan(make_plan(config))) == int(options(scripts(tmp_path, config)[0])["nodes"] or 0)
-    assert not list(of_request(config.slurm))
+    assert not list(request_findings(config.slurm))
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_an_element_of_a_pool_asks_for_its_share(
     ],
 )
 def test_a_run_on_gpus_that_would_get_one_core_is_warned(settings: list[str], warned: bool) -> None:
-    found = [one.found for one in of_request(Config.from_toml([QUICKSTART], settings).slurm)]
+    found = [one.found for one in request_findings(Config.from_toml([QUICKSTART], settings).slurm)]
     assert found == ["slurm.cpus_per_task is not set, and the run takes no whole nodes"] * warned
 
 
@@ -120,7 +120,7 @@ def test_a_pool_of_scorers_on_a_part_of_a_node_is_warned() -> None:
     settings = ["slurm.gpus_per_node=8", f"{section}.replicas=2", "trainer.placement.colocate_policy_ref=false"]
     config = Config.from_toml([QUICKSTART], settings)
     assert with_few_cores(config) == [section]
-    (found,) = of_request(config.slurm, with_few_cores(config))
+    (found,) = request_findings(config.slurm, with_few_cores(config))
     assert found.found == f"{section}.cpus_per_task is not set, and an element takes no whole node"
     whole = "trainer.placement.ref_num_gpus_per_node=8"
     assert not with_few_cores(Config.from_toml([QUICKSTART], [*settings, whole]))

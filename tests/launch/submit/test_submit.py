@@ -138,13 +138,23 @@ def test_without_slurm_the_remedy_is_named(tmp_path: Path) -> None:
     assert done.returncode == 3
     assert "--local" in done.stderr
     assert nothing_made(tmp_path)
-    done = called("submit", QUICKSTART, "--dry-run", "slurm.elastic.replicas=1", cwd=tmp_path, PATH=str(tmp_path))
+    done = called(
+        "submit", QUICKSTART, "--dry-run", "--script", "slurm.elastic.replicas=1", cwd=tmp_path, PATH=str(tmp_path)
+    )
     assert done.returncode == 0, done.stderr
     assert "# batch script of the " in done.stdout, "as the remedy says"
 
 
 def test_dry_run_shows_everything_and_makes_nothing(tmp_path: Path) -> None:
-    arguments = ["submit", QUICKSTART, "--dry-run", "generator.inference_engine.num_engines=2", "--seeds", "1,2"]
+    arguments = [
+        "submit",
+        QUICKSTART,
+        "--dry-run",
+        "--script",
+        "generator.inference_engine.num_engines=2",
+        "--seeds",
+        "1,2",
+    ]
     done = called(*arguments, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     for part in (
@@ -206,7 +216,7 @@ def test_plan_of_a_gpu_cluster(tmp_path: Path) -> None:
         "generator.inference_engine.backend=vllm",
         "generator.inference_engine.tensor_parallel_size=2",
     ]
-    done = called("submit", QUICKSTART, "--dry-run", *settings, cwd=tmp_path)
+    done = called("submit", QUICKSTART, "--dry-run", "--script", *settings, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "#SBATCH --gpus-per-node=4" in done.stdout
     assert "node 1: trainer, 4 rank(s), 4 GPU(s)" in done.stdout

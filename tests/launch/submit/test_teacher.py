@@ -62,7 +62,7 @@ def test_what_was_written_for_a_run_fits_it(written: Path, tmp_path: Path) -> No
             "trainer.ref.fsdp_config.mixed_precision.param_dtype=bf16",
             "was computed with other number types, ['fp32', 'fp32']",
         ),
-        ("trainer.max_length=16", "speaks of other rows than data.train_data[0] has here: longest differ"),
+        ("trainer.max_length=16", "has other rows than data.train_data[0] has here: longest differ"),
         (
             "data.train_data=['./quickstart/data/sft_validation.parquet']",
             "data.train_data[0] has here: contents differ",
@@ -76,7 +76,7 @@ def test_what_was_written_for_another_run_is_refused(setting: str, message: str,
     (found,) = problems(written, setting)
     assert message in found
     assert str(written) in found
-    assert found.endswith("write it anew with `hpcrl score`, or leave it out")
+    assert found.endswith("write it again with `hpcrl score`, or leave it out")
 
 
 def test_a_teacher_that_was_trained_since_is_another_one(tmp_path: Path) -> None:
@@ -108,12 +108,12 @@ def test_what_was_not_finished_is_refused(written: Path, tmp_path: Path) -> None
     begun = shutil.copytree(written, tmp_path / "begun")
     (begun / "teacher" / "train-0" / "COMMIT").unlink()
     assert problems(begun) == [
-        f"{begun} lacks train-0: `hpcrl score` did not finish it; write it anew with `hpcrl score`, or leave it out"
+        f"{begun} lacks train-0: `hpcrl score` did not finish it; write it again with `hpcrl score`, or leave it out"
     ]
     (nothing,) = problems(tmp_path / "nothing")
     assert nothing.startswith("expected a directory that `hpcrl score` wrote of 1 dataset(s)")
     two = "data.train_data=" + json.dumps([str(CONFIGS / "quickstart" / "data" / "sft_train.parquet")] * 2)
-    assert "it speaks of 1: " in problems(written, two)[0]
+    assert "it has 1: " in problems(written, two)[0]
 
 
 def test_submit_refuses_it(written: Path, tmp_path: Path) -> None:

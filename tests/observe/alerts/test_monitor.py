@@ -1,4 +1,4 @@
-"""Alerts are told once over restarts, and hurt nothing: real processes, real files, a real server for the webhook."""
+"""AlertMonitor are told once over restarts, and hurt nothing: real processes, real files, a real server for the webhook."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from hpcrl.config import Config
 from hpcrl.errors import CommitError
 from hpcrl.observe.alerts import notify
-from hpcrl.observe.alerts.monitor import Alerts, main, rules_of, watcher
+from hpcrl.observe.alerts.monitor import AlertMonitor, main, monitor_process, rules_of
 from hpcrl.observe.metrics import MetricsWriter
 from hpcrl.observe.summary import WITHOUT_SPREAD
 from hpcrl.rundir.alerts import AlertEvent, append_event, read_alerts
@@ -43,8 +43,8 @@ def configure(run: Run, *settings: str) -> None:
     write_text(run.config, Config.from_toml([QUICKSTART], settings).to_toml())
 
 
-def alerts_of(run: Run, attempt: int = 1) -> Alerts:
-    return Alerts(run, attempt, Config.from_toml([run.config]).trainer)
+def alerts_of(run: Run, attempt: int = 1) -> AlertMonitor:
+    return AlertMonitor(run, attempt, Config.from_toml([run.config]).trainer)
 
 
 def train(run: Run, attempt: int, resume: int, *entropies: float) -> None:
@@ -63,31 +63,31 @@ FOUND = "policy/policy_entropy is 0.1, below 0.5, 2 times in a row"
 def test_one_alert_per_crossing(run: Run) -> None:
     alerts = alerts_of(run)
     train(run, 1, 0, 1.0, 0.1)
-    alerts.look()
+    alerts.poll()
     assert told(run) == []
     with MetricsWriter(run, "trainer", 1, 0) as writer:
         for step, entropy in enumerate((0.1, 0.1, 0.1, 1.0, 0.1, 0.1), 3):
             writer.write(step, {ENTROPY: entropy})
-            alerts.look()
+            alerts.poll()
     assert told(run) == [f"low at step 3: {FOUND}; over at step 6", f"low at step 8: {FOUND}"]
-    assert all(alert.told for alert in read_alerts(run))
+    assert all(alert.notified for alert in read_alerts(run))
 
 
 def test_one_alert_over_restarts(run: Run) -> None:
     """What lasts is not told again, steps that are trained again neither, and what nobody looked at is told late."""
     train(run, 1, 0, 1.0, 0.1, 0.1, 0.1)
-    alerts_of(run).look()
+    alerts_of(run).poll()
     open_attempt(run, "local-2", ["n1"])
     second = alerts_of(run, 2)
     train(run, 2, 1, 1.0, 0.1, 0.1, 0.1)  # steps 2 to 5
-    second.look()
+    second.poll()
     assert told(run) == [f"low at step 3: {FOUND}"]
     train(run, 2, 5, 1.0, 0.1, 0.1)  # nobody looks
     open_attempt(run, "local-3", ["n1"])
     third = alerts_of(run, 3)
-    third.look()
+    third.poll()
     train(run, 3, 8, 0.1, 1.0)
-    third.look()
+    third.poll()
     assert told(run) == [f"low at step 3: {FOUND}; over at step 6", f"low at step 8: {FOUND}; over at step 10"]
     assert [alert.begin.attempt for alert in read_alerts(run)] == [1, 3]
 
@@ -97,7 +97,7 @@ def test_an_attempt_that_is_over_writes_no_alert(run: Run) -> None:
     open_attempt(run, "local-2", ["n1"])
     train(run, 1, 0, 0.1, 0.1)
     with pytest.raises(CommitError, match="attempt 2 has begun"):
-        first.look()
+        first.poll()
     assert told(run) == []
 
 
@@ -107,13 +107,13 @@ def test_a_metric_that_nobody_reports_is_said_with_the_nearest(run: Run) -> None
     alerts = alerts_of(run)
     for resume in (0, 1, 2):
         train(run, 1, resume, 1.0)
-        alerts.look()
+        alerts.poll()
     said = "a at step 1: step 1 reported no metric policy/policy_entropie; did you mean policy/policy_entropy?"
     assert told(run) == [said], "evaluations are awaited for longer"
-    alerts_of(run).look()
+    alerts_of(run).poll()
     with MetricsWriter(run, "trainer", 1, 3) as writer:
         writer.write(4, {"policy/policy_entropie": 2.0})
-    alerts.look()
+    alerts.poll()
     assert told(run) == [f"{said}; over at step 4", "a at step 4: policy/policy_entropie is 2, above 1"]
 
 
@@ -122,19 +122,19 @@ def test_rewards_that_are_all_alike_are_marked_without_a_rule(run: Run) -> None:
     configure(run)
     alerts = alerts_of(run)
     train(run, 1, 0, 1.0, 1.0)
-    alerts.look()
+    alerts.poll()
     assert told(run) == []
     with MetricsWriter(run, "controller", 1, 0) as writer:
         for step, share in enumerate((1.0, 1.0, 0.5, 1.0, 1.0, 1.0, 0.9), 1):
             writer.write(step, {WITHOUT_SPREAD: share})
-    alerts.look()
+    alerts.poll()
     found = "reward/groups_without_spread is 1, above 0.99, 3 times in a row"
     assert told(run) == [f"learning at step 6: {found}; over at step 7"]
     assert stop_asked(run, 1) is None
     teacher = ["trainer.distillation.enable=true", "trainer.distillation.model_path=x"]
     silent = "trainer.alerts.steps_without_signal=0"
-    assert watcher(run, 1, Config.from_toml([QUICKSTART], teacher).trainer) == {}
-    assert watcher(run, 1, Config.from_toml([QUICKSTART], [silent]).trainer) == {}
+    assert monitor_process(run, 1, Config.from_toml([QUICKSTART], teacher).trainer) == {}
+    assert monitor_process(run, 1, Config.from_toml([QUICKSTART], [silent]).trainer) == {}
     own = Config.from_toml([QUICKSTART], ["trainer.alerts.rules.learning={kind='no_spread_above', value=0.5}"])
     assert rules_of(own.trainer.alerts, rewarded=True)["learning"].value == 0.5
 
@@ -143,11 +143,11 @@ def test_no_progress(run: Run) -> None:
     configure(run, "trainer.alerts.rules.stuck={kind='no_progress', minutes=0.005, stop=true}")  # 0.3 s
     alerts = alerts_of(run)
     train(run, 1, 0, 1.0, 1.0)
-    alerts.look()
+    alerts.poll()
     assert told(run) == []
     time.sleep(0.4)
-    alerts.look()
-    alerts.look()
+    alerts.poll()
+    alerts.poll()
     said = "stuck at step 2: no step was trained and no evaluation ended for 0.005 minutes"
     assert told(run) == [said]
     assert stop_asked(run, 1) == "cancelled"
@@ -156,10 +156,10 @@ def test_no_progress(run: Run) -> None:
     assert (stop_asked(run, 2), stop_cause(run, 2)) == (None, "")
     second = alerts_of(run, 2)
     time.sleep(0.4)
-    second.look()
+    second.poll()
     assert told(run) == [said], "it still makes no progress"
     train(run, 2, 2, 1.0)
-    second.look()
+    second.poll()
     assert told(run) == [f"{said}; over at step 3"]
 
 
@@ -189,7 +189,7 @@ def test_a_command_gets_the_facts_and_no_shell(run: Run, tmp_path: Path, capfd: 
     command = program(tmp_path / "own program", wanted)
     configure(run, LOW, f"trainer.alerts.command={json.dumps([command, '$HOME; `id`'])}")
     train(run, 1, 0, 0.1, 0.1)
-    alerts_of(run).look()
+    alerts_of(run).poll()
     lines = (run.path / "facts").read_text().splitlines()
     facts = {name: value for name, _, value in (line.partition("=") for line in lines)}
     assert facts["HPCRL_ALERT_TEXT"] == f"project/run: low at step 2: {FOUND}"
@@ -210,10 +210,10 @@ def test_a_command_that_fails_or_hangs_is_only_logged(
     configure(run, LOW, f"trainer.alerts.command=['{command}']")
     train(run, 1, 0, 0.1, 0.1)
     began = time.monotonic()
-    alerts_of(run).look()
+    alerts_of(run).poll()
     assert time.monotonic() - began < 5
     assert said in capfd.readouterr().out
-    assert [alert.told for alert in read_alerts(run)] == [True]
+    assert [alert.notified for alert in read_alerts(run)] == [True]
 
 
 @pytest.fixture
@@ -249,7 +249,7 @@ def test_a_webhook_is_sent_json_again_where_it_fails(
     (tmp_path / "address").write_text(f"{address}\n")
     configure(run, LOW, f"trainer.alerts.webhook_file={tmp_path / 'address'}")
     train(run, 1, 0, 0.1, 0.1)
-    alerts_of(run).look()
+    alerts_of(run).poll()
     assert len(got) == 3
     assert got[2]["text"] == f"project/run: low at step 2: {FOUND}"
     assert (got[2]["name"], got[2]["step"], got[2]["stops"]) == ("low", 2, False)
@@ -271,11 +271,11 @@ def test_a_webhook_that_is_down_is_only_logged(
     monkeypatch.setattr(notify, "_AGAIN_S", 0.0)
     configure(run, LOW, f"trainer.alerts.webhook={address}")
     train(run, 1, 0, 0.1, 0.1)
-    alerts_of(run).look()
+    alerts_of(run).poll()
     printed = capfd.readouterr().out
     assert said in printed
     assert "secret" not in printed
-    assert [alert.told for alert in read_alerts(run)] == [True]
+    assert [alert.notified for alert in read_alerts(run)] == [True]
 
 
 def test_who_was_killed_before_telling_has_the_next_attempt_do_it(run: Run, tmp_path: Path) -> None:
@@ -284,7 +284,7 @@ def test_who_was_killed_before_telling_has_the_next_attempt_do_it(run: Run, tmp_
     append_event(run, AlertEvent("low", "raised", 2, 1, 1.0, FOUND))
     for attempt in (2, 3):
         open_attempt(run, f"local-{attempt}", ["n1"])
-        alerts_of(run, attempt).look()
+        alerts_of(run, attempt).poll()
     assert (run.path / "told").read_text() == "x\n"
     assert told(run) == [f"low at step 2: {FOUND}"]
 
@@ -300,7 +300,7 @@ def test_the_process_beside_the_controller(run: Run, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     configure(run, LOW.replace("steps=2", "steps=2, stop=true"))
     config = Config.from_toml([run.config]).trainer
-    with Followers(run, 1, watcher(run, 1, config)):
+    with Followers(run, 1, monitor_process(run, 1, config)):
         train(run, 1, 0, 0.1, 0.1)
         wait(lambda: stop_asked(run, 1) == "cancelled")
         train(run, 1, 2, 1.0)  # the last look comes after its end is asked for
@@ -313,8 +313,8 @@ def test_the_process_beside_the_controller(run: Run, monkeypatch: pytest.MonkeyP
 
 def test_no_rules_no_process(run: Run) -> None:
     silent = "trainer.alerts.steps_without_signal=0"
-    assert watcher(run, 1, Config.from_toml([QUICKSTART], [silent]).trainer) == {}
-    assert watcher(run, 1, Config.from_toml([QUICKSTART], [silent, *BEST]).trainer)
+    assert monitor_process(run, 1, Config.from_toml([QUICKSTART], [silent]).trainer) == {}
+    assert monitor_process(run, 1, Config.from_toml([QUICKSTART], [silent, *BEST]).trainer)
 
 
 BEST = ["trainer.ckpt_keep_best=eval/all/avg_scores", "trainer.ckpt_keep_best_mode=max"]
@@ -327,13 +327,13 @@ def test_a_metric_of_a_setting_that_nobody_reports_is_an_alert_when_it_is_first_
     configure(run, *BEST, f"trainer.alerts.webhook={address}")
     train(run, 1, 0, 1.0, 1.0)
     alerts = alerts_of(run)
-    alerts.look()
-    alerts.look()
+    alerts.poll()
+    alerts.poll()
     assert told(run) == [], "nothing was evaluated yet"
     with MetricsWriter(run, "controller", 1, 2) as writer:
         writer.write(2, {"eval/all/avg_score": 0.5})
     for _ in range(3):
-        alerts.look()
+        alerts.poll()
     text = "step 2 reported no metric eval/all/avg_scores; did you mean eval/all/avg_score"
     (line,) = told(run)
     assert line.startswith(f"trainer.ckpt_keep_best at step 2: {text}")
@@ -343,10 +343,10 @@ def test_a_metric_of_a_setting_that_nobody_reports_is_an_alert_when_it_is_first_
     ]
     open_attempt(run, "local-2", ["n1"])
     second = alerts_of(run, 2)
-    second.look()
+    second.poll()
     with MetricsWriter(run, "controller", 2, 2) as writer:
         writer.write(3, {"eval/all/avg_scores": 0.5})
-    second.look()
+    second.poll()
     assert told(run)[0].endswith("; over at step 3")
     assert len(got) == 1
 
@@ -356,7 +356,7 @@ def test_an_evaluation_whose_samples_all_failed_is_one(run: Run) -> None:
     alerts = alerts_of(run)
     with MetricsWriter(run, "controller", 1, 0) as writer:
         writer.write(1, {"eval/all/generate/failed_samples": 8.0})
-    alerts.look()
-    alerts.look()
+    alerts.poll()
+    alerts.poll()
     (line,) = told(run)
     assert "reported no metric eval/all/avg_score" in line

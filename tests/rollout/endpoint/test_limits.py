@@ -21,7 +21,7 @@ from hpcrl.envs.base import Messages, Turn
 from hpcrl.rollout.endpoint.session import AT_ONCE, MOST_OPEN, PER_SECOND
 from hpcrl.rollout.engines.base import Generation
 from hpcrl.rollout.generate import conversations
-from hpcrl.rollout.worker import WorkerOptions, work
+from hpcrl.rollout.worker import WorkerOptions, run_worker
 from hpcrl.rundir.commit import write_text
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.process_status import StatusWriter
@@ -181,7 +181,7 @@ def test_a_sample_that_would_be_too_stale_is_told_so(embedded: Embedded, tmp_pat
     with FakeController().served(run, 1) as controller:
         controller.work.append(item)
         maker = conversations(TOKENIZER, CONFIG, EnvironmentConfig())
-        loop = work(options, embedded, maker, decoder(TOKENIZER), status)
+        loop = run_worker(options, embedded, maker, decoder(TOKENIZER), status)
         worker = threading.Thread(target=lambda: asyncio.run(loop))
         worker.start()
         try:

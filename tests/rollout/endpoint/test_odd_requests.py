@@ -20,7 +20,7 @@ from hpcrl.errors import RefusedRequestError
 from hpcrl.rollout.endpoint.server import PolicyServer, serving
 from hpcrl.rollout.engines.base import Engine, engine_sampling
 from hpcrl.rollout.generate import GroupGenerator
-from hpcrl.rollout.generation_cache import Turns
+from hpcrl.rollout.generation_cache import GroupCache
 from hpcrl.rollout.group import Group
 from hpcrl.types import Prompt, Work
 from tests.rollout.conftest import WithEngine
@@ -36,11 +36,16 @@ _TRIES = replace(CONFIG, max_turns=10**6)
 
 async def send_many(engine: Engine, count: int, seed: str) -> Counter[tuple[int, str]]:
     """Send odd requests while other samples ask as ordinary programs do; return how often each status and code was answered."""
-    turns, answers, refusals, left = Turns(engine, "g7"), Counter[tuple[int, str]](), Counter[str](), iter(range(count))
+    cache, answers, refusals, left = (
+        GroupCache(engine, "g7"),
+        Counter[tuple[int, str]](),
+        Counter[str](),
+        iter(range(count)),
+    )
     sampling = engine_sampling(_TRIES.sampling_params, "train", VOCABULARY)
 
     async def say(turn: int, prompt: Any, limits: Any, heard: Any) -> Any:
-        (said,) = await turns.say(0, turn, prompt, 1, turn, {**sampling, **limits}, heard)
+        (said,) = await cache.generate(0, turn, prompt, 1, turn, {**sampling, **limits}, heard)
         return said
 
     async def ask(http: httpx.AsyncClient, endpoint: Endpoint, path: str, body: bytes) -> httpx.Response:

@@ -29,7 +29,7 @@ def by_words() -> tuple[Tokenizer, Callable[[Sequence[int]], str]]:
 def told(decode: Callable[[Sequence[int]], str], token_ids: Sequence[int], marks: Sequence[str] = ()) -> list[str]:
     text = TextInPieces(decode, marks)
     pieces = [text.add([token_id]) for token_id in token_ids]
-    assert "".join(pieces) == text.told
+    assert "".join(pieces) == text.sent
     return pieces
 
 
@@ -71,4 +71,4 @@ def test_what_may_be_a_stop_text_is_held() -> None:
 def test_white_space_before_a_call_is_held() -> None:
     text = TextInPieces(by_bytes, ["<tool_call>"], trims=True)
     assert [text.add([token_id]) for token_id in b"a \n b \n<tool_call>"][:5] == ["a", "", "", "", " \n b"]
-    assert text.told == "a \n b"
+    assert text.sent == "a \n b"

@@ -32,7 +32,7 @@ from hpcrl.errors import ConfigError
 from hpcrl.rollout.engines.base import Engine, Launched
 from hpcrl.rollout.generate import GroupGenerator
 from hpcrl.rollout.group import Group
-from hpcrl.rollout.teacher_inputs import Lessons
+from hpcrl.rollout.teacher_inputs import TeacherInputs
 from hpcrl.runtime.heartbeat import Heartbeat
 from hpcrl.runtime.signals import StopSignal
 from hpcrl.trainer.backends.fsdp.engine import FsdpPolicy
@@ -133,7 +133,9 @@ def test_the_policys_most_probable_tokens_are_told(
 
     async def play(engine: Engine) -> Group:
         config = GeneratorConfig(sampling_params=SAMPLING)
-        generator = GroupGenerator(engine, TOKENIZER, config, EnvironmentConfig(), lessons=Lessons(3, afterwards))
+        generator = GroupGenerator(
+            engine, TOKENIZER, config, EnvironmentConfig(), teacher_inputs=TeacherInputs(3, afterwards)
+        )
         return await generator.generate(replace(WORK, n_samples=8))
 
     group = with_each_engine(play)

@@ -18,7 +18,7 @@ from hpcrl.data.chat.template import Tools
 from hpcrl.data.vision.reader import Context
 from hpcrl.envs.base import Messages
 from hpcrl.errors import ConfigError, DataError
-from hpcrl.rollout.teacher_inputs import Lessons, Told
+from hpcrl.rollout.teacher_inputs import SampleMessages, TeacherInputs
 from hpcrl.types import Row
 from tests.rollout.material import QUICKSTART
 
@@ -27,9 +27,9 @@ HINTS = SelfTeacherConfig(model="policy", template="{prompt}{answer}{feedback}",
 OPENING = [{"role": "system", "content": "ab"}, {"role": "user", "content": "sort: bca"}]
 
 
-def told(answer: str, *feedback: str) -> Told:
+def told(answer: str, *feedback: str) -> SampleMessages:
     said = [{"role": "user", "content": text} for text in feedback]
-    return Told(OPENING, [*said, {"role": "assistant", "content": answer}], 9)
+    return SampleMessages(OPENING, [*said, {"role": "assistant", "content": answer}], 9)
 
 
 def row(stop_reason: str = "stop") -> Row:
@@ -40,7 +40,7 @@ def row(stop_reason: str = "stop") -> Row:
 def shown(rewards: Sequence[float], answers: Sequence[str], failed: int | None = None) -> list[str | None]:
     """Return what each sample is shown of others, of those that it is shown something."""
     rows = [[row("failed" if at == failed else "stop")] for at in range(len(rewards))]
-    found = Lessons(hints=HINTS).with_hints(rows, rewards, [told(answer) for answer in answers], TEMPLATE)
+    found = TeacherInputs(hints=HINTS).with_hints(rows, rewards, [told(answer) for answer in answers], TEMPLATE)
     texts = [None if own[0].hint is None else TEMPLATE.decoded(own[0].hint.token_ids.tolist()) for own in found]
     return [None if text is None else re.sub(r".*sort: bca", "", text) for text in texts]
 
@@ -59,7 +59,7 @@ def test_without_a_success_of_another_there_is_no_hint() -> None:
 
 
 def test_a_hint_takes_the_place_of_the_prompt() -> None:
-    rows = Lessons(hints=HINTS).with_hints(
+    rows = TeacherInputs(hints=HINTS).with_hints(
         [[row()], [row()]], [1.0, 0.0], [told("abc"), told("c", "aa", "bb")], TEMPLATE
     )
     assert rows[0][0].hint is None
@@ -72,9 +72,9 @@ def test_a_hint_takes_the_place_of_the_prompt() -> None:
 
 def test_what_answers_look_like_templates_is_text() -> None:
     """Each place of the template is filled once."""
-    lessons = Lessons(hints=replace(HINTS, template="{answer}{prompt}"))
+    teacher_inputs = TeacherInputs(hints=replace(HINTS, template="{answer}{prompt}"))
     others = [told("{prompt}{feedback}"), told("c", "aa")]
-    hint = lessons.with_hints([[row()], [row()]], [1.0, 0.0], others, TEMPLATE)[1][0].hint
+    hint = teacher_inputs.with_hints([[row()], [row()]], [1.0, 0.0], others, TEMPLATE)[1][0].hint
     assert hint is not None
     expected = [OPENING[0], {"role": "user", "content": "{prompt}{feedback}sort: bca"}]
     assert hint.token_ids.tolist() == TEMPLATE.opening(expected).token_ids
@@ -82,7 +82,7 @@ def test_what_answers_look_like_templates_is_text() -> None:
 
 def test_without_a_message_of_the_user_there_is_no_hint() -> None:
     alone = replace(told("a"), opening=OPENING[:1])
-    rows = Lessons(hints=HINTS).with_hints([[row()], [row()]], [1.0, 0.0], [alone, alone], TEMPLATE)
+    rows = TeacherInputs(hints=HINTS).with_hints([[row()], [row()]], [1.0, 0.0], [alone, alone], TEMPLATE)
     assert [own[0].hint for own in rows] == [None, None]
 
 
@@ -92,15 +92,15 @@ def test_what_cannot_be_given_as_text_is_not_shown() -> None:
             raise DataError(f"a special token in {messages}")
 
     template = Refusing(AutoTokenizer.from_pretrained(QUICKSTART), {})
-    rows = Lessons(hints=HINTS).with_hints([[row()], [row()]], [1.0, 1.0], [told("a"), told("b")], template)
+    rows = TeacherInputs(hints=HINTS).with_hints([[row()], [row()]], [1.0, 1.0], [told("a"), told("b")], template)
     assert [own[0].hint for own in rows] == [None, None]
 
 
 def test_what_settings_want() -> None:
-    def wanted(**distillation: Any) -> Lessons:
-        return Lessons.of(build(DistillationConfig, {"enable": True, **distillation}))
+    def wanted(**distillation: Any) -> TeacherInputs:
+        return TeacherInputs.of(build(DistillationConfig, {"enable": True, **distillation}))
 
-    assert wanted(model_path="t", top_k=4) == Lessons()
+    assert wanted(model_path="t", top_k=4) == TeacherInputs()
     assert wanted(model_path="t", top_k=4, top_k_from_teacher=False).generated == 4
     again = wanted(model_path="t", top_k=4, top_k_from_teacher=False, rollout_top_k_recompute=True)
     assert (again.top_ids, again.generated) == (4, 0)
@@ -112,4 +112,4 @@ def test_what_settings_want() -> None:
 
 def test_where_nobody_wants_hints_rows_stay_as_they_are() -> None:
     rows = [[row()], [row()]]
-    assert Lessons().with_hints(rows, [1.0, 1.0], [told("a"), told("b")], TEMPLATE) is rows
+    assert TeacherInputs().with_hints(rows, [1.0, 1.0], [told("a"), told("b")], TEMPLATE) is rows

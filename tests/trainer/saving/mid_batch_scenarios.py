@@ -23,7 +23,7 @@ from hpcrl.runtime.heartbeat import Heartbeat
 from hpcrl.runtime.process_status import read_process_statuses
 from hpcrl.trainer.distributed import World, joined
 from hpcrl.trainer.stop import StopConsensus
-from jobs.train import STOP, work
+from jobs.train import STOP, run_trainer
 from tests.trainer.test_job import controller
 
 
@@ -36,7 +36,7 @@ def attempt(world: World, options: dict[str, Any]) -> None:
     consensus = StopConsensus(world, STOP, Heartbeat(run, number, f"rank-{world.rank}"))
     with controller(run, number) if world.first else nullcontext():
         timeline = Timeline(run, f"rank-{world.rank}", number)
-        work(run, number, Config.from_toml([options["config"]]), world, consensus, timeline, lambda _: None)
+        run_trainer(run, number, Config.from_toml([options["config"]]), world, consensus, timeline, lambda _: None)
     has_progress = world.all_gather(lambda: STOP.has_progress)
     if world.first:
         said = next(

@@ -1,4 +1,4 @@
-"""OpenVLA (arXiv:2406.09246) as a model of transformers, which has none: importing this tells transformers of its configuration, without torch."""
+"""Registers OpenVLA (arXiv:2406.09246) with transformers, which lacks it, without torch."""
 
 from __future__ import annotations
 

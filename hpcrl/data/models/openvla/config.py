@@ -1,4 +1,4 @@
-"""The configuration of OpenVLA, as its config.json has it. Without torch."""
+"""Configuration of OpenVLA, as in its config.json. Without torch."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class OpenVLAVisionConfig(PreTrainedConfig):
 class OpenVLAConfig(PreTrainedConfig):
     """The configuration; names as in OpenVLA's files, and `vision_config` where the towers are others than those of `timm_model_ids`.
 
-    With parallel_decoding all tokens of actions are said in one forward pass, as OpenVLA-OFT does (arXiv:2502.19645, section 4.1): the model sees
-    nothing of them, only that they are there, and each token sees all others.
+    With parallel_decoding one forward pass predicts all tokens of actions, as in OpenVLA-OFT (arXiv:2502.19645, section 4.1). The model sees
+    only placeholders of them, and each token attends to all others.
 
     With use_proprio what is measured of the robot, proprio_dim numbers, is a token behind those of images, as there.
 

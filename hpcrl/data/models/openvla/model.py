@@ -1,4 +1,4 @@
-"""OpenVLA's network: vision transformers whose patches become tokens of a language model. Importing it tells transformers of it.
+"""OpenVLA's network: vision transformers whose patches become tokens of a language model. Importing it registers it with transformers.
 
 The names of weights are those of OpenVLA's files (`vision_backbone.featurizer`, `projector.fc1`, `language_model`), which transformers translates
 to these modules and back. The last block of each vision transformer and what follows it are not built: OpenVLA takes the patches before it.
@@ -175,7 +175,6 @@ class ProprioProjector(nn.Module):
 
 
 def _unseen(actions: range, _: nn.Module, given: tuple[torch.Tensor, ...], hidden: torch.Tensor) -> torch.Tensor:
-    """Return embeddings with those of actions 0."""
     of_actions = (given[0] >= actions.start) & (given[0] < actions.stop)
     return hidden.masked_fill(of_actions[..., None], 0)
 

@@ -1,6 +1,6 @@
-"""What hpcrl knows of each kind of diffusers' pipelines: how a prompt becomes conditions, what its transformer is asked, and how latents become pictures.
+"""Kinds of diffusers' pipelines: encoding of prompts, calls of the transformer, and decoding of latents.
 
-All of them are flows: the transformer predicts the velocity from a sample to the noise.
+All are flows: the transformer predicts the velocity from a sample to the noise.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
 Conditions = dict[str, "torch.Tensor"]
-"""What a transformer is told of a prompt, by name, [N, ...] each."""
+"""Conditions of a prompt for the transformer, by name, [N, ...] each."""
 
 
 class PipelineKind(ABC):
@@ -31,7 +31,7 @@ class PipelineKind(ABC):
     videos: ClassVar[bool] = False
     left_out: ClassVar[tuple[str, ...]] = ()
 
-    def check(self, index: Mapping[str, Any]) -> None:  # noqa: B027  most have nothing to say
+    def check(self, index: Mapping[str, Any]) -> None:  # noqa: B027 most kinds need no check
         """Raise DataError where a pipeline of this kind cannot be trained.
 
         Args:
@@ -39,7 +39,7 @@ class PipelineKind(ABC):
         """
 
     def prepare(self) -> None:  # noqa: B027  most are ready
-        """Make diffusers' transformer of this kind ready to be used."""
+        """Prepare diffusers' transformer of this kind for use."""
 
     def pipeline_class(self) -> Any:
         """Return the class that loads a pipeline of this kind."""
@@ -49,7 +49,7 @@ class PipelineKind(ABC):
 
     @abstractmethod
     def encode(self, pipeline: Any, prompts: Sequence[str], longest: int) -> Conditions:
-        """Return what the transformer is told of prompts.
+        """Return the transformer's conditions of prompts.
 
         Args:
             longest: tokens that a prompt may have; further ones are cut off.

@@ -1,4 +1,4 @@
-"""What is beside a pipeline's transformer: text encoders and VAE, on the device, or there only while they are used."""
+"""Parts of a pipeline beside its transformer: text encoders and VAE, on the device, or there only while they are used."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Parts:
                 part.to(device)
 
     def conditions(self, prompts: Sequence[str]) -> Conditions:
-        """Return what the transformer is told of prompts, [N, ...] each, on the device."""
+        """Return the transformer's conditions of prompts, [N, ...] each, on the device."""
         with self._on_device(*_ENCODERS):
             found = self._source.kind.encode(self.pipeline, prompts, self._source.settings.max_prompt_length)
         return {name: value.to(self._device) for name, value in found.items()}

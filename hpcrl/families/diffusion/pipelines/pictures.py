@@ -50,9 +50,6 @@ class PictureRows:
         Args:
             contents: the prompt, then files of pictures.
             row: its number in the dataset.
-
-        Raises:
-            DataError: a picture cannot be read.
         """
         import numpy as np
         from PIL import Image, ImageOps
@@ -110,7 +107,6 @@ class PictureRenderer:
 
 
 def _pictures(files: Sequence[bytes], count: int) -> Iterator[Any]:
-    """Yield the first pictures of files, one after the other."""
     for content in files:
         for frame in Frames(image_text(content)):
             if count == 0:
@@ -120,7 +116,6 @@ def _pictures(files: Sequence[bytes], count: int) -> Iterator[Any]:
 
 
 def _prompt(value: Any, column: str) -> str:
-    """Return a prompt as a text: the content of the last of its messages, where it has messages."""
     if isinstance(value, list) and value and isinstance(value[-1], Mapping):
         value = value[-1].get("content")
     if not isinstance(value, str) or not value.strip():

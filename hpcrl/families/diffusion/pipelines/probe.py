@@ -1,4 +1,4 @@
-"""What proves that an engine's transformer computes what the trainer's does: a few numbers of a velocity."""
+"""Probe of a diffusion transformer: a few numbers of a velocity, by which engine and trainer are compared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A diffusers pipeline as it lies on disk or on the hub: its parts, and what of them each process loads."""
+"""A diffusers pipeline on disk or on the hub: its parts, and the loading of those that a process needs."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class PipelineSource:
 
     @cached_property
     def kind(self) -> PipelineKind:
-        """What is known of its kind.
+        """Its kind.
 
         Raises:
             DataError: it is no pipeline, one that cannot be trained, or makes pictures where videos are configured, or the other way round.
@@ -105,7 +105,7 @@ class PipelineSource:
         return found if isinstance(found, int) else found[-1]
 
     def check(self) -> None:
-        """Raise DataError where it is not what the configuration says it is, or makes nothing of the configured size."""
+        """Raise DataError where it differs from the configuration, or cannot make pictures of the configured size."""
         for frames in (self.settings.train_frames, self.settings.inference_frames):
             self.latent_shape(frames)
 

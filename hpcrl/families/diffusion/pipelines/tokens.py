@@ -1,4 +1,4 @@
-"""Tokens of a diffusion policy's rows as people read them, without the pipeline: its tokenizer is enough."""
+"""Tokens of a diffusion policy's rows as text, without the pipeline: its tokenizer is enough."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def load_tokenizer(model: Pretrained) -> PreTrainedTokenizerBase:
 
 
 def row_decoder(model: Pretrained) -> Callable[[list[int]], str]:
-    """Return what turns the tokens of rows into text: of denoising steps, their numbers. Errors as of `load_tokenizer`."""
+    """Return the decoder of rows: of denoising steps, their numbers. Errors as of `load_tokenizer`."""
     tokenizer = load_tokenizer(model)
     vocabulary = len(tokenizer)
 
@@ -45,6 +45,6 @@ def row_decoder(model: Pretrained) -> Callable[[list[int]], str]:
 
 
 def prompt_counter(model: Pretrained) -> Callable[[Prompt], int]:
-    """Return what counts the tokens of a prompt; errors as of `load_tokenizer`."""
+    """Return the counter of a prompt's tokens; errors as of `load_tokenizer`."""
     tokenizer = load_tokenizer(model)
     return lambda prompt: len(tokenizer(prompt.messages[-1]["content"]).input_ids)

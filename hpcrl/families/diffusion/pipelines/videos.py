@@ -61,7 +61,7 @@ class SanaVideo(_Videos, Sana):
 
 
 class _ByEmbeddings(_Videos):
-    """Those that are told a prompt by its embeddings alone."""
+    """Video pipelines whose only condition is the prompt's embeddings."""
 
     def encode(self, pipeline: Any, prompts: Sequence[str], longest: int) -> Conditions:
         embeds, _ = pipeline.encode_prompt(
@@ -97,7 +97,7 @@ class Wan(_ByEmbeddings):
 
 
 class Cosmos(_ByEmbeddings):
-    """Cosmos-Predict2.5, which is told a prompt alone: no frames are given."""
+    """Cosmos-Predict2.5, conditioned by a prompt alone: no frames are given."""
 
     left_out = ("safety_checker",)
 
@@ -111,18 +111,18 @@ class Cosmos(_ByEmbeddings):
         module: Any = transformer_cosmos
         if not hasattr(module, "transforms"):
             # All that the transformer wants of torchvision is one call, which resizes a mask as torch does. torchvision is not required for it: no
-            # build of it fits torch's for CPUs.
+            # build fits torch's for CPUs.
             module.transforms = SimpleNamespace(
                 functional=SimpleNamespace(resize=nearest), InterpolationMode=SimpleNamespace(NEAREST="nearest")
             )
 
     def pipeline_class(self) -> Any:
-        """Return the pipeline without its guardrails, which are a package that loads models of its own: they are asked where the pipeline as a whole
-        is, and hpcrl asks its parts."""
+        """Return the pipeline without its guardrails, a package with models of its own: hpcrl calls the pipeline's parts, and so never
+        calls them."""
         from diffusers.pipelines.cosmos.pipeline_cosmos2_5_predict import Cosmos2_5_PredictBasePipeline
 
         class Unguarded(Cosmos2_5_PredictBasePipeline):
-            # with a default it would be loaded, whatever is given
+            # with a default it would be loaded in any case
             def __init__(
                 self, text_encoder: Any, tokenizer: Any, transformer: Any, vae: Any, scheduler: Any, safety_checker: Any
             ) -> None:
@@ -135,7 +135,7 @@ class Cosmos(_ByEmbeddings):
     def latent_shape(
         self, transformer: Mapping[str, Any], vae: Mapping[str, Any], size: Sequence[int], frames: int
     ) -> tuple[int, ...]:
-        channels = transformer["in_channels"] - 1  # the last one says which frames are given
+        channels = transformer["in_channels"] - 1  # the last one marks given frames
         return super().latent_shape({**transformer, "in_channels": channels}, vae, size, frames)
 
     def velocity(self, transformer: Any, x: torch.Tensor, t: torch.Tensor, conditions: Conditions) -> torch.Tensor:

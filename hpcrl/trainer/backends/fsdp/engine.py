@@ -64,7 +64,7 @@ Model = TypeVar("Model", bound=PackedModel)
 
 
 class FsdpEngine(Generic[Model]):
-    """Engine (hpcrl/trainer/backends/base.py) on FSDP2: what the training of a policy and of a critic has in common.
+    """Engine (hpcrl/trainer/backends/base.py) on FSDP2: the part that policies, critics and reward models have in common.
 
     Args:
         section: the trainer's section about `model`.
@@ -174,7 +174,6 @@ class FsdpEngine(Generic[Model]):
         read({"model": self._saved()}, directory, self._world)
 
     def _states(self) -> dict[str, dict[str, Any]]:
-        """Return what is saved, by folder of the checkpoint."""
         return {"": self._state()}
 
     def _state(self) -> dict[str, Any]:
@@ -195,7 +194,7 @@ class FsdpEngine(Generic[Model]):
         }
 
     def _saved(self) -> dict[str, torch.Tensor]:
-        """Return the part of a model's state that changes: with LoRA what is trained."""
+        """Return the part of a model's state that changes: with LoRA the trained parameters."""
         state = own_state(self._model)
         frozen = {name for name, each in self._model.named_parameters() if self._lora.rank and not each.requires_grad}
         return {name: value for name, value in state.items() if name not in frozen}
@@ -209,7 +208,7 @@ class FsdpEngine(Generic[Model]):
 
 
 class FsdpExported(FsdpEngine[Model]):
-    """One that becomes a model for others.
+    """An engine whose model is exported.
 
     Args:
         source: of `model`.
@@ -296,7 +295,7 @@ class FsdpExported(FsdpEngine[Model]):
 
     @contextmanager
     def _holding(self, values: dict[str, torch.Tensor]) -> Iterator[None]:
-        """Let what is trained have other values for a while, and `values` its own."""
+        """Replace the values of trained parameters for a while; `values` holds theirs meanwhile."""
 
         free_gathered(self._model)
         with exchanged((local(values[name]), local(value)) for name, value in self._trained().items()):
@@ -376,7 +375,7 @@ class FsdpPolicy(FsdpExported[ProbabilityModel]):
         return [self._model, *([self._reference] if self._reference is not None else [])]
 
     def _without_adapters(self) -> dict[str, torch.Tensor]:
-        """Return what is trained as it is before training: with its first values, and B, where it is not taken from the weights, 0."""
+        """Return trained parameters as before training: with first values, and B = 0 unless it is taken from the weights."""
         values = self._copied()
         for adapted in [name for name in values if is_B(name) and not self._first_values]:
             values[adapted].zero_()
@@ -384,7 +383,6 @@ class FsdpPolicy(FsdpExported[ProbabilityModel]):
 
     @contextmanager
     def _as_reference(self) -> Iterator[None]:
-        """Let the policy compute as the reference that it is with other adapters."""
         with self._holding(self._reference_values) if self._reference_values else without_adapters(self._model):
             yield
 

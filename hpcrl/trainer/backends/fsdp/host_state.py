@@ -1,4 +1,4 @@
-"""Host memory for what leaves a rank's device while an engine has it."""
+"""Host memory for a rank's state while an engine uses its device."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class HostState:
         self._moments = list[tuple[dict[str, Any], str]]()
 
     def take(self, models: Sequence[nn.Module], optimizer: torch.optim.Optimizer | None) -> None:
-        """Move models, and the state of an optimizer, from the device; what is in host memory already stays where it is."""
+        """Move models, and the state of an optimizer, from the device to host memory."""
         self._models = [model for model in models if self._leaves(next(model.parameters()))]
         for model in self._models:
             owned = {id(parameter) for parameter in model.parameters()}
@@ -41,7 +41,7 @@ class HostState:
         self._wait()
 
     def give_back(self) -> None:
-        """Move to the device what left it."""
+        """Move the offloaded state back to the device."""
         for model in self._models:
             model._apply(self._on_device)
         for state, name in self._moments:

@@ -91,10 +91,10 @@ class PackedModel(nn.Module):
 
     @property
     def _together(self) -> ProcessGroup | None:
-        return self.data.together if self.data else None
+        return self.data.sample_group if self.data else None
 
     def taken(self, batch: MicroBatch, device: torch.device) -> MicroBatch:
-        """Return what `run` takes of a micro-batch on the CPU."""
+        """Return the inputs of `run` for a micro-batch on the CPU."""
         if self._together is not None:
             batch = replace(batch, head_rows=own_rows(batch, self._together))
         return batch.to(device)
@@ -106,7 +106,7 @@ class PackedModel(nn.Module):
 
     @contextmanager
     def running(self, batch: MicroBatch, scale: float | None = None) -> Iterator[tuple[torch.Tensor, ...]]:
-        """Give the outputs for a micro-batch as `run` returns them.
+        """Yield the outputs for a micro-batch as `run` returns them.
 
         Args:
             scale: of the loss of them that is differentiated meanwhile; None: none is.
@@ -142,7 +142,7 @@ class PackedModel(nn.Module):
 
 
 class ProbabilityModel(PackedModel):
-    """A model that gives log-probabilities of what was said or done, and entropies, [P] each.
+    """A model with two outputs for each token, [P] each: log-probabilities and entropies.
 
     Attributes:
         forward_config: what it is asked for.
@@ -231,7 +231,7 @@ class PackedCritic(PackedModel):
         images: Inputs,
         *_: object,
     ) -> tuple[torch.Tensor]:
-        """Return the value at each position, [P] float32: what is expected before the next token is known."""
+        """Return the value at each position, [P] float32: the expected return before the next token is known."""
         hidden = self.hidden(token_ids, positions, sequences, images)
         return (sequences.spread(hidden.float() @ self.head.weight[0].float()),)
 
@@ -324,7 +324,7 @@ def load_model(
 
 
 def leave_out_dropout(model: PreTrainedModel) -> None:
-    """Set dropout to 0, also where a module has but its rate: old and new log-probabilities of a policy must come from the same function."""
+    """Set dropout to 0, also in modules that hold only its rate: old and new log-probabilities must come from the same function."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -334,7 +334,7 @@ def leave_out_dropout(model: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def _fill(model: PackedModel, whole: PreTrainedModel | None, types: Mapping[str, str], world: World) -> None:
-    """Give each parameter its values, one after the other, and let go of what rank 0 has read of it.
+    """Copy rank 0's values into the sharded parameters, one after the other, and free rank 0's copy of each.
 
     Args:
         types: of what rank 0 has read, by name.
@@ -360,27 +360,27 @@ def _fill(model: PackedModel, whole: PreTrainedModel | None, types: Mapping[str,
 
 
 def free_gathered(model: PackedModel) -> None:
-    """Free what forward passes without backward left gathered."""
+    """Free parameters that forward passes without backward left gathered."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def own_state(model: PackedModel) -> dict[str, torch.Tensor]:
-    """Return parameters and buffers as they are saved, and loaded in place: what is tied to another one, under that one's name only."""
+    """Return parameters and buffers for saving and loading in place; a tied one has one name only."""
     free_gathered(model)
     held = {name for name, _ in model.named_parameters()} | {name for name, _ in model.named_buffers()}
     return {name: value for name, value in model.state_dict().items() if name in held}
 
 
 class Sight:
-    """What of a vision-language model looks at images; its text part is as that of any other model."""
+    """Inputs of a vision-language model: pixels and positions beside its tokens."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
 
     def inputs(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, Inputs]:
-        """Return what the model takes of a micro-batch.
+        """Return the inputs of the model for a micro-batch.
 
         Returns:
             Its tokens [P], with the placeholder of images for those of videos; their positions [P], or [P, 3] where the model has three; the

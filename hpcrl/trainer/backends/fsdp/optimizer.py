@@ -1,4 +1,4 @@
-"""Adam as the configuration sets it, and the scale of losses whose gradients are computed in float16."""
+"""Adam by the configuration, and loss scaling for float16."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FIRST, _GROWS_AFTER = 2.0**16, 2000
 
 
 def make_adam(trained: list[nn.Parameter], settings: OptimizerConfig) -> torch.optim.Optimizer:
-    """Return Adam as the settings say; where they name a type of moments, torchao's, which computes in float32 whatever it keeps."""
+    """Return Adam by the configuration; low-precision moments are torchao's, which computes in float32."""
     options: dict[str, Any] = {
         "lr": settings.lr,
         "betas": tuple(settings.adam_betas),
@@ -56,7 +56,7 @@ def _zero(_func: object, _types: object, args: tuple[Any, ...], _kwargs: object)
 
 
 def make_step(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Let an optimizer make its step with this learning rate."""
+    """Make an optimizer step with this learning rate."""
     own = isinstance(optimizer, torch.optim.Adam)
     for group in optimizer.param_groups:
         group["lr"] = lr if own else group["lr"].fill_(lr)
@@ -67,7 +67,7 @@ def make_step(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 def numbers(moment: torch.Tensor) -> torch.Tensor:
-    """Return a moment as numbers: itself, or what its 8 bits stand for in float32, from which `set_numbers` makes the same ones again.
+    """Return a moment as numbers: itself, or its dequantized float32 values, from which `set_numbers` restores the same bits.
 
     So a checkpoint does not depend on blocks of 256, which another number of ranks would cut elsewhere.
     """
@@ -108,7 +108,7 @@ def set_numbers(moment: torch.Tensor, values: torch.Tensor) -> None:
 
 @dataclass
 class LossScale:
-    """What the loss is multiplied by before its backward pass, so that small gradients do not become 0 in float16.
+    """Loss scale: a factor before the backward pass that keeps small gradients from underflow in float16.
 
     It follows whether gradients are finite, as torch.amp.GradScaler's does, with its values: halved after a step whose gradients are not,
     doubled after 2,000 steps whose gradients were (P. Micikevicius et al., arXiv:1710.03740, section 3.2). Gradients are summed over ranks
@@ -130,7 +130,7 @@ class LossScale:
         return cls(True, _FIRST) if param_dtype == "fp16" else cls(False)
 
     def follow(self, finite: bool) -> None:
-        """Take notice of a step."""
+        """Update the scale after a step."""
         if not self.changes:
             return
         self.steps = self.steps + 1 if finite else 0
@@ -140,11 +140,11 @@ class LossScale:
             self.value, self.steps = self.value * 2.0, 0
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return what a checkpoint has of it: nothing where it does not change."""
+        """Return the state that a checkpoint saves; empty where the scale is constant."""
         return {"loss_scale": torch.tensor([self.value, self.steps])} if self.changes else {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take over what a checkpoint has of it."""
+        """Restore the state of a checkpoint."""
         if self.changes:
             value, steps = state["loss_scale"].tolist()
             self.value, self.steps = value, int(steps)

@@ -40,9 +40,6 @@ def shard(root: nn.Module, model: PreTrainedModel, fsdp: FSDPConfig, dtype: str,
 
     Args:
         dtype: that parameters are kept in.
-
-    Raises:
-        DataError: fsdp.wrap_policy names a class that the model does not have or that cannot be a unit, or ranks cannot share its experts.
     """
     inner = units(model, fsdp.wrap_policy)
     if not fsdp.is_needed(world.size, dtype, on_gpu=world.device.type == "cuda"):
@@ -123,7 +120,7 @@ def _experts_meshes(size: int, together: int, world: World) -> tuple[DeviceMesh,
 
 
 def _within_experts(_: nn.Parameter) -> Shard:
-    """Return how FSDP shards what is shared by experts already: within each of them, so that each rank has as much of it."""
+    """Return the FSDP options of expert-parallel parameters: each rank's experts are sharded within each expert."""
     return Shard(1)
 
 
@@ -167,14 +164,14 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def set_whole(parameter: torch.Tensor, value: torch.Tensor) -> None:
-    """Give a parameter that may be sharded its value, which every rank has whole."""
+    """Set a sharded parameter from its whole value, which every rank has."""
     if isinstance(parameter, DTensor):  # nothing needs to be sent
         value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
     local(parameter).copy_(local(value))
 
 
 def copy_parameters(source: nn.Module, target: nn.Module, rate: float = 1.0) -> None:
-    """Give each parameter of `target` the value of the one of its name in `source`, whatever types and shardings they have.
+    """Copy the parameters of `source` into those of `target` by name, across types and shardings.
 
     All ranks call it. One whole parameter, in the type of `target`, is in memory at a time; two where they are averaged.
 
@@ -248,7 +245,6 @@ def vocabulary_units(model: PreTrainedModel, wrap_policy: dict[str, Any]) -> tup
 
 
 def _shared_parameters(model: nn.Module) -> set[nn.Parameter]:
-    """Return the parameters that are in several places of a model."""
     once, several = set[nn.Parameter](), set[nn.Parameter]()
     for _, parameter in model.named_parameters(remove_duplicate=False):
         (several if parameter in once else once).add(parameter)

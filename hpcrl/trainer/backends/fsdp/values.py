@@ -1,4 +1,4 @@
-"""Models on FSDP2 that give a number for tokens: critics, and reward models in training."""
+"""Models on FSDP2 with scalar outputs: critics, and reward models in training."""
 
 from __future__ import annotations
 

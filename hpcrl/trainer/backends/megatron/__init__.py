@@ -1,7 +1,7 @@
 """Training by Megatron-core.
 
-Megatron-core 0.16 would fill the logs of each rank: it warns several times, and once more in each process, that packages are missing which no
-user was asked to install (hpcrl logs once which layers it uses), and lists all parameters and its whole configuration. Its warnings about
+Megatron-core 0.16 would fill the logs of each rank with warnings about optional packages, all parameters and its whole configuration. They
+are filtered here; hpcrl logs once which layers it uses. Its warnings about
 settings stay.
 """
 

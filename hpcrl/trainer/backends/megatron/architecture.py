@@ -1,4 +1,4 @@
-"""What a Hugging Face configuration means for Megatron-core."""
+"""Megatron-core's TransformerConfig from a Hugging Face configuration."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ class Architecture:
     classifier: bool = False
 
     def own_name(self, name: str) -> str:
-        """Return how transformers' model names a parameter of the table of names, which are a language model's: a critic's body has no prefix."""
+        """Return transformers' name of a parameter of the table of names: a critic's body has no prefix."""
         return name if self.value_head is None or self.classifier else name.removeprefix("model.")
 
 
 def architecture_of(
     config: PreTrainedConfig, path: str, value_head: str | None = None, *, classifier: bool = False
 ) -> Architecture:
-    """Return what `config` means for Megatron-core.
+    """Return the architecture of `config` for Megatron-core.
 
     Args:
         path: of the model, for errors.
@@ -85,7 +85,7 @@ def architecture_of(
 
 
 def _differences(config: PreTrainedConfig) -> Iterator[str]:
-    """Yield what megatron's layers would silently leave out."""
+    """Yield settings that Megatron's layers would silently ignore."""
     yield from logit_changes(config)
     window = _sliding_window(config)
     if window:
@@ -102,7 +102,6 @@ def _differences(config: PreTrainedConfig) -> Iterator[str]:
 
 
 def _sliding_window(config: PreTrainedConfig) -> int | None:
-    """Return the window if there are sequences that do not fit into it."""
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
     if not window or window >= config.max_position_embeddings:

@@ -47,7 +47,7 @@ Model = TypeVar("Model", bound=StageModel)
 
 
 class MegatronEngine(Generic[Model]):
-    """Engine (hpcrl/trainer/backends/base.py) on Megatron-core: what the training of a policy and of a critic has in common.
+    """Engine (hpcrl/trainer/backends/base.py) on Megatron-core: the part that policies, critics and reward models have in common.
 
     Args:
         kind: of the model.
@@ -160,7 +160,7 @@ class MegatronEngine(Generic[Model]):
 
 
 class MegatronExported(MegatronEngine[Model]):
-    """One that becomes a model for others."""
+    """An engine whose model is exported."""
 
     def __init__(
         self, kind: type[Model], source: ModelSource, forward: ForwardConfig, trainer: TrainerConfig, world: World
@@ -207,7 +207,7 @@ class MegatronExported(MegatronEngine[Model]):
         return {parameter: parameter.detach().clone() for parameter in trained}
 
     def _holding(self, values: dict[nn.Parameter, torch.Tensor]) -> AbstractContextManager[None]:
-        """Let what is trained have other values for a while, and `values` its own."""
+        """Replace the values of trained parameters for a while; `values` holds theirs meanwhile."""
         return exchanged((parameter.data, value) for parameter, value in values.items())
 
 
@@ -278,13 +278,12 @@ class MegatronPolicy(MegatronExported[PolicyModel]):
 
     @contextmanager
     def _as_reference(self) -> Iterator[None]:
-        """Let the policy compute as the reference that it is with other adapters."""
         held = self._holding(self._reference_values) if self._reference_values else without_adapters(self._chunks)
         with held:
             yield
 
     def _without_adapters(self) -> dict[nn.Parameter, torch.Tensor]:
-        """Return what is trained as it is before training: with its first values, and B, where it is not taken from the weights, 0."""
+        """Return trained parameters as before training: with first values, and B = 0 unless it is taken from the weights."""
         values = self._copied()
         matrices = [matrix for _, adapter in adapted_weights(self._chunks) for matrix in adapter.matrices()]
         for B in [matrix for letter, _, matrix in matrices if letter == "B" and matrix in values]:
@@ -361,7 +360,6 @@ class MegatronPolicy(MegatronExported[PolicyModel]):
 
     @contextmanager
     def _computing(self, **changes: Any) -> Iterator[None]:
-        """Let the head compute in another way for a while; arguments as of `computing`."""
         with ExitStack() as stack:
             for chunk in self._chunks:
                 if chunk.post_process:

@@ -113,7 +113,6 @@ class VocabularyShare:
         return self._sum(torch.where(here_RK, found_RK, 0.0)) - total_R.log()[:, None]
 
     def _gathered(self, values_RK: torch.Tensor) -> torch.Tensor:
-        """Return those of all ranks side by side."""
         parts = [torch.empty_like(values_RK) for _ in range(self.group.size())]
         dist.all_gather(parts, values_RK.contiguous(), self.group)
         return torch.cat(parts, -1)

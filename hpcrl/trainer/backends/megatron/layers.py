@@ -1,4 +1,4 @@
-"""The layers that the models are built of: TransformerEngine's where it is installed, or else Megatron-core's own with torch's attention."""
+"""Layer specs of the models: TransformerEngine's where it is installed, or else Megatron-core's own with torch's attention."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def uses_transformer_engine() -> bool:
 
 
 def describe_layers() -> str:
-    """Return what layers are built of here, in words."""
+    """Return the kind of layers used here, in words."""
     if uses_transformer_engine():
         return "TransformerEngine's"
     missing = "there is no GPU" if not torch.cuda.is_available() else "transformer_engine is not installed"
@@ -36,7 +36,7 @@ def describe_layers() -> str:
 
 
 def layer_specs(config: TransformerConfig, chunk: int | None) -> TransformerBlockSubmodules:
-    """Return the layers of this rank's pipeline stage.
+    """Return the layer specs of this rank's pipeline stage.
 
     Args:
         chunk: which of the stage's parts, with an interleaved schedule; None: it has one.

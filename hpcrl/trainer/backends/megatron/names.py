@@ -1,4 +1,4 @@
-"""Which Hugging Face tensors lie in which of Megatron-core's parameters, and in what order.
+"""Table of Hugging Face tensors and Megatron-core's parameters.
 
 The table (`slots`) lists whole weights under the names of megatron's local layers, with numbers of layers and experts that count
 over all ranks. `local_weights` lists those of a rank, whether its layers are the local ones or TransformerEngine's.
@@ -63,14 +63,14 @@ class Slot:
     expert: int | None = None
 
     def shape(self, ranks: int) -> tuple[int, ...]:
-        """Return the shape of one rank's share, with the padding of what does not divide."""
+        """Return the shape of one rank's share, with padding to equal shares."""
         whole = next(iter(self.tensors.values()))
         length = sum(shape[self.dim] for shape in self.tensors.values())
         share = -(-length // ranks) if self.split else length
         return (*whole[: self.dim], share, *whole[self.dim + 1 :])
 
     def share(self, rank: int, ranks: int) -> list[Block]:
-        """Return what a rank holds, in its order; padding comes after it."""
+        """Return the blocks of a rank's share in order; padding comes after them."""
         if not self.split:
             rank, ranks = 0, 1
         size, parts = self.shape(ranks)[self.dim], self.parts or ranks
@@ -228,7 +228,7 @@ class LocalWeight:
 
 
 def local_weights(chunks: Sequence[GPTModel], architecture: Architecture) -> Iterator[LocalWeight]:
-    """Yield what this rank holds of the model, without adapters.
+    """Yield the weights of this rank, without adapters.
 
     Args:
         chunks: the rank's pipeline stages, bare: without wrappers.
@@ -266,12 +266,12 @@ def hf_names(chunks: Sequence[GPTModel], architecture: Architecture) -> dict[nn.
 
 
 def name_in_memory(name: str) -> str:
-    """Return how transformers names the parameter in which a tensor of a file lies: experts are one there."""
+    """Return transformers' parameter of a tensor of a file: the experts of a layer are one parameter."""
     name = name.replace(".block_sparse_moe.", ".mlp.")
     name = re.sub(r"\.experts\.\d+\.(gate_proj|up_proj|w1|w3)\.weight$", ".experts.gate_up_proj", name)
     return re.sub(r"\.experts\.\d+\.(down_proj|w2)\.weight$", ".experts.down_proj", name)
 
 
 def table_name(name: str) -> str:
-    """Return how the table names what transformers' model has, whose body has no prefix in a critic."""
+    """Return the table's name of a parameter of transformers' model, whose body has no prefix in a critic."""
     return f"model.{name}" if name.startswith(("embed_tokens.", "layers.", "norm.")) else name

@@ -1,4 +1,4 @@
-"""Packed micro-batches as Megatron-core's layers take them: cut for context parallelism, padded where ranks must have equal parts."""
+"""Packed micro-batches for Megatron-core's layers: cut for context parallelism, padded to equal parts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hpcrl.types import MicroBatch, to_device
 
 @dataclass(frozen=True)
 class RoutedTokens:
-    """What the routers of a rank are to know of the N tokens that they see, padding included.
+    """Router inputs of a rank: N tokens, padding included.
 
     Attributes:
         given: [N, L, k] int64, as of `given_experts`; None: nowhere.
@@ -31,7 +31,7 @@ class RoutedTokens:
 
 @dataclass
 class Packing(PackedSeqParams):
-    """Where the samples of a micro-batch lie, among the ranks that share its tokens.
+    """Positions of the samples of a micro-batch among the ranks that share its tokens.
 
     Of C ranks of a context parallel group, rank r has parts r and 2C - 1 - r of each sample, which is padded on its right to 2C equal
     parts: so all have as much to attend to. Padding behind the last sample is a sample of its own.
@@ -113,7 +113,7 @@ class Packing(PackedSeqParams):
         return values_P.new_zeros(len(self.order), *values_P.shape[1:]).index_copy(0, self.kept, values_P)[self.own]
 
     def whole(self, values: torch.Tensor) -> torch.Tensor:
-        """Return [P, ...] for what each rank has of its tokens [P_own, ...]; each rank then computes the same of it."""
+        """Return [P, ...] from each rank's tokens [P_own, ...], the same on all ranks."""
         assert self.order is not None
         assert self.kept is not None
         if context_group().size() > 1:
@@ -129,7 +129,6 @@ def padded_total(lengths: list[int]) -> int:
 
 
 def _parts(ranks: int) -> int:
-    """Return into how many equal parts a sample is cut for `ranks` ranks."""
     return 2 * ranks if ranks > 1 else 1
 
 

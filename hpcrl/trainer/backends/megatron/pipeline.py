@@ -16,16 +16,16 @@ from hpcrl.trainer.backends.base import MicroBatches, Objective, merge
 from hpcrl.trainer.backends.megatron.experts.routing import MegatronRouting
 from hpcrl.trainer.backends.megatron.packed import Packing, padded_total
 from hpcrl.trainer.backends.megatron.process_groups import pipeline_group
-from hpcrl.trainer.distributed import World, tell
+from hpcrl.trainer.distributed import World, broadcast_json
 from hpcrl.trainer.packing import idle_micro_batch
 from hpcrl.types import MicroBatch
 
 Result = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, Any]]
-"""(micro-batch, model outputs [K, P]) -> the loss to differentiate, and what is kept of the micro-batch."""
+"""Maps (micro-batch, model outputs [K, P]) to the loss to differentiate and the result that is kept."""
 
 
 class Pipeline:
-    """The stages of a model as one thing to call. All ranks call it alike.
+    """The stages of a model as one callable. All ranks call it.
 
     Args:
         chunks: this rank's stage, or its parts with an interleaved schedule.
@@ -45,7 +45,7 @@ class Pipeline:
         self._even = config.expert_model_parallel_size > 1 and config.moe_token_dispatcher_type == "allgather"
 
     def train(self, batches: MicroBatches, objective: Objective) -> dict[str, torch.Tensor]:
-        """Make the gradient of a mini-batch, summed over all ranks; return this share's metrics, the same on every stage."""
+        """Compute the gradient of a mini-batch, summed over all ranks; return this share's metrics, the same on every stage."""
         # Megatron-core divides by the micro-batches and averages over the ranks; the weights of an objective are a share of the whole
         scale = self._count(len(batches)) * self._data.size
 
@@ -147,8 +147,9 @@ class Pipeline:
         return parallel_state.get_pipeline_model_parallel_last_rank()
 
     def _from_last_stage(self, totals: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the last stage's, which alone has any, on every stage."""
-        found = tell({name: value.item() for name, value in totals.items()}, self._last_stage_rank, pipeline_group())
+        found = broadcast_json(
+            {name: value.item() for name, value in totals.items()}, self._last_stage_rank, pipeline_group()
+        )
         return {name: torch.tensor(value, dtype=torch.float64) for name, value in found.items()}
 
 

@@ -1,4 +1,4 @@
-"""The groups of ranks that share a model: tensor, context, expert, data and pipeline parallel, in Megatron-core's order."""
+"""Process groups of ranks that share a model: tensor, context, expert, data and pipeline parallel, in Megatron-core's order."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def join_groups(sizes: MegatronModelConfig, virtual: int | None, world: World, s
         rank=parallel_state.get_data_parallel_rank(),
         size=parallel_state.get_data_parallel_world_size(),
         control=_group(parallel_state.get_data_parallel_group_gloo()),
-        leads=not any(places),
+        is_leader=not any(places),
     )
 
 
 def _follow_tracker() -> None:
-    """Make what layers draw from a part of this rank's random state, by its place: another layout has other places and draws anew."""
+    """Save Megatron-core's random generators with this rank's random state; another layout draws new numbers."""
     places = {
         "pp": parallel_state.get_pipeline_model_parallel_rank(),
         "dp": parallel_state.get_data_parallel_rank(with_context_parallel=True),

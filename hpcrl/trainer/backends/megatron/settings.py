@@ -1,4 +1,4 @@
-"""Megatron-core's own configurations, made from ours. What a user gives in a *_kwargs field replaces what is derived here."""
+"""Megatron-core's configurations from ours; a *_kwargs field overrides derived values."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def transformer_config(
     recompute: bool,
     deterministic: bool,
 ) -> TransformerConfig:
-    """Return what layers are built with.
+    """Return the TransformerConfig of a model.
 
     Args:
         role: section of the configuration, such as "trainer.policy"; for errors.
@@ -85,7 +85,7 @@ def virtual_stages(architecture: Architecture, megatron: MegatronModelConfig) ->
 
 
 def optimizer_config(optimizer: own.OptimizerConfig, megatron: MegatronConfig, role: str) -> OptimizerConfig:
-    """Return what the optimizer is made with.
+    """Return the optimizer's configuration.
 
     Raises:
         DataError: megatron_config.optimizer_config_kwargs has what Megatron-core does not know or refuses.
@@ -118,7 +118,7 @@ def optimizer_config(optimizer: own.OptimizerConfig, megatron: MegatronConfig, r
 def ddp_config(
     megatron: MegatronConfig, optimizer: OptimizerConfig, device: torch.device
 ) -> DistributedDataParallelConfig:
-    """Return how gradients are summed."""
+    """Return the options of gradient reduction."""
     ddp = megatron.ddp_config
     return DistributedDataParallelConfig(
         grad_reduce_in_fp32=ddp.grad_reduce_in_fp32,

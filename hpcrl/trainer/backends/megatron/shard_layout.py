@@ -1,4 +1,4 @@
-"""Where a rank's parameters, or stretches of them, lie in the tensors of transformers' model in memory."""
+"""Layout of a rank's Megatron parameters as shards of the tensors of transformers' model in memory."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from hpcrl.trainer.backends.megatron.adapters.layer import LayerAdapter, adapted
 from hpcrl.trainer.backends.megatron.architecture import Architecture
 from hpcrl.trainer.backends.megatron.names import Block, LocalWeight, Slot, local_weights, name_in_memory, slots
 from hpcrl.trainer.backends.megatron.weights import share_of
-from hpcrl.trainer.backends.shards import Share
+from hpcrl.trainer.backends.shards import Shard
 
 
 @dataclass(frozen=True)
-class ShardPlace:
-    """A rectangle of a parameter, and where it lies in a tensor of transformers' model.
+class ShardRectangle:
+    """A rectangle of a parameter, and its offsets in a tensor of transformers' model.
 
     Attributes:
         name: of that tensor.
         shape: of that tensor: one, two or, of experts, three dimensions.
-        origin: where the rectangle begins in that tensor.
-        start: where it begins in the parameter, whose numbers are counted row by row.
-        rows, columns: its size in the parameter.
+        origin: offsets of the rectangle in that tensor.
+        start: offset in the flattened parameter.
+        rows, columns: size in the parameter.
         stride: from one row to the next, in the parameter.
-        transposed: its rows are columns of that tensor.
+        transposed: rows are columns of that tensor.
         copy: another rank writes it.
     """
 
@@ -41,34 +41,34 @@ class ShardPlace:
     transposed: bool = False
     copy: bool = False
 
-    def shares(self, values: torch.Tensor, first: int) -> Iterator[Share]:
-        """Yield what lies in a stretch of the parameter: at most three parts, which are views.
+    def shards(self, values: torch.Tensor, first: int) -> Iterator[Shard]:
+        """Yield the shards in a range of the flattened parameter: at most three, which are views.
 
         Args:
-            values: [n], the parameter's numbers from `first` on.
+            values: [n], numbers `first` to `first + n` of the flattened parameter.
         """
-        begin, end = (self._before(place) for place in (first, first + len(values)))
-        for row, column, rows, columns in _parts(begin, end, self.columns):
+        begin, end = (self._before(offset) for offset in (first, first + len(values)))
+        for row, column, rows, columns in _rectangles(begin, end, self.columns):
             at = self.start + row * self.stride + column - first
             view = values[at:].as_strided((rows, columns), (self.stride, 1))
-            yield self._share(row, column, view)
+            yield self._shard(row, column, view)
 
-    def _before(self, place: int) -> int:
-        """Return how many of the rectangle's numbers come before a place in the parameter."""
-        row, column = divmod(max(place - self.start, 0), self.stride)
+    def _before(self, offset: int) -> int:
+        """Return how many of the rectangle's numbers come before an offset of the flattened parameter."""
+        row, column = divmod(max(offset - self.start, 0), self.stride)
         return min(row * self.columns + min(column, self.columns), self.rows * self.columns)
 
-    def _share(self, row: int, column: int, view: torch.Tensor) -> Share:
+    def _shard(self, row: int, column: int, view: torch.Tensor) -> Shard:
         if len(self.shape) == 1:
-            return Share((self.origin[0] + row,), view[:, 0])
+            return Shard((self.origin[0] + row,), view[:, 0])
         if self.transposed:
             row, column, view = column, row, view.t()
         *expert, top, left = self.origin
-        return Share((*expert, top + row, left + column), view[None] if expert else view)
+        return Shard((*expert, top + row, left + column), view[None] if expert else view)
 
 
-def _parts(begin: int, end: int, columns: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yield the rectangles of numbers `begin` to `end` of one with so many columns: row, column, rows and columns."""
+def _rectangles(begin: int, end: int, columns: int) -> Iterator[tuple[int, int, int, int]]:
+    """Yield the rectangles that numbers `begin` to `end` of a matrix with so many columns form: row, column, rows and columns."""
     row, column = divmod(begin, columns)
     last, rest = divmod(end, columns)
     if row == last:
@@ -84,42 +84,41 @@ def _parts(begin: int, end: int, columns: int) -> Iterator[tuple[int, int, int, 
         yield last, 0, 1, rest
 
 
-def places(chunks: Sequence[GPTModel], architecture: Architecture) -> dict[nn.Parameter, list[ShardPlace]]:
-    """Return where the parameters of this rank lie, its adapters too.
+def shard_layout(chunks: Sequence[GPTModel], architecture: Architecture) -> dict[nn.Parameter, list[ShardRectangle]]:
+    """Return the layout of the parameters of this rank, its adapters included.
 
     Args:
         chunks: the rank's pipeline stages, bare: without wrappers.
     """
-    table, found = slots(architecture), dict[nn.Parameter, list[ShardPlace]]()
-    for part in local_weights(chunks, architecture):
-        found.setdefault(part.parameter, []).extend(_of_weight(part, table[part.name], architecture))
+    table, layout = slots(architecture), dict[nn.Parameter, list[ShardRectangle]]()
+    for weight in local_weights(chunks, architecture):
+        layout.setdefault(weight.parameter, []).extend(_of_weight(weight, table[weight.name], architecture))
     for _, adapter in adapted_weights(chunks):
         for letter, name, matrix in adapter.matrices():
             names = [each for each, source in adapter.source.items() if source == name] if letter == "A" else [name]
-            found[matrix] = [_of_adapter(letter, names, matrix, adapter, architecture)]
-    return found
+            layout[matrix] = [_of_adapter(letter, names, matrix, adapter, architecture)]
+    return layout
 
 
-def _of_weight(part: LocalWeight, slot: Slot, architecture: Architecture) -> Iterator[ShardPlace]:
-    parameter, (rank, ranks), at = part.parameter, share_of(slot), 0
+def _of_weight(weight: LocalWeight, slot: Slot, architecture: Architecture) -> Iterator[ShardRectangle]:
+    parameter, (rank, ranks), at = weight.parameter, share_of(slot), 0
     for block in slot.share(rank, ranks):
         length = block.stop - block.start
         name, shape, origin = _in_memory(block, slot, architecture)
-        if part.expert is None:
+        if weight.expert is None:
             stride = parameter.shape[1] if parameter.dim() == 2 else 1
             start, rows, columns = (at * stride, length, stride) if slot.dim == 0 else (at, len(parameter), length)
         else:  # all experts of the rank lie in the parameter, each as [input, output]
-            stride, inputs = (part.within(parameter).shape[dim] for dim in (0, 1))
-            start = part.expert * inputs * stride
+            stride, inputs = (weight.within(parameter).shape[dim] for dim in (0, 1))
+            start = weight.expert * inputs * stride
             rows, columns = (inputs, length) if slot.dim == 0 else (length, stride)
             start += at if slot.dim == 0 else at * stride
-        transposed = part.expert is not None
-        yield ShardPlace(name, shape, origin, start, rows, columns, stride, transposed, part.copy)
+        transposed = weight.expert is not None
+        yield ShardRectangle(name, shape, origin, start, rows, columns, stride, transposed, weight.copy)
         at += length
 
 
 def _in_memory(block: Block, slot: Slot, architecture: Architecture) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
-    """Return the tensor in which a block lies, its shape, and where the block begins in it."""
     shape, name = slot.tensors[block.name], name_in_memory(block.name)
     origin = [0] * len(shape)
     origin[slot.dim] = block.start
@@ -133,12 +132,12 @@ def _in_memory(block: Block, slot: Slot, architecture: Architecture) -> tuple[st
 
 def _of_adapter(
     letter: str, names: Sequence[str], matrix: nn.Parameter, adapter: LayerAdapter, architecture: Architecture
-) -> ShardPlace:
-    """Return the place of a matrix; one that several layers have is under all their names, and that of an expert under the expert's."""
+) -> ShardRectangle:
+    """Return the rectangle of an adapter's matrix; one that several layers share has all their names, and an expert's has the expert's."""
     prefix, leaves = names[0].rpartition(".")[0], "+".join(name.rpartition(".")[2] for name in names)
     name = architecture.own_name(f"{prefix}.{leaves}.lora_{letter}.default.weight")
     shape, origin, (rows, columns), axis = list(matrix.shape), [0, 0], matrix.shape, adapter.axis(letter)
     if axis is not None:
         origin[axis] = adapter.group.rank() * shape[axis]
         shape[axis] *= adapter.group.size()
-    return ShardPlace(name, tuple(shape), tuple(origin), 0, rows, columns, columns)
+    return ShardRectangle(name, tuple(shape), tuple(origin), 0, rows, columns, columns)

@@ -1,4 +1,4 @@
-"""Megatron-core on a machine without a GPU: what it takes for granted of CUDA, replaced.
+"""Megatron-core on a machine without a GPU: CPU replacements of its CUDA calls.
 
 For tests and for trying things. `install` changes torch and Megatron-core for this process and cannot be undone. It is made for one version of
 Megatron-core, whose private names it replaces, and refuses any other; and it refuses a machine with CUDA, where all of this is wrong.
@@ -21,11 +21,7 @@ _CPU = torch.device("cpu")
 
 
 def install() -> None:
-    """Let Megatron-core run on the CPU, in this process; again without effect.
-
-    Raises:
-        RunError: there is a GPU, or Megatron-core is of another version.
-    """
+    """Let Megatron-core run on the CPU, in this process; again without effect."""
     global _mode
     import megatron.core
 
@@ -50,7 +46,7 @@ def require_fitting(*, cuda: bool, version: str) -> None:
 
 
 class _Redirect(TorchFunctionMode):
-    """Redirects to the CPU what Megatron-core asks of a GPU in calls that torch lets a mode see."""
+    """Redirects Megatron-core's CUDA calls to the CPU where torch lets a mode intercept them."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if kwargs:  # seldom, and a step makes thousands of calls
@@ -62,7 +58,7 @@ class _Redirect(TorchFunctionMode):
             return args[0]
         if func is torch.Tensor.pin_memory:
             return args[0]
-        if func is torch.Tensor.type and len(args) == 1 and not kwargs:  # gradients must say that they are on a GPU
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:  # gradients must report a GPU as their device
             return func(*args).replace("torch.", "torch.cuda.", 1)
         return func(*args, **kwargs) if kwargs else func(*args)
 

@@ -1,4 +1,4 @@
-"""What a checkpoint has of a model of Megatron-core: what hpcrl/trainer/backends/shards.py says, whatever the layout.
+"""Checkpoint state of a Megatron-core model, in the format of hpcrl/trainer/backends/shards.py, independent of the layout.
 
 Each rank has what its optimizer steps: with Megatron-core's distributed optimizer stretches of parameters, and of a bf16 model their fp32 copies.
 """
@@ -19,18 +19,18 @@ from torch import nn
 from hpcrl.trainer.backends.base import Writer
 from hpcrl.trainer.backends.megatron.architecture import Architecture
 from hpcrl.trainer.backends.megatron.names import name_over_all
-from hpcrl.trainer.backends.megatron.shard_layout import places
-from hpcrl.trainer.backends.shards import PREFIX, Share, Shares, read, write
+from hpcrl.trainer.backends.megatron.shard_layout import shard_layout
+from hpcrl.trainer.backends.shards import PREFIX, LocalShards, Shard, read, write
 from hpcrl.trainer.distributed import World
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _Stretch = tuple[nn.Parameter, str, torch.Tensor, int]
-"""Of a parameter: what of it ("model" or a moment), its numbers [n], and where they begin in the parameter."""
+"""A range of a parameter: parameter, kind ("model" or a moment), its numbers [n], and their offset in the flattened parameter."""
 
 
 @dataclass(frozen=True)
 class _Stepped:
-    """What this rank's optimizer has of a parameter.
+    """Optimizer state of a parameter on this rank.
 
     Attributes:
         optimizer: Megatron-core's.
@@ -53,7 +53,7 @@ class _Stepped:
 
     @torch.no_grad()
     def take(self, parameter: nn.Parameter, count: float) -> None:
-        """Let the optimizer have what was read."""
+        """Copy loaded values into the optimizer."""
         if isinstance(
             self.optimizer, DistributedOptimizer
         ):  # tensors are copies where it keeps them in types of fewer bits
@@ -65,7 +65,7 @@ class _Stepped:
 
 
 class ShardedState:
-    """What a checkpoint has of one model: its weights and, if it is trained, its optimizer and the optimizer steps done.
+    """Checkpoint state of one model: weights and, if it is trained, optimizer state and optimizer steps.
 
     Args:
         chunks: bare, of this rank.
@@ -85,12 +85,12 @@ class ShardedState:
         self._chunks, self._optimizer, self._world = list(chunks), optimizer, world
         self._places = {
             parameter: found
-            for parameter, found in places(chunks, architecture).items()
+            for parameter, found in shard_layout(chunks, architecture).items()
             if parameter.requires_grad or not adapted
         }
 
     def writer(self, updates: int, *, copied: bool) -> Writer:
-        """Return what writes the state.
+        """Return the writer of the state.
 
         Args:
             updates: optimizer steps done.
@@ -98,7 +98,7 @@ class ShardedState:
         """
         stepped = self._stepped()
         frozen = [part for part in self._parameters() if self._optimizer is None or not part[0].requires_grad]
-        state: dict[str, torch.Tensor] = self._shares([*frozen, *_stretches(stepped)], written=True)
+        state: dict[str, torch.Tensor] = self._local_shards([*frozen, *_stretches(stepped)], written=True)
         for parameter, found in stepped.items():
             for place in self._places[parameter]:
                 if self._key(place.name, _MOMENTS[0]) in state:
@@ -106,16 +106,18 @@ class ShardedState:
         if self._optimizer is not None:
             state |= {"updates": torch.tensor(updates), **self._buffers()}
         if copied:
-            state = {name: each.copied() if isinstance(each, Shares) else each.clone() for name, each in state.items()}
+            state = {
+                name: each.copied() if isinstance(each, LocalShards) else each.clone() for name, each in state.items()
+            }
         return partial(write, state)
 
     def load(self, directory: Path) -> int:
-        """Load what an engine wrote, of whatever backend; return the optimizer steps done. All ranks call it."""
+        """Load a state that any backend wrote; return its optimizer steps. All ranks call it."""
         stepped, updates = self._stepped(), torch.tensor(0)
         keys = {parameter: self._key(self._places[parameter][0].name, "step") for parameter in stepped}
         counts = {key: torch.tensor(0.0) for key in keys.values()}  # experts have one together
-        shares = self._shares([*self._parameters(), *_stretches(stepped)])
-        read(shares | counts | {"updates": updates}, directory, self._world)
+        shards = self._local_shards([*self._parameters(), *_stretches(stepped)])
+        read(shards | counts | {"updates": updates}, directory, self._world)
         for parameter, found in stepped.items():
             found.take(parameter, counts[keys[parameter]].item())
         if self._chunks[0].config.moe_router_enable_expert_bias:  # FSDP2 does not have it
@@ -123,29 +125,29 @@ class ShardedState:
         return int(updates)
 
     def load_weights(self, directory: Path) -> None:
-        """Load only the model of what an engine wrote, of whatever backend. All ranks call it."""
-        read(self._shares(self._parameters()), directory, self._world)
+        """Load only the model of a state that any backend wrote. All ranks call it."""
+        read(self._local_shards(self._parameters()), directory, self._world)
         if self._optimizer is not None:
             self._optimizer.reload_model_params()
 
     def _parameters(self) -> list[_Stretch]:
         return [(parameter, "model", parameter.detach().view(-1), 0) for parameter in self._places]
 
-    def _shares(self, stretches: Sequence[_Stretch], *, written: bool = False) -> dict[str, Any]:
-        """Return the tensors of which this rank has parts, by their names in a checkpoint.
+    def _local_shards(self, stretches: Sequence[_Stretch], *, written: bool = False) -> dict[str, Any]:
+        """Return the tensors of which this rank has shards, by their names in a checkpoint.
 
         Args:
-            written: leave out what another rank writes.
+            written: leave out shards that another rank writes.
         """
-        parts, shapes = dict[str, list[Share]](), dict[str, tuple[int, ...]]()
+        by_name, shapes = dict[str, list[Shard]](), dict[str, tuple[int, ...]]()
         for parameter, what, values, first in stretches:
             for place in self._places[parameter]:
-                shares = [] if written and place.copy else list(place.shares(values, first))
-                if shares:
+                shards = [] if written and place.copy else list(place.shards(values, first))
+                if shards:
                     key = self._key(place.name, what)
-                    parts.setdefault(key, []).extend(shares)
+                    by_name.setdefault(key, []).extend(shards)
                     shapes[key] = place.shape
-        return {key: Shares.of(shapes[key], found) for key, found in parts.items()}
+        return {key: LocalShards.of(shapes[key], shards) for key, shards in by_name.items()}
 
     def _key(self, name: str, what: str) -> str:
         if what != "model":
@@ -153,7 +155,7 @@ class ShardedState:
         return f"{PREFIX}{name}" if self._optimizer is None else f"model.{PREFIX}{name}"
 
     def _buffers(self) -> dict[str, torch.Tensor]:
-        """Return what is neither trained nor computed anew: how much of each expert a router wants."""
+        """Return buffers that are saved though not trained: the expert bias of routers."""
         return {
             f"buffers.{name_over_all(chunk, name)}": buffer
             for chunk in self._chunks
@@ -163,7 +165,6 @@ class ShardedState:
         }
 
     def _stepped(self) -> dict[nn.Parameter, _Stepped]:
-        """Return what this rank's optimizers have, by parameter."""
         owners = {getattr(each, "main_param", each): each for each in self._places if each.requires_grad}
         found = dict[nn.Parameter, _Stepped]()
         optimizers = () if self._optimizer is None else self._optimizer.chained_optimizers
@@ -193,7 +194,6 @@ def _stretches(stepped: Mapping[nn.Parameter, _Stepped]) -> Iterator[_Stretch]:
 
 
 def _begin(optimizer: Any) -> None:
-    """Give Adam the state that it has before its first step."""
     adam = optimizer.optimizer
     parameters = [parameter for group in adam.param_groups for parameter in group["params"]]
     if all(adam.state[parameter] for parameter in parameters):

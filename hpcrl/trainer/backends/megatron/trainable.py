@@ -1,4 +1,4 @@
-"""What of a model is trained: all of it, some parameters, or adapters."""
+"""Trainable parameters of a model: all of them, some, or adapters."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ def mark_trained(
     lora_type: str = "lora",
     seed: int = 0,
 ) -> None:
-    """Stop the training of what is not trained, and give a model its adapters: as hpcrl.trainer.models.trainable.mark_trained, whose names and
-    errors these are.
+    """Freeze parameters and add adapters, as hpcrl.trainer.models.trainable.mark_trained, whose names and errors these are.
 
     Args:
         lora_type: trainer.policy.megatron_config.lora_type.

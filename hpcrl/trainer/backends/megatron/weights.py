@@ -59,7 +59,7 @@ class _Files:
             return {name: directory / file for name, file in places.items()}
         raise DataError(
             f"model {self._source.path!r} has neither {_ONE_FILE} nor {_INDEX}, which trainer.strategy=megatron reads; if its "
-            "weights are of another kind, such as pytorch_model.bin, write them anew with "
+            "weights are of another kind, such as pytorch_model.bin, convert them with "
             "AutoModelForCausalLM.from_pretrained(…).save_pretrained(…) of transformers, or use trainer.strategy=fsdp2"
         )
 
@@ -77,11 +77,7 @@ class _Files:
         return self._stored(name) is not None
 
     def read(self, block: Block, slot: Slot) -> torch.Tensor:
-        """Return a block from its file.
-
-        Raises:
-            DataError: the tensor has another shape than the configuration says, or cannot be read.
-        """
+        """Return a block from its file."""
         stored = self._stored(block.name)
         assert stored is not None, block
         try:
@@ -131,7 +127,7 @@ def load(chunks: Sequence[GPTModel], architecture: Architecture, source: ModelSo
 
 
 def _require_whole(table: dict[str, Slot], here: list[LocalWeight], experts: range) -> None:
-    """Check that layers are built as the table says: a weight for which they have no place would change nothing."""
+    """Check that each weight of the table has a parameter: otherwise it would be ignored silently."""
     found = {part.name for part in here if not part.copy}
     places = {_place(name) for name in found}
     expected = {
@@ -155,7 +151,6 @@ def _fill(part: LocalWeight, slot: Slot, files: _Files) -> None:
 
 
 def _require_tied(slot: Slot, files: _Files, source: ModelSource) -> None:
-    """Raise DataError where the file has another head than the embedding, which transformers then do not tie."""
     (words,) = slot.tensors.values()
     ours = [
         [files.read(block, each) for block in each.share(*share_of(each))] for each in (slot, Slot({HEAD_NAME: words}))
@@ -168,7 +163,7 @@ def _require_tied(slot: Slot, files: _Files, source: ModelSource) -> None:
 
 
 def share_of(slot: Slot) -> tuple[int, int]:
-    """Return which share of a slot this rank has, and how many there are."""
+    """Return this rank's share of a slot, and the number of shares."""
     if not slot.split:
         return 0, 1
     group = tensor_group() if slot.expert is None else expert_tensor_group()
@@ -182,7 +177,7 @@ def export_pieces(
     world: World,
     wanted: Collection[str] | None = None,
 ) -> list[ExportPiece]:
-    """Return the pieces of `export`: what lies in one parameter, or in one expert of each rank that has other experts.
+    """Return the pieces of `export`: one parameter each, or one expert of each expert-parallel rank.
 
     A piece can be had by the ranks of its pipeline stage.
 
@@ -231,13 +226,13 @@ def export(
 
 
 def _place(name: str) -> str:
-    """Return what of the model lies on one pipeline stage: the embedding, a layer or what comes after the layers."""
+    """Return the pipeline stage of a slot: the embedding, a layer or the part after the layers."""
     found = re.match(r"embedding|decoder\.layers\.\d+", name)
     return found[0] if found else "end"
 
 
 def _pieces(table: dict[str, Slot], architecture: Architecture, wanted: Collection[str] | None) -> Iterator[list[str]]:
-    """Yield the slots that are gathered together: of experts, one from each rank that has other ones."""
+    """Yield slots that are gathered in one collective: of experts, one from each expert-parallel rank."""
     each = len(local_experts(architecture))
     ranks = parallel_state.get_expert_model_parallel_world_size()
     for name, slot in table.items():

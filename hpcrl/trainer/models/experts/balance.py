@@ -1,7 +1,7 @@
-"""How evenly the routers of a mixture use its experts: two losses, and what is reported.
+"""Load balance of the experts of a mixture: two losses, and metrics.
 
-Both losses are means over the tokens of a sample, and then over the samples of a mini-batch, so that neither depends on how samples are
-packed or on how many ranks there are. Those of the layers are added.
+Both losses are means over the tokens of a sample, and then over the samples of a mini-batch. So neither depends on packing or on the
+number of ranks. Those of the layers are added.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from hpcrl.config.sections.model import ExpertsConfig
 from hpcrl.trainer.distributed import World
 
 AUX_LOSS, Z_LOSS = "experts/aux_loss", "experts/z_loss"
-_TOKENS, _ENTROPY, _AUX, _Z, _GIVEN = range(5)  # what is told of a layer beside how many tokens went to each expert
+_TOKENS, _ENTROPY, _AUX, _Z, _GIVEN = range(5)  # metrics of a layer beside the tokens of each expert
 
 
 @dataclass(frozen=True)
 class Samples:
-    """Whose tokens a router sees: B samples of P tokens, of which it sees N, each once, and maybe padding.
+    """Sample of each token that a router sees: N of the P tokens of B samples, each once, and maybe padding.
 
     Attributes:
         owners: [P] int64, the sample of each token; B: it is padding.
@@ -72,7 +72,7 @@ def z_loss(logits_NE: torch.Tensor, samples: Samples) -> torch.Tensor:
 
 
 class Balance:
-    """The losses of the routers of a model, and what is told of them.
+    """Losses and metrics of the routers of a model.
 
     Args:
         layers, experts: L layers that have routers, each over E experts.
@@ -135,11 +135,11 @@ class Balance:
         self._told[layer] += noted
 
     def forget(self) -> None:
-        """Forget what was told."""
+        """Reset the metrics."""
         self._told = None
 
     def metrics(self, world: World) -> dict[str, float]:
-        """Return what was told since this was asked last, of all of these ranks, each of which calls it; empty: nothing was."""
+        """Return the metrics since the last call, over all of these ranks, each of which calls it; empty: there are none."""
         told = [0.0] * (self.layers * (self._experts + 5)) if self._told is None else self._told.flatten().tolist()
         self.forget()
         return self._described(world.sum(told)) if self.layers else {}
@@ -169,7 +169,7 @@ class Balance:
 
 
 class _WithLoss(torch.autograd.Function):
-    """A loss that is differentiated with what depends on these values: whoever computes a layer again has it again, and nobody must hand it on."""
+    """Attaches a loss to these values: its gradient joins theirs, also where a layer is recomputed."""
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]

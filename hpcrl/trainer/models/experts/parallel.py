@@ -1,7 +1,7 @@
-"""Experts that ranks share: tokens go to the ranks that have their experts, and what these make of them comes back.
+"""Expert parallelism: tokens are sent to the ranks of their experts, and the results are sent back.
 
-Of R ranks that follow one another, rank r has E / R experts of each layer, those from r E / R on. A rank sorts the pairs of its tokens and
-their experts by expert, so that those for one rank lie together; ranks then exchange them, each as many as it has for the other (as GShard,
+Of R ranks that follow one another, rank r has E / R experts of each layer, those from r E / R on. A rank sorts its (token, expert) pairs
+by expert, so that those for one rank are contiguous. Ranks then exchange them in an all-to-all of unequal sizes (as GShard,
 arXiv:2006.16668, section 3.2, but without a capacity: no token is dropped). Scores are multiplied in where tokens come from, so that only
 hidden states travel.
 
@@ -50,9 +50,7 @@ def expert_layers(model: nn.Module, ranks: int, shards: int = 1) -> list[nn.Modu
         if count % ranks:
             raise DataError(f"{path}: {ranks} ranks cannot share the {count} experts of {kind} equally; use a divisor")
         if any(parameter.shape[0] != count for parameter in layer.parameters()):
-            raise DataError(
-                f"{path}: {kind} has something in its experts that is not one tensor for all of them; use 1"
-            )
+            raise DataError(f"{path}: {kind} has experts whose parameters are not one tensor each; use 1")
         if uneven := [parameter.shape[1] for parameter in layer.parameters() if parameter.shape[1] % shards]:
             raise DataError(
                 f"{path}: with {ranks}, {shards} ranks shard the {uneven[0]} rows of each expert of {kind}, which they cannot equally; use more, "
@@ -100,7 +98,6 @@ def _exchanged(
 
 
 def _computed(layer: nn.Module, compute: _Experts, hidden_GD: torch.Tensor, numbers_G: torch.Tensor) -> torch.Tensor:
-    """Return what this rank's experts make of tokens, each of one."""
     count = len(hidden_GD)
     if not count:  # the experts get a gradient, of 0, all the same: FSDP reduces it with those of other ranks
         hidden_GD, numbers_G = pad(hidden_GD, (0, 0, 0, 1)), numbers_G.new_zeros(1)
@@ -111,7 +108,7 @@ def _computed(layer: nn.Module, compute: _Experts, hidden_GD: torch.Tensor, numb
 
 @contextmanager
 def _own(layer: nn.Module) -> Iterator[None]:
-    """Let a layer find plain tensors, those of this rank, under the names of its parameters."""
+    """Replace a layer's parameters by plain tensors of this rank for a while, under the same names."""
     held: dict[str, Any] = dict(layer.named_parameters(recurse=False))
     found = {name: value.to_local() for name, value in held.items()}
     vars(layer).update(found)

@@ -1,4 +1,4 @@
-"""Router replay: tokens go to the experts that the engine took them to (R3, arXiv:2510.11370)."""
+"""Router replay: tokens go to the experts that the engine chose (R3, arXiv:2510.11370)."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _OWN = -1  # in place of an expert: the router chooses
 
 
 def given_experts(batch: MicroBatch, layers: Sequence[int]) -> torch.Tensor | None:
-    """Return the experts that the engine took the tokens of a micro-batch to, [P, L, k] int64; -1 where it does not say. None: nowhere.
+    """Return the engine's experts of the tokens of a micro-batch, [P, L, k] int64; -1 where they are unknown. None: nowhere.
 
     Args:
-        layers: the numbers, from 0, of the L layers of the model that have experts. An engine tells of these, or of all layers.
+        layers: the numbers, from 0, of the L layers of the model that have experts. An engine returns these layers, or all.
 
     Raises:
-        DataError: it tells of others.
+        DataError: it returned other layers.
     """
     known = [sample[ROUTED_EXPERTS] for sample in batch.tensors if ROUTED_EXPERTS in sample]
     if not known:
@@ -29,7 +29,7 @@ def given_experts(batch: MicroBatch, layers: Sequence[int]) -> torch.Tensor | No
     told = known[0].shape[1]
     if told != len(layers) and told <= max(layers):
         raise DataError(
-            f"samples tell of experts in {told} layers, and the model has them in {len(layers)}: the engine serves another model"
+            f"samples have experts of {told} layers, and the model has them in {len(layers)}: the engine serves another model"
         )
     parts = [
         sample.get(ROUTED_EXPERTS, known[0].new_full((length, *known[0].shape[1:]), _OWN))
@@ -40,7 +40,7 @@ def given_experts(batch: MicroBatch, layers: Sequence[int]) -> torch.Tensor | No
 
 
 class Chosen(TorchFunctionMode):
-    """Lets the `torch.topk` by which a router chooses give experts that were chosen before, with their scores of now: its own code does the rest.
+    """Patches `torch.topk` so that a router takes given experts, with their current scores.
 
     Args:
         given: [N, k] int64; -1 where it chooses.

@@ -1,4 +1,4 @@
-"""The routers of a transformers model in training and scoring: what they cost, what they tell, and the engine's choices that they repeat."""
+"""Routers of a transformers model in training and scoring: losses, metrics and replayed choices."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _LAYER = re.compile(r"\.(\d+)\.")
 
 @dataclass
 class _Pass:
-    """One micro-batch on its way through the model, and back: a layer that is computed again does the same once more.
+    """One micro-batch on its way through the model, and back; recomputation repeats its inputs.
 
     Attributes:
         given: [N, L, k] int64, as of `given_experts`, in the order in which routers see the tokens.
@@ -49,11 +49,11 @@ class Routing:
 
     Args:
         model: on the meta device; where it is no mixture of experts, nothing is done here.
-        config: None: routers do as they are, and tell nothing.
+        config: None: routers are unchanged, without losses and metrics.
         packing: samples lie end to end; otherwise each is a padded row.
 
     Attributes:
-        balance: what the routers tell.
+        balance: losses and metrics of the routers.
 
     Raises:
         DataError: its routers cannot do what the configuration asks for.
@@ -75,7 +75,7 @@ class Routing:
 
     @contextmanager
     def during(self, batch: MicroBatch, sequences: Packed, scale: float | None) -> Iterator[None]:
-        """Let routers know which micro-batch they see, forward and backward.
+        """Set the micro-batch of the routers, for forward and backward.
 
         Args:
             batch: on the model's device.
@@ -93,7 +93,7 @@ class Routing:
             self._pass = None
 
     def turn_back(self) -> None:
-        """Take it that the pass has come through the model: what is computed from now on is computed again."""
+        """Mark the end of the forward pass: later calls are recomputation."""
         if self._pass is not None:
             self._pass.forward = False
 
@@ -153,7 +153,7 @@ def _require(model: PreTrainedModel, found: list[nn.Module], config: ExpertsConf
         return
     section, kind = "trainer.policy.experts", type(model).__name__
     if not found:
-        raise DataError(f"{section}.{wanted[0]}: {kind} has no routers that transformers tells of; leave it out")
+        raise DataError(f"{section}.{wanted[0]}: {kind} has no routers known to transformers; leave it out")
     if config.aux_loss_coef and any("correction_bias" in name for name in model.state_dict()):
         raise DataError(f"{section}.aux_loss_coef: {kind} balances its experts by a bias, not by a loss; use 0")
     if config.router_replay != "none" and not all(_repeats(router, _chosen(model)) for router in found):

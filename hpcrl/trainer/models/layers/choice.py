@@ -1,4 +1,4 @@
-"""Which kernels a model's layers are computed with."""
+"""Choice of the kernels of a model's layers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hpcrl.errors import DataError, RunError
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """How the layers of a model are computed.
+    """Kernels of the layers of a model.
 
     Attributes:
         compiled: by torch.compile, for packed samples of any lengths.
@@ -35,7 +35,7 @@ class Kernels:
 
 
 def choose_flash_attention(version: int | None) -> None:
-    """Let torch's flash attention be of this version from now on, in this process; 2 is its own, which None leaves it at.
+    """Set torch's flash attention to this version in this process; 2 is torch's own, and None leaves it unchanged.
 
     Raises:
         RunError: there is no such version here.
@@ -60,7 +60,7 @@ def choose_flash_attention(version: int | None) -> None:
 
 
 def use_liger(model: PreTrainedModel) -> None:
-    """Let a model compute its norms, MLPs and rotary positions by Liger's kernels, which are Triton's.
+    """Replace norms, MLPs and rotary positions of a model by Liger's Triton kernels.
 
     The head and the loss stay hpcrl's own. Rotary positions are replaced for all models of this type in the process.
 

@@ -22,7 +22,7 @@ _OTHER_PARTS = {"visual", "vision_tower", "vision_model"}
 
 
 def compute_in_fp8(model: PreTrainedModel, settings: LowPrecisionConfig, device: torch.device) -> None:
-    """Let linear layers of a model multiply numbers of 8 bits in forward and backward, if the settings say so. Raises RunError where the GPU has no such products.
+    """Convert linear layers of a model to FP8 products in forward and backward, if configured. Raises RunError where the GPU has none.
 
     Weights, activations and gradients stay what they are, and are scaled and rounded for each product. Which layers: `in_fp8`. On a CPU
     the products are computed from the rounded numbers in their own type: results are those of a GPU but for the order of sums.

@@ -1,4 +1,4 @@
-"""Which activations of a transformers model are computed again in backward, which are kept, and where."""
+"""Activation recomputation of a transformers model, with offloading to host memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ATTENTION = [
 
 
 def recompute(model: PreTrainedModel, settings: Recomputation, *, offload: bool) -> None:
-    """Let layers of a model in training keep no more than their inputs, and what the settings keep.
+    """Recompute the layers of a model in backward: they keep their inputs, and activations by the settings.
 
     Args:
         offload: the inputs are kept in host memory, pinned where there is a GPU, so that the host does not wait for copies.

@@ -62,11 +62,11 @@ class Packed(Protocol):
         ...
 
     def computed(self, values_P: torch.Tensor, /) -> torch.Tensor:
-        """Return [D, ...] of [P, ...]: what speaks about the tokens that are computed."""
+        """Return [D, ...] of [P, ...]: the entries of computed tokens."""
         ...
 
     def spread(self, values_D: torch.Tensor, at_R: torch.Tensor | None = None, /) -> torch.Tensor:
-        """Return [R, ...] of [D, ...]: what belongs to these of the P tokens, or to all."""
+        """Return [R, ...] of [D, ...]: the entries of these of the P tokens, or of all."""
         ...
 
     def attend(
@@ -78,7 +78,7 @@ class Packed(Protocol):
 
 @dataclass(frozen=True)
 class PackedSequences:
-    """Where the samples of a packed micro-batch lie.
+    """Positions of the samples of a packed micro-batch.
 
     Attributes:
         lengths: tokens of each sample; B samples, the longest of Tmax tokens.

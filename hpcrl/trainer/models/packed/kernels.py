@@ -19,7 +19,7 @@ _QUERIES = 512  # whose scores exist at the same time where no kernel knows what
 
 @dataclass(frozen=True)
 class AttentionKind:
-    """How the attention of a layer makes weights of scores.
+    """Kind of a layer's attention.
 
     Attributes:
         scale: of the scores; None: 1 / sqrt(columns of a head).
@@ -168,7 +168,7 @@ def _weighted(
 
 @dataclass(frozen=True)
 class Places:
-    """Where tokens are: the number of each one's sample, and its place in that; [P] int64 both."""
+    """Positions of tokens: the number of each one's sample, and its place in that; [P] int64 both."""
 
     samples: torch.Tensor
     at: torch.Tensor

@@ -1,7 +1,7 @@
 """Ranks that share the tokens of packed samples, and the heads of their attention: Ulysses (S. A. Jacobs et al., arXiv:2309.14509).
 
-Of S ranks, rank r computes the tokens r, r + S, r + 2S and so on: all ranks have as many of them, and nearly as many that the head computes
-log-probabilities of, which are those of answers. All layers but attention take tokens one by one. For attention, ranks exchange tokens against
+Of S ranks, rank r computes the tokens r, r + S, r + 2S and so on: all ranks have as many. They also have nearly as many answer tokens, for
+which the head computes log-probabilities. All layers but attention take tokens one by one. For attention, ranks exchange tokens against
 heads: each then has all tokens for its share of the query heads, and computes what one rank alone would. A second exchange gives each its
 tokens back.
 
@@ -10,8 +10,7 @@ tokens back.
 Where heads cannot be shared equally, some ranks have one more than others. A head of keys and values goes to each rank that has query heads of
 it. So any number of ranks up to that of the query heads works, and rings, which pass keys and values on, are not needed.
 
-Letters beside those of the project: D tokens that all ranks compute together, T of one rank, H heads of the model, h of one rank, N numbers
-of a head.
+Letters beside those of the project: D tokens of all ranks, T of one rank, H heads of the model, h of one rank, N numbers of a head.
 """
 
 from __future__ import annotations
@@ -72,11 +71,11 @@ class SharedTokens:
         return -(-self.samples.tokens // self.ranks.size())
 
     def computed(self, values_P: torch.Tensor) -> torch.Tensor:
-        """Return [T, ...] of [P, ...]: what speaks about this rank's tokens; 0 for padding."""
+        """Return [T, ...] of [P, ...]: the entries of this rank's tokens; 0 for padding."""
         return self._filled(self.samples.computed(values_P))[self.ranks.rank() :: self.ranks.size()]
 
     def spread(self, values_T: torch.Tensor, at_R: torch.Tensor | None = None) -> torch.Tensor:
-        """Return [R, ...] of [T, ...]: what belongs to these of the P tokens, or to all; 0 where another rank computes it."""
+        """Return [R, ...] of [T, ...]: the entries of these of the P tokens, or of all; 0 where another rank computes them."""
         size, every_D = self.ranks.size(), torch.arange(self.samples.tokens, device=values_T.device)
         places_R = self.samples.spread(every_D, at_R)
         own_R = (places_R % size == self.ranks.rank()).view(-1, *[1] * (values_T.ndim - 1))
@@ -100,7 +99,7 @@ class SharedTokens:
         return to_tokens(self._filled(output_DhN), queries, self.ranks)
 
     def _filled(self, values_D: torch.Tensor) -> torch.Tensor:
-        """Return it with zeros behind, so that all ranks have as many."""
+        """Return tensors padded with zeros to the same length on all ranks."""
         missing = self.tokens * self.ranks.size() - len(values_D)
         return pad(values_D, (0, 0) * (values_D.ndim - 1) + (0, missing)) if missing else values_D
 
@@ -179,7 +178,7 @@ class _ToTokens(torch.autograd.Function):
 
 
 def of_all(values_P: torch.Tensor, ranks: dist.ProcessGroup) -> torch.Tensor:
-    """Return [P, ...] on every rank, where each has what it computes and 0 elsewhere.
+    """Return [P, ...] on every rank, from each rank's own entries and 0 elsewhere.
 
     What follows is the same on all ranks, so that each keeps the gradient of its own part.
     """

@@ -1,8 +1,8 @@
 """Layers that carry a state from token to token, as Mamba's, gated delta nets and short convolutions do, over packed samples: each sample begins
 with an empty state.
 
-transformers' own layers take the bounds of samples only where a kernel for a GPU is installed that knows them; its code in torch lets them go
-by without a word. So each layer is called with a row per sample, padded on the right: no token's output depends on what follows it.
+transformers' own layers use the bounds of samples only with certain GPU kernels; its code in torch ignores them silently. So each layer is
+called with a row per sample, padded on the right: no token's output depends on what follows it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FULL = 0.75  # share of the longest sample of a call that its shortest one has 
 
 
 class SampleBounds:
-    """Tells the layers of a model where the samples of the micro-batch begin that it computes.
+    """Sample bounds of the current micro-batch, for layers of a model.
 
     Attributes:
         now: None: each sample is a row anyway.
@@ -31,7 +31,7 @@ class SampleBounds:
         self.now: Packed | None = None
 
     def keep(self, layer: nn.Module) -> None:
-        """Let a layer, which is called with hidden states [1, D, ...], begin anew with each sample."""
+        """Reset a layer's state at each sample, for hidden states [1, D, ...]."""
         plain = layer.forward
 
         # the bounds are not among the arguments: several models give their layers none but those they name
@@ -71,7 +71,7 @@ def similar(lengths: Sequence[int]) -> list[list[int]]:
 
 
 def keep_samples_apart(model: PreTrainedModel) -> SampleBounds:
-    """Let no token of a packed sample depend on another sample: neither by attention, which has to be PACKED or PADDED, nor by a state.
+    """Keep tokens of a packed sample independent of other samples: in attention, which has to be PACKED or PADDED, and in states.
 
     Raises:
         DataError: the model has layers for which that is not known.

@@ -1,9 +1,9 @@
-"""Attention and hidden states of packed samples whose common prefixes exist once: the G samples of a prompt of P tokens, with R more each, are
-P + G R tokens of G (P + R).
+"""Attention and hidden states of packed samples whose common prefixes are computed once: G samples of a prompt of P tokens with responses
+of R are P + G R tokens.
 
 Embeddings, linear layers, norms and MLPs run over the tokens that are left, at the positions that they have in their samples. In attention a
-token asks for the keys and values of its own sample, some of which belong to samples before it. Hidden states are laid out as the samples
-are before heads and losses see them, so that these know nothing of it, and gradients of all samples add up in what they share.
+token asks for the keys and values of its own sample, some of which belong to samples before it. Hidden states are laid out as whole
+samples before heads and losses see them. Gradients of all samples add up in the prefix that they share.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ class PrefixTree:
         return sum(self.prefixes.lengths)
 
     def computed(self, values_P: torch.Tensor) -> torch.Tensor:
-        """Return [D, ...] of [P, ...]: what speaks about the tokens that are computed."""
+        """Return [D, ...] of [P, ...]: the entries of computed tokens."""
         return values_P.index_select(0, self.prefixes.kept)
 
     def spread(self, values_D: torch.Tensor, at_R: torch.Tensor | None = None) -> torch.Tensor:
-        """Return [R, ...] of [D, ...]: what belongs to these of the P tokens, or to all."""
+        """Return [R, ...] of [D, ...]: the entries of these of the P tokens, or of all."""
         places_P = self.prefixes.places
         return gathered(values_D, places_P if at_R is None else places_P.index_select(0, at_R))
 

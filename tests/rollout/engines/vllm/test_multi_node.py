@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hpcrl.engines.vllm.client import EngineClient
-from hpcrl.engines.vllm.multi_node import FirstPart, arrange, last_ended, missing_part, note_ended, read_meeting
+from hpcrl.engines.vllm.multi_node import FirstNode, arrange, last_ended, missing_node, note_ended, read_rendezvous
 from hpcrl.engines.vllm.server import Server
 from hpcrl.launch.agent.network import choose_port
 from hpcrl.rollout.engines.base import Engine
@@ -30,13 +30,13 @@ LOCAL = "127.0.0.1"
 
 def test_each_start_has_a_meeting_of_its_own(tmp_path: Path) -> None:
     run = Run(tmp_path)
-    assert read_meeting(run, 1, 0) is None
+    assert read_rendezvous(run, 1, 0) is None
     first = arrange(run, 1, 0, LOCAL, choose_port)
-    assert read_meeting(run, 1, 0) == first
+    assert read_rendezvous(run, 1, 0) == first
     second = arrange(run, 1, 0, LOCAL, choose_port)
     assert (first.number, second.number) == (1, 2)
     assert arrange(run, 1, 1, LOCAL, choose_port).number == arrange(run, 2, 0, LOCAL, choose_port).number == 1
-    assert read_meeting(run, 1, 0) is None, "of an earlier attempt"
+    assert read_rendezvous(run, 1, 0) is None, "of an earlier attempt"
     assert last_ended(run, 1, 0) == 0
     note_ended(run, 1, 0, 2)
     assert last_ended(run, 1, 0) == 2
@@ -45,21 +45,21 @@ def test_each_start_has_a_meeting_of_its_own(tmp_path: Path) -> None:
 
 def test_a_part_that_has_ended_or_is_given_up_is_missing(tmp_path: Path) -> None:
     run = Run(tmp_path)
-    assert missing_part(run, 1, 3, range(2)) is None
+    assert missing_node(run, 1, 3, range(2)) is None
     note_ended(run, 1, 1, 2)
-    assert missing_part(run, 1, 3, range(2)) is None, "in a start before"
+    assert missing_node(run, 1, 3, range(2)) is None, "in a start before"
     note_ended(run, 1, 1, 3)
-    assert missing_part(run, 1, 3, range(2)) == 1
+    assert missing_node(run, 1, 3, range(2)) == 1
     run.endpoints.mkdir(exist_ok=True)
     StatusWriter(run, "part-0", 1).write(f"{GIVEN_UP}: EngineError: no such device")
-    assert missing_part(run, 1, 4, range(2)) == 0
-    assert missing_part(run, 1, 4, range(1, 2)) is None
+    assert missing_node(run, 1, 4, range(2)) == 0
+    assert missing_node(run, 1, 4, range(1, 2)) is None
 
 
 @contextmanager
-def on_two_nodes(models: list[Path], token_file: Path, folder: Path) -> Iterator[tuple[FirstPart, Server, Run]]:
+def on_two_nodes(models: list[Path], token_file: Path, folder: Path) -> Iterator[tuple[FirstNode, Server, Run]]:
     run, scratches = Run(folder / "run"), [Scratch("engine") for _ in range(2)]
-    meeting = arrange(run, 1, 0, LOCAL, choose_port)
+    rendezvous = arrange(run, 1, 0, LOCAL, choose_port)
     given = options(str(models[0]), token_file)
     given = replace(given, engine=replace(given.engine, tensor_parallel_size=2))
     with pytest.MonkeyPatch.context() as patch:
@@ -68,8 +68,10 @@ def on_two_nodes(models: list[Path], token_file: Path, folder: Path) -> Iterator
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             patch.setenv(name, "lo")
         log = folder / "first.log"
-        first = FirstPart(replace(given, part=meeting.part(2, 0)), scratches[0].path, log, run, 1, meeting, range(1))
-        other = Server(replace(given, part=meeting.part(2, 1)), scratches[1].path, folder / "other.log")
+        first = FirstNode(
+            replace(given, node=rendezvous.node(2, 0)), scratches[0].path, log, run, 1, rendezvous, range(1)
+        )
+        other = Server(replace(given, node=rendezvous.node(2, 1)), scratches[1].path, folder / "other.log")
     try:
         first.wait_ready(START_S)
         yield first, other, run

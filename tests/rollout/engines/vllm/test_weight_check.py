@@ -156,8 +156,8 @@ def test_ranks_that_do_not_answer_or_have_nothing(models: list[Path], tmp_path: 
     halves = [{"rank": rank, "of": 2, **weights.held(weights.share(rank, 2), rank, 2)} for rank in (0, 1)]
     check_ranks(halves, weights, "it")
     for proofs, said in (
-        ([], r"only \[\] say"),
-        ([{"rank": 0, **good}], r"of its ranks only \[0\] say"),
+        ([], r"only \[\] report"),
+        ([{"rank": 0, **good}], r"of its ranks only \[0\] report"),
         ([{"rank": 0, **good}, {"rank": 1, "of": 2}], "rank 1 of 2 has loaded nothing"),
         ([{"rank": 0, **good}, {"rank": 1, **good, "version": 2}], "rank 1 of 2 holds version 2"),
         ([halves[0], {**halves[0], "rank": 1}], "rank 1 of 2 has looked at share 0 of 2"),

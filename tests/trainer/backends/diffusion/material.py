@@ -13,7 +13,7 @@ from hpcrl.families.diffusion.engine import DiffusionEngine, PipelineEngine
 from hpcrl.families.diffusion.generate import PictureGenerator
 from hpcrl.families.diffusion.policy import DiffusionPolicy
 from hpcrl.families.diffusion.trainer import objective as objective_of
-from hpcrl.rollout.images.saved import KeptPictures
+from hpcrl.rollout.images.saved import SampleImages
 from hpcrl.rundir.commit import write_json
 from hpcrl.rundir.layout import Run
 from hpcrl.trainer.advantages import estimate_advantages
@@ -72,7 +72,7 @@ def paint(path: Path, config: Config, engine: DiffusionEngine, size: int = 3) ->
     run, metas = make_run(path), list[GroupMeta]()
 
     async def generate() -> None:
-        generator = PictureGenerator(engine, config.generator, config.environment, KeptPictures(run, 1))
+        generator = PictureGenerator(engine, config.generator, config.environment, SampleImages(run, 1))
         for number, text in enumerate(PROMPTS):
             prompt = Prompt(str(number), [{"role": "user", "content": text}], "")
             group = await generator.generate(Work(f"g1-{number}", "train", prompt, size, 100 * number))

@@ -130,7 +130,7 @@ class Way:
         if not self.told["error"]:
             self.told["done"] = self.engine.updates
             self.tensors |= {f"weights.{name}": value for name, value in weights(self.engine, self.world).items()}
-            if self.engine.data.leads:
+            if self.engine.data.is_leader:
                 save_file(self.of_samples, f"{out}.{self.engine.data.rank}.samples")
         if self.world.first:
             save_file({name: value.contiguous() for name, value in self.tensors.items()}, out)
@@ -269,7 +269,7 @@ class PolicyWay(Way):
             with FlopCounterMode(display=False) as counter:
                 list(self.engine.logprobs([given]))
             counts.append(counter.get_total_flops())
-        tokens = len(batch.token_ids) - len(batch.head_rows) if self.engine.data.leads else 0
+        tokens = len(batch.token_ids) - len(batch.head_rows) if self.engine.data.is_leader else 0
         self.told["head_operations"] = self.world.sum([float(counts[1] - counts[0]), float(tokens)])
 
     def reset_reference(self, fresh: bool) -> None:

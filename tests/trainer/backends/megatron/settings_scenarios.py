@@ -38,7 +38,7 @@ def groups(world: World, options: dict[str, Any]) -> None:
     told = {}
     for name, sizes in LAYOUTS.items():
         data = join_groups(MegatronModelConfig(**sizes), 2 if sizes is _INTERLEAVED else None, world, 1)
-        of_rank = world.all_gather(lambda data=data: [data.rank, data.size, data.leads])
+        of_rank = world.all_gather(lambda data=data: [data.rank, data.size, data.is_leader])
         told[name] = {
             "tensor": parallel_state.get_tensor_model_parallel_world_size(),
             "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),

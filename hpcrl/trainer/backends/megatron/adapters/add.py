@@ -1,4 +1,4 @@
-"""Which of Megatron-core's layers get adapters, and what these begin as."""
+"""Adapters of Megatron-core's layers: their choice, and their first values."""
 
 from __future__ import annotations
 
@@ -101,7 +101,6 @@ def _require_options(config: TransformerConfig) -> None:
 
 
 def _attach(chunks: Sequence[GPTModel], made: Mapping[nn.Parameter, LayerAdapter]) -> None:
-    """Give each layer the adapter of its weight, or those of its experts' weights."""
     for module in [module for chunk in chunks for module in chunk.modules()]:
         own = {name: made[weight] for name, weight in module.named_parameters(recurse=False) if weight in made}
         if "weight" in own:
@@ -136,7 +135,7 @@ def _require_alike(slot: Slot, adapted: Mapping[str, Adapted], section: str) -> 
         leaves = [name.rpartition(".")[2] for name in names]
         raise DataError(
             f"{section}: with trainer.policy.megatron_config.lora_type=lora, {', '.join(leaves)} of {names[0].rpartition('.')[0]} have one "
-            f"adapter together, but only {', '.join(sorted(found))} would have one, or ranks or alphas differ; adapt all of them alike or "
+            f"adapter together, while only {', '.join(sorted(found))} would have one, or ranks or alphas differ. Adapt all alike or "
             "none, or set lora_type=canonical_lora"
         )
 
@@ -201,7 +200,6 @@ def take_from_weights(
 def _parts(
     weights: Mapping[str, torch.Tensor], adapted: Mapping[str, Adapted], method: str, seed: int
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Return A and B of layers that have one A."""
     one = adapted[next(iter(weights))]
     A, B = part_of(torch.cat(list(weights.values())), one.rank, one.scaling, method, seed)
     rows = B.split([len(W) for W in weights.values()])

@@ -1,4 +1,4 @@
-"""Adapters of experts: one for each in Megatron-core, whose experts are layers of their own, and one for all of a layer in PEFT."""
+"""Adapters of experts: one per expert in Megatron-core, one per layer in PEFT."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 @dataclass(frozen=True)
 class _Place:
-    """What of transformers' parameter of all experts is one tensor of a file: an expert's rows."""
+    """An expert's rows in the tensor of all experts of transformers."""
 
     expert: int
     tensor: str
@@ -28,7 +28,7 @@ class _Place:
 
 
 class ExpertPlaces:
-    """Where the tensors of files lie in transformers' parameters of experts.
+    """Offsets of the tensors of files in transformers' parameters of experts.
 
     Args:
         table: of Megatron-core's linear layers.
@@ -45,7 +45,7 @@ class ExpertPlaces:
                     begin += rows
 
     def of_each(self, layer: Adapted) -> Iterator[tuple[str, Adapted]]:
-        """Yield what adapts each tensor that lies in what a layer of PEFT adapts, by the tensor's name without "weight"."""
+        """Yield the adapter of each expert's tensor, by the tensor's name without "weight"."""
         if not layer.experts:
             yield table_name(layer.name), layer
             return
@@ -56,7 +56,7 @@ class ExpertPlaces:
 
 
 def stacked(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return parameters as transformers has them, of tensors of files: of those of experts, one for all."""
+    """Return transformers' parameters from the tensors of files, with the experts of a layer in one tensor."""
     found, of_experts = dict[str, torch.Tensor](), dict[str, dict[int, list[torch.Tensor]]]()
     for name, tensor in tensors.items():
         number = _EXPERT.search(name)
@@ -70,7 +70,7 @@ def stacked(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def of_all(layers: Iterable[Adapted]) -> list[Adapted]:
-    """Return adapters as PEFT has them, of those of each tensor of a file."""
+    """Return PEFT's adapters from those of each tensor of a file."""
     found, of_experts = list[Adapted](), dict[str, dict[int, list[Adapted]]]()
     for layer in layers:
         number = _EXPERT.search(layer.weight)

@@ -25,7 +25,7 @@ Matrices = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 
 
 class LayerAdapter(nn.Module):
-    """What is added to the output of a linear layer: for the rows of each of transformers' layers in it, s B A x.
+    """Adapter of a linear layer: s B A x is added to the output, for the rows of each of transformers' layers in it.
 
     Where ranks share the layer's rows, each has those rows of B, and all of A; it computes A x of its own tokens. Where more ranks than groups
     of queries share them, each has all of B. Where ranks share columns, each has those of A, and all of B.
@@ -74,7 +74,6 @@ class LayerAdapter(nn.Module):
                     self._add(letter, name, first[name], matrix.requires_grad, config)
 
     def _share(self, letter: str, name: str, matrices: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        """Return this rank's share of A or B."""
         A, B = matrices
         if letter == "A":
             return A if self.by_rows else A.chunk(self.group.size(), 1)[self.group.rank()]
@@ -96,7 +95,7 @@ class LayerAdapter(nn.Module):
         self.register_parameter(attribute(letter, name), parameter)
 
     def axis(self, letter: str) -> int | None:
-        """Return along which dimension ranks share a matrix; None: each has all of it."""
+        """Return the dimension along which ranks split a matrix; None: each rank has the whole matrix."""
         if self.by_rows:
             return 0 if letter == "B" and self._even else None
         return 1 if letter == "A" else None
@@ -127,13 +126,13 @@ class LayerAdapter(nn.Module):
         return self._in_order(lambda name, B: linear(lows[self.source[name]], B), lows[self.layers[0]])
 
     def _of_all(self, matrix: torch.Tensor, letter: str) -> torch.Tensor:
-        """Return an expert's matrix, the gradient of which is added up over the ranks that each have all of it."""
+        """Return an expert's matrix; its gradient is summed over the ranks that have copies."""
         replicated = self.axis(letter) is None
         return copy_to_tensor_model_parallel_region(matrix, group=self.group) if replicated else matrix
 
     @torch.no_grad()
     def begin_as(self, values: Matrices, weight: torch.Tensor) -> None:
-        """Take values for A and B, and take what they add away from the layer's weight."""
+        """Set A and B, and subtract s B A from the layer's weight."""
         for letter, name, matrix in self.matrices():
             matrix.copy_(self._share(letter, name, values[name]))
         weight.copy_(weight.float() - self.added(weight))
@@ -181,7 +180,7 @@ def attribute(letter: str, name: str) -> str:
 
 
 class ExpertAdapters(nn.ModuleList):
-    """Those of all experts of a rank, which TransformerEngine has as one layer with a weight for each."""
+    """Adapters of all experts of a rank, which TransformerEngine has as one layer with a weight for each."""
 
     @property
     def enabled(self) -> bool:
@@ -194,7 +193,7 @@ class ExpertAdapters(nn.ModuleList):
 
 
 def attach(adapter: LayerAdapter | ExpertAdapters, layer: nn.Module) -> None:
-    """Let a linear layer add what its adapter computes."""
+    """Add the output of an adapter to that of a linear layer."""
     layer.add_module(ADAPTER, adapter)
     layer.register_forward_hook(_add_output)
 

@@ -1,4 +1,4 @@
-"""What others see of adapters: merged weights, checkpoints, and whole matrices."""
+"""Whole adapters of a split model: merged weights, exports and checkpoints."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hpcrl.trainer.models.adapter import Adapted
 
 
 def merging(chunks: Sequence[nn.Module]) -> Callable[[nn.Parameter], torch.Tensor]:
-    """Return what gives a parameter's values: where it has an adapter, merged with it, in float32."""
+    """Return a function that gives a parameter's values, merged with its adapter in float32 where it has one."""
     adapters = dict(adapted_weights(chunks))
 
     def values(parameter: nn.Parameter) -> torch.Tensor:
@@ -32,7 +32,7 @@ def merging(chunks: Sequence[nn.Module]) -> Callable[[nn.Parameter], torch.Tenso
 
 @contextmanager
 def without_adapters(chunks: Sequence[nn.Module]) -> Iterator[None]:
-    """Let a model compute as if it had no adapters."""
+    """Compute without adapters for a while."""
     adapters = [adapter for _, adapter in adapted_weights(chunks)]
     for adapter in adapters:
         adapter.enabled = False

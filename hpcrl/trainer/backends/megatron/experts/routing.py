@@ -1,4 +1,4 @@
-"""Megatron-core's routers in training and scoring: the losses, the metrics and the repeated choices that those of FSDP2 have."""
+"""Megatron-core's routers in training and scoring: losses, metrics and replayed choices, as on FSDP2."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class MegatronRouting:
         data_ranks: that train different samples.
 
     Attributes:
-        balance: what the routers tell, each rank of the layers that it has.
+        balance: losses and metrics of this rank's layers.
     """
 
     def __init__(self, chunks: Sequence[nn.Module], config: ExpertsConfig, data_ranks: int) -> None:
@@ -60,7 +60,7 @@ class MegatronRouting:
                     router.routing = partial(self._routed, numbers.index(layer.layer_number), router.routing)
 
     def tokens(self, batch: MicroBatch, packing: Packing, *, trained: bool) -> RoutedTokens | None:
-        """Return what the routers are to know of a micro-batch; None: nothing.
+        """Return the router inputs of a micro-batch; None: routers are unchanged.
 
         Args:
             batch: on the device.
@@ -127,12 +127,12 @@ def _require(model: TransformerConfig, config: ExpertsConfig) -> None:
 
 
 def _forgets(model: TransformerConfig) -> bool:
-    """Return whether routers are computed again without the layers around them, which know the micro-batch."""
+    """Return whether routers are recomputed without the layers around them, whose packing they need."""
     return model.recompute_granularity == "selective" and "moe" in (model.recompute_modules or ())
 
 
 def _numbers(config: TransformerConfig) -> list[int]:
-    """Return the numbers of the layers whose routers tell something, from 1."""
+    """Return the numbers of the layers with losses, metrics or replay, from 1."""
     if not config.num_moe_experts or _forgets(config):
         return []
     every = config.moe_layer_freq

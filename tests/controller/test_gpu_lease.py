@@ -35,8 +35,8 @@ class Side:
     def call(self, route: str, **payload: Any) -> dict[str, Any]:
         return self.ask(route, **payload).result(15)
 
-    def turn(self, worker: str) -> Future[dict[str, Any]]:
-        return self.ask("turn", worker=worker)
+    def lease(self, worker: str) -> Future[dict[str, Any]]:
+        return self.ask("lease", worker=worker)
 
     def claim(self, worker: str, version: int = 0) -> Future[dict[str, Any]]:
         return self.ask("claim", worker=worker, version=version, capacity=4, holding=[])
@@ -79,11 +79,11 @@ def waits(answer: Future[dict[str, Any]]) -> bool:
 
 def test_trainer_and_engines_take_turns(run: Run, sides: list[Side]) -> None:
     trainer, first, second = sides
-    asked = first.turn(FIRST)
+    asked = first.lease(FIRST)
     assert waits(asked), "the trainer loads, and has the devices meanwhile"
     trainer.call("start", step=0)
-    assert asked.result(15)["turn"]
-    assert second.turn(SECOND).result(15)["turn"]
+    assert asked.result(15)["lease"]
+    assert second.lease(SECOND).result(15)["lease"]
     work = work_of(first.claim(FIRST).result(15))
     claimed = second.claim(SECOND)
     assert waits(claimed)
@@ -91,13 +91,13 @@ def test_trainer_and_engines_take_turns(run: Run, sides: list[Side]) -> None:
     assert claimed.result(15)["sleep"], "it is told at once"
     batch = trainer.ask("next", step=1, wait=10.0)
     assert waits(batch), "both are awake"
-    sleeps = first.turn(FIRST)
+    sleeps = first.lease(FIRST)
     assert waits(batch), "the second one is"
-    others = second.turn(SECOND)
+    others = second.lease(SECOND)
     assert batch.result(15)["path"] == "batches/s000001.json"
     assert waits(sleeps)
     trainer.call("published", version=1)
-    assert [each.result(15) for each in (sleeps, others)] == [{"stop": None, "version": 1, "turn": True}] * 2
+    assert [each.result(15) for each in (sleeps, others)] == [{"stop": None, "version": 1, "lease": True}] * 2
 
 
 def test_the_trainer_waits_for_an_engine_that_still_starts_and_not_for_one_that_has_ended(
@@ -105,29 +105,29 @@ def test_the_trainer_waits_for_an_engine_that_still_starts_and_not_for_one_that_
 ) -> None:
     trainer, first, second = sides
     trainer.call("start", step=0)
-    assert first.turn(FIRST).result(15)["turn"]
-    assert second.turn(SECOND).result(15)["turn"], "it starts, and says nothing for a while"
+    assert first.lease(FIRST).result(15)["lease"]
+    assert second.lease(SECOND).result(15)["lease"], "it starts, and says nothing for a while"
     generate(run, first, FIRST)
-    sleeps = first.turn(FIRST)
+    sleeps = first.lease(FIRST)
     batch = trainer.ask("next", step=1, wait=10.0)
     assert waits(batch)
     second.call("leave", worker=SECOND)
     assert batch.result(15)["path"]
-    again = second.turn(SECOND)
+    again = second.lease(SECOND)
     assert waits(again), "started anew, it waits before it loads its model"
     trainer.call("published", version=1)
-    assert again.result(15)["turn"]
-    assert sleeps.result(15)["turn"]
+    assert again.result(15)["lease"]
+    assert sleeps.result(15)["lease"]
 
 
 def test_a_worker_that_is_given_up_holds_nobody_back(run: Run, sides: list[Side]) -> None:
     """Though what its agent told the controller got lost."""
     trainer, first, second = sides
     trainer.call("start", step=0)
-    assert first.turn(FIRST).result(15)["turn"]
-    assert second.turn(SECOND).result(15)["turn"]
+    assert first.lease(FIRST).result(15)["lease"]
+    assert second.lease(SECOND).result(15)["lease"]
     generate(run, first, FIRST)
-    first.turn(FIRST)
+    first.lease(FIRST)
     batch = trainer.ask("next", step=1, wait=20.0)
     assert waits(batch)
     StatusWriter(run, SECOND, 1).write(f"{GIVEN_UP}: it cannot load its model")
@@ -137,19 +137,19 @@ def test_a_worker_that_is_given_up_holds_nobody_back(run: Run, sides: list[Side]
 def test_who_asks_sleeps_though_the_answer_got_lost(run: Run, sides: list[Side]) -> None:
     trainer, first, _ = sides
     trainer.call("start", step=0)
-    assert first.turn(FIRST).result(15)["turn"]
+    assert first.lease(FIRST).result(15)["lease"]
     generate(run, first, FIRST)
-    first.turn(FIRST)
+    first.lease(FIRST)
     assert trainer.call("next", step=1)["path"]
     trainer.call("published", version=1)
-    assert first.turn(FIRST).result(15)["turn"], "asked once more"
+    assert first.lease(FIRST).result(15)["lease"], "asked once more"
 
 
 def test_nobody_waits_for_a_turn_when_the_run_stops(run: Run, sides: list[Side]) -> None:
-    asked = sides[1].turn(FIRST)
+    asked = sides[1].lease(FIRST)
     assert waits(asked)
     write_json(run.stop, {"attempt": 1, "reason": "finished"})
-    assert asked.result(15) == {"stop": "finished", "version": None, "turn": False}
+    assert asked.result(15) == {"stop": "finished", "version": None, "lease": False}
 
 
 def test_a_request_of_a_process_that_has_ended_gives_nobody_a_turn() -> None:

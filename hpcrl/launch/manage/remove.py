@@ -1,0 +1,67 @@
+"""Removing runs that are over, as a whole or but for what their curves and evaluations need."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from hpcrl.errors import RunError, SubmitError
+from hpcrl.launch.manage.registry import all_runs, states_of
+from hpcrl.launch.scheduler import cancel_slurm
+from hpcrl.rundir.commit import discard
+from hpcrl.rundir.layout import Run
+
+
+def sizes_of(run: Run) -> dict[str, int]:
+    """Return the bytes of each folder of a run that has files, the largest first; files beside the folders count as ""."""
+    sizes = dict[str, int]()
+    for folder, _, files in os.walk(run.path):
+        name = os.path.relpath(folder, run.path).partition(os.sep)[0]
+        for file in files:
+            with suppress(FileNotFoundError):  # the run has removed it meanwhile
+                part = "" if name == "." else name
+                sizes[part] = sizes.get(part, 0) + os.lstat(os.path.join(folder, file)).st_size
+    return dict(sorted(sizes.items(), key=lambda item: -item[1]))
+
+
+def remove(run: Run, *, keep_metrics: bool = False) -> None:
+    """Remove a run that is over.
+
+    Args:
+        keep_metrics: what `hpcrl status`, `report`, `compare` and TensorBoard read stays: configuration, ledger, metrics, curves,
+            evaluations, alerts and logs.
+
+    Raises:
+        RunError: the run is not over, so that its processes may write.
+        SubmitError: Slurm could not be asked.
+    """
+    state = states_of([run])[0]
+    if not state.over:
+        raise RunError(f"{run.name} is {state.kind}: {state.detail}; `hpcrl cancel {run.name}` ends it first")
+    if upload := state.submission.get("upload"):
+        with suppress(SubmitError):  # it has ended
+            cancel_slurm(upload)
+    if keep_metrics:
+        for path in _large(run):
+            discard(path)
+        return
+    shared = Path(os.path.realpath(run.slurm))
+    discard(run.path)
+    if shared.parent.name == ".slurm" and not any(
+        os.path.realpath(other.slurm) == str(shared) for other in all_runs(run.root)
+    ):
+        discard(shared)
+    for folder in (shared.parent, run.path.parent):
+        with suppress(OSError):  # other runs are in it
+            folder.rmdir()
+
+
+def _large(run: Run) -> list[Path]:
+    """Return the folders that only training, exports and uploads read. The list of starts stays, by which curves are read."""
+    folders = [
+        run.exports, run.weights, run.samples, run.scores, run.datasets, run.teacher, run.turns, run.batches, run.dumps,
+        run.pictures,
+    ]  # fmt: skip
+    saved = [path for path in run.checkpoints.iterdir() if path.is_dir()] if run.checkpoints.is_dir() else []
+    return [*saved, *filter(Path.is_dir, folders)]

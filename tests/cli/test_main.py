@@ -1,0 +1,162 @@
+"""The command line as a whole: what it completes, what it suggests, its exit codes, and an environment of the dependencies alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from importlib.metadata import distribution
+from pathlib import Path
+
+import pytest
+import tomli
+from packaging.requirements import Requirement
+
+from hpcrl.cli.main import COMMANDS, main
+from hpcrl.errors import HpcrlError
+from hpcrl.rundir.layout import Run
+from tests.cli.test_status import root as root
+from tests.paths import QUICKSTART, ROOT
+
+BASH = """
+eval "$(hpcrl completion bash)"
+COMP_WORDS=({line}) COMP_CWORD={last} COMP_LINE='{line}' COMP_POINT={point} COMP_TYPE=9
+_python_argcomplete hpcrl
+echo "${{COMPREPLY[@]}}"
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("hpcrl su", ["submit"]),
+        ("hpcrl submit --fo", ["--follow"]),
+        ("hpcrl config val", ["validate"]),
+        ("hpcrl follow --ro", ["--root"]),
+    ],
+)
+def test_bash_completes(line: str, words: list[str], tmp_path: Path) -> None:
+    program = tmp_path / "hpcrl"
+    program.write_text(f"#!{sys.executable}\nfrom hpcrl.cli.main import main\nraise SystemExit(main())\n")
+    program.chmod(0o700)
+    script = BASH.format(line=line, last=len(line.split()) - 1, point=len(line))
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=environment, check=True)
+    assert done.stdout.split() == words
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("validate", "hpcrl config validate"),
+        ("export", "hpcrl checkpoint export"),
+        ("train", "hpcrl submit"),
+        ("clean", "hpcrl rm"),
+        ("sumbit", "submit"),
+    ],
+)
+def test_a_command_of_other_tools(word: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([word])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.endswith(f"there is no command {word!r}; did you mean {meant}?\n")
+
+
+def test_without_a_command_all_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    listed = capsys.readouterr().err
+    assert all(f"  {name} " in listed for group in COMMANDS.values() for name in group)
+
+
+def test_the_table_of_exit_codes_is_that_of_the_errors() -> None:
+    def errors(kind: type[HpcrlError]) -> set[int]:
+        return {kind.exit_code}.union(*map(errors, kind.__subclasses__()))
+
+    text = (ROOT / "docs" / "commands.md").read_text().partition("## Exit codes")[2]
+    listed = {int(code) for code in re.findall(r"^\| (\d+) \|", text, re.MULTILINE)}
+    assert listed == {0, 1, 2} | errors(HpcrlError)
+
+
+def dependencies(folder: Path) -> None:
+    """Link the packages that `pip install hpcrl` installs, and no others, in a folder."""
+    names = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    waiting, done = [Requirement(name) for name in names], set[str]()
+    while waiting:
+        name = waiting.pop().name
+        if name in done:
+            continue
+        done.add(name)
+        found = distribution(name)
+        needs = map(Requirement, found.requires or [])
+        waiting += [one for one in needs if one.marker is None or one.marker.evaluate({"extra": ""})]
+        for top in {file.parts[0] for file in found.files or [] if not str(file).startswith("..")}:
+            link = folder / top
+            if not link.exists() and top != "__pycache__":
+                link.symlink_to(found.locate_file(top))
+
+
+ALL = """
+import contextlib, io, json, sys
+from hpcrl.cli.main import main
+said = {}
+for words in json.load(sys.stdin):
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = main(words)
+        except SystemExit as ended:
+            code = ended.code
+        except Exception as error:
+            code = repr(error)
+    said[" ".join(words[:2])] = [code, err.getvalue()]
+print(json.dumps(said))
+"""
+
+
+def test_every_command_in_an_environment_of_the_dependencies_alone(root: Path, tmp_path: Path) -> None:
+    run = str(Run(root / "p" / "single").path)
+    names = [name for group in COMMANDS.values() for name in group if name not in ("doctor", "follow", "attach", "rm")]
+    more = {
+        "submit": [str(QUICKSTART), "--dry-run"],
+        "plan": [str(QUICKSTART)],
+        "score": [str(QUICKSTART), "-o", str(tmp_path / "scores")],
+        "sync": [run, "--to", "wandb"],
+        "trace": [run, "-o", str(tmp_path / "trace.json")],
+        "report": [run, "-o", str(tmp_path / "report.html")],
+        "eval": [run, "--data", str(QUICKSTART.with_name("quickstart.jsonl"))],
+        "compare": [run, run],
+        "replay": [run, "--step", "1"],
+        "checkpoint": ["export", run],
+        "reward": ["serve", str(tmp_path)],
+        "engine": [str(QUICKSTART), "--key-file", str(tmp_path / "key")],
+        "config": ["validate", str(QUICKSTART)],
+        "data": ["check", str(QUICKSTART)],
+        "env": ["ls"],
+        "completion": ["bash"],
+        "rm": ["--yes", run],
+    }
+    folder = tmp_path / "site"
+    folder.mkdir()
+    dependencies(folder)
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", ALL],
+        input=json.dumps([[name, *more.get(name, [run])] for name in [*names, "rm"]]),
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": f"{folder}:{ROOT}", "HPCRL_ROOT": str(root)},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    said = {words.split()[0]: answer for words, answer in json.loads(done.stdout).items()}
+    assert set(said) == {*names, "rm"}
+    broken = {name: answer for name, answer in said.items() if not isinstance(answer[0], int)}
+    assert broken == {}
+    lacking = {name for name, (_, text) in said.items() if "where the jobs run" in text}
+    assert lacking == set(re.findall(r"`hpcrl (\w+)", _paragraph("docs/installation.md", "need what jobs need"))), said
+
+
+def _paragraph(page: str, words: str) -> str:
+    (line,) = [line for line in (ROOT / page).read_text().splitlines() if words in line]
+    return line

@@ -1,0 +1,104 @@
+"""`hpcrl rm` and the sizes of `hpcrl status`, on run directories."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpcrl.cli.main import main
+from hpcrl.errors import RunError
+from hpcrl.launch.manage.registry import all_runs
+from hpcrl.rundir.commit import begin, finish, write_text
+from hpcrl.rundir.layout import Run
+from hpcrl.rundir.ledger import open_attempt
+from hpcrl.rundir.starts import note
+from tests.cli.test_status import root as root
+
+
+def fill(run: Run) -> None:
+    note(run, {"attempt": 1, "from": None})
+    write_text(begin(run.checkpoint(3), 1) / "weights", "x" * 3000)
+    finish(run.checkpoint(3), 1, step=3)
+    write_text(run.export(3) / "model.safetensors", "x" * 2000)
+    write_text(run.log(1, "trainer-0"), "log")
+
+
+def test_a_run_is_removed_after_a_question(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = Run(root / "p" / "single")
+    fill(run)
+    assert main(["rm", "single", "--root", str(root)]) == RunError.exit_code, "no terminal to ask on"
+    assert "--yes removes it" in capsys.readouterr().err
+    assert run.config.exists()
+    assert main(["rm", "single", "--yes", "--root", str(root)]) == 0
+    assert capsys.readouterr().out.startswith(f"removed {run.path}, ")
+    assert not list((root / "p").glob("*single*"))
+    assert len(all_runs(root)) == 11, "others stay"
+
+
+def test_metrics_stay_on_wish(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = Run(root / "p" / "single")
+    fill(run)
+    (before,) = json.loads(_out(capsys, "status", "single", "--json", "--size", "--root", str(root)))
+    assert before["bytes"]["checkpoints"] > 3000
+    assert " · " in _out(capsys, "status", "s", "--size", "--root", str(root))
+    assert "exports 2.0 KiB" in _out(capsys, "status", "single", "--size", "--root", str(root))
+    shown = _out(capsys, "status", "single", "--root", str(root))
+    _out(capsys, "rm", "single", "--yes", "--keep-metrics", "--root", str(root))
+    assert not run.exports.exists()
+    assert [path.name for path in run.checkpoints.iterdir()] == ["starts.jsonl"]
+    assert run.log(1, "trainer-0").exists()
+    assert _out(capsys, "status", "single", "--root", str(root)) == shown.replace("s000003", "none   ").replace(
+        "none   \n", "none\n"
+    )
+
+
+def test_a_sweep_goes_with_the_files_of_its_submission(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = root / "p" / ".slurm" / "s"
+    folder.mkdir(parents=True)
+    _out(capsys, "rm", "s.3", "--yes", "--root", str(root))
+    assert folder.exists(), "ten runs of it are left"
+    _out(capsys, "rm", "s", "--yes", "--root", str(root))
+    assert not folder.exists()
+    assert [run.name for run in all_runs(root)] == ["single"]
+
+
+def test_a_run_that_goes_on_stays(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = Run(root / "p" / "single")
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)", "submitit"])
+    try:
+        record = json.loads(run.submission.read_text())
+        write_text(run.submission, json.dumps({**record, "job_id": str(child.pid)}))
+        open_attempt(run, f"local-{child.pid}", ["n1"])
+        assert main(["rm", "single", "--yes", "--root", str(root)]) == RunError.exit_code
+        assert "`hpcrl cancel single` ends it first" in capsys.readouterr().err
+        assert run.config.exists()
+    finally:
+        child.kill()
+        child.wait()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be somebody else")
+def test_runs_of_others_are_not_hidden(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = Run(tmp_path / "runs" / "p" / "mine")
+    write_text(run.config, "")
+    run.path.chmod(0o700)
+    for folder in (tmp_path, *tmp_path.parents[:3], tmp_path / "runs", run.path.parent):
+        if folder != Path("/tmp"):
+            folder.chmod(0o755)
+    assert _out(capsys, "status", "--root", str(tmp_path / "runs")).startswith("p/mine ")
+    os.seteuid(65534)  # what the command imports is there
+    try:
+        theirs = _out(capsys, "status", "--root", str(tmp_path / "runs"))
+    finally:
+        os.seteuid(0)
+    assert theirs == f"no runs under {tmp_path / 'runs'}, but 1 that you may not read\n"
+
+
+def _out(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(list(words)) == 0
+    return capsys.readouterr().out
