@@ -78,7 +78,7 @@ class GroupCache:
         self._ended: dict[tuple[_Call, int], Generation] = {}
         self._written = set[tuple[_Call, int]]()
 
-    async def say(
+    async def generate(
         self,
         first: int,
         turn: int,
