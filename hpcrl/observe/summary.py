@@ -130,7 +130,11 @@ def nothing_learned(name: str, trained: Record) -> str:
         name: of the run.
     """
     metrics = trained.metrics
-    if metrics.get(TRAINED_WITHOUT_SPREAD) == 1 and metrics[ADVANTAGE] < NO_ADVANTAGE and DIVERGENCE not in metrics:
+    if (
+        metrics.get(TRAINED_WITHOUT_SPREAD) == 1
+        and metrics.get(ADVANTAGE, 0.0) < NO_ADVANTAGE
+        and DIVERGENCE not in metrics
+    ):
         why = "all samples of each group have the same reward"
     elif metrics.get(GRADIENT) == 0:
         why = "the gradient is 0"

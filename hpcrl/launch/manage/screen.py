@@ -30,18 +30,8 @@ _CURVE = 40
 _GOOD, _WAITS = ("running", "saving", "done"), ("pending", "starting", "preempted", "ending", "suspended")
 # what a window that is too low shows before the rest
 _FIRST = (
-    "progress",
-    "alert",
-    "learning",
-    "next",
-    "reward",
-    "loss",
-    "eval score",
-    "process",
-    "tokens/s",
-    "checkpoint",
-    "memory",
-)
+    "progress", "alert", "learning", "next", "reward", "loss", "eval score", "process", "tokens/s", "checkpoint", "memory",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
