@@ -367,8 +367,8 @@ def _one_end(rank: int, device: torch.device, other: Any, answers: Any, size: in
     files = {"file": {"tensor": torch.randint(256, (size,), dtype=torch.uint8)}}
     pair = Pair(device, rank, "127.0.0.1", _STAGE_S)
     if rank == RECEIVER:
-        other.send(pair.tells())
-        pair.hear(other.recv())
+        other.send(pair.own_rendezvous())
+        pair.add_rendezvous(other.recv())
         if dies:
             pair.receive(min(PART, *sizes_of(files).values()))
             os._exit(1)
@@ -376,9 +376,9 @@ def _one_end(rank: int, device: torch.device, other: Any, answers: Any, size: in
         with safe_open(Path(place) / "file", "pt") as read:
             other.send(bool(torch.equal(read.get_tensor("tensor"), files["file"]["tensor"])))
         return
-    pair.hear(other.recv())
+    pair.add_rendezvous(other.recv())
     began, failed = time.monotonic(), ""
-    sending = Thread(target=lambda: other.send(pair.tells()))
+    sending = Thread(target=lambda: other.send(pair.own_rendezvous()))
     sending.start()
     try:
         send_files(pair, files)

@@ -29,7 +29,7 @@ class HpcrlError(Exception):
 
 
 class ConfigError(HpcrlError):
-    """What is wrong with a configuration.
+    """A configuration is wrong.
 
     Attributes:
         unknown: by the path of a setting that does not exist, what the message says of it.

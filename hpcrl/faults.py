@@ -24,7 +24,7 @@ _passed: Counter[str] = Counter()
 
 
 def fault(point: str) -> None:
-    """Fail here if the environment says so; do nothing otherwise."""
+    """Fail here if the environment names this point; do nothing otherwise."""
     wanted = os.environ.get(_VARIABLE)
     if not wanted:
         return

@@ -16,7 +16,7 @@ _LONGEST_NAME = 80
 
 
 class NotUtf8Error(ValueError):
-    """Bytes of a file that are no text in UTF-8; the message says what else they may be, and the remedy.
+    """Bytes of a file are no text in UTF-8; the message has a guess at their encoding, and the remedy.
 
     Attributes:
         line: of the first such byte, counted from 1.
@@ -51,6 +51,11 @@ def one_line(text: str) -> str:
     return printable(text.replace("\n", " "))
 
 
+def markdown_cell(text: str) -> str:
+    """Return text as `one_line`, for a cell of a Markdown table."""
+    return one_line(text).replace("|", "\\|").replace("<", "&lt;")
+
+
 def log_lines(text: str) -> list[str]:
     """Return a line of a log as `printable`, without its colours; what was written over with a carriage return comes as lines of its own."""
     return [printable(part) for part in _COLOUR.sub("", text).split("\r") if part] or [""]
@@ -62,7 +67,7 @@ def metric_name(text: str) -> str:
 
 
 def said_in(content: str | list[dict[str, Any]]) -> str:
-    """Return what a chat message says as people read it: of one with images the texts, and `<image>` or `<video>` for each of these."""
+    """Return the text of a chat message for people: with `<image>` or `<video>` for each image or video."""
     if isinstance(content, str):
         return content
     return "".join(part["text"] if part["type"] == "text" else f"<{part['type']}>" for part in content)

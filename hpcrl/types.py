@@ -25,7 +25,7 @@ else:
     from typing import TypeVar
 
     Array = TypeVar("Array")
-"""numpy.ndarray in files and in rollout workers, which need no torch; torch.Tensor where packed rows are taken apart."""
+"""numpy.ndarray in files and in rollout workers, which need no torch; torch.Tensor where packed rows are split."""
 
 Kind = Literal["train", "eval"]
 StopReason = Literal["stop", "length", "abort", "failed"]
@@ -35,8 +35,8 @@ LARGEST = 1e30
 LONGEST_NAME, LONGEST_FAILURE = 200, 2000
 
 ROUTED_EXPERTS = "routed_experts"
-"""In Row.tensors, [T, L, k] int16: the experts that the engine took each token to in each layer that has experts; -1 where it is not known, as
-of a last token, which no engine computes anything of."""
+"""In Row.tensors, [T, L, k] int16: the engine's experts of each token in each layer with experts. -1 where they are unknown, as of a last
+token, which no engine computes."""
 
 
 def is_name(value: Any) -> bool:
@@ -138,11 +138,11 @@ class Row(Generic[Array]):
 
 @dataclass(slots=True)
 class SampleMeta:
-    """What the controller knows of one sample of a finished group.
+    """Facts of one sample of a finished group, for the controller.
 
     Attributes:
-        reward: the sum of its rewards, of those in its last row where it has several; of a pair of a dataset 1 for the chosen answer, which
-            is the first, and 0 for the rejected one.
+        reward: the sum of its rewards, of those in its last row where it has several. In a dataset's pair it is 1 for the chosen answer,
+            which is the first, and 0 for the rejected one.
         lengths: tokens of each of its rows, prompt included.
         response_length: tokens that the policy chose.
         stop_reason: why its last turn ended.
@@ -164,7 +164,7 @@ class SampleMeta:
 
 @dataclass(frozen=True)
 class GroupMeta:
-    """What the controller knows of a finished group.
+    """Facts of a finished group, for the controller.
 
     The file has the rows of a sample after those of the sample before it, and with generator.step_wise_trajectories turn after turn.
 
@@ -229,7 +229,7 @@ class GroupMeta:
 
     @property
     def scored(self) -> list[bool]:
-        """Whether each sample has a reward of its own; one that failed has the mean of the others, or 0."""
+        """Whether each sample has a reward of its own; a failed one has the mean of the others, or 0."""
         return [
             sample.stop_reason != "failed" and not (self.judged and sample.model_reward is None)
             for sample in self.samples
@@ -331,8 +331,8 @@ class Batch:
     Attributes:
         step: the step that trains these groups; the first is 1.
         cursor: index in the prompt stream of the first group that no batch up to this one has used.
-        dropped: ids of the groups that were generated for this step and that dynamic sampling keeps from training, with the mean
-            over a group's samples of what it judges them by, None where all of them failed. No step generates or trains them again.
+        dropped: ids of groups of this step that dynamic sampling keeps from training, with the mean over a group's samples of their
+            judged value, None where all of them failed. No step generates or trains them again.
         given_up: ids of surplus groups that this step did not wait for, and that are too old for the next one. The same holds for them.
     """
 
@@ -357,7 +357,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class SharedPrefixes:
-    """Which tokens of a micro-batch are computed where what rows begin with is computed once: D of its P tokens.
+    """Computed tokens of a micro-batch with shared prefixes, where a common beginning of rows is computed once: D of its P tokens.
 
     A row shares prefixes with the one before it, and through this with others, so that rows are the paths of trees.
 
@@ -392,22 +392,22 @@ class MicroBatch:
         cu_seqlens: [B + 1] int32, cumulative lengths from 0; made of them where it is not given.
         labels: [P] int64, the next token of the same row; 0 at a row's last position.
         loss_mask: [P] float32, 0 at a row's last position.
-        weights: [P] float32, the loss mask times the weight of each row (hpcrl/algorithms/reductions.py): the loss of a
+        weights: [P] float32, the loss mask times the weight of each row (hpcrl/algorithms/reductions.py). The loss of a
             mini-batch is the sum of weight x loss over all its micro-batches, of all ranks.
         nll_weights: [P] float32, the same for the mean over the tokens of rows with positive reward.
         rollout_logprobs, old_logprobs, ref_logprobs, advantages: [P] float32; the last three are None until computed.
-        values, returns: [P] float32, what a critic expected before the token and what it should have; None without one.
+        values, returns: [P] float32, a critic's value before the token, and its target; None without one.
         margins: [P] float32, the margin of a pair at the end of its chosen answer; None where no scores are trained.
         current: [P] float32, 1 where the token is trained and was chosen by the version that the step begins with; None: nowhere.
-        staleness: [P] float32, how many versions older than that the one is which chose the token; None where old log-probabilities are not estimated by it.
+        staleness: [P] float32, age in versions of the version that chose the token; None where old log-probabilities are not estimated by it.
         observation_weights: [P] float32, weights of the tokens of the environment in the mean over those of a mini-batch, 0 elsewhere; None where none is learned.
         sampling_mask: [P, K] int32, the tokens that the token was sampled among, padded with -1; all of a row -1: the whole vocabulary.
             None: all rows are such.
-        teacher_ids, teacher_top: [P, K] int32 and float32, tokens in the token's place that policy and teacher are compared at, and their
-            log-probabilities by the teacher; ids of -1 where there is no teacher. None without one whose divergence is taken over several tokens.
-        top_k: most probable tokens that a pass without gradient tells of at each place, or as many of `teacher_ids` if there are these.
-        head_rows: [R] int64, ascending: the entries of which a policy's head computes anything, all other outputs are 0; those of
-            trained tokens, and of the environment's that are learned, where it is not given.
+        teacher_ids, teacher_top: [P, K] int32 and float32, tokens at which policy and teacher are compared, and their log-probabilities
+            by the teacher; ids of -1 where there is no teacher. None without a teacher whose divergence is over several tokens.
+        top_k: number of most probable tokens that a pass without gradient returns at each place, or of `teacher_ids` if there are any.
+        head_rows: [R] int64, ascending: the entries that a policy's head computes, all other outputs are 0. By default those of
+            trained tokens, and of learned tokens of the environment.
         prefixes: None: each row is computed whole.
         tensors: of each packed row, as of Row.
         share: of each row in the mini-batch, which may be spread over ranks; 0: there is none to be trained.

@@ -32,7 +32,7 @@ WHOLE_TRAINER = {
     "hpcrl.families.pi05.policy": 3,
     "hpcrl.launch.doctor.disk_space": 1, "hpcrl.launch.local.replay": 1, "hpcrl.launch.submit.models": 1,
     "hpcrl.observe.alerts.monitor": 2, "hpcrl.planning.rank_groups": 4, "hpcrl.planning.shapes": 1, "hpcrl.rundir.checkpoints": 1,
-    "hpcrl.trainer.backends.fsdp.engine": 1, "hpcrl.trainer.backends.fsdp.values": 2, "hpcrl.trainer.backends.megatron.engine": 6,
+    "hpcrl.trainer.backends.fsdp.engine": 3, "hpcrl.trainer.backends.megatron.engine": 6,
     "hpcrl.trainer.batching": 1, "hpcrl.trainer.read_batch": 1, "hpcrl.trainer.saving.checkpoint": 1, "hpcrl.trainer.saving.export": 1,
     "hpcrl.trainer.saving.mid_batch": 1, "hpcrl.trainer.scoring.megatron": 1, "hpcrl.trainer.step": 1,
 }  # fmt: skip

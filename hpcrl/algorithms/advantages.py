@@ -37,8 +37,8 @@ class AdvantageInputs:
         baselines_B: [B] float64, the reward of the greedy response to each sample's prompt; None without these.
         named_B: [B] float64 each, the rewards that trainer.algorithm.gdpo.rewards names, unweighted; None without these, and for estimators
             that are marked `per_token`.
-        scored_B: [B] float64, 1 for a sample with a reward of its own, 0 for one that failed: its reward is the mean of its group's others,
-            and it counts in no statistic of its group. None: all have one.
+        scored_B: [B] float64, 1 for a sample with a reward of its own, 0 for a failed one. A failed one's reward is the mean of the others
+            in its group, and it counts in no statistic. None: all have one.
         total: gives the sum over all ranks of a tensor; the tensor itself where every sample is here.
     """
 
@@ -154,9 +154,8 @@ def grpo(inputs: AdvantageInputs, *, grpo_norm_by_std: bool) -> torch.Tensor:
 def gdpo(inputs: AdvantageInputs, *, rewards: Mapping[str, float]) -> torch.Tensor:
     """Return several rewards, each against the mean of its group by itself (GDPO, arXiv:2601.05242, section 3).
 
-    As grpo for each reward by itself, so that combinations of rewards which have the same sum
-    are not worth the same; then (a - mean) / std over the samples of the batch, so that the scale does not grow with the number of
-    rewards. Only samples with a trained token count there.
+    As grpo for each reward by itself, so that combinations of rewards with the same sum differ. Then (a - mean) / std over the samples of
+    the batch, so that the scale does not grow with the number of rewards. Only samples with a trained token count there.
 
     Formula:
         Σ weight × (reward - mean of the group) / (standard deviation + 1e-6) over named rewards, whitened over the samples of the batch
@@ -279,7 +278,7 @@ def lambda_returns(inputs: AdvantageInputs, values_P: torch.Tensor, gamma: float
     """Return what a critic should have expected before each token, [P]: its value plus the generalized advantage.
 
     Only trained tokens are steps: values elsewhere count nothing, they are no steps in time, and a reward there belongs to the last
-    trained token before it. The sources step through padding and through what the environment said.
+    trained token before it. The sources step through padding and through observations.
     """
 
     def columns(of_P: torch.Tensor) -> torch.Tensor:

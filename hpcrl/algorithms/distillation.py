@@ -53,8 +53,8 @@ def teacher_advantages(
 ) -> torch.Tensor:
     """Return advantages less the weighted divergence from the teacher, [P]; what they were where the mask is 0.
 
-    With a discount, the divergences of the sample's later trained tokens count too, by one more power of it per token, and no
-    gradient flows through them: a divergence is part of many advantages then, and would be differentiated in each.
+    With a discount, the divergences of the sample's later trained tokens count too, by one more power of it per token. No gradient flows
+    through them: each divergence is part of many advantages, and would be differentiated in each.
 
     Args:
         lengths: tokens of each sample; they sum to P.

@@ -4,9 +4,9 @@ A loss gives [P] values and the sums of its own metrics over the mask. It neithe
 by the weights of hpcrl/algorithms/reductions.py and adds everything up. So nothing depends on packing, micro-batch size or number of
 ranks. The exceptions are clip_cov, kl_cov and m2po, which compare a token with the others of its micro-batch.
 
-A loss's other parameters are its settings (hpcrl/algorithms/settings.py): one with a default is its own, a setting of
-`trainer.algorithm.<loss>` with the type, range and default that stand here, and the meaning under `Args`; one without is a setting of
-`trainer.algorithm` that several losses share. `Formula` and `Use` are the loss's row in docs/algorithms.md, where r = pi / pi_old and
+A loss's other parameters are its settings (hpcrl/algorithms/settings.py). One with a default is a setting of `trainer.algorithm.<loss>`,
+with the type, range and default of the signature, and the meaning under `Args`. One without is a setting of `trainer.algorithm` that
+several losses share. `Formula` and `Use` are the loss's row in docs/algorithms.md, where r = pi / pi_old and
 A is the advantage. `python -m hpcrl.docs.describe` makes the section and the page from this file. A user's own loss has the
 same signature, and is named as "package.module:function".
 """
@@ -211,8 +211,8 @@ def clip_cov(
 ) -> Values:
     """Return the clipped surrogate without some tokens of high covariance (Clip-Cov, arXiv:2505.22617).
 
-    Of the tokens of the micro-batch that are not clipped and whose covariance of advantage and log-probability lies between the
-    bounds, a share `clip_ratio` of all tokens, at least one, is drawn at random and left out.
+    Some tokens of the micro-batch are left out: a random share `clip_ratio` of all tokens, at least one. They are drawn from unclipped
+    tokens whose covariance of advantage and log-probability lies between the bounds.
 
     Formula:
         as regular, without some drawn tokens of high covariance of A and log π
@@ -313,6 +313,7 @@ def dppo(
     dppo_type: Literal["binary_tv", "binary_kl"] = "binary_tv",
     delta_low: NotNegative = 0.2,
     delta_high: NotNegative = 0.2,
+    kl_tau: NotNegative = 0.0,
 ) -> Values:
     """Return the loss of the tokens inside a trust region of divergence from the rollout (DPPO, arXiv:2602.04879, equations 11 to 14).
 
@@ -321,7 +322,7 @@ def dppo(
     frequent ones.
 
     Formula:
-        -π/π_rollout A, 0 where the divergence from the rollout is above delta_high (A > 0, π risen) or delta_low (A < 0, π fallen)
+        -π/π_rollout A, 0 where the divergence from the rollout is above delta_high (A > 0, π risen) or delta_low (A < 0, π fallen); + kl_tau (log π/π_rollout)²
     Use:
         large vocabularies: a ratio clips rare tokens too soon and frequent ones too late
     Args:
@@ -330,6 +331,7 @@ def dppo(
         delta_low: tokens of negative advantage count nothing once the policy has fallen from the rollout by a divergence above this;
             0.05 is usual with binary_kl.
         delta_high: the same for tokens of positive advantage and a policy that has risen.
+        kl_tau: weight of (log π/π_rollout)², which is added for every token, masked or not (prime-rl's default loss, with 0.001).
     Returns:
         loss [P], and the sum of `clip_ratio`: tokens that count nothing.
     """
@@ -343,7 +345,8 @@ def dppo(
     out_P = (tokens.advantages > 0) & risen_P & (divergence_P > delta_high)
     out_P = out_P | ((tokens.advantages < 0) & fallen_P & (divergence_P > delta_low))
     loss_P = -ratio(tokens.logprobs, tokens.rollout_logprobs) * tokens.advantages
-    return torch.where(out_P, 0.0, loss_P), {"clip_ratio": masked_sum(out_P.float(), tokens.mask)}
+    penalty_P = kl_tau * (tokens.logprobs - tokens.rollout_logprobs).square() if kl_tau else 0.0
+    return torch.where(out_P, 0.0, loss_P) + penalty_P, {"clip_ratio": masked_sum(out_P.float(), tokens.mask)}
 
 
 def gpg(tokens: LossTokens) -> Values:
@@ -400,13 +403,13 @@ def vespo(
     slowly, those that have become frequent fast. Nothing is clipped.
 
     Formula:
-        -stop(W^k exp(λ (1 - W))) A log π, W = product over the sample of π/π_rollout, k and λ = k_pos and lambda_pos where A ≥ 0, else
-        k_neg and lambda_neg
+        -stop(W^k exp(λ (1 - W))) A log π, W = product over the sample of π/π_rollout; (k, λ) = (k_pos, lambda_pos) for A ≥ 0, else (k_neg,
+        lambda_neg)
     Use:
         stale samples, asynchronous training, mixtures of experts: whole samples fade out smoothly, without a correction beside it
     Args:
-        k_pos: exponent of a sample's probability ratio to the rollout in its weight, for advantages that are not negative; the larger
-            it is, the less count samples that have become rare (arXiv:2602.10693).
+        k_pos: exponent of a sample's probability ratio to the rollout in its weight, for advantages that are not negative
+            (arXiv:2602.10693). With a larger one, samples that have become rare count less.
         lambda_pos: rate at which the weight falls for these where the ratio is large.
         k_neg: the exponent for negative advantages.
         lambda_neg: the rate for negative advantages.
@@ -430,12 +433,12 @@ def dro(tokens: LossTokens, *, beta: NotNegative = 1.0) -> Values:
     Formula:
         -(A log π - beta/2 (log π/π_rollout)²)
     Use:
-        samples of any age, also of another policy: a squared penalty holds the policy near what sampled them, no ratio explodes; a
-        token is drawn to log π/π_rollout = A/beta, and beta 0.05 held the quickstart too little (0.75 after 30 steps with a staleness
-        of 2, 0.98 with beta 1)
+        samples of any age, also of another policy: a squared penalty holds the policy near the sampling one, no ratio explodes. Tokens are
+        drawn to log π/π_rollout = A/beta. Beta 0.05 held the quickstart too little (0.75 after 30 steps with a staleness of 2, 0.98 with
+        beta 1)
     Args:
         beta: weight of the squared logarithm of the probability ratio to the rollout, half of which is added to the loss
-            (arXiv:2405.19107); a token is drawn to the logarithm A / beta, so that it belongs to the size of the advantages, about 1
+            (arXiv:2405.19107). A token is drawn to the logarithm A / beta, so that beta depends on the size of the advantages, about 1
             with grpo.
     Returns:
         loss [P], and the sum of `squared_log_ratio`, (log pi - log pi_rollout)^2.
@@ -451,14 +454,14 @@ def m2po(tokens: LossTokens, *, threshold: Positive = 0.04) -> Values:
     As many of the tokens that PPO might clip count nothing as it takes.
 
     Formula:
-        -π/π_rollout A, 0 for the tokens of largest (log π/π_rollout)² that it takes to bring its mean to threshold, among those with
-        A > 0 and π risen, or A < 0 and π fallen
+        -π/π_rollout A, 0 for tokens of largest (log π/π_rollout)² until the mean is threshold, for A > 0 and π risen, or A < 0
+        and π fallen
     Use:
         very stale samples (the paper: 256 updates): a fraction of the tokens that clipping would lose. The tokens of a micro-batch are
         compared, the paper's are those of a mini-batch
     Args:
-        threshold: what the mean of the squared logarithms of probability ratios to the rollout may be at most, over tokens that move
-            away from it; the largest are left out until it is (arXiv:2510.01161).
+        threshold: bound of the mean of the squared logarithms of probability ratios to the rollout, over tokens that move away from it.
+            The largest are left out until the mean is within the bound (arXiv:2510.01161).
     Returns:
         loss [P], and the sum of `clip_ratio`: tokens that count nothing.
     """

@@ -60,8 +60,8 @@ def proximal_logprobs(
 ) -> torch.Tensor:
     """Return an estimate of the old policy's log-probabilities, [P], without a pass of its own (A-3PO, arXiv:2512.06547).
 
-    log pi_rollout + d / (d + 1) (log pi - log pi_rollout): the policy is taken to move by the same in each step, and the update to
-    be one more of the d that lie between the version which chose the token and the one which the step begins with.
+    log pi_rollout + d / (d + 1) (log pi - log pi_rollout). The policy is assumed to move by the same in each step. The update is one more
+    of the d steps between the version that sampled the token and the version at the step's beginning.
 
     Args:
         logprobs_P: of the policy that is updated, without gradient.
@@ -197,8 +197,8 @@ def _without_negative_samples(
 ) -> torch.Tensor:
     """Leave out samples of negative advantage that the policy has moved away from (DeepSeek-V3.2, arXiv:2512.02556).
 
-    That is where the mean over tokens of log pi_before - log pi is above the bound; before is the rollout where importance weights
-    bridge the way from there to the old policy, else the old policy.
+    That is where the mean over tokens of log pi_before - log pi is above the bound. Before is the rollout where importance weights correct
+    from there to the old policy, else the old policy.
     """
     if (bound := settings.negative_sample_mask_delta) is None:
         return mask_P

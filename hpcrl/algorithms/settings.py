@@ -1,9 +1,9 @@
 """The settings of a loss or an estimator: its signature names them, hpcrl's own and a user's alike.
 
-The first parameter is what the function computes with. Each other parameter is given the setting of its name: a field of
-`trainer.algorithm`, or of the part of it that bears the name of the function in the configuration (`trainer.algorithm.dppo` for
-`policy_loss_type = "dppo"`; for "package.module:function", the one named `function`), which comes first. A parameter named
-`algorithm` is given the whole section. One with a default keeps it where there is no setting of its name.
+The first parameter has the function's data. Each other parameter gets the setting of its name. That is a field of the part of
+`trainer.algorithm` with the function's name, such as `trainer.algorithm.dppo` for `policy_loss_type = "dppo"`, or else of
+`trainer.algorithm` itself. For "package.module:function" the part is named `function`. A parameter named `algorithm` gets the whole
+section. One with a default keeps it where there is no setting of its name.
 """
 
 from __future__ import annotations

@@ -17,12 +17,25 @@ from hpcrl.text import one_line, printable
 if TYPE_CHECKING:
     from hpcrl.rundir.layout import Run
 
+
+class Subcommands:
+    """Adds the subcommands of a command to its parser."""
+
+    def __init__(self, parser: argparse.ArgumentParser) -> None:
+        self._group = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    def add(self, name: str, text: str, action: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
+        command = self._group.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        command.set_defaults(action=action)
+        return command
+
+
 RUNS = "name, project/name or path of a run, or the name of a sweep"
 """Help of the argument that names runs."""
 
 
 def add_root(parser: argparse.ArgumentParser) -> None:
-    """Add the option that says where runs are."""
+    """Add the option `--root`."""
     parser.add_argument("--root", type=Path, help="where runs are looked for (default: $HPCRL_ROOT, else ./runs)")
 
 
@@ -97,7 +110,7 @@ def split(words: list[str]) -> tuple[list[str], list[str]]:
     return [os.path.expanduser(word) for word in words if word not in overrides], overrides
 
 
-def say_what_is_empty(settings: Sequence[str]) -> None:
+def note_empty_values(settings: Sequence[str]) -> None:
     """Print which texts an override such as `trainer.run_name=$NAME` leaves empty; of other settings that is an error."""
     empty = [word.strip().removesuffix("=") for word in settings if re.fullmatch(r"[^=]+=\s*", word)]
     if not empty:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpcrl.cli._common import add_run, named_run
+from hpcrl.cli._common import Subcommands, add_run, named_run
 from hpcrl.text import one_line
 
 if TYPE_CHECKING:
@@ -21,12 +21,11 @@ _STEP_HELP = "step, or name that ls shows"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands = Subcommands(parser)
 
     def command(name: str, text: str, action: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
-        command = group.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        command = commands.add(name, text, action)
         add_run(command)
-        command.set_defaults(action=action)
         return command
 
     command("ls", "show each checkpoint, its state and why it is kept", _ls)

@@ -96,8 +96,8 @@ def _lines(before: Evaluation, after: Evaluation, found: Comparison) -> list[str
     if found.worst:
         lines += ["", "fell most:"]
     for mine, theirs in found.worst:
-        said = mine.messages[-1]["content"] if mine.messages else ""
-        lines.append(f"  {mine.mean_reward:.4g} -> {theirs.mean_reward:.4g}  {theirs.group_id}  {said:.80}")
+        response = mine.messages[-1]["content"] if mine.messages else ""
+        lines.append(f"  {mine.mean_reward:.4g} -> {theirs.mean_reward:.4g}  {theirs.group_id}  {response:.80}")
     return lines
 
 

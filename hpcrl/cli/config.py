@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpcrl.cli._common import add_root, split
+from hpcrl.cli._common import Subcommands, add_root, split
 from hpcrl.text import NotUtf8Error, utf8
 
 if TYPE_CHECKING:
@@ -16,17 +15,14 @@ if TYPE_CHECKING:
     from hpcrl.convert.conversion import Conversion
     from hpcrl.errors import ConfigError
 
-_KINDS = {".toml": "cosmos", ".yaml": "skyrl", ".yml": "skyrl", ".sh": "skyrl"}
+_SCRIPTS = (".sh", ".bash", ".sbatch", ".slurm")
+_KINDS = {".toml": "toml", ".yaml": "skyrl", ".yml": "skyrl", **dict.fromkeys(_SCRIPTS, "skyrl")}
+
+_MOST_FOUND = 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-
-    def command(name: str, text: str, action: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
-        command = group.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
-        command.set_defaults(action=action)
-        return command
-
+    command = Subcommands(parser).add
     show = command("show", "print the whole configuration of files and overrides, or of a run", _show)
     show.add_argument("settings", nargs="+", metavar="FILE|RUN|KEY=VALUE", help="files or one run, then overrides")
     show.add_argument("--changed", action="store_true", help="only what differs from the defaults")
@@ -35,8 +31,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     diff.add_argument("right", metavar="FILE|RUN")
     for parser in (show, diff):
         add_root(parser)
-    explain = command("explain", "say what a setting, a section, or a field of SkyRL, Cosmos-RL or verl is", _explain)
+    explain = command(
+        "explain", "say what a setting, a section, or a field of SkyRL, Cosmos-RL, verl or prime-rl is", _explain
+    )
     explain.add_argument("path", nargs="?", default="", metavar="PATH", help="such as trainer.algorithm.eps_clip_high")
+    find = command(
+        "search", "list settings by words of their names, their meanings or other frameworks' names", _search
+    )
+    find.add_argument("words", nargs="+", metavar="WORD", help="such as learning_rate, num_generations or 'kl'")
     validate = command("validate", "name everything that is wrong; exit code 2 if something is", _validate)
     validate.add_argument("settings", nargs="+", metavar="FILE|KEY=VALUE", help="files, then overrides")
     validate.add_argument("--json", action="store_true", help="print valid and problems as JSON, for programs")
@@ -44,14 +46,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     command("paths", "print path, type, default and state of every setting, separated by tabs", _paths)
     convert = command(
         "convert",
-        "turn a configuration of SkyRL, Cosmos-RL or verl into TOML; exit code 1 if it is not complete",
+        "turn a configuration of SkyRL, Cosmos-RL, verl or prime-rl into TOML; exit code 1 if it is not complete",
         _convert,
     )
     convert.add_argument(
         "settings",
         nargs="+",
         metavar="FILE|KEY=VALUE",
-        help="one file (.toml, .yaml, .sh), or the words of a command of SkyRL or verl",
+        help="one file (.toml, .yaml, .sh, .sbatch, .slurm), those of prime-rl's processes, or the words of a command behind --",
     )
     convert.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the result here (default: print it)")
     convert.add_argument("--all", action="store_true", help="report what is as it was too, a line for each setting")
@@ -60,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "--yaml", action="store_true", help="YAML instead of TOML, to compare; a run reads TOML alone"
         )
     convert.add_argument(
-        "--from", dest="source", choices=("skyrl", "cosmos", "verl"), help="default: by suffix and content"
+        "--from", dest="source", choices=("skyrl", "cosmos", "verl", "prime"), help="default: by suffix and content"
     )
 
 
@@ -87,6 +89,23 @@ def _explain(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _search(arguments: argparse.Namespace) -> int:
+    from hpcrl.docs.explain import default_of, search, theirs
+    from hpcrl.errors import ConfigError
+
+    settings = search(arguments.words)
+    if not settings:
+        raise ConfigError(
+            f"no setting has {' and '.join(arguments.words)} in its name, its meaning or another framework's name"
+        )
+    for setting in settings[:_MOST_FOUND]:
+        other = f"  (TRL: {', '.join(names)})" if (names := theirs(setting)) else ""
+        print(f"{setting.path} = {default_of(setting)}{other}\n    {setting.meaning.partition('. ')[0]}")
+    if len(settings) > _MOST_FOUND:
+        print(f"and {len(settings) - _MOST_FOUND} more; add a word")
+    return 0
+
+
 def _validate(arguments: argparse.Namespace) -> int:
     from hpcrl.cli.foreign import with_names_elsewhere
     from hpcrl.config import Config
@@ -105,7 +124,7 @@ def _validate(arguments: argparse.Namespace) -> int:
 
 
 def _as_json(error: ConfigError) -> str:
-    """Return what is wrong as JSON: of each problem the file or override, its line, the setting and the message; null where there is none."""
+    """Return problems as JSON: of each the file or override, its line, the setting and the message; null without problems."""
     import json
 
     problems = []
@@ -153,30 +172,53 @@ def _convert(arguments: argparse.Namespace) -> int:
 
 
 def _converted(words: list[str], source: str | None) -> Conversion:
-    from hpcrl.convert.cosmos import convert as cosmos
+    from hpcrl.convert.prime import convert as prime
     from hpcrl.convert.skyrl import convert as skyrl
     from hpcrl.convert.verl import convert as verl
     from hpcrl.errors import ConfigError
 
     path = Path(words[0])
+    if prime.is_command(words):
+        return prime.convert_words(words, "a command line", Path())
     if any("=" in word for word in words) and not path.is_file():
         of_verl = source == "verl" or (source is None and verl.is_verl(" ".join(words)))
         return (verl.convert_words if of_verl else skyrl.convert_overrides)(words, "a command line")
-    if len(words) > 1:
-        raise ConfigError("expected one file, or the words of a command alone")
-    kind = source or _KINDS.get(path.suffix)
+    texts = [(_text(Path(word)), word) for word in words]
+    if len(texts) > 1 and not all(Path(word).suffix == ".toml" for word in words):
+        raise ConfigError("expected one file, the TOML files of prime-rl's processes, or the words of a command alone")
+    (text, origin), kind = texts[0], source or _KINDS.get(path.suffix)
     if kind is None:
-        raise ConfigError(
-            f"{path}: expected .yaml or .sh of SkyRL or verl, or .toml of Cosmos-RL; or say which with --from skyrl, cosmos or verl"
-        )
-    text, origin = _text(path), str(path)
+        raise ConfigError(f"{path}: expected {', '.join(_KINDS)}; or say of which framework it is with --from")
+    if kind == "toml":
+        kind = "prime" if len(texts) > 1 or prime.is_prime(_tables(text)) else "cosmos"
+    elif source is None and verl.is_verl(text):
+        kind = "verl"
+    elif path.suffix in _SCRIPTS and source is None and prime.is_script(text):
+        kind = "prime"
+    if kind == "prime":
+        return prime.convert_script(text, origin) if path.suffix in _SCRIPTS else prime.convert_toml(texts)
+    return _of_one_file(kind, path.suffix in _SCRIPTS, text, origin)
+
+
+def _of_one_file(kind: str, script: bool, text: str, origin: str) -> Conversion:
+    from hpcrl.convert.cosmos import convert as cosmos
+    from hpcrl.convert.skyrl import convert as skyrl
+    from hpcrl.convert.verl import convert as verl
+
     if kind == "cosmos":
         return cosmos.convert_toml(text, origin)
-    if kind == "verl" or (source is None and verl.is_verl(text)):
-        return verl.convert_script(text, origin) if path.suffix == ".sh" else verl.convert_yaml(text, origin)
-    if path.suffix == ".sh":
-        return skyrl.convert_script(text, origin)
-    return skyrl.convert_yaml(text, origin)
+    of = verl if kind == "verl" else skyrl
+    return of.convert_script(text, origin) if script else of.convert_yaml(text, origin)
+
+
+def _tables(text: str) -> dict[str, object]:
+    """Return the tables of a TOML file; none where it is not TOML, which its converter tells."""
+    import tomllib
+
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError:
+        return {}
 
 
 def _text(path: Path) -> str:

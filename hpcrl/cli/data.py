@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from hpcrl.cli._common import positive, split
+from hpcrl.cli._common import Subcommands, positive, split
 from hpcrl.text import one_line, printable
 
 if TYPE_CHECKING:
@@ -22,14 +22,12 @@ _OF_PAIR = (", chosen", ", rejected")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     text = "count the rows, pairs or prompts of a run's datasets, and show some trained rows. Prints their lengths, what would be left out, and which columns nothing reads"
-    check = commands.add_parser("check", help=text, description=text[0].upper() + text[1:] + ".")
+    check = Subcommands(parser).add("check", text, _check)
     check.add_argument(
         "settings", nargs="+", metavar="FILE|KEY=VALUE", help="TOML files and overrides, later ones over earlier ones"
     )
     check.add_argument("-n", type=positive, default=3, metavar="K", help="rows of each dataset that are shown (3)")
-    check.set_defaults(action=_check)
     check.epilog = "The exit code is 1 if a row cannot be used, or none is left."
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from hpcrl.cli._common import Subcommands
 from hpcrl.text import one_line, printable, said_in
 
 if TYPE_CHECKING:
@@ -22,13 +23,7 @@ _TABLES = "config_class", "python_path", "data", "environment", "generator"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-
-    def command(name: str, text: str, action: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
-        command = group.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
-        command.set_defaults(action=action)
-        return command
-
+    command = Subcommands(parser).add
     command("ls", "list the environments of hpcrl, with a line about each", _ls)
     play = command(
         "try", "play an environment or a reward: read the prompt, type the response of the policy, see the reward", _try
@@ -217,7 +212,7 @@ def _show_turn(turn: Turn) -> None:
 
 
 def _read_action() -> str | None:
-    """Return what is typed up to an empty line or the end of the input; None at the end."""
+    """Return the typed lines up to an empty line or the end of the input; None at the end."""
     if sys.stdin.isatty():
         print("> ", end="", flush=True)
     lines: list[str] = []

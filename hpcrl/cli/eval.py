@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from hpcrl.cli._common import add_root, positive, say_what_is_empty, split
+from hpcrl.cli._common import add_root, note_empty_values, positive, split
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,7 +46,7 @@ def _eval(arguments: argparse.Namespace) -> int:
     data, settings = split(arguments.data)
     files, more = split(arguments.config)
     behind = [*settings, *more]
-    say_what_is_empty(behind)
+    note_empty_values(behind)
     order = "hpcrl eval RUN|MODEL [KEY=VALUE …] --data FILE … [--config FILE …]"
     if arguments.subject is None:
         took = ", ".join([*data, *files])

@@ -1,4 +1,4 @@
-"""Adds SkyRL's or Cosmos-RL's name of a setting to errors of a configuration. The configuration itself imports no converter."""
+"""Adds another framework's name of a setting to errors of a configuration. The configuration itself imports no converter."""
 
 from __future__ import annotations
 
@@ -11,15 +11,19 @@ _LINE = re.compile(r":\d+$")
 
 
 def with_names_elsewhere(error: ConfigError) -> ConfigError:
-    """Return the error with the setting of hpcrl for each name that is one of another framework; for a file of Cosmos-RL one sentence."""
+    """Return the error with the setting of hpcrl for each name that is one of another framework; for a file of another framework one sentence."""
     if not error.unknown:
         return error
-    from hpcrl.convert.correspondence import elsewhere, is_cosmos
+    from hpcrl.convert.correspondence import elsewhere, framework_of
 
-    if is_cosmos(error.unknown):
-        sources = [_LINE.sub("", one.source) for one in error.problems if one.path == "train" and one.source]
+    if framework := framework_of(error.unknown):
+        sources = [
+            _LINE.sub("", one.source) for one in error.problems if one.path in ("train", "orchestrator") and one.source
+        ]
         name = next(iter(sources), "FILE")
-        text = f"this is a file of Cosmos-RL; hpcrl config convert {name} -o experiment.toml makes TOML of hpcrl of it"
+        text = (
+            f"this is a file of {framework}; hpcrl config convert {name} -o experiment.toml makes TOML of hpcrl of it"
+        )
         where = f"{name}: " if sources else ""
         return ConfigError(
             where + text, error.unknown, [replace(error.problems[0], path="", message=text, source=name)]

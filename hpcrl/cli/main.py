@@ -13,7 +13,7 @@ from io import TextIOWrapper
 from pathlib import Path
 
 import hpcrl
-from hpcrl.cli._common import say_what_is_empty
+from hpcrl.cli._common import note_empty_values
 from hpcrl.cli.completion import complete
 from hpcrl.cli.foreign import with_names_elsewhere
 from hpcrl.errors import ConfigError, HpcrlError, did_you_mean
@@ -24,22 +24,22 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
         "submit": ("hpcrl.cli.submit", "start a run, or a sweep, from TOML files"),
         "plan": (
             "hpcrl.cli.plan",
-            "print who does what in a run, the groups of its ranks, and their memory; starts nothing",
+            "print the nodes and rank groups of a run, and their memory; starts nothing",
         ),
         "score": (
             "hpcrl.cli.score",
-            "write what a teacher says of the rows of datasets, for fine-tuning to learn from; on this machine, needs torch",
+            "write a teacher's log-probabilities of the rows of datasets, for fine-tuning; on this machine, needs torch",
         ),
     },
     "watch": {
-        "status": ("hpcrl.cli.status", "say in what state runs are, why, and how far"),
-        "follow": ("hpcrl.cli.follow", "show a run while it goes on, and what it achieved"),
+        "status": ("hpcrl.cli.status", "show the state, its reason and the progress of runs"),
+        "follow": ("hpcrl.cli.follow", "show a run while it runs, and its results"),
         "logs": ("hpcrl.cli.logs", "print the logs of a run"),
         "tensorboard": ("hpcrl.cli.tensorboard", "print the command that shows the curves of runs"),
-        "sync": ("hpcrl.cli.sync", "send what a run reported to a tracker"),
+        "sync": ("hpcrl.cli.sync", "send the metrics of a run to a tracker"),
         "upload": ("hpcrl.cli.upload", "copy exports and checkpoints of a run to the Hugging Face hub or to S3"),
-        "trace": ("hpcrl.cli.trace", "write what the processes of a run did when, for Perfetto and chrome://tracing"),
-        "stacks": ("hpcrl.cli.stacks", "show what every process of a run is doing now"),
+        "trace": ("hpcrl.cli.trace", "write the timeline of a run's processes, for Perfetto and chrome://tracing"),
+        "stacks": ("hpcrl.cli.stacks", "show the present stacks of every process of a run"),
         "profile": ("hpcrl.cli.profile", "show where a process of a run spends its time, sampled while it runs"),
         "attach": (
             "hpcrl.cli.attach",
@@ -59,14 +59,14 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
         "samples": ("hpcrl.cli.samples", "show samples: prompt, turns, reward and why they ended"),
         "report": ("hpcrl.cli.report", "write one HTML file that shows runs: verdict, curves, timeline, samples"),
         "eval": ("hpcrl.cli.eval", "evaluate a checkpoint of a run, or a model, on this machine"),
-        "compare": ("hpcrl.cli.compare", "say whether two evaluations of the same prompts differ, and where"),
+        "compare": ("hpcrl.cli.compare", "test whether two evaluations of the same prompts differ, and show where"),
         "rescore": ("hpcrl.cli.rescore", "score the samples of an evaluation with other rewards; generates nothing"),
         "replay": (
             "hpcrl.cli.replay",
             "train a step again from the checkpoint before it, on this machine and outside the run; needs torch",
         ),
         "checkpoint": ("hpcrl.cli.checkpoint", "list, verify, export and delete the checkpoints of a run"),
-        "verify": ("hpcrl.cli.verify", "compare everything that a run wrote with its checksums"),
+        "verify": ("hpcrl.cli.verify", "compare the files of a run with their checksums"),
     },
     "serve": {
         "reward": ("hpcrl.cli.reward", "serve a reward model, whose scores are rewards of runs"),
@@ -74,10 +74,10 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "check": {
         "config": ("hpcrl.cli.config", "show, compare, explain, check and convert configurations"),
-        "data": ("hpcrl.cli.data", "say what becomes of the rows of datasets: counts, lengths, what is trained"),
+        "data": ("hpcrl.cli.data", "check the rows of datasets: counts, lengths, trained text"),
         "env": ("hpcrl.cli.env", "list environments, and play one in the terminal"),
         "completion": ("hpcrl.cli.completion", "print the lines by which a shell completes commands and options"),
-        "doctor": ("hpcrl.cli.doctor", "say what this cluster, its filesystem and a compute node mean for a run"),
+        "doctor": ("hpcrl.cli.doctor", "check this cluster, its filesystem and a compute node for a run"),
     },
 }
 """By what a person wants: the commands, each with its module, whose `add_arguments` gets the command's parser, and its help."""
@@ -175,7 +175,7 @@ def main(argv: list[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):  # names and texts may have what the terminal's encoding lacks
             stream.reconfigure(errors="backslashreplace")
-    say_what_is_empty(settings or [])
+    note_empty_values(settings or [])
     try:
         return arguments.action(arguments)
     except HpcrlError as error:

@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _requeue(arguments: argparse.Namespace) -> int:
-    from hpcrl.launch.manage.requeue import requeue
+    from hpcrl.launch.manage.cancel import requeue
 
     def act(run: Run) -> None:
         requeue(run)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from hpcrl.cli._common import positive
+from hpcrl.cli._common import Subcommands, positive
 from hpcrl.text import printable
 
 _TOKEN = "REMOTE_REWARD_TOKEN"
@@ -14,9 +14,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     from hpcrl.config.sections.environment import RewardServiceConfig
 
     default = RewardServiceConfig()
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     text = "serve a reward model to runs whose environment.remote_reward asks it, until it is interrupted; needs torch"
-    serve = commands.add_parser("serve", help=text, description=text[0].upper() + text[1:] + ".")
+    serve = Subcommands(parser).add("serve", text, _serve)
     serve.add_argument(
         "model", metavar="MODEL", help="directory, or name on the hub, of a sequence classifier of one label"
     )
@@ -38,7 +37,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     serve.add_argument(
         "--chat-template", metavar="FILE", help="Jinja file, instead of the chat template of the tokenizer"
     )
-    serve.set_defaults(action=_serve)
     serve.epilog = f"The token that clients show is in the variable {_TOKEN}."
 
 

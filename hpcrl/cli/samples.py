@@ -60,7 +60,7 @@ def _samples(arguments: argparse.Namespace) -> int:
 
 
 def decoder_of(run: Run) -> Decode:
-    """Return what decodes the tokens of a run.
+    """Return the decoder of a run's tokens.
 
     Raises:
         RunError: they cannot be decoded on this machine.

@@ -100,10 +100,10 @@ def _achieved(state: RunState, read: Callable[[Run], Achieved]) -> Achieved | No
 
 
 def _detail(state: RunState, achieved: Headline | None) -> str:
-    said = str(achieved or "")
+    summary = str(achieved or "")
     if state.kind == "done":
-        return said or state.detail
-    return " · ".join(part for part in (state.detail, said) if part)
+        return summary or state.detail
+    return " · ".join(part for part in (state.detail, summary) if part)
 
 
 def _show(state: RunState) -> None:

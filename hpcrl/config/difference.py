@@ -33,7 +33,7 @@ class Difference:
 
 
 def differences(left: ConfigTree, right: ConfigTree) -> list[Difference]:
-    """Return what differs, in the order of the settings; 1 and 1.0 are equal, 1 and true are not."""
+    """Return the settings that differ, in their order; 1 and 1.0 are equal, 1 and true are not."""
     ours, theirs = dict(flat(asdict(left))), dict(flat(asdict(right)))
     return [
         Difference(path, ours.get(path), theirs.get(path))

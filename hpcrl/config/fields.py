@@ -56,7 +56,7 @@ class Setting:
 
     @property
     def is_free(self) -> bool:
-        """Whether it is a table whose keys are the user's."""
+        """Return whether this is a table whose keys are the user's."""
         return any(get_origin(kind) is dict for kind in self.types)
 
     @property

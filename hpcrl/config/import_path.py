@@ -24,7 +24,7 @@ WRITTEN_WRONGLY = (SyntaxError, TypeError, ValueError, NameError, AttributeError
 
 
 def imported(subject: str, name: str) -> Any:
-    """Return what "package.module:name" leads to; None where the module has nothing of that name.
+    """Import and return "package.module:name"; None where the module has nothing of that name.
 
     Args:
         subject: what names it, for errors.

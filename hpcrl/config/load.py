@@ -42,7 +42,7 @@ class Merged:
     texts: dict[str, str] = field(default_factory=dict)
 
     def source_of(self, path: str) -> str | None:
-        """Return who set a path or an item of its list, with the line; None where nobody did."""
+        """Return the file or override that set a path or an item of its list, with the line; None for defaults."""
         name = path.partition("[")[0]
         source = self.sources.get(name)
         line = line_of(self.texts[source], name) if source in self.texts else None
@@ -247,7 +247,7 @@ def emptiable(path: str, known: Sequence[Setting]) -> bool:
 
 
 def _check_null(path: str, known: Sequence[Setting]) -> None:
-    """Take SkyRL's null for what is unset; it means nothing where a value counts that is none."""
+    """Refuse SkyRL's null where a setting cannot be unset; elsewhere it means unset."""
     default = next((setting.default for setting in known if setting.path == path and not setting.subsection), None)
     if default not in (None, [], {}):
         shown = f"{default!r}" if not isinstance(default, str) else f'"{default}"'

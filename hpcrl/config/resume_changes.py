@@ -62,7 +62,7 @@ def _effect_between(path: str, old: Config, new: Config) -> Effect:
 
 
 def changes(old: Config, new: Config) -> list[Change]:
-    """Return what differs between an attempt's configuration and that of the next one, what is refused first."""
+    """Return the differences between an attempt's configuration and that of the next one, refused ones first."""
     found = []
     for difference in differences(old, new):
         effect = _effect_between(difference.path, old, new)
@@ -82,7 +82,7 @@ def evaluation_settings(config: Config) -> str:
 
 
 def changes_from_path(saved: Config, new: Config) -> list[Change]:
-    """Return what matters of the differences between the run that saved a checkpoint and a run that starts from it."""
+    """Return the relevant differences between the run that saved a checkpoint and a run that starts from it."""
     found = []
     for difference in differences(saved, new):
         effect = _effect_between(difference.path, saved, new)

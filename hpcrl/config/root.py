@@ -33,7 +33,7 @@ _C = TypeVar("_C", bound="Config")
 
 @dataclass(frozen=True, kw_only=True)
 class Config(ConfigTree):
-    """What one run does; a component receives the section that it needs, never this."""
+    """Configuration of one run; components receive their section, never this."""
 
     @classmethod
     def from_toml(cls: type[_C], paths: Sequence[Path | str] | Path | str, overrides: Sequence[str] | str = ()) -> _C:
@@ -54,7 +54,7 @@ class Config(ConfigTree):
     def from_tables(
         cls: type[_C], path: Path | str, names: Collection[str], otherwise: Mapping[str, Any] = MappingProxyType({})
     ) -> _C:
-        """Return what some tables of a TOML file set; other tables are as by default, and rules for several settings do not apply.
+        """Return the settings of some tables of a TOML file, without rules for several settings; other tables have defaults.
 
         Args:
             otherwise: values by dotted path where the tables set none, as of what is required.

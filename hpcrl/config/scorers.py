@@ -73,7 +73,7 @@ class ScorerSet:
 
     @property
     def title(self) -> str:
-        """What the model is, for people."""
+        """Name of the model, for people."""
         return "reward model" if self.role == REWARD else self.role
 
 

@@ -184,7 +184,7 @@ class Named:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a section declares of one of its settings, or of a section in it, beside type and default."""
+    """Facts that a section declares of one of its settings, or of a section in it, beside type and default."""
 
     range: Range | None = None
     check: Check | None = None
@@ -244,7 +244,7 @@ def section(cls: type[T], *, used_by: When | tuple[When, ...] = (), on_change: E
 
 
 def facts_of(cls: type, name: str) -> Facts:
-    """Return what a section's class declares of a field; each fact that it leaves out is that of the class it is derived from."""
+    """Return the declared facts of a section's field; facts that it leaves out come from the class it is derived from."""
     found: dict[str, Any] = {}
     for base in reversed(cls.__mro__):
         declared = vars(base).get("__dataclass_fields__", {}).get(name)

@@ -66,10 +66,9 @@ class DynamicSampling:
     def chosen(self, step: int, groups: Sequence[GroupMeta]) -> list[GroupMeta] | None:
         """Return the groups that train in `step`, of its complete batch; None: none do, and the batch is to be generated again.
 
-        With `replace`, copies of good groups are drawn without replacement as long as there are enough, always the same ones for a
-        seed and step, so that a restart chooses alike. A copy is a group of its own: its samples are compared with each other. SkyRL
-        merges copies into one group, so that each reward counts several times in the unbiased deviation of grpo, and advantages
-        become larger.
+        With `replace`, copies of good groups are drawn without replacement as long as there are enough. The seed and the step determine
+        them, so that a restart chooses alike. A copy is a group of its own: its samples are compared with each other. SkyRL merges copies
+        into one group, so that each reward counts several times in the unbiased deviation of grpo, and advantages become larger.
         """
         if self.config.type != "replace":
             return list(groups)

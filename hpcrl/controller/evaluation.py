@@ -51,7 +51,7 @@ def evaluation_work(
     same groups as that of the run.
 
     Args:
-        settings: all of them that decide what is said and scored, where rows that are finished may count in a later attempt.
+        settings: all that responses and scores depend on, where rows that are finished may count in a later attempt.
     """
 
     def of_row(row: int) -> Work:
@@ -165,8 +165,8 @@ def write_summary(run: Run, version: int, metrics: Mapping[str, float]) -> None:
 def finished_rows(run: Run, version: int, work: Iterable[Work]) -> dict[str, GroupMeta]:
     """Return which rows of an evaluation that is not over are finished, by their names.
 
-    None are where one of them was asked for something else than now, or generated with other weights than those that are published as
-    `version`: then what lies there is of another evaluation. Where none are, all of it is removed.
+    None are where one had other settings, or was generated with other weights than those of `version`: then the files are of another
+    evaluation. Where none are, all of it is removed.
 
     Args:
         work: of all rows; looked at only where some are finished.
@@ -179,7 +179,7 @@ def finished_rows(run: Run, version: int, work: Iterable[Work]) -> dict[str, Gro
             finished = {row.group.group_id: row.group for row in kept}
             print(f"version {version}: {len(finished)} of {len(asked)} rows were evaluated before", flush=True)
             return finished
-        print(f"version {version} is evaluated anew: it was with other settings, prompts or weights", flush=True)
+        print(f"version {version} is evaluated again: it was with other settings, prompts or weights", flush=True)
     discard(run.evals_of(version))
     return {}
 

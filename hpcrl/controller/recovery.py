@@ -52,8 +52,8 @@ class History:
         batches: batches that training has still to do.
         checksum: of the newest batch's file.
         evaluated: rows that are finished of an evaluation that is not, by their names.
-        scores: digests of what scorers have said of finished groups: model -> id of the group -> digest.
-        rewards: what a reward model among them has said of each sample, by the ids of the groups.
+        scores: digests of scores of finished groups: model -> id of the group -> digest.
+        rewards: a reward model's scores of each sample, by the ids of the groups.
     """
 
     composed: int
@@ -90,8 +90,8 @@ def read_history(
 ) -> History:
     """Read the state on disk for a training that continues after `step`.
 
-    Batches that cannot be trained again, because a file of theirs is gone or damaged or a group of theirs is not usable, are removed with
-    all later ones: their groups may train in other batches now. Damaged groups that no batch has are removed, and generated again.
+    Batches that cannot be trained again, because a file is gone or damaged or a group is not usable, are removed with all later ones.
+    Their groups may train in other batches now. Damaged groups that no batch has are removed, and generated again.
 
     A run that starts from another run's checkpoint has no batches of the steps before it: their groups count as used, in order.
 

@@ -26,6 +26,7 @@ Kind = Literal["mapped", "dropped", "translated", "differs", "unimplemented", "u
 _INCOMPLETE: tuple[Kind, ...] = ("unimplemented", "unknown", "conflict")
 _VARIABLE = re.compile(r"\$\{?[A-Za-z_]")
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
+_HOME = re.compile(r"^(?:\$HOME|\$\{HOME\})(?=/|$)")
 _MOST_NAMED = 4
 _WIDTH = 140
 
@@ -36,7 +37,8 @@ class Entry:
 
     Attributes:
         kind: mapped (as it was, perhaps under another name), translated (written in another way), dropped (not supported, or without
-            effect), differs (a number comes out otherwise than in the source's run), unimplemented (yet), unknown (the source does not know it either), conflict (something is wrong with it).
+            effect) or unimplemented (yet). Also differs (a number comes out otherwise than in the source's run), unknown (the source does
+            not know it either) or conflict (something is wrong with it).
         source: dotted path in the source.
         target: dotted path here; empty where there is none.
         message: why, and what to do.
@@ -128,7 +130,7 @@ class Conversion:
         """Return what became of the settings, a line each, and how many there are of each kind.
 
         Args:
-            every: a line for each setting, in the order of the source; otherwise unchanged settings are left out, settings with the
+            every: a line for each setting, in the order of the source. Otherwise unchanged settings are left out, settings with the
                 same message share a line, and what needs attention comes last.
         """
         lines = [str(entry) for entry in self.entries] if every else self._remarks(_MOST_NAMED)
@@ -208,8 +210,15 @@ def directory_name(text: str) -> str | None:
     return _NOT_IN_NAMES.sub("-", text).strip("-._") or None
 
 
+def location(value: Any) -> Any:
+    """Return a path or paths in which a leading $HOME has become ~, which hpcrl resolves on the machine that reads it."""
+    if isinstance(value, list):
+        return [location(item) for item in value]
+    return _HOME.sub("~", value, count=1) if isinstance(value, str) else value
+
+
 def _idle(values: dict[str, Any]) -> list[Problem]:
-    """Return what has no effect among settings; nothing where they are no configuration, which is told elsewhere."""
+    """Return what has no effect among settings; nothing where they are no configuration, which is reported elsewhere."""
     required = {"data.train_data": ["t"], "trainer.policy.model.path": "m"}
     try:
         return list(not_switched_on(build(ConfigTree, nested(values | required))))

@@ -1,4 +1,4 @@
-"""Which fields of SkyRL, Cosmos-RL and verl a setting corresponds to, and what has become of each field."""
+"""Which fields of SkyRL, Cosmos-RL, verl and prime-rl a setting corresponds to, and what has become of each field."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Literal
 from hpcrl.config.fields import Setting, leaves
 from hpcrl.config.sections.tree import ConfigTree
 from hpcrl.convert.cosmos import fields as cosmos
-from hpcrl.convert.mapping import Dropped, Target, To
+from hpcrl.convert.mapping import Dropped, Target, To, rows
+from hpcrl.convert.prime import fields as prime
 from hpcrl.convert.skyrl import fields as skyrl
 from hpcrl.convert.verl import fields as verl
 
@@ -20,7 +21,11 @@ SOURCES: dict[str, Mapping[str, Target]] = {
     "SkyRL SFT": skyrl.SFT_TARGETS,
     "Cosmos-RL": cosmos.TARGETS,
     "verl": verl.TARGETS,
+    "prime-rl": prime.TARGETS,
 }
+
+TRL: dict[str, str] = {row["name"]: row["path"] for row in rows("trl.tsv")}
+"""Arguments of TRL's trainers and of transformers -> the setting here; names alone, as values and units may differ."""
 
 
 def paths_of(target: Target) -> tuple[str, ...]:
@@ -45,19 +50,23 @@ def fields_of(path: str) -> dict[str, list[str]]:
 
 
 def elsewhere(path: str) -> str | None:
-    """Return what a name that is no setting here is in SkyRL, Cosmos-RL or verl, and here; None where they have none of this name."""
+    """Return what a name that is no setting here is in other frameworks, and here; None where they have none of this name."""
     for source, targets in SOURCES.items():
         target = targets.get(path)
         if isinstance(target, Dropped):
             return f"one of {source}, which is not supported: {target.reason}"
         if target is not None:
             return f"one of {source}; did you mean {' or '.join(paths_of(target))}?"
+    if (name := path.rpartition(".")[2]) in TRL:
+        return f"{name} is a setting of TRL or transformers; did you mean {TRL[name]}?"
     return None
 
 
-def is_cosmos(unknown: Collection[str]) -> bool:
-    """Return whether the unknown names of a file are the tables of a training configuration of Cosmos-RL."""
-    return "train" in unknown and not {"policy", "rollout", "validation"}.isdisjoint(unknown)
+def framework_of(unknown: Collection[str]) -> str | None:
+    """Return the framework whose files have the unknown names of a file as their tables; None: it is hpcrl's own, or of none."""
+    if "train" in unknown and not {"policy", "rollout", "validation"}.isdisjoint(unknown):
+        return "Cosmos-RL"
+    return "prime-rl" if "orchestrator" in unknown else None
 
 
 @cache

@@ -1,9 +1,8 @@
 """What becomes of a setting of another framework.
 
-The tables `fields.tsv` of the sources list the settings of each, one to a row, tabs between the columns; three of them say what becomes
-of it: `becomes`, the paths here, = for the same one; `values`, pairs of values there and here as JSON, or a list of the values that
-change nothing where it has no place here; `why`, the rule where the setting decides with others about those paths, or the reason
-where it is not supported.
+The tables `fields.tsv` of the sources list the settings of each, one to a row, with tabs between the columns. `becomes` has the paths
+here, = for the same one. `values` has pairs of values there and here as JSON; for a setting without a place here, the values that
+change nothing. `why` has the rule of a setting that decides with others about those paths, or the reason why one is not supported.
 """
 
 from __future__ import annotations

@@ -31,6 +31,13 @@ _DROPPED = {
     "requeue": "a run requeues itself",
     "no-requeue": "a run requeues itself; trainer.resume_mode=none keeps it from that",
 }
+_VARIABLES = {
+    "SLURM_NNODES": "nodes",
+    "SLURM_JOB_NUM_NODES": "nodes",
+    "SLURM_GPUS_PER_NODE": "gpus-per-node",
+    "SLURM_GPUS_ON_NODE": "gpus-per-node",
+    "SLURM_CPUS_PER_TASK": "cpus-per-task",
+}
 _UNITS = {"": 1 / 1024, "k": 1 / 1024**2, "m": 1 / 1024, "g": 1, "t": 1024}
 _GRES = re.compile(r"(?:gres/)?gpu(?::(?P<type>[A-Za-z][\w.-]*))?(?:[:=](?P<count>\d+))?")
 
@@ -38,17 +45,27 @@ _GRES = re.compile(r"(?:gres/)?gpu(?::(?P<type>[A-Za-z][\w.-]*))?(?:[:=](?P<coun
 def convert_sbatch(text: str, conversion: Conversion) -> None:
     """Write the options of a script's `#SBATCH` lines into `conversion`, whose settings of the run are there already."""
     for option, value in _options(text):
-        source = f"#SBATCH --{option}" + ("" if value is None else f"={value}")
-        if option in _DROPPED:
-            conversion.note("dropped", source, "", _DROPPED[option])
-        elif option in _SETTINGS:
-            _write(conversion, source, f"slurm.{option}", value)
-        elif option in _READERS:
-            _READERS[option](conversion, source, value)
-        else:
-            extra = conversion.values.setdefault("slurm.extra", {})
-            extra[option] = True if value is None else value
-            conversion.note("translated", source, "slurm.extra", "handed to sbatch as it is")
+        convert_option(f"#SBATCH --{option}" + ("" if value is None else f"={value}"), option, value, conversion)
+
+
+def job_variables(text: str) -> dict[str, str]:
+    """Return the variables that Slurm sets in a job for a script's `#SBATCH` lines, of those whose values are numbers."""
+    given = {option: value for option, value in _options(text) if value is not None and value.isdecimal()}
+    return {name: given[option] for name, option in _VARIABLES.items() if option in given}
+
+
+def convert_option(source: str, option: str, value: str | None, conversion: Conversion) -> None:
+    """Write an option of sbatch, by its long name, that `source` sets."""
+    if option in _DROPPED:
+        conversion.note("dropped", source, "", _DROPPED[option])
+    elif option in _SETTINGS:
+        _write(conversion, source, f"slurm.{option}", value)
+    elif option in _READERS:
+        _READERS[option](conversion, source, value)
+    else:
+        extra = conversion.values.setdefault("slurm.extra", {})
+        extra[option] = True if value is None else value
+        conversion.note("translated", source, "slurm.extra", "handed to sbatch as it is")
 
 
 def _options(text: str) -> Iterator[tuple[str, str | None]]:

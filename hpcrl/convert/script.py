@@ -1,21 +1,25 @@
-"""Finds the SkyRL command in a shell script, with its words as the shell would expand them.
+"""Finds the training command in a shell script, with its words as the shell would expand them.
 
 The script is followed, never run: variables, arrays, `${NAME:-value}`, `$((...))`, conditions, loops and functions are evaluated as far
 as they depend on nothing but the script. What only a run could tell, such as `$(date)` or a file that may exist, stays marked in the
-words; a variable that the script never sets counts as not set where the script has a value for that case.
+words. A variable that the script never sets counts as not set where the script has a value for that case.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
+from hpcrl.convert.conversion import Conversion
 from hpcrl.convert.program import program_of
+from hpcrl.convert.sbatch import job_variables
 from hpcrl.convert.shell.lexer import NotUnderstood
 from hpcrl.convert.shell.run import Script, follow
 from hpcrl.convert.shell.state import is_known, replaced_unknown, shown, unknown_parts
+from hpcrl.convert.source import SourceConfig
 from hpcrl.errors import ConfigError
 
 _OVERRIDE = re.compile(r"[+~]*[a-z_]\w*(\.[\w.]+)+=.*", re.DOTALL)
@@ -25,8 +29,11 @@ _HOME = ("$HOME", "${HOME}")
 _DEEPEST = 8
 _NOT_FOLLOWED = {
     r"\s*(declare|local|typeset|readonly)\s+-\w*A": "associative arrays are not followed",
-    r".*<\s*<\(": "what a command writes (process substitution) is known only where the script runs",
 }
+
+
+FieldOf = Callable[[str], str | None]
+Wanted = Callable[[Sequence[str]], bool]
 
 
 @dataclass(frozen=True)
@@ -54,24 +61,35 @@ class Command:
     batch: str = ""
 
 
-def command_of(text: str, origin: str) -> Command:
+def has_overrides(words: Sequence[str]) -> bool:
+    """Return whether a command has overrides such as trainer.epochs=2."""
+    return any(map(_OVERRIDE.fullmatch, words))
+
+
+def command_of(
+    text: str, origin: str, wanted: Wanted = has_overrides, environment: Mapping[str, str] = MappingProxyType({})
+) -> Command:
     """Return the first command in a script that has overrides, and what else the script does with them.
 
     A script that the script starts, and that lies beside it or where it is named, is followed where no other command has overrides.
 
+    Args:
+        wanted: whether the words of a command are those of a training program, where it has no such overrides.
+        environment: variables that are set when the script begins, beside those that Slurm sets for its `#SBATCH` lines.
+
     Raises:
         ConfigError: there is none, or the script is not understood; names why.
     """
-    return _command_of(text, origin, {}, (), 0)
+    return _command_of(text, origin, wanted, {**job_variables(text), **environment}, (), 0)
 
 
 def _command_of(
-    text: str, origin: str, environment: Mapping[str, str], arguments: Sequence[str], depth: int
+    text: str, origin: str, wanted: Wanted, environment: Mapping[str, str], arguments: Sequence[str], depth: int
 ) -> Command:
     script = _followed(text, origin, environment, arguments)
     calls = [(one, at) for one in script.started if (at := _script_among(one.words)) is not None]
     scripts = [one for one, _ in calls]
-    found = [one for one in script.started if one not in scripts and any(map(_OVERRIDE.fullmatch, one.words))]
+    found = [one for one in script.started if one not in scripts and wanted(one.words)]
     if found:
         words, unknown = _known(found[0].words)
         others = [shown(word) for one in found[1:] for word in one.words if _OVERRIDE.fullmatch(word)]
@@ -87,7 +105,7 @@ def _command_of(
         given = {**one.environment, **{match[1]: match[2] for match in own}}
         other = path.read_text(encoding="utf-8", errors="replace")
         try:
-            inner = _command_of(other, str(path), given, one.words[at + 1 :], depth + 1)
+            inner = _command_of(other, str(path), wanted, given, one.words[at + 1 :], depth + 1)
         except ConfigError as error:  # of a script that prepares data, and trains nothing
             refused.append(error)
             continue
@@ -100,7 +118,7 @@ def _command_of(
             batch=text if "\n#SBATCH" in text else inner.batch,
         )
     for one, _ in missing:
-        if any(map(_OVERRIDE.fullmatch, one.words)):
+        if wanted(one.words):
             words, unknown = _known(one.words)
             return Command(words, unknown, one.condition, [], sorted(script.assumed), script.unread, batch=text)
     if refused:
@@ -109,7 +127,42 @@ def _command_of(
         raise ConfigError(
             f"{origin}: starts {missing[0][1]}, which is not there to be followed; convert that script, or put it beside this one"
         )
-    raise ConfigError(f"{origin}: no SkyRL command; expected words such as trainer.epochs=2")
+    raise ConfigError(f"{origin}: no command with settings; expected words such as trainer.epochs=2")
+
+
+def note_command(
+    command: Command, source: SourceConfig, conversion: Conversion, field_of: FieldOf, names: Container[str]
+) -> None:
+    """Note what of a script is not in its command's words, and in `source` the settings whose value only the script's run knows.
+
+    Args:
+        field_of: the setting of a name that the command uses; None: there is none.
+        names: settings that name projects and runs, which hpcrl names itself where they are left out.
+    """
+    for path in command.followed:
+        conversion.note("translated", path, "", "the script that is started there is followed")
+    if command.condition:
+        message = "decides whether the command is started at all; convert what you want to run"
+        conversion.note("conflict", command.condition, "", message)
+    for word in command.others:
+        conversion.note("conflict", word, "", "belongs to another command of the script, which is not converted")
+    for name in command.assumed:
+        message = "as where the environment does not set it: what the script has for that case counts"
+        conversion.note("translated", f"${name}", "", message)
+    for line in command.unread:
+        conversion.note("dropped", line, "", "is not run here; what it sets counts as not set")
+    for name, waits_for in command.unknown.items():
+        reason = f"{', '.join(dict.fromkeys(waits_for))} is known only where the script runs; write the value out"
+        found = field_of(name)
+        if found is not None and found in names:
+            message = f"{reason}, or leave it to hpcrl, which names projects and runs itself"
+            conversion.note("translated", name, "", message)
+        elif found is not None:
+            source.lack(found, name, reason)
+        elif name.startswith("--config-"):
+            conversion.note("conflict", name, "", f"{reason}; the settings of that file count too")
+        elif not name.startswith("-"):
+            conversion.note("unknown", name, "", reason)
 
 
 def _followed(text: str, origin: str, environment: Mapping[str, str], arguments: Sequence[str]) -> Script:
@@ -141,15 +194,22 @@ def _beside(name: str, origin: str) -> Path | None:
 
 
 def _known(words: list[str]) -> tuple[list[str], dict[str, list[str]]]:
-    """Return the words that are known, and by name or as a whole those that are not; the last word of a name counts."""
+    """Return the words that are known, and by name or as a whole those that are not; the last word of a name counts.
+
+    What stands before the program, such as the node that srun is given, is no setting of it.
+    """
     known: dict[str, str] = {}
     unknown: dict[str, list[str]] = {}
+    program = program_of(words).name
+    start = words.index(program) if program else 0
     for place, word in enumerate(words):
         named = _NAMED.match(word)
         waits_for = [part for part in unknown_parts(word) if part not in _HOME]
         key = named[1] if named and not named[1].isupper() else f" {place}"
         known.pop(key, None)
         unknown.pop(key, None)
+        if waits_for and place < start and not named:
+            continue
         if waits_for:
             unknown[key if named else shown(word)] = waits_for
         else:

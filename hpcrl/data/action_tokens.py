@@ -54,7 +54,7 @@ class ActionTokens:
 
 
 def action_tokens(config: Any) -> ActionTokens | None:
-    """Return those of a model, by its configuration or the entries of its config.json; None: it writes text.
+    """Return the action tokens of a model, by its configuration or the entries of its config.json; None: it writes text.
 
     `n_action_bins` there says how many they are; OpenVLA's vocabulary ends before `pad_to_multiple_of` ids that mean nothing.
     """
@@ -80,13 +80,13 @@ class Scale:
     scaled: np.ndarray
 
     def actions(self, numbers_KA: np.ndarray) -> np.ndarray:
-        """Return what numbers [K, A] of the network are for the robot."""
+        """Convert the network's numbers [K, A] to actions of the robot."""
         import numpy as np
 
         return np.where(self.scaled, (numbers_KA + 1) / 2 * (self.high - self.low) + self.low, numbers_KA)
 
     def state(self, measured_A: np.ndarray) -> np.ndarray:
-        """Return what is measured of the robot as the network has it, [A] within -1 and 1."""
+        """Convert measurements of the robot to the network's numbers, [A] within -1 and 1."""
         import numpy as np
 
         share = (measured_A - self.low) / (self.high - self.low + _LEAST)
@@ -96,7 +96,7 @@ class Scale:
 def scale_of(
     config: Any, key: str | None, norm_type: str = "bounds_q99", what: Literal["action", "proprio"] = "action"
 ) -> Scale | None:
-    """Return that of a dataset by `norm_stats` of a model; None: the model has no statistics.
+    """Return the scale of a dataset from a model's `norm_stats`; None: the model has no statistics.
 
     Args:
         config: as of `action_tokens`.

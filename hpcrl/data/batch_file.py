@@ -49,7 +49,7 @@ def write_batch(run: Run, batch: Batch, previous: str) -> str:
 
 
 def read_batch(path: Path) -> BatchFile | None:
-    """Return what is in the file of a batch, or None where there is no such file. Raises DamagedError where it is damaged or has the name of another step."""
+    """Return the content of a batch's file, or None where there is no such file. Raises DamagedError where it is damaged or has the name of another step."""
     if (content := read_bytes(path)) is None:
         return None
     try:
@@ -137,7 +137,7 @@ def batch_steps(run: Run) -> list[int]:
 
 
 def _check_follows(run: Run, file: BatchFile, before: BatchFile | None) -> None:
-    """Look whether a batch follows `before`, the last that was read; None: none was, or not that of the step before."""
+    """Check whether a batch follows `before`, the batch of the step before; None: that one is unknown."""
     number = file.batch.step
     follows = before is not None and before.batch.step == number - 1
     if not follows and (before or file.previous):

@@ -44,7 +44,7 @@ _UNTRAINED = -100  # transformers' label of a token that is not trained
 
 @dataclass(frozen=True)
 class Columns:
-    """Which column of a row is what.
+    """Names of the columns of a row.
 
     Attributes:
         format: what kind of rows these are; the others name the columns of one kind each.
@@ -63,7 +63,7 @@ class Columns:
 
     @property
     def sequences(self) -> int:
-        """How many sequences of tokens a row becomes."""
+        """Number of token sequences per row."""
         return 2 if self.format == "preference" else 1
 
 
@@ -180,9 +180,9 @@ class Renderer:
             if at > written:
                 found.append((template.others(plain[:written], plain[written:at], tools), False))
             if at < len(plain):
-                before, said, after = template.turn(plain[:at], plain[at], tools)
-                found += [(before, False), (said, counts[at]), (after, False)]
-                missing = lost_of(template, plain[at], before, said) if counts[at] else []
+                before, rendered, after = template.turn(plain[:at], plain[at], tools)
+                found += [(before, False), (rendered, counts[at]), (after, False)]
+                missing = lost_of(template, plain[at], before, rendered) if counts[at] else []
                 lost += [f"message {at}: {one}" for one in missing]
             written = at + 1
         everything = self.train_on == "all"

@@ -16,7 +16,7 @@ from hpcrl.data.tokenizer import without_torch
 from hpcrl.envs.base import user_code
 from hpcrl.envs.registry import common_extras, environment_class
 from hpcrl.envs.rewards.response import truth_of
-from hpcrl.envs.rewards.weighted import GROUND_TRUTHS
+from hpcrl.envs.rewards.weighted import GROUND_TRUTHS, reward_of
 from hpcrl.errors import DataError
 from hpcrl.types import Kind, Prompt
 
@@ -107,7 +107,7 @@ def load_dataset(
 def row_reader(
     source: Source, kinds: Sequence[Kind], data: DataConfig, environment: EnvironmentConfig, max_turns: int
 ) -> Callable[[Any, int], Prompt]:
-    """Return what makes a prompt of a row of a dataset and its number there; arguments and errors as of `load_dataset`."""
+    """Return a function that builds a prompt from a dataset's row and its number; arguments and errors as of `load_dataset`."""
     requirements = row_requirements(environment, kinds, max_turns)
     read = prompt_reader([source], environment.env_class, *_columns(data), **requirements)
     return lambda row, number: read(row, str(number), source, number)
@@ -120,7 +120,7 @@ def _columns(data: DataConfig) -> tuple[str, str | None, str, str]:
 def row_requirements(
     environment: EnvironmentConfig, kinds: Sequence[Kind], max_turns: int, own: bool = False
 ) -> dict[str, Any]:
-    """Return what rows must have that serve training, evaluation or both, as arguments of `load_prompts`.
+    """Return the requirements on rows for training, evaluation or both, as arguments of `load_prompts`.
 
     Rows that an environment of hpcrl's own plays are tried on it. Of users' own, a row names only such as the configuration names too.
 
@@ -129,13 +129,14 @@ def row_requirements(
         own: try the rows of a user's own environments too. A run's controller does not: it would import what only replicas need.
     """
     weights = [environment.reward_weights(kind) for kind in kinds]
-    reads = dict.fromkeys(GROUND_TRUTHS[name] for rewards in weights for name in rewards if name in GROUND_TRUTHS)
+    names = dict.fromkeys(name for rewards in weights for name in rewards)
     allowed = {environment.env_class, *environment.allowed_env_classes}
     played, extras_of_all = are_played(environment, kinds), common_extras(environment, max_turns)
 
-    def check(env_class: str, extras: Mapping[str, Any]) -> None:
-        for read in reads:
-            read(truth_of(extras))
+    def check(env_class: str, extras: Mapping[str, Any], data_source: str) -> None:
+        for name in names:
+            if read := GROUND_TRUTHS.get(reward_of(name, data_source)):
+                read(truth_of(extras))
         if played and ":" in env_class and env_class not in allowed:
             raise DataError(
                 f"environment {env_class!r} is not one that the configuration allows, and a dataset does not choose what code runs. "

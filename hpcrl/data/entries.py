@@ -49,7 +49,7 @@ def entries_of_json(content: bytes, file: Path | str) -> dict[str, Any]:
 
 
 def check_files(path: str, names: Iterable[str] = (CONFIG, "generation_config.json"), **options: Any) -> None:
-    """Look at JSON files of a model before transformers reads them; those that it lacks are left out.
+    """Check JSON files of a model before transformers reads them; missing ones are left out.
 
     Args:
         path: directory, or id on the hub.

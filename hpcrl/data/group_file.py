@@ -51,7 +51,7 @@ _MAX_HEADER = 100 << 20  # the format's own limit; a damaged length must not mak
 def group_bytes(
     samples: Sequence[Row], meta: GroupMeta, conversations: Sequence[Conversation] = ()
 ) -> tuple[bytes, GroupMeta]:
-    """Return what a file holds of a group, and `meta` with the digest of it; `meta.offset` is where the file holds it.
+    """Return the bytes of a group in a file, and `meta` with their digest; `meta.offset` is their place in the file.
 
     Args:
         samples: the rows; every array of a row but its `tensors` is [T, ...] with the same T, and `meta.lengths` are these T in the same order.
@@ -100,30 +100,30 @@ def group_bytes(
     last = {owner: row for row, owner in enumerate(meta.owners)}
     for sample, conversation in enumerate(conversations):
         details[last[sample]][_CONVERSATION] = conversation
-    said = json.dumps(details)
-    meta = replace(meta, digest=digest_of(said.encode()))
-    text = f'{{"meta": {json.dumps(meta.to_json())}, "samples": {said}}}'
+    header_of_rows = json.dumps(details)
+    meta = replace(meta, digest=digest_of(header_of_rows.encode()))
+    text = f'{{"meta": {json.dumps(meta.to_json())}, "samples": {header_of_rows}}}'
     arrays["lengths"] = np.array(lengths)
     return save(arrays | own, {_META: text, _CHECKSUM: digest_of(text.encode())}), meta
 
 
 def _named(tensors: Mapping[str, np.ndarray], known: dict[str, np.ndarray]) -> dict[str, list[Any]]:
-    """Return what a row's details say of its tensors, and add to `known` those that are not there, by their digests."""
+    """Return the entries of a row's tensors in the header, and add new tensors to `known`, by their digests."""
     import numpy as np
 
     names = {np.dtype(kind): name for name, kind in _DTYPES.items()}
-    said: dict[str, list[Any]] = {}
+    entry: dict[str, list[Any]] = {}
     for name, array in tensors.items():
         array = np.ascontiguousarray(array)
         assert array.ndim, f"{name}: a tensor without dimensions"
         digest = digest_of(array.data)
         known[digest] = array
-        said[name] = [digest, names[array.dtype], list(array.shape)]
-    return said
+        entry[name] = [digest, names[array.dtype], list(array.shape)]
+    return entry
 
 
 def _checksum(columns: Iterable[Any]) -> str:
-    """Return that of a row, by the bytes of its arrays: `_TENSORS`, then _TOP_IDS, counts and ids of its sampling mask, and its hint, where the file has any."""
+    """Return the checksum of a row, by the bytes of its arrays: `_TENSORS`, then _TOP_IDS, counts and ids of its sampling mask, and its hint."""
     digest = hashlib.blake2b(digest_size=16)
     for column in columns:
         digest.update(column)
@@ -193,7 +193,7 @@ def _rows(
                     env_metrics=details[at]["env_metrics"],
                     sampling_mask=SamplingMask(mask[1], mask[0]) if mask and len(mask[1]) else None,
                     hint=None if hint is None or not len(hint) else Hint(hint, details[at][_HINT][1]),
-                    tensors={name: columns.own(said, read) for name, said in details[at].get(_OWN, {}).items()},
+                    tensors={name: columns.own(entry, read) for name, entry in details[at].get(_OWN, {}).items()},
                 ),
             )
 
@@ -218,12 +218,12 @@ class _Columns:
 
     @property
     def end(self) -> int:
-        """Where the file goes on behind the group."""
+        """Offset in the file behind the group."""
         return self._begin + max((self._place(name)[1] for name in self._header if name != "__metadata__"), default=0)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Those that have an entry for each token."""
+        """Names of the tensors with an entry for each token."""
         return (*_TENSORS, _TOP_IDS) if _TOP_IDS in self._header else _TENSORS
 
     @property
@@ -231,7 +231,7 @@ class _Columns:
         return _HINT_IDS in self._header
 
     def group(self) -> dict[str, Any]:
-        """Return what the header says about the group."""
+        """Return the group's entries of the header."""
         text, given = (self._header["__metadata__"].get(name) for name in (_META, _CHECKSUM))
         if given is not None and given != digest_of(text.encode()):
             raise ValueError("its header is not what was written")
@@ -258,11 +258,11 @@ class _Columns:
             raise _damaged(self._path, f"{name} ends after {len(content)} of {wanted} bytes")
         return bytearray(content)
 
-    def own(self, said: Sequence[Any], known: dict[str, np.ndarray]) -> np.ndarray:
+    def own(self, entry: Sequence[Any], known: dict[str, np.ndarray]) -> np.ndarray:
         """Return a tensor of a row by what its details say; those that were read before are `known`."""
         import numpy as np
 
-        digest, kind, shape = said
+        digest, kind, shape = entry
         if digest not in known:
             known[digest] = np.frombuffer(self.own_content(digest), _DTYPES[kind])
         return known[digest].reshape(shape)
@@ -323,7 +323,7 @@ def groups_of(path: Path) -> Iterator[GroupMeta]:
 
 
 def check_group(path: Path, expected: GroupMeta | None = None) -> GroupMeta:
-    """Return what the header of a group of the file at `path` says, after comparing all of it with its checksums; without numpy.
+    """Return the header of a group of the file at `path`, after comparing all of it with its checksums; without numpy.
 
     Args:
         expected: what a batch, or the header, knows of the group; None: it is the first one of the file, and may be any.
@@ -344,7 +344,7 @@ def check_group(path: Path, expected: GroupMeta | None = None) -> GroupMeta:
         for row, (given, content) in enumerate(zip(details, columns.rows(meta.lengths, details), strict=True)):
             if _checksum(content) != given[_CHECKSUM]:
                 raise _damaged(path, f"row {row} is not what was written")
-        for digest in {said[0] for given in details for said in given.get(_OWN, {}).values()}:
+        for digest in {entry[0] for given in details for entry in given.get(_OWN, {}).values()}:
             columns.own_content(digest)
         return meta
 
@@ -353,7 +353,7 @@ def check_group(path: Path, expected: GroupMeta | None = None) -> GroupMeta:
 def _opened(
     path: Path, expected: GroupMeta | None = None, offset: int = 0
 ) -> Iterator[tuple[_Columns, GroupMeta, list[dict[str, Any]]]]:
-    """Have the columns of a group, what its header says, and details of its rows.
+    """Open the columns of a group, its header, and details of its rows.
 
     Args:
         offset: where in the file it is, where no group is expected.

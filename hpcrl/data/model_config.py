@@ -93,7 +93,7 @@ class ConfiguredModel(Pretrained):
         """
         from transformers import AutoConfig, PreTrainedConfig
 
-        import hpcrl.data.models.openvla  # noqa: F401  tells transformers of it
+        import hpcrl.data.models.openvla  # noqa: F401  registers it with transformers
 
         try:
             check_files(self.path, **self.at_revision)
@@ -156,7 +156,7 @@ class ConfiguredModel(Pretrained):
         return rope_parameters(own, self.rope_scaling, self.rope_theta)
 
     def not_a_model(self, error: Exception | str) -> DataError:
-        """Return what is raised if the model cannot be loaded because of `error`."""
+        """Return the error of a model that cannot be loaded because of `error`."""
         return DataError(
             f"model {str(self)!r} cannot be loaded: expected a directory or hub id of a causal language model in Hugging Face "
             f"format (config.json, *.safetensors, tokenizer). Check {self.role}.model.path{', its revision' if self.revision else ''} and {self.role}.model_config_kwargs. "

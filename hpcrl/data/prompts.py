@@ -1,7 +1,7 @@
 """Reads datasets of prompts, with the columns of SkyRL's datasets.
 
-A row has `prompt` (chat messages or text), `env_class` (or the configured default), `data_source`, `reward_spec` with the ground
-truth for rule-checked tasks, and any further columns that its environment wants.
+A row has `prompt` (chat messages or text), `env_class` (or the configured default), `data_source`, and any further columns that its
+environment wants. For tasks that are checked by a rule, `reward_spec` has the ground truth; verl's datasets call it `reward_model`.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ def prompt_reader(
     video_column: str = "videos",
     *,
     env_class_required: bool = True,
-    check: Callable[[str, Mapping[str, Any]], None] | None = None,
+    check: Callable[[str, Mapping[str, Any], str], None] | None = None,
 ) -> Callable[[Any, str, Source, int], Prompt]:
-    """Return what makes a prompt of a row, its uid, its dataset and its number there.
+    """Return a function that builds a prompt from a row, its uid, its dataset and its number there.
 
     All columns but those of the prompt, env_class and data_source become `Prompt.extras`. Rows without a data_source have that of
     their file, see `source_names`. What is returned raises DataError where a row lacks what a prompt needs.
@@ -64,8 +64,8 @@ def prompt_reader(
         response_column: reference answer, which becomes `reward_spec.ground_truth` where the row has none.
         image_column, video_column: images and videos that its prompt shows; they may be missing.
         env_class_required: whether each row must have an environment; otherwise `Prompt.env_class` may be empty.
-        check: is called with a row's env_class, which may be empty, and its extras. Raises DataError or ConfigError where the
-            environment cannot use the row, or UserCodeError where a user's environment fails.
+        check: is called with a row's env_class, which may be empty, its extras and its data_source. Raises DataError or ConfigError
+            where the environment cannot use the row, or UserCodeError where a user's environment fails.
     """
     shown = image_column, video_column
     names = source_names(source.location for source in sources)
@@ -73,7 +73,7 @@ def prompt_reader(
 
 
 def source_names(paths: Iterable[str]) -> dict[str, str]:
-    """Return a short name for each file: without folder and suffix, or with as many folders as tell it from the others.
+    """Return a short name for each file: without folder and suffix, or with as many folders as make it unique.
 
     math.jsonl is math, beside gsm8k/test.parquet and aime/test.parquet, which are gsm8k/test and aime/test.
     """
@@ -124,14 +124,14 @@ def drop_long(prompts: Sequence[Prompt], count_tokens: Callable[[Prompt], int], 
 
 @dataclass(frozen=True)
 class _Columns:
-    """Which column of a row is what."""
+    """Names of the columns of a row."""
 
     of_prompt: str
     of_response: str | None
     shown: tuple[str, str]
     default_env_class: str | None
     env_class_required: bool
-    check: Callable[[str, Mapping[str, Any]], None] | None
+    check: Callable[[str, Mapping[str, Any], str], None] | None
     source_names: Mapping[str, str]
 
     def prompt(self, row: Any, uid: str, source: Source, number: int) -> Prompt:
@@ -154,18 +154,20 @@ class _Columns:
                 raise DataError(f"{place}, column `{name}`: expected a text, found {value!r:.80}")
         own = (self.of_prompt, "env_class", "data_source")
         extras = {name: value for name, value in row.items() if name not in own}
+        if "reward_spec" not in extras and isinstance(row.get("reward_model"), dict):  # verl's name of it
+            extras["reward_spec"] = extras.pop("reward_model")
         if self.of_response is not None:
-            extras["reward_spec"] = _with_truth(row.get("reward_spec"), row[self.of_response], place)
-        if self.check is not None:
-            try:
-                self.check(env_class or "", extras)
-            except (ConfigError, DataError, UserCodeError) as error:
-                raise DataError(f"{place}: {error}") from error
+            extras["reward_spec"] = _with_truth(extras.get("reward_spec"), row[self.of_response], place)
         data_source = row.get("data_source") or self.source_names[source.location]
         if not is_name(data_source):
             raise DataError(
                 f"{place}, column `data_source`: expected a text of at most {LONGEST_NAME} characters that can be printed, found {data_source!r:.80}"
             )
+        if self.check is not None:
+            try:
+                self.check(env_class or "", extras, data_source)
+            except (ConfigError, DataError, UserCodeError) as error:
+                raise DataError(f"{place}: {error}") from error
         return Prompt(
             uid=uid,
             messages=row[self.of_prompt],

@@ -99,7 +99,7 @@ _RENDERER = _Renderer()
 
 
 def render(template: str, options: Mapping[str, Any]) -> str:
-    """Return what a chat template writes.
+    """Render a chat template.
 
     Args:
         options: arguments of transformers' `render_jinja_template` beside the template.

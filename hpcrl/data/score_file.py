@@ -31,7 +31,7 @@ _LOGPROBS, _PLACES, _IDS, _TOP = "logprobs", "places", "top_ids", "top_logprobs"
 
 @dataclass(frozen=True)
 class RowScores:
-    """What a model says of a row of T tokens.
+    """Scores of a row of T tokens by a model.
 
     Attributes:
         logprobs: [T] float32, of the row's own tokens; 0 where they are not trained, all of them NaN where the model failed.
@@ -46,7 +46,7 @@ class RowScores:
 
 @dataclass(frozen=True)
 class GroupRewards:
-    """What a reward model says of each sample of a group: its score; None where it failed."""
+    """Scores of each sample of a group by a reward model; None where it failed."""
 
     scores: list[float | None]
 
@@ -63,13 +63,13 @@ def write_scores(
     from safetensors.numpy import save
 
     digests, contents = dict[str, str](), dict[str, bytes]()
-    for group, said in found:
-        if isinstance(said, GroupRewards):
-            columns, facts = dict[str, "np.ndarray"](), {_REWARDS: json.dumps(said.scores)}
-            known, expected = len(said.scores), len(group.samples)
+    for group, scores in found:
+        if isinstance(scores, GroupRewards):
+            columns, facts = dict[str, "np.ndarray"](), {_REWARDS: json.dumps(scores.scores)}
+            known, expected = len(scores.scores), len(group.samples)
         else:
-            columns, facts = _columns(said), dict[str, str]()
-            known, expected = [len(row.logprobs) for row in said], group.lengths
+            columns, facts = _columns(scores), dict[str, str]()
+            known, expected = [len(row.logprobs) for row in scores], group.lengths
         assert known == expected, f"group {group.group_id}: scores of {known}, expected {expected}"
         content = save(columns, {_SAMPLES: group.digest, **facts})
         digests[group.group_id] = digest = digest_of(content)
@@ -119,7 +119,7 @@ def read_scores(run: Run, name: str, group: GroupMeta) -> list[RowScores]:
 
 
 def read_rewards(run: Run, name: str, group: GroupMeta) -> list[float | None]:
-    """Return what a reward model says of each sample of a group, without numpy; args and errors as of `read_scores`."""
+    """Return a reward model's score of each sample of a group, without numpy; args and errors as of `read_scores`."""
     return json.loads(_facts(_content(run, name, group))[_REWARDS])
 
 
@@ -152,7 +152,7 @@ def found_scores(run: Run, name: str, groups: Mapping[str, GroupMeta]) -> dict[s
 
 
 def remove_scores(run: Run, unwanted: Callable[[str], bool]) -> None:
-    """Remove all scores of the groups of which `unwanted` says so, given the id of each."""
+    """Remove all scores of the groups for which `unwanted` returns True, given the id of each."""
     for name in children(run.scores):
         for entry in children(run.scores_of(name)):
             match = _NAME.fullmatch(entry)
@@ -175,6 +175,6 @@ def _content(run: Run, name: str, group: GroupMeta, digest: str | None = None) -
 
 
 def _facts(content: bytes) -> dict[str, str]:
-    """Return what a file's header says: the digest of the samples that it is about, and the scores of a reward model."""
+    """Return the facts of a file's header: the digest of the scored samples, and the scores of a reward model."""
     size = int.from_bytes(content[:8], "little")
     return json.loads(content[8 : 8 + size])["__metadata__"]

@@ -116,7 +116,7 @@ class Source:
 
     @property
     def part(self) -> str:
-        """What the location says of the rows of its split, such as [:100]; "": all of them."""
+        """Rows of the split in the location, such as [:100]; "": all of them."""
         match = None if self._is_whole() else _SPLIT.fullmatch(self.location)
         return f"[{match[3]}:{match[4]}]" if match and match[3] is not None else ""
 

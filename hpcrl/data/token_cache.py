@@ -77,7 +77,7 @@ class TokenCache:
     folder: Path
 
     def record(self, key: str) -> dict[str, Any] | None:
-        """Return what is known of an entry; None: there is none, or it is damaged as far as sizes show."""
+        """Return the record of an entry; None: there is none, or it is damaged as far as sizes show."""
         try:
             content = read_bytes(self.folder / key / RECORD)
             if content is None:
@@ -155,7 +155,7 @@ def key_of(made_of: Mapping[str, Any]) -> str:
 
 
 def made_by() -> dict[str, str]:
-    """Return what makes tokens of rows: hpcrl's own modules by their checksums, libraries by their versions."""
+    """Return the checksums and versions of the code that makes tokens: hpcrl's own modules, libraries."""
     here = Path(__file__).parent
     paths = [*(here / name for name in _CODE), *sorted((here / _CODE_OF_CHATS).glob("*.py"))]
     own = {str(path.relative_to(here)): checksum(path) for path in paths}

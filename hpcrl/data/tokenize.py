@@ -42,7 +42,7 @@ AHEAD = 2
 
 @dataclass
 class Counts:
-    """What became of the rows of a dataset.
+    """Counts of a dataset's rows by their treatment.
 
     Attributes:
         cut, dropped: rows of more than trainer.max_length tokens; pairs of which one answer with its prompt has more.
@@ -77,7 +77,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What makes tokens of a row; other processes can have it.
+    """Settings that convert a row to tokens; other processes can receive them.
 
     Attributes:
         longest: tokens of a row at most.
@@ -127,12 +127,12 @@ class Recipe:
         )
 
     def reader(self) -> ImageReader | None:
-        """Return that of images; None: the model sees none."""
+        """Return the reader of images; None: the model has no images."""
         sees = self.columns.format != "tokens" and self.pictures is None
         return ImageReader.of(self.model, self.seeing) if sees else None
 
     def prepared(self) -> dict[str, Any] | None:
-        """Return what says how images are prepared when a row is read; None: there are none."""
+        """Return the description of the images' preparation when a row is read; None: there are none."""
         if self.pictures is not None:
             return vars(self.pictures)
         with without_torch():
@@ -140,7 +140,7 @@ class Recipe:
         return {**vars(self.model), "seeing": asdict(self.seeing)} if sees else None
 
     def renderer(self) -> RowRenderer:
-        """Return what renders rows; errors as of `load_tokenizer`."""
+        """Return the renderer of rows; errors as of `load_tokenizer`."""
         if self.pictures is not None:
             with without_torch():
                 return self.pictures.renderer(self.model, self.columns)
@@ -251,7 +251,7 @@ class Tokenizer:
 
 
 def shared_facts(source: Source, recipe: Recipe, progress: Callable[[], None] = unfenced) -> dict[str, Any]:
-    """Return what the tokens of a dataset are made of, in all runs alike.
+    """Return the facts that decide the tokens of a dataset, in all runs alike.
 
     Args:
         progress: is called now and then while its files are read.

@@ -82,7 +82,7 @@ def without_torch() -> Iterator[None]:
 
 
 def decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
-    """Return what turns token ids into text, special tokens included."""
+    """Return a function that decodes token ids to text, special tokens included."""
     return lambda token_ids: str(tokenizer.decode(token_ids))
 
 

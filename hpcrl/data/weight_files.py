@@ -43,7 +43,7 @@ _MOST_NAMED = 8
 
 @dataclass(frozen=True)
 class Probe:
-    """What the trainer thinks of a few tokens, for engines to agree with.
+    """Trainer's log-probabilities of a few tokens, which engines must reproduce.
 
     Attributes:
         logprobs: of each token but the first, given those before it, at temperature 1.
@@ -135,7 +135,7 @@ class PublishedWeights:
         return dict(islice(self.tensors.items(), index, None, of))
 
     def held(self, given: Mapping[str, str], index: int = 0, of: int = 1) -> dict[str, Any]:
-        """Return what a rank of an engine reports that has loaded tensors, those of its share with these digests."""
+        """Return the report of an engine's rank that has loaded tensors: those of its share with these digests."""
         wrong = self.wrong(given, index, of)
         return {"version": self.version, "digest": whole_digest(given), "share": [index, of], "wrong": wrong}
 
@@ -143,7 +143,7 @@ class PublishedWeights:
 def weight_facts(
     tensors: Mapping[str, str], probe: Probe | None, base: Base | None = None, senders: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Return what the manifest of a version says beside its number."""
+    """Return the manifest's facts of a version beside its number."""
     facts: dict[str, Any] = {"tensors": dict(tensors), "probe": asdict(probe) if probe else None}
     return facts | ({"base": asdict(base)} if base else {}) | ({"senders": list(senders)} if senders else {})
 
@@ -154,7 +154,7 @@ def whole_digest(tensors: Mapping[str, str]) -> str:
 
 
 def layout(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, int]]:
-    """Return what a file with such tensors begins with, and where after that the data of each begin, in their order there."""
+    """Return the header of a file with such tensors, and the offsets of their data behind it, in their order there."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     places, at = dict[str, int](), 0
     # larger types first, so that each tensor is aligned in memory too

@@ -1,4 +1,4 @@
-"""Writes what is generated: hpcrl/config/sections/functions.py, docs/config/reference.md, status.md and hpcrl.schema.json, the tables of
+"""Writes what is generated: hpcrl/config/sections/functions.py, docs/config/reference.md, status.md, names.md and hpcrl.schema.json, the tables of
 losses, estimators and rewards in docs/algorithms.md, and the counts in README.md.
 
 `python -m hpcrl.docs.describe`, in the checkout.
@@ -21,7 +21,7 @@ from hpcrl.convert import correspondence
 from hpcrl.convert.correspondence import SOURCES, fields_of
 from hpcrl.convert.mapping import Dropped, Target, To, Translated
 from hpcrl.convert.skyrl.fields import SKYRL_DEFAULTS
-from hpcrl.docs.explain import about, default_of, values_of, why_not_skyrls
+from hpcrl.docs.explain import about, default_of, theirs, values_of, why_not_skyrls
 from hpcrl.docs.functions import REGISTRIES, functions, sections, table
 from hpcrl.docs.schema import json_schema
 from hpcrl.errors import ConfigError
@@ -45,6 +45,7 @@ def pages(root: Path) -> dict[Path, str]:
         root / FUNCTIONS: sections(root),
         root / "docs" / "config" / "reference.md": _reference(),
         root / "docs" / "config" / "status.md": _status(),
+        root / "docs" / "config" / "names.md": _names_elsewhere(),
         root / "docs" / "config" / "hpcrl.schema.json": json.dumps(json_schema(), indent=1) + "\n",
         algorithms: page,
         readme: _between(readme.read_text(), "counts", _counts()),
@@ -66,10 +67,26 @@ def _reference() -> str:
         _MADE,
         "",
         "What files look like, and how they are merged, is in [configuration.md](../configuration.md); what is not implemented yet, and what",
-        "became of each field of SkyRL, Cosmos-RL and verl, in [status.md](status.md). A setting marked *not implemented yet* is accepted at its default only",
+        "became of each field of SkyRL, Cosmos-RL, verl and prime-rl, in [status.md](status.md). A setting marked *not implemented yet* is accepted at its default only",
         "(or at the values named there). `hpcrl config explain PATH` prints the same.",
     ]
     return "\n".join([*lines, *_tables(Config, "")]) + "\n"
+
+
+def _names_elsewhere() -> str:
+    sources = [source for source in ("SkyRL", "verl", "prime-rl") if source in SOURCES]
+    lines = [
+        "# Names of settings in other frameworks", "", _MADE, "",
+        "Settings that TRL, or transformers' trainer, has too. Values and units may differ: `hpcrl config explain PATH` has the meaning,",
+        "`hpcrl config search WORD` finds more. Words that differ are in [from_others.md](../from_others.md).", "",
+        f"| hpcrl | TRL | {' | '.join(sources)} |", "|---|---|" + "---|" * len(sources),
+    ]  # fmt: skip
+    for setting in leaves(Config):
+        if own := theirs(setting):
+            fields = fields_of(setting.path)
+            names = [own, *(fields.get(source, []) for source in sources)]
+            lines.append(f"| `{setting.path}` | " + " | ".join(", ".join(map(_code, found)) for found in names) + " |")
+    return "\n".join(lines) + "\n"
 
 
 def _tables(section: type, path: str) -> Iterator[str]:

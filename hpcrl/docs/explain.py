@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import inspect
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from hpcrl.config.difference import value_as_toml
 from hpcrl.config.errors import nearest, unknown
-from hpcrl.config.fields import Setting, section_settings, settings
+from hpcrl.config.fields import Setting, leaves, section_settings, settings
 from hpcrl.config.root import Config
-from hpcrl.convert.correspondence import SOURCES, fields_of, paths_of
-from hpcrl.convert.mapping import Dropped, Target, Translated
+from hpcrl.convert.correspondence import SOURCES, TRL, fields_of, paths_of
+from hpcrl.convert.mapping import Dropped, Target, To, Translated
 from hpcrl.errors import ConfigError, similar
 
 _WIDTH = 100
 
 
 def explain(name: str, cls: type[Config] = Config) -> str:
-    """Return what a setting, a section, or a field of SkyRL, Cosmos-RL or verl is.
+    """Describe a setting, a section, or a field of SkyRL, Cosmos-RL, verl or prime-rl.
 
     Args:
         name: dotted path; empty: the whole configuration.
@@ -34,11 +34,32 @@ def explain(name: str, cls: type[Config] = Config) -> str:
         return _section(own.subsection, own.path)
     if own:
         return _setting(own)
-    found = [_field(source, name, targets[name], known) for source, targets in SOURCES.items() if name in targets]
+    sources = {**SOURCES, "TRL": {word: To(path) for word, path in TRL.items()}}
+    found = [_field(source, name, targets[name], known) for source, targets in sources.items() if name in targets]
     found = found or [_their_section(source, name) for source in SOURCES if _below(source, name)]
     if not found:
         raise ConfigError(f"{name}: {_nearest(name, known)}")
     return "\n".join(found)
+
+
+def search(words: Sequence[str]) -> list[Setting]:
+    """Return the settings with all these words in their path, in a name that another framework has for them, or in their meaning.
+
+    Those whose path has them come first, then those of another name.
+    """
+    ranked = list[tuple[int, Setting]]()
+    for setting in leaves(Config):
+        names = " ".join([*theirs(setting), *(name for fields in fields_of(setting.path).values() for name in fields)])
+        texts = (setting.path, f"{setting.path} {names}", f"{setting.path} {names} {setting.meaning}")
+        rank = next((at for at, text in enumerate(texts) if all(word.lower() in text.lower() for word in words)), None)
+        if rank is not None:
+            ranked.append((rank, setting))
+    return [setting for _, setting in sorted(ranked, key=lambda one: one[0])]
+
+
+def theirs(setting: Setting) -> list[str]:
+    """Return the arguments of TRL that are this setting."""
+    return [name for name, path in TRL.items() if path == setting.path]
 
 
 def values_of(setting: Setting) -> str:

@@ -99,8 +99,8 @@ class Endpoint:
         key: of this sample alone.
         model: its name in requests.
         ended: set when nothing more is answered: the sample took too long, or the run wants it no more. What plays it is to end then.
-        last_text: returns what the policy said last.
-        expect_score: has the sample scored by whoever has its key, at POST <base_url>/score; returns what then has the score.
+        last_text: returns the policy's last response.
+        expect_score: lets a client with the sample's key score it, at POST <base_url>/score; returns what then has the score.
     """
 
     base_url: str

@@ -20,6 +20,7 @@ ENVIRONMENTS: dict[str, str] = {
     "countdown": "hpcrl.envs.tasks.countdown:Countdown",
     "direct_math": "hpcrl.envs.tasks.rewarded:DirectMath",
     "format": "hpcrl.envs.tasks.rewarded:Format",
+    "geometry3k": "hpcrl.envs.tasks.geometry3k:Geometry3K",
     "gsm8k": "hpcrl.envs.tasks.rewarded:GSM8K",
     "gsm8k_multi_turn": "hpcrl.envs.tasks.gsm8k_multi_turn:GSM8KMultiTurn",
     "guess_number": "hpcrl.envs.tasks.guess_number:GuessNumber",

@@ -22,7 +22,7 @@ _TEMPORARY = "/tmp"
 
 @dataclass(frozen=True)
 class Starter:
-    """How Python is started on the nodes: in a container, or as here.
+    """Starts Python on the nodes: in a container, or in this environment.
 
     Attributes:
         python: the interpreter, and what starts it, for a shell on a node.

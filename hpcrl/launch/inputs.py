@@ -125,7 +125,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def _files_of_model(folder: Path) -> list[Path]:
-    """Return what is loaded of a model's directory: those of a model of several are in directories of their own."""
+    """Return the loaded files of a model's directory; a model of several has one directory for each."""
     below = folder.glob("*/*") if any((folder / name).is_file() for name in _indexes()) else ()
     found = {*folder.glob("*"), *below, *folder.glob("additional_chat_templates/*")}
     return sorted(path for path in found if path.suffix in _OF_MODELS and path.name[0] != "." and path.is_file())
@@ -162,7 +162,7 @@ def _digests(inputs: dict[str, Input], progress: Callable[[], object]) -> dict[s
 def changed_inputs(
     run: Run, config: Config, progress: Callable[[], object] = lambda: None, *, reread: bool = False
 ) -> list[str]:
-    """Return what became of the files since they were noted, a sentence each; nothing where none was noted yet.
+    """Return the changes of the files since they were noted, a sentence each; empty where none was noted yet.
 
     Where rows of datasets are trained, the run has their tokens, and a dataset that is gone is no change.
 

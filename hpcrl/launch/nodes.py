@@ -14,7 +14,7 @@ Role = Literal["trainer", "rollout", "reward", "scorer"]
 
 @dataclass(frozen=True)
 class Node:
-    """What one node of a run does.
+    """Roles of one node of a run.
 
     Attributes:
         ranks: trainer processes, one device each; 0 on a rollout node.

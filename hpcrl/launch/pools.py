@@ -44,7 +44,7 @@ class Pool:
         return "elastic pool" if self.name == ROLLOUT else f"elastic pool of {self.name}"
 
     def element(self, config: Config) -> tuple[int | None, int | None, bool]:
-        """Return what an element asks for, as of `SlurmConfig.element`."""
+        """Return the request of an element, as of `SlurmConfig.element`."""
         return config.slurm.element(self.asked, self.share)
 
 

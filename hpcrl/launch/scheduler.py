@@ -62,7 +62,7 @@ GONE = JobState("GONE")
 
 
 def run_slurm(command: Sequence[str], patience_s: float, limit_s: float = _ANSWER_S) -> str:
-    """Return what a command of Slurm prints.
+    """Return the output of a Slurm command.
 
     Args:
         patience_s: for how long it is repeated while slurmctld does not answer; reported on the standard error.
@@ -77,27 +77,27 @@ def run_slurm(command: Sequence[str], patience_s: float, limit_s: float = _ANSWE
         except FileNotFoundError:
             raise not_here(command[0]) from None
         except subprocess.TimeoutExpired:
-            said = f"no answer in {limit_s:.0f} s (timed out)"
+            complaint = f"no answer in {limit_s:.0f} s (timed out)"
         else:
             if done.returncode == 0:
                 return done.stdout
-            said = done.stderr.strip()
-        if not is_away(said) or time.monotonic() > deadline:
-            raise SubmitError(f"{command[0]}: {said}")
+            complaint = done.stderr.strip()
+        if not is_away(complaint) or time.monotonic() > deadline:
+            raise SubmitError(f"{command[0]}: {complaint}")
         if not reported:
-            print(f"hpcrl: {command[0]}: {said}; asking again for {patience_s:.0f} s", file=sys.stderr, flush=True)
+            print(f"hpcrl: {command[0]}: {complaint}; asking again for {patience_s:.0f} s", file=sys.stderr, flush=True)
             reported = True
         time.sleep(_RETRY_S)
 
 
 def not_here(program: str) -> SubmitError:
-    """Return what is raised where a program of Slurm is not on this machine."""
+    """Return the error of a missing Slurm program."""
     return SubmitError(f"{program} was not found: ask for runs of Slurm on a node of its cluster")
 
 
-def is_away(said: str) -> bool:
+def is_away(complaint: str) -> bool:
     """Return whether a complaint of Slurm means that slurmctld may answer later."""
-    return any(text in said for text in AWAY)
+    return any(text in complaint for text in AWAY)
 
 
 def queue(patience_s: float) -> dict[str, JobState]:
@@ -130,7 +130,7 @@ def find_job(job: str, jobs: Mapping[str, JobState]) -> JobState:
 
 
 def accounting(jobs: Iterable[str]) -> dict[str, JobState]:
-    """Return what sacct knows of jobs that the queue has forgotten; nothing where there is no accounting."""
+    """Return sacct's states of jobs that the queue has forgotten; empty where there is no accounting."""
     wanted = sorted(set(jobs))
     if not wanted:
         return {}

@@ -8,7 +8,7 @@ from typing import Any
 from hpcrl.observe.scores import Z95
 from hpcrl.rundir.commit import write_json, write_text
 from hpcrl.rundir.layout import Run
-from hpcrl.text import one_line
+from hpcrl.text import markdown_cell, one_line
 
 _SCORE, _PASS, _TOKENS = "avg_score", "pass_at_", "generate/avg_num_tokens"
 _MOST_FAILURES = 20
@@ -54,7 +54,7 @@ def report(results: Mapping[str, Any]) -> str:
     if results.get("rescored_from"):
         parts.insert(1, f"Scores of the samples of {results['rescored_from']}; nothing was generated.")
     if failures := results["failures"]:
-        shown = [f"- {_cell(failure)}" for failure in failures[:_MOST_FAILURES]]
+        shown = [f"- {markdown_cell(failure)}" for failure in failures[:_MOST_FAILURES]]
         parts += [f"## {len(failures)} samples failed", "\n".join(shown)]
     return "\n\n".join(parts) + "\n"
 
@@ -71,7 +71,7 @@ def aligned(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def with_interval(value: float, error: float | None) -> str:
-    """Return a mean with half of its 95 % confidence interval, of which prompts that are all alike tell nothing."""
+    """Return a mean with half of its 95 % confidence interval, which equal prompts do not give."""
     return f"{value:.4g} ±{Z95 * error:.2g}" if error else f"{value:.4g}"
 
 
@@ -125,8 +125,4 @@ def _share(counts: Mapping[str, int], reason: str) -> str:
 
 def _markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [heads, ["---"] * len(heads), *rows]
-    return "\n".join("| " + " | ".join(_cell(cell) for cell in line) + " |" for line in lines)
-
-
-def _cell(text: str) -> str:
-    return one_line(text).replace("|", "\\|").replace("<", "&lt;")
+    return "\n".join("| " + " | ".join(markdown_cell(cell) for cell in line) + " |" for line in lines)

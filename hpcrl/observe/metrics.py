@@ -36,7 +36,7 @@ _Value = TypeVar("_Value")
 
 @dataclass(frozen=True)
 class Histogram:
-    """How values of one step are distributed.
+    """Distribution of the values of one step.
 
     Attributes:
         low, high: ends of the bins, which are equally wide; `high` belongs to the last one.
@@ -66,7 +66,7 @@ def bin_of(value: float, low: float, high: float, bins: int) -> int:
 
 @dataclass(frozen=True)
 class Record:
-    """What one process reported about one step.
+    """Report of one process about one step.
 
     Attributes:
         process: name of its writer: "trainer", "controller", "rollout-0".
@@ -164,7 +164,7 @@ class MetricsReader:
         return [record for record in valid if record.metrics], outdated
 
     def _new_lines(self, path: Path) -> Iterator[dict[str, Any]]:
-        """Yield the whole lines since the last call; half lines of killed writers, and what nobody of us wrote, are passed over."""
+        """Yield the whole lines since the last call, without half lines of killed writers and foreign lines."""
         with path.open("rb") as file:
             file.seek(self._offsets.get(path, 0))
             for line in file:

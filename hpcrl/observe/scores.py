@@ -114,7 +114,7 @@ def scores(prompts: Sequence[Scored], success_reward: float) -> dict[str, float]
 
 
 def results_of(prompts: Sequence[Scored], success_reward: float) -> dict[str, Any]:
-    """Return what results.json says of an evaluation: by source the number of prompts, metrics, standard errors, and why samples ended."""
+    """Return the content of an evaluation's results.json: by source the number of prompts, metrics, standard errors, and stop reasons."""
     return {
         "solved": solved_by(prompts, success_reward),
         "prompts": {source: len(members) for source, members in by_source(prompts).items()},
@@ -144,7 +144,7 @@ def _known(prompts: Sequence[Scored], success_reward: float) -> dict[str, list[f
 
 
 def standard_error(values: Sequence[float]) -> float:
-    """Return that of the mean of independent values; NaN of a single one."""
+    """Return the standard error of the mean of independent values; NaN of a single one."""
     return stdev(values) / sqrt(len(values)) if len(values) > 1 else nan
 
 

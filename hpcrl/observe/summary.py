@@ -38,7 +38,7 @@ _TOGETHER, _MOST_TOGETHER = 5, 40
 
 @dataclass(frozen=True)
 class Headline:
-    """What a list of runs shows of each: read from the ends of its files, however long they are. None is what it has not reported.
+    """Summary of a run for a list of runs: read from the ends of its files, however long they are. None is what it has not reported.
 
     Attributes:
         steps: last step trained.
@@ -98,7 +98,7 @@ class Summary(Headline):
 
 
 def headline(run: Run) -> Headline:
-    """Return what a list shows of a run."""
+    """Return the headline of a run."""
     attempts, outcomes = read_attempts(run), {outcome.attempt: outcome for outcome in read_outcomes(run)}
     valid = _validity(run, attempts)
     trained, rewarded = (
@@ -188,7 +188,7 @@ def seconds_per_step(steps: Sequence[tuple[int, int, float]], together: int) -> 
 
 
 def _validity(run: Run, attempts: Sequence[Attempt]) -> Callable[[Record], bool]:
-    """Return what tells whether no later attempt has begun before the step of a record."""
+    """Return a predicate for records: no later attempt has begun before their step."""
     resumed = resumed_after(read_starts(run)) if len(attempts) > 1 else {}
     return lambda record: all(record.step <= step for attempt, step in resumed.items() if attempt > record.attempt)
 

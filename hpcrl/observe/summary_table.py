@@ -35,7 +35,7 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
         *achieved,
         steps,
         ("samples", f"{summary.samples:,}" if summary.samples is not None else None),
-        ("tokens/s", f"{summary.tokens_per_second:,.0f}" if summary.tokens_per_second is not None else None),
+        ("tokens/s", f"{summary.tokens_per_second:,.0f} on average" if summary.tokens_per_second is not None else None),
         ("s/step", f"{summary.seconds_per_step:.2f}" if summary.seconds_per_step is not None else None),
         ("pause per update", _pause(summary)),
         time,

@@ -108,7 +108,7 @@ class Timeline:
             follower(self._phase, self._step)
 
     def enter(self, phase: str) -> str:
-        """Tell that the process does this from now on; return what it did before."""
+        """Record that the process is in this phase from now on; return the phase before."""
         with self._lock:
             before = self._phase
             if phase != before:
@@ -125,7 +125,7 @@ class Timeline:
             self.enter(before)
 
     def begin_step(self, step: int) -> None:
-        """Tell that the process works on this step from now on."""
+        """Record that the process works on this step from now on."""
         with self._lock:
             if step != self._step:
                 self._enter(self._phase)
@@ -200,7 +200,7 @@ def versions_of(run: Run) -> dict[str, str]:
 
 
 def read_spans(run: Run, attempt: int | None = None) -> list[Span]:
-    """Return the spans of all processes, of one attempt only where it is given, ordered by process and time; what nobody of us wrote is passed over."""
+    """Return the spans of all processes, of one attempt if it is given, ordered by process and time; foreign lines are skipped."""
     folders = [path for path in run.timelines.glob("*") if attempt_of(path) is not None] if attempt is None else []
     found = [
         span

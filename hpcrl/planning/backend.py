@@ -23,7 +23,7 @@ class PlanBackend(Protocol):
 
 
 def describe_engines(config: Config, shapes: Shapes) -> Iterator[str]:
-    """Yield what the run's engine says of its replicas; nothing where there are none, or it plans nothing."""
+    """Yield lines about the memory of the engine's replicas; none without an engine, or if it plans nothing."""
     backend = backend_of(config.generator.inference_engine)
     if config.has_engines and "plan" in backend.brings:
         yield from cast(PlanBackend, backend.layer("plan")).describe_engines(config, shapes)

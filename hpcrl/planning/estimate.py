@@ -35,7 +35,7 @@ from hpcrl.planning.prefixes import shared_prompt
 
 @dataclass(frozen=True)
 class Estimate:
-    """What the ranks that need most need.
+    """Memory of the ranks that need most.
 
     Attributes:
         ranks: those ranks.
@@ -53,7 +53,7 @@ class Estimate:
 
 
 def estimate(config: Config, models: Mapping[str, Shapes]) -> Estimate:
-    """Return what the policy, and the models beside it, need.
+    """Estimate the memory of the policy and of the models on its ranks.
 
     Args:
         models: by role, as hpcrl.planning.shapes finds them.
@@ -69,7 +69,7 @@ def estimate(config: Config, models: Mapping[str, Shapes]) -> Estimate:
 
 
 def estimate_critic(config: Config, models: Mapping[str, Shapes]) -> Estimate | None:
-    """Return what a critic on ranks of its own needs; None: it is beside the policy, or there is none. Arguments as of `estimate`."""
+    """Estimate the memory of a critic on ranks of its own; None: it is beside the policy, or there is none. Arguments as of `estimate`."""
     if not config.trainer.has_own_critic:
         return None
     first = config.trainer.placement.policy_ranks

@@ -55,7 +55,7 @@ class Weight:
 
 @dataclass(frozen=True, kw_only=True)
 class Width:
-    """What activations are counted by.
+    """Sizes by which activations are counted.
 
     Attributes:
         ffn: inner columns that each token passes: of the MLP, or of the experts that it goes to, shared ones included.
@@ -136,7 +136,7 @@ def fsdp_state(
     twice: bool = False,
     moments: str | None = None,
 ) -> Need:
-    """Return what FSDP2 holds of a model on a rank; gradients between backward and step only.
+    """Return the bytes of a model's state with FSDP2 on a rank; gradients between backward and step only.
 
     Args:
         ranks: that share one copy.
@@ -207,7 +207,7 @@ def megatron_state(
     frozen: int = 0,
     twice: bool = False,
 ) -> Need:
-    """Return what Megatron-core holds of a model on a rank.
+    """Return the bytes of a model's state with Megatron-core on a rank.
 
     bf16 weights have an fp32 master copy and fp32 moments, which the distributed optimizer divides among the d copies of the model.
     That is 6 + 12 / d bytes per parameter with fp32 gradients, 8 + 8 / d in fp32 (Megatron-core's documentation, "Distributed Optimizer").

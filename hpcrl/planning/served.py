@@ -84,7 +84,7 @@ def served_shapes(config: Config, model: Served, folder_of: Callable[[Pretrained
 
 
 def forward_need(config: Config, model: Served, shapes: Shapes, memory: float | None) -> Need:
-    """Return what a process needs that computes without gradients.
+    """Return the memory of a process that computes without gradients.
 
     Args:
         memory: bytes of a GPU; None: not known, or there is none.

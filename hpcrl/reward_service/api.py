@@ -27,7 +27,7 @@ _TEXT = "text"
 
 @dataclass(frozen=True)
 class Asked:
-    """What an enqueue request asks for.
+    """Content of an enqueue request.
 
     Attributes:
         messages: of each completion, the prompt.

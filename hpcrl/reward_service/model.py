@@ -61,8 +61,8 @@ class RewardModel:
             RuntimeError,
             UnpicklingError,
         ) as error:  # RuntimeError: weights of other shapes than config.json says
-            said = " ".join(str(error).split())
-            raise DataError(f"{setting}: the reward model {path} cannot be loaded: {said}") from error
+            message = " ".join(str(error).split())
+            raise DataError(f"{setting}: the reward model {path} cannot be loaded: {message}") from error
         text, own = cast(Any, model.config.get_text_config()), cast("int | None", conversations.tokenizer.pad_token_id)
         if text.pad_token_id is None and own is not None and own < text.vocab_size:
             text.pad_token_id = own

@@ -21,7 +21,7 @@ _MOST_KEPT = 65536  # scores that nobody has fetched
 
 
 class Scorer(Protocol):
-    """What scores rows of tokens."""
+    """Model that scores rows of tokens."""
 
     @property
     def batch_tokens(self) -> int: ...
@@ -78,7 +78,7 @@ class Scoring:
         return self._scored
 
     def submit(self, rows: list[list[int]]) -> str | None:
-        """Take a request, and return the name by which its scores are fetched; None where too many wait already."""
+        """Queue a request, and return the name by which its scores are fetched; None where too many wait already."""
         with self._changed:
             waiting = sum(len(request.rows) for request in self._waiting)
             if waiting and waiting + len(rows) > self._most_waiting:

@@ -20,7 +20,7 @@ _FETCH_S = 2.0
 
 
 def asked_to_stop() -> threading.Event:
-    """Return what SIGTERM and SIGINT set from now on, instead of ending the process."""
+    """Return the event that SIGTERM and SIGINT set from now on, instead of ending the process."""
     asked = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: asked.set())
@@ -47,11 +47,11 @@ async def serve_rewards(
     api = RewardApi(model, scoring, name)
 
     async def until_stopped() -> None:
-        told = float("-inf")
+        reported = float("-inf")
         while not asked.is_set() and scoring.failure is None:
-            if time.monotonic() - told > RENEW_S:
+            if time.monotonic() - reported > RENEW_S:
                 tell(api.counts())
-                told = time.monotonic()
+                reported = time.monotonic()
             await asyncio.sleep(_LOOK_S)
         api.closing, deadline, waited = True, time.monotonic() + grace_s, scoring.waiting
         while scoring.waiting and scoring.failure is None and time.monotonic() < deadline:

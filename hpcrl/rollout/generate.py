@@ -71,7 +71,7 @@ class Episode:
         transcripts: one, or with step-wise trajectories one per turn.
         opening: what the environment begins with.
         past: the conversation as the policy is shown it, with step-wise trajectories; else only what came before the sample.
-        messages: what was said after the prompt.
+        messages: those after the prompt.
         failure: why it cannot go on: its environment failed, or the engine refuses what it asks.
     """
 

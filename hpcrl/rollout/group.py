@@ -23,7 +23,7 @@ class Group:
     Attributes:
         rows: of each sample: itself, or with step-wise trajectories its turns.
         version: that the engine held when the group began.
-        conversations: what was said in each sample after its prompt, as chat messages.
+        conversations: of each sample the messages after its prompt.
         raw_rewards: of each sample from its environment, before rules on its stop reason and on failures.
         failures: what went wrong in samples whose environment failed.
         seconds: from claim to the last token.

@@ -39,7 +39,7 @@ class Object:
     state: Any = None
 
     def __init__(self, *_: object) -> None:
-        """Take the arguments of the class or the function that it stands for, of which nothing is needed."""
+        """Accept, and ignore, the arguments of the class or the function that it replaces."""
 
     def __setstate__(self, state: Any) -> None:
         # without it a pickle could set attributes of this class itself, for the whole process

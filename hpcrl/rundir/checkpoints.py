@@ -44,7 +44,7 @@ Verify = Callable[[Path], object]
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints stay; the newest two after a step always do. Those inside a step, of which the newest two stay, go with the next
+    """Rule by which checkpoints stay; the newest two after a step always do. Those inside a step, of which the newest two stay, go with the next
     one after a step.
 
     Attributes:
@@ -244,7 +244,7 @@ def _end_quarantine(run: Run, started: int, fence: Fence, report: Report) -> Non
 
 
 def set_aside_after(run: Run, attempt: int, start: Path | None, fence: Fence, report: Report) -> None:
-    """Take out of the way what a start at `start` gave up: later checkpoints are renamed, half-written ones removed.
+    """Set aside the files that a start at `start` gave up: later checkpoints are renamed, half-written ones removed.
 
     What belongs to a newer attempt is left alone.
     """

@@ -31,7 +31,7 @@ def note_checksums(run: Run, own: OwnFiles) -> None:
 
 
 def changed_files(run: Run, progress: Callable[[], object] = lambda: None) -> list[str]:
-    """Return what became of files since they were noted, a sentence each, by path in the run directory or absolute path.
+    """Return the changes of files since they were noted, a sentence each, by path in the run directory or absolute path.
 
     Args:
         progress: called at each file that was found and at each that was read.

@@ -147,7 +147,7 @@ def read_json(path: Path) -> Any | None:
 
 
 def read_bytes(path: Path) -> bytes | None:
-    """Return what is in a file that others replace as a whole, or None where there is no such file.
+    """Return the content of a file that others replace as a whole, or None where there is no such file.
 
     Raises:
         OSError: it cannot be read; names it.

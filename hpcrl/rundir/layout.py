@@ -58,7 +58,7 @@ _VERSION = re.compile(r"v(\d{6,})")
 
 
 def default_root() -> Path:
-    """Return where runs are made and looked for if nothing else says: $HPCRL_ROOT, else ./runs."""
+    """Return the default root of runs: $HPCRL_ROOT, else ./runs."""
     return Path(os.environ.get("HPCRL_ROOT") or "runs").expanduser()
 
 
@@ -169,7 +169,7 @@ class Run:
         return self.datasets / name
 
     def teacher_file(self, dataset: str) -> Path:
-        """What a teacher says of the rows of a dataset, in a directory that `hpcrl score` wrote."""
+        """Teacher's log-probabilities of a dataset's rows, in a directory of `hpcrl score`."""
         return self.teacher / dataset
 
     @property
@@ -241,7 +241,7 @@ class Run:
 
     @property
     def events(self) -> Path:
-        """What TensorBoard reads; it calls a run as the folder of its events."""
+        """Folder of TensorBoard's events; TensorBoard names the run by it."""
         return self.tensorboard / self.name
 
     @property
@@ -277,11 +277,11 @@ class Run:
         return self.endpoints / f"{process}.json"
 
     def rendezvous(self, attempt: int, scorer: str = "") -> Path:
-        """Where ranks on several nodes meet: the trainer's, or those of a scorer."""
+        """Rendezvous of ranks on several nodes: the trainer's, or those of a scorer."""
         return self.endpoints / f"rendezvous-{attempt}{scorer and '-'}{scorer}.json"
 
     def meeting(self, attempt: int, replica: int) -> Path:
-        """Where the processes of an engine on several nodes meet."""
+        """Rendezvous of the processes of an engine on several nodes."""
         return self.endpoints / f"rendezvous-{attempt}-rollout-{replica}.json"
 
     def part_ended(self, attempt: int, part: int) -> Path:
@@ -302,7 +302,7 @@ class Run:
         return self.profiles(attempt) / "memory" / f"rank-{rank}-{when}.pickle"
 
     def memory_snapshots(self, rank: int) -> list[Path]:
-        """Return those of steps that are there of a rank, by attempt and step."""
+        """Return the memory snapshots of a rank, by attempt and step."""
         found = (self.path / "profile").glob(f"*/memory/rank-{rank}-s*.pickle")
         return sorted(found, key=lambda path: (attempt_of(path.parents[1]) or 0, path.name))
 

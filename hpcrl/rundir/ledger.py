@@ -49,7 +49,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an attempt ended.
+    """Outcome of an attempt.
 
     Attributes:
         kind: done, failed (an error), hang (no progress), cancelled (by the user), interrupted (asked to stop, and to be continued).
@@ -73,12 +73,12 @@ class Outcome:
 
     @property
     def position(self) -> tuple[int, int]:
-        """How far training was committed; what grows is progress."""
+        """Committed position of training, which grows with progress."""
         return self.step, self.updates
 
     @property
     def final(self) -> bool:
-        """Whether the run is over by its own will."""
+        """Return whether the run ended for good."""
         return self.kind in ("done", "cancelled")
 
 
@@ -93,7 +93,7 @@ def read_attempts(run: Run) -> list[Attempt]:
 
 
 def parse_attempt(where: str, line: bytes) -> Attempt:
-    """Return the attempt that a line of attempts.jsonl tells of."""
+    """Return the attempt of a line of attempts.jsonl."""
     return as_record(Attempt, parse_line(where, line, _DELETE), where, _DELETE)
 
 
@@ -119,7 +119,7 @@ def require_attempts(run: Run) -> list[Attempt]:
 
 
 def listed_attempts(run: Run) -> list[Attempt]:
-    """Return what `require_attempts` does, for a list of many runs: traces are looked for only where the next attempt has left some."""
+    """Return the attempts as `require_attempts`, for a list of many runs: traces are searched only where the next attempt has left some."""
     attempts = read_attempts(run)
     last = max((attempt.number for attempt in attempts), default=0)
     if os.path.exists(run.logs(last + 1)) or max(ended_attempts(run), default=0) > last:
@@ -196,7 +196,7 @@ def _make(run: Run, attempt: int, kind: Kind, message: str, source: str, host: s
 
 
 def require_newest(run: Run, attempt: int) -> None:
-    """Look whether `attempt` is still the newest of the run.
+    """Require that `attempt` is still the newest of the run.
 
     Raises:
         CommitError: a newer one has begun.

@@ -38,7 +38,7 @@ def failure(path: Path, why: str, number: int | None = None, need: int | None = 
 
 
 def exhausted(path: Path) -> str | None:
-    """Return that nothing more can be written at `path`; None where that is not so, or not known. A quota is not seen by this."""
+    """Return the error of a full filesystem at `path`; None where it is not full, or unknown. A quota is not seen by this."""
     free = _free(path)
     if free is not None and free < _NOTHING:
         return f"the filesystem of {path} is full ({readable_size(free)} free): {_FREE_UP}"
@@ -76,7 +76,7 @@ def explained(path: Path, need: int | None = None) -> Iterator[None]:
 
 
 def require_space(path: Path, need: int | None) -> None:
-    """Look whether `need` bytes are free before they are written. A quota is not seen by this.
+    """Require `need` free bytes before they are written. A quota is not seen by this.
 
     Raises:
         CommitError: they are not.

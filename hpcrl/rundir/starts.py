@@ -42,7 +42,7 @@ def read_starts(run: Run) -> list[Line]:
 
 
 def parse_start(place: str, line: bytes) -> Line:
-    """Return what a line of starts.jsonl tells."""
+    """Return the start of a line of starts.jsonl."""
     value = parse_line(place, line, _DELETE)
     if not _is_line(value):
         raise damaged(place, f"found {value!r:.80}", _DELETE)
@@ -50,7 +50,7 @@ def parse_start(place: str, line: bytes) -> Line:
 
 
 def require_starts(run: Run) -> None:
-    """Look whether each attempt that committed a checkpoint is known to have started: what a later one gave up must not be used.
+    """Require a recorded start of each attempt that committed a checkpoint: checkpoints that a later one gave up must not be used.
 
     Raises:
         RunError: one is not, or a line is damaged.

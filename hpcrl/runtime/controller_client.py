@@ -97,7 +97,7 @@ class ControllerClient:
         )
 
     def leave(self, worker: str) -> None:
-        """Tell the controller, if it is there, that a worker ends; else it finds out by the silence."""
+        """Notify the controller, if it is there, that a worker ends; else the controller finds out by its silence."""
         process_status = read_process_status(self._run, CONTROLLER, self._attempt)
         if process_status and (url := process_status.facts.get("url")):
             with suppress(httpx.TransportError, RunError):

@@ -41,13 +41,13 @@ class Followers:
         for name, command in self._commands.items():
             log = self._run.log(self._attempt, name)
             make_directory(log.parent)
-            with log.open("ab") as said:
+            with log.open("ab") as output:
                 self.processes.append(
                     subprocess.Popen(
                         [sys.executable, "-m", *command],
                         stdin=subprocess.PIPE,
-                        stdout=said,
-                        stderr=said,
+                        stdout=output,
+                        stderr=output,
                         start_new_session=True,
                         preexec_fn=self._prepare,
                     )
@@ -58,7 +58,7 @@ class Followers:
         os.nice(self._niceness)
 
     def end(self, patience_s: float, hurry: Callable[[], bool] = lambda: False) -> None:
-        """Let them send the rest; one that takes too long, or is still there when `hurry` says so, is killed with what it started."""
+        """Let the followers send the rest; late ones are killed with their children, and all of them once `hurry` returns True."""
         deadline = time.monotonic() + patience_s
         for process in self.processes:
             assert process.stdin

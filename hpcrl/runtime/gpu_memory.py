@@ -19,7 +19,7 @@ def nvidia_smi(query: str) -> list[str]:
 
 
 def describe_memory() -> str:
-    """Return what is free on the GPUs of CUDA_VISIBLE_DEVICES, to be put behind an error; empty where that is not known."""
+    """Return the free memory of the GPUs of CUDA_VISIBLE_DEVICES, as an addition to an error; empty where it is unknown."""
     mine = [device for device in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if device]
     found = list[str]()
     for line in nvidia_smi("gpu=index,uuid,memory.free,memory.total"):

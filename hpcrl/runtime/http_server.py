@@ -41,16 +41,16 @@ class Refused(Exception):
 
 
 class Body(Protocol):
-    """What a route is asked."""
+    """Body of a request."""
 
     def parse(self, content: bytes) -> Any:
-        """Return what a body says; BadRequest where it is not what the route expects."""
+        """Parse a body; BadRequest where it is not the one that the route expects."""
         ...
 
 
 @dataclass(frozen=True)
 class Route:
-    """What answers a path, and what it is asked."""
+    """Handler of a path, and the type of its body."""
 
     handler: Handler
     schema: Body
@@ -58,7 +58,7 @@ class Route:
 
 
 class Proof(Protocol):
-    """How a server knows who asks, and shows who answers."""
+    """Authenticates requests of a server, and signs its answers."""
 
     def expect(self, given: Mapping[str, str]) -> None:
         """Refuse a request by its headers alone, before its body is read."""

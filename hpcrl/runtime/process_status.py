@@ -40,7 +40,7 @@ _REMEDY = "remove it: its process writes it again"
 
 @dataclass(frozen=True)
 class ProcessStatus:
-    """What a process last wrote.
+    """Last written status of a process.
 
     Attributes:
         process: "controller", "trainer", "critic" where it has ranks of its own, or "rollout-<replica>".

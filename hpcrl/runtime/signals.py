@@ -69,7 +69,7 @@ class StopSignal:
         threading.Thread(target=self._watch, daemon=True).start()
 
     def follow(self, run: Run, attempt: int, process: str, *, speaks: bool) -> None:
-        """Look at the stop file too, from now on.
+        """Watch the stop file too, from now on.
 
         Args:
             process: name of the process_status.

@@ -68,17 +68,17 @@ def make_secret(path: Path) -> None:
 
 
 def bearer(token: str, run_name: str) -> dict[str, str]:
-    """Return the headers that show the token itself, for sockets in directories that nobody else can enter."""
+    """Return the headers with the token itself, for sockets in directories that no other user can enter."""
     return {"authorization": f"Bearer {token}", RUN: run_name}
 
 
 def authorized(given: str | None, token: str) -> bool:
-    """Tell in constant time whether an Authorization header carries the token."""
+    """Compare an Authorization header with the token in constant time."""
     return same(given, f"Bearer {token}")
 
 
 def same(given: str | None, expected: str) -> bool:
-    """Tell in constant time whether two texts are the same."""
+    """Compare two texts in constant time."""
     return hmac.compare_digest((given or "").encode(), expected.encode())
 
 
@@ -89,7 +89,7 @@ def of_process(run: str, process: str) -> str:
 
 @dataclass(frozen=True)
 class AttemptKey:
-    """What the processes of one attempt sign with."""
+    """Key with which the processes of one attempt sign."""
 
     run: str
     attempt: int
@@ -136,7 +136,7 @@ class Seen:
         self._recent: dict[str, set[int]] = defaultdict(set)
 
     def is_new(self, nonce: str) -> bool:
-        """Take a nonce; return whether nobody has sent it before, as far as that is known."""
+        """Record a nonce; return whether it is the first time, as far as known."""
         sender, _, text = nonce.rpartition("-")
         if not (text.isascii() and text.isdecimal() and len(text) < 19):
             return False

@@ -119,10 +119,10 @@ def estimate_advantages(
 ) -> Advantages:
     """Fill in the advantages of this rank's samples, and the returns of a critic where they have values.
 
-    Every rank calls it. An estimator that gives all tokens of a sample the same number gets every sample of the batch from the
-    batch's metadata, the same on every rank; one that needs tokens gets this rank's, and sums over ranks. With
-    generator.step_wise_trajectories, where the turns of a response are samples, a response counts once: with the outcome as its
-    reward, less the penalties of all its turns. Each of them then gets what the response is worth.
+    Every rank calls it. An estimator with one number per sample gets every sample of the batch from the batch's metadata, the same on
+    every rank. One that needs tokens gets this rank's, and sums over ranks. With generator.step_wise_trajectories, where the turns of a
+    response are samples, a response counts once: with the outcome as its reward, less the penalties of all its turns. Each of them then
+    gets what the response is worth.
 
     Args:
         minis: this rank's samples; together, ranks have those of all trained groups.
@@ -219,7 +219,7 @@ def _require_one_row(batch: Batch) -> None:
     if any(len(sample.lengths) != 1 for group in batch.groups for sample in group.samples):
         raise ConfigError(
             "generator.step_wise_trajectories or enable_http_endpoint: estimators that are marked per_token, such as gae, "
-            "follow rewards from token to token, and a sample has several rows; choose an advantage_estimator such as grpo or rloo"
+            "follow rewards from token to token, and a sample has several rows. Choose an advantage_estimator such as grpo or rloo"
         )
 
 

@@ -115,8 +115,8 @@ def compute_cost(refs: Sequence[RowRef], quadratic: float) -> float:
 def assign_to_ranks(refs: Sequence[RowRef], ranks: int) -> list[list[RowRef]]:
     """Return each rank's share, longest row first, for micro-batches that are limited by rows.
 
-    They want as many rows on every rank: dealt from the longest to the shortest, back and forth, shares differ by at most one
-    row, and the ranks' micro-batches of the same number are of similar size.
+    Every rank gets equally many rows, but for one. They are dealt from the longest to the shortest, back and forth, so that the ranks'
+    micro-batches of the same number are of similar size.
     """
     ordered = sorted(refs, key=longest_first)
     shares: list[list[RowRef]] = [[] for _ in range(ranks)]

@@ -255,8 +255,8 @@ def check_all_reduce(world: World) -> float:
     All ranks call it; it also has NCCL make its connections, so that a network it cannot use fails here.
 
     Returns:
-        The bus bandwidth in bytes per second as nccl-tests defines it, 2 (n - 1) / n times the tensor's bytes per second, which compares
-        with the bandwidth of the links whatever the number n of ranks; 0 with one rank, which sends nothing.
+        The bus bandwidth in bytes per second as nccl-tests defines it: 2 (n - 1) / n times the tensor's bytes per second. It compares with
+        the bandwidth of the links for any number n of ranks. 0 with one rank, which sends nothing.
 
     Raises:
         DeviceError: the sum is wrong.

@@ -51,8 +51,8 @@ def build_objective(algorithm: AlgorithmConfig, distillation: DistillationConfig
     """Return the objective: a micro-batch and the policy's log-probabilities give loss and metric sums.
 
     Without old log-probabilities, and without what they are estimated by, the policy is its own old policy: exact where a batch makes one optimizer
-    step. Where the micro-batch has the tokens to compare with a teacher at, the divergence over these is subtracted from advantages here, because
-    it is differentiated itself, and is a term of the loss beside the policy loss as far as trainer.distillation.loss_weight says.
+    step. Where the micro-batch has the teacher's tokens, the divergence over these is subtracted from advantages here, because it is
+    differentiated itself. Beside the policy loss it is a term of weight trainer.distillation.loss_weight.
 
     Args:
         distillation: None without a teacher.

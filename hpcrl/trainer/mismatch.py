@@ -50,7 +50,7 @@ class MismatchLimit:
             f"step {step}: the log-probabilities of engines and trainer differ by {mean:.3g} on average over {count:.0f} tokens that both "
             f"computed with the weights of version {step - 1}; generator.max_logprob_mismatch is {self.limit:g}. They are not the same "
             "model. Likely causes: generator.rope_scaling or rope_theta beside the trainer's, hf_overrides or quantization in "
-            "generator.inference_engine, weights that an engine did not take in as they were published, a model that vLLM and the "
+            "generator.inference_engine, weights not loaded as published, a model that vLLM and the "
             "trainer's backend compute differently. Compare the sections' settings, try generator.inference_engine.model_dtype "
             '"float32" and quantization unset; where the difference is known and corrected (trainer.algorithm.off_policy_correction), '
             'raise generator.max_logprob_mismatch, or set generator.on_logprob_mismatch="warn"'

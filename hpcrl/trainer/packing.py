@@ -76,7 +76,7 @@ class PackedRows:
         nll_weights: of the negative log-likelihood of each trained token, by row; 0 without a positive reward.
         left_out: tokens that the policy chose but that are not trained, because they begin several responses of a group.
         unscored: rows that are not trained because a scorer failed at them.
-        staleness: [P] float32, how many versions older the one is which chose the token than that which the step begins with; -1: not known.
+        staleness: [P] float32, age of the version that sampled the token, in versions before the step's first; -1: not known.
         sampling_mask: whose counts are [P]; None where all tokens were sampled among the whole vocabulary.
         hints: of each row; None where it has none.
         observations: [P] float32, 1 where the token is one of the environment that is learned; None: none is.
@@ -458,7 +458,7 @@ def common_prefixes(token_ids: torch.Tensor, lengths: Sequence[int]) -> list[int
 
 
 def shared_prefixes(lengths: Sequence[int], common: Sequence[int]) -> SharedPrefixes | None:
-    """Return the computed tokens of packed rows; None: all of them.
+    """Return the computed tokens of packed rows; None: all.
 
     The last token of a row always is, so that none is without a token of its own.
 

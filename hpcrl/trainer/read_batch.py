@@ -82,7 +82,7 @@ def load_rows(
             (hpcrl/algorithms/prefixes.py), for which whole groups are read; None: all are trained.
         prompts: tokens that the policy did not choose are trained too; their rollout log-probabilities are NaN.
         top_ids: as many of the policy's most probable tokens are to be scored by a teacher, [P, K]; -1 where they are not known.
-        observed: what the environment said is learned too.
+        observed: observations are learned too.
         shared: as of MicroBatchLimit.
 
     Raises:

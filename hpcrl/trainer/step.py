@@ -63,7 +63,7 @@ class Learner:
         model_flops: of the policy.
         validation: what is evaluated after steps; None: nothing.
         max_seq_len: of the whole configuration, divisor of loss_reduction=seq_mean_token_sum_norm.
-        mismatch: how far engines and trainer may be apart.
+        mismatch: limit of the difference between engines and trainer.
         start: the checkpoint that training continues from.
         compares_logprobs: log-probabilities are compared with those of the old policy or of a reference.
 

@@ -58,7 +58,7 @@ class HubStore:
         return self._patience.repeat(lambda: self._send(directory, sent))
 
     def _send(self, directory: Committed, sent: Callable[[int], None]) -> int:
-        with self._told(directory):
+        with self._errors_of(directory):
             if "/" not in self._name:
                 self._name = f"{self._api.whoami()['name']}/{self._name}"
             self._api.create_repo(self._name, private=self._private, exist_ok=True)
@@ -99,8 +99,8 @@ class HubStore:
         self._api.create_commit(self._name, operations, commit_message=f"{self._run}: {directory.name}")
 
     @contextmanager
-    def _told(self, directory: Committed) -> Iterator[None]:
-        """Turn what the hub says into Away and UploadRefused, with the repository and the remedy; say where the run has deleted the directory."""
+    def _errors_of(self, directory: Committed) -> Iterator[None]:
+        """Convert the hub's errors into Away and UploadRefused, with the repository and the remedy, also where the run has deleted the directory."""
         import httpx
         from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 
@@ -110,10 +110,12 @@ class HubStore:
             raise UploadRefused(f"{self.place}: no token; {_WHERE}") from error
         except HfHubHTTPError as error:
             status = error.response.status_code
-            said = f"{self.place}: {status}: {_first_line(error.server_message or str(error))}"
+            message = f"{self.place}: {status}: {_first_line(error.server_message or str(error))}"
             if status >= 500 or status in (408, 409, 412, 429):
-                raise Away(said) from error
-            raise UploadRefused(f"{said}; {_REMEDIES.get(status, 'look at trainer.upload.hf_*')}; {_WHERE}") from error
+                raise Away(message) from error
+            raise UploadRefused(
+                f"{message}; {_REMEDIES.get(status, 'look at trainer.upload.hf_*')}; {_WHERE}"
+            ) from error
         except (
             httpx.HTTPError,
             RuntimeError,

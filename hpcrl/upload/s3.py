@@ -261,12 +261,12 @@ class S3Store:
         return self._patience.repeat(ask)
 
     def _error(self, name: str, error: ClientError) -> Away | UploadRefused:
-        told, status = error.response["Error"], error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-        code = told.get("Code", "")
-        said = f"{self.place}: {name}: {status} {code}: {told.get('Message', '')}"
+        details, status = error.response["Error"], error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+        code = details.get("Code", "")
+        message = f"{self.place}: {name}: {status} {code}: {details.get('Message', '')}"
         if status >= 500 or status in (408, 429) or code in ("RequestTimeout", "SlowDown", "BadDigest"):
-            return Away(said)
-        return UploadRefused(f"{said}; {_REMEDIES.get(code, 'look at trainer.upload.s3_* and the credentials')}")
+            return Away(message)
+        return UploadRefused(f"{message}; {_REMEDIES.get(code, 'look at trainer.upload.s3_* and the credentials')}")
 
 
 def _checked(sha256: bytes) -> dict[str, str]:

@@ -29,7 +29,7 @@ from hpcrl.upload.store import Away, Committed, Patience, Store, Vanished, name_
 
 STORES: dict[str, Callable[[Run, UploadConfig, Patience], Store]] = {"hf": HubStore, "s3": S3Store}
 _EVERY_S = 5.0
-_TOLD_EVERY_S = 2.0
+_REPORT_EVERY_S = 2.0
 _AGAIN_S, _LONGEST_AGAIN_S = 30.0, 600.0
 
 
@@ -79,7 +79,7 @@ class Uploader:
             self._state = UploadState(target)
         # when each that failed is tried again, and after how long
         self._again = dict[str, tuple[float, float]]()
-        self._lock, self._told = threading.Lock(), 0.0
+        self._lock, self._reported = threading.Lock(), 0.0
 
     def send(self, path: Path) -> str:
         """Make the store have an export or a checkpoint; return a sentence about it."""
@@ -115,28 +115,28 @@ class Uploader:
             if self._state.now is None:
                 return
             self._state.now |= {"bytes": self._state.now["bytes"] + count, "time": time.time()}
-            if time.monotonic() - self._told > _TOLD_EVERY_S:
-                self._told = time.monotonic()
+            if time.monotonic() - self._reported > _REPORT_EVERY_S:
+                self._reported = time.monotonic()
                 self._state.write(self._path)
 
     def send_due(self, done: bool) -> None:
-        """Send what is wanted, is not there as far as is known, and did not fail a moment ago; tell what fails."""
+        """Send wanted directories that the store lacks and that did not fail just now; print failures."""
         while path := next(filter(self._due, self._wanted(done)), None):
             name = name_of(path)
             self.away.discard(name)
             try:
-                said = self.send(path)
+                message = self.send(path)
                 self._again.pop(name, None)
             except (HpcrlError, OSError) as error:
                 if isinstance(error, Away):
                     self.away.add(name)
                 wait = min(_LONGEST_AGAIN_S, 2 * self._again.get(name, (0.0, _AGAIN_S / 2))[1])
                 self._again[name] = (time.monotonic() + wait, wait)
-                said = f"{name}: {type(error).__name__}: {error}"
-            print(said, flush=True)
+                message = f"{name}: {type(error).__name__}: {error}"
+            print(message, flush=True)
 
     def _wanted(self, done: bool) -> list[Path]:
-        """Return what the store is to have, and forget what the run has deleted since it failed."""
+        """Return the directories for the store, and forget failed ones that the run has deleted."""
         paths = wanted(self._run, self.name, self._upload, done)
         gone = self._state.failed.keys() - {name_of(path) for path in paths}
         for name in gone:
@@ -153,7 +153,7 @@ class Uploader:
 
     @property
     def failed(self) -> dict[str, str]:
-        """What could not be sent, and why."""
+        """Directories that could not be sent, with the reasons."""
         return self._state.failed
 
     def try_again(self) -> None:
@@ -162,7 +162,7 @@ class Uploader:
 
 
 def follow(run: Run, uploaders: Sequence[Uploader], more: Callable[[], bool], patience_s: float = float("inf")) -> bool:
-    """Upload as long as `more` says that there may be more to come, then what is due to stores that are away meanwhile.
+    """Upload until `more` returns False, then the due directories of stores that are away meanwhile.
 
     Args:
         more: waits for a moment.

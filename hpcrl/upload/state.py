@@ -38,7 +38,7 @@ class UploadState:
 
     @classmethod
     def read(cls, path: Path) -> UploadState:
-        """Return what was written there; nothing where that is missing or damaged: the store is asked then."""
+        """Return the recorded state; empty where it is missing or damaged: the store is queried then."""
         content = read_bytes(path)
         try:
             return cls(**parse_record(content, required=True)[0]) if content is not None else cls()

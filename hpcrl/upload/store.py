@@ -19,7 +19,7 @@ class Away(ServiceError):
 
 
 class UploadRefused(ServiceError):
-    """A store says no, and will until somebody changes something."""
+    """A store refuses, until a person changes something."""
 
 
 class Vanished(HpcrlError):
@@ -28,14 +28,14 @@ class Vanished(HpcrlError):
 
 @dataclass(frozen=True)
 class Patience:
-    """How long one request is repeated while a store is away: after `first_s`, then after twice the time each, `total_s` in all."""
+    """Retries of a request while a store is away: after `first_s`, then after twice the time each, `total_s` in all."""
 
     first_s: float = 1.0
     longest_s: float = 60.0
     total_s: float = 300.0
 
     def repeat(self, ask: Callable[[], _T]) -> _T:
-        """Return what `ask` does. Raises Away where it still is."""
+        """Return the result of `ask`, with retries. Raises Away where it still is."""
         deadline, wait = time.monotonic() + self.total_s, self.first_s
         while True:
             try:
@@ -100,11 +100,11 @@ def name_of(path: Path) -> str:
 
 
 class Store(Protocol):
-    """Where copies go."""
+    """Destination of copies."""
 
     @property
     def place(self) -> str:
-        """Its address with the run's part of it, for people."""
+        """Address with the run's part of it, for people."""
         ...
 
     def send(self, directory: Committed, sent: Callable[[int], None]) -> int:

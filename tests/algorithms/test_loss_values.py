@@ -64,6 +64,13 @@ def test_dppo_by_kl_divergence(probability: float, advantage: float) -> None:
         assert bool(dppo(tokens, dppo_type="binary_kl", **deltas)[0].item()) is counts
 
 
+def test_dppo_draws_every_token_to_the_rollout_by_kl_tau() -> None:
+    for token in (one_token(0.5, 0.4, 1.0), one_token(0.9, 0.3, 1.0)):  # inside the trust region, and outside
+        squared = (token.logprobs - token.rollout_logprobs).square()
+        penalty = dppo(token, **TV, kl_tau=0.01)[0] - dppo(token, **TV)[0]
+        torch.testing.assert_close(penalty, 0.01 * squared)
+
+
 @pytest.mark.parametrize("dppo_type", ["binary_tv", "binary_kl"])
 def test_dppo_of_a_token_that_became_certain_or_impossible(dppo_type: str) -> None:
     for probability, rollout, advantage in ((1.0, 0.5, 1.0), (1e-30, 0.5, -1.0), (0.5, 1.0, -1.0)):

@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from hpcrl.cli.main import main
 from hpcrl.config import Config
 from hpcrl.config.fields import leaves, settings
-from hpcrl.convert.correspondence import SOURCES
+from hpcrl.convert.correspondence import SOURCES, TRL
 from hpcrl.errors import ConfigError, SubmitError
 from tests.paths import CONFIGS
 
@@ -396,3 +396,31 @@ def test_a_setting_written_as_an_option_or_without_value_gets_the_remedy(capsys:
     assert "settings have no dashes: trainer.epochs=3" in capsys.readouterr().err
     assert main(["config", "validate", QUICKSTART, "trainer.epochs"]) == ConfigError.exit_code
     assert capsys.readouterr().err == "hpcrl: trainer.epochs: no such file; to set it, write trainer.epochs=VALUE\n"
+
+
+def test_names_of_trl_lead_to_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    known = {setting.path for setting in leaves(Config)}
+    assert {name: path for name, path in TRL.items() if path not in known} == {}
+    assert main(["config", "validate", QUICKSTART, "trainer.policy.optimizer_config.learning_rate=1"]) == 2
+    expected = "learning_rate is a setting of TRL or transformers; did you mean trainer.policy.optimizer_config.lr?\n"
+    assert capsys.readouterr().err.endswith(expected)
+    assert main(["config", "explain", "beta"]) == 0
+    assert "beta is a field of TRL; here: trainer.algorithm.kl_loss_coef" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "first"),
+    [
+        ("num_generations", "generator.n_samples_per_prompt = 5  (TRL: num_generations)"),
+        ("ppo_mini_batch_size", "trainer.policy_mini_batch_size = 256"),
+        ("epsilon_high", "trainer.algorithm.eps_clip_high = 0.2"),
+    ],
+)
+def test_settings_are_found_by_words(words: str, first: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "search", *words.split()]) == 0
+    assert capsys.readouterr().out.startswith(first)
+
+
+def test_a_word_that_no_setting_has(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "search", "frobnicate"]) == 2
+    assert "no setting has frobnicate" in capsys.readouterr().err

@@ -101,7 +101,7 @@ def test_a_claim(changes: dict[str, Any], said: str) -> None:
         ({"failures": ["x"] * 4}, "failures': expected at most one per sample, 2, and one more"),
         ({"baseline": "x"}, "baseline': expected null, or a number"),
         ({"oldest_version": 1}, "oldest_version': expected at most 0, found 1"),
-        ({"kind": "eval"}, "kind': expected what the group's id says, found 'eval'"),
+        ({"kind": "eval"}, "kind': expected the epoch in the group's id, found 'eval'"),
         ({"path": 7}, "path': expected a name"),
         ({"path": "../../x"}, "path': expected a file of samples in samples/0, found '../../x'"),
         ({"path": "samples/1/g00000007.safetensors"}, "path': expected a file of samples in samples/0"),

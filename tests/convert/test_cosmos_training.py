@@ -6,6 +6,10 @@ from typing import Any
 import pytest
 
 from hpcrl.config import Config
+from hpcrl.config.load import nested
+from hpcrl.config.sections.megatron import LAYOUT
+from hpcrl.config.sections.tree import ConfigTree
+from hpcrl.config.validate import build
 from hpcrl.convert.conversion import Conversion
 from hpcrl.errors import ConfigError
 from hpcrl.trainer.backends.schedule import lr_factor
@@ -16,7 +20,6 @@ def test_shards_that_the_source_counts_itself() -> None:
     conversion = converted("03")
     assert conversion.values["trainer.placement.policy_num_gpus_per_node"] == 4  # 2 stages x 2 parts of a sample
     assert conversion.values["trainer.policy.megatron_config.context_parallel_size"] == 2
-    assert conversion.values["trainer.ref.megatron_config.context_parallel_size"] == 2
     assert list(conflicts(conversion)) == ["policy.parallelism.dp_shard_size"]
 
 
@@ -250,13 +253,10 @@ def test_the_reference_is_spread_as_the_policy() -> None:
     conversion = of(
         {"policy": {"parallelism": parallelism}, "train": {"train_policy": {"type": "grpo", "kl_beta": 0.1}}}
     )
-    policy, ref = (
-        {path.rpartition(".")[2]: value for path, value in conversion.values.items() if path.startswith(section)}
-        for section in ("trainer.policy.megatron_config.", "trainer.ref.megatron_config.")
-    )
-    assert ref.items() <= policy.items()
-    assert policy.keys() - ref.keys() == {"pipeline_dynamic_shape"}  # a choice of each model
-    assert ref["pipeline_schedule"] == "Interleaved1F1B"
+    tree = build(ConfigTree, nested(conversion.values | {"data.train_data": ["t"], "trainer.policy.model.path": "m"}))
+    policy, ref = (tree.trainer.megatron_layout(role) for role in ("policy", "ref"))
+    assert all(getattr(ref, name) == getattr(policy, name) for name in LAYOUT)
+    assert (ref.tensor_model_parallel_size, ref.pipeline_schedule) == (2, "Interleaved1F1B")
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import get_scheduler
 
 from hpcrl.convert.skyrl.convert import convert_yaml
 from hpcrl.errors import ConfigError
-from tests.convert.skyrl_material import ALGORITHM, ENGINE, command, entries, kinds, load
+from hpcrl.trainer.backends.schedule import lr_factor
+from tests.convert.skyrl_material import ALGORITHM, CRITIC, ENGINE, command, entries, kinds, load
 
 MEGATRON = "trainer.policy.megatron_config."
 MOE = ("trainer.strategy=megatron", f"{MEGATRON}expert_model_parallel_size=1")
@@ -48,14 +51,6 @@ MOE = ("trainer.strategy=megatron", f"{MEGATRON}expert_model_parallel_size=1")
             True,
         ),
         (
-            [
-                "trainer.policy.optimizer_config.scheduler=constant",
-                "trainer.policy.optimizer_config.num_warmup_steps=9",
-            ],
-            "trainer.policy.optimizer_config.num_warmup_steps",
-            0,
-        ),
-        (
             ["trainer.policy.torch_profiler_config.enable=true", "trainer.policy.torch_profiler_config.wait=2"],
             "trainer.profiler.wait_steps",
             12,
@@ -68,6 +63,47 @@ def test_a_setting_has_its_place(words: list[str], setting: str, value: Any, tmp
     assert conversion.values[setting] == value
     assert not conversion.incomplete
     load(conversion, tmp_path)
+
+
+SCHEDULES = (
+    "constant",
+    "constant_with_warmup",
+    "linear",
+    "cosine",
+    "polynomial",
+    "inverse_sqrt",
+    "cosine_with_restarts",
+)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_learning_rates_are_those_of_the_source(name: str, tmp_path: Path) -> None:
+    words = {"scheduler": name, "num_warmup_steps": 9, "lr": 3e-6}
+    models = {model: f"trainer.{model}.optimizer_config." for model in ("policy", "critic")}
+    conversion = command(
+        CRITIC, *(f"{model}{key}={value}" for model in models.values() for key, value in words.items())
+    )
+    assert not conversion.incomplete
+    trainer = load(conversion, tmp_path).trainer
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=3e-6)
+    theirs = get_scheduler(name, optimizer, 9, 40)
+    for update in range(40):
+        expected = pytest.approx(theirs.get_last_lr()[0] / 3e-6, rel=0, abs=1e-9)
+        assert lr_factor(trainer.policy.optimizer_config, update, 40) == expected
+        assert lr_factor(trainer.critic.optimizer_config, update, 40) == expected
+        optimizer.step()
+        theirs.step()
+
+
+@pytest.mark.parametrize("name", ["cosine_with_min_lr", "warmup_stable_decay"])
+def test_schedules_that_fail_at_the_source_are_refused(name: str) -> None:
+    path = "trainer.policy.optimizer_config.scheduler"
+    conversion = command(f"{path}={name}")
+    assert f"{name} fails in SkyRL" in conversion.unconverted[path]
+    assert path not in conversion.values
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1e-6)
+    with pytest.raises((TypeError, ValueError)):
+        get_scheduler(name, optimizer, 0, 40)
 
 
 def test_fully_asynchronous_training_by_a_setting(tmp_path: Path) -> None:
@@ -114,7 +150,30 @@ def test_the_environment_of_dapo_is_direct_math(tmp_path: Path) -> None:
     assert environment.overlong_reward.buffer_length == 512
 
 
-@pytest.mark.parametrize("name", ["lcb", "searchcode", "geometry3k"])
+def test_the_reference_is_split_as_the_policy_on_its_ranks(tmp_path: Path) -> None:
+    ref = "trainer.ref.megatron_config."
+    words = (
+        "trainer.strategy=megatron",
+        f"{MEGATRON}tensor_model_parallel_size=2",
+        f"{ref}pipeline_model_parallel_size=2",
+    )
+    ranks = [f"trainer.placement.{role}_num_gpus_per_node=4" for role in ("policy", "ref")]
+    conversion = command(*words, *ranks)
+    assert not conversion.incomplete
+    assert kinds(conversion, f"{ref}pipeline_model_parallel_size") == {"translated"}
+    layout = load(conversion, tmp_path).trainer.megatron_layout("ref")
+    assert (layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size) == (2, 1)
+
+
+def test_geometry3k_is_an_environment_here(tmp_path: Path) -> None:
+    program = "examples/train/geometry3k/geometry3k_entrypoint.py"
+    conversion = command("python", program, "environment.env_class=geometry3k", "generator.max_turns=3")
+    assert not conversion.incomplete
+    assert kinds(conversion, "environment.env_class") == {"mapped", "differs"}
+    assert load(conversion, tmp_path).environment.env_class == "geometry3k"
+
+
+@pytest.mark.parametrize("name", ["lcb", "searchcode"])
 def test_environments_without_a_counterpart_are_named(name: str) -> None:
     conversion = command(f"environment.env_class={name}")
     assert f"{name} has no counterpart here" in conversion.unconverted["environment.env_class"]

@@ -3,9 +3,11 @@
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 import pytest
 
+from hpcrl.convert.conversion import Conversion
 from hpcrl.convert.skyrl.convert import convert_yaml
 from hpcrl.errors import ConfigError
 from tests.convert.skyrl_material import ENGINE, command, entries, kinds
@@ -122,6 +124,15 @@ def test_interpolations(monkeypatch: pytest.MonkeyPatch) -> None:
     assert values["generator.sampling_params.max_generate_length"] == 300
     assert values["generator.eval_sampling_params.max_generate_length"] == 300
     assert values["generator.eval_sampling_params.temperature"] == 0.5
+
+
+@pytest.mark.parametrize("read", [lambda text: convert_yaml(text, "file"), lambda text: command(f"data={text[8:]}")])
+def test_variables_of_the_shell_are_no_interpolations(read: Callable[[str], Conversion]) -> None:
+    conversion = read("  data: {train_data: ['${HOME}/a.parquet'], val_data: ['${DATA_DIR}/b.parquet']}")
+    assert conversion.values["data.train_data"] == ["~/a.parquet"]
+    assert "data.val_data" not in conversion.values
+    (entry,) = entries(conversion, "data.val_data")
+    assert (entry.kind, entry.message) == ("conflict", "$DATA_DIR is a variable of the shell; write its value out")
 
 
 def test_an_interpolation_finds_a_setting_by_either_name() -> None:

@@ -117,7 +117,7 @@ def test_grpo_is_what_verl_calculates() -> None:
     assert values["trainer.placement.colocate_all"] is True
     assert (values[ENGINE + "num_engines"], values["slurm.gpus_per_node"]) == (4, 8)
     assert values["generator.eval_sampling_params.temperature"] == 0.0
-    assert values["environment.reward_function"] == {"gsm8k": 1.0}
+    assert values["environment.reward_function"] == {"by_data_source": 1.0}
 
 
 def test_ppo_has_a_critic_and_its_divergence_in_the_reward(tmp_path: Path) -> None:
@@ -137,8 +137,8 @@ def test_ppo_has_a_critic_and_its_divergence_in_the_reward(tmp_path: Path) -> No
 
 def test_dapo_filters_groups_and_shortens_responses(tmp_path: Path) -> None:
     config = load(words(DAPO), tmp_path)
-    assert config.environment.reward_function == {"direct_math": 1.0, "overlong": 1.0}
-    assert config.environment.eval_reward_function == {"direct_math": 1.0}
+    assert config.environment.reward_function == {"by_data_source": 1.0, "overlong": 1.0}
+    assert config.environment.eval_reward_function == {"by_data_source": 1.0}
     assert (config.environment.overlong_reward.buffer_length, config.environment.overlong_reward.penalty_factor) == (
         512,
         0.5,
@@ -224,10 +224,34 @@ def test_nothing_is_lost_with_a_default_that_is_written_out() -> None:
     assert not complaints(words(GRPO, *(word for word in given if not word.endswith("null"))))
 
 
-def test_files_of_several_kinds_need_a_word_of_the_user() -> None:
+def test_rewards_are_chosen_by_the_data_source_of_each_row() -> None:
     conversion = words(GRPO, "data.train_files=[~/gsm8k/train.parquet, ~/math/train.parquet]")
-    assert "gsm8k for openai/gsm8k" in complaints(conversion)["data.reward_fn_key"]
-    assert "environment.reward_function" not in conversion.values
+    assert conversion.values["environment.reward_function"] == {"by_data_source": 1.0}
+    assert not complaints(conversion)
+    renamed = words(GRPO, "data.reward_fn_key=source")
+    assert "column data_source" in complaints(renamed)["data.reward_fn_key"]
+
+
+def test_the_penalty_for_length_is_of_dapos_manager() -> None:
+    naive = words(DAPO.replace("reward_manager=dapo", "reward_manager=naive"))
+    assert naive.values["environment.reward_function"] == {"by_data_source": 1.0}
+    assert kinds(naive, "reward_model.reward_kwargs.overlong_buffer_cfg.len") == {"dropped"}
+
+
+def test_bypass_mode_replaces_the_loss_and_its_correction(tmp_path: Path) -> None:
+    bypass = "algorithm.rollout_correction.bypass_mode=True algorithm.rollout_correction.rollout_is=token"
+    conversion = words(f"{GRPO} {bypass} {ACTOR}policy_loss.loss_mode=gspo")
+    algorithm = load(conversion, tmp_path).trainer.algorithm
+    assert (algorithm.policy_loss_type, algorithm.loss_reduction) == ("dual_clip", "token_mean")
+    assert algorithm.use_rollout_logprobs_for_loss
+    assert algorithm.off_policy_correction.tis_ratio_type is None
+    assert kinds(conversion, "algorithm.rollout_correction.rollout_is") == {"dropped"}
+
+
+def test_a_scale_without_a_norm_had_no_effect() -> None:
+    conversion = words(GRPO, f"{ACTOR}loss_scale_factor=4")
+    assert kinds(conversion, f"{ACTOR}loss_scale_factor") == {"dropped"}
+    assert ALGORITHM + "max_seq_len" not in conversion.values
 
 
 def test_clip_ratio_alone_had_no_effect() -> None:
@@ -254,6 +278,34 @@ def test_a_script_is_converted() -> None:
     assert conversion.values["data.train_data"] == ["~/gsm8k/train.parquet"]
     assert conversion.values["trainer.train_batch_size"] == 128
     assert conversion.values["trainer.logger"] == ["console", "wandb"]
+
+
+def test_the_kind_of_device_is_a_gpu() -> None:
+    """Today's scripts ask for it in Python, and choose sizes by it."""
+    probe = """
+DEVICE=${DEVICE:-$(python3 -c 'import torch_npu' 2>/dev/null && echo npu || echo gpu)}
+BATCH=128
+case "${DEVICE}" in
+    gpu) ;;
+    npu) BATCH=16 ;;
+    *) exit 1 ;;
+esac
+"""
+    conversion = convert_script(probe + SCRIPT.replace("$((4 * 32))", "$BATCH"), "run.sh")
+    assert not complaints(conversion)
+    assert conversion.values["trainer.train_batch_size"] == 128
+    assert kinds(conversion, "$DEVICE") == {"translated"}
+
+
+def test_batch_options_of_a_script_become_settings_of_slurm(tmp_path: Path) -> None:
+    lines = "#!/bin/bash\n#SBATCH --nodes=2\n#SBATCH --gpus-per-node=h100:8\n#SBATCH --time=1-12\n#SBATCH -p gpu\n"
+    script, target = tmp_path / "run.slurm", tmp_path / "converted.toml"
+    script.write_text(lines + SCRIPT)
+    assert main(["config", "convert", str(script), "-o", str(target)]) == 0
+    slurm = Config.from_toml([target]).slurm
+    assert (slurm.gpus_per_node, slurm.time_minutes, slurm.partition) == ("h100:8", 36 * 60, "gpu")
+    few = convert_script(lines.replace("h100:8", "4") + SCRIPT, "run.slurm")
+    assert "8 GPUs on a node" in complaints(few)["#SBATCH --gpus-per-node=4"]
 
 
 def test_yaml_and_command_say_the_same() -> None:

@@ -23,7 +23,7 @@ from tests.paths import ROOT
 
 def fails(environment: EnvironmentConfig, truth: Any, kind: Any = "train") -> bool:
     try:
-        row_requirements(environment, (kind,), 1)["check"]("mine:Own", {"reward_spec": {"ground_truth": truth}})
+        row_requirements(environment, (kind,), 1)["check"]("mine:Own", {"reward_spec": {"ground_truth": truth}}, "")
     except DataError:
         return True
     return False
@@ -47,7 +47,7 @@ def test_loading_and_scoring_take_the_same_ground_truths(name: str, truth: Any) 
 @pytest.mark.parametrize("extras", [{}, {"reward_spec": None}, {"reward_spec": "4"}, {"reward_spec": {}}])
 def test_rows_without_a_ground_truth(extras: dict[str, Any]) -> None:
     with pytest.raises(DataError, match=r"needs a ground truth.*data\.response_column"):
-        row_requirements(EnvironmentConfig(reward_function={"boxed_math": 1.0}), ("train",), 1)["check"]("", extras)
+        row_requirements(EnvironmentConfig(reward_function={"boxed_math": 1.0}), ("train",), 1)["check"]("", extras, "")
 
 
 def test_evaluation_has_needs_of_its_own() -> None:

@@ -201,8 +201,8 @@ def test_an_environment_is_named_by_a_text(tmp_path):
 
 @pytest.mark.parametrize("spec", [None, {}, {"ground_truth": None}])
 def test_a_row_that_is_of_no_use(tmp_path, spec):
-    def check(env_class, extras):
-        assert env_class == "e"
+    def check(env_class, extras, data_source):
+        assert (env_class, data_source) == ("e", "rows")
         if not (extras["reward_spec"] or {}).get("ground_truth"):
             raise DataError("no ground truth")
 

@@ -164,7 +164,7 @@ def test_23_weights_that_the_engine_did_not_take(scenario: Scenario) -> None:
     run = scenario.submit()
     scenario.reach(run, 3)
     scenario.knobs(stale=True)
-    scenario.wait(lambda: "says that it holds" in run.log(1, "rollout-0").read_text(), "it is noticed", 60, run)
+    scenario.wait(lambda: "and reports version" in run.log(1, "rollout-0").read_text(), "it is noticed", 60, run)
     scenario.knobs()
     assert_nothing_lost(scenario, run)
     assert len(read_attempts(run)) == 1

@@ -13,8 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from hpcrl.config import TrainerConfig
 from hpcrl.config.validate import build
-from hpcrl.trainer.backends.fsdp.engine import FsdpEngine, FsdpPolicy
-from hpcrl.trainer.backends.fsdp.values import FsdpCritic
+from hpcrl.trainer.backends.fsdp.engine import FsdpCritic, FsdpEngine, FsdpPolicy
 from hpcrl.trainer.distributed import World, joined
 from hpcrl.trainer.packing import pack
 from tests.trainer.material import make_sample

@@ -15,8 +15,7 @@ from hpcrl.rundir.checkpoints import Retention
 from hpcrl.rundir.commit import read_json
 from hpcrl.rundir.layout import Run
 from hpcrl.trainer.advantages import estimate_advantages
-from hpcrl.trainer.backends.fsdp.engine import FsdpPolicy
-from hpcrl.trainer.backends.fsdp.values import FsdpCritic
+from hpcrl.trainer.backends.fsdp.engine import FsdpCritic, FsdpPolicy
 from hpcrl.trainer.batching import MicroBatchLimit
 from hpcrl.trainer.critic.loss import CRITIC_REDUCTION, build_critic_objective, describe_critic
 from hpcrl.trainer.distributed import World

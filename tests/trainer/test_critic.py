@@ -21,8 +21,7 @@ from hpcrl.observe.metrics import merged
 from hpcrl.rundir.checkpoints import Retention
 from hpcrl.rundir.commit import committed, verify
 from hpcrl.rundir.layout import Run, step_of
-from hpcrl.trainer.backends.fsdp.engine import FsdpPolicy
-from hpcrl.trainer.backends.fsdp.values import FsdpCritic
+from hpcrl.trainer.backends.fsdp.engine import FsdpCritic, FsdpPolicy
 from hpcrl.trainer.batching import MicroBatchLimit
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.models.build import critic_source

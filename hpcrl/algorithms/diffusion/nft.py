@@ -42,8 +42,8 @@ def implicit_losses(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the losses [N] of the positive and of the negative implicit velocity field.
 
-    v+ = (1 - beta) v_old + beta v and v- = (1 + beta) v_old - beta v. Of each, the error is that of the sample which it predicts, x_t - t v,
-    squared and divided by the mean absolute error of the sample, which has no gradient (the paper's adaptive weight).
+    v+ = (1 - beta) v_old + beta v and v- = (1 + beta) v_old - beta v. The error of each is that of its predicted sample, x_t - t v,
+    squared and divided by the sample's mean absolute error. The divisor has no gradient (the paper's adaptive weight).
 
     Args:
         velocity, old_velocity: [N, ...], of what is trained and of what samples were made with; only the first gets a gradient.

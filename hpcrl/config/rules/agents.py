@@ -16,7 +16,9 @@ from hpcrl.config.sections.tree import ConfigTree
 _ENDPOINT = "generator.inference_engine.enable_http_endpoint"
 _AGENT = "environment.skyrl_gym.agent"
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
-_OF_MESSAGES = tuple(name for name in REWARDS if name != "overlong")  # which judges the whole conversation
+_OTHERS = "overlong", "by_data_source"
+"""Rewards of a response that judge no whole conversation."""
+_OF_MESSAGES = tuple(name for name in REWARDS if name not in _OTHERS)
 
 
 def endpoint(config: ConfigTree) -> Iterator[Problem]:
@@ -131,7 +133,7 @@ def _container(agent: AgentConfig) -> Iterator[Problem]:
 
 
 def rows_of_samples(config: ConfigTree) -> Iterator[Problem]:
-    """What does not work where a sample may have several rows."""
+    """Refuse settings that do not work where a sample may have several rows."""
     if not config.several_rows:
         return
     path = "generator.step_wise_trajectories" if config.generator.step_wise_trajectories else _ENDPOINT

@@ -107,7 +107,7 @@ def check(config: ConfigTree) -> list[Problem]:
 
 
 def alone(given: Iterable[tuple[Setting, Any]]) -> list[Problem]:
-    """Return what is wrong with single values of the right types, whatever the others are."""
+    """Return problems of single values of the right types."""
     found = list(given)
     return [*out_of_range(found), *unimplemented_values(found)]
 

@@ -21,7 +21,7 @@ _FIRST, _LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeli
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """How many ranks share what, in Megatron-core's order tp-cp-ep-dp-pp: neighbours are tensor parallel.
+    """Parallel sizes of ranks, in Megatron-core's order tp-cp-ep-dp-pp: neighbours are tensor parallel.
 
     Attributes:
         ranks: all of them.

@@ -6,19 +6,10 @@ import math
 from collections.abc import Iterator
 
 from hpcrl.config.errors import Problem, shown
-from hpcrl.config.sections.megatron import MegatronModelConfig
+from hpcrl.config.sections.megatron import LAYOUT, MegatronModelConfig
 from hpcrl.config.sections.tree import ConfigTree
 
 _PATH = "trainer.policy.megatron_config"
-_SHARED = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-    "pipeline_schedule",
-    "pipeline_layers_per_stage",
-)
 
 
 def product(**sizes: int) -> str:
@@ -73,10 +64,10 @@ def reference_layout(config: ConfigTree) -> Iterator[Problem]:
     trainer = config.trainer
     if trainer.strategy != "megatron" or not trainer.colocated_reference:
         return
-    for name in _SHARED:
+    for name in LAYOUT:
         own, policy = getattr(trainer.ref.megatron_config, name), getattr(trainer.policy.megatron_config, name)
-        if own != policy:
+        if own not in (None, policy):
             yield Problem(
                 f"trainer.ref.megatron_config.{name}",
-                f"expected the policy's {shown(policy)}, whose ranks the reference shares, found {shown(own)}; set both alike",
+                f"expected the policy's {shown(policy)}, whose ranks the reference shares, found {shown(own)}; leave it out",
             )

@@ -88,12 +88,12 @@ class HeadShare:
 
     @property
     def times(self) -> list[int]:
-        """How many of these query heads belong to each of `keys`."""
+        """Return the number of these query heads for each of `keys`."""
         return [sum(head // self._group == key for head in self.queries) for key in self.keys]
 
     @classmethod
     def of(cls, heads: int, key_heads: int, ranks: int) -> list[HeadShare]:
-        """Return those of each rank; there are at most as many ranks as query heads."""
+        """Return the heads of each rank; there are at most as many ranks as query heads."""
         group, ends = heads // key_heads, [heads * rank // ranks for rank in range(ranks + 1)]
         queries = [range(*part) for part in pairwise(ends)]
         return [cls(own, range(own[0] // group, own[-1] // group + 1), group) for own in queries]

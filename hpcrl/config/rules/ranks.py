@@ -48,7 +48,7 @@ def parallel_sizes(config: ConfigTree) -> Iterator[Problem]:
         megatron = config.trainer.strategy == "megatron"
         if ranks % together and (megatron or role not in _on_policy_ranks(config.trainer)):
             megatron = megatron and role != "critic"
-            shared = shared_sample(getattr(config.trainer, role).megatron_config) if megatron else together
+            shared = shared_sample(config.trainer.megatron_layout(role)) if megatron else together
             yield Problem(
                 f"trainer.{role}.megatron_config" if megatron else f"trainer.{role}.sequence_parallel_size",
                 f"{shared} ranks share each sample, which does not divide the {ranks} ranks (trainer.placement); make "

@@ -54,7 +54,7 @@ def filter_metrics(config: ConfigTree) -> Iterator[Problem]:
 
 
 def several_rewards(config: ConfigTree) -> Iterator[Problem]:
-    """What gdpo needs, and what changes the one reward that it does not look at."""
+    """Require several rewards for gdpo, and refuse settings that change the one reward that it does not read."""
     algorithm, path = config.trainer.algorithm, "trainer.algorithm.gdpo.rewards"
     if algorithm.advantage_estimator != "gdpo":
         return
@@ -187,7 +187,7 @@ def scoring_reward_model(config: ConfigTree) -> Iterator[Problem]:
 
 
 def environments(config: ConfigTree) -> Iterator[Problem]:
-    """What the environment of rows that name none needs; rows that name theirs are checked when they are rolled out."""
+    """Check the settings of the default environment; environments that rows name are checked when they are rolled out."""
     gym, path, name = config.environment.skyrl_gym, "environment.skyrl_gym", config.environment.env_class
     if name is not None:
         yield from misnamed("environment.env_class", name, ENVIRONMENTS, "one of", "Class")

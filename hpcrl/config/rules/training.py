@@ -297,7 +297,7 @@ def moments(config: ConfigTree) -> Iterator[Problem]:
 
 
 def routers(config: ConfigTree) -> Iterator[Problem]:
-    """What is asked of the routers of a mixture of experts."""
+    """Check the settings of routers of a mixture of experts."""
     path, trainer, engine = "trainer.policy.experts", config.trainer, config.generator.inference_engine
     balancing = "trainer.policy.megatron_config.moe_router_load_balancing_type"
     if trainer.policy.experts.aux_loss_coef and trainer.policy.megatron_config.moe_router_load_balancing_type != "none":

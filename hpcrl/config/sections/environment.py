@@ -26,6 +26,7 @@ ENVIRONMENTS = (
     "countdown",
     "direct_math",
     "format",
+    "geometry3k",
     "gsm8k",
     "gsm8k_multi_turn",
     "guess_number",

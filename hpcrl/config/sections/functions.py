@@ -25,7 +25,7 @@ POLICY_LOSSES: dict[str, Named] = {
     "cross_entropy": Named("the negative log-likelihood of the tokens, without advantages", ()),
     "importance_sampling": Named("the surrogate of TRPO, the plain ratio (arXiv:1502.05477)", ()),
     "aipo": Named("the loss with a ratio bounded on one side, for any sign of the advantage (AIPO, arXiv:2505.24034)", ("aipo_rho",)),
-    "dppo": Named("the loss of the tokens inside a trust region of divergence from the rollout (DPPO, arXiv:2602.04879)", ("dppo_type", "delta_low", "delta_high",)),
+    "dppo": Named("the loss of the tokens inside a trust region of divergence from the rollout (DPPO, arXiv:2602.04879)", ("dppo_type", "delta_low", "delta_high", "kl_tau",)),
     "gpg": Named("the gradient of the policy without a ratio (GPG, arXiv:2504.02546)", ()),
     "gmpo": Named("the loss with the geometric mean of a sample's clipped ratios (GMPO, arXiv:2507.20673)", ("log_clip_low", "log_clip_high",)),
     "vespo": Named("the loss weighted smoothly by the ratio of whole samples (VESPO, arXiv:2602.10693)", ("k_pos", "lambda_pos", "k_neg", "lambda_neg",)),
@@ -57,6 +57,7 @@ REWARDS: dict[str, Named] = {
     "boxed_math": Named("1 if the answer is mathematically the ground truth, else 0", ()),
     "gsm8k": Named("1 if the number after the first `####` behind </think> is the ground truth, else 0 (GSM8K, arXiv:2110.14168)", ()),
     "direct_math": Named("1 if the ground truth is what follows the last `Answer:`, else -1 (DAPO, arXiv:2503.14476)", ()),
+    "by_data_source": Named("the reward that belongs to the row's `data_source`, as verl's default_compute_score chooses its score", ()),
     "format": Named("1 if the text is one thought, an empty line and one answer, each in its tags, and nothing else, else 0", ()),
     "overlong": Named("a penalty on a response that ends in the last `buffer_length` tokens, from 0 down to -penalty_factor", ()),
     "redness": Named("how much redder a picture is than it is green and blue, from -1 to 1", ()),
@@ -121,6 +122,9 @@ class DppoConfig:
     delta_high: float = setting(0.2, range=NOT_NEGATIVE)
     """dppo: the same for tokens of positive advantage and a policy that has risen."""
 
+    kl_tau: float = setting(0.0, range=NOT_NEGATIVE)
+    """dppo: weight of (log π/π_rollout)², which is added for every token, masked or not (prime-rl's default loss, with 0.001)."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class GmpoConfig:
@@ -134,7 +138,7 @@ class GmpoConfig:
 @dataclass(frozen=True, kw_only=True)
 class VespoConfig:
     k_pos: float = setting(2.0, range=NOT_NEGATIVE)
-    """vespo: exponent of a sample's probability ratio to the rollout in its weight, for advantages that are not negative; the larger it is, the less count samples that have become rare (arXiv:2602.10693)."""
+    """vespo: exponent of a sample's probability ratio to the rollout in its weight, for advantages that are not negative (arXiv:2602.10693). With a larger one, samples that have become rare count less."""
 
     lambda_pos: float = setting(3.0, range=NOT_NEGATIVE)
     """vespo: rate at which the weight falls for these where the ratio is large."""
@@ -149,13 +153,13 @@ class VespoConfig:
 @dataclass(frozen=True, kw_only=True)
 class DroConfig:
     beta: float = setting(1.0, range=NOT_NEGATIVE)
-    """dro: weight of the squared logarithm of the probability ratio to the rollout, half of which is added to the loss (arXiv:2405.19107); a token is drawn to the logarithm A / beta, so that it belongs to the size of the advantages, about 1 with grpo."""
+    """dro: weight of the squared logarithm of the probability ratio to the rollout, half of which is added to the loss (arXiv:2405.19107). A token is drawn to the logarithm A / beta, so that beta depends on the size of the advantages, about 1 with grpo."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class M2poConfig:
     threshold: float = setting(0.04, range=POSITIVE)
-    """m2po: what the mean of the squared logarithms of probability ratios to the rollout may be at most, over tokens that move away from it; the largest are left out until it is (arXiv:2510.01161)."""
+    """m2po: bound of the mean of the squared logarithms of probability ratios to the rollout, over tokens that move away from it. The largest are left out until the mean is within the bound (arXiv:2510.01161)."""
 
 
 @dataclass(frozen=True, kw_only=True)

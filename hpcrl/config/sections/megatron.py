@@ -24,32 +24,22 @@ _TRANSFORMER_DEFAULTS: dict[str, Any] = {
     "recompute_num_layers": 1,
 }
 
+LAYOUT = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "pipeline_schedule",
+    "pipeline_layers_per_stage",
+)
+"""Settings that say how ranks share a model: those of a reference on the policy's ranks are the policy's."""
+
 
 @dataclass(frozen=True, kw_only=True)
-class MegatronModelConfig:
+class _MegatronOptions:
     dtype: Literal["bf16", "fp32"] = setting("bf16", on_change=ROUNDING)
     """Type in which the model computes and its gradients are; with bf16 the optimizer keeps fp32 copies of what it trains."""
-
-    tensor_model_parallel_size: int = setting(1, range=COUNT)
-    """Ranks that share each layer's matrices; above 1 also splits activations along the sequence."""
-
-    pipeline_model_parallel_size: int = setting(1, range=COUNT)
-    """Ranks that share the layers."""
-
-    context_parallel_size: int = setting(1, range=COUNT)
-    """Ranks that share the tokens of a sample; above 1 needs trainer.use_sample_packing."""
-
-    expert_model_parallel_size: int = setting(1, range=COUNT)
-    """Ranks that share the experts; with tensor and pipeline parallelism of the experts a divisor of all ranks."""
-
-    expert_tensor_parallel_size: int | None = setting(None, range=COUNT)
-    """Ranks that share each expert's matrices; unset: tensor_model_parallel_size. Fewer than those need expert_model_parallel_size above 1."""
-
-    pipeline_schedule: Literal["1F1B", "Interleaved1F1B"] = "1F1B"
-    """Order of forward and backward passes in the pipeline: each rank has one stage, or (Interleaved1F1B) several."""
-
-    pipeline_layers_per_stage: int | None = setting(None, range=COUNT)
-    """Layers per virtual stage, of which each rank has several; with Interleaved1F1B, which needs it, only."""
 
     pipeline_dynamic_shape: bool = setting(False, on_change=SAME_NUMBERS)
     """Let micro-batches of one pipeline step differ in length."""
@@ -75,6 +65,30 @@ class MegatronModelConfig:
     model_config_kwargs: dict[str, Any] = setting({}, on_change=OTHER_MODEL)
     """Replaces entries of the model's config.json, as model_config_kwargs beside this section does with FSDP2."""
 
+
+@dataclass(frozen=True, kw_only=True)
+class MegatronModelConfig(_MegatronOptions):
+    tensor_model_parallel_size: int = setting(1, range=COUNT)
+    """Ranks that share each layer's matrices; above 1 also splits activations along the sequence."""
+
+    pipeline_model_parallel_size: int = setting(1, range=COUNT)
+    """Ranks that share the layers."""
+
+    context_parallel_size: int = setting(1, range=COUNT)
+    """Ranks that share the tokens of a sample; above 1 needs trainer.use_sample_packing."""
+
+    expert_model_parallel_size: int = setting(1, range=COUNT)
+    """Ranks that share the experts; with tensor and pipeline parallelism of the experts a divisor of all ranks."""
+
+    expert_tensor_parallel_size: int | None = setting(None, range=COUNT)
+    """Ranks that share each expert's matrices; unset: tensor_model_parallel_size. Fewer than those need expert_model_parallel_size above 1."""
+
+    pipeline_schedule: Literal["1F1B", "Interleaved1F1B"] = "1F1B"
+    """Order of forward and backward passes in the pipeline: each rank has one stage, or (Interleaved1F1B) several."""
+
+    pipeline_layers_per_stage: int | None = setting(None, range=COUNT)
+    """Layers per virtual stage, of which each rank has several; with Interleaved1F1B, which needs it, only."""
+
     @property
     def model_parallel_size(self) -> int:
         """Ranks that share the computation of each sample."""
@@ -87,9 +101,33 @@ class MegatronModelConfig:
         return self.tensor_model_parallel_size if own is None else own
 
 
+_AS_POLICY = "unset: as the policy, whose ranks the reference shares; SkyRL's is 1"
+
+
 @dataclass(frozen=True, kw_only=True)
-class RefMegatronConfig(MegatronModelConfig):
+class RefMegatronConfig(_MegatronOptions):
     """The reference's; a change of what it computes is one of the reference, not of the policy."""
+
+    tensor_model_parallel_size: int | None = setting(None, range=COUNT, why=_AS_POLICY)
+    """Ranks that share each of the reference's matrices; unset: as the policy, and on its ranks no other number."""
+
+    pipeline_model_parallel_size: int | None = setting(None, range=COUNT, why=_AS_POLICY)
+    """Ranks that share the reference's layers; unset: as the policy, and on its ranks no other number."""
+
+    context_parallel_size: int | None = setting(None, range=COUNT, why=_AS_POLICY)
+    """Ranks that share the tokens of a sample in the reference; unset: as the policy, and on its ranks no other number."""
+
+    expert_model_parallel_size: int | None = setting(None, range=COUNT, why=_AS_POLICY)
+    """Ranks that share the reference's experts; unset: as the policy, and on its ranks no other number."""
+
+    expert_tensor_parallel_size: int | None = setting(None, range=COUNT)
+    """Ranks that share each of the reference's experts; unset: as the policy, and on its ranks no other number."""
+
+    pipeline_schedule: Literal["1F1B", "Interleaved1F1B"] | None = None
+    """Order of passes in the reference's pipeline; unset: as the policy, and on its ranks no other."""
+
+    pipeline_layers_per_stage: int | None = setting(None, range=COUNT)
+    """Layers per virtual stage of the reference; unset: as the policy, and on its ranks no other number."""
 
     moe_router_load_balancing_type: str = setting("none", on_change=SPREAD)
 
@@ -100,6 +138,12 @@ class RefMegatronConfig(MegatronModelConfig):
     transformer_config_kwargs: dict[str, Any] = setting(_TRANSFORMER_DEFAULTS, on_change=OTHER_REFERENCE)
 
     model_config_kwargs: dict[str, Any] = setting({}, on_change=OTHER_REFERENCE)
+
+    def beside(self, policy: MegatronModelConfig) -> MegatronModelConfig:
+        """Return the layout and options of the reference, where sizes that are not set are the policy's."""
+        own = vars(self)
+        policys = {name: getattr(policy, name) for name in LAYOUT if own[name] is None}
+        return MegatronModelConfig(**own | policys)
 
 
 @dataclass(frozen=True, kw_only=True)

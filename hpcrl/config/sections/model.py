@@ -74,8 +74,8 @@ def rope_parameters(own: dict[str, Any], scaling: dict[str, Any], theta: float |
     return parameters if theta is None else parameters | {"rope_theta": theta}
 
 
-WarmupShape = Literal["between", "to_lr", "from_start"]
-Scheduler = Literal["constant_with_warmup", "linear", "cosine", "sqrt"]
+WarmupShape = Literal["between", "to_lr", "from_start", "below_lr"]
+Scheduler = Literal["constant_with_warmup", "linear", "cosine", "sqrt", "inverse_sqrt"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,6 +190,7 @@ class CriticModelConfig:
 _FALLING = when(
     ".scheduler", test=lambda scheduler: scheduler != "constant_with_warmup", needs="a {section}.scheduler that falls"
 )
+_TO_AN_END = when(".scheduler", "linear", "cosine", "sqrt")
 _WARM_UP = any_of(
     when(".num_warmup_steps"), when(".warmup_ratio"), needs="a warm-up ({section}.num_warmup_steps or warmup_ratio)"
 )
@@ -240,16 +241,22 @@ class OptimizerConfig:
     """Share of lr from which the warm-up rises."""
 
     warmup_shape: WarmupShape = setting("between", used_by=_WARM_UP)
-    """Where step t (from 0) of a warm-up of w steps lies on the way from warmup_start_factor to lr. between: (t + 1) / (w + 1), so that every step moves, with less than lr. to_lr: (t + 1) / w, so that the last has lr, as in Cosmos-RL of January 2026. from_start: t / (w - 1), so that the first has warmup_start_factor too, as in later Cosmos-RL."""
+    """Where step t (from 0) of a warm-up of w steps lies on the way from warmup_start_factor to lr. between: (t + 1) / (w + 1), so that every step moves, with less than lr. to_lr: (t + 1) / w, so that the last has lr, as in Cosmos-RL of January 2026. from_start: t / (w - 1), so that the first has warmup_start_factor too, as in later Cosmos-RL. below_lr: t / w, so that the first has warmup_start_factor and the last less than lr, as in transformers and SkyRL."""
 
     scheduler: Scheduler = "constant_with_warmup"
-    """Learning rate after the warm-up: constant, or falling linearly, as a half cosine, or as 1 - sqrt(progress of the decay)."""
+    """Learning rate after the warm-up: constant, or falling linearly, as a half cosine, as 1 - sqrt(progress of the decay), or as inverse_sqrt. With inverse_sqrt it is sqrt(w / (w + t)) of lr, t steps after a warm-up of w steps, and 10000 stands for w without one. Of transformers' other names, constant has no warm-up, cosine_with_min_lr a min_lr_factor, and warmup_stable_decay a decay_ratio. There, polynomial is linear with a decay_power, and cosine_with_restarts is cosine with decay_cycles."""
 
-    decay_ratio: float | None = setting(None, range=SHARE, used_by=_FALLING)
+    decay_ratio: float | None = setting(None, range=SHARE, used_by=_TO_AN_END)
     """Share of all optimizer steps of the run, at its end, over which a learning rate falls; unset: all after the warm-up, which is also the most."""
 
     min_lr_factor: float = setting(0.0, range=SHARE, used_by=_FALLING)
     """Share of lr at which a falling learning rate ends."""
+
+    decay_power: float = setting(1.0, range=POSITIVE, used_by=_TO_AN_END)
+    """Power of the falling part of the learning rate: with 2 and scheduler="linear" the rate falls as (1 - progress of the decay)^2."""
+
+    decay_cycles: int = setting(1, range=COUNT, used_by=_TO_AN_END)
+    """Times that the learning rate falls, each over the same number of steps; it jumps back to lr in between."""
 
 
 @dataclass(frozen=True, kw_only=True)

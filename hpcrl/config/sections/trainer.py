@@ -28,6 +28,7 @@ from hpcrl.config.sections.alerts import AlertsConfig
 from hpcrl.config.sections.algorithm import AlgorithmConfig
 from hpcrl.config.sections.distillation import DistillationConfig
 from hpcrl.config.sections.dpo import DPOConfig
+from hpcrl.config.sections.megatron import MegatronModelConfig
 from hpcrl.config.sections.model import (
     CriticConfig,
     ExpertsConfig,
@@ -453,6 +454,11 @@ class TrainerConfig:
         """Sharding of the reference model, and its number type; where that is not set: the policy's."""
         return self.forward_sharding(self.ref.fsdp_config)
 
+    def megatron_layout(self, role: str) -> MegatronModelConfig:
+        """Return Megatron-core's layout and options of a role, policy or ref; sizes of ref that are not set are the policy's."""
+        policy = self.policy.megatron_config
+        return self.ref.megatron_config.beside(policy) if role == "ref" else policy
+
     def forward_sharding(self, own: RefFSDPConfig | TeacherFSDPConfig) -> FSDPConfig:
         """Return the sharding of a model that only computes, and its number type; where that is not set: the policy's."""
         dtype = own.mixed_precision.param_dtype or self.policy.fsdp_config.mixed_precision.param_dtype
@@ -469,7 +475,7 @@ class TrainerConfig:
     def ref_model_parallel_size(self) -> int:
         """Ranks of the reference model that share the computation of each sample."""
         if self.strategy == "megatron":
-            return self.ref.megatron_config.model_parallel_size
+            return self.megatron_layout("ref").model_parallel_size
         own = self.ref.sequence_parallel_size
         return self.model_parallel_size if own is None else own
 

@@ -26,8 +26,6 @@ Rule = Callable[[Resolved, dict[str, Any]], Iterator[Entry]]
 _ALGORITHM = "trainer.algorithm"
 _OPTIMIZER = "trainer.policy.optimizer_config"
 _MEGATRON = "trainer.policy.megatron_config"
-_SPREAD = [f"{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "context", "expert_model")]
-_SPREAD += ["pipeline_schedule", "pipeline_layers_per_stage"]
 _PARALLELISM = "policy.parallelism"
 _NODE = 8
 _NEVER_REACHED = 1e9
@@ -277,9 +275,6 @@ def _megatron(source: Resolved, values: dict[str, Any]) -> Iterator[Entry]:
             schedule,
             '"1F1B" (Megatron-core has no GPipe; the gradients are the same)',
         )
-    for name in _SPREAD:  # the source's reference is spread as the policy
-        if (path := f"{_MEGATRON}.{name}") in values:
-            values[f"trainer.ref.megatron_config.{name}"] = values[path]
     if source["train.fsdp_offload"]:
         message = (
             "parallelism within layers is Megatron's work here, which offloads the optimizer only: "

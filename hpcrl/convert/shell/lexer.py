@@ -1,4 +1,4 @@
-"""A shell script as tokens: words, whose quoted parts and expansions are told apart, and operators.
+"""A shell script as tokens: words, with their quoted parts and expansions marked, and operators.
 
 Nothing is run or expanded here. Comments, redirections' here-documents and lines continued by a backslash are taken out.
 """
@@ -110,6 +110,11 @@ class _Lexer:
             inner, self.place = self.text[start + 2 : end], end + 2
             source = self.text[start : self.place]
             return Token("((", (Piece("arithmetic", inner, True, source),), source, glued, line)
+        if self.text.startswith(("<(", ">("), start):  # process substitution: a name of a file that only a run has
+            end = self._closing(start + 1)
+            self.place = end + 1
+            source = self.text[start : self.place]
+            return Token("", (Piece("command", self.text[start + 2 : end], True, source),), source, glued, line)
         if operator := _OPERATOR.match(self.text, start):
             self.place = operator.end()
             return Token(operator[0], (), operator[0], glued, line)

@@ -206,6 +206,8 @@ class State:
             items = self.arguments if name in ("@", "*") else self.arrays.get(name)
             if items is None and name in self.variables:
                 items = [self.variables[name]]
+                if length and not is_known(items[0]):  # perhaps an array, as mapfile makes one
+                    return [unknown(source)]
             if length and not rest and items is not None:
                 return [str(len(items))]
             if rest and not (rest == ":1" and name in ("@", "*")):

@@ -3,12 +3,12 @@
 What counts is what the source's run did:
 
 * A setting that the source leaves out has SkyRL's default, of the old layout where the source is of it. It is written where it differs
-  from the default here and changes results: data, model, environment, sampling in evaluation, and what the old layout had otherwise
-  (ranks, tensor parallelism, graphs, loss_reduction). A YAML file is of the old layout if it has a name that only that layout has; a
-  command line only if it has one that the present SkyRL refuses, because flat `generator.` names are still taken with the new defaults.
+  from the default here and changes results. These are data, model, environment, sampling in evaluation, and what the old layout had
+  otherwise (ranks, tensor parallelism, graphs, loss_reduction). A YAML file is of the old layout if it has a name that only that layout
+  has. A command line is only if it has one that the present SkyRL refuses: flat `generator.` names are still taken, with new defaults.
 * Defaults that differ on purpose (`why` of a setting) stay as they are here: names, trackers, how weights reach the engines. Colocation is
   SkyRL's default, and is written; where it cannot be, with Megatron-core, trainer and engines get nodes of their own, which costs nodes and changes no result.
-* The old policy loss was a mean over samples of token means; a file of the old layout that names neither the loss's reduction nor its
+* The old policy loss was a mean over samples of token means. A file of the old layout that names neither the loss's reduction nor its
   new name gets loss_reduction = "sequence_mean". In SkyRL "token_mean" is a mean per micro-batch; here it is of the whole mini-batch.
 * Settings without effect in the source are dropped: a critic's without a critic, Megatron's with FSDP, fully asynchronous ones in
   synchronous training.
@@ -21,15 +21,15 @@ from collections.abc import Sequence
 from typing import Any, get_origin
 
 from hpcrl.config.difference import value_as_toml
-from hpcrl.convert.conversion import Conversion, known
+from hpcrl.convert.conversion import Conversion, known, location
 from hpcrl.convert.mapping import Dropped, To
-from hpcrl.convert.program import note_program
 from hpcrl.convert.sbatch import convert_sbatch
-from hpcrl.convert.script import Command, command_of
+from hpcrl.convert.script import command_of, note_command
 from hpcrl.convert.skyrl import sft
 from hpcrl.convert.skyrl.additions import cispo_bounds, engine_options, settled
 from hpcrl.convert.skyrl.fields import OLD_DEFAULTS, TARGETS
 from hpcrl.convert.skyrl.numbers import note_numbers
+from hpcrl.convert.skyrl.program import is_custom, is_sft, note_program
 from hpcrl.convert.skyrl.source import SkyrlSource, read_overrides, read_yaml
 from hpcrl.convert.skyrl.translate import (
     TRANSLATIONS,
@@ -40,7 +40,6 @@ from hpcrl.convert.skyrl.translate import (
     is_colocated,
     is_fully_async,
     left_out_cap,
-    location,
     other_placement,
     overlong,
     packing,
@@ -117,42 +116,10 @@ def convert_script(text: str, origin: str) -> Conversion:
     Raises:
         ConfigError: there is none, or a value of it is not YAML.
     """
-    command = command_of(text, origin)
-    conversion = Conversion(origin)
-    _note_script(command, conversion)
+    command, conversion = command_of(text, origin), Conversion(origin)
     source = read_overrides(command.words, conversion)
-    for name, waits_for in command.unknown.items():
-        reason = f"{', '.join(waits_for)} is known only where the script runs; write the value out"
-        if name in _NAMES:
-            conversion.note(
-                "translated", name, "", f"{reason}, or leave it to hpcrl, which names projects and runs itself"
-            )
-        elif name in source.layout.targets:
-            present = source.layout.renamed.get(name, name)
-            source.unread[present], source.names[present] = reason, name
-        else:
-            conversion.note("unknown", name, "", reason)
+    note_command(command, source, conversion, source.layout.present, _NAMES)
     return _convert(source, conversion, command.batch)
-
-
-def _note_script(command: Command, conversion: Conversion) -> None:
-    """Note what of the script is not in the command's words."""
-    for path in command.followed:
-        conversion.note("translated", path, "", "the script that is started there is followed")
-    if command.condition:
-        message = "decides whether the command is started at all; convert what you want to run"
-        conversion.note("conflict", command.condition, "", message)
-    for word in command.others:
-        conversion.note("conflict", word, "", "belongs to another command of the script, which is not converted")
-    for name in command.assumed:
-        conversion.note(
-            "translated",
-            f"${name}",
-            "",
-            "as where the environment does not set it: what the script has for that case counts",
-        )
-    for line in command.unread:
-        conversion.note("dropped", line, "", "is not run here; what it sets counts as not set")
 
 
 def _convert(source: SkyrlSource, conversion: Conversion, batch: str = "") -> Conversion:
@@ -160,7 +127,7 @@ def _convert(source: SkyrlSource, conversion: Conversion, batch: str = "") -> Co
         note_program(source.program, conversion)
     for path in source.names:
         _convert_setting(source, conversion, path)
-    if source.program is not None and source.program.is_sft:
+    if is_sft(source.program):
         sft.complete(source, conversion)
     else:
         _complete(source, conversion)
@@ -194,7 +161,7 @@ def _complete(source: SkyrlSource, conversion: Conversion) -> None:
 
 def _convert_setting(source: SkyrlSource, conversion: Conversion, path: str) -> None:
     name, layout = source.names[path], source.layout
-    target, is_rl = layout.targets[path], not (source.program and source.program.is_sft)
+    target, is_rl = layout.targets[path], not is_sft(source.program)
     if reason := (_without_effect if is_rl else sft.without_effect)(source, path):
         conversion.note("dropped", name, "", reason)
     elif isinstance(target, Dropped) and not (is_rl and path in TRANSLATIONS):
@@ -264,7 +231,7 @@ def _without_effect(source: SkyrlSource, path: str) -> str | None:
 
 def _left_out(source: SkyrlSource, conversion: Conversion) -> None:
     wanted = ["data.train_data", "trainer.policy.model.path"]
-    if source.program is None or not source.program.is_custom:  # another program may set or replace environments
+    if not is_custom(source.program):  # another program may set or replace environments
         wanted.append("environment.env_class")
     interval = source["trainer.eval_interval"]
     if isinstance(interval, int) and interval > 0:

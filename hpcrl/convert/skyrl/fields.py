@@ -121,6 +121,10 @@ class Layout:
     only_old: frozenset[str] = frozenset()
     refused: frozenset[str] = frozenset()
 
+    def present(self, name: str) -> str | None:
+        """Return the present path of a setting; None: there is none of this name."""
+        return self.renamed.get(name, name) if name in self.targets else None
+
     @cached_property
     def sections(self) -> set[str]:
         """Paths above those of settings."""

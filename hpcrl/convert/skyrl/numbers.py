@@ -43,10 +43,6 @@ def _different(source: SkyrlSource) -> Iterator[tuple[str, str]]:
     elif reduction == "token_mean":
         message = 'the mean over the tokens of a mini-batch, as in SkyRL since 31 March 2026; before, of a micro-batch: loss_reduction = "token_mean_legacy"'
         yield _ALGORITHM + "loss_reduction", message
-    warm_up = source["trainer.policy.optimizer_config.num_warmup_steps"]
-    if isinstance(warm_up, int) and warm_up > 0:
-        message = (
-            f"of {warm_up} steps step t (from 0) has (t + 1) / {warm_up + 1} of the rate, in SkyRL t / {warm_up}, the first nothing; "
-            f'num_warmup_steps = {warm_up + 1} with warmup_shape = "from_start" is that'
-        )
-        yield "trainer.policy.optimizer_config.num_warmup_steps", message
+    if source["environment.env_class"] == "geometry3k":
+        message = "answers and calls are read behind </think>, and compared by math-verify; SkyRL compares texts and sympy's formulas"
+        yield "environment.env_class", message

@@ -10,10 +10,10 @@ import re
 from collections.abc import Sequence
 
 from hpcrl.config.difference import value_as_toml
-from hpcrl.convert.conversion import Conversion, directory_name, known
+from hpcrl.convert.conversion import Conversion, directory_name, known, location
 from hpcrl.convert.mapping import To, Translated
 from hpcrl.convert.skyrl.source import SkyrlSource
-from hpcrl.convert.skyrl.translate import always_packed, constant_schedule, location
+from hpcrl.convert.skyrl.translate import always_packed, schedule
 
 _DATASET, _SPLIT = "yahma/alpaca-cleaned", "train[:100]"
 _ALPACA = (
@@ -32,7 +32,7 @@ def complete(source: SkyrlSource, conversion: Conversion) -> None:
         part(source, conversion)
     ranks = source["placement.num_gpus_per_node"]
     conversion.values["slurm.gpus_per_node"] = ranks
-    constant_schedule(source, conversion, "optimizer_config.")
+    schedule(source, conversion, "optimizer_config.")
     for path, name in source.names.items():
         target = source.layout.targets[path]
         if isinstance(target, Translated) and path not in source.unread:

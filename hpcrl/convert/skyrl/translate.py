@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -21,10 +20,19 @@ _REWARDS = {"gsm8k": "gsm8k", "aime": "direct_math"}  # environments of SkyRL ->
 _ABSENT = {
     "lcb": "programs that are run against tests; an environment of your own does that (docs/environments)",
     "searchcode": "search and a Python interpreter together; search and python_tool are environments of their own here",
-    "geometry3k": "answers in \\boxed{} about an image, with a tool that tells whether they are right; environment.reward_function = "
-    "{boxed_math = 1.0} scores such answers (docs/vision.md), without the tool",
 }
-_HOME = re.compile(r"\$(?:HOME|\{HOME\})(?=/|$)")
+_MEGATRON_SIZES = ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
+_LAST_RATE = 1e-7  # at which transformers' polynomial schedule ends
+_SCHEDULES = {
+    "constant": ("constant_with_warmup", "constant_with_warmup without a warm-up"),
+    "polynomial": ("linear", "its power is 1 in SkyRL; linear, down to a rate of 1e-7"),
+    "cosine_with_restarts": ("cosine", "it has one cycle in SkyRL, which is cosine"),
+}
+_INCOMPLETE_SCHEDULES = {
+    "cosine_with_min_lr": 'smallest rate; here scheduler = "cosine" with min_lr_factor is that',
+    "cosine_warmup_with_min_lr": 'smallest rate; here scheduler = "cosine" with min_lr_factor is near',
+    "warmup_stable_decay": 'steps of the decay; here scheduler = "cosine" with decay_ratio is that',
+}
 
 Translation = Callable[[SkyrlSource, Conversion, str], None]
 
@@ -49,13 +57,6 @@ def is_fully_async(source: SkyrlSource) -> bool:
     named = any(path.startswith("trainer.fully_async.") for path in source.given)
     one_mini_batch = source["trainer.train_batch_size"] == source["trainer.policy_mini_batch_size"]
     return named and not source[_PLACEMENT + "colocate_all"] and one_mini_batch
-
-
-def location(value: Any) -> Any:
-    """Return a path or paths in which a leading $HOME has become ~, which hpcrl resolves on the machine that reads it."""
-    if isinstance(value, list):
-        return [location(item) for item in value]
-    return _HOME.sub("~", value, count=1) if isinstance(value, str) and _HOME.match(value) else value
 
 
 def name_of_directory(source: SkyrlSource, conversion: Conversion, path: str) -> None:
@@ -123,14 +124,28 @@ def env_class(source: SkyrlSource, conversion: Conversion, path: str) -> None:
         conversion.note("mapped", source.names[path], path)
 
 
-def constant_schedule(source: SkyrlSource, conversion: Conversion, prefix: str) -> None:
-    """Write transformers' schedule "constant", which has no warm-up whatever num_warmup_steps is."""
-    path = prefix + "scheduler"
-    target = path if path.startswith("trainer.") else f"trainer.policy.{path}"
-    if source[path] == "constant":
-        conversion.values[target] = "constant_with_warmup"
-        conversion.values[target.replace("scheduler", "num_warmup_steps")] = 0
-        conversion.note("translated", source.names[path], target, "constant: constant_with_warmup without a warm-up")
+def schedule(source: SkyrlSource, conversion: Conversion, prefix: str) -> None:
+    """Write the schedule of a model and the shape of its warm-up, which SkyRL takes from transformers without further arguments."""
+    name, rate, values = source[prefix + "scheduler"], source[prefix + "lr"], conversion.values
+    section = prefix if prefix.startswith("trainer.") else f"trainer.policy.{prefix}"
+    seen, target = source.names.get(prefix + "scheduler", ""), section + "scheduler"
+    if name in _SCHEDULES:
+        values[target], how = _SCHEDULES[name]
+        if name == "constant":
+            values[section + "num_warmup_steps"] = 0
+        elif name == "polynomial" and isinstance(rate, int | float) and rate > _LAST_RATE:
+            values[section + "min_lr_factor"] = _LAST_RATE / rate
+        conversion.note("translated", seen, target, f"{name}: {how}")
+    elif name in _INCOMPLETE_SCHEDULES:
+        values.pop(target, None)
+        message = f"{name} fails in SkyRL, which hands transformers no {_INCOMPLETE_SCHEDULES[name]}"
+        conversion.note("conflict", seen, target, message)
+    steps = values.get(section + "num_warmup_steps")
+    if isinstance(steps, int) and steps > 0:
+        values[section + "warmup_shape"] = "below_lr"
+        message = f'step t (from 0) of the warm-up has t / {steps} of the rate, as SkyRL: warmup_shape = "below_lr"'
+        seen = source.names.get(path := prefix + "num_warmup_steps", path)
+        conversion.note("translated", seen, section + "warmup_shape", message)
 
 
 def always_packed(source: SkyrlSource, conversion: Conversion, path: str) -> None:
@@ -148,7 +163,7 @@ def packing(source: SkyrlSource, conversion: Conversion) -> None:
 
 def schedules(source: SkyrlSource, conversion: Conversion) -> None:
     for model in ("policy", "critic") if has_critic(source) else ("policy",):
-        constant_schedule(source, conversion, f"trainer.{model}.optimizer_config.")
+        schedule(source, conversion, f"trainer.{model}.optimizer_config.")
 
 
 def _instead(old: str, new: str) -> Translation:
@@ -334,13 +349,15 @@ def other_placement(source: SkyrlSource, conversion: Conversion, path: str) -> N
         )
 
 
-def shared_tokens(source: SkyrlSource, conversion: Conversion, path: str) -> None:
+def shared_sizes(source: SkyrlSource, conversion: Conversion, path: str) -> None:
     """Reference and critic on the policy's ranks have its samples here, and so as many ranks that share each."""
-    name, value, policy = source.names[path], source.given[path], source["trainer.policy.sequence_parallel_size"]
+    name, value = source.names[path], source.given[path]
+    role = "ref" if path.startswith("trainer.ref.") else "critic"
+    policy = source[path.replace(role, "policy", 1)]
     shared = source[_PLACEMENT + "colocate_all"] is True
-    shared = shared or (path.startswith("trainer.ref.") and bool(source[_PLACEMENT + "colocate_policy_ref"]))
+    shared = shared or (role == "ref" and bool(source[_PLACEMENT + "colocate_policy_ref"]))
     if shared and value != policy:
-        message = f"left out: as many ranks as of the policy, {policy}, share its samples, and it finds the same"
+        message = f"left out: on the policy's ranks it has the policy's size, {policy or 'unset'}, and finds the same"
         conversion.note("translated", name, path, message)
     else:
         conversion.values[path] = value
@@ -435,8 +452,9 @@ TRANSLATIONS: dict[str, Translation] = {
     _PLACEMENT + "ref_num_gpus_per_node": other_placement,
     _PLACEMENT + "critic_num_nodes": other_placement,
     _PLACEMENT + "critic_num_gpus_per_node": other_placement,
-    "trainer.ref.sequence_parallel_size": shared_tokens,
-    "trainer.critic.sequence_parallel_size": shared_tokens,
+    "trainer.ref.sequence_parallel_size": shared_sizes,
+    "trainer.critic.sequence_parallel_size": shared_sizes,
+    **{f"trainer.ref.megatron_config.{kind}_parallel_size": shared_sizes for kind in _MEGATRON_SIZES},
     _ENGINE + "run_engines_locally": remote_engines,
     _ENGINE + "remote_urls": remote_engines,
     _ENGINE + "external_server_urls": remote_engines,

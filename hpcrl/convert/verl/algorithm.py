@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
-
 from hpcrl.convert.conversion import Conversion
-from hpcrl.convert.verl.put import Rule, lost, put, seen
+from hpcrl.convert.rules import Rule, lost, put, seen
 from hpcrl.convert.verl.source import VerlSource
 
 _ALG = "trainer.algorithm."
@@ -29,26 +27,33 @@ _REDUCTIONS = {
     name: name.replace("-", "_")
     for name in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 }
-# What the name of a file says of its rows -> the score that verl has for them, and hpcrl's.
-_SCORES = ((r"gsm8k", "gsm8k"), (r"dapo|aime", "direct_math"), (r"math", "boxed_math"))
-_BY_SOURCE = "gsm8k for openai/gsm8k, boxed_math for MATH, direct_math for math_dapo and AIME"
+
+
+def _loss(source: VerlSource) -> str:
+    """Return the policy loss that verl's run had: bypass_mode replaces any other by the clipped one, with its ratio to the rollout."""
+    return "vanilla" if source[_CORRECTION + "bypass_mode"] else source[_LOSS]
 
 
 def _policy_loss(source: VerlSource, conversion: Conversion, path: str) -> None:
-    mode = source[path]
+    mode = _loss(source)
     if mode not in _LOSSES:
         lost(source, conversion, path, _ALG + "policy_loss_type", f"there is no {mode}; expected {', '.join(_LOSSES)}")
         return
-    put(source, conversion, path, _ALG + "policy_loss_type", _LOSSES[mode], "" if mode == _LOSSES[mode] else mode)
+    how = "" if mode == _LOSSES[mode] else mode
+    how = how if mode == source[path] else "rollout_correction.bypass_mode replaces it by the clipped loss"
+    put(source, conversion, path, _ALG + "policy_loss_type", _LOSSES[mode], how)
     if mode.startswith("dppo"):
         conversion.values[_ALG + "dppo.dppo_type"] = "binary_tv" if mode == "dppo_tv" else "binary_kl"
-        message = "the divergence is from the rollout here, in verl from the old policy unless bypass_mode is on"
+        message = (
+            "the divergence is from the rollout here, in verl from the old policy unless bypass_mode is on; and verl's weight of a token "
+            "is at most clip_ratio_c"
+        )
         conversion.note("differs", source.names[path], "", message)
 
 
 def _bound(source: VerlSource, conversion: Conversion, path: str) -> None:
     side = path.rpartition("_")[2]
-    loss = _LOSSES.get(source[_LOSS], "")
+    loss = _LOSSES.get(_loss(source), "")
     target = _ALG + _BOUNDS.get(loss, "eps_clip_") + side
     value = source[path] if source[path] is not None else source[_ACTOR + "clip_ratio"]
     if side == "low" and loss not in ("gmpo", "dppo") and isinstance(value, int | float) and value > 1:
@@ -67,8 +72,8 @@ def _clip_ratio(source: VerlSource, conversion: Conversion, path: str) -> None:
 
 def _reduction(source: VerlSource, conversion: Conversion, path: str) -> None:
     mode, target = source[path], _ALG + "loss_reduction"
-    if source[_LOSS] in _PER_SAMPLE:
-        how = f"{source[_LOSS]}, whose loss verl always reduces so"
+    if _loss(source) in _PER_SAMPLE:
+        how = f"{_loss(source)}, whose loss verl always reduces so"
         put(source, conversion, path if path in source.names else _LOSS, target, "sequence_mean", how)
         terms = source[_ACTOR + "use_kl_loss"] or source[_ACTOR + "entropy_coeff"]
         if terms and mode != "seq-mean-token-mean":
@@ -96,11 +101,9 @@ def _scale(source: VerlSource, conversion: Conversion, path: str) -> None:
     if source[_AGGREGATION] == "seq-mean-token-sum-norm":
         value = source[path] if source[path] is not None else source["data.max_response_length"]
         put(source, conversion, path, _ALG + "max_seq_len", value, "" if source[path] else "null: the longest response")
-    elif path in source.names and source[path] is not None:
-        message = f"scales the sum of {source[_AGGREGATION]} in verl; only seq_mean_token_sum_norm has a divisor here"
-        lost(source, conversion, path, _ALG + "max_seq_len", message)
-    else:
-        seen(source, conversion, path)
+    elif path in source.names:
+        message = "had no effect, it is the divisor of seq-mean-token-sum-norm alone"
+        conversion.note("dropped", source.names[path], "", message)
 
 
 def _entropy(source: VerlSource, conversion: Conversion, path: str) -> None:
@@ -110,7 +113,7 @@ def _entropy(source: VerlSource, conversion: Conversion, path: str) -> None:
         conversion.values[_ALG + "entropy_loss_coef"] = coefficient
 
 
-def _kl(kind: str) -> Rule:
+def _kl(kind: str) -> Rule[VerlSource]:
     used_by = _ACTOR + "use_kl_loss" if kind == "loss" else "algorithm.use_kl_in_reward"
 
     def kl(source: VerlSource, conversion: Conversion, path: str) -> None:
@@ -165,7 +168,11 @@ def _gen_batch(source: VerlSource, conversion: Conversion, path: str) -> None:
 
 def _correction(source: VerlSource, conversion: Conversion, path: str) -> None:
     kind = source[_CORRECTION + "rollout_is"]
-    if path.endswith("rollout_is"):
+    if source[_CORRECTION + "bypass_mode"]:
+        if path in source.names:
+            message = "had no effect with bypass_mode, whose ratio is to the rollout already"
+            conversion.note("dropped", source.names[path], "", message)
+    elif path.endswith("rollout_is"):
         if kind in ("token", "sequence", None):
             put(source, conversion, path, _ALG + "off_policy_correction.tis_ratio_type", kind)
         else:
@@ -192,52 +199,35 @@ def _dro(source: VerlSource, conversion: Conversion, path: str) -> None:
 
 
 def _reward(source: VerlSource, conversion: Conversion, path: str) -> None:
-    """Choose the reward by the names of the files: verl chooses it by a column of each row."""
-    name, target = source.names.get(path, path), "environment.reward_function"
-    if path == "reward.reward_manager.name" and source[path] not in ("naive", "batch", "dapo"):
-        lost(
-            source,
-            conversion,
-            path,
-            "",
-            f"{source[path]}: expected naive, batch or dapo; write a reward function (docs/rewards.md)",
-        )
-        return
-    if path != "data.reward_fn_key":
-        seen(source, conversion, path, "", "the score is chosen by data.reward_fn_key")
-        return
-    if source["reward.custom_reward_function.path"]:
+    """Choose the reward of each row by its data_source, as verl does."""
+    if path == "reward.reward_manager.name":
+        if source[path] in ("naive", "batch", "dapo"):
+            seen(source, conversion, path, "", "the score is chosen by data.reward_fn_key")
+        else:
+            message = f"{source[path]}: expected naive, batch or dapo; write a reward function (docs/rewards.md)"
+            lost(source, conversion, path, "", message)
+    elif source["reward.custom_reward_function.path"]:
         seen(source, conversion, path, "", "the function of reward.custom_reward_function scores")
-        return
-    found = source["data.train_files"]
-    scores = {_score(str(file)) for file in (found if isinstance(found, list) else [found])}
-    (score,) = scores if len(scores) == 1 and "data.train_files" not in source.unread else (None,)
-    if score is None:
+    elif source[path] != "data_source":
+        message = f"{source[path]}: rewards are chosen by the column data_source here; rename it, and reward_model stays as it is"
+        lost(source, conversion, path, "environment.reward_function", message)
+    else:
+        conversion.values["environment.reward_function"] = {"by_data_source": 1.0}
+        message = "by_data_source: the reward that belongs to a row's data_source; rows of others are refused when the data is read"
+        conversion.note("translated", source.names.get(path, path), "environment.reward_function", message)
         message = (
-            f"verl chooses the score of each row by its {source[path]}, and the files' names do not say one for all: write it ({_BY_SOURCE}), or "
-            "give each row its env_class"
+            "answers of another form than the ground truth: gsm8k takes the first number behind ####, not the last, and 42.0 for 42. "
+            "boxed_math compares by computer algebra, verl as texts; direct_math reads no \\boxed{}"
         )
-        conversion.note("conflict", name, target, message)
-        return
-    conversion.values[target] = {score: 1.0}
-    message = f"{score}, by the names of the files; verl chooses by {source[path]} of each row ({_BY_SOURCE})"
-    conversion.note("translated", name, target, message)
-    message = "verl's rows have the ground truth in reward_model.ground_truth; here the column is called reward_spec: rename it"
-    conversion.note("differs", source.names.get("data.train_files", "data.train_files"), "", message)
-
-
-def _score(file: str) -> str | None:
-    return next((score for pattern, score in _SCORES if re.search(pattern, file.lower())), None)
+        conversion.note("differs", source.names.get(path, path), "", message)
 
 
 def _overlong(source: VerlSource, conversion: Conversion, path: str) -> None:
     if path not in source.names:
         return
-    if not source[_OVERLONG + "enable"]:
-        kind = "mapped" if path.endswith("enable") else "dropped"
-        conversion.note(
-            kind, source.names[path], "", "" if kind == "mapped" else "had no effect without overlong_buffer_cfg.enable"
-        )
+    if not source[_OVERLONG + "enable"] or source["reward.reward_manager.name"] != "dapo":
+        message = "had no effect without overlong_buffer_cfg.enable and reward_manager=dapo"
+        conversion.note("dropped", source.names[path], "", message)
     elif path.endswith("enable"):
         rewards = conversion.values.get("environment.reward_function")
         if rewards is None:
@@ -259,7 +249,7 @@ def _overlong(source: VerlSource, conversion: Conversion, path: str) -> None:
         put(source, conversion, path, f"environment.overlong_reward.{last}", source[path])
 
 
-ALGORITHM: dict[str, Rule] = {
+ALGORITHM: dict[str, Rule[VerlSource]] = {
     _LOSS: _policy_loss,
     _ACTOR + "clip_ratio": _clip_ratio,
     _ACTOR + "clip_ratio_low": _bound,

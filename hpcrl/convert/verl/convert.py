@@ -5,24 +5,21 @@ What counts is what the source's run did: a setting that it leaves out has verl'
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from typing import get_origin
+from collections.abc import Sequence
 
-from hpcrl.convert.conversion import Conversion, known
-from hpcrl.convert.mapping import Dropped, To
-from hpcrl.convert.script import command_of
-from hpcrl.convert.skyrl.translate import location
+from hpcrl.convert.conversion import Conversion
+from hpcrl.convert.rules import Rule, convert_fields
+from hpcrl.convert.script import command_of, note_command
 from hpcrl.convert.verl.algorithm import ALGORITHM
 from hpcrl.convert.verl.conditions import without_effect
-from hpcrl.convert.verl.fields import LOST, TARGETS, field_of
+from hpcrl.convert.verl.fields import TARGETS, VERL
 from hpcrl.convert.verl.models import MODELS
-from hpcrl.convert.verl.put import Rule, put
 from hpcrl.convert.verl.source import VerlSource, read_words, read_yaml
 from hpcrl.convert.verl.training import TRAINING
 
 __all__ = ["TARGETS", "convert_script", "convert_words", "convert_yaml"]
 
-RULES: dict[str, Rule] = ALGORITHM | MODELS | TRAINING
+RULES: dict[str, Rule[VerlSource]] = ALGORITHM | MODELS | TRAINING
 _NAMES = ("trainer.project_name", "trainer.experiment_name")
 _PROGRAMS = ("main_ppo", "main_ppo_sync", "main_dapo")
 
@@ -56,31 +53,12 @@ def convert_script(text: str, origin: str) -> Conversion:
     Raises:
         ConfigError: there is none, or a value of it is not YAML.
     """
-    command, conversion = command_of(text, origin), Conversion(origin)
-    if command.condition:
-        message = "decides whether the command is started at all; convert what you want to run"
-        conversion.note("conflict", command.condition, "", message)
-    for word in command.others:
-        conversion.note("conflict", word, "", "belongs to another command of the script, which is not converted")
-    for name in command.assumed:
-        message = "as where the environment does not set it: what the script has for that case counts"
-        conversion.note("translated", f"${name}", "", message)
-    for line in command.unread:
-        conversion.note("dropped", line, "", "is not run here; what it sets counts as not set")
+    command, conversion = command_of(text, origin, environment={"DEVICE": "gpu"}), Conversion(origin)
+    if "${DEVICE:-" in text:
+        conversion.note("translated", "$DEVICE", "", "gpu: only NVIDIA GPUs train here")
     source = read_words(command.words, conversion)
-    for name, waits_for in command.unknown.items():
-        reason = f"{', '.join(waits_for)} is known only where the script runs; write the value out"
-        found = field_of(name)
-        if found in _NAMES:
-            conversion.note("translated", name, "", f"{reason}, or leave it to hpcrl, which names projects and runs")
-        elif found:
-            source.unread[found], source.names[found] = reason, name
-        elif name.startswith("--config-"):
-            message = f"{reason}; the settings of that file count too"
-            conversion.note("conflict", name, "", message)
-        elif "." in name and not name.startswith("-"):
-            conversion.note("unknown", name, "", reason)
-    return _converted(source, conversion)
+    note_command(command, source, conversion, VERL.field_of, _NAMES)
+    return _converted(source, conversion, command.batch)
 
 
 def is_verl(text: str) -> bool:
@@ -88,23 +66,9 @@ def is_verl(text: str) -> bool:
     return "actor_rollout_ref" in text or "verl.trainer." in text
 
 
-def _converted(source: VerlSource, conversion: Conversion) -> Conversion:
+def _converted(source: VerlSource, conversion: Conversion, batch: str = "") -> Conversion:
     _note_program(source, conversion)
-    for path, target in TARGETS.items():
-        if isinstance(target, Dropped) and path not in RULES:
-            _note_dropped(source, conversion, path, target)
-        elif path in source.unread:
-            conversion.note("conflict", source.names[path], "", source.unread[path])
-        elif isinstance(target, To) and path not in RULES:
-            _map(source, conversion, path, target)
-        else:
-            RULES[path](source, conversion, path)
-    order = {name: index for index, name in enumerate(source.names.values())}
-    conversion.entries.sort(key=lambda entry: order.get(entry.source, len(order)))
-    left_out = set(TARGETS) - set(source.names.values())
-    conversion.finish()
-    conversion.entries = [one for one in conversion.entries if one.kind != "dropped" or one.source not in left_out]
-    return conversion
+    return convert_fields(source, conversion, RULES, without_effect, batch)
 
 
 def _note_program(source: VerlSource, conversion: Conversion) -> None:
@@ -114,36 +78,3 @@ def _note_program(source: VerlSource, conversion: Conversion) -> None:
         if "async" in last:
             message = "verl's asynchronous trainer, whose placement is its own; set trainer.fully_async.max_staleness_steps and trainer.placement"
         conversion.note("conflict", source.program, "", message)
-
-
-def _note_dropped(source: VerlSource, conversion: Conversion, path: str, target: Dropped) -> None:
-    if path not in source.names:
-        return
-    lost = path in LOST and (path in source.unread or not _is_default(source, path))
-    conversion.note("conflict" if lost else "dropped", source.names[path], "", target.reason)
-
-
-def _is_default(source: VerlSource, path: str) -> bool:
-    """Return whether a setting without a place here has the value with which nothing is lost: verl's default, or nothing at all."""
-    value = source.given[path]
-    default = VerlSource(megatron=source.megatron)[path]
-    off = isinstance(value, dict) and not value.get("enable", value.get("enabled", bool(value)))
-    return value == default or value in (None, "", [], "null") or off
-
-
-def _map(source: VerlSource, conversion: Conversion, path: str, target: To) -> None:
-    value, setting = source[path], known().get(target.path)
-    if isinstance(value, Hashable):
-        value = target.values.get(value, value)
-    if setting and setting.location:
-        value = location(value)
-    if isinstance(value, str) and setting and all(get_origin(kind) is list for kind in setting.types):
-        value = [value]
-    if value is None and setting and not setting.optional:
-        if path in source.names:
-            conversion.note("dropped", source.names[path], "", "null: the default here")
-        return
-    if not (reason := without_effect(source, path)):
-        put(source, conversion, path, target.path, value)
-    elif path in source.names:
-        conversion.note("dropped", source.names[path], "", reason)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from hpcrl.convert.conversion import Conversion
+from hpcrl.convert.rules import Rule, lost, put, seen
 from hpcrl.convert.verl.conditions import has_critic, has_reference
-from hpcrl.convert.verl.put import Rule, lost, put, seen
 from hpcrl.convert.verl.source import VerlSource
 
 _ACTOR, _MODEL = "actor_rollout_ref.actor.", "actor_rollout_ref.model."
@@ -27,7 +27,7 @@ def _of_model(path: str) -> tuple[str, str]:
     return prefix, f"trainer.{role}.optimizer_config."
 
 
-def _if_trained(rule: Rule) -> Rule:
+def _if_trained(rule: Rule[VerlSource]) -> Rule[VerlSource]:
     def checked(source: VerlSource, conversion: Conversion, path: str) -> None:
         if not path.startswith("critic.") or has_critic(source):
             rule(source, conversion, path)
@@ -108,7 +108,7 @@ def _name(source: VerlSource, conversion: Conversion, path: str) -> None:
         lost(source, conversion, path, target + "name", f"there is no {source[path]}; expected AdamW or Adam")
 
 
-_OPTIMIZER: dict[str, Rule] = {
+_OPTIMIZER: dict[str, Rule[VerlSource]] = {
     "lr_warmup_steps": _warmup,
     "lr_warmup_steps_ratio": _warmup,
     "lr_scheduler_type": _schedule,
@@ -126,7 +126,7 @@ def _updates(source: VerlSource) -> int:
     return max(1, batch // mini) * source.number(_ACTOR + "ppo_epochs")
 
 
-def _wrap(role: str) -> Rule:
+def _wrap(role: str) -> Rule[VerlSource]:
     def wrap(source: VerlSource, conversion: Conversion, path: str) -> None:
         given = source[path]
         exists = {"policy": True, "ref": has_reference(source), "critic": has_critic(source)}[role]
@@ -171,7 +171,7 @@ def _ddp(source: VerlSource, conversion: Conversion, path: str) -> None:
             seen(source, conversion, path, "", "had no effect without Megatron-core")
 
 
-def _transformer(role: str) -> Rule:
+def _transformer(role: str) -> Rule[VerlSource]:
     def transformer(source: VerlSource, conversion: Conversion, path: str) -> None:
         if not _megatron(source) or (role == "ref" and not has_reference(source)):
             seen(source, conversion, path, "", "had no effect in this run")
@@ -299,7 +299,7 @@ def _grad_clip(source: VerlSource, conversion: Conversion, path: str) -> None:
         lost(source, conversion, path, "", message)
 
 
-MODELS: dict[str, Rule] = {
+MODELS: dict[str, Rule[VerlSource]] = {
     **{
         f"{model}.optim.{last}": _if_trained(rule)
         for model in ("actor_rollout_ref.actor", "critic")

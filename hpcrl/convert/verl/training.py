@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 from hpcrl.convert.conversion import Conversion, directory_name
+from hpcrl.convert.rules import Rule, lost, put, seen
 from hpcrl.convert.verl.conditions import has_critic
-from hpcrl.convert.verl.put import Rule, lost, put, seen
 from hpcrl.convert.verl.source import VerlSource
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
@@ -206,7 +206,7 @@ def _resume(source: VerlSource, conversion: Conversion, path: str) -> None:
         message = "a checkpoint of verl cannot be read; name an export of it as trainer.policy.model.path"
         lost(source, conversion, path, "", message)
     elif path in source.names:
-        message = f"{source[path]}: a run here begins anew in any case, and continues itself after a time limit"
+        message = f"{source[path]}: a run here begins at step 0, and continues itself after a time limit"
         conversion.note("translated", source.names[path], "trainer.resume_mode", message)
 
 
@@ -238,7 +238,7 @@ _MICRO += [
     for last in ("micro_batch_size", "micro_batch_size_per_gpu", "use_dynamic_bsz", "max_token_len_per_gpu")
 ]
 
-TRAINING: dict[str, Rule] = {
+TRAINING: dict[str, Rule[VerlSource]] = {
     _ACTOR + "strategy": _strategy,
     "trainer.n_gpus_per_node": _placement,
     **dict.fromkeys(_MICRO, _micro_batch),

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def token_counter(
     model: Pretrained, template: ChatTemplateConfig, options: Mapping[str, Any], images: Preparation | None = None
 ) -> Callable[[Prompt], int]:
-    """Return what counts the tokens of a prompt; arguments and errors as of `load_tokenizer` and `ChatTurns.opening`, with the row.
+    """Return a function that counts the tokens of a prompt; arguments and errors as of `load_tokenizer` and `ChatTurns.opening`, with the row.
 
     Args:
         images: how they are prepared.

@@ -159,7 +159,7 @@ def _encoded_behind(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list
 
 
 def _encoded_apart(tokenizer: PreTrainedTokenizerBase, pieces: Sequence[Piece]) -> tuple[list[int], list[bool]]:
-    """Return what `encoded_pieces` does, by a tokenizer without offsets: it has to give pieces the ids that the whole text has."""
+    """Encode as `encoded_pieces`, with a tokenizer without offsets: it must give pieces the ids of the whole text."""
     token_ids, mask = list[int](), list[bool]()
     for text, trained in pieces:
         ids = encoded(tokenizer, text)
@@ -182,7 +182,7 @@ def _begins_with_space(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 @lru_cache(maxsize=4)
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
-    """Return what finds the special tokens in a text."""
+    """Return a pattern of the special tokens in a text."""
     added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     names = sorted({*tokenizer.all_special_tokens, *added} - {""}, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, names)) or "(?!)")

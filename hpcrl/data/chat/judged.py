@@ -31,7 +31,7 @@ class JudgedConversations:
 
     @classmethod
     def of(cls, model: Pretrained, file: str | None, setting: str, remedy: str) -> JudgedConversations:
-        """Return those of a reward model, of any length.
+        """Return the renderer of a reward model, for conversations of any length.
 
         Args:
             file: Jinja file of its chat template; None: its tokenizer has one.

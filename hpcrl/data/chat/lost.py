@@ -15,29 +15,29 @@ _EMPTY = re.compile(r"<([^<>/\s]{1,40})>\s*</\1>|\[([A-Z_]{1,40})\]\s*\[/\2\]")
 _SHOWN = 60
 
 
-def lost_of(template: ChatTemplate, message: Message, before: str, said: str) -> list[str]:
-    """Return what the template does not write of an assistant's message, such as thoughts or tool calls; white space may change.
+def lost_of(template: ChatTemplate, message: Message, before: str, rendered: str) -> list[str]:
+    """Return the parts of an assistant's message that the template omits, such as thoughts or tool calls; white space may change.
 
     Args:
-        before, said: what it writes before the message, and for it, as of `ChatTemplate.turn`.
+        before, rendered: what it writes before the message, and for it, as of `ChatTemplate.turn`.
     """
     found = list[str]()
     texts = {name: _text(message.get(name)) for name in ("content", *THOUGHTS)}
     for name, text in texts.items():
-        if missing := _missing(text, before, said, template.ending):
+        if missing := _missing(text, before, rendered, template.ending):
             found.append(f"{name} {missing[:_SHOWN]!r}")
-    found += [f"the tool call {name}" for name in _lost_calls(message.get("tool_calls", []), texts, said)]
-    if not template.is_ended(said):
+    found += [f"the tool call {name}" for name in _lost_calls(message.get("tool_calls", []), texts, rendered)]
+    if not template.is_ended(rendered):
         found.append("the token that ends it")
     return found
 
 
-def _lost_calls(calls: Sequence[dict[str, Any]], texts: dict[str, str], said: str) -> list[str]:
-    functions, written = [call["function"] for call in calls], _squeezed(said)
+def _lost_calls(calls: Sequence[dict[str, Any]], texts: dict[str, str], rendered: str) -> list[str]:
+    functions, written = [call["function"] for call in calls], _squeezed(rendered)
     found = list[str]()
     for name, count in Counter(function["name"] for function in functions).items():
         alone = re.compile(rf"(?<!\w){re.escape(name)}(?!\w)")
-        if len(alone.findall(said)) - sum(len(alone.findall(text)) for text in texts.values()) < count:
+        if len(alone.findall(rendered)) - sum(len(alone.findall(text)) for text in texts.values()) < count:
             found.append(name)
     for function in functions:
         parts = list(_leaves(function["arguments"]))
@@ -46,12 +46,12 @@ def _lost_calls(calls: Sequence[dict[str, Any]], texts: dict[str, str], said: st
     return list(dict.fromkeys(found))
 
 
-def _missing(text: str, before: str, said: str, ending: str) -> str:
+def _missing(text: str, before: str, rendered: str, ending: str) -> str:
     """Return the first part of a text that is not written, in its place; empty where all are.
 
     A tag is written as it is, in `before` too, or something else stands in its place.
     """
-    written, tags, at = _squeezed(said).removesuffix(_squeezed(ending)), list[str](), 0
+    written, tags, at = _squeezed(rendered).removesuffix(_squeezed(ending)), list[str](), 0
     if _squeezed(text) in written:
         return ""
     parts = _TAG.split(_EMPTY.sub("", text))  # no thought is no loss

@@ -91,16 +91,16 @@ def without_nulls(value: Any) -> Any:
 
 def _message(value: Any) -> Message:
     message: Message = without_nulls(dict(value)) if isinstance(value, Mapping) else {}
-    sender, said = message.pop("from", None), message.pop("value", None)
+    sender, content = message.pop("from", None), message.pop("value", None)
     role = message.get("role", sender)
     if not isinstance(role, str) or not _ROLE.fullmatch(role):
         raise DataError(
             f"expected a chat message such as {_EXAMPLE} with a role such as user, found {role!r:.80} in {value!r:.80}"
         )
-    if said is not None and "content" not in message:
+    if content is not None and "content" not in message:
         if role == "function_call":
-            message["tool_calls"], said = [_parsed(said, "function_call")], ""
-        message["content"] = said
+            message["tool_calls"], content = [_parsed(content, "function_call")], ""
+        message["content"] = content
     message = {"role": _ROLES.get(role, role), **_with_calls(message, "role")}
     if "content" not in message and not any(message.get(name) for name in ("tool_calls", *THOUGHTS)):
         raise DataError(f"a message of {role} has no content: {value!r:.200}")

@@ -38,7 +38,7 @@ def protected(template: ChatTemplate, messages: Messages) -> Messages:
 
 
 class ChatTurns:
-    """The chat template of a tokenizer, as far as it stands around what the policy says.
+    """Tokens of a chat template around the policy's responses.
 
     Args:
         options: arguments of the template, `generator.chat_template_kwargs`.
@@ -98,13 +98,13 @@ class ChatTurns:
         return encoded(self._tokenizer, self._template.text(self._cut(bare), tools, prompt=True))
 
     def following(self, observations: Messages, tools: Tools = ()) -> Context:
-        """Return what stands between the `ending` of a turn and what the policy says next."""
+        """Return the template's text between the `ending` of a turn and the next response."""
         bare, images = without_images(observations)
         rest = self._template.after(self._cut(bare), tools, prompt=True)
         return self._with_images(encoded(self._tokenizer, rest, behind=self._ending or _BEFORE), images)
 
     def between(self, token_ids: Sequence[int], observations: Messages, tools: Tools = (), *, end: bool) -> Context:
-        """Return what stands between the policy's turn, the last of `token_ids`, and what it says next.
+        """Return the token ids between the policy's turn, the last of `token_ids`, and its next response.
 
         Args:
             end: whether a turn that the policy did not end itself is ended as the template does it.
@@ -116,7 +116,7 @@ class ChatTurns:
         return Context(self.ending if end else []).followed_by(following)
 
     def plain(self, observations: Messages) -> Context:
-        """Return what an environment says without the template, the texts of its messages one after the other.
+        """Return an environment's messages without the template, one text after the other.
 
         Raises:
             DataError: it shows an image, which has no place in a text.
@@ -126,7 +126,7 @@ class ChatTurns:
         return Context(self.encoded("".join(said_in(message["content"]) for message in observations), behind=_BEFORE))
 
     def encoded(self, text: str, behind: str = "") -> list[int]:
-        """Return the token ids of what an environment says; `behind` is as of `encode.encoded`."""
+        """Return the token ids of an environment's text; `behind` is as of `encode.encoded`."""
         cut = uncut_messages(text) if self._special_tokens else cut_messages(self._tokenizer, text)
         return encoded(self._tokenizer, cut, behind)
 
@@ -135,7 +135,7 @@ class ChatTurns:
         return self.encoded(text, str(self._tokenizer.decode([token_ids[-1]])))
 
     def count_of(self, text: str, token_ids: Sequence[int]) -> int | None:
-        """Return how many of the first tokens say just that text; None: it ends within one, or says something else."""
+        """Return the number of first tokens that decode to exactly that text; None: it ends within one, or differs."""
         count = bisect_left(range(len(token_ids)), len(text), key=lambda end: len(self.decoded(token_ids[:end])))
         return count if self.decoded(token_ids[:count]) == text else None
 

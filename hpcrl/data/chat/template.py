@@ -33,7 +33,7 @@ class ChatTemplate:
         self.tokenizer, self._options = tokenizer, dict(options)
 
     def text(self, messages: Messages, tools: Tools = (), *, prompt: bool = False) -> str:
-        """Return what the template writes for a conversation.
+        """Render a conversation.
 
         What it adds only where a conversation ends, such as a header of the next answer without being asked for one, is left out.
 
@@ -53,22 +53,22 @@ class ChatTemplate:
 
     @cached_property
     def ending(self) -> str:
-        """What is written behind an answer, to the first special token, at which an engine stops; all of it where there is none."""
+        """Rendered text behind an answer, to the first special token, at which an engine stops; all of it without one."""
         return self._to_the_end(self._behind().removesuffix(self.closing))
 
     @property
     def ends_with_token(self) -> bool:
-        """Whether that is a special token."""
+        """Return whether `ending` is a special token."""
         return self._last_end(self.ending) is not None
 
     @cached_property
     def ends(self) -> tuple[str, ...]:
-        """What is written behind an answer, to the token that ends it, and behind a tool call; without those that end with none."""
+        """Rendered text behind an answer, to its end-of-turn token, and behind a tool call; without those that lack one."""
         found = [self.ending] if self.ends_with_token else []
         if self.calls:
             with suppress(DataError):  # it does not show where a call begins
-                said = self.turn([_question()], _calling([_TOOL], _QUESTION))[1]
-                found += [said.rpartition(_QUESTION)[2]] if self.is_ended(said) else []
+                rendered = self.turn([_question()], _calling([_TOOL], _QUESTION))[1]
+                found += [rendered.rpartition(_QUESTION)[2]] if self.is_ended(rendered) else []
         return tuple(found)
 
     @cached_property
@@ -118,12 +118,12 @@ class ChatTemplate:
             found |= {*special.findall(self.text([{"role": "system", "content": "x"}, _question()]))}
         with suppress(ConfigError, DataError):
             # marks that the assistant itself writes before its answer, such as those of channels
-            said = self.turn([_question()], {"role": ASSISTANT, "content": _QUESTION})[1]
-            found -= {*special.findall(said.partition(_QUESTION)[0])}
+            rendered = self.turn([_question()], {"role": ASSISTANT, "content": _QUESTION})[1]
+            found -= {*special.findall(rendered.partition(_QUESTION)[0])}
         return frozenset(found)
 
     def after(self, messages: Messages, tools: Tools = (), *, prompt: bool) -> str:
-        """Return what is written behind the end of an answer that messages follow; arguments and errors as of `text`.
+        """Return the rendered text behind the end of an answer that messages follow; arguments and errors as of `text`.
 
         Raises:
             ConfigError: the template leaves out the answer, or ends answers now in this way, now in another.
@@ -148,12 +148,12 @@ class ChatTemplate:
         return behind
 
     def others(self, before: Messages, messages: Messages, tools: Tools = ()) -> str:
-        """Return what is written for messages that are not the assistant's."""
+        """Return the rendered text of messages that are not the assistant's."""
         placed = self._in_place(before)
         return self._added(placed, [*placed, *messages], messages[0], tools)
 
     def turn(self, before: Messages, message: dict[str, Any], tools: Tools = ()) -> tuple[str, str, str]:
-        """Return what is written before an assistant's message, what it says with what ends it, and what is written behind that.
+        """Return the rendered text before an assistant's message, the message with its end, and the text behind it.
 
         Raises:
             DataError: the template does not show where the message begins.
@@ -172,14 +172,18 @@ class ChatTemplate:
                 f"the chat template begins a message of the assistant with {text[:60]!r}, but a prompt for one with {openings}. So its trained "
                 "part is unknown; use another template (generator.chat_template), or rows of tokens"
             )
-        said = text[len(begin) :]
-        end = len(said) - len(after) + len(self._to_the_end(after)) if said.endswith(after) else len(said)
-        return begin, said[:end], said[end:]
+        rendered = text[len(begin) :]
+        end = len(rendered) - len(after) + len(self._to_the_end(after)) if rendered.endswith(after) else len(rendered)
+        return begin, rendered[:end], rendered[end:]
 
-    def is_ended(self, said: str) -> bool:
-        """Return whether what an assistant says ends with a token that can end it, as far as the template has one for that."""
-        found = special_tokens(self.tokenizer).finditer(said)
-        return not self.ends_with_token or said.endswith(self.ending) or any(one.end() == len(said) for one in found)
+    def is_ended(self, rendered: str) -> bool:
+        """Return whether an assistant's text ends with a token that can end it, as far as the template has one."""
+        found = special_tokens(self.tokenizer).finditer(rendered)
+        return (
+            not self.ends_with_token
+            or rendered.endswith(self.ending)
+            or any(one.end() == len(rendered) for one in found)
+        )
 
     def _written(self, messages: Messages, tools: Tools, *, prompt: bool) -> str:
         if any(message.get("tool_calls") or message["role"] == "tool" for message in messages) and self.calls:
@@ -261,7 +265,7 @@ class ChatTemplate:
         return text[len(base) :]
 
     def _in_place(self, messages: Messages) -> Messages:
-        """Return messages with a word in the place of what the assistant says: what a template drops of earlier turns, it cannot drop then."""
+        """Return messages with a word in the place of the assistant's texts, so that a template cannot drop parts of earlier turns."""
         found = Messages()
         for message in messages:
             if message["role"] == ASSISTANT:
@@ -271,7 +275,7 @@ class ChatTemplate:
         return found
 
     def _behind_end(self, text: str) -> str | None:
-        """Return what stands behind the end of an answer, be it the template's `ending` or another token; None: neither is there."""
+        """Return the text behind the end of an answer, be it the template's `ending` or another token; None: neither is there."""
         if not self.ends_with_token:
             return text
         if text.startswith(self.ending):

@@ -19,8 +19,8 @@ def routers(model: PreTrainedModel) -> dict[str, nn.Module]:
 
     A router gives logits [N, E] of all experts, and scores [N, k] and indices [N, k] of those that each of its N tokens goes to.
     """
-    told = getattr(model.base_model, "_can_record_outputs", None) or {}
-    recorder = told.get("router_logits")
+    recorders = getattr(model.base_model, "_can_record_outputs", None) or {}
+    recorder = recorders.get("router_logits")
     if not isinstance(recorder, OutputRecorder):
         return {}
     return {name: module for name, module in model.named_modules() if isinstance(module, recorder.target_class)}

@@ -10,9 +10,9 @@ from hpcrl.data.vision.families import family_of
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
-    """Return what makes the model of a configuration, hpcrl's own models among them."""
+    """Return the class that builds the model of a configuration, hpcrl's own models among them."""
     if family_of(config) is None:
         return AutoModelForCausalLM
-    import hpcrl.data.models.openvla.model  # noqa: F401  tells transformers of it
+    import hpcrl.data.models.openvla.model  # noqa: F401  registers it with transformers
 
     return AutoModelForImageTextToText

@@ -63,7 +63,7 @@ class Video:
 
     @property
     def part(self) -> dict[str, Any]:
-        """What messages have of it."""
+        """Part of a chat message with the video."""
         return {"type": "video", "video": list(self.files), "fps": self.fps}
 
     def kept(self) -> bytes:
@@ -87,7 +87,7 @@ def shown_of(content: bytes) -> Shown:
 
 @dataclass(frozen=True)
 class FrameChoice:
-    """Which frames of a video are shown, known before they are decoded.
+    """Chosen frames of a video, known before they are decoded.
 
     Attributes:
         places: of the frames, ascending, among all of the video.
@@ -126,14 +126,14 @@ def frames_of(video: Video, choice: FrameChoice) -> Iterator[Image]:
             break
         if frame.size != (choice.width, choice.height):
             raise DataError(
-                f"{_told(video)}: frame {at} has {frame.width} x {frame.height} pixels, and the first {choice.width} x {choice.height}; "
+                f"{_name_of(video)}: frame {at} has {frame.width} x {frame.height} pixels, and the first {choice.width} x {choice.height}; "
                 "expected frames of one size"
             )
         yield frame
         left.popleft()
         if not left:
             return
-    raise DataError(f"{_told(video)}: it has fewer frames than it says, or one cannot be decoded")
+    raise DataError(f"{_name_of(video)}: it has fewer frames than it says, or one cannot be decoded")
 
 
 def _facts(video: Video) -> tuple[int, float, int, int]:
@@ -155,7 +155,7 @@ def _facts(video: Video) -> tuple[int, float, int, int]:
             )
         )
     if count < 1:
-        raise DataError(f"{_told(video)}: the file does not say how many frames it has; save them as images")
+        raise DataError(f"{_name_of(video)}: the file does not say how many frames it has; save them as images")
     return int(count), video.fps or own or FPS, int(height), int(width)
 
 
@@ -177,12 +177,12 @@ def _all(video: Video, wanted: Sequence[int]) -> Iterator[Image | None]:
 @contextmanager
 def _decoder(video: Video) -> Iterator[Any]:
     if len(video.files) != 1:
-        raise DataError(f"{_told(video)}: expected one file of a video, found {len(video.files)}")
+        raise DataError(f"{_name_of(video)}: expected one file of a video, found {len(video.files)}")
     try:
         import cv2
     except ImportError as error:
         raise DataError(
-            f"{_told(video)}: OpenCV decodes such files, and it is not installed: pip install 'hpcrl[videos]'; or save the frames "
+            f"{_name_of(video)}: OpenCV decodes such files, and it is not installed: pip install 'hpcrl[videos]'; or save the frames "
             "as images, or as a GIF or an animated WebP or PNG"
         ) from error
     place, reads = place_of(video.files[0]), cv2.VideoCapture
@@ -190,12 +190,12 @@ def _decoder(video: Video) -> Iterator[Any]:
     found: Any = reads(place, cv2.CAP_FFMPEG) if isinstance(place, str) else reads(place, cv2.CAP_FFMPEG, [])  # pyright: ignore[reportCallIssue, reportArgumentType]
     try:
         if not found.isOpened():
-            raise DataError(f"{_told(video)}: OpenCV cannot read it")
+            raise DataError(f"{_name_of(video)}: OpenCV cannot read it")
         yield found
     finally:
         found.release()
 
 
-def _told(video: Video) -> str:
+def _name_of(video: Video) -> str:
     first = video.files[0]
     return f"video {first[:SHOWN] if first.startswith('data:') else first}"

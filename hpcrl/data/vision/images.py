@@ -53,7 +53,7 @@ def image_text(value: Any, folder: Path | None = None) -> str:
 
 
 def state_text(measured: Sequence[float]) -> str:
-    """Return what is measured of a robot as a text, which takes the place of an image's."""
+    """Return a robot's measurements as a text, in the place of an image's."""
     return _STATE + json.dumps([float(number) for number in measured])
 
 

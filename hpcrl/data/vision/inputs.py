@@ -102,12 +102,12 @@ def _of_row(seen_T: torch.Tensor, grids: Iterator[tuple[int, int, int, float]]) 
 def _grids(config: Any, images: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, int, int, float]]:
     """Yield for each run of placeholders its tokens along time, height and width, and how far the position goes on from one time to the next."""
     family, vision = family_of(config), config.vision_config
-    told = family is not None and family.videos == "timestamps"
+    has_timestamps = family is not None and family.videos == "timestamps"
     for image in images:
         time, *sides = (int(count) for count in image[GRID][0])
         height, width = (side // vision.spatial_merge_size for side in sides)
         step = float(image[SECONDS][0]) * vision.tokens_per_second if SECONDS in image else 1.0
-        yield from [(1, height, width, step)] * time if told else [(time, height, width, step)]
+        yield from [(1, height, width, step)] * time if has_timestamps else [(time, height, width, step)]
 
 
 def one_kind(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:

@@ -41,7 +41,7 @@ class OpenVLAImageProcessor:
 
     @classmethod
     def from_pretrained(cls, path: str, revision: str | None = None, **options: Any) -> OpenVLAImageProcessor:
-        """Return that of a model. Raises OSError, ValueError or TypeError where it has none, or another one."""
+        """Return the image processor of a model. Raises OSError, ValueError or TypeError where it has none, or another one."""
         file = Path(path) / _FILE if Path(path).is_dir() else Path(hf_hub_download(path, _FILE, revision=revision))
         entries = read_entries(file)
         names = "means", "stds", "input_sizes", "image_resize_strategy"

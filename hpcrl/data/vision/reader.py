@@ -29,7 +29,7 @@ _KEPT = 64  # images that are not prepared again though nobody has them any more
 
 @dataclass(frozen=True)
 class Preparation:
-    """How images and videos are prepared, as the settings of data say.
+    """Settings for the preparation of images and videos.
 
     Attributes:
         images: data.image_processor_kwargs.
@@ -70,7 +70,7 @@ class SeenImage:
 
     @property
     def tokens(self) -> int:
-        """How many tokens stand for it."""
+        """Number of tokens of the image or video."""
         return self.ids.count(self.token)
 
 
@@ -126,7 +126,7 @@ class ImageReader:
         preparation: Preparation | None = None,
         states: Callable[[Sequence[float]], np.ndarray] | None = None,
     ) -> ImageReader | None:
-        """Return that of a model; None: it sees no images.
+        """Return the reader of a model; None: it has no images.
 
         Args:
             states: as of the class.
@@ -136,7 +136,7 @@ class ImageReader:
         """
         from transformers import AutoConfig
 
-        import hpcrl.data.models.openvla  # noqa: F401  tells transformers of it
+        import hpcrl.data.models.openvla  # noqa: F401  registers it with transformers
 
         wanted = preparation or Preparation()
         try:
@@ -193,7 +193,7 @@ class ImageReader:
         return read_tokenizer(self._model.path, **self._model.at_revision)
 
     def known(self, shown: Shown) -> SeenImage | None:
-        """Return an image or a video that was prepared, if somebody still has it or it is one of the latest."""
+        """Return a prepared image or video that is still referenced or one of the latest."""
         return self._known.get(shown)
 
     def seen(self, shown: Shown) -> SeenImage:
@@ -244,7 +244,7 @@ class ImageReader:
     def placed(
         self, token_ids: Sequence[int], shown: Sequence[Shown], ids: Sequence[Sequence[int]]
     ) -> list[Sequence[int]]:
-        """Return what takes the place of each token that the template has written.
+        """Return the tokens in the place of each token of the rendered template.
 
         Args:
             ids: of each image or video, as of SeenImage.

@@ -46,7 +46,7 @@ class VideoProcessor:
 
     @classmethod
     def of(cls, model: Pretrained, images: Any, videos: Videos, frame_most: int | None) -> VideoProcessor:
-        """Return that of a model, with the bounds that transformers reads of its files.
+        """Return the video processor of a model, with the bounds that transformers reads of its files.
 
         Raises:
             OSError, ValueError, TypeError: they cannot be read.

@@ -34,7 +34,7 @@ Bits = npt.NDArray[np.signedinteger[Any]]
 
 
 def changed(before: Bits, after: Bits) -> dict[str, npt.NDArray[Any]] | None:
-    """Return what a file has of a tensor, by GAPS and VALUES; nothing where no element changed, None where the whole tensor is no larger.
+    """Return a tensor's changes in a file, by GAPS and VALUES; empty without a change, None where the whole tensor is no larger.
 
     Args:
         before, after: the bits of all elements, [elements].

@@ -6,11 +6,11 @@ Each stage (rendezvous, a part, the last byte) has `stage_s` seconds. A process 
 most that time, and twice that where a kept group is broken.
 
     receiver                            sender
-    Pair(rank RECEIVER).tells()
+    Pair(rank RECEIVER).own_rendezvous()
                  -- version, that -->
-                                        Pair(rank SENDER).hear(that), send_files() in a thread, tells()
+                                        Pair(rank SENDER).add_rendezvous(that), send_files() in a thread, own_rendezvous()
                 <-- sizes, that --
-    hear(that), receive_files()
+    add_rendezvous(that), receive_files()
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Pair:
 
     def __init__(self, device: torch.device, rank: int, host: str, stage_s: float) -> None:
         self._device, self._rank, self._stage_s, self._stage = device, rank, stage_s, timedelta(seconds=stage_s)
-        self._store, self._heard = c10d.HashStore(), set[str]()
+        self._store, self._received = c10d.HashStore(), set[str]()
         self._store.set_timeout(self._stage)
         self._group: Future[Any] = Future()
         threading.Thread(target=self._meet, args=(host,), name="weights", daemon=True).start()
@@ -83,25 +83,25 @@ class Pair:
         except RuntimeError as error:
             self._group.set_exception(error)
 
-    def tells(self) -> dict[str, str]:
-        """Return what the other one needs for finding this one.
+    def own_rendezvous(self) -> dict[str, str]:
+        """Return the entries by which the other process finds this one.
 
         Raises:
-            RuntimeError: torch did not say within the time of a stage.
+            RuntimeError: torch wrote no entries within the time of a stage.
         """
         if self._device.type == "cuda" and self._rank == RECEIVER:
-            return {}  # of NCCL the first rank tells alone, when it begins to send
+            return {}  # with NCCL only the first rank has entries, when it begins to send
         deadline = time.monotonic() + self._stage_s
-        while not (own := told(self._store, self._heard, of_nccl=self._device.type == "cuda")):
+        while not (own := rendezvous_entries(self._store, self._received, of_nccl=self._device.type == "cuda")):
             if time.monotonic() > deadline:
-                raise RuntimeError(f"torch did not say within {self._stage_s:g} s where this process is to be found")
+                raise RuntimeError(f"torch gave no address of this process within {self._stage_s:g} s")
             time.sleep(_POLL_S)
         return {key: base64.b64encode(value).decode() for key, value in own.items()}
 
-    def hear(self, told: Mapping[str, str]) -> None:
-        """Take in what the other one tells; ValueError where it is none of that."""
-        for key, value in told.items():
-            self._heard.add(key)
+    def add_rendezvous(self, entries: Mapping[str, str]) -> None:
+        """Store the entries of the other process; ValueError where they are malformed."""
+        for key, value in entries.items():
+            self._received.add(key)
             self._store.set(key, base64.b64decode(value, validate=True))
 
     def _joined(self) -> Any:
@@ -150,14 +150,14 @@ class Pair:
                 self._group.result().abort()
 
 
-def told(store: Any, heard: Collection[str], *, of_nccl: bool) -> dict[str, bytes]:
-    """Return what a process group has written into its store for the other one; nothing as long as that lacks where to find it.
+def rendezvous_entries(store: Any, received: Collection[str], *, of_nccl: bool) -> dict[str, bytes]:
+    """Return the entries that a process group has written for the other process; empty while its address is missing.
 
     Args:
-        heard: keys that the other one has written.
-        of_nccl: it is to be found by NCCL's unique id, whatever torch writes before that; by gloo at an address, which is all that torch writes.
+        received: keys that the other process has written.
+        of_nccl: wait for NCCL's unique id, which torch writes after other entries; with gloo the address is the only entry.
     """
-    own = {key: store.get(key) for key in store.list_keys() if key not in heard}
+    own = {key: store.get(key) for key in store.list_keys() if key not in received}
     return {} if of_nccl and all(len(value) != _UNIQUE_ID for value in own.values()) else own
 
 

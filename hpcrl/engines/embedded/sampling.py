@@ -134,7 +134,7 @@ def choose(logits_RV: torch.Tensor, rows: RowSampling, positions: torch.Tensor) 
     """Return a token for each row.
 
     Args:
-        positions: [R] int64, how many tokens the row has said before. A token depends on its logits, the row's seed and this number.
+        positions: [R] int64, how many tokens the row has generated before. A token depends on its logits, the row's seed and this number.
     """
     at_once = max(1, _ELEMENTS // logits_RV.shape[1])
     parts = [

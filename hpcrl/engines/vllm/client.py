@@ -361,8 +361,10 @@ class EngineClient(Engine):
         await self._http.close()
 
     async def prompt_logprobs(self, token_ids: Sequence[int], top_k: int) -> list[dict[str, Any] | None]:
-        """Return for each token its log-probability, and those of the `top_k` most probable tokens at its position: token id as a text ->
-        {logprob, rank}, at temperature 1 and over the whole vocabulary. The first token has None."""
+        """Return for each token its log-probability, and those of the `top_k` most probable tokens at its position.
+
+        Each has token id as a text -> {logprob, rank}, at temperature 1 and over the whole vocabulary. The first token has None.
+        """
         params = {"prompt_logprobs": top_k, "max_tokens": 1, "detokenize": False}
         request = {"request_id": uuid.uuid4().hex, "token_ids": list(token_ids), "sampling_params": params}
         answer = await self._call("POST", _GENERATE, json=request)

@@ -53,8 +53,8 @@ def features(prompt_ids: Sequence[int], images: Sequence[SeenImage], salt: str) 
 def _items(prompt_ids: Sequence[int], images: Sequence[SeenImage]) -> Iterator[_Item]:
     """Yield what stands in a prompt, in its order.
 
-    A video of which each pair of frames has placeholders of its own is as many images: their positions are the same, and in requests with tokens
-    vLLM's places have no gaps.
+    A video whose pairs of frames have placeholders of their own is sent as that many images. Their positions are the same, and vLLM's
+    places in requests with tokens have no gaps.
     """
     at = 0
     for image in images:

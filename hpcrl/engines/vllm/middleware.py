@@ -31,7 +31,7 @@ LEASE_S = 60.0  # without a request of its holder a lease ends; a worker asks ev
 LEFT_OUT = -9999.0  # what vLLM's answers have for the logarithm of 0, which JSON has not
 TOKEN_ID = "token_id:"  # how they name a token
 _REFUSAL = "this server answers only requests that carry the token of its run"
-_NO_LEASE = "this request shows no lease that the server knows: it was started anew, or works for somebody else since; it holds other weights"
+_NO_LEASE = "this request shows no lease that the server knows: it was restarted, or has another client since; it holds other weights"
 
 Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]

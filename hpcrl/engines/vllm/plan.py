@@ -100,5 +100,5 @@ def describe_engines(config: Config, shapes: Shapes) -> Iterator[str]:
     else:
         yield (
             f"  room for keys and values of {found.tokens:,} tokens on each copy of the weights: {found.tokens // longest:,} sample(s) of the "
-            f"longest, {longest:,} tokens; activations and CUDA graphs, which are not counted, take some of it"
+            f"longest, {longest:,} tokens. Activations and CUDA graphs, which are not counted, take some of it"
         )

@@ -36,8 +36,8 @@ def contained(
 ) -> tuple[list[str], dict[str, str]]:
     """Return the command that runs a program in a container, and the environment to run it in.
 
-    The program sees the image, the directory of its sample at the same place, and what is mounted; and of the environment what it is told
-    here and what `container.env` names. What it is told stands in no argument, which others on the node could read.
+    The program sees the image, the directory of its sample at the same place, and what is mounted. It has the environment variables listed
+    here and those that `container.env` names. None is an argument, which others on the node could read.
 
     Args:
         directory: of the sample; the program begins in `work` in it.

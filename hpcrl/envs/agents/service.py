@@ -57,7 +57,7 @@ class AgentService:
         """Have a sample played, and return its score.
 
         Args:
-            row: what the service is told of the sample.
+            row: the service's message about the sample.
 
         Raises:
             ServiceError: the service does not play it.

@@ -26,11 +26,11 @@ def boxed_math(response: Response, _environment: EnvironmentConfig) -> float:
 
     Formulas are compared by a package (math-verify, https://github.com/huggingface/Math-Verify).
 
-    The answer is the last \boxed{…} of the text behind </think>, or without a box another formula, or else the last number; numbers
+    The answer is the last \boxed{…} of the text behind </think>, or without a box another formula, or else the last number. Numbers
     count as equal that agree in six decimal places. A last box that does not end is wrong. The ground truth is LaTeX with or without
-    \boxed{…} or $…$; math-verify takes most that it cannot read as a text, with which hardly any answer agrees, and only the rest is
-    an error. An answer that cannot be read, or whose comparison takes more than `SECONDS` of processor time or more memory than there
-    is, is wrong.
+    \boxed{…} or $…$. Math-verify takes most that it cannot read as a text, with which hardly any answer agrees, and only the rest is an
+    error. An answer that cannot be read, or whose comparison takes more than `SECONDS` of processor time or more memory than there is, is
+    wrong.
 
     Formula:
         1 if `\boxed{…}` is mathematically equal to the ground truth
@@ -51,8 +51,8 @@ def boxed_math(response: Response, _environment: EnvironmentConfig) -> float:
 class _Comparers:
     """Processes that compare, as many as are busy at the same time.
 
-    Threads of this process would not do: math-verify's own bound on time works in a main thread only, and neither it nor any other
-    thread comes to its turn while Python multiplies huge numbers.
+    Threads of this process would not do: math-verify's own time limit works in a main thread only. No other thread runs while Python
+    multiplies huge numbers.
     """
 
     def __init__(self) -> None:

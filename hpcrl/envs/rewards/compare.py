@@ -1,7 +1,7 @@
 """Compares mathematical answers in a process of its own: python -m hpcrl.envs.rewards.compare SECONDS
 
-Reads a line of JSON [ground truth, response] from its input, writes one with true, false, or null where the ground truth cannot be
-read, and so on until the input ends. An empty line before all others marks it ready. If a comparison takes more than SECONDS
+Reads lines of JSON [ground truth, response] until the input ends, and writes a line for each: true, false, or null where the ground
+truth cannot be parsed. An empty line before all others marks it ready. If a comparison takes more than SECONDS
 of processor time, the system ends the process at any point; how busy the machine is makes no difference. A comparison
 waits for nothing, so that it cannot last without using up that time.
 """

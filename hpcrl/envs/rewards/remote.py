@@ -2,9 +2,9 @@
 
 Two requests, both POST with `Authorization: Bearer <token>`:
 
-    enqueue   a line of JSON {media_type, prompts, messages, completions, ground_truths, reward_fn: {name: weight}}, and behind it a file of
-              numpy with media_type "image", the pictures as bytes [n, height, width, 3], and with "video" the latents of Wan's autoencoder
-              in float16 [n, channels, frames, height, width]; then there are video_infos: [{video_fps}], too
+    enqueue   a line of JSON {media_type, prompts, messages, completions, ground_truths, reward_fn: {name: weight}}, and behind it a file
+              of numpy. With media_type "image" it has the pictures as bytes [n, height, width, 3]. With "video" it has the latents of
+              Wan's autoencoder in float16 [n, channels, frames, height, width], and the line video_infos: [{video_fps}], too
               -> {uuid}
     fetch     form {uuid, type: name}, again and again until the status is 200; 410: enqueue it again
               -> {scores: {key: [one number per completion]}}
@@ -57,8 +57,8 @@ class Endpoints:
         Args:
             names: what errors call enqueue and fetch.
             peers: their addresses, or who is asked.
-            seconds: that a reward may take, of which a fifth is the patience with a request that fails, and three fifths that with
-                scores that are not there yet; 0: any time.
+            seconds: limit of a reward; 0: any time. A fifth is the patience with a failing request, and three fifths that with scores that
+                are not ready.
         """
         seconds = seconds or _LONG_S
         asked = zip(names, peers, (_ENQUEUE_SHARE, _FETCH_SHARE), strict=True)

@@ -25,18 +25,21 @@ class Response:
     """One response to a prompt.
 
     Attributes:
-        text: what the policy said, special tokens such as the end marker removed.
+        text: the policy's response, special tokens such as the end marker removed.
         ground_truth: `reward_spec.ground_truth` of the prompt's row, or its data.response_column; None where it has neither.
+        data_source: that of the row.
         n_tokens: tokens that the policy chose, its end marker included.
         max_tokens: tokens that it may have chosen, max_generate_length of training or evaluation.
         messages: the prompt; images as of hpcrl/envs/base.py.
         extras: the columns of the prompt's row that are not hpcrl's own.
-        image: what a diffusion policy has painted, uint8 [height, width, 3], or [frames, height, width, 3] of a video; None: it said `text`.
+        image: the picture of a diffusion policy, uint8 [height, width, 3], or [frames, height, width, 3] of a video; None: the response is
+        `text`.
         latents: of that video, float16 [channels, frames of latents, height, width], standardized as the transformer makes them; None: there is no video.
     """
 
     text: str
     ground_truth: Any = None
+    data_source: str = ""
     n_tokens: int = 0
     max_tokens: int = 0
     messages: list[dict[str, Any]] = field(default_factory=list)
@@ -69,6 +72,7 @@ def response_to(
     return Response(
         text=text,
         ground_truth=truth_of(prompt.extras),
+        data_source=prompt.data_source,
         n_tokens=n_tokens,
         max_tokens=max_tokens,
         messages=prompt.messages,

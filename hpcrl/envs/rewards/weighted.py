@@ -8,12 +8,13 @@ from typing import Any
 from hpcrl.config import EnvironmentConfig
 from hpcrl.config.import_path import find
 from hpcrl.envs.base import Turn, finite, user_code
-from hpcrl.envs.rewards.answers import formula_of
+from hpcrl.envs.rewards.answers import after_thought, formula_of, last_box
 from hpcrl.envs.rewards.boxed import boxed_math
 from hpcrl.envs.rewards.images import brightness, redness, symmetry
 from hpcrl.envs.rewards.numbers import direct_math, expected_form, expected_number, gsm8k
 from hpcrl.envs.rewards.response import Response, Reward, ground_truth
 from hpcrl.envs.rewards.tags import answer_in, single_choice, well_formed
+from hpcrl.errors import DataError
 
 
 def overlong(response: Response, environment: EnvironmentConfig) -> float:
@@ -33,11 +34,31 @@ def overlong(response: Response, environment: EnvironmentConfig) -> float:
     return -settings.penalty_factor * min(max(exceeding, 0), settings.buffer_length) / settings.buffer_length
 
 
+def by_data_source(response: Response, environment: EnvironmentConfig) -> float:
+    r"""Return the reward that belongs to the row's `data_source`, as verl's default_compute_score chooses its score.
+
+    It is gsm8k for openai/gsm8k, boxed_math for MATH, where an answer without \boxed{…} is wrong, and direct_math for math_dapo, math
+    and aime. They differ from verl's scores where an answer is written in another form than the ground truth (docs/rewards.md).
+
+    Formula:
+        `gsm8k`, `boxed_math` or `direct_math`, by the row's `data_source`
+    Use:
+        datasets that were prepared for verl
+    Raises:
+        DataError: no reward belongs to the data source, or the row has no ground truth for it.
+    """
+    name = reward_of(BY_DATA_SOURCE, response.data_source)
+    if name == "boxed_math" and last_box(after_thought(response.text)) is None:
+        return 0.0
+    return REWARDS[name](response, environment)
+
+
 REWARDS: dict[str, Reward] = {
     "single_choice": single_choice,
     "boxed_math": boxed_math,
     "gsm8k": gsm8k,
     "direct_math": direct_math,
+    "by_data_source": by_data_source,
     "format": well_formed,
     "overlong": overlong,
     "redness": redness,
@@ -55,6 +76,33 @@ GROUND_TRUTHS: dict[str, Callable[[Any], object]] = {
 
 Whether boxed_math can read a formula is not looked at here: that takes a process with math-verify.
 """
+
+
+BY_DATA_SOURCE = "by_data_source"
+_BY_DATA_SOURCE = {
+    "openai/gsm8k": "gsm8k",
+    **dict.fromkeys(("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"), "boxed_math"),
+    **dict.fromkeys(("math_dapo", "math", "math_dapo_reasoning"), "direct_math"),
+}
+
+
+def reward_of(name: str, data_source: str) -> str:
+    """Return the name of the reward of a row: of by_data_source the one that it chooses, otherwise `name`.
+
+    Raises:
+        DataError: no reward belongs to the data source.
+    """
+    if name != BY_DATA_SOURCE:
+        return name
+    if data_source.startswith("aime"):
+        return "direct_math"
+    if data_source not in _BY_DATA_SOURCE:
+        known = ", ".join(_BY_DATA_SOURCE)
+        raise DataError(
+            f"no reward belongs to the data_source {data_source!r:.80}; by_data_source knows {known} and aime…; write a reward "
+            "function for it (docs/rewards.md)"
+        )
+    return _BY_DATA_SOURCE[data_source]
 
 
 def solution(name: str, truth: Any) -> str:

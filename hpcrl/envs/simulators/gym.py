@@ -20,8 +20,8 @@ class Gymnasium(Simulator):
     """An environment of gymnasium whose actions are vectors of numbers.
 
     Args:
-        options: `id`, as gymnasium.make takes it ("module:id" imports the module that registers it); `camera`: whether frames are rendered;
-            `success`: the key of the info that says whether the task is done, unset: is_success or success; all others go to gymnasium.make.
+        options: `id`, as gymnasium.make takes it ("module:id" imports the module that registers it). `camera`: whether frames are
+            rendered. `success`: the info's key of success, unless given is_success or success. All others go to gymnasium.make.
 
     Raises:
         ConfigError: the options or the environment are not such.

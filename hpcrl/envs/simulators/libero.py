@@ -30,9 +30,9 @@ class Libero(Simulator):
     The state has position (3), rotation as axis times angle (3) and both fingers (2).
 
     Args:
-        options: `suite`, such as libero_10; `cameras`, whose images the policy is shown, ["agentview"] unless given, "wrist" too; `size`,
-            height and width of frames, 256 unless given; `gripper`, "openvla" where the last number of an action is from 0, closed, to 1, open,
-            as OpenVLA's are, and not LIBERO's own, from -1, open, to 1, closed.
+        options: `suite`, such as libero_10. `cameras`, whose images the policy gets, ["agentview"] unless given, "wrist" too. `size`,
+            height and width of frames, 256 unless given. `gripper`, "openvla" where an action's last number is from 0, closed, to 1, open,
+            as OpenVLA's. LIBERO's own is from -1, open, to 1, closed.
 
     Raises:
         ConfigError: LIBERO is not installed, or has no such suite.

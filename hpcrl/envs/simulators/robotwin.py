@@ -34,9 +34,9 @@ class RoboTwin(Simulator):
     The state is of the same form. An arm plans its way by itself, so that an action takes many steps of the physics.
 
     Args:
-        options: `path`, the checkout of RoboTwin, $ROBOTWIN_PATH unless given; `task_config`, a file of its task_config without .yml, which names
-            robots, cameras and what is random, demo_randomized unless given; `cameras`, whose images the policy is shown, ["head"] unless given,
-            "left" and "right" too.
+        options: `path`, the checkout of RoboTwin, $ROBOTWIN_PATH unless given. `task_config`, a file of its task_config without .yml, with
+            robots, cameras and randomization, demo_randomized unless given. `cameras`, whose images the policy gets, ["head"] unless
+            given, "left" and "right" too.
 
     Raises:
         ConfigError: RoboTwin is not there, or has no such configuration.

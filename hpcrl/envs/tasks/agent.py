@@ -35,7 +35,7 @@ class Agent(AgentEnvironment):
         HPCRL_ROW                         a JSON file: the columns of the row, with its messages as `prompt`
         HPCRL_REWARD                      the JSON file that it is to write: `reward`, and if it likes `metrics`, an object of numbers
 
-    A service that keeps agents running is told the same, and answers with the reward or posts it to the endpoint.
+    A service that keeps agents running gets the same, and answers with the reward or posts it to the endpoint.
 
     Args:
         extras: the row; `reward_spec.ground_truth` where `agent.reward_function` compares with it.

@@ -37,10 +37,10 @@ _DIGITS = Context(prec=15)
 class Calculator(Environment):
     """Solve a problem with a calculator as a tool.
 
-    Several turns. A text with <tool_call>{"name": "calculator", "arguments": {"expression": "2 * 3"}}</tool_call> is answered by a
-    message of the role `tool`: the value of the first call's expression to 15 digits, or what is wrong with the call. A text without
-    a call is the answer and ends the sample: reward 1 if what the first <answer>…</answer> holds, or else the whole text, is the
-    expected number, otherwise 0.
+    Several turns. A text with <tool_call>{"name": "calculator", "arguments": {"expression": "2 * 3"}}</tool_call> is answered by a message
+    of the role `tool`. It has the value of the first call's expression to 15 digits, or what is wrong with the call. A text without a call
+    is the answer and ends the sample. Reward 1 if what the first <answer>…</answer> holds, or else the whole text, is the expected number,
+    otherwise 0.
 
     Args:
         extras: `reward_spec.ground_truth`, a number.

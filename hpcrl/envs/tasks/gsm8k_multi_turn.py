@@ -17,8 +17,8 @@ NO_ANSWER = "There is no answer yet. End with `#### ` and the number."
 class GSM8KMultiTurn(Environment):
     """Solve a word problem in several tries; the number after `#### ` counts.
 
-    Several turns; the k-th has reward 1/k if its answer is right (as the reward `gsm8k` compares), which ends the sample, and 0
-    otherwise. generator.max_turns is how many tries there are.
+    Several turns. A right answer in the k-th has reward 1/k (as the reward `gsm8k` compares) and ends the sample; a wrong one has 0.
+    generator.max_turns is how many tries there are.
 
     Args:
         extras: `reward_spec.ground_truth`, a number or a text with one after `#### `.

@@ -19,7 +19,8 @@ class GuessNumber(Environment):
     """Find a number between two others from the answers `Higher.` and `Lower.`.
 
     Several turns, reward 1 when it is found; generator.max_turns is how many guesses there are. A guess is what the first
-    <answer>…</answer> holds, or else the whole text. What is no whole number of the range is told so, and was a guess all the same.
+    <answer>…</answer> holds, or else the whole text. A text without a whole number of the range gets an error message, and counts as a
+    guess.
 
     Args:
         extras: `low` and `high`, the range, both included; `reward_spec.ground_truth`, the number.

@@ -38,7 +38,7 @@ class LLMJudge(Environment):
     One turn; the grade is the reward. The judge sees the conversation, the response and what to grade it by.
 
     Args:
-        extras: `rubric`, a column or a key of environment.custom, says what deserves which grade; without it the judge asks
+        extras: `rubric`, a column or a key of environment.custom, defines the grades. Without it the judge asks
             whether the response agrees with `reward_spec.ground_truth`, or is correct where the row has none.
             `environment.custom.judge_parameters` takes the place of {"temperature": 0} in the request.
 

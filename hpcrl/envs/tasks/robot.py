@@ -30,8 +30,9 @@ class Robot(Environment):
     environment.skyrl_gym.robot.actions_per_turn actions, one after the other; what is missing or no number moves nothing.
 
     Args:
-        extras: `seed`, a whole number that decides where all things are in the beginning: the samples of a group begin alike; `task`, an object
-            that the simulator's reset gets, where it wants one. STATE_APART, of whoever generates: what is measured is shown beside images, as numbers.
+        extras: `seed`, a whole number that determines the initial state: the samples of a group begin alike. `task`, an object
+            that the simulator's reset gets, where it wants one. STATE_APART, of the generator: measurements are shown beside images, as
+            numbers.
 
     Raises:
         ConfigError: no simulator is set.

@@ -23,7 +23,7 @@ def written_prompt(task: str, state: np.ndarray | None) -> str:
 
     Args:
         task: what is to be done.
-        state: [D] from -1 to 1, written as the numbers of 256 bins; None: it is not told.
+        state: [D] from -1 to 1, written as the numbers of 256 bins; None: it is left out.
     """
     import numpy as np
 

@@ -32,7 +32,7 @@ def flows(config: ConfigTree) -> Iterator[Problem]:
     if vla.pi05.noise_method == "flow_cps" and (vla.pi05.noise_level > 1 or vla.pi05.num_steps == 1):
         yield Problem(
             "vla.pi05.noise_method",
-            f"flow_cps draws all steps but the last, and at most all of their noise: expected num_steps of at least 2 and noise_level of at "
+            f"flow_cps draws all steps but the last, and at most all of their noise. Expected num_steps of at least 2 and noise_level of at "
             f"most 1, found {vla.pi05.num_steps} and {vla.pi05.noise_level}; or use flow_sde",
         )
 

@@ -206,7 +206,7 @@ class NodeAgent:
             self._look_for_the_end()
 
     def _left_too_early(self, name: str) -> bool:
-        """Return whether a replica or a service ended with 0 though neither the run nor a stop request ended it: somebody on its node did."""
+        """Return whether a replica or a service was ended on its node by a third party: exit code 0, without a stop request or the run's end."""
         if name not in self._restarts:
             return False
         since = self._left.setdefault(name, time.monotonic())
@@ -329,7 +329,7 @@ class NodeAgent:
         print(f"ended: {outcome.kind if outcome else 'no outcome'}", flush=True)
 
     def _is_wanted_back(self) -> bool:
-        """Return whether somebody, Slurm or a person, wants this node, on which only uploads go on."""
+        """Return whether a user or Slurm asks for this node, on which only uploads continue."""
         return bool(self._signals) or stop_asked(self._run, self._attempt) is not None
 
 

@@ -87,8 +87,8 @@ class Environments:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
         if (name.startswith("trainer-") and self._ordered) or (name.startswith("scorer-") and self._teacher_ordered):
             defaults["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-        told = environment.get("PYTORCH_CUDA_ALLOC_CONF")  # its former name
-        if name.startswith("trainer-") and node.gpus and not told:
+        chosen = environment.get("PYTORCH_CUDA_ALLOC_CONF")  # its former name
+        if name.startswith("trainer-") and node.gpus and not chosen:
             # micro-batches differ in length, and blocks of fixed sizes would leave gaps that nothing fits in; pinned memory above 1 MiB is as
             # large as its tensor, not the next power of two
             defaults["PYTORCH_ALLOC_CONF"] = "expandable_segments:True,pinned_max_round_threshold_mb:1"

@@ -73,7 +73,7 @@ def check_node(run: Run, config: Config, node: Node, context: NodeContext, sizes
 
 
 def compiling(config: Config, node: Node) -> list[str]:
-    """Return what compiles kernels on a node: the engine, and settings of the trainer and of teachers."""
+    """Return the engine and the settings that compile kernels on a node."""
     policy, teacher = config.trainer.policy, config.trainer.distillation
     backend = backend_of(config.generator.inference_engine)
     settings = {

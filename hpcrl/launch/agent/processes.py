@@ -139,7 +139,7 @@ class NodeProcesses:
         self.children[name] = Child(name, command, everything, log, stop_signal, ignore_sigterm)
 
     def publish_rendezvous(self, scorer: str = "") -> dict[str, Any]:
-        """Tell the nodes of the trainer, or of a scorer, where their torchruns meet next, and return it; places of earlier attempts go.
+        """Publish the next rendezvous of the trainer's, or a scorer's, torchruns, and return it; those of earlier attempts are removed.
 
         Called on the first of them.
         """

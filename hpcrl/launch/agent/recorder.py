@@ -29,7 +29,7 @@ class FlightRecorder:
         pipes.mkdir()
 
     def prepare(self) -> dict[str, str]:
-        """Make the directory of the files, which torch does not; return what has ranks record and write, variables of torch's."""
+        """Create the directory of the files, which torch does not; return torch's environment variables that enable the recorder."""
         make_directory(self._records)
         recorded = os.environ.get("TORCH_FR_BUFFER_SIZE") or str(_COLLECTIVES)
         return {
@@ -41,7 +41,7 @@ class FlightRecorder:
         }
 
     def write(self) -> None:
-        """Have each rank of this node write its file, which takes a second."""
+        """Let each rank of this node write its file, which takes a second."""
         for pipe in self._pipes.iterdir():
             with suppress(OSError):  # its rank has ended
                 number = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)

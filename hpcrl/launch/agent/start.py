@@ -26,7 +26,7 @@ _POLL_S = 0.2
 
 @dataclass(frozen=True)
 class NodeContext:
-    """Which node of which start of the run this agent is on, by the executor's environment.
+    """Node and start of the run of this agent, by the executor's environment.
 
     Attributes:
         index: node id of the run, 0 first.
@@ -64,7 +64,7 @@ def listen() -> list[int]:
 
 
 class BatchScript:
-    """What requeues the job, for the agent of the node on which it runs: from now on that asks at each SIGTERM whether it was killed.
+    """Batch script that requeues the job, for the agent of its node, which checks at each SIGTERM whether the script was killed.
 
     Args:
         signals: where the signals are noted, with which the agent does something beside that.
@@ -73,11 +73,11 @@ class BatchScript:
     def __init__(self, signals: list[int]) -> None:
         self._signals, self._shell = signals, Path("/proc", os.environ.get(BATCH_SHELL) or "none")
         self._seen = self._shell.exists()  # a container may have numbers of processes of its own
-        signal.signal(signal.SIGTERM, self._told)
+        signal.signal(signal.SIGTERM, self._on_sigterm)
         if signal.SIGTERM in signals:
             requeue_if_its_script_was_killed()
 
-    def _told(self, number: int, _frame: FrameType | None) -> None:
+    def _on_sigterm(self, number: int, _frame: FrameType | None) -> None:
         self._signals.append(number)
         threading.Thread(target=requeue_if_its_script_was_killed).start()
 

@@ -81,7 +81,7 @@ class Watchdog:
 
 
 class Neighbours:
-    """Whether the other nodes are still there.
+    """Watches the heartbeats of the other nodes.
 
     Node 0 reads the process statuses of the other agents: each must appear, and those of needed nodes must be renewed. The others connect to
     the controller's port, which is on node 0 and does not outlive its agent. Where nothing can be reached at all it may be the network, and the
@@ -101,7 +101,7 @@ class Neighbours:
         self._seen_statuses: dict[str, tuple[float, float]] = {}  # renewed by the other's clock, seen by ours
 
     def lost(self) -> str | None:
-        """Return what is wrong with another node, or None. To be asked several times per second."""
+        """Return the error of another node, or None. To be asked several times per second."""
         self._status.write("watching")
         now = self._clock.now()
         if now - self._probed < _PROBE_S:

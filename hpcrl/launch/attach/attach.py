@@ -48,7 +48,7 @@ def running(run: Run) -> RunState:
 
 
 def on_node(state: RunState, host: str, *options: str) -> tuple[list[str], dict[str, str]]:
-    """Return what a command is to be preceded by so that it runs on a node of a running run, and its environment.
+    """Return the prefix of a command that runs on a node of a running run, and its environment.
 
     Args:
         options: of srun, where the run is a job of Slurm.

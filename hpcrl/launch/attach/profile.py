@@ -43,9 +43,9 @@ def sample(run: Run, role: ProfiledRole, number: int, seconds: int, form: Format
     command, environment = on_node(state, hosts[node.index])
     done = subprocess.run([*command, *inside], env=environment, stdin=subprocess.DEVNULL, capture_output=True)
     if done.returncode:
-        said = done.stderr.decode(errors="replace").strip().splitlines()
-        ours = [line.removeprefix("hpcrl: ") for line in said if line.startswith("hpcrl: ")]
-        raise RunError((ours or said or [f"{command[0] if command else inside[0]} failed without a word"])[-1])
+        lines = done.stderr.decode(errors="replace").strip().splitlines()
+        ours = [line.removeprefix("hpcrl: ") for line in lines if line.startswith("hpcrl: ")]
+        raise RunError((ours or lines or [f"{command[0] if command else inside[0]} failed without a word"])[-1])
     return process, done.stdout
 
 

@@ -44,7 +44,7 @@ def find(run: Run, attempt: int, process: str) -> int:
 
 
 def record(pid: int, seconds: int, form: str, *, idle: bool) -> bytes:
-    """Sample a process and those that it has started; return what py-spy wrote.
+    """Sample a process and its children; return py-spy's output.
 
     Raises:
         RunError: py-spy is missing, may not read the process, or found nothing.
@@ -60,18 +60,18 @@ def record(pid: int, seconds: int, form: str, *, idle: bool) -> bytes:
             f"--rate={_PER_SECOND}", f"--format={form}", f"--output={result}", *["--idle"] * idle,
         ]  # fmt: skip
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-        said = done.stdout + done.stderr
-        if _NO_SAMPLES.search(said):
+        output = done.stdout + done.stderr
+        if _NO_SAMPLES.search(output):
             raise RunError(f"the process waited for all of {seconds} s; --idle shows for what")
         if done.returncode or not result.exists():
-            raise RunError(_reason(said, pid, host))
+            raise RunError(_reason(output, pid, host))
         return result.read_bytes()
 
 
-def _reason(said: str, pid: int, host: str) -> str:
+def _reason(output: str, pid: int, host: str) -> str:
     """Return why py-spy failed, with the remedy where it may not read the process."""
-    if not _REFUSED.search(said):
-        lines = [line for line in said.splitlines() if line.startswith("Error")] or said.strip().splitlines()
+    if not _REFUSED.search(output):
+        lines = [line for line in output.splitlines() if line.startswith("Error")] or output.strip().splitlines()
         return f"{PROGRAM} on {host}: {lines[0] if lines else 'failed without a word'}"
     scope = _YAMA.read_text().strip() if _YAMA.exists() else "0"
     reason = f"{PROGRAM} may not read process {pid} on {host}"

@@ -39,7 +39,7 @@ def minutes(limit: str) -> float:
 
 
 def cluster_findings(config: Mapping[str, str], accounting: str | None) -> Iterator[Finding]:
-    """Say what holds in all partitions.
+    """Yield findings about all partitions.
 
     Args:
         config: of `parse_config`.
@@ -89,7 +89,7 @@ def _requeue(config: Mapping[str, str]) -> Finding:
 def partition_findings(
     config: Mapping[str, str], partition: Mapping[str, str], time_minutes: int | None, asked: SlurmConfig
 ) -> Iterator[Finding]:
-    """Say what holds in the partition that runs would go to.
+    """Yield findings about the partition of runs.
 
     Args:
         partition: a record of `parse_records`.
@@ -158,7 +158,7 @@ def _preemption(config: Mapping[str, str], partition: Mapping[str, str]) -> Find
 
 
 def request_findings(slurm: SlurmConfig, scarce_pools: Sequence[str] = ()) -> Iterator[Finding]:
-    """Say what is doubtful in what runs ask of the cluster.
+    """Yield doubtful settings of the request to the cluster.
 
     Args:
         scarce_pools: sections of elastic pools whose elements ask for no cores.

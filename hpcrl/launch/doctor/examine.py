@@ -158,9 +158,9 @@ def _srun(probe: Path, slurm: SlurmConfig, gpus: bool, wait_s: int) -> Sequence[
     return ["srun", *job, *options, *command]
 
 
-def _no_node(said: str, partition: str, wait_s: int) -> Finding:
-    lines = [line for line in said.splitlines() if "queued and waiting" not in line]
-    if any(text in said for text in _BUSY):
+def _no_node(output: str, partition: str, wait_s: int) -> Finding:
+    lines = [line for line in output.splitlines() if "queued and waiting" not in line]
+    if any(text in output for text in _BUSY):
         remedy = (
             f"run it again when one is, with a longer --wait, or in another partition; jobs wait in {partition} as well"
         )
@@ -168,7 +168,7 @@ def _no_node(said: str, partition: str, wait_s: int) -> Finding:
     remedy = (
         "an environment and a slurm.root that all nodes see are needed; slurm.setup runs before (FILE.toml as argument)"
     )
-    return error("compute node", "; ".join(lines) or said, remedy)
+    return error("compute node", "; ".join(lines) or output, remedy)
 
 
 def _findings_of_session(

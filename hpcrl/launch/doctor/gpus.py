@@ -19,7 +19,7 @@ def gpu_findings(
     shares: Sequence[str] = (),
     nvcc: Sequence[str] = (),
 ) -> Iterator[Finding]:
-    """Say whether processes of a run can compute on the GPUs of a node.
+    """Yield whether processes of a run can compute on the GPUs of a node.
 
     Args:
         needed: how many the run wants there; 0: it wants none, and what is there is only described.
@@ -100,7 +100,7 @@ def _multiplication(facts: Mapping[str, Any]) -> Finding:
 
 
 def _others(facts: Mapping[str, Any]) -> Iterator[Finding]:
-    """Say which processes are on the GPUs that this run was given, before it has started any."""
+    """Report processes on the GPUs of this run, before it has started any."""
     by_gpu = defaultdict(list)
     for process in facts["gpu_processes"]:
         by_gpu[process["gpu"]].append(process)
@@ -119,7 +119,7 @@ def _others(facts: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _compute_mode(facts: Mapping[str, Any], shares: Sequence[str]) -> Iterator[Finding]:
-    """Say where the driver lets fewer processes use a GPU than the run has there."""
+    """Report a compute mode of the driver that allows fewer processes per GPU than the run has."""
     modes = {gpu["compute_mode"] for gpu in facts["gpus"]} - {"Default"}
     if not modes or (modes == {"Exclusive_Process"} and not shares):
         return

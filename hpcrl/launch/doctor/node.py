@@ -46,7 +46,7 @@ _TORCH_S = 600.0  # to import it from a shared filesystem that many nodes read a
 def facts(
     directory: Path, gpus_needed: int = 0, devices: Sequence[str] | None = None, copies: Path | None = None
 ) -> dict[str, Any]:
-    """Return what is to be known about this node, as JSON values.
+    """Return the facts about this node, as JSON values.
 
     Args:
         directory: where runs are, or will be; it exists.
@@ -197,7 +197,7 @@ def listed_gpus() -> list[str] | None:
 
 
 def torch_here(devices: Sequence[str]) -> dict[str, Any]:
-    """Return what torch says of these devices (hpcrl/launch/doctor/torch_facts.py), or why it says nothing."""
+    """Return torch's facts of these devices (hpcrl/launch/doctor/torch_facts.py), or the reason why there are none."""
     command = [sys.executable, "-m", "hpcrl.launch.doctor.torch_facts"]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(devices)}
     try:

@@ -92,16 +92,16 @@ def _of_ends(tokenizer: PreTrainedTokenizerBase, written: ChatTemplate, model: P
     named = {name: sorted(ends) for name, ends in declared_ends(model).items() if ends}
     if isinstance(tokenizer.eos_token_id, int):
         named["tokenizer"] = [tokenizer.eos_token_id]
-    said = [f"{name}: {_names(tokenizer, own)}" for name, own in named.items()]
+    sources = [f"{name}: {_names(tokenizer, own)}" for name, own in named.items()]
     if end is None:
         found = (
-            f"the chat template writes {written.ending!r} behind an answer, no token that ends it; {'; '.join(said)}"
+            f"the chat template writes {written.ending!r} behind an answer, no token that ends it; {'; '.join(sources)}"
         )
         remedy = (
             f"an answer that is trained has no end, and engines stop at its length; use another template ({TEMPLATE})"
         )
         return warning("end of a turn", found, remedy)
-    found = f"{_names(tokenizer, sorted(ids))} ({'; '.join([f'chat template: {_names(tokenizer, [end])}', *said])})"
+    found = f"{_names(tokenizer, sorted(ids))} ({'; '.join([f'chat template: {_names(tokenizer, [end])}', *sources])})"
     if all(own == [end] for own in named.values()):
         return ok("end of a turn", found)
     note = f"all of them end a turn; {_names(tokenizer, [end])} is trained, as the chat template writes it"
@@ -117,9 +117,9 @@ def _of_text_end(tokenizer: PreTrainedTokenizerBase, model: Pretrained) -> Findi
         return warning(
             TEXT_END, found, "texts are trained without an end; name one in tokenizer_config.json (eos_token)"
         )
-    said = [f"{name}: {_names(tokenizer, sorted(ends))}" for name, ends in named.items() if ends]
-    said.append(f"tokenizer: {tokenizer.eos_token or 'none'}")
-    found = f"{_names(tokenizer, [end])} is trained behind each text ({'; '.join(said)})"
+    sources = [f"{name}: {_names(tokenizer, sorted(ends))}" for name, ends in named.items() if ends]
+    sources.append(f"tokenizer: {tokenizer.eos_token or 'none'}")
+    found = f"{_names(tokenizer, [end])} is trained behind each text ({'; '.join(sources)})"
     if end == tokenizer.eos_token_id:
         return ok(TEXT_END, found)
     return warning(
@@ -149,14 +149,14 @@ def _of_template(written: ChatTemplate) -> Iterator[Finding]:
 
 
 def _lost(written: ChatTemplate, messages: Messages) -> str:
-    """Return what the template does not write of a conversation, of which the assistant's messages are trained; empty where all is written."""
+    """Return trained text of a conversation that the template omits; empty without such text."""
     missing, end = list[str](), 0
     try:
         for at, message in enumerate(messages):
             if message["role"] == ASSISTANT:
                 written.others(messages[:end], messages[end:at])
-                begin, said, _ = written.turn(messages[:at], message)
-                missing += lost_of(written, message, begin, said)
+                begin, rendered, _ = written.turn(messages[:at], message)
+                missing += lost_of(written, message, begin, rendered)
                 end = at + 1
     except DataError as refused:
         return str(refused)

@@ -50,7 +50,7 @@ _LENGTHS += ("generator.max_input_length", "generator.eval_sampling_params.max_g
 
 @dataclass(frozen=True)
 class Subject:
-    """What is evaluated.
+    """Model that is evaluated.
 
     Attributes:
         run: that it is a checkpoint of; None: a model.
@@ -72,7 +72,7 @@ class Subject:
 
 
 def find_subject(name: str, checkpoint: str | None, root: Path) -> Subject:
-    """Return what a name means: a directory with a model, a run of which one checkpoint is evaluated, or a model's id on the hub.
+    """Find the model of a name: a directory with a model, a run of which one checkpoint is evaluated, or a model's id on the hub.
 
     Args:
         checkpoint: step, or name of the directory; 0: the model that the run began with; None: the newest.
@@ -155,7 +155,7 @@ def configured(
 
 
 def _fitting(model: Pretrained, files: Sequence[Path], settings: Sequence[str]) -> list[str]:
-    """Return lengths that a model takes, for those that nobody chose: a third of what it takes for the prompt, the rest for the response."""
+    """Return default lengths for a model: a third of its length for the prompt, the rest for the response."""
     most = position_limit(entries_of(model) or {})
     prompt, response = TrainerConfig.max_prompt_length, SamplingParams.max_generate_length
     chosen = [name for name in _LENGTHS if source_of(files, settings, name)]
@@ -172,7 +172,7 @@ def default_place(subject: Subject) -> Path:
 
 
 def evaluate(subject: Subject, config: Config, place: Run, report: Callable[[str], None]) -> dict[str, Any]:
-    """Evaluate on this machine and return what is written to results.json.
+    """Evaluate on this machine and return the content of results.json.
 
     Args:
         place: a directory that is made.

@@ -35,7 +35,7 @@ TOTAL_STEPS, STEPS_PER_EPOCH = "trainer/total_steps", "trainer/steps_per_epoch"
 
 @dataclass(frozen=True)
 class Plan:
-    """What is trained again.
+    """Steps that are trained again.
 
     Attributes:
         run: path of the run directory.
@@ -131,7 +131,7 @@ def ranks_here(trainer: TrainerConfig, asked: int | None, role: Literal["policy"
 
 
 def replay(plan: Plan, config: Config, ranks: int, place: Run) -> list[dict[str, Any]]:
-    """Train what the plan says on this machine and return its results: `time`, `step` and `metrics`, in order.
+    """Train the steps of the plan on this machine and return its results: `time`, `step` and `metrics`, in order.
 
     Args:
         place: an empty directory, or one that is made.

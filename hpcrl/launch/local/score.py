@@ -29,7 +29,7 @@ PROCESS = "score"
 
 
 def score(config: Config, ranks: int, place: Run, report: Callable[[str], None]) -> None:
-    """Write what the teacher says, on this machine.
+    """Compute the teacher's log-probabilities on this machine.
 
     Args:
         ranks: that share the teacher.

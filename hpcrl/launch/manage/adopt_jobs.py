@@ -60,7 +60,7 @@ def _run_of(job: str, script: Path) -> Run | None:
 
 
 def _record(run: Run, before: Mapping[str, Any], job: str) -> dict[str, Any]:
-    """Write down the job of a run, unless somebody is about to; return the record."""
+    """Record the job of a run, unless another process is about to; return the record."""
     overrides = before.get("overrides", [])
     record = {
         "executor": "slurm", "host": socket.gethostname(), "job_id": job, "overrides": overrides, "submitted": time.time(),

@@ -1,12 +1,15 @@
-"""Cancels a run."""
+"""Cancels a run, or asks a running one to save and to go back into the queue."""
 
 from __future__ import annotations
 
 import os
 import signal
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+
+import tomli
 
 from hpcrl.config import Config
 from hpcrl.errors import ConfigError, RunError, SubmitError
@@ -22,22 +25,23 @@ from hpcrl.runtime.signals import ask_to_stop
 _LEAVING_S = 40.0  # Slurm kills what does not end 30 s after SIGTERM, unless the site says otherwise
 
 
-def cancel(run: Run, patience_s: float) -> RunState:
+def cancel(run: Run, patience_s: float, waiting: Callable[[RunState], None] = lambda _: None) -> RunState:
     """Ask a run to save and stop, and wait for it; a run that has nothing to save is taken away at once.
 
     Args:
+        waiting: called with the state of a run that saves, before its end is awaited.
         patience_s: for how long its end is awaited: what saves then goes on saving, and ends by itself. 0: take the job away now.
 
     A run that waits in the queue, also after a preemption, is taken out of it; one that is held for a person is only marked. A job that
     would upload what it has left goes too where it has left nothing.
     """
-    state = _cancel(run, patience_s)
+    state = _cancel(run, patience_s, waiting)
     if state.over and state.kind == "cancelled":
         _take_upload_away(run)
     return state
 
 
-def _cancel(run: Run, patience_s: float) -> RunState:
+def _cancel(run: Run, patience_s: float, waiting: Callable[[RunState], None]) -> RunState:
     state = states_of([run])[0]
     if state.over and state.kind == "held":
         cancel_outcome(run, state.attempt)
@@ -46,6 +50,7 @@ def _cancel(run: Run, patience_s: float) -> RunState:
         raise RunError(f"{run.name} is not running: {state.kind} ({state.detail})")
     if state.at_work and patience_s > 0:
         ask_to_stop(run, state.attempt, "cancelled")
+        waiting(state)
         return _await_end(run, patience_s)
     if state.outcome is None or not state.outcome.final:
         cancel_outcome(run, state.attempt)
@@ -63,7 +68,7 @@ def _await_end(run: Run, patience_s: float) -> RunState:
 
 
 def _take_upload_away(run: Run) -> None:
-    """Take away the job that waits to upload what the run has left, where that is nothing."""
+    """Cancel the run's waiting upload job, where the run has left nothing to upload."""
     job = (read_json(run.submission) or {}).get("upload")
     if job is None:
         return
@@ -89,3 +94,30 @@ def _take_away(state: RunState) -> None:
                 Path(f"/proc/{job}/task/{job}/children").read_text().split()
             ):  # the job's process is a shell above it
                 os.kill(int(child), signal.SIGTERM)
+
+
+def requeue(run: Run) -> None:
+    """Ask a running run to save and to go back into the queue.
+
+    Raises:
+        RunError: it does not run, not on Slurm, or would restart from step 0.
+    """
+    state = states_of([run])[0]
+    if state.submission.get("executor") == "local":
+        raise RunError(
+            f"{run.name} runs on this machine, without a queue: `hpcrl cancel` and `hpcrl resume` do the same"
+        )
+    if state.over:
+        raise RunError(
+            f"{run.name} is not running: {state.kind} ({state.detail}); `hpcrl resume {run.name}` continues it"
+        )
+    if state.job.name == "PENDING":
+        raise RunError(f"{run.name} waits in the queue already: {state.detail}")
+    if state.attempt == 0 or state.kind == "starting" or state.outcome is not None:
+        raise RunError(f"{run.name} is {state.kind}; try again in a moment")
+    if tomli.loads(run.config.read_text())["trainer"]["resume_mode"] == "none":
+        raise RunError(
+            f"{run.name} would lose all progress: trainer.resume_mode is none, so no attempt continues another; `hpcrl cancel {run.name}` "
+            "ends it"
+        )
+    ask_to_stop(run, state.attempt, "interrupted")

@@ -62,7 +62,7 @@ def draws(console: Console) -> bool:
 
 
 def read_view(run: Run, reader: LiveStatusReader) -> RunView:
-    """Return what the files of a run say now.
+    """Read the view of a run from its files.
 
     Raises:
         RunError: one of them is damaged.
@@ -79,7 +79,7 @@ def read_view(run: Run, reader: LiveStatusReader) -> RunView:
 
 
 class Looks:
-    """What is known of runs, which threads of its own find out again and again until all are over, or this process ends."""
+    """Views of runs, which threads read repeatedly until all are over, or this process ends."""
 
     def __init__(self, runs: Sequence[Run]) -> None:
         now = time.monotonic()
@@ -108,7 +108,7 @@ class Looks:
         return self._failure is not None or (bool(states) and all(state.over for state in states))
 
     def views(self) -> list[RunView]:
-        """Return what is known now, in the order of the runs."""
+        """Return the present views, in the order of the runs."""
         if self._failure:
             raise self._failure
         now, states = time.monotonic(), self._states
@@ -123,7 +123,7 @@ class Looks:
         ]
 
     def last(self) -> list[RunView]:
-        """Return what is known once all are over; as `views`."""
+        """Return the views once all runs are over; as `views`."""
         self._reader.join(_LAST_LOOK_S)
         if not self._reader.is_alive():
             self._look()
@@ -162,18 +162,18 @@ def _draw(looks: Looks, console: Console) -> None:
 
 
 def _print(looks: Looks, console: Console) -> None:
-    said: dict[tuple[Run, str], str] = {}
+    printed: dict[tuple[Run, str], str] = {}
     while not looks.over():
-        _say(looks.views(), said, console)
+        _print_changes(looks.views(), printed, console)
         time.sleep(LOOK_S)
-    _say(looks.last(), said, console)
+    _print_changes(looks.last(), printed, console)
 
 
-def _say(views: Sequence[RunView], said: dict[tuple[Run, str], str], console: Console) -> None:
+def _print_changes(views: Sequence[RunView], printed: dict[tuple[Run, str], str], console: Console) -> None:
     for view in views:
         for what, state, text in events(view):
-            if said.get((view.run, what)) != state:
-                said[view.run, what] = state
+            if printed.get((view.run, what)) != state:
+                printed[view.run, what] = state
                 name = f"{view.run.name} " if len(views) > 1 else ""
                 line = one_line(f"{time.strftime('%H:%M:%S')} {name}{what:<12} {text}")
                 console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -19,7 +19,7 @@ SILENT_S = 60.0
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is; None is what is not known.
+    """Progress of a run; None is unknown.
 
     Attributes:
         activity: state of the trainer's process status.

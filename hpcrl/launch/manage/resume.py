@@ -73,8 +73,8 @@ def resume(run: Run, overrides: Sequence[str] = ()) -> list[Change]:
         folder = Path(os.path.realpath(run.slurm))
         element = Element(run.name, config, [*state.submission["overrides"], *overrides])
         for edited in [*changed_files(run), *changed_inputs(run, current)]:
-            told = f"hpcrl: {run.name}: {edited}; the next attempt begins with the files as they are"
-            print(one_line(told), file=sys.stderr)
+            message = f"hpcrl: {run.name}: {edited}; the next attempt begins with the files as they are"
+            print(one_line(message), file=sys.stderr)
         with _changed_config(run, kept, config) if config != current else nullcontext(), _noted(run, config):
             launch(Submission(folder, [element]), local=state.submission["executor"] == "local")
         return found

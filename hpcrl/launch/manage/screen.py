@@ -36,7 +36,7 @@ _FIRST = (
 
 @dataclass(frozen=True)
 class RunView:
-    """What is known of a run.
+    """View of a run: its state, progress, headline, live status and alerts.
 
     Attributes:
         state: None while nothing has been asked for yet; progress, headline and live: while nothing has been read.
@@ -102,7 +102,7 @@ def details(view: RunView) -> list[tuple[str, str]]:
     for name, text in achieved.items():
         rows.append((name, f"{text}  {curve}".rstrip() if name in ("reward", "loss") else text))
     if live and live.tokens_per_second is not None:
-        rows.append(("tokens/s", f"{live.tokens_per_second:,.0f}"))
+        rows.append(("tokens/s", f"{live.tokens_per_second:,.0f} in the newest step"))
     if live and live.peaks:
         rows.append(("memory", f"{', '.join(live.peaks)} (the trainer rank that needed most)"))
     rows += [("alert", str(alert)) for alert in view.alerts[-_MOST_ALERTS:]]
@@ -147,8 +147,8 @@ def one_run(view: RunView, width: int, height: int) -> list[Text]:
     """Return at most `height` lines of at most `width` columns."""
     title = Text(f"{one_line(view.name)}: ", style="bold")
     title.append(view.kind, style=_style(view.kind))
-    said = textwrap.wrap(one_line(view.detail), max(20, width - 2), max_lines=_MOST_DETAIL, placeholder=" …")
-    lines = [title, *(Text(f"  {line}") for line in said)]
+    detail = textwrap.wrap(one_line(view.detail), max(20, width - 2), max_lines=_MOST_DETAIL, placeholder=" …")
+    lines = [title, *(Text(f"  {line}") for line in detail)]
     rows = details(view)
     room = max(0, height - len(lines))
     known = {row.process for row in view.live.rows} if view.live else set[str]()

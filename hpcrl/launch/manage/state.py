@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -18,6 +19,7 @@ from hpcrl.units import duration
 
 _STANDING = ("SUSPENDED", "STOPPED")
 _LEAVING = ("COMPLETING", "STAGE_OUT", "SIGNALING")
+_FORESEEN_S = 7 * 86400.0  # beyond it Slurm only adds up time limits, of a year where a job has none
 _SKEW_S = 60.0  # between the clocks of slurmctld and of a node
 
 
@@ -57,19 +59,19 @@ class RunState:
 
     @property
     def complaint(self) -> str:
-        """What is wrong with a run of which a file is damaged, and what to do."""
+        """Error of a run with a damaged file, and the remedy."""
         return "; ".join(filter(None, [self.detail, self.advice]))
 
     @property
     def at_work(self) -> bool:
-        """Whether there are processes that can be asked for something."""
+        """Return whether there are processes that can answer a request."""
         return self.kind in ("running", "saving")
 
 
 def state_of(
     run: Run, submission: dict[str, Any], job: JobState, found: bool = False, *, listed: bool = False
 ) -> RunState:
-    """Return the state of a run; one with a damaged file is unknown, and keeps nobody from seeing others.
+    """Return the state of a run; with a damaged file it is unknown, so that other runs are still shown.
 
     Args:
         submission: the record of its last job.
@@ -106,7 +108,7 @@ def _state_of(run: Run, submission: dict[str, Any], job: JobState, found: bool, 
 
 @dataclass(frozen=True)
 class _View:
-    """What is known of a run; `describe` returns kind, detail and advice."""
+    """Facts of a run; `describe` returns kind, detail and advice."""
 
     run: Run
     submission: dict[str, Any]
@@ -145,7 +147,7 @@ class _View:
 
     @property
     def _resumed(self) -> bool:
-        """Whether the newest attempt is of an earlier job than the recorded one, of which no attempt has begun."""
+        """Return whether the newest attempt is of an earlier job than the recorded one, of which no attempt has begun."""
         if self.attempt is None:
             return False
         identity = self.submission.get("job_id", "")
@@ -258,7 +260,7 @@ _HOLDING = ("REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
 
 
 def is_held(job: JobState) -> bool:
-    """Return whether a waiting job starts only when somebody releases it."""
+    """Return whether a waiting job starts only after its release."""
     return job.name in _HOLDING or job.reason == "JobHoldMaxRequeue" or "held" in job.reason.lower()
 
 
@@ -275,10 +277,9 @@ def explain(job: JobState, number: str) -> str:
         meaning = "somebody held it: `scontrol release {job}` lets it go"
     unnamed = "Slurm has given no reason yet" if job.name == "PENDING" else job.name
     parts = [f"{job.reason or unnamed}" + (f": {meaning.format(job=number)}" if meaning else "")]
-    if start := started(job):
-        eligible = "may start" if job.reason == "BeginTime" else "Slurm expects it to start"
-        if start > datetime.now().timestamp():
-            parts.append(f"{eligible} at {_clock(start)}")
+    begins, ahead = job.reason == "BeginTime", (started(job) or 0.0) - time.time()
+    if ahead > 0 and (begins or ahead < _FORESEEN_S):
+        parts.append(f"{'may start' if begins else 'Slurm expects it to start'} at {_clock(time.time() + ahead)}")
     return "; ".join(parts)
 
 

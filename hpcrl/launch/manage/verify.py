@@ -55,7 +55,7 @@ def _inputs(run: Run) -> Iterator[str]:
     changed = list[str]()
     with suppress(ConfigError):  # reported as damage of its own
         config = Config.from_toml([run.config])
-        yield from _told(lambda: changed.extend(changed_inputs(run, config, reread=True)))
+        yield from _findings(lambda: changed.extend(changed_inputs(run, config, reread=True)))
     yield from changed
 
 
@@ -67,7 +67,7 @@ def _ledger(run: Run) -> Iterator[str]:
         *_of_lines(run.starts, parse_start),
     ]
     for attempt in ended:
-        damaged += _told(lambda attempt=attempt: outcome_of(run, attempt))
+        damaged += _findings(lambda attempt=attempt: outcome_of(run, attempt))
     yield from damaged
     if damaged:  # what is missing then may be in what cannot be read
         return
@@ -76,12 +76,12 @@ def _ledger(run: Run) -> Iterator[str]:
             yield f"{run.attempts} does not know attempt {attempt}"
         elif attempt not in ended:
             yield f"{run.outcome(attempt)} is missing"
-    yield from _told(lambda: require_starts(run))
+    yield from _findings(lambda: require_starts(run))
 
 
 def _of_lines(path: Path, parse: Callable[[str, bytes], object]) -> Iterator[str]:
     for where, line in whole_lines(path):
-        yield from _told(lambda where=where, line=line: parse(where, line))
+        yield from _findings(lambda where=where, line=line: parse(where, line))
 
 
 def _metrics(run: Run) -> Iterator[str]:
@@ -119,13 +119,13 @@ def _samples(run: Run) -> Iterator[str]:
             path = run.path / group.path
             seen.add((path, group.offset))
             if path.exists() or step > (pruned := samples_removed(run)):
-                yield from _told(lambda path=path, group=group: check_group(path, group))
-                yield from _told(lambda group=group: check_scores(run, group))
+                yield from _findings(lambda path=path, group=group: check_group(path, group))
+                yield from _findings(lambda group=group: check_scores(run, group))
     for path in sorted(run.samples.glob("*/g*.safetensors")):
         groups = list[GroupMeta]()
-        yield from _told(lambda path=path, groups=groups: groups.extend(groups_of(path)), path)
+        yield from _findings(lambda path=path, groups=groups: groups.extend(groups_of(path)), path)
         for group in (group for group in groups if (path, group.offset) not in seen):
-            yield from _told(lambda path=path, group=group: check_group(path, group), path)
+            yield from _findings(lambda path=path, group=group: check_group(path, group), path)
 
 
 def _datasets(run: Run) -> Iterator[str]:
@@ -149,7 +149,7 @@ def _rows(run: Run) -> Iterator[str]:
 def _weights(run: Run) -> Iterator[str]:
     for version in committed(run.weights, version_of):
         path = run.weights_of(version)
-        yield from _told(lambda path=path: check_weights(path), path)
+        yield from _findings(lambda path=path: check_weights(path), path)
 
 
 def _checkpoints(run: Run) -> Iterator[str]:
@@ -165,11 +165,11 @@ def _committed(
 ) -> Iterator[str]:
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if number(path) is not None and is_committed(path):
-            yield from _told(lambda path=path: verify(path), path)
+            yield from _findings(lambda path=path: verify(path), path)
 
 
-def _told(check: Callable[[], object], listed: Path | None = None) -> Iterator[str]:
-    """Yield what a check says.
+def _findings(check: Callable[[], object], listed: Path | None = None) -> Iterator[str]:
+    """Yield the findings of a check.
 
     Args:
         listed: what was there a moment ago; a run that goes on may have removed it since.

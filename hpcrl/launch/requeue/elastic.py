@@ -29,7 +29,7 @@ _SIGNALLED = 128  # and above, as of a shell
 
 
 def cancel_pools(run: Run) -> None:
-    """Take the pools of a run off the cluster, if it has any; an element that is overlooked finds nothing to do and ends."""
+    """Cancel the elastic pools of a run, if it has any; an overlooked element finds nothing to do and ends."""
     for pool in _arrays(read_json(run.submission) or {}):
         with suppress(SubmitError):  # the job array is over, and Slurm has forgotten it
             cancel_slurm(pool)

@@ -87,7 +87,7 @@ def concluded(run: Run, job: str, status: int) -> Outcome:
 
 
 def settle(run: Run, job: str, status: int = 0) -> int:
-    """Requeue this job where the policy says so; return the exit status of the batch script. `status` as of `concluded`."""
+    """Requeue this job where the policy decides so; return the exit status of the batch script. `status` as of `concluded`."""
     outcome, decision = _patiently(lambda: (concluded(run, job, status), requeue_decision(run)))
     with suppress(OSError):  # what is printed lies on the filesystem of the run, too
         print(f"attempt {outcome.attempt}: {outcome.kind}: {decision.why}", flush=True)
@@ -99,7 +99,7 @@ def settle(run: Run, job: str, status: int = 0) -> int:
 
 
 def _patiently(look: Callable[[], _Seen]) -> _Seen:
-    """Return what `look` does; a filesystem that fails for a moment must not keep the run out of the queue."""
+    """Return the result of `look`, with retries: a short failure of the filesystem must not keep the run out of the queue."""
     deadline = time.monotonic() + _TROUBLE_S
     while True:
         try:

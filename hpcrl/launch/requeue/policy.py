@@ -20,7 +20,7 @@ _REPEATS = re.compile(r"(?<![\w.])(?:hpcrl\.errors\.)?(?:ConfigError|DataError):
 
 @dataclass(frozen=True)
 class RequeueDecision:
-    """Whether a run is requeued after its newest attempt.
+    """Decision whether a run is requeued after its newest attempt.
 
     Attributes:
         requeue: the next attempt starts by itself.
@@ -73,7 +73,7 @@ def decide(
 
 
 def repeats(outcome: Outcome) -> bool:
-    """Return whether another attempt ends as this one, until somebody changes a file that the run reads."""
+    """Return whether another attempt ends as this one, until the user changes a file that the run reads."""
     return outcome.kind in _CRASHES and _REPEATS.search(outcome.message) is not None
 
 
@@ -84,7 +84,7 @@ def bad_hosts(outcomes: Sequence[Outcome]) -> tuple[str, ...]:
 
 
 def requeue_decision(run: Run) -> RequeueDecision:
-    """Return what becomes of a run whose newest attempt has an outcome."""
+    """Decide whether a run whose newest attempt has an outcome is requeued."""
     # not by Config, which would import the modules of a user's config_class once more
     config = tomli.loads(run.config.read_text())
     resumes = config["trainer"]["resume_mode"] != "none"

@@ -41,9 +41,9 @@ def _scontrol(*words: str) -> bool:
     deadline = time.monotonic() + _PATIENCE_S
     while True:
         done = _run("scontrol", *words)
-        said = done.stderr.strip()
-        print(f"scontrol {' '.join(words)}: {said or 'done'}", flush=True)
-        if done.returncode == 0 or not is_away(said) or time.monotonic() > deadline:
+        output = done.stderr.strip()
+        print(f"scontrol {' '.join(words)}: {output or 'done'}", flush=True)
+        if done.returncode == 0 or not is_away(output) or time.monotonic() > deadline:
             return done.returncode == 0
         time.sleep(_RETRY_S)
 

@@ -46,7 +46,7 @@ class Element:
 
 @dataclass(frozen=True)
 class Submission:
-    """What one submit call makes, before it is made.
+    """Run directories and jobs of one submit call, before they are created.
 
     Attributes:
         folder: submitit's folder and the code snapshot, shared by the elements.
@@ -71,7 +71,7 @@ class ArrayExecutor(submitit.SlurmExecutor):
 
     @classmethod
     def affinity(cls) -> int:
-        """Return that it can be used, also where there is no srun: a dry run prints batch scripts anywhere."""
+        """Return that the executor can be used, also without srun: a dry run prints batch scripts anywhere."""
         return 2
 
     def _internal_process_submissions(self, delayed_submissions: list[DelayedSubmission]) -> list[Job[Any]]:
@@ -182,7 +182,7 @@ def upload_executor(submission: Submission, run: Run, config: Config, gang: str)
 
 
 def _as_the_run(asked: _Asked, slurm: SlurmConfig) -> _Asked:
-    """Return what another job of a run asks for, with partition and account of the run where it has none of its own."""
+    """Return the request of another job of a run, with partition and account of the run where it has none of its own."""
     return replace(asked, partition=asked.partition or slurm.partition, account=asked.account or slurm.account)
 
 
@@ -299,7 +299,7 @@ _T = TypeVar("_T")
 
 
 def submit_with_retry(submit: Callable[[], _T], folder: Path) -> _T:
-    """Return what `submit` returns, and call it again while there is no slurmctld that answers.
+    """Call `submit`, again while slurmctld does not answer, and return its result.
 
     A slurmctld that did not answer may have taken the job all the same. What it took is cancelled then: submitit has not given it what it
     needs to start.

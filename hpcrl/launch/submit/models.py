@@ -90,7 +90,7 @@ def check_layouts(config: Config) -> Iterator[Problem]:
     for model, changes, section, whose in _models(config.trainer):
         entries = entries_of(model)
         if entries is not None:
-            sizes = getattr(config.trainer, section).megatron_config
+            sizes = config.trainer.megatron_layout(section)
             yield from misfits(f"trainer.{section}.megatron_config", sizes, {**entries, **changes}, whose)
 
 
@@ -119,17 +119,21 @@ def check_routers(config: Config) -> Iterator[Problem]:
 
 
 def check_adapters(config: Config) -> Iterator[Problem]:
-    """Yield the target_modules of LoRA that no weight of the model has in its name; of mixtures, whose classes rename weights, none."""
+    """Yield the modules that LoRA names and no weight of the model has in its name; of mixtures, whose classes rename weights, none."""
     trainer = config.trainer
     for role, lora in trainer.adapters.items():
-        model, wanted = trainer.models[role], lora.target_modules
-        names = [] if wanted == "all-linear" or has_experts(entries_of(model) or {}) else _weights_of(model)
-        for part in [wanted] if isinstance(wanted, str) else wanted:
-            own = part.rpartition(".")[2]
-            if names and not any(own in name for name in names):
+        model = trainer.models[role]
+        names = [] if has_experts(entries_of(model) or {}) else _weights_of(model)
+        for setting in ("target_modules", "exclude_modules"):
+            wanted = getattr(lora, setting) or []
+            for part in [wanted] if isinstance(wanted, str) else wanted:
+                own = part.rpartition(".")[2]
+                # a head may share the weight of the embedding
+                if not names or part == "all-linear" or any(own in name for name in (*names, "lm_head")):
+                    continue
                 leaves = {name.removesuffix(".weight").rpartition(".")[2] for name in names}
                 yield Problem(
-                    f"trainer.{role}.model.lora.target_modules",
+                    f"trainer.{role}.model.lora.{setting}",
                     f'{model} has no weight with "{part}" in its name{did_you_mean(part, sorted(leaves), 3, 0.3)}',
                 )
 

@@ -36,8 +36,8 @@ def check_own_code(config: Config) -> tuple[list[Problem], list[str]]:
             if package := missing_package(error):
                 warnings.append(f"{path}: {name} {not_tried(package)}")
             else:
-                said = str(error).removeprefix(f"{name!r}: ")
-                problems.append(Problem(path, said.removeprefix(f"{path}=")))
+                message = str(error).removeprefix(f"{name!r}: ")
+                problems.append(Problem(path, message.removeprefix(f"{path}=")))
     return problems, warnings
 
 

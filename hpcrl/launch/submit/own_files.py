@@ -73,7 +73,7 @@ def _is_installed(folder: Path) -> bool:
 
 
 def _closure(folder: Path, modules: Collection[str]) -> Iterator[Path]:
-    """Yield the files below `folder` that are read when these modules are imported, as far as import statements tell."""
+    """Yield the files below `folder` that the import of these modules reads, by their import statements."""
     seen, wanted = set[Path](), list(modules)
     while wanted and len(seen) <= _MOST:
         for path in _files(folder, wanted.pop()):

@@ -60,7 +60,7 @@ _OF_SHAPE = re.compile(r"model_type|tie_word_embeddings|num_\w+|\w+_(size|dim|ra
 
 
 def check_files(config: Config, source_of: Callable[[str], str | None] = lambda _: None) -> list[str]:
-    """Look at everything that the configuration names, but for the checkpoint that a first attempt may start from.
+    """Check all files of the configuration, except the checkpoint that a first attempt may start from.
 
     Args:
         source_of: which file and line, or override, sets a path, for errors.
@@ -200,7 +200,7 @@ def _of_models(config: Config) -> Iterator[Problem]:
         place = f"trainer.{role}.model"
         family = family_of(config) if role == "policy" else Family
         yield from _of_directory(f"{place}.path", model.path, f"{place}.revision", model.revision, family)
-    yield from _told(partial(launch_family(config).check_model, config))
+    yield from _problems_of(partial(launch_family(config).check_model, config))
     if distillation.enable:
         place = "trainer.distillation"
         if distillation.precomputed_logprobs is None:  # else nothing loads it
@@ -218,13 +218,13 @@ def _of_models(config: Config) -> Iterator[Problem]:
             )
 
 
-def _told(check: Callable[[], object]) -> Iterator[Problem]:
+def _problems_of(check: Callable[[], object]) -> Iterator[Problem]:
     """Yield what a check of files raises as DataError, which begins with the setting."""
     try:
         check()
     except DataError as error:
-        place, _, said = str(error).partition(": ")
-        yield Problem(place, said)
+        place, _, message = str(error).partition(": ")
+        yield Problem(place, message)
 
 
 def _of_directory(
@@ -290,7 +290,7 @@ def _other_environment(name: str, path: str, of_row: str, configured: str | None
 
 
 def _of_teachers(config: Config) -> Iterator[Problem]:
-    """Look for rows of each teacher, in all files: with a typo in its name another teacher would judge them."""
+    """Require rows of each teacher, in all files: with a typo in its name another teacher would judge them."""
     distillation = config.trainer.distillation
     if not (distillation.enable and distillation.source_models):
         return
@@ -307,7 +307,7 @@ def _of_teachers(config: Config) -> Iterator[Problem]:
 
 
 def _of_rows(config: Config) -> tuple[list[Problem], list[str]]:
-    """Look at the first row of each dataset whose rows are trained. What is on the hub is downloaded here, for nodes without network."""
+    """Check the first row of each dataset whose rows are trained. What is on the hub is downloaded here, for nodes without network."""
     problems, warnings, recipe = list[Problem](), list[str](), Recipe.of(config)
     named = [("data.train_data", source) for source in training_sources(config.data)]
     if config.trainer.eval_interval > 0:

@@ -22,7 +22,7 @@ from hpcrl.data.datasets import are_played, load_dataset, prompt_datasets
 from hpcrl.envs.base import finite, user_code
 from hpcrl.envs.registry import environment_class, is_agent
 from hpcrl.envs.rewards.response import Reward, response_to, truth_of
-from hpcrl.envs.rewards.weighted import GROUND_TRUTHS, solution
+from hpcrl.envs.rewards.weighted import BY_DATA_SOURCE, GROUND_TRUTHS, solution
 from hpcrl.errors import HpcrlError, UserCodeError
 from hpcrl.types import Kind, Prompt
 
@@ -72,7 +72,7 @@ def own_rewards(config: Config, kind: Kind, prompt: Prompt | None = None) -> Ite
         agent = "environment.skyrl_gym.agent.reward_function"
         named.append((agent, environment.skyrl_gym.agent.reward_function))
     for path, weights in named:
-        compares = not GROUND_TRUTHS.keys().isdisjoint(weights)
+        compares = not {*GROUND_TRUTHS, BY_DATA_SOURCE}.isdisjoint(weights)
         yield from ((path, name, compares) for name in weights if ":" in name)
 
 

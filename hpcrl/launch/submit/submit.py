@@ -110,7 +110,7 @@ def code_sources() -> dict[str, Path]:
 
 
 def _make_folder(folder: Path) -> None:
-    """Take the name of the submission. Raises RunError where somebody took it a moment ago."""
+    """Create the folder of the submission. Raises RunError where somebody took it a moment ago."""
     try:
         folder.mkdir(parents=True, mode=0o700)  # what lies in it is executed by the job
     except FileExistsError:

@@ -27,7 +27,7 @@ _DECIDES = ("model_config_kwargs", "rotary positions", "temperature", "number ty
 
 
 def facts_of(config: Config) -> dict[str, Any]:
-    """Return all that decides what the teacher says of the rows of a run, and nothing else, as JSON has it."""
+    """Return exactly the facts that decide the teacher's log-probabilities of a run's rows, as JSON values."""
     trainer, recipe, model = config.trainer, Recipe.of(config), config.trainer.ref_model
     precision = (
         trainer.ref.megatron_config.dtype
@@ -48,7 +48,7 @@ def facts_of(config: Config) -> dict[str, Any]:
 
 
 def _identity(model: Pretrained) -> str | None:
-    """Return what tells a model from others: its config.json, and of each file of weights name, size and both ends; None: it is not on this machine."""
+    """Return the identity of a model: its config.json, and of each file of weights name, size and both ends; None: it is not on this machine."""
     folder = folder_of(model)
     weights = [] if folder is None else sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")])
     if folder is None or not weights:
@@ -72,10 +72,10 @@ def check_precomputed(config: Config) -> Iterator[Problem]:
     if written is None:
         return
     place, names = Run(Path(written)), [f"train-{at}" for at in range(len(config.data.train_data))]
-    said = read_json(place.path / FACTS)
-    if said is None or len(said["datasets"]) != len(names):
+    written_facts = read_json(place.path / FACTS)
+    if written_facts is None or len(written_facts["datasets"]) != len(names):
         expected = f"of {len(names)} dataset(s), as data.train_data has"
-        found = "there is none" if said is None else f"it has {len(said['datasets'])}"
+        found = "there is none" if written_facts is None else f"it has {len(written_facts['datasets'])}"
         yield Problem(_SETTING, f"expected a directory that `hpcrl score` wrote {expected}; {found}: {written}")
         return
     if missing := [name for name in names if not is_committed(place.teacher_file(name))]:
@@ -84,22 +84,22 @@ def check_precomputed(config: Config) -> Iterator[Problem]:
         wanted = facts_of(config)
     except (DataError, ModuleNotFoundError):  # which the look at the datasets themselves tells
         return
-    yield from (Problem(_SETTING, f"{written} {what}; {_REMEDY}") for what in _differences(said, wanted))
+    yield from (Problem(_SETTING, f"{written} {what}; {_REMEDY}") for what in _differences(written_facts, wanted))
 
 
-def _differences(said: dict[str, Any], wanted: dict[str, Any]) -> Iterator[str]:
-    known = None not in (said["weights"], wanted["weights"])
+def _differences(written_facts: dict[str, Any], wanted: dict[str, Any]) -> Iterator[str]:
+    known = None not in (written_facts["weights"], wanted["weights"])
     what = "weights" if known else "teacher"  # the same weights wherever they lie
-    if said[what] != wanted[what]:
-        trained = said["teacher"] == wanted["teacher"]
+    if written_facts[what] != wanted[what]:
+        trained = written_facts["teacher"] == wanted["teacher"]
         other = "which has other weights now" if trained else f"and this run's is {wanted['teacher']}"
-        yield f"is of the teacher {said['teacher']}, {other}"
-    if said["top_k"] < wanted["top_k"]:
-        yield f"has the {said['top_k']} most probable tokens of each place, fewer than trainer.distillation.top_k = {wanted['top_k']}"
+        yield f"is of the teacher {written_facts['teacher']}, {other}"
+    if written_facts["top_k"] < wanted["top_k"]:
+        yield f"has the {written_facts['top_k']} most probable tokens of each place, fewer than trainer.distillation.top_k = {wanted['top_k']}"
     for name in _DECIDES:
-        if said[name] != wanted[name]:
-            yield f"was computed with other {name}, {said[name]}, than this run has, {wanted[name]}"
-    for at, (one, other) in enumerate(zip(said["datasets"], wanted["datasets"], strict=True)):
+        if written_facts[name] != wanted[name]:
+            yield f"was computed with other {name}, {written_facts[name]}, than this run has, {wanted[name]}"
+    for at, (one, other) in enumerate(zip(written_facts["datasets"], wanted["datasets"], strict=True)):
         keys = sorted(key for key in (one.keys() | other.keys()) - {"by"} if one.get(key) != other.get(key))
         if keys:
             yield f"has other rows than data.train_data[{at}] has here: {', '.join(keys)} differ"

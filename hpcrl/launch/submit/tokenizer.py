@@ -30,7 +30,7 @@ def has_tokenizer(config: Config) -> bool:
 
 
 def check_tokenizer(config: Config) -> tuple[list[Problem], list[str]]:
-    """Return what would end a run, and what a run does with files that disagree."""
+    """Return problems that would end a run, and notes about files that disagree."""
     trainer, generator = config.trainer, config.generator
     chats = not trainer.offline or trainer.pairwise or config.data.format in ("conversations", "prompt_response")
     problems, warnings = list[Problem](), list[str]()
@@ -43,8 +43,8 @@ def check_tokenizer(config: Config) -> tuple[list[Problem], list[str]]:
             elif found.level == "warning" and found.subject in _OF_ALL_RUNS:
                 warnings.append(f"{found.subject}: {found.found}; {found.remedy}")
     except (ConfigError, DataError) as error:
-        setting, _, said = str(error).partition(": ")
-        problems.append(Problem(setting, said))
+        setting, _, message = str(error).partition(": ")
+        problems.append(Problem(setting, message))
     return problems, warnings
 
 

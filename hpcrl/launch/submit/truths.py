@@ -18,7 +18,7 @@ from hpcrl.data.sources import Source
 from hpcrl.envs.base import Environment, finite, user_code
 from hpcrl.envs.registry import common_extras, environment_class, is_agent
 from hpcrl.envs.rewards.response import Response, truth_of
-from hpcrl.envs.rewards.weighted import GROUND_TRUTHS, REWARDS, solution
+from hpcrl.envs.rewards.weighted import BY_DATA_SOURCE, GROUND_TRUTHS, REWARDS, reward_of, solution
 from hpcrl.errors import DataError, HpcrlError
 from hpcrl.launch.submit.own_code import missing_package, not_tried
 from hpcrl.types import Kind, Prompt
@@ -105,14 +105,14 @@ def _check(setting: str, source: Source, kinds: Sequence[Kind], config: Config) 
             warnings.append(f"{setting}: {name} on the ground truths of {path} {not_tried(found.package)}")
         elif found.failed:
             shown = "; ".join(found.failed[:_MOST_SHOWN]) + ("; …" if len(found.failed) > _MOST_SHOWN else "")
-            said = (
+            message = (
                 f"{len(found.failed)} of {found.count} ground truths of {path} that were tried are not worth 1 with {name} as the answer "
                 f"to their own row; correct or drop such rows: {shown}"
             )
             if len(found.failed) == found.count:
-                problems.append(Problem(setting, said))
+                problems.append(Problem(setting, message))
             else:
-                warnings.append(f"{setting}: {said}")
+                warnings.append(f"{setting}: {message}")
     return problems, warnings
 
 
@@ -133,13 +133,14 @@ def spread(rows: Iterable[Any], most: int, seconds: float) -> list[tuple[int, An
 def _trials(
     environment: EnvironmentConfig, kinds: Sequence[Kind], max_turns: int
 ) -> Callable[[Prompt], Iterator[tuple[str, Worth]]] | None:
-    named = dict.fromkeys(name for kind in kinds for name in environment.reward_weights(kind) if name in GROUND_TRUTHS)
+    comparing = (*GROUND_TRUTHS, BY_DATA_SOURCE)
+    named = dict.fromkeys(name for kind in kinds for name in environment.reward_weights(kind) if name in comparing)
     played, extras = are_played(environment, kinds), common_extras(environment, max_turns)
     if not (named or played):
         return None
 
     def of_reward(name: str, prompt: Prompt) -> tuple[str, Worth]:
-        truth = truth_of(prompt.extras)
+        name, truth = reward_of(name, prompt.data_source), truth_of(prompt.extras)
         return f"reward {name!r}", lambda: REWARDS[name](
             Response(text=solution(name, truth), ground_truth=truth), environment
         )

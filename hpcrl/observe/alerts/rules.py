@@ -26,7 +26,7 @@ class AlertJudge:
         self._beyond = 0
 
     def take(self, value: float) -> str:
-        """Return what is wrong once as many values in a row as the rule wants are beyond its limit; else nothing."""
+        """Return the finding once as many values in a row as the rule requires are beyond its limit; else nothing."""
         found = self._found(value)
         self._beyond = self._beyond + 1 if found else 0
         if self._beyond < self._rule.steps:

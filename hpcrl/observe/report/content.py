@@ -35,7 +35,7 @@ Decoder = Callable[[Run], Decode]
 
 
 def content_of(run: Run, decoder: Decoder, *, with_samples: bool = True) -> dict[str, Any]:
-    """Return all that a report says of a run.
+    """Return the content of a run's report.
 
     Args:
         decoder: returns what decodes the run's tokens; RunError where this machine cannot: samples are then shown as numbers.

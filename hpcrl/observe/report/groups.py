@@ -20,7 +20,7 @@ _MOST_DROPPED = 200
 
 
 def groups_of(run: Run) -> dict[str, Any] | None:
-    """Return what became of the groups of a run; None where it has no batches with rewards.
+    """Return statistics of a run's groups; None where it has no batches with rewards.
 
     Of a long run some of the steps are read, evenly spaced; a batch that is damaged is passed over.
 

@@ -86,7 +86,7 @@ class _Server(ThreadingHTTPServer):
 
 
 class _Contents:
-    """What is known of the runs, read again at most every few seconds, and only where somebody asks."""
+    """Contents of the runs' reports, read again at most every few seconds, and only on request."""
 
     def __init__(self, runs: Sequence[Run], decoder: Decoder) -> None:
         self._runs, self._decoder = runs, decoder
@@ -146,4 +146,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing: the lines would hold the token."""
+        """Log nothing: the lines would hold the token."""

@@ -166,7 +166,7 @@ def _column(values: np.ndarray, known: np.ndarray) -> Column:
 
 
 def token_texts(token_ids: Sequence[int], decode: Decode | None) -> list[str]:
-    """Return what each token adds to the text; of tokens that together are one letter, the last one has it."""
+    """Return the text that each token adds; of several tokens of one letter, the last one has it."""
     if decode is None:
         return [f"{token} " for token in token_ids]
     texts, begun = list[str](), list[int]()

@@ -14,7 +14,7 @@ _NAMES = list(KINDS)
 
 
 def timeline_of(run: Run, started: float) -> dict[str, Any] | None:
-    """Return what each process did when; None for a run without timelines.
+    """Return the timeline of each process; None for a run without timelines.
 
     A process with too many spans has coarser ones: within windows of `resolution` seconds those of one kind are put together.
 
@@ -49,7 +49,7 @@ def timeline_of(run: Run, started: float) -> dict[str, Any] | None:
 
 
 def _order(process: str) -> tuple[int, str, int]:
-    """Return what sorts trainer ranks first, then replicas and the others, and 10 after 9."""
+    """Return a sort key with trainer ranks first, then replicas and the others, and 10 after 9."""
     role, _, number = process.rpartition("-")
     roles = ("rank", "rollout", "scorer", "reward")
     return roles.index(role) if role in roles else len(roles), role, int(number) if number.isdecimal() else 0

@@ -163,9 +163,9 @@ def _reward(reported: Reported) -> tuple[Status, str] | None:
         return None
     first, last, error = _trend(rewards)
     rises, falls = last - first > 2 * error, first - last > 2 * error
-    said = "it rises" if rises else "it falls" if falls else "no trend beyond its noise"
+    text = "it rises" if rises else "it falls" if falls else "no trend beyond its noise"
     status: Status = "good" if rises else "bad" if falls else "look"
-    return status, f"{first:.3f} in the first tenth, {last:.3f} in the last: {said}"
+    return status, f"{first:.3f} in the first tenth, {last:.3f} in the last: {text}"
 
 
 def _evaluated(reported: Reported, metric: str, sign: int) -> tuple[Status, str] | None:
@@ -219,8 +219,8 @@ def _entropy(reported: Reported) -> tuple[Status, str] | None:
     if len(reported(ENTROPY)) < _FEW:
         return None
     low, high = last < 0.05 * first, last > 3 * first
-    said = ", hardly any exploration is left" if low else ", the policy becomes random" if high else ""
-    return "look" if low or high else "good", text + said
+    trend = ", hardly any exploration is left" if low else ", the policy becomes random" if high else ""
+    return "look" if low or high else "good", text + trend
 
 
 @_rule("KL", KL, look="above 1 nat per token in the last tenth")
@@ -241,9 +241,9 @@ def _clip(reported: Reported) -> tuple[Status, str]:
 def _mismatch(reported: Reported) -> tuple[Status, str]:
     first, last = reported.ends(MISMATCH)
     grows = last > 0.02 and last > 3 * first
-    said = f"engines and trainer differ by {last:.2g} nats per token in the last tenth"
-    said += f", and by {first:.2g} in the first: it grows" if grows else ""
-    return "look" if last > 0.1 or grows else "good", said
+    text = f"engines and trainer differ by {last:.2g} nats per token in the last tenth"
+    text += f", and by {first:.2g} in the first: it grows" if grows else ""
+    return "look" if last > 0.1 or grows else "good", text
 
 
 @_rule(
@@ -256,10 +256,10 @@ def _gradient(reported: Reported) -> tuple[Status, str]:
     middle, most, zeros = gradient[len(gradient) // 2], gradient[-1], gradient.count(0)
     if most == 0:
         return "bad", "norm 0 in every step: no weight has learned anything"
-    said = f"norm {middle:.3g} in the middle, {most:.3g} at most"
-    said += f"; 0 in {zeros} of {len(gradient)} steps" if zeros else ""
-    said += f"; {skipped:.0f} optimizer steps were skipped" if skipped else ""
-    return "look" if skipped or zeros > len(gradient) / 2 or most > 100 * max(middle, 1e-12) else "good", said
+    text = f"norm {middle:.3g} in the middle, {most:.3g} at most"
+    text += f"; 0 in {zeros} of {len(gradient)} steps" if zeros else ""
+    text += f"; {skipped:.0f} optimizer steps were skipped" if skipped else ""
+    return "look" if skipped or zeros > len(gradient) / 2 or most > 100 * max(middle, 1e-12) else "good", text
 
 
 @_rule(
@@ -292,8 +292,8 @@ def _truncation(reported: Reported) -> tuple[Status, str]:
 @_rule("environments", SAMPLES, FAILED, look="more than 1 % of all samples have failed")
 def _environments(reported: Reported) -> tuple[Status, str]:
     samples, failed = sum(reported(SAMPLES)), sum(reported(FAILED))
-    said = f"{failed:.0f} of {samples:.0f} samples failed in their environment"
-    return "look" if failed > 0.01 * samples else "good", said
+    text = f"{failed:.0f} of {samples:.0f} samples failed in their environment"
+    return "look" if failed > 0.01 * samples else "good", text
 
 
 @_rule("staleness", STALENESS, bad="above trainer.fully_async.max_staleness_steps in a step")
@@ -313,10 +313,10 @@ def _engines(reported: Reported) -> tuple[Status, str] | None:
     if reported.config.get("trainer.placement.colocate_all"):
         return None
     idle, bound = reported.ends(IDLE)[1], reported.config.get(_STALENESS, 0)
-    said = f"idle for {idle:.0%} of the time in the last tenth"
+    text = f"idle for {idle:.0%} of the time in the last tenth"
     if idle <= 0.5:
-        return "good", said
+        return "good", text
     return "look", (
-        f"{said}: fewer of them (generator.inference_engine.num_engines), the trainer's GPUs in turns "
+        f"{text}: fewer of them (generator.inference_engine.num_engines), the trainer's GPUs in turns "
         f"(trainer.placement.colocate_all=true), or generation ahead of training ({_STALENESS}, now {bound})"
     )

@@ -65,10 +65,10 @@ class EventFile:
 
     def _to_show(self, records: list[Record]) -> bool:
         """Return whether these make something of the file worth showing that was left out."""
-        shown = self._shown | self._told(records)
+        shown = self._shown | self._informative(records)
         return bool(shown & self._left_out) or layout_of(shown, self._success_reward) != self._layout
 
-    def _told(self, records: Iterable[Record]) -> set[str]:
+    def _informative(self, records: Iterable[Record]) -> set[str]:
         return {
             tag
             for record in records
@@ -92,7 +92,7 @@ class EventFile:
         self._trained = self._summarised = 0
         records, _ = self._reader.poll()
         self._several = len(read_attempts(self._run)) > 1
-        self._shown, self._left_out = self._told(records), set[str]()
+        self._shown, self._left_out = self._informative(records), set[str]()
         self._layout = layout_of(self._shown, self._success_reward)
         make_directory(self._directory)
         beside = self._directory / f".rebuilding.{socket.gethostname()}.{os.getpid()}"

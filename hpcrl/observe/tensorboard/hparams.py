@@ -36,7 +36,7 @@ _SCORES = {EVAL_SCORE: "evaluation score", EVAL_LOSS: "validation loss", REWARD:
 
 
 def hparams_of(run: Run) -> Iterator[tuple[str, Any]]:
-    """Yield tag and metadata of the two summaries that tell TensorBoard of a run's hyperparameters."""
+    """Yield tag and metadata of the two summaries of a run's hyperparameters."""
     own = _varied(run)
     values = dict(_values(run, [*own, *_COMPARED]))
     experiment = api_pb2.Experiment(

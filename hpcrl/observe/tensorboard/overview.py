@@ -56,13 +56,12 @@ CHARTS = (
 
 
 def is_always_shown(tag: str) -> bool:
-    """Return whether a metric says something where it is 0 all the time."""
+    """Return whether a metric is informative where it is 0 all the time."""
     return tag.startswith(_ALWAYS)
 
 
 def points_of(record: Record, several_attempts: bool) -> Mapping[str, float]:
-    """Return what is shown of a record: its metrics without those that only repeat the configuration, the shares of a step's time, and
-    with `several_attempts` the attempt that trained it."""
+    """Return the shown metrics of a record, with the shares of a step's time. Metrics that repeat the configuration are left out; with `several_attempts` the attempt that trained it is added."""
     points = {tag: value for tag, value in record.metrics.items() if tag not in _OF_THE_CONFIGURATION}
     if seconds := record.metrics.get(STEP_SECONDS):
         others = _PARTS_OF_OTHERS + (_OF_CRITICS_RANKS if _WAITS_FOR_POLICY in record.metrics else ())

@@ -62,7 +62,7 @@ def layout(content: bytes) -> Any:
 
 
 def marker(tag: str, metadata: Any) -> Any:
-    """Return a summary that says all in its metadata."""
+    """Return a summary with metadata alone."""
     return Summary.Value(tag=tag, metadata=metadata, tensor=NULL_TENSOR)
 
 

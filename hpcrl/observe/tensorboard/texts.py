@@ -16,7 +16,7 @@ from hpcrl.rundir.commit import parse_json
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import read_attempts, read_outcomes
 from hpcrl.rundir.starts import read_starts, resumed_after
-from hpcrl.text import one_line, printable
+from hpcrl.text import markdown_cell, one_line, printable
 
 _SAMPLES = 4
 _PICTURES = 2  # of a sample: the file of events has them for each evaluation
@@ -26,7 +26,7 @@ _MOST_BYTES = 1 << 22
 
 
 def configuration(run: Run) -> str:
-    """Return what of the configuration is not the default, all of it where a class of the user's own that it needs is not here."""
+    """Return the settings without their defaults; all of them where a class of the user's own is missing here."""
     try:
         text = Config.from_toml([run.config]).to_toml(only_changed=True)
     except ConfigError:
@@ -35,9 +35,9 @@ def configuration(run: Run) -> str:
 
 
 def summary(run: Run) -> str:
-    """Return what the run has achieved."""
-    rows = "\n".join(f"| {name} | {_cell(value)} |" for name, value in summary_rows(summarise(run)))
-    return f"**{_cell(run.project)}/{_cell(run.name)}**\n\n| | |\n|---|---|\n{rows}\n\n`{one_line(str(run.path))}`"
+    """Return the summary of the run."""
+    rows = "\n".join(f"| {name} | {markdown_cell(value)} |" for name, value in summary_rows(summarise(run)))
+    return f"**{markdown_cell(run.project)}/{markdown_cell(run.name)}**\n\n| | |\n|---|---|\n{rows}\n\n`{one_line(str(run.path))}`"
 
 
 def attempts(run: Run) -> str:
@@ -49,7 +49,7 @@ def attempts(run: Run) -> str:
         outcome = outcomes.get(attempt.number)
         began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(attempt.started))
         ended = f"{outcome.kind}: {outcome.message}" if outcome else ""
-        lines.append(f"| {attempt.number} | {began} | {resumed.get(attempt.number, '')} | {_cell(ended)} |")
+        lines.append(f"| {attempt.number} | {began} | {resumed.get(attempt.number, '')} | {markdown_cell(ended)} |")
     return "\n".join(lines)
 
 
@@ -92,9 +92,7 @@ def _whole(line: bytes) -> Any | None:
 def _sample(row: Any) -> str:
     messages = row["prompt"] if isinstance(row["prompt"], list) else [{"role": "prompt", "content": row["prompt"]}]
     prompt = "\n".join(f"{message.get('role')}: {message.get('content')}" for message in messages)
-    title = (
-        f"**row {int(row['group_id'].rpartition('-')[2])}: reward {row['score']:g}**, {_cell(str(row['stop_reason']))}"
-    )
+    title = f"**row {int(row['group_id'].rpartition('-')[2])}: reward {row['score']:g}**, {markdown_cell(str(row['stop_reason']))}"
     return f"{title}\n\n{_verbatim(_cut(prompt))}\n\nresponse\n\n{_verbatim(_cut(str(row['response'])))}"
 
 
@@ -105,7 +103,3 @@ def _cut(text: str) -> str:
 def _verbatim(text: str) -> str:
     """Return text as an indented block, out of which nothing in it can break."""
     return "\n".join(f"    {line}" for line in printable(text).split("\n"))
-
-
-def _cell(text: str) -> str:
-    return one_line(text).replace("|", "\\|").replace("<", "&lt;")

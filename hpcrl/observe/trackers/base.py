@@ -35,7 +35,7 @@ class Tracker(Protocol):
     """Takes metrics. Whatever it raises ends it for this attempt, and never the run; what it did not take is sent again later."""
 
     def log(self, step: int, metrics: Mapping[str, float], time: float, /) -> None:
-        """Take values of a step, each name and step once; a step may come in several parts, also after later steps.
+        """Send values of a step, each name and step once; a step may come in several parts, also after later steps.
 
         Args:
             time: Unix time at which they were reported.

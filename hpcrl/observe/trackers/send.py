@@ -33,7 +33,7 @@ _SWEEP = "."
 
 @dataclass
 class Sent:
-    """What a tracker has of a run.
+    """Record of the values that a tracker has of a run.
 
     Attributes:
         name: of the run there.
@@ -106,7 +106,7 @@ def _opened(name: str, run: TrackedRun) -> Tracker:
 
 
 def main(path: str, name: str, again: Callable[[], bool]) -> None:
-    """Send until `again` says that there is nothing to come."""
+    """Send until `again` returns False."""
     sender = MetricSender(Run.open(path), name)
     while again():
         sender.send()

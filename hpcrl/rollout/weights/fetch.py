@@ -28,8 +28,8 @@ def fetch(
     The replicas of a node share both: what one has read, the others do not read from the shared filesystem again.
 
     Args:
-        copies: where there is no room for one, the version is read where it was published, and a warning printed: the engine can still
-            have it, and another start of the replica would find no more room.
+        copies: where the disk is full, the version is read where it was published, with a warning. The engine can still load it, and
+            another start of the replica would find no more room.
         patience_s: how long `source` may stay invisible: the news of it can be faster than a network filesystem.
         ahead: whether files that are not copied are read into the page cache; of no use where the engine sleeps, which then waits twice.
 

@@ -83,7 +83,7 @@ class Receiver:
                     return
         device = torch.device("cuda", 0) if self._on_gpu else torch.device("cpu")
         link = _Link(token_hex(8), Pair(device, RECEIVER, self._host, self._stage_s))
-        wanted = {"version": version, "pair": link.name, "rendezvous": link.pair.tells()}
+        wanted = {"version": version, "pair": link.name, "rendezvous": link.pair.own_rendezvous()}
         if not self._received(link, name, url, wanted, directory):
             raise RunError(f"{url} has no pair {link.name}")
 
@@ -95,7 +95,7 @@ class Receiver:
             if answer := self._ask(name, url, wanted):
                 if strange := [file for file in answer["files"] if Path(file).name != file]:
                     raise RunError(f"{url} would send {strange[0]}, which is no name of a file of weights")
-                link.pair.hear(answer["rendezvous"])
+                link.pair.add_rendezvous(answer["rendezvous"])
                 receive_files(link.pair, answer["files"], directory)
                 link.pair.rest()
                 self._links[url] = link

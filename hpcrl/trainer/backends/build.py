@@ -41,8 +41,7 @@ def build_policy(trainer: TrainerConfig, temperature: float, world: World) -> Po
             return cast(PolicyEngine, MegatronRewardModel(trainer, world))
         return MegatronPolicy(trainer, temperature, world)
     require_packages(trainer)
-    from hpcrl.trainer.backends.fsdp.engine import FsdpPolicy
-    from hpcrl.trainer.backends.fsdp.values import FsdpRewardModel
+    from hpcrl.trainer.backends.fsdp.engine import FsdpPolicy, FsdpRewardModel
 
     trainer = with_compilation(trainer, world)
     if trainer.trains_reward_model:
@@ -59,7 +58,7 @@ def build_critic(trainer: TrainerConfig, world: World) -> CriticEngine | None:
 
         return MegatronCritic(trainer, world)
     require_packages(trainer)
-    from hpcrl.trainer.backends.fsdp.values import FsdpCritic
+    from hpcrl.trainer.backends.fsdp.engine import FsdpCritic
 
     return FsdpCritic(trainer, world)
 
@@ -67,8 +66,8 @@ def build_critic(trainer: TrainerConfig, world: World) -> CriticEngine | None:
 def with_compilation(trainer: TrainerConfig, world: World) -> TrainerConfig:
     """Return the section with `compile_model` and `use_torch_compile` set, the same on every rank. All ranks call it.
 
-    Where both are left open and this turns them on, code that torch cannot compile later runs eagerly: a frame is compiled before any of it
-    has run, so ranks need not agree on that. What is set to true raises torch's error instead.
+    Where both are unset and this turns them on, code that torch cannot compile later runs eagerly. A frame is compiled before it runs, so
+    ranks need not agree on that. What is set to true raises torch's error instead.
     """
     from hpcrl.trainer.models.build import policy_source
     from hpcrl.trainer.models.layers.compilation import compiler_works, fall_back_to_eager

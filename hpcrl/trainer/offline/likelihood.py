@@ -50,7 +50,7 @@ def score_by_teacher(
 ) -> None:
     """Fill in the teacher's most probable tokens at each trained token of this rank's rows.
 
-    It is in the place of the reference, or said it before the run (distillation.precomputed_logprobs).
+    The teacher is in the place of the reference, or was run before (distillation.precomputed_logprobs).
 
     Args:
         batch: that the mini-batch is of.

@@ -12,8 +12,8 @@ from itertools import accumulate
 
 import torch
 
-from hpcrl.algorithms.bradley_terry import bradley_terry
 from hpcrl.algorithms.losses import sample_means, sample_sums
+from hpcrl.algorithms.preferences import bradley_terry
 from hpcrl.config.sections.reward_model import RewardModelConfig
 from hpcrl.trainer.backends.base import Objective
 from hpcrl.trainer.offline.preferences import PER_PAIR

@@ -185,7 +185,7 @@ def _restore_rng(checkpoint: Path, facts: dict[str, Any], world: World, seed: in
         return
     _seed_rng(seed, facts["step"], world)
     log.warning(
-        "rank %d: %d ranks saved this checkpoint and %d load it; random state derived anew from seed, step and rank",
+        "rank %d: %d ranks saved this checkpoint and %d load it; random state derived from seed, step and rank",
         rank,
         facts["world_size"],
         world.size,

@@ -101,7 +101,7 @@ class WeightSender:
             raise Refused(410, f"this rank has no pair {wanted.pair}")
         threading.Thread(target=self._send, args=(wanted, files, pair), name="weights", daemon=True).start()
         try:
-            rendezvous = {} if wanted.rendezvous is None else await asyncio.to_thread(pair.tells)
+            rendezvous = {} if wanted.rendezvous is None else await asyncio.to_thread(pair.own_rendezvous)
             return {"files": sizes_of(files), "rendezvous": rendezvous}
         except RuntimeError as error:
             raise Refused(503, str(error)) from error
@@ -109,7 +109,7 @@ class WeightSender:
     def _send(self, wanted: _Wanted, files: Files, pair: Pair) -> None:
         useless: Pair | None = pair
         try:
-            pair.hear(wanted.rendezvous or {})
+            pair.add_rendezvous(wanted.rendezvous or {})
             send_files(pair, files)
             useless = self._keep(wanted.pair, pair)
         except (RuntimeError, ValueError) as error:

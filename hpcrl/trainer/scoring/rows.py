@@ -48,7 +48,7 @@ class RowTeacher:
         if trainer.strategy == "megatron":
             from hpcrl.trainer.scoring.megatron import forward_passes  # megatron-core is installed on its own
 
-            layout = trainer.ref.megatron_config
+            layout = trainer.megatron_layout("ref")
             self._passes, self._data = forward_passes(trainer, layout, source, forward, "trainer.ref", world)
         else:
             self._data = world.sharing(trainer.ref_model_parallel_size)

@@ -53,8 +53,9 @@ CASES: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
         {**PIPELINE, f"{POLICY}.pipeline_layers_per_stage": 2}, f"{POLICY}.pipeline_layers_per_stage", "has no effect with", PIPELINE,
     ),
     (
-        {**WITH_REFERENCE, f"{POLICY}.tensor_model_parallel_size": 2}, f"{REF}.tensor_model_parallel_size",
-        "expected the policy's 2 (whole number), whose ranks the reference shares, found 1",
+        {**WITH_REFERENCE, f"{POLICY}.tensor_model_parallel_size": 2, f"{REF}.tensor_model_parallel_size": 1},
+        f"{REF}.tensor_model_parallel_size",
+        "expected the policy's 2 (whole number), whose ranks the reference shares, found 1 (whole number); leave it out",
         {**WITH_REFERENCE, f"{POLICY}.tensor_model_parallel_size": 2, f"{REF}.tensor_model_parallel_size": 2},
     ),
     (
@@ -77,3 +78,14 @@ def test_layouts_of_another_engine_are_not_looked_at() -> None:
     for wrong, *_ in CASES:
         problems = impossible(build(Config, nested({**BASE, **wrong, **other})))
         assert all("has no effect with trainer.strategy=fsdp2" in problem.message for problem in problems)
+
+
+def test_a_reference_has_the_layout_of_the_policy_where_it_names_no_other() -> None:
+    sizes = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
+    given = {f"{POLICY}.{name}": size for name, size in sizes.items()} | {f"{POLICY}.dtype": "fp32"}
+    config = build(Config, nested({**BASE, **WITH_REFERENCE, **given, f"{REF}.moe_router_score_function": "sigmoid"}))
+    assert impossible(config) == []
+    layout = config.trainer.megatron_layout("ref")
+    assert {name: getattr(layout, name) for name in sizes} == sizes
+    assert config.trainer.ref_model_parallel_size == config.trainer.model_parallel_size == 4
+    assert (layout.dtype, layout.moe_router_score_function) == ("bf16", "sigmoid")  # its own

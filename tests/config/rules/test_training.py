@@ -52,8 +52,12 @@ CASES: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
         {f"{OPTIMIZER}.min_lr_factor": 0.1, f"{OPTIMIZER}.scheduler": "sqrt"},
     ),
     (
-        {f"{OPTIMIZER}.decay_ratio": 0.1}, f"{OPTIMIZER}.decay_ratio", "scheduler that falls",
+        {f"{OPTIMIZER}.decay_ratio": 0.1, f"{OPTIMIZER}.scheduler": "inverse_sqrt"}, f"{OPTIMIZER}.decay_ratio", '"linear", "cosine" or "sqrt"',
         {f"{OPTIMIZER}.decay_ratio": 0.1, f"{OPTIMIZER}.scheduler": "linear"},
+    ),
+    (
+        {f"{OPTIMIZER}.decay_cycles": 2}, f"{OPTIMIZER}.decay_cycles", '"linear", "cosine" or "sqrt"',
+        {f"{OPTIMIZER}.decay_cycles": 2, f"{OPTIMIZER}.decay_power": 2.0, f"{OPTIMIZER}.scheduler": "cosine"},
     ),
     (
         {f"{OPTIMIZER}.warmup_shape": "to_lr"}, f"{OPTIMIZER}.warmup_shape", "without a warm-up",

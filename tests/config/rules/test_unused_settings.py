@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import reduce
 from typing import Any
 
@@ -12,6 +13,7 @@ from hpcrl.config.fields import settings
 from hpcrl.config.load import nested
 from hpcrl.config.rules.combinations import impossible
 from hpcrl.config.validate import build
+from tests.paths import ROOT
 
 BASE = {"data.train_data": ["t"], "data.val_data": ["v"], "trainer.policy.model.path": "m"}
 ALGORITHM, CORRECTION = "trainer.algorithm", "trainer.algorithm.off_policy_correction"
@@ -50,6 +52,16 @@ def test_a_setting_has_an_effect_or_is_refused(path: str, value: Any, off: dict[
     assert where == path
     assert message.startswith("has no effect without ")
     assert found({**on, path: value}) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [("timesteps_fraction", 0.5), ("sample.num_steps", 20), ("ema.decay", 0.9), ("dtype", "bfloat16")],
+)
+def test_a_diffusion_pipeline_is_switched_on(path: str, value: Any) -> None:
+    setting, switch = f"trainer.policy.diffusers.{path}", "trainer.policy.diffusers.enable"
+    assert found({setting: value}) == [(setting, f"has no effect without {switch}; leave it out, or set that")]
+    Config.from_toml([ROOT / "configs" / "diffusion_tiny.toml"], [f"{setting}={json.dumps(value)}"])
 
 
 def test_conditions_are_on_settings_that_there_are() -> None:

@@ -121,7 +121,7 @@ def test_calls_that_no_form_writes_are_refused(template: str) -> None:
         ({"columns": Columns(conversation="m"), "train_on": "last_turn"}, {"m": talk()}),
         ({"columns": Columns("preference", prompt="p")}, {"p": talk()[:3], "chosen": "42", "rejected": "43"}),
     ):
-        with pytest.raises(DataError, match=r"message 1: the tool call add; .*generator.chat_template"):
+        with pytest.raises(DataError, match=r"message 1: the tool call add\. .*generator.chat_template"):
             Renderer(tokenizer, options={}, **settings).sequences(row)  # type: ignore[arg-type]
 
 

@@ -45,9 +45,9 @@ def _receive(pipe: Connection, directory: Path, fault: str) -> None:
     os.environ["HPCRL_FAULT"], stream.PART = fault, SMALL
     pair = Pair(CPU, RECEIVER, HOST, STAGE_S)
     try:
-        pipe.send(pair.tells())
+        pipe.send(pair.own_rendezvous())
         told = pipe.recv()
-        pair.hear(told)
+        pair.add_rendezvous(told)
         receive_files(pair, sizes_of(files()), directory)
     except RuntimeError as error:
         pipe.send(f"error: {error}")
@@ -66,7 +66,7 @@ class Receiver:
         self.process.start()
         self.told: dict[str, str] = self._heard()
 
-    def hear(self, told: dict[str, str]) -> None:
+    def add_rendezvous(self, told: dict[str, str]) -> None:
         self._mine.send(told)
 
     def _heard(self) -> Any:
@@ -101,8 +101,8 @@ def sent(pair: Pair) -> float:
 @pytest.mark.usefixtures("parts")
 def test_files_arrive_as_they_would_have_been_written(tmp_path: Path) -> None:
     receiver, pair = Receiver(tmp_path), Pair(CPU, SENDER, HOST, LATE_S)
-    receiver.hear(pair.tells())
-    pair.hear(receiver.told)
+    receiver.add_rendezvous(pair.own_rendezvous())
+    pair.add_rendezvous(receiver.told)
     send_files(pair, files())
     pair.close()
     assert receiver.said() == "received"
@@ -121,10 +121,10 @@ def test_files_arrive_as_they_would_have_been_written(tmp_path: Path) -> None:
 def test_a_receiver_costs_its_sender_a_stage_at_most(tmp_path: Path, fault: str) -> None:
     receiver, pair = Receiver(tmp_path, fault), Pair(CPU, SENDER, HOST, STAGE_S)
     if fault:
-        receiver.hear(pair.tells())
+        receiver.add_rendezvous(pair.own_rendezvous())
     else:
         receiver.end()
-    pair.hear(receiver.told)
+    pair.add_rendezvous(receiver.told)
     assert sent(pair) < LATE_S
     receiver.end()
 
@@ -138,9 +138,9 @@ import sys, threading, torch
 from hpcrl.data.weights.stream import RECEIVER, SENDER, Pair
 from hpcrl.runtime.signals import end_process
 pairs = [Pair(torch.device("cpu"), rank, "127.0.0.1", 60.0) for rank in (SENDER, RECEIVER)]
-told = [pair.tells() for pair in pairs]
-pairs[0].hear(told[1])
-pairs[1].hear(told[0])
+told = [pair.own_rendezvous() for pair in pairs]
+pairs[0].add_rendezvous(told[1])
+pairs[1].add_rendezvous(told[0])
 first = threading.Event()
 def send():
     while True:
@@ -165,11 +165,11 @@ def test_a_process_that_sends_and_receives_ends_as_it_is_told_to() -> None:
 def _send(pipe: Connection, when: str, how: signal.Signals) -> None:
     stream.PART = SMALL
     pair = Pair(CPU, SENDER, HOST, 60.0)
-    pipe.send(pair.tells())
+    pipe.send(pair.own_rendezvous())
     told = pipe.recv()
     if when == "before":
         os.kill(os.getpid(), how)
-    pair.hear(told)
+    pair.add_rendezvous(told)
     if when == "sending":
         pair.send(next(stream._parts(files()["a.safetensors"])))
     else:
@@ -187,7 +187,7 @@ def test_a_sender_costs_its_receiver_a_stage_at_most(tmp_path: Path, when: str, 
     told, receiver = mine.recv(), Receiver(tmp_path)
     mine.send(receiver.told)
     began = time.monotonic()
-    receiver.hear(told)
+    receiver.add_rendezvous(told)
     assert receiver.said().startswith("error: ")
     assert time.monotonic() - began < LATE_S
     receiver.end()

@@ -30,5 +30,5 @@ def test_what_pictures_are_worth() -> None:
 
 @pytest.mark.parametrize("name", ["redness", "brightness", "symmetry"])
 def test_a_text_is_no_picture(name: str) -> None:
-    with pytest.raises(DataError, match="looks at pictures"):
+    with pytest.raises(DataError, match="the reward is of pictures"):
         worth(name, None)

@@ -31,7 +31,7 @@ def test_the_configuration_knows_these_names() -> None:
             REWARDS[name](Response(text="x", max_tokens=1), ENVIRONMENT)
         except DataError:
             needing.add(name)
-    assert needing == {*COMPARING_REWARDS, *IMAGE_REWARDS}
+    assert needing == {*COMPARING_REWARDS, *IMAGE_REWARDS, "by_data_source"}
 
 
 @pytest.mark.parametrize("name", COMPARING_REWARDS)
@@ -41,7 +41,7 @@ def test_without_a_ground_truth_nothing_is_compared(name: str, truth: Any) -> No
         value(name, "4", truth)
 
 
-@pytest.mark.parametrize("name", [name for name in REWARDS if name not in IMAGE_REWARDS])
+@pytest.mark.parametrize("name", [name for name in REWARDS if name not in (*IMAGE_REWARDS, "by_data_source")])
 @pytest.mark.parametrize(
     "text", ["", " ", "\n\n", "\x00", "\ufffd\ud800", "<answer>", "\\boxed{", "#### ", "Answer:", "𝟜" * 9]
 )

@@ -10,9 +10,11 @@ import sys
 from collections.abc import Callable
 from fractions import Fraction
 from itertools import islice
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from pyarrow import Table, parquet
 
 from hpcrl.config import DataConfig, EnvironmentConfig
 from hpcrl.config.sections.environment import LLMJudgeConfig, RobotConfig, SearchConfig, SkyRLGymConfig, Text2SQLConfig
@@ -53,7 +55,7 @@ def examples(name: str, config: EnvironmentConfig) -> list[Prompt]:
 
 
 COMPARING = [
-    "arithmetic", "calculator", "direct_math", "gsm8k", "gsm8k_multi_turn", "guess_number", "math", "python_tool", "search",
+    "arithmetic", "calculator", "direct_math", "geometry3k", "gsm8k", "gsm8k_multi_turn", "guess_number", "math", "python_tool", "search",
     "single_choice", "sort_letters", "text2sql",
 ]  # fmt: skip
 
@@ -101,6 +103,7 @@ SOLUTIONS: dict[str, Callable[[dict[str, Any]], str | None]] = {
     ),
     "direct_math": lambda extras: f"Answer: {truth(extras)}",
     "format": lambda _: "<think>…</think>\n\n<answer>…</answer>",
+    "geometry3k": lambda extras: f"\\boxed{{{truth(extras)}}}",
     "gsm8k": truth,
     "gsm8k_multi_turn": truth,
     "guess_number": truth,
@@ -134,6 +137,23 @@ def test_example_rows_can_be_solved(name: str, config: EnvironmentConfig) -> Non
 def test_every_environment_has_example_rows(config: EnvironmentConfig) -> None:
     assert sorted({*SOLUTIONS, *OF_OTHERS}) == sorted(ENVIRONMENTS)
     assert [len(examples(name, config)) for name in OF_OTHERS] == [4, 4, 4]
+
+
+def test_skyrl_rows_of_geometry3k_are_read(tmp_path: Path, config: EnvironmentConfig) -> None:
+    row = json.loads(rows_of("geometry3k").read_text(encoding="utf-8").splitlines()[0])
+    question = {"type": "text", "text": "Find x.", "image_url": None}
+    figure = {"type": "image_url", "text": None, "image_url": {"url": row["images"][0]}}
+    written = {
+        "prompt": [{"role": "user", "content": [figure, question]}],
+        "env_class": "geometry3k",
+        "reward_spec": row["reward_spec"],
+        "extra_info": {"index": 0, "answer": "10"},
+    }
+    parquet.write_table(Table.from_pylist([written]), tmp_path / "train.parquet")
+    (prompt,) = load_dataset([Source(str(tmp_path / "train.parquet"))], ("train",), DATA, config, 4)
+    assert [part["type"] for part in prompt.messages[0]["content"]] == ["image", "text"]
+    environment = make_environment("geometry3k", {**common_extras(config, 4), **prompt.extras})
+    assert environment.step("\\boxed{10}").reward == 1.0
 
 
 def test_the_corpus_answers_the_example_rows_of_search(config: EnvironmentConfig) -> None:

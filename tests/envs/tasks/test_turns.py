@@ -9,6 +9,9 @@ import pytest
 
 from hpcrl.envs.base import Environment, Turn
 from hpcrl.envs.tasks.calculator import TOOL, Calculator
+from hpcrl.envs.tasks.geometry3k import NO_ANSWER as NO_CALL
+from hpcrl.envs.tasks.geometry3k import WRONG as NOT_RIGHT
+from hpcrl.envs.tasks.geometry3k import Geometry3K
 from hpcrl.envs.tasks.gsm8k_multi_turn import NO_ANSWER, WRONG, GSM8KMultiTurn
 from hpcrl.envs.tasks.guess_number import GuessNumber
 
@@ -53,6 +56,42 @@ def test_gsm8k_pays_each_further_try_less(wrong: int, reward: float) -> None:
 def test_gsm8k_says_what_is_missing(text: str, feedback: str) -> None:
     (turn,) = played(GSM8KMultiTurn(truth(1200)), text)
     assert (said(turn), turn.observations[0]["role"], turn.reward) == (feedback, "user", 0.0)
+
+
+def score(answer: Any, name: str = "calc_score") -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': {'answer': answer}})}</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [
+        ("so \\boxed{2\\sqrt{5}}", 1.0),
+        ("not \\boxed{3}, but \\boxed{\\sqrt{20}}", 1.0),
+        ("thus\n2\\sqrt{5}\n", 1.0),
+        ("2\\sqrt{5}\nis the answer", 0.0),
+        ("<think>\\boxed{2\\sqrt{5}}</think>\\boxed{4}", 0.0),
+        ("<tool_call>{not JSON}</tool_call> \\boxed{2\\sqrt{5}}", 1.0),
+        (score("[" * 10**5) + "\\boxed{2\\sqrt{5}}", 1.0),
+        ("", 0.0),
+        (score("2\\sqrt{5}"), 1.0),
+        (score("3") + "or" + score("\\boxed{\\sqrt{20}}"), 1.0),
+        (
+            '<tool_call>{"function": {"name": "calc_score", "arguments": "{\\"answer\\": \\"\\\\\\\\sqrt{20}\\"}"}}</tool_call>',
+            1.0,
+        ),
+    ],
+)
+def test_an_answer_about_a_figure(text: str, reward: float) -> None:
+    (turn,) = played(Geometry3K(truth("2\\sqrt{5}")), text)
+    assert (turn.reward, turn.done, turn.observations) == (reward, True, [])
+
+
+def test_answers_about_a_figure_are_checked() -> None:
+    calls = [score("3"), score("10", "other"), score(""), '<tool_call>{"name": "calc_score"}</tool_call>']
+    *checked, last = played(Geometry3K(truth(10)), *calls, "\\boxed{10}")
+    assert [said(turn) for turn in checked] == [NOT_RIGHT, *[NO_CALL] * 3]
+    assert {turn.reward for turn in checked} == {0.0}
+    assert (last.reward, last.metrics) == (1.0, {"right": 1.0, "calls": 4})
 
 
 def number(low: int = 1, high: int = 15, secret: Any = 6) -> GuessNumber:

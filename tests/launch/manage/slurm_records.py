@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,8 @@ crash_budget = 2
 [generator.inference_engine]
 num_engines = 2
 """
-PAST, FUTURE = "2020-01-01T10:00:00", "2099-01-01T10:00:00"
+PAST, FUTURE = "2020-01-01T10:00:00", (datetime.now() + timedelta(days=2)).isoformat(timespec="seconds")
+FAR = "2099-01-01T10:00:00"
 
 
 def submitted(run: Run, job: str = "7", executor: str = "slurm", at: float = 1.0, host: str | None = None) -> None:

@@ -12,9 +12,8 @@ import pytest
 
 from hpcrl.errors import RunError
 from hpcrl.launch.manage import cancel as stop
-from hpcrl.launch.manage.cancel import cancel
+from hpcrl.launch.manage.cancel import cancel, requeue
 from hpcrl.launch.manage.registry import states_of
-from hpcrl.launch.manage.requeue import requeue
 from hpcrl.launch.manage.state import RunState
 from hpcrl.rundir.commit import committed_directory, write_json, write_text
 from hpcrl.rundir.layout import Run

@@ -56,7 +56,7 @@ def test_all_that_is_known() -> None:
         "  reward      0.100 (step 1) → 0.620 (step 11)  ▁▂▅█",
         "  steps       11",
         "  time        1:03",
-        "  tokens/s    1,234",
+        "  tokens/s    1,234 in the newest step",
         "  memory      host 3.1 GiB, GPU 40.0 GiB (the trainer rank that needed most)",
         "  alert       kl at step 7: policy/policy_kl is 0.3, above 0.1",
         "  checkpoint  s000010",

@@ -10,14 +10,14 @@ import pytest
 
 from hpcrl.errors import RunError
 from hpcrl.launch.attach.stacks import stacks
-from hpcrl.launch.manage.cancel import cancel
-from hpcrl.launch.manage.requeue import requeue
+from hpcrl.launch.manage.cancel import cancel, requeue
 from hpcrl.rundir.commit import write_json, write_text
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import open_attempt, report_outcome
 from hpcrl.runtime.process_status import StatusWriter
 from tests.launch.manage.slurm_records import (
     CONFIG,
+    FAR,
     FUTURE,
     PAST,
     committed_step,
@@ -126,6 +126,7 @@ def test_interrupted_run_that_is_not_queued_again_says_why(
         ("7|PENDING|N/A|launch failed requeued held|", "held", "Slurm could not start it and holds it"),
         ("7|PENDING|N/A|job requeued in held state|", "held", "scontrol release 7"),
         ("7|REQUEUE_HOLD|N/A|None|", "held", "scontrol release 7"),
+        (f"7|PENDING|{FAR}|Resources|", "preempted", "it is the next for which nodes are not free yet"),
         (f"7|PENDING|{FUTURE}|Resources|", "preempted", "Slurm expects it to start at 2"),
         ("7|PENDING|N/A|QOSMaxJobsPerUserLimit|", "preempted", "a limit of its QOS is reached"),
         (f"7|SUSPENDED|{PAST}|None|", "suspended", "Slurm has suspended it"),
@@ -142,6 +143,7 @@ def test_what_slurm_does_to_a_job_that_ran(
     squeue(monkeypatch, tmp_path, line)
     assert state(run).kind == word
     assert text in state(run).detail
+    assert ("expects it to start" in state(run).detail) == (FUTURE in line)
 
 
 def test_running_says_how_far(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

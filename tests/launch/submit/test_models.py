@@ -83,6 +83,9 @@ def test_targets_of_lora_are_weights_of_the_model(tmp_path: Path) -> None:
         f'trainer.policy.model.lora.target_modules: {small} has no weight with "q_prj" in its name; did you mean q_proj'
     )
     check_files(config(small, {**lora, "trainer.policy.model.lora.target_modules": ["q_proj", "self_attn.k_proj"]}))
+    check_files(config(small, {**lora, "trainer.policy.model.lora.exclude_modules": ["k_proj", "lm_head"]}))
+    with pytest.raises(DataError, match=r'lora\.exclude_modules: .* has no weight with "k_prj"'):
+        check_files(config(small, {**lora, "trainer.policy.model.lora.exclude_modules": "k_prj"}))
     mixture = model(tmp_path / "mixture", moe_num_experts=8)
     save_file({"a.weight": np.zeros((2, 2), np.float32)}, mixture / "model.safetensors")
     check_files(config(mixture, wrong))

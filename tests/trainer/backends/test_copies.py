@@ -13,8 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpcrl.errors import HpcrlError
-from hpcrl.trainer.backends.fsdp.engine import FsdpEngine, FsdpPolicy
-from hpcrl.trainer.backends.fsdp.values import FsdpCritic
+from hpcrl.trainer.backends.fsdp.engine import FsdpCritic, FsdpEngine, FsdpPolicy
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.packing import pack
 from hpcrl.types import MicroBatch

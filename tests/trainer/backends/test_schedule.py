@@ -18,19 +18,36 @@ def factors(total: int = 10, **options: Any) -> list[float]:
     return [lr_factor(OptimizerConfig(**options), update, total) for update in range(total)]
 
 
-@pytest.mark.parametrize("name", ["constant_with_warmup", "linear", "cosine"])
-@pytest.mark.parametrize("warmup", [0, 4])
-def test_after_the_warm_up_as_in_transformers(name: str, warmup: int) -> None:
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
-    other = get_scheduler(name, optimizer, warmup, 10)
-    expected = []
-    for _ in range(10):
-        expected.append(other.get_last_lr()[0])
+@pytest.mark.parametrize("warmup", [0, 7])
+@pytest.mark.parametrize(
+    ("name", "theirs", "ours"),
+    [
+        ("constant_with_warmup", {}, {"scheduler": "constant_with_warmup"}),
+        ("linear", {}, {"scheduler": "linear"}),
+        ("cosine", {}, {"scheduler": "cosine"}),
+        ("cosine_with_min_lr", {"min_lr": 2e-5}, {"scheduler": "cosine", "min_lr_factor": 0.2}),
+        ("polynomial", {}, {"scheduler": "linear", "min_lr_factor": 1e-3}),
+        (
+            "polynomial", {"power": 2.5, "lr_end": 1e-5},
+            {"scheduler": "linear", "decay_power": 2.5, "min_lr_factor": 0.1},
+        ),
+        ("inverse_sqrt", {}, {"scheduler": "inverse_sqrt"}),
+        (
+            "warmup_stable_decay", {"num_decay_steps": 30, "decay_type": "1-sqrt", "min_lr_ratio": 0.1},
+            {"scheduler": "sqrt", "decay_ratio": 0.3, "min_lr_factor": 0.1, "warmup_start_factor": 0.1},
+        ),
+        ("cosine_with_restarts", {}, {"scheduler": "cosine"}),
+        ("cosine_with_restarts", {"num_cycles": 3}, {"scheduler": "cosine", "decay_cycles": 3}),
+    ],
+)  # fmt: skip
+def test_each_scheduler_of_transformers(name: str, theirs: dict[str, Any], ours: dict[str, Any], warmup: int) -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1e-4)
+    other = get_scheduler(name, optimizer, warmup, 100, scheduler_specific_kwargs=theirs)
+    for update in range(101):
+        config = OptimizerConfig(num_warmup_steps=warmup, warmup_shape="below_lr", **ours)
+        assert lr_factor(config, update, 100) == pytest.approx(other.get_last_lr()[0] / 1e-4, rel=0, abs=1e-9), update
         optimizer.step()
         other.step()
-    actual = factors(scheduler=name, num_warmup_steps=warmup)
-    assert actual[warmup:] == pytest.approx(expected[warmup:])
-    assert actual[:warmup] == pytest.approx([(update + 1) / 5 for update in range(warmup)])
 
 
 def test_the_warm_up_starts_where_it_is_told() -> None:
@@ -67,6 +84,7 @@ def test_what_is_due_every_few_steps(interval: int, steps: list[int]) -> None:
 
 
 def test_a_warm_up_has_the_shape_that_is_set() -> None:
+    assert factors(num_warmup_steps=4)[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
     assert factors(num_warmup_steps=4, warmup_shape="to_lr")[:5] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
     assert factors(num_warmup_steps=4, warmup_shape="from_start")[:5] == pytest.approx([0.0, 1 / 3, 2 / 3, 1.0, 1.0])
     later = factors(num_warmup_steps=3, warmup_shape="from_start", warmup_start_factor=0.5)

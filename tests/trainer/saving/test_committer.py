@@ -240,7 +240,7 @@ def test_the_only_checkpoint_was_given_up(alone: World, model_path: Path, source
     again = Checkpoints(life.run, 3, alone, keep=Retention(), seed=0)
     assert again.find("latest", None) is None
     (life.run.checkpoint(1) / "COMMIT").write_text("")
-    with pytest.raises(RunError, match=r"checkpoints of steps \[1\], but none of them is whole"):
+    with pytest.raises(RunError, match=r"checkpoints of steps \[1\], but none is whole"):
         again.find("latest", None)
 
 

@@ -104,14 +104,14 @@ def test_other_rows_and_more_tokens_are_refused(run: Run, written: Run, tmp_path
     file, tokens = open_teacher_file(written.teacher_file("train-0")), open_tokens(run.dataset("train-0"))
     with pytest.raises(DataError, match="has the 5 most probable tokens of each place"):
         file.read(0, tokens.digest(0), TOP_K + 1)
-    with pytest.raises(DataError, match="does not speak of row 12 "):
+    with pytest.raises(DataError, match="has not row 12 "):
         file.read(ROWS, tokens.digest(0), TOP_K)
     changed = make_rows(Run(tmp_path / "changed"))
     changed[3].token_ids[1] ^= 1
     write_tokens(tmp_path / "dataset", 1, changed, name="rows", made_of={}, counts={})
     others = open_tokens(tmp_path / "dataset")
     file.read(2, others.digest(2), TOP_K)
-    with pytest.raises(DataError, match="does not speak of row 3 of the run's dataset, whose tokens are others"):
+    with pytest.raises(DataError, match="has not row 3 of the run's dataset, whose tokens are others"):
         file.read(3, others.digest(3), TOP_K)
 
 
@@ -120,7 +120,7 @@ def test_what_is_damaged_or_was_not_finished_is_refused(run: Run, written: Run, 
     shutil.copytree(written.teacher_file("train-0"), path)
     with (path / "logprobs.f32").open("r+b") as file:
         file.write(b"\0\0\0\0")
-    with pytest.raises(DamagedError, match="says of row 0 is damaged"):
+    with pytest.raises(DamagedError, match="the entry of row 0 is damaged"):
         open_teacher_file(path).read(0, tokens.digest(0), TOP_K)
     open_teacher_file(path).read(1, tokens.digest(1), TOP_K)
     (path / "COMMIT").unlink()

@@ -360,7 +360,7 @@ def test_a_teacher_of_another_vocabulary_is_refused(tmp_path: Path, alone: World
     settings = [OFF, "trainer.distillation.enable=true", f"trainer.distillation.model_path={other}"]
     run = configured(tmp_path / "run", *settings)
     config = Config.from_toml([run.config])
-    with pytest.raises(DataError, match=r"have different vocabularies: 1 tokens, such as '<thought>' \(18 and None\)"):
+    with pytest.raises(DataError, match=r"differ in 1 tokens, such as '<thought>' \(18 and None\)"):
         ScoringModel(run, config, scorer_sets(config)[0], alone)
 
 

@@ -23,7 +23,7 @@ TOWERS: dict[str, dict[str, Any]] = {
 
 @strict
 class OpenVLAVisionConfig(PreTrainedConfig):
-    """What looks at an image: one or several vision transformers, whose patches are put beside each other.
+    """Configuration of the image encoder: one or several vision transformers, whose patches are concatenated.
 
     Attributes:
         towers: of each: hidden_size, depth, num_heads, mlp_size, patch_size; dinov2: it has a class token, `registers` and scaled layers.

@@ -237,7 +237,7 @@ class OpenVLAModel(LlavaModel):
 
 
 class OpenVLAForActionPrediction(LlavaForConditionalGeneration):
-    """OpenVLA; what it says are tokens of actions (hpcrl/data/action_tokens.py)."""
+    """OpenVLA, whose outputs are tokens of actions (hpcrl/data/action_tokens.py)."""
 
     config_class = OpenVLAConfig
     _no_split_modules = ["OpenVLABlock"]

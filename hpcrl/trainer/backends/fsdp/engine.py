@@ -23,8 +23,10 @@ from hpcrl.config.sections.trainer import Recomputation, TrainerConfig
 from hpcrl.trainer.backends.base import ExportPiece, MicroBatches, Objective, StepReport, Writer, merge
 from hpcrl.trainer.backends.fsdp.host_state import HostState
 from hpcrl.trainer.backends.fsdp.model import (
+    PackedCritic,
     PackedModel,
     PackedPolicy,
+    PackedRewardModel,
     ProbabilityModel,
     free_gathered,
     load_model,
@@ -42,7 +44,7 @@ from hpcrl.trainer.backends.schedule import lr_factor
 from hpcrl.trainer.backends.shards import read, write_folders
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.models.adapter import Adapter
-from hpcrl.trainer.models.build import forward_config, policy_source, reference_source
+from hpcrl.trainer.models.build import critic_source, forward_config, policy_source, reference_source
 from hpcrl.trainer.models.forward import DTYPES, ForwardConfig, computing
 from hpcrl.trainer.models.hf import ModelSource, export_config
 from hpcrl.trainer.models.layers.choice import Kernels
@@ -433,3 +435,36 @@ class FsdpPolicy(FsdpExported[ProbabilityModel]):
         with computing(self._model, temperature=1.0, never_said=(), only_said=None), without_fp8(self._model):
             (logprobs_P,) = self.logprobs([untrained_micro_batch(token_ids)])
         return logprobs_P[:-1].tolist()
+
+
+class FsdpRewardModel(FsdpExported[PackedRewardModel]):
+    """A reward model in training, on FSDP2: it has `values` as a critic, and is exported as a policy."""
+
+    def __init__(self, trainer: TrainerConfig, world: World) -> None:
+        section, forward, source = trainer.policy, forward_config(trainer), policy_source(trainer)
+        data = world.sharing(section.sequence_parallel_size)
+        forward = replace(forward, experts=section.experts)
+        model = load_model(
+            PackedRewardModel, source, section.fsdp_config, forward, world,
+            trained=section, seed=trainer.seed, kernels=Kernels.of(section), data=data,
+        )  # fmt: skip
+        super().__init__(model, source, section, trainer.recomputation, world)
+
+    def values(self, batches: MicroBatches) -> Iterator[torch.Tensor]:
+        return (values_P for values_P, *_ in self._each_without_gradient(self._model, batches))
+
+
+class FsdpCritic(FsdpEngine[PackedCritic]):
+    """CriticEngine on FSDP2."""
+
+    def __init__(self, trainer: TrainerConfig, world: World) -> None:
+        section, forward = trainer.critic, forward_config(trainer)
+        data = world.sharing(trainer.critic_model_parallel_size)
+        model = load_model(
+            PackedCritic, critic_source(trainer), section.fsdp_config, forward, world,
+            trained=section, seed=trainer.seed, data=data,
+        )  # fmt: skip
+        super().__init__(model, section, trainer.recomputation, world)
+
+    def values(self, batches: MicroBatches) -> Iterator[torch.Tensor]:
+        return (values_P for values_P, *_ in self._each_without_gradient(self._model, batches))

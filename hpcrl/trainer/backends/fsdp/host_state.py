@@ -14,7 +14,7 @@ from hpcrl.trainer.backends.fsdp.sharding import local
 class HostState:
     """Weights and optimizer state of a rank in host memory.
 
-    Each tensor has a host buffer, pinned where the device is a GPU, which is allocated when it first leaves and kept from then on: pinning
+    Each tensor has a host buffer, pinned where the device is a GPU, which is allocated at its first move and kept from then on. Pinning
     takes longer than copying, and an asynchronous checkpoint has to find the same storages again.
 
     Args:

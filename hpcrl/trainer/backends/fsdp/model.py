@@ -383,8 +383,8 @@ class Sight:
         """Return the inputs of the model for a micro-batch.
 
         Returns:
-            Its tokens [P], with the placeholder of images for those of videos; their positions [P], or [P, 3] where the model has three; the
-            pixels of images in the order of their placeholders, empty without any.
+            Its tokens [P], with the placeholder of images for those of videos. Their positions, [P], or [P, 3] where the model has three.
+            The pixels of images in the order of their placeholders, empty without any.
         """
         images = [image for row in batch.tensors for image in row_images(row)]
         device = batch.token_ids.device

@@ -226,9 +226,9 @@ def units(model: PreTrainedModel, wrap_policy: dict[str, Any]) -> list[nn.Module
 def vocabulary_units(model: PreTrainedModel, wrap_policy: dict[str, Any]) -> tuple[nn.Module | None, nn.Module | None]:
     """Return embedding and head as far as they are units of their own, each gathered while it is used and no longer; None: it is the root's.
 
-    Where they are tied they are one parameter, which is needed first and last. A model that sees has its embedding in the root: ranks without
-    an image call its tower before the embedding, those with one after it, and all have to gather in the same order. A head that gives
-    something else than logits is small.
+    Where they are tied they are one parameter, which is needed first and last. A vision-language model has its embedding in the root.
+    Ranks without an image call its tower before the embedding, those with one after it, and all have to gather in the same order. A head
+    that gives something else than logits is small.
 
     Args:
         wrap_policy: as of `units`.

@@ -224,7 +224,7 @@ class MegatronPolicy(MegatronExported[PolicyModel]):
         self._reference: list[PolicyModel] | None = None
         self._reference_is_base = trainer.reference_is_base
         if trainer.colocated_reference and not self._reference_is_base:
-            megatron = trainer.ref.megatron_config
+            megatron = trainer.megatron_layout("ref")
             source = reference_source(trainer)
             known = replace(forward, vocabulary=self.vocabulary)
             chunks, *_ = build(PolicyModel, source, known, megatron, "trainer.ref", trainer, world)

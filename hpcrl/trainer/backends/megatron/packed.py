@@ -33,8 +33,8 @@ class RoutedTokens:
 class Packing(PackedSeqParams):
     """Positions of the samples of a micro-batch among the ranks that share its tokens.
 
-    Of C ranks of a context parallel group, rank r has parts r and 2C - 1 - r of each sample, which is padded on its right to 2C equal
-    parts: so all have as much to attend to. Padding behind the last sample is a sample of its own.
+    Of C ranks of a context parallel group, rank r has parts r and 2C - 1 - r of each sample. The sample is padded on its right to 2C equal
+    parts, so that attention costs each rank the same. Padding behind the last sample is a sample of its own.
 
     Attributes:
         own: [P_own] int64, places of this rank's tokens in the padded micro-batch.

@@ -1,4 +1,4 @@
-"""Trainable parameters of a model: all of them, some, or adapters."""
+"""Trainable parameters of a model: all, some, or adapters."""
 
 from __future__ import annotations
 

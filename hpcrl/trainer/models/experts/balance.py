@@ -55,8 +55,8 @@ def aux_loss(probabilities_NE: torch.Tensor, chosen_BE: torch.Tensor, samples: S
     """Return this rank's part of the load-balancing loss of each sample, [B]: E sum_i f_i P_i, which is 1 where all experts are used alike.
 
     f_i is the share of the sample's choices that fall on expert i, P_i the mean of the router's probability for it (Switch Transformer,
-    arXiv:2101.03961, equations 4 to 6; with k experts per token and per sequence as in DeepSeek-V3, arXiv:2412.19437, equations 17 to 20).
-    No gradient reaches f.
+    arXiv:2101.03961, equations 4 to 6). With k experts per token and per sequence it is DeepSeek-V3's (arXiv:2412.19437, equations 17 to
+    20). No gradient reaches f.
 
     Args:
         chosen_BE: tokens of each sample that go to each expert, on all ranks.

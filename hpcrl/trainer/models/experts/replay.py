@@ -40,7 +40,7 @@ def given_experts(batch: MicroBatch, layers: Sequence[int]) -> torch.Tensor | No
 
 
 class Chosen(TorchFunctionMode):
-    """Patches `torch.topk` so that a router takes given experts, with their current scores.
+    """Overrides `torch.topk` so that a router takes given experts, with their current scores.
 
     Args:
         given: [N, k] int64; -1 where it chooses.

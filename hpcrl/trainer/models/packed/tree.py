@@ -1,5 +1,6 @@
-"""Attention and hidden states of packed samples whose common prefixes are computed once: G samples of a prompt of P tokens with responses
-of R are P + G R tokens.
+"""Attention and hidden states of packed samples whose common prefixes are computed once.
+
+G samples of a prompt of P tokens, with responses of R, are P + G R tokens.
 
 Embeddings, linear layers, norms and MLPs run over the tokens that are left, at the positions that they have in their samples. In attention a
 token asks for the keys and values of its own sample, some of which belong to samples before it. Hidden states are laid out as whole
@@ -65,8 +66,8 @@ class PrefixTree:
     ) -> torch.Tensor:
         """Return the attention output [D, H, N], causal within each whole sample; there may be fewer heads in key and value.
 
-        Linear layers dominate where prefixes are worth sharing, so that each sample has copies of its keys and values: then
-        kernels for samples of different lengths are all that is needed. They take the queries for the last ones of a sample.
+        Linear layers dominate where prefixes are worth sharing, so that each sample has copies of its keys and values. Kernels for samples
+        of different lengths are then sufficient. They take the queries for the last ones of a sample.
         """
         own, bounds = self.prefixes.lengths, (self.prefixes.cu_lengths, self.cu_seqlens)
         key_PHN, value_PHN = self.spread(key_DHN), self.spread(value_DHN)

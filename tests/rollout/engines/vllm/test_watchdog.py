@@ -105,7 +105,7 @@ def test_an_engine_that_holds_other_weights_than_it_was_given(with_engine: WithE
 
     async def play(engine: EngineClient) -> None:
         engine.__class__ = Mistaken
-        with pytest.raises(EngineError, match="the weights of version 7 and says that it holds '6'"):
+        with pytest.raises(EngineError, match="the weights of version 7 and reports version '6'"):
             await engine.update_weights(as_version(models[0], 7))
         assert engine.version == 0
         await engine._call("POST", "/resume")

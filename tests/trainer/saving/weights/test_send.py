@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from hpcrl.data.weight_files import PublishedWeights
 from hpcrl.data.weights import stream
-from hpcrl.data.weights.stream import told
+from hpcrl.data.weights.stream import rendezvous_entries
 from hpcrl.rollout.weights.receive import NotReceived, Receiver
 from hpcrl.rundir.commit import write_text
 from hpcrl.rundir.layout import Run
@@ -200,7 +200,7 @@ def test_what_nccl_is_found_by_is_its_unique_id_whatever_is_written_before() -> 
     store = torch.distributed.HashStore()
     store.set("from the other one", b"y" * 128)
     store.set("0/cpu", b"x" * 40)
-    assert told(store, {"from the other one"}, of_nccl=True) == {}
-    assert told(store, {"from the other one"}, of_nccl=False) == {"0/cpu": b"x" * 40}
+    assert rendezvous_entries(store, {"from the other one"}, of_nccl=True) == {}
+    assert rendezvous_entries(store, {"from the other one"}, of_nccl=False) == {"0/cpu": b"x" * 40}
     store.set("0:1", b"u" * 128)
-    assert told(store, {"from the other one"}, of_nccl=True) == {"0/cpu": b"x" * 40, "0:1": b"u" * 128}
+    assert rendezvous_entries(store, {"from the other one"}, of_nccl=True) == {"0/cpu": b"x" * 40, "0:1": b"u" * 128}

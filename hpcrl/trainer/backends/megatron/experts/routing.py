@@ -31,8 +31,8 @@ if not hasattr(moe_utils, "te_general_gemm"):
 class MegatronRouting:
     """The routers of this rank's chunks.
 
-    A layer is computed with the Packing of its micro-batch, also when it is computed again for backward while others are on their way
-    forward: so its router finds there what it is to know.
+    A layer is computed with the Packing of its micro-batch, also in recomputation while others are on their way forward. So its router
+    finds its inputs there.
 
     Args:
         data_ranks: that train different samples.
