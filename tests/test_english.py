@@ -29,13 +29,7 @@ _LEFT: set[str] = {
 _WRITTEN = [*WRITTEN, ROOT / "docs" / "config" / "library.md"]
 PAGES = [page for page in _WRITTEN if name_of(page) not in _LEFT]
 
-_LEFT_CODE = ("hpcrl/convert",)
-"""Folders of the product, and modules, whose English is not yet cleaned."""
-MODULES = [
-    name
-    for path in sorted([*(ROOT / "hpcrl").rglob("*.py"), *(ROOT / "jobs").glob("*.py")])
-    if not any((name := name_of(path)) == left or name.startswith(f"{left}/") for left in _LEFT_CODE)
-]
+MODULES = [name_of(path) for path in sorted([*(ROOT / "hpcrl").rglob("*.py"), *(ROOT / "jobs").glob("*.py")])]
 _NO_PROSE = {"hpcrl/envs/rewards/numbers.py", "hpcrl/envs/sandbox/seccomp.py", "hpcrl/envs/simulators/arm.py"}
 """Modules with a pattern, a table or a scene in a string, whose length is not that of a sentence."""
 

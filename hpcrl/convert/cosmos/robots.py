@@ -26,7 +26,7 @@ _PI05: dict[str, Any] = {
 }
 """Defaults of the table custom.pi05."""
 _STEPS = 512
-"""Actions of an episode at most, where the source is not told."""
+"""Actions of an episode at most, where the source does not name them."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Where a converted run calculates otherwise than SkyRL at the commit of its documents (March 2026): said in report and header."""
+"""Notes where a converted run computes other numbers than SkyRL of March 2026, for report and header."""
 
 from __future__ import annotations
 

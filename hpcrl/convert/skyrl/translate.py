@@ -98,7 +98,7 @@ def overlong(source: SkyrlSource, conversion: Conversion) -> None:
         return
     message = (
         f"a penalty on the last {length} tokens of long responses, {factor} at most: environment.overlong_reward is that, beside a reward that "
-        f"environment.reward_function names; the environment {env_class} is none of them, so that the penalty is left out (docs/rewards.md)"
+        f"environment.reward_function names. The environment {env_class} is none of them, so that the penalty is left out (docs/rewards.md)"
     )
     first, *others = source.overlong
     conversion.note("conflict", first, "", message)

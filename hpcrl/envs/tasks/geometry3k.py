@@ -27,7 +27,7 @@ class Geometry3K(Environment):
 
     Several turns. A text with <tool_call>{"name": "calc_score", "arguments": {"answer": "…"}}</tool_call> checks the answer of its last
     call: a right one ends the sample with reward 1, a message follows any other. A text without a call that can be read is the
-    answer and ends the sample: reward 1 if what its last \\boxed{…} holds, or else its last line, is right, otherwise 0. Answers are
+    answer and ends the sample. Reward 1 if what its last \\boxed{…} holds, or else its last line, is right, otherwise 0. Answers are
     compared as the reward `boxed_math` does. generator.max_turns bounds the turns.
 
     Args:
