@@ -125,9 +125,11 @@ def _verify(arguments: argparse.Namespace) -> int:
     from hpcrl.rundir.checkpoints import find_checkpoint, size_of, verify_checkpoint
     from hpcrl.rundir.commit import is_committed
     from hpcrl.rundir.layout import position_of
+    from hpcrl.rundir.other_roots import require_folders
     from hpcrl.units import readable_size
 
     run = named_run(arguments)
+    require_folders(run, run.checkpoints)
     if arguments.step:
         paths = [find_checkpoint(run, arguments.step)]
     else:

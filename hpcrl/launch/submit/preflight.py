@@ -52,7 +52,8 @@ from hpcrl.launch.submit.uploads import check_uploads, missing_secrets
 from hpcrl.launch.submit.vision import check_vision
 from hpcrl.network import public_address
 from hpcrl.rundir.commit import is_committed
-from hpcrl.rundir.layout import Run, step_of
+from hpcrl.rundir.layout import step_of
+from hpcrl.rundir.other_roots import run_of
 
 _MODEL_PATHS = ("trainer.policy.model.path", "trainer.critic.model.path")
 _MOST_SHOWN = 20
@@ -380,7 +381,7 @@ def check_checkpoint(config: Config) -> list[str]:
         raise DataError(
             f"trainer.resume_path: {path} is no committed checkpoint; expected <run>/checkpoints/sNNNNNN with a COMMIT file"
         )
-    saved_by = Run(Path(path).parent.parent)
+    saved_by = run_of(Path(path))
     try:
         saved = Config.from_toml([saved_by.config])
     except ConfigError as error:

@@ -30,6 +30,7 @@ from hpcrl.observe.tensorboard.overview import is_always_shown, layout_of, point
 from hpcrl.rundir.commit import make_directory
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import read_attempts
+from hpcrl.rundir.other_roots import require_folders
 
 _EVERY_S, _LAST_TRIES = 2.0, 3  # of a follower
 _PREFIX = "events.out.tfevents."
@@ -195,7 +196,12 @@ def _replace_by_nothing(old: Path) -> None:
 
 
 def rebuild(run: Run) -> Path:
-    """Write <run>/tensorboard again from the metrics and return it."""
+    """Write <run>/tensorboard again from the metrics and return it.
+
+    Raises:
+        DataError: it lies below another root and is not there.
+    """
+    require_folders(run, run.tensorboard)
     EventFile(run).close()
     return run.tensorboard
 
