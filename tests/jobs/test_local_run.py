@@ -337,3 +337,20 @@ def test_an_alert_stops_a_run_that_has_saved(place: Path, tmp_path: Path) -> Non
     assert status.startswith("told: cancelled: saved and stopped (alert always: ")
     assert "always at step 2: policy/policy_entropy is " in status
     assert "! always at step 2" in hpcrl("status", cwd=place).stdout
+
+
+def test_a_run_whose_rewards_are_all_alike_says_so(place: Path) -> None:
+    """A reward function that pays every response the same: a line, a mark, a verdict, and the run goes on to its end."""
+    write_text(place / "flat_rewards.py", "def half(response, environment):\n    return 0.5\n")
+    rewards = 'environment.reward_function={"flat_rewards:half" = 1.0}'
+    run = submit(place, "flat", rewards, "environment.env_class=", 'python_path=["."]', "trainer.eval_interval=0")
+    assert finish(run, 1) == "done", logs_of(run)
+    why = "all samples of each group have the same reward; hpcrl samples flat shows them"
+    status = hpcrl("status", "flat", cwd=place).stdout
+    assert f"learning    nothing in step 4: {why}" in status
+    assert "reward/groups_without_spread is 1, above 0.99, 3 times in a row" in status
+    followed = hpcrl("follow", "flat", cwd=place)
+    assert "nothing in step 4" in followed.stdout, "in the table at the end"
+    found = hpcrl("report", "flat", cwd=place).stdout
+    for verdict in ("alert: learning at step 3", "learning: nothing: all samples", "reward: 0.500 in every step"):
+        assert f"bad   {verdict}" in found

@@ -21,6 +21,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[repo
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from hpcrl.errors import HpcrlError
+from hpcrl.observe.evaluations import success_reward_of
 from hpcrl.observe.metrics import MetricsReader, Record, last_reports
 from hpcrl.observe.summary import EVAL_SCORE, STEP_SECONDS
 from hpcrl.observe.tensorboard import summaries, texts
@@ -41,7 +42,7 @@ class EventFile:
 
     def __init__(self, run: Run) -> None:
         self._directory = run.events
-        self._run = run
+        self._run, self._success_reward = run, success_reward_of(run)
         self._rebuild()
 
     def update(self) -> None:
@@ -66,7 +67,7 @@ class EventFile:
     def _to_show(self, records: list[Record]) -> bool:
         """Return whether these make something of the file worth showing that was left out."""
         shown = self._shown | self._informative(records)
-        return bool(shown & self._left_out) or layout_of(shown) != self._layout
+        return bool(shown & self._left_out) or layout_of(shown, self._success_reward) != self._layout
 
     def _informative(self, records: Iterable[Record]) -> set[str]:
         return {
@@ -93,7 +94,7 @@ class EventFile:
         records, _ = self._reader.poll()
         self._several = len(read_attempts(self._run)) > 1
         self._shown, self._left_out = self._informative(records), set[str]()
-        self._layout = layout_of(self._shown)
+        self._layout = layout_of(self._shown, self._success_reward)
         make_directory(self._directory)
         beside = self._directory / f".rebuilding.{socket.gethostname()}.{os.getpid()}"
         self._file = beside.open("wb")
