@@ -70,7 +70,11 @@ def examine(root: Path, slurm: Mapping[str, Any], wait_s: int) -> Iterator[Findi
         config = parse_config(_slurm("scontrol", "show", "config"))
         partitions = parse_records(_slurm("scontrol", "-o", "show", "partition"))
     except NoAnswerError as failure:
-        yield error("slurm", str(failure), "if this machine has no cluster, --local works; else ask the administrators, or wait for slurmctld")
+        yield error(
+            "slurm",
+            str(failure),
+            "if this machine has no cluster, --local works; else ask the administrators, or wait for slurmctld",
+        )
         yield from _of_this_machine(directory)
         return
     yield from cluster_findings(config, _accounting())
