@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     play.add_argument(
         "name",
         metavar="NAME",
-        help="a name that ls shows, or package.module:Class, which is looked for in python_path of --config, else in the working directory",
+        help="a name that ls shows or environment.names of --config has, or package.module:Class, which is looked for in python_path of --config, else in the working directory",
     )
     play.add_argument(
         "--data", metavar="FILE", help="dataset (default: the first of data.train_data, else example rows)"
@@ -66,7 +66,7 @@ def _try(arguments: argparse.Namespace) -> int:
     config = Config.from_tables(arguments.config, _TABLES, required) if arguments.config else None
     if config is None:
         sys.path.append(os.getcwd())
-    made = environment_class(arguments.name)
+    made = environment_class(config.environment.path_of(arguments.name) if config else arguments.name)
     if is_agent(made):
         raise ConfigError(
             f"{arguments.name} asks the policy itself, and nobody answers it here; start its program by hand at any server of OpenAI's "
