@@ -6,18 +6,16 @@ import json
 import os
 import re
 import subprocess
-import sys
-from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
 import tomli
-from packaging.requirements import Requirement
 
 from hpcrl.cli.main import COMMANDS, main
 from hpcrl.errors import HpcrlError
 from hpcrl.rundir.layout import Run
 from tests.cli.test_status import root as root
+from tests.environments import make_environment
 from tests.paths import QUICKSTART, ROOT
 
 BASH = """
@@ -38,11 +36,9 @@ echo "${{COMPREPLY[@]}}"
     ],
 )
 def test_bash_completes(line: str, words: list[str], tmp_path: Path) -> None:
-    program = tmp_path / "hpcrl"
-    program.write_text(f"#!{sys.executable}\nfrom hpcrl.cli.main import main\nraise SystemExit(main())\n")
-    program.chmod(0o700)
+    programs = make_environment(tmp_path / "light", ["argcomplete", "httpx", "rich", "tomli"])
     script = BASH.format(line=line, last=len(line.split()) - 1, point=len(line))
-    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}"}
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=environment, check=True)
     assert done.stdout.split() == words
 
@@ -77,24 +73,6 @@ def test_the_table_of_exit_codes_is_that_of_the_errors() -> None:
     text = (ROOT / "docs" / "commands.md").read_text().partition("## Exit codes")[2]
     listed = {int(code) for code in re.findall(r"^\| (\d+) \|", text, re.MULTILINE)}
     assert listed == {0, 1, 2} | errors(HpcrlError)
-
-
-def dependencies(folder: Path) -> None:
-    """Link the packages that `pip install hpcrl` installs, and no others, in a folder."""
-    names = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    waiting, done = [Requirement(name) for name in names], set[str]()
-    while waiting:
-        name = waiting.pop().name
-        if name in done:
-            continue
-        done.add(name)
-        found = distribution(name)
-        needs = map(Requirement, found.requires or [])
-        waiting += [one for one in needs if one.marker is None or one.marker.evaluate({"extra": ""})]
-        for top in {file.parts[0] for file in found.files or [] if not str(file).startswith("..")}:
-            link = folder / top
-            if not link.exists() and top != "__pycache__":
-                link.symlink_to(found.locate_file(top))
 
 
 ALL = """
@@ -137,15 +115,14 @@ def test_every_command_in_an_environment_of_the_dependencies_alone(root: Path, t
         "completion": ["bash"],
         "rm": ["--yes", run],
     }
-    folder = tmp_path / "site"
-    folder.mkdir()
-    dependencies(folder)
+    names_alone = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    programs = make_environment(tmp_path / "light", names_alone)
     done = subprocess.run(
-        [sys.executable, "-S", "-c", ALL],
+        [programs / "python", "-c", ALL],
         input=json.dumps([[name, *more.get(name, [run])] for name in [*names, "rm"]]),
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": f"{folder}:{ROOT}", "HPCRL_ROOT": str(root)},
+        env={**os.environ, "HPCRL_ROOT": str(root)},
         check=False,
     )
     assert done.returncode == 0, done.stderr
