@@ -418,6 +418,30 @@ OURS = [
         {"environment.eval_reward_function": {"gsm8k": 1.0}, "environment.env_class": "mine.envs:Mine"},
     ),
     Case(
+        "a name of hpcrl's environments stays theirs",
+        {"environment.names": {"countdown": "mine.envs:Mine"}},
+        "environment.names", '"countdown" is an environment of hpcrl',
+        {"environment.names": {"my_countdown": "mine.envs:Mine"}, "environment.env_class": "my_countdown"},
+    ),
+    Case(
+        "a name leads to a class",
+        {"environment.names": {"calc": "mine.envs.Mine"}},
+        "environment.names", 'its "package.module:Class", found "calc" = "mine.envs.Mine"',
+        {"environment.names": {"calc": "mine.envs:Mine"}},
+    ),
+    Case(
+        "a name is no import path, whose rows would run other code",
+        {"environment.names": {"other.envs:Other": "mine.envs:Mine"}},
+        "environment.names", 'expected a name without ":"',
+        {"environment.names": {"Other-v0": "mine.envs:Mine"}},
+    ),
+    Case(
+        "a name of the user's is known",
+        {"environment.names": {"calc": "mine.envs:Mine"}, "environment.env_class": "clac"},
+        "environment.env_class", "did you mean calc",
+        {"environment.names": {"calc": "mine.envs:Mine"}, "environment.env_class": "calc"},
+    ),
+    Case(
         "the overlong penalty is listed",
         {"environment.overlong_reward.penalty_factor": 0.5}, "environment.overlong_reward.penalty_factor", "without overlong in",
         {
