@@ -18,6 +18,7 @@ from hpcrl.cli.main import COMMANDS, main
 from hpcrl.errors import HpcrlError
 from hpcrl.rundir.layout import Run
 from tests.cli.test_status import root as root
+from tests.jobs.small_run import SMALL, finish, logs_of
 from tests.paths import QUICKSTART, ROOT
 
 BASH = """
@@ -155,6 +156,56 @@ def test_every_command_in_an_environment_of_the_dependencies_alone(root: Path, t
     assert broken == {}
     lacking = {name for name, (_, text) in said.items() if "where the jobs run" in text}
     assert lacking == set(re.findall(r"`hpcrl (\w+)", _paragraph("docs/installation.md", "need what jobs need"))), said
+
+
+SUBMIT = "import sys; from hpcrl.cli.main import main; sys.exit(main(sys.argv[1:]))"
+
+
+def submitted(tmp_path: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Submit the quickstart from an environment of the dependencies alone."""
+    folder = tmp_path / "site"
+    if not folder.exists():
+        folder.mkdir()
+        dependencies(folder)
+    named = [str(QUICKSTART), "trainer.run_name=mine", f"slurm.root={tmp_path}/runs"]
+    return subprocess.run(
+        [sys.executable, "-S", "-c", SUBMIT, "submit", *named, *words],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": f"{folder}:{ROOT}", **environment},
+        check=False,
+    )
+
+
+def test_jobs_without_torch_are_refused_here_and_warned_of_on_a_cluster(tmp_path: Path) -> None:
+    done = submitted(tmp_path, "--local")
+    assert (done.returncode, list(tmp_path.glob("runs*"))) == (3, [])
+    assert f"--local: {sys.executable} has no torch; pip install 'hpcrl[job]', or set slurm.python" in done.stderr
+    sbatch = tmp_path / "bin" / "sbatch"
+    sbatch.parent.mkdir()
+    sbatch.write_text("#!/bin/sh\necho 'sbatch: error: nothing today' >&2; exit 1\n")
+    sbatch.chmod(0o755)
+    path = f"{sbatch.parent}:{os.environ['PATH']}"
+    for settings, warned in (((), True), (("slurm.python=/fat/bin/python",), False)):
+        done = submitted(tmp_path, *settings, PATH=path)
+        assert done.returncode == 3
+        assert "nothing today" in done.stderr
+        assert ("slurm.python: not set, so jobs run " in done.stderr) == warned
+
+
+def test_a_run_of_this_machine_with_the_interpreter_of_another_environment(tmp_path: Path) -> None:
+    """hpcrl is called without torch; a program, noted by the script that stands before it, has it."""
+    python, noted = tmp_path / "fat" / "python", tmp_path / "noted"
+    python.parent.mkdir()
+    python.write_text(f'#!/bin/sh\necho "$OF_SETUP $*" >> {noted}\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    of_jobs = [f"slurm.python={python}", 'slurm.setup=["export OF_SETUP=loaded"]']
+    done = submitted(tmp_path, "--local", *SMALL, "trainer.max_steps=1", "trainer.eval_interval=0", *of_jobs)
+    assert done.returncode == 0, done.stderr
+    run = Run.open(tmp_path / "runs" / "quickstart" / "mine")
+    assert finish(run, 1) == "done", logs_of(run)
+    assert noted.read_text().startswith("loaded -u -m submitit.core._submit ")
 
 
 def _paragraph(page: str, words: str) -> str:

@@ -85,10 +85,9 @@ def look(config: Config) -> tuple[list[Problem], list[str]]:
     of_data, warnings_of_data = _of_datasets(config)
     of_alerts, warnings_of_alerts = _of_alerts(config.trainer.alerts)
     problems += [*of_code, *of_alerts, *of_data, *_of_environments(config), *_of_models(config), *check_engine(config)]
-    # where torch is missing too, this is a login node, of which nothing follows for the nodes; nor does it from outside of a container
-    if config.slurm.container.kind == "none" and find_spec("torch"):
-        problems += missing_packages(config.trainer)
-    if config.slurm.container.kind == "none":
+    if not config.slurm.other_environment:
+        # where torch is missing too, this is a login node, of which nothing follows for the nodes
+        problems += missing_packages(config.trainer) if find_spec("torch") else ()
         problems += check_megatron_fields(config)
     problems += [
         *check_uploads(config),
