@@ -206,6 +206,10 @@ class GroupMeta:
         return [sample.reward for sample in self.samples]
 
     @property
+    def env_metrics(self) -> list[Mapping[str, float]]:
+        return [sample.env_metrics for sample in self.samples]
+
+    @property
     def response_lengths(self) -> list[int]:
         return [sample.response_length for sample in self.samples]
 

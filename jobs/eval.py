@@ -43,7 +43,9 @@ def main(path: str) -> None:
     with launched(directory, config, directory.log(0, "engine"), trains=False) as engine:
         groups, facts = evaluate(directory, config, request["version"], engine, status)
     failures = [failure for group in groups for failure in group.failures]
-    write_results(directory, {**request, **facts, "failures": failures, **results_of(groups)})
+    write_results(
+        directory, {**request, **facts, "failures": failures, **results_of(groups, config.generator.success_reward)}
+    )
     status.write("finished")
 
 

@@ -85,6 +85,6 @@ def test_conversations_and_tables(capsys: pytest.CaptureFixture[str]) -> None:
     columns = ("avg_score", "generate/avg_num_tokens")
     results = {
         "subject": "m", "prompts": {"x": 1, "all": 1}, "metrics": {f"eval/{source}/{name}": 1.0 for source in ("x", "all") for name in columns}, "too_long": 0,
-        "n_samples": 1, "failures": [EVIL], "seconds": 1.0, "errors": {},
+        "n_samples": 1, "failures": [EVIL], "seconds": 1.0, "errors": {}, "solved": "reward ≥ 1",
     }  # fmt: skip
     assert not any(STEERS.search(line) for line in summary(results))

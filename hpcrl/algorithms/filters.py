@@ -36,6 +36,21 @@ def is_worth_training(group: GroupMeta, metrics: Sequence[str], tolerance: float
     return len(values) >= min(2, len(group.samples)) and varied(values, tolerance)
 
 
+def share_without_spread(groups: Sequence[GroupMeta], dropped: int = 0) -> float | None:
+    """Return the share of groups whose samples all have the same reward, those left out in which all samples failed; 1 of no groups.
+
+    None: groups have one sample each, or all samples failed.
+
+    Args:
+        dropped: further groups that were generated, and left out because they are such.
+    """
+    rewarded = [group for group in groups if any(group.scored)]
+    if groups and (not rewarded or all(len(group.samples) == 1 for group in groups)):
+        return None
+    count = len(rewarded) + dropped
+    return (dropped + sum(not is_worth_training(group, ()) for group in rewarded)) / count if count else 1.0
+
+
 def reported(group: GroupMeta, name: str, setting: str) -> list[float]:
     """Return what the environment reports of each sample under a name; 0 where it does of others of the group alone, or all have failed.
 

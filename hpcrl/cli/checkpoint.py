@@ -28,7 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         add_run(command)
         return command
 
-    command("ls", "show each checkpoint, its state and why it is kept", _ls)
+    ls = command("ls", "show each checkpoint, its state and why it is kept", _ls)
+    ls.add_argument("--json", action="store_true", help="a JSON list, one object per checkpoint")
     verify = command("verify", "compare files with sizes and checksums; exit code 1 if one is damaged", _verify)
     verify.add_argument("step", metavar="STEP", nargs="?", help=f"{_STEP_HELP} (default: all that are committed)")
     export = command("export", "write the policy of a checkpoint in Hugging Face format; needs torch", _export)
@@ -104,10 +105,15 @@ def _attempt(path: Path) -> str:
 
 
 def _ls(arguments: argparse.Namespace) -> int:
+    from json import dumps
+
     from hpcrl.units import readable_size, rough_duration
 
     run = named_run(arguments)
     rows = _rows(run)
+    if arguments.json:
+        print(dumps([{**vars(row), "path": str(row.path)} for row in rows], indent=2))
+        return 0
     if not rows:
         print(f"{run.name} has no checkpoints")
         return 0
@@ -125,9 +131,11 @@ def _verify(arguments: argparse.Namespace) -> int:
     from hpcrl.rundir.checkpoints import find_checkpoint, size_of, verify_checkpoint
     from hpcrl.rundir.commit import is_committed
     from hpcrl.rundir.layout import position_of
+    from hpcrl.rundir.other_roots import require_folders
     from hpcrl.units import readable_size
 
     run = named_run(arguments)
+    require_folders(run, run.checkpoints)
     if arguments.step:
         paths = [find_checkpoint(run, arguments.step)]
     else:

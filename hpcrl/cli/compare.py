@@ -52,7 +52,7 @@ def _compare(arguments: argparse.Namespace) -> int:
 
     root = arguments.root or default_root()
     before, after = find_evaluation(arguments.before, root), find_evaluation(arguments.after, root)
-    found = compared(before, after)
+    found = compared(before, after, after.success_reward)
     if arguments.json:
         print(dumps(_json(before, after, found), indent=2))
         return 0
@@ -65,6 +65,7 @@ def _json(before: Evaluation, after: Evaluation, found: Comparison) -> dict[str,
         "before": {"evaluation": str(before.run.path), "version": before.version, "prompts_of_its_own": found.only[0]},
         "after": {"evaluation": str(after.run.path), "version": after.version, "prompts_of_its_own": found.only[1]},
         "prompts": found.prompts,
+        "solved": found.solved,
         "metrics": {
             name: {"before": found.means[name][0], "after": found.means[name][1], **asdict(difference)}
             for name, difference in found.differences.items()
@@ -73,13 +74,13 @@ def _json(before: Evaluation, after: Evaluation, found: Comparison) -> dict[str,
 
 
 def _lines(before: Evaluation, after: Evaluation, found: Comparison) -> list[str]:
-    from hpcrl.observe.eval_report import aligned
+    from hpcrl.observe.eval_report import aligned, column_of
 
     names = sorted(found.differences, key=lambda name: (_source(name) == "all", _source(name), len(name), name))
     several = len(found.prompts) > 2
     rows = [
         [
-            f"{_source(name)} {name.rpartition('/')[2].replace('avg_score', 'score').replace('pass_at_', 'pass@')}",
+            f"{_source(name)} {column_of(name.rpartition('/')[2], found.solved)}",
             str(found.differences[name].prompts),
             *(f"{mean:.4g}" for mean in found.means[name]),
             *_cells(found.differences[name]),

@@ -55,9 +55,9 @@ def _doctor(arguments: argparse.Namespace) -> int:
     for finding in found:
         findings.append(finding)
         if not arguments.json:
-            print(printable(f"{finding.level:8} {finding.subject:18} {finding.found}"), flush=True)
+            print(printable(f"{finding.level:8} {finding.subject:22} {finding.found}"), flush=True)
             if finding.remedy:
-                print(printable(f"{'':8} {'':18} -> {finding.remedy}"), flush=True)
+                print(printable(f"{'':8} {'':22} -> {finding.remedy}"), flush=True)
     if arguments.json:
         print(dumps([asdict(finding) for finding in findings], indent=2))
     return int(any(finding.level == "error" for finding in findings))

@@ -1,10 +1,11 @@
-"""`hpcrl env …`: list the environments, and play one in the terminal."""
+"""`hpcrl env …`: list the environments, and play one, or a reward, in the terminal."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -12,7 +13,7 @@ from hpcrl.cli._common import Subcommands
 from hpcrl.text import one_line, printable, said_in
 
 if TYPE_CHECKING:
-    from hpcrl.config import Config
+    from hpcrl.config import Config, EnvironmentConfig, GeneratorConfig
     from hpcrl.envs.base import Environment, Messages, Turn
     from hpcrl.types import Prompt
 
@@ -24,7 +25,9 @@ _TABLES = "config_class", "python_path", "data", "environment", "generator"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     command = Subcommands(parser).add
     command("ls", "list the environments of hpcrl, with a line about each", _ls)
-    play = command("try", "play an environment: read its prompt, type the response of the policy, see the reward", _try)
+    play = command(
+        "try", "play an environment or a reward: read the prompt, type the response of the policy, see the reward", _try
+    )
     play.epilog = (
         "An action is ended by an empty line or by the end of the input; a line with nothing but \\ stands for an empty line within it. "
         "The exit code is 1 if the input ends before the environment does."
@@ -32,7 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     play.add_argument(
         "name",
         metavar="NAME",
-        help="a name that ls shows, or package.module:Class, which is looked for in python_path of --config, else in the working directory",
+        nargs="?",
+        help="an environment that ls shows, a reward of docs/rewards.md, or package.module:Class or package.module:function. An import path is looked "
+        "for in python_path of --config, else in the working directory. Default: what --config rewards training with",
     )
     play.add_argument(
         "--data", metavar="FILE", help="dataset (default: the first of data.train_data, else example rows)"
@@ -56,36 +61,90 @@ def _ls(arguments: argparse.Namespace) -> int:  # noqa: ARG001 - as every comman
 
 
 def _try(arguments: argparse.Namespace) -> int:
-    from hpcrl.config import Config, EnvironmentConfig
+    from hpcrl.config import Config, EnvironmentConfig, GeneratorConfig
     from hpcrl.envs.base import user_code
     from hpcrl.envs.examples import rows_of
-    from hpcrl.envs.registry import common_extras, environment_class, is_agent
     from hpcrl.errors import ConfigError
 
-    required = {"trainer.policy.model.path": "none", "data.train_data": [str(rows_of(arguments.name))]}
+    if arguments.name is None and arguments.config is None:
+        raise ConfigError("env try: expected NAME, or --config FILE with what rewards training")
+    required = {"trainer.policy.model.path": "none", "data.train_data": [str(rows_of(arguments.name or "it"))]}
     config = Config.from_tables(arguments.config, _TABLES, required) if arguments.config else None
     if config is None:
         sys.path.append(os.getcwd())
-    made = environment_class(arguments.name)
-    if is_agent(made):
-        raise ConfigError(
-            f"{arguments.name} asks the policy itself, and nobody answers it here; start its program by hand at any server of OpenAI's "
-            "protocol (docs/agents.md)"
-        )
-    max_turns = config.generator.max_turns if config else _TURNS
+    section, generator = (
+        (config.environment, config.generator) if config else (EnvironmentConfig(), GeneratorConfig(max_turns=_TURNS))
+    )
+    where, make = _maker(arguments.name, section, generator)
     prompt = _prompt(arguments, config)
-    extras = common_extras(config.environment if config else EnvironmentConfig(), max_turns)
-    where = f"environment {arguments.name!r}"
     with user_code(where):
-        environment = cast("Environment", made({**extras, **prompt.extras}))
+        environment = make(prompt)
     try:
-        return _play(environment, where, prompt.messages, max_turns)
+        return _play(environment, where, prompt.messages, generator.max_turns)
     except KeyboardInterrupt:
         print()
         return 130
     finally:
         with user_code(where):
             environment.close()
+
+
+def _maker(
+    name: str | None, section: EnvironmentConfig, generator: GeneratorConfig
+) -> tuple[str, Callable[[Prompt], Environment]]:
+    """Return what is played, for errors, and what makes it for a row; without a name it is what rewards training."""
+    from hpcrl.config.import_path import imported
+    from hpcrl.envs.registry import ENVIRONMENTS, common_extras, environment_class, is_agent
+    from hpcrl.envs.rewards.weighted import REWARDS
+    from hpcrl.errors import ConfigError
+
+    weights = section.reward_function if name is None else {name: 1.0} if name in REWARDS.keys() - ENVIRONMENTS else {}
+    if name is None and not weights and (section.uses_reward_service("train") or section.is_rewarded_later("train")):
+        raise ConfigError(
+            "env try: a service or a reward model rewards training, and none is asked here; name an environment or a reward"
+        )
+    if name and ":" in name:
+        found = imported(f"environment or reward {name!r}", name)
+        weights = {name: 1.0} if callable(found) and not isinstance(found, type) else {}
+    if weights:
+        length = generator.sampling_params.max_generate_length
+        return "the rewards", lambda prompt: cast("Environment", _Rewarded(weights, section, prompt, length))
+    if name is not None:
+        environment_class(name)
+
+    def make(prompt: Prompt) -> Environment:
+        made = environment_class(name or prompt.env_class)
+        if is_agent(made):
+            raise ConfigError(
+                f"{name or prompt.env_class} asks the policy itself, and nobody answers it here; start its program by hand at any server of "
+                "OpenAI's protocol (docs/agents.md)"
+            )
+        return cast("Environment", made({**common_extras(section, generator.max_turns), **prompt.extras}))
+
+    return f"environment {name or section.env_class!r}", make
+
+
+class _Rewarded:
+    """Rewards of one row, played as an environment of one turn."""
+
+    def __init__(self, weights: dict[str, float], section: EnvironmentConfig, prompt: Prompt, max_tokens: int) -> None:
+        from hpcrl.envs.rewards.response import truth_of
+        from hpcrl.envs.rewards.weighted import WeightedRewards
+
+        self._rewards = WeightedRewards("environment.reward_function", weights, section)
+        self._prompt, self._max_tokens = prompt, max_tokens
+        print(printable(f"[ground truth]\n{truth_of(prompt.extras)}\n"))
+
+    def init(self, messages: Messages) -> Messages:
+        return messages
+
+    def step(self, action: str) -> Turn:
+        from hpcrl.envs.rewards.response import response_to
+
+        return self._rewards(response_to(self._prompt, action, len(action) // 4 + 1, self._max_tokens))
+
+    def close(self) -> None:
+        return
 
 
 def _prompt(arguments: argparse.Namespace, config: Config | None) -> Prompt:
@@ -95,16 +154,18 @@ def _prompt(arguments: argparse.Namespace, config: Config | None) -> Prompt:
     from hpcrl.envs.examples import rows_of
     from hpcrl.errors import DataError
 
-    own = rows_of(arguments.name)
+    own = rows_of(arguments.name or "it")
     named = Source(arguments.data or str(own))
     if config and not arguments.data:
         named = training_sources(config.data)[0]
     source = named.location
     if source == str(own) and not own.is_file():
-        raise DataError(f"{arguments.name} has no example rows; name a dataset: --data FILE")
+        raise DataError(f"{arguments.name or 'what rewards training'} has no example rows; name a dataset: --data FILE")
     number, data = arguments.sample, config.data if config else DataConfig(train_data=[source])
     columns = data.prompt_column, data.response_column, data.image_column, data.video_column
-    prompts = load_prompts([named], arguments.name, *columns, first=max(number, 0) + 1)
+    played = arguments.name or (config.environment.env_class if config else None)
+    required = bool(arguments.name) or not (config and config.environment.reward_function)
+    prompts = load_prompts([named], played, *columns, first=max(number, 0) + 1, env_class_required=required)
     if not 0 <= number < len(prompts):
         rows = f"rows 0 to {len(prompts) - 1}" if number >= 0 else "rows from 0 on"
         raise DataError(f"--sample {number}: {source} has {rows}")

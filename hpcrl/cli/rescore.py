@@ -99,7 +99,9 @@ def _scored(evaluation: Evaluation, config: Config, place: Run) -> dict[str, Any
         "too_long": len(all_prompts) - len(prompts),
         "seconds": time.monotonic() - began,
         "failures": found.failures,
-        **results_of([EvaluatedPrompt.of(group_id, lines) for group_id, lines in by_group.items()]),
+        **results_of(
+            [EvaluatedPrompt.of(group_id, lines) for group_id, lines in by_group.items()], generator.success_reward
+        ),
     }
     place.path.mkdir(parents=True, mode=0o700)
     write_text(place.config, config.to_toml())

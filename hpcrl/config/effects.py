@@ -13,6 +13,10 @@ OTHER_TOKENS = Effect("refused", "prompts would become other tokens", "warning")
 OTHER_GROUPS = Effect("refused", "groups that wait to be trained have the old number of samples")
 OTHER_RUN = Effect("refused", "it decides what kind of run this is")
 OTHER_DIRECTORY = Effect("refused", "a run stays in its directory")
+OTHER_PLACE = Effect(
+    "refused",
+    "the folder stays in its place; to move it, copy it while the run is stopped, and put a link to the copy there",
+)
 NO_TOKENS = Effect("refused", "groups that wait to be trained have no such tokens")
 
 OBJECTIVE = Effect("warning", "what is optimized changes from the next step on")

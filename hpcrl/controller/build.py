@@ -73,6 +73,7 @@ def build_schedule(config: Config, steps: int) -> Schedule:
         ),
         max_failed_ratio=config.environment.max_failed_ratio,
         eval_settings=evaluation_settings(config),
+        success_reward=generator.success_reward,
     )
 
 

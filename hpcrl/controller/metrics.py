@@ -8,11 +8,14 @@ from itertools import chain
 from math import sqrt
 from statistics import fmean
 
+from hpcrl.algorithms.filters import share_without_spread
 from hpcrl.controller.admission import staleness
 from hpcrl.controller.replicas import MinReplicas
 from hpcrl.controller.schedule import Schedule
 from hpcrl.controller.score_queue import ScoreQueue
 from hpcrl.observe.metrics import Histogram
+from hpcrl.observe.scores import is_solved
+from hpcrl.observe.summary import WITHOUT_SPREAD
 from hpcrl.runtime.memory import GIB, resident
 from hpcrl.text import metric_name
 from hpcrl.types import Batch
@@ -24,19 +27,23 @@ def step_metrics(batch: Batch, schedule: Schedule, replicas: dict[str, float] | 
     Args:
         replicas: replicas/* and scorers/*; None: the batch has rows of datasets.
     """
-    found = row_metrics(batch) if replicas is None else batch_metrics(batch) | replicas
+    found = row_metrics(batch) if replicas is None else batch_metrics(batch, schedule.success_reward) | replicas
     dropped = dropped_metrics(batch) if schedule.sampling.config.type else {}
     return found | dropped | (surplus_metrics(batch) if schedule.surplus else {})
 
 
-def batch_metrics(batch: Batch) -> dict[str, float]:
+def batch_metrics(batch: Batch, success_reward: float) -> dict[str, float]:
     """Return reward/*, generate/*, environment/* and async/* of one batch.
 
     Means are over the samples that have a value: one that failed has no reward, and what no sample has is left out.
+
+    Args:
+        success_reward: generator.success_reward.
     """
     groups = batch.groups
     n = len(groups[0].samples)
     scored = [group.scored_samples for group in groups]
+    passed = [[is_solved(sample.reward, sample.env_metrics, success_reward) for sample in own] for own in scored]
     rewards = [sample.reward for own in scored for sample in own]
     lengths = [length for group in groups for length in group.response_lengths]
     by_raw_reward = [(sample.raw_reward, sample.response_length) for own in scored for sample in own]
@@ -47,12 +54,14 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
     for sample in chain.from_iterable(scored):
         for name, value in sample.env_metrics.items():
             environment[metric_name(name)].append(value)
+    alike = share_without_spread(groups, sum(worth is not None for worth in batch.dropped.values()))
     return {
+        **({} if alike is None else {WITHOUT_SPREAD: alike}),
         **_means(
             {
                 "reward/avg_raw_reward": rewards,
                 "reward/mean_positive_reward": [max(reward, 0.0) for reward in rewards],
-                f"reward/avg_pass_at_{n}": [max(sample.reward for sample in own) > 0 for own in scored if own],
+                f"reward/avg_pass_at_{n}": [any(solved) for solved in passed if solved],
                 "generate/stop_ratio": stopped,
                 "generate/avg_tokens_non_zero_rewards": [length for raw, length in by_raw_reward if raw > 0],
                 "generate/avg_tokens_zero_rewards": [length for raw, length in by_raw_reward if raw == 0],

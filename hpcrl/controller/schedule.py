@@ -26,6 +26,7 @@ class Schedule:
         baselines: whether groups have the reward of a greedy response.
         min_replicas: when there are too few replicas to go on.
         max_failed_ratio: share of samples whose environments may fail.
+        success_reward: reward from which on a sample has solved its prompt.
     """
 
     batch_size: int
@@ -46,3 +47,4 @@ class Schedule:
     min_replicas: MinReplicas = field(default_factory=MinReplicas)
     max_failed_ratio: float = 0.5
     eval_settings: str = ""
+    success_reward: float = 1.0

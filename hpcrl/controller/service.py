@@ -435,7 +435,7 @@ class Service:
         if (groups := self._eval.conclude()) is None:
             return
         assert self._metrics is not None
-        version, metrics = self._eval.version, scores(groups)
+        version, metrics = self._eval.version, scores(groups, self._schedule.success_reward)
         self._metrics.write(version, metrics)
         write_summary(self._run, version, metrics)
 

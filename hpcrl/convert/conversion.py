@@ -20,6 +20,7 @@ from hpcrl.config.rules.unused_settings import not_switched_on
 from hpcrl.config.sections.tree import ConfigTree
 from hpcrl.config.setting import Unimplemented
 from hpcrl.config.validate import UNCONVERTED, build
+from hpcrl.convert.mapping import Target, To
 from hpcrl.errors import ConfigError
 
 Kind = Literal["mapped", "dropped", "translated", "differs", "unimplemented", "unknown", "conflict"]
@@ -27,6 +28,7 @@ _INCOMPLETE: tuple[Kind, ...] = ("unimplemented", "unknown", "conflict")
 _VARIABLE = re.compile(r"\$\{?[A-Za-z_]")
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
 _HOME = re.compile(r"^(?:\$HOME|\$\{HOME\})(?=/|$)")
+_ROOTS = ("slurm.checkpoint_root", "slurm.export_root")
 _MOST_NAMED = 4
 _WIDTH = 140
 
@@ -81,6 +83,11 @@ class Conversion:
     def note(self, kind: Kind, source: str, target: str = "", message: str = "") -> None:
         self.entries.append(Entry(kind, source, target, message))
 
+    def note_unread(self, source: str, target: Target, reason: str) -> None:
+        """Note a setting whose value cannot be read. A root of checkpoints or exports is left out: they lie in the run directory then."""
+        left_out = isinstance(target, To) and target.path in _ROOTS
+        self.note("dropped" if left_out else "conflict", source, "", reason)
+
     @property
     def incomplete(self) -> bool:
         """Whether the TOML lacks something that the source has."""
@@ -88,6 +95,7 @@ class Conversion:
 
     def finish(self) -> None:
         """Note what is not implemented yet, and everything that is wrong with the result or missing in it."""
+        self._settle_roots()
         self._drop_idle()
         changed = self._changed()
         for setting, value in changed:
@@ -107,6 +115,21 @@ class Conversion:
         for problem in problems:
             if problem.path not in reported:
                 self.note("conflict", problem.path, "", problem.message)
+
+    def _settle_roots(self) -> None:
+        """Begin relative roots of checkpoints and exports with ./, and leave out what is no directory: these then lie in the run directory."""
+        for path in _ROOTS:
+            value = self.values.get(path)
+            if not isinstance(value, str):
+                continue
+            if "://" in value or _VARIABLE.search(value):
+                del self.values[path]
+                what = "a store; trainer.upload copies to one" if "://" in value else "a variable of the shell"
+                self.note(
+                    "dropped", path, "", f"{value} names {what}; name a directory, else the run directory has all"
+                )
+            elif not value.startswith(("/", "~/", "./", "../")):
+                self.values[path] = f"./{value}"
 
     def _drop_idle(self) -> None:
         """Leave out what another setting would have to switch on; the source did nothing with it either."""

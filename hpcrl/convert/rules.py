@@ -63,7 +63,7 @@ def convert_fields(
         if isinstance(target, Dropped) and path not in rules:
             _note_dropped(source, conversion, path, target)
         elif path in source.unread:
-            conversion.note("conflict", source.names[path], "", source.unread[path])
+            conversion.note_unread(source.names[path], target, source.unread[path])
         elif isinstance(target, To) and path not in rules:
             _map(source, conversion, path, target, without_effect(source, path))
         else:

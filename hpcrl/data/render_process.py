@@ -10,6 +10,8 @@ import os
 import resource
 import signal
 import sys
+from collections.abc import Callable
+from importlib.util import find_spec, module_from_spec
 from typing import Any
 
 from jinja2 import TemplateError, TemplateSyntaxError
@@ -22,8 +24,7 @@ _LARGEST = 1 << 28
 
 def main(seconds: float) -> None:
     """Answer requests until the standard input ends; SIGPROF, which nothing catches, ends a rendering that takes longer than `seconds`."""
-    with without_torch():
-        from transformers.utils.chat_template_utils import render_jinja_template
+    render_jinja_template = _import_renderer()
     for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(one, signal.SIG_IGN)  # who asks ends with them, and with that this process
     asked, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
@@ -54,6 +55,17 @@ def main(seconds: float) -> None:
         signal.setitimer(signal.ITIMER_PROF, 0)
         answers.write(status + len(content).to_bytes(8, "little") + content)
         answers.flush()
+
+
+def _import_renderer() -> Callable[..., Any]:
+    """Import transformers' renderer without the packages above it: they take a second of processor time, and it needs nothing of them."""
+    with without_torch():
+        for name in ("transformers", "transformers.utils"):
+            spec = find_spec(name)
+            assert spec is not None
+            sys.modules[name] = module_from_spec(spec)
+        from transformers.utils.chat_template_utils import render_jinja_template
+    return render_jinja_template
 
 
 def _bound_memory() -> None:

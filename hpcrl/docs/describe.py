@@ -78,7 +78,7 @@ def _names_elsewhere() -> str:
     lines = [
         "# Names of settings in other frameworks", "", _MADE, "",
         "Settings that TRL, or transformers' trainer, has too. Values and units may differ: `hpcrl config explain PATH` has the meaning,",
-        "`hpcrl config search WORD` finds more. Words that differ are in [from_others.md](../from_others.md).", "",
+        "`hpcrl config search WORD` finds more. Words that differ are in [words.md](../words.md).", "",
         f"| hpcrl | TRL | {' | '.join(sources)} |", "|---|---|" + "---|" * len(sources),
     ]  # fmt: skip
     for setting in leaves(Config):

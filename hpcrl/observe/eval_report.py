@@ -43,7 +43,8 @@ def report(results: Mapping[str, Any]) -> str:
     parts = [
         f"# {_headline(results)}",
         "Means over the prompts ± half of their 95 % confidence interval: 1.96 standard errors, those of the means of prompts "
-        "(arXiv:2411.00640); pass@k is the unbiased estimate (arXiv:2107.03374). Samples that failed have no score: they are left out.",
+        "(arXiv:2411.00640). pass@k is the unbiased estimate (arXiv:2107.03374). "
+        f"A sample is solved by {results['solved']}. Samples that failed have no score: they are left out.",
         _markdown(*_scores(results)),
         "## How samples ended",
         _markdown(["source", *reasons], ends),
@@ -103,7 +104,19 @@ def _scores(results: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
         ]
         for source in _sources(prompts)
     ]  # fmt: skip
-    return ["source", "prompts", "score", *(name.replace(_PASS, "pass@") for name in passes), "tokens"], rows
+    heads = (column_of(name, results["solved"]) for name in (_SCORE, *passes))
+    return ["source", "prompts", *heads, "tokens"], rows
+
+
+def column_of(metric: str, solved: str) -> str:
+    """Return how a metric of an evaluation is called above its column.
+
+    Args:
+        solved: as of hpcrl.observe.scores.solved_by.
+    """
+    return (
+        f"{metric.replace(_PASS, 'pass@')} ({solved})" if metric.startswith(_PASS) else metric.replace(_SCORE, "score")
+    )
 
 
 def _share(counts: Mapping[str, int], reason: str) -> str:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
+import tomli
+
+from hpcrl.config import GeneratorConfig
 from hpcrl.errors import DataError
-from hpcrl.observe.scores import ScoreDifference, by_source, compare, of_prompts, own_rewards
+from hpcrl.observe.scores import ScoreDifference, by_source, compare, of_prompts, own_rewards, solved_by
 from hpcrl.rundir.eval_dumps import dumped_samples
 from hpcrl.rundir.layout import Run
 
@@ -24,13 +28,14 @@ class EvaluatedPrompt:
     Attributes:
         group_id: of its samples.
         messages: chat messages that it begins with.
-        rewards, response_lengths, stop_reasons: of its samples.
+        rewards, env_metrics, response_lengths, stop_reasons: of its samples.
     """
 
     group_id: str
     messages: list[dict[str, str]]
     data_source: str
     rewards: list[float]
+    env_metrics: list[Mapping[str, float]]
     response_lengths: list[int]
     stop_reasons: list[str]
 
@@ -42,6 +47,7 @@ class EvaluatedPrompt:
             messages=first["prompt"],
             data_source=first["data_source"],
             rewards=[float(line["score"]) for line in lines],
+            env_metrics=[line["env_metrics"] for line in lines],
             response_lengths=[response_tokens(line) for line in lines],
             stop_reasons=[line["stop_reason"] for line in lines],
         )
@@ -88,6 +94,10 @@ class Evaluation:
     def name(self) -> str:
         return f"{self.run.name}@{self.version}"
 
+    @property
+    def success_reward(self) -> float:
+        return success_reward_of(self.run)
+
     def by_prompt(self) -> dict[tuple[str, str, int], EvaluatedPrompt]:
         """Return the prompts by what makes them the same in another evaluation: source, messages, and which of several equal ones it is."""
         seen, found = Counter[tuple[str, str]](), dict[tuple[str, str, int], EvaluatedPrompt]()
@@ -96,6 +106,14 @@ class Evaluation:
             found[(*key, seen[key])] = prompt
             seen[key] += 1
         return found
+
+
+def success_reward_of(run: Run) -> float:
+    """Return generator.success_reward of a run, the default where its configuration lacks it or cannot be read."""
+    with suppress(OSError, ValueError, AttributeError):
+        found = tomli.loads(run.config.read_text(encoding="utf-8")).get("generator", {}).get("success_reward")
+        return float(GeneratorConfig.success_reward if found is None else found)
+    return GeneratorConfig.success_reward
 
 
 @dataclass(frozen=True)
@@ -107,6 +125,7 @@ class Comparison:
         means: of each, by metric as `scores` names it.
         differences: by metric.
         only: prompts that only the first, or only the second has.
+        solved: as of `solved_by`, in both.
         worst: those whose mean reward fell most, of both; none of which all samples failed.
     """
 
@@ -114,11 +133,16 @@ class Comparison:
     means: dict[str, tuple[float, float]]
     differences: dict[str, ScoreDifference]
     only: tuple[int, int]
+    solved: str
     worst: list[tuple[EvaluatedPrompt, EvaluatedPrompt]]
 
 
-def compared(before: Evaluation, after: Evaluation) -> Comparison:
-    """Compare two evaluations by the prompts that both have. Raises DataError where they have none in common."""
+def compared(before: Evaluation, after: Evaluation, success_reward: float) -> Comparison:
+    """Compare two evaluations by the prompts that both have. Raises DataError where they have none in common.
+
+    Args:
+        success_reward: reward from which on a sample has solved its prompt.
+    """
     first, second = before.by_prompt(), after.by_prompt()
     pairs = [(first[key], second[key]) for key in first if key in second]
     if not pairs:
@@ -129,7 +153,9 @@ def compared(before: Evaluation, after: Evaluation) -> Comparison:
     means, differences = dict[str, tuple[float, float]](), dict[str, ScoreDifference]()
     sources = by_source([mine for mine, _ in pairs])
     for source, members in sources.items():
-        ours, theirs = of_prompts(members), of_prompts([others[id(prompt)] for prompt in members])
+        ours, theirs = (
+            of_prompts(those, success_reward) for those in (members, [others[id(prompt)] for prompt in members])
+        )
         for name in ours.keys() & theirs.keys():
             values = [
                 (mine, other)
@@ -147,5 +173,6 @@ def compared(before: Evaluation, after: Evaluation) -> Comparison:
         means=means,
         differences=differences,
         only=(len(first) - len(pairs), len(second) - len(pairs)),
+        solved=solved_by([*before.prompts, *after.prompts], success_reward),
         worst=[pair for pair in fallen[:_MOST_SHOWN] if pair[1].mean_reward < pair[0].mean_reward],
     )

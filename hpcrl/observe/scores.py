@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import comb, nan, sqrt
 from statistics import fmean, stdev
@@ -16,8 +16,11 @@ MOST_SOURCES = 64
 """A dataset decides how many sources it names; each becomes six curves or more."""
 Z95 = 1.96
 """Standard errors on either side of a mean that a 95 % confidence interval has."""
+SUCCESS = "success"
+"""A metric of an environment that says by itself whether a sample has solved its prompt: 1, or less."""
 _DRAWS = 9999
 _TIE = 1e-9
+_ROUNDING = 1e-6
 
 
 class Scored(Protocol):
@@ -27,6 +30,8 @@ class Scored(Protocol):
     def data_source(self) -> str: ...
     @property
     def rewards(self) -> Sequence[float]: ...
+    @property
+    def env_metrics(self) -> Sequence[Mapping[str, float]]: ...
     @property
     def response_lengths(self) -> Sequence[int]: ...
     @property
@@ -54,19 +59,42 @@ def own_rewards(prompt: Scored) -> list[float]:
     return [reward for reward, reason in zip(prompt.rewards, prompt.stop_reasons, strict=True) if reason != "failed"]
 
 
-def of_prompts(prompts: Sequence[Scored]) -> dict[str, list[float | None]]:
+def is_solved(reward: float, metrics: Mapping[str, float], success_reward: float) -> bool:
+    """Return whether a sample has solved its prompt: its environment's metric `success` is 1 or, without one, its reward reaches the threshold.
+
+    Args:
+        success_reward: generator.success_reward; rewards are float32 in files, and reach it within 1e-6.
+    """
+    value, least = (metrics[SUCCESS], 1.0) if SUCCESS in metrics else (reward, success_reward)
+    return value >= least - _ROUNDING * max(1.0, abs(least))
+
+
+def solved_by(prompts: Sequence[Scored], success_reward: float) -> str:
+    """Return what decides whether a sample of these has solved its prompt, as it stands behind pass@k."""
+    own = any(SUCCESS in metrics for prompt in prompts for metrics in prompt.env_metrics)
+    return SUCCESS if own else f"reward ≥ {success_reward:g}"
+
+
+def _solved(prompt: Scored, success_reward: float) -> list[bool]:
+    """Return which samples have solved a prompt, those that failed left out."""
+    samples = zip(prompt.rewards, prompt.env_metrics, prompt.stop_reasons, strict=True)
+    return [is_solved(reward, metrics, success_reward) for reward, metrics, reason in samples if reason != "failed"]
+
+
+def of_prompts(prompts: Sequence[Scored], success_reward: float) -> dict[str, list[float | None]]:
     """Return avg_score, the mean reward, and pass_at_k of each prompt; None where too many of its samples failed.
 
-    With n samples per prompt, pass_at_n is 1 where any sample was rewarded; for each smaller power of two k, pass_at_k is `pass_at`.
+    With n samples per prompt, pass_at_n is 1 where any sample is solved; for each smaller power of two k, pass_at_k is `pass_at`.
     """
     n, scored = min(len(prompt.rewards) for prompt in prompts), [own_rewards(prompt) for prompt in prompts]
     found: dict[str, list[float | None]] = {"avg_score": [fmean(rewards) if rewards else None for rewards in scored]}
+    solved = [_solved(prompt, success_reward) for prompt in prompts]
     for k in (*_powers_of_two_below(n), n):
-        found[f"pass_at_{k}"] = [pass_at(k, rewards) if len(rewards) >= k else None for rewards in scored]
+        found[f"pass_at_{k}"] = [pass_at(k, own) if len(own) >= k else None for own in solved]
     return found
 
 
-def scores(prompts: Sequence[Scored]) -> dict[str, float]:
+def scores(prompts: Sequence[Scored], success_reward: float) -> dict[str, float]:
     """Return the evaluation metrics of each data source and of all together; all prompts have equally many samples.
 
     Means are over what has a value; one that no prompt has is left out.
@@ -75,7 +103,9 @@ def scores(prompts: Sequence[Scored]) -> dict[str, float]:
     for source, members in by_source(prompts).items():
         rewards = [reward for prompt in members for reward in own_rewards(prompt)]
         lengths = [length for prompt in members for length in prompt.response_lengths]
-        metrics |= {f"eval/{source}/{name}": fmean(values) for name, values in _known(members).items() if values}
+        metrics |= {
+            f"eval/{source}/{name}": fmean(values) for name, values in _known(members, success_reward).items() if values
+        }
         if rewards:
             metrics[f"eval/{source}/mean_positive_reward"] = fmean(max(reward, 0.0) for reward in rewards)
         metrics[f"eval/{source}/generate/avg_num_tokens"] = fmean(lengths)
@@ -83,12 +113,13 @@ def scores(prompts: Sequence[Scored]) -> dict[str, float]:
     return metrics
 
 
-def results_of(prompts: Sequence[Scored]) -> dict[str, Any]:
+def results_of(prompts: Sequence[Scored], success_reward: float) -> dict[str, Any]:
     """Return the content of an evaluation's results.json: by source the number of prompts, metrics, standard errors, and stop reasons."""
     return {
+        "solved": solved_by(prompts, success_reward),
         "prompts": {source: len(members) for source, members in by_source(prompts).items()},
-        "metrics": scores(prompts),
-        "errors": standard_errors(prompts),
+        "metrics": scores(prompts, success_reward),
+        "errors": standard_errors(prompts, success_reward),
         "stop_reasons": {
             source: dict(sorted(Counter(reason for prompt in members for reason in prompt.stop_reasons).items()))
             for source, members in by_source(prompts).items()
@@ -96,19 +127,20 @@ def results_of(prompts: Sequence[Scored]) -> dict[str, Any]:
     }
 
 
-def standard_errors(prompts: Sequence[Scored]) -> dict[str, float]:
+def standard_errors(prompts: Sequence[Scored], success_reward: float) -> dict[str, float]:
     """Return the standard error of each avg_score and pass_at_k of `scores`, over the prompts, of which the samples of one are no independent
     draws (E. Miller, arXiv:2411.00640, section 2); those of a single prompt have none and are left out."""
     return {
         f"eval/{source}/{name}": standard_error(values)
         for source, members in by_source(prompts).items()
-        for name, values in _known(members).items()
+        for name, values in _known(members, success_reward).items()
         if len(values) > 1
     }
 
 
-def _known(prompts: Sequence[Scored]) -> dict[str, list[float]]:
-    return {name: [one for one in values if one is not None] for name, values in of_prompts(prompts).items()}
+def _known(prompts: Sequence[Scored], success_reward: float) -> dict[str, list[float]]:
+    found = of_prompts(prompts, success_reward)
+    return {name: [one for one in values if one is not None] for name, values in found.items()}
 
 
 def standard_error(values: Sequence[float]) -> float:
@@ -116,17 +148,17 @@ def standard_error(values: Sequence[float]) -> float:
     return stdev(values) / sqrt(len(values)) if len(values) > 1 else nan
 
 
-def pass_at(k: int, rewards: Sequence[float]) -> float:
-    """Return the probability that k of these samples of a prompt, drawn without replacement, include one that was rewarded.
+def pass_at(k: int, solved: Sequence[bool]) -> float:
+    """Return the probability that k of these samples of a prompt, drawn without replacement, include one that is solved.
 
-    With c of n samples rewarded this is 1 - C(n - c, k) / C(n, k), an unbiased estimate of that probability for the policy
+    With c of n samples solved this is 1 - C(n - c, k) / C(n, k), an unbiased estimate of that probability for the policy
     (M. Chen and others 2021, arXiv:2107.03374); for k = n it is 1 where any was, else 0.
 
     Args:
-        k: from 1 to len(rewards).
+        k: from 1 to len(solved).
     """
-    n, rewarded = len(rewards), sum(reward > 0 for reward in rewards)
-    return 1.0 - comb(n - rewarded, k) / comb(n, k)
+    n = len(solved)
+    return 1.0 - comb(n - sum(solved), k) / comb(n, k)
 
 
 def _powers_of_two_below(n: int) -> list[int]:

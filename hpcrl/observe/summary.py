@@ -26,6 +26,11 @@ EVAL_FAILED = "eval/all/generate/failed_samples"
 STEP_SECONDS = "timing/step"
 TOKENS_PER_SECOND = "throughput/tokens_per_second"
 SAMPLES = "generate/samples"
+WITHOUT_SPREAD, TRAINED_WITHOUT_SPREAD = "reward/groups_without_spread", "reward/trained_groups_without_spread"
+"""Shares of groups whose samples all have the same reward: of those that were generated, and of those that filters leave to train."""
+ADVANTAGE, GRADIENT, DIVERGENCE = "loss/avg_raw_advantages_abs", "policy/grad_norm", "distillation/divergence"
+NO_ADVANTAGE = 1e-6
+"""Mean absolute advantage below which rewards teach nothing: rounding alone may leave as much."""
 PAUSE = "weights/pause_seconds"
 """Of each replica: how long it stood still for a new version."""
 _TOGETHER, _MOST_TOGETHER = 5, 40
@@ -42,6 +47,7 @@ class Headline:
         reward_first, reward_last: step and mean reward of the first and the last training batch.
         seconds: time in all attempts, from the start of each to its end, or to the last that is known of it.
         outcome: how the newest attempt ended, or None while it runs.
+        learning: why the last step taught the policy nothing, with the command that shows its samples; empty where it did.
     """
 
     attempts: int
@@ -54,6 +60,7 @@ class Headline:
     reward_last: tuple[int, float] | None
     seconds: float
     outcome: Outcome | None
+    learning: str
 
     def __str__(self) -> str:
         """Return steps, reward, evaluation and duration in one line; empty for a run that has trained nothing."""
@@ -67,6 +74,8 @@ class Headline:
         ):
             if first and last:
                 parts.append(f"{name} {last[1]:.3f}" if first == last else f"{name} {first[1]:.3f} → {last[1]:.3f}")
+        if self.learning:
+            parts.append("nothing learned in the last step")
         return " · ".join([*parts, duration(self.seconds)])
 
 
@@ -110,7 +119,28 @@ def headline(run: Run) -> Headline:
         reward_last=(rewarded.step, rewarded.metrics[REWARD]) if rewarded else None,
         seconds=sum(_seconds(run, attempt, outcomes.get(attempt.number), trained) for attempt in attempts),
         outcome=outcomes.get(attempts[-1].number if attempts else 0),
+        learning=nothing_learned(run.name, trained) if trained else "",
     )
+
+
+def nothing_learned(name: str, trained: Record) -> str:
+    """Return why a step of the trainer taught the policy nothing, with the command that shows its samples; empty where it did.
+
+    Args:
+        name: of the run.
+    """
+    metrics = trained.metrics
+    if (
+        metrics.get(TRAINED_WITHOUT_SPREAD) == 1
+        and metrics.get(ADVANTAGE, 0.0) < NO_ADVANTAGE
+        and DIVERGENCE not in metrics
+    ):
+        why = "all samples of each group have the same reward"
+    elif metrics.get(GRADIENT) == 0:
+        why = "the gradient is 0"
+    else:
+        return ""
+    return f"nothing in step {trained.step}: {why}; hpcrl samples {name} shows them"
 
 
 def summarise(run: Run) -> Summary:

@@ -50,6 +50,7 @@ def headline_rows(headline: Headline) -> list[tuple[str, str]]:
         ("eval score", _change(headline.eval_first, headline.eval_last)),
         ("validation loss", _change(headline.loss_first, headline.loss_last)),
         ("reward", _change(headline.reward_first, headline.reward_last)),
+        ("learning", headline.learning or None),
         ("steps", str(headline.steps)),
         ("time", duration(headline.seconds) + attempts),
     ]

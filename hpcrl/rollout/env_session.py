@@ -15,7 +15,7 @@ from hpcrl.envs.base import AgentEnvironment, Endpoint, Environment, Messages, T
 from hpcrl.envs.registry import is_agent, make_environment
 from hpcrl.envs.rewards.judged import rewarded_later
 from hpcrl.envs.rewards.remote import Endpoints, RemoteRewards, exported
-from hpcrl.envs.rewards.response import Response, Scorer, truth_of
+from hpcrl.envs.rewards.response import Scorer, response_to
 from hpcrl.envs.rewards.weighted import WeightedRewards
 from hpcrl.errors import DataError, UserCodeError
 from hpcrl.rollout.threads import Call, CallThreads, TooLong
@@ -170,19 +170,7 @@ class EnvSession:
         prompt = self._work.prompt
         if self._rewards is None:
             return cast(Environment, self._environment).step(text)
-        return self._rewards(
-            Response(
-                text=text,
-                ground_truth=truth_of(prompt.extras),
-                data_source=prompt.data_source,
-                n_tokens=n_tokens,
-                max_tokens=self._max_tokens,
-                messages=prompt.messages,
-                extras=prompt.extras,
-                image=image,
-                latents=latents,
-            )
-        )
+        return self._rewards(response_to(prompt, text, n_tokens, self._max_tokens, image, latents))
 
     def _ask(self, function: Callable[[], R]) -> Answer[R]:
         call = self._last = self._threads.call(function) if self._threads else None

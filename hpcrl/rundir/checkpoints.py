@@ -22,10 +22,21 @@ from typing import TYPE_CHECKING, Any, Literal
 from hpcrl.errors import CommitError, DataError, RunError
 from hpcrl.faults import fault
 from hpcrl.rundir.checkpoint_index import check_indexes
-from hpcrl.rundir.commit import Fence, children, committed, committed_by, discard, is_committed, unfenced, verify
+from hpcrl.rundir.commit import (
+    Fence,
+    children,
+    committed,
+    committed_by,
+    discard,
+    is_committed,
+    unfenced,
+    verify,
+    write_text,
+)
 from hpcrl.rundir.layout import Run, position_of, step_of
 from hpcrl.rundir.ledger import read_outcomes
-from hpcrl.rundir.records import damaged, read_object
+from hpcrl.rundir.other_roots import lost_folders, require_folders
+from hpcrl.rundir.records import damaged, read_object, with_checksum
 from hpcrl.rundir.starts import Line, failed_loads, given_up_by, last_started, read_starts
 
 if TYPE_CHECKING:
@@ -102,7 +113,12 @@ def verify_checkpoint(path: Path, checksums: bool = True) -> dict[str, Any]:
 
 
 def line_of(run: Run) -> list[Path]:
-    """Return the committed checkpoints, oldest first, without those that a later attempt gave up."""
+    """Return the committed checkpoints, oldest first, without those that a later attempt gave up.
+
+    Raises:
+        DataError: they lie below another root and are not there.
+    """
+    require_folders(run, run.checkpoints)
     lines = read_starts(run)
     return [path for path in _named(run) if _in_line(lines, path)]
 
@@ -123,7 +139,9 @@ def find_checkpoint(run: Run, name: str) -> Path:
 
     Raises:
         RunError: there is none.
+        DataError: as `line_of`.
     """
+    require_folders(run, run.checkpoints)
     names = [name, f"s{int(name):06d}"] if name.isdecimal() else [name]
     there = [run.checkpoints / name for name in children(run.checkpoints) if (run.checkpoints / name).is_dir()]
     for path in there:
@@ -149,17 +167,28 @@ def samples_removed(run: Run) -> int:
     return kept[0] if len(kept) == 2 else 0
 
 
+def note_committed(run: Run, attempt: int, step: int) -> None:
+    """Write into the run directory that attempt `attempt` has committed `step`: checkpoints/ may lie on a filesystem that is lost later."""
+    write_text(run.committed, with_checksum({"attempt": attempt, "step": step})[0])
+
+
 def require_checkpoints(run: Run) -> None:
-    """Raise DataError if the run had a checkpoint and there is none: training does not restart from step 0 by itself.
+    """Raise DataError if the run had a checkpoint and none is committed now: training does not restart from step 0 by itself.
 
     What `hpcrl checkpoint rm` deleted may be gone.
     """
     removed = max((line["attempt"] for line in read_starts(run) if "removed" in line), default=0)
-    had = max((outcome.step for outcome in read_outcomes(run) if outcome.attempt > removed), default=0)
-    if had and not _named(run):
+    commits = [(outcome.attempt, outcome.step) for outcome in read_outcomes(run)]
+    if noted := read_object(run.committed, "remove it"):
+        commits.append((noted["attempt"], noted["step"]))
+    had = max((step for attempt, step in commits if attempt > removed), default=0)
+    had_one = f"{run.name} had a checkpoint of step {had}, and " if had else ""
+    if lost := lost_folders(run).get(run.checkpoints):
+        raise DataError(had_one + lost)
+    if had and not committed(run.checkpoints, position_of):
+        place = run.elsewhere.get(run.checkpoints, run.checkpoints)
         raise DataError(
-            f"{run.name} had a checkpoint of step {had}, and {run.checkpoints} holds none any more, so training would restart from step 0. Put it back "
-            "from a backup, or submit a new run"
+            f"{had_one}{place} holds none any more, so training would restart from step 0. Put it back from a backup, or submit a new run"
         )
 
 
@@ -184,7 +213,11 @@ def newest_usable(
     Args:
         report: is called for each one that is passed over, with the reason.
         unusable: returns why training cannot go on from one, though it is whole; None: it can.
+
+    Raises:
+        DataError: as `line_of`.
     """
+    require_folders(run, run.checkpoints)
     lines = read_starts(run)
     failed = {key: those for key, those in failed_loads(run, lines).items() if len(those) >= _MOST_FAILED_LOADS}
     if len(failed) > 1:

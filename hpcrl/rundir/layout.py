@@ -20,8 +20,10 @@
   batches/s000042.json             which groups train step 42, in order, with the data cursor
   checkpoints/s000040/             model, optimizer, RNG, scheduler; manifest; COMMIT
   checkpoints/s000041u2/           the same after 2 optimizer steps of step 42, where a stop request came in between
+  committed.json                   step of the newest commit in checkpoints/, for when that is not there
   checkpoints/starts.jsonl         which checkpoint each attempt loaded and went on from
   exports/s000040/                 HF format
+  checkpoints -> <slurm.checkpoint_root>/<project>/<run>/checkpoints   where that is set; so are exports and tensorboard (hpcrl/rundir/other_roots.py)
   pictures/g….0.png                what the first sample of a group painted; trainer.multi_modal_log_interval
   pictures/g….image-0.png          the first image that all samples of a group were shown; g….0.image-1.png: the second one of its first sample
   dumps/s000042/                   what step 42 trained, with advantages; trainer.dump_data_batch
@@ -52,6 +54,8 @@ from pathlib import Path
 
 from hpcrl.errors import RunError
 
+OTHER_ROOTS = {"checkpoint_root": "checkpoints", "export_root": "exports", "tensorboard_root": "tensorboard"}
+"""Settings of section slurm, and the folder of a run that each places."""
 _STEP = re.compile(r"s(\d{6,})")
 _POSITION = re.compile(r"s(\d{6,})(?:u([1-9]\d*))?")
 _VERSION = re.compile(r"v(\d{6,})")
@@ -189,12 +193,22 @@ class Run:
         return self.path / "checkpoints"
 
     @property
+    def committed(self) -> Path:
+        return self.path / "committed.json"
+
+    @property
     def starts(self) -> Path:
         return self.checkpoints / "starts.jsonl"
 
     @property
     def exports(self) -> Path:
         return self.path / "exports"
+
+    @property
+    def elsewhere(self) -> dict[Path, Path]:
+        """The folders below other roots than slurm.root: symbolic links of the run directory, and the places that they lead to."""
+        links = [self.path / name for name in OTHER_ROOTS.values()]
+        return {link: self.path / link.readlink() for link in links if link.is_symlink()}
 
     @property
     def dumps(self) -> Path:

@@ -29,6 +29,8 @@ def failure(path: Path, why: str, number: int | None = None, need: int | None = 
         number: errno of the failure, where it is known.
         need: bytes that `path` takes about.
     """
+    lost = next((place for place in (path, *path.parents) if place.is_symlink() and not place.exists()), None)
+    why = f"{lost} leads to {lost.readlink()}, which is not there" if lost else why
     needs = f"needs about {readable_size(need)}, " if need else ""
     free = _free(path)
     no_files = "; no more files fit, see `df -i`: delete some, of whatever size" if _free_files(path) == 0 else ""

@@ -11,13 +11,16 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
+from hpcrl.algorithms.filters import share_without_spread
 from hpcrl.algorithms.off_policy import PER_SAMPLE
+from hpcrl.config.sections.algorithm import AlgorithmConfig
 from hpcrl.observe.metrics import Histogram
+from hpcrl.observe.summary import ADVANTAGE, DIVERGENCE, GRADIENT, TRAINED_WITHOUT_SPREAD
 from hpcrl.observe.timeline import OTHER, Timeline
 from hpcrl.runtime.memory import GIB, resident
 from hpcrl.trainer.advantages import Advantages
 from hpcrl.trainer.backends.base import UpdateResult
-from hpcrl.trainer.batching import idle_share
+from hpcrl.trainer.batching import idle_share, trained_groups
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.loss import LOSS_METRICS, MISMATCH, MISMATCH_RANGE, TEACHER_DIVERGENCE
 from hpcrl.trainer.models.flops import describe_flops
@@ -82,15 +85,17 @@ class PhaseTimer:
         return seconds
 
 
-def describe_batch(batch: Batch, advantages: Advantages) -> dict[str, float]:
-    """Return loss/* and policy/response_length."""
+def describe_batch(batch: Batch, advantages: Advantages, algorithm: AlgorithmConfig) -> dict[str, float]:
+    """Return loss/*, policy/response_length, and the share of the trained groups whose rewards are all equal."""
+    alike = share_without_spread([batch.groups[at] for at in trained_groups(batch, algorithm)])
     rewards = [sample.reward for group in batch.groups for sample in group.scored_samples]
     lengths_N = torch.tensor([length for group in batch.groups for length in group.response_lengths]).double()
     final = {"loss/avg_final_rewards": (sum(rewards) - advantages.penalties) / len(rewards)} if rewards else {}
     return {
         **final,
+        **({} if alike is None else {TRAINED_WITHOUT_SPREAD: alike}),
         "loss/avg_raw_advantages": advantages.mean,
-        "loss/avg_raw_advantages_abs": advantages.mean_abs,
+        ADVANTAGE: advantages.mean_abs,
         "policy/response_length": lengths_N.mean().item(),
     }
 
@@ -170,7 +175,7 @@ def _describe_update(update: UpdateResult) -> dict[str, float]:
         "policy/final_loss": sums["final_loss"],
         "policy/policy_loss": sums["policy_loss"],
         "policy/policy_lr": update.report.lr,
-        "policy/grad_norm": update.report.grad_norm,
+        GRADIENT: update.report.grad_norm,
     }
     described |= {"policy/policy_entropy": sums["entropy"] / count} if "entropy" in sums else {}
     if "abs_diff" in sums:
@@ -180,7 +185,7 @@ def _describe_update(update: UpdateResult) -> dict[str, float]:
         }
     described |= {f"policy/loss_metrics/{name}": value for name, value in loss_metrics(sums).items()}
     if TEACHER_DIVERGENCE in sums:
-        described["distillation/divergence"] = sums[TEACHER_DIVERGENCE] / count
+        described[DIVERGENCE] = sums[TEACHER_DIVERGENCE] / count
     described |= {"policy/policy_kl": sums["policy_kl"] / count} if "policy_kl" in sums else {}
     pairs = max(sums.get("pairs", 0.0), 1.0)
     described |= {name.removeprefix(PER_PAIR): sums[name] / pairs for name in sums if name.startswith(PER_PAIR)}

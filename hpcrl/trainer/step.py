@@ -198,7 +198,7 @@ class Learner:
         if not self._offline:
             advantages = advantage_histogram(minis, self._data)
             self.histograms = {"advantage": advantages, "log10_mismatch": mismatch_histogram(work.policy)}
-            described = describe_batch(batch, work.advantages)
+            described = describe_batch(batch, work.advantages, self._trainer.algorithm)
         described |= describe_mini_batches(minis) | work.kl_penalty | self._peer.metrics
         return described | (describe_critic(work.critic) if work.critic else {}) | describe_updates(work.policy)
 

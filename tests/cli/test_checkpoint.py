@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
@@ -84,6 +85,15 @@ def test_ls(run: Run, capsys: Output) -> None:
     }
     assert found["s000050u3"].startswith("partial ")
     assert found["s000050u3"].endswith(" 2 newest 2")
+
+
+def test_ls_as_json(run: Run, capsys: Output) -> None:
+    code, out, _ = called(capsys, "ls", "one", "--json")
+    rows = json.loads(out)
+    assert code == 0
+    assert [Path(row["path"]).name for row in rows] == there(run)
+    assert {(row["state"], row["attempt"]) for row in rows} == {("committed", "1")}
+    assert rows[1]["why"] == "best reward: 1.5"
 
 
 def test_ls_of_nothing(run: Run, capsys: Output) -> None:

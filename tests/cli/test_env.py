@@ -128,9 +128,62 @@ def test_a_users_own_with_its_configuration(own: Path) -> None:
     assert done.stdout.endswith("closed\n")
 
 
+REWARDS = """
+def tagged(response, environment):
+    assert response.extras["level"] == 3 and response.max_tokens == environment.custom.get("longest", 1024)
+    return float(f"<answer>{response.ground_truth}</answer>" in response.text)
+
+
+def broken(response, environment):
+    return 1 / 0
+"""
+
+
+@pytest.fixture
+def rewarded(own: Path) -> Path:
+    """That folder with reward functions, and rows that they score."""
+    (own / "scoring.py").write_text(REWARDS)
+    (own / "sums.jsonl").write_text('{"prompt": "2 + 2?", "reward_spec": {"ground_truth": "4"}, "level": 3}\n')
+    (own / "scored.toml").write_text(
+        "python_path = ['.']\n[data]\ntrain_data = ['./sums.jsonl']\n[generator.sampling_params]\nmax_generate_length = 50\n"
+        "[environment]\nreward_function = {'scoring:tagged' = 0.5, direct_math = 0.1}\ncustom = {longest = 50}\n"
+    )
+    return own
+
+
+def test_a_reward_function_is_tried_on_a_row(rewarded: Path) -> None:
+    shown = "[ground truth]\n4\n\n[user]\n2 + 2?\n\n"
+    done = env("try", "scoring:tagged", "--data", "sums.jsonl", said="It is <answer>4</answer>", cwd=rewarded)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"{shown}reward 1\n  scoring:tagged 1\n\ndone after 1 turn, total reward 1\n"
+    done = env("try", "--config", "scored.toml", said="<answer>4</answer>\nAnswer: 4", cwd=rewarded)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "reward 0.6\n  scoring:tagged 1\n  direct_math 1\n" in done.stdout
+    done = env("try", "boxed_math", "--data", "sums.jsonl", said="\\boxed{4}", cwd=rewarded)
+    assert done.stdout.endswith("total reward 1\n")
+    done = env("try", "scoring:broken", "--data", "sums.jsonl", said="x", cwd=rewarded)
+    assert done.returncode == 8
+    assert "reward 'scoring:broken' raised ZeroDivisionError: division by zero" in done.stderr
+
+
+def test_without_a_name_the_environment_of_the_configuration_is_tried(own: Path) -> None:
+    with (own / "my.toml").open("a") as file:
+        file.write("[environment]\nenv_class = 'echoing:Echo'\n")
+    (own / "rows.jsonl").write_text('{"question": "row 0"}\n')
+    done = env("try", "--config", "my.toml", said="hey", cwd=own)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "[user]\nrow 0\n" in done.stdout
+    (own / "service.toml").write_text("[environment.remote_reward]\nenable = true\n")
+    for words, told in (((), "expected NAME, or --config FILE"), (("--config", "service.toml"), "none is asked here")):
+        refused = env("try", *words, cwd=own)
+        assert refused.returncode == 2
+        assert told in refused.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "code", "told"),
     [
+        (("boxed_math",), 4, "boxed_math has no example rows; name a dataset: --data FILE"),
         (("guess_numbers",), 2, "unknown environment 'guess_numbers'; did you mean guess_number"),
         (("nowhere:Env", "--data", "rows.jsonl"), 2, "cannot import 'nowhere'"),
         (("hpcrl.envs.tasks.rewarded:GSM8K",), 4, "GSM8K has no example rows; name a dataset: --data FILE"),

@@ -7,17 +7,16 @@ import os
 import re
 import subprocess
 import sys
-from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
 import tomli
-from packaging.requirements import Requirement
 
 from hpcrl.cli.main import COMMANDS, main
 from hpcrl.errors import HpcrlError
 from hpcrl.rundir.layout import Run
 from tests.cli.test_status import root as root
+from tests.environments import make_environment
 from tests.jobs.small_run import SMALL, finish, logs_of
 from tests.paths import QUICKSTART, ROOT
 
@@ -39,11 +38,9 @@ echo "${{COMPREPLY[@]}}"
     ],
 )
 def test_bash_completes(line: str, words: list[str], tmp_path: Path) -> None:
-    program = tmp_path / "hpcrl"
-    program.write_text(f"#!{sys.executable}\nfrom hpcrl.cli.main import main\nraise SystemExit(main())\n")
-    program.chmod(0o700)
+    programs = make_environment(tmp_path / "light", ["argcomplete", "httpx", "rich", "tomli"])
     script = BASH.format(line=line, last=len(line.split()) - 1, point=len(line))
-    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}"}
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=environment, check=True)
     assert done.stdout.split() == words
 
@@ -80,24 +77,6 @@ def test_the_table_of_exit_codes_is_that_of_the_errors() -> None:
     assert listed == {0, 1, 2} | errors(HpcrlError)
 
 
-def dependencies(folder: Path) -> None:
-    """Link the packages that `pip install hpcrl` installs, and no others, in a folder."""
-    names = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    waiting, done = [Requirement(name) for name in names], set[str]()
-    while waiting:
-        name = waiting.pop().name
-        if name in done:
-            continue
-        done.add(name)
-        found = distribution(name)
-        needs = map(Requirement, found.requires or [])
-        waiting += [one for one in needs if one.marker is None or one.marker.evaluate({"extra": ""})]
-        for top in {file.parts[0] for file in found.files or [] if not str(file).startswith("..")}:
-            link = folder / top
-            if not link.exists() and top != "__pycache__":
-                link.symlink_to(found.locate_file(top))
-
-
 ALL = """
 import contextlib, io, json, sys
 from hpcrl.cli.main import main
@@ -116,7 +95,14 @@ print(json.dumps(said))
 """
 
 
-def test_every_command_in_an_environment_of_the_dependencies_alone(root: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def light(tmp_path: Path) -> Path:
+    """The programs of an environment of the dependencies alone."""
+    names = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    return make_environment(tmp_path / "light", names)
+
+
+def test_every_command_in_an_environment_of_the_dependencies_alone(root: Path, tmp_path: Path, light: Path) -> None:
     run = str(Run(root / "p" / "single").path)
     names = [name for group in COMMANDS.values() for name in group if name not in ("doctor", "follow", "attach", "rm")]
     more = {
@@ -138,15 +124,12 @@ def test_every_command_in_an_environment_of_the_dependencies_alone(root: Path, t
         "completion": ["bash"],
         "rm": ["--yes", run],
     }
-    folder = tmp_path / "site"
-    folder.mkdir()
-    dependencies(folder)
     done = subprocess.run(
-        [sys.executable, "-S", "-c", ALL],
+        [light / "python", "-c", ALL],
         input=json.dumps([[name, *more.get(name, [run])] for name in [*names, "rm"]]),
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": f"{folder}:{ROOT}", "HPCRL_ROOT": str(root)},
+        env={**os.environ, "HPCRL_ROOT": str(root)},
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -158,50 +141,40 @@ def test_every_command_in_an_environment_of_the_dependencies_alone(root: Path, t
     assert lacking == set(re.findall(r"`hpcrl (\w+)", _paragraph("docs/installation.md", "need what jobs need"))), said
 
 
-SUBMIT = "import sys; from hpcrl.cli.main import main; sys.exit(main(sys.argv[1:]))"
-
-
-def submitted(tmp_path: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Submit the quickstart from an environment of the dependencies alone."""
-    folder = tmp_path / "site"
-    if not folder.exists():
-        folder.mkdir()
-        dependencies(folder)
-    named = [str(QUICKSTART), "trainer.run_name=mine", f"slurm.root={tmp_path}/runs"]
+def submitted(light: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Submit the quickstart from an environment without torch."""
+    place = light.parents[1]
+    named = [str(QUICKSTART), "trainer.run_name=mine", f"slurm.root={place}/runs"]
+    command = [str(light / "hpcrl"), "submit", *named, *words]
     return subprocess.run(
-        [sys.executable, "-S", "-c", SUBMIT, "submit", *named, *words],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": f"{folder}:{ROOT}", **environment},
-        check=False,
+        command, cwd=place, capture_output=True, text=True, env={**os.environ, **environment}, check=False
     )
 
 
-def test_jobs_without_torch_are_refused_here_and_warned_of_on_a_cluster(tmp_path: Path) -> None:
-    done = submitted(tmp_path, "--local")
+def test_jobs_without_torch_are_refused_here_and_warned_of_on_a_cluster(tmp_path: Path, light: Path) -> None:
+    done = submitted(light, "--local")
     assert (done.returncode, list(tmp_path.glob("runs*"))) == (3, [])
-    assert f"--local: {sys.executable} has no torch; pip install 'hpcrl[job]', or set slurm.python" in done.stderr
+    assert f"--local: {light}/python has no torch; pip install 'hpcrl[job]', or set slurm.python" in done.stderr
     sbatch = tmp_path / "bin" / "sbatch"
     sbatch.parent.mkdir()
     sbatch.write_text("#!/bin/sh\necho 'sbatch: error: nothing today' >&2; exit 1\n")
     sbatch.chmod(0o755)
     path = f"{sbatch.parent}:{os.environ['PATH']}"
     for settings, warned in (((), True), (("slurm.python=/fat/bin/python",), False)):
-        done = submitted(tmp_path, *settings, PATH=path)
+        done = submitted(light, *settings, PATH=path)
         assert done.returncode == 3
         assert "nothing today" in done.stderr
         assert ("slurm.python: not set, so jobs run " in done.stderr) == warned
 
 
-def test_a_run_of_this_machine_with_the_interpreter_of_another_environment(tmp_path: Path) -> None:
-    """hpcrl is called without torch; a program, noted by the script that stands before it, has it."""
+def test_a_run_of_this_machine_with_the_interpreter_of_another_environment(tmp_path: Path, light: Path) -> None:
+    """hpcrl has no torch; the interpreter behind a script, which notes its calls, has it."""
     python, noted = tmp_path / "fat" / "python", tmp_path / "noted"
     python.parent.mkdir()
     python.write_text(f'#!/bin/sh\necho "$OF_SETUP $*" >> {noted}\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
     of_jobs = [f"slurm.python={python}", 'slurm.setup=["export OF_SETUP=loaded"]']
-    done = submitted(tmp_path, "--local", *SMALL, "trainer.max_steps=1", "trainer.eval_interval=0", *of_jobs)
+    done = submitted(light, "--local", *SMALL, "trainer.max_steps=1", "trainer.eval_interval=0", *of_jobs)
     assert done.returncode == 0, done.stderr
     run = Run.open(tmp_path / "runs" / "quickstart" / "mine")
     assert finish(run, 1) == "done", logs_of(run)

@@ -14,6 +14,7 @@ import pytest
 from hpcrl.cli.main import main
 from hpcrl.errors import RunError
 from hpcrl.launch.manage.registry import all_runs
+from hpcrl.launch.manage.remove import sizes_of
 from hpcrl.rundir.commit import begin, finish, write_text
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import open_attempt
@@ -51,7 +52,7 @@ def test_metrics_stay_on_wish(root: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "exports 2.0 KiB" in _out(capsys, "status", "single", "--size", "--root", str(root))
     shown = _out(capsys, "status", "single", "--root", str(root))
     _out(capsys, "rm", "single", "--yes", "--keep-metrics", "--root", str(root))
-    assert not run.exports.exists()
+    assert list(run.exports.iterdir()) == []
     assert [path.name for path in run.checkpoints.iterdir()] == ["starts.jsonl"]
     assert run.log(1, "trainer-0").exists()
     assert _out(capsys, "status", "single", "--root", str(root)) == shown.replace("s000003", "none   ").replace(
@@ -67,6 +68,24 @@ def test_a_sweep_goes_with_the_files_of_its_submission(root: Path, capsys: pytes
     _out(capsys, "rm", "s", "--yes", "--root", str(root))
     assert not folder.exists()
     assert [run.name for run in all_runs(root)] == ["single"]
+
+
+def test_folders_below_other_roots_go_too(root: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    run, home = Run(root / "p" / "single"), tmp_path_factory.mktemp("scratch") / "p" / "single"
+    for name in ("checkpoints", "exports"):
+        (home / name).mkdir(parents=True)
+        (run.path / name).symlink_to(home / name)
+    (home / "run").symlink_to(run.path)
+    fill(run)
+    assert sizes_of(run)["checkpoints"] > 3000
+    assert main(["rm", "single", "--yes", "--keep-metrics", "--root", str(root)]) == 0
+    assert [path.name for path in (home / "checkpoints").iterdir()] == ["starts.jsonl"]
+    assert list((home / "exports").iterdir()) == []
+    other = home.with_name("of-another")
+    (other / "checkpoints").mkdir(parents=True)
+    (other / "run").symlink_to(root / "p" / "s.1-lr-1")
+    assert main(["rm", "single", "--yes", "--root", str(root)]) == 0
+    assert sorted(path.name for path in home.parent.iterdir()) == ["of-another"]
 
 
 def test_a_run_that_goes_on_stays(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

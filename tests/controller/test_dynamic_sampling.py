@@ -84,6 +84,7 @@ def test_dropped_groups_are_made_good_by_as_many_others(run: Run) -> None:
     metrics = merged(run)[1]
     assert metrics["generate/dropped_groups"] == 2
     assert metrics["generate/sample_batches"] == 2.0
+    assert metrics["reward/groups_without_spread"] == 0.5, "of the groups that were generated"
     assert (metrics["generate/filtered_positive"], metrics["generate/filtered_negative"]) == (1, 1)
     assert metrics["reward/avg_pass_at_2"] == 1.0, "of the groups that train"
     controller.published(1)

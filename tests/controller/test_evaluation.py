@@ -102,7 +102,7 @@ def test_rows_that_an_earlier_attempt_has_finished_are_not_asked_for_again(run: 
     assert not left.exists()
     assert again.status()["eval_open"] == ROWS - count
     assert rows_of(evaluate(run, again, version, weights, ROWS, replica=1)) == list(range(count, ROWS))
-    expected = scores([group("letters", [row - 2.0], [2]) for row in range(ROWS)])
+    expected = scores([group("letters", [row - 2.0], [2]) for row in range(ROWS)], 1.0)
     assert read_json(run.eval_summary(version)) == expected
     assert not list(run.evals.glob("*/*.rows")), "they have served"
     assert again.status()["eval_open"] == 0

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hpcrl.algorithms.filters import filter_values, is_worth_training
+from hpcrl.algorithms.filters import filter_values, is_worth_training, share_without_spread
 from hpcrl.config.sections.algorithm import DynamicSamplingConfig
 from hpcrl.config.sections.environment import REWARD_MODEL
 from hpcrl.controller.dynamic_sampling import DynamicSampling
@@ -33,7 +33,7 @@ def group(rewards: list[float], failed: str = "", **others: Any) -> GroupMeta:
 
 
 def metrics(*groups: GroupMeta) -> dict[str, float]:
-    return batch_metrics(Batch(1, list(groups), len(groups)))
+    return batch_metrics(Batch(1, list(groups), len(groups)), 1.0)
 
 
 def test_groups_whose_samples_all_failed_are_not_0() -> None:
@@ -102,7 +102,7 @@ GROUPS = [of_rows([1.0, 0.0], [3, 1]), of_rows([0.0, 0.0], [1, 5])]
 
 
 def test_metrics_are_means_over_samples() -> None:
-    found = batch_metrics(Batch(1, GROUPS, 2))
+    found = batch_metrics(Batch(1, GROUPS, 2), 1.0)
     assert found["reward/avg_raw_reward"] == 0.25
     assert found["reward/avg_pass_at_2"] == 0.5
     assert found["environment/tries"] == 2.5
@@ -111,8 +111,17 @@ def test_metrics_are_means_over_samples() -> None:
     assert found["generate/avg_tokens_non_zero_rewards"] == 12
 
 
+def test_share_of_groups_whose_samples_have_the_same_reward() -> None:
+    """Failed samples do not differ from others; groups of one sample have nothing to differ from."""
+    different, alike, failed = group([1.0, 0.5]), group([0.5, 0.5]), group([1.0, 0.0], ".x")
+    assert metrics(different, alike, failed, different)["reward/groups_without_spread"] == 0.5
+    assert share_without_spread([different], dropped=3) == 0.75
+    assert share_without_spread([]) == 1.0
+    assert "reward/groups_without_spread" not in metrics(group([1.0]), group([1.0]))
+
+
 def test_scores_are_means_over_samples() -> None:
-    found = scores(GROUPS)
+    found = scores(GROUPS, 1.0)
     assert (found["eval/all/avg_score"], found["eval/all/pass_at_2"], found["eval/all/pass_at_1"]) == (0.25, 0.5, 0.25)
 
 

@@ -221,6 +221,9 @@ def test_names_of_the_run() -> None:
     values = of({"train": dict(train), "logging": {"experiment_name": "first"}}).values
     assert values["trainer.run_name"] == "first-20260101"
     assert of({}).values["trainer.run_name"] is None
+    values = of({"train": {"output_dir": "/scratch/me/some"}}).values
+    assert (values["trainer.run_name"], values["slurm.checkpoint_root"]) == ("some", "/scratch/me/some")
+    assert "slurm.export_root" not in of({"train": {"output_dir": "./outputs/some"}}).values, "below slurm.root"
 
 
 def test_evaluation_on_a_share_of_the_training_data() -> None:
@@ -345,6 +348,7 @@ _VARIETY: list[dict[str, Any]] = [
         "rollout": {"backend": "vla"},
         "vla": {"vla_type": "pi05"},
     },
+    {"train": {"output_dir": "/scratch/me/outputs"}},
     {"validation": {"enable": True}},
     {"validation": {"enable": True, "dataset": {"name": "d", "split": "test"}}},
     {

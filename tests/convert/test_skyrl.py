@@ -219,14 +219,25 @@ def test_logprobs_are_always_returned(value: str, kind: str) -> None:
     assert f"{kind:13} {name}" in conversion.to_toml()
 
 
+def test_directories_of_checkpoints_and_exports(tmp_path: Path) -> None:
+    """A run has a folder of its own below them; what is no directory is left out, and said."""
+    conversion = command("trainer.ckpt_path=$HOME/ckpts", "trainer.export_path=out/exports")
+    config = load(conversion, tmp_path)
+    assert config.slurm.checkpoint_root == f"{Path.home()}/ckpts"
+    assert config.slurm.export_root == f"{tmp_path}/out/exports"
+    for value in ("s3://bucket/ckpts", "/scratch/$USER"):
+        conversion = command(f"trainer.ckpt_path={value}")
+        assert "slurm.checkpoint_root" not in conversion.values
+        (left_out,) = entries(conversion, "slurm.checkpoint_root")
+        assert (left_out.kind, value in left_out.message) == ("dropped", True)
+
+
 @pytest.mark.parametrize(
     ("word", "kind"),
     [
         (ALGORITHM + "normalize_reward=true", "dropped"),
         ("trainer.bf16=true", "dropped"),
         ("trainer.bf16=false", "dropped"),
-        ("trainer.ckpt_path=/ckpts", "dropped"),
-        ("trainer.export_path=/exports", "dropped"),
         ("trainer.log_path=/tmp", "dropped"),
         ("trainer.policy.model.lora.lora_sync_path=/tmp", "dropped"),
         (ENGINE + "weight_transfer_threshold_cuda_ipc_GB=2.0", "dropped"),

@@ -288,6 +288,11 @@ class Scenario:
         """Wait until the batch of `step` is there, and so the step before it trained."""
         self.wait(run.batch(step).exists, f"the batch of step {step}", START_S, run)
 
+    def wait_until_forgotten(self, run: Run) -> None:
+        """Wait until Slurm no longer knows the run's job."""
+        command = ["scontrol", "show", "job", self.job_of(run)]
+        self.wait(lambda: self.cluster.run(command).returncode != 0, "Slurm forgets it", 90, run)
+
     def outcome(self, run: Run, attempt: int, seconds: float = START_S) -> Outcome:
         """Return how an attempt ended, once it has."""
         return self.wait(lambda: outcome_of(run, attempt), f"attempt {attempt} ends", seconds, run)

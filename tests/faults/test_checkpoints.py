@@ -9,11 +9,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from signal import SIGKILL, SIGTERM
+from tempfile import TemporaryDirectory
 
 import pytest
 
 from hpcrl.rundir.ledger import read_attempts, read_outcomes
-from tests.faults.history import assert_nothing_lost, last_saved
+from tests.faults.history import assert_ended, assert_nothing_lost, last_saved
 from tests.faults.scenario import START_S, Scenario, fault, in_first_attempt
 from tests.filesystem.cluster import views
 from tests.filesystem.view import FORBIDDEN, Behaviour
@@ -71,16 +72,32 @@ def _points_by_attempt(points: list[str]) -> str:
     ],
 )
 def test_27_killed_at_lines_of_the_commit(scenario: Scenario, points: list[str]) -> None:
-    """The trainer kills itself in its saves, at one line after the other: there always is a commit to go on from."""
+    """The trainer kills itself in its saves, at one line after the other: there always is a commit to go on from.
+
+    Its checkpoints lie below another root than the run.
+    """
     armed = [f"checkpoints.{point}@{2 if attempt == 0 else 1}:kill" for attempt, point in enumerate(points)]
-    run = scenario.submit(
-        {"trainer.max_ckpts_to_keep": 2, "trainer.ckpt_interval": 2, "slurm.crash_budget": 4},
-        setup=[_points_by_attempt(armed)],
-    )
+    keep = {"trainer.max_ckpts_to_keep": 2, "trainer.ckpt_interval": 2, "slurm.crash_budget": 4}
+    root = scenario.path / "scratch"
+    run = scenario.submit(keep | {"slurm.checkpoint_root": str(root)}, setup=[_points_by_attempt(armed)])
     assert_nothing_lost(scenario, run)
     kinds = [outcome.kind for outcome in read_outcomes(run)]
     assert kinds == ["failed"] * len(points) + ["done"]
+    assert run.checkpoints.resolve() == (root / run.project / run.name / "checkpoints").resolve()
     assert not [path for path in run.checkpoints.iterdir() if path.name.startswith((".tmp", ".trash"))]
+
+
+@pytest.mark.faults_slow
+def test_28_the_filesystem_of_checkpoints_is_not_mounted_on_a_node(scenario: Scenario) -> None:
+    """The attempt ends before training, and is not requeued: /dev/shm of a node is its own."""
+    with TemporaryDirectory(dir="/dev/shm") as root:
+        run = scenario.submit({"slurm.checkpoint_root": root})
+        outcome = scenario.outcome(run, 1)
+    assert outcome.message.startswith(
+        f"DataError: {run.checkpoints} leads to {root}/faults/run/checkpoints, which is not there on n"
+    )
+    assert_ended(scenario, run, "failed")
+    assert len(read_attempts(run)) == 1
 
 
 @pytest.mark.faults_slow

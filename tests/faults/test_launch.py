@@ -135,6 +135,7 @@ def test_07_another_runs_server_at_the_address(scenario: Scenario) -> None:
     assert len(read_attempts(theirs)) == 1
 
 
+@pytest.mark.faults_slow
 def test_08_held_by_slurm(scenario: Scenario) -> None:
     """A job that Slurm requeued in held state: status says so and how to go on; released, it does."""
     run = scenario.submit()

@@ -176,9 +176,10 @@ def test_14_signals_of_all_kinds_again_and_again(scenario: Scenario) -> None:
     "second_node",
     [
         pytest.param({"trainer.placement.policy_num_nodes": 2}, id="policy"),
-        pytest.param(CRITIC_APART, id="critic", marks=pytest.mark.faults_slow),
+        pytest.param(CRITIC_APART, id="critic"),
     ],
 )
+@pytest.mark.faults_slow
 def test_15_only_one_agent_gets_the_signal(scenario: Scenario, second_node: dict[str, Any]) -> None:
     """As under proctrack/cgroup, and only on the second node: all ranks stop at the same step."""
     run = scenario.submit({**second_node, **STEPS_PER_ATTEMPT})
@@ -247,13 +248,17 @@ def _raw_id(scenario: Scenario, run: Run) -> str:
     return shown.partition("JobId=")[2].split()[0]
 
 
+@pytest.mark.own_cluster("--conf", "MinJobAge=2")
 def test_19_cancel_saves_and_does_not_requeue(scenario: Scenario) -> None:
+    """Slurm forgets the job (scenario 36): the state comes from the run's own files."""
     run = scenario.submit({"trainer.max_steps": 500, **STEPS_PER_ATTEMPT})
     scenario.reach(run, 3)
     assert "run: cancelled" in scenario.told("cancel", "run")
     steps = last_trained(run)
     assert last_saved(run)[0] == steps
     assert_nothing_lost(scenario, run, "cancelled", steps)
+    scenario.wait_until_forgotten(run)
+    assert "run: cancelled" in scenario.told("status", "run")
 
 
 @pytest.mark.faults_slow

@@ -51,13 +51,11 @@ def test_35_slurmctld_is_away_for_two_minutes(scenario: Scenario) -> None:
     assert len(read_attempts(run)) == 2
 
 
+@pytest.mark.faults_slow
 @pytest.mark.own_cluster("--conf", "MinJobAge=2")
 def test_36_slurm_has_forgotten_the_job(scenario: Scenario) -> None:
     """No squeue, no sacct: the word comes from the run's own files."""
     run = scenario.submit({"trainer.max_steps": 4})
     assert_nothing_lost(scenario, run, steps=4)
-    job = scenario.job_of(run)
-    scenario.wait(
-        lambda: scenario.cluster.run(["scontrol", "show", "job", job]).returncode != 0, "Slurm forgets it", 90, run
-    )
+    scenario.wait_until_forgotten(run)
     assert "run: done" in scenario.told("status", "run")

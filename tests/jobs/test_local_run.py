@@ -8,6 +8,7 @@ import signal
 import socket
 import time
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -95,6 +96,57 @@ def test_killed_run_goes_on_from_its_last_commit(place: Path) -> None:
     assert finish(run, 3) == "done", logs_of(run)
     assert list(curve(run, "timing/step")) == list(range(1, STEPS + 3)), "curves of one run"
     assert committed(run.checkpoints, step_of)[-1] == STEPS + 2
+
+
+@pytest.mark.faults_slow
+def test_folders_below_other_roots_outlive_a_kill_and_are_missed(place: Path) -> None:
+    """Checkpoints and events on another filesystem, exports in a third place; an attempt without them ends, and the next one goes on."""
+    with TemporaryDirectory(dir="/dev/shm") as shm:
+        scratch, project = Path(shm) / "scratch", place / "project"
+        roots = {"checkpoint_root": scratch, "tensorboard_root": scratch, "export_root": project}
+        settings = [f"slurm.{name}={root}" for name, root in roots.items()]
+        run = submit(
+            place, "apart", *settings, "trainer.max_steps=200", "trainer.hf_save_interval=2", "trainer.eval_interval=0"
+        )
+        wait_for(lambda: len(committed(run.checkpoints, step_of)) >= 2, lambda: logs_of(run), 240)
+        kill(pid_of(run, "train"))
+        assert finish(run, 1) == "failed", logs_of(run)
+        scratch.rename(scratch.with_name("away"))
+        refused = hpcrl("resume", "apart", cwd=place)
+        assert refused.returncode == 4
+        assert (
+            f"{run.checkpoints} leads to {scratch}/quickstart/apart/checkpoints, which is not there" in refused.stderr
+        )
+        verified = hpcrl("verify", "apart", cwd=place)
+        assert "apart had a checkpoint of step " in verified.stdout
+        assert "samples: ok" in verified.stdout
+        assert "which is not there" in hpcrl("checkpoint", "ls", "apart", cwd=place).stderr
+        assert "hpcrl tensorboard --rebuild" in hpcrl("tensorboard", "apart", cwd=place).stderr
+        scratch.with_name("away").rename(scratch)
+        moved = hpcrl("resume", "apart", f"slurm.checkpoint_root={project}", cwd=place)
+        assert moved.returncode == 2
+        assert "to move it, copy it while the run is stopped" in moved.stderr
+        last = max(committed(run.checkpoints, step_of)) + 2
+        resumed = hpcrl("resume", "apart", f"trainer.max_steps={last}", cwd=place)
+        assert resumed.returncode == 0, resumed.stderr
+        assert finish(run, 2) == "done", logs_of(run)
+        assert "continuing after step " in run.log(2, "trainer-0").read_text()
+        verified = hpcrl("verify", "apart", cwd=place)
+        assert verified.returncode == 0, verified.stdout
+        there = [path.name for path in (scratch / "quickstart" / "apart" / "checkpoints").glob("s*")]
+        assert (len([name for name in there if name != "starts.jsonl"]), f"s{last:06d}" in there) == (3, True), (
+            "retention"
+        )
+        assert (project / "quickstart" / "apart" / "exports" / f"s{last:06d}" / "COMMIT").is_file()
+        assert tensorboard_points(run, "policy/grad_norm") == list(range(1, last + 1))
+        again = hpcrl(
+            "submit", str(QUICKSTART), "--local", "trainer.run_name=apart", *settings, "slurm.root=other", cwd=place
+        )
+        assert (again.returncode, f"of the run {run.path}" in again.stderr, (place / "other").exists()) == (
+            5,
+            True,
+            False,
+        )
 
 
 @pytest.mark.faults_slow
@@ -285,3 +337,20 @@ def test_an_alert_stops_a_run_that_has_saved(place: Path, tmp_path: Path) -> Non
     assert status.startswith("told: cancelled: saved and stopped (alert always: ")
     assert "always at step 2: policy/policy_entropy is " in status
     assert "! always at step 2" in hpcrl("status", cwd=place).stdout
+
+
+def test_a_run_whose_rewards_are_all_alike_says_so(place: Path) -> None:
+    """A reward function that pays every response the same: a line, a mark, a verdict, and the run goes on to its end."""
+    write_text(place / "flat_rewards.py", "def half(response, environment):\n    return 0.5\n")
+    rewards = 'environment.reward_function={"flat_rewards:half" = 1.0}'
+    run = submit(place, "flat", rewards, "environment.env_class=", 'python_path=["."]', "trainer.eval_interval=0")
+    assert finish(run, 1) == "done", logs_of(run)
+    why = "all samples of each group have the same reward; hpcrl samples flat shows them"
+    status = hpcrl("status", "flat", cwd=place).stdout
+    assert f"learning    nothing in step 4: {why}" in status
+    assert "reward/groups_without_spread is 1, above 0.99, 3 times in a row" in status
+    followed = hpcrl("follow", "flat", cwd=place)
+    assert "nothing in step 4" in followed.stdout, "in the table at the end"
+    found = hpcrl("report", "flat", cwd=place).stdout
+    for verdict in ("alert: learning at step 3", "learning: nothing: all samples", "reward: 0.500 in every step"):
+        assert f"bad   {verdict}" in found

@@ -29,12 +29,13 @@ MEGATRON = [
     "trainer.policy.megatron_config={dtype='fp32', tensor_model_parallel_size=2}",
 ]
 ROWS, BATCH = 8192, 2048  # four steps are an epoch
+SMALL = 256
 
 
-def submit(place: Path, name: str, *settings: str, config: Path = SFT_TINY) -> Run:
+def submit(place: Path, name: str, *settings: str, config: Path = SFT_TINY, batch: int = BATCH) -> Run:
     sizes = [
-        f"trainer.train_batch_size={BATCH}",
-        f"trainer.policy_mini_batch_size={BATCH}",
+        f"trainer.train_batch_size={batch}",
+        f"trainer.policy_mini_batch_size={batch}",
         "trainer.max_tokens_per_micro_batch=8192",
     ]
     done = hpcrl("submit", str(config), "--local", f"trainer.run_name={name}", *sizes, *settings, cwd=place)
@@ -49,8 +50,8 @@ def rows_of(run: Run) -> list[int | None]:
 
 
 def in_order(run: Run, count: int, rows: int = ROWS) -> list[int]:
-    seed = Config.from_toml([run.config]).trainer.seed
-    stream = PromptStream(rows, BATCH, seed, seed)
+    trainer = Config.from_toml([run.config]).trainer
+    stream = PromptStream(rows, trainer.train_batch_size, trainer.seed, trainer.seed)
     return [stream.row(index) for index in range(count)]
 
 
@@ -62,9 +63,10 @@ def test_a_run_has_no_engines_evaluates_its_validation_sets_and_keeps_the_best_c
         "trainer.eval_interval=2",
         "trainer.ckpt_interval=1",
         "trainer.hf_save_interval=3",
+        batch=SMALL,
     )
     assert finish(run, 1) == "done", logs_of(run)
-    assert rows_of(run) == in_order(run, 3 * BATCH)
+    assert rows_of(run) == in_order(run, 3 * SMALL)
     assert {path.stem for path in run.logs(1).glob("*.log")} == {"agent-0", "alerts", "controller", "trainer-0"}
     assert not run.weights.exists(), "nobody loads them"
     losses = curve(run, "eval/sft_validation/loss")
@@ -72,7 +74,7 @@ def test_a_run_has_no_engines_evaluates_its_validation_sets_and_keeps_the_best_c
     assert losses == curve(run, "eval/all/loss")
     assert losses[3] < losses[0]
     assert read_json(run.eval_losses(2)) == {"eval/sft_validation/loss": losses[2], "eval/all/loss": losses[2]}
-    assert curve(run, "data/trained_tokens") == dict.fromkeys((1, 2, 3), BATCH * 6)
+    assert curve(run, "data/trained_tokens") == dict.fromkeys((1, 2, 3), SMALL * 6)
     assert (run.export(3) / "config.json").is_file()
     listed = hpcrl("checkpoint", "ls", "plain", cwd=place).stdout
     assert f"best eval/all/loss: {min(losses.values()):.4g}" in listed
@@ -81,19 +83,21 @@ def test_a_run_has_no_engines_evaluates_its_validation_sets_and_keeps_the_best_c
     shown = hpcrl("samples", "plain", "--step", "2", "-n", "1", "--json", cwd=place)
     (sample,) = json.loads(shown.stdout)
     assert [part["by"] for part in sample["parts"]] == ["context", "trained"]
-    assert (sample["row"], sample["parts"][1]["trained"]) == (rows_of(run)[BATCH], 6)
+    assert (sample["row"], sample["parts"][1]["trained"]) == (rows_of(run)[SMALL], 6)
 
 
+@pytest.mark.faults_slow
 def test_fewer_rows_than_a_batch_fill_it_with_those_of_the_next_epochs(place: Path) -> None:
     few = place / "few.jsonl"
-    few.write_text("".join(json.dumps({"prompt": "sort: ba", "response": "ab"}) + "\n" for _ in range(1000)))
+    few.write_text("".join(json.dumps({"prompt": "sort: ba", "response": "ab"}) + "\n" for _ in range(125)))
     own = [f"data.train_data=[{few}]", f"data.val_data=[{few}]", "data.format=prompt_response"]
-    run = submit(place, "few", *own, "data.drop_last=false", "trainer.epochs=5", "trainer.ckpt_interval=1")
+    settings = [*own, "data.drop_last=false", "trainer.epochs=5", "trainer.ckpt_interval=1"]
+    run = submit(place, "few", *settings, batch=SMALL)
     assert finish(run, 1) == "done", logs_of(run)
     rows, seed = rows_of(run), Config.from_toml([run.config]).trainer.seed
-    stream = PromptStream(1000, BATCH, seed, seed, drop_last=False)
-    assert rows == [stream.row(index) for index in range(2 * BATCH)]
-    assert set(rows[:1000]) == set(range(1000)), "each once before one comes again"
+    stream = PromptStream(125, SMALL, seed, seed, drop_last=False)
+    assert rows == [stream.row(index) for index in range(2 * SMALL)]
+    assert set(rows[:125]) == set(range(125)), "each once before one comes again"
 
 
 @pytest.mark.faults_slow

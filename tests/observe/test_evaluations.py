@@ -99,7 +99,7 @@ def test_prompts_that_one_of_them_lacks(run: Run, capsys: pytest.CaptureFixture[
     assert "2 prompts are in words@12 only" in shown
     append_text(run.eval_dump(13, 0), line(0, 0, "other", "", 0.0))
     with pytest.raises(DataError, match="have no prompt in common"):
-        compared(Evaluation.read(run, 9), Evaluation.read(run, 13))
+        compared(Evaluation.read(run, 9), Evaluation.read(run, 13), 1.0)
 
 
 def test_prompts_whose_samples_failed_are_in_no_difference(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,7 +110,16 @@ def test_prompts_whose_samples_failed_are_in_no_difference(run: Run, capsys: pyt
             append_text(run.eval_dump(12, 0), line(row, at, word, word, float(reason == "stop"), stop_reason=reason))
     shown = said(capsys, "compare", f"{run.path}@0", f"{run.path}@12").splitlines()
     assert shown[1].split()[:5] == ["all", "score", "3", "0", "1"]
-    assert next(one for one in shown if "pass@2" in one).split()[:5] == ["all", "pass@2", "2", "0", "1"]
+    assert next(one for one in shown if "pass@2" in one).split()[:8] == [
+        "all",
+        "pass@2",
+        "(reward",
+        "≥",
+        "1)",
+        "2",
+        "0",
+        "1",
+    ]
     assert "fell most" not in "".join(shown)
 
 
@@ -199,7 +208,7 @@ def test_several_turns_are_played_again(tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_report() -> None:
     results = {
-        "subject": "run s000040", "model": "a|b", "version": 40, "seed": 7, "data": ["math.jsonl"], "n_samples": 2, "seconds": 3.2,
+        "subject": "run s000040", "model": "a|b", "version": 40, "seed": 7, "data": ["math.jsonl"], "n_samples": 2, "seconds": 3.2, "solved": "reward ≥ 1",
         "too_long": 1, "failures": ["a <script>"], "sampling": {"temperature": 1.0, "stop": None},
         "prompts": {"all": 3, "math": 2, "code": 1},
         "metrics": {
@@ -212,7 +221,20 @@ def test_report() -> None:
     }  # fmt: skip
     lines = summary(results)
     assert lines[0] == "run s000040: 3 prompts, 2 samples each, 3 s, 1 were longer than trainer.max_prompt_length"
-    assert lines[1].split() == ["source", "prompts", "score", "pass@1", "pass@2", "tokens"]
+    assert lines[1].split() == [
+        "source",
+        "prompts",
+        "score",
+        "pass@1",
+        "(reward",
+        "≥",
+        "1)",
+        "pass@2",
+        "(reward",
+        "≥",
+        "1)",
+        "tokens",
+    ]
     assert lines[2].split() == ["math", "2", "0.5", "0.5", "0.75", "±0.098", "12"]
     assert lines[4].split() == ["all", "3", "0.5", "±0.2", "0.5", "0.75", "12"]
     text = report(results)

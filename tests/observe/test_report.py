@@ -27,10 +27,11 @@ from hpcrl.observe.report.groups import groups_of
 from hpcrl.observe.report.live import LiveReport
 from hpcrl.observe.report.samples import token_texts
 from hpcrl.observe.report.spans import timeline_of
-from hpcrl.observe.report.verdict import findings
+from hpcrl.observe.report.verdict import RULES, findings
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import Outcome
 from tests.observe.report_material import HOSTILE, made, write_dump, write_evaluation, write_step
+from tests.paths import ROOT
 
 
 def decoder(_: Run) -> Any:
@@ -201,8 +202,12 @@ def test_several_runs_and_one_that_has_only_begun(run: Run, tmp_path: Path) -> N
 
 def said(metrics: dict[str, list[float]], *outcomes: Outcome, finite: bool = True) -> dict[str, tuple[str, str]]:
     curves = {"metrics": metrics, "finite": finite}
-    found = findings(curves, {"trainer.fully_async.max_staleness_steps": 1}, outcomes)
-    return {one.name: (one.status, one.text) for one in found}
+    settings = {
+        "trainer.fully_async.max_staleness_steps": 1,
+        "generator.n_samples_per_prompt": 4,
+        "generator.sampling_params.max_generate_length": 100,
+    }
+    return {one.name: (one.status, one.text) for one in findings(curves, settings, outcomes)}
 
 
 def test_verdict() -> None:
@@ -224,6 +229,56 @@ def test_verdict() -> None:
     lost = Outcome(1, "lost", "it ended without a word", "n", 0.0)
     assert said({}, lost)["attempts"] == ("look", "1 of 1 failed; the last: lost, it ended without a word")
     assert said({}) == {}
+
+
+ALIKE, ADVANTAGE, REWARD = "reward/groups_without_spread", "loss/avg_raw_advantages_abs", "reward/avg_raw_reward"
+
+
+def test_a_run_that_learns_nothing_is_bad_from_its_first_step_on() -> None:
+    nothing = said({ALIKE: [1.0], ADVANTAGE: [0.0], REWARD: [0.0], "policy/grad_norm": [0.0]})
+    assert {name: status for name, (status, _) in nothing.items()} == dict.fromkeys(
+        ("learning", "reward", "gradient"), "bad"
+    )
+    assert nothing["gradient"][1] == "norm 0 in every step: no weight has learned anything"
+    assert nothing["reward"][1] == "0.000 in every step"
+    assert "hpcrl samples" in nothing["learning"][1]
+    assert said({REWARD: [0.5] * 4})["reward"][0] == "bad"
+    assert said({ALIKE: [1.0] * 4, ADVANTAGE: [0.1] * 4})["learning"][0] == "look", "a critic learns from it"
+    taught = said({ALIKE: [1.0], ADVANTAGE: [0.0], REWARD: [0.0], "distillation/divergence": [0.3]})
+    assert taught == {}, "a teacher's policy needs no rewards"
+    assert said({ALIKE: [0.9] * 10})["learning"][0] == "look"
+    assert said({ALIKE: [0.5] * 10})["learning"][0] == "good"
+    assert said({"policy/grad_norm": [0.0, 0.0, 0.0, 1.0]})["gradient"][0] == "look"
+    assert said({"policy/grad_norm": [0.0, 1.0, 1.0, 1.0]})["gradient"][0] == "good"
+
+
+def test_verdicts_of_what_goes_wrong_late() -> None:
+    entropy, alike = {"policy/policy_entropy": [1.0] * 50 + [0.001] * 50}, {ALIKE: [0.2] * 50 + [1.0] * 50}
+    assert said(entropy | alike | {"reward/avg_pass_at_4": [0.3] * 100})["entropy"][0] == "bad"
+    assert said(entropy | alike | {"reward/avg_pass_at_4": [1.0] * 100})["entropy"][0] == "look", "all are solved"
+    assert said(entropy)["entropy"][0] == "look"
+    lengths = {"generate/avg_num_tokens": [50.0] * 50 + [95.0] * 50}
+    assert said(lengths)["length"][0] == "bad"
+    assert "generator.sampling_params.max_generate_length = 100" in said(lengths)["length"][1]
+    assert said({"generate/avg_num_tokens": [50.0, 80.0]})["length"][0] == "good"
+    rising, falling = {REWARD: [at / 100 for at in range(100)]}, {"eval/all/avg_score": [0.5, 0.3]}
+    assert said(rising | falling)["overfitting"][0] == "bad"
+    assert "overfitting" not in said(rising | {"eval/all/avg_score": [0.3, 0.5]})
+    assert "overfitting" not in said({REWARD: [0.5, 0.4] * 50} | falling)
+    mismatch = "policy/rollout_train_logprobs_abs_diff_mean"
+    assert said({mismatch: [0.01] * 50 + [0.05] * 50})["mismatch"][0] == "look"
+    assert said({mismatch: [0.04] * 100})["mismatch"][0] == "good"
+    assert said({"generate/idle_ratio": [0.2] * 50 + [0.8] * 50})["engines"][0] == "look"
+    assert "generator.inference_engine.num_engines" in said({"generate/idle_ratio": [0.8]})["engines"][1]
+    assert said({"generate/idle_ratio": [0.8] * 50 + [0.2] * 50})["engines"][0] == "good"
+
+
+def test_each_rule_of_the_verdict_is_in_the_documentation() -> None:
+    """With its metrics and its thresholds, word by word."""
+    page = (ROOT / "docs" / "watching.md").read_text()
+    for rule in RULES:
+        metrics = ", ".join(f"`{name}`" for name in rule.metrics)
+        assert f"| {rule.name} | {metrics} | {rule.look} | {rule.bad} |\n" in page
 
 
 @pytest.fixture

@@ -88,6 +88,27 @@ def test_summary_of_a_run_that_was_resumed(run: Run) -> None:
     assert rows["time"].endswith("in 2 attempts")
 
 
+def test_a_step_that_taught_nothing_has_a_line_with_the_command_that_shows_why(run: Run) -> None:
+    """In the table, in the line of a list, and only while the newest step is such."""
+    open_attempt(run, "local-1", ["n1"])
+    alike = {"reward/trained_groups_without_spread": 1.0, "loss/avg_raw_advantages_abs": 1e-9, "policy/grad_norm": 0.3}
+    why = "nothing in step {}: {}; hpcrl samples run shows them"
+    steps = {
+        "all samples of each group have the same reward": alike,
+        "the gradient is 0": {"policy/grad_norm": 0.0},
+        "": alike | {"reward/trained_groups_without_spread": 0.9},
+        " ": alike | {"loss/avg_raw_advantages_abs": 0.1},
+        "  ": alike | {"distillation/divergence": 0.1},
+    }
+    with MetricsWriter(run, "trainer", 1, 0) as trainer:
+        for step, (reason, metrics) in enumerate(steps.items(), 1):
+            trainer.write(step, {"timing/step": 2.0} | metrics)
+            summary = summarise(run)
+            assert summary.learning == (why.format(step, reason) if reason.strip() else "")
+            assert dict(summary_rows(summary)).get("learning", "") == summary.learning
+            assert ("nothing learned in the last step" in str(summary)) == bool(reason.strip())
+
+
 def test_summary_of_a_run_that_has_not_begun(run: Run) -> None:
     summary = summarise(run)
     assert (summary.attempts, summary.steps, summary.samples, summary.eval_last) == (0, 0, None, None)

@@ -20,8 +20,10 @@ def doctor(cluster: DevCluster, root: Path, *arguments: str) -> tuple[int, dict[
 
 
 def test_doctor_of_a_healthy_cluster(cluster: DevCluster, tmp_path: Path) -> None:
-    code, found, said = doctor(cluster, tmp_path)
+    roots = [f"slurm.{name}={tmp_path}/{name}" for name in ("checkpoint_root", "export_root")]
+    code, found, said = doctor(cluster, tmp_path, *roots)
     assert code == 0, (found, said)
+    assert found["slurm.export_root"]["level"] == "ok"
     assert "GraceTime=20 s" in found["preemption"]["found"]
     assert "accounting storage is disabled" in found["sacct"]["found"]
     assert "seen on n" in found["shared filesystem"]["found"]

@@ -122,7 +122,8 @@ def test_preempted_run_of_resume_mode_none_is_not_requeued(cluster: DevCluster, 
 
 def test_run_that_asks_for_gpus_never_trains_on_cpus(cluster: DevCluster, tmp_path: Path) -> None:
     """Slurm gives the nodes GPUs that torch does not see: said before anything is loaded, with what was found."""
-    submit(cluster, tmp_path, "gpus", "slurm.gpus_per_node=1", "slurm.crash_budget=1")
+    two_nodes = ["trainer.placement.policy_num_nodes=1", "generator.inference_engine.num_engines=1"]
+    submit(cluster, tmp_path, "gpus", *two_nodes, "slurm.gpus_per_node=1", "slurm.crash_budget=1")
     run = Run.open(tmp_path / "runs" / "quickstart" / "gpus")
     assert finish(cluster, tmp_path, run, 1) == "failed"
     outcome = outcome_of(run, 1)

@@ -83,10 +83,12 @@ def start_ranks(folder: Path, ranks: int, *arguments: object, script: str, limit
     return started
 
 
-def run_ranks(ranks: int, *arguments: object, script: str = "trainer/scenarios.py") -> subprocess.CompletedProcess[str]:
+def run_ranks(
+    ranks: int, *arguments: object, script: str = "trainer/scenarios.py", limit_s: int = _LIMIT_S
+) -> subprocess.CompletedProcess[str]:
     with tempfile.TemporaryDirectory() as folder:
-        started = start_ranks(Path(folder), ranks, *arguments, script=script, limit_s=_LIMIT_S)
-        deadline = time.monotonic() + _LIMIT_S + 60
+        started = start_ranks(Path(folder), ranks, *arguments, script=script, limit_s=limit_s)
+        deadline = time.monotonic() + limit_s + 60
         while (code := started.poll()) is None:
             assert time.monotonic() < deadline, started.err.read_text()
             time.sleep(_POLL_S)

@@ -220,7 +220,7 @@ def test_metrics_are_means_over_the_trained_tokens(tmp_path: Path) -> None:
     for settings in ({}, {"advantage_estimator": "reinforce++", "gamma": 0.9}):
         rows, advantages = one_rank(run, batch, **settings)
         values = trained(rows)
-        described = describe_batch(batch, advantages)
+        described = describe_batch(batch, advantages, AlgorithmConfig())
         assert described["loss/avg_raw_advantages"] == pytest.approx(fmean(values), abs=1e-6)
         assert described["loss/avg_raw_advantages_abs"] == pytest.approx(fmean(map(abs, values)))
 
@@ -325,7 +325,8 @@ def test_a_batch_that_teaches_nothing_moves_nothing(tmp_path: Path, model_path: 
     assert update.report.skipped
     assert engine.updates == updates
     assert all(torch.equal(value, before[name]) for name, value in parameters(engine).items())
-    described = describe_batch(batch, advantages) | describe_updates([update])
+    described = describe_batch(batch, advantages, algorithm) | describe_updates([update])
+    assert described["reward/trained_groups_without_spread"] == 1, "none is left to train"
     assert all(math.isfinite(value) for value in described.values())
 
 

@@ -11,6 +11,7 @@ from hpcrl.config.fields import Location
 from hpcrl.config.setting import (
     ALL_OR_COUNT,
     COUNT,
+    FINITE,
     NOT_EMPTY,
     NOT_NEGATIVE,
     POSITIVE,
@@ -288,6 +289,9 @@ class GeneratorConfig:
 
     eval_n_samples_per_prompt: int = setting(1, range=COUNT, used_by=ENGINES, on_change=SCORES)
     """Samples per prompt in evaluation; the k of pass@k."""
+
+    success_reward: float = setting(1.0, range=FINITE, used_by=ENGINES, on_change=SCORES)
+    """Reward from which on a sample has solved its prompt, in pass@k of training and evaluation; an environment's metric `success`, where it reports one, decides instead."""
 
     max_turns: int = setting(1, range=COUNT, used_by=ENGINES, on_change=SAMPLING)
     """Actions of the policy per sample at most."""

@@ -8,13 +8,17 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from hpcrl.config.conditions import ENGINES
-from hpcrl.config.effects import CLUSTER, OTHER_DIRECTORY, SOFTWARE, SPREAD
+from hpcrl.config.effects import CLUSTER, OTHER_DIRECTORY, OTHER_PLACE, SOFTWARE, SPREAD
 from hpcrl.config.fields import Location
 from hpcrl.config.setting import COUNT, NOT_NEGATIVE, ONE_LINE, POSITIVE, Check, Range, on_one_line, section, setting
 
 _SBATCH = Check(
     "expected long names of sbatch options, and values of one line without control characters, found {value!r:.140}",
     lambda extra: all(re.fullmatch(r"[A-Za-z][\w-]*", name, re.ASCII) for name in extra) and on_one_line(extra),
+)
+_ABSOLUTE = Check(
+    "expected the absolute path of a directory, such as /scratch/me, or one that begins with ~/ or ./, found {value!r:.140}",
+    lambda path: path.startswith(("/", "~/", "./", "../")) and on_one_line(path),
 )
 
 _INTERPRETER = Check(
@@ -161,6 +165,16 @@ class ContainerConfig:
 class SlurmConfig:
     root: Location | None = setting(None, check=ONE_LINE, on_change=OTHER_DIRECTORY)
     """Directory on a filesystem that all nodes share; a run is <root>/<project>/<run>. Unset: $HPCRL_ROOT, else ./runs, where commands look for runs too."""
+
+    checkpoint_root: Location | None = setting(None, check=_ABSOLUTE, on_change=OTHER_PLACE)
+    """Directory that all nodes share, for checkpoints/ of runs, on scratch for example: <checkpoint_root>/<project>/<run>/checkpoints, to
+    which the run directory has a symbolic link. Unset: checkpoints/ lies in the run directory."""
+
+    export_root: Location | None = setting(None, check=_ABSOLUTE, on_change=OTHER_PLACE)
+    """The same for exports/, on project space for example."""
+
+    tensorboard_root: Location | None = setting(None, check=_ABSOLUTE, on_change=OTHER_PLACE)
+    """The same for tensorboard/."""
 
     partition: str | None = setting(None, check=ONE_LINE, on_change=CLUSTER)
     """Partition; unset: the cluster's default."""

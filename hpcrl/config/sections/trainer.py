@@ -344,6 +344,11 @@ class TrainerConfig:
         return self.mode != "rl"
 
     @property
+    def learns_from_rewards(self) -> bool:
+        """Whether rewards alone teach the policy, no dataset and no teacher."""
+        return not (self.offline or self.distillation.enable)
+
+    @property
     def pairwise(self) -> bool:
         """Whether these rows are pairs of a chosen and a rejected answer to one prompt, which are trained together."""
         return self.mode in _PAIRWISE

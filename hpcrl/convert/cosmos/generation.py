@@ -190,7 +190,10 @@ def names(source: Resolved, values: dict[str, Any]) -> Iterator[Entry]:
     run = source[experiment] if named else PurePosixPath(source[output]).name if output in source.given else ""
     stamp = source["train.timestamp"]
     values["trainer.run_name"] = directory_name(f"{run}-{stamp}" if run and stamp else run or stamp)
-    if named and output in source.given:
+    absolute = output in source.given and source[output].startswith(("/", "~"))
+    if absolute:
+        values |= {"slurm.checkpoint_root": source[output], "slurm.export_root": source[output]}
+    if named and output in source.given and not absolute:
         yield Entry("dropped", output, "", f"the run is named after {experiment}; it lies below slurm.root")
     elif experiment in source.given and not named:
         yield Entry("translated", experiment, "trainer.run_name", "none: the run is named after train.output_dir")

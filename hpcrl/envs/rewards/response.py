@@ -13,6 +13,8 @@ from hpcrl.errors import DataError
 if TYPE_CHECKING:
     import numpy as np
 
+    from hpcrl.types import Prompt
+
 
 VIDEO_FPS = 16.0
 """Frames of a video that are shown in a second."""
@@ -56,6 +58,28 @@ The second argument is the section `environment`. Settings of one's own are in i
 
 Scorer = Callable[[Response], Turn]
 """What rewards a response in the place of an environment; called in several threads at a time."""
+
+
+def response_to(
+    prompt: Prompt,
+    text: str,
+    n_tokens: int,
+    max_tokens: int,
+    image: np.ndarray | None = None,
+    latents: np.ndarray | None = None,
+) -> Response:
+    """Return a response to a prompt as rewards see it; arguments as of `Response`."""
+    return Response(
+        text=text,
+        ground_truth=truth_of(prompt.extras),
+        data_source=prompt.data_source,
+        n_tokens=n_tokens,
+        max_tokens=max_tokens,
+        messages=prompt.messages,
+        extras=prompt.extras,
+        image=image,
+        latents=latents,
+    )
 
 
 def truth_of(extras: Mapping[str, Any]) -> Any:

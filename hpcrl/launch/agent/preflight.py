@@ -24,10 +24,11 @@ from hpcrl.observe.metrics import values_of
 from hpcrl.rundir.checkpoints import Retention, prune
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import require_newest
+from hpcrl.rundir.other_roots import require_folders
 from hpcrl.runtime.scratch import weight_copy_dir
 
 _LEAVING_S, _POLL_S = 20.0, 2.0
-_SHARED = "slurm.root"
+_SHARED = "slurm."
 
 
 def make_room(run: Run, config: Config, attempt: int) -> None:
@@ -50,8 +51,10 @@ def check_node(run: Run, config: Config, node: Node, context: NodeContext, sizes
     It takes a second, and on a node with GPUs as long as importing torch in a process of its own.
     """
     profiler, needed = config.trainer.profiler, disk_needs(run, config, sizes)
-    if node.index and "root" in needed:  # node 0 deletes old checkpoints meanwhile, and looks then
-        needed["root"] = replace(needed["root"], required=False)
+    if node.ranks or node.index == 0:
+        require_folders(run)
+    if node.index:  # node 0 deletes old checkpoints meanwhile, and looks then
+        needed = {name: replace(need, required=False) for name, need in needed.items()}
     purpose = Purpose(
         gpus=node.gpus,
         compiles=compiling(config, node),
@@ -68,7 +71,7 @@ def check_node(run: Run, config: Config, node: Node, context: NodeContext, sizes
         print(f"{finding.level}: {finding.subject}: {_line(finding)}", flush=True)
     errors = [finding for finding in findings if finding.level == "error"]
     if errors:
-        shared = all(finding.subject == _SHARED for finding in errors)
+        shared = all(finding.subject.startswith(_SHARED) for finding in errors)
         raise (RunError if shared else DeviceError)("; ".join(map(_line, errors)))
 
 
@@ -126,7 +129,8 @@ def _copies(config: Config, node: Node) -> Path | None:
 def _facts(run: Run, node: Node, context: NodeContext, copies: Path | None) -> dict[str, Any]:
     """Return the facts of this node, once the processes of the job before this one have left its GPUs, or do not leave."""
     devices = visible_devices(node, context.local) if node.gpus else []
-    found, deadline = facts(run.path, node.gpus, devices, copies), time.monotonic() + _LEAVING_S
+    elsewhere = {link.name: place for link, place in run.elsewhere.items()}
+    found, deadline = facts(run.path, node.gpus, devices, copies, elsewhere), time.monotonic() + _LEAVING_S
     while found["gpu_processes"] and time.monotonic() < deadline:
         time.sleep(_POLL_S)
         found["gpu_processes"] = gpu_processes(found["gpus"], devices)

@@ -39,6 +39,10 @@ class DiskNeed:
     what: str
     required: bool = True
 
+    def __add__(self, other: DiskNeed) -> DiskNeed:
+        """Return the need of both on the filesystem that they share."""
+        return DiskNeed(self.least + other.least, self.most + other.most, f"{other.what} and {self.what}")
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -86,18 +90,29 @@ def _saved(trainer: TrainerConfig, role: str) -> int:
 
 
 def disk_needs(run: Run, config: Config, sizes: Sizes | None) -> dict[str, DiskNeed]:
-    """Return the disk needs of a run, by the directories of hpcrl.launch.doctor.node.facts; empty where they are unknown."""
+    """Return the disk needs of a run, by the directories of hpcrl.launch.doctor.node.facts; empty where they are unknown.
+
+    Folders on the same filesystem are counted together, at the first of them.
+    """
     if sizes is None:
         return {}
     trainer = config.trainer
     checkpoint = sizes.checkpoint if trainer.saves_checkpoints else 0
     kept, there = max(trainer.max_ckpts_to_keep, NEVER_DELETED), len(committed(run.checkpoints, position_of))
     versions = trainer.fully_async.kept_versions - len(committed(run.weights, version_of))
-    most = checkpoint * max(1, kept + 1 - there) + sizes.weights * max(1, versions)
-    return {
-        "root": DiskNeed(checkpoint + sizes.weights, most, "a checkpoint and the weights for the engines"),
-        "copies": DiskNeed(0, COPIES * sizes.weights, f"{COPIES} versions of the weights"),
+    export = sizes.export if trainer.hf_save_interval > 0 else 0
+    written = {
+        "root": (run.path, DiskNeed(sizes.weights, sizes.weights * max(1, versions), "the weights for the engines")),
+        "checkpoints": (run.checkpoints, DiskNeed(checkpoint, checkpoint * max(1, kept + 1 - there), "a checkpoint")),
+        "exports": (run.exports, DiskNeed(export, export, "an export")),
     }
+    found, first = dict[str, DiskNeed](), dict[int, str]()
+    for name, (folder, need) in written.items():
+        if need.most == 0 and name != "root":
+            continue
+        place = first.setdefault((folder if folder.is_dir() else run.path).stat().st_dev, name)
+        found[place] = found[place] + need if place in found else need
+    return found | {"copies": DiskNeed(0, COPIES * sizes.weights, f"{COPIES} versions of the weights")}
 
 
 def _saved_parameters(shapes: dict[str, list[int]], lora: LoraConfig | None) -> int:

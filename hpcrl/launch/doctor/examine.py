@@ -8,7 +8,7 @@ import shlex
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from hpcrl.launch.doctor.cluster import (
 from hpcrl.launch.doctor.finding import Finding, error, ok, warning
 from hpcrl.launch.doctor.node import facts, place
 from hpcrl.launch.doctor.node_findings import (
+    SUBJECTS,
     Purpose,
     clock_finding,
     environment_findings,
@@ -34,6 +35,7 @@ from hpcrl.launch.doctor.node_findings import (
 )
 from hpcrl.launch.doctor.node_session import NoAnswerError, NodeSession
 from hpcrl.launch.doctor.shared_fs_probe import VISIBLE_S, link_finding, measure_delays, visibility_finding
+from hpcrl.rundir.layout import OTHER_ROOTS
 
 _ANSWER_S = 60.0
 _FACTS_S = 660.0  # torch may take long to import
@@ -50,10 +52,13 @@ def examine(root: Path, slurm: Mapping[str, Any], wait_s: int) -> Iterator[Findi
         slurm: known settings of the section `slurm`; others have their defaults.
         wait_s: how long to wait for a free compute node.
     """
-    asked, directory = build(SlurmConfig, slurm), root.expanduser().absolute()
-    while not directory.is_dir():
-        directory = directory.parent
-    yield from _of_root(root, directory)
+    asked = build(SlurmConfig, slurm)
+    others = {place: Path(other) for name, place in OTHER_ROOTS.items() if (other := getattr(asked, name))}
+    directories = dict[str, Path]()
+    for name, wanted in {"root": root, **others}.items():
+        directories[name] = _existing(wanted)
+        yield from _of_root(name, wanted, directories[name])
+    directory = directories["root"]
     if shutil.which("scontrol") is None:
         remedy = (
             "only --local works here; for more, run this on a node of the cluster (slurm/devcluster makes a small one)"
@@ -65,34 +70,49 @@ def examine(root: Path, slurm: Mapping[str, Any], wait_s: int) -> Iterator[Findi
         config = parse_config(_slurm("scontrol", "show", "config"))
         partitions = parse_records(_slurm("scontrol", "-o", "show", "partition"))
     except NoAnswerError as failure:
-        yield error("slurm", str(failure), "ask the administrators, or wait until slurmctld is back")
+        yield error(
+            "slurm",
+            str(failure),
+            "if this machine has no cluster, --local works; else ask the administrators, or wait for slurmctld",
+        )
         yield from _of_this_machine(directory)
         return
     yield from cluster_findings(config, _accounting())
     yield from request_findings(asked)
-    wanted = asked.partition
-    partition = next(
-        (one for one in partitions if one["PartitionName"] == wanted or (not wanted and one.get("Default") == "YES")),
-        None,
-    )
+    partition = _partition(partitions, asked.partition)
     if partition is None:
         names = ", ".join(one["PartitionName"] for one in partitions)
-        found = f"there is no {wanted}" if wanted else "there is no default partition"
+        found = f"there is no {asked.partition}" if asked.partition else "there is no default partition"
         yield error("partition", found, f"choose one of {names} (--partition, slurm.partition)")
         return
     yield from partition_findings(config, partition, slurm.get("time_minutes"), asked)
-    yield from _of_compute_node(directory, replace(asked, partition=partition["PartitionName"]), wait_s)
+    yield from _of_compute_node(directories, replace(asked, partition=partition["PartitionName"]), wait_s)
 
 
-def _of_root(root: Path, directory: Path) -> Iterator[Finding]:
-    yield filesystem_finding("root", place(directory), "this machine")
-    mode = directory.stat().st_mode & 0o7777
+def _existing(root: Path) -> Path:
+    """Return a root, or the nearest directory above it that exists."""
+    directory = root.expanduser().absolute()
+    while not directory.is_dir():
+        directory = directory.parent
+    return directory
+
+
+def _partition(partitions: Sequence[dict[str, str]], wanted: str | None) -> dict[str, str] | None:
+    """Return the partition of a name, or the default one where there is no name."""
+    fits = (one["PartitionName"] == wanted if wanted else one.get("Default") == "YES" for one in partitions)
+    return next((one for one, fit in zip(partitions, fits, strict=True) if fit), None)
+
+
+def _of_root(name: str, root: Path, directory: Path) -> Iterator[Finding]:
+    there = place(directory)
+    yield filesystem_finding(name, there, "this machine")
+    mode = there["mode"]
     found = f"{directory}: {mode:04o}" + (
         "" if directory == root.expanduser().absolute() else f"; {root} is to be made in it"
     )
-    if not os.access(directory, os.W_OK | os.X_OK):
-        yield error("permissions", found, "you cannot write there; choose another slurm.root")
-    elif mode & 0o002 and not mode & 0o1000:
+    if not there["writable"]:
+        return
+    if mode & 0o002 and not mode & 0o1000:
         remedy = f"anybody may remove or replace runs there: chmod o-w {directory}"
         yield warning("permissions", found, remedy)
     else:
@@ -123,21 +143,31 @@ def _accounting() -> str | None:
     return None
 
 
-def _of_compute_node(directory: Path, slurm: SlurmConfig, wait_s: int) -> Iterator[Finding]:
-    probe = directory / f".hpcrl-doctor-{secrets.token_hex(4)}"
-    try:
-        probe.mkdir(mode=0o700)
-    except OSError:  # reported already
-        return
+def _of_compute_node(directories: Mapping[str, Path], slurm: SlurmConfig, wait_s: int) -> Iterator[Finding]:
+    """Look at a compute node, and whether it shares the directories: slurm.root first, then other roots."""
+    token = secrets.token_hex(4)
+    probes = {name: directory / f".hpcrl-doctor-{token}-{name}" for name, directory in directories.items()}
     partition, needed = slurm.partition or "", min(1, slurm.gpus)
     gpus = needed > 0 or _has_gpus(partition)
     try:
-        with NodeSession(_srun(probe, slurm, gpus, wait_s)) as node:
-            yield from _findings_of_session(node, probe, wait_s, needed, slurm)
+        if not _made(probes.values()):  # reported already
+            return
+        with NodeSession(_srun(list(probes.values()), slurm, gpus, wait_s)) as node:
+            yield from _findings_of_session(node, probes, wait_s, needed, slurm)
     except NoAnswerError as failure:
         yield _no_node(str(failure), partition, wait_s)
     finally:
-        shutil.rmtree(probe, ignore_errors=True)
+        for probe in probes.values():
+            shutil.rmtree(probe, ignore_errors=True)
+
+
+def _made(probes: Iterable[Path]) -> bool:
+    try:
+        for probe in probes:
+            probe.mkdir(mode=0o700)
+    except OSError:
+        return False
+    return True
 
 
 def _has_gpus(partition: str) -> bool:
@@ -147,12 +177,12 @@ def _has_gpus(partition: str) -> bool:
         return False
 
 
-def _srun(probe: Path, slurm: SlurmConfig, gpus: bool, wait_s: int) -> Sequence[str]:
+def _srun(probes: Sequence[Path], slurm: SlurmConfig, gpus: bool, wait_s: int) -> Sequence[str]:
     options = [f"--{name}={value}" for name in _PASSED_ON if (value := getattr(slurm, name))]
     options += [_GPU[slurm.gpu_option]] if gpus else []
-    starter = Starter.of(slurm, [os.path.realpath(probe.parent)], gpus)
+    starter = Starter.of(slurm, sorted({os.path.realpath(probe.parent) for probe in probes}), gpus)
     setup = [] if starter.srun else slurm.setup  # what srun starts in a container has no place outside to run it
-    run = f"exec {starter.python} -m hpcrl.launch.doctor.node {shlex.quote(str(probe))}"
+    run = f"exec {starter.python} -m hpcrl.launch.doctor.node {shlex.quote(str(probes[0]))}"
     command = [*starter.srun, "bash", "-c", "\n".join([*setup, run])]
     job = ["--job-name=hpcrl-doctor", "--nodes=1", "--ntasks=1", "--time=10", f"--immediate={wait_s}", "--unbuffered"]
     return ["srun", *job, *options, *command]
@@ -172,20 +202,25 @@ def _no_node(output: str, partition: str, wait_s: int) -> Finding:
 
 
 def _findings_of_session(
-    node: NodeSession, probe: Path, wait_s: int, needed: int, slurm: SlurmConfig
+    node: NodeSession, probes: Mapping[str, Path], wait_s: int, needed: int, slurm: SlurmConfig
 ) -> Iterator[Finding]:
     node.request(wait_s + _ANSWER_S, verb="clock")  # the first answer takes as long as the start of the job
     before = time.time()
     node_time = node.request(_ANSWER_S, verb="clock")["time"]
     after = time.time()
-    delays, stranger = measure_delays(node, probe, VISIBLE_S)
+    probe = probes["root"]
+    measured = {
+        name: measure_delays(node, probe, VISIBLE_S, "" if name == "root" else str(path))
+        for name, path in probes.items()
+    }
     there = node.request(_FACTS_S, verb="facts", gpus=str(needed))
     host = there["host"]
-    yield visibility_finding(delays, probe.parent, host)
+    for name, (delays, stranger) in measured.items():
+        yield visibility_finding(delays, probes[name].parent, host, SUBJECTS[name])
+        if stranger is not None:
+            remedy = "the server maps users to others; a run's files must belong to you on all nodes"
+            yield error("owner", f"what you write on {host} belongs to user {stranger} here", remedy)
     yield link_finding(probe)
-    if stranger is not None:
-        remedy = "the server maps users to others; a run's files must belong to you on all nodes"
-        yield error("owner", f"what you write on {host} belongs to user {stranger} here", remedy)
     yield clock_finding(node_time - (before + after) / 2, (after - before) / 2, host)
     yield from environment_findings(facts(probe.parent), there, other=slurm.other_environment)
     there["places"].pop("root", None)  # looked at from here

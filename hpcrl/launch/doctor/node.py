@@ -44,7 +44,11 @@ _TORCH_S = 600.0  # to import it from a shared filesystem that many nodes read a
 
 
 def facts(
-    directory: Path, gpus_needed: int = 0, devices: Sequence[str] | None = None, copies: Path | None = None
+    directory: Path,
+    gpus_needed: int = 0,
+    devices: Sequence[str] | None = None,
+    copies: Path | None = None,
+    elsewhere: Mapping[str, Path] | None = None,
 ) -> dict[str, Any]:
     """Return the facts about this node, as JSON values.
 
@@ -53,6 +57,7 @@ def facts(
         gpus_needed: how many GPUs a run wants here.
         devices: those that its processes get, as CUDA_VISIBLE_DEVICES names them; None: what that variable says, or the first ones.
         copies: where they will copy weights to; None: nowhere.
+        elsewhere: folders of the run below other roots, by their names.
     """
     abandoned = remove_abandoned(*filter(None, [copies]))  # first: it makes room
     gpus = gpus_here()
@@ -61,7 +66,7 @@ def facts(
         first = [gpu["index"] for gpu in gpus] if not gpus_needed else [str(index) for index in range(gpus_needed)]
         devices = first if listed is None else listed
     places = {"root": directory, "temporary": Path(tempfile.gettempdir()), "memory": Path("/dev/shm")}
-    places |= {"copies": copies} if copies else {}
+    places |= {**(elsewhere or {}), **({"copies": copies} if copies else {})}
     return {
         "host": socket.gethostname(),
         "address": _address(),
@@ -114,7 +119,7 @@ def _version(package: str) -> str | None:
 
 
 def place(path: Path) -> dict[str, Any]:
-    """Return path, filesystem type, room and inodes of a directory; None for inodes that are not counted."""
+    """Return path, filesystem type, room, inodes and mode of a directory, and whether it can be written; None for inodes that are not counted."""
     room = os.statvfs(path)
     return {
         "path": str(path),
@@ -122,6 +127,7 @@ def place(path: Path) -> dict[str, Any]:
         "free_bytes": room.f_bavail * room.f_frsize,
         "free_inodes": room.f_favail if room.f_files else None,
         "mode": path.stat().st_mode & 0o7777,
+        "writable": os.access(path, os.W_OK | os.X_OK),
     }
 
 

@@ -28,8 +28,11 @@ _SHARED = {
 }
 _DOUBTFUL = {"cifs", "smb3", "afs", "9p", "vboxsf"}
 _VOLATILE = {"tmpfs", "ramfs"}
-_SUBJECTS = {
+SUBJECTS = {
     "root": "slurm.root",
+    "checkpoints": "slurm.checkpoint_root",
+    "exports": "slurm.export_root",
+    "tensorboard": "slurm.tensorboard_root",
     "temporary": "temporary files",
     "memory": "shared memory",
     "copies": "copies of weights",
@@ -101,12 +104,16 @@ def filesystem_finding(name: str, place: Mapping[str, Any], host: str, needed: D
         needed: bytes that a run will write there; None: unknown.
     """
     kind, room, inodes = place["type"], place["free_bytes"] / _GB, place["free_inodes"]
-    subject = _SUBJECTS[name]
+    subject = SUBJECTS[name]
     counted = "inodes not counted" if inodes is None else f"{inodes:,} inodes"
     found = f"{place['path']} on {host}: {kind}, {room:,.1f} GB free, {counted}"
     if name == "memory":
         few = "torch and vLLM pass tensors through it; ask for more memory, or for a larger /dev/shm in the container"
         return warning(subject, found, few) if room < 1 else ok(subject, found)
+    if name != "temporary" and not place["writable"]:
+        return error(subject, found, "you cannot write there; choose another directory")
+    if name == "tensorboard":  # some megabytes
+        return ok(subject, found)
     if name == "copies":
         if needed is None or place["free_bytes"] >= needed.most:
             return ok(subject, found)

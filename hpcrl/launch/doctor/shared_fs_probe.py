@@ -1,4 +1,4 @@
-"""Measures whether, and how fast, this machine and a compute node see each other's files in slurm.root."""
+"""Measures whether, and how fast, this machine and a compute node see each other's files in slurm.root, or in another root."""
 
 from __future__ import annotations
 
@@ -17,21 +17,24 @@ _ANSWER_S = 60.0
 _SLOW_S = 5.0
 
 
-def measure_delays(node: NodeSession, directory: Path, limit_s: float) -> tuple[dict[str, float | None], int | None]:
+def measure_delays(
+    node: NodeSession, directory: Path, limit_s: float, folder: str = ""
+) -> tuple[dict[str, float | None], int | None]:
     """Write files on this machine and on the node, and measure when the other side sees them.
 
     Args:
         directory: where the node does the same.
         limit_s: seconds after which a file counts as unseen.
+        folder: a folder below `directory`, or an absolute path.
 
     Returns:
         Seconds until the other side saw a new and a replaced file, None where it did not. Also the owner of a file from there
         if it is not this user.
     """
-    delays: dict[str, float | None] = {}
+    delays, names = dict[str, float | None](), [os.path.join(folder, name) for name in ("from-here", "from-there")]
     for kind, content in (("new", "1"), ("replaced", "2")):
-        node.request(_ANSWER_S, verb="await", name="from-here", content=content, limit_s=str(limit_s))
-        write_text(directory / "from-here", content)
+        node.request(_ANSWER_S, verb="await", name=names[0], content=content, limit_s=str(limit_s))
+        write_text(directory / names[0], content)
         began = time.monotonic()
         seen = node.receive(limit_s + _ANSWER_S)["sees"]
         delays[f"{kind} there"] = time.monotonic() - began if seen else None
@@ -39,9 +42,9 @@ def measure_delays(node: NodeSession, directory: Path, limit_s: float) -> tuple[
             return delays, None
     owner = os.getuid()
     for kind, content in (("new", "1"), ("replaced", "2")):
-        path = directory / "from-there"
+        path = directory / names[1]
         sees(path, content)  # this machine's cache of the directory is part of the delay
-        node.request(_ANSWER_S, verb="write", name=path.name, content=content)
+        node.request(_ANSWER_S, verb="write", name=names[1], content=content)
         began = time.monotonic()
         seen = await_file(path, content, limit_s)
         delays[f"{kind} here"] = time.monotonic() - began if seen else None
@@ -64,13 +67,15 @@ def link_finding(directory: Path) -> Finding:
     return ok("hard links", "of two processes that report how an attempt ended, the first one is believed")
 
 
-def visibility_finding(delays: Mapping[str, float | None], root: Path, host: str) -> Finding:
+def visibility_finding(
+    delays: Mapping[str, float | None], root: Path, host: str, setting: str = "slurm.root"
+) -> Finding:
     if missing := [kind.split() for kind, delay in delays.items() if delay is None]:
         kind, where = missing[0]
         found = (
             f"{root}: a {kind} file is not seen {where if where == 'here' else f'on {host}'} after {VISIBLE_S:.0f} s"
         )
-        return error("shared filesystem", found, "slurm.root must lie on a filesystem that all nodes share")
+        return error("shared filesystem", found, f"{setting} must lie on a filesystem that all nodes share")
     times = {kind: delay for kind, delay in delays.items() if delay is not None}
     found = f"{root}: seen on {host} after {times['new there']:.2f} s (replaced {times['replaced there']:.2f} s)"
     found += f", and here after {times['new here']:.2f} s (replaced {times['replaced here']:.2f} s)"

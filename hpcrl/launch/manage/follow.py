@@ -188,8 +188,8 @@ def events(view: RunView) -> Iterator[tuple[str, str, str]]:
     for row in view.live.rows if view.live else ():
         yield row.process, row.state, _numbers(view) if row.process == "trainer" else row.text
     for name, text in headline_rows(view.headline) if view.headline else ():
-        if name in ("eval score", "validation loss"):
-            yield name, text, text
+        if name in ("eval score", "validation loss", "learning"):
+            yield name, "nothing" if name == "learning" else text, text
     for alert in view.alerts:
         yield f"alert {alert.name} {alert.begin.step}", str(alert.cleared), str(alert)
     if view.complaint:

@@ -9,19 +9,21 @@ from pathlib import Path
 from hpcrl.errors import RunError, SubmitError
 from hpcrl.launch.manage.registry import all_runs, states_of
 from hpcrl.launch.scheduler import cancel_slurm
-from hpcrl.rundir.commit import discard
+from hpcrl.rundir.commit import children, discard
 from hpcrl.rundir.layout import Run
+from hpcrl.rundir.other_roots import own_homes
 
 
 def sizes_of(run: Run) -> dict[str, int]:
     """Return the bytes of each folder of a run that has files, the largest first; files beside the folders count as ""."""
     sizes = dict[str, int]()
-    for folder, _, files in os.walk(run.path):
-        name = os.path.relpath(folder, run.path).partition(os.sep)[0]
-        for file in files:
-            with suppress(FileNotFoundError):  # the run has removed it meanwhile
-                part = "" if name == "." else name
-                sizes[part] = sizes.get(part, 0) + os.lstat(os.path.join(folder, file)).st_size
+    for root in (run.path, *run.elsewhere.values()):
+        for folder, _, files in os.walk(root):
+            name = os.path.relpath(folder, run.path if root == run.path else root.parent).partition(os.sep)[0]
+            for file in files:
+                with suppress(FileNotFoundError):  # the run has removed it meanwhile
+                    part = "" if name == "." else name
+                    sizes[part] = sizes.get(part, 0) + os.lstat(os.path.join(folder, file)).st_size
     return dict(sorted(sizes.items(), key=lambda item: -item[1]))
 
 
@@ -46,13 +48,15 @@ def remove(run: Run, *, keep_metrics: bool = False) -> None:
         for path in _large(run):
             discard(path)
         return
-    shared = Path(os.path.realpath(run.slurm))
+    shared, homes = Path(os.path.realpath(run.slurm)), own_homes(run)
     discard(run.path)
+    for home in homes:
+        discard(home)
     if shared.parent.name == ".slurm" and not any(
         os.path.realpath(other.slurm) == str(shared) for other in all_runs(run.root)
     ):
         discard(shared)
-    for folder in (shared.parent, run.path.parent):
+    for folder in (shared.parent, run.path.parent, *(home.parent for home in homes)):
         with suppress(OSError):  # other runs are in it
             folder.rmdir()
 
@@ -60,8 +64,8 @@ def remove(run: Run, *, keep_metrics: bool = False) -> None:
 def _large(run: Run) -> list[Path]:
     """Return the folders that only training, exports and uploads read. The list of starts stays, by which curves are read."""
     folders = [
-        run.exports, run.weights, run.samples, run.scores, run.datasets, run.teacher, run.turns, run.batches, run.dumps,
+        run.weights, run.samples, run.scores, run.datasets, run.teacher, run.turns, run.batches, run.dumps,
         run.pictures,
     ]  # fmt: skip
-    saved = [path for path in run.checkpoints.iterdir() if path.is_dir()] if run.checkpoints.is_dir() else []
-    return [*saved, *filter(Path.is_dir, folders)]
+    saved = [folder / name for folder in (run.checkpoints, run.exports) for name in children(folder)]
+    return [*filter(Path.is_dir, [*saved, *folders])]

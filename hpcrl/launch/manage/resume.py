@@ -26,6 +26,7 @@ from hpcrl.rundir.checkpoints import line_of, lost_with, require_checkpoints
 from hpcrl.rundir.checksums import changed_files, note_checksums
 from hpcrl.rundir.commit import committed, read_bytes, write_bytes, write_text
 from hpcrl.rundir.layout import Run, position_of, step_of
+from hpcrl.rundir.other_roots import require_folders
 from hpcrl.rundir.starts import require_starts
 from hpcrl.text import one_line
 
@@ -66,6 +67,7 @@ def resume(run: Run, overrides: Sequence[str] = ()) -> list[Change]:
             )
         require_starts(run)
         require_checkpoints(run)
+        require_folders(run)
         _check_end(run, config)
         _check_step(run, config)
         if found:

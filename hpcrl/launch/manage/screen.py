@@ -29,7 +29,9 @@ _MOST_DETAIL = 3
 _CURVE = 40
 _GOOD, _WAITS = ("running", "saving", "done"), ("pending", "starting", "preempted", "ending", "suspended")
 # what a window that is too low shows before the rest
-_FIRST = ("progress", "alert", "next", "reward", "loss", "eval score", "process", "tokens/s", "checkpoint", "memory")
+_FIRST = (
+    "progress", "alert", "learning", "next", "reward", "loss", "eval score", "process", "tokens/s", "checkpoint", "memory",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -155,7 +157,7 @@ def one_run(view: RunView, width: int, height: int) -> list[Text]:
     label_width = max((len(one_line(rows[index][0])) for index in kept), default=0)
     for index in kept:
         label, text = rows[index]
-        style = "bold red" if label in ("alert", "trouble") else ""
+        style = "bold red" if label in ("alert", "learning", "trouble") else ""
         lines.append(Text(f"  {one_line(label):<{label_width}}  ", style="dim").append(one_line(text), style=style))
     return [_cut(line, width) for line in lines[:height]]
 

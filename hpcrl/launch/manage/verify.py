@@ -18,11 +18,12 @@ from hpcrl.data.weight_files import check_weights
 from hpcrl.errors import CommitError, ConfigError, DataError, RunError
 from hpcrl.launch.inputs import changed_inputs
 from hpcrl.rundir.checked_lines import damaged, read_lines
-from hpcrl.rundir.checkpoints import samples_removed, verify_checkpoint
+from hpcrl.rundir.checkpoints import require_checkpoints, samples_removed, verify_checkpoint
 from hpcrl.rundir.checksums import changed_files
 from hpcrl.rundir.commit import committed, is_committed, parse_json, verify
 from hpcrl.rundir.layout import Run, position_of, step_of, version_of
 from hpcrl.rundir.ledger import ended_attempts, outcome_of, parse_attempt
+from hpcrl.rundir.other_roots import lost_folders
 from hpcrl.rundir.records import whole_lines
 from hpcrl.rundir.starts import parse_start, require_starts
 from hpcrl.types import GroupMeta
@@ -110,6 +111,8 @@ def _json_lines(path: Path, whole: bool = False) -> Iterator[str]:
 
 def _samples(run: Run) -> Iterator[str]:
     seen, pruned = set[tuple[Path, int]](), samples_removed(run)
+    if list(_lost(run)):  # without the checkpoints it is not known which samples are needed
+        pruned = max(batch_steps(run), default=0)
     for step in batch_steps(run):
         try:
             file = read_batch(run.batch(step))
@@ -160,6 +163,16 @@ def _exports(run: Run) -> Iterator[str]:
     yield from _committed(run.exports, step_of)
 
 
+def _lost(run: Run) -> Iterator[str]:
+    try:
+        require_checkpoints(run)
+    except DataError as error:
+        yield str(error)
+    except RunError:  # a part of the record
+        pass
+    yield from (sentence for link, sentence in lost_folders(run).items() if link != run.checkpoints)
+
+
 def _committed(
     folder: Path, number: Callable[[Path], object], verify: Callable[[Path], object] = verify
 ) -> Iterator[str]:
@@ -203,6 +216,9 @@ PARTS = (
     VerifiedPart("rows of an evaluation that is not over", _rows, "they are generated again when the run is resumed"),
     VerifiedPart(
         "weights", _weights, "the newest version is published again when the run is resumed; no other is needed"
+    ),
+    VerifiedPart(
+        "presence of checkpoints and of folders on other filesystems", _lost, "the run does not go on without them"
     ),
     VerifiedPart("checkpoints", _checkpoints, "the run is resumed from the newest one that is whole"),
     VerifiedPart("exports", _exports, "`hpcrl checkpoint export` makes one again, where its checkpoint is there"),

@@ -7,7 +7,9 @@ that does not exist, or a module that cannot be imported, would end every attemp
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from importlib.util import find_spec
+from inspect import signature
 
 from hpcrl.algorithms.settings import configured
 from hpcrl.config import Config
@@ -15,7 +17,7 @@ from hpcrl.config.errors import Problem
 from hpcrl.config.import_path import find
 from hpcrl.envs.base import user_code
 from hpcrl.envs.registry import environment_class
-from hpcrl.errors import HpcrlError
+from hpcrl.errors import ConfigError, HpcrlError
 from hpcrl.observe.trackers.base import trackers_of
 
 
@@ -54,7 +56,7 @@ def _named(config: Config) -> Iterator[tuple[str, str, Callable[[], object]]]:
     ):
         for name in names:
             if ":" in name:
-                yield path, name, lambda path=path, name=name: find(path, name, {})
+                yield path, name, lambda path=path, name=name: _reward(path, name)
     for name in trackers_of(config.trainer.logger):
         if ":" in name:
             yield "trainer.logger", name, lambda name=name: find("trainer.logger", name, {})
@@ -63,6 +65,19 @@ def _named(config: Config) -> Iterator[tuple[str, str, Callable[[], object]]]:
         if ":" in name:
             path = f"trainer.algorithm.{setting}"
             yield path, name, lambda setting=setting, name=name: configured(setting, name, {}, algorithm)
+
+
+def _reward(setting: str, name: str) -> None:
+    """Raise ConfigError where a reward cannot be called with a response and the section `environment`."""
+    function = find(setting, name, {})
+    with suppress(ValueError):  # a signature that only C knows
+        try:
+            signature(function).bind(None, None)
+        except TypeError as error:
+            raise ConfigError(
+                f"{setting}={name!r}: expected a function of two arguments, (response, environment), found "
+                f"{name.rpartition(':')[2]}{signature(function)}: {error}"
+            ) from error
 
 
 def missing_package(error: BaseException) -> str | None:

@@ -44,6 +44,7 @@ from hpcrl.launch.submit.models import (
     unchecked_models,
 )
 from hpcrl.launch.submit.own_code import check_own_code, missing_package, not_tried
+from hpcrl.launch.submit.own_rewards import check_own_rewards
 from hpcrl.launch.submit.teacher import check_precomputed
 from hpcrl.launch.submit.tokenizer import TRIED, check_prompts, check_tokenizer, has_tokenizer
 from hpcrl.launch.submit.truths import check_truths
@@ -51,7 +52,8 @@ from hpcrl.launch.submit.uploads import check_uploads, missing_secrets
 from hpcrl.launch.submit.vision import check_vision
 from hpcrl.network import public_address
 from hpcrl.rundir.commit import is_committed
-from hpcrl.rundir.layout import Run, step_of
+from hpcrl.rundir.layout import step_of
+from hpcrl.rundir.other_roots import run_of
 
 _MODEL_PATHS = ("trainer.policy.model.path", "trainer.critic.model.path")
 _MOST_SHOWN = 20
@@ -75,16 +77,26 @@ def check_files(config: Config, source_of: Callable[[str], str | None] = lambda 
 def look(config: Config) -> tuple[list[Problem], list[str]]:
     """Return problems that would end a run, and those that this machine cannot check; layouts of Megatron's ranks are left out.
 
-    Of a dataset the first rows are read, which mostly shows wrong columns, and ground truths of a sample of its rows are scored. A .json
-    file is read whole for that; the dataset of an evaluation that never happens is not read.
+    Of a dataset the first rows are read, which mostly shows wrong columns, and ground truths of a sample of its rows are scored. Reward
+    functions of a user's own are called on the first rows. A .json file is read whole for that; the dataset of an evaluation that never
+    happens is not read.
     """
     problems = [
         Problem("python_path", f"no folder {folder}") for folder in config.python_path if not Path(folder).is_dir()
     ]
     of_code, warnings = check_own_code(config)
     of_data, warnings_of_data = _of_datasets(config)
+    of_rewards, warnings_of_rewards = ([], []) if of_code or of_data else check_own_rewards(config)
     of_alerts, warnings_of_alerts = _of_alerts(config.trainer.alerts)
-    problems += [*of_code, *of_alerts, *of_data, *_of_environments(config), *_of_models(config), *check_engine(config)]
+    problems += [
+        *of_code,
+        *of_rewards,
+        *of_alerts,
+        *of_data,
+        *_of_environments(config),
+        *_of_models(config),
+        *check_engine(config),
+    ]
     if not config.slurm.other_environment:
         # where torch is missing too, this is a login node, of which nothing follows for the nodes
         problems += missing_packages(config.trainer) if find_spec("torch") else ()
@@ -101,6 +113,7 @@ def look(config: Config) -> tuple[list[Problem], list[str]]:
     problems += of_template
     return problems, [
         *warnings,
+        *warnings_of_rewards,
         *warnings_of_alerts,
         *warnings_of_data,
         *warnings_of_template,
@@ -367,7 +380,7 @@ def check_checkpoint(config: Config) -> list[str]:
         raise DataError(
             f"trainer.resume_path: {path} is no committed checkpoint; expected <run>/checkpoints/sNNNNNN with a COMMIT file"
         )
-    saved_by = Run(Path(path).parent.parent)
+    saved_by = run_of(Path(path))
     try:
         saved = Config.from_toml([saved_by.config])
     except ConfigError as error:

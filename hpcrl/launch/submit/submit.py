@@ -51,6 +51,7 @@ from hpcrl.launch.submit.sweep import run_names
 from hpcrl.rundir.checksums import OwnFiles, note_checksums
 from hpcrl.rundir.commit import discard, naming, write_json, write_text
 from hpcrl.rundir.layout import Run, root_of
+from hpcrl.rundir.other_roots import make_folders, places_of, require_unused
 from hpcrl.text import printable
 from hpcrl.upload.send import job as upload_job
 
@@ -69,7 +70,7 @@ def prepare(name: str, elements: Sequence[tuple[Config, list[str]]]) -> Submissi
     """
     first = elements[0][0]
     project = (root_of(first.slurm.root) / first.trainer.project_name).absolute()
-    _require_writable(project)
+    _require_writable(project, "root")
     names = run_names(name, [overrides for _, overrides in elements])
     named = [Element(own, config, overrides) for own, (config, overrides) in zip(names, elements, strict=True)]
     submission = Submission(project / ".slurm" / name, named)
@@ -78,28 +79,32 @@ def prepare(name: str, elements: Sequence[tuple[Config, list[str]]]) -> Submissi
             raise RunError(
                 f"{run.path} exists; choose another trainer.run_name, or continue it with `hpcrl resume {run.name}`"
             )
+    for run, element in zip(submission.runs, named, strict=True):
+        for setting, place in places_of(run, element.config.slurm).items():
+            _require_writable(place.parents[1], setting)
+            require_unused(place.parent)
     if submission.folder.exists():
         raise RunError(f"{submission.folder} exists from an earlier submission; choose another trainer.run_name")
     return submission
 
 
-def _require_writable(folder: Path) -> None:
-    if "%" in str(folder):
+def _require_writable(folder: Path, setting: str) -> None:
+    if setting == "root" and "%" in str(folder):
         raise SubmitError(
             f"slurm.root: {folder} has a %, which Slurm and submitit replace in the names of logs; choose another slurm.root"
         )
     if problem := ONE_LINE.error(str(folder)):
-        raise SubmitError(f"slurm.root: {problem}")
+        raise SubmitError(f"slurm.{setting}: {problem}")
     place = folder
     while not os.path.lexists(place):
         place = place.parent
     if not place.is_dir():
         raise SubmitError(
-            f"slurm.root: {folder} cannot be made, because {place} is no directory; choose another slurm.root"
+            f"slurm.{setting}: {folder} cannot be made, because {place} is no directory; choose another slurm.{setting}"
         )
     if not os.access(place, os.W_OK | os.X_OK):
         raise SubmitError(
-            f"slurm.root: {folder} cannot be made, because you cannot write into {place}; choose another slurm.root"
+            f"slurm.{setting}: {folder} cannot be made, because you cannot write into {place}; choose another slurm.{setting}"
         )
 
 
@@ -150,9 +155,11 @@ def _staged(run: Run) -> Run:
     return Run(run.path.with_name(f".tmp-{run.name}.{os.getpid()}"))
 
 
-def _make_run(run: Run, element: Element, folder: Path, own: OwnFiles) -> None:
+def _make_run(run: Run, element: Element, folder: Path, own: OwnFiles, made: list[Path]) -> None:
     staged = _staged(run)
+    made.append(staged.path)
     staged.path.mkdir(parents=True, mode=0o700)
+    make_folders(run, staged, element.config.slurm, made)
     write_text(staged.config, element.config.to_toml())
     token = staged.token
     token.parent.mkdir(mode=0o700)
@@ -164,6 +171,7 @@ def _make_run(run: Run, element: Element, folder: Path, own: OwnFiles) -> None:
     for directory in (staged.endpoints, staged.stop.parent, staged.metrics, staged.samples, staged.batches):
         directory.mkdir()
     os.rename(staged.path, run.path)
+    made.append(run.path)
 
 
 def submit(submission: Submission, local: bool) -> list[Run]:
@@ -179,21 +187,17 @@ def submit(submission: Submission, local: bool) -> list[Run]:
         _copy_code(folder)
         own = {modules: own_files(modules) for modules in {own_modules(each.config) for each in submission.elements}}
         for run, element in zip(runs, submission.elements, strict=True):
-            made.append(_staged(run).path)
-            _make_run(run, element, folder, own[own_modules(element.config)])
-            made.append(run.path)
+            _make_run(run, element, folder, own[own_modules(element.config)], made)
         launch(submission, local)
     except BaseException as error:
         for path in made:
             discard(path)
-        for parent in (folder.parent, folder.parent.parent, folder.parent.parent.parent):
+        for parent in dict.fromkeys([*folder.parents[:3], *(path.parent for path in made)]):
             with suppress(OSError):  # others' runs are in it
                 parent.rmdir()
         if isinstance(error, OSError):
             where = error.filename or folder
-            raise SubmitError(
-                f"slurm.root: {where} cannot be written: {error.strerror}; look at that filesystem"
-            ) from error
+            raise SubmitError(f"{where} cannot be written: {error.strerror}; look at that filesystem") from error
         raise
     return runs
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from hpcrl.config import Config
-from hpcrl.config.sections.alerts import AlertRuleConfig
+from hpcrl.config.sections.alerts import AlertRuleConfig, AlertsConfig
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.errors import HpcrlError, did_you_mean
 from hpcrl.observe.alerts.notify import call_webhook, run_command, webhook_of
@@ -30,6 +30,8 @@ from hpcrl.runtime.signals import ask_to_stop
 _MODULE = "hpcrl.observe.alerts.monitor"
 _EVALUATED = (EVAL_SCORE, EVAL_LOSS, EVAL_FAILED)  # one of them is in every evaluation
 _PROGRESS = (STEP_SECONDS, *_EVALUATED)
+LEARNING = "learning"
+"""Name of the default rule; a rule of the configuration with this name replaces it."""
 _KEEP_BEST = "trainer.ckpt_keep_best"  # no name of a rule
 _LONGEST_PAUSE_S = 60.0  # command and webhook are awaited between two polls
 
@@ -39,7 +41,7 @@ class AlertMonitor:
 
     def __init__(self, run: Run, attempt: int, trainer: TrainerConfig) -> None:
         self._run, self._attempt, self._config = run, attempt, trainer.alerts
-        self._best = trainer.ckpt_keep_best
+        self._best, self._rules = trainer.ckpt_keep_best, rules_of(trainer.alerts, rewarded=trainer.learns_from_rewards)
         self._clock = SuspendAwareClock(_LONGEST_PAUSE_S)
         self._step, self._progressed = 0, self._clock.now()
         self._newest = {alert.name: alert for alert in read_alerts(run)}
@@ -47,14 +49,15 @@ class AlertMonitor:
 
     def begin(self) -> None:
         """Judge from the first step on, and notify of earlier events that a kill or the filesystem left without a notification."""
-        rules = {name: metric for name, rule in self._config.rules.items() if (metric := metric_of(rule))}
-        self._judges = {name: AlertJudge(self._config.rules[name]) for name in rules}
+        rules = {name: metric for name, rule in self._rules.items() if (metric := metric_of(rule))}
+        self._judges = {name: AlertJudge(self._rules[name]) for name in rules}
         self._metrics = rules | ({_KEEP_BEST: self._best} if self._best else {})
         for alert in self._newest.values():
             if not alert.notified and (alert.raised or alert.cleared is None):
                 self._notify(alert)
         self._reader, self._reported = MetricsReader(self._run, *_PROGRESS, *self._metrics.values()), set[str]()
-        self._seen, self._checked = dict[str, int](), set[str]()
+        self._seen = dict[str, int]()
+        self._checked = set(self._rules) - set(self._config.rules)  # groups of one sample have no spread to report
 
     def poll(self) -> None:
         """Judge the metrics since the last call."""
@@ -98,7 +101,7 @@ class AlertMonitor:
                 self._step = record.step
                 if record.attempt == self._attempt:
                     self._progressed = now
-        for name, rule in self._config.rules.items():
+        for name, rule in self._rules.items():
             if rule.minutes is None:
                 continue
             idle = now - self._progressed
@@ -139,7 +142,7 @@ class AlertMonitor:
 
     def _notify(self, alert: Alert) -> None:
         """Run the command, call the webhook and stop the run. After a kill in between, the next attempt does it again."""
-        rule = self._config.rules.get(alert.name)
+        rule = self._rules.get(alert.name)
         facts = self._facts(alert, rule)
         if self._config.command:
             variables = {f"HPCRL_ALERT_{name.upper()}": str(value) for name, value in facts.items()}
@@ -168,9 +171,16 @@ class AlertMonitor:
         }
 
 
+def rules_of(alerts: AlertsConfig, *, rewarded: bool) -> dict[str, AlertRuleConfig]:
+    """Return the rules of a run by name; where the policy learns from rewards alone, one of them is that these differ."""
+    steps = alerts.steps_without_signal if rewarded else 0
+    default = {LEARNING: AlertRuleConfig(kind="no_spread_above", value=0.99, steps=steps)} if steps else {}
+    return {**default, **alerts.rules}
+
+
 def monitor_process(run: Run, attempt: int, trainer: TrainerConfig) -> dict[str, list[str]]:
     """Return the command of the process that monitors a run, by name; empty where no setting names a metric."""
-    watched = trainer.alerts.rules or trainer.ckpt_keep_best
+    watched = rules_of(trainer.alerts, rewarded=trainer.learns_from_rewards) or trainer.ckpt_keep_best
     return {"alerts": [_MODULE, str(run.path), str(attempt)]} if watched else {}
 
 

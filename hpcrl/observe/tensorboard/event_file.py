@@ -21,6 +21,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[repo
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from hpcrl.errors import HpcrlError
+from hpcrl.observe.evaluations import success_reward_of
 from hpcrl.observe.metrics import MetricsReader, Record, last_reports
 from hpcrl.observe.summary import EVAL_SCORE, STEP_SECONDS
 from hpcrl.observe.tensorboard import summaries, texts
@@ -29,6 +30,7 @@ from hpcrl.observe.tensorboard.overview import is_always_shown, layout_of, point
 from hpcrl.rundir.commit import make_directory
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import read_attempts
+from hpcrl.rundir.other_roots import require_folders
 
 _EVERY_S, _LAST_TRIES = 2.0, 3  # of a follower
 _PREFIX = "events.out.tfevents."
@@ -40,7 +42,7 @@ class EventFile:
 
     def __init__(self, run: Run) -> None:
         self._directory = run.events
-        self._run = run
+        self._run, self._success_reward = run, success_reward_of(run)
         self._rebuild()
 
     def update(self) -> None:
@@ -65,7 +67,7 @@ class EventFile:
     def _to_show(self, records: list[Record]) -> bool:
         """Return whether these make something of the file worth showing that was left out."""
         shown = self._shown | self._informative(records)
-        return bool(shown & self._left_out) or layout_of(shown) != self._layout
+        return bool(shown & self._left_out) or layout_of(shown, self._success_reward) != self._layout
 
     def _informative(self, records: Iterable[Record]) -> set[str]:
         return {
@@ -92,7 +94,7 @@ class EventFile:
         records, _ = self._reader.poll()
         self._several = len(read_attempts(self._run)) > 1
         self._shown, self._left_out = self._informative(records), set[str]()
-        self._layout = layout_of(self._shown)
+        self._layout = layout_of(self._shown, self._success_reward)
         make_directory(self._directory)
         beside = self._directory / f".rebuilding.{socket.gethostname()}.{os.getpid()}"
         self._file = beside.open("wb")
@@ -194,7 +196,12 @@ def _replace_by_nothing(old: Path) -> None:
 
 
 def rebuild(run: Run) -> Path:
-    """Write <run>/tensorboard again from the metrics and return it."""
+    """Write <run>/tensorboard again from the metrics and return it.
+
+    Raises:
+        DataError: it lies below another root and is not there.
+    """
+    require_folders(run, run.tensorboard)
     EventFile(run).close()
     return run.tensorboard
 

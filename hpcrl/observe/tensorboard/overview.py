@@ -12,6 +12,7 @@ from typing import NamedTuple
 from tensorboard.plugins.custom_scalar import layout_pb2
 
 from hpcrl.observe.metrics import Record
+from hpcrl.observe.scores import SUCCESS
 from hpcrl.observe.summary import STEP_SECONDS
 
 ATTEMPT = "resilience/attempt"
@@ -32,7 +33,10 @@ class Chart(NamedTuple):
 
 CHARTS = (
     Chart("Reward", "mean reward of training samples", r"^reward/avg_raw_reward$"),
-    Chart("Reward", "groups with a rewarded sample", r"^reward/avg_pass_at_\d+$"),
+    Chart("Reward", "groups with a solved sample ({solved})", r"^reward/avg_pass_at_\d+$"),
+    Chart(
+        "Reward", "share of groups whose samples all have the same reward", r"^reward/(trained_)?groups_without_spread$"
+    ),
     Chart("Evaluation", "score", r"^eval/[^/]+/avg_score$"),
     Chart("Evaluation", "validation loss", r"^eval/[^/]+/loss$"),
     Chart("Loss", "loss", r"^policy/final_loss$"),
@@ -71,14 +75,19 @@ def points_of(record: Record, several_attempts: bool) -> Mapping[str, float]:
     return points
 
 
-def layout_of(tags: Collection[str]) -> bytes:
-    """Return the layout of the charts that have one of these tags; empty where none has."""
+def layout_of(tags: Collection[str], success_reward: float) -> bytes:
+    """Return the layout of the charts that have one of these tags; empty where none has.
+
+    Args:
+        success_reward: generator.success_reward, which titles state.
+    """
+    solved = f"reward ≥ {success_reward:g}, or {SUCCESS}"
     layout = layout_pb2.Layout()
     for chart in CHARTS:
         if any(map(re.compile(chart.tags).search, tags)):
             if not layout.category or layout.category[-1].title != chart.category:
                 layout.category.add(title=chart.category)
             layout.category[-1].chart.add(
-                title=chart.title, multiline=layout_pb2.MultilineChartContent(tag=[chart.tags])
+                title=chart.title.format(solved=solved), multiline=layout_pb2.MultilineChartContent(tag=[chart.tags])
             )
     return layout.SerializeToString()

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from hpcrl.errors import CommitError
 from hpcrl.faults import fault
 from hpcrl.observe.metrics import Curve
-from hpcrl.rundir.checkpoints import Retention, retire
+from hpcrl.rundir.checkpoints import Retention, note_committed, retire
 from hpcrl.rundir.commit import abandon, begin, finish, listing, staging, write_bytes
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import require_newest
@@ -128,6 +128,7 @@ class Committer:
     def _finish(self, content: CheckpointContent, files: dict[str, Any]) -> None:
         with explained(content.target, self._size):
             finish(content.target, self._attempt, fence=self.fence, files=files, **content.facts)
+            note_committed(self._run, self._attempt, content.facts["step"])
 
     def _retire(self) -> None:
         try:

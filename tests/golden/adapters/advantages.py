@@ -25,6 +25,9 @@ from tests.rows import group_meta
 Rewards = float | Sequence[float]
 """Of a whole response, or of each of its tokens."""
 
+ABOVE_0 = 2e-6
+"""generator.success_reward with which a sample passes as SkyRL's do: with any reward above 0."""
+
 
 def total(rewards: Rewards) -> float:
     """Return the reward of a response."""
@@ -129,7 +132,7 @@ def trainer_advantages(case: Case) -> dict[str, Any]:
         packed.scores.values = _scores(given["values"][:size])
     summed = estimate_advantages(batch, [packed], algorithm, list)
     advantages = _rows(packed, packed.scores.advantages)
-    found = describe_batch(batch, summed)
+    found = describe_batch(batch, summed, algorithm)
     return {
         "advantages": advantages,
         "returns": advantages if given.get("values") is None else _rows(packed, packed.scores.returns),
@@ -157,7 +160,7 @@ def postprocess(case: Case) -> dict[str, Any]:
     last = given.get("is_last_step") or [True] * len(samples)
     batch, refs = _batch(samples, given["uids"], last)
     trained = trained_groups(batch, _algorithm(case.params))
-    found = batch_metrics(batch)
+    found = batch_metrics(batch, ABOVE_0)
     pairs = list(zip(given["loss_masks"], refs, strict=True))
     return {
         "rewards": [sample.rewards[1:].tolist() for sample in samples],

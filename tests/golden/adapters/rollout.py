@@ -18,6 +18,7 @@ from hpcrl.rollout.generate import GroupGenerator
 from hpcrl.rollout.group import Group, apply_stop_reason
 from hpcrl.rollout.transcript import Transcript
 from hpcrl.types import Batch, Prompt, Row, Work
+from tests.golden.adapters.advantages import ABOVE_0
 from tests.golden.adapters.converted import skyrl
 from tests.golden.case import Case
 
@@ -135,7 +136,7 @@ def generate(case: Case) -> dict[str, Any]:
     def responses(name: str) -> list[Any]:
         return [getattr(sample, name)[start:].tolist() for sample, start in zip(samples, starts, strict=True)]
 
-    metrics = batch_metrics(Batch(1, [group.meta(0, "") for group in groups], 0))
+    metrics = batch_metrics(Batch(1, [group.meta(0, "") for group in groups], 0), ABOVE_0)
     step_wise = case.params.get("generator.step_wise_trajectories")
     return {
         "prompt_token_ids": engine.prompts,

@@ -12,7 +12,7 @@ from hpcrl.controller.metrics import batch_metrics
 from hpcrl.observe.scores import scores
 from hpcrl.trainer.metrics import combined
 from hpcrl.types import Batch, GroupMeta
-from tests.golden.adapters.advantages import Rewards, members, total
+from tests.golden.adapters.advantages import ABOVE_0, Rewards, members, total
 from tests.golden.adapters.converted import cosmos, skyrl
 from tests.golden.case import Case
 from tests.rows import group_meta
@@ -76,7 +76,7 @@ def max_sample_batches(case: Case) -> dict[str, Any]:
 def reward_metrics(case: Case) -> dict[str, Any]:
     found = members(case.inputs["uids"])
     groups = [group(uid, [case.inputs["rewards"][at] for at in places]) for uid, places in found.items()]
-    metrics = batch_metrics(Batch(1, groups, 0))
+    metrics = batch_metrics(Batch(1, groups, 0), ABOVE_0)
     return {
         "avg_score": metrics["reward/avg_raw_reward"],
         "pass_at_n": metrics[f"reward/avg_pass_at_{len(groups[0].rewards)}"],
@@ -86,7 +86,7 @@ def reward_metrics(case: Case) -> dict[str, Any]:
 
 def rollout_metrics(case: Case) -> dict[str, Any]:
     lengths = [len(response) for response in case.inputs["responses"]]
-    return batch_metrics(Batch(1, [group("a", case.inputs["rewards"], lengths)], 0))
+    return batch_metrics(Batch(1, [group("a", case.inputs["rewards"], lengths)], 0), ABOVE_0)
 
 
 def eval_metrics(case: Case) -> dict[str, Any]:
@@ -96,7 +96,8 @@ def eval_metrics(case: Case) -> dict[str, Any]:
         [
             group(uid, [rewards[at] for at in places], source=sources[places[0]] or "unknown")
             for uid, places in found.items()
-        ]
+        ],
+        ABOVE_0,
     )
 
 

@@ -9,15 +9,16 @@ import sys
 from collections import namedtuple
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
 from hpcrl.config import Config
-from hpcrl.errors import CommitError, ConfigError, DeviceError, HpcrlError, RunError
+from hpcrl.errors import CommitError, ConfigError, DataError, DeviceError, HpcrlError, RunError
 from hpcrl.launch.agent import preflight
 from hpcrl.launch.agent.preflight import check_node, compiling, make_room, sharing, wanting_nvcc
 from hpcrl.launch.agent.start import NodeContext
-from hpcrl.launch.doctor.disk_space import Sizes
+from hpcrl.launch.doctor.disk_space import Sizes, disk_needs
 from hpcrl.launch.doctor.node import gpu_processes, gpus_here
 from hpcrl.launch.nodes import Node
 from hpcrl.rundir.commit import begin, committed_directory, write_text
@@ -49,15 +50,19 @@ def nvidia_smi(machine: pytest.MonkeyPatch, folder: Path, processes: list[str] |
     machine.setenv("PATH", f"{folder}:{os.environ['PATH']}")
 
 
-def check(folder: Path, node: Node = ON_CPUS, sizes: Sizes | None = None, config: Config = CONFIG) -> None:
-    run = Run(folder / "run")
+def check(
+    folder: Path, node: Node = ON_CPUS, sizes: Sizes | None = None, config: Config = CONFIG, name: str = "run"
+) -> None:
+    run = Run(folder / name)
     run.path.mkdir(exist_ok=True)
     check_node(run, config, node, NodeContext(node.index, ["here", "here"], "local-1", 0, True), sizes)
 
 
-def refused(folder: Path, node: Node, sizes: Sizes | None = None, kind: type[HpcrlError] = DeviceError) -> str:
+def refused(
+    folder: Path, node: Node, sizes: Sizes | None = None, kind: type[HpcrlError] = DeviceError, name: str = "run"
+) -> str:
     with pytest.raises(kind) as caught:
-        check(folder, node, sizes)
+        check(folder, node, sizes, name=name)
     return str(caught.value)
 
 
@@ -152,6 +157,32 @@ def test_too_little_room_for_a_checkpoint_is_refused_and_blames_no_node(tmp_path
     assert "1.0 GB free" in message
     assert "a checkpoint and the weights for the engines take about 1.0 GiB" in message
     assert "trainer.max_ckpts_to_keep" in message
+
+
+def test_room_is_counted_by_filesystem(tmp_path: Path, machine: pytest.MonkeyPatch) -> None:
+    """Of what lies below other roots, at the first of the places that share a filesystem; a place that is lost is named."""
+    sizes, saving = Sizes(weights=2, checkpoint=30, export=500), ["trainer.hf_save_interval=1"]
+    config = Config.from_toml([QUICKSTART], saving)
+    for link in (False, True):
+        run = Run(tmp_path / f"run-{link}")
+        with TemporaryDirectory(dir="/dev/shm") as scratch:
+            run.path.mkdir()
+            if link:
+                run.checkpoints.symlink_to(scratch)
+                run.exports.symlink_to(scratch)
+            found = {name: (need.least, need.what) for name, need in disk_needs(run, config, sizes).items()}
+            del found["copies"]
+            if not link:
+                assert found == {"root": (532, "an export and a checkpoint and the weights for the engines")}
+                continue
+            assert found == {
+                "root": (2, "the weights for the engines"),
+                "checkpoints": (530, "an export and a checkpoint"),
+            }
+            machine.setattr(os, "access", lambda path, mode: "shm" not in str(path) and mode > 0)
+            assert "you cannot write there" in refused(run.path.parent, FIRST, kind=RunError, name=run.name)
+    assert "which is not there on" in refused(run.path.parent, FIRST, kind=DataError, name=run.name)
+    check(run.path.parent, ON_CPUS, name=run.name)  # it writes into none of these folders
 
 
 @pytest.mark.usefixtures("nearly_full")

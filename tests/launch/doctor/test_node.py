@@ -78,6 +78,19 @@ def test_directory_that_is_another_one_there(tmp_path: Path) -> None:
     assert "all nodes share" in finding.remedy
 
 
+def test_another_root_that_the_node_does_not_share(tmp_path: Path) -> None:
+    root, other = tmp_path / "root", tmp_path / "other"
+    root.mkdir()
+    other.mkdir()
+    with node(root) as there:
+        delays, _ = measure_delays(there, root, 10, str(other))
+        assert visibility_finding(delays, other, "n1", "slurm.checkpoint_root").level == "ok"
+        assert sorted(path.name for path in other.iterdir()) == ["from-here", "from-there"]
+    assert list(root.iterdir()) == []
+    remedy = visibility_finding({"new there": None}, other, "n1", "slurm.checkpoint_root").remedy
+    assert remedy == "slurm.checkpoint_root must lie on a filesystem that all nodes share"
+
+
 def test_directory_that_is_missing_there(tmp_path: Path) -> None:
     with node(tmp_path / "missing") as there:
         delays, _ = measure_delays(there, tmp_path, 0.5)
@@ -131,7 +144,8 @@ def test_the_jobs_own_environment_has_the_same_hpcrl_and_submitit(tmp_path: Path
 
 
 def place(**changes: Any) -> dict[str, Any]:
-    return {"path": "/runs", "type": "ext4", "free_bytes": 1e12, "free_inodes": 10**7, "mode": 0o755, **changes}
+    there = {"path": "/runs", "type": "ext4", "free_bytes": 1e12, "free_inodes": 10**7, "mode": 0o755, "writable": True}
+    return there | changes
 
 
 @pytest.mark.parametrize(
@@ -144,6 +158,7 @@ def place(**changes: Any) -> dict[str, Any]:
         ({"free_inodes": 50}, "warning", "50 inodes"),
         ({"type": "tmpfs"}, "warning", "tmpfs"),
         ({"type": "fuse.sshfs"}, "warning", "fuse.sshfs"),
+        ({"writable": False}, "error", "/runs on n1"),
     ],
 )
 def test_place_of_runs(changes: dict[str, Any], level: str, text: str) -> None:

@@ -20,7 +20,7 @@ from hpcrl.rundir.alerts import Alert, AlertEvent
 from hpcrl.rundir.layout import Run
 
 PROGRESS = Progress("step 12/40", 12, 40, 3.0, 1, 2, "s000010", 35.0, 1.0)
-HEADLINE = Headline(1, 11, (0, 0.25), (10, 0.5), None, None, (1, 0.1), (11, 0.62), 63.0, None)
+HEADLINE = Headline(1, 11, (0, 0.25), (10, 0.5), None, None, (1, 0.1), (11, 0.62), 63.0, None, "")
 LIVE_STATUS = LiveStatus(
     [
         ProcessRow("agent-0", "watching", ["512.0 MiB", "n1"]),

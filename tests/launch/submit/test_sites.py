@@ -166,6 +166,12 @@ def test_apptainer_starts_agents_and_the_end_of_the_batch_script(tmp_path: Path)
         assert script.index("export PYTHONNOUSERSITE=1") < script.index("export PYTHONPATH=")
 
 
+def test_folders_below_other_roots_are_seen_inside(tmp_path: Path) -> None:
+    (tmp_path / "scratch").mkdir()
+    run, _ = contained(tmp_path, "apptainer", f"slurm.checkpoint_root={tmp_path}/scratch")
+    assert f" --bind={tmp_path}/scratch " in run
+
+
 def test_a_sweep_sees_the_data_of_all_its_elements(tmp_path: Path) -> None:
     elements = []
     for name in ("one", "two"):

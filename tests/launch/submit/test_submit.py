@@ -104,6 +104,11 @@ def test_runs_are_made_where_they_are_looked_for(tmp_path: Path) -> None:
     ("setting", "told"),
     [
         ("slurm.root=/dev/null/runs", "slurm.root: /dev/null/runs/quickstart cannot be made, because /dev/null is no"),
+        (
+            "slurm.export_root=/dev/null/x",
+            "slurm.export_root: /dev/null/x/quickstart cannot be made, because /dev/null is no",
+        ),
+        ("slurm.checkpoint_root=scratch", "slurm.checkpoint_root: expected the absolute path of a directory, such as"),
         (f"trainer.run_name={'x' * 300}", "trainer.run_name: expected a directory name of at most 128"),
     ],
 )

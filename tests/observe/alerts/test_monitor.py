@@ -15,8 +15,9 @@ import pytest
 from hpcrl.config import Config
 from hpcrl.errors import CommitError
 from hpcrl.observe.alerts import notify
-from hpcrl.observe.alerts.monitor import AlertMonitor, main, monitor_process
+from hpcrl.observe.alerts.monitor import AlertMonitor, main, monitor_process, rules_of
 from hpcrl.observe.metrics import MetricsWriter
+from hpcrl.observe.summary import WITHOUT_SPREAD
 from hpcrl.rundir.alerts import AlertEvent, append_event, read_alerts
 from hpcrl.rundir.commit import read_json, write_text
 from hpcrl.rundir.layout import Run
@@ -114,6 +115,28 @@ def test_a_metric_that_nobody_reports_is_said_with_the_nearest(run: Run) -> None
         writer.write(4, {"policy/policy_entropie": 2.0})
     alerts.poll()
     assert told(run) == [f"{said}; over at step 4", "a at step 4: policy/policy_entropie is 2, above 1"]
+
+
+def test_rewards_that_are_all_alike_are_marked_without_a_rule(run: Run) -> None:
+    """After three steps; groups of one sample report no spread, which is no missing metric, and nobody's run is stopped."""
+    configure(run)
+    alerts = alerts_of(run)
+    train(run, 1, 0, 1.0, 1.0)
+    alerts.poll()
+    assert told(run) == []
+    with MetricsWriter(run, "controller", 1, 0) as writer:
+        for step, share in enumerate((1.0, 1.0, 0.5, 1.0, 1.0, 1.0, 0.9), 1):
+            writer.write(step, {WITHOUT_SPREAD: share})
+    alerts.poll()
+    found = "reward/groups_without_spread is 1, above 0.99, 3 times in a row"
+    assert told(run) == [f"learning at step 6: {found}; over at step 7"]
+    assert stop_asked(run, 1) is None
+    teacher = ["trainer.distillation.enable=true", "trainer.distillation.model_path=x"]
+    silent = "trainer.alerts.steps_without_signal=0"
+    assert monitor_process(run, 1, Config.from_toml([QUICKSTART], teacher).trainer) == {}
+    assert monitor_process(run, 1, Config.from_toml([QUICKSTART], [silent]).trainer) == {}
+    own = Config.from_toml([QUICKSTART], ["trainer.alerts.rules.learning={kind='no_spread_above', value=0.5}"])
+    assert rules_of(own.trainer.alerts, rewarded=True)["learning"].value == 0.5
 
 
 def test_no_progress(run: Run) -> None:
@@ -289,8 +312,9 @@ def test_the_process_beside_the_controller(run: Run, monkeypatch: pytest.MonkeyP
 
 
 def test_no_rules_no_process(run: Run) -> None:
-    assert monitor_process(run, 1, Config.from_toml([QUICKSTART]).trainer) == {}
-    assert monitor_process(run, 1, Config.from_toml([QUICKSTART], BEST).trainer)
+    silent = "trainer.alerts.steps_without_signal=0"
+    assert monitor_process(run, 1, Config.from_toml([QUICKSTART], [silent]).trainer) == {}
+    assert monitor_process(run, 1, Config.from_toml([QUICKSTART], [silent, *BEST]).trainer)
 
 
 BEST = ["trainer.ckpt_keep_best=eval/all/avg_scores", "trainer.ckpt_keep_best_mode=max"]

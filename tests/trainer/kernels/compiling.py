@@ -1,4 +1,4 @@
-"""Ranks that test_compilation.py starts with torchrun: compiling.py MODEL RUN OUT WAY..., with HPCRL_TEST_NO_COMPILER as the ranks without a compiler."""
+"""Ranks of test_compilation.py: compiling.py MODEL RUN OUT WITHOUT WAY..., where WITHOUT names the ranks without a compiler: 0,1."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-if os.environ["RANK"] in os.environ["HPCRL_TEST_NO_COMPILER"].split(","):
-    os.environ["CXX"] = "/bin/false"  # which torch reads where it is imported
+import torch
+from torch._inductor import config
 
 from hpcrl.rundir.layout import Run
 from hpcrl.trainer.distributed import World, joined
@@ -20,8 +20,12 @@ from tests.trainer.scenarios import make_engine, train_steps
 COMPILED = {"policy": {"compile_model": True, "use_torch_compile": True}, "gradient_checkpointing": True}
 
 
-def main(model: str, run: str, out: str, *ways: str) -> None:
+def main(model: str, run: str, out: str, without: str, *ways: str) -> None:
     logging.basicConfig(level=logging.INFO)
+    # what CXX and TORCHINDUCTOR_FORCE_DISABLE_CACHES say where torch is imported, which it is already
+    torch.compiler.config.force_disable_caches = True
+    if os.environ["RANK"] in without.split(","):
+        config.cpp.cxx = (None, "/bin/false")
     with joined() as world:
         found = {way: trained(world, way, model, run) for way in ways}
         Path(f"{out}.{world.rank}").write_text(json.dumps(found))

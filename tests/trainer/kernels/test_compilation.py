@@ -1,9 +1,8 @@
-"""What becomes of ranks on which torch's compiler fails: really, by CXX=/bin/false, under torchrun."""
+"""What becomes of ranks on which torch's compiler fails: really, with /bin/false as the compiler."""
 
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,9 +16,8 @@ from hpcrl.config.validate import build
 from hpcrl.trainer.backends.build import with_compilation
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.models.layers import compilation
-from tests.paths import ROOT
-from tests.trainer.launcher import environment
-from tests.trainer.material import run_of_two, torchrun
+from tests.trainer.launcher import run_ranks
+from tests.trainer.material import run_of_two
 from tests.trainer.scenarios import laid_over
 
 
@@ -41,10 +39,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def play(place: Path, model: Path, ways: Sequence[str], without: str) -> Played:
     """Train in these ways, one after the other, on two ranks; `without` names those without a compiler."""
     out = place / "-".join(ways).replace(" ", "-")
-    command = torchrun(2, ROOT / "tests/trainer/kernels/compiling.py", model, place / "run", out, *ways)
-    own = {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1", "TORCHINDUCTOR_CACHE_DIR": str(place / "cache")}
-    env = environment() | own | {"HPCRL_TEST_NO_COMPILER": without}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600, check=False)
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("TORCHINDUCTOR_CACHE_DIR", str(place / "cache"))
+        given = model, place / "run", out, without, *ways
+        done = run_ranks(2, *given, script="trainer/kernels/compiling.py", limit_s=600)
     found = [json.loads(path.read_text()) for rank in range(2) if (path := Path(f"{out}.{rank}")).exists()]
     return Played(done.returncode, done.stderr, {way: [one[way] for one in found] for way in ways})
 

@@ -30,6 +30,7 @@ from hpcrl.trainer.saving.mid_batch import unusable
 from hpcrl.types import Batch, Prompt, Row, Work
 from tests.trainer.launcher import run_ranks
 from tests.trainer.material import expect_same_metrics, load_weights
+from tests.trainer.scenarios import laid_over
 from tests.trainer.test_job import STEPS, children, controller, finish, make_run, said, trainer
 
 CRITIC = {
@@ -68,7 +69,7 @@ TIMES = re.compile("timing/|throughput/|memory/|resilience/")
 
 def made(path: Path, model: Path, changes: dict[str, Any]) -> Run:
     """Return a run whose groups are all generated and whose batches are all composed."""
-    run = make_run(path, model, changes)
+    run = make_run(path, model, laid_over({"trainer": {"profiler": {"enable": False}}}, changes))
     for step in range(1, STEPS + 1):
         indices = range(4 * (step - 1), 4 * step)
         prompt = Prompt("p", [], "sort_letters", {}, "letters")

@@ -1,7 +1,7 @@
 // Curves: one chart per metric, all runs in it, attempts marked; drawn when they come into sight.
 
 const KEY_CHARTS = {
-  Learning: ["reward/avg_raw_reward", "eval/all/avg_score", "eval/all/loss", "policy/final_loss", "loss/avg_raw_advantages_abs"],
+  Learning: ["reward/avg_raw_reward", "eval/all/avg_score", "eval/all/loss", "policy/final_loss", "loss/avg_raw_advantages_abs", "reward/groups_without_spread"],
   Policy: ["policy/policy_entropy", "policy/policy_kl", "policy/loss_metrics/clip_ratio", "policy/grad_norm", "policy/policy_lr"],
   "Engines and trainer": ["policy/rollout_train_logprobs_abs_diff_mean", "policy/logprob_mismatch", "async/staleness_mean", "async/staleness_max"],
   Samples: ["generate/avg_num_tokens", "generate/max_num_tokens", "generate/stop_ratio", "generate/dropped_groups", "generate/failed_samples"],
@@ -81,7 +81,13 @@ const seen = new IntersectionObserver((entries) => {
   for (const entry of entries) if (entry.isIntersecting) entry.target.draw();
 }, { rootMargin: "300px" });
 
-function chart(name, title = name) {
+/** Return what stands above a curve: what counts as solved is behind pass@k. */
+function titleOf(name) {
+  const path = "generator.success_reward", values = new Set(DATA.runs.map((run) => (run.config.find(([found]) => found === path) || [path, "1.0"])[1]));
+  return /pass_at_\d+$/.test(name) ? `${name} (reward ≥ ${[...values].join(" / ")}, or success)` : name;
+}
+
+function chart(name, title = titleOf(name)) {
   const box = el("div", { class: "chart", role: "figure", "aria-label": `curve of ${title}` }, el("h4", {}, title));
   let plot = null;
   box.draw = () => {

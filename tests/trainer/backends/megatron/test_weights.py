@@ -23,9 +23,7 @@ LAYOUTS: dict[int, list[dict[str, int]]] = {
     4: [
         {"tp": 2, "pp": 2},
         {"tp": 4},  # more ranks than groups of queries
-        {"pp": 2, "cp": 2},
         {"ep": 2, "pp": 2},
-        {"ep": 2, "tp": 2, "etp": 1},
         {"ep": 2, "tp": 2, "etp": 2},
         {"ep": 4, "tp": 2, "etp": 1},
     ],
