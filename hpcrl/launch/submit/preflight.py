@@ -97,10 +97,9 @@ def look(config: Config) -> tuple[list[Problem], list[str]]:
         *_of_models(config),
         *check_engine(config),
     ]
-    # where torch is missing too, this is a login node, of which nothing follows for the nodes; nor does it from outside of a container
-    if config.slurm.container.kind == "none" and find_spec("torch"):
-        problems += missing_packages(config.trainer)
-    if config.slurm.container.kind == "none":
+    if not config.slurm.other_environment:
+        # where torch is missing too, this is a login node, of which nothing follows for the nodes
+        problems += missing_packages(config.trainer) if find_spec("torch") else ()
         problems += check_megatron_fields(config)
     problems += [
         *check_uploads(config),

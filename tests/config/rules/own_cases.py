@@ -356,6 +356,12 @@ OURS = [
         {"slurm.elastic.extra": {"reservation": "x"}},
     ),
     Case(
+        "the interpreter of a container has a setting of its own",
+        {"slurm.python": "/env/bin/python", "slurm.container.image": "/h.sif", "slurm.container.kind": "apptainer"},
+        "slurm.python", "set slurm.container.python",
+        {"slurm.python": "/env/bin/python"},
+    ),
+    Case(
         "a container has a kind",
         {"slurm.container.image": "/h.sif"}, "slurm.container.kind", 'set it to "apptainer" or "pyxis"',
         {"slurm.container.image": "/h.sif", "slurm.container.kind": "apptainer"},
