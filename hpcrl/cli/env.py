@@ -36,8 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "name",
         metavar="NAME",
         nargs="?",
-        help="an environment that ls shows, a reward of docs/rewards.md, or package.module:Class or package.module:function. An import path is looked "
-        "for in python_path of --config, else in the working directory. Default: what --config rewards training with",
+        help="an environment that ls shows or environment.names of --config has, a reward of docs/rewards.md, or package.module:Class or "
+        "package.module:function. An import path is looked for in python_path of --config, else in the working directory. Default: what --config rewards training with",
     )
     play.add_argument(
         "--data", metavar="FILE", help="dataset (default: the first of data.train_data, else example rows)"
@@ -75,7 +75,7 @@ def _try(arguments: argparse.Namespace) -> int:
     section, generator = (
         (config.environment, config.generator) if config else (EnvironmentConfig(), GeneratorConfig(max_turns=_TURNS))
     )
-    where, make = _maker(arguments.name, section, generator)
+    where, make = _maker(arguments.name and section.path_of(arguments.name), section, generator)
     prompt = _prompt(arguments, config)
     with user_code(where):
         environment = make(prompt)
@@ -165,7 +165,8 @@ def _prompt(arguments: argparse.Namespace, config: Config | None) -> Prompt:
     columns = data.prompt_column, data.response_column, data.image_column, data.video_column
     played = arguments.name or (config.environment.env_class if config else None)
     required = bool(arguments.name) or not (config and config.environment.reward_function)
-    prompts = load_prompts([named], played, *columns, first=max(number, 0) + 1, env_class_required=required)
+    rules = {"env_class_required": required, "path_of": config.environment.path_of if config else str}
+    prompts = load_prompts([named], played, *columns, first=max(number, 0) + 1, **rules)
     if not 0 <= number < len(prompts):
         rows = f"rows 0 to {len(prompts) - 1}" if number >= 0 else "rows from 0 on"
         raise DataError(f"--sample {number}: {source} has {rows}")

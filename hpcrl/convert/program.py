@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 _FILE = re.compile(r"[^=\s]+\.(py|sh)")
@@ -37,3 +38,15 @@ def program_of(words: Sequence[str]) -> PythonProgram:
         if _FILE.fullmatch(word):
             return PythonProgram(word, list(words[place + 1 :]))
     return PythonProgram("", list(words))
+
+
+def source_of(program: PythonProgram, origin: str) -> Path | None:
+    """Return the Python file of a program: below the folder of the script or the working directory, or else beside the script.
+
+    Args:
+        origin: the script that starts it.
+    """
+    is_file, folder = program.name.endswith(".py"), Path(origin).parent
+    below = Path(program.name if is_file else program.name.replace(".", "/") + ".py")
+    candidates = (folder / below, below, folder / below.name)
+    return next((path for path in candidates if path.suffix == ".py" and path.is_file()), None)

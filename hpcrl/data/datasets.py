@@ -130,7 +130,7 @@ def row_requirements(
     """
     weights = [environment.reward_weights(kind) for kind in kinds]
     names = dict.fromkeys(name for rewards in weights for name in rewards)
-    allowed = {environment.env_class, *environment.allowed_env_classes}
+    allowed = {environment.env_class, *environment.allowed_env_classes, *environment.names.values()}
     played, extras_of_all = are_played(environment, kinds), common_extras(environment, max_turns)
 
     def check(env_class: str, extras: Mapping[str, Any], data_source: str) -> None:
@@ -147,7 +147,7 @@ def row_requirements(
             with user_code(f"environment {env_class!r}") if ":" in env_class else nullcontext():
                 made({**extras_of_all, **extras})
 
-    return {"env_class_required": played, "check": check}
+    return {"env_class_required": played, "check": check, "path_of": environment.path_of}
 
 
 def are_played(environment: EnvironmentConfig, kinds: Sequence[Kind]) -> bool:

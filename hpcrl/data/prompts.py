@@ -51,6 +51,7 @@ def prompt_reader(
     *,
     env_class_required: bool = True,
     check: Callable[[str, Mapping[str, Any], str], None] | None = None,
+    path_of: Callable[[str], str] = str,
 ) -> Callable[[Any, str, Source, int], Prompt]:
     """Return a function that builds a prompt from a row, its uid, its dataset and its number there.
 
@@ -66,10 +67,13 @@ def prompt_reader(
         env_class_required: whether each row must have an environment; otherwise `Prompt.env_class` may be empty.
         check: is called with a row's env_class, which may be empty, its extras and its data_source. Raises DataError or ConfigError
             where the environment cannot use the row, or UserCodeError where a user's environment fails.
+        path_of: returns the environment that an env_class names, as of EnvironmentConfig; prompts have that.
     """
     shown = image_column, video_column
     names = source_names(source.location for source in sources)
-    return _Columns(prompt_column, response_column, shown, default_env_class, env_class_required, check, names).prompt
+    return _Columns(
+        prompt_column, response_column, shown, default_env_class, env_class_required, check, path_of, names
+    ).prompt
 
 
 def source_names(paths: Iterable[str]) -> dict[str, str]:
@@ -132,6 +136,7 @@ class _Columns:
     default_env_class: str | None
     env_class_required: bool
     check: Callable[[str, Mapping[str, Any], str], None] | None
+    path_of: Callable[[str], str]
     source_names: Mapping[str, str]
 
     def prompt(self, row: Any, uid: str, source: Source, number: int) -> Prompt:
@@ -152,6 +157,7 @@ class _Columns:
         for name, value in (("env_class", env_class), ("data_source", row.get("data_source"))):
             if not isinstance(value, str | None):
                 raise DataError(f"{place}, column `{name}`: expected a text, found {value!r:.80}")
+        env_class = self.path_of(env_class or "")
         own = (self.of_prompt, "env_class", "data_source")
         extras = {name: value for name, value in row.items() if name not in own}
         if "reward_spec" not in extras and isinstance(row.get("reward_model"), dict):  # verl's name of it
@@ -165,13 +171,13 @@ class _Columns:
             )
         if self.check is not None:
             try:
-                self.check(env_class or "", extras, data_source)
+                self.check(env_class, extras, data_source)
             except (ConfigError, DataError, UserCodeError) as error:
                 raise DataError(f"{place}: {error}") from error
         return Prompt(
             uid=uid,
             messages=row[self.of_prompt],
-            env_class=env_class or "",
+            env_class=env_class,
             extras=extras,
             data_source=data_source,
         )

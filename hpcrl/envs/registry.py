@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from hpcrl.config import EnvironmentConfig
 from hpcrl.config.import_path import imported
 from hpcrl.envs.base import AgentEnvironment, Environment
+from hpcrl.envs.skyrl_gym import SkyRLGymEnvironment, is_of_skyrl_gym
 from hpcrl.errors import ConfigError, did_you_mean
 
 EnvironmentClass = Callable[[Mapping[str, Any]], Environment | AgentEnvironment]
@@ -60,7 +62,9 @@ def environment_class(name: str) -> EnvironmentClass:
     module_name, colon, class_name = name.partition(":")
     if name not in ENVIRONMENTS and not colon:
         hint = did_you_mean(name, ENVIRONMENTS) or f"; known: {', '.join(sorted(ENVIRONMENTS))}."
-        raise ConfigError(f"unknown environment {name!r}{hint} Your own is written as package.module:Class.")
+        raise ConfigError(
+            f"unknown environment {name!r}{hint} Your own is written as package.module:Class, or gets a name in environment.names."
+        )
     found = imported(f"environment {name!r}", ENVIRONMENTS.get(name, name))
     if not isinstance(found, type):
         raise ConfigError(f"environment {name!r}: module {module_name!r} has no class {class_name!r}")
@@ -71,7 +75,7 @@ def environment_class(name: str) -> EnvironmentClass:
             f"environment {name!r} has no method {lacking[0]!r}; expected a class with the methods of hpcrl.envs.base.Environment or "
             "AgentEnvironment, which may derive from it"
         )
-    return found
+    return partial(SkyRLGymEnvironment, found) if is_of_skyrl_gym(found) else found
 
 
 def is_agent(environment: object) -> bool:

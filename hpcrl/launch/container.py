@@ -1,4 +1,4 @@
-"""Starts commands of a run in its container, with the node's directories that it needs."""
+"""Starts commands of a run with the interpreter of its jobs, in its container with the node's directories that it needs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from hpcrl.config import Config
 from hpcrl.config.fields import settings
-from hpcrl.config.sections.slurm import ContainerConfig
+from hpcrl.config.sections.slurm import ContainerConfig, SlurmConfig
 from hpcrl.data.hub.directories import hub_cache, hub_home
 
 _ENVIRONMENT = ("PYTHONPATH", "PYTHONSAFEPATH", "PYTHONUNBUFFERED", "PYTHONNOUSERSITE")
@@ -22,7 +22,7 @@ _TEMPORARY = "/tmp"
 
 @dataclass(frozen=True)
 class Starter:
-    """Starts Python on the nodes: in a container, or in this environment.
+    """Starts Python on the nodes: in a container, or the interpreter of the jobs.
 
     Attributes:
         python: the interpreter, and what starts it, for a shell on a node.
@@ -33,15 +33,16 @@ class Starter:
     srun: list[str]
 
     @classmethod
-    def of(cls, container: ContainerConfig, seen: Sequence[str], gpus: bool) -> Starter:
+    def of(cls, slurm: SlurmConfig, seen: Sequence[str], gpus: bool) -> Starter:
         """Return how it is started.
 
         Args:
             seen: directories and files of the nodes that are to be seen inside, at the same place.
             gpus: whether it needs the node's GPUs.
         """
+        container = slurm.container
         if container.kind == "none":
-            return cls(shlex.quote(sys.executable), [])
+            return cls(shlex.quote(slurm.python or sys.executable), [])
         image, mounts = container.image or "", [*seen, *container.mounts]
         if container.kind == "pyxis":
             pairs = [mount if ":" in mount else f"{mount}:{mount}" for mount in [_TEMPORARY, *mounts]]

@@ -244,3 +244,24 @@ def test_an_environment_of_the_working_directory_needs_no_configuration(own: Pat
     done = subprocess.run(command, input="end\n\n", capture_output=True, text=True, check=False, cwd=own, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "total reward 0.25" in done.stdout
+
+
+def test_an_environment_of_skyrl_gym_by_the_name_that_its_rows_have(tmp_path: Path) -> None:
+    row = {"prompt": [{"role": "user", "content": "2+3?"}], "env_class": "calc", "reward_spec": {"ground_truth": "5"}}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    (tmp_path / "calc.toml").write_text(
+        "data.train_data = ['./rows.jsonl']\ngenerator.max_turns = 3\n[environment]\ncustom.hint = ' Use <calc>.'\n"
+        "names.calc = 'tests.envs.skyrl_calc:Calc'\n"
+    )
+    said = "<calc>2+3</calc> then\n\n<answer>5</answer>\n"
+    done = env("try", "calc", "--config", "calc.toml", said=said, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert env("try", "--config", "calc.toml", said=said, cwd=tmp_path).stdout == done.stdout, "the row names it"
+    assert done.stdout == (
+        "[user]\n2+3? Use <calc>.\n\n[replaced by]\n<calc>2+3</calc>\n\nreward 0.25\n  turns 1\n  used 0\n\n"
+        "[user]\n<result>5</result>\n\nreward 1\n  turns 2\n  used 1\n\ndone after 2 turns, total reward 1.25\n"
+    )
+    unknown = env("try", "clac", "--config", "calc.toml", cwd=tmp_path)
+    assert unknown.returncode != 0
+    assert "unknown environment 'clac'" in unknown.stderr
+    assert "environment.names" in unknown.stderr

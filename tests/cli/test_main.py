@@ -6,6 +6,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from hpcrl.errors import HpcrlError
 from hpcrl.rundir.layout import Run
 from tests.cli.test_status import root as root
 from tests.environments import make_environment
+from tests.jobs.small_run import SMALL, finish, logs_of
 from tests.paths import QUICKSTART, ROOT
 
 BASH = """
@@ -93,7 +95,14 @@ print(json.dumps(said))
 """
 
 
-def test_every_command_in_an_environment_of_the_dependencies_alone(root: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def light(tmp_path: Path) -> Path:
+    """The programs of an environment of the dependencies alone."""
+    names = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    return make_environment(tmp_path / "light", names)
+
+
+def test_every_command_in_an_environment_of_the_dependencies_alone(root: Path, tmp_path: Path, light: Path) -> None:
     run = str(Run(root / "p" / "single").path)
     names = [name for group in COMMANDS.values() for name in group if name not in ("doctor", "follow", "attach", "rm")]
     more = {
@@ -115,10 +124,8 @@ def test_every_command_in_an_environment_of_the_dependencies_alone(root: Path, t
         "completion": ["bash"],
         "rm": ["--yes", run],
     }
-    names_alone = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    programs = make_environment(tmp_path / "light", names_alone)
     done = subprocess.run(
-        [programs / "python", "-c", ALL],
+        [light / "python", "-c", ALL],
         input=json.dumps([[name, *more.get(name, [run])] for name in [*names, "rm"]]),
         capture_output=True,
         text=True,
@@ -132,6 +139,46 @@ def test_every_command_in_an_environment_of_the_dependencies_alone(root: Path, t
     assert broken == {}
     lacking = {name for name, (_, text) in said.items() if "where the jobs run" in text}
     assert lacking == set(re.findall(r"`hpcrl (\w+)", _paragraph("docs/installation.md", "need what jobs need"))), said
+
+
+def submitted(light: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Submit the quickstart from an environment without torch."""
+    place = light.parents[1]
+    named = [str(QUICKSTART), "trainer.run_name=mine", f"slurm.root={place}/runs"]
+    command = [str(light / "hpcrl"), "submit", *named, *words]
+    return subprocess.run(
+        command, cwd=place, capture_output=True, text=True, env={**os.environ, **environment}, check=False
+    )
+
+
+def test_jobs_without_torch_are_refused_here_and_warned_of_on_a_cluster(tmp_path: Path, light: Path) -> None:
+    done = submitted(light, "--local")
+    assert (done.returncode, list(tmp_path.glob("runs*"))) == (3, [])
+    assert f"--local: {light}/python has no torch; pip install 'hpcrl[job]', or set slurm.python" in done.stderr
+    sbatch = tmp_path / "bin" / "sbatch"
+    sbatch.parent.mkdir()
+    sbatch.write_text("#!/bin/sh\necho 'sbatch: error: nothing today' >&2; exit 1\n")
+    sbatch.chmod(0o755)
+    path = f"{sbatch.parent}:{os.environ['PATH']}"
+    for settings, warned in (((), True), (("slurm.python=/fat/bin/python",), False)):
+        done = submitted(light, *settings, PATH=path)
+        assert done.returncode == 3
+        assert "nothing today" in done.stderr
+        assert ("slurm.python: not set, so jobs run " in done.stderr) == warned
+
+
+def test_a_run_of_this_machine_with_the_interpreter_of_another_environment(tmp_path: Path, light: Path) -> None:
+    """hpcrl has no torch; the interpreter behind a script, which notes its calls, has it."""
+    python, noted = tmp_path / "fat" / "python", tmp_path / "noted"
+    python.parent.mkdir()
+    python.write_text(f'#!/bin/sh\necho "$OF_SETUP $*" >> {noted}\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    of_jobs = [f"slurm.python={python}", 'slurm.setup=["export OF_SETUP=loaded"]']
+    done = submitted(light, "--local", *SMALL, "trainer.max_steps=1", "trainer.eval_interval=0", *of_jobs)
+    assert done.returncode == 0, done.stderr
+    run = Run.open(tmp_path / "runs" / "quickstart" / "mine")
+    assert finish(run, 1) == "done", logs_of(run)
+    assert noted.read_text().startswith("loaded -u -m submitit.core._submit ")
 
 
 def _paragraph(page: str, words: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import open_attempt
 from hpcrl.rundir.starts import note
 from tests.cli.test_status import root as root
+from tests.paths import ROOT
 
 
 def fill(run: Run) -> None:
@@ -116,6 +118,35 @@ def test_runs_of_others_are_not_hidden(tmp_path: Path, capsys: pytest.CaptureFix
     finally:
         os.seteuid(0)
     assert theirs == f"no runs under {tmp_path / 'runs'}, but 1 that you may not read\n"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be somebody else")
+def test_a_run_is_shared_as_the_page_for_administrators_says(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page, run = (ROOT / "docs" / "administrators.md").read_text(), Run(root / "p" / "single")
+    (commands,) = re.findall(r"^```\n(chgrp .*?)^```", page, re.MULTILINE | re.DOTALL)
+    fill(run)
+    write_text(run.token, "x", mode=0o600)
+    write_text(run.slurm.resolve() / "own.py", "")
+    for folder in (root, *root.parents[:3], run.path.parent):
+        if folder != Path("/tmp"):
+            folder.chmod(0o755)
+    for folder in (run.path, run.slurm.resolve()):
+        subprocess.run(["chmod", "-R", "go-rwx", str(folder)], check=True)
+    script = commands.replace("GROUP", "65534").replace("RUN", "single")
+    subprocess.run(["sh", "-e", "-c", script], cwd=run.path.parent, check=True)
+    seen = subprocess.run(
+        ["find", "-L", str(run.path), "-readable", "-type", "f"],
+        user=65534,
+        group=65534,
+        extra_groups=[],
+        capture_output=True,
+        text=True,
+    ).stdout.split()
+    assert {str(run.config), str(run.slurm / "own.py"), str(run.log(1, "trainer-0"))} <= set(seen)
+    assert str(run.token) not in seen
+    assert (run.token.stat().st_mode & 0o777, run.token.parent.stat().st_mode & 0o050) == (0o600, 0)
+    assert main(["status", "single", "--root", str(root)]) == 0
+    assert capsys.readouterr().out.startswith("single: done")
 
 
 def _out(capsys: pytest.CaptureFixture[str], *words: str) -> str:

@@ -89,6 +89,7 @@ def test_which_ranks_share_a_copy() -> None:
         ({"environment": {"reward_function": {"format": 1.0}}}, False),
         ({"environment": {"env_class": "tests.rollout.environments:CountLetters"}}, True),
         ({"environment": {"allowed_env_classes": ["tests.rollout.environments:CountLetters"]}}, True),
+        ({"environment": {"names": {"letters": "tests.rollout.environments:CountLetters"}}}, True),
         ({"environment": {"reward_function": {"tests.rollout.test_rewards:length": 1.0}}}, True),
         ({"python_path": ["."]}, True),
     ],

@@ -92,6 +92,20 @@ def test_rows_are_tried_on_their_environment(tmp_path: Path, row: dict[str, Any]
             load(own)
 
 
+def test_rows_name_environments_by_the_names_of_the_configuration(tmp_path: Path) -> None:
+    """Prompts have the import path, so that nothing after the reader needs the names."""
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "?", "env_class": "calc"}\n{"prompt": "?"}\n')
+
+    def load(environment: EnvironmentConfig) -> list[str]:
+        sources, data = [Source(str(tmp_path / "rows.jsonl"))], DataConfig(train_data=[])
+        return [prompt.env_class for prompt in load_dataset(sources, ("train",), data, environment, 1)]
+
+    names = {"calc": "not_installed_here:Calc", "other": "not_installed_here:Other"}
+    assert load(EnvironmentConfig(names=names, env_class="other")) == list(names.values())
+    with pytest.raises(DataError, match=r"unknown environment 'calc'; known: .*environment\.names"):
+        load(EnvironmentConfig(env_class="format"))
+
+
 def test_rows_of_the_page_on_data(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
     row, program = (

@@ -23,6 +23,7 @@ from hpcrl.errors import ConfigError
 from hpcrl.rollout.generate import GroupGenerator
 from hpcrl.rollout.group import Group
 from hpcrl.types import Prompt, Work
+from tests.envs import skyrl_calc
 from tests.rollout import environments
 from tests.rollout.conftest import WithEngine
 from tests.rollout.material import EOS, QUICKSTART, distribution, logprobs
@@ -131,6 +132,25 @@ def test_rewards_by_name_pay_a_greedy_response_too(with_engine: WithEngine[Any])
     item = replace(work(), prompt=replace(work().prompt, extras={"reward_spec": {"ground_truth": "abc"}}))
     named = EnvironmentConfig(reward_function={"format": 1.0})
     assert generate(with_engine, item, environment=named, baselines=True).baseline is not None
+
+
+def test_an_environment_of_skyrl_gym_plays_with_each_engine(with_each_engine: WithEngine[Any]) -> None:
+    """Its prompt, observations, rewards per turn, metrics and end are those of the sample."""
+    skyrl_calc.CLOSED.clear()
+    extras = {"name": "row 3", "reward_spec": {"ground_truth": "5"}}
+    item = replace(work(), prompt=replace(work().prompt, env_class="tests.envs.skyrl_calc:Letters", extras=extras))
+    environment = EnvironmentConfig(custom={"hint": " cba"})
+    group = generate(with_each_engine, item, replace(CONFIG, max_turns=2), environment)
+    shown = [{"role": "user", "content": "sort: bca cba"}]
+    prompt = TOKENIZER.apply_chat_template(shown, add_generation_prompt=True, return_dict=False)
+    for sample in group.samples:
+        assert sample.token_ids[: len(prompt)].tolist() == prompt
+        assert np.count_nonzero(np.diff(sample.loss_mask) == 1) == 2, "the two turns of the policy are trained"
+        assert "abc" in TOKENIZER.decode(sample.token_ids[len(prompt) :][sample.loss_mask[len(prompt) :] == 0])
+        (ends,) = np.nonzero(sample.rewards)
+        assert (sample.loss_mask[ends] == 1).all()
+        assert sample.env_metrics == {"turns": 2.0, "used": 1.0}
+    assert skyrl_calc.CLOSED == ["row 3"] * 6
 
 
 def test_an_environment_may_open_each_sample_differently(with_engine: WithEngine[Any]) -> None:

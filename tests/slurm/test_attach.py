@@ -23,8 +23,9 @@ SITE = ROOT / "slurm" / "sites" / "devcluster.toml"
 
 def start(cluster: DevCluster, root: Path) -> Run:
     """Start a job of two nodes, each with one process of its role."""
-    run = Run(root / "quickstart" / "mine")
-    write_text(run.config, Config.from_toml([QUICKSTART, SITE], []).to_toml())
+    run, python = Run(root / "quickstart" / "mine"), root / "fat" / "python"
+    write_text(python, f'#!/bin/sh\necho "$2" >> {root}/calls\nexec {sys.executable} "$@"\n', mode=0o755)
+    write_text(run.config, Config.from_toml([QUICKSTART, SITE], [f"slurm.python={python}"]).to_toml())
     script = root / "role.sh"
     script.write_text(
         f"export HPCRL_ATTEMPT=1 HPCRL_ROLE_IS=$1 HPCRL_HEARTBEAT={root}/beats-$1 PYTHONPATH=/its/code\nexec {sys.executable} {root}/$1.py {run.path}\n"
@@ -69,6 +70,9 @@ def test_attach_runs_a_command_with_the_environment_of_the_role(cluster: DevClus
         assert sampled.returncode == 0, sampled.stderr
         assert "rollout-0 of mine" in (text := (tmp_path / "top").read_text())
         assert "works (rollout.py" in text
+
+        asked = set((tmp_path / "calls").read_text().split())
+        assert asked == {"hpcrl.launch.attach.remote", "hpcrl.launch.attach.profile_remote"}
 
         refused = cluster.run([HPCRL, "attach", str(run.path), "--node", "n77"])
         assert refused.returncode == 5

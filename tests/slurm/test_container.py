@@ -90,7 +90,7 @@ def test_doctor_looks_into_the_container(cluster: DevCluster, tmp_path: Path) ->
     assert [one for one in found.values() if one["level"] == "error"] == []
     assert (done.returncode, done.stderr) == (0, "")
     assert "seen on n" in found["shared filesystem"]["found"]
-    assert "in the container" in found["environment"]["found"]
+    assert "of the jobs on n" in found["environment"]["found"]
     assert "scontrol" not in found, "it is in the image"
     (call,) = [json.loads(line) for line in log.read_text().splitlines()]
     binds = [f"--bind={root}", f"--bind={environment['TMPDIR']}"]

@@ -201,6 +201,10 @@ def _pools(slurm: SlurmConfig) -> Mapping[str, ElasticConfig]:
 
 def container(config: ConfigTree) -> Iterator[Problem]:
     container = config.slurm.container
+    if container.kind != "none" and config.slurm.python is not None:
+        yield Problem(
+            "slurm.python", f"leave it out: slurm.container.kind is {container.kind}; set slurm.container.python"
+        )
     if container.kind == "none" and container.image:
         yield Problem("slurm.container.kind", 'set it to "apptainer" or "pyxis", or leave out slurm.container.image')
     elif container.kind != "none" and not container.image:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hpcrl.config.errors import Problem
-from hpcrl.config.import_path import misnamed
+from hpcrl.config.import_path import IMPORT_PATH, misnamed
 from hpcrl.config.sections.algorithm import OWN_REWARD
 from hpcrl.config.sections.environment import (
     ENVIRONMENTS,
@@ -190,7 +190,20 @@ def environments(config: ConfigTree) -> Iterator[Problem]:
     """Check the settings of the default environment; environments that rows name are checked when they are rolled out."""
     gym, path, name = config.environment.skyrl_gym, "environment.skyrl_gym", config.environment.env_class
     if name is not None:
-        yield from misnamed("environment.env_class", name, ENVIRONMENTS, "one of", "Class")
+        yield from misnamed(
+            "environment.env_class", name, (*ENVIRONMENTS, *config.environment.names), "one of", "Class"
+        )
+    for own, imported in config.environment.names.items():
+        if own in ENVIRONMENTS:
+            yield Problem(
+                "environment.names",
+                f'"{own}" is an environment of hpcrl, which rows of that name get; give yours another name, also in the column env_class',
+            )
+        if not own or ":" in own or not IMPORT_PATH.fullmatch(imported):
+            yield Problem(
+                "environment.names",
+                f'expected a name without ":" and its "package.module:Class", found "{own}" = "{imported}"',
+            )
     for own in config.environment.allowed_env_classes:
         yield from misnamed("environment.allowed_env_classes", own, ENVIRONMENTS, "one of", "Class")
     if name == "text2sql" and gym.text2sql.db_path is None:

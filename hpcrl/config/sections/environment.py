@@ -287,6 +287,9 @@ class EnvironmentConfig:
     allowed_env_classes: list[str] = setting([])
     """Environments of your own, as "package.module:Class", that rows may name in their column env_class beside those of hpcrl and the one of env_class. Rows that name any other are refused, so that no dataset chooses what code runs."""
 
+    names: dict[str, str] = setting({})
+    """Names of environments of your own, with "package.module:Class" of each, which rows and env_class may use, such as names.calc = "calc_env:Calc" for rows with env_class "calc". Names of hpcrl's environments are refused."""
+
     reward_function: dict[str, float] = setting({}, named=REWARDS)
     """Named rewards and their weights in the sum that is each sample's reward, instead of an environment's. {names}; or your own as "package.module:function". With weight 0 a reward is only reported, as environment/<name>. Empty: the environment scores."""
 
@@ -311,6 +314,10 @@ class EnvironmentConfig:
 
     custom: dict[str, Any] = setting({})
     """Handed to every environment, untouched, as the extra `custom`; rows with a column of that name keep theirs."""
+
+    def path_of(self, env_class: str) -> str:
+        """Return the import path of an environment that has a name in `names`; any other name as it is."""
+        return self.names.get(env_class, env_class)
 
     def reward_weights(self, kind: Literal["train", "eval"]) -> dict[str, float]:
         """Return the named rewards of training or evaluation samples, with their weights; none where an environment or a service scores them."""

@@ -21,6 +21,11 @@ _ABSOLUTE = Check(
     lambda path: path.startswith(("/", "~/", "./", "../")) and on_one_line(path),
 )
 
+_INTERPRETER = Check(
+    "expected an absolute path of one line without control characters, found {value!r:.140}",
+    lambda path: path is None or (path.startswith("/") and on_one_line(path)),
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class PatienceConfig:
@@ -235,6 +240,10 @@ class SlurmConfig:
 
     container: ContainerConfig = section(ContainerConfig, on_change=SOFTWARE)
 
+    python: str | None = setting(None, check=_INTERPRETER, on_change=SOFTWARE)
+    """Interpreter of the jobs, an absolute path on the nodes; its environment has the same hpcrl with the extra job. Unset: the one that
+    submits. In a container it is slurm.container.python."""
+
     setup: list[str] = setting([], on_change=SOFTWARE)
     """Shell lines that the batch script runs first."""
 
@@ -266,6 +275,11 @@ class SlurmConfig:
             return max(0, self.gpus_per_node)
         count = self.gpus_per_node.rpartition(":")[2]
         return int(count) if count.isdecimal() else 0
+
+    @property
+    def other_environment(self) -> bool:
+        """Whether jobs have other packages than the process that submits: those of a container or of `python`."""
+        return self.container.kind != "none" or self.python is not None
 
     @property
     def whole_nodes(self) -> bool:

@@ -42,7 +42,7 @@ class ConfigTree:
     def names_own_code(self) -> bool:
         """Whether the configuration names code of the user's, or where it is."""
         environment = self.environment
-        environments = [environment.env_class or "", *environment.allowed_env_classes]
+        environments = [environment.env_class or "", *environment.allowed_env_classes, *environment.names.values()]
         rewards = [
             *environment.reward_function,
             *environment.eval_reward_function,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 
 from hpcrl.convert.conversion import Conversion
-from hpcrl.convert.program import PythonProgram
+from hpcrl.convert.program import PythonProgram, source_of
+from hpcrl.convert.skyrl.registered import registered_in
 
 _OWN = re.compile(r"skyrl(_train|\.train)\.entrypoints\.main_base|(.*/)?entrypoints/main_base\.py")
 _SFT = re.compile(r"skyrl\.train\.(main_sft|sft_trainer)|(.*/)?skyrl/train/(main_sft|sft_trainer)\.py")
@@ -42,9 +43,25 @@ def note_program(program: PythonProgram, conversion: Conversion) -> None:
     elif program.name.endswith(".sh"):
         message = "a script of its own, whose settings count too; convert it, and set there what this one changes"
         conversion.note("conflict", program.name, "", message)
-    elif is_custom(program):
+    elif is_custom(program) and not _registers_only(program, conversion):
         message = (
             "a program of its own beside SkyRL's main_base: its code may replace environment, rewards, loss, generator or trainer; write what "
             "it does for hpcrl (docs/environments, docs/rewards.md, docs/algorithms.md)"
         )
         conversion.note("conflict", program.name, "", message)
+
+
+def _registers_only(program: PythonProgram, conversion: Conversion) -> bool:
+    """Write the environments that a program registers; return whether it otherwise trains as SkyRL's main_base does."""
+    path = source_of(program, conversion.origin)
+    if path is None:
+        return False
+    found = registered_in(path)
+    if found.names:
+        conversion.values["environment.names"] = found.names
+        message = f"registered in {path}: {', '.join(found.names)}; python_path has to name the folder of their modules"
+        conversion.note("translated", program.name, "environment.names", message)
+    for line in found.unread:
+        message = 'registers an environment otherwise than by id and entry_point="package.module:Class"; write it in environment.names'
+        conversion.note("conflict", f"{path}:{line}", "", message)
+    return bool(found.names) and found.trains_alike

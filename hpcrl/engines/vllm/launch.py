@@ -23,13 +23,8 @@ _OPTIONS += (("entrypoints/launchers/cli_args.py", ("BaseFrontendArgs", "Fronten
 
 def check_engine(config: Config, entries: Mapping[str, Any] | None) -> Iterator[Problem]:
     engine = config.generator.inference_engine
-    # where torch is missing too, this is a login node, of which nothing follows for the nodes; nor does it from outside of a container
-    if (
-        not engine.remote_urls
-        and config.slurm.container.kind == "none"
-        and find_spec("torch")
-        and not find_spec("vllm")
-    ):
+    # where torch is missing too, this is a login node, of which nothing follows for the nodes; nor does it where jobs have another environment
+    if not engine.remote_urls and not config.slurm.other_environment and find_spec("torch") and not find_spec("vllm"):
         yield Problem(
             "generator.inference_engine.backend",
             "vllm is not installed here; install it (docs/installation.md), or set transformers, an engine that needs nothing else",

@@ -28,10 +28,11 @@ def attach(run: Run, node: str | None, role: str | None, command: Sequence[str])
         role: trainer, rollout, reward or scorer; None: trainer, or what the node is.
     """
     state = running(run)
-    plan, hosts = make_plan(Config.from_toml([run.config])), read_attempts(run)[-1].hosts
+    config = Config.from_toml([run.config])
+    plan, hosts = make_plan(config), read_attempts(run)[-1].hosts
     chosen = choose(plan, hosts, node, role)
     inside = [
-        sys.executable, "-m", "hpcrl.launch.attach.remote", str(run.path), str(state.attempt), str(chosen.index), role or chosen.role, *command,
+        config.slurm.python or sys.executable, "-m", "hpcrl.launch.attach.remote", str(run.path), str(state.attempt), str(chosen.index), role or chosen.role, *command,
     ]  # fmt: skip
     sys.stdout.flush()
     terminal = ["--pty"] if os.isatty(0) and os.isatty(1) else []

@@ -34,10 +34,11 @@ def sample(run: Run, role: ProfiledRole, number: int, seconds: int, form: Format
         RunError: the run has no such process now, or it cannot be read.
     """
     state = running(run)
-    plan, hosts = make_plan(Config.from_toml([run.config])), read_attempts(run)[-1].hosts
+    config = Config.from_toml([run.config])
+    plan, hosts = make_plan(config), read_attempts(run)[-1].hosts
     process, node = process_of(plan, role, number)
     inside = [
-        sys.executable, "-m", "hpcrl.launch.attach.profile_remote", str(run.path), str(state.attempt), process,
+        config.slurm.python or sys.executable, "-m", "hpcrl.launch.attach.profile_remote", str(run.path), str(state.attempt), process,
         str(seconds), form, str(int(idle)),
     ]  # fmt: skip
     command, environment = on_node(state, hosts[node.index])

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hpcrl.config.sections.slurm import ContainerConfig, SlurmConfig
+from hpcrl.config.sections.slurm import SlurmConfig
 from hpcrl.config.validate import build
 from hpcrl.launch.container import Starter
 from hpcrl.launch.doctor.cluster import (
@@ -153,7 +153,7 @@ def _of_compute_node(directories: Mapping[str, Path], slurm: SlurmConfig, wait_s
         if not _made(probes.values()):  # reported already
             return
         with NodeSession(_srun(list(probes.values()), slurm, gpus, wait_s)) as node:
-            yield from _findings_of_session(node, probes, wait_s, needed, slurm.container)
+            yield from _findings_of_session(node, probes, wait_s, needed, slurm)
     except NoAnswerError as failure:
         yield _no_node(str(failure), partition, wait_s)
     finally:
@@ -180,7 +180,7 @@ def _has_gpus(partition: str) -> bool:
 def _srun(probes: Sequence[Path], slurm: SlurmConfig, gpus: bool, wait_s: int) -> Sequence[str]:
     options = [f"--{name}={value}" for name in _PASSED_ON if (value := getattr(slurm, name))]
     options += [_GPU[slurm.gpu_option]] if gpus else []
-    starter = Starter.of(slurm.container, sorted({os.path.realpath(probe.parent) for probe in probes}), gpus)
+    starter = Starter.of(slurm, sorted({os.path.realpath(probe.parent) for probe in probes}), gpus)
     setup = [] if starter.srun else slurm.setup  # what srun starts in a container has no place outside to run it
     run = f"exec {starter.python} -m hpcrl.launch.doctor.node {shlex.quote(str(probes[0]))}"
     command = [*starter.srun, "bash", "-c", "\n".join([*setup, run])]
@@ -202,7 +202,7 @@ def _no_node(output: str, partition: str, wait_s: int) -> Finding:
 
 
 def _findings_of_session(
-    node: NodeSession, probes: Mapping[str, Path], wait_s: int, needed: int, container: ContainerConfig
+    node: NodeSession, probes: Mapping[str, Path], wait_s: int, needed: int, slurm: SlurmConfig
 ) -> Iterator[Finding]:
     node.request(wait_s + _ANSWER_S, verb="clock")  # the first answer takes as long as the start of the job
     before = time.time()
@@ -222,6 +222,6 @@ def _findings_of_session(
             yield error("owner", f"what you write on {host} belongs to user {stranger} here", remedy)
     yield link_finding(probe)
     yield clock_finding(node_time - (before + after) / 2, (after - before) / 2, host)
-    yield from environment_findings(facts(probe.parent), there, contained=container.kind != "none")
+    yield from environment_findings(facts(probe.parent), there, other=slurm.other_environment)
     there["places"].pop("root", None)  # looked at from here
-    yield from findings_of_node(there, Purpose(gpus=needed, requeues=container.host_python is None))
+    yield from findings_of_node(there, Purpose(gpus=needed, requeues=slurm.container.host_python is None))

@@ -184,32 +184,30 @@ def _network(facts: Mapping[str, Any]) -> Finding:
     return ok("network", found, f"servers choose free ports from 10000 to {first - 1}")
 
 
-def environment_findings(
-    here: Mapping[str, Any], there: Mapping[str, Any], contained: bool = False
-) -> Iterator[Finding]:
+def environment_findings(here: Mapping[str, Any], there: Mapping[str, Any], other: bool = False) -> Iterator[Finding]:
     """Yield whether this machine and a compute node have the same environment.
 
     Args:
-        contained: the node's is that of a container, of which only what both sides exchange has to be the same.
+        other: the node's is that of a container or of slurm.python, of which only what both sides exchange has to be the same.
     """
     node = there["host"]
     differing = [
         f"{name} {here['packages'].get(name, 'missing')} here, {there['packages'].get(name, 'missing')} on {node}"
-        for name in sorted(_EXCHANGED if contained else {*here["packages"], *there["packages"]})
+        for name in sorted(_EXCHANGED if other else {*here["packages"], *there["packages"]})
         if here["packages"].get(name) != there["packages"].get(name)
     ]
-    if not contained and here["python"] != there["python"]:
+    if not other and here["python"] != there["python"]:
         differing.insert(0, f"Python {here['python']} here, {there['python']} on {node}")
     if differing:
         remedy = "use one environment on a filesystem that all nodes share"
-        if contained:
-            remedy = "install the same versions in the image (docs/containers.md)"
+        if other:
+            remedy = "install the same versions in the jobs' environment (docs/containers.md, docs/administrators.md)"
         yield error("environment", "; ".join(differing), remedy)
     else:
         versions = ", ".join(f"{name} {found}" for name, found in there["packages"].items())
         yield ok(
             "environment",
-            f"{there['prefix']} {'in the container' if contained else 'is the same here and'} on {node}: Python {there['python']}, {versions}",
+            f"{there['prefix']} {'of the jobs' if other else 'is the same here and'} on {node}: Python {there['python']}, {versions}",
         )
 
 

@@ -208,7 +208,7 @@ def _gpus(slurm: SlurmConfig, wanted: int | str) -> dict[str, Any]:
 def _starter(submission: Submission) -> Starter:
     configs = [element.config for element in submission.elements]
     root = submission.folder.parents[2]
-    return Starter.of(configs[0].slurm.container, seen_by(root, configs), configs[0].slurm.gpus > 0)
+    return Starter.of(configs[0].slurm, seen_by(root, configs), configs[0].slurm.gpus > 0)
 
 
 def _common(config: Config, folder: Path) -> dict[str, Any]:
@@ -246,7 +246,8 @@ def local_executor(submission: Submission) -> submitit.LocalExecutor:
     config = submission.elements[0].config
     plan = make_plan(config)
     gpus = sum(node.gpus for node in plan)
-    executor = submitit.LocalExecutor(folder=submission.folder / "%j")
+    python = shlex.quote(config.slurm.python or sys.executable)
+    executor = submitit.LocalExecutor(folder=submission.folder / "%j", python=python)
     executor.update_parameters(
         timeout_min=config.slurm.time_minutes,
         tasks_per_node=len(plan),

@@ -46,6 +46,8 @@ def _named(config: Config) -> Iterator[tuple[str, str, Callable[[], object]]]:
     if environment.env_class and ":" in environment.env_class:
         name = environment.env_class
         yield "environment.env_class", name, lambda: environment_class(name)
+    for name in environment.names.values():
+        yield "environment.names", name, lambda name=name: environment_class(name)
     for name in environment.allowed_env_classes:
         if ":" in name:
             yield "environment.allowed_env_classes", name, lambda name=name: environment_class(name)

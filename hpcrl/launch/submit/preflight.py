@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from hpcrl.config import Config
+from hpcrl.config import Config, EnvironmentConfig
 from hpcrl.config.errors import Problem, raise_together
 from hpcrl.config.family import Family, family_of
 from hpcrl.config.import_path import missing_packages
@@ -97,10 +97,9 @@ def look(config: Config) -> tuple[list[Problem], list[str]]:
         *_of_models(config),
         *check_engine(config),
     ]
-    # where torch is missing too, this is a login node, of which nothing follows for the nodes; nor does it from outside of a container
-    if config.slurm.container.kind == "none" and find_spec("torch"):
-        problems += missing_packages(config.trainer)
-    if config.slurm.container.kind == "none":
+    if not config.slurm.other_environment:
+        # where torch is missing too, this is a login node, of which nothing follows for the nodes
+        problems += missing_packages(config.trainer) if find_spec("torch") else ()
         problems += check_megatron_fields(config)
     problems += [
         *check_uploads(config),
@@ -151,7 +150,7 @@ def _problem(error: ConfigError) -> Problem:
 
 def _of_environments(config: Config) -> Iterator[Problem]:
     name, gym = config.environment.env_class, config.environment.skyrl_gym
-    if name and ":" not in name:
+    if name and ":" not in name and name not in config.environment.names:
         try:
             environment_class(name)
         except ConfigError as error:
@@ -263,7 +262,7 @@ def _of_datasets(config: Config) -> tuple[list[Problem], list[str]]:
                 [source], kinds, data, config.environment, config.generator.max_turns, first=TRIED, own=True
             )
             problems += check_prompts(config, name, path, rows) if writes_texts(config) else ()
-            warnings += _other_environment(name, path, rows[0].env_class, config.environment.env_class)
+            warnings += _other_environment(name, path, rows[0].env_class, config.environment)
             of_truths, warnings_of_truths = check_truths(name, source, kinds, config, _changed(source))
             problems += of_truths
             warnings += warnings_of_truths
@@ -282,8 +281,9 @@ def _of_datasets(config: Config) -> tuple[list[Problem], list[str]]:
     return problems, warnings
 
 
-def _other_environment(name: str, path: str, of_row: str, configured: str | None) -> Iterator[str]:
-    if configured is not None and of_row != configured:
+def _other_environment(name: str, path: str, of_row: str, environment: EnvironmentConfig) -> Iterator[str]:
+    configured = environment.env_class
+    if configured is not None and of_row != environment.path_of(configured):
         yield (
             f"{name}: the first row of {path} names {of_row} in its column env_class, which environment.env_class = {configured} does not "
             "replace: that is for rows without one"

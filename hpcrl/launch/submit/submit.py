@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -206,25 +207,10 @@ def launch(submission: Submission, local: bool) -> None:
     """Start agents for run directories that exist, and record the jobs in each of them. Raises SubmitError where the executor refuses."""
     logging.getLogger("submitit").setLevel(logging.ERROR)
     runs, config = submission.runs, submission.elements[0].config
-    pools = [each for element in submission.elements for each in elastic_pools(element.config)]
-    if local and pools:
-        raise SubmitError(
-            f"{pools[0].setting}.replicas: this machine has no partitions; with --local, set it to 0 and {pools[0].instead} higher"
-        )
-    if local and threading.current_thread() is not threading.main_thread():  # only that one may have signals ignored
-        raise SubmitError("a run on this machine is started by the main thread of Python: call this there")
-    if local and uploads_by_job(config):
-        raise SubmitError(
-            'slurm.upload.by: with --local there are no jobs; set it to "run", or to "command" and call `hpcrl upload`'
-        )
-    if local and config.slurm.container.kind != "none":
-        raise SubmitError(
-            'slurm.container: with --local the agents run as they are here; set slurm.container.kind = "none"'
-        )
-    if not local and shutil.which("sbatch") is None:
-        raise not_here("sbatch")
-    for finding in [] if local else request_findings(config.slurm, with_few_cores(config)):
-        print(printable(f"hpcrl: {finding.found}: {finding.remedy}"), file=sys.stderr)
+    if local:
+        _require_local(submission)
+    else:
+        _require_cluster(config)
     write_json(submission.element_list, [str(run.path) for run in runs])
     executor = local_executor(submission) if local else slurm_executor(submission)
     paths, jobs = [str(run.path) for run in runs], list[Job[Any]]()
@@ -254,6 +240,47 @@ def launch(submission: Submission, local: bool) -> None:
         if isinstance(error, FailedJobError | FailedSubmissionError):
             raise SubmitError(f"Slurm refused the job: {_refusal(str(error))}") from error
         raise
+
+
+def _require_local(submission: Submission) -> None:
+    """Raise SubmitError where a submission needs jobs of Slurm, or packages that this environment lacks."""
+    config = submission.elements[0].config
+    pools = [each for element in submission.elements for each in elastic_pools(element.config)]
+    if pools:
+        raise SubmitError(
+            f"{pools[0].setting}.replicas: this machine has no partitions; with --local, set it to 0 and {pools[0].instead} higher"
+        )
+    if threading.current_thread() is not threading.main_thread():  # only that one may have signals ignored
+        raise SubmitError("a run on this machine is started by the main thread of Python: call this there")
+    if uploads_by_job(config):
+        raise SubmitError(
+            'slurm.upload.by: with --local there are no jobs; set it to "run", or to "command" and call `hpcrl upload`'
+        )
+    if config.slurm.container.kind != "none":
+        raise SubmitError(
+            'slurm.container: with --local the agents run as they are here; set slurm.container.kind = "none"'
+        )
+    if _lacks_torch(config):
+        raise SubmitError(
+            f"--local: {sys.executable} has no torch; pip install 'hpcrl[job]', or set slurm.python to an interpreter that has it"
+        )
+
+
+def _require_cluster(config: Config) -> None:
+    """Print warnings about the request. Raises SubmitError where there is no sbatch."""
+    if shutil.which("sbatch") is None:
+        raise not_here("sbatch")
+    warnings = [f"{one.found}: {one.remedy}" for one in request_findings(config.slurm, with_few_cores(config))]
+    if _lacks_torch(config):
+        warnings.append(
+            f"slurm.python: not set, so jobs run {sys.executable}, which has no torch here; set it to an interpreter that has hpcrl[job]"
+        )
+    for warning in warnings:
+        print(printable(f"hpcrl: {warning}"), file=sys.stderr)
+
+
+def _lacks_torch(config: Config) -> bool:
+    return not config.slurm.other_environment and find_spec("torch") is None
 
 
 def _start_pools(

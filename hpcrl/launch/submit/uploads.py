@@ -24,7 +24,7 @@ def check_uploads(config: Config) -> Iterator[Problem]:
         return
     for store in stores_of(upload):
         package, install = _PACKAGES[store]
-        if slurm.container.kind == "none" and find_spec(package) is None:
+        if not slurm.other_environment and find_spec(package) is None:
             yield Problem(
                 f"trainer.upload.{store}", f'needs {package}: pip install {install}, or set slurm.upload.by="command"'
             )

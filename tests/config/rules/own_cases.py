@@ -356,6 +356,12 @@ OURS = [
         {"slurm.elastic.extra": {"reservation": "x"}},
     ),
     Case(
+        "the interpreter of a container has a setting of its own",
+        {"slurm.python": "/env/bin/python", "slurm.container.image": "/h.sif", "slurm.container.kind": "apptainer"},
+        "slurm.python", "set slurm.container.python",
+        {"slurm.python": "/env/bin/python"},
+    ),
+    Case(
         "a container has a kind",
         {"slurm.container.image": "/h.sif"}, "slurm.container.kind", 'set it to "apptainer" or "pyxis"',
         {"slurm.container.image": "/h.sif", "slurm.container.kind": "apptainer"},
@@ -416,6 +422,30 @@ OURS = [
         {"environment.reward_function": {"gsm8k": 1.0}, "environment.env_class": "mine.envs:Mine"},
         "environment.env_class", "so that mine.envs:Mine has no effect",
         {"environment.eval_reward_function": {"gsm8k": 1.0}, "environment.env_class": "mine.envs:Mine"},
+    ),
+    Case(
+        "a name of hpcrl's environments stays theirs",
+        {"environment.names": {"countdown": "mine.envs:Mine"}},
+        "environment.names", '"countdown" is an environment of hpcrl',
+        {"environment.names": {"my_countdown": "mine.envs:Mine"}, "environment.env_class": "my_countdown"},
+    ),
+    Case(
+        "a name leads to a class",
+        {"environment.names": {"calc": "mine.envs.Mine"}},
+        "environment.names", 'its "package.module:Class", found "calc" = "mine.envs.Mine"',
+        {"environment.names": {"calc": "mine.envs:Mine"}},
+    ),
+    Case(
+        "a name is no import path, whose rows would run other code",
+        {"environment.names": {"other.envs:Other": "mine.envs:Mine"}},
+        "environment.names", 'expected a name without ":"',
+        {"environment.names": {"Other-v0": "mine.envs:Mine"}},
+    ),
+    Case(
+        "a name of the user's is known",
+        {"environment.names": {"calc": "mine.envs:Mine"}, "environment.env_class": "clac"},
+        "environment.env_class", "did you mean calc",
+        {"environment.names": {"calc": "mine.envs:Mine"}, "environment.env_class": "calc"},
     ),
     Case(
         "the overlong penalty is listed",

@@ -126,6 +126,11 @@ OTHERS: list[tuple[str, list[Any], dict[str, Any]]] = [
     ("trainer.policy.model.lora.rank_pattern", [{"q": 1}], {"expected ranks of at least 1": {"q": 0}}),
     ("trainer.policy.model.lora.alpha_pattern", [{"q": 1.0}], {"expected finite numbers, found nan": {"q": math.nan}}),
     ("environment.reward_function", [{"format": -1.0}], {"expected finite numbers, found inf": {"format": math.inf}}),
+    (
+        "slurm.python",
+        [None, "/a b/bin/python"],
+        {"an absolute path of": "~/env/bin/python", "found 'python3'": "python3"},
+    ),
     ("trainer.project_name", ["a.b-c_1"], {"expected a directory name": ".."}),
     ("trainer.run_name", ["r"], {"expected a directory name": "a/b"}),
     (

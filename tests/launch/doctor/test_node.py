@@ -133,6 +133,16 @@ def test_other_packages_there_are_an_error(tmp_path: Path) -> None:
     assert "3.9.1 on n1" in found["environment"].found
 
 
+def test_the_jobs_own_environment_has_the_same_hpcrl_and_submitit(tmp_path: Path) -> None:
+    here = facts(tmp_path)
+    other = {**here["packages"], "torch": "9.9"}
+    there = {**here, "host": "n1", "prefix": "/fat", "python": "3.9.1", "packages": other}
+    (found,) = environment_findings(here, there, other=True)
+    assert (found.level, found.found.partition(":")[0]) == ("ok", "/fat of the jobs on n1")
+    (found,) = environment_findings(here, {**there, "packages": {**other, "hpcrl": "0.0.1"}}, other=True)
+    assert (found.level, found.found) == ("error", f"hpcrl {here['packages']['hpcrl']} here, 0.0.1 on n1")
+
+
 def place(**changes: Any) -> dict[str, Any]:
     there = {"path": "/runs", "type": "ext4", "free_bytes": 1e12, "free_inodes": 10**7, "mode": 0o755, "writable": True}
     return there | changes

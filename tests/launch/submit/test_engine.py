@@ -115,13 +115,14 @@ def test_a_vllm_with_other_files_refuses_nothing(tmp_path: Path, monkeypatch: py
 
 
 def test_a_machine_without_vllm_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before anything is queued; where torch is missing as well, and in a container, nothing is known."""
+    """Before anything is queued; where torch is missing as well, and in another environment, nothing is known."""
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(DataError, match=r"backend: vllm is not installed here; install it .* or set transformers"):
         check_files(Config.from_toml([QUICKSTART], [VLLM]))
     check_files(Config.from_toml([QUICKSTART]))
     container = ["slurm.container.kind=apptainer", "slurm.container.image=/images/hpcrl.sif"]
     check_files(Config.from_toml([QUICKSTART], [VLLM, *container]))
+    check_files(Config.from_toml([QUICKSTART], [VLLM, "slurm.python=/env/bin/python"]))
     for package in ("torch", "transformers"):
         monkeypatch.setitem(sys.modules, package, None)
     check_files(Config.from_toml([QUICKSTART], [VLLM]))

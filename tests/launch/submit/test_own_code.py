@@ -82,6 +82,26 @@ def test_own_code_that_is_not_there_is_refused_with_file_and_line(
     assert "Traceback" not in found
 
 
+def test_names_of_environments_are_looked_for(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text('[environment.names]\nmine = "own_n:Mine"\nyour = "own_n:Your"\n')
+    found = told(overrides(tmp_path, "own_n", MODULE), file)
+    assert "environment.names" in found
+    assert "module 'own_n' has no class 'Your'" in found
+    assert "'Mine'" not in found
+
+
+def test_rows_of_a_name_are_tried_and_need_no_further_setting(tmp_path: Path) -> None:
+    train = f'data.train_data=["{rows(tmp_path, env_class="mine", target="4")}"]'
+    given = overrides(tmp_path, "own_m", MODULE, train, "data.val_data=[]", "trainer.eval_interval=0")
+    named = [*given, "environment.names.mine=own_m:Mine"]
+    for chosen in ("environment.env_class=", "environment.env_class=mine"):
+        assert not any("env_class" in line for line in check_files(Config.from_toml([QUICKSTART], [*named, chosen])))
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "2+2", "env_class": "mine"}\n')
+    assert "environment 'own_m:Mine' raised KeyError: 'target'" in told(named)
+    assert "unknown environment 'mine'" in told(given)
+
+
 def test_rewards_are_looked_for(tmp_path: Path) -> None:
     given = overrides(tmp_path, "own_r", MODULE, 'environment.reward_function={"own_r:reward"=1.0}')
     given += ["environment.env_class="]

@@ -29,6 +29,7 @@ def test_modules_are_those_that_any_setting_names() -> None:
         'environment.custom={judge="own_d.judges:strict", url="http://host:80/x", address="host:8000"}',
     ]
     assert own_modules(Config.from_toml([QUICKSTART], given)) == {"own_a.task", "own_c", "own_d.judges"}
+    assert own_modules(Config.from_toml([QUICKSTART], ["environment.names.calc=own_e.env:Calc"])) == {"own_e.env"}
     scored = ['environment.reward_function={"own_b:length"=1.0, format=0.5}', "environment.env_class="]
     assert own_modules(Config.from_toml([QUICKSTART], scored)) == {"own_b"}
     assert not own_modules(Config.from_toml([QUICKSTART]))

@@ -230,6 +230,28 @@ def test_pyxis_is_options_of_srun(tmp_path: Path) -> None:
         assert end[:-1] == [*step, *wanted, "/opt/env/bin/python", "-m", f"hpcrl.launch.requeue.{module}"]
 
 
+def test_an_interpreter_of_the_jobs_runs_after_the_setup(tmp_path: Path) -> None:
+    """In the run, its pool and its upload, and at the end of their batch scripts."""
+    upload = [
+        "trainer.upload.s3=final",
+        "trainer.upload.s3_bucket=mine",
+        "slurm.upload.by=job",
+        "trainer.hf_save_interval=1",
+    ]
+    settings = [
+        "slurm.python=/my env/bin/python",
+        'slurm.setup=["module load cuda"]',
+        "slurm.elastic.replicas=1",
+        *upload,
+    ]
+    run, pool, sent = scripts(tmp_path, Config.from_toml([QUICKSTART], settings))
+    for script in (run, pool, sent):
+        assert sys.executable not in script
+        assert script.index("\nmodule load cuda\n") < script.index("'/my env/bin/python' -u -m submitit.core._submit ")
+    for script, module in ((run, "epilogue"), (pool, "elastic")):
+        assert last(script).startswith(f"'/my env/bin/python' -m hpcrl.launch.requeue.{module} ")
+
+
 def test_without_a_container_it_is_the_interpreter_of_the_submitter(tmp_path: Path) -> None:
     script = scripts(tmp_path, Config.from_toml([QUICKSTART]))[0]
     assert f" {shlex.quote(sys.executable)} -u -m submitit.core._submit " in script
