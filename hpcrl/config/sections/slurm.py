@@ -17,7 +17,7 @@ _SBATCH = Check(
     lambda extra: all(re.fullmatch(r"[A-Za-z][\w-]*", name, re.ASCII) for name in extra) and on_one_line(extra),
 )
 _ABSOLUTE = Check(
-    "expected the absolute path of a directory, such as /scratch/me, or one that begins with ~/ or ./, found {value!r:.140}",
+    "expected the absolute path of a directory, such as /scratch/me, ~/runs or ./runs, of one line without control characters, found {value!r:.140}",
     lambda path: path.startswith(("/", "~/", "./", "../")) and on_one_line(path),
 )
 

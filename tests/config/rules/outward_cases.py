@@ -56,7 +56,7 @@ OF_ALERTS = [
         {**ENTROPY, f"{ALERTS}.webhook": "https://a", f"{ALERTS}.webhook_file": "f"}, f"{ALERTS}.webhook_file", "leave one of them out",
         {**ENTROPY, f"{ALERTS}.webhook_file": "f"},
     ),
-    Case("alerts have rules", {f"{ALERTS}.command": ["true"]}, f"{ALERTS}.command", "no effect without trainer.alerts.rules", {**ENTROPY, f"{ALERTS}.command": ["true"]}),
+    Case("alerts have rules", {f"{ALERTS}.steps_without_signal": 0, f"{ALERTS}.command": ["true"]}, f"{ALERTS}.command", "no effect without trainer.alerts.rules", {**ENTROPY, f"{ALERTS}.command": ["true"]}),
 ]  # fmt: skip
 
 EXPORTS = {"trainer.hf_save_interval": 10}
