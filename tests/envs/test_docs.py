@@ -15,7 +15,7 @@ from hpcrl.config.fields import leaves
 from hpcrl.config.sections.functions import COMPARING_REWARDS, REWARDS
 from hpcrl.envs.rewards.boxed import SECONDS
 from hpcrl.envs.rewards.response import Response
-from hpcrl.envs.rewards.weighted import WeightedRewards
+from hpcrl.envs.rewards.weighted import BY_DATA_SOURCE, WeightedRewards
 from hpcrl.envs.sandbox import program as confined
 from hpcrl.envs.tasks import llm_judge, search, text2sql
 from hpcrl.envs.tools import python as python_program
@@ -30,7 +30,8 @@ BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 
 def test_the_table_lists_every_reward_and_which_compare() -> None:
     rows = re.findall(r"^\| `(\w+)` \|.*\| (yes|no) \|$", PAGE, re.MULTILINE)
-    assert dict(rows) == {name: "yes" if name in COMPARING_REWARDS else "no" for name in REWARDS}
+    comparing = {*COMPARING_REWARDS, BY_DATA_SOURCE}
+    assert dict(rows) == {name: "yes" if name in comparing else "no" for name in REWARDS}
     assert f"more than {SECONDS:g} seconds" in PAGE
 
 
