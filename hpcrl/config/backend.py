@@ -1,7 +1,7 @@
 """Declares what the configuration requires of an inference engine, and returns the engine that a configuration names.
 
 An engine is a package such as hpcrl.engines.vllm. Its object `BACKEND` answers the configuration; its modules answer the layers above, each by a
-Protocol: `rollout` and `nodes` (hpcrl/rollout/engines/launch.py), `teacher` (hpcrl/trainer/scoring/engine.py), `launch` (hpcrl/launch/backend.py),
+Protocol: `rollout` and `multi_node` (hpcrl/rollout/engines/launch.py), `teacher` (hpcrl/trainer/scoring/engine.py), `launch` (hpcrl/launch/backend.py),
 `plan` (hpcrl/planning/backend.py), `serve` (hpcrl/cli/engine.py). All of them are imported by name when they are needed, so that no layer depends
 on an engine.
 """
@@ -24,7 +24,7 @@ from hpcrl.errors import ConfigError, did_you_mean
 GROUP = "hpcrl.engines"
 """The entry points of other packages; each leads to an object as `Backend`. hpcrl's own engines are listed in hpcrl/engines/__init__.py."""
 
-Layer = Literal["rollout", "nodes", "teacher", "launch", "plan", "serve"]
+Layer = Literal["rollout", "multi_node", "teacher", "launch", "plan", "serve"]
 Rule = Callable[[ConfigTree], Iterator[Problem]]
 
 OPTIONAL = (
@@ -42,7 +42,7 @@ class Backend:
         name: value of generator.inference_engine.backend.
         title: for messages.
         package: with the modules of `brings`.
-        brings: layers that the engine has a module for. Without `nodes` a replica is on one node, without `teacher` it scores no samples,
+        brings: layers that the engine has a module for. Without `multi_node` a replica is on one node, without `teacher` it scores no samples,
             without `serve` there is no `hpcrl engine`. Without `launch` and `plan` nothing is checked at submit, and nothing planned.
         reads: settings of `OPTIONAL` that it reads; the others are refused.
         sampling: names of generator.sampling_params.additional_kwargs that it takes; None: any.

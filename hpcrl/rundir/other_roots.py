@@ -31,12 +31,11 @@ _LOST = {
 
 def places_of(run: Run, slurm: SlurmConfig) -> dict[str, Path]:
     """Return which folders of a run lie below other roots, by the setting; a root that is slurm.root itself changes nothing."""
-    roots = {name: Path(root) for name in OTHER_ROOTS if (root := getattr(slurm, name))}
-    own = os.path.realpath(run.root)
+    own, roots = os.path.realpath(run.root), (slurm.checkpoint_root, slurm.export_root, slurm.tensorboard_root)
     return {
-        name: root / run.project / run.name / OTHER_ROOTS[name]
-        for name, root in roots.items()
-        if os.path.realpath(root) != own
+        name: Path(root) / run.project / run.name / OTHER_ROOTS[name]
+        for name, root in zip(OTHER_ROOTS, roots, strict=True)
+        if root and os.path.realpath(root) != own
     }
 
 

@@ -72,13 +72,13 @@ def test_show_prints_yaml_that_gives_the_same_configuration(options: list[str], 
 
 def test_a_converted_script_in_yaml_says_the_same_as_in_toml(tmp_path: Path, capsys: Output) -> None:
     path = tmp_path / "run.sh"
-    path.write_text("python -m skyrl_train.entrypoints.main_base trainer.epochs=4 trainer.ckpt_path=/c +x.y=1\n")
+    path.write_text("python -m skyrl_train.entrypoints.main_base trainer.epochs=4 trainer.log_path=/c +x.y=1\n")
     assert main(["config", "convert", str(path), "--yaml"]) == 1
     text = capsys.readouterr().out
     main(["config", "convert", str(path)])
     assert yaml.safe_load(text) == tomli.loads(capsys.readouterr().out)
     assert "unconverted:" in text
-    assert "\n# dropped       trainer.ckpt_path" in text
+    assert "\n# dropped       trainer.log_path" in text
 
 
 def test_toml_needs_no_yaml() -> None:
@@ -158,7 +158,7 @@ def test_schema_and_paths_are_for_programs(capsys: Output) -> None:
         ("", ["trainer.*", "config_class = unset"]),
         ("train.train_policy.kl_beta", ["Cosmos-RL", "trainer.algorithm.kl_loss_coef"]),
         ("generator.num_inference_engines", ["SkyRL", "generator.inference_engine.num_engines"]),
-        ("trainer.ckpt_path", ["SkyRL", "not supported"]),
+        ("trainer.log_path", ["SkyRL", "not supported"]),
         ("policy.lora", ["a section of Cosmos-RL", "policy.lora.r: trainer.policy.model.lora.rank"]),
     ],
 )
@@ -314,7 +314,7 @@ def test_a_home_that_the_shell_has_left_is_found(
             "generator.num_inference_engines=2",
             "unknown setting, but one of SkyRL; did you mean generator.inference_engine.num_engines?",
         ),
-        ("trainer.ckpt_path=/tmp", "unknown setting, but one of SkyRL, which is not supported: "),
+        ("trainer.log_path=/tmp", "unknown setting, but one of SkyRL, which is not supported: "),
         (
             "generator.gpu_memory_utilization=",
             "unknown setting, but one of SkyRL; did you mean generator.inference_engine.gpu_",

@@ -18,7 +18,7 @@ from tests.paths import ROOT
 
 PROTOCOLS: dict[Layer, type] = {
     "rollout": RolloutBackend,
-    "nodes": NodesBackend,
+    "multi_node": NodesBackend,
     "teacher": TeacherBackend,
     "launch": LaunchBackend,
     "plan": PlanBackend,

@@ -89,7 +89,7 @@ def test_killed_run_goes_on_from_its_last_commit(place: Path) -> None:
     assert (rates[1], rates[STEPS]) == pytest.approx((2e-4 / 5, 1e-4)), "the learning rate changed with the attempt"
     assert committed(run.checkpoints, step_of)[-1] == STEPS
     assert "lr = 0.0002" in run.config_of(1).read_text()
-    assert "killed is done; to train on" in hpcrl("resume", "killed", cwd=place).stderr
+    assert "to train on, give it a later end: hpcrl resume killed" in hpcrl("resume", "killed", cwd=place).stderr
     longer = hpcrl("resume", "killed", f"trainer.max_steps={STEPS + 2}", cwd=place)
     assert longer.returncode == 0, longer.stderr
     assert f"warning: trainer.max_steps: {STEPS} -> {STEPS + 2}" in longer.stdout

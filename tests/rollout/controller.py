@@ -26,7 +26,7 @@ class Anything(Schema):
 
 
 class FakeController:
-    """Set `work`, `version`, `stop`, `unwanted`, `trains`, `claim_takes` and `complete_takes`, in seconds; look at `completed`, `claims`, `turns`,
+    """Set `work`, `version`, `stop`, `unwanted`, `trains`, `claim_takes` and `complete_takes`, in seconds; look at `completed`, `claims`, `leases`,
     `process statuses` and `left`.
 
     What is in `again` is given to the first worker that says it holds something.
@@ -38,7 +38,7 @@ class FakeController:
         self.version = 0
         self.stop: str | None = None
         self.trains = False
-        self.turns = 0
+        self.leases = 0
         self.claim_takes = self.complete_takes = 0.0
         self.again: deque[Work] = deque()
         self.completed: list[GroupMeta] = []
@@ -60,8 +60,8 @@ class FakeController:
         answer = {"stop": self.stop, "version": self.version, "work": work, "unwanted": self.unwanted}
         return answer | {"sleep": self.trains}
 
-    async def turn(self, body: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG002
-        self.turns += 1
+    async def lease(self, body: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG002
+        self.leases += 1
         await asyncio.sleep(0.05)
         return {"stop": self.stop, "version": self.version, "lease": not self.trains}
 
@@ -81,7 +81,7 @@ class FakeController:
 
     @contextmanager
     def served(self, run: Run, attempt: int) -> Iterator[FakeController]:
-        handlers = (self.claim, self.turn, self.complete, self.report, self.leave)
+        handlers = (self.claim, self.lease, self.complete, self.report, self.leave)
         routes = {f"/{handler.__name__}": Route(handler, Anything()) for handler in handlers}
         listener, over = bind("127.0.0.1"), threading.Event()
         serving = serve(

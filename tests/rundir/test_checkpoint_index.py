@@ -72,7 +72,7 @@ def test_what_a_pickle_names_is_not_called(tmp_path: Path, protocol: int) -> Non
     marker = tmp_path / "ran"
     written(tmp_path, index(old=Runs(marker)), protocol)
     with pytest.raises(
-        CommitError, match=rf"{tmp_path}/\.metadata names posix\.system, .* could run code .* unchanged copy"
+        CommitError, match=rf"{tmp_path}/\.metadata names posix\.system, .* could run foreign code.* unchanged copy"
     ):
         read_index(tmp_path)
     assert not marker.exists()

@@ -99,7 +99,8 @@ def test_every_turn_has_what_its_sample_is_worth(tmp_path: Path, name: str, pena
 def test_estimators_that_need_every_token_are_refused(tmp_path: Path) -> None:
     _, turned = both(tmp_path)
     with pytest.raises(
-        ConfigError, match=r"step_wise_trajectories or enable_http_endpoint: gae, reinforce\+\+ and other"
+        ConfigError,
+        match=r"step_wise_trajectories or enable_http_endpoint: estimators that are marked per_token, such as gae,",
     ):
         worth(*turned, advantage_estimator="reinforce++")
 

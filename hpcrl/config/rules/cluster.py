@@ -140,7 +140,7 @@ def _engines_on_several_nodes(config: ConfigTree, has: str) -> Iterator[Problem]
     path = "generator.inference_engine"
     engine, gpus = config.generator.inference_engine, config.slurm.gpus
     copy = engine.tensor_parallel_size * engine.pipeline_parallel_size
-    several = "nodes" in backend_of(engine).brings
+    several = "multi_node" in backend_of(engine).brings
     if not several or engine.gpus % gpus or (copy % gpus and gpus % copy):
         where = (
             "on several nodes it has all GPUs of each, and on each as much of a copy of the weights, or as many of them"

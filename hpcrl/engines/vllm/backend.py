@@ -8,7 +8,7 @@ from hpcrl.engines.vllm.rules import RULES, TEACHER_RULES
 
 class VLLM(Backend):
     name, title, package = "vllm", "vLLM", "hpcrl.engines.vllm"
-    brings = "rollout", "nodes", "teacher", "launch", "plan", "serve"
+    brings = "rollout", "multi_node", "teacher", "launch", "plan", "serve"
     reads, sampling = OPTIONAL, None
     rules, teacher_rules = RULES, TEACHER_RULES
     packages = ("vllm",)

@@ -58,7 +58,7 @@ class RolloutBackend(Protocol):
 
 
 class NodesBackend(Protocol):
-    """The module `nodes` of an engine whose replicas may be on several nodes."""
+    """The module `multi_node` of an engine whose replicas may be on several nodes."""
 
     def serve_node(self, run: Run, config: Config, attempt: int, number: int, status: StatusWriter) -> None:
         """Run one further node of an engine, again at each start of the engine, until SIGTERM.
@@ -102,4 +102,4 @@ def launched(
 
 def nodes_backend(config: Config) -> NodesBackend:
     """Return the backend of engines on several nodes."""
-    return cast(NodesBackend, backend_of(config.generator.inference_engine).layer("nodes"))
+    return cast(NodesBackend, backend_of(config.generator.inference_engine).layer("multi_node"))

@@ -24,7 +24,7 @@ def test_an_engine_sleeps_while_the_trainer_has_its_devices(
     controller.trains = True
     thread, failed = start(run, server, with_engine)
     try:
-        wait_for(lambda: controller.turns >= 3, 60, f"it does not ask for its turn, {failed}")
+        wait_for(lambda: controller.leases >= 3, 60, f"it does not ask for the lease, {failed}")
         assert [meta.group_id for meta in controller.completed] == ["g1"]
         wait_for(
             lambda: any(one["state"] == "asleep" for one in controller.reports), 30, "it does not say that it sleeps"

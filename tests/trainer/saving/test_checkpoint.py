@@ -223,6 +223,7 @@ def test_random_state_is_restored_or_derived(lives: Path, model_path: Path, tmp_
     assert drawn[0] == drawn[1]
 
     shutil.rmtree(path / "checkpoints")
+    Run(path).committed.unlink()
     torch.manual_seed(11)
     scenarios.lifetime(alone, {**options, "until": 1, "saves": [1]})
     expected = torch.rand(3).tolist()
