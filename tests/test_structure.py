@@ -161,3 +161,14 @@ def test_a_class_name_means_one_thing() -> None:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 found[node.name].append(module)
     assert {name: modules for name, modules in found.items() if len(modules) > 1} == {}
+
+
+def test_the_oldest_python_has_what_is_imported() -> None:
+    """Python 3.10 is promised (pyproject), and neither pyright nor a newer Python misses what later standard libraries added."""
+    newer = {"tomllib", "compression", "annotationlib"}
+    for path in CODE.files.values():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                assert newer.isdisjoint(alias.name.partition(".")[0] for alias in node.names), path
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                assert (node.module or "").partition(".")[0] not in newer, path

@@ -213,11 +213,11 @@ def _of_one_file(kind: str, script: bool, text: str, origin: str) -> Conversion:
 
 def _tables(text: str) -> dict[str, object]:
     """Return the tables of a TOML file; none where it is not TOML, which its converter tells."""
-    import tomllib
+    import tomli
 
     try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError:
+        return tomli.loads(text)
+    except tomli.TOMLDecodeError:
         return {}
 
 
