@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Mapping
+from functools import cache
 from numbers import Real
 from typing import Any
 
@@ -16,6 +17,7 @@ from hpcrl.envs.base import Environment, Messages, Turn
 from hpcrl.errors import UserCodeError
 
 
+@cache  # asked for each sample
 def is_of_skyrl_gym(found: type) -> bool:
     """Return whether the constructor of an environment's class takes `env_config`, as SkyRL-Gym's do and hpcrl's do not."""
     return "env_config" in inspect.signature(found).parameters
