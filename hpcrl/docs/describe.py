@@ -74,7 +74,7 @@ def _reference() -> str:
 
 
 def _names_elsewhere() -> str:
-    sources = [source for source in ("SkyRL", "verl", "prime-rl") if source in SOURCES]
+    sources = ("SkyRL", "verl", "prime-rl")
     lines = [
         "# Names of settings in other frameworks", "", _MADE, "",
         "Settings that TRL, or transformers' trainer, has too. Values and units may differ: `hpcrl config explain PATH` has the meaning,",
