@@ -197,7 +197,8 @@ def penalised(logits_RV: torch.Tensor, said_RC: torch.Tensor, penalties: torch.T
         penalties: [R], above 1 for less probable.
     """
     had = logits_RV.gather(1, said_RC)
-    return logits_RV.scatter(1, said_RC, torch.where(had > 0, had / penalties[:, None], had * penalties[:, None]))
+    less = torch.where(had > 0, had / penalties[:, None], had * penalties[:, None])
+    return logits_RV.scatter(1, said_RC, less.to(logits_RV.dtype))
 
 
 def biases(rows: Sequence[Sampling], device: torch.device) -> torch.Tensor | None:

@@ -85,8 +85,10 @@ def test_a_large_vocabulary_is_done_in_parts() -> None:
         assert whole.kept[at].sum() == 20
 
 
-def test_tokens_that_were_said_are_penalised() -> None:
-    found = penalised(LOGITS[None], torch.tensor([[0, 4, 0]]), torch.tensor([2.0]))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tokens_that_were_said_are_penalised(dtype: torch.dtype) -> None:
+    found = penalised(LOGITS[None].to(dtype), torch.tensor([[0, 4, 0]]), torch.tensor([2.0]))
+    assert found.dtype == dtype
     assert found[0].tolist() == [1.0, 1.0, 0.5, 0.0, -2.0, -3.0]
 
 
