@@ -21,6 +21,7 @@ from hpcrl.rollout.engines.base import Engine, Generation, Launched
 from hpcrl.rollout.engines.tensors import read_tensors, replace_adapter
 from hpcrl.rundir.commit import begin, finish, is_committed
 from hpcrl.trainer.models.adapter import Adapted, Adapter
+from tests.paths import ON_GPU
 from tests.rollout.material import ENGINE, LONG_PROMPT, close, make_model, options, served, slowly, started
 
 RANK = 4
@@ -112,6 +113,9 @@ def test_versions_are_told_apart(launched: Launched, models: list[Path], version
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(
+    ON_GPU and torch.cuda.device_count() < 2, reason="there is one GPU, and tensor parallelism needs two"
+)
 def test_two_workers_share_both_matrices(token_file: Path, tmp_path: Path) -> None:
     """fully_sharded_loras: what vLLM's workers compute together is what PEFT computes."""
     model = make_model(tmp_path / "model", 0, kv_heads=2)
