@@ -8,9 +8,15 @@ from collections.abc import Iterable
 from importlib.metadata import distribution
 from pathlib import Path
 
+import tomli
 from packaging.requirements import Requirement
 
 from tests.paths import ROOT
+
+
+def dependencies() -> list[str]:
+    """Return the requirements of an installation without extras, which has no torch."""
+    return tomli.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
 
 
 def make_environment(folder: Path, names: Iterable[str]) -> Path:
