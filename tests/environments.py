@@ -19,6 +19,13 @@ def dependencies() -> list[str]:
     return tomli.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
 
 
+def locked() -> list[str]:
+    """Return the packages of requirements.lock, and torch."""
+    lines = [line.partition("==") for line in (ROOT / "requirements.lock").read_text().splitlines()]
+    absent = {"async-timeout", "exceptiongroup", "setuptools", "torch", "typing_extensions"}  # by version of Python
+    return ["torch", *(name for name, equal, _ in lines if equal and name not in absent)]
+
+
 def make_environment(folder: Path, names: Iterable[str]) -> Path:
     """Make a virtual environment with hpcrl of this checkout, the named packages and what they require; return its folder of programs."""
     venv.create(folder, symlinks=True)

@@ -1,4 +1,4 @@
-"""The wheel holds all that a run needs: installed into an environment of its own, it runs the cells of docs/python.ipynb and the code of docs/python.md."""
+"""The wheel holds all that a run needs: beside the packages of requirements.lock alone, it runs the cells of docs/python.ipynb and the code of docs/python.md."""
 
 from __future__ import annotations
 
@@ -7,15 +7,13 @@ import os
 import re
 import subprocess
 import sys
-import sysconfig
-import venv
 from pathlib import Path
 
 from hpcrl.rundir.layout import Run
+from tests.environments import locked, make_environment
 from tests.jobs.small_run import curve, logs_of
 from tests.paths import ROOT
 
-HERE = sysconfig.get_path("purelib")
 DOCS = ROOT / "docs"
 _IN_ORDER = """
 import json, sys
@@ -53,12 +51,10 @@ def test_an_installed_wheel_runs_the_notebook_and_the_page_as_they_stand(place: 
     call(*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", place, ROOT, cwd=place)
     (wheel,) = place.glob("hpcrl-*.whl")
     clean = place / "clean"
-    venv.create(clean, symlinks=True)
-    call(*pip, "--python", clean / "bin/python", "install", "--no-deps", wheel, cwd=place)
+    make_environment(clean, locked())
     (packages,) = clean.glob("lib/python*/site-packages")
-    (packages / "dependencies.pth").write_text(
-        HERE + "\n"
-    )  # what hpcrl needs, but not the checkout: .pth files do not nest
+    (packages / "hpcrl.pth").unlink()  # the checkout
+    call(*pip, "--python", clean / "bin/python", "install", "--no-deps", wheel, cwd=place)
     where = call(clean / "bin/python", "-c", "import hpcrl; print(hpcrl.__file__)", cwd=place).strip()
     assert Path(where).is_relative_to(packages)
     assert "arithmetic" in call(clean / "bin/hpcrl", "env", "ls", cwd=place)
