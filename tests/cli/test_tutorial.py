@@ -62,6 +62,7 @@ def test_everything_before_the_cluster(place: Path) -> None:
                 assert part.strip() in printed, (command, printed)
 
 
+@pytest.mark.faults_slow
 def test_its_experiment_runs_on_this_machine(place: Path) -> None:
     if not (place / "mine" / "train.jsonl").exists():
         run(place, "cd mine && python make_rows.py")

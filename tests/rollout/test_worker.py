@@ -440,6 +440,7 @@ def test_a_job_whose_engine_hangs_or_dies_leaves_with_the_reason(
     assert not list(job.temporary.iterdir())
 
 
+@pytest.mark.faults_slow
 def test_nothing_survives_a_job_that_is_killed(job: Job) -> None:
     def core_is_spawned() -> bool:  # vLLM itself would leave it behind at this moment
         return any(len(children_of(pid)) >= 2 for pid in children_of(job.process.pid))
@@ -450,9 +451,10 @@ def test_nothing_survives_a_job_that_is_killed(job: Job) -> None:
     wait_for(lambda: not job.engine(), END_S, "processes are left")
 
 
-def test_a_job_that_is_told_to_end_during_its_start(job: Job) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_no_engine_survives_a_job_that_ends_during_its_start(job: Job, number: signal.Signals) -> None:
     wait_for(lambda: children_of(job.process.pid), 60, "no server")
-    job.process.terminate()
-    assert job.process.wait(END_S) == 0
+    job.process.send_signal(number)
+    assert job.process.wait(END_S) == (0 if number == signal.SIGTERM else -number)
     wait_for(lambda: not job.engine(), END_S, "its engine, which had hardly been started, goes on")
-    assert not list(job.temporary.iterdir())
+    assert number == signal.SIGKILL or not list(job.temporary.iterdir())
