@@ -1,4 +1,4 @@
-"""The wheel holds all that a run needs: installed into an environment of its own, it runs the quickstart without the checkout."""
+"""The wheel holds all that a run needs: installed into an environment of its own, it writes an experiment and runs it without the checkout."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import venv
 from pathlib import Path
 
 from hpcrl.rundir.layout import Run
-from tests.jobs.small_run import SMALL, curve
-from tests.paths import QUICKSTART, ROOT
+from tests.jobs.small_run import curve
+from tests.paths import ROOT
 
 HERE = sysconfig.get_path("purelib")
 
@@ -25,7 +25,7 @@ def call(*command: str | Path, cwd: Path, timeout: float = 120) -> str:
     return done.stdout
 
 
-def test_quickstart_from_an_installed_wheel(place: Path) -> None:
+def test_an_experiment_from_an_installed_wheel(place: Path) -> None:
     pip = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check")
     call(*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", place, ROOT, cwd=place)
     (wheel,) = place.glob("hpcrl-*.whl")
@@ -39,7 +39,10 @@ def test_quickstart_from_an_installed_wheel(place: Path) -> None:
     where = call(clean / "bin/python", "-c", "import hpcrl; print(hpcrl.__file__)", cwd=place).strip()
     assert Path(where).is_relative_to(packages)
     assert "arithmetic" in call(clean / "bin/hpcrl", "env", "ls", cwd=place)
-    settings = [*SMALL, "trainer.max_steps=2", "trainer.run_name=wheel"]
-    call(clean / "bin/hpcrl", "submit", QUICKSTART, "--local", "--follow", *settings, cwd=place, timeout=300)
-    run = Run.open(place / "runs" / "quickstart" / "wheel")
+    call(clean / "bin/hpcrl", "init", "mine", "--kind", "environment", cwd=place)
+    call(clean / "bin/python", "mine/make_rows.py", cwd=place)
+    settings = ["mine/experiment.toml", "trainer.max_steps=2", "trainer.eval_interval=0", "trainer.run_name=wheel"]
+    call(clean / "bin/hpcrl", "submit", "--local", "--follow", *settings, cwd=place, timeout=300)
+    run = Run.open(place / "runs" / "mine" / "wheel")
     assert list(curve(run, "reward/avg_raw_reward")) == [1, 2]
+    assert not (run.path / "code" / "hpcrl" / "_tiny_model").exists()
