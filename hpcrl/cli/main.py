@@ -21,6 +21,7 @@ from hpcrl.text import printable
 
 COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
     "start": {
+        "init": ("hpcrl.cli.init", "write an experiment to change: settings, rows, and a reward or an environment"),
         "submit": ("hpcrl.cli.submit", "start a run, or a sweep, from TOML files"),
         "plan": (
             "hpcrl.cli.plan",
@@ -82,6 +83,8 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
 }
 """By what a person wants: the commands, each with its module, whose `add_arguments` gets the command's parser, and its help."""
 _ELSEWHERE = {
+    "new": "init",
+    "create": "init",
     "run": "submit",
     "train": "submit",
     "launch": "submit",

@@ -31,6 +31,7 @@ echo "${{COMPREPLY[@]}}"
         ("hpcrl su", ["submit"]),
         ("hpcrl submit --fo", ["--follow"]),
         ("hpcrl config val", ["validate"]),
+        ("hpcrl init mine --kind env", ["environment"]),
         ("hpcrl follow --ro", ["--root"]),
     ],
 )
@@ -48,6 +49,7 @@ def test_bash_completes(line: str, words: list[str], tmp_path: Path) -> None:
         ("validate", "hpcrl config validate"),
         ("export", "hpcrl checkpoint export"),
         ("train", "hpcrl submit"),
+        ("new", "hpcrl init"),
         ("clean", "hpcrl rm"),
         ("sumbit", "submit"),
     ],
@@ -102,6 +104,7 @@ def test_every_command_in_an_environment_of_the_dependencies_alone(root: Path, t
     run = str(Run(root / "p" / "single").path)
     names = [name for group in COMMANDS.values() for name in group if name not in ("doctor", "follow", "attach", "rm")]
     more = {
+        "init": [str(tmp_path / "mine")],
         "submit": [str(QUICKSTART), "--dry-run"],
         "plan": [str(QUICKSTART)],
         "score": [str(QUICKSTART), "-o", str(tmp_path / "scores")],

@@ -58,6 +58,9 @@ def test_an_installed_wheel_runs_the_notebook_and_the_page_as_they_stand(place: 
     where = call(clean / "bin/python", "-c", "import hpcrl; print(hpcrl.__file__)", cwd=place).strip()
     assert Path(where).is_relative_to(packages)
     assert "arithmetic" in call(clean / "bin/hpcrl", "env", "ls", cwd=place)
+    call(clean / "bin/hpcrl", "init", "mine", "--kind", "environment", cwd=place)
+    call(clean / "bin/python", "mine/make_rows.py", cwd=place)
+    call(clean / "bin/hpcrl", "config", "validate", "mine/experiment.toml", cwd=place)
     cells = [*notebook_cells(), *page_blocks()]
     assert len(cells) == 9
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -85,3 +88,4 @@ def test_an_installed_wheel_runs_the_notebook_and_the_page_as_they_stand(place: 
     assert worst == [sample["name"] for sample in json.loads(shown)]
     assert "did you mean trainer.seed?" in done.stdout
     assert not (run.path.parent / "other").exists(), "the refused submission"
+    assert not (run.path / "code" / "hpcrl" / "_tiny_model").exists()

@@ -135,7 +135,7 @@ def _copy_code(folder: Path) -> None:
     for name, source in code_sources().items():
         for path in [source, *sorted(source.rglob("*"))]:
             target = folder / "code" / name / path.relative_to(source)
-            if not {"__pycache__", "_jobs"}.isdisjoint(path.relative_to(source).parts):
+            if not {"__pycache__", "_jobs", "_tiny_model"}.isdisjoint(path.relative_to(source).parts):
                 continue
             if path.is_dir():
                 target.mkdir(parents=True)
