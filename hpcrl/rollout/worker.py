@@ -28,6 +28,7 @@ from hpcrl.data.cache_files import EvalRow, append_rows
 from hpcrl.data.group_file import group_bytes
 from hpcrl.data.rollouts import Decode
 from hpcrl.envs.rewards.remote import Endpoints
+from hpcrl.envs.rewards.response import truth_text
 from hpcrl.errors import CommitError, EngineError
 from hpcrl.observe.metrics import MetricsWriter
 from hpcrl.observe.timeline import IDLE, Timeline
@@ -305,7 +306,8 @@ class Worker:
                 evaluated[group.oldest_version].append((group, meta))
             else:
                 meta = replace(group.meta(replica, str(path.relative_to(run.path))), offset=size)
-                content, meta = group_bytes(group.samples, meta, group.judged)
+                truth = truth_text(group.work.prompt.extras)
+                content, meta = group_bytes(group.samples, meta, group.judged, truth)
                 contents.append(content)
                 size += len(content)
             metas.append(meta)

@@ -3,7 +3,7 @@
 <root>/<project>/<run>/            0700
   config.toml                      resolved; the only configuration a job reads
   config.<attempt>.toml            what it was up to this attempt, where `hpcrl resume` changed it after
-  code/                            snapshot of hpcrl/ and jobs/ that this run uses
+  code/                            snapshot of hpcrl/ and jobs/ that this run uses; commit.txt, of the git checkout they come from
   slurm -> ../.slurm/<name>        submitit's folder: sbatch script, pickles, output of the batch script and of what no log has
   inputs.json                      datasets, templates and models that attempts read, by their checksums (hpcrl/launch/inputs.py)
   submission.json                  job id, executor, overrides
@@ -56,6 +56,7 @@ from hpcrl.errors import RunError
 
 OTHER_ROOTS = {"checkpoint_root": "checkpoints", "export_root": "exports", "tensorboard_root": "tensorboard"}
 """Settings of section slurm, and the folder of a run that each places."""
+COMMIT = "commit.txt"
 _STEP = re.compile(r"s(\d{6,})")
 _POSITION = re.compile(r"s(\d{6,})(?:u([1-9]\d*))?")
 _VERSION = re.compile(r"v(\d{6,})")

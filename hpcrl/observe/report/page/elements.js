@@ -25,7 +25,7 @@ function el(tag, attributes = {}, ...children) {
 function number(value) {
   if (value == null) return "–";
   const size = Math.abs(value);
-  if (size !== 0 && (size < 1e-3 || size >= 1e7)) return value.toExponential(2);
+  if (size !== 0 && (size < 1e-3 || size >= 1e7)) return value.toExponential(2).replace(/\.?0+e/, "e");
   return String(Number(value.toPrecision(size >= 1e4 ? 6 : 4)));
 }
 
@@ -35,6 +35,12 @@ function duration(seconds) {
   if (size < 60) return `${Number(seconds.toFixed(size < 10 ? 2 : 1))} s`;
   const whole = Math.round(size), h = Math.floor(whole / 3600), m = Math.floor(whole / 60) % 60, s = String(whole % 60).padStart(2, "0");
   return (seconds < 0 ? "-" : "") + (h ? `${h}:${String(m).padStart(2, "0")}:${s}` : `${m}:${s}`);
+}
+
+/** Return a time in seconds since 1970 as date and time of this place. */
+function when(seconds) {
+  const time = new Date(1000 * seconds), two = (value) => String(value).padStart(2, "0");
+  return `${time.getFullYear()}-${two(time.getMonth() + 1)}-${two(time.getDate())} ${two(time.getHours())}:${two(time.getMinutes())}:${two(time.getSeconds())}`;
 }
 
 const colour = (at) => PALETTE[at % PALETTE.length];
