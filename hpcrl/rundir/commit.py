@@ -61,14 +61,20 @@ def _put(name: str, content: bytes, mode: int, folder: int) -> None:
 
 def _write(contents: Mapping[str, bytes], mode: int, folder: int) -> None:
     beside = {name: f".{name}.{socket.gethostname()}.{os.getpid()}" for name in contents}
-    if len(contents) == 1:
-        ((name, content),) = contents.items()
-        _put(beside[name], content, mode, folder)
-    else:  # a filesystem syncs several files at a time in hardly more time than one
-        with ThreadPoolExecutor(_AT_ONCE) as threads:
-            list(threads.map(lambda name: _put(beside[name], contents[name], mode, folder), contents))
-    for name in contents:
-        os.replace(beside[name], name, src_dir_fd=folder, dst_dir_fd=folder)
+    try:
+        if len(contents) == 1:
+            ((name, content),) = contents.items()
+            _put(beside[name], content, mode, folder)
+        else:  # a filesystem syncs several files at a time in hardly more time than one
+            with ThreadPoolExecutor(_AT_ONCE) as threads:
+                list(threads.map(lambda name: _put(beside[name], contents[name], mode, folder), contents))
+        for name in contents:
+            os.replace(beside[name], name, src_dir_fd=folder, dst_dir_fd=folder)
+    except OSError:
+        for name in beside.values():  # on a full disk the parts of files would take what room is left
+            with suppress(OSError):
+                os.unlink(name, dir_fd=folder)
+        raise
     _sync(folder)
 
 
@@ -111,7 +117,11 @@ def write_files(directory: Path, contents: Mapping[str, bytes], mode: int = 0o64
     """
     make_directory(directory)
     with _opened(directory) as folder:
-        _write(contents, mode, folder)
+        try:
+            _write(contents, mode, folder)
+        except OSError as error:  # of an open file, it has no name
+            error.filename = str(directory / next(iter(contents)) if len(contents) == 1 else directory)
+            raise
 
 
 def write_text(path: Path, text: str, mode: int = 0o644) -> None:

@@ -64,12 +64,24 @@ _VERSION = re.compile(r"v(\d{6,})")
 
 def default_root() -> Path:
     """Return the default root of runs: $HPCRL_ROOT, else ./runs."""
-    return Path(os.environ.get("HPCRL_ROOT") or "runs").expanduser()
+    return expanded(os.environ.get("HPCRL_ROOT") or "runs")
 
 
 def root_of(given: str | None) -> Path:
     """Return where runs are made whose slurm.root is this."""
-    return Path(given).expanduser() if given else default_root()
+    return expanded(given) if given else default_root()
+
+
+def expanded(path: str | Path) -> Path:
+    """Return a path with the home directory in place of a leading ~.
+
+    Raises:
+        RunError: there is none: no such user, or a user without HOME and without an entry in passwd, as in some containers.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise RunError(f"{path}: ~ leads to no home directory here; write the path out, or set HOME") from None
 
 
 def token_cache(root: Path) -> Path:

@@ -156,6 +156,9 @@ def test_a_refused_request_has_the_reason_and_others_are_answered(with_each_engi
                 ([4] * (MAX_MODEL_LEN + 1), WHOLE, str(MAX_MODEL_LEN)),
                 ([VOCABULARY + 3], WHOLE, "token id|vocab"),
                 (PROMPT, {"top_p": 7.0}, "top_p"),
+                (PROMPT, {"logit_bias": {str(VOCABULARY + 3): 1.0}}, "logit_bias"),
+                (PROMPT, {"allowed_token_ids": [VOCABULARY + 3]}, "token_id"),
+                (PROMPT, {"stop_token_ids": [VOCABULARY + 3], "min_tokens": 2}, "stop_token_ids"),
             ):
                 with pytest.raises(RefusedRequestError, match=why):
                     await engine.generate(prompt, 1, 0, sampling, heard=heard)
