@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -59,6 +60,7 @@ class JobState:
 
 
 GONE = JobState("GONE")
+_JOB = re.compile(r"\d+(_\d+)?", re.ASCII)
 
 
 def run_slurm(command: Sequence[str], patience_s: float, limit_s: float = _ANSWER_S) -> str:
@@ -153,5 +155,7 @@ def local_state(job: str) -> JobState:
 
 
 def cancel_slurm(job: str) -> None:
-    """Cancel a Slurm job. Raises SubmitError where scancel refuses."""
+    """Cancel a Slurm job. Raises SubmitError where scancel refuses, or the record of a run names no job: scancel would take `-u NAME` for its option."""
+    if not _JOB.fullmatch(job):
+        raise SubmitError(f"expected the number of a job to cancel, found {job!r:.80}")
     run_slurm(["scancel", job], PATIENCE_S)

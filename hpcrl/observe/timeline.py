@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpcrl.rundir.commit import make_directory, parse_json
+from hpcrl.rundir.commit import make_directory, open_file, parse_json
 from hpcrl.rundir.layout import Run, attempt_of
 
 LOAD, IDLE, OTHER, ABSENT = "load", "idle", "other", "absent"
@@ -220,7 +220,7 @@ def _spans_of(path: Path, attempt: int) -> Iterator[Span]:
 
 
 def _lines_of(path: Path) -> Iterator[dict[str, Any]]:
-    with suppress(FileNotFoundError), path.open("rb") as file:  # renamed meanwhile: it is read under its new name
+    with suppress(FileNotFoundError), open_file(path) as file:  # renamed meanwhile: it is read under its new name
         for line in file:
             with suppress(ValueError):
                 if isinstance(value := parse_json(line), dict):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -152,3 +153,28 @@ def test_a_run_is_shared_as_the_page_for_administrators_says(root: Path, capsys:
 def _out(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     assert main(list(words)) == 0
     return capsys.readouterr().out
+
+
+def test_what_links_of_a_run_lead_to_stays(
+    root: Path, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a copy of somebody else's run, the links may lead to anything of this user's."""
+    run, place = Run(root / "p" / "single"), tmp_path_factory.mktemp("home")
+    files = [place / folder / "mine" for folder in ("papers/drafts", "weights", ".slurm/thesis")]
+    for file in files:
+        write_text(file, "x")
+    fill(run)
+    shutil.move(run.checkpoints, place / "of-run")
+    for link, target in (("checkpoints", "papers"), ("weights", "weights"), ("slurm", ".slurm/thesis")):
+        (run.path / link).unlink(missing_ok=True)
+        (run.path / link).symlink_to(place / target)
+    assert main(["rm", "single", "--yes", "--keep-metrics", "--root", str(root)]) == RunError.exit_code
+    assert f"{run.checkpoints} leads to {place}/papers, which is not known to be of this run" in capsys.readouterr().err
+    assert main(["checkpoint", "rm", "single", "3", "--root", str(root)]) == RunError.exit_code
+    assert sizes_of(run).keys().isdisjoint({"checkpoints", "papers"})
+    run.checkpoints.unlink()
+    _out(capsys, "rm", "single", "--yes", "--keep-metrics", "--root", str(root))
+    assert not run.weights.is_symlink(), "the link itself goes"
+    _out(capsys, "rm", "single", "--yes", "--root", str(root))
+    assert not list((root / "p").glob("*single*"))
+    assert all(map(Path.exists, files))

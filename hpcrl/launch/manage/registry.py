@@ -29,7 +29,7 @@ def all_runs(root: Path) -> list[Run]:
     root = root.absolute()
     names = [(project, name) for project in _folders(root) for name in _folders(root / project) if name[0] != "."]
     return [
-        Run(root / project / name) for project, name in names if os.path.exists(root / project / name / "config.toml")
+        Run(root / project / name) for project, name in names if os.path.isfile(root / project / name / "config.toml")
     ]
 
 

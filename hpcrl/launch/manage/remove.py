@@ -11,13 +11,14 @@ from hpcrl.launch.manage.registry import all_runs, states_of
 from hpcrl.launch.scheduler import cancel_slurm
 from hpcrl.rundir.commit import children, discard
 from hpcrl.rundir.layout import Run
-from hpcrl.rundir.other_roots import own_homes
+from hpcrl.rundir.other_roots import own_homes, require_own
 
 
 def sizes_of(run: Run) -> dict[str, int]:
     """Return the bytes of each folder of a run that has files, the largest first; files beside the folders count as ""."""
     sizes = dict[str, int]()
-    for root in (run.path, *run.elsewhere.values()):
+    own = own_homes(run)
+    for root in (run.path, *(place for place in run.elsewhere.values() if place.parent in own)):
         for folder, _, files in os.walk(root):
             name = os.path.relpath(folder, run.path if root == run.path else root.parent).partition(os.sep)[0]
             for file in files:
@@ -35,12 +36,14 @@ def remove(run: Run, *, keep_metrics: bool = False) -> None:
             evaluations, alerts and logs.
 
     Raises:
-        RunError: the run is not over, so that its processes may write.
+        RunError: the run is not over, so that its processes may write; or it leads to folders that are not known to be its own.
         SubmitError: Slurm could not be asked.
     """
     state = states_of([run])[0]
     if not state.over:
         raise RunError(f"{run.name} is {state.kind}: {state.detail}; `hpcrl cancel {run.name}` ends it first")
+    if keep_metrics:
+        require_own(run, run.checkpoints, run.exports)
     if upload := state.submission.get("upload"):
         with suppress(SubmitError):  # it has ended
             cancel_slurm(upload)
@@ -48,15 +51,16 @@ def remove(run: Run, *, keep_metrics: bool = False) -> None:
         for path in _large(run):
             discard(path)
         return
-    shared, homes = Path(os.path.realpath(run.slurm)), own_homes(run)
+    submissions, shared = Path(os.path.realpath(run.path.parent / ".slurm")), Path(os.path.realpath(run.slurm))
+    homes = own_homes(run)
     discard(run.path)
     for home in homes:
         discard(home)
-    if shared.parent.name == ".slurm" and not any(
+    if shared.parent == submissions and not any(
         os.path.realpath(other.slurm) == str(shared) for other in all_runs(run.root)
     ):
         discard(shared)
-    for folder in (shared.parent, run.path.parent, *(home.parent for home in homes)):
+    for folder in (submissions, run.path.parent, *(home.parent for home in homes)):
         with suppress(OSError):  # other runs are in it
             folder.rmdir()
 
