@@ -51,7 +51,7 @@ def test_metrics_stay_on_wish(root: Path, capsys: pytest.CaptureFixture[str]) ->
     assert " · " in _out(capsys, "status", "s", "--size", "--root", str(root))
     assert "exports 2.0 KiB" in _out(capsys, "status", "single", "--size", "--root", str(root))
     shown = _out(capsys, "status", "single", "--root", str(root))
-    _out(capsys, "rm", "single", "--yes", "--keep-metrics", "--root", str(root))
+    _out(capsys, "rm", "single", "--yes", "--keep", "metrics", "--root", str(root))
     assert list(run.exports.iterdir()) == []
     assert [path.name for path in run.checkpoints.iterdir()] == ["starts.jsonl"]
     assert run.log(1, "trainer-0").exists()
@@ -78,7 +78,7 @@ def test_folders_below_other_roots_go_too(root: Path, tmp_path_factory: pytest.T
     (home / "run").symlink_to(run.path)
     fill(run)
     assert sizes_of(run)["checkpoints"] > 3000
-    assert main(["rm", "single", "--yes", "--keep-metrics", "--root", str(root)]) == 0
+    assert main(["rm", "single", "--yes", "--keep", "metrics", "--root", str(root)]) == 0
     assert [path.name for path in (home / "checkpoints").iterdir()] == ["starts.jsonl"]
     assert list((home / "exports").iterdir()) == []
     other = home.with_name("of-another")
