@@ -75,7 +75,7 @@ def test_killed_run_goes_on_from_its_last_commit(place: Path) -> None:
     assert refused.returncode == 2
     assert "refused: trainer.seed: 42 -> 1" in refused.stderr
     lr = "trainer.policy.optimizer_config.lr"
-    changes = [f"{lr}=1e-4", "trainer.ckpt_interval=5", f"trainer.max_steps={STEPS}"]
+    changes = [f"{lr}=1e-4", "trainer.ckpt_interval=5", f"trainer.max_steps={STEPS}", "trainer.keep_when_done=last"]
     resumed = hpcrl("resume", "killed", *changes, cwd=place)
     assert resumed.returncode == 0, resumed.stderr
     assert f"warning: {lr}: 0.0002 -> 0.0001 (" in resumed.stdout
@@ -93,7 +93,10 @@ def test_killed_run_goes_on_from_its_last_commit(place: Path) -> None:
     assert tensorboard_points(run, "eval/all/avg_score") == [0, 10, STEPS]
     rates = curve(run, "policy/policy_lr")
     assert (rates[1], rates[STEPS]) == pytest.approx((2e-4 / 5, 1e-4)), "the learning rate changed with the attempt"
-    assert committed(run.checkpoints, step_of)[-1] == STEPS
+    assert committed(run.checkpoints, step_of) == [STEPS]
+    assert not run.weights.exists()
+    assert "trainer.keep_when_done: deleted weights" in run.log(2, "agent-0").read_text()
+    assert hpcrl("verify", "killed", cwd=place).returncode == 0
     assert "lr = 0.0002" in run.config_of(1).read_text()
     assert "to train on, give it a later end: hpcrl resume killed" in hpcrl("resume", "killed", cwd=place).stderr
 
