@@ -238,7 +238,7 @@ def first_record(run: Run, process: str, name: str, valid: Callable[[Record], bo
 def last_records(run: Run, process: str, name: str, valid: Callable[[Record], bool], most: int = 1) -> list[Record]:
     """Return the last valid records of a process that have the metric `name`, the newest first, without reading what lies before them."""
     with suppress(FileNotFoundError), run.metrics_of(process).open("rb", buffering=0) as file:
-        return list(islice(_having(_from_the_end(file), process, name, valid), most))
+        return list(islice(_having(lines_from_end(file), process, name, valid), most))
     return []
 
 
@@ -255,7 +255,8 @@ def _having(lines: Iterable[bytes], process: str, name: str, valid: Callable[[Re
                         yield record
 
 
-def _from_the_end(file: FileIO) -> Iterator[bytes]:
+def lines_from_end(file: FileIO) -> Iterator[bytes]:
+    """Yield the lines of a file, the last one first, without reading what lies before them."""
     end, ends = file.seek(0, os.SEEK_END), list[bytes]()
     while end > 0:
         start = max(0, end - _BLOCK)

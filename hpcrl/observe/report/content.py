@@ -15,6 +15,7 @@ from hpcrl.config import Config
 from hpcrl.config.difference import flat, value_as_toml
 from hpcrl.data.rollouts import Decode
 from hpcrl.errors import ConfigError, HpcrlError, RunError
+from hpcrl.observe.advice import advise
 from hpcrl.observe.report.curves import curves_of
 from hpcrl.observe.report.groups import groups_of
 from hpcrl.observe.report.samples import samples_of
@@ -51,7 +52,7 @@ def content_of(run: Run, decoder: Decoder, *, with_samples: bool = True) -> dict
         "made": time.time(),
         "started": started,
         "summary": summary_rows(summarise(run)),
-        "findings": [asdict(one) for one in [*_alerts(run), *findings(curves, config.values, ended)]],
+        "findings": [asdict(one) for one in [*_alerts(run), *findings(curves, config.values, ended), *_waits(run)]],
         "attempts": _attempts(run, attempts, outcomes, started),
         "curves": curves,
         "groups": groups_of(run),
@@ -71,6 +72,13 @@ def _alerts(run: Run) -> list[Verdict]:
         )
         for alert in read_alerts(run)
     ]
+
+
+def _waits(run: Run) -> list[Verdict]:
+    with suppress(ConfigError):  # written by another hpcrl
+        advised = advise(run)
+        return [Verdict("waiting", "look", line) for line in advised.lines()] if advised else []
+    return []
 
 
 def _attempts(run: Run, attempts: list[Attempt], outcomes: dict[int, Outcome], started: float) -> list[dict[str, Any]]:
