@@ -173,6 +173,16 @@ def _view(state: RunState) -> RunView:
     return RunView(state.run, state)
 
 
+def _waiting(state: RunState) -> dict[str, Any] | None:
+    from hpcrl.errors import ConfigError, RunError
+    from hpcrl.observe.advice import advise
+
+    with suppress(ConfigError, RunError, OSError):  # the state names it
+        advised = advise(state.run)
+        return advised.to_json() if advised else None
+    return None
+
+
 def _as_json(state: RunState, with_size: bool) -> dict[str, Any]:
     from dataclasses import asdict
 
@@ -198,6 +208,7 @@ def _as_json(state: RunState, with_size: bool) -> dict[str, Any]:
         "outcome": asdict(state.outcome) if state.outcome else None,
         "progress": {**asdict(state.progress), "eta": state.progress.eta},
         "summary": {name: value for name, value in asdict(summary).items() if name != "outcome"} if summary else None,
+        "waiting": _waiting(state),
         "alerts": [{**asdict(alert.begin), "cleared": alert.cleared} for alert in _alerts(state.run)],
         "uploads": {store: asdict(upload) for store, upload in upload_states(state.run).items()},
         "processes": [asdict(status) for status in state.statuses],

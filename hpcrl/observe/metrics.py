@@ -237,7 +237,7 @@ def first_record(run: Run, process: str, name: str, valid: Callable[[Record], bo
 def last_records(run: Run, process: str, name: str, valid: Callable[[Record], bool], most: int = 1) -> list[Record]:
     """Return the last valid records of a process that have the metric `name`, the newest first, without reading what lies before them."""
     with suppress(FileNotFoundError), open_file(run.metrics_of(process)) as file:
-        return list(islice(_having(_from_the_end(file), process, name, valid), most))
+        return list(islice(_having(lines_from_end(file), process, name, valid), most))
     return []
 
 
@@ -254,7 +254,8 @@ def _having(lines: Iterable[bytes], process: str, name: str, valid: Callable[[Re
                         yield record
 
 
-def _from_the_end(file: BinaryIO) -> Iterator[bytes]:
+def lines_from_end(file: BinaryIO) -> Iterator[bytes]:
+    """Yield the lines of a file, the last one first, without reading what lies before them."""
     end, ends = file.seek(0, os.SEEK_END), list[bytes]()
     while end > 0:
         start = max(0, end - _BLOCK)

@@ -151,7 +151,14 @@ def _copy_code(folder: Path) -> None:
 def _commit(package: Path) -> str:
     """Return the commit of the git checkout that a package is a part of; empty without one, or without git."""
     with suppress(OSError, subprocess.SubprocessError):
-        asked = ["git", "-C", str(package), "rev-parse", "HEAD", "HEAD:./__init__.py"]  # an error where it is not tracked
+        asked = [
+            "git",
+            "-C",
+            str(package),
+            "rev-parse",
+            "HEAD",
+            "HEAD:./__init__.py",
+        ]  # an error where it is not tracked
         return subprocess.run(asked, capture_output=True, text=True, timeout=10, check=True).stdout.split()[0]
     return ""
 

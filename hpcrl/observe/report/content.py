@@ -15,6 +15,7 @@ from hpcrl.config import Config
 from hpcrl.config.difference import flat, value_as_toml
 from hpcrl.data.rollouts import Decode
 from hpcrl.errors import ConfigError, HpcrlError, RunError
+from hpcrl.observe.advice import advise
 from hpcrl.observe.charts import charts_of
 from hpcrl.observe.evaluations import success_reward_of
 from hpcrl.observe.report.about import about, cards
@@ -49,7 +50,8 @@ def content_of(run: Run, decoder: Decoder, *, with_samples: bool = True) -> dict
     config, code = _config(run), _code(run)
     curves = curves_of(run, started)
     ended = [outcomes[attempt.number] for attempt in attempts if attempt.number in outcomes]
-    found, summary = [*_alerts(run), *findings(curves, config.values, ended)], summarise(run)
+    found = [*_alerts(run), *findings(curves, config.values, ended), *_waits(run)]
+    summary = summarise(run)
     return {
         "name": f"{run.project}/{run.name}",
         "path": str(run.path),
@@ -82,6 +84,13 @@ def _alerts(run: Run) -> list[Verdict]:
         )
         for alert in read_alerts(run)
     ]
+
+
+def _waits(run: Run) -> list[Verdict]:
+    with suppress(ConfigError):  # written by another hpcrl
+        advised = advise(run)
+        return [Verdict("waiting", "look", line) for line in advised.lines()] if advised else []
+    return []
 
 
 def _attempts(run: Run, attempts: list[Attempt], outcomes: dict[int, Outcome], started: float) -> list[dict[str, Any]]:

@@ -4,8 +4,8 @@
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const PALETTE = ["#3b6fd8", "#d9692a", "#2e9e68", "#b04fc4", "#c43b52", "#7a7f1e", "#1f97a8", "#8a6a4a"];
 const KIND_COLOURS = {
-  generate: "#3b8fd8", wait: "#e0b13c", train: "#2e9e68", publish: "#9a5fd0", turn: "#5f7f8f", pause: "#d94f4f", checkpoint: "#8a6a4a",
-  evaluate: "#1fa8a0", score: "#c46fb0", idle: "#c9ced6", load: "#7f8da3", other: "#a9b4a2", absent: "#00000000",
+  generate: "#3b8fd8", wait: "#e0b13c", train: "#2e9e68", publish: "#9a5fd0", colocation: "#5f7f8f", pause: "#d94f4f", checkpoint: "#8a6a4a",
+  evaluate: "#1fa8a0", score: "#c46fb0", environment: "#d98a4a", idle: "#c9ced6", load: "#7f8da3", other: "#a9b4a2", absent: "#00000000",
 };
 const OUTCOME_COLOURS = { done: "#1a7f45", interrupted: "#c98a16", cancelled: "#7f8da3", running: "#3b6fd8" };
 
