@@ -118,7 +118,7 @@ def _change(config: Config, overrides: dict[str, Any]) -> Kind | None:
     except ConfigError:
         return None
     kinds = [change.kind for change in changes(config, other)]
-    return next((kind for kind in ("refused", "warning") if kind in kinds), "harmless")
+    return "refused" if "refused" in kinds else "warning" if "warning" in kinds else "harmless"
 
 
 def _shown(value: Any) -> str:

@@ -1,7 +1,7 @@
 """The settings to tune for speed, with what they gain: the table of docs/performance.md, and when each is advised to a run.
 
-A row that names waits is advised where a run has such a wait and the row's judge returns values. hpcrl/observe/advice.py drops values that
-the run has already, and those that its configuration refuses.
+A row that names waits is advised where a run has such a wait and the row's judge returns values. Advice leaves out values that the run has
+already, and those that its configuration refuses.
 """
 
 from __future__ import annotations

@@ -173,7 +173,11 @@ def test_the_first_screen_says_what_is_trained_and_how_well(run: Run) -> None:
     assert (score["title"], score["value"], score["note"]) == ("Evaluation score", "0.500", "step 20")
     assert (reward["value"], reward["note"]) == ("1.046", "0.092 at step 1 · 1.046 at best")
     assert time["note"] == "step 20 · 2.00 s each · 160 samples"
-    assert (health["value"], health["status"], health["note"]) == ("done", "bad", "1 wrong: length")
+    assert (health["value"], health["status"], health["note"]) == (
+        "done",
+        "bad",
+        "1 wrong: length · 1 to look at: waiting",
+    )
     report_outcome(run, 2, "failed", "trainer-0: killed", "agent-0")
     open_attempt(run, "1.2", ["n2"])
     report_outcome(run, 3, "failed", "trainer-0: killed", "agent-0")

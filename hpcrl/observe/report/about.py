@@ -160,7 +160,9 @@ def _learned(
 def _health(summary: Summary, findings: Sequence[Verdict]) -> Card:
     outcome = summary.outcome
     kind = outcome.kind if outcome else "running" if summary.attempts else "not begun"
-    bad, look = ([one.name for one in findings if one.status == status] for status in ("bad", "look"))
+    bad, look = (
+        list(dict.fromkeys(one.name for one in findings if one.status == status)) for status in ("bad", "look")
+    )
     status = "bad" if bad or kind in _BAD_ENDS else "look" if look else "good" if findings else ""
     notes = [
         outcome.message if outcome and outcome.message != "finished" else "",

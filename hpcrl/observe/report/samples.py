@@ -38,8 +38,9 @@ Column = list[float | int | None]
 
 
 def samples_of(run: Run, decode: Decode | None) -> dict[str, Any]:
-    """Return groups of steps and of evaluations, evenly spread over the run: of each that with the greatest spread of rewards, the worst,
-    the best and others, with some of their samples from the best to the worst.
+    """Return groups of steps and of evaluations, evenly spread over the run, with samples of each from the best to the worst.
+
+    Of each step these are the groups with the greatest spread of rewards, the worst, the best and others.
 
     Args:
         decode: token ids to text; None: the ids are shown.
@@ -182,7 +183,9 @@ def _about(group: GroupMeta, at: int, row: Row) -> dict[str, Any]:
 
 
 def _row(row: Row, dumped: dict[str, np.ndarray], decode: Decode | None, start: int) -> dict[str, Any]:
-    """Return the tokens of a row from `start` on, and a column of numbers for each thing that is known of them; None where it is not known of a token."""
+    """Return the tokens of a row from `start` on, and columns of numbers about them.
+
+    None stands where a number is not known of a token."""
     size = len(row.token_ids) - start
     shown = slice(start, start + min(size, _MOST_TOKENS))
     chosen, trained = row.versions[shown] >= 0, row.loss_mask[shown] > 0
