@@ -185,7 +185,8 @@ def _about(group: GroupMeta, at: int, row: Row) -> dict[str, Any]:
 def _row(row: Row, dumped: dict[str, np.ndarray], decode: Decode | None, start: int) -> dict[str, Any]:
     """Return the tokens of a row from `start` on, and columns of numbers about them.
 
-    None stands where a number is not known of a token."""
+    None stands where a number is not known of a token.
+    """
     size = len(row.token_ids) - start
     shown = slice(start, start + min(size, _MOST_TOKENS))
     chosen, trained = row.versions[shown] >= 0, row.loss_mask[shown] > 0
