@@ -69,7 +69,7 @@ def _init(arguments: argparse.Namespace) -> int:
 
     folder, kind, model = arguments.folder, _KINDS[arguments.kind], arguments.model
     values = {
-        "name": value_as_toml((directory_name(folder.resolve().name) or "mine")[:128]),
+        "name": value_as_toml((directory_name(os.path.basename(os.path.realpath(folder))) or "mine")[:128]),
         "model": value_as_toml(f"./{_MODEL}" if model is None else _location(model, folder)),
         "lr": kind.lr if model is None else kind.lr_of_others,
     }
@@ -99,7 +99,7 @@ def _location(model: str, folder: Path) -> str:
     if (path / CONFIG).is_file():
         if path.is_absolute():
             return model
-        relative = os.path.relpath(path.resolve(), folder.resolve())
+        relative = os.path.relpath(path, os.path.realpath(folder))
         return relative if relative.startswith("../") else f"./{relative}"
     if path.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", model) or model.startswith("."):
         raise DataError(f"--model: {model} has no {CONFIG}; expected a folder with a model, or owner/name on the hub")

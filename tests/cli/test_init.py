@@ -75,6 +75,17 @@ def test_names_of_models(place: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert not Path("d").exists()
 
 
+def test_a_folder_behind_a_link(place: Path) -> None:
+    shutil.copytree(MODEL, place / "tiny")
+    (place / "deep" / "real").mkdir(parents=True)
+    (place / "link").symlink_to("deep/real")
+    assert main(["init", "link", "--model", "tiny"]) == 0
+    trainer = Config.from_toml([place / "link" / "experiment.toml"]).trainer
+    assert (trainer.project_name, trainer.policy.model.path) == ("real", str(place / "tiny"))
+    (place / "loop").symlink_to("loop")
+    assert main(["init", "loop"]) == 3
+
+
 def test_a_name_that_no_project_can_have() -> None:
     assert main(["init", 'my "first" é']) == 0
     assert Config.from_toml([Path('my "first" é/experiment.toml')]).trainer.project_name == "my-first"

@@ -28,7 +28,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_everything_before_the_cluster(place: Path) -> None:
     (made,) = re.findall(r"run it there: `(.*?)`", LOCAL)
-    run(place, made)
+    for _ in range(2):  # the second time, rows are replaced
+        run(place, made)
+        assert len((place / "mine" / "train.jsonl").read_text().splitlines()) == 1100
     commands = [one for _, text in BLOCKS for one in typed(text)]
     assert len(commands) >= 4
     for command, lines in commands:
