@@ -30,6 +30,7 @@ from hpcrl.observe.report.samples import chosen, token_texts
 from hpcrl.observe.report.spans import timeline_of
 from hpcrl.observe.report.verdict import RULES, findings
 from hpcrl.observe.summary import EVAL_SCORE, REWARD
+from hpcrl.observe.timeline import KINDS
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import Attempt, Outcome, open_attempt, report_outcome
 from tests.observe.report_material import HOSTILE, made, write_dump, write_evaluation, write_step
@@ -252,6 +253,11 @@ def test_shares_of_a_coarse_timeline_are_exact(tmp_path: Path, monkeypatch: pyte
         assert sum(parts.values()) == pytest.approx(80_000, abs=5)
         assert sums(coarse)[name] == pytest.approx(parts, abs=45), "some rounding per span"
     assert len(fine["steps"]) == 40
+
+
+def test_each_kind_of_the_timeline_has_a_colour() -> None:
+    colours = (ROOT / "hpcrl" / "observe" / "report" / "page" / "elements.js").read_text().partition("KIND_COLOURS")[2]
+    assert [kind for kind in KINDS if f" {kind}: " not in colours.partition("};")[0]] == []
 
 
 def test_a_report_of_a_thousand_steps_is_small(tmp_path: Path) -> None:

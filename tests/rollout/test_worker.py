@@ -22,6 +22,7 @@ from hpcrl.config import Config, EnvironmentConfig, GeneratorConfig, SamplingPar
 from hpcrl.config.sections.generator import ChatTemplateConfig
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.data.cache_files import read_rows
+from hpcrl.data.group_file import read_truth
 from hpcrl.data.tokenizer import decoder, load_tokenizer
 from hpcrl.data.weight_files import PublishedWeights
 from hpcrl.engines.vllm.client import EngineClient
@@ -166,6 +167,8 @@ def test_groups_of_each_version(
     assert 0 < metrics[1]["weights/load_seconds/rollout-5"] < metrics[1]["weights/pause_seconds/rollout-5"]
     size = sum(path.stat().st_size for path in run.weights_of(1).iterdir() if path.name not in (MANIFEST, COMMIT))
     assert metrics[1]["weights/load_gib/rollout-5"] == pytest.approx(size / 2**30)
+    first = controller.completed[0]
+    assert read_truth(run.inside(first.path), first) == "abc"
     samples = sum(path.stat().st_size for path in run.samples_of(5).iterdir())
     written = sum(values.get("throughput/samples_gib/rollout-5", 0.0) for values in metrics.values())
     assert metrics[0]["memory/host_gib/rollout-5"] > written == pytest.approx(samples / 2**30)
