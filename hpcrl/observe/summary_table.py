@@ -22,7 +22,7 @@ def show_summary(run: Run, console: Console) -> None:
     console.print(table)
     for line in (
         f"run directory  {run.path}",
-        f"curves         {shlex.join(['tensorboard', '--logdir', str(run.tensorboard)])}",
+        f"curves         {shlex.join(['hpcrl', 'tensorboard', str(run.path)])}",
     ):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 

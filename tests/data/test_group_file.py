@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpcrl.data.group_file import check_group, group_bytes, groups_of
+from hpcrl.data.group_file import check_group, group_bytes, groups_of, read_truth
 from hpcrl.errors import DamagedError, DataError
 from hpcrl.types import GroupMeta, Hint, Row, SamplingMask
 from tests.rows import group_meta, read_tensors, write_group
@@ -76,6 +76,17 @@ def group(tmp_path):
     path = tmp_path / "samples" / "1" / "g000007.safetensors"
     write_group(path, samples, meta(samples))
     return path, samples
+
+
+def test_the_ground_truth_is_there_for_people(tmp_path):
+    samples = [sample(5, 0)]
+    known = write_group(tmp_path / "with", samples, meta(samples), "42 </script>")
+    assert read_truth(tmp_path / "with", known) == "42 </script>"
+    assert read_truth(tmp_path / "without", write_group(tmp_path / "without", samples, meta(samples))) == ""
+    content = (tmp_path / "with").read_bytes()
+    (tmp_path / "with").write_bytes(content.replace(b"42 <", b"43 <"))
+    with pytest.raises(DamagedError, match="its header is not what was written"):
+        read_truth(tmp_path / "with", known)
 
 
 def test_round_trip(group):

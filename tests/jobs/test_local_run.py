@@ -213,7 +213,7 @@ def test_from_another_runs_checkpoint_and_cancel(place: Path) -> None:
     )  # fmt: skip
     run = Run.open(place / "runs" / "quickstart" / name)
     assert done.returncode == 0, done.stdout + done.stderr + logs_of(run)
-    for part in ("eval score", "tokens/s", "tensorboard --logdir", "rollout-0"):
+    for part in ("eval score", "tokens/s", "hpcrl tensorboard ", "rollout-0"):
         assert part in done.stdout
     assert oct(run.path.stat().st_mode & 0o777) == "0o700"
     token = run.token.read_text().strip()

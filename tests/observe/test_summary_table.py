@@ -63,7 +63,7 @@ def test_the_command_for_curves_is_one_that_a_shell_takes(tmp_path: Path) -> Non
     run.path.mkdir(parents=True)
     show_summary(run, Console(file=out))
     (line,) = [line for line in out.getvalue().splitlines() if line.startswith("curves")]
-    assert shlex.split(line)[1:] == ["tensorboard", "--logdir", str(run.tensorboard)]
+    assert shlex.split(line)[1:] == ["hpcrl", "tensorboard", str(run.path)]
 
 
 def test_summary_of_a_run_that_was_resumed(run: Run) -> None:

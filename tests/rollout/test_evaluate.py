@@ -70,6 +70,8 @@ def test_each_prompt_is_played_and_dumped(
         prompt, said = sample.parts
         assert (prompt.by, said.by, said.tokens) == ("prompt", "policy", group.response_lengths[0])
         assert "sort: " in prompt.text
+        assert sample.ground_truth in prompt.text.partition("sort: ")[2]
+        assert sample.ground_truth
     lines = [json.loads(line) for line in first.eval_dump(3, 0).read_text().splitlines()]
     assert {line["data_source"] for line in lines} == {"a/b"}
     played(again, launched, told)

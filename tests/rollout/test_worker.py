@@ -22,6 +22,7 @@ from hpcrl.config import Config, EnvironmentConfig, GeneratorConfig, SamplingPar
 from hpcrl.config.sections.generator import ChatTemplateConfig
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.data.cache_files import read_rows
+from hpcrl.data.group_file import read_truth
 from hpcrl.data.tokenizer import decoder, load_tokenizer
 from hpcrl.data.weight_files import PublishedWeights
 from hpcrl.engines.vllm.client import EngineClient
@@ -147,7 +148,7 @@ def test_groups_of_each_version(
     lines = [json.loads(line) for line in run.eval_dump(0, 5).read_text().splitlines()]
     assert sorted((line["group_id"], line["sample"]) for line in lines) == [("e1", 0), ("e2", 0), ("e2", 1)]
     assert set(lines[0]) == {
-        "prompt", "response", "score", "stop_reason", "env_class", "data_source", "group_id", "sample", "env_metrics", "parts",
+        "prompt", "ground_truth", "response", "score", "stop_reason", "env_class", "data_source", "group_id", "sample", "env_metrics", "parts",
     }  # fmt: skip
     assert [part["by"] for part in lines[0]["parts"]] == ["prompt", "policy"]
 
@@ -166,6 +167,7 @@ def test_groups_of_each_version(
     assert 0 < metrics[1]["weights/load_seconds/rollout-5"] < metrics[1]["weights/pause_seconds/rollout-5"]
     size = sum(path.stat().st_size for path in run.weights_of(1).iterdir() if path.name not in (MANIFEST, COMMIT))
     assert metrics[1]["weights/load_gib/rollout-5"] == pytest.approx(size / 2**30)
+    assert read_truth(run.inside(by_name["g1"].path), by_name["g1"]) == "abc"
     samples = sum(path.stat().st_size for path in run.samples_of(5).iterdir())
     written = sum(values.get("throughput/samples_gib/rollout-5", 0.0) for values in metrics.values())
     assert metrics[0]["memory/host_gib/rollout-5"] > written == pytest.approx(samples / 2**30)

@@ -144,11 +144,11 @@ def _copy_code(folder: Path) -> None:
                 copies.append((path, target))
     with ThreadPoolExecutor(_AT_ONCE) as threads:
         list(threads.map(_copy, copies))
-    if commit := _commit(Path(hpcrl.__file__).parent):
+    if commit := commit_of(Path(hpcrl.__file__).parent):
         write_text(folder / "code" / COMMIT, commit + "\n")
 
 
-def _commit(package: Path) -> str:
+def commit_of(package: Path) -> str:
     """Return the commit of the git checkout that a package is a part of; empty without one, or without git."""
     with suppress(OSError, subprocess.SubprocessError):
         asked = [

@@ -1,6 +1,6 @@
-"""Samples of a report, by group: the prompt once, its ground truth, and of each sample the text of each token, with its log-probability,
-mask, version and advantage.
+"""Samples of a report, by group: the prompt once, and its ground truth; of each sample the text of each token.
 
+Each token has its log-probability, mask, version and advantage.
 Log-probability, mask and version are in the samples' files, which a run keeps for its last steps. Advantages, entropies, and differences
 between engine and trainer are only in the dumps of `trainer.dump_data_batch`.
 """
@@ -167,7 +167,7 @@ def _common_prompt(rows: Sequence[Row]) -> list[int]:
 
 
 def _about(group: GroupMeta, at: int, row: Row) -> dict[str, Any]:
-    """Return reward, reason of the end and facts of a sample; of a row of a dataset its number of tokens, and which answer of a pair it is."""
+    """Return reward, stop reason and facts of a sample; of a row of a dataset its tokens, and which answer of a pair it is."""
     sample = group.samples[at]
     if group.row is not None:
         return {"answer": answer_of(group, at), "facts": {"tokens": sample.response_length}}

@@ -13,7 +13,7 @@ from hpcrl.config.sections.environment import OverlongRewardConfig
 from hpcrl.config.sections.functions import COMPARING_REWARDS, IMAGE_REWARDS
 from hpcrl.envs.rewards import weighted
 from hpcrl.envs.rewards.numbers import normal_form
-from hpcrl.envs.rewards.response import Response, truth_of
+from hpcrl.envs.rewards.response import Response, truth_of, truth_text
 from hpcrl.envs.rewards.weighted import REWARDS, WeightedRewards
 from hpcrl.errors import ConfigError, DataError, UserCodeError
 
@@ -281,6 +281,14 @@ def test_overlong(n_tokens: int, expected: float) -> None:
 )
 def test_where_the_ground_truth_is(extras: dict[str, Any], expected: Any) -> None:
     assert truth_of(extras) == expected
+
+
+@pytest.mark.parametrize(
+    ("truth", "text"),
+    [(None, ""), ("a\x1b", "a\N{REPLACEMENT CHARACTER}"), (["é", 1], '["é", 1]'), ("x" * 9999, "x" * 2000)],
+)
+def test_the_ground_truth_for_people(truth: Any, text: str) -> None:
+    assert truth_text({"reward_spec": {"ground_truth": truth}}) == text
 
 
 OWN = """

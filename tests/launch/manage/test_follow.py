@@ -81,7 +81,7 @@ def test_lines_in_a_pipe(going_on: Run, job: subprocess.Popen[bytes]) -> None:
     assert "│ outcome │ done: finished" in text
     assert lines[-2:] == [
         f"run directory  {going_on.path}",
-        f"curves         tensorboard --logdir {going_on.tensorboard}",
+        f"curves         hpcrl tensorboard {going_on.path}",
     ]
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from hpcrl.cli.main import main
+from hpcrl.launch.submit.submit import commit_of
 from tests.paths import CONFIGS
 
 QUICKSTART = str(CONFIGS / "quickstart.toml")
@@ -193,6 +194,21 @@ def least_work(count: int, *arguments: str, cwd: Path) -> float:
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     return min(times)
+
+
+def test_the_commit_of_a_checkout_is_recorded(tmp_path: Path) -> None:
+    package = tmp_path / "hpcrl"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    assert commit_of(package) == ""
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x"]
+    for arguments in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "1"]):
+        subprocess.run([*git, *arguments], check=True)
+    assert commit_of(package) == "", "the package is installed beside another project"
+    for arguments in (["add", "."], ["commit", "-q", "-m", "2"]):
+        subprocess.run([*git, *arguments], check=True)
+    found = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout
+    assert commit_of(package) == found.strip()
 
 
 def test_answers_are_quick(tmp_path: Path) -> None:
