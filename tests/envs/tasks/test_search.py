@@ -165,7 +165,7 @@ def test_a_corpus_is_read_once_by_threads_that_begin_together(corpus: Path, tmp_
         (b"\n\n", "has no documents"),
         (b'{"text": "a"}\n{"title": "b"}\n', "line 2 of .*: expected a document with `contents`"),
         (b'{"text": "a"}\n{\n', "line 2 of "),
-        (b"\xff\xfe", "cannot read"),
+        (b"\xff\xfe", "line 1 of .*: not UTF-8 text: byte 0; saved as UTF-16"),
         (b"[1]\n", r"line 1 of .*, found \[1\]"),
         (b'{"contents": 3}\n', "line 1 of "),
     ],
