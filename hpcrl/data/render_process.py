@@ -29,7 +29,7 @@ def main(seconds: float) -> None:
         signal.signal(one, signal.SIG_IGN)  # who asks ends with them, and with that this process
     asked, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints is no answer
-    _bound_memory()
+    bound_memory(_ROOM)
 
     def answer(template: str, options: dict[str, Any]) -> tuple[bytes, str]:
         try:
@@ -68,11 +68,12 @@ def _import_renderer() -> Callable[..., Any]:
     return render_jinja_template
 
 
-def _bound_memory() -> None:
+def bound_memory(room: int) -> None:
+    """Bound the memory of this process to so many bytes more than it has now, without a dump of its core."""
     with open("/proc/self/statm") as file:
         own = int(file.read().split()[0]) * resource.getpagesize()
     _, most = resource.getrlimit(resource.RLIMIT_AS)
-    limit = own + _ROOM if most == resource.RLIM_INFINITY else min(own + _ROOM, most)
+    limit = own + room if most == resource.RLIM_INFINITY else min(own + room, most)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 

@@ -46,7 +46,7 @@ from hpcrl.launch.submit.models import (
 from hpcrl.launch.submit.own_code import check_own_code, missing_package, not_tried
 from hpcrl.launch.submit.own_rewards import check_own_rewards
 from hpcrl.launch.submit.teacher import check_precomputed
-from hpcrl.launch.submit.tokenizer import TRIED, check_prompts, check_tokenizer, has_tokenizer
+from hpcrl.launch.submit.tokenizer import TRIED, bomb, check_prompts, check_tokenizer, has_tokenizer
 from hpcrl.launch.submit.truths import check_truths
 from hpcrl.launch.submit.uploads import check_uploads, missing_secrets
 from hpcrl.launch.submit.vision import check_vision
@@ -123,7 +123,7 @@ def look(config: Config) -> tuple[list[Problem], list[str]]:
 
 def writes_texts(config: Config) -> bool:
     """Return whether the policy reads and writes texts, with a tokenizer that lies here."""
-    return family_of(config).writes_texts and has_tokenizer(config)
+    return family_of(config).writes_texts and has_tokenizer(config) and not bomb(config.trainer.policy.model.pretrained)
 
 
 def _of_chat_template(config: Config) -> tuple[list[Problem], list[str]]:
@@ -131,6 +131,12 @@ def _of_chat_template(config: Config) -> tuple[list[Problem], list[str]]:
         chat_template(config.generator.chat_template)
     except ConfigError as error:
         return [_problem(error)], []
+    if (
+        family_of(config).writes_texts
+        and has_tokenizer(config)
+        and (why := bomb(config.trainer.policy.model.pretrained))
+    ):
+        return [Problem("trainer.policy.model.path", why)], []
     return check_tokenizer(config) if writes_texts(config) else ([], [])
 
 

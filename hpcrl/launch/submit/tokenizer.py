@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import resource
 from collections.abc import Iterator, Sequence
+from functools import cache
 from importlib.util import find_spec
+from typing import NoReturn
 
 from hpcrl.config import Config
 from hpcrl.config.errors import Problem
+from hpcrl.config.sections.generator import ChatTemplateConfig
+from hpcrl.config.sections.model import Pretrained
 from hpcrl.data.datasets import counted_prompts
+from hpcrl.data.tokenizer import load_tokenizer, without_torch
 from hpcrl.errors import ConfigError, DataError
 from hpcrl.launch.doctor.tokenizer import TEMPLATE, TEXT_END, of_tokenizer
 from hpcrl.launch.submit.models import folder_of
@@ -16,6 +23,7 @@ from hpcrl.types import Prompt
 TRIED = 16
 """Rows of each dataset whose prompts are written with the chat template."""
 _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+_SECONDS, _ROOM = 60, 4 << 30
 _OF_ALL_RUNS = ("tokenizer", "end of a turn", TEXT_END)  # whether the rest matters shows in the rows, which are tried
 
 
@@ -27,6 +35,44 @@ def has_tokenizer(config: Config) -> bool:
         and any((folder / name).is_file() for name in _FILES)
         and find_spec("transformers") is not None
     )
+
+
+@cache
+def bomb(model: Pretrained) -> str:
+    """Return why a tokenizer cannot be loaded here, after loading it in a process of its own: a tokenizer.json can take any time and memory.
+
+    Errors of other kinds are found again, and explained, by whatever loads it.
+    """
+    with without_torch():
+        import transformers  # noqa: F401  once, for this process too
+    process = os.fork()
+    if process == 0:
+        _load(model)
+    code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    if code == 0:
+        return ""
+    return (
+        f"the tokenizer of {model} needs more than {_SECONDS} s of processor time, or {_ROOM >> 30} GiB, to read a few words; take the "
+        "tokenizer.json that its authors published"
+    )
+
+
+def _load(model: Pretrained) -> NoReturn:
+    code = 0  # other errors come again in the parent, and so do warnings
+    try:
+        from hpcrl.data.render_process import bound_memory  # imports Jinja, which a login node may lack
+
+        null = os.open(os.devnull, os.O_WRONLY)
+        for stream in (1, 2):
+            os.dup2(null, stream)
+        resource.setrlimit(resource.RLIMIT_CPU, (_SECONDS, _SECONDS))
+        bound_memory(_ROOM)
+        with without_torch():
+            load_tokenizer(model, ChatTemplateConfig())
+    except MemoryError:
+        code = 1
+    finally:
+        os._exit(code)
 
 
 def check_tokenizer(config: Config) -> tuple[list[Problem], list[str]]:

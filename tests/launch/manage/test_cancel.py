@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.errors import RunError
+from hpcrl.errors import RunError, SubmitError
 from hpcrl.launch.manage import cancel as stop
 from hpcrl.launch.manage.cancel import cancel, requeue
 from hpcrl.launch.manage.registry import states_of
 from hpcrl.launch.manage.state import RunState
+from hpcrl.launch.scheduler import cancel_slurm
 from hpcrl.rundir.commit import committed_directory, write_json, write_text
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import cancel_outcome, open_attempt, report_outcome
@@ -135,3 +136,8 @@ def test_a_job_that_would_upload_nothing_is_taken_away_too(
     told = scancel(tmp_path)
     assert cancel(run, 0.0).kind == "cancelled"
     assert sorted(told.read_text().splitlines()) == sorted(told_of.splitlines())
+
+
+def test_a_record_names_no_option_of_scancel() -> None:
+    with pytest.raises(SubmitError, match=r"expected the number of a job to cancel, found '--user=root'"):
+        cancel_slurm("--user=root")
