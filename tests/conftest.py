@@ -24,13 +24,13 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 GROUPS = {
+    "tests/planning/": "ranks",  # the longest: what begins last of long groups ends alone
     "tests/faults/": "cluster",
     "tests/slurm/": "cluster",
     "tests/rollout/": "engine",
     "tests/trainer/backends/megatron/": "megatron",
     "tests/trainer/scoring/test_megatron.py": "megatron",
     "tests/trainer/": "ranks",
-    "tests/planning/": "ranks",
     "tests/jobs/": "runs",
 }
 """Tests of these folders share a process, one after the other, the longest first: a cluster, an engine, ranks start once. Others share one with their file."""

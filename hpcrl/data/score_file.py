@@ -13,7 +13,6 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpcrl.errors import DamagedError
@@ -90,11 +89,6 @@ def _columns(rows: Sequence[RowScores]) -> dict[str, np.ndarray]:
         top = np.concatenate([row.top_logprobs for row in rows if row.top_logprobs is not None]).astype(np.float32)
         columns |= {_PLACES: places.astype(np.int32), _IDS: whole[places], _TOP: top[places]}
     return columns
-
-
-def score_file(run: Run, name: str, group: GroupMeta) -> Path:
-    """Return where the scores of a group are that a batch names."""
-    return run.scores_of(name) / _file_name(group.group_id, group.scores[name])
 
 
 def _file_name(group_id: str, digest: str) -> str:

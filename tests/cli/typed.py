@@ -7,8 +7,7 @@ import re
 import subprocess
 from pathlib import Path
 
-from tests.environments import make_environment
-from tests.paths import ROOT
+from tests.environments import locked, make_environment
 
 Block = tuple[str, str]
 """Language and text of a block of code."""
@@ -35,9 +34,7 @@ def write_files(place: Path, found: list[Block]) -> None:
 
 def make_locked_environment(place: Path) -> None:
     """Make the environment `.venv` with the packages of requirements.lock alone, as `make demo` does."""
-    lock = [line.partition("==")[0] for line in (ROOT / "requirements.lock").read_text().splitlines() if "==" in line]
-    absent = {"async-timeout", "exceptiongroup", "setuptools", "typing_extensions"}  # by version of Python
-    make_environment(place / ".venv", ["torch", *(name for name in lock if name not in absent)])
+    make_environment(place / ".venv", locked())
 
 
 def run(place: Path, command: str, timeout: float = 300) -> str:

@@ -32,6 +32,7 @@ from hpcrl.trainer.backends.base import UpdateResult
 from hpcrl.trainer.backends.colocation import DeviceLease
 from hpcrl.trainer.backends.fsdp import sharding
 from hpcrl.trainer.backends.fsdp.engine import FsdpEngine, FsdpPolicy
+from hpcrl.trainer.backends.fsdp.optimizer import make_adam
 from hpcrl.trainer.batching import MicroBatchLimit, mini_batches
 from hpcrl.trainer.distributed import World, check_all_reduce, joined
 from hpcrl.trainer.loss import build_objective, build_reduction
@@ -198,12 +199,14 @@ def weighed(world: World, options: dict[str, Any]) -> None:
     """Train one batch with each algorithm, from the same start; two mini-batches, `micro` samples or `tokens` tokens at a time."""
     run, found = Run.open(options["run"]), {}
     batch, limit = Batch.from_json(read_json(run.batch(1))), MicroBatchLimit(options["micro"], options.get("tokens"))
+    engine = make_engine(world, options["model"], {})  # loaded once: no algorithm here is a part of it
+    start = [parameter.detach().clone() for parameter in engine._model.parameters()]
     for name, table in options["algorithms"].items():
+        begin_again(engine, start)
         policy = {"model": {"path": options["model"]}}
         sizes = {"micro_train_batch_size_per_gpu": options["micro"]}
         section = build(TrainerConfig, {"policy": policy, "algorithm": table, **sizes})
         algorithm = section.algorithm
-        engine = make_engine(world, options["model"], {"trainer": {"algorithm": table}})
         minis = loaded(run, batch, algorithm, 2, world, limit, build_reduction(algorithm, max_seq_len=40))
         for mini in minis:
             score(
@@ -218,6 +221,15 @@ def weighed(world: World, options: dict[str, Any]) -> None:
         found[name] = [describe_updates([update]) for update in trained]
     if world.first:
         Path(options["out"]).write_text(json.dumps(found))
+
+
+@torch.no_grad()
+def begin_again(engine: FsdpPolicy, start: list[torch.Tensor]) -> None:
+    """Give an engine its first parameters again, an optimizer without moments, and no updates."""
+    for parameter, value in zip(engine._model.parameters(), start, strict=True):
+        parameter.copy_(value)
+    engine._optimizer = make_adam(list(engine._model.parameters()), engine._optimizer_config)
+    engine.updates = 0
 
 
 def unreadable(world: World, options: dict[str, Any]) -> None:

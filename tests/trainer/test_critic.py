@@ -360,7 +360,7 @@ def test_a_job_trains_policy_and_critic(model_path: Path, tmp_path: Path) -> Non
         test_job.work_until(run, 1, 2, process)
         test_job.wait_for(lambda: bool(committed(run.checkpoints, step_of)))
         process.terminate()
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=180)
         assert process.returncode == 0, output
     first, second = (merged(run)[step] for step in (1, 2))
     assert {name for name in second if name.startswith("critic/")} == {

@@ -180,10 +180,10 @@ def trainer(run: Run, attempt: int, ranks: int) -> Iterator[subprocess.Popen[str
         yield process
     finally:
         process.terminate()
-        process.wait(60)
+        process.wait(180)
 
 
-def wait_for(what: Callable[[], bool], seconds: float = 60) -> None:
+def wait_for(what: Callable[[], bool], seconds: float = 180) -> None:
     deadline = time.monotonic() + seconds
     while not what():
         assert time.monotonic() < deadline
@@ -214,14 +214,14 @@ def run(tmp_path_factory: pytest.TempPathFactory, model_path: Path) -> Run:
         wait_for(lambda: said(run, 1) == "waiting for batch")
         *_, rank = children(process.pid)  # one alone: both stop after the same step
         os.kill(rank, signal.SIGTERM)
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=180)
         assert process.returncode == 0, output
     assert said(run, 1) == "stopped"
     assert committed(run.checkpoints, step_of) == [2, 3], "a stop saves what the interval has not"
     os.rename(run.checkpoint(3), run.checkpoints / "lost")
     with controller(run, 2), trainer(run, 2, ranks=1) as process:
         work_until(run, 2, STEPS, process)
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=180)
         assert process.returncode == 0, output
     assert said(run, 2) == "finished"
     assert output.count(f"step {STEPS}/{STEPS}: reward ") == 1, "rank 0 logs each step in a line"
@@ -375,7 +375,7 @@ def test_engines_get_weights_at_every_second_step(tmp_path: Path, model_path: Pa
     schedule = replace(SCHEDULE, staleness=1, total_steps=3)
     with controller(run, 1, schedule), trainer(run, 1, ranks=1) as process:
         work_until(run, 1, 3, process)
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=180)
         assert process.returncode == 0, output
     assert committed(run.weights, version_of) == [2, 3]
     metrics = merged(run)
@@ -387,7 +387,7 @@ def test_the_first_error_is_recorded(tmp_path: Path) -> None:
     broken = make_run(tmp_path, tmp_path / "no-such-model")
     variables = environment() | ONE_RANK | {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}
     done = subprocess.run(
-        [sys.executable, str(JOB), str(broken.path)], env=variables, capture_output=True, text=True, timeout=60
+        [sys.executable, str(JOB), str(broken.path)], env=variables, capture_output=True, text=True, timeout=180
     )
     assert done.returncode != 0
     message = json.loads((tmp_path / "error.json").read_text())["message"]["message"]

@@ -350,7 +350,7 @@ def test_one_rank_hears_it(model_path: Path, tmp_path: Path, monkeypatch: pytest
             assert line, "the trainer has ended"
         for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGCONT, signal.SIGTERM):
             os.kill(children(process.pid)[1], number)
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=180)
         assert process.returncode == 0, output
     assert said(run, 1) == "stopped"
     (path,) = line_of(run)
@@ -364,7 +364,7 @@ def test_before_there_is_anything_to_save(model_path: Path, tmp_path: Path, monk
     run = made(tmp_path, model_path, {})
     monkeypatch.setenv("HPCRL_FAULT", "import:signal=SIGTERM")
     with trainer(run, 1, ranks=1) as process:
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=180)
         assert process.returncode == 0, output
         assert "Traceback" not in output
     assert said(run, 1) == "stopped"
