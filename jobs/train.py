@@ -85,7 +85,9 @@ def run_trainer(
         policy = None if learner.start.updates else learner.policy
         publisher.resume(policy, learner.start.step, from_model=config.engines_begin_with_model)
         gc.freeze()  # what is loaded stays: to look through it for garbage, again and again, takes long
-        train(config, learner, checkpoints, publisher, controller, PhaseTimer(timeline), record_step)
+        timer = PhaseTimer(timeline)
+        with controller.showing(timer):
+            train(config, learner, checkpoints, publisher, controller, timer, record_step)
     except Stopping:
         controller.close("stopped")
     else:

@@ -397,6 +397,7 @@ class Service:
             "total_steps": self._schedule.total_steps,
             "running": self._admission.running,
             "finished": self._admission.finished,
+            "batch_size": self._schedule.batch_size,
             "dropped": self._admission.dropped_count,
             "unscored": self.scores.waiting,
             "eval_open": self._eval.open,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import pwd
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -110,7 +111,7 @@ def queue(patience_s: float, others: Iterable[int] = ()) -> dict[str, JobState]:
         others: ids of further users; Slurm may hide their jobs.
     """
     limit_s = _ANSWER_S if patience_s else _GLANCE_S
-    users, columns = ",".join(map(str, sorted({os.getuid(), *others}))), "%i|%T|%S|%r|%o"
+    users, columns = _listed({os.getuid(), *others}), "%i|%T|%S|%r|%o"
     jobs = {}
     try:
         printed = run_slurm(["squeue", "-h", "-a", "-r", "-t", "all", "-u", users, "-o", columns], patience_s, limit_s)
@@ -125,12 +126,25 @@ def queue(patience_s: float, others: Iterable[int] = ()) -> dict[str, JobState]:
 
 def jobs_of_runs(users: Iterable[int]) -> list[tuple[str, str]]:
     """Return user and state of each job of a run that these users have in the queue, as far as Slurm shows it; none where it does not answer."""
-    command = ["squeue", "-h", "-a", "-r", "-u", ",".join(map(str, sorted(users))), "-o", "%u|%T|%o"]
+    command = ["squeue", "-h", "-a", "-r", "-u", _listed({os.getuid(), *users}), "-o", "%u|%T|%o"]
     try:
         lines = run_slurm(command, 0.0, _GLANCE_S).splitlines()
     except SubmitError:
         return []
     return [(user, state) for user, state, script in (line.split("|", 2) for line in lines) if "/.slurm/" in script]
+
+
+def _listed(users: Collection[int]) -> str:
+    """Return the ids of those that have an account, as squeue takes them: it complains of others."""
+    return ",".join(str(user) for user in sorted(users) if user == os.getuid() or _has_account(user))
+
+
+def _has_account(user: int) -> bool:
+    try:
+        pwd.getpwuid(user)
+    except KeyError:
+        return False
+    return True
 
 
 def find_job(job: str, jobs: Mapping[str, JobState]) -> JobState:

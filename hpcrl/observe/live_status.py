@@ -130,7 +130,10 @@ class LiveStatusReader:
         silence = self._silence(status)
         if silence > _SILENT_S:
             notes.append(f"silent for {duration(silence)}")
-        if status.resident:
+        if status.resident and status.process.startswith("agent-"):
+            whole = readable_size(status.resident)
+            notes.append(f"{readable_size(status.own)} ({whole} with the processes that it started)")
+        elif status.resident:
             notes.append(readable_size(status.resident))
         return ProcessRow(status.process, status.state, [*notes, *filter(None, [status.host])])
 

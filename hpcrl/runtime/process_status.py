@@ -21,7 +21,7 @@ from hpcrl.rundir.commit import write_json
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.records import as_record, read_object
 from hpcrl.runtime.heartbeat import Heartbeat
-from hpcrl.runtime.memory import resident_with_children
+from hpcrl.runtime.memory import resident, resident_with_children
 
 CONTROLLER = "controller"
 RENEW_S = 5.0
@@ -48,6 +48,7 @@ class ProcessStatus:
         facts: numbers behind the state (step, version, seconds per step).
         renewed: Unix time at the writer's clock.
         resident: bytes of memory of the process and of those below it; what they share counts for each.
+        own: bytes of memory of the process alone.
     """
 
     process: str
@@ -58,6 +59,7 @@ class ProcessStatus:
     pid: int = 0
     renewed: float = 0.0
     resident: int = 0
+    own: int = 0
 
 
 class StatusWriter:
@@ -85,9 +87,8 @@ class StatusWriter:
         self._written, self._renewed = (state, facts), now
         try:
             host, pid = socket.gethostname(), os.getpid()
-            self._write(
-                ProcessStatus(self._process, self._attempt, state, facts, host, pid, now, resident_with_children(pid))
-            )
+            memory = resident_with_children(pid), resident(pid)
+            self._write(ProcessStatus(self._process, self._attempt, state, facts, host, pid, now, *memory))
         except OSError as error:
             if not self._refused:
                 print(f"{self._path} could not be written: {error.strerror}; `hpcrl status` may not show this process")

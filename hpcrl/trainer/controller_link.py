@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Event, Lock, Thread
 from typing import Any
 
 from hpcrl.data.batch_file import read_batch
@@ -20,6 +23,8 @@ log = logging.getLogger(__name__)
 
 PROCESS, CRITIC = "trainer", "critic"
 _WAIT_S = 1.0  # ranks agree whether to stop in between
+_SHOWN_S = 2.0
+_COUNTED = ("fwd_logprobs_values_reward", "critic_train", "policy_train")  # phases with micro-batches
 
 
 class ControllerLink:
@@ -37,10 +42,46 @@ class ControllerLink:
         self._controller = ControllerClient(run, attempt) if world.first else None
         self._status = StatusWriter(run, CRITIC if critic else PROCESS, attempt) if world.first or critic else None
         self._metrics: MetricsWriter | None = None
+        self._lock, self._reported = Lock(), ("", dict[str, float]())
+        self._timer: PhaseTimer | None = None
 
     def report(self, state: str, **facts: float) -> None:
         if self._status:
-            self._status.write(state, **facts)
+            with self._lock:
+                self._reported = state, facts
+                self._write()
+
+    def _write(self) -> None:
+        assert self._status
+        state, facts = self._reported
+        self._status.write(state, **facts, **_phase(self._timer))
+
+    @contextmanager
+    def showing(self, timer: PhaseTimer) -> Iterator[None]:
+        """Add the phase of the timer to the process status as long as the block lasts; a thread writes it, so training does not wait.
+
+        A phase without progress is not written again, so that the status of a rank that hangs grows old.
+        """
+        self._timer, over = timer, Event()
+        thread = Thread(target=self._show, args=(timer, over), daemon=True) if self._status else None
+        if thread:
+            thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            if thread:
+                thread.join()
+            self._timer = None
+
+    def _show(self, timer: PhaseTimer, over: Event) -> None:
+        shown = None
+        while not over.wait(_SHOWN_S):
+            with self._lock:
+                now = *self._reported, timer.phase, timer.begun
+                if now != shown and timer.phase:
+                    self._write()
+                shown = now
 
     def start(self, step: int) -> tuple[int, int]:
         """Report that training continues after `step`; return the number of steps of the run, and of an epoch."""
@@ -130,3 +171,10 @@ class ControllerLink:
             self._metrics.close()
         if self._controller:
             self._controller.close()
+
+
+def _phase(timer: PhaseTimer | None) -> dict[str, Any]:
+    if timer is None or not timer.phase:
+        return {}
+    counted = {"begun": timer.begun, "expected": timer.expected} if timer.phase in _COUNTED else {}
+    return {"phase": timer.phase, **counted}

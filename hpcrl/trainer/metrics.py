@@ -37,10 +37,15 @@ class PhaseTimer:
 
     Args:
         timeline: that notes them too; None: nobody looks at one.
+
+    Attributes:
+        phase: the one that the process is in; "" between phases.
+        begun, expected: micro-batches of the last counted phase that were begun, and how many it has; 0: not known.
     """
 
     def __init__(self, timeline: Timeline | None = None) -> None:
         self._timeline = timeline
+        self.phase, self.begun, self.expected = "", 0, 0
         if timeline:
             timeline.enter(OTHER)
         self._seconds: dict[str, float] = defaultdict(float)
@@ -48,12 +53,17 @@ class PhaseTimer:
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        began = time.monotonic()
+        began, outer, self.phase = time.monotonic(), self.phase, phase
         try:
             with self._timeline.during(phase) if self._timeline else nullcontext():
                 yield
         finally:
             self._seconds[phase] += time.monotonic() - began
+            self.phase = outer
+
+    def count(self, expected: int = 0) -> None:
+        """Begin to count micro-batches, of which there are so many; 0: it is not known."""
+        self.begun, self.expected = 0, expected
 
     def begin(self, step: int) -> None:
         """Record in the timeline that the process works on this step from now on."""

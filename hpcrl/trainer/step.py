@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -159,7 +159,7 @@ class Learner:
             with self._peer.separately("update", timer, partial(self._peer.share_updates, partial_batch, timer)):
                 for update, mini in self._pending(partial_batch, timer):
                     with timer(update.phase):
-                        micro_batches = mini.micro_batches(before=partial(self.consensus, "update.micro_batch"))
+                        micro_batches = mini.micro_batches(before=self._counted("update.micro_batch", timer))
                         totals = update.engine.forward_backward(micro_batches, update.objective)
                         self._step(batch, update, mini, totals)
                 if self._ranks.policy:
@@ -206,8 +206,9 @@ class Learner:
         data, samples, of_hints = self._data, [mini.rows for mini in minis], dict[str, float]()
         if not self._offline or self._trainer.uses_reference or self._trainer.teaches_rows:
             with self._peer.separately("score", timer), timer("fwd_logprobs_values_reward"):
+                timer.count()
                 for number, mini in enumerate(minis):
-                    self._score(batch, mini, first=number == 0)
+                    self._score(batch, mini, self._counted("score.micro_batch", timer), first=number == 0)
                 if self._trainer.distillation.self_teacher_model and self._ranks.policy:
                     before = partial(self.consensus, "score.micro_batch")
                     rollout = self._trainer.algorithm.use_rollout_logprobs_for_loss
@@ -245,9 +246,17 @@ class Learner:
             if mini.rows.scores.entropies is None:
                 mini.rows.scores.entropies = mini.scored(self.policy.entropies)
 
-    def _score(self, batch: Batch, mini: MiniBatch, *, first: bool) -> None:
+    def _counted(self, place: str, timer: PhaseTimer) -> Callable[[], None]:
+        """Return what is called before each micro-batch: ranks agree whether to stop, and the timer counts it."""
+
+        def before() -> None:
+            self.consensus(place)
+            timer.begun += 1
+
+        return before
+
+    def _score(self, batch: Batch, mini: MiniBatch, before: Callable[[], None], *, first: bool) -> None:
         algorithm, scores = self._trainer.algorithm, mini.rows.scores
-        before = partial(self.consensus, "score.micro_batch")
         # what the first update trains, and only once, still meets the old policy itself
         old = not first or self._trainer.update_epochs_per_batch > 1 or algorithm.use_kl_in_reward
         old = old or self._trainer.distillation.enable
@@ -282,7 +291,9 @@ class Learner:
         """Yield the mini-batches of the optimizer steps that are still to be made on this rank: the critic's, then the policy's."""
         passes = self._trainer.update_epochs_per_batch
         for update in self._updates(work, timer):
-            for mini in (update.minis * passes)[len(update.done) :]:
+            pending = (update.minis * passes)[len(update.done) :]
+            timer.count(sum(len(mini.plan.train[mini.rank]) for mini in pending))
+            for mini in pending:
                 yield update, mini
 
     def _updates(self, work: PartialBatch, timer: PhaseTimer) -> Iterator[Updates]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import grp
 import json
 import os
 import signal
@@ -53,9 +54,32 @@ def tensorboard_points(run: Run, tag: str) -> list[int]:
     return [event.step for event in events.Scalars(tag)]
 
 
-def test_killed_run_goes_on_from_its_last_commit(place: Path) -> None:
-    """SIGKILL of a trainer rank in the middle: the attempt ends within seconds, with its error, and resumes as if nothing had been."""
-    run = submit(place, "killed", f"trainer.max_steps={STEPS - 2}", "trainer.eval_interval=10")
+def require_readable_by(number: int, run: Run, *hidden: str) -> None:
+    """Look at each file of a run: the group may read it, and it holds none of the hidden texts; only the owner may read secrets/."""
+    folders = [run.path, run.slurm.resolve()]
+    paths = [path for folder in folders for path in (folder, *folder.rglob("*")) if not path.is_symlink()]
+    files = [path for path in paths if path.is_file() and run.token.parent not in path.parents]
+    assert len(files) > 100
+    for path in paths:
+        found, secret = path.stat(), run.token.parent in (path, *path.parents)
+        wanted = 0 if secret else 0o050 if path.is_dir() else 0o040
+        assert found.st_mode & 0o050 & wanted == wanted, f"{path}: {found.st_mode:o}"
+        assert found.st_mode & (0o077 if secret else 0o027) == 0, f"{path}: {found.st_mode:o}"
+        assert secret or found.st_gid == number, path
+    assert run.token.stat().st_mode & 0o777 == 0o600
+    for text in (run.token.read_text().strip(), *hidden):
+        assert [path for path in files if text.encode() in path.read_bytes()] == []
+
+
+def test_killed_run_goes_on_from_its_last_commit(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGKILL of a trainer rank in the middle: the attempt ends within seconds, with its error, and resumes as if nothing had been.
+
+    A group may read all of it but its secrets.
+    """
+    monkeypatch.setenv("WANDB_API_KEY", "key-of-the-environment")
+    group = grp.getgrgid(1 if os.geteuid() == 0 else os.getegid())
+    readable = f"slurm.readable_by={group.gr_name}"
+    run = submit(place, "killed", f"trainer.max_steps={STEPS - 2}", "trainer.eval_interval=10", readable)
     wait_for(lambda: committed(run.checkpoints, step_of), lambda: logs_of(run), 240)
     beside = hpcrl(
         "attach", "killed", "--role", "rollout", "--", "sh", "-c", "echo $HPCRL_ATTEMPT $HPCRL_REPLICA", cwd=place
@@ -95,6 +119,7 @@ def test_killed_run_goes_on_from_its_last_commit(place: Path) -> None:
     assert (rates[1], rates[STEPS]) == pytest.approx((2e-4 / 5, 1e-4)), "the learning rate changed with the attempt"
     assert committed(run.checkpoints, step_of) == [STEPS]
     assert not run.weights.exists()
+    require_readable_by(group.gr_gid, run, "key-of-the-environment")
     assert "trainer.keep_when_done: deleted weights" in run.log(2, "agent-0").read_text()
     assert hpcrl("verify", "killed", cwd=place).returncode == 0
     assert "lr = 0.0002" in run.config_of(1).read_text()

@@ -23,8 +23,8 @@ from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import open_attempt, report_outcome
 from hpcrl.rundir.starts import note
 from hpcrl.runtime.memory import resident_with_children
-from hpcrl.runtime.process_status import StatusWriter
-from hpcrl.units import duration
+from hpcrl.runtime.process_status import StatusWriter, read_process_statuses
+from hpcrl.units import duration, readable_size
 
 
 @pytest.fixture
@@ -226,3 +226,19 @@ def test_the_pace_of_a_run_goes_by_its_evaluations(run: Run) -> None:
     lines = [{"attempt": 1, "step": n, "time": end, "metrics": {"timing/step": 2.0}} for n, end in enumerate(ends, 1)]
     write_text(run.metrics_of("trainer"), "".join(json.dumps(line) + "\n" for line in lines))
     assert pace_of(run) == 4.0
+
+
+def test_memory_of_an_agent_is_apart_from_that_of_its_processes(run: Run) -> None:
+    open_attempt(run, "local-1", ["n1"])
+    holds = "held = bytearray(1 << 26); print(flush=True); input()"
+    below = subprocess.Popen([sys.executable, "-c", holds], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert below.stdout
+        below.stdout.readline()
+        StatusWriter(run, "agent-0", 1).write("watching")
+    finally:
+        below.communicate(b"\n")
+    (row,) = LiveStatusReader(run).read().rows
+    (status,) = read_process_statuses(run)
+    assert status.resident > status.own + (1 << 26)
+    assert row.text.startswith(f"watching · {readable_size(status.own)} ({readable_size(status.resident)} with the")

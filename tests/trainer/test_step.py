@@ -92,8 +92,10 @@ def learner(
 def test_four_calls_from_the_loop_to_the_formula(run: Run, alone: World, model_path: Path) -> None:
     batch = make_batch(run, step=1, groups=2, size=3)
     stacks.clear()
-    learner(run, alone, model_path, (2, 2), {"policy_loss_type": OWN}).train(batch, PhaseTimer())
+    timer = PhaseTimer()
+    learner(run, alone, model_path, (2, 2), {"policy_loss_type": OWN}).train(batch, timer)
     assert len(stacks) == 4, "two mini-batches of three samples, two at a time"
+    assert (timer.begun, timer.expected, timer.phase) == (4, 4, "")
     # the call of learner.train by the loop, those below it, and that of the formula
     calls = {len(stack) + 1 for stack in stacks}
     print(f"calls from the loop to the formula: {max(calls)}: {' < '.join(stacks[0])}")

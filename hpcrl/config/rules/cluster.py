@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 
@@ -14,6 +15,7 @@ from hpcrl.config.sections.tree import ConfigTree
 
 _SBATCH_OWN = {"nodes", "array", "signal", "ntasks", "ntasks_per_node", "job_name", "output", "error", "open_mode"}
 _SBATCH_OWN |= {"requeue", "no_requeue", "no_kill"}
+_SECRET = re.compile(r"\b(\w*(?:KEY|TOKEN|SECRET|PASSWORD)\w*)=['\"]?[\w+/.-]", re.IGNORECASE)
 _SBATCH_NAMES = {
     "partition": "partition",
     "account": "account",
@@ -190,6 +192,17 @@ def sbatch_options(config: ConfigTree) -> Iterator[Problem]:
                 yield Problem(f"{section}.extra.{name}", f"set {section}.{own} instead")
             elif name.replace("-", "_") in owned:
                 yield Problem(f"{section}.extra.{name}", "hpcrl sets this option of sbatch itself; leave it out")
+
+
+def shared_secrets(config: ConfigTree) -> Iterator[Problem]:
+    """Refuse a secret in a shell line of a run that a group may read: config.toml and the batch script hold the line."""
+    for line in config.slurm.setup if config.slurm.readable_by is not None else ():
+        if found := _SECRET.search(line):
+            yield Problem(
+                "slurm.setup",
+                f"{found[1]} would be read by the group of slurm.readable_by; write it into a file of mode 600, and "
+                f'"export {found[1]}=$(cat FILE)" here',
+            )
 
 
 def _pools(slurm: SlurmConfig) -> Mapping[str, ElasticConfig]:

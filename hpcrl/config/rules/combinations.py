@@ -24,6 +24,7 @@ from hpcrl.config.rules.cluster import (
     rules_of_backends,
     sbatch_options,
     settings_of_engines,
+    shared_secrets,
     time_to_save,
     ways_of_weights,
 )
@@ -431,6 +432,7 @@ RULES: tuple[Rule, ...] = (
     enough_replicas,
     gpus_of_nodes,
     sbatch_options,
+    shared_secrets,
     container,
     counted_gpus,
     time_to_save,

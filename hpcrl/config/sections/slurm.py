@@ -10,7 +10,18 @@ from typing import Any, Literal
 from hpcrl.config.conditions import ENGINES
 from hpcrl.config.effects import CLUSTER, OTHER_DIRECTORY, OTHER_PLACE, SOFTWARE, SPREAD
 from hpcrl.config.fields import Location
-from hpcrl.config.setting import COUNT, NOT_NEGATIVE, ONE_LINE, POSITIVE, Check, Range, on_one_line, section, setting
+from hpcrl.config.setting import (
+    COUNT,
+    NOT_NEGATIVE,
+    ONE_LINE,
+    POSITIVE,
+    Check,
+    Effect,
+    Range,
+    on_one_line,
+    section,
+    setting,
+)
 
 _SBATCH = Check(
     "expected long names of sbatch options, and values of one line without control characters, found {value!r:.140}",
@@ -239,6 +250,11 @@ class SlurmConfig:
     upload: UploadJobConfig = section(UploadJobConfig, on_change=CLUSTER)
 
     container: ContainerConfig = section(ContainerConfig, on_change=SOFTWARE)
+
+    readable_by: str | None = setting(
+        None, check=ONE_LINE, on_change=Effect("warning", "other people may read the run, or may not any more")
+    )
+    """Unix group that may read the run directory, its folders below other roots and the files of its submission, all but secrets/; unset: only you."""
 
     python: str | None = setting(None, check=_INTERPRETER, on_change=SOFTWARE)
     """Interpreter of the jobs, an absolute path on the nodes; its environment has the same hpcrl with the extra job. Unset: the one that

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from hpcrl.observe.summary import pace_of
 from hpcrl.rundir.checkpoints import newest_of_line
@@ -15,6 +16,24 @@ from hpcrl.runtime.process_status import LEFT, ProcessStatus
 from hpcrl.units import duration
 
 SILENT_S = 60.0
+_PHASES = {
+    "load_rows": "reading samples",
+    "fwd_logprobs_values_reward": "computing log-probabilities",
+    "compute_advantages_and_returns": "estimating advantages",
+    "critic_train": "training the critic",
+    "policy_train": "training",
+    "wait_for_critic": "waiting for the critic",
+    "wait_for_policy": "waiting for the policy",
+    "update_ref_with_policy": "updating the reference",
+    "sync_weights": "publishing weights",
+    "offload": "leaving the GPU to engines",
+    "onload": "taking the GPU back",
+    "save_checkpoints": "writing a checkpoint",
+    "save_hf_model": "exporting",
+    "dump_data_batch": "writing dumps",
+    "eval": "evaluating",
+}
+"""Words for phases of the trainer's timeline."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +48,7 @@ class Progress:
         checkpoint: name of the newest checkpoint, s000041 after step 41.
         checkpoint_age: seconds since its commit.
         silence: seconds since a process of the attempt last renewed its status.
+        within: phase of the trainer in its step, with micro-batches, or of the controller for which it waits; empty: not known.
     """
 
     activity: str
@@ -40,6 +60,7 @@ class Progress:
     checkpoint: str | None
     checkpoint_age: float | None
     silence: float | None
+    within: str = ""
 
     @property
     def eta(self) -> float | None:
@@ -49,7 +70,7 @@ class Progress:
         return max(0, self.total - self.step + 1) * self.seconds_per_step
 
     def __str__(self) -> str:
-        parts = [self.activity or "starting"]
+        parts = [self.activity or "starting", *([self.within] if self.within else [])]
         if self.step and self.total and "/" not in self.activity:
             parts.append(f"step {self.step}/{self.total}")
         if self.seconds_per_step is not None:
@@ -99,7 +120,29 @@ def progress_of(run: Run, statuses: Sequence[ProcessStatus], ended: bool) -> Pro
         checkpoint=newest.name if newest else None,
         checkpoint_age=_age(newest / COMMIT) if newest else None,
         silence=min(known) if known else None,
+        within="" if ended else _within(facts, controller.facts if controller else {}),
     )
+
+
+def _within(trainer: Mapping[str, Any], controller: Mapping[str, Any]) -> str:
+    phase = trainer.get("phase", "")
+    if phase == "wait_for_generation_buffer":
+        return _awaited(controller)
+    words = _PHASES.get(phase, "")
+    if trainer.get("begun"):
+        of = f"/{trainer['expected']}" if trainer.get("expected") else ""
+        words += f", micro-batch {trainer['begun']}{of}"
+    return words
+
+
+def _awaited(controller: Mapping[str, Any]) -> str:
+    if controller.get("eval_open"):
+        return f"evaluating, {controller['eval_open']} rows left"
+    if controller.get("unscored"):
+        return f"scoring, {controller['unscored']} groups left"
+    if "batch_size" in controller and controller.get("running"):
+        return f"generating, {controller['finished']}/{controller['batch_size']} groups"
+    return ""
 
 
 def _age(path: os.PathLike[str]) -> float | None:

@@ -18,6 +18,7 @@ from hpcrl.errors import ConfigError, RunError
 from hpcrl.launch.inputs import changed_inputs
 from hpcrl.launch.manage.poll import LOOK_S, RunPoller
 from hpcrl.launch.manage.registry import RunState, states_of
+from hpcrl.launch.sharing import share, writing_for
 from hpcrl.launch.submit.executors import Element, Submission
 from hpcrl.launch.submit.own_files import own_files, own_modules
 from hpcrl.launch.submit.preflight import check_files
@@ -26,7 +27,7 @@ from hpcrl.rundir.checkpoints import line_of, lost_with, require_checkpoints
 from hpcrl.rundir.checksums import changed_files, note_checksums
 from hpcrl.rundir.commit import committed, read_bytes, write_bytes, write_text
 from hpcrl.rundir.layout import Run, position_of, step_of
-from hpcrl.rundir.other_roots import require_folders
+from hpcrl.rundir.other_roots import own_homes, require_folders
 from hpcrl.rundir.starts import require_starts
 from hpcrl.text import one_line
 
@@ -77,7 +78,15 @@ def resume(run: Run, overrides: Sequence[str] = ()) -> list[Change]:
         for edited in [*changed_files(run), *changed_inputs(run, current)]:
             message = f"hpcrl: {run.name}: {edited}; the next attempt begins with the files as they are"
             print(one_line(message), file=sys.stderr)
-        with _changed_config(run, kept, config) if config != current else nullcontext(), _noted(run, config):
+        group = config.slurm.readable_by
+        with (
+            writing_for(group),
+            _changed_config(run, kept, config) if config != current else nullcontext(),
+            _noted(run, config),
+        ):
+            if group != current.slurm.readable_by:
+                for shared in (run.path, *own_homes(run), folder):
+                    share(shared, group)
             launch(Submission(folder, [element]), local=state.submission["executor"] == "local")
         return found
 

@@ -25,6 +25,7 @@ from hpcrl.launch.nodes import make_plan, needed_nodes
 from hpcrl.launch.pools import ROLLOUT, Pool, elastic_pools
 from hpcrl.launch.requeue.requeue import BATCH_SHELL
 from hpcrl.launch.scheduler import PATIENCE_S, cancel_slurm, is_away, queue
+from hpcrl.launch.sharing import umask_of
 from hpcrl.rundir.layout import Run
 from hpcrl.upload.send import stores_of
 
@@ -92,7 +93,7 @@ class ArrayExecutor(submitit.SlurmExecutor):
 def _setup_lines(config: Config, folder: Path) -> list[str]:
     code = shlex.quote(str(folder / "code"))
     return [
-        "umask 077",
+        f"umask {umask_of(config.slurm.readable_by):03o}",
         f"export {BATCH_SHELL}=$$",
         *(["export PYTHONNOUSERSITE=1"] if config.slurm.container.kind != "none" else []),  # the home is seen inside
         *config.slurm.setup,

@@ -32,6 +32,7 @@ from hpcrl.data.weight_files import ADAPTER_FILE
 from hpcrl.envs.registry import environment_class
 from hpcrl.errors import ConfigError, DataError
 from hpcrl.launch.family import launch_family
+from hpcrl.launch.sharing import check_group
 from hpcrl.launch.submit.engine import check_engine, layers_over_nodes, merged_for_engines
 from hpcrl.launch.submit.megatron_fields import check_megatron_fields
 from hpcrl.launch.submit.models import (
@@ -103,6 +104,7 @@ def look(config: Config) -> tuple[list[Problem], list[str]]:
         problems += check_megatron_fields(config)
     problems += [
         *check_uploads(config),
+        *check_group(config.slurm.readable_by),
         *check_packing(config),
         *check_routers(config),
         *check_adapters(config),

@@ -37,6 +37,7 @@ from hpcrl.launch.doctor.disk_space import Sizes
 from hpcrl.launch.pools import ROLLOUT, elastic_pools, with_few_cores
 from hpcrl.launch.requeue.elastic import cancel_pools
 from hpcrl.launch.scheduler import not_here
+from hpcrl.launch.sharing import closed_above, share, writing_for
 from hpcrl.launch.submit.executors import (
     Element,
     Submission,
@@ -183,12 +184,15 @@ def _make_run(run: Run, element: Element, folder: Path, own: OwnFiles, made: lis
     token = staged.token
     token.parent.mkdir(mode=0o700)
     write_text(token, secrets.token_hex(32) + "\n", mode=0o600)
-    shared = os.path.relpath(folder, run.path)
-    staged.slurm.symlink_to(shared)
-    staged.code.symlink_to(f"{shared}/code")
+    relative = os.path.relpath(folder, run.path)
+    staged.slurm.symlink_to(relative)
+    staged.code.symlink_to(f"{relative}/code")
     note_checksums(staged, own)
     for directory in (staged.endpoints, staged.stop.parent, staged.metrics, staged.samples, staged.batches):
         directory.mkdir()
+    if group := element.config.slurm.readable_by:
+        for shared in (staged.path, *(place.parent for place in places_of(run, element.config.slurm).values())):
+            share(shared, group)
     os.rename(staged.path, run.path)
     made.append(run.path)
 
@@ -199,11 +203,32 @@ def submit(submission: Submission, local: bool) -> list[Run]:
     Raises:
         SubmitError: the executor refused, or the filesystem; nothing is left behind.
     """
+    if group := submission.elements[0].config.slurm.readable_by:
+        _open_for(group, submission)
+    with writing_for(group):
+        return _submit(submission, local)
+
+
+def _open_for(group: str, submission: Submission) -> None:
+    """Make the directories above the runs, which are not theirs alone, and print those through which the group cannot pass."""
+    above = [submission.folder]
+    for run, element in zip(submission.runs, submission.elements, strict=True):
+        above += [place.parent for place in places_of(run, element.config.slurm).values()]
+    for folder in above:
+        with suppress(OSError):  # the submission reports it
+            folder.parent.mkdir(parents=True, exist_ok=True)
+    for closed in sorted({path for folder in above for path in closed_above(folder, group)}):
+        print(f"hpcrl: slurm.readable_by: {group} cannot pass {closed}, and so not read the run", file=sys.stderr)
+
+
+def _submit(submission: Submission, local: bool) -> list[Run]:
     folder, runs = submission.folder, submission.runs
     _make_folder(folder)
     made = [folder]
     try:
         _copy_code(folder)
+        if group := submission.elements[0].config.slurm.readable_by:
+            share(folder, group)
         own = {modules: own_files(modules) for modules in {own_modules(each.config) for each in submission.elements}}
         for run, element in zip(runs, submission.elements, strict=True):
             _make_run(run, element, folder, own[own_modules(element.config)], made)

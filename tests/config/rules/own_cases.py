@@ -356,6 +356,11 @@ OURS = [
         {"slurm.elastic.extra": {"reservation": "x"}},
     ),
     Case(
+        "a line that a group may read has no secret",
+        {"slurm.readable_by": "lab", "slurm.setup": ["export WANDB_API_KEY=3f2a"]}, "slurm.setup", '"export WANDB_API_KEY=$(cat FILE)" here',
+        {"slurm.readable_by": "lab", "slurm.setup": ["export WANDB_API_KEY=$(cat ~/.key)", "export TOKENIZERS=x"]},
+    ),
+    Case(
         "the interpreter of a container has a setting of its own",
         {"slurm.python": "/env/bin/python", "slurm.container.image": "/h.sif", "slurm.container.kind": "apptainer"},
         "slurm.python", "set slurm.container.python",

@@ -1,0 +1,65 @@
+"""Runs that a group may read: modes and groups of files, and what is refused."""
+
+from __future__ import annotations
+
+import grp
+import os
+from pathlib import Path
+
+import pytest
+
+from hpcrl.launch.sharing import check_group, closed_above, share, umask_of, writing_for
+
+GROUP = grp.getgrgid(1 if os.geteuid() == 0 else os.getegid())
+
+
+def mode(path: Path) -> str:
+    return f"{path.stat().st_mode & 0o7777:o}"
+
+
+def test_a_folder_is_given_to_a_group_and_taken_back(tmp_path: Path) -> None:
+    run, token = tmp_path / "run", tmp_path / "run" / "secrets" / "token"
+    (run / "logs").mkdir(parents=True)
+    run.chmod(0o700)
+    token.parent.mkdir(mode=0o700)
+    for path, bits in ((token, 0o600), (run / "config.toml", 0o600), (run / "script", 0o700)):
+        path.touch()
+        path.chmod(bits)
+    (run / "link").symlink_to(token)
+    share(run, GROUP.gr_name)
+    with writing_for(GROUP.gr_name):
+        (run / "logs" / "new").touch()
+        (run / "logs" / "folder").mkdir()
+    names = ("", "config.toml", "script", "logs/new", "logs/folder")
+    assert [mode(run / name) for name in names] == ["2750", "640", "750", "640", "2750"]
+    assert {(run / name).stat().st_gid for name in names} == {GROUP.gr_gid}
+    assert (mode(token.parent), mode(token)) == ("700", "600")
+    share(run, None)
+    assert [mode(run / name) for name in names] == ["700", "600", "700", "600", "700"]
+    assert umask_of(None) == 0o077
+
+
+def test_only_a_group_that_is_there_may_be_named() -> None:
+    assert list(check_group(GROUP.gr_name)) == []
+    (problem,) = check_group("no-such-group")
+    assert problem.path == "slurm.readable_by"
+    assert "`id -Gn` lists yours: " in problem.message
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be somebody else")
+def test_a_group_of_others_is_refused() -> None:
+    os.seteuid(65534)
+    try:
+        (problem,) = check_group(grp.getgrgid(3).gr_name)
+    finally:
+        os.seteuid(0)
+    assert "you are not in the group" in problem.message
+
+
+def test_closed_directories_above_are_found(tmp_path: Path) -> None:
+    folder = tmp_path / "closed" / "open" / "run"
+    folder.mkdir(parents=True)
+    folder.parents[0].chmod(0o755)
+    folder.parents[1].chmod(0o700)
+    assert folder.parents[1] in closed_above(folder, GROUP.gr_name)
+    assert folder.parents[0] not in closed_above(folder, GROUP.gr_name)
