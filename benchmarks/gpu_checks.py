@@ -386,6 +386,8 @@ def _one_end(rank: int, device: torch.device, other: Any, answers: Any, size: in
         failed = str(error)[:200]
     seconds = time.monotonic() - began
     sending.join()
+    if failed:
+        pair.close()  # as the trainer does: a group with a broken peer would keep the process from ending
     answers.put(
         {"seconds": round(seconds, 2), **({"raised": failed} if dies else {"same": other.recv(), "failed": failed})}
     )

@@ -49,7 +49,7 @@ class Check:
     keeps: bool = False
 
 
-def _run(name: str, seconds: int = 90, *, on_gpu_alone: bool = False) -> Check:
+def _run(name: str, seconds: int = 150, *, on_gpu_alone: bool = False) -> Check:
     program = [str(_BENCHMARKS / "gpu_runs.py"), "--only", name, "--seconds", str(seconds)]
     return Check(program, None if on_gpu_alone else ("--cpu",), seconds, keeps=True)
 
@@ -69,7 +69,7 @@ def _tests(*paths: str) -> Check:
 
 CHECKS = {
     "versions": _computed("versions"),
-    "vllm": _run("vllm", 150),
+    "vllm": _run("vllm"),
     "engines": _tests(*_TESTS),
     "vllm, router replay": _run("vllm, router replay", on_gpu_alone=True),
     "vllm, no router replay": _run("vllm, no router replay"),
@@ -143,9 +143,10 @@ def main() -> int:
     failed = False
     with tempfile.TemporaryDirectory() as model:
         # in a process of its own: this one would keep memory of the GPU, and runs refuse GPUs that others use
-        making = multiprocessing.get_context("spawn").Process(target=_make_model, args=(model, given.tiny))
-        making.start()
-        making.join()
+        if any(CHECKS[name].model for name in given.only):
+            making = multiprocessing.get_context("spawn").Process(target=_make_model, args=(model, given.tiny))
+            making.start()
+            making.join()
         for name in given.only:
             found = perform(name, model, given.tiny, given.keep)
             failed |= "failed" in found

@@ -8,9 +8,22 @@ from collections.abc import Iterable
 from importlib.metadata import distribution
 from pathlib import Path
 
+import tomli
 from packaging.requirements import Requirement
 
 from tests.paths import ROOT
+
+
+def dependencies() -> list[str]:
+    """Return the requirements of an installation without extras, which has no torch."""
+    return tomli.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+
+
+def locked() -> list[str]:
+    """Return the packages of requirements.lock, and torch."""
+    lines = [line.partition("==") for line in (ROOT / "requirements.lock").read_text().splitlines()]
+    absent = {"async-timeout", "exceptiongroup", "setuptools", "torch", "typing_extensions"}  # by version of Python
+    return ["torch", *(name for name, equal, _ in lines if equal and name not in absent)]
 
 
 def make_environment(folder: Path, names: Iterable[str]) -> Path:

@@ -25,9 +25,9 @@ def with_columns(meta: GroupMeta, **columns: Any) -> GroupMeta:
     return GroupMeta.from_json({**meta.to_json(), **columns})
 
 
-def write_group(path: Path, samples: Sequence[Row], meta: GroupMeta) -> GroupMeta:
+def write_group(path: Path, samples: Sequence[Row], meta: GroupMeta, ground_truth: str = "") -> GroupMeta:
     """Write a file of one group; args and result as of `group_bytes`."""
-    content, meta = group_bytes(samples, meta)
+    content, meta = group_bytes(samples, meta, ground_truth=ground_truth)
     write_bytes(path, content)
     return meta
 

@@ -22,12 +22,7 @@ _PRIVATE = re.compile(
 )
 _NAMES = r"(?:\w+, )*\w+(?:: |_| and \w+ are )"
 """What a sentence may begin with in small letters: values that it explains, and names with an underscore."""
-_LEFT: set[str] = {
-    "docs/gpu.md",
-}
-"""Pages that are not yet cleaned."""
-_WRITTEN = [*WRITTEN, ROOT / "docs" / "config" / "library.md"]
-PAGES = [page for page in _WRITTEN if name_of(page) not in _LEFT]
+PAGES = [*WRITTEN, ROOT / "docs" / "config" / "library.md"]
 
 MODULES = [name_of(path) for path in sorted([*(ROOT / "hpcrl").rglob("*.py"), *(ROOT / "jobs").glob("*.py")])]
 _NO_PROSE = {"hpcrl/envs/rewards/numbers.py", "hpcrl/envs/sandbox/seccomp.py", "hpcrl/envs/simulators/arm.py"}
@@ -64,11 +59,6 @@ def test_sentences_are_short(page: Path) -> None:
 def test_words_are_those_of_the_field(page: Path) -> None:
     found = [one for one in sentences(page.read_text(encoding="utf-8")) if _PRIVATE.search(one)]
     assert found == []
-
-
-@pytest.mark.parametrize("page", sorted(_LEFT))
-def test_pages_that_are_left_are_not_clean(page: str) -> None:
-    assert any(len(one.split()) > MOST_WORDS for one in sentences((ROOT / page).read_text(encoding="utf-8")))
 
 
 def _sentences_of_docstring(text: str) -> Iterator[str]:

@@ -20,7 +20,7 @@ MOST_LINES, MOST_LINES_OF_A_FUNCTION = 600, 61
 WITH_TORCH = (
     "jobs", "hpcrl.types", "hpcrl.algorithms", "hpcrl.data.group_file", "hpcrl.data.models", "hpcrl.data.vision.classes", "hpcrl.data.vision.inputs", "hpcrl.data.weight_files", "hpcrl.data.weights.stream", "hpcrl.trainer", "hpcrl.rollout", "hpcrl.controller", "hpcrl.reward_service", "hpcrl.envs",
     "hpcrl.planning.activations", "hpcrl.planning.estimate", "hpcrl.planning.memory", "hpcrl.planning.partition", "hpcrl.planning.shapes", "hpcrl.planning.whole_model",
-    "hpcrl.engines", "hpcrl.families",
+    "hpcrl.engines", "hpcrl.families", "hpcrl.cli.experiments",
 )  # fmt: skip
 """Modules, and folders, that may import torch; all others run on a login node."""
 WITHOUT_TORCH = ".backend", ".family", ".rules", ".settings", ".data", ".launch"

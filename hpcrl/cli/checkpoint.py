@@ -182,9 +182,11 @@ def _rm(arguments: argparse.Namespace) -> int:
     from hpcrl.rundir.checkpoints import find_checkpoint, line_of, needed
     from hpcrl.rundir.commit import discard
     from hpcrl.rundir.ledger import read_attempts
+    from hpcrl.rundir.other_roots import require_own
     from hpcrl.rundir.starts import note
 
     run = named_run(arguments)
+    require_own(run, run.checkpoints)
     newest = needed(line_of(run))
     paths = list(dict.fromkeys(find_checkpoint(run, step) for step in arguments.steps))
     wanted = [path for path in paths if path in newest]

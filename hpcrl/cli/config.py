@@ -158,13 +158,14 @@ def _paths(arguments: argparse.Namespace) -> int:  # noqa: ARG001 - as every com
 
 def _convert(arguments: argparse.Namespace) -> int:
     from hpcrl.errors import ConfigError
+    from hpcrl.rundir.commit import write_text
 
     if arguments.output and arguments.output.exists():
         raise ConfigError(f"{arguments.output} exists; move it away, or choose another --output")
     conversion = _converted(arguments.settings, arguments.source)
     text = conversion.to_yaml() if arguments.yaml else conversion.to_toml()
     if arguments.output:
-        arguments.output.write_text(text)
+        write_text(arguments.output, text)
     else:
         print(text, end="", flush=True)
     print(conversion.report(arguments.all), end="", file=sys.stderr)

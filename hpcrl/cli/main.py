@@ -17,10 +17,12 @@ from hpcrl.cli._common import note_empty_values
 from hpcrl.cli.completion import complete
 from hpcrl.cli.foreign import with_names_elsewhere
 from hpcrl.errors import ConfigError, HpcrlError, did_you_mean
+from hpcrl.rundir.layout import expanded
 from hpcrl.text import printable
 
 COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
     "start": {
+        "init": ("hpcrl.cli.init", "write an experiment to change: settings, rows, and a reward or an environment"),
         "submit": ("hpcrl.cli.submit", "start a run, or a sweep, from TOML files"),
         "plan": (
             "hpcrl.cli.plan",
@@ -38,6 +40,7 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
         "tensorboard": ("hpcrl.cli.tensorboard", "print the command that shows the curves of runs"),
         "sync": ("hpcrl.cli.sync", "send the metrics of a run to a tracker"),
         "upload": ("hpcrl.cli.upload", "copy exports and checkpoints of a run to the Hugging Face hub or to S3"),
+        "advise": ("hpcrl.cli.advise", "print for what each role of a run waits, and the settings that would help"),
         "trace": ("hpcrl.cli.trace", "write the timeline of a run's processes, for Perfetto and chrome://tracing"),
         "stacks": ("hpcrl.cli.stacks", "show the present stacks of every process of a run"),
         "profile": ("hpcrl.cli.profile", "show where a process of a run spends its time, sampled while it runs"),
@@ -82,6 +85,8 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
 }
 """By what a person wants: the commands, each with its module, whose `add_arguments` gets the command's parser, and its help."""
 _ELSEWHERE = {
+    "new": "init",
+    "create": "init",
     "run": "submit",
     "train": "submit",
     "launch": "submit",
@@ -93,6 +98,16 @@ _ELSEWHERE = {
 """Commands of other tools -> the command here."""
 _JOB_PACKAGES = ("aiohttp", "numpy", "pyarrow", "safetensors", "tensorboard", "torch", "transformers", "uvicorn")
 """What the extra `job` installs, and a login node may lack."""
+
+_OTHER_PLACE = "look at its permissions, or name another place"
+_MAKE_ROOM = "make room (`hpcrl status --size`, `hpcrl checkpoint rm`, `hpcrl rm`), or name another place"
+_OF_FILESYSTEMS = {
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), _OTHER_PLACE),
+    errno.ENOSPC: _MAKE_ROOM,
+    errno.EDQUOT: f"this is your quota: {_MAKE_ROOM}",
+    **dict.fromkeys((errno.EIO, errno.ESTALE), "the filesystem or its server fails: tell its administrators"),
+}
+"""Remedies for errors of files that no fault of hpcrl causes."""
 
 
 def _parser(argv: Sequence[str]) -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
@@ -169,14 +184,14 @@ def main(argv: list[str] | None = None) -> int:
     if command and not hasattr(arguments, "command"):
         parser.error(f"unexpected: -- {' '.join(command)}")
     arguments.command = command
-    for name, value in vars(arguments).items():
-        if isinstance(value, Path):  # a shell leaves the ~ of --root=~/runs
-            setattr(arguments, name, value.expanduser())
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):  # names and texts may have what the terminal's encoding lacks
             stream.reconfigure(errors="backslashreplace")
     note_empty_values(settings or [])
     try:
+        for name, value in vars(arguments).items():
+            if isinstance(value, Path):  # a shell leaves the ~ of --root=~/runs
+                setattr(arguments, name, expanded(value))
         return arguments.action(arguments)
     except HpcrlError as error:
         if isinstance(error, ConfigError):
@@ -193,10 +208,10 @@ def main(argv: list[str] | None = None) -> int:
         print(f"hpcrl: this needs {package}: do it where the jobs run, or pip install 'hpcrl[job]'", file=sys.stderr)
         return HpcrlError.exit_code
     except OSError as error:
-        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+        if (remedy := _OF_FILESYSTEMS.get(error.errno or 0)) is None:
             raise
         where = printable(str(error.filename or "a file"))
-        print(f"hpcrl: {where}: {error.strerror}; look at its permissions, or name another place", file=sys.stderr)
+        print(f"hpcrl: {where}: {error.strerror}; {remedy}", file=sys.stderr)
         return HpcrlError.exit_code
 
 

@@ -75,6 +75,8 @@ def _lines(rollout: Rollout) -> list[str]:
     facts += [f"replica {rollout.replica}", f"source {rollout.data_source}"]
     facts += [f"{name} {value:g}" for name, value in rollout.env_metrics.items()]
     lines, turn = [one_line(f"=== {rollout.name}: {', '.join(facts)}")], 0
+    if rollout.ground_truth:
+        lines += ["--- ground truth", *printable(rollout.ground_truth).split("\n")]
     for part in rollout.parts:
         turn += part.by == "policy"
         lines += part_lines(part, _heading(part, turn))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hpcrl.cli._common import RUNS, add_root, follow
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
     from hpcrl.rundir.alerts import Alert
     from hpcrl.rundir.layout import Run
 
+_AT_ONCE = 16  # runs whose files are read at the same time
+
 Achieved = TypeVar("Achieved", bound="Headline")
 
 
@@ -26,6 +30,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="*", metavar="RUN", help=f"{RUNS} (default: all runs)")
     parser.add_argument(
         "--size", action="store_true", help="the size of each run on disk too; reads the size of each file"
+    )
+    parser.add_argument(
+        "--all-users",
+        action="store_true",
+        help="the runs of all users, with their owners; --root may be a pattern in quotes, such as '/scratch/*/runs'",
     )
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--json", action="store_true", help="a JSON list, one object per run")
@@ -38,10 +47,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _status(arguments: argparse.Namespace) -> int:
     from json import dumps
 
+    from hpcrl.errors import ConfigError
     from hpcrl.launch.manage.registry import all_runs, find_runs, known_states, unreadable
     from hpcrl.rundir.layout import default_root
 
     root = arguments.root or default_root()
+    if arguments.all_users:
+        if arguments.runs or arguments.follow:
+            raise ConfigError("--all-users lists runs: leave out RUN and --follow")
+        return _all_users(root, arguments)
     named = dict.fromkeys(run for name in arguments.runs for run in find_runs(name, root))
     if arguments.follow and named:
         return follow(list(named))
@@ -58,13 +72,46 @@ def _status(arguments: argparse.Namespace) -> int:
         foreign = unreadable(root)
         print(f"no runs under {root.absolute()}" + (f", but {len(foreign)} that you may not read" if foreign else ""))
     else:
-        from hpcrl.observe.summary import headline
-
-        for state in states:
-            print(_line(state, _achieved(state, headline)) + (f" · {_size(state.run)}" if arguments.size else ""))
+        for line in _lines(states, arguments.size):
+            print(line)
         if not named and (foreign := unreadable(root)):
             print(f"and {len(foreign)} that you may not read, such as {foreign[0]}")
     return 0
+
+
+def _all_users(pattern: Path, arguments: argparse.Namespace) -> int:
+    from json import dumps
+
+    from hpcrl.launch.manage.registry import all_runs, known_states, unreadable
+    from hpcrl.launch.manage.users import describe_unreadable, owner_of, roots_of, user_name
+
+    roots, closed = roots_of(pattern)
+    closed += [path for root in roots for path in unreadable(root)]
+    states = known_states([run for root in roots for run in all_runs(root)], listed=not arguments.json)
+    owners = {state.run: user_name(owner_of(state.run.path)) for state in states}
+    states.sort(key=lambda state: owners[state.run])
+    if arguments.json:
+        print(dumps([_as_json(state, arguments.size) for state in states], indent=2))
+    else:
+        for state, line in zip(states, _lines(states, arguments.size), strict=True):
+            print(f"{owners[state.run]:12} {line}")
+    if not states:
+        print(f"no runs under {pattern.absolute()} that you may read", file=sys.stderr)
+    for line in describe_unreadable(closed):
+        print(line, file=sys.stderr if arguments.json else sys.stdout)
+    return 0
+
+
+def _lines(states: Sequence[RunState], with_size: bool) -> list[str]:
+    from concurrent.futures import ThreadPoolExecutor
+
+    from hpcrl.observe.summary import headline
+
+    def line(state: RunState) -> str:
+        return _line(state, _achieved(state, headline)) + (f" · {_size(state.run)}" if with_size else "")
+
+    with ThreadPoolExecutor(_AT_ONCE) as threads:
+        return list(threads.map(line, states))
 
 
 def _size(run: Run) -> str:
@@ -126,10 +173,21 @@ def _view(state: RunState) -> RunView:
     return RunView(state.run, state)
 
 
+def _waiting(state: RunState) -> dict[str, Any] | None:
+    from hpcrl.errors import ConfigError, RunError
+    from hpcrl.observe.advice import advise
+
+    with suppress(ConfigError, RunError, OSError):  # the state names it
+        advised = advise(state.run)
+        return advised.to_json() if advised else None
+    return None
+
+
 def _as_json(state: RunState, with_size: bool) -> dict[str, Any]:
     from dataclasses import asdict
 
     from hpcrl.launch.manage.remove import sizes_of
+    from hpcrl.launch.manage.users import owner_of, user_name
     from hpcrl.observe.summary import summarise
     from hpcrl.upload.state import upload_states
 
@@ -138,6 +196,7 @@ def _as_json(state: RunState, with_size: bool) -> dict[str, Any]:
         "run": state.run.name,
         "project": state.run.project,
         "path": str(state.run.path),
+        "user": user_name(owner_of(state.run.path)),
         "state": state.kind,
         "detail": state.detail,
         "advice": state.advice,
@@ -149,6 +208,7 @@ def _as_json(state: RunState, with_size: bool) -> dict[str, Any]:
         "outcome": asdict(state.outcome) if state.outcome else None,
         "progress": {**asdict(state.progress), "eta": state.progress.eta},
         "summary": {name: value for name, value in asdict(summary).items() if name != "outcome"} if summary else None,
+        "waiting": _waiting(state),
         "alerts": [{**asdict(alert.begin), "cleared": alert.cleared} for alert in _alerts(state.run)],
         "uploads": {store: asdict(upload) for store, upload in upload_states(state.run).items()},
         "processes": [asdict(status) for status in state.statuses],

@@ -302,7 +302,7 @@ def _locate(text: str, base: Path) -> str:
     stays as it is: a model's id on a hub, or a missing path that its reader reports. So does text that is no valid file name.
     """
     try:
-        if text == "~" or text.startswith("~/"):
+        if text.startswith("~"):
             return os.path.expanduser(text)
         if text in (".", "..") or text.startswith(("./", "../")):
             return os.path.realpath(base / text)

@@ -18,7 +18,7 @@ from hpcrl.convert.program import program_of
 from hpcrl.convert.sbatch import job_variables
 from hpcrl.convert.shell.lexer import NotUnderstood
 from hpcrl.convert.shell.run import Script, follow
-from hpcrl.convert.shell.state import is_known, replaced_unknown, shown, unknown_parts
+from hpcrl.convert.shell.state import in_directory, is_known, replaced_unknown, shown, unknown_parts
 from hpcrl.convert.source import SourceConfig
 from hpcrl.errors import ConfigError
 
@@ -49,6 +49,7 @@ class Command:
         unread: commands that may set variables and are not followed.
         followed: the scripts that were followed from one to the next, the first one left out.
         batch: the text whose `#SBATCH` lines count.
+        directory: the current one, where it takes the place of $PWD in words; else empty.
     """
 
     words: list[str]
@@ -59,6 +60,7 @@ class Command:
     unread: list[str]
     followed: tuple[str, ...] = ()
     batch: str = ""
+    directory: str = ""
 
 
 def has_overrides(words: Sequence[str]) -> bool:
@@ -91,10 +93,13 @@ def _command_of(
     scripts = [one for one, _ in calls]
     found = [one for one in script.started if one not in scripts and wanted(one.words)]
     if found:
-        words, unknown = _known(found[0].words)
+        words, directory = _in_this_directory(found[0].words)
+        words, unknown = _known(words)
         others = [shown(word) for one in found[1:] for word in one.words if _OVERRIDE.fullmatch(word)]
         assumed = sorted(script.assumed)
-        return Command(words, unknown, found[0].condition, others, assumed, script.unread, batch=text)
+        return Command(
+            words, unknown, found[0].condition, others, assumed, script.unread, batch=text, directory=directory
+        )
     missing, refused = [], list[ConfigError]()
     for one, at in calls:
         path = _beside(one.words[at], origin)
@@ -149,6 +154,9 @@ def note_command(
     for name in command.assumed:
         message = "as where the environment does not set it: what the script has for that case counts"
         conversion.note("translated", f"${name}", "", message)
+    if command.directory:
+        message = f"the current directory, {command.directory}: where the script is started elsewhere, convert it there"
+        conversion.note("translated", "$PWD", "", message)
     for line in command.unread:
         conversion.note("dropped", line, "", "is not run here; what it sets counts as not set")
     for name, waits_for in command.unknown.items():
@@ -191,6 +199,17 @@ def _beside(name: str, origin: str) -> Path | None:
     if is_known(name):
         candidates = [folder / name, Path(name).expanduser(), *candidates]
     return next((path for path in candidates if path.is_file() and path != Path(origin)), None)
+
+
+def _in_this_directory(words: Sequence[str]) -> tuple[list[str], str]:
+    """Return words with the current directory in place of $PWD, and that directory, or an empty text where none has it.
+
+    Variables of the command's environment, such as PYTHONPATH, stay as they are.
+    """
+    directory = str(Path.cwd())
+    variables = [word for word in words if (named := _NAMED.match(word)) and named[1].isupper()]
+    found = [word if word in variables else in_directory(word, directory) for word in words]
+    return found, directory if found != list(words) else ""
 
 
 def _known(words: list[str]) -> tuple[list[str], dict[str, list[str]]]:

@@ -44,18 +44,19 @@ _TOP_IDS = "top_ids"  # [T, K], where a row has them
 _MASK_IDS, _MASK_COUNTS = "mask_token_ids", "mask_counts"  # of SamplingMask, where a row has one
 _OWN = "tensors"  # in a row's details: name -> [digest, which it has in the file, type, shape] of Row.tensors
 _HINT_IDS, _HINT = "hint_token_ids", "hint"  # of Hint; in a row's details tokens of the hint and how many it replaces
-_META, _CHECKSUM, _CONVERSATION = "hpcrl_group", "blake2b", "conversation"
+_META, _CHECKSUM, _CONVERSATION, _TRUTH = "hpcrl_group", "blake2b", "conversation", "ground_truth"
 _MAX_HEADER = 100 << 20  # the format's own limit; a damaged length must not make us read a whole file
 
 
 def group_bytes(
-    samples: Sequence[Row], meta: GroupMeta, conversations: Sequence[Conversation] = ()
+    samples: Sequence[Row], meta: GroupMeta, conversations: Sequence[Conversation] = (), ground_truth: str = ""
 ) -> tuple[bytes, GroupMeta]:
     """Return the bytes of a group in a file, and `meta` with their digest; `meta.offset` is their place in the file.
 
     Args:
         samples: the rows; every array of a row but its `tensors` is [T, ...] with the same T, and `meta.lengths` are these T in the same order.
         conversations: messages of each sample, from its prompt on, for reward models; empty: without reward models.
+        ground_truth: of the prompt, for people.
     """
     import numpy as np
     from safetensors.numpy import save
@@ -102,7 +103,8 @@ def group_bytes(
         details[last[sample]][_CONVERSATION] = conversation
     header_of_rows = json.dumps(details)
     meta = replace(meta, digest=digest_of(header_of_rows.encode()))
-    text = f'{{"meta": {json.dumps(meta.to_json())}, "samples": {header_of_rows}}}'
+    truth = json.dumps(ground_truth)
+    text = f'{{"meta": {json.dumps(meta.to_json())}, "samples": {header_of_rows}, "{_TRUTH}": {truth}}}'
     arrays["lengths"] = np.array(lengths)
     return save(arrays | own, {_META: text, _CHECKSUM: digest_of(text.encode())}), meta
 
@@ -166,6 +168,15 @@ def read_conversations(path: Path, expected: GroupMeta) -> list[Conversation]:
         if len(found) != len(meta.samples):
             raise _damaged(path, f"{len(found)} conversations for {len(meta.samples)} samples")
         return found
+
+
+def read_truth(path: Path, expected: GroupMeta) -> str:
+    """Return the ground truth of the prompt of the group at `path`; empty where none was written. Args and errors as in `read_group`."""
+    if expected.row is not None:
+        return ""
+    with _opened(path, expected) as (columns, meta, _):
+        _check_same(path, meta, expected)
+        return str(columns.group().get(_TRUTH, ""))
 
 
 def _rows(

@@ -13,7 +13,7 @@ import numpy as np
 from hpcrl.config import Config
 from hpcrl.data.batch_file import batch_steps, read_batch
 from hpcrl.data.family import data_family
-from hpcrl.data.group_file import read_group
+from hpcrl.data.group_file import read_group, read_truth
 from hpcrl.errors import DataError, RunError
 from hpcrl.rundir.eval_dumps import dumped_samples
 from hpcrl.rundir.layout import Run
@@ -55,6 +55,7 @@ class Rollout:
         versions: the oldest and the newest policy that chose one of its tokens; None where it is not known.
         row: of its dataset, where it is one of a dataset.
         answer: of a pair of a dataset: which of the two it is.
+        ground_truth: of the prompt; empty: it has none, or an earlier hpcrl wrote the sample.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Rollout:
     env_metrics: dict[str, float] = field(default_factory=dict)
     row: int | None = None
     answer: Answer | None = None
+    ground_truth: str = ""
 
 
 def ordered(rewards: Sequence[float], order: Order | None, seed: int) -> list[int]:
@@ -118,14 +120,15 @@ def read_trained(run: Run, samples: Sequence[tuple[GroupMeta, int]], decode: Dec
     Args:
         decode: token ids to text.
     """
-    groups: dict[str, list[Row]] = {}
+    groups: dict[str, tuple[list[Row], str]] = {}
     for group, _ in samples:
         if group.group_id not in groups:
-            groups[group.group_id] = read_group(run.inside(group.path), None, group)
-    return [_rollout(group, at, groups[group.group_id], decode) for group, at in samples]
+            path = run.inside(group.path)
+            groups[group.group_id] = read_group(path, None, group), read_truth(path, group)
+    return [_rollout(group, at, *groups[group.group_id], decode) for group, at in samples]
 
 
-def _rollout(group: GroupMeta, at: int, of_group: Sequence[Row], decode: Decode) -> Rollout:
+def _rollout(group: GroupMeta, at: int, of_group: Sequence[Row], truth: str, decode: Decode) -> Rollout:
     sample, rows = group.samples[at], [row for row, owner in zip(of_group, group.owners, strict=True) if owner == at]
     versions = np.concatenate([row.versions for row in rows])
     chosen = versions[versions >= 0]
@@ -140,8 +143,14 @@ def _rollout(group: GroupMeta, at: int, of_group: Sequence[Row], decode: Decode)
         versions=(int(chosen.min()), int(chosen.max())) if len(chosen) else None,
         env_metrics=dict(sample.env_metrics or rows[-1].env_metrics),
         row=group.row,
-        answer=(_ANSWERS[at] if group.row is not None and len(group.samples) > 1 else None),
+        answer=answer_of(group, at),
+        ground_truth=truth,
     )
+
+
+def answer_of(group: GroupMeta, at: int) -> Answer | None:
+    """Return which answer of a pair of a dataset a sample is; None: it is none of a pair."""
+    return _ANSWERS[at] if group.row is not None and len(group.samples) > 1 else None
 
 
 def segments_of(sample: Row, decode: Decode, *, of_dataset: bool = False) -> list[Segment]:
@@ -182,6 +191,7 @@ def evaluated_samples(run: Run, version: int | None) -> tuple[int, list[Rollout]
                 parts=[Segment(**part) for part in line["parts"]],
                 versions=(chosen, chosen),
                 env_metrics=line["env_metrics"],
+                ground_truth=str(line.get("ground_truth", "")),
             )
             for (group, at), line in lines.items()
         ]

@@ -34,6 +34,7 @@ from hpcrl.data.hub.splits import (
 )
 from hpcrl.errors import DataError
 from hpcrl.rundir.commit import leads_outside, parse_json
+from hpcrl.text import utf8
 
 if TYPE_CHECKING:
     from pyarrow import RecordBatch
@@ -419,7 +420,7 @@ def _names(path: Path, key: str, part: str = "") -> list[str]:
 
 def _read_json(path: Path) -> Iterator[Any]:
     try:
-        rows = parse_json(path.read_text(encoding="utf-8-sig"))
+        rows = parse_json(utf8(path.read_bytes()))
     except ValueError as error:
         raise DataError(f"dataset {path} cannot be read as JSON: {error}") from error
     if not isinstance(rows, list):
@@ -433,7 +434,7 @@ def _read_json_lines(path: Path) -> Iterator[Any]:
             if line.strip():
                 _require_bounded(len(line), path, f"line {number}")
                 try:
-                    yield parse_json(line)
+                    yield parse_json(utf8(line))
                 except ValueError as error:
                     raise DataError(f"dataset {path}, line {number} cannot be read as JSON: {error}") from error
 

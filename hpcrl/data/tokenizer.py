@@ -160,7 +160,7 @@ def load_tokenizer(
 
     try:
         tokenizer, text = read_tokenizer(model.path, **model.at_revision), chat_template(template)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(
             f"{setting}: the tokenizer of {model} cannot be loaded: {' '.join(str(error).split())} If nodes have no network, "
             f"put the model where they find it: `{download(model)}`, with HF_HOME on a filesystem that they share"

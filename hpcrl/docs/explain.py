@@ -153,9 +153,12 @@ def _nearest(name: str, known: dict[str, Setting]) -> str:
     close = similar(name, theirs, 2, 0.85)
     own = nearest(name, list(known))
     near = [*own, *(f"{field} ({theirs[field]})" for field in close if field not in known)]
-    return (
+    found = (
         f"no such setting; did you mean {' or '.join(near)}?" if near else unknown(name, list(known.values())).message
     )
+    if "." in name or not (count := len(search([name]))):
+        return found
+    return f"{found if near else 'no such setting;'} hpcrl config search {name} lists {count} with that word"
 
 
 def _filled(text: str, lead: str) -> list[str]:

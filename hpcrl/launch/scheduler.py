@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -59,6 +60,7 @@ class JobState:
 
 
 GONE = JobState("GONE")
+_JOB = re.compile(r"\d+(_\d+)?", re.ASCII)
 
 
 def run_slurm(command: Sequence[str], patience_s: float, limit_s: float = _ANSWER_S) -> str:
@@ -100,17 +102,18 @@ def is_away(complaint: str) -> bool:
     return any(text in complaint for text in AWAY)
 
 
-def queue(patience_s: float) -> dict[str, JobState]:
+def queue(patience_s: float, others: Iterable[int] = ()) -> dict[str, JobState]:
     """Return the jobs of this user that Slurm still knows, those that ended a few minutes ago too. Raises SubmitError where Slurm could not be asked.
 
     Args:
         patience_s: for how long a slurmctld that is away is asked; 0: once, and its answer is awaited for 10 s only.
+        others: ids of further users; Slurm may hide their jobs.
     """
     limit_s = _ANSWER_S if patience_s else _GLANCE_S
-    me, columns = str(os.getuid()), "%i|%T|%S|%r|%o"
+    users, columns = ",".join(map(str, sorted({os.getuid(), *others}))), "%i|%T|%S|%r|%o"
     jobs = {}
     try:
-        printed = run_slurm(["squeue", "-h", "-a", "-r", "-t", "all", "-u", me, "-o", columns], patience_s, limit_s)
+        printed = run_slurm(["squeue", "-h", "-a", "-r", "-t", "all", "-u", users, "-o", columns], patience_s, limit_s)
     except SubmitError as error:
         raise SubmitError(f"{error}; the state of the jobs is unknown") from None
     for line in printed.splitlines():
@@ -118,6 +121,16 @@ def queue(patience_s: float) -> dict[str, JobState]:
         reason, start = ("" if text in ("None", "N/A") else text for text in (reason, start))
         jobs[job] = JobState(state, reason, start, script)
     return jobs
+
+
+def jobs_of_runs(users: Iterable[int]) -> list[tuple[str, str]]:
+    """Return user and state of each job of a run that these users have in the queue, as far as Slurm shows it; none where it does not answer."""
+    command = ["squeue", "-h", "-a", "-r", "-u", ",".join(map(str, sorted(users))), "-o", "%u|%T|%o"]
+    try:
+        lines = run_slurm(command, 0.0, _GLANCE_S).splitlines()
+    except SubmitError:
+        return []
+    return [(user, state) for user, state, script in (line.split("|", 2) for line in lines) if "/.slurm/" in script]
 
 
 def find_job(job: str, jobs: Mapping[str, JobState]) -> JobState:
@@ -153,5 +166,7 @@ def local_state(job: str) -> JobState:
 
 
 def cancel_slurm(job: str) -> None:
-    """Cancel a Slurm job. Raises SubmitError where scancel refuses."""
+    """Cancel a Slurm job. Raises SubmitError where scancel refuses, or the record of a run names no job: scancel would take `-u NAME` for its option."""
+    if not _JOB.fullmatch(job):
+        raise SubmitError(f"expected the number of a job to cancel, found {job!r:.80}")
     run_slurm(["scancel", job], PATIENCE_S)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
+from hpcrl.errors import ConfigError
+from hpcrl.observe.advice import advise
 from hpcrl.observe.metrics import MetricsReader
 from hpcrl.observe.summary import REWARD, TOKENS_PER_SECOND
 from hpcrl.rundir.layout import Run
@@ -15,6 +19,7 @@ from hpcrl.units import duration, readable_size
 
 _SILENT_S = 60.0
 _LASTING_S = 5.0
+_ADVISED_S = 60.0
 _SLOW = ("starting engine", "loading model", "loading data")
 _LOSS, _HOST, _DEVICE = "policy/final_loss", "memory/peak_host_gib", "memory/peak_device_gib"
 _GIB = 2**30
@@ -47,6 +52,7 @@ class LiveStatus:
         curve: reward by step, or the loss where there are no rewards.
         is_reward: which of the two.
         tokens_per_second: of the newest step.
+        waits: for what its roles wait, with advice; renewed once in a while.
         peaks: the most memory that a rank of the trainer needed, on its host and on its GPU, as far as they were reported.
     """
 
@@ -55,6 +61,7 @@ class LiveStatus:
     is_reward: bool = True
     tokens_per_second: float | None = None
     peaks: list[str] = field(default_factory=list)
+    waits: list[str] = field(default_factory=list)
 
 
 class LiveStatusReader:
@@ -64,6 +71,7 @@ class LiveStatusReader:
         self._run = run
         self._renewed: dict[str, tuple[float, float]] = {}
         self._since: dict[str, tuple[str, float]] = {}
+        self._waits, self._advised = list[str](), -math.inf
         self._reset()
 
     def _reset(self) -> None:
@@ -93,7 +101,18 @@ class LiveStatusReader:
                 for name, where in ((_HOST, "host"), (_DEVICE, "GPU"))
                 if name in self._newest
             ],
+            waits=self._advice(),
         )
+
+    def _advice(self) -> list[str]:
+        """Return advice that is at most a minute old: it reads the timelines of all replicas."""
+        now = time.monotonic()
+        if now - self._advised > _ADVISED_S:
+            with suppress(ConfigError):  # written by another hpcrl
+                advised = advise(self._run)
+                self._waits = list(advised.lines()) if advised else []
+            self._advised = now
+        return self._waits
 
     def _rows(self) -> list[ProcessRow]:
         attempts = read_attempts(self._run)

@@ -18,13 +18,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from io import FileIO
 from itertools import groupby, islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from hpcrl.faults import fault
-from hpcrl.rundir.commit import make_directory, parse_json
+from hpcrl.rundir.commit import make_directory, open_file, parse_json
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.space import explained
 
@@ -165,7 +164,7 @@ class MetricsReader:
 
     def _new_lines(self, path: Path) -> Iterator[dict[str, Any]]:
         """Yield the whole lines since the last call, without half lines of killed writers and foreign lines."""
-        with path.open("rb") as file:
+        with open_file(path) as file:
             file.seek(self._offsets.get(path, 0))
             for line in file:
                 if not line.endswith(b"\n"):
@@ -230,15 +229,15 @@ def last_reports(records: Iterable[Record]) -> Iterator[Record]:
 
 def first_record(run: Run, process: str, name: str, valid: Callable[[Record], bool]) -> Record | None:
     """Return the first valid record of a process that has the metric `name`, without reading what follows it."""
-    with suppress(FileNotFoundError), run.metrics_of(process).open("rb") as file:
+    with suppress(FileNotFoundError), open_file(run.metrics_of(process)) as file:
         return next(_having(file, process, name, valid), None)
     return None
 
 
 def last_records(run: Run, process: str, name: str, valid: Callable[[Record], bool], most: int = 1) -> list[Record]:
     """Return the last valid records of a process that have the metric `name`, the newest first, without reading what lies before them."""
-    with suppress(FileNotFoundError), run.metrics_of(process).open("rb", buffering=0) as file:
-        return list(islice(_having(_from_the_end(file), process, name, valid), most))
+    with suppress(FileNotFoundError), open_file(run.metrics_of(process)) as file:
+        return list(islice(_having(lines_from_end(file), process, name, valid), most))
     return []
 
 
@@ -255,7 +254,8 @@ def _having(lines: Iterable[bytes], process: str, name: str, valid: Callable[[Re
                         yield record
 
 
-def _from_the_end(file: FileIO) -> Iterator[bytes]:
+def lines_from_end(file: BinaryIO) -> Iterator[bytes]:
+    """Yield the lines of a file, the last one first, without reading what lies before them."""
     end, ends = file.seek(0, os.SEEK_END), list[bytes]()
     while end > 0:
         start = max(0, end - _BLOCK)

@@ -23,11 +23,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpcrl.rundir.commit import make_directory, parse_json
+from hpcrl.observe.metrics import lines_from_end
+from hpcrl.rundir.commit import make_directory, open_file, parse_json
 from hpcrl.rundir.layout import Run, attempt_of
 
 LOAD, IDLE, OTHER, ABSENT = "load", "idle", "other", "absent"
 """Phases of more than one role. A process is absent before its first span and after its last one."""
+ENVIRONMENT = "environment"
+"""Phase of a replica whose groups all wait for environments or rewards: its engine has no request."""
 
 KINDS = {
     "generate": ("generate",),
@@ -42,6 +45,7 @@ KINDS = {
     "checkpoint": ("save_checkpoints", "save_hf_model", "dump_data_batch"),
     "evaluate": ("eval", "evaluate"),
     "score": ("score",),
+    "environment": ("environment",),
     IDLE: (IDLE,),
     LOAD: (LOAD,),
     OTHER: (OTHER,),
@@ -53,7 +57,8 @@ _KIND_OF = {phase: kind for kind, phases in KINDS.items() for phase in phases}
 _LARGEST = 4 << 20
 _PACKAGES = ("torch", "transformers", "megatron.core", "peft", "numpy")
 _WRITE_S = 2.0
-_FIRST_STEP = "rank-0"
+FIRST_RANK = "rank-0"
+"""The process of the trainer that stands for all of its ranks."""
 
 
 @dataclass(frozen=True)
@@ -215,12 +220,26 @@ def _spans_of(path: Path, attempt: int) -> Iterator[Span]:
     process = path.name.removesuffix(".jsonl").removesuffix(".old")
     for line in _lines_of(path):
         with suppress(ValueError, KeyError, TypeError):
-            start, seconds = float(line["start"]), float(line["seconds"])
-            yield Span(process, attempt, str(line["phase"]), start, start + seconds, line.get("step"))
+            yield _span(line, process, attempt)
+
+
+def recent_spans(run: Run, attempt: int, process: str) -> Iterator[Span]:
+    """Yield the spans of a process in one attempt, the newest first, without reading what lies before them."""
+    path = run.timeline_of(attempt, process)
+    for file_path in (path, path.with_suffix(".old.jsonl")):
+        with suppress(FileNotFoundError), open_file(file_path) as file:
+            for line in lines_from_end(file):
+                with suppress(ValueError, KeyError, TypeError):
+                    yield _span(parse_json(line), process, attempt)
+
+
+def _span(line: Any, process: str, attempt: int) -> Span:
+    start, seconds = float(line["start"]), float(line["seconds"])
+    return Span(process, attempt, str(line["phase"]), start, start + seconds, line.get("step"))
 
 
 def _lines_of(path: Path) -> Iterator[dict[str, Any]]:
-    with suppress(FileNotFoundError), path.open("rb") as file:  # renamed meanwhile: it is read under its new name
+    with suppress(FileNotFoundError), open_file(path) as file:  # renamed meanwhile: it is read under its new name
         for line in file:
             with suppress(ValueError):
                 if isinstance(value := parse_json(line), dict):
@@ -229,7 +248,7 @@ def _lines_of(path: Path) -> Iterator[dict[str, Any]]:
 
 def steps_of(spans: Iterable[Span]) -> dict[int, tuple[float, float]]:
     """Return when each step began and ended, by the trainer's first rank; of a step that several attempts trained, as the last one did."""
-    own = [span for span in spans if span.process == _FIRST_STEP and span.step is not None]
+    own = [span for span in spans if span.process == FIRST_RANK and span.step is not None]
     last = {span.step: span.attempt for span in sorted(own, key=lambda span: span.attempt)}
     found: dict[int, tuple[float, float]] = {}
     for span in own:

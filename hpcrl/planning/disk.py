@@ -41,6 +41,8 @@ def describe_disk(config: Config, folder_of: Callable[[Pretrained], Path | None]
             yield f"  the trainer's nodes keep a version in host memory: {readable_size(each)} on all of them together, for a moment twice that"
     if trainer.hf_save_interval > 0:
         yield f"  an export has {readable_size(sizes.export)}, and none is deleted"
+    if trainer.keep_when_done != "all":
+        yield f"  once the run is done, what trainer.keep_when_done names stays: {trainer.keep_when_done}"
     if sizes.weights and (place := config.generator.inference_engine.weight_copy_dir) and not config.loads_adapters:
         yield f"  copies of them take {readable_size(each)} of {place} on each node with replicas, and for a while {readable_size(each * COPIES)}"
 

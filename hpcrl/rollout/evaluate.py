@@ -11,6 +11,7 @@ from typing import Any
 from hpcrl.config import GeneratorConfig
 from hpcrl.data.rollouts import Decode, segments_of
 from hpcrl.envs.base import Messages
+from hpcrl.envs.rewards.response import truth_text
 from hpcrl.rollout.engines.base import Launched
 from hpcrl.rollout.engines.watchdog import run_watched
 from hpcrl.rollout.generate import Generator, Maker
@@ -85,6 +86,7 @@ def _lines(group: Group, decode: Decode) -> list[dict[str, Any]]:
             "prompt": _as_texts(prompt.messages),
             "env_class": prompt.env_class,
             "data_source": prompt.data_source,
+            "ground_truth": truth_text(prompt.extras),
             "response": _as_texts(messages) if several else text,
             "score": sample_reward(rows),
             "stop_reason": rows[-1].stop_reason,

@@ -48,7 +48,13 @@ _FAILURES = (UserCodeError, ServiceError, RefusedRequestError)
 
 
 class Generator(Protocol):
-    """Generates groups with one engine, many at a time."""
+    """Generates groups with one engine, many at a time.
+
+    Attributes:
+        threads: in which environments and rewards are called; None: they are called without.
+    """
+
+    threads: CallThreads | None
 
     async def generate(self, work: Work, cache: GroupCache | None = None) -> Group:
         """Return the group of a piece of work; errors as of `GroupGenerator.generate`."""
@@ -165,7 +171,7 @@ class GroupGenerator:
         self._params = {"train": config.sampling_params, "eval": config.eval_sampling}
         self._rewards = {kind: scorer_of(environment, kind, services) for kind in ("train", "eval")}
         limits = gym.max_env_workers, environment.timeout_seconds
-        self._threads = CallThreads(*limits) if gym.max_env_workers else None
+        self.threads = CallThreads(*limits) if gym.max_env_workers else None
 
     async def generate(self, work: Work, cache: GroupCache | None = None) -> Group:
         """Return the group. A sample whose environment fails or times out, or whose request the engine refuses, is marked as failed. It is not trained, and counts in its group as the mean of the others.
@@ -246,7 +252,7 @@ class GroupGenerator:
     def _session(self, work: Work) -> EnvSession:
         extras = {**self._extras, **work.prompt.extras}
         tokens = self._params[work.kind].max_generate_length
-        return EnvSession(work, self._rewards[work.kind], extras, tokens, self._threads)
+        return EnvSession(work, self._rewards[work.kind], extras, tokens, self.threads)
 
     async def _open(self, episodes: Sequence[Episode], work: Work) -> None:
         messages, prompt = Messages(), Context([])
@@ -316,7 +322,7 @@ class GroupGenerator:
                 return
 
     async def _play(self, episode: Episode, params: SamplingParams) -> None:
-        if self._server is None or self._threads is None:
+        if self._server is None or self.threads is None:
             raise ConfigError(
                 f"{episode.session.where}: it asks the policy itself; set generator.inference_engine.enable_http_endpoint=true, and "
                 "environment.skyrl_gym.max_env_workers above 0"

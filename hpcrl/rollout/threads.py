@@ -4,6 +4,7 @@ and a claim waits long at the controller."""
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 from collections import deque
@@ -28,7 +29,8 @@ class Call(Generic[R]):
     """A call that `CallThreads` make.
 
     Attributes:
-        began: by the monotonic clock; None while it waits for its turn.
+        asked, began: by the monotonic clock; began is None while it waits for its turn.
+        computed_s: processor time of its thread.
         ended: nothing of it runs any more, or will.
         given_up: nobody waits for its end.
         then: called after it in its thread, where it was given up.
@@ -36,7 +38,8 @@ class Call(Generic[R]):
     """
 
     def __init__(self, function: Callable[[], R], limit_s: float) -> None:
-        self._function, self._limit_s = function, limit_s
+        self._function, self._limit_s, self.asked = function, limit_s, time.monotonic()
+        self.computed_s = 0.0
         self._value: R
         self._error: BaseException | None = None
         self.began: float | None = None
@@ -45,12 +48,14 @@ class Call(Generic[R]):
         self.known: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def run(self) -> None:
+        computed = time.thread_time()
         try:
             self._value = self._function()
         except StopIteration as error:  # no coroutine can raise it
             self._error = RuntimeError(f"StopIteration {error}".strip())
         except BaseException as error:  # noqa: BLE001  it is raised again by the awaiting task
             self._error = error
+        self.computed_s = time.thread_time() - computed
 
     async def result(self) -> R:
         """Return what the function returns, or raise what it raises. Raises TooLong where it takes longer than it may."""
@@ -60,6 +65,41 @@ class Call(Generic[R]):
         if self._error is not None:
             raise self._error
         return self._value
+
+
+class CallTimes:
+    """Adds up the times of calls."""
+
+    def __init__(self) -> None:
+        self._calls, self._queued_s, self._run_s, self._computed_s, self._least_s = 0, 0.0, 0.0, 0.0, math.inf
+        self._busy_s, self._busy_since = 0.0, 0.0
+
+    def set_busy(self, busy: bool, now: float) -> None:
+        """Note that the first call begins, or the last one has ended."""
+        if not busy:
+            self._busy_s += now - self._busy_since
+        self._busy_since = now
+
+    def add(self, call: Call[Any], now: float) -> None:
+        """Add a call that has ended."""
+        assert call.began is not None
+        self._calls += 1
+        self._queued_s += call.began - call.asked
+        self._run_s += now - call.began
+        self._computed_s += call.computed_s
+        self._least_s = min(self._least_s, now - call.began)
+
+    def metrics(self) -> dict[str, float]:
+        """Return generate/call_*: seconds that a call took, on average and at least, that it waited for a thread, and what share of the time
+        with calls they had a processor."""
+        if not self._calls:
+            return {}
+        return {
+            "generate/call_seconds": self._run_s / self._calls,
+            "generate/call_seconds_min": self._least_s,
+            "generate/call_queue_seconds": self._queued_s / self._calls,
+            "generate/call_cpu_share": self._computed_s / max(self._busy_s, 1e-9),
+        }
 
 
 class Notices:
@@ -98,6 +138,7 @@ class CallThreads:
         self._most, self._seconds = most, seconds
         self._lock = threading.Lock()
         self._waiting, self._running, self._notices = deque[Call[Any]](), set[Call[Any]](), Notices()
+        self._times = CallTimes()
         self._at_work = self._idle = 0  # threads, those that were given up not counted
         self._wake = SimpleQueue[None]()
         self._helping: asyncio.TimerHandle | None = None
@@ -115,6 +156,15 @@ class CallThreads:
         if self._watching is None and self._seconds:
             self._watching = loop.call_later(self._seconds, self._watch, loop)
         return call
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return the metrics of the calls that have ended since the last time."""
+        with self._lock:
+            now, times, self._times = time.monotonic(), self._times, CallTimes()
+            if self._running:
+                times.set_busy(False, now)
+                self._times.set_busy(True, now)
+            return times.metrics()
 
     def give_up(self, call: Call[Any], then: Callable[[], object]) -> bool:
         """Do without a call: it is not made if it has not begun. Return whether it runs.
@@ -136,7 +186,7 @@ class CallThreads:
         """Give up a call that runs, and its thread. The lock is held."""
         if not call.given_up:
             call.given_up = True
-            self._running.discard(call)
+            self._leave(call, time.monotonic())
             self._at_work -= 1
             if self._waiting:
                 self._join(asyncio.get_running_loop())
@@ -199,15 +249,25 @@ class CallThreads:
                 return None
             call = self._waiting.popleft()
             call.began = time.monotonic()
+            if not self._running:
+                self._times.set_busy(True, call.began)
             self._running.add(call)
             return call
+
+    def _leave(self, call: Call[Any], now: float) -> None:
+        """Count a call as running no more. The lock is held."""
+        self._running.discard(call)
+        if not self._running:
+            self._times.set_busy(False, now)
 
     def _end(self, call: Call[Any], loop: asyncio.AbstractEventLoop) -> bool:
         """Note that a call has ended; return whether its thread goes on."""
         with self._lock:
             call.ended = True
             if not call.given_up:
-                self._running.remove(call)
+                now = time.monotonic()
+                self._leave(call, now)
+                self._times.add(call, now)
         if call.given_up:
             if call.then is not None:
                 call.then()

@@ -29,9 +29,10 @@ from hpcrl.data.cache_files import EvalRow, append_rows
 from hpcrl.data.group_file import group_bytes
 from hpcrl.data.rollouts import Decode
 from hpcrl.envs.rewards.remote import Endpoints
+from hpcrl.envs.rewards.response import truth_text
 from hpcrl.errors import CommitError, EngineError
 from hpcrl.observe.metrics import MetricsWriter
-from hpcrl.observe.timeline import IDLE, Timeline
+from hpcrl.observe.timeline import ENVIRONMENT, IDLE, Timeline
 from hpcrl.rollout.engines.base import Engine, Launched
 from hpcrl.rollout.engines.watchdog import run_watched
 from hpcrl.rollout.evaluate import evaluated_text
@@ -144,6 +145,7 @@ class Worker:
         self._stop: str | None = None
         self._must_sleep = False
         self._news = asyncio.Event()
+        engine.changed = self._note_phase
 
     async def run(self) -> None:
         """Run until the controller stops the worker.
@@ -228,10 +230,11 @@ class Worker:
         self._tell_state()
 
     def _note_phase(self) -> None:
-        """Record the engine's phase in the timeline: loading weights, generating, or waiting for weights or work."""
+        """Record the engine's phase in the timeline: loading weights, generating, or waiting for environments, weights or work."""
         if self._options.timeline:
             kinds = {item.kind for item in self._flight.values()}
             working = "evaluate" if "eval" in kinds else "generate" if kinds else self._updating or IDLE
+            working = working if self._engine.waiting or not kinds else ENVIRONMENT
             self._options.timeline.enter(_TAKES_IN if self._updating == _TAKES_IN else working)
 
     def _free(self) -> int:
@@ -314,7 +317,8 @@ class Worker:
                 evaluated[group.oldest_version].append((group, meta))
             else:
                 meta = replace(group.meta(replica, str(path.relative_to(run.path))), offset=size)
-                content, meta = group_bytes(group.samples, meta, group.judged)
+                truth = truth_text(group.work.prompt.extras)
+                content, meta = group_bytes(group.samples, meta, group.judged, truth)
                 contents.append(content)
                 size += len(content)
             metas.append(meta)
@@ -381,8 +385,9 @@ class Worker:
 
     def _write_metrics(self) -> None:
         if self._metrics and self._rollout_metrics.tokens:  # a version that generated nothing has no metrics
-            limit = {"generate/groups_at_once": self._limiter.limit}
-            self._metrics.write(self._engine.version, self._rollout_metrics.values() | limit)
+            found = {"generate/groups_at_once": self._limiter.limit, **self._rollout_metrics.values()}
+            calls = self._generator.threads.take_metrics() if self._generator.threads else {}
+            self._metrics.write(self._engine.version, found | calls)
 
     async def _report(self) -> None:
         while True:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.errors import CommitError
+from hpcrl.rundir.commit import open_file
 
 INDEX = ".metadata"
 
@@ -68,7 +69,7 @@ def read_index(directory: Path) -> dict[str, Any]:
     """
     path = directory / INDEX
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             found = _Reader(file).load().state
         places = {place.state["relative_path"] for place in found["storage_data"].values()}
         names = [*places, *found["state_dict_metadata"]]

@@ -88,10 +88,16 @@ class Retention:
         if self.newest < 0:
             return dict.fromkeys(needed(line, len(line)), "all are kept")
         newest = max(self.newest, NEVER_DELETED)
-        reasons = dict.fromkeys(needed(line, newest), f"newest {newest}")
+        return dict.fromkeys(needed(line, newest), f"newest {newest}") | self.chosen(line, scores, evaluated)
+
+    def chosen(
+        self, line: Sequence[Path], scores: Mapping[int, float], evaluated: Collection[int] = ()
+    ) -> dict[Path, str]:
+        """Return those of the checkpoints that stay however old they are. Args as of `reasons`."""
+        reasons = dict[Path, str]()
         steps = {position[0]: path for path in line if (position := position_of(path)) and not position[1]}
         if self.every:
-            reasons |= {path: f"every {self.every}" for step, path in steps.items() if step % self.every == 0}
+            reasons = {path: f"every {self.every}" for step, path in steps.items() if step % self.every == 0}
         if (self.metric or "").startswith("eval/"):
             reasons |= {path: "it is being evaluated" for step, path in steps.items() if step in evaluated}
         scored = {step: scores[step] for step in steps if math.isfinite(scores.get(step, math.nan))}
@@ -167,9 +173,13 @@ def steps_left(run: Run) -> list[int]:
 
 
 def samples_removed(run: Run) -> int:
-    """Return the step up to which the samples of batches are not needed: that of the older one of the two newest checkpoints, else 0."""
+    """Return the step up to which the samples of batches are not needed, else 0.
+
+    It is that of the older one of the two newest checkpoints, or of the last one of a run that kept no second one after its end.
+    """
     kept = committed(run.checkpoints, step_of)[-2:]
-    return kept[0] if len(kept) == 2 else 0
+    ended = max((line.get("step", 0) for line in read_starts(run) if "kept" in line), default=0)
+    return max(ended, kept[0] if len(kept) == 2 else 0)
 
 
 def note_committed(run: Run, attempt: int, step: int) -> None:
@@ -178,11 +188,16 @@ def note_committed(run: Run, attempt: int, step: int) -> None:
 
 
 def require_checkpoints(run: Run) -> None:
-    """Raise DataError if the run had a checkpoint and none is committed now: training does not restart from step 0 by itself.
+    """Look whether a run that had a checkpoint has one now: training does not restart from step 0 by itself.
 
     What `hpcrl checkpoint rm` deleted may be gone.
+
+    Raises:
+        DataError: it has none.
+        RunError: it has none because all were deleted after its end.
     """
-    removed = max((line["attempt"] for line in read_starts(run) if "removed" in line), default=0)
+    lines = read_starts(run)
+    removed = max((line["attempt"] for line in lines if "removed" in line), default=0)
     commits = [(outcome.attempt, outcome.step) for outcome in read_outcomes(run)]
     if noted := read_object(run.committed, "remove it"):
         commits.append((noted["attempt"], noted["step"]))
@@ -191,6 +206,12 @@ def require_checkpoints(run: Run) -> None:
     if lost := lost_folders(run).get(run.checkpoints):
         raise DataError(had_one + lost)
     if had and not committed(run.checkpoints, position_of):
+        if lines and lines[-1].get("kept") == []:
+            exports = ", ".join(str(run.export(step)) for step in committed(run.exports, step_of)[-1:]) or "an export"
+            raise RunError(
+                f"{run.name} keeps no checkpoint since its end (trainer.keep_when_done, `hpcrl rm --keep`); submit a new run that "
+                f"begins with what it trained: trainer.policy.model.path={exports}"
+            )
         place = run.elsewhere.get(run.checkpoints, run.checkpoints)
         raise DataError(
             f"{had_one}{place} holds none any more, so training would restart from step 0. Put it back from a backup, or submit a new run"

@@ -21,12 +21,13 @@ import json
 import os
 import shutil
 import socket
+import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from hpcrl.errors import CommitError
 from hpcrl.faults import fault
@@ -40,6 +41,7 @@ Number = TypeVar("Number", int, tuple[int, int])
 MANIFEST = "manifest.json"
 COMMIT = "COMMIT"
 _CHUNK = 1 << 20  # stays in the processor's cache between the read and the hash
+_LARGEST = 1 << 30  # a file without content may claim any size
 _AT_ONCE = 16  # files that are synced or hashed at the same time
 
 
@@ -61,14 +63,20 @@ def _put(name: str, content: bytes, mode: int, folder: int) -> None:
 
 def _write(contents: Mapping[str, bytes], mode: int, folder: int) -> None:
     beside = {name: f".{name}.{socket.gethostname()}.{os.getpid()}" for name in contents}
-    if len(contents) == 1:
-        ((name, content),) = contents.items()
-        _put(beside[name], content, mode, folder)
-    else:  # a filesystem syncs several files at a time in hardly more time than one
-        with ThreadPoolExecutor(_AT_ONCE) as threads:
-            list(threads.map(lambda name: _put(beside[name], contents[name], mode, folder), contents))
-    for name in contents:
-        os.replace(beside[name], name, src_dir_fd=folder, dst_dir_fd=folder)
+    try:
+        if len(contents) == 1:
+            ((name, content),) = contents.items()
+            _put(beside[name], content, mode, folder)
+        else:  # a filesystem syncs several files at a time in hardly more time than one
+            with ThreadPoolExecutor(_AT_ONCE) as threads:
+                list(threads.map(lambda name: _put(beside[name], contents[name], mode, folder), contents))
+        for name in contents:
+            os.replace(beside[name], name, src_dir_fd=folder, dst_dir_fd=folder)
+    except OSError:
+        for name in beside.values():  # on a full disk the parts of files would take what room is left
+            with suppress(OSError):
+                os.unlink(name, dir_fd=folder)
+        raise
     _sync(folder)
 
 
@@ -111,7 +119,11 @@ def write_files(directory: Path, contents: Mapping[str, bytes], mode: int = 0o64
     """
     make_directory(directory)
     with _opened(directory) as folder:
-        _write(contents, mode, folder)
+        try:
+            _write(contents, mode, folder)
+        except OSError as error:  # of an open file, it has no name
+            error.filename = str(directory / next(iter(contents)) if len(contents) == 1 else directory)
+            raise
 
 
 def write_text(path: Path, text: str, mode: int = 0o644) -> None:
@@ -146,16 +158,31 @@ def read_json(path: Path) -> Any | None:
     return None if content is None else parse_json(content)
 
 
+def open_file(path: Path) -> BinaryIO:
+    """Open a regular file of a run for reading, which another user may have made: a pipe would block the reader, a device has no end.
+
+    Raises:
+        OSError: it cannot be opened, or is none; names it.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    return os.fdopen(descriptor, "rb")
+
+
 def read_bytes(path: Path) -> bytes | None:
     """Return the content of a file that others replace as a whole, or None where there is no such file.
 
     Raises:
-        OSError: it cannot be read; names it.
+        OSError: it cannot be read, or is larger than 1 GiB; names it.
     """
     for last in (False, False, True):
         try:
-            with naming(path):
-                return path.read_bytes()
+            with naming(path), open_file(path) as file:
+                if os.fstat(file.fileno()).st_size > _LARGEST:
+                    raise OSError(errno.EFBIG, f"it is larger than {_LARGEST >> 30} GiB")
+                return file.read()
         except (FileNotFoundError, NotADirectoryError):
             if last or path.name not in children(path.parent):
                 return None
@@ -413,7 +440,7 @@ def committed(parent: Path, number: Callable[[Path], Number | None]) -> list[Num
 
 
 def discard(path: Path, fence: Fence = unfenced) -> None:
-    """Remove a directory that others may be reading: it leaves its name at once and the disk soon after.
+    """Remove a directory that others may be reading: it leaves its name at once and the disk soon after. Of a symbolic link, the link alone goes.
 
     Raises:
         CommitError: the fence objects; then the directory is where it was.
@@ -431,6 +458,8 @@ def discard(path: Path, fence: Fence = unfenced) -> None:
             os.rename(trash, path)
         raise
     _pass("trash", path)
+    if trash.is_symlink():
+        trash.unlink()
     shutil.rmtree(trash, ignore_errors=True)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.errors import DataError, RunError
-from hpcrl.rundir.commit import parse_json
+from hpcrl.rundir.commit import parse_json, read_bytes
 from hpcrl.rundir.layout import Run, version_of
 
 _REQUIRED = {
@@ -51,7 +51,7 @@ def dumped_samples(run: Run, version: int | None) -> tuple[int, dict[tuple[str, 
 
 def _samples(path: Path) -> Iterator[tuple[tuple[str, int], dict[str, Any]]]:
     count = Counter[str]()
-    for number, text in enumerate(path.read_bytes().split(b"\n"), 1):
+    for number, text in enumerate((read_bytes(path) or b"").split(b"\n"), 1):
         try:
             line = parse_json(text)
         except ValueError:  # cut off by a kill, or it is being written

@@ -3,7 +3,7 @@
 <root>/<project>/<run>/            0700
   config.toml                      resolved; the only configuration a job reads
   config.<attempt>.toml            what it was up to this attempt, where `hpcrl resume` changed it after
-  code/                            snapshot of hpcrl/ and jobs/ that this run uses
+  code/                            snapshot of hpcrl/ and jobs/ that this run uses; commit.txt, of the git checkout they come from
   slurm -> ../.slurm/<name>        submitit's folder: sbatch script, pickles, output of the batch script and of what no log has
   inputs.json                      datasets, templates and models that attempts read, by their checksums (hpcrl/launch/inputs.py)
   submission.json                  job id, executor, overrides
@@ -57,6 +57,7 @@ from hpcrl.errors import RunError
 
 OTHER_ROOTS = {"checkpoint_root": "checkpoints", "export_root": "exports", "tensorboard_root": "tensorboard"}
 """Settings of section slurm, and the folder of a run that each places."""
+COMMIT = "commit.txt"
 _STEP = re.compile(r"s(\d{6,})")
 _POSITION = re.compile(r"s(\d{6,})(?:u([1-9]\d*))?")
 _VERSION = re.compile(r"v(\d{6,})")
@@ -64,12 +65,24 @@ _VERSION = re.compile(r"v(\d{6,})")
 
 def default_root() -> Path:
     """Return the default root of runs: $HPCRL_ROOT, else ./runs."""
-    return Path(os.environ.get("HPCRL_ROOT") or "runs").expanduser()
+    return expanded(os.environ.get("HPCRL_ROOT") or "runs")
 
 
 def root_of(given: str | None) -> Path:
     """Return where runs are made whose slurm.root is this."""
-    return Path(given).expanduser() if given else default_root()
+    return expanded(given) if given else default_root()
+
+
+def expanded(path: str | Path) -> Path:
+    """Return a path with the home directory in place of a leading ~.
+
+    Raises:
+        RunError: there is none: no such user, or a user without HOME and without an entry in passwd, as in some containers.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise RunError(f"{path}: ~ leads to no home directory here; write the path out, or set HOME") from None
 
 
 def token_cache(root: Path) -> Path:

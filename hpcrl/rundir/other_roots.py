@@ -103,7 +103,32 @@ def _lost(run: Run, link: Path, place: Path) -> str:
 def own_homes(run: Run) -> list[Path]:
     """Return the folders below other roots that belong to a run and are there."""
     homes = dict.fromkeys(place.parent for place in run.elsewhere.values())
-    return [home for home in homes if os.path.realpath(home / _OWNER) == os.path.realpath(run.path)]
+    return [home for home in homes if _is_own(run, home)]
+
+
+def _is_own(run: Run, home: Path) -> bool:
+    """Return whether a folder leads back to a run by a link that this user has made: any link can lead from a run to a folder."""
+    owner = home / _OWNER
+    return (
+        owner.is_symlink()
+        and owner.lstat().st_uid == home.stat().st_uid == os.getuid()
+        and os.path.realpath(owner) == os.path.realpath(run.path)
+    )
+
+
+def require_own(run: Run, *links: Path) -> None:
+    """Look whether folders of a run may be deleted from: a link of a copied run may lead to anything of the user's.
+
+    Raises:
+        RunError: one is a link to a folder that does not lead back to the run.
+    """
+    for link in links:
+        place = run.elsewhere.get(link)
+        if place is not None and not _is_own(run, place.parent):
+            raise RunError(
+                f"{link} leads to {place}, which is not known to be of this run, so nothing there is deleted. If it is: "
+                f"ln -sfn {run.path} {place.parent / _OWNER}"
+            )
 
 
 def require_folders(run: Run, *links: Path) -> None:

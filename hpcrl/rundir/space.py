@@ -12,7 +12,7 @@ from hpcrl.errors import CommitError
 from hpcrl.units import readable_size
 
 _NOTHING = 4096
-_FREE_UP = "make room (`hpcrl checkpoint ls` and `rm`, exports/, dumps/) or lower trainer.max_ckpts_to_keep, then `hpcrl resume`"
+_FREE_UP = "make room (`hpcrl checkpoint ls` and `rm`, exports/, dumps/), then `hpcrl resume`; with a lower trainer.max_ckpts_to_keep it deletes more"
 _REMEDIES = {
     errno.ENOSPC: _FREE_UP,
     errno.EDQUOT: f"this is your quota, which `quota` or the filesystem's own command shows: {_FREE_UP}",

@@ -2,7 +2,8 @@
 
     {"attempt": 3, "loads": "s000040", "by": 2}     before it loads the checkpoint that attempt 2 committed
     {"attempt": 3, "from": "s000040"}               after that: training goes on; null: from the beginning
-    {"attempt": 3, "removed": ["s000040"]}          a person deleted these after attempt 3, though the run would have needed them
+    {"attempt": 3, "removed": ["s000040"]}          a person deleted these after attempt 3, though the run would have needed them.
+    {"attempt": 3, "kept": ["s000040"], "step": 40} all others were deleted after the end, at step 40
 
 The first line without the second is a load that did not come to its end. A checkpoint of attempt 2 that lies after s000040 and appears
 once attempt 3 has started there belongs to a line of training that was given up.

@@ -29,7 +29,7 @@ from hpcrl.trainer.packing import MiniBatch
 from hpcrl.types import Batch
 
 _EXTREMES = ("_max", "_min")
-_STEP = "step"
+_STEP, _BATCH = "step", "wait_for_generation_buffer"
 
 
 class PhaseTimer:
@@ -229,6 +229,7 @@ def describe_cost(
     return {
         **describe_times(seconds),
         "throughput/tokens_per_second": tokens / seconds[_STEP],
+        "throughput/wait_share": seconds.get(_BATCH, 0.0) / seconds[_STEP],
         "throughput/train_tokens_per_second_per_rank": tokens / seconds["policy_train"] / world.size,
         **describe_flops(flops, seconds["policy_train"], world.size, world.device, peak_tflops),
         **describe_memory(world),

@@ -60,6 +60,23 @@ def wanted(run: Run, store: str, upload: UploadConfig, done: bool) -> list[Path]
     return [path for _, path in sorted(paths, key=lambda one: -one[0])]
 
 
+def unsent(run: Run, upload: UploadConfig) -> list[Path]:
+    """Return the exports and checkpoints of a run that is done that a store is to have and lacks."""
+    states = {store: UploadState.read(run.upload(store)) for store in stores_of(upload)}
+    return [
+        path
+        for store, state in states.items()
+        for path in wanted(run, store, upload, done=True)
+        if not _is_sent(path, state)
+    ]
+
+
+def _is_sent(path: Path, state: UploadState) -> bool:
+    """Return whether the store has a directory as it is now, or there is no such directory."""
+    mark = read_bytes(path / COMMIT)
+    return mark is None or mark.decode() == state.sent.get(name_of(path), {}).get("mark")
+
+
 class Uploader:
     """Uploads of a run to one store.
 
@@ -147,9 +164,8 @@ class Uploader:
         return paths
 
     def _due(self, path: Path) -> bool:
-        name, mark = name_of(path), read_bytes(path / COMMIT)
-        known = self._state.sent.get(name, {}).get("mark")
-        return mark is not None and mark.decode() != known and self._again.get(name, (0.0, 0.0))[0] <= time.monotonic()
+        again, _ = self._again.get(name_of(path), (0.0, 0.0))
+        return not _is_sent(path, self._state) and again <= time.monotonic()
 
     @property
     def failed(self) -> dict[str, str]:

@@ -175,6 +175,7 @@ def test_explain(name: str, words: list[str], capsys: Output) -> None:
         ("trainer.algorithm.eps_clip", "trainer.algorithm.eps_clip_low"),
         ("train.train_policy.klbeta", "train.train_policy.kl_beta (Cosmos-RL)"),
         ("generator.num_inference_engine", "generator.num_inference_engines (SkyRL)"),
+        ("kl", "? hpcrl config search kl lists "),
         ("qqqqq.wwwww", "expected one of config_class, python_path, data, trainer"),
     ],
 )

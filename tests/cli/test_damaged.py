@@ -29,7 +29,7 @@ FILES = [
 OF_ONE_RUN = {
     "rm": [],
     "status": (), "follow": (), "logs": (), "stacks": (), "cancel": (), "requeue": (), "resume": ("trainer.seed=1",), "samples": (), "tensorboard": ("--rebuild",),
-    "attach": ("--", "true"), "profile": ("--seconds", "1"), "replay": ("--step", "1"), "checkpoint ls": (), "checkpoint verify": (), "verify": (), "trace": (), "report": (), "compare": ("good",), "rescore": (), "sync": ("--to", "console"),
+    "attach": ("--", "true"), "profile": ("--seconds", "1"), "replay": ("--step", "1"), "checkpoint ls": (), "checkpoint verify": (), "verify": (), "trace": (), "advise": (), "report": (), "compare": ("good",), "rescore": (), "sync": ("--to", "console"),
     "upload": ("--to", "s3", "--bucket", "mine"),
 }  # fmt: skip
 """Commands that name a run, each with the arguments that follow its name; the seed is refused, so that nothing starts."""
@@ -113,7 +113,7 @@ def test_no_command_ends_with_a_traceback(
 def test_all_commands_that_name_a_run_are_tried() -> None:
     tried = {command.split()[0] for command in OF_ONE_RUN}
     assert {name for group in COMMANDS.values() for name in group} - tried == {
-        "submit", "plan", "score", "eval", "config", "data", "env", "doctor", "reward", "engine", "completion",
+        "init", "submit", "plan", "score", "eval", "config", "data", "env", "doctor", "reward", "engine", "completion",
     }  # fmt: skip
 
 

@@ -6,18 +6,15 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-import tomli
 
 from hpcrl.cli.main import COMMANDS, main
 from hpcrl.errors import HpcrlError
 from hpcrl.rundir.layout import Run
 from tests.cli.test_status import root as root
-from tests.environments import make_environment
-from tests.jobs.small_run import SMALL, finish, logs_of
+from tests.environments import dependencies, make_environment
 from tests.paths import QUICKSTART, ROOT
 
 BASH = """
@@ -34,6 +31,7 @@ echo "${{COMPREPLY[@]}}"
         ("hpcrl su", ["submit"]),
         ("hpcrl submit --fo", ["--follow"]),
         ("hpcrl config val", ["validate"]),
+        ("hpcrl init mine --kind env", ["environment"]),
         ("hpcrl follow --ro", ["--root"]),
     ],
 )
@@ -51,6 +49,7 @@ def test_bash_completes(line: str, words: list[str], tmp_path: Path) -> None:
         ("validate", "hpcrl config validate"),
         ("export", "hpcrl checkpoint export"),
         ("train", "hpcrl submit"),
+        ("new", "hpcrl init"),
         ("clean", "hpcrl rm"),
         ("sumbit", "submit"),
     ],
@@ -98,14 +97,14 @@ print(json.dumps(said))
 @pytest.fixture
 def light(tmp_path: Path) -> Path:
     """The programs of an environment of the dependencies alone."""
-    names = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    return make_environment(tmp_path / "light", names)
+    return make_environment(tmp_path / "light", dependencies())
 
 
 def test_every_command_in_an_environment_of_the_dependencies_alone(root: Path, tmp_path: Path, light: Path) -> None:
     run = str(Run(root / "p" / "single").path)
     names = [name for group in COMMANDS.values() for name in group if name not in ("doctor", "follow", "attach", "rm")]
     more = {
+        "init": [str(tmp_path / "mine")],
         "submit": [str(QUICKSTART), "--dry-run"],
         "plan": [str(QUICKSTART)],
         "score": [str(QUICKSTART), "-o", str(tmp_path / "scores")],
@@ -165,20 +164,6 @@ def test_jobs_without_torch_are_refused_here_and_warned_of_on_a_cluster(tmp_path
         assert done.returncode == 3
         assert "nothing today" in done.stderr
         assert ("slurm.python: not set, so jobs run " in done.stderr) == warned
-
-
-def test_a_run_of_this_machine_with_the_interpreter_of_another_environment(tmp_path: Path, light: Path) -> None:
-    """hpcrl has no torch; the interpreter behind a script, which notes its calls, has it."""
-    python, noted = tmp_path / "fat" / "python", tmp_path / "noted"
-    python.parent.mkdir()
-    python.write_text(f'#!/bin/sh\necho "$OF_SETUP $*" >> {noted}\nexec {sys.executable} "$@"\n')
-    python.chmod(0o755)
-    of_jobs = [f"slurm.python={python}", 'slurm.setup=["export OF_SETUP=loaded"]']
-    done = submitted(light, "--local", *SMALL, "trainer.max_steps=1", "trainer.eval_interval=0", *of_jobs)
-    assert done.returncode == 0, done.stderr
-    run = Run.open(tmp_path / "runs" / "quickstart" / "mine")
-    assert finish(run, 1) == "done", logs_of(run)
-    assert noted.read_text().startswith("loaded -u -m submitit.core._submit ")
 
 
 def _paragraph(page: str, words: str) -> str:

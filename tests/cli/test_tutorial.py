@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.environments import make_environment
+from tests.cli.typed import blocks, make_locked_environment, run, typed, write_files
 from tests.paths import ROOT
 
 PAGE = (ROOT / "docs" / "tutorial.md").read_text()
 LOCAL = PAGE.partition("## 2. ")[2].partition("## 5. ")[0]
-BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", LOCAL, re.MULTILINE | re.DOTALL)
-
-
-def typed(block: str) -> list[tuple[str, list[str]]]:
-    """Return the commands of a block, each with the lines that it prints; shortened ones end in …"""
-    parts = re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]
-    return [(command, printed.splitlines()) for command, _, printed in (part.partition("\n") for part in parts)]
+BLOCKS = blocks(LOCAL)
 
 
 @pytest.fixture(scope="module")
@@ -29,25 +21,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder in which the tutorial is typed, with the files that it shows."""
     place = tmp_path_factory.mktemp("tutorial")
     shutil.copytree(ROOT / "configs" / "quickstart", place / "configs" / "quickstart")
-    (place / "mine").mkdir()
-    for _, text in BLOCKS:
-        if name := re.match(r"# (mine/\S+)\n", text):
-            (place / name[1]).write_text(text)
-    lock = [line.partition("==")[0] for line in (ROOT / "requirements.lock").read_text().splitlines() if "==" in line]
-    absent = {"async-timeout", "exceptiongroup", "setuptools", "typing_extensions"}  # by version of Python
-    make_environment(place / ".venv", ["torch", *(name for name in lock if name not in absent)])
+    write_files(place, BLOCKS)
+    make_locked_environment(place)
     return place
-
-
-def run(place: Path, command: str) -> str:
-    environment = {**os.environ, "PATH": f"{place / '.venv' / 'bin'}:{os.environ['PATH']}"}
-    for name in ("HPCRL_ROOT", "PYTHONPATH"):
-        environment.pop(name, None)
-    done = subprocess.run(
-        ["bash", "-c", command], cwd=place, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 def test_everything_before_the_cluster(place: Path) -> None:
@@ -62,6 +38,7 @@ def test_everything_before_the_cluster(place: Path) -> None:
                 assert part.strip() in printed, (command, printed)
 
 
+@pytest.mark.faults_slow
 def test_its_experiment_runs_on_this_machine(place: Path) -> None:
     if not (place / "mine" / "train.jsonl").exists():
         run(place, "cd mine && python make_rows.py")

@@ -124,6 +124,7 @@ def test_utf16_is_named_with_its_line(tmp_path: Path) -> None:
         ("trainer.flash_attn=True", "; write true, without quotes"),
         ('data.train_data=["$HOME/x.jsonl"]', '$HOME is not expanded here, ~ is; write "~" instead'),
         ("trainer.resume_path=${OLD}/x", "${OLD} is not expanded here, ~ is; write the value of ${OLD} into the path"),
+        ("slurm.root=~nobody-here/x", "the ~ of ~nobody-here/x leads to no home directory here; write the path out"),
     ],
 )
 def test_a_value_of_the_wrong_form_gets_its_remedy(tmp_path: Path, override: str, expected: str) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
@@ -22,6 +24,13 @@ CONFIGS = sorted((ROOT / "configs").rglob("*.toml"))
 SITES = sorted((ROOT / "slurm" / "sites").glob("*.toml"))
 
 
+@pytest.fixture(scope="module")
+def schema() -> jsonschema.Draft202012Validator:
+    schema = json_schema()
+    jsonschema.Draft202012Validator.check_schema(schema)
+    return jsonschema.Draft202012Validator(schema)
+
+
 def test_the_generated_pages_are_current() -> None:
     stale = [str(path) for path, text in pages(ROOT).items() if not path.is_file() or path.read_text() != text]
     assert not stale, "run: python -m hpcrl.docs.describe"
@@ -35,18 +44,26 @@ def test_every_setting_has_a_meaning_and_a_default_of_its_type(setting: Setting)
         return
     assert (setting.default is None) == setting.optional
     if not setting.optional:
-        name = setting.path.rpartition(".")[2]
-        parents = setting.path.split(".")[:-1]
-        tree = {name: setting.default}
-        for parent in reversed(parents):
-            tree = {parent: tree}
-        read = build(Config, _with_required(tree))
+        read = with_defaults()
         for part in setting.path.split("."):
             read = getattr(read, part)
         assert repr(read) == repr(setting.default)
     allowed, check = setting.facts.range, setting.facts.check
     assert allowed is None or setting.default is None or setting.default in allowed
     assert check is None or setting.default is None or check.holds(setting.default)
+
+
+@cache
+def with_defaults() -> Any:
+    """Return a configuration that names every setting which has a default, with that."""
+    tree = {}
+    for setting in leaves(Config):
+        if not (setting.required or setting.optional):
+            value = setting.default
+            for part in reversed(setting.path.split(".")):
+                value = {part: value}
+            tree = _merged(tree, value)
+    return build(Config, _with_required(tree))
 
 
 def _with_required(tree: dict) -> dict:
@@ -70,11 +87,9 @@ def test_choices_are_in_the_order_in_which_their_section_has_them() -> None:
     assert choices["trainer.policy.fsdp_config.mixed_precision.param_dtype"] == ("bf16", "fp32", "fp16")
 
 
-def test_the_schema_says_what_the_loader_says() -> None:
-    schema = json_schema()
-    jsonschema.Draft202012Validator.check_schema(schema)
+def test_the_schema_says_what_the_loader_says(schema: jsonschema.Draft202012Validator) -> None:
     for setting in settings(Config):
-        entry = schema
+        entry = schema.schema
         for part in setting.path.split("."):
             entry = entry["properties"][part]
         if setting.subsection:
@@ -86,11 +101,11 @@ def test_the_schema_says_what_the_loader_says() -> None:
 
 
 @pytest.mark.parametrize("path", [*CONFIGS, *SITES], ids=lambda path: path.stem)
-def test_every_file_fits_the_schema(path: Path) -> None:
-    jsonschema.validate(tomli.loads(path.read_text()), json_schema())
+def test_every_file_fits_the_schema(path: Path, schema: jsonschema.Draft202012Validator) -> None:
+    schema.validate(tomli.loads(path.read_text()))
     first, *_ = path.read_text().splitlines()
     if first.startswith("#:schema "):
-        assert json.loads((path.parent / first.removeprefix("#:schema ")).read_text()) == json_schema()
+        assert json.loads((path.parent / first.removeprefix("#:schema ")).read_text()) == schema.schema
 
 
 @pytest.mark.parametrize(
@@ -109,12 +124,14 @@ def test_every_file_fits_the_schema(path: Path) -> None:
         ("trainer.policy.fsdp_config.reshard_after_forward", "no"),
     ],
 )
-def test_the_schema_refuses_what_the_loader_refuses(path: str, value: object) -> None:
+def test_the_schema_refuses_what_the_loader_refuses(
+    path: str, value: object, schema: jsonschema.Draft202012Validator
+) -> None:
     tree: object = value
     for part in reversed(path.split(".")):
         tree = {part: tree}
     with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate(tree, json_schema())
+        schema.validate(tree)
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

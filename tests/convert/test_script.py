@@ -77,6 +77,24 @@ def test_a_variable_that_is_not_set_stays() -> None:
     assert "$WHERE is known only where" in convert_script(script, "f").unconverted["data.train_data"]
 
 
+@pytest.mark.parametrize("written", ["$PWD", "${PWD}", "$(pwd)", "`pwd`"])
+def test_the_working_directory_is_the_current_one_until_it_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    script = f"data={written}/d\nexport PYTHONPATH={written}\nx data.train_data=[$data/a.parquet]"
+    found = convert_script(script, "f")
+    assert found.values["data.train_data"] == [f"{tmp_path}/d/a.parquet"]
+    (note,) = [entry for entry in found.entries if entry.source == "$PWD"]
+    assert (note.kind, str(tmp_path) in note.message) == ("translated", True)
+    assert not [
+        entry for entry in convert_script(f"PYTHONPATH={written} x a.b=1", "f").entries if entry.source == "$PWD"
+    ]
+
+    moved = convert_script(f"cd /elsewhere\nx data.train_data=[{written}/a.parquet]", "f")
+    assert "$PWD after cd is known only where" in moved.unconverted["data.train_data"]
+
+
 def test_a_comment_leaves_the_end_of_its_line() -> None:
     assert command_of("N=4 # don't\npython a.b=$N\n", "f").words == ["python", "a.b=4"]
 

@@ -70,6 +70,12 @@ def test_files_beside_it(model: Path, name: str, text: str) -> None:
             each(source)
 
 
+def test_a_tokenizer_that_is_nested_too_deeply(model: Path) -> None:
+    (model / "tokenizer.json").write_text("[" * 100_000)
+    with pytest.raises(DataError, match=r"the tokenizer of .* cannot be loaded"):
+        load(Pretrained(str(model)))
+
+
 def test_released_forms_are_read(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     entries = {

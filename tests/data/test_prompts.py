@@ -115,7 +115,17 @@ def test_parquet_column_that_cannot_travel(tmp_path):
         ("rows.csv", b"prompt\n", r"expected a \.parquet, \.json, \.jsonl or \.arrow file"),
         ("rows.parquet", b"not parquet", "cannot be read as parquet"),
         ("rows.json", b"{", "cannot be read as JSON"),
-        ("rows.json", b"\xff\xff", "cannot be read as JSON"),
+        ("rows.json", b"\xff\xff", "cannot be read as JSON: not UTF-8 text: byte 0; saved as Latin-1"),
+        (
+            "rows.jsonl",
+            b'{"prompt": "a"}\n{"a": "\xe9"}\n',
+            "line 2 cannot be read as JSON: not UTF-8 text: byte 7; saved as Latin-1",
+        ),
+        (
+            "rows.jsonl",
+            "{}\n".encode("utf-16"),
+            "line 1 cannot be read as JSON: not UTF-8 text: byte 0; saved as UTF-16",
+        ),
         ("rows.json", b"{}", "expected a list of rows, found dict"),
         ("rows.jsonl", b'\n{"prompt": "a"}\n{', "line 3 cannot be read as JSON"),
     ],

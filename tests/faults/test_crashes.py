@@ -21,12 +21,10 @@ VICTIMS = {
     "srun": lambda scenario, run: scenario.sruns(run),
 }
 RANKS = {"torchrun": 2}  # one rank alone has none
-SOON = ("controller",)
 
 
-@pytest.mark.parametrize(
-    "victim", [pytest.param(name, marks=[] if name in SOON else pytest.mark.faults_slow) for name in VICTIMS]
-)
+@pytest.mark.faults_slow
+@pytest.mark.parametrize("victim", VICTIMS)
 def test_21_killed(scenario: Scenario, victim: str) -> None:
     """SIGKILL of one process: the attempt ends within seconds, says why, and the next one goes on from the last commit."""
     ranks = {"trainer.placement.policy_num_gpus_per_node": RANKS.get(victim, 1)}

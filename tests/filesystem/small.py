@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -24,3 +24,10 @@ def small_filesystem(path: Path, size: str) -> Iterator[bool]:
     finally:
         if mounted:
             subprocess.run(["umount", str(path)], check=True)
+
+
+def fill(directory: Path) -> None:
+    """Write a file that takes all that is free on the filesystem of a directory."""
+    with suppress(OSError), (directory / "fill").open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))

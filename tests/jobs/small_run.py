@@ -34,8 +34,8 @@ SMALL = [
 ]
 
 
-def hpcrl(*arguments: str, cwd: Path, timeout: float = 300) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([HPCRL, *arguments], cwd=cwd, capture_output=True, text=True, timeout=timeout, check=False)
+def hpcrl(*arguments: str, cwd: Path, timeout: float = 300, program: str = HPCRL) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([program, *arguments], cwd=cwd, capture_output=True, text=True, timeout=timeout, check=False)
 
 
 def wait_for(condition: Callable[[], object], what: Callable[[], str], seconds: float) -> None:

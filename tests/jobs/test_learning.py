@@ -296,3 +296,27 @@ def quickstart(place: Path, name: str, *settings: str) -> Run:
     run = Run(place / "runs" / "quickstart" / name)
     assert done.returncode == 0, done.stderr + logs_of(run)
     return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "metric", "steps", "least", "most"),
+    [
+        ("rl", "avg_score", 20, 0.9, 1.0),
+        ("environment", "avg_score", 20, 0.6, 1.0),
+        ("sft", "loss", 64, 0.0, 0.1),
+        ("dpo", "loss", 64, 0.0, 0.1),
+    ],
+)
+def test_what_init_writes_learns_as_it_is(
+    place: Path, kind: str, metric: str, steps: int, least: float, most: float
+) -> None:
+    assert hpcrl("init", "mine", "--kind", kind, cwd=place).returncode == 0
+    runpy.run_path(str(place / "mine" / "make_rows.py"), run_name="__main__")
+    done = hpcrl("submit", "mine/experiment.toml", "--local", "--follow", "trainer.run_name=a", cwd=place, timeout=1800)
+    run = Run(place / "runs" / "mine" / "a")
+    assert done.returncode == 0, done.stderr + logs_of(run)
+    values = curve(run, f"eval/all/{metric}")
+    print(f"{kind}: {metric} {values[0]:.3f} -> {values[steps]:.3f}")
+    assert not least <= values[0] <= most
+    assert least <= values[steps] <= most

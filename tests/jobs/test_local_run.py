@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import sys
 import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,7 +19,9 @@ from hpcrl.rundir.alerts import read_alerts
 from hpcrl.rundir.commit import committed, read_json, write_text
 from hpcrl.rundir.layout import Run, step_of
 from hpcrl.rundir.ledger import read_attempts, read_outcome
+from tests.environments import dependencies, make_environment
 from tests.jobs.small_run import (
+    HPCRL,
     SMALL,
     curve,
     finish,
@@ -34,8 +37,9 @@ from tests.paths import QUICKSTART
 from tests.processes import processes_of
 
 
-def submit(cwd: Path, name: str, *settings: str) -> Run:
-    done = hpcrl("submit", str(QUICKSTART), "--local", f"trainer.run_name={name}", *SMALL, *settings, cwd=cwd)
+def submit(cwd: Path, name: str, *settings: str, program: str = HPCRL) -> Run:
+    words = ("submit", str(QUICKSTART), "--local", f"trainer.run_name={name}", *SMALL, *settings)
+    done = hpcrl(*words, cwd=cwd, program=program)
     assert done.returncode == 0, done.stderr
     return Run.open(cwd / "runs" / "quickstart" / name)
 
@@ -51,7 +55,7 @@ def tensorboard_points(run: Run, tag: str) -> list[int]:
 
 def test_killed_run_goes_on_from_its_last_commit(place: Path) -> None:
     """SIGKILL of a trainer rank in the middle: the attempt ends within seconds, with its error, and resumes as if nothing had been."""
-    run = submit(place, "killed", f"trainer.max_steps={STEPS}", "trainer.eval_interval=10")
+    run = submit(place, "killed", f"trainer.max_steps={STEPS - 2}", "trainer.eval_interval=10")
     wait_for(lambda: committed(run.checkpoints, step_of), lambda: logs_of(run), 240)
     beside = hpcrl(
         "attach", "killed", "--role", "rollout", "--", "sh", "-c", "echo $HPCRL_ATTEMPT $HPCRL_REPLICA", cwd=place
@@ -71,9 +75,11 @@ def test_killed_run_goes_on_from_its_last_commit(place: Path) -> None:
     assert refused.returncode == 2
     assert "refused: trainer.seed: 42 -> 1" in refused.stderr
     lr = "trainer.policy.optimizer_config.lr"
-    resumed = hpcrl("resume", "killed", f"{lr}=1e-4", "trainer.ckpt_interval=5", cwd=place)
+    changes = [f"{lr}=1e-4", "trainer.ckpt_interval=5", f"trainer.max_steps={STEPS}", "trainer.keep_when_done=last"]
+    resumed = hpcrl("resume", "killed", *changes, cwd=place)
     assert resumed.returncode == 0, resumed.stderr
     assert f"warning: {lr}: 0.0002 -> 0.0001 (" in resumed.stdout
+    assert f"warning: trainer.max_steps: {STEPS - 2} -> {STEPS}" in resumed.stdout
     assert "harmless: trainer.ckpt_interval: 2 -> 5 (" in resumed.stdout
     assert finish(run, 2) == "done", logs_of(run)
     groups = trained_groups(run)
@@ -87,15 +93,12 @@ def test_killed_run_goes_on_from_its_last_commit(place: Path) -> None:
     assert tensorboard_points(run, "eval/all/avg_score") == [0, 10, STEPS]
     rates = curve(run, "policy/policy_lr")
     assert (rates[1], rates[STEPS]) == pytest.approx((2e-4 / 5, 1e-4)), "the learning rate changed with the attempt"
-    assert committed(run.checkpoints, step_of)[-1] == STEPS
+    assert committed(run.checkpoints, step_of) == [STEPS]
+    assert not run.weights.exists()
+    assert "trainer.keep_when_done: deleted weights" in run.log(2, "agent-0").read_text()
+    assert hpcrl("verify", "killed", cwd=place).returncode == 0
     assert "lr = 0.0002" in run.config_of(1).read_text()
     assert "to train on, give it a later end: hpcrl resume killed" in hpcrl("resume", "killed", cwd=place).stderr
-    longer = hpcrl("resume", "killed", f"trainer.max_steps={STEPS + 2}", cwd=place)
-    assert longer.returncode == 0, longer.stderr
-    assert f"warning: trainer.max_steps: {STEPS} -> {STEPS + 2}" in longer.stdout
-    assert finish(run, 3) == "done", logs_of(run)
-    assert list(curve(run, "timing/step")) == list(range(1, STEPS + 3)), "curves of one run"
-    assert committed(run.checkpoints, step_of)[-1] == STEPS + 2
 
 
 @pytest.mark.faults_slow
@@ -139,6 +142,11 @@ def test_folders_below_other_roots_outlive_a_kill_and_are_missed(place: Path) ->
         )
         assert (project / "quickstart" / "apart" / "exports" / f"s{last:06d}" / "COMMIT").is_file()
         assert tensorboard_points(run, "policy/grad_norm") == list(range(1, last + 1))
+        longer = hpcrl("resume", "apart", f"trainer.max_steps={last + 2}", cwd=place)
+        assert longer.returncode == 0, longer.stderr
+        assert finish(run, 3) == "done", logs_of(run)
+        assert list(curve(run, "timing/step")) == list(range(1, last + 3)), "curves of one run"
+        assert committed(run.checkpoints, step_of)[-1] == last + 2
         again = hpcrl(
             "submit", str(QUICKSTART), "--local", "trainer.run_name=apart", *settings, "slurm.root=other", cwd=place
         )
@@ -340,11 +348,20 @@ def test_an_alert_stops_a_run_that_has_saved(place: Path, tmp_path: Path) -> Non
 
 
 def test_a_run_whose_rewards_are_all_alike_says_so(place: Path) -> None:
-    """A reward function that pays every response the same: a line, a mark, a verdict, and the run goes on to its end."""
+    """A reward function that pays every response the same: a line, a mark, a verdict, and the run goes on to its end.
+
+    The run is submitted from an environment without torch; its jobs run in another one, behind a script that notes its calls.
+    """
+    python, noted = place / "fat" / "python", place / "noted"
+    script = f'#!/bin/sh\necho "$OF_SETUP $*" >> {noted}\nexec {sys.executable} "$@"\n'
+    write_text(python, script, mode=0o755)
+    of_jobs = [f"slurm.python={python}", 'slurm.setup=["export OF_SETUP=loaded"]']
     write_text(place / "flat_rewards.py", "def half(response, environment):\n    return 0.5\n")
-    rewards = 'environment.reward_function={"flat_rewards:half" = 1.0}'
-    run = submit(place, "flat", rewards, "environment.env_class=", 'python_path=["."]', "trainer.eval_interval=0")
+    rewards = ['environment.reward_function={"flat_rewards:half" = 1.0}', "environment.env_class=", 'python_path=["."]']
+    light = str(make_environment(place / "light", dependencies()) / "hpcrl")
+    run = submit(place, "flat", *rewards, "trainer.eval_interval=0", *of_jobs, program=light)
     assert finish(run, 1) == "done", logs_of(run)
+    assert noted.read_text().startswith("loaded -u -m submitit.core._submit ")
     why = "all samples of each group have the same reward; hpcrl samples flat shows them"
     status = hpcrl("status", "flat", cwd=place).stdout
     assert f"learning    nothing in step 4: {why}" in status

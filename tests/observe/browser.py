@@ -36,6 +36,11 @@ class Browser:
         self._call("POST", "/window/rect", width=width, height=height)
         self._call("POST", "/url", url=url)
 
+    def emulate(self, feature: str, value: str) -> None:
+        """Set a feature that styles ask for, such as prefers-color-scheme."""
+        media = {"features": [{"name": feature, "value": value}]}
+        self._call("POST", "/goog/cdp/execute", cmd="Emulation.setEmulatedMedia", params=media)
+
     def run(self, script: str, *arguments: Any) -> Any:
         """Return what a script returns."""
         return self._call("POST", "/execute/sync", script=script, args=list(arguments))

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
+from hpcrl.config import Config
 from hpcrl.data.batch_file import FIRST, write_batch
 from hpcrl.rundir.commit import begin, finish, staging, write_json, write_text
 from hpcrl.rundir.layout import Run
@@ -28,6 +29,7 @@ def made(root: Path, name: str, steps: int, *, metrics: int = 20, ranks: int = 1
     run, middle = Run(root / "quickstart" / name), steps // 2
     text = QUICKSTART.read_text().replace('"./', f'"{QUICKSTART.parent}/')
     write_text(run.config, text.replace("max_steps = 30", f"max_steps = {steps}"))
+    write_text(run.config, Config.from_toml([run.config]).to_toml())
     write_json(
         run.submission,
         {"executor": "local", "host": "n1", "job_id": "1", "overrides": ["trainer.seed=1"], "submitted": 1.0},
@@ -118,13 +120,17 @@ def write_step(
     response: int = 6,
     dropped: dict[str, float | None] | None = None,
     stop_reasons: list[str] | None = None,
+    prompts: list[list[int]] | None = None,
 ) -> GroupMeta:
-    """Write the batch of a step: one group, whose samples are the prompt 1 to 4 and so many tokens of the policy."""
+    """Write the batch of a step: one group, whose samples are the prompt 1 to 4, or one of its own, and so many tokens of the policy."""
     length = 4 + response
+    tokens = [
+        [*prompt, *(at % 20 for at in range(5, length + 1))] for prompt in prompts or [[1, 2, 3, 4]] * len(rewards)
+    ]
     path = run.samples_of(0) / f"g{step:08d}.safetensors"
     rows = [
         Row(
-            token_ids=np.arange(1, length + 1) % 20,
+            token_ids=np.array(own),
             loss_mask=np.array([0] * 4 + [1] * response, np.float32),
             rollout_logprobs=np.array([0] * 4 + [-0.5] * response, np.float32),
             versions=np.array([-1] * 4 + [step - 1] * response, np.int32),
@@ -132,14 +138,14 @@ def write_step(
             stop_reason="stop",
             env_metrics={"letters_in_place": 0.5},
         )
-        for reward in rewards
+        for reward, own in zip(rewards, tokens, strict=True)
     ]
     meta = group_meta(
         group_id=f"g{step:08d}", kind="train", replica=0, path=str(path.relative_to(run.path)), rewards=rewards,
         lengths=[length] * len(rewards), response_lengths=[response] * len(rewards), stop_reasons=stop_reasons or ["stop"] * len(rewards),
         oldest_version=step - 1, newest_version=step - 1, data_source="sort_letters", seconds=1.0,
     )  # fmt: skip
-    meta = write_group(path, rows, meta)
+    meta = write_group(path, rows, meta, HOSTILE)
     write_batch(run, Batch(step, [meta], step, dropped=dropped or {}), FIRST)
     return meta
 
@@ -164,7 +170,7 @@ def write_evaluation(run: Run, version: int, texts: list[str]) -> None:
     lines = [
         {
             "group_id": f"e{version}-{at}", "sample": 0, "data_source": "sort_letters", "score": float(at), "stop_reason": "stop",
-            "env_metrics": {}, "prompt": [{"role": "user", "content": "sort:"}], "parts": [{"by": "prompt", "text": "sort:"}, {"by": "policy", "text": text}],
+            "env_metrics": {}, "ground_truth": HOSTILE, "prompt": [{"role": "user", "content": "sort:"}], "parts": [{"by": "prompt", "text": "sort:"}, {"by": "policy", "text": text}],
         }
         for at, text in enumerate(texts)
     ]  # fmt: skip

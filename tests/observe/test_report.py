@@ -21,15 +21,17 @@ from hpcrl.cli.main import main
 from hpcrl.errors import RunError
 from hpcrl.observe.metrics import MetricsWriter
 from hpcrl.observe.report import live as live_module
+from hpcrl.observe.report.about import about
 from hpcrl.observe.report.content import content_of
 from hpcrl.observe.report.curves import curves_of
 from hpcrl.observe.report.groups import groups_of
 from hpcrl.observe.report.live import LiveReport
-from hpcrl.observe.report.samples import token_texts
+from hpcrl.observe.report.samples import chosen, token_texts
 from hpcrl.observe.report.spans import timeline_of
 from hpcrl.observe.report.verdict import RULES, findings
+from hpcrl.observe.summary import EVAL_SCORE, REWARD
 from hpcrl.rundir.layout import Run
-from hpcrl.rundir.ledger import Outcome
+from hpcrl.rundir.ledger import Attempt, Outcome, open_attempt, report_outcome
 from tests.observe.report_material import HOSTILE, made, write_dump, write_evaluation, write_step
 from tests.paths import ROOT
 
@@ -68,8 +70,8 @@ def test_a_report_is_one_file_that_asks_for_nothing(
     assert re.findall(r"(?:src|href)=[\"']?(?:https?:)?//", text) == []
     assert text.count("<script") == 2, "what a policy said has become a part of the page"
     (content,) = embedded(path)["runs"]
-    said = content["samples"]["evaluated"][0]["samples"]
-    assert HOSTILE in [part["text"] for sample in said for part in sample["parts"]]
+    groups = content["samples"]["evaluated"][0]["groups"]
+    assert HOSTILE in [part["text"] for group in groups for sample in group["samples"] for part in sample["parts"]]
     assert "new uPlot" in text
     assert "Leon Sorokin" in text
 
@@ -77,25 +79,44 @@ def test_a_report_is_one_file_that_asks_for_nothing(
 def test_what_is_known_of_each_token(run: Run) -> None:
     samples = content_of(run, decoder)["samples"]
     assert [one["step"] for one in samples["trained"]] == [19, 20]
-    dumped, plain = (one["samples"] for one in samples["trained"])
-    assert [sample["reward"] for sample in dumped[:2]] == [1, 0.5]
-    (row,) = dumped[0]["rows"]
-    assert row["text"][:2] == ["1 ", "2 "]
-    assert (row["by"], row["mask"]) == ("c" * 4 + "p" * 6, "0" * 4 + "1" * 6)
+    (dumped,), (plain,) = (one["groups"] for one in samples["trained"])
+    assert (dumped["rewards"], dumped["prompt"], dumped["truth"]) == ([1, 0, 0.5], "1 2 3 4 ", HOSTILE)
+    assert [(sample["name"][-1], sample["reward"]) for sample in dumped["samples"]] == [("0", 1), ("2", 0.5), ("1", 0)]
+    (row,) = dumped["samples"][0]["rows"]
+    assert row["text"][:2] == ["5 ", "6 "], "the prompt is with the group, once"
+    assert (row["by"], row["mask"]) == ("p" * 6, "1" * 6)
     assert row["columns"] == {
-        "logprob": [None] * 4 + [-0.5] * 6,
-        "version": [None] * 4 + [18] * 6,
-        "advantage": [None] * 4 + [0.25] * 6,
-        "entropy": [None] * 4 + [0.7] * 6,
-        "mismatch": [None] * 4 + [-0.25] * 6,
+        "logprob": [-0.5] * 6,
+        "version": [18] * 6,
+        "advantage": [0.25] * 6,
+        "entropy": [0.7] * 6,
+        "mismatch": [-0.25] * 6,
     }
-    assert row["rewards"] == {9: 1}
-    (second,) = next(sample for sample in dumped if sample["name"].endswith(".1"))["rows"]
-    assert second["columns"]["advantage"][-1] == 1.25
-    assert set(plain[0]["rows"][0]["columns"]) == {"logprob", "version"}
+    assert row["rewards"] == {5: 1}
+    (last,) = dumped["samples"][-1]["rows"]
+    assert last["columns"]["advantage"][-1] == 1.25
+    assert set(plain["samples"][0]["rows"][0]["columns"]) == {"logprob", "version"}
     without = content_of(run, no_decoder)["samples"]
     assert "transformers" in without["note"]
-    assert without["trained"][0]["samples"][0]["rows"][0]["text"][:2] == ["1 ", "2 "]
+    assert without["trained"][0]["groups"][0]["prompt"] == "1 2 3 4 "
+    (right, hostile) = sorted(samples["evaluated"][0]["groups"], key=lambda group: group["name"])
+    assert (right["prompt"], right["truth"], hostile["rewards"]) == ("sort:", HOSTILE, [1])
+
+
+def test_prompts_that_differ_stay_with_their_samples(run: Run) -> None:
+    write_step(run, 21, [1.0, 0.0], prompts=[[1, 2, 3, 4], [9, 2, 3, 4]])
+    (group,) = content_of(run, decoder)["samples"]["trained"][-1]["groups"]
+    assert group["prompt"] == ""
+    assert [sample["rows"][0]["text"][0] for sample in group["samples"]] == ["1 ", "9 "]
+    assert group["samples"][0]["rows"][0]["columns"]["logprob"] == [None] * 4 + [-0.5] * 6
+
+
+def test_groups_that_are_shown() -> None:
+    """That with the greatest spread, the worst and the best; of each the best sample, the worst and what is in between."""
+    rewards = [[0.5] * 8, [0.0] * 8, [1.0] * 8, [0.0, 1.0, 0.5] + [0.25] * 5, *[[0.5] * 8] * 4]
+    assert list(chosen(rewards, 1)) == [(3, [1, 5, 0]), (1, [0, 4, 7]), (2, [0, 4, 7])]
+    assert len(list(chosen([[float(at)] for at in range(50)], 1))) == 9
+    assert list(chosen([[1.0, 0.0]], 1)) == [(0, [0, 1])]
 
 
 def test_letters_of_several_tokens() -> None:
@@ -139,6 +160,62 @@ def test_attempts_configuration_and_environment(run: Run) -> None:
     assert settings["generator.n_samples_per_prompt"] == ("8", True)
     known = dict(content["environment"])
     assert (known["overrides"], known["hosts"], known["torch"]) == ("trainer.seed=1", "n1, n2", "2.13.0")
+
+
+def test_the_first_screen_says_what_is_trained_and_how_well(run: Run) -> None:
+    content = content_of(run, decoder)
+    about = dict(content["about"])
+    assert about["model"] == "quickstart/model · all weights · fp32 · fsdp2"
+    assert about["method"] == "grpo · 64 prompts × 8 samples a step · lr 0.0002 · KL 0.001 · synchronous"
+    assert about["data"] == "data/train.parquet · evaluated on data/validation.parquet"
+    assert (about["rewards"], about["hardware"]) == ("sort_letters", "1 node, CPUs · n2")
+    score, reward, time, health = content["cards"]
+    assert (score["title"], score["value"], score["note"]) == ("Evaluation score", "0.500", "step 20")
+    assert (reward["value"], reward["note"]) == ("1.046", "0.092 at step 1 · 1.046 at best")
+    assert time["note"] == "step 20 · 2.00 s each · 160 samples"
+    assert (health["value"], health["status"], health["note"]) == (
+        "done",
+        "bad",
+        "1 wrong: length · 1 to look at: waiting",
+    )
+    report_outcome(run, 2, "failed", "trainer-0: killed", "agent-0")
+    open_attempt(run, "1.2", ["n2"])
+    report_outcome(run, 3, "failed", "trainer-0: killed", "agent-0")
+    health = content_of(run, decoder)["cards"][-1]
+    assert (health["value"], health["status"]) == ("failed", "bad")
+    assert health["note"] == "trainer-0: killed · 1 wrong: length · 1 to look at: attempts"
+
+
+def test_what_is_trained_by_other_methods() -> None:
+    lora = {"trainer.policy.model.path": "/models/Qwen/Qwen3-8B", "trainer.policy.model.lora.rank": 16, "trainer.strategy": "megatron",
+            "trainer.policy.megatron_config.dtype": "bf16", "slurm.gpus_per_node": "h100:8"}  # fmt: skip
+    own = {"trainer.mode": "sft", "trainer.train_batch_size": 32, "trainer.policy.optimizer_config.lr": 1e-5}
+    found = dict(about(lora | own, [Attempt(1, "1", ["n1", "n2"], 0.0)], "hpcrl 1.0"))
+    assert found == {
+        "model": "Qwen/Qwen3-8B · LoRA of rank 16 · bf16 · megatron",
+        "method": "supervised fine-tuning · 32 rows a step · lr 1e-05",
+        "hardware": "2 nodes, GPUs h100:8 each · n1, n2",
+        "code": "hpcrl 1.0",
+    }
+    rewards = {"environment.reward_function.mine:short": 1.0, "environment.reward_function.gsm8k": 0.5}
+    late = {"trainer.fully_async.max_staleness_steps": 2}
+    found = dict(about(rewards | late, [], "hpcrl 1.0"))
+    assert found["rewards"] == "mine:short, gsm8k"
+    assert "up to 2 steps stale" in found["method"]
+
+
+def test_charts_are_named_in_words_and_begin_with_the_reward(run: Run) -> None:
+    with MetricsWriter(run, "controller", 3, 20) as writer:
+        writer.write(
+            20, {EVAL_SCORE: 0.5, "reward/avg_pass_at_8": 0.5, "eval/all/loss": 1.0, "generate/max_num_tokens": 5.0}
+        )
+    charts = content_of(run, decoder)["charts"]
+    assert charts[0] == ("Reward", "Reward", [REWARD, EVAL_SCORE])
+    assert charts[1][1] == "Groups with a solved sample (reward ≥ 1, or success)"
+    assert ("Evaluation", "Validation loss", ["eval/all/loss"]) in charts
+    lengths = ["generate/avg_num_tokens", "generate/max_num_tokens"]
+    assert ("Samples", "Tokens per response", lengths) in charts, "the mean comes first"
+    assert not any("other/" in name for _, _, names in charts for name in names)
 
 
 def test_replicas_are_put_together_and_long_runs_are_thinned(tmp_path: Path) -> None:
@@ -186,7 +263,7 @@ def test_a_report_of_a_thousand_steps_is_small(tmp_path: Path) -> None:
     assert path.stat().st_size < 10e6
     (content,) = embedded(path)["runs"]
     assert [one["step"] for one in content["samples"]["trained"]] == [998, 999, 1000]
-    assert content["samples"]["trained"][0]["samples"][0]["rows"][0]["left_out"] == 1004
+    assert content["samples"]["trained"][0]["groups"][0]["samples"][0]["rows"][0]["left_out"] == 1000
 
 
 def test_several_runs_and_one_that_has_only_begun(run: Run, tmp_path: Path) -> None:
@@ -231,7 +308,7 @@ def test_verdict() -> None:
     assert said({}) == {}
 
 
-ALIKE, ADVANTAGE, REWARD = "reward/groups_without_spread", "loss/avg_raw_advantages_abs", "reward/avg_raw_reward"
+ALIKE, ADVANTAGE = "reward/groups_without_spread", "loss/avg_raw_advantages_abs"
 
 
 def test_a_run_that_learns_nothing_is_bad_from_its_first_step_on() -> None:
@@ -268,9 +345,6 @@ def test_verdicts_of_what_goes_wrong_late() -> None:
     mismatch = "policy/rollout_train_logprobs_abs_diff_mean"
     assert said({mismatch: [0.01] * 50 + [0.05] * 50})["mismatch"][0] == "look"
     assert said({mismatch: [0.04] * 100})["mismatch"][0] == "good"
-    assert said({"generate/idle_ratio": [0.2] * 50 + [0.8] * 50})["engines"][0] == "look"
-    assert "generator.inference_engine.num_engines" in said({"generate/idle_ratio": [0.8]})["engines"][1]
-    assert said({"generate/idle_ratio": [0.8] * 50 + [0.2] * 50})["engines"][0] == "good"
 
 
 def test_each_rule_of_the_verdict_is_in_the_documentation() -> None:

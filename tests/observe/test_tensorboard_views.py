@@ -65,12 +65,13 @@ def test_the_overview_has_what_the_run_reports(run: Run) -> None:
             "Speed",
             "Share of time per role",
         ]
+        assert categories(shown(run))["Reward"] == ["Reward"]
         tags = shown(run).Tags()["scalars"]
         assert "time_share/trainer/policy_train" in tags
         assert not {"async/staleness_max", "trainer/total_steps", "policy/skipped_updates"} & set(tags)
         controller.write(2, {"reward/avg_raw_reward": 0.0, "async/staleness_max": 1.0, "trainer/total_steps": 9.0})
         events.update()
-    assert categories(shown(run))["Staleness"] == ["steps between policy and samples"]
+    assert categories(shown(run))["Staleness"] == ["Steps between policy and samples"]
     assert [(event.step, event.value) for event in shown(run).Scalars("async/staleness_max")] == [(1, 0), (2, 1)]
     assert [event.value for event in shown(run).Scalars("time_share/trainer/policy_train")] == [0.5]
     assert [event.value for event in shown(run).Scalars("reward/avg_raw_reward")] == [0, 0]
@@ -135,11 +136,11 @@ def test_histograms(run: Run) -> None:
     with MetricsWriter(run, "controller", 2, 1) as writer:
         writer.write(2, {"x": 1.0}, {"reward": Histogram.of([2.0, 4.0])})
     rebuild(run)
-    first, second = shown(run).Histograms("distribution/reward")
+    first, second = shown(run).Histograms("z_distribution/reward")
     value = first.histogram_value
     assert (value.min, value.max, value.num, value.bucket[0], value.bucket[-1]) == (0, 1, 3, 2, 1)
     assert (second.step, second.histogram_value.min, second.histogram_value.max) == (2, 2, 4)
-    assert "distribution/none" not in shown(run).Tags()["histograms"]
+    assert "z_distribution/none" not in shown(run).Tags()["histograms"]
 
 
 def test_attempts_and_summary(run: Run) -> None:

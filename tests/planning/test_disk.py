@@ -34,6 +34,7 @@ def model(tmp_path: Path) -> Path:
     [
         ({}, ["about 11.4 MiB", "the newest 3 stay", "with the one on its way 45.8 MiB", "weights have 1.9 MiB", "newest 2 versions", "5.7 MiB"]),
         ({"trainer.max_ckpts_to_keep": -1}, ["all are kept (trainer.max_ckpts_to_keep)\n"]),
+        ({"trainer.keep_when_done": "last"}, ["once the run is done, what trainer.keep_when_done names stays: last"]),
         ({"trainer.max_ckpts_to_keep": 1}, ["the newest 2 stay", "34.3 MiB"]),
         ({"trainer.ckpt_keep_best": "reward"}, ["and the best by reward: with the one on its way 57.2 MiB"]),
         ({"trainer.ckpt_keep_every": 50}, ["and each of a multiple of 50 steps\n"]),

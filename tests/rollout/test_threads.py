@@ -69,6 +69,22 @@ def test_slow_calls_run_at_the_same_time(most: int) -> None:
     assert max(seen) == min(most, 8)
 
 
+def test_the_times_of_calls() -> None:
+    """Four calls of which two run at a time; calls that wait have no processor."""
+
+    async def main() -> None:
+        threads = CallThreads(2, 300.0)
+        await results([threads.call(lambda: time.sleep(SLOW_S)) for _ in range(4)])
+        found = threads.take_metrics()
+        assert found["generate/call_seconds_min"] >= SLOW_S
+        assert found["generate/call_seconds"] >= found["generate/call_seconds_min"]
+        assert found["generate/call_queue_seconds"] > SLOW_S / 4
+        assert found["generate/call_cpu_share"] < 0.5
+        assert threads.take_metrics() == {}
+
+    play(main)
+
+
 def test_errors_are_raised_where_they_are_awaited() -> None:
     def ends() -> None:
         raise StopIteration

@@ -66,3 +66,4 @@ def test_doctor_without_slurm(tmp_path: Path) -> None:
     )
     assert "not on this machine (no scontrol on PATH)" in done.stdout
     assert "open files" in done.stdout
+    assert not [line for line in done.stdout.splitlines() if line.startswith("error") and "network" in line]

@@ -82,8 +82,8 @@ def test_dead_rank_ends_the_attempt_and_the_run_goes_on_by_itself(cluster: DevCl
     assert list(curve(run, "policy/grad_norm")) == [1, 2, 3, 4, 5]
 
 
-def test_preempted_run_saves_requeues_itself_and_resumes(cluster: DevCluster, tmp_path: Path) -> None:
-    """A job of a higher partition takes all nodes: Slurm signals every process, the run saves, and comes back without a person."""
+def test_preempted_run_saves_and_comes_back_and_again_after_a_crash(cluster: DevCluster, tmp_path: Path) -> None:
+    """A job of a higher partition takes all nodes: the run saves and is requeued. Its second attempt loses the controller, and is requeued too."""
     arguments = [
         str(QUICKSTART),
         SITE,
@@ -103,7 +103,14 @@ def test_preempted_run_saves_requeues_itself_and_resumes(cluster: DevCluster, tm
     saved = committed(run.checkpoints, step_of)
     trained = list(curve(run, "policy/grad_norm"))
     assert saved == trained[-1:], "what was trained was saved, once"
-    assert finish(cluster, tmp_path, run, 2) == "done", logs_of(run)
+    wait_for(lambda: run.batch(saved[0] + 3).exists(), lambda: logs_of(run) + ask(cluster, tmp_path, "status"), 180)
+    kill(pid_of(run, "controller"))
+    wait_for(lambda: outcome_of(run, 2), lambda: logs_of(run), 30)
+    outcome = outcome_of(run, 2)
+    assert outcome is not None
+    assert (outcome.kind, "SIGKILL" in outcome.message) == ("failed", True), outcome
+    assert finish(cluster, tmp_path, run, 3) == "done", logs_of(run)
+    assert len(read_attempts(run)) == 3
     assert list(curve(run, "policy/grad_norm")) == list(range(1, 31))
     assert len({group for batch in trained_groups(run) for group in batch}) == 30 * 8
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -361,8 +359,7 @@ def test_a_job_trains_policy_and_critic(model_path: Path, tmp_path: Path) -> Non
     with test_job.controller(run, 1), test_job.trainer(run, 1, ranks=1) as process:
         test_job.work_until(run, 1, 2, process)
         test_job.wait_for(lambda: bool(committed(run.checkpoints, step_of)))
-        for rank in test_job.children(process.pid):
-            os.kill(rank, signal.SIGTERM)
+        process.terminate()
         output, _ = process.communicate(timeout=60)
         assert process.returncode == 0, output
     first, second = (merged(run)[step] for step in (1, 2))

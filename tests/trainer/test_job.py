@@ -46,6 +46,7 @@ from tests.trainer.scenarios import laid_over
 
 STEPS = 4
 JOB = ROOT / "jobs" / "train.py"
+ONE_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
 SCHEDULE = Schedule(
     batch_size=4, n_samples=3, staleness=0, total_steps=STEPS, seed=1, eval_interval=-1, eval_before_train=False, eval_n_samples=1,
     order_seed=1, groups_at_once=None, eval_prompts_at_once=1,
@@ -169,10 +170,12 @@ def work_until(run: Run, attempt: int, last: int, process: subprocess.Popen[str]
 
 @contextlib.contextmanager
 def trainer(run: Run, attempt: int, ranks: int) -> Iterator[subprocess.Popen[str]]:
+    """Start a trainer as an agent does: one rank without torchrun."""
     variables = environment() | {"HPCRL_ATTEMPT": str(attempt)}
-    process = subprocess.Popen(
-        torchrun(ranks, JOB, run.path), env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    command = torchrun(ranks, JOB, run.path)
+    if ranks == 1:
+        command, variables = [sys.executable, str(JOB), str(run.path)], variables | ONE_RANK
+    process = subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         yield process
     finally:
@@ -382,8 +385,7 @@ def test_engines_get_weights_at_every_second_step(tmp_path: Path, model_path: Pa
 
 def test_the_first_error_is_recorded(tmp_path: Path) -> None:
     broken = make_run(tmp_path, tmp_path / "no-such-model")
-    variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    variables |= environment() | {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}
+    variables = environment() | ONE_RANK | {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}
     done = subprocess.run(
         [sys.executable, str(JOB), str(broken.path)], env=variables, capture_output=True, text=True, timeout=60
     )

@@ -69,6 +69,11 @@ def _metric(path: str, rule: AlertRuleConfig, trainer: TrainerConfig) -> Iterato
             f"{path}.kind",
             f'there is no {asked} with trainer.mode="{trainer.mode}"; choose above, below or fell, and a metric',
         )
+    elif rule.kind == "wait_above" and trainer.placement.colocate_all:
+        yield Problem(
+            f"{path}.kind",
+            "with trainer.placement.colocate_all the engines have the GPUs while the trainer waits; leave the rule out",
+        )
     elif rule.kind == "kl_above" and not trainer.algorithm.use_kl_loss:
         yield Problem(
             f"{path}.kind", "the divergence from the reference is not computed without trainer.algorithm.use_kl_loss"

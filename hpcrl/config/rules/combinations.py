@@ -315,6 +315,10 @@ def _checkpoints(config: ConfigTree) -> Iterator[Problem]:
     for name, value in keeps.items():
         if value and trainer.max_ckpts_to_keep < 0:
             yield Problem(f"trainer.{name}", "has no effect where all are kept; set trainer.max_ckpts_to_keep")
+    if trainer.keep_when_done == "last" and not trainer.saves_checkpoints:
+        yield Problem("trainer.keep_when_done", "there is no last checkpoint with trainer.ckpt_interval=0")
+    if trainer.keep_when_done == "export" and trainer.hf_save_interval <= 0:
+        yield Problem("trainer.keep_when_done", '"export" needs exports: set trainer.hf_save_interval, or "last"')
     best = trainer.ckpt_keep_best or ""
     if best and trainer.best_mode is None:
         yield Problem(

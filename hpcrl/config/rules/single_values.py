@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Iterable, Iterator
 from functools import cache
@@ -49,7 +50,7 @@ def _instead(setting: Setting, missing: Unimplemented) -> str:
 def _wrong(setting: Setting, value: Any) -> str | None:
     facts = setting.facts
     # an argument of a program may have any text
-    if setting.location and setting.name != "command" and (message := _with_variable(value)):
+    if setting.location and setting.name != "command" and (message := _unexpanded(value)):
         return message
     if facts.check and (message := facts.check.error(value)):
         return message
@@ -64,9 +65,11 @@ def _wrong(setting: Setting, value: Any) -> str | None:
     return None if math.isfinite(value) else f"expected a finite number, found {value}"
 
 
-def _with_variable(value: Any) -> str | None:
-    """Return the error for a path with a variable of the shell in it, or None."""
+def _unexpanded(value: Any) -> str | None:
+    """Return the error for a path with a variable of the shell in it, or with a ~ that leads to no home directory, or None."""
     texts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
+    if homeless := next((text for text in texts if os.path.expanduser(text).startswith("~")), None):
+        return f"the ~ of {homeless} leads to no home directory here; write the path out, or set HOME"
     found = next((match[0] for text in texts if (match := _VARIABLE.search(text))), None)
     remedy = 'write "~" instead' if found in ("$HOME", "${HOME}") else f"write the value of {found} into the path"
     return f"{found} is not expanded here, ~ is; {remedy}" if found else None

@@ -20,6 +20,7 @@ METRIC_OF: dict[str, tuple[Metric, str]] = {
     "mismatch_above": ("above", "policy/logprob_mismatch"),
     "truncated_above": ("below", "generate/stop_ratio"),
     "no_spread_above": ("above", "reward/groups_without_spread"),
+    "wait_above": ("above", "throughput/wait_share"),
 }
 """What the other kinds ask, and of which metric; no_progress asks of none."""
 
@@ -29,9 +30,9 @@ class AlertRuleConfig:
     kind: Literal[
         "above", "below", "fell",
         "reward_fell", "score_fell", "kl_above", "entropy_below", "mismatch_above", "truncated_above", "no_spread_above",
-        "no_progress",
+        "wait_above", "no_progress",
     ]  # fmt: skip
-    """What raises the alert: a metric above or below value, a fall of a metric by more than value, or a run without progress. Some kinds name their metric: reward, evaluation score, divergence from the reference, entropy, difference between engines and trainer, share of samples that are cut off. no_spread_above is about the share of groups whose samples all have the same reward."""
+    """What raises the alert: a metric above or below value, a fall of a metric by more than value, or a run without progress. Some kinds name their metric: reward, evaluation score, divergence from the reference, entropy, difference between engines and trainer, share of samples that are cut off. no_spread_above is about the share of groups whose samples all have the same reward; wait_above is about the share of a step in which the trainer waits for its batch."""
 
     metric: str | None = None
     """Name of the metric of above, below and fell, as in metrics/ and TensorBoard."""

@@ -260,6 +260,9 @@ class TrainerConfig:
     )
     """Whether the highest or the lowest value of ckpt_keep_best is the best; unset: as its name says, the lowest loss, the highest score, reward or accuracy. Required for other metrics."""
 
+    keep_when_done: Literal["all", "last", "export"] = setting("all", on_change=WRITTEN)
+    """What a run that is done keeps. all: what is there. last: of checkpoints the last one and those of ckpt_keep_best and ckpt_keep_every, no published weights and no tokens of datasets. export: as last, without checkpoints whose step is exported. Exports, samples, metrics and logs stay."""
+
     ckpt_interval: int = setting(10, on_change=WRITTEN)
     """Steps between checkpoints, with one more after the last step; 0 or less: none at all."""
 

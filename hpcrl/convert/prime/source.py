@@ -13,6 +13,7 @@ from hpcrl.convert.field_table import FieldTable, TableSource
 from hpcrl.convert.hydra import merge, parse_override
 from hpcrl.convert.prime.fields import PRIME
 from hpcrl.errors import ConfigError
+from hpcrl.text import NotUtf8Error, utf8
 
 Tree = dict[str, Any]
 _PARTS = {
@@ -91,8 +92,8 @@ def read_words(words: Sequence[str], folder: Path, conversion: Conversion) -> Tr
 
 def _read(path: Path) -> Tree:
     try:
-        return parse(path.read_text(encoding="utf-8"), str(path))
-    except (OSError, UnicodeDecodeError) as error:
+        return parse(utf8(path.read_bytes()), str(path))
+    except (OSError, NotUtf8Error) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
 
 

@@ -36,7 +36,7 @@ from hpcrl.convert.shell.state import State, is_known, shown
 
 _DECLARING = {"export", "declare", "local", "readonly", "typeset"}
 _ASSIGNING = {"read", "let", "mapfile", "getopts"}
-_SILENT = {"echo", "printf", "cat", "cd", "mkdir"}
+_SILENT = {"echo", "printf", "cat", "mkdir"}
 _READS_OTHERS = {"source", ".", "eval"}
 _DEEPEST = 20
 _MOST_ROUNDS = 100
@@ -247,6 +247,8 @@ class _Runner:
             for variable in arguments:
                 state.variables.pop(variable, None)
                 state.arrays.pop(variable, None)
+        elif name in ("cd", "pushd"):
+            state.change_directory()
         elif name == "shift":
             state.arguments = state.arguments[1:]
         elif name in _ASSIGNING or (name == "printf" and "-v" in arguments):

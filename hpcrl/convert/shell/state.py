@@ -31,6 +31,8 @@ _ALWAYS_SET = {
     "LANG",
 }
 _BRACES = re.compile(r"\{[^{}]*(?:,|\.\.)[^{}]*\}")
+_WORKING_DIRECTORY = ("$PWD", "${PWD}", "$(pwd)", "`pwd`")
+"""How a script names the directory in which it is started, before it changes it."""
 _TOO_LONG = 100_000
 _WHOLE = {ord(blank): 0xE010 + ord(blank) for blank in " \t\n"}  # blanks of a quoted default, at which no word is split
 _BLANK = {whole: blank for blank, whole in _WHOLE.items()}
@@ -47,6 +49,11 @@ def is_known(text: str) -> bool:
 
 def unknown_parts(text: str) -> list[str]:
     return [part[1:-1] for part in _UNKNOWN.findall(text)]
+
+
+def in_directory(text: str, directory: str) -> str:
+    """Return a text with the directory in which the script is started in place of $PWD."""
+    return _UNKNOWN.sub(lambda match: directory if match[0][1:-1] in _WORKING_DIRECTORY else match[0], text)
 
 
 def replaced_unknown(text: str, instead: str) -> str:
@@ -116,6 +123,11 @@ class State:
         self.arrays.pop(name, None)
         self.variables[name] = unknown("$" + name)
 
+    def change_directory(self) -> None:
+        """Take note that $PWD is no longer the directory in which the script was started."""
+        self.variables["PWD"] = unknown("$PWD after cd")
+        self.exported.add("PWD")
+
     def fields(self, words: tuple[Word, ...], assume: bool = False) -> list[str]:
         """Return what words become: expanded, and split where an expansion is not quoted.
 
@@ -175,7 +187,8 @@ class State:
         if piece.kind == "text":
             return [piece.text]
         if piece.kind == "command":
-            return [unknown(piece.source)]
+            moved = self.variables.get("PWD") if piece.source in _WORKING_DIRECTORY else None
+            return [moved or unknown(piece.source)]
         if piece.kind == "arithmetic":
             return [self.number(piece.text, piece.source)]
         return self._parameter(piece.text, piece.source, assume)

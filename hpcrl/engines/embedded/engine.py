@@ -57,7 +57,7 @@ class EmbeddedEngine(InProcessEngine):
         heard: Heard | None = None,
         images: Sequence[SeenImage] = (),
     ) -> list[Generation]:
-        asked = Sampling.of({name: value for name, value in sampling.items() if name != "seed"})
+        asked = Sampling.of({name: value for name, value in sampling.items() if name != "seed"}, self._vocabulary)
         room = self._compute.limits.length
         if not 0 < len(prompt_ids) < room:
             raise RefusedRequestError(

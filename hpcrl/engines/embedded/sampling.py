@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -12,9 +14,61 @@ from hpcrl.errors import RefusedRequestError, did_you_mean
 
 _GREEDY = 1e-5  # temperatures below: the most probable token
 _NEGLIGIBLE = -float("inf")
+_LARGEST = 1 << 63  # beyond int64
+_TOKEN_ID = re.compile(r"-?[0-9]{1,18}")
 _ELEMENTS = 1 << 22  # of logits that are processed at the same time
 
 _GOLDEN, _MIX_1, _MIX_2 = (value - (1 << 64) for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+
+
+def _is_whole(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value < _LARGEST
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_token_id(value: Any) -> bool:
+    return _is_whole(value, -_LARGEST + 1)
+
+
+def _are_ids(value: Any) -> bool:
+    return value is None or (
+        isinstance(value, Sequence) and not isinstance(value, str) and all(map(_is_token_id, value))
+    )
+
+
+def _are_biases(value: Any) -> bool:
+    """Return whether a value is an object of biases; its keys are texts where it was written as JSON or TOML."""
+    return value is None or (
+        isinstance(value, Mapping)
+        and all(_is_token_id(one) or (isinstance(one, str) and _TOKEN_ID.fullmatch(one)) for one in value)
+        and all(map(_is_number, value.values()))
+    )
+
+
+def _are_texts(value: Any) -> bool:
+    texts = isinstance(value, Sequence) and not isinstance(value, str)
+    return value is None or (texts and all(isinstance(one, str) and one for one in value))
+
+
+_EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "max_tokens": (lambda value: _is_whole(value, 1), "a whole number, at least 1"),
+    "min_tokens": (lambda value: _is_whole(value, 0), "a whole number, at least 0"),
+    "temperature": (lambda value: _is_number(value) and value >= 0, "a number, at least 0"),
+    "top_p": (lambda value: _is_number(value) and 0 < value <= 1, "a number above 0 and at most 1"),
+    "top_k": (lambda value: _is_whole(value, -1), "a whole number, at least 1, or 0 or -1 for all"),
+    "min_p": (lambda value: _is_number(value) and 0 <= value <= 1, "a number from 0 to 1"),
+    "repetition_penalty": (lambda value: _is_number(value) and value > 0, "a number above 0"),
+    "ignore_eos": (lambda value: isinstance(value, bool), "true or false"),
+    "logprobs": (lambda value: _is_whole(value, 0), "a whole number, at least 0"),
+    "stop": (_are_texts, "a list of texts"),
+    "stop_token_ids": (_are_ids, "a list of token ids"),
+    "logit_bias": (_are_biases, "token ids with finite biases"),
+    "allowed_token_ids": (_are_ids, "a list of token ids"),
+}
+"""By parameter: whether a value is one, and what is."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +98,14 @@ class Sampling:
     allowed_token_ids: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> Sampling:
+    def of(cls, given: Mapping[str, Any], vocabulary: int | None = None) -> Sampling:
         """Parse the parameters of a request.
 
+        Args:
+            vocabulary: tokens of the model, which ids of tokens and `logprobs` must fit; None: any.
+
         Raises:
-            RefusedRequestError: it has a parameter that this engine does not know, or a value that means nothing.
+            RefusedRequestError: it has a parameter that this engine does not know, a value that means nothing, or a token that the model lacks.
         """
         known = {field.name for field in fields(cls)}
         for name in given.keys() - known:
@@ -56,20 +113,30 @@ class Sampling:
                 f"the embedded engine has no sampling parameter {name!r}{did_you_mean(name, known)}; "
                 'those of vLLM need generator.inference_engine.backend = "vllm"'
             )
+        for name, value in given.items():
+            is_right, expected = _EXPECTED[name]
+            if not is_right(value):
+                raise RefusedRequestError(f"{name} is {value!r:.140}; expected {expected}")
         biases = ((int(token_id), float(bias)) for token_id, bias in (given.get("logit_bias") or {}).items())
         tuples = {name: tuple(given.get(name) or ()) for name in ("stop", "stop_token_ids", "allowed_token_ids")}
         found = cls(**{**given, **tuples, "logit_bias": tuple(biases)})
-        for name, right, expected in (
-            ("max_tokens", found.max_tokens >= 1, "at least 1"),
-            ("temperature", found.temperature >= 0, "at least 0"),
-            ("top_p", 0 < found.top_p <= 1, "above 0 and at most 1"),
-            ("top_k", found.top_k >= -1, "at least 1, or 0 or -1 for all"),
-            ("min_p", 0 <= found.min_p <= 1, "from 0 to 1"),
-            ("repetition_penalty", found.repetition_penalty > 0, "above 0"),
-        ):
-            if not right:
-                raise RefusedRequestError(f"{name} is {getattr(found, name)}; expected {expected}")
+        if vocabulary is not None:
+            found._require_tokens(vocabulary)
         return found
+
+    def _require_tokens(self, vocabulary: int) -> None:
+        if self.logprobs > vocabulary:
+            raise RefusedRequestError(f"logprobs is {self.logprobs}; expected at most {vocabulary}, the model's tokens")
+        for name, ids in (
+            ("logit_bias", [token_id for token_id, _ in self.logit_bias]),
+            ("stop_token_ids", self.stop_token_ids if self.min_tokens else ()),  # of others none is ever looked up
+            ("allowed_token_ids", self.allowed_token_ids),
+        ):
+            for token_id in ids:
+                if not 0 <= token_id < vocabulary:
+                    raise RefusedRequestError(
+                        f"{name} has the token id {token_id}; expected ids from 0 to {vocabulary - 1}, which the model has"
+                    )
 
     @property
     def greedy(self) -> bool:
@@ -197,7 +264,8 @@ def penalised(logits_RV: torch.Tensor, said_RC: torch.Tensor, penalties: torch.T
         penalties: [R], above 1 for less probable.
     """
     had = logits_RV.gather(1, said_RC)
-    return logits_RV.scatter(1, said_RC, torch.where(had > 0, had / penalties[:, None], had * penalties[:, None]))
+    less = torch.where(had > 0, had / penalties[:, None], had * penalties[:, None])
+    return logits_RV.scatter(1, said_RC, less.to(logits_RV.dtype))
 
 
 def biases(rows: Sequence[Sampling], device: torch.device) -> torch.Tensor | None:

@@ -383,6 +383,7 @@ class EngineClient(Engine):
     async def _asked(self, method: str, path: str, **request: Any) -> AsyncIterator[aiohttp.ClientResponse]:
         """Have the answer to a request that may take its time; the engine counts as waited for."""
         self._waiting[path] += 1
+        self.changed()
         try:
             async with self._sent(method, path, **request) as answer:
                 if answer.status != 200:
@@ -392,6 +393,7 @@ class EngineClient(Engine):
         finally:
             self._waiting[path] -= 1
             self.answered += 1
+            self.changed()
 
     async def _refusal(self, path: str, status: int, said: str) -> EngineError | RefusedRequestError:
         """Return the error of a request, by who is at fault: the request where the engine refuses to generate for it and is well."""

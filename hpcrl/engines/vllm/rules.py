@@ -34,6 +34,7 @@ _ENGINE_OWN |= {"enable_sleep_mode", "profiler_config", "uvicorn_log_level", "di
 _ENGINE_OWN |= {"ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs", "api_server_count", "headless"}
 _ENGINE_OWN |= {"nnodes", "node_rank", "master_addr", "master_port", "skip_tokenizer_init", "tokens_only"}
 _ADDRESS = re.compile(r"https?://(?:[A-Za-z0-9._-]+|\[[0-9a-fA-F:.]+\])(?::\d{1,5})?/?")
+_HOTTEST, _PENALTIES, _LARGEST_PENALTY = 2.0, ("presence_penalty", "frequency_penalty"), 2.0  # of vLLM's SamplingParams
 _QUANTIZED_ON_CPUS = ("fp8_per_channel",)
 
 
@@ -68,6 +69,24 @@ def _further_options(path: str, given: Mapping[str, Any], settings: Mapping[str,
             yield Problem(
                 f"{path}.engine_init_kwargs.{name}", "hpcrl sets this option of the server itself; leave it out"
             )
+
+
+def sampling(config: ConfigTree) -> Iterator[Problem]:
+    """vLLM refuses each request whose sampling parameters are out of its ranges."""
+    for section in ("sampling_params", "eval_sampling_params"):
+        given, path = getattr(config.generator, section), f"generator.{section}"
+        if (given.temperature or 0) > _HOTTEST:
+            yield Problem(
+                f"{path}.temperature",
+                f"expected at most {_HOTTEST:g}, the highest that vLLM takes, found {given.temperature:g}",
+            )
+        for name in _PENALTIES:
+            value = (given.additional_kwargs or {}).get(name, 0)
+            if not isinstance(value, int | float) or abs(value) > _LARGEST_PENALTY:
+                yield Problem(
+                    f"{path}.additional_kwargs.{name}",
+                    f"expected a number from {-_LARGEST_PENALTY:g} to {_LARGEST_PENALTY:g}, found {value!r}",
+                )
 
 
 def quantization(config: ConfigTree) -> Iterator[Problem]:
@@ -203,5 +222,5 @@ def teacher(config: ConfigTree) -> Iterator[Problem]:
         yield Problem(f"{_TEACHER}.include_prompt", 'expected false with backend="vllm"; choose "fsdp2" or "megatron"')
 
 
-RULES = (adapters, flash_infer, options, processors, quantization, remote_engines, routed_experts)
+RULES = (adapters, flash_infer, options, processors, quantization, remote_engines, routed_experts, sampling)
 TEACHER_RULES = (teacher, teacher_options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hpcrl.config import EnvironmentConfig
 from hpcrl.envs.base import Turn
 from hpcrl.errors import DataError
+from hpcrl.types import plain_text
 
 if TYPE_CHECKING:
     import numpy as np
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from hpcrl.types import Prompt
 
 
+_LONGEST_TRUTH = 2000
 VIDEO_FPS = 16.0
 """Frames of a video that are shown in a second."""
 
@@ -86,6 +89,15 @@ def truth_of(extras: Mapping[str, Any]) -> Any:
     """Return the ground truth of a prompt's row; None where it has none."""
     spec = extras.get("reward_spec")
     return spec.get("ground_truth") if isinstance(spec, Mapping) else None
+
+
+def truth_text(extras: Mapping[str, Any]) -> str:
+    """Return the ground truth of a prompt's row for people: a text as it is, other values as JSON, long ones cut; empty without one."""
+    truth = truth_of(extras)
+    if truth is None:
+        return ""
+    text = truth if isinstance(truth, str) else json.dumps(truth, ensure_ascii=False, default=str)
+    return plain_text(text, _LONGEST_TRUTH)
 
 
 def ground_truth(truth: Any) -> str:

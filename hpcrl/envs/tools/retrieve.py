@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from hpcrl.config.sections.environment import SearchConfig
 from hpcrl.envs.tools.http import ToolService
 from hpcrl.errors import DataError, HpcrlError
+from hpcrl.text import utf8
 
 _PATIENCE_S = 60.0
 _LOADING = threading.Lock()
@@ -90,20 +91,20 @@ def _corpus(path: str) -> Corpus:
 def _read(path: Path) -> list[str]:
     texts = []
     try:
-        with path.open(encoding="utf-8") as lines:
+        with path.open("rb") as lines:
             for number, line in enumerate(lines, 1):
                 if line.strip():
                     texts.append(_document(line, path, number))
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise DataError(f"environment.skyrl_gym.search.corpus: cannot read {path}: {error}") from error
     if not texts:
         raise DataError(f"environment.skyrl_gym.search.corpus: {path} has no documents")
     return texts
 
 
-def _document(line: str, path: Path, number: int) -> str:
+def _document(line: bytes, path: Path, number: int) -> str:
     try:
-        return document_text(json.loads(line))
+        return document_text(json.loads(utf8(line)))
     except (DataError, ValueError) as error:
         raise DataError(f"environment.skyrl_gym.search.corpus: line {number} of {path}: {error}") from error
 

@@ -41,7 +41,7 @@ def run_supervised(
 ) -> Finished:
     """Run a command in a directory until it ends, or `ended` is set; nothing that it started is left then."""
     process = subprocess.Popen(
-        [sys.executable, "-I", "-S", supervisor.__file__, str(os.getpid()), *command],
+        supervised(command),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -54,11 +54,17 @@ def run_supervised(
         text = _read(output, ended)
         return Finished(None if ended.is_set() else process.wait(), text)
     finally:
-        _end(process)
+        end_supervised(process)
         output.close()
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def supervised(command: Sequence[str]) -> list[str]:
+    """Return the command that runs a command below a supervisor, as a child of this process."""
+    return [sys.executable, "-I", "-S", supervisor.__file__, str(os.getpid()), *command]
+
+
+def end_supervised(process: subprocess.Popen[bytes]) -> None:
+    """End a supervisor that was started in a session of its own, and with it all that its command has started."""
     process.terminate()
     with suppress(subprocess.TimeoutExpired):
         process.wait(_KILL_S)

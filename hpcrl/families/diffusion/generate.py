@@ -45,7 +45,7 @@ class PictureGenerator:
         self._extras = common_extras(environment, config.max_turns)
         self._rewards = {kind: scorer_of(environment, kind) for kind in ("train", "eval")}
         limits = environment.skyrl_gym.max_env_workers, environment.timeout_seconds
-        self._threads = CallThreads(*limits) if limits[0] else None
+        self.threads = CallThreads(*limits) if limits[0] else None
 
     async def generate(self, work: Work, cache: GroupCache | None = None) -> Group:  # noqa: ARG002
         """Return the group; errors as of `GroupGenerator.generate`."""
@@ -71,7 +71,7 @@ class PictureGenerator:
 
     async def _scored(self, work: Work, said: Generation) -> tuple[Turn | None, str | None]:
         extras = {**self._extras, **work.prompt.extras}
-        session = EnvSession(work, self._rewards[work.kind], extras, len(said.token_ids), self._threads)
+        session = EnvSession(work, self._rewards[work.kind], extras, len(said.token_ids), self.threads)
         try:
             shown = said.tensors[IMAGE], said.tensors.get(LATENTS)
             return await session.step("", len(said.token_ids), *shown).result(), None

@@ -112,7 +112,7 @@ class ActionGenerator:
             )
         self._extras = common_extras(environment, config.max_turns)
         limits = environment.skyrl_gym.max_env_workers, environment.timeout_seconds
-        self._threads = CallThreads(*limits) if limits[0] else None
+        self.threads = CallThreads(*limits) if limits[0] else None
 
     async def generate(self, work: Work, cache: GroupCache | None = None) -> Group:  # noqa: ARG002
         """Return the group; errors as of `GroupGenerator.generate`."""
@@ -122,7 +122,7 @@ class ActionGenerator:
             )
         started, version = time.monotonic(), self._engine.version
         extras = {**self._extras, **work.prompt.extras}
-        sessions = [EnvSession(work, None, extras, self._done_at_once, self._threads) for _ in range(work.n_samples)]
+        sessions = [EnvSession(work, None, extras, self._done_at_once, self.threads) for _ in range(work.n_samples)]
         episodes = [_Episode(session, work.seed + number) for number, session in enumerate(sessions)]
         try:
             await asyncio.gather(*(self._play(episode, work) for episode in episodes))

@@ -35,6 +35,8 @@ from hpcrl.launch.doctor.disk_space import Sizes
 from hpcrl.launch.inputs import require_same_inputs
 from hpcrl.launch.nodes import Node, make_plan, needed_nodes
 from hpcrl.launch.requeue.epilogue import ended_before, settle
+from hpcrl.launch.retention import end_of_run
+from hpcrl.rundir.checkpoints import Retention
 from hpcrl.rundir.checksums import require_unchanged
 from hpcrl.rundir.commit import read_json, write_json
 from hpcrl.rundir.layout import Run
@@ -326,6 +328,9 @@ class NodeAgent:
         self._processes.end(patience)
         done = outcome is not None and outcome.kind == "done"
         self._uploads.end(60.0 * self._config.slurm.upload.wait_minutes if done else 0.0, self._is_wanted_back)
+        trainer = self._config.trainer
+        if done and self._node.index == 0 and trainer.keep_when_done != "all" and not self._is_wanted_back():
+            end_of_run(self._run, trainer.keep_when_done, Retention.of(trainer), trainer.upload, self._attempt)
         print(f"ended: {outcome.kind if outcome else 'no outcome'}", flush=True)
 
     def _is_wanted_back(self) -> bool:

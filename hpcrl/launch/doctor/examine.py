@@ -122,7 +122,7 @@ def _of_root(name: str, root: Path, directory: Path) -> Iterator[Finding]:
 def _of_this_machine(directory: Path) -> Iterator[Finding]:
     here = facts(directory)
     del here["places"]["root"]  # looked at already
-    yield from findings_of_node(here, Purpose())
+    yield from findings_of_node(here, Purpose(named=False))  # without a cluster no other node talks to this one
 
 
 def _slurm(*command: str) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from hpcrl.errors import RunError
+from hpcrl.rundir.commit import open_file
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import read_attempts
 from hpcrl.text import log_lines
@@ -22,7 +23,7 @@ def _files(run: Run, attempt: int, role: str | None) -> list[Path]:
 
 
 def _new_lines(path: Path, offsets: dict[Path, int]) -> Iterator[str]:
-    with path.open("rb") as file:
+    with open_file(path) as file:
         file.seek(offsets.get(path, 0))
         for line in file:
             if not line.endswith(b"\n"):

@@ -7,30 +7,33 @@ import os
 import re
 import shlex
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hpcrl.errors import RunError, SubmitError
 from hpcrl.launch.manage.adopt_jobs import adopt
 from hpcrl.launch.manage.state import RunState, state_of
+from hpcrl.launch.manage.users import owner_of, user_name
 from hpcrl.launch.scheduler import GONE, PATIENCE_S, JobState, accounting, find_job, local_state, queue
 from hpcrl.rundir.commit import read_json
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import read_outcome
 
 _MOST_LISTED = 8
+_AT_ONCE = 16
+_Read = TypeVar("_Read")
 _TEXTS = ("executor", "host", "job_id")
 
 
 def all_runs(root: Path) -> list[Run]:
     """Return every run under `root`, by project and name."""
     root = root.absolute()
-    names = [(project, name) for project in _folders(root) for name in _folders(root / project) if name[0] != "."]
-    return [
-        Run(root / project / name) for project, name in names if os.path.exists(root / project / name / "config.toml")
-    ]
+    runs = [Run(root / of / name) for of in _folders(root) for name in _folders(root / of) if name[0] != "."]
+    there = _of_each(lambda run: os.path.isfile(run.config), runs)
+    return [run for run in runs if there[run]]
 
 
 def unreadable(root: Path) -> list[Path]:
@@ -111,35 +114,49 @@ def known_states(runs: Sequence[Run], *, listed: bool = False) -> list[RunState]
 
 
 def _states(runs: Sequence[Run], patience_s: float, listed: bool = False) -> list[RunState]:
-    records = {run: _submission(run) for run in runs}
+    records, owners = _of_each(_submission, runs), _of_each(lambda run: owner_of(run.path), runs)
     submissions = {run: record or {} for run, record in records.items()}
+    final = _of_each(_is_final, [run for run in runs if submissions[run].get("executor") != "local"])
+    foreign = {run: uid for run, uid in owners.items() if uid not in (None, os.geteuid())}
     jobs, queued, failure, here = {}, {}, "", socket.gethostname()
-    if any(submission.get("executor") != "local" for submission in submissions.values()):
+    if final:
         try:
-            queued = queue(patience_s)
+            queued = queue(patience_s, foreign.values())
         except SubmitError as error:
             failure = " ".join(str(error).split())
-    found = adopt(submissions, queued)
+    own = {run: submission for run, submission in submissions.items() if run not in foreign}
+    found = adopt(own, queued)
+    submissions |= own
     for run, submission in submissions.items():
         if submission.get("executor") == "local":
             jobs[run] = _local(submission, here)
         elif not submission and records[run] is None:
             jobs[run] = JobState("UNKNOWN", _unrecorded(run))
         elif failure:
-            jobs[run] = GONE if _is_final(run) else JobState("UNKNOWN", failure)
+            jobs[run] = GONE if final[run] else JobState("UNKNOWN", failure)
         else:
             jobs[run] = find_job(submission.get("job_id", ""), queued)
+            if run in foreign and jobs[run] is GONE and os.geteuid() and not final[run]:
+                jobs[run] = JobState("UNKNOWN", f"Slurm shows you no such job of {user_name(foreign[run])}")
     forgotten = {
         run: submission["job_id"]
         for run, submission in submissions.items()
-        if submission.get("executor") == "slurm" and jobs[run] is GONE and not _is_final(run)
+        if submission.get("executor") == "slurm" and jobs[run] is GONE and not final[run]
     }
     accounted = accounting(forgotten.values())
     jobs |= {run: accounted.get(job, GONE) for run, job in forgotten.items()}
-    states = [state_of(run, submissions[run], jobs[run], run in found, listed=listed) for run in runs]
+    states = _of_each(
+        lambda run: state_of(run, submissions[run], jobs[run], run in found, listed=listed), runs
+    ).values()
     return [
         replace(state, damaged=True) if records[state.run] is None and not state.found else state for state in states
     ]
+
+
+def _of_each(read: Callable[[Run], _Read], runs: Sequence[Run]) -> dict[Run, _Read]:
+    """Return what is read of each run; a shared filesystem answers several questions in the time of one."""
+    with ThreadPoolExecutor(_AT_ONCE) as threads:
+        return dict(zip(runs, threads.map(read, runs), strict=True))
 
 
 def _submission(run: Run) -> dict[str, Any] | None:

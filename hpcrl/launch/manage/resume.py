@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 from hpcrl.config import Config
@@ -154,20 +154,15 @@ def _check_step(run: Run, config: Config) -> None:
 @contextmanager
 def _changed_config(run: Run, kept: Path, config: Config) -> Iterator[None]:
     """Change config.toml and keep the old one; both changes are taken back if what follows fails."""
-    before, new = (
-        run.config.read_text(),
-        not kept.exists(),
-    )  # else it was changed since already, and no attempt used that
-    if new:
-        write_text(kept, before)
-    write_text(run.config, config.to_toml())
-    try:
+    before = run.config.read_text()
+    with ExitStack() as undo:
+        if not kept.exists():  # else it was changed since already, and no attempt used that
+            write_text(kept, before)
+            undo.callback(kept.unlink)
+        write_text(run.config, config.to_toml())
+        undo.callback(write_text, run.config, before)
         yield
-    except BaseException:
-        write_text(run.config, before)
-        if new:
-            kept.unlink()
-        raise
+        undo.pop_all()
 
 
 @contextmanager

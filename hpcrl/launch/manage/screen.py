@@ -25,6 +25,7 @@ from hpcrl.upload.state import UploadState
 _LEVELS = "▁▂▃▄▅▆▇█"
 _STALE_S, _UNASKED_S = 10.0, 45.0
 _MOST_ALERTS = 3
+_MOST_WAITS = 2
 _MOST_DETAIL = 3
 _CURVE = 40
 _GOOD, _WAITS = ("running", "saving", "done"), ("pending", "starting", "preempted", "ending", "suspended")
@@ -105,6 +106,7 @@ def details(view: RunView) -> list[tuple[str, str]]:
         rows.append(("tokens/s", f"{live.tokens_per_second:,.0f} in the newest step"))
     if live and live.peaks:
         rows.append(("memory", f"{', '.join(live.peaks)} (the trainer rank that needed most)"))
+    rows += [("waiting", line) for line in live.waits[:_MOST_WAITS]] if live else []
     rows += [("alert", str(alert)) for alert in view.alerts[-_MOST_ALERTS:]]
     if len(view.alerts) > _MOST_ALERTS:
         rows.append(("", f"and {len(view.alerts) - _MOST_ALERTS} earlier ones in {view.run.alerts}"))

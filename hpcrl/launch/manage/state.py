@@ -13,6 +13,7 @@ from hpcrl.launch.requeue.policy import RequeueDecision, repeats, requeue_decisi
 from hpcrl.launch.scheduler import GONE, JobState
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import Attempt, Outcome, listed_attempts, outcome_of, require_attempts
+from hpcrl.rundir.space import exhausted
 from hpcrl.runtime.process_status import ProcessStatus, read_process_statuses
 from hpcrl.runtime.signals import stop_asked, stop_cause
 from hpcrl.units import duration
@@ -198,8 +199,7 @@ class _View:
         if outcome is None:
             if self.job.name == "CANCELLED":
                 return "cancelled", "its job was cancelled in Slurm before it left an outcome", resume
-            how = "Slurm no longer knows its job" if self.job == GONE else f"its job ended as {self.job.name} in Slurm"
-            return "lost", f"{how}, and it left no outcome", resume
+            return "lost", self._without_outcome(), resume
         if outcome.final:
             return outcome.kind, outcome.message, ""
         if outcome.kind in ("interrupted", "lost"):
@@ -213,6 +213,15 @@ class _View:
         if crashes and (decision := self._decision) and decision.held:
             return "held", decision.why, f"hpcrl logs {self.run.name} shows it; {resume}"
         return outcome.kind, outcome.message, resume
+
+    def _without_outcome(self) -> str:
+        """Return how the job of a run ended that wrote no outcome; on a full filesystem none can be written."""
+        if self.submission.get("executor") == "local":
+            how = "its processes have ended"
+        else:
+            how = "Slurm no longer knows its job" if self.job == GONE else f"its job ended as {self.job.name} in Slurm"
+        full = exhausted(self.run.path)
+        return f"{how}, and it left no outcome{f'; {full}' if full else ''}"
 
     def _by_its_files(self) -> tuple[str, str, str]:
         again = "ask again later; this is from the run directory alone"

@@ -110,9 +110,7 @@ def _json_lines(path: Path, whole: bool = False) -> Iterator[str]:
 
 
 def _samples(run: Run) -> Iterator[str]:
-    seen, pruned = set[tuple[Path, int]](), samples_removed(run)
-    if list(_lost(run)):  # without the checkpoints it is not known which samples are needed
-        pruned = max(batch_steps(run), default=0)
+    seen, pruned = set[tuple[Path, int]](), _pruned(run)
     for step in batch_steps(run):
         try:
             file = read_batch(run.batch(step))
@@ -121,7 +119,7 @@ def _samples(run: Run) -> Iterator[str]:
         for group in file.batch.groups if file and step > pruned else ():
             path = run.path / group.path
             seen.add((path, group.offset))
-            if path.exists() or step > (pruned := samples_removed(run)):
+            if path.exists() or step > (pruned := _pruned(run)):
                 yield from _findings(lambda path=path, group=group: check_group(path, group))
                 yield from _findings(lambda group=group: check_scores(run, group))
     for path in sorted(run.samples.glob("*/g*.safetensors")):
@@ -129,6 +127,14 @@ def _samples(run: Run) -> Iterator[str]:
         yield from _findings(lambda path=path, groups=groups: groups.extend(groups_of(path)), path)
         for group in (group for group in groups if (path, group.offset) not in seen):
             yield from _findings(lambda path=path, group=group: check_group(path, group), path)
+
+
+def _pruned(run: Run) -> int:
+    """Return the step up to which samples are not needed; where checkpoints or their record are damaged, that is not known of any."""
+    try:
+        return max(batch_steps(run), default=0) if list(_lost(run)) else samples_removed(run)
+    except RunError:  # a part of the record
+        return max(batch_steps(run), default=0)
 
 
 def _datasets(run: Run) -> Iterator[str]:

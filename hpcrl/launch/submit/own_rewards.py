@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -20,6 +18,7 @@ from hpcrl.config import Config
 from hpcrl.config.errors import Problem
 from hpcrl.config.family import family_of
 from hpcrl.data.datasets import prompt_datasets
+from hpcrl.envs.tools.supervised import end_supervised, supervised
 from hpcrl.launch.submit.reward_process import RewardCall, own_rewards
 
 _SECONDS = 30.0
@@ -49,16 +48,14 @@ def _calls(config: Config) -> tuple[list[RewardCall], int | None]:
         path, answers = Path(folder, "config.toml"), Path(folder, "calls.jsonl")
         path.write_text(config.to_toml(), encoding="utf-8")
         with answers.open("wb") as output:
-            command = [sys.executable, "-m", "hpcrl.launch.submit.reward_process", str(path)]
+            command = supervised([sys.executable, "-m", "hpcrl.launch.submit.reward_process", str(path)])
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, start_new_session=True)
         status: int | None = None
         try:
             with suppress(subprocess.TimeoutExpired):
                 status = process.wait(_SECONDS)
         finally:
-            with suppress(ProcessLookupError):  # with what a function has left running
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            end_supervised(process)  # with what a function has left running
         lines = answers.read_bytes().split(b"\n")[:-1]
     calls = dict[tuple[str, ...], RewardCall]()
     for call in (RewardCall(**json.loads(line)) for line in lines):

@@ -11,6 +11,7 @@ import secrets
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -51,7 +52,7 @@ from hpcrl.launch.submit.own_files import own_files, own_modules
 from hpcrl.launch.submit.sweep import run_names
 from hpcrl.rundir.checksums import OwnFiles, note_checksums
 from hpcrl.rundir.commit import discard, naming, write_json, write_text
-from hpcrl.rundir.layout import Run, root_of
+from hpcrl.rundir.layout import COMMIT, Run, root_of
 from hpcrl.rundir.other_roots import make_folders, places_of, require_unused
 from hpcrl.text import printable
 from hpcrl.upload.send import job as upload_job
@@ -135,7 +136,7 @@ def _copy_code(folder: Path) -> None:
     for name, source in code_sources().items():
         for path in [source, *sorted(source.rglob("*"))]:
             target = folder / "code" / name / path.relative_to(source)
-            if not {"__pycache__", "_jobs"}.isdisjoint(path.relative_to(source).parts):
+            if not {"__pycache__", "_jobs", "_tiny_model"}.isdisjoint(path.relative_to(source).parts):
                 continue
             if path.is_dir():
                 target.mkdir(parents=True)
@@ -143,6 +144,23 @@ def _copy_code(folder: Path) -> None:
                 copies.append((path, target))
     with ThreadPoolExecutor(_AT_ONCE) as threads:
         list(threads.map(_copy, copies))
+    if commit := _commit(Path(hpcrl.__file__).parent):
+        write_text(folder / "code" / COMMIT, commit + "\n")
+
+
+def _commit(package: Path) -> str:
+    """Return the commit of the git checkout that a package is a part of; empty without one, or without git."""
+    with suppress(OSError, subprocess.SubprocessError):
+        asked = [
+            "git",
+            "-C",
+            str(package),
+            "rev-parse",
+            "HEAD",
+            "HEAD:./__init__.py",
+        ]  # an error where it is not tracked
+        return subprocess.run(asked, capture_output=True, text=True, timeout=10, check=True).stdout.split()[0]
+    return ""
 
 
 def _copy(copy: tuple[Path, Path]) -> None:

@@ -13,6 +13,7 @@ from hpcrl.config import Config
 from hpcrl.config.root import source_of
 from hpcrl.errors import ConfigError, DataError
 from hpcrl.launch.nodes import make_plan
+from hpcrl.text import NotUtf8Error, utf8
 
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
 _LONGEST_WORD = 16
@@ -57,8 +58,8 @@ def _seeds(text: str) -> list[int]:
 
 def _lines(file: Path) -> list[list[str]]:
     try:
-        text = file.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
+        text = utf8(file.read_bytes())
+    except (OSError, NotUtf8Error) as error:
         raise ConfigError(f"--sweep-file {file}: cannot be read: {error}") from None
     found, problems = [], []
     for number, line in enumerate(text.splitlines(), 1):

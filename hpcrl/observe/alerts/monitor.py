@@ -17,6 +17,7 @@ from hpcrl.config import Config
 from hpcrl.config.sections.alerts import AlertRuleConfig, AlertsConfig
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.errors import HpcrlError, did_you_mean
+from hpcrl.observe.advice import advise
 from hpcrl.observe.alerts.notify import call_webhook, run_command, webhook_of
 from hpcrl.observe.alerts.rules import AlertJudge, metric_of
 from hpcrl.observe.metrics import MetricsReader, Record, last_reports
@@ -125,6 +126,8 @@ class AlertMonitor:
                 self._notify(self._write(name, "missing", self._step, text))
 
     def _raise(self, name: str, step: int, text: str) -> None:
+        if self._rules[name].kind == "wait_above" and (advised := advise(self._run)):
+            text = "; ".join([text, *advised.lines()])
         self._notify(self._write(name, "raised", step, text))
 
     def _write(self, name: str, event: Event, step: int, text: str) -> Alert:

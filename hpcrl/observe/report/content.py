@@ -15,6 +15,10 @@ from hpcrl.config import Config
 from hpcrl.config.difference import flat, value_as_toml
 from hpcrl.data.rollouts import Decode
 from hpcrl.errors import ConfigError, HpcrlError, RunError
+from hpcrl.observe.advice import advise
+from hpcrl.observe.charts import charts_of
+from hpcrl.observe.evaluations import success_reward_of
+from hpcrl.observe.report.about import about, cards
 from hpcrl.observe.report.curves import curves_of
 from hpcrl.observe.report.groups import groups_of
 from hpcrl.observe.report.samples import samples_of
@@ -24,13 +28,14 @@ from hpcrl.observe.summary import summarise
 from hpcrl.observe.summary_table import summary_rows
 from hpcrl.observe.timeline import versions_of
 from hpcrl.rundir.alerts import read_alerts
-from hpcrl.rundir.commit import checksum
-from hpcrl.rundir.layout import Run
+from hpcrl.rundir.commit import checksum, read_bytes
+from hpcrl.rundir.layout import COMMIT, Run
 from hpcrl.rundir.ledger import Attempt, Outcome, read_attempts, read_outcomes
 from hpcrl.rundir.records import read_object
 from hpcrl.rundir.starts import read_starts, resumed_after
 
 _VERSION = re.compile(r'^__version__ = "(.*)"', re.MULTILINE)
+_ORDER = "bad", "look", "good"
 Decoder = Callable[[Run], Decode]
 
 
@@ -42,23 +47,31 @@ def content_of(run: Run, decoder: Decoder, *, with_samples: bool = True) -> dict
     """
     attempts, outcomes = read_attempts(run), {outcome.attempt: outcome for outcome in read_outcomes(run)}
     started = attempts[0].started if attempts else 0.0
-    config = _config(run)
+    config, code = _config(run), _code(run)
     curves = curves_of(run, started)
     ended = [outcomes[attempt.number] for attempt in attempts if attempt.number in outcomes]
+    found = [*_alerts(run), *findings(curves, config.values, ended), *_waits(run)]
+    summary = summarise(run)
     return {
         "name": f"{run.project}/{run.name}",
         "path": str(run.path),
         "made": time.time(),
         "started": started,
-        "summary": summary_rows(summarise(run)),
-        "findings": [asdict(one) for one in [*_alerts(run), *findings(curves, config.values, ended)]],
+        "about": about(config.values, attempts, code),
+        "cards": [asdict(card) for card in cards(summary, curves["metrics"], found)],
+        "summary": summary_rows(summary),
+        "findings": [asdict(one) for one in sorted(found, key=lambda one: _ORDER.index(one.status))],
         "attempts": _attempts(run, attempts, outcomes, started),
         "curves": curves,
+        "charts": [
+            (chart.category, chart.title, names)
+            for chart, names in charts_of(curves["metrics"], success_reward_of(run))
+        ],
         "groups": groups_of(run),
         "timeline": timeline_of(run, started),
         "samples": _samples(run, decoder) if with_samples else None,
         "config": config.settings,
-        "environment": _environment(run, attempts),
+        "environment": _environment(run, attempts, code),
     }
 
 
@@ -71,6 +84,13 @@ def _alerts(run: Run) -> list[Verdict]:
         )
         for alert in read_alerts(run)
     ]
+
+
+def _waits(run: Run) -> list[Verdict]:
+    with suppress(ConfigError):  # written by another hpcrl
+        advised = advise(run)
+        return [Verdict("waiting", "look", line) for line in advised.lines()] if advised else []
+    return []
 
 
 def _attempts(run: Run, attempts: list[Attempt], outcomes: dict[int, Outcome], started: float) -> list[dict[str, Any]]:
@@ -124,13 +144,19 @@ def _samples(run: Run, decoder: Decoder) -> dict[str, Any]:
         return {"note": str(error), **samples_of(run, None)}
 
 
-def _environment(run: Run, attempts: list[Attempt]) -> list[tuple[str, str]]:
-    code = run.code / "hpcrl" / "__init__.py"
-    found = _VERSION.search(code.read_text(encoding="utf-8")) if code.is_file() else None
+def _code(run: Run) -> str:
+    """Return the version of the code that the run executes."""
+    file, commit = run.code / "hpcrl" / "__init__.py", read_bytes(run.code / COMMIT)
+    found = _VERSION.search(file.read_text(encoding="utf-8")) if file.is_file() else None
+    made_from = f", commit {commit[:12].decode(errors='replace')}" if commit else ""
+    return f"hpcrl {found[1]}{made_from}" if found else "not known"
+
+
+def _environment(run: Run, attempts: list[Attempt], code: str) -> list[tuple[str, str]]:
     submission = read_object(run.submission, "remove it: the job of the run is then not known") or {}
     rows = [
         ("directory", str(run.path)),
-        ("hpcrl", found[1] if found else "not known"),
+        ("code", code),
         ("checksum of configuration and code", checksum(run.checksums) if run.checksums.is_file() else "none"),
         ("executor", f"{submission.get('executor', 'not known')}, job {submission.get('job_id', 'not known')}"),
         ("overrides", " ".join(map(str, submission.get("overrides") or [])) or "none"),

@@ -1,4 +1,5 @@
-"""Samples of a report: the text of each token, with its log-probability, mask, version and advantage.
+"""Samples of a report, by group: the prompt once, its ground truth, and of each sample the text of each token, with its log-probability,
+mask, version and advantage.
 
 Log-probability, mask and version are in the samples' files, which a run keeps for its last steps. Advantages, entropies, and differences
 between engine and trainer are only in the dumps of `trainer.dump_data_batch`.
@@ -11,14 +12,15 @@ import random
 from base64 import b64encode
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from hpcrl.data.batch_file import batch_steps, read_batch
-from hpcrl.data.group_file import read_group
-from hpcrl.data.rollouts import Decode, Rollout, evaluated_samples
+from hpcrl.data.group_file import read_group, read_truth
+from hpcrl.data.rollouts import Decode, Rollout, answer_of, evaluated_samples
 from hpcrl.errors import DataError, RunError
 from hpcrl.observe.report.curves import rounded
 from hpcrl.rundir.commit import is_committed
@@ -26,16 +28,19 @@ from hpcrl.rundir.layout import Run, version_of
 from hpcrl.types import Batch, GroupMeta, Row
 
 _LARGEST = 4 << 20  # bytes of all samples of a run
-_PER_STEP = 8
+_PER_STEP, _PER_GROUP = 9, 3
 _MOST_STEPS, _MOST_EVALUATIONS = 24, 12
 _MOST_TOKENS, _MOST_LETTERS = 4000, 8000
+_SHOWN = "what was shown"
 _INCOMPLETE = "\ufffd"
 
 Column = list[float | int | None]
 
 
 def samples_of(run: Run, decode: Decode | None) -> dict[str, Any]:
-    """Return samples of steps and of evaluations, the best, the worst and some others of each, evenly spread over the run.
+    """Return groups of steps and of evaluations, evenly spread over the run, with samples of each from the best to the worst.
+
+    Of each step these are the groups with the greatest spread of rewards, the worst, the best and others.
 
     Args:
         decode: token ids to text; None: the ids are shown.
@@ -46,7 +51,7 @@ def samples_of(run: Run, decode: Decode | None) -> dict[str, Any]:
     trained, size = dict[int, Any](), 0
     for step in _spread([step for step in batch_steps(run)[::-1] if _is_there(run, step)], _MOST_STEPS):
         with suppress(DataError, RunError):
-            found = [_with_pictures(run, _trained(run, *one, decode)) for one in _chosen(run, step)]
+            found = list(_trained(run, step, decode))
             size += len(json.dumps(found))
             if size > _LARGEST and trained:
                 break
@@ -57,26 +62,33 @@ def samples_of(run: Run, decode: Decode | None) -> dict[str, Any]:
     evaluated, size = dict[int, Any](), 0
     for version in _spread(versions[::-1], _MOST_EVALUATIONS):
         with suppress(DataError, RunError):
-            _, rollouts = evaluated_samples(run, version)
-            places = _places([rollout.reward for rollout in rollouts], version)
-            found = [_with_pictures(run, _evaluated(rollouts[place])) for place in places]
-            size += sum(len(url) for one in found for _, url in one["pictures"])
+            found = list(_evaluated(run, version))
+            size += len(json.dumps(found))
             if size > _LARGEST and evaluated:
                 break
             evaluated[version] = found
     return {
-        "trained": [{"step": step, "samples": trained[step]} for step in sorted(trained)],
-        "evaluated": [{"step": version, "samples": evaluated[version]} for version in sorted(evaluated)],
+        "trained": [{"step": step, "groups": trained[step]} for step in sorted(trained)],
+        "evaluated": [{"step": version, "groups": evaluated[version]} for version in sorted(evaluated)],
     }
 
 
-def _with_pictures(run: Run, sample: dict[str, Any]) -> dict[str, Any]:
-    painted, found = run.picture(sample["name"]), list[tuple[str, str]]()
-    for path in run.pictures_of(sample["name"]):
+def _with_pictures(run: Run, group: dict[str, Any]) -> dict[str, Any]:
+    """Add to a group the pictures that all its samples were shown, and the others to its samples: what each is, and its content as a URL."""
+    found = [_pictures(run, sample["name"]) for sample in group["samples"]]
+    shown = [picture for picture in found[0] if picture[0] == _SHOWN and all(picture in own for own in found)]
+    for sample, own in zip(group["samples"], found, strict=True):
+        sample["pictures"] = [picture for picture in own if picture not in shown]
+    return {**group, "pictures": shown}
+
+
+def _pictures(run: Run, name: str) -> list[tuple[str, str]]:
+    painted, found = run.picture(name), list[tuple[str, str]]()
+    for path in run.pictures_of(name):
         with suppress(OSError):  # removed meanwhile, or another user's
             url = f"data:image/png;base64,{b64encode(path.read_bytes()).decode()}"
-            found.append(("what was painted" if path == painted else "what was shown", url))
-    return {**sample, "pictures": found}
+            found.append(("what was painted" if path == painted else _SHOWN, url))
+    return found
 
 
 def _is_there(run: Run, step: int) -> bool:
@@ -93,71 +105,108 @@ def _spread(numbers: Sequence[int], most: int) -> list[int]:
     return [numbers[round(at * (len(numbers) - 1) / (most - 1))] for at in range(most)]
 
 
-def _places(rewards: Sequence[float], seed: int) -> list[int]:
-    order = sorted(range(len(rewards)), key=lambda at: -rewards[at])
-    most = _PER_STEP // 4
-    ends = order[:most] + order[-most:]
-    others = random.Random(seed).sample(order, min(len(order), _PER_STEP))
-    return list(dict.fromkeys(ends + others))[:_PER_STEP]
+def chosen(rewards: Sequence[Sequence[float]], seed: int) -> Iterator[tuple[int, list[int]]]:
+    """Yield groups that are shown and, the best first, samples of each.
+
+    Args:
+        rewards: of the samples of each group.
+    """
+    per_group = min(_PER_GROUP, max(map(len, rewards)))
+    places, means = range(len(rewards)), [sum(own) / len(own) for own in rewards]
+    ends = (
+        max(places, key=lambda at: max(rewards[at]) - min(rewards[at])),
+        min(places, key=means.__getitem__),
+        max(places, key=means.__getitem__),
+    )
+    others = random.Random(seed).sample(places, min(len(places), _PER_STEP))
+    for place in list(dict.fromkeys([*ends, *others]))[: _PER_STEP // per_group]:
+        own = rewards[place]
+        yield place, _spread(sorted(range(len(own)), key=lambda at, own=own: -own[at]), per_group)
 
 
-def _chosen(run: Run, step: int) -> Iterator[tuple[Batch, int, int]]:
+def _trained(run: Run, step: int, decode: Decode | None) -> Iterator[dict[str, Any]]:
     file = read_batch(run.batch(step))
     assert file is not None, run.batch(step)
-    places = [(place, at) for place, group in enumerate(file.batch.groups) for at in range(len(group.samples))]
-    rewards = [file.batch.groups[place].samples[at].reward for place, at in places]
-    for chosen in _places(rewards, step):
-        yield file.batch, *places[chosen]
+    for place, samples in chosen([group.rewards for group in file.batch.groups], step):
+        yield _group(run, file.batch, place, samples, decode)
 
 
-def _trained(run: Run, batch: Batch, place: int, at: int, decode: Decode | None) -> dict[str, Any]:
+def _group(run: Run, batch: Batch, place: int, samples: Sequence[int], decode: Decode | None) -> dict[str, Any]:
     group = batch.groups[place]
-    indices = [row for row, owner in enumerate(group.owners) if owner == at]
-    rows = read_group(run.inside(group.path), indices, group)
-    dumped = _dumped(run, batch.step, place, indices)
-    parts = [_row(row, dumped.get(index, {}), decode) for index, row in zip(indices, rows, strict=True)]
-    return {
-        "name": f"{group.group_id}.{at}",
-        "reward": rounded(group.samples[at].reward),
-        "group": [rounded(reward) for reward in group.rewards],
-        "stop": str(rows[-1].stop_reason),
+    path, of_dataset = run.inside(group.path), group.row is not None
+    indices = {at: [row for row, owner in enumerate(group.owners) if owner == at] for at in samples}
+    rows = {at: read_group(path, own, group) for at, own in indices.items()}
+    prompt_ids = _common_prompt([own[0] for own in rows.values()])
+    dumped = _dumped(run, batch.step, place, [row for own in indices.values() for row in own])
+
+    def rows_of(at: int) -> Iterator[dict[str, Any]]:
+        for number, (index, row) in enumerate(zip(indices[at], rows[at], strict=True)):
+            yield _row(row, dumped.get(index, {}), decode, 0 if number else len(prompt_ids))
+
+    found = {
+        "name": f"row {group.row}" if of_dataset else group.group_id,
         "source": group.data_source,
-        "facts": {name: rounded(value) for name, value in _facts(group, at, rows[-1]).items()},
-        "rows": parts,
+        "prompt": "".join(token_texts(prompt_ids, decode))[-_MOST_LETTERS:],
+        "truth": read_truth(path, group),
+        "rewards": None if of_dataset else [rounded(reward) for reward in group.rewards],
+        "samples": [
+            {**_about(group, at, rows[at][-1]), "name": f"{group.group_id}.{at}", "rows": list(rows_of(at))}
+            for at in samples
+        ],
     }
+    return _with_pictures(run, found)
 
 
-def _facts(group: GroupMeta, at: int, row: Row) -> dict[str, float]:
+def _common_prompt(rows: Sequence[Row]) -> list[int]:
+    """Return the tokens before the first that the policy chose, or that is trained; empty where they are not the same in all rows."""
+    prompts = set[tuple[int, ...]]()
+    for row in rows:
+        answer = np.flatnonzero((row.versions >= 0) | (row.loss_mask > 0))[:1]
+        prompts.add(tuple(row.token_ids[: int(answer.sum())].tolist()))
+    return list(prompts.pop()) if len(prompts) == 1 else []
+
+
+def _about(group: GroupMeta, at: int, row: Row) -> dict[str, Any]:
+    """Return reward, reason of the end and facts of a sample; of a row of a dataset its number of tokens, and which answer of a pair it is."""
     sample = group.samples[at]
+    if group.row is not None:
+        return {"answer": answer_of(group, at), "facts": {"tokens": sample.response_length}}
     changed = sample.raw_reward != sample.reward
     raw = {"reward before zero_reward_on_non_stop": sample.raw_reward} if changed else {}
     metrics = sample.env_metrics or row.env_metrics
-    return {"tokens": sample.response_length, "replica": group.replica, **raw, **metrics}
+    facts = {"tokens": sample.response_length, "replica": group.replica, **raw, **metrics}
+    return {
+        "reward": rounded(sample.reward),
+        "stop": str(row.stop_reason),
+        "facts": {name: rounded(value) for name, value in facts.items()},
+    }
 
 
-def _row(row: Row, dumped: dict[str, np.ndarray], decode: Decode | None) -> dict[str, Any]:
-    """Return the tokens of a row, and a column of numbers for each thing that is known of them; None where it is not known of a token."""
-    size = min(len(row.token_ids), _MOST_TOKENS)
-    chosen = row.versions[:size] >= 0
+def _row(row: Row, dumped: dict[str, np.ndarray], decode: Decode | None, start: int) -> dict[str, Any]:
+    """Return the tokens of a row from `start` on, and columns of numbers about them.
+
+    None stands where a number is not known of a token.
+    """
+    size = len(row.token_ids) - start
+    shown = slice(start, start + min(size, _MOST_TOKENS))
+    chosen, trained = row.versions[shown] >= 0, row.loss_mask[shown] > 0
     columns: dict[str, Column] = {
-        "logprob": _column(row.rollout_logprobs[:size], chosen),
-        "version": _column(row.versions[:size], chosen),
+        "logprob": _column(row.rollout_logprobs[shown], chosen),
+        "version": _column(row.versions[shown], chosen),
     }
     if "advantages" in dumped:
-        columns["advantage"] = _column(dumped["advantages"][:size], row.loss_mask[:size] > 0)
+        columns["advantage"] = _column(dumped["advantages"][shown], trained)
     if "entropies" in dumped:
-        columns["entropy"] = _column(dumped["entropies"][:size], row.loss_mask[:size] > 0)
+        columns["entropy"] = _column(dumped["entropies"][shown], trained)
     if "old_logprobs" in dumped:
-        apart = dumped["old_logprobs"][:size] - row.rollout_logprobs[:size]
-        columns["mismatch"] = _column(apart, chosen)
-    rewards = {at: rounded(float(row.rewards[at])) for at in np.flatnonzero(row.rewards[:size]).tolist()}
+        columns["mismatch"] = _column(dumped["old_logprobs"][shown] - row.rollout_logprobs[shown], chosen)
     return {
-        "text": token_texts(row.token_ids[:size].tolist(), decode),
+        "text": token_texts(row.token_ids[shown].tolist(), decode),
         "by": "".join("p" if policy else "c" for policy in chosen),
-        "mask": "".join("1" if trained else "0" for trained in row.loss_mask[:size] > 0),
-        "columns": columns,
-        "rewards": rewards,
-        "left_out": len(row.token_ids) - size,
+        "mask": "".join("1" if is_trained else "0" for is_trained in trained),
+        "columns": {name: column for name, column in columns.items() if any(value is not None for value in column)},
+        "rewards": {at: rounded(float(row.rewards[shown][at])) for at in np.flatnonzero(row.rewards[shown]).tolist()},
+        "left_out": max(0, size - _MOST_TOKENS),
     }
 
 
@@ -214,12 +263,31 @@ def _rows_of_dump(path: Path, place: int) -> Iterator[tuple[int, dict[str, np.nd
         start += length
 
 
-def _evaluated(rollout: Rollout) -> dict[str, Any]:
+def _evaluated(run: Run, version: int) -> Iterator[dict[str, Any]]:
+    _, rollouts = evaluated_samples(run, version)
+    groups = [list(own) for _, own in groupby(rollouts, lambda rollout: rollout.name.rpartition(".")[0])]
+    for place, samples in chosen([[rollout.reward for rollout in own] for own in groups], version):
+        own = groups[place]
+        prompts = {part.text for rollout in own for part in rollout.parts[:1] if part.by == "prompt"}
+        begin = int(len(prompts) == 1 and all(rollout.parts for rollout in own))
+        yield _with_pictures(
+            run,
+            {
+                "name": own[0].name.rpartition(".")[0],
+                "source": own[0].data_source,
+                "prompt": prompts.pop()[-_MOST_LETTERS:] if begin else "",
+                "truth": own[0].ground_truth,
+                "rewards": [rounded(rollout.reward) for rollout in own],
+                "samples": [_sample(own[at], begin) for at in samples],
+            },
+        )
+
+
+def _sample(rollout: Rollout, begin: int) -> dict[str, Any]:
     return {
         "name": rollout.name,
         "reward": rounded(rollout.reward),
         "stop": rollout.stop_reason,
-        "source": rollout.data_source,
         "facts": {name: rounded(value) for name, value in rollout.env_metrics.items()},
-        "parts": [{"by": part.by, "text": part.text[:_MOST_LETTERS]} for part in rollout.parts],
+        "parts": [{"by": part.by, "text": part.text[:_MOST_LETTERS]} for part in rollout.parts[begin:]],
     }

@@ -29,7 +29,7 @@ Status = Literal["good", "look", "bad"]
 ENTROPY, KL, CLIP = "policy/policy_entropy", "policy/policy_kl", "policy/loss_metrics/clip_ratio"
 MISMATCH, STALENESS = "policy/rollout_train_logprobs_abs_diff_mean", "async/staleness_max"
 LENGTH, STOPPED = "generate/avg_num_tokens", "generate/stop_ratio"
-SKIPPED, IDLE, PASSED = "policy/skipped_updates", "generate/idle_ratio", "reward/avg_pass_at_"
+SKIPPED, PASSED = "policy/skipped_updates", "reward/avg_pass_at_"
 FAILED, SAMPLES = "generate/failed_samples", "generate/samples"
 _FEW = 4  # steps that say nothing of a trend
 
@@ -303,20 +303,3 @@ def _staleness(reported: Reported) -> tuple[Status, str]:
 
 
 _STALENESS = "trainer.fully_async.max_staleness_steps"
-
-
-@_rule(
-    "engines", IDLE,
-    look="idle for more than 50 % of the last tenth, where they have GPUs of their own (trainer.placement.colocate_all=false)",
-)  # fmt: skip
-def _engines(reported: Reported) -> tuple[Status, str] | None:
-    if reported.config.get("trainer.placement.colocate_all"):
-        return None
-    idle, bound = reported.ends(IDLE)[1], reported.config.get(_STALENESS, 0)
-    text = f"idle for {idle:.0%} of the time in the last tenth"
-    if idle <= 0.5:
-        return "good", text
-    return "look", (
-        f"{text}: fewer of them (generator.inference_engine.num_engines), the trainer's GPUs in turns "
-        f"(trainer.placement.colocate_all=true), or generation ahead of training ({_STALENESS}, now {bound})"
-    )

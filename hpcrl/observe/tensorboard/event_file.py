@@ -34,6 +34,8 @@ from hpcrl.rundir.other_roots import require_folders
 
 _EVERY_S, _LAST_TRIES = 2.0, 3  # of a follower
 _PREFIX = "events.out.tfevents."
+_DISTRIBUTION = "z_distribution/"
+"""TensorBoard opens with what sorts first, and shows curves and histograms together: histograms come last."""
 _EMPTY_FILES = 20  # an open TensorBoard looks every few seconds; a file may be rewritten several times in between
 
 
@@ -155,7 +157,7 @@ class EventFile:
 
     def _values(self, record: Record, shown: Mapping[str, float]) -> Iterator[Any]:
         yield from summaries.scalars(shown)
-        yield from (summaries.histogram(f"distribution/{tag}", shape) for tag, shape in record.histograms.items())
+        yield from (summaries.histogram(f"{_DISTRIBUTION}{tag}", shape) for tag, shape in record.histograms.items())
         if EVAL_SCORE in record.metrics:
             if samples := texts.evaluated(self._run, record.step):
                 yield summaries.text("evaluation/samples", samples)

@@ -13,6 +13,7 @@ from hpcrl.runtime.http_server import BadRequest, Refused
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _NAMES = ("name", "tool_call_id", "tool_calls")
 _MOST_STOPS, _LONGEST_STOP = 64, 1000  # characters
+_MOST_MARKS = 1_000_000  # json.loads holds Python's lock, for 2 s where 15 MiB are empty lists, and no other sample is answered meanwhile
 
 MOST_OPEN = 32
 """Answers of a session that are generated at a time, each choice counted; further requests wait."""
@@ -135,6 +136,8 @@ def _common(body: dict[str, Any], tokens: Any) -> dict[str, Any]:
 
 
 def _object(content: bytes) -> dict[str, Any]:
+    if sum(map(content.count, b'[{,"')) > _MOST_MARKS:
+        raise BadRequest(f"expected at most {_MOST_MARKS:,} brackets, commas and quotation marks in a body")
     try:
         body = json.loads(content.decode())  # of bytes, Python's reader would take halves of characters too
         if b"\\ud" in content.lower():

@@ -106,10 +106,12 @@ class Engine(ABC):
     Attributes:
         version: policy version of the weights that it holds.
         answered: calls that have ended, well or not.
+        changed: called when a call begins or ends; the worker sets it.
     """
 
     version: int
     answered: int
+    changed: Callable[[], None] = staticmethod(lambda: None)
 
     @property
     @abstractmethod

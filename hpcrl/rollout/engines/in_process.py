@@ -43,6 +43,7 @@ class InProcessEngine(Engine):
     def _asked(self, what: str) -> Iterator[None]:
         """Count a call as open meanwhile; errors of torch and of the model's library become EngineError."""
         self._waiting[what] += 1
+        self.changed()
         try:
             yield
         except (RuntimeError, ValueError, IndexError, OSError) as error:
@@ -50,6 +51,7 @@ class InProcessEngine(Engine):
         finally:
             self._waiting[what] -= 1
             self.answered += 1
+            self.changed()
 
 
 class InProcess(Launched, Generic[Loaded]):

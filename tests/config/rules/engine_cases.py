@@ -25,6 +25,24 @@ ENGINES = [
         {f"{ENGINE}.backend": "transformers", "generator.sampling_params.additional_kwargs": {"ignore_eos": True}},
     ),
     Case(
+        "vLLM's highest temperature",
+        {"generator.sampling_params.temperature": 2.5},
+        "generator.sampling_params.temperature", "expected at most 2, the highest that vLLM takes, found 2.5",
+        {"generator.sampling_params.temperature": 2.5, f"{ENGINE}.backend": "transformers"},
+    ),
+    Case(
+        "vLLM's highest temperature in evaluation",
+        {"generator.eval_sampling_params.temperature": 2.5},
+        "generator.eval_sampling_params.temperature", "the highest that vLLM takes",
+        {"generator.eval_sampling_params.temperature": 2.0},
+    ),
+    Case(
+        "vLLM's largest penalties",
+        {"generator.eval_sampling_params.additional_kwargs": {"presence_penalty": 3}},
+        "generator.eval_sampling_params.additional_kwargs.presence_penalty", "expected a number from -2 to 2, found 3",
+        {"generator.eval_sampling_params.additional_kwargs": {"presence_penalty": -2}},
+    ),
+    Case(
         "nor of logits processors",
         {f"{ENGINE}.engine_init_kwargs": {"logits-processors": ["a:B"]}},
         f"{ENGINE}.engine_init_kwargs.logits-processors", "that the trainer does not compute; leave it out",

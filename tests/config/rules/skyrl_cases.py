@@ -213,6 +213,16 @@ SKYRL = [
         {"trainer.ckpt_keep_best": "reward", "trainer.max_ckpts_to_keep": 3},
     ),
     Case(
+        "where no checkpoint is written, no last one is kept",
+        {"trainer.keep_when_done": "last", "trainer.ckpt_interval": 0}, "trainer.keep_when_done", "no last checkpoint with trainer.ckpt_interval=0",
+        {"trainer.keep_when_done": "last", "trainer.ckpt_interval": 5},
+    ),
+    Case(
+        "exports that are kept are made",
+        {"trainer.keep_when_done": "export"}, "trainer.keep_when_done", "set trainer.hf_save_interval",
+        {"trainer.keep_when_done": "export", "trainer.hf_save_interval": 5},
+    ),
+    Case(
         "the best checkpoint has a score",
         {"trainer.ckpt_keep_best": "eval/all/avg_score", "trainer.max_ckpts_to_keep": 3, "trainer.eval_interval": 0},
         "trainer.ckpt_keep_best", "nothing is evaluated with trainer.eval_interval=0",

@@ -101,3 +101,23 @@ def test_what_is_no_pipeline_is_refused(tmp_path: Path) -> None:
     odd = PipelineSource(Pretrained(str(TINY / "model")), DiffusersConfig(inference_size=[36, 32]))
     with pytest.raises(DataError, match="expected multiples of 8"):
         odd.latent_shape(1)
+
+
+def test_an_index_of_a_stranger_runs_no_code(tmp_path: Path) -> None:
+    """A part whose class a file of its folder has, a class that is a list, and a part that is no pair."""
+    (tmp_path / "scheduler").mkdir()
+    for name in ("theirs.py", "scheduler/theirs.py"):
+        (tmp_path / name).write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\nclass Theirs:\n    pass\n")
+    for index, told in (
+        ({"_class_name": "SanaPipeline", "scheduler": ["theirs", "Theirs"]}, "custom code in theirs.py"),
+        ({"_class_name": ["theirs", "Theirs"]}, r"is a \['theirs', 'Theirs'\]; the pipelines that can be trained are"),
+        (
+            {"_class_name": "SanaPipeline", "scheduler": ["diffusers"]},
+            r"expected library and class of each part, found \['diffusers'\]",
+        ),
+    ):
+        (tmp_path / "model_index.json").write_text(json.dumps(index))
+        source = PipelineSource(Pretrained(str(tmp_path)), settings("dpm2"))
+        with pytest.raises(DataError, match=told):
+            _ = source.kind, source.load(torch.float32)
+    assert not (tmp_path / "ran").exists()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -183,3 +186,35 @@ def test_runs_are_found_in_any_project_but_not_beside_one(tmp_path: Path) -> Non
     found = [(run.project, run.name) for run in all_runs(tmp_path)]
     assert found == [("a", "z"), ("b", "one"), ("b", "two"), ("c", "one"), ("c", "two")]
     assert all_runs(tmp_path / "nothing") == []
+
+
+def test_no_run_of_another_user_keeps_the_list_from_its_end(run: Run) -> None:
+    """Whoever may write below a root that people share can put a pipe there, which has no first byte, or a device, which has no last one."""
+    names = (
+        "config.toml",
+        "submission.json",
+        "attempts.jsonl",
+        "alerts.jsonl",
+        "outcomes/1.json",
+        "metrics/trainer.jsonl",
+    )
+    submitted(run, executor="local")
+    open_attempt(run, "local-7", ["n1"])
+    for name in names:
+        for kind in ("pipe", "device"):
+            other = Run(run.path.with_name(f"{kind}-{name.replace('/', '-')}"))
+            shutil.copytree(run.path, other.path)
+            path = other.path / name
+            path.parent.mkdir(exist_ok=True)
+            path.unlink(missing_ok=True)
+            os.mkfifo(path) if kind == "pipe" else path.symlink_to("/dev/zero")
+    huge = Run(run.path.with_name("huge"))
+    shutil.copytree(run.path, huge.path)
+    os.truncate(huge.attempts, 1 << 40)
+    command = [sys.executable, "-m", "hpcrl.cli.main", "status", "--root", str(run.root)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    listed = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
+    assert listed.keys() == {f"project/{one.name}" for one in all_runs(run.root)}
+    assert f"{huge.attempts} cannot be read: it is larger than 1 GiB" in listed["project/huge"]
+    assert "attempts.jsonl cannot be read: it is no regular file" in listed["project/pipe-attempts.jsonl"]

@@ -23,6 +23,7 @@ from hpcrl.rundir.commit import begin, committed_directory, discard, finish, wri
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import Kind, open_attempt, report_outcome
 from hpcrl.rundir.starts import note
+from tests.filesystem.small import fill, small_filesystem
 from tests.paths import QUICKSTART
 
 
@@ -199,6 +200,28 @@ def test_refused_job_leaves_the_old_configuration(tmp_path: Path, bin_path: Path
     assert not run.config_of(1).exists()
 
 
+def test_on_a_full_disk_nothing_changes_and_the_remedy_helps(
+    tmp_path: Path, bin_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program(bin_path, "sbatch", "echo Submitted batch job 9")
+    with small_filesystem(tmp_path / "runs", "2m") as mounted:
+        if not mounted:
+            pytest.skip("no filesystem can be mounted here")
+        run, command = ended(tmp_path), ["resume", "trainer.max_ckpts_to_keep=2"]
+        for step in (1, 2, 3):
+            checkpoint(run, step)
+            (run.checkpoint(step) / "tensors").write_bytes(bytes(100_000))
+        fill(run.path)
+        before = contents(run)
+        assert main([*command[:1], str(run.path), *command[1:]]) == 1
+        said = capsys.readouterr().err
+        assert f"hpcrl: {run.config_of(1)}: No space left on device; make room (`hpcrl status --size`" in said
+        assert contents(run) == before
+        assert main(["checkpoint", "rm", str(run.path), "1"]) == 0
+        assert main([*command[:1], str(run.path), *command[1:]]) == 0
+        assert Config.from_toml([run.config]).trainer.max_ckpts_to_keep == 2
+
+
 def test_run_that_never_continues(tmp_path: Path, bin_path: Path) -> None:
     run = ended(tmp_path, "trainer.resume_mode=none", kind="interrupted")
     with pytest.raises(RunError, match=r"submit a new run, or resume this one with trainer\.resume_mode=latest"):
@@ -251,7 +274,7 @@ def test_a_job_that_cannot_be_recorded_is_cancelled(tmp_path: Path, bin_path: Pa
     # the file to be replaced is a directory when the job is there
     program(bin_path, "sbatch", f"rm {run.submission}; mkdir {run.submission}; echo Submitted batch job 9")
     program(bin_path, "scancel", f'echo "$@" > {tmp_path}/cancelled')
-    with pytest.raises(IsADirectoryError):
+    with pytest.raises(OSError, match="no regular file"):
         resume(run, ["trainer.ckpt_interval=3"])
     assert (tmp_path / "cancelled").read_text() == "9_0\n"
     assert run.config.read_text() == original

@@ -15,6 +15,7 @@ from hpcrl.rundir.commit import write_json, write_text
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import open_attempt, report_outcome
 from hpcrl.runtime.process_status import StatusWriter
+from tests.filesystem.small import fill, small_filesystem
 from tests.launch.manage.slurm_records import (
     CONFIG,
     FAR,
@@ -52,6 +53,28 @@ def test_states_through_the_life_of_a_run(run: Run, tmp_path: Path, monkeypatch:
     open_attempt(run, "9.1", ["n1"])
     report_outcome(run, 3, "done", "finished", "agent-0")
     assert state(run).kind == "done"
+
+
+def test_a_run_that_left_no_outcome_says_that_its_filesystem_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    squeue(monkeypatch, tmp_path)
+    with small_filesystem(tmp_path / "small", "512k") as mounted:
+        if not mounted:
+            pytest.skip("no filesystem can be mounted here")
+        run = Run(tmp_path / "small" / "project" / "mine")
+        write_text(run.config, CONFIG)
+        submitted(run)
+        open_attempt(run, "7.0", ["n1"])
+        assert state(run).detail == "Slurm no longer knows its job, and it left no outcome"
+        fill(run.path)
+        assert f"; the filesystem of {run.path} is full (0 B free): make room" in state(run).detail
+
+
+def test_a_run_of_this_machine_that_left_no_outcome(run: Run) -> None:
+    submitted(run, "1234567", executor="local")
+    open_attempt(run, "local-1234567", ["n1"])
+    assert (state(run).kind, state(run).detail) == ("lost", "its processes have ended, and it left no outcome")
 
 
 def test_preempted_run_waits_and_starts_again(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from hpcrl.launch.submit.preflight import check_files
 from tests.paths import QUICKSTART
 
 REWARDS = """
-import json, os, socket, sys, time
+import json, os, socket, subprocess, sys, time
 
 import own_helper
 
@@ -55,6 +55,8 @@ def endless(response, environment):
     return 0.0
 
 def leaves(response, environment):
+    left = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    open(__file__ + ".left", "w").write(str(left.pid))
     os._exit(3)
 """
 
@@ -124,6 +126,8 @@ def test_what_this_machine_lacks_is_a_warning(folder: Path) -> None:
 def test_calls_are_bounded_in_time_and_may_end_their_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (said,) = checked(folder, "leaves")
     assert "ended with status 3; see the output above; the last was own_scores:leaves with an empty answer" in said
+    left = (folder / "own_scores.py.left").read_text()
+    assert not Path("/proc", left).exists(), "what it has started in a session of its own ends too"
     monkeypatch.setattr(own_rewards, "_SECONDS", 20.0)
     began = time.monotonic()
     (said,) = checked(folder, "endless")

@@ -54,6 +54,7 @@ def test_the_limits_of_the_page_are_those_of_the_code() -> None:
         f"at most {session.MOST_OPEN} choices (`n`), {requests._MOST_STOPS} stop texts of {requests._LONGEST_STOP:,} characters"
         in PAGE
     )
+    assert f"{requests._MOST_MARKS:,} brackets, commas and quotation marks" in PAGE
     assert f"{messages._DEEPEST} objects and lists in each other" in PAGE
     assert f"above {session._QUICK >> 10} KiB are read and tokenized" in PAGE
     assert f"{session.MOST_OPEN} answers are generated at a time" in PAGE

@@ -109,6 +109,7 @@ def test_a_completion_that_is_not_as_expected(fields: dict[str, Any]) -> None:
         b"[]",
         b"\xff",
         b"[" * 100_000,
+        body(messages=[HI], x=[[]] * 600_000),
         b'{"a": "\\uDfff"}',
         body(messages=[HI], stop="a").replace(b'"a"', b'"\xed\xa0\x80"'),
         body(messages=[HI]).decode().encode("utf-16"),

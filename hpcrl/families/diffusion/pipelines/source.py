@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 from hpcrl.config.sections.diffusers import DiffusersConfig
@@ -73,7 +74,7 @@ class PipelineSource:
         """
         index = self.entries(INDEX)
         name = index.get("_class_name")
-        if name not in KINDS:
+        if not isinstance(name, str) or name not in KINDS:
             raise DataError(
                 f"trainer.policy.model.path: {self.model} is a {name}; the pipelines that can be trained are {', '.join(KINDS)}"
             )
@@ -156,6 +157,8 @@ class PipelineSource:
 
         logging.disable_progress_bar()  # of no use in a log file
         parts = {name: part for name, part in self.entries(INDEX).items() if isinstance(part, list)}
+        if odd := [part for part in parts.values() if len(part) != 2]:
+            raise self.not_a_pipeline(f"{INDEX}: expected library and class of each part, found {odd[0]!r:.80}")
         missing = [name for name, (_, found) in parts.items() if found is None]
         left_out = dict.fromkeys([*missing, *self.kind.left_out])
         empty = {TRANSFORMER: self.empty_transformer()} if encoders_only else {}
@@ -164,7 +167,7 @@ class PipelineSource:
             pipeline: Any = self.kind.pipeline_class().from_pretrained(
                 str(self.folder), dtype=dtype, **left_out, **empty
             )
-        except (OSError, ValueError, RuntimeError) as error:
+        except (OSError, ValueError, RuntimeError, UnpicklingError) as error:
             raise self.not_a_pipeline(error) from error
         pipeline.vae.to(torch.float32)  # float16 overflows in it
         return pipeline

@@ -4,8 +4,8 @@
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const PALETTE = ["#3b6fd8", "#d9692a", "#2e9e68", "#b04fc4", "#c43b52", "#7a7f1e", "#1f97a8", "#8a6a4a"];
 const KIND_COLOURS = {
-  generate: "#3b8fd8", wait: "#e0b13c", train: "#2e9e68", publish: "#9a5fd0", turn: "#5f7f8f", pause: "#d94f4f", checkpoint: "#8a6a4a",
-  evaluate: "#1fa8a0", score: "#c46fb0", idle: "#c9ced6", load: "#7f8da3", other: "#a9b4a2", absent: "#00000000",
+  generate: "#3b8fd8", wait: "#e0b13c", train: "#2e9e68", publish: "#9a5fd0", colocation: "#5f7f8f", pause: "#d94f4f", checkpoint: "#8a6a4a",
+  evaluate: "#1fa8a0", score: "#c46fb0", environment: "#d98a4a", idle: "#c9ced6", load: "#7f8da3", other: "#a9b4a2", absent: "#00000000",
 };
 const OUTCOME_COLOURS = { done: "#1a7f45", interrupted: "#c98a16", cancelled: "#7f8da3", running: "#3b6fd8" };
 
@@ -25,7 +25,7 @@ function el(tag, attributes = {}, ...children) {
 function number(value) {
   if (value == null) return "–";
   const size = Math.abs(value);
-  if (size !== 0 && (size < 1e-3 || size >= 1e7)) return value.toExponential(2);
+  if (size !== 0 && (size < 1e-3 || size >= 1e7)) return value.toExponential(2).replace(/\.?0+e/, "e");
   return String(Number(value.toPrecision(size >= 1e4 ? 6 : 4)));
 }
 
@@ -35,6 +35,12 @@ function duration(seconds) {
   if (size < 60) return `${Number(seconds.toFixed(size < 10 ? 2 : 1))} s`;
   const whole = Math.round(size), h = Math.floor(whole / 3600), m = Math.floor(whole / 60) % 60, s = String(whole % 60).padStart(2, "0");
   return (seconds < 0 ? "-" : "") + (h ? `${h}:${String(m).padStart(2, "0")}:${s}` : `${m}:${s}`);
+}
+
+/** Return a time in seconds since 1970 as date and time of this place. */
+function when(seconds) {
+  const time = new Date(1000 * seconds), two = (value) => String(value).padStart(2, "0");
+  return `${time.getFullYear()}-${two(time.getMonth() + 1)}-${two(time.getDate())} ${two(time.getHours())}:${two(time.getMinutes())}:${two(time.getSeconds())}`;
 }
 
 const colour = (at) => PALETTE[at % PALETTE.length];

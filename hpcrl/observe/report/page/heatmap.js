@@ -41,16 +41,16 @@ function heatmap(title, steps, histogram) {
 /** Draw a few columns by step that are no metrics. */
 function plainChart(title, steps, columns, range) {
   const box = el("div", { class: "chart", role: "figure", "aria-label": title }, el("h4", {}, title));
-  const names = Object.keys(columns), grid = { stroke: style("--line"), width: 1 }, axis = { stroke: style("--faint"), grid, ticks: grid, font: "11px system-ui" };
+  const names = Object.keys(columns);
   const options = {
-    width: 320, height: 190, scales: { x: { time: false }, ...(range ? { y: { range } } : {}) },
+    width: 320, height: HEIGHT, scales: { x: { time: false }, ...(range ? { y: { range } } : {}) }, legend: { show: names.length > 1 },
     series: [{ label: "step" }, ...names.map((name, at) => ({ label: name, stroke: colour(at), width: 1.6, value: (_, value) => number(value) }))],
-    axes: [{ ...axis, size: 28 }, { ...axis, size: 58, values: (_, found) => found.map(number) }],
+    axes: axesOf(),
   };
   let plot = null;
   onWidth(box, (width) => {
     plot ??= new uPlot(options, [steps, ...names.map((name) => columns[name])], box);
-    plot.setSize({ width: Math.max(200, width - 18), height: 190 });
+    plot.setSize({ width: Math.max(200, width - 18), height: HEIGHT });
   });
   return box;
 }
@@ -65,7 +65,7 @@ function groupsSection() {
       el("div", { class: "charts" },
         heatmap("Reward", steps, groups.reward), heatmap("Response length, tokens", steps, groups.length),
         plainChart("Why samples ended, share", steps, groups.stops, [0, 1]),
-        plainChart("Groups whose samples all have one reward, share", steps, { alike: groups.alike }, [0, 1]),
+        plainChart("Groups with equal rewards, share", steps, { alike: groups.alike }, [0, 1]),
         lost ? plainChart("Groups that are not trained", steps, { dropped: dropped.counts, "given up": groups.given_up }) : null),
       lost ? el("p", { class: "faint" }, "Dropped: dynamic sampling kept them from training. Given up: surplus groups for which no step waited.") : el("p", { class: "faint" }, "No group was dropped or given up."),
       dropped.some.length ? folded(`The last ${dropped.some.length} dropped groups`, () => el("div", { class: "scroll" }, table(["step", "group", "why"], dropped.some.slice().reverse().map((one) => [one.step, one.group, one.why])))) : "",
@@ -77,6 +77,7 @@ function groupsSection() {
   return [runPicker((at) => show((chosen = at))), shown];
 }
 
-function table(head, rows) {
-  return el("table", {}, el("thead", {}, el("tr", {}, head.map((name) => el("th", { scope: "col" }, name)))), el("tbody", {}, rows.map((row) => el("tr", {}, row.map((cell) => el("td", {}, cell instanceof Node ? cell : String(cell ?? "–")))))));
+/** Make a table; with "stack" each row is a list in a narrow window, with the names of the columns. */
+function table(head, rows, kind = "stack") {
+  return el("table", { class: kind }, el("thead", {}, el("tr", {}, head.map((name) => el("th", { scope: "col" }, name)))), el("tbody", {}, rows.map((row) => el("tr", {}, row.map((cell, at) => el("td", { "data-name": head[at] }, cell instanceof Node ? cell : String(cell ?? "–")))))));
 }

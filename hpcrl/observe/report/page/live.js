@@ -11,7 +11,7 @@ async function newest(path) {
 
 /** Take in newer content: what a person has chosen on the page stays. */
 function takeIn(runs, withSamples) {
-  const names = () => DATA.runs.map((run) => Object.keys(run.curves.metrics).length).join();
+  const names = () => JSON.stringify(DATA.runs.map((run) => Object.keys(run.curves.metrics).map((name) => [name, new Set(known(run, name)).size > 1])));
   const before = names();
   runs.forEach((run, at) => Object.assign(DATA.runs[at], run, withSamples ? {} : { samples: DATA.runs[at].samples }));
   const again = ["overview", "environment", ...(names() === before ? [] : ["curves"]), ...(withSamples ? ["samples"] : [])];

@@ -3,25 +3,51 @@
 const MARKS = { good: "✓", look: "!", bad: "✗" };
 
 function overviewSection() {
-  const names = [...new Set(DATA.runs.flatMap((run) => run.summary.map(([name]) => name)))];
-  const summaries = DATA.runs.map((run) => new Map(run.summary));
-  const head = DATA.runs.length > 1 ? el("thead", {}, el("tr", {}, el("th", {}), DATA.runs.map((run, at) => el("th", { scope: "col" }, dot(at), run.name)))) : null;
-  const rows = names.map((name) => el("tr", {}, el("th", { scope: "row" }, name), summaries.map((own) => el("td", {}, own.get(name) || "–"))));
+  const many = DATA.runs.length > 1;
   const verdicts = DATA.runs.map((run, at) => el("div", { class: "panel" }, el("h3", {}, dot(at), verdictTitle(run)),
-    el("ul", { class: "findings" }, run.findings.map((one) => el("li", {}, el("span", { class: one.status, "aria-label": one.status }, MARKS[one.status]), el("b", {}, one.name), el("span", {}, one.text))))));
-  const attempts = DATA.runs.map((run, at) => el("div", { class: "panel scroll" }, el("h3", {}, dot(at), DATA.runs.length > 1 ? `Attempts of ${run.name}` : "Attempts"), attemptsTable(run)));
-  return [el("div", { class: "scroll" }, el("table", {}, head, el("tbody", {}, rows))), el("h3", {}, "Verdict"), el("div", { class: "runs" }, verdicts), el("h3", {}, "Attempts"), el("div", { class: "runs" }, attempts)];
+    el("ul", { class: "findings" }, run.findings.map((one) => el("li", {}, el("span", { class: one.status, role: "img", "aria-label": one.status }, MARKS[one.status]), el("b", {}, one.name), el("span", {}, one.text))))));
+  const attempts = DATA.runs.map((run, at) => el("div", { class: "panel" }, el("h3", {}, dot(at), many ? `Attempts of ${run.name}` : "Attempts"), attemptsTable(run)));
+  const top = many ? [sideBySide((run) => [...run.about, ...run.summary])] : [factsList(DATA.runs[0]), el("div", { class: "cards" }, DATA.runs[0].cards.map((card) => cardBox(DATA.runs[0], card)))];
+  return [...top, el("div", { class: "runs" }, verdicts), el("div", { class: "runs" }, attempts)];
+}
+
+function factsList(run) {
+  const facts = [...run.about, ...(run.started ? [["started", when(run.started)]] : [])];
+  return el("dl", { class: "facts" }, facts.map(([name, text]) => el("div", {}, el("dt", {}, name), el("dd", {}, text))));
+}
+
+function cardBox(run, card) {
+  return el("div", { class: "panel card" }, el("h3", {}, card.title), el("b", { class: card.status || null }, card.status ? `${MARKS[card.status]} ` : "", card.value), sparkline(known(run, card.metric)), el("p", {}, card.note));
+}
+
+/** Draw a small curve without axes; null where there are too few values for one. */
+function sparkline(values) {
+  if (values.length < 2) return null;
+  const low = Math.min(...values), high = Math.max(...values), last = values.length - 1;
+  const points = values.map((value, at) => `${(100 * at / last).toFixed(1)},${(29 - 28 * (high > low ? (value - low) / (high - low) : 0.5)).toFixed(1)}`);
+  const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg"), line = document.createElementNS(svg.namespaceURI, "polyline");
+  for (const [name, value] of [["viewBox", "0 0 100 30"], ["preserveAspectRatio", "none"], ["aria-hidden", "true"]]) svg.setAttribute(name, value);
+  line.setAttribute("points", points.join(" "));
+  svg.append(line);
+  return svg;
+}
+
+/** Make a table with a column for each run, of what `rows` returns of it: names and texts. */
+function sideBySide(rows) {
+  const own = DATA.runs.map((run) => new Map(rows(run))), names = [...new Set(own.flatMap((known) => [...known.keys()]))];
+  const head = DATA.runs.length > 1 ? el("thead", {}, el("tr", {}, el("td"), DATA.runs.map((run, at) => el("th", { scope: "col" }, dot(at), run.name)))) : null;
+  return el("div", { class: "scroll" }, el("table", {}, head, el("tbody", {}, names.map((name) => el("tr", {}, el("th", { scope: "row" }, name), own.map((known) => el("td", {}, known.get(name) || "–")))))));
 }
 
 function verdictTitle(run) {
   const count = (status) => run.findings.filter((one) => one.status === status).length, bad = count("bad"), look = count("look");
-  const said = bad ? `${bad} wrong` : look ? `${look} to look at` : run.findings.length ? "healthy" : "nothing reported yet";
-  return DATA.runs.length > 1 ? `${run.name}: ${said}` : said[0].toUpperCase() + said.slice(1);
+  const said = [bad ? `${bad} wrong` : "", look ? `${look} to look at` : ""].filter(Boolean).join(", ") || (run.findings.length ? "healthy" : "nothing reported yet");
+  return `${DATA.runs.length > 1 ? run.name : "Verdict"}: ${said}`;
 }
 
 function attemptsTable(run) {
-  return table(["", "began", "took", "ended", "went on after", "nodes"], run.attempts.map((one) => [
-    one.number, new Date(1000 * (run.started + one.start)).toLocaleString(), one.end == null ? "–" : duration(one.end - one.start),
+  return table(["attempt", "began", "took", "ended", "went on after", "nodes"], run.attempts.map((one) => [
+    one.number, when(run.started + one.start), one.end == null ? "–" : duration(one.end - one.start),
     el("span", {}, el("i", { class: "dot", style: `background:${outcomeColour(one.kind)}` }), one.kind, one.message && one.message !== "finished" ? `: ${one.message}` : ""),
     one.after == null ? "–" : one.after ? `step ${one.after}` : "the beginning", one.hosts.join(", ")]));
 }
@@ -45,10 +71,7 @@ function configSection() {
 }
 
 function environmentSection() {
-  const names = [...new Set(DATA.runs.flatMap((run) => run.environment.map(([name]) => name)))];
-  const known = DATA.runs.map((run) => new Map(run.environment));
-  return [el("div", { class: "scroll" }, el("table", {}, el("tbody", {}, names.map((name) => el("tr", {}, el("th", { scope: "row" }, name), known.map((own) => el("td", {}, own.get(name) || "–"))))))),
-    el("p", { class: "faint" }, `Made ${new Date(1000 * Math.max(...DATA.runs.map((run) => run.made))).toLocaleString()} from the files of the runs.`)];
+  return [sideBySide((run) => run.environment), el("p", { class: "faint" }, `Made ${when(Math.max(...DATA.runs.map((run) => run.made)))} from the files of the runs.`)];
 }
 
 const SECTIONS = {

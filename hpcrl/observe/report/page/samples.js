@@ -22,8 +22,8 @@ function tokenRow(row, name, colours) {
   const box = el("pre", { class: "tokens", tabindex: 0 });
   row.text.forEach((text, at) => {
     const policy = row.by[at] === "p", value = row.columns[name]?.[at];
-    const classes = `${policy ? "policy" : "context"}${policy && row.mask[at] === "0" ? " untrained" : ""}`;
-    const masked = name === "mask" && row.mask[at] === "1" ? "background:rgba(46, 158, 104, .35)" : "";
+    const trained = row.mask[at] === "1", classes = `${policy || trained ? "policy" : "context"}${policy && !trained ? " untrained" : ""}`;
+    const masked = name === "mask" && trained ? "background:rgba(46, 158, 104, .35)" : "";
     const token = el("span", { class: classes, style: colours && value != null ? `background:${colours(value)}` : masked }, text.replaceAll("\n", "⏎\n"));
     token.dataset.at = at;
     box.append(token);
@@ -40,37 +40,45 @@ function tokenRow(row, name, colours) {
   return box;
 }
 
+const said = (facts) => Object.entries(facts).map(([fact, value]) => `${fact} ${number(value)}`);
+const pictures = (found) => found.map(([what, url]) => el("img", { src: url, class: "picture", alt: what, title: what }));
+
 function sampleBox(sample, name) {
-  const facts = Object.entries(sample.facts).map(([fact, value]) => `${fact} ${number(value)}`);
-  const head = el("header", {}, el("b", {}, `${sample.name} · reward ${number(sample.reward)}`), el("div", { class: "faint" }, [`ended by ${sample.stop}`, `source ${sample.source}`, ...facts].join(" · ")));
-  if (sample.group) head.append(el("div", { class: "faint" }, `rewards of its group: ${sample.group.map(number).join(", ")}`));
-  const pictures = sample.pictures.map(([what, url]) => el("img", { src: url, class: "picture", alt: what, title: what }));
-  if (sample.parts) return el("article", { class: "panel sample" }, head, pictures, sample.parts.map((part) => el("div", { class: `part ${part.by}` }, el("small", {}, part.by), el("pre", { class: "tokens" }, part.text))));
-  const colours = tokenColours(name, sample.rows);
-  return el("article", { class: "panel sample" }, head, pictures, sample.rows.map((row) => tokenRow(row, name, colours)));
+  const title = sample.answer || (sample.reward == null ? null : `reward ${number(sample.reward)}`), colours = sample.rows ? tokenColours(name, sample.rows) : null;
+  const head = el("div", { class: "head" }, title ? el("b", {}, title) : null, el("small", { class: "faint" }, [sample.name, ...(sample.stop ? [`ended by ${sample.stop}`] : []), ...said(sample.facts)].join(" · ")));
+  const parts = sample.parts ? sample.parts.map((part) => el("div", { class: `part ${part.by}` }, sample.parts.length > 1 ? el("small", {}, part.by) : null, el("pre", { class: "tokens" }, part.text))) : sample.rows.map((row) => tokenRow(row, name, colours));
+  return el("div", { class: "sample" }, head, pictures(sample.pictures), parts);
+}
+
+/** Make a group: its prompt and ground truth once, and its samples, the best first. */
+function groupBox(group, name) {
+  const title = [group.rewards ? `group ${group.name}` : group.name, group.source].join(" · ");
+  return el("article", { class: "panel group" }, el("h3", {}, title), pictures(group.pictures),
+    el("div", { class: "asked" },
+      group.prompt ? el("div", {}, el("small", {}, "prompt"), el("pre", { class: "tokens context" }, group.prompt)) : null,
+      group.truth ? el("div", {}, el("small", {}, "ground truth"), el("pre", { class: "tokens" }, group.truth)) : null),
+    group.rewards?.length > 1 ? el("p", { class: "faint" }, `rewards of its ${group.rewards.length} samples: ${group.rewards.map(number).join(", ")}`) : null,
+    group.samples.map((sample) => sampleBox(sample, name)));
 }
 
 function samplesSection() {
-  const shown = el("div"), state = { run: 0, kind: "trained", place: -1, colour: "logprob", order: "as they are" };
+  const shown = el("div"), state = { run: 0, kind: "trained", place: -1, colour: "logprob" };
   const draw = () => {
     const samples = DATA.runs[state.run].samples, sets = samples ? samples[state.kind] : [];
     if (!samples || (!samples.trained.length && !samples.evaluated.length)) return shown.replaceChildren(el("p", { class: "faint" }, "No samples of this run are there any more, or none yet."));
-    const place = state.place < 0 ? sets.length - 1 : Math.min(state.place, sets.length - 1), set = sets[place];
+    const place = state.place < 0 ? sets.length - 1 : Math.min(state.place, sets.length - 1), groups = sets[place]?.groups || [];
     const kinds = [["trained", "trained by a step"], ["evaluated", "of an evaluation"]].filter(([kind]) => samples[kind].length);
-    const there = new Set((set?.samples || []).flatMap((sample) => sample.rows?.flatMap((row) => Object.keys(row.columns)) || []));
+    const there = new Set(groups.flatMap((group) => group.samples.flatMap((sample) => sample.rows?.flatMap((row) => Object.keys(row.columns)) || [])));
     const go = (by) => { state.place = Math.min(Math.max(place + by, 0), sets.length - 1); draw(); };
     const tools = el("div", { class: "tools" },
       el("label", {}, "Samples", el("select", { onchange: (event) => { state.kind = event.target.value; state.place = -1; draw(); } }, kinds.map(([kind, title]) => el("option", { value: kind, selected: kind === state.kind }, title)))),
       el("button", { "aria-label": "earlier", disabled: place <= 0, onclick: () => go(-1) }, "←"),
       el("label", {}, state.kind === "trained" ? "Step" : "Version", el("select", { onchange: (event) => { state.place = Number(event.target.value); draw(); } }, sets.map((one, at) => el("option", { value: at, selected: at === place }, one.step)))),
       el("button", { "aria-label": "later", disabled: place >= sets.length - 1, onclick: () => go(1) }, "→"),
-      el("label", {}, "Order", el("select", { onchange: (event) => { state.order = event.target.value; draw(); } }, ["as they are", "best first", "worst first"].map((order) => el("option", { selected: order === state.order }, order)))),
       there.size ? el("label", {}, "Colour", el("select", { onchange: (event) => { state.colour = event.target.value; draw(); } }, [...there, "mask", "none"].map((name) => el("option", { value: name, selected: name === state.colour }, SCALES[name]?.title || name)))) : null,
       there.size && SCALES[state.colour] ? scaleLegend(state.colour) : null);
-    const sign = { "best first": -1, "worst first": 1 }[state.order] || 0;
-    const ordered = [...(set?.samples || [])].sort((left, right) => sign * (left.reward - right.reward));
     const missing = there.size && !there.has("advantage") ? "Advantages, entropies, and how far engine and trainer are apart, are there with trainer.dump_data_batch = true." : "";
-    return shown.replaceChildren(tools, el("p", { class: "faint" }, [samples.note, missing].filter(Boolean).join(" ")), ...ordered.map((sample) => sampleBox(sample, state.colour)));
+    return shown.replaceChildren(tools, el("p", { class: "faint" }, [samples.note, missing].filter(Boolean).join(" ")), ...groups.map((group) => groupBox(group, state.colour)));
   };
   if (!DATA.runs[0].samples?.trained.length) state.kind = "evaluated";
   draw();

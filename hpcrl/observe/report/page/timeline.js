@@ -178,7 +178,7 @@ class TimelineView {
     this.shares.replaceChildren(table(["process", ...used.map((kind) => this.kinds[kind]), "absent"], this.rows.map((row, at) => {
       const there = used.reduce((sum, kind) => sum + sums[at][kind], 0);
       return [row.name, ...used.map((kind) => percent(sums[at][kind] / whole)), percent(Math.max(0, 1 - there / whole))];
-    })));
+    }), ""));
   }
 }
 

@@ -85,8 +85,10 @@ def test_a_large_vocabulary_is_done_in_parts() -> None:
         assert whole.kept[at].sum() == 20
 
 
-def test_tokens_that_were_said_are_penalised() -> None:
-    found = penalised(LOGITS[None], torch.tensor([[0, 4, 0]]), torch.tensor([2.0]))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tokens_that_were_said_are_penalised(dtype: torch.dtype) -> None:
+    found = penalised(LOGITS[None].to(dtype), torch.tensor([[0, 4, 0]]), torch.tensor([2.0]))
+    assert found.dtype == dtype
     assert found[0].tolist() == [1.0, 1.0, 0.5, 0.0, -2.0, -3.0]
 
 
@@ -95,13 +97,25 @@ def test_tokens_that_were_said_are_penalised() -> None:
     [
         ({"top_pp": 0.5}, "no sampling parameter 'top_pp'; did you mean top_p"),
         ({"bad_words": []}, "no sampling parameter 'bad_words'.*backend"),
-        ({"top_p": 0.0}, "top_p is 0.0; expected above 0"),
+        ({"top_p": 0.0}, "top_p is 0.0; expected a number above 0"),
         ({"temperature": -1.0}, "temperature is -1.0"),
-        ({"max_tokens": 0}, "max_tokens is 0; expected at least 1"),
+        ({"max_tokens": 0}, "max_tokens is 0; expected a whole number, at least 1"),
         ({"min_p": 2.0}, "min_p is 2.0"),
         ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0"),
+        ({"temperature": "warm"}, "temperature is 'warm'; expected a number"),
+        ({"temperature": float("inf")}, "temperature is inf"),
+        ({"top_k": 1 << 70}, "top_k is 1180591620717411303424"),
+        ({"min_tokens": 1 << 70}, "min_tokens is 1180591620717411303424"),
+        ({"logprobs": 9}, "logprobs is 9; expected at most 8"),
+        ({"logit_bias": {"8": 1.0}}, "logit_bias has the token id 8; expected ids from 0 to 7"),
+        ({"logit_bias": {"the": 1.0}}, "logit_bias is .*; expected token ids with finite biases"),
+        ({"logit_bias": {"1": float("nan")}}, "logit_bias is .*; expected token ids with finite biases"),
+        ({"allowed_token_ids": [1, -1]}, "allowed_token_ids has the token id -1"),
+        ({"allowed_token_ids": [1.5]}, r"allowed_token_ids is \[1.5\]; expected a list of token ids"),
+        ({"stop_token_ids": [8], "min_tokens": 1}, "stop_token_ids has the token id 8"),
+        ({"stop": "</s>"}, "stop is '</s>'; expected a list of texts"),
     ],
 )
 def test_what_it_does_not_know(options: dict[str, Any], said: str) -> None:
     with pytest.raises(RefusedRequestError, match=said):
-        Sampling.of(options)
+        Sampling.of(options, vocabulary=8)

@@ -113,7 +113,8 @@ def test_kernels_are_kept_on_the_node(tmp_path: Path, token_file: Path, monkeypa
     """vLLM's own place is below a home that containers lack, and that nodes of other GPUs share."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setenv("OMP_NUM_THREADS", "8")
-    monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)
+    for name in ("VLLM_LOGGING_LEVEL", *_CACHES):
+        monkeypatch.delenv(name, raising=False)
     given = replace(options(str(tmp_path), token_file), on_cpu=False)
     kept = compile_cache()
     assert kept is not None

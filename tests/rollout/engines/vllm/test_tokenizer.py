@@ -6,11 +6,13 @@ import asyncio
 import json
 from pathlib import Path
 
+import pytest
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from hpcrl.config import SamplingParams
 from hpcrl.data.tokenizer import read_tokenizer
 from hpcrl.engines.vllm.client import EngineClient
+from hpcrl.engines.vllm.tokenizer import tokenizer_option
 from hpcrl.rollout.engines.base import Generation, engine_sampling
 from hpcrl.runtime.token import bearer
 from tests.data.chat.forms import CHATML, made, write_model
@@ -19,11 +21,28 @@ from tests.rollout.material import MAX_MODEL_LEN, RUN_NAME, TOKEN, options, serv
 LENGTH = 40
 
 
-def test_a_stop_text_with_a_space_ends_a_response(token_file: Path, tmp_path: Path) -> None:
-    """As R1-Distill-Llama, which transformers loads with another pre-tokenizer and decoder, so that all spaces are lost."""
-    model = write_model(tmp_path / "model", made("bytes", CHATML, "<|im_end|>"))
+def write_misnamed(folder: Path) -> Path:
+    """Write a tokenizer as R1-Distill-Llama's, which transformers loads with another pre-tokenizer and decoder, so that all spaces are lost."""
+    model = write_model(folder, made("bytes", CHATML, "<|im_end|>"))
     settings = json.loads((model / "tokenizer_config.json").read_text())
     (model / "tokenizer_config.json").write_text(json.dumps(settings | {"tokenizer_class": "LlamaTokenizerFast"}))
+    return model
+
+
+def test_the_server_is_given_a_tokenizer_that_keeps_spaces(tmp_path: Path) -> None:
+    model = write_misnamed(tmp_path / "model")
+    name, written = tokenizer_option(["--model", str(model)], tmp_path / "tokenizer")
+    right, wrong = (AutoTokenizer.from_pretrained(path) for path in (written, model))
+    assert name == "--tokenizer"
+    ids = right.encode("What is")
+    assert ids == read_tokenizer(str(model)).encode("What is")
+    assert (right.decode(ids), wrong.decode(ids) == "What is") == ("What is", False)
+    assert tokenizer_option(["--model", written], tmp_path / "again") == []
+
+
+@pytest.mark.faults_slow
+def test_a_stop_text_with_a_space_ends_a_response(token_file: Path, tmp_path: Path) -> None:
+    model = write_misnamed(tmp_path / "model")
     tokenizer = read_tokenizer(str(model))
     config = LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,

@@ -1,0 +1,119 @@
+"""Deletes what a run that ended need not keep: trainer.keep_when_done at its end, `hpcrl rm --keep` later.
+
+    checkpoints/    but for the last one and those of ckpt_keep_best and ckpt_keep_every; with "export", all whose step is exported
+    weights/        engines get them again from the checkpoint
+    dataset/        made again from its source
+
+What stays is verified first. Each directory leaves its name before it is deleted, so a kill in between leaves whole ones.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Collection, Iterator
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from hpcrl.errors import CommitError, HpcrlError, RunError
+from hpcrl.observe.metrics import values_of
+from hpcrl.rundir.checkpoints import Retention, line_of, verify_checkpoint
+from hpcrl.rundir.commit import Fence, children, committed, discard, is_committed, unfenced, verify
+from hpcrl.rundir.layout import Run, position_of, step_of, version_of
+from hpcrl.rundir.ledger import read_attempts, read_outcome, require_newest
+from hpcrl.rundir.other_roots import own_homes
+from hpcrl.rundir.starts import note
+from hpcrl.upload.send import unsent
+
+if TYPE_CHECKING:
+    from hpcrl.config.sections.upload import UploadConfig
+
+Kept = Literal["last", "export"]
+
+
+def end_of_run(run: Run, keep: Kept, retention: Retention, upload: UploadConfig, attempt: int) -> None:
+    """Delete what trainer.keep_when_done does not keep of a run that is done; a failure is printed, and changes nothing about the run."""
+    try:
+        for path in shrink(run, keep, retention, upload, partial(require_newest, run, attempt)):
+            print(f"trainer.keep_when_done: deleted {path.relative_to(run.path)}", flush=True)
+    except (HpcrlError, OSError) as error:
+        print(f"trainer.keep_when_done: {error}; `hpcrl rm {run.name} --keep` deletes the rest", flush=True)
+
+
+def shrink(run: Run, keep: Kept, retention: Retention, upload: UploadConfig, fence: Fence = unfenced) -> Iterator[Path]:
+    """Delete what a run that is over need not keep, and yield what is deleted.
+
+    Checkpoints stay that uploads or other runs still need.
+
+    Args:
+        retention: whose best checkpoint stays, and those of its interval.
+        upload: trainer.upload.
+
+    Raises:
+        RunError: it was interrupted inside a step, or nothing but its weights has what it trained.
+        CommitError: what would stay is not whole, or a newer attempt has begun.
+        DataError: as `line_of`.
+    """
+    line, exported = line_of(run), committed(run.exports, step_of)
+    scores = values_of(run, retention.metric) if retention.metric else {}
+    stay = {*line[-1:], *retention.chosen(line, scores)}
+    if keep == "export":
+        stay = {path for path in stay if not is_committed(run.export(step_of(path) or 0))}
+    needed = {*unsent(run, upload), *(path for _, path in uses_of(run))}
+    stay |= {path for path in line if path in needed}
+    last = _verified(run, line, exported, stay)
+    kept = [path.name for path in line if path in stay]
+    note(run, {"attempt": len(read_attempts(run)), "kept": kept, "step": step_of(last) or 0})
+    for trash in [*run.checkpoints.glob(".trash-*"), *run.path.glob(".trash-*")]:  # of a call that was killed
+        shutil.rmtree(trash, ignore_errors=True)
+    named = [run.checkpoints / name for name in children(run.checkpoints)]
+    # what is in quarantine waits for a person
+    old = [path for path in named if path.is_dir() and path not in stay and not path.name.startswith(".quarantined-")]
+    for path in [*sorted(old), *filter(Path.is_dir, (run.weights, run.datasets))]:
+        discard(path, fence)
+        yield path
+
+
+def _verified(run: Run, line: list[Path], exported: list[int], stay: Collection[Path]) -> Path:
+    """Return the checkpoint or export that has all that the run trained, after comparing the checksums of its files."""
+    if not line:
+        newest = max(committed(run.weights, version_of), default=0)
+        if not exported or exported[-1] < newest:
+            raise RunError(f"{run.name} has neither a checkpoint nor an export of step {newest}; nothing was deleted")
+        last = run.export(exported[-1])
+    elif step_of(line[-1]) is None:
+        step, _ = position_of(line[-1]) or (0, 0)
+        raise RunError(
+            f"{run.name} was interrupted inside step {step + 1}, and continues only with what is there; nothing was deleted"
+        )
+    else:
+        last = line[-1] if line[-1] in stay else run.export(step_of(line[-1]) or 0)
+    try:
+        (verify_checkpoint if last in line else verify)(last)
+    except CommitError as error:
+        raise CommitError(f"{error}; nothing was deleted") from error
+    return last
+
+
+def uses_of(run: Run) -> list[tuple[Run, Path]]:
+    """Return paths of a run that configurations of other runs below its root name and may still read.
+
+    A run that is done or cancelled reads nothing more, and one that has a checkpoint of its own no other one.
+    """
+    homes = {str(home): run.path for home in (run.path, run.path.resolve(), *own_homes(run))}
+    named = re.compile(rf'"(?:{"|".join(map(re.escape, homes))})(/[^"]*)?"')
+    uses = list[tuple[Run, Path]]()
+    for other in map(Run, sorted(path.parent for path in run.root.absolute().glob("*/*/config.toml"))):
+        try:
+            paths = {
+                run.path / found[1][1:] if found[1] else run.path for found in named.finditer(other.config.read_text())
+            }
+            outcome = read_outcome(other) if paths and other != run else None
+        except (OSError, ValueError, RunError):  # another user's, or damaged
+            continue
+        if other == run or not paths or (outcome is not None and outcome.final):
+            continue
+        begun = bool(committed(other.checkpoints, position_of))
+        uses += [(other, path) for path in sorted(paths) if not (begun and run.checkpoints in path.parents)]
+    return uses

@@ -1,0 +1,166 @@
+"""Measures for what share of the time each role of a run waits, and for what, from the timelines of its newest steps.
+
+The trainer's wait for its batch is divided by what the replicas do meanwhile, and a replica's idle time by what the trainer does. Where both
+have the same GPUs (trainer.placement.colocate_all), only time in which neither of them computes is a wait.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import takewhile
+
+from hpcrl.observe.timeline import ABSENT, ENVIRONMENT, FIRST_RANK, IDLE, LOAD, Span, recent_spans
+from hpcrl.rundir.layout import Run
+from hpcrl.rundir.ledger import read_attempts
+
+TRAINER, ENGINES, GPUS = "trainer", "engines", "GPUs"
+SAMPLES, SLOWEST, ENVIRONMENTS, SCORES = "samples", "the slowest samples", "environments", "scores"
+TRAINING, EVALUATION, WEIGHTS, LOADING = "training", "evaluation", "weights", "weights to load"
+CHECKPOINTS, EXPORTS, DUMPS, TURNS, START = "checkpoints", "exports", "dumps", "changes of turns", "a start"
+"""Roles, and what they wait for."""
+
+_STEPS = 20
+_LEAST_STEPS = 3
+_LEAST_SHARE = 0.005
+_BATCH = "wait_for_generation_buffer"
+_OF_TRAINER = {
+    "sync_weights": WEIGHTS, "save_checkpoints": CHECKPOINTS, "save_hf_model": EXPORTS, "dump_data_batch": DUMPS,
+    "eval": EVALUATION, "offload": TURNS, "onload": TURNS,
+}  # fmt: skip
+_OF_REPLICA = {"fetch_weights": WEIGHTS, "update_weights": LOADING, ENVIRONMENT: ENVIRONMENTS, LOAD: START}
+# of several replicas the first that one of them does is what the trainer waits for
+_FOR_BATCH = {"generate": SAMPLES, ENVIRONMENT: ENVIRONMENTS, "evaluate": EVALUATION, "update_weights": LOADING}
+_FOR_BATCH |= {"fetch_weights": WEIGHTS, "score": SCORES, LOAD: START}
+
+
+@dataclass(frozen=True)
+class Wait:
+    """One wait of a role.
+
+    Attributes:
+        role: "trainer", "engines", or "GPUs" where both share them.
+        what: it waits for.
+        share: of the role's time.
+    """
+
+    role: str
+    what: str
+    share: float
+
+    def __str__(self) -> str:
+        return f"{self.share:.0%} for {self.what}"
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """The waits of a run.
+
+    Attributes:
+        waits: of each role, the longest first.
+        first, last: steps of which the timelines were read.
+        seconds: that they took.
+    """
+
+    waits: list[Wait]
+    first: int
+    last: int
+    seconds: float
+
+    def share(self, role: str, *what: str) -> float:
+        """Return for what share of its time a role waits, for one of these; for nothing named, for anything."""
+        return sum(wait.share for wait in self.waits if wait.role == role and (not what or wait.what in what))
+
+
+def waiting_of(run: Run, *, colocated: bool) -> Waiting | None:
+    """Return the waits in the newest 20 steps of the newest attempt, without its first one; None before there are 3.
+
+    Args:
+        colocated: trainer.placement.colocate_all.
+    """
+    attempts = read_attempts(run)
+    number = attempts[-1].number if attempts else 0
+    own = list(_newest_steps(recent_spans(run, number, FIRST_RANK)))
+    steps = sorted({span.step for span in own if span.step is not None})[1:-1]  # the last one may go on
+    if len(steps) < _LEAST_STEPS:
+        return None
+    own = sorted((span for span in own if span.step in steps), key=lambda span: span.start)
+    start, end = own[0].start, max(span.end for span in own)
+    spans = {FIRST_RANK: own}
+    for path in run.timeline(number).glob("*.jsonl"):
+        process = path.name.removesuffix(".jsonl").removesuffix(".old")
+        if process.startswith(("rollout-", "scorer-")) and process not in spans:
+            recent = takewhile(lambda span: span.end > start, recent_spans(run, number, process))
+            spans[process] = [span for span in recent if span.start < end]
+    waits = _colocated(spans, start, end) if colocated else _apart(spans, start, end)
+    found = [Wait(role, what, share) for (role, what), share in waits.items() if share >= _LEAST_SHARE]
+    return Waiting(sorted(found, key=lambda wait: -wait.share), steps[0], steps[-1], end - start)
+
+
+def _newest_steps(spans: Iterator[Span]) -> Iterator[Span]:
+    seen = set[int | None]()
+    for span in spans:
+        if span.step not in seen and len(seen) > _STEPS + 1:
+            return
+        seen.add(span.step)
+        yield span
+
+
+Shares = dict[tuple[str, str], float]
+
+
+def _apart(spans: Mapping[str, list[Span]], start: float, end: float) -> Shares:
+    found, replicas = defaultdict[tuple[str, str], float](float), sum(name.startswith("rollout-") for name in spans)
+    for seconds, trainer, others in _moments(spans, start, end):
+        share = seconds / (end - start)
+        if what := _of_trainer(trainer, others):
+            found[TRAINER, what] += share
+        for phase, count in others.items():
+            what = _OF_REPLICA.get(phase) or (_of_idle(trainer) if phase == IDLE else None)
+            if what:
+                found[ENGINES, what] += share * count / replicas
+    return found
+
+
+def _of_trainer(phase: str, others: Mapping[str, int]) -> str | None:
+    if phase != _BATCH:
+        return _OF_TRAINER.get(phase)
+    return next((what for own, what in _FOR_BATCH.items() if others.get(own)), SAMPLES)
+
+
+def _of_idle(trainer: str) -> str:
+    """Return what a replica without work waits for, by the trainer's phase."""
+    return SLOWEST if trainer == _BATCH else _OF_TRAINER.get(trainer, TRAINING)
+
+
+def _colocated(spans: Mapping[str, list[Span]], start: float, end: float) -> Shares:
+    found = defaultdict[tuple[str, str], float](float)
+    for seconds, trainer, others in _moments(spans, start, end):
+        what = _of_trainer(trainer, others)
+        if trainer == _BATCH and what == SAMPLES:
+            what = None if others.get("generate") else TURNS
+        if what:
+            found[GPUS, TURNS if what in (WEIGHTS, LOADING) and trainer == _BATCH else what] += seconds / (end - start)
+    return found
+
+
+def _moments(spans: Mapping[str, list[Span]], start: float, end: float) -> Iterator[tuple[float, str, Counter[str]]]:
+    """Yield seconds in which no process changes its phase, with the trainer's phase, and how many others are in each."""
+    changes = [
+        (min(max(at, start), end), process, phase)
+        for process, own in spans.items()
+        for span in own
+        for at, phase in ((span.start, span.phase), (span.end, ABSENT))
+    ]
+    # a span that begins where the one before it ends comes after that end
+    changes.sort(key=lambda change: (change[0], change[2] != ABSENT))
+    phases, others, before = dict.fromkeys(spans, ABSENT), Counter[str](), start
+    for at, process, phase in changes:
+        if at > before:
+            yield at - before, phases[FIRST_RANK], others
+            before = at
+        if process != FIRST_RANK:
+            others[phases[process]] -= 1
+            others[phase] += 1
+        phases[process] = phase
