@@ -1,11 +1,11 @@
 """The controller's admission and hand-out under a virtual clock: many replicas, long samples, failures.
 
-    python benchmarks/admission.py [--groups N] [--replicas N] [--staleness S] [--surplus E] [--interval K] [--seed N]
+    python benchmarks/admission.py [--groups N] [--replicas N] [--staleness S] [--surplus E] [--interval K] [--evaluate K] [--seed N]
 
-Plays whole runs with the code that runs in the controller (hpcrl/controller/{admission,batches,dispatch}.py); what is simulated is the
-rest: replicas that take a drawn time per group, load weights, vanish, come back, join late or are silent for a while and then deliver
-what they made; a trainer; groups that are not worth training. Checked all the while: no group trains later than the staleness
-allows, none trains or is dropped twice, none is lost, and the run gets to its end.
+Plays whole runs with the code that runs in the controller (hpcrl/controller/{admission,batches,dispatch,evaluation}.py); what is
+simulated is the rest: replicas that take a drawn time per group, load weights, vanish, come back, join late or are silent for a while and
+then deliver what they made; a trainer; groups that are not worth training. Checked all the while: no group trains later than the staleness
+allows, none trains or is dropped twice, none is lost, each evaluation has all its rows, and the run gets to its end.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import Any
 from hpcrl.config.sections.algorithm import DynamicSamplingConfig
 from hpcrl.controller.admission import Admission, staleness
 from hpcrl.controller.batches import BatchComposer
-from hpcrl.controller.dispatch import Dispatcher
+from hpcrl.controller.dispatch import Assignment, Dispatcher
 from hpcrl.controller.dynamic_sampling import DynamicSampling
-from hpcrl.controller.evaluation import EvalQueue
+from hpcrl.controller.evaluation import EvalQueue, eval_group_id
 from hpcrl.controller.prompt_stream import group_id, group_index
 from hpcrl.types import Batch, GroupMeta, SampleMeta
 
@@ -38,6 +38,7 @@ class Scene:
         capacity: groups that a replica generates at the same time.
         steps, batch_size, bound, surplus, at_once: as in `Admission`.
         interval: steps between two published versions.
+        evaluate, rows: steps between two evaluations, 0 for none, and rows of each; one takes half as long as a group.
         dropped: share of groups that dynamic sampling drops.
         late: share of the replicas that join during the first hour.
         group_s, longest_s: a group takes a Pareto time (shape 1.5) of about that mean, cut off at the longest.
@@ -58,6 +59,8 @@ class Scene:
     surplus: int = 0
     at_once: int | None = None
     interval: int = 1
+    evaluate: int = 0
+    rows: int = 4000
     dropped: float = 0.1
     late: float = 0.2
     group_s: float = 60.0
@@ -80,6 +83,7 @@ class Replica:
 
     Attributes:
         held: groups that it generates, with the version that began each.
+        rows: of the evaluation of its version that it generates.
         outbox: what it finished while nobody heard it.
         asks: whether a claim of it is under way.
     """
@@ -92,6 +96,7 @@ class Replica:
     loading: bool = False
     asks: bool = False
     held: dict[int, int] = field(default_factory=dict)
+    rows: set[str] = field(default_factory=set)
     outbox: list[int] = field(default_factory=list)
     busy_since: float = 0.0
 
@@ -110,7 +115,8 @@ class Play:
         self.admission = Admission(scene.batch_size, scene.bound, scene.steps, scene.at_once, scene.surplus)
         sampling = DynamicSampling(DynamicSamplingConfig(type="filter", max_sample_batches=0))
         self._composer = self._make_composer(sampling)
-        self._dispatcher = Dispatcher(self.admission, EvalQueue(1), 2, 1)
+        self._evaluation = EvalQueue(1_000_000)
+        self._dispatcher = Dispatcher(self.admission, self._evaluation, 2, 1)
         self._replicas = [Replica(f"rollout-{number}") for number in range(scene.replicas)]
         self._by_name = {replica.name: replica for replica in self._replicas}
         self._events = list[tuple[float, int, Callable[..., None], tuple[Any, ...]]]()
@@ -121,7 +127,7 @@ class Play:
         self._ready = dict[int, list[GroupMeta]]()
         self._fate = dict[int, str]()
         self._empty = 0  # replicas that are heard, hold the newest version and have nothing to do
-        self.trained = self.dropped = self.given_up = self.steps_late = 0
+        self.trained = self.dropped = self.given_up = self.steps_late = self.evaluated = 0
         self.busy = self.idle = 0.0
         self.counts = {"vanished": 0, "silent": 0, "joined": 0, "taken back": 0, "late accepted": 0, "late refused": 0}
 
@@ -138,7 +144,7 @@ class Play:
         for number, replica in enumerate(self._replicas):
             late = number < scene.late * scene.replicas
             self._at(self._draw.uniform(0.0, 3600.0 if late else scene.load_s), self._appear, replica)
-        while self._step < scene.steps:
+        while self._step < scene.steps or self._evaluation.open:
             before, (self.now, _, event, arguments) = self.now, heappop(self._events)
             if self._empty and self.admission.room(self.version) > 0:
                 self.idle += self._empty * (self.now - before)
@@ -177,17 +183,34 @@ class Play:
     def _load(self, replica: Replica) -> None:
         replica.loading = True
         after = self._draw.uniform(0.5, 1.0) * self.scene.load_s
-        self._at(after, self._loaded, replica, replica.life, self.version)
+        self._at(after, self._loaded, replica, replica.life, self._wanted(replica))
 
     def _loaded(self, replica: Replica, life: int, version: int) -> None:
         if replica.life != life:
             return
         replica.version, replica.loading = version, False
-        if version < self.version:
-            self._load(replica)
+        self._empty += self._is_empty(replica)
+        self._go_on(replica)
+
+    def _wanted(self, replica: Replica) -> int:
+        name, blocked = replica.name, self._evaluation.full or self._step == self.scene.steps
+        goes_back = (
+            blocked and self._evaluation.room() > 0 and name == min(each.name for each in self._replicas if each.heard)
+        )
+        return self._evaluation.wanted(replica.version, self.version, goes_back=goes_back)
+
+    def _go_on(self, replica: Replica) -> None:
+        """Load the version that the replica should have, once its rows have ended, or claim."""
+        if replica.loading or not replica.heard:
             return
-        self._empty += replica.heard and not replica.held
-        self._claim(replica)
+        wanted = self._wanted(replica)
+        if wanted == replica.version or replica.rows:
+            self._claim(replica)
+        elif wanted > replica.version or not replica.held:
+            self._leave_idle(replica)
+            self._dispatcher.withdraw(replica.name)
+            replica.asks = False
+            self._load(replica)
 
     def _fail(self, replica: Replica, life: int) -> None:
         if replica.life != life:
@@ -201,7 +224,7 @@ class Play:
         else:
             self.counts["vanished"] += 1
             self.busy += self.now - replica.busy_since if len(replica.held) > len(replica.outbox) else 0.0
-            replica.held, replica.outbox, replica.here = {}, [], False
+            replica.held, replica.rows, replica.outbox, replica.here = {}, set(), [], False
             replica.life += 1
             self._at(back, self._appear, replica)
         told = kind >= self.scene.silent and self._draw.random() < self.scene.told
@@ -218,6 +241,7 @@ class Play:
             return
         self._dispatcher.leave(replica.name)
         self.counts["taken back"] += len(self.admission.release(replica.name))
+        self._evaluation.release(replica.name)
         self._hand_out()
 
     def _heard_again(self, replica: Replica, life: int) -> None:
@@ -231,10 +255,8 @@ class Play:
             self._deliver(replica, index, replica.held.pop(index))
         self._empty += bool(outbox) and self._is_empty(replica)
         self._compose()
-        if replica.version < self.version and not replica.loading:
-            self._load(replica)
         self._reconcile(replica)
-        self._claim(replica)
+        self._go_on(replica)
         self._hand_out()
         self._at(self._draw.expovariate(1 / self.scene.lifetime_s), self._fail, replica, life)
 
@@ -251,11 +273,32 @@ class Play:
             self.busy += self.now - replica.busy_since
             self._empty += self._is_empty(replica)
         self._compose()
-        self._claim(replica)
+        self._go_on(replica)
+        self._hand_out()
+
+    def _finish_row(self, replica: Replica, life: int, name: str) -> None:
+        """A row that ends while its replica is not heard is generated again by another one."""
+        if replica.life != life or name not in replica.rows:
+            return
+        replica.rows.remove(name)
+        if not replica.heard:
+            return
+        version = replica.version
+        meta = GroupMeta(name, "eval", 0, "", [SampleMeta(1.0, (2,), 1, "stop", {}, 1.0)], version, version, "s", 1.0)
+        self._evaluation.complete(meta)
+        self._dispatcher.load_changed(replica.name)
+        for _, groups in self._evaluation.conclude():
+            assert len(groups) == self.scene.rows
+            self.evaluated += 1
+        self._empty += self._is_empty(replica)
+        self._go_on(replica)
+        self._train()
         self._hand_out()
 
     def _is_empty(self, replica: Replica) -> bool:
-        return replica.heard and not replica.held and not replica.loading and replica.version == self.version
+        """Return whether a replica could begin groups of the newest version and has nothing to do."""
+        busy = replica.held or replica.rows or replica.loading
+        return replica.heard and not busy and replica.version == self.version
 
     def _leave_idle(self, replica: Replica) -> None:
         self._empty -= self._is_empty(replica)
@@ -263,24 +306,30 @@ class Play:
     # what the replicas ask of the controller
 
     def _claim(self, replica: Replica) -> None:
-        room = self.scene.capacity - len(replica.held)
-        if replica.asks or replica.loading or not replica.heard or room <= 0 or replica.version != self.version:
+        room = self.scene.capacity - len(replica.held) - -(-len(replica.rows) // 2)
+        if replica.asks or room <= 0:
             return
         self._reconcile(replica)
-        assignment = self._dispatcher.claim(replica.name, replica.version, room)
+        behind = replica.version != self.version
+        assignment = self._dispatcher.claim(replica.name, replica.version, room, behind=behind)
         if assignment:
-            self._begin(replica, assignment.indices)
+            self._begin(replica, assignment)
         else:
             replica.asks = True
             self._dispatcher.wait(replica.name, replica.version, room)
 
-    def _begin(self, replica: Replica, indices: list[int]) -> None:
+    def _begin(self, replica: Replica, assignment: Assignment) -> None:
         scene, wait = self.scene, 2 * self.scene.latency_s
-        if not replica.held:
-            self._leave_idle(replica)
+        self._leave_idle(replica)
+        for row in assignment.rows:
+            name = eval_group_id(assignment.version, row)
+            replica.rows.add(name)
+            seconds = min(scene.longest_s, scene.group_s / 6.0 * self._draw.paretovariate(1.5))
+            self._at(seconds + wait, self._finish_row, replica, replica.life, name)
+        if assignment.indices and not replica.held:
             self.idle += wait
             replica.busy_since = self.now + wait
-        for index in indices:
+        for index in assignment.indices:
             if index in replica.held:  # taken from it while it was silent, and given to it anew
                 continue
             replica.held[index] = replica.version
@@ -292,10 +341,11 @@ class Play:
             replica = self._by_name[name]
             if replica.heard and replica.asks:  # else the answer gets lost
                 replica.asks = False
-                self._begin(replica, assignment.indices)
+                self._begin(replica, assignment)
 
     def _reconcile(self, replica: Replica) -> None:
         self.admission.release(replica.name, replica.held)
+        self._evaluation.release(replica.name, replica.rows)
         self.admission.reclaim(replica.name, replica.version, replica.held)
 
     def _deliver(self, replica: Replica, index: int, version: int) -> None:
@@ -343,7 +393,8 @@ class Play:
         self._fate[index] = fate
 
     def _train(self) -> None:
-        groups = None if self._training else self._ready.pop(self._step + 1, None)
+        waits = self._training or self._evaluation.full
+        groups = None if waits else self._ready.pop(self._step + 1, None)
         if groups is not None:
             self._training = True
             for group in groups:
@@ -354,24 +405,33 @@ class Play:
         self._training, self._step, self._progress = False, self._step + 1, self.now
         if self._step % self.scene.interval == 0 or self._step == self.scene.steps:
             self.version, self._empty = self._step, 0
+            if self.scene.evaluate and self._step % self.scene.evaluate == 0:
+                self._evaluation.begin(self.version, self.scene.rows)
             for replica in self._replicas:
                 self._dispatcher.withdraw(replica.name)
                 replica.asks = False
-                if replica.heard and not replica.loading:
-                    self._load(replica)
+                self._go_on(replica)
         self._train()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    defaults = {"groups": 1_000_000, "replicas": 1000, "staleness": 2, "surplus": 0, "interval": 1, "seed": 0}
+    defaults = {
+        "groups": 1_000_000,
+        "replicas": 1000,
+        "staleness": 2,
+        "surplus": 0,
+        "interval": 1,
+        "evaluate": 0,
+        "seed": 0,
+    }
     for name, default in defaults.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     given = parser.parse_args()
     size = 2 * given.replicas
     scene = Scene(
         replicas=given.replicas, batch_size=size, steps=given.groups // size, bound=given.staleness, surplus=given.surplus,
-        interval=given.interval, seed=given.seed,
+        interval=given.interval, evaluate=given.evaluate, rows=2 * size, seed=given.seed,
     )  # fmt: skip
     play, began = Play(scene), time.process_time()
     play.run()
@@ -379,6 +439,7 @@ def main() -> None:
     print(f"{play.admission.cursor} groups, {scene.replicas} replicas, {scene.steps} steps", end=": ")
     print(f"{seconds:.1f} s of processor, {play.now / 3600:.1f} virtual hours")
     print(f"{play.trained} trained, {play.dropped} dropped, {play.given_up} given up")
+    print(f"{play.evaluated} evaluations of {scene.rows} rows")
     print(f"idle while there was work: {play.idle / (play.idle + play.busy):.3%} of the replicas' time")
     print(", ".join(f"{count} {what}" for what, count in play.counts.items()))
 

@@ -43,8 +43,8 @@ def main(path: str) -> None:
     followers = senders(run, trackers_of(config.trainer.logger)) | monitor_process(run, attempt, config.trainer)
     gc.freeze()  # the prompts stay, and to look through them for garbage takes long
     with Followers(run, attempt, followers), closing(Timeline(run, "controller", attempt)) as timeline:
-        save_s, colocated = config.slurm.patience.save_seconds, config.trainer.placement.colocate_all
-        asyncio.run(answer(run, attempt, status, Api(service, save_s, timeline, colocated=colocated)))
+        save_s = config.slurm.patience.save_seconds
+        asyncio.run(answer(run, attempt, status, Api(service, save_s, timeline)))
 
 
 async def answer(run: Run, attempt: int, status: StatusWriter, api: Api) -> None:

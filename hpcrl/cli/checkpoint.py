@@ -56,10 +56,11 @@ def _rows(run: Run) -> list[_Listed]:
     from hpcrl.config import Config
     from hpcrl.observe.metrics import values_of
     from hpcrl.rundir.checkpoints import Retention, line_of
+    from hpcrl.rundir.evaluations import begun_evaluations
 
     retention = Retention.of(Config.from_toml([run.config]).trainer)
-    line = line_of(run)
-    reasons = retention.reasons(line, values_of(run, retention.metric) if retention.metric else {})
+    line, evaluated = line_of(run), begun_evaluations(run)
+    reasons = retention.reasons(line, values_of(run, retention.metric) if retention.metric else {}, evaluated)
     rows = []
     for path in sorted(run.checkpoints.iterdir()) if run.checkpoints.is_dir() else []:
         if not path.is_dir():

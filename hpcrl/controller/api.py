@@ -31,17 +31,14 @@ class Api:
     Args:
         save_seconds: how long a trainer may take to save where the run cannot go on; 0: as long as it likes.
         timeline: of this process; None: nobody looks at one.
-        colocated: whether trainer and engines take turns.
     """
 
-    def __init__(
-        self, service: Service, save_seconds: float, timeline: Timeline | None = None, *, colocated: bool = False
-    ) -> None:
+    def __init__(self, service: Service, save_seconds: float, timeline: Timeline | None = None) -> None:
         self._service, self._save_seconds, self._timeline = service, save_seconds, timeline
         self._schemas = service.schemas()
         self._changed = asyncio.Condition()
         self._waiting: dict[str, asyncio.Future[list[Work]]] = {}
-        self._colocated, self._lease = colocated, GpuLease()
+        self._lease = GpuLease()
         self._told: tuple[int | None, bool] = None, False
         self._looked = time.monotonic()
         self._trainer_got_end = False
@@ -69,7 +66,8 @@ class Api:
         worker = self._service.seen(body["worker"], body["version"], body["state"])
         worker.stop_sent = self._service.stop is not None
         unwanted = self._service.unwanted(body.get("holding", []))
-        return {"stop": self._service.stop, "version": self._service.version, "unwanted": unwanted}
+        version = self._service.wanted(body["worker"], body["version"])
+        return {"stop": self._service.stop, "version": version, "unwanted": unwanted}
 
     async def claim(self, body: dict[str, Any]) -> dict[str, Any]:
         service, name, version = self._service, body["worker"], body["version"]
@@ -77,7 +75,7 @@ class Api:
         worker = service.seen(name, version, "waiting")
         service.reconcile(name, version, body["holding"])
         work = service.claim(name, version, body["capacity"])
-        if not work and not service.stop and (service.version or 0) <= version and not self._trains():
+        if not work and not service.stop and service.keeps(name, version) and not self._trains():
             work = await self._work(name, version, body["capacity"])
         else:
             self._hand_out()  # what an answer that got lost had assigned to this worker
@@ -86,7 +84,7 @@ class Api:
         given = [item.to_json() for item in work]
         return {
             "stop": service.stop,
-            "version": service.version,
+            "version": service.wanted(name, version),
             "work": given,
             "unwanted": unwanted,
             "sleep": self._trains(),
@@ -100,7 +98,8 @@ class Api:
             if service.phase not in (IDLE, LOAD) and (granted := self._lease.grant(name, request)):
                 break
             await self._wait(deadline)
-        return {"stop": service.stop, "version": service.version, "lease": granted}
+        known = service.workers.get(name)
+        return {"stop": service.stop, "version": service.wanted(name, known.version if known else 0), "lease": granted}
 
     async def complete(self, body: dict[str, Any]) -> dict[str, Any]:
         groups = self._schemas.groups(body["groups"])
@@ -234,7 +233,7 @@ class Api:
             await asyncio.sleep(TICK_S)
 
     def _trains(self) -> bool:
-        return self._colocated and self._service.phase == IDLE and not self._service.stop
+        return self._service.colocated and self._service.phase == IDLE and not self._service.stop
 
     def _batch(self, step: int) -> str | None:
         """Return the path of a batch that may be trained now: no engine is awake on the trainer's devices."""
@@ -270,6 +269,8 @@ class Api:
             self._told = news
             for name in list(self._waiting):
                 self._answer(name)
+        for name in service.outdated():
+            self._answer(name)
         async with self._changed:
             self._changed.notify_all()  # first the trainer, which may wait for a batch
         self._hand_out()

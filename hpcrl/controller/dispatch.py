@@ -1,7 +1,8 @@
 """Dispatch: divides the groups that may begin, and the rows of an evaluation, among the workers. Pure logic.
 
-A worker asks for as many groups as its engine has room for; evaluation goes first. Where there is less work than room, workers get equal
-shares (water-filling): none gets more than a common level, its present work included. So a worker that asks later, or still loads weights,
+A worker asks for as many groups as its engine has room for. Rows of an evaluation begin on workers without training groups: they fill the
+time in which engines would wait. A worker that is to load a newer version gets its rows first. Where there is less work than
+room, workers get equal shares (water-filling): none gets more than a common level, its present work included. So a worker that asks later, or still loads weights,
 finds its share. A worker with less room than the level gets what fits in, and the
 others share the rest. No worker gets a second group as long as another would find none. A worker that got nothing waits, and the least
 loaded of those that wait is served first.
@@ -25,10 +26,12 @@ class Assignment:
     """Work that a worker may begin.
 
     Attributes:
-        rows: of the evaluation.
+        version: of the worker's engine.
+        rows: of the evaluation of that version.
         indices: of training groups.
     """
 
+    version: int
     rows: list[int]
     indices: list[int]
 
@@ -41,17 +44,27 @@ class Dispatcher:
 
     Args:
         n_samples, eval_n_samples: samples of a training group, and of a row of the evaluation.
+        together: rows begin beside training groups, since training waits for both.
     """
 
-    def __init__(self, admission: Admission, evaluation: EvalQueue, n_samples: int, eval_n_samples: int) -> None:
-        self._admission, self._evaluation = admission, evaluation
+    def __init__(
+        self,
+        admission: Admission,
+        evaluation: EvalQueue,
+        n_samples: int,
+        eval_n_samples: int,
+        *,
+        together: bool = False,
+    ) -> None:
+        self._admission, self._evaluation, self._together = admission, evaluation, together
         self._n_samples, self._eval_n_samples = n_samples, eval_n_samples
         self._capacity: dict[str, int | None] = {}  # groups at most; None until the worker has asked once
         self._capacities = Counter[int | None]()
+        self._held: dict[str, int] = {}  # the version of a worker's engine when it asked last
         self._waiting: dict[str, tuple[int, int]] = {}  # version and room
-        self._queue = list[
-            tuple[int, str]
-        ]()  # a heap by load; an entry is void if its load is not the worker's any more
+        self._waiting_with = Counter[int]()
+        # by version a heap by load; an entry is void if its load is not the worker's any more
+        self._queues: dict[int, list[tuple[int, str]]] = {}
 
     def join(self, worker: str) -> None:
         """Register a worker, which will ask for work."""
@@ -62,24 +75,41 @@ class Dispatcher:
         self.withdraw(worker)
         if worker in self._capacity:
             self._forget_capacity(worker)
+        self._held.pop(worker, None)
 
-    def claim(self, worker: str, version: int, room: int) -> Assignment:
+    def claim(self, worker: str, version: int, room: int, *, behind: bool = False) -> Assignment:
         """Return what a worker that has room for `room` groups, and whose engine holds `version`, may begin now.
 
         As many samples fit in if they are for evaluation.
+
+        Args:
+            behind: whether there is a newer version.
         """
         evaluating, running = self._evaluation.running_at(worker), self._admission.running_at(worker)
         self._set_capacity(worker, running + self._groups(evaluating) + room)
-        return self._claim(worker, version, room)
+        self._held[worker] = version
+        return self._claim(worker, version, room, behind)
+
+    def waiting(self) -> list[tuple[str, int]]:
+        """Return the workers that wait, with the versions of their engines."""
+        return [(worker, held) for worker, (held, _) in self._waiting.items()]
 
     def wait(self, worker: str, version: int, room: int) -> None:
         """Queue a worker without work; `assignments` serves it once."""
+        self.withdraw(worker)
         self._waiting[worker] = version, room
+        self._waiting_with[version] += 1
         self._enqueue(worker)
 
     def withdraw(self, worker: str) -> None:
         """Remove a worker from the queue."""
-        self._waiting.pop(worker, None)
+        if worker not in self._waiting:
+            return
+        version, _ = self._waiting.pop(worker)
+        self._waiting_with[version] -= 1
+        if not self._waiting_with[version]:
+            del self._waiting_with[version]
+            self._queues.pop(version, None)
 
     def load_changed(self, worker: str) -> None:
         """Record that a worker has less to do than before."""
@@ -88,63 +118,69 @@ class Dispatcher:
 
     def assignments(self, version: int) -> Iterator[tuple[str, Assignment]]:
         """Yield the waiting workers' assignments, now that `version` is the newest."""
-        passed = list[tuple[int, str]]()
-        while self._queue and (self._evaluation.room > 0 or self._admission.room(version) > 0):
-            load, worker = entry = heappop(self._queue)
-            if worker not in self._waiting or load != self._load(worker):
-                continue
-            held, room = self._waiting[worker]
-            assignment = self._claim(worker, held, room)
-            if assignment:
-                del self._waiting[worker]
-                yield worker, assignment
-                continue
-            passed.append(entry)
-            if not self._evaluation.room:  # all others have at least as much to do
-                break
-        for entry in passed:
-            heappush(self._queue, entry)
+        for held in list(self._queues):
+            yield from self._assignments(held, behind=held < version)
 
-    def _claim(self, worker: str, version: int, room: int) -> Assignment:
-        rows = list[int]()
-        if self._evaluation.open:
-            most = max(self._rows(room), min(room, 1))
-            share = self._level(self._evaluation.open, evaluation=True) - self._evaluation.running_at(worker)
-            rows = self._evaluation.claim(worker, version, min(most, share))
-            room = max(0, room - self._groups(len(rows)))
+    def _assignments(self, version: int, behind: bool) -> Iterator[tuple[str, Assignment]]:
+        while (queue := self._queues.get(version)) and max(
+            self._evaluation.room(version), self._admission.room(version)
+        ) > 0:
+            load, worker = entry = heappop(queue)
+            held, room = self._waiting.get(worker, (None, 0))
+            if held != version or load != self._load(worker):
+                continue
+            assignment = self._claim(worker, version, room, behind)
+            if not assignment:  # all others have at least as much to do
+                heappush(queue, entry)
+                return
+            self.withdraw(worker)
+            yield worker, assignment
+
+    def _claim(self, worker: str, version: int, room: int, behind: bool) -> Assignment:
+        if behind or self._together:
+            rows = self._claim_rows(worker, version, room, behind=behind)
+            return Assignment(version, rows, self._claim_groups(worker, version, room - self._groups(len(rows))))
+        groups = self._claim_groups(worker, version, room)
+        generates = bool(groups) or self._admission.running_at(worker) > 0
+        rows = [] if generates else self._claim_rows(worker, version, room, behind=False)
+        return Assignment(version, rows, groups)
+
+    def _claim_rows(self, worker: str, version: int, room: int, *, behind: bool) -> list[int]:
+        if room <= 0 or self._evaluation.room(version) <= 0:
+            return []
+        most = max(self._rows(room), 1)
+        share = self._level_of_rows(version, behind) - self._evaluation.running_at(worker)
+        return self._evaluation.claim(worker, version, min(most, share))
+
+    def _claim_groups(self, worker: str, version: int, room: int) -> list[int]:
         available = self._admission.room(version)
         if room <= 0 or available <= 0:
-            return Assignment(rows, [])
+            return []
         running = self._admission.running_at(worker)
         idle = len(self._capacity) - self._admission.workers - (not running)  # other workers
         most = min(room, max(available - idle, not running))
         if most <= 0:
-            return Assignment(rows, [])
-        share = self._level(self._admission.running + available) - running
-        return Assignment(rows, self._admission.claim(worker, version, min(most, share)))
+            return []
+        share = _level(self._admission.running + available, self._capacities) - running
+        return self._admission.claim(worker, version, min(most, share))
 
-    def _level(self, work: int, evaluation: bool = False) -> int:
-        """Return the level of `work` per worker at which all with room take part.
-
-        Args:
-            evaluation: whether it is counted in rows of the evaluation, not in groups.
-        """
-        left, workers, most = work, len(self._capacity), 0
-        known = sorted(capacity for capacity in self._capacities if capacity is not None)
-        for capacity in known:
-            most = max(1, self._rows(capacity)) if evaluation else capacity
-            if most * workers >= left:
-                break
-            left -= most * self._capacities[capacity]
-            workers -= self._capacities[capacity]
-        return -(-left // workers) if workers else most
+    def _level_of_rows(self, version: int, behind: bool) -> int:
+        """Return the level of the rows of a version; workers that have a newer one take no part."""
+        workers = self._capacities
+        if behind:
+            workers = Counter(self._capacity[name] for name, held in self._held.items() if held <= version)
+        rooms = Counter[int | None]()
+        for capacity, count in workers.items():
+            rooms[None if capacity is None else max(1, self._rows(capacity))] += count
+        return _level(self._evaluation.open_of(version), rooms)
 
     def _load(self, worker: str) -> int:
         rows, groups = self._evaluation.running_at(worker), self._admission.running_at(worker)
         return rows * self._eval_n_samples + groups * self._n_samples
 
     def _enqueue(self, worker: str) -> None:
-        heappush(self._queue, (self._load(worker), worker))
+        version, _ = self._waiting[worker]
+        heappush(self._queues.setdefault(version, []), (self._load(worker), worker))
 
     def _set_capacity(self, worker: str, capacity: int | None) -> None:
         if worker in self._capacity:
@@ -165,3 +201,18 @@ class Dispatcher:
 
     def _groups(self, rows: int) -> int:
         return -(-rows * self._eval_n_samples // self._n_samples)
+
+
+def _level(work: int, capacities: Counter[int | None]) -> int:
+    """Return the level of `work` per worker at which all with room take part.
+
+    Args:
+        capacities: how many workers have which; None: not known yet.
+    """
+    left, workers, most = work, sum(capacities.values()), 0
+    for most in sorted(capacity for capacity in capacities if capacity is not None):
+        if most * workers >= left:
+            break
+        left -= most * capacities[most]
+        workers -= capacities[most]
+    return -(-left // workers) if workers else most

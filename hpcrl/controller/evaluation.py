@@ -1,16 +1,23 @@
-"""Evaluation: its schedule, its work and its queue. Finished rows on disk count in the next attempt too, until the summary is written."""
+"""Evaluation: its schedule, its work and its queue. Finished rows on disk count in the next attempt too, until the summary is written.
+
+An evaluation does not stop training. Its rows begin on workers without training groups, and first of all on those whose engines are to
+load a newer version. A worker keeps its version until the rows that it has taken are finished and none wait. Rows of a lost worker wait
+for an engine that has yet to load their version, such as that of the worker's next start.
+"""
 
 from __future__ import annotations
 
 import json
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from hpcrl.data.cache_files import EvalRow, read_rows
 from hpcrl.data.weight_files import PublishedWeights
 from hpcrl.errors import CommitError
 from hpcrl.rundir.commit import children, digest_of, discard, is_committed, write_json
+from hpcrl.rundir.evaluations import MOST_OPEN
 from hpcrl.rundir.layout import Run, version_of
 from hpcrl.types import GroupMeta, Prompt, Work
 
@@ -63,52 +70,90 @@ def evaluation_work(
     return [of_row(row) for row in (range(len(prompts)) if rows is None else rows)]
 
 
+@dataclass(frozen=True)
+class _Running:
+    """A row that is being evaluated."""
+
+    worker: str
+    version: int
+    row: int
+
+
 class EvalQueue:
-    """The evaluation of one version at a time: rows that wait, run and are finished.
+    """The evaluations that are open, each of one version: rows that wait, run and are finished.
 
     Args:
         at_once: rows that run at the same time at most.
+        most_open: evaluations that may be open while training goes on.
     """
 
-    def __init__(self, at_once: int) -> None:
-        self.version, self._at_once = 0, at_once
-        self._waiting: deque[int] = deque()
-        self._running: dict[str, tuple[int, str]] = {}
-        self._running_at = Counter[str]()
-        self._finished: dict[str, GroupMeta] = {}
+    def __init__(self, at_once: int, most_open: int = MOST_OPEN) -> None:
+        self._at_once, self._most_open = at_once, most_open
+        self._waiting: dict[int, deque[int]] = {}
+        self._running: dict[str, _Running] = {}
+        self._running_at, self._running_of = Counter[str](), Counter[int]()
+        self._finished: dict[int, dict[str, GroupMeta]] = {}
+
+    @property
+    def versions(self) -> list[int]:
+        """The versions whose evaluations are open, in the order in which they began."""
+        return list(self._waiting)
 
     @property
     def open(self) -> int:
-        return len(self._waiting) + len(self._running)
+        """Rows that are not finished."""
+        return sum(map(len, self._waiting.values())) + len(self._running)
 
     @property
-    def room(self) -> int:
-        """Rows that may begin now."""
-        return min(len(self._waiting), self._at_once - len(self._running))
+    def full(self) -> bool:
+        """Whether training waits, since so many evaluations are open."""
+        return len(self._waiting) >= self._most_open
+
+    def open_of(self, version: int) -> int:
+        """Return the rows of an evaluation that are not finished."""
+        return len(self._waiting.get(version, ())) + self._running_of[version]
+
+    def room(self, version: int | None = None) -> int:
+        """Return the rows of a version, or of all, that may begin now."""
+        waiting = self._waiting.values() if version is None else [self._waiting.get(version, ())]
+        return min(sum(map(len, waiting)), self._at_once - len(self._running))
 
     def begin(self, version: int, rows: int, finished: Mapping[str, GroupMeta] | None = None) -> None:
-        """Begin with so many rows.
+        """Open the evaluation of a version with so many rows.
 
         Args:
             finished: rows that an earlier attempt has finished, by their names.
         """
-        assert not self.open, f"version {self.version} is still being evaluated"
-        self.version, self._finished = version, dict(finished or {})
-        self._waiting = deque(row for row in range(rows) if eval_group_id(version, row) not in self._finished)
+        assert version not in self._waiting, f"version {version} is being evaluated"
+        self._finished[version] = dict(finished or {})
+        left = (row for row in range(rows) if eval_group_id(version, row) not in self._finished[version])
+        self._waiting[version] = deque(left)
+
+    def wanted(self, held: int, newest: int, *, goes_back: bool = False, stays: bool = False) -> int:
+        """Return the version that an engine with version `held` should have next, for its rows or as the newest.
+
+        Args:
+            goes_back: whether it may be an older one.
+            stays: whether the engine keeps a version as long as its evaluation is open, also where all rows run elsewhere.
+        """
+        if held in self._waiting and (self._waiting[held] or stays):
+            return held
+        waiting = [version for version, rows in self._waiting.items() if rows and (version > held or goes_back)]
+        return min(waiting, default=newest)
 
     def claim(self, worker: str, version: int, count: int) -> list[int]:
-        if version < self.version:
-            return []
-        rows = [self._waiting.popleft() for _ in range(min(count, self.room))]
-        self._running.update({eval_group_id(self.version, row): (row, worker) for row in rows})
+        """Return up to `count` rows that `worker`, whose engine holds `version`, may begin now."""
+        waiting = self._waiting.get(version, deque())
+        rows = [waiting.popleft() for _ in range(min(count, self.room(version)))]
+        self._running.update({eval_group_id(version, row): _Running(worker, version, row) for row in rows})
         self._running_at[worker] += len(rows)
+        self._running_of[version] += len(rows)
         return rows
 
     def complete(self, meta: GroupMeta) -> str | None:
         if meta.group_id not in self._running:
             return "not asked for"
-        self._end(meta.group_id)
-        self._finished[meta.group_id] = meta
+        self._finished[self._end(meta.group_id).version][meta.group_id] = meta
         return None
 
     def running_at(self, worker: str) -> int:
@@ -116,36 +161,52 @@ class EvalQueue:
 
     def worker_of(self, name: str) -> str | None:
         """Return the worker that evaluates a row, or None."""
-        return self._running[name][1] if name in self._running else None
+        return self._running[name].worker if name in self._running else None
 
-    def row_of(self, name: str) -> int | None:
-        """Return the row that a group evaluates, or None where nobody evaluates it."""
-        return self._running[name][0] if name in self._running else None
+    def running(self, name: str) -> tuple[int, int] | None:
+        """Return version and row that a group evaluates, or None where nobody evaluates it."""
+        found = self._running.get(name)
+        return found and (found.version, found.row)
 
     def release(self, worker: str, holding: Collection[str] = ()) -> list[str]:
         """Take back the rows of a worker that is gone, or that an answer lost; return their names."""
         if not self._running_at[worker]:
             return []
-        lost = [name for name, (_, owner) in self._running.items() if owner == worker and name not in holding]
-        self._waiting.extend(self._end(name) for name in lost)
+        lost = [name for name, found in self._running.items() if found.worker == worker and name not in holding]
+        for name in lost:
+            found = self._end(name)
+            self._waiting[found.version].append(found.row)
         return lost
 
-    def _end(self, name: str) -> int:
-        row, worker = self._running.pop(name)
-        self._running_at[worker] -= 1
-        return row
+    def _end(self, name: str) -> _Running:
+        found = self._running.pop(name)
+        self._running_at[found.worker] -= 1
+        self._running_of[found.version] -= 1
+        return found
 
-    def conclude(self) -> list[GroupMeta] | None:
-        """Return the groups once all are finished, and only once."""
-        if self.open or not self._finished:
-            return None
-        groups = [self._finished[name] for name in sorted(self._finished)]
-        self._finished = {}
-        return groups
+    def conclude(self) -> Iterator[tuple[int, list[GroupMeta]]]:
+        """Yield the evaluations that are over, each once, with their groups.
+
+        They are closed in the order in which they began: scores of later versions wait for those of earlier ones.
+        """
+        while self._waiting and not self.open_of(version := next(iter(self._waiting))):
+            del self._waiting[version]
+            groups = self._finished.pop(version)
+            yield version, [groups[name] for name in sorted(groups)]
 
 
 def is_evaluated(run: Run, version: int) -> bool:
     return run.eval_summary(version).exists()
+
+
+def begin_evaluation(run: Run, version: int) -> None:
+    """Note that an evaluation has begun, so that its weights and its checkpoint stay until it is over (hpcrl/rundir/evaluations.py)."""
+    write_json(run.eval_begun(version), {"version": version})
+
+
+def can_evaluate(run: Run, version: int) -> bool:
+    """Return whether engines that start now can have a version: its weights are there, or it is the initial model."""
+    return version == 0 or is_committed(run.weights_of(version))
 
 
 def discard_after(run: Run, step: int) -> None:
@@ -158,7 +219,7 @@ def discard_after(run: Run, step: int) -> None:
 def write_summary(run: Run, version: int, metrics: Mapping[str, float]) -> None:
     """Write the scores, and remove the rows."""
     write_json(run.eval_summary(version), metrics)
-    for path in _row_files(run, version):
+    for path in [*_row_files(run, version), run.eval_begun(version)]:
         path.unlink(missing_ok=True)
 
 
@@ -166,7 +227,7 @@ def finished_rows(run: Run, version: int, work: Iterable[Work]) -> dict[str, Gro
     """Return which rows of an evaluation that is not over are finished, by their names.
 
     None are where one had other settings, or was generated with other weights than those of `version`: then the files are of another
-    evaluation. Where none are, all of it is removed.
+    evaluation. Where none are, all that was generated is removed.
 
     Args:
         work: of all rows; looked at only where some are finished.
@@ -180,8 +241,16 @@ def finished_rows(run: Run, version: int, work: Iterable[Work]) -> dict[str, Gro
             print(f"version {version}: {len(finished)} of {len(asked)} rows were evaluated before", flush=True)
             return finished
         print(f"version {version} is evaluated again: it was with other settings, prompts or weights", flush=True)
-    discard(run.evals_of(version))
+    discard_rows(run, version)
     return {}
+
+
+def discard_rows(run: Run, version: int) -> None:
+    """Remove what an evaluation has generated; losses of validation sets stay."""
+    for name in children(run.evals_of(version)):
+        path = run.evals_of(version) / name
+        if path.suffix in (".rows", ".jsonl") or path == run.eval_begun(version):
+            path.unlink(missing_ok=True)
 
 
 def _known(row: EvalRow) -> tuple[str, str, int, int]:

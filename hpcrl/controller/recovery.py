@@ -51,7 +51,7 @@ class History:
         files: of samples.
         batches: batches that training has still to do.
         checksum: of the newest batch's file.
-        evaluated: rows that are finished of an evaluation that is not, by their names.
+        evaluated: rows that are finished of the evaluations that are not, by version and by their names.
         scores: digests of scores of finished groups: model -> id of the group -> digest.
         rewards: a reward model's scores of each sample, by the ids of the groups.
     """
@@ -63,7 +63,7 @@ class History:
     files: SampleFiles = field(default_factory=SampleFiles)
     batches: dict[int, Batch] = field(default_factory=dict)
     checksum: str = FIRST
-    evaluated: dict[str, GroupMeta] = field(default_factory=dict)
+    evaluated: dict[int, dict[str, GroupMeta]] = field(default_factory=dict)
     scores: dict[str, dict[str, str]] = field(default_factory=dict)
     rewards: dict[str, list[float | None]] = field(default_factory=dict)
 
@@ -210,7 +210,7 @@ class BegunGroups:
             self._note(group)
 
     def restore(
-        self, version: int, wanted: Callable[[int], bool], evaluated: Collection[str] = ()
+        self, version: int, wanted: Callable[[int], bool], evaluated: Mapping[int, Collection[str]]
     ) -> Mapping[int, Collection[int]]:
         """Find files of earlier attempts, and remove those that cannot be used when training continues with `version`.
 
@@ -218,12 +218,12 @@ class BegunGroups:
 
         Args:
             wanted: tells whether a training group, by its index, will be generated.
-            evaluated: rows of the evaluation that will not be.
+            evaluated: the rows that will not be, of each version that is to be evaluated.
         """
         self.find()
         for group, files in list(self._files.items()):
             index = group_index(group)
-            evaluates = group.startswith(eval_prefix(version)) and group not in evaluated
+            evaluates = any(group.startswith(eval_prefix(at)) and group not in rows for at, rows in evaluated.items())
             useful = evaluates if index is None else wanted(index)
             for path in [path for path, began in files.items() if began > version or not useful]:
                 path.unlink(missing_ok=True)

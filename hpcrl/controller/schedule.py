@@ -24,6 +24,7 @@ class Schedule:
         eval_settings: as `evaluation_work`.
         sampling: what becomes of groups whose samples are all equally good.
         baselines: whether groups have the reward of a greedy response.
+        colocated: whether trainer and engines take turns.
         min_replicas: when there are too few replicas to go on.
         max_failed_ratio: share of samples whose environments may fail.
         success_reward: reward from which on a sample has solved its prompt.
@@ -44,6 +45,7 @@ class Schedule:
     drop_last: bool = True
     sampling: DynamicSampling = field(default_factory=DynamicSampling)
     baselines: bool = False
+    colocated: bool = False
     min_replicas: MinReplicas = field(default_factory=MinReplicas)
     max_failed_ratio: float = 0.5
     eval_settings: str = ""

@@ -17,7 +17,10 @@ from hpcrl.controller.dataset_rows import DatasetRows
 from hpcrl.controller.dispatch import Assignment, Dispatcher
 from hpcrl.controller.evaluation import (
     EvalQueue,
+    begin_evaluation,
+    can_evaluate,
     discard_after,
+    discard_rows,
     eval_is_due,
     evaluation_work,
     finished_rows,
@@ -37,6 +40,7 @@ from hpcrl.observe.metrics import MetricsWriter
 from hpcrl.observe.scores import scores
 from hpcrl.observe.timeline import IDLE, LOAD
 from hpcrl.rundir.checkpoints import samples_removed
+from hpcrl.rundir.evaluations import begun_evaluations
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import require_newest
 from hpcrl.runtime.controller_client import FINISHED
@@ -79,7 +83,8 @@ class Service:
         self._version: int | None = None
         self._loadable: int | None = None
         self._eval = EvalQueue(schedule.eval_prompts_at_once)
-        self._dispatcher = Dispatcher(self._admission, self._eval, schedule.n_samples, schedule.eval_n_samples)
+        per_group = schedule.n_samples, schedule.eval_n_samples
+        self._dispatcher = Dispatcher(self._admission, self._eval, *per_group, together=schedule.colocated)
         self._described = self._pruned = self._started = self._taken_back = 0
         self._registry = WorkerRegistry()
         self._failure_window = FailureWindow(schedule.max_failed_ratio, schedule.batch_size)
@@ -95,7 +100,19 @@ class Service:
     def phase(self) -> str:
         """Current phase of the run, for the timeline."""
         waits = IDLE if self.stop or (self._version or 0) + 1 in self._batches else "wait_for_groups"
-        return LOAD if self._version is None else "evaluate" if self._eval.open else waits
+        return LOAD if self._version is None else "evaluate" if self._waits_for_evaluation else waits
+
+    @property
+    def colocated(self) -> bool:
+        """Whether trainer and engines take turns."""
+        return self._schedule.colocated
+
+    @property
+    def _waits_for_evaluation(self) -> bool:
+        """Whether nothing is trained until an evaluation is over: engines have the devices, too many are open, or it is the last."""
+        if not self._eval.open:
+            return False
+        return self._schedule.colocated or self._eval.full or self._version == self._schedule.total_steps
 
     def schemas(self) -> Schemas:
         """Return the schemas of messages to this run's controller."""
@@ -138,8 +155,9 @@ class Service:
         models = self.scores.models
         history = read_history(self._run, step, self._schedule.batch_size, self._trainable, keep, pruned, models)
         history.finished = {at: self.scores.rewarded(meta, history.rewards) for at, meta in history.finished.items()}
-        if self._evaluates(step):
-            history.evaluated = finished_rows(self._run, step, self._eval_work(step))
+        for version in sorted({*begun_evaluations(self._run), step}):
+            if version <= step and self._evaluates(version) and (version == step or can_evaluate(self._run, version)):
+                history.evaluated[version] = finished_rows(self._run, version, self._eval_work(version))
         return history
 
     def start(self, step: int, history: History | None = None) -> int:
@@ -156,6 +174,10 @@ class Service:
             return self._schedule.total_steps  # the answer to the first request got lost
         history = history or self.history(step)
         discard_after(self._run, step)
+        for version in begun_evaluations(self._run):
+            if version not in history.evaluated:
+                print(f"version {version} is not evaluated any more: its weights or its prompts are gone", flush=True)
+                discard_rows(self._run, version)
         self._metrics = MetricsWriter(self._run, "controller", self._attempt, step)
         self._admission.restore(history.composed, history.used, history.finished, history.below)
         self._batches, self._checksum, self._files = history.batches, history.checksum, history.files
@@ -167,7 +189,9 @@ class Service:
         finished = [meta for index, meta in history.finished.items() if self._admission.is_finished(index)]
         self.scores.add(finished, history.scores)
         self._admission.note_left(self._begun.restore(step, self._admission.may_begin, history.evaluated))
-        self._publish(step, history.evaluated)
+        for version, evaluated in history.evaluated.items():
+            self._begin_evaluation(version, evaluated)
+        self._publish(step)
         return self._schedule.total_steps
 
     def published(self, version: int, weights: bool = True) -> None:
@@ -185,10 +209,6 @@ class Service:
             raise RunError(
                 f"version {version} cannot be published: version {self._version} is, and step {newest} is the newest that has a batch"
             )
-        if self._eval.open:
-            raise RunError(
-                f"version {version} cannot be published: version {self._eval.version} is still being evaluated, and nothing is trained meanwhile"
-            )
         self._publish(version, weights=weights)
 
     def _evaluates(self, version: int) -> bool:
@@ -196,47 +216,73 @@ class Service:
         due = eval_is_due(version, s.total_steps, s.eval_interval, s.eval_before_train)
         return due and bool(self._validation) and not is_evaluated(self._run, version)
 
-    def _publish(self, version: int, evaluated: Mapping[str, GroupMeta] | None = None, *, weights: bool = True) -> None:
+    def _begin_evaluation(self, version: int, evaluated: Mapping[str, GroupMeta] | None = None) -> None:
+        self._eval.begin(version, len(self._validation), evaluated)
+        begin_evaluation(self._run, version)
+
+    def _publish(self, version: int, *, weights: bool = True) -> None:
         self._version, self._loadable = version, version if weights else self._loadable
         self._batches = {step: batch for step, batch in self._batches.items() if step > version}
-        if self._evaluates(version):
-            self._eval.begin(version, len(self._validation), evaluated)
-            self._conclude_evaluation()
+        if version not in self._eval.versions and self._evaluates(version):
+            self._begin_evaluation(version)
+        self._conclude_evaluations()
         self._compose()
         self._finish_if_done()
 
     def claim(self, name: str, version: int, capacity: int) -> list[Work]:
-        """Return the groups that worker `name` may begin with its engine at `version`; evaluation goes first.
+        """Return the groups that worker `name` may begin with its engine at `version`.
 
-        Only the newest version begins groups: an engine that has just started, or was away, holds older weights.
+        Only an engine that is to keep its version begins groups, see `keeps`.
 
         Args:
             capacity: training groups that the worker has room for; as many samples fit if they are for evaluation.
         """
-        if not self._may_begin(version):
+        if not self._may_begin(name, version):
             return []
-        return self._work(self._dispatcher.claim(name, version, capacity))
+        return self._work(self._dispatcher.claim(name, version, capacity, behind=version != self._loadable))
+
+    def wanted(self, name: str, held: int) -> int | None:
+        """Return the version that the engine of worker `name`, which holds `held`, should have; None before the trainer has started.
+
+        It is the newest one, as long as no evaluation needs another. Of those who hold newer ones, only one worker goes back to rows that a
+        lost worker left, and only where nothing can be trained without them. Nobody could go back to version 0, which may have no weights
+        but the model's.
+        """
+        if self._loadable is None:
+            return None
+        goes_back = self._waits_for_evaluation and self._eval.room() > 0 and name == min(self.workers, default=name)
+        return self._eval.wanted(held, self._loadable, goes_back=goes_back, stays=held == 0)
+
+    def keeps(self, name: str, held: int) -> bool:
+        """Return whether the engine of a worker keeps its version: it is the one that it should have, or has rows of its evaluation."""
+        return self._eval.running_at(name) > 0 or self.wanted(name, held) in (held, None)
 
     def wait(self, name: str, version: int, capacity: int) -> None:
         """Queue a worker without work for `assignments`, until it is served, withdraws or leaves."""
-        if self._may_begin(version):
+        if self._may_begin(name, version):
             self._dispatcher.wait(name, version, capacity)
 
     def withdraw(self, name: str) -> None:
         """Remove a worker from the queue."""
         self._dispatcher.withdraw(name)
 
+    def outdated(self) -> list[str]:
+        """Return the workers in the queue whose engines are to load another version first."""
+        waiting = self._dispatcher.waiting()
+        return [name for name, held in waiting if held != self._loadable and not self.keeps(name, held)]
+
     def assignments(self) -> Iterator[tuple[str, list[Work]]]:
         """Yield the assignments of waiting workers; each is served once, and the least loaded first."""
-        if self._version is not None and not self.stop and not self.failure:
-            for name, assignment in self._dispatcher.assignments(self._version):
+        if self._loadable is not None and not self.stop and not self.failure:
+            for name, assignment in self._dispatcher.assignments(self._loadable):
                 yield name, self._work(assignment)
 
-    def _may_begin(self, version: int) -> bool:
-        return version == self._version and not self.stop and not self.failure
+    def _may_begin(self, name: str, version: int) -> bool:
+        started = self._version is not None and not self.stop and not self.failure
+        return started and self.keeps(name, version)
 
     def _work(self, assignment: Assignment) -> list[Work]:
-        version = self._eval.version
+        version = assignment.version
         evaluation = self._eval_work(version, assignment.rows)
         evaluation = [replace(item, turns=self._begun.files(item.group_id, version)) for item in evaluation]
         return evaluation + [self._train_work(index) for index in assignment.indices]
@@ -266,7 +312,7 @@ class Service:
             else:
                 self.failure = self.failure or self._failure_window.add(meta)
         self._compose()
-        self._conclude_evaluation()
+        self._conclude_evaluations()
         self._finish_if_done()
         return rejected
 
@@ -285,9 +331,15 @@ class Service:
             raise RunError(
                 f"group {meta.group_id} lacks the reward of a greedy response (baseline), which this run compares with"
             )
-        index, row = group_index(meta.group_id), self._eval.row_of(meta.group_id)
-        if row is not None:
+        index, evaluates = group_index(meta.group_id), self._eval.running(meta.group_id)
+        if evaluates is not None:
+            version, row = evaluates
             expected = self._validation[row].data_source
+            if (meta.oldest_version, meta.newest_version) != (version, version):
+                raise RunError(
+                    f"group {meta.group_id} evaluates version {version}, and has tokens of the versions {meta.oldest_version} to "
+                    f"{meta.newest_version}"
+                )
         elif index is not None and self._admission.wants(index):
             expected = self._train[self._stream.row(index)].data_source
         else:
@@ -319,12 +371,9 @@ class Service:
             raise RunError(f"training ends after step {self.total_steps}, and the newest version is {self._version}")
 
     def batch(self, step: int) -> str | None:
-        """Return the path of the batch of `step`, relative to the run directory, or None while it is not complete.
-
-        While an evaluation is open nothing is trained, so that its scores belong to one version.
-        """
+        """Return the path of the batch of `step`, relative to the run directory, or None while it may not be trained, or is not complete."""
         batch = self._batches.get(step)
-        if batch is None or self._eval.open:
+        if batch is None or self._waits_for_evaluation:
             return None
         if step > self._described:
             assert self._metrics is not None
@@ -432,13 +481,12 @@ class Service:
             self.scores.forget(batch.generated)
             self._batches[batch.step] = batch
 
-    def _conclude_evaluation(self) -> None:
-        if (groups := self._eval.conclude()) is None:
-            return
-        assert self._metrics is not None
-        version, metrics = self._eval.version, scores(groups, self._schedule.success_reward)
-        self._metrics.write(version, metrics)
-        write_summary(self._run, version, metrics)
+    def _conclude_evaluations(self) -> None:
+        for version, groups in self._eval.conclude():
+            assert self._metrics is not None
+            metrics = scores(groups, self._schedule.success_reward)
+            self._metrics.write(version, metrics)  # first: where there is a summary, nobody waits for the scores
+            write_summary(self._run, version, metrics)
 
     def _finish_if_done(self) -> None:
         if self._version == self._schedule.total_steps and not self._eval.open and self.stop is None:

@@ -9,6 +9,7 @@ from hpcrl.config import Config
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.launch.doctor.disk_space import COPIES, Sizes
 from hpcrl.rundir.checkpoints import NEVER_DELETED, Retention
+from hpcrl.rundir.evaluations import MOST_OPEN
 from hpcrl.units import readable_size
 
 
@@ -31,6 +32,8 @@ def describe_disk(config: Config, folder_of: Callable[[Pretrained], Path | None]
             f"  published {what} have {readable_size(each)}: the newest {versions} versions stay, with the one on its way "
             f"{readable_size(each * (versions + 1))}"
         )
+        if trainer.eval_interval > 0:
+            yield f"  and those of evaluations that are not over: {MOST_OPEN} at most"
         engine = config.generator.inference_engine
         if engine.full_weights_interval > 1:
             yield f"  every {engine.full_weights_interval}th version is whole, and stays as long as versions with changes of it"

@@ -5,9 +5,10 @@
     produces   samples/<replica>/g….safetensors, turns/<worker>/, evals/v<k>/<replica>.jsonl and .rows, metrics/rollout-<replica>.jsonl,
 timeline/
 
-Work of a claim begins before a newer version that the same answer names is loaded: it was assigned for the version that the engine holds.
+Work of a claim begins before another version that the same answer names is loaded: it was assigned for the version that the engine holds.
 Running training groups go on meanwhile, see `Engine.update_weights`. An update waits until evaluation is handed over, since a score
-belongs to one version.
+belongs to one version; the worker asks for more work of the old one meanwhile. An older version, whose evaluation a lost worker has left,
+is loaded when nothing runs.
 Where the trainer waits for the devices, the engine sleeps as soon as all its groups are handed over. It wakes with a newer version, when
 the controller permits.
 """
@@ -137,7 +138,7 @@ class Worker:
         self._metrics: MetricsWriter | None = None
         self._rollout_metrics = RolloutMetrics()
         self._limiter = ConcurrencyLimiter(options.capacity, waves=options.waves)
-        self._newest = 0
+        self._wanted = 0  # the version that the engine should have
         self._unproven, self._lacks_first = False, not options.from_model
         self._updating: str | None = None
         self._weights = engine.version, ""  # what it is proven to hold, and the digest of that
@@ -175,12 +176,12 @@ class Worker:
             if self._must_sleep and not (self._flight or self._finished or update or delivery):
                 await self._sleep()
                 continue
-            free, behind = self._free(), self._newest > self._engine.version or self._lacks_first
-            evaluating = any(item.kind == "eval" for item in (*self._flight.values(), *self._undelivered()))
+            free, behind = self._free(), self._wanted != self._engine.version or self._lacks_first
+            evaluating = any(item.kind == "eval" for item in self._flight.values())
             # a claim under way may be answered with work for the version at hand; with news it is answered at once
-            if behind and self._metrics and update is None and claim is None and not evaluating:
-                update = asyncio.create_task(self._update(self._newest))
-            if not behind and claim is None and free > 0 and not self._must_sleep:
+            if behind and self._metrics and update is None and claim is None and self._may_update():
+                update = asyncio.create_task(self._update(self._wanted))
+            if (not behind or evaluating) and claim is None and free > 0 and not self._must_sleep:
                 claim = asyncio.create_task(self._claim(free))
             news = asyncio.create_task(self._news.wait())
             waited = [task for task in (news, claim, update, delivery, *self._flight) if task is not None]
@@ -200,11 +201,18 @@ class Worker:
             if claim is not None and claim.done():
                 answer, claim = claim.result(), None
                 self._note_answer(answer)
+                self._wanted = self._wanted if answer["version"] is None else answer["version"]  # perhaps an older one
                 self._must_sleep = answer["sleep"]
                 self._begin([Work.from_json(item) for item in answer["work"]])
         while delivery := delivery or self._deliver():
             await delivery
             delivery = None
+
+    def _may_update(self) -> bool:
+        """Return whether the engine may load the version that it should have: evaluation is handed over, and no group gets older tokens."""
+        if self._wanted < self._engine.version and self._flight:
+            return False
+        return not any(item.kind == "eval" for item in (*self._flight.values(), *self._undelivered()))
 
     async def _sleep(self) -> None:
         """Let the engine sleep while the trainer has its devices, and return when it may wake, with the next version."""
@@ -216,7 +224,7 @@ class Worker:
         while self._stop is None and self._must_sleep:
             answer = await self._call("lease")
             self._stop, self._must_sleep = answer["stop"] or self._stop, not answer["lease"]
-            self._newest = max(self._newest, answer["version"] or 0)
+            self._wanted = max(self._wanted, answer["version"] or 0)
         seconds = {"weights/sleep_seconds": asleep - began, "generate/asleep_seconds": time.monotonic() - asleep}
         self._rollout_metrics.add(seconds)
         self._updating = None
@@ -255,7 +263,7 @@ class Worker:
         return in_thread(self._controller.call, route, worker=self._options.name, **payload)
 
     def _note_answer(self, answer: dict[str, Any]) -> None:
-        """Take in what an answer reports: whether the run ends, the newest version (none before the trainer starts), unwanted groups."""
+        """Take in what an answer reports: whether the run ends, the version to load (none before the trainer starts), unwanted groups."""
         version = answer["version"]
         if self._metrics is None and version is not None:
             self._metrics = MetricsWriter(self._options.run, self._options.name, self._options.attempt, version)
@@ -263,8 +271,9 @@ class Worker:
         for task, item in self._flight.items():
             if item.group_id in answer["unwanted"]:
                 task.cancel()
-        if answer["stop"] or (version or 0) > self._newest:
-            self._stop, self._newest = answer["stop"], max(self._newest, version or 0)
+        # one of two answers that come together may be old; only a claim's is about the version that the engine holds
+        if answer["stop"] or (version or 0) > self._wanted:
+            self._stop, self._wanted = answer["stop"], max(self._wanted, version or 0)
             self._news.set()
 
     def _begin(self, work: list[Work]) -> None:
@@ -349,7 +358,7 @@ class Worker:
         except CommitError:
             self._updating = None
             self._note_answer(await self._call("report", version=self._engine.version, state="fetching weights"))
-            if self._newest == version:
+            if self._wanted == version:
                 raise
             return  # so slow that the version was retired meanwhile: on to the newest
         size = weights.size / 2**30

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -61,7 +61,7 @@ class Retention:
     Attributes:
         newest: how many of the newest; negative: all.
         every: those whose step is a multiple of it; 0: none.
-        metric: the one whose step has the best value of it; None: none.
+        metric: the one whose step has the best value of it, and those whose evaluation has yet to tell theirs; None: none.
         mode: whether the highest or the lowest value is the best.
     """
 
@@ -75,24 +75,31 @@ class Retention:
         mode = trainer.best_mode or "max"
         return cls(trainer.max_ckpts_to_keep, trainer.ckpt_keep_every, trainer.ckpt_keep_best, mode)
 
-    def reasons(self, line: Sequence[Path], scores: Mapping[int, float]) -> dict[Path, str]:
+    def reasons(
+        self, line: Sequence[Path], scores: Mapping[int, float], evaluated: Collection[int] = ()
+    ) -> dict[Path, str]:
         """Return why each of the checkpoints that stay does.
 
         Args:
             line: all committed ones, oldest first.
             scores: the metric by step.
+            evaluated: steps whose evaluation is not over.
         """
         if self.newest < 0:
             return dict.fromkeys(needed(line, len(line)), "all are kept")
         newest = max(self.newest, NEVER_DELETED)
-        return dict.fromkeys(needed(line, newest), f"newest {newest}") | self.chosen(line, scores)
+        return dict.fromkeys(needed(line, newest), f"newest {newest}") | self.chosen(line, scores, evaluated)
 
-    def chosen(self, line: Sequence[Path], scores: Mapping[int, float]) -> dict[Path, str]:
+    def chosen(
+        self, line: Sequence[Path], scores: Mapping[int, float], evaluated: Collection[int] = ()
+    ) -> dict[Path, str]:
         """Return those of the checkpoints that stay however old they are. Args as of `reasons`."""
         reasons = dict[Path, str]()
         steps = {position[0]: path for path in line if (position := position_of(path)) and not position[1]}
         if self.every:
             reasons = {path: f"every {self.every}" for step, path in steps.items() if step % self.every == 0}
+        if (self.metric or "").startswith("eval/"):
+            reasons |= {path: "it is being evaluated" for step, path in steps.items() if step in evaluated}
         scored = {step: scores[step] for step in steps if math.isfinite(scores.get(step, math.nan))}
         if self.metric and scored:
             sign = 1 if self.mode == "max" else -1
@@ -316,11 +323,17 @@ def set_aside_after(run: Run, attempt: int, start: Path | None, fence: Fence, re
             os.rename(path, aside)
 
 
-def retire(run: Run, retention: Retention, scores: Mapping[int, float], fence: Fence) -> None:
-    """Delete the committed checkpoints that need not stay, and what was given up once two newer ones are there."""
+def retire(
+    run: Run, retention: Retention, scores: Mapping[int, float], fence: Fence, evaluated: Collection[int] = ()
+) -> None:
+    """Delete the committed checkpoints that need not stay, and what was given up once two newer ones are there.
+
+    Args:
+        evaluated: as of `Retention.reasons`, read before the scores: an evaluation that ends in between has one then.
+    """
     fault("commit.retire")
     line = line_of(run)
-    kept = retention.reasons(line, scores)
+    kept = retention.reasons(line, scores, evaluated)
     for path in line:
         if path not in kept:
             discard(path, fence)
@@ -331,7 +344,14 @@ def retire(run: Run, retention: Retention, scores: Mapping[int, float], fence: F
             discard(path, fence)
 
 
-def prune(run: Run, attempt: int, retention: Retention, scores: Mapping[int, float], fence: Fence) -> None:
+def prune(
+    run: Run,
+    attempt: int,
+    retention: Retention,
+    scores: Mapping[int, float],
+    fence: Fence,
+    evaluated: Collection[int] = (),
+) -> None:
     """Make room before an attempt starts: delete what earlier ones left half-written, and the checkpoints that need not stay.
 
     No committed one goes unless two of those that stay have all their files.
@@ -341,9 +361,9 @@ def prune(run: Run, attempt: int, retention: Retention, scores: Mapping[int, flo
         if path.name.startswith(".trash-") or (staged and int(staged[1]) < attempt):
             discard(path, fence)
     line = line_of(run)
-    kept = retention.reasons(line, scores)
+    kept = retention.reasons(line, scores, evaluated)
     if len(kept) < len(line) and sum(map(_has_its_files, kept)) >= NEVER_DELETED:
-        retire(run, retention, scores, fence)
+        retire(run, retention, scores, fence, evaluated)
 
 
 def _has_its_files(path: Path) -> bool:

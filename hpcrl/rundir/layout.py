@@ -30,6 +30,7 @@
   evals/v000010/<replica>.jsonl    texts and scores of the evaluation samples
   evals/v000010/losses.json        of validation sets
   evals/v000010/<replica>.rows     what has ended of an evaluation that has not
+  evals/v000010/begun.json         as long as it has not: its weights, and the checkpoint of its step, stay
   evaluations/<name>/              of `hpcrl eval`, each laid out as a run directory (hpcrl/launch/local/evaluate.py)
   metrics/*.jsonl                  one writer per file; the truth
   timeline/<attempt>/<process>.jsonl   what each process did when, and .old.jsonl what it did before (hpcrl/observe/timeline.py)
@@ -375,6 +376,9 @@ class Run:
 
     def eval_rows(self, version: int, replica: int) -> Path:
         return self.evals_of(version) / f"{replica}.rows"
+
+    def eval_begun(self, version: int) -> Path:
+        return self.evals_of(version) / "begun.json"
 
     def eval_losses(self, version: int) -> Path:
         return self.evals_of(version) / "losses.json"

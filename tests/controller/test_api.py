@@ -74,8 +74,6 @@ def serve_attempt(
     schedule: Schedule = SCHEDULE,
     failed: list[HpcrlError] | None = None,
     scores: ScoreQueue | None = None,
-    *,
-    colocated: bool = False,
 ) -> Served:
     """Start a controller in a thread; it ends as in a run, when the run has finished or failed; `failed` receives the error."""
     listener = bind("127.0.0.1")
@@ -84,7 +82,7 @@ def serve_attempt(
 
     async def main() -> None:
         service = Service(run, attempt, schedule, prompts(5), prompts(3), scores=scores)
-        api = Api(service, save_seconds=60, colocated=colocated)
+        api = Api(service, save_seconds=60)
         app = Guard(api.routes(), Signed(read_token(run), run.name, attempt))
         try:
             await serve(app, listener, api.watch(run, attempt, print))
@@ -119,11 +117,16 @@ def end(run: Run, attempt: int, served: Served) -> None:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[Run]:
+def run(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Run]:
+    """A run with a controller; its parameter is a schedule."""
     run = make_run(tmp_path / "project" / "run")
-    served = serve_attempt(run, 1)
+    served = serve_attempt(run, 1, getattr(request, "param", SCHEDULE))
     yield run
     end(run, 1, served)
+
+
+TOGETHER = pytest.mark.parametrize("run", [replace(SCHEDULE, colocated=True)], indirect=True, ids=["together"])
+"""Rows of an evaluation and training groups are handed out together."""
 
 
 def finish(run: Run, work: Work, version: int, reward: float = 1.0) -> GroupMeta:
@@ -178,6 +181,13 @@ def work_of(answer: dict) -> list[Work]:
     return [Work.from_json(value) for value in answer["work"]]
 
 
+def evaluate(run: Run, controller: ControllerClient, version: int) -> None:
+    """Finish the three rows of an evaluation."""
+    work = work_of(controller.call("claim", worker="rollout-0", version=version, capacity=4, holding=[]))
+    assert [item.kind for item in work] == ["eval"] * 3
+    controller.call("complete", worker="rollout-0", groups=[finish(run, item, version).to_json() for item in work])
+
+
 def test_a_whole_run_over_http(run: Run) -> None:
     controller = ControllerClient(run, 1, patience_s=10)
     assert controller.call("start", step=0)["total_steps"] == 2
@@ -189,16 +199,16 @@ def test_a_whole_run_over_http(run: Run) -> None:
             kinds += [item.kind for item in work]
             groups = [finish(run, item, version).to_json() for item in work]
             assert controller.call("complete", worker="rollout-0", groups=groups)["rejected"] == {}
-        assert kinds == ["eval"] * 3 * (version == 0) + ["train"] * 2
+        assert kinds == ["train"] * 2
         answer = controller.call("next", step=version + 1)
         assert answer["stop"] is None
         batch = batch_of(run, version + 1)
         assert [group.group_id for group in batch.groups] == [f"g{2 * version + i:08d}" for i in range(2)]
+        if version == 0:
+            evaluate(run, controller, version)  # beside the first step
         controller.call("published", version=version + 1)
     assert controller.call("next", step=3) == {"stop": "finished", "path": None}
-    work = work_of(controller.call("claim", worker="rollout-0", version=2, capacity=4, holding=[]))
-    assert [item.kind for item in work] == ["eval"] * 3
-    controller.call("complete", worker="rollout-0", groups=[finish(run, item, 2).to_json() for item in work])
+    evaluate(run, controller, 2)
     controller.call("committed", step=2)  # the trainer may still be saving
     assert controller.call("claim", worker="rollout-0", version=2, capacity=4, holding=[])["stop"] == "finished"
     assert read_json(run.evals_of(0) / "summary.json")["eval/letters/avg_score"] == 1.0
@@ -210,12 +220,10 @@ def test_next_attempt_uses_what_is_finished(run: Run) -> None:
     controller = ControllerClient(run, 1, patience_s=10)
     controller.call("start", step=0)
     work = work_of(controller.call("claim", worker="rollout-0", version=0, capacity=5, holding=[]))
-    done = [finish(run, item, 0) for item in work if item.kind == "eval"]
-    controller.call("complete", worker="rollout-0", groups=[group.to_json() for group in done])
-    train = [item for item in work if item.kind == "train"]
     controller.call(
-        "complete", worker="rollout-0", groups=[finish(run, item, 0, i).to_json() for i, item in enumerate(train)]
+        "complete", worker="rollout-0", groups=[finish(run, item, 0, i).to_json() for i, item in enumerate(work)]
     )
+    evaluate(run, controller, 0)
     controller.close()
 
     served = serve_attempt(run, 2)
@@ -252,6 +260,7 @@ def test_the_trainer_saves_before_a_failure_ends_the_controller(tmp_path: Path) 
     controller.close()
 
 
+@TOGETHER
 def test_groups_of_a_worker_that_leaves_go_to_one_that_waits(run: Run) -> None:
     leaving, waiting = ControllerClient(run, 1, patience_s=10), ControllerClient(run, 1, patience_s=10)
     leaving.call("start", step=0)
@@ -272,6 +281,7 @@ def test_groups_of_a_worker_that_leaves_go_to_one_that_waits(run: Run) -> None:
     waiting.close()
 
 
+@TOGETHER
 def test_what_waits_for_a_worker_that_has_left_is_not_given_to_it(run: Run) -> None:
     calls, other = ControllerClient(run, 1, patience_s=10), ControllerClient(run, 1, patience_s=10)
     calls.call("start", step=0)
@@ -326,6 +336,7 @@ def test_the_trainer_saves_when_all_replicas_are_gone(tmp_path: Path, given_up: 
     controller.close()
 
 
+@TOGETHER
 def test_groups_of_an_answer_that_got_lost_are_given_again(run: Run) -> None:
     controller = ControllerClient(run, 1, patience_s=10)
     controller.call("start", step=0)

@@ -35,7 +35,13 @@ def evaluating(run: Run, attempt: int, rows: int = ROWS, last: str = "p", **chan
         rows: of the validation set.
         last: name of the last of them.
     """
-    settings = {"eval_before_train": True, "eval_interval": 2, "eval_settings": "greedily", **changes}
+    settings = {
+        "eval_before_train": True,
+        "eval_interval": 2,
+        "eval_settings": "greedily",
+        "colocated": True,
+        **changes,
+    }
     *validation, end = prompts(rows)
     return Service(
         run, attempt, replace(SCHEDULE, **settings), prompts(9), [*validation, replace(end, extras={"answer": last})]
@@ -149,7 +155,7 @@ def test_rows_of_other_settings_or_prompts_do_not_count(run: Run, changes: dict[
     run.eval_dump(0, 0).write_text("what was said then")
     again = evaluating(run, 3, **changes)
     again.start(0)
-    assert not run.evals_of(0).exists()
+    assert not run.eval_dump(0, 0).exists()
     assert len(evaluate(run, again, 0, "", 0)) == changes.get("rows", ROWS)
 
 

@@ -19,7 +19,7 @@ from hpcrl.runtime.process_status import GIVEN_UP, StatusWriter
 from hpcrl.types import Work
 from tests.controller.test_api import SCHEDULE, end, finish, make_run, serve_attempt, work_of
 
-SYNCHRONOUS = replace(SCHEDULE, eval_before_train=False)
+SYNCHRONOUS = replace(SCHEDULE, eval_before_train=False, colocated=True)
 FIRST, SECOND = "rollout-0", "rollout-1"
 
 
@@ -49,7 +49,7 @@ class Side:
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Run]:
     run = make_run(tmp_path / "project" / "run")
-    served = serve_attempt(run, 1, SYNCHRONOUS, colocated=True)
+    served = serve_attempt(run, 1, SYNCHRONOUS)
     yield run
     end(run, 1, served)
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from hpcrl.rundir.layout import Run
 from hpcrl.runtime.controller_client import ControllerClient
 from hpcrl.types import Work
 from tests.controller.http_load import Load, measure
+from tests.controller.test_api import finish
 from tests.paths import CONFIGS, ROOT
 
 MODEL = CONFIGS / "quickstart" / "model"
@@ -67,15 +69,25 @@ def claimed(calls: ControllerClient, version: int = 0) -> list[Work]:
     return [Work.from_json(item) for item in answer["work"]]
 
 
+def evaluated(calls: ControllerClient, run: Run, work: list[Work]) -> list[Work]:
+    """Finish training groups, and those that begin then; return the rows of the evaluation that begin after them."""
+    while work[0].kind == "train":
+        groups = [replace(finish(run, item, 0), data_source="rows").to_json() for item in work]
+        calls.call("complete", worker="rollout-0", groups=groups)
+        work = claimed(calls)
+    return work
+
+
 def test_prompts_set_aside_in_the_order_of_the_file_by_columns_of_other_names(tmp_path: Path) -> None:
     data = {"test_size": 0.25, "val_data": [], "shuffle": False}
     run = make_run(tmp_path, data=data, trainer={"fully_async": {"max_staleness_steps": 1}})
     with controller(run) as calls:
         assert calls.call("start", step=0)["total_steps"] == 4  # 12, but 3 set aside and one of 26 tokens
         work = claimed(calls)
+        work += evaluated(calls, run, work)
     assert [(item.kind, item.prompt.uid) for item in work] == [
-        *[("eval", f"{i}") for i in range(3)],
         *[("train", f"{i}") for i in range(3, 7)],
+        *[("eval", f"{i}") for i in range(3)],
     ]
     for item in work:
         index = int(item.prompt.uid)
@@ -99,7 +111,8 @@ def test_chat_template_counts_and_bounds_hold(tmp_path: Path) -> None:
     with controller(run) as calls:
         assert calls.call("start", step=0)["total_steps"] == 4  # of the rows 3 to 5, the longest that fit twice
         work = claimed(calls)
-    assert [item.kind for item in work] == ["eval"] * 2 + ["train"] * 3
+        work += evaluated(calls, run, work)
+    assert [item.kind for item in work] == ["train"] * 3 + ["eval"] * 2
     assert {int(item.prompt.uid) for item in work if item.kind == "train"} <= {3, 4, 5}
 
 

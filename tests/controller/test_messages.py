@@ -8,6 +8,7 @@ import os
 import pickle
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -169,13 +170,17 @@ def test_a_start_beyond_the_end_is_told_with_its_remedy(tmp_path: Path) -> None:
         controller.start(**asked)
 
 
-def test_a_version_is_not_published_while_another_is_evaluated(tmp_path: Path) -> None:
+def test_a_score_belongs_to_one_version(tmp_path: Path) -> None:
     run = make_run(tmp_path / "project" / "run")
     controller = service(run, eval_before_train=True, staleness=1)
     controller.start(0)
-    work = controller.claim("rollout-0", 0, 9)
-    controller.complete([finish(run, item, 0) for item in work if item.kind == "train"])
-    unchanged(controller, lambda: controller.published(1), "version 0 is still being evaluated")
+    controller.complete([finish(run, item, 0) for item in controller.claim("rollout-0", 0, 9)])
+    (row, *_) = controller.claim("rollout-0", 0, 9)
+    controller.published(1)
+    mixed = replace(finish(run, row, 0), newest_version=1)
+    unchanged(
+        controller, lambda: controller.complete([mixed]), "evaluates version 0, and has tokens of the versions 0 to 1"
+    )
 
 
 def test_a_group_without_the_baseline_that_the_run_compares_with(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def leave_turns(run: Run, worker: str, group_id: str, version: int) -> str:
 
 
 def test_what_a_worker_leaves_is_given_with_its_groups(run: Run) -> None:
-    controller = service(run, eval_before_train=True, eval_n_samples=2)
+    controller = service(run, eval_before_train=True, eval_n_samples=2, colocated=True)
     controller.start(0)
     for name in ("rollout-0", "rollout-1"):
         controller.seen(name, 0, "waiting")
@@ -58,7 +58,7 @@ def test_a_worker_that_was_started_again_is_told_too(run: Run) -> None:
 
 
 def test_the_next_attempt_goes_on_with_what_it_may_use(run: Run) -> None:
-    first = service(run, eval_interval=1)
+    first = service(run, eval_interval=1, colocated=True)
     first.start(0)
     train_to(run, first, 1, 2)
     useful = [
@@ -72,7 +72,7 @@ def test_the_next_attempt_goes_on_with_what_it_may_use(run: Run) -> None:
         "an evaluation that is over": leave_turns(run, "rollout-0", "e000001-00000000", 1),
     }
     (run.evals_of(2) / "summary.json").unlink(missing_ok=True)
-    controller = service(run, 2, eval_interval=1)
+    controller = service(run, 2, eval_interval=1, colocated=True)
     controller.start(2)
     assert {name for name, path in useless.items() if (run.path / path).exists()} == set()
     work = {item.group_id: item.turns for item in controller.claim("rollout-0", 2, 9)}

@@ -64,6 +64,8 @@ def train_to(run: Run, controller: Service, first: int, last: int) -> None:
             work = controller.claim("rollout-0", step - 1, 2)
             assert work, f"nothing to do for step {step}"
             do(run, controller, work, step - 1)
+        while controller.status()["eval_open"]:
+            do(run, controller, controller.claim("rollout-0", step - 1, 2), step - 1)
         controller.published(step)
 
 
@@ -82,12 +84,12 @@ def test_evaluations_of_steps_that_are_given_up_are_done_again(run: Run) -> None
     assert again.stop == "finished"
 
 
-def test_nothing_is_trained_while_an_evaluation_is_open(run: Run) -> None:
-    """So its scores belong to one version, also where the next batch is there already."""
+def test_a_colocated_run_trains_nothing_while_an_evaluation_is_open(run: Run) -> None:
+    """Also where the next batch is there already."""
     first = service(run, eval_interval=0)
     first.start(0)
     train_to(run, first, 1, 2)
-    again = service(run, 2, eval_before_train=True)
+    again = service(run, 2, eval_before_train=True, colocated=True)
     again.start(0)
     assert again.batch(1) is None, "the batch of the first attempt is there, but version 0 is to be evaluated"
     work = again.claim("rollout-0", 0, 9)
@@ -133,7 +135,7 @@ def test_start_beyond_the_end_is_refused(run: Run) -> None:
 
 
 def test_requests_whose_answer_got_lost_may_come_again(run: Run) -> None:
-    controller = service(run, eval_before_train=True)
+    controller = service(run, eval_before_train=True, colocated=True)
     assert controller.start(0) == controller.start(0) == 4
     claimed = controller.claim("rollout-0", 0, 2)
     assert [item.kind for item in claimed].count("eval") == 3
@@ -201,7 +203,8 @@ def test_engines_that_get_weights_at_every_second_step(run: Run) -> None:
 
 
 def test_evaluation_fills_the_engines_whatever_the_batch(run: Run) -> None:
-    controller = Service(run, 1, replace(SCHEDULE, eval_before_train=True), prompts(9), prompts(20))
+    schedule = replace(SCHEDULE, eval_before_train=True, colocated=True)
+    controller = Service(run, 1, schedule, prompts(9), prompts(20))
     controller.start(0)
     for name in ("rollout-0", "rollout-1"):
         controller.seen(name, 0, "waiting")
@@ -210,7 +213,7 @@ def test_evaluation_fills_the_engines_whatever_the_batch(run: Run) -> None:
 
 
 def test_evaluation_is_shared_too(run: Run) -> None:
-    controller = service(run, eval_before_train=True)
+    controller = service(run, eval_before_train=True, colocated=True)
     controller.start(0)
     for name in ("rollout-0", "rollout-1"):
         controller.seen(name, 0, "waiting")
@@ -277,7 +280,7 @@ def test_a_controller_that_was_thought_dead_composes_nothing(run: Run) -> None:
 
 
 def test_prompts_that_are_evaluated_at_the_same_time_are_bounded(run: Run) -> None:
-    controller = service(run, eval_before_train=True, eval_prompts_at_once=2)
+    controller = service(run, eval_before_train=True, eval_prompts_at_once=2, colocated=True)
     controller.start(0)
     first = [item for item in controller.claim("rollout-0", 0, 9) if item.kind == "eval"]
     assert len(first) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -125,3 +126,15 @@ def test_a_million_groups_and_a_thousand_replicas_in_a_minute() -> None:
     assert time.process_time() - began < 60
     assert one.admission.cursor > 1_000_000
     assert idle_share(one) < 0.01
+
+
+@pytest.mark.parametrize("bound", [0, 1, 3])
+def test_evaluations_beside_training_cost_no_idle_replicas(bound: int) -> None:
+    """Each second step; also of versions that lost replicas had."""
+    calm = Scene(
+        replicas=40, batch_size=80, steps=12, bound=bound, rows=160, longest_s=120.0, lifetime_s=2000.0, seed=bound
+    )
+    one = play(replace(calm, evaluate=2))
+    assert one.evaluated == 6
+    assert idle_share(one) < 0.01
+    assert one.now < 1.5 * play(calm).now, "rows are as much work as groups are, each second step"

@@ -90,7 +90,8 @@ EVALUATED = 40
 @pytest.mark.faults_slow
 @pytest.mark.parametrize("end", ["preempted", "killed"])
 def test_43_in_the_middle_of_an_evaluation(scenario: Scenario, end: str) -> None:
-    """Rows that are finished are not generated again in the next attempt, and the scores are those of all rows, each once."""
+    """Training went on beside it, to a checkpoint of a later version. The next attempt loads the weights of the evaluated one for the rows
+    that are left; the scores are those of all rows, each once."""
     validation, at_once = scenario.path / "validation.jsonl", 4
     write_rows(validation, EVALUATED)
     evaluation = {"eval_interval": 3, "eval_before_train": False, "eval_batch_size": at_once, "max_steps": 4}
@@ -99,7 +100,7 @@ def test_43_in_the_middle_of_an_evaluation(scenario: Scenario, end: str) -> None
     run = scenario.submit({**settings, "data.val_data": [str(validation)]})
     scenario.wait(lambda: len(_evaluated(run, 3)) >= EVALUATED // 2, "rows that are finished", START_S, run)
     scenario.knobs(latency_s=600)  # no more of them are, however long it takes until the attempt ends
-    scenario.wait(lambda: last_saved(run) == (3, 0), "the checkpoint", 60, run)
+    scenario.wait(lambda: last_saved(run) == (4, 0), "the checkpoint of the next step", 60, run)
     if end == "preempted":
         scenario.preempt()
         assert scenario.outcome(run, 1, 60).kind == "interrupted"

@@ -45,18 +45,25 @@ class FakeController:
         self.claims: list[dict[str, Any]] = []
         self.reports: list[dict[str, Any]] = []
         self.left: list[str] = []
+        self._evaluated: set[str] = set()
+
+    def _keeps(self, version: int) -> bool:
+        """Return whether the engine of the worker keeps its version: it is the one at hand, or rows of it are open."""
+        return self.version == version or bool(self._evaluated)
 
     async def claim(self, body: dict[str, Any]) -> dict[str, Any]:
         self.claims.append(body)
         while body["holding"] and self.again:
             self.work.append(self.again.popleft())
         deadline = time.monotonic() + 1.0
-        while not (self.work and body["capacity"]) and not self.stop and self.version <= body["version"]:
+        while not (self.work and body["capacity"]) and not self.stop and self._keeps(body["version"]):
             if self.trains or time.monotonic() > deadline:
                 break
             await asyncio.sleep(0.02)
         await asyncio.sleep(self.claim_takes)
-        work = [self.work.popleft().to_json() for _ in range(min(body["capacity"], len(self.work)))]
+        given = [self.work.popleft() for _ in range(min(body["capacity"], len(self.work)))]
+        self._evaluated |= {item.group_id for item in given if item.kind == "eval"}
+        work = [item.to_json() for item in given]
         answer = {"stop": self.stop, "version": self.version, "work": work, "unwanted": self.unwanted}
         return answer | {"sleep": self.trains}
 
@@ -69,6 +76,7 @@ class FakeController:
         await asyncio.sleep(self.complete_takes)
         groups = [GroupMeta.from_json(value) for value in body["groups"]]
         self.completed += groups
+        self._evaluated -= {group.group_id for group in groups}
         return {"accepted": [group.group_id for group in groups], "rejected": {}}
 
     async def report(self, body: dict[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,9 @@ from hpcrl.rundir.commit import (
     finish,
     unfenced,
     verify,
+    write_text,
 )
+from hpcrl.rundir.evaluations import begun_evaluations
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import Kind, open_attempt, report_outcome, require_newest
 from hpcrl.rundir.space import explained, require_space
@@ -432,3 +434,22 @@ def test_a_process_that_was_thought_dead_does_not_speak_for_the_run(begun: Run) 
     older.write("serving still")
     (process_status,) = read_process_statuses(begun)
     assert (process_status.attempt, process_status.state) == (2, "loading data")
+
+
+def test_a_checkpoint_whose_score_is_yet_to_come_stays(run: Run) -> None:
+    save(run, 10, 20, 30, 40)
+    for step in (10, 20):
+        write_text(run.eval_begun(step), "{}")
+    evaluated = begun_evaluations(run)
+    retire(run, Retention(2, metric="reward"), {}, unfenced, evaluated)
+    assert names(run) == ["s000030", "s000040"], "a reward of training is there with its step"
+    save(run, 10, 20)
+    keep = Retention(2, metric="eval/all/avg_score")
+    retire(run, keep, {}, unfenced, evaluated)
+    assert names(run) == ["s000010", "s000020", "s000030", "s000040"]
+    write_text(run.eval_summary(20), "{}")
+    retire(run, keep, {20: 0.9}, unfenced, begun_evaluations(run))
+    assert names(run) == ["s000010", "s000020", "s000030", "s000040"], "the first one may still be better"
+    write_text(run.eval_summary(10), "{}")
+    retire(run, keep, {10: 0.5, 20: 0.9}, unfenced, begun_evaluations(run))
+    assert names(run) == ["s000020", "s000030", "s000040"]

@@ -22,6 +22,7 @@ from hpcrl.launch.doctor.node_findings import Purpose, findings_of_node
 from hpcrl.launch.nodes import Node
 from hpcrl.observe.metrics import values_of
 from hpcrl.rundir.checkpoints import Retention, prune
+from hpcrl.rundir.evaluations import begun_evaluations
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import require_newest
 from hpcrl.rundir.other_roots import require_folders
@@ -39,8 +40,9 @@ def make_room(run: Run, config: Config, attempt: int) -> None:
     """
     keep = Retention.of(config.trainer)
     try:
+        evaluated = begun_evaluations(run)
         scores = values_of(run, keep.metric) if keep.metric else {}
-        prune(run, attempt, keep, scores, partial(require_newest, run, attempt))
+        prune(run, attempt, keep, scores, partial(require_newest, run, attempt), evaluated)
     except OSError as error:
         print(f"older checkpoints could not be deleted: {error}", flush=True)
 

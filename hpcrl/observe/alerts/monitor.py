@@ -99,7 +99,7 @@ class AlertMonitor:
         now = self._clock.now()
         for record in records:
             if not record.metrics.keys().isdisjoint(_PROGRESS):
-                self._step = record.step
+                self._step = max(self._step, record.step)  # scores of a version come after later steps
                 if record.attempt == self._attempt:
                     self._progressed = now
         for name, rule in self._rules.items():

@@ -22,6 +22,7 @@ from hpcrl.faults import fault
 from hpcrl.observe.metrics import Curve
 from hpcrl.rundir.checkpoints import Retention, note_committed, retire
 from hpcrl.rundir.commit import abandon, begin, finish, listing, staging, write_bytes
+from hpcrl.rundir.evaluations import begun_evaluations
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import require_newest
 from hpcrl.rundir.space import explained, failure, require_space
@@ -132,7 +133,9 @@ class Committer:
 
     def _retire(self) -> None:
         try:
-            retire(self._run, self._retention, self._scores.values() if self._scores else {}, self.fence)
+            evaluated = begun_evaluations(self._run)
+            scores = self._scores.values() if self._scores else {}
+            retire(self._run, self._retention, scores, self.fence, evaluated)
         except OSError as error:
             log.warning("older checkpoints could not be deleted: %s", error)
 

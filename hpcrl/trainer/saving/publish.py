@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -37,6 +37,7 @@ from hpcrl.rundir.commit import (
     staging,
     write_bytes,
 )
+from hpcrl.rundir.evaluations import begun_evaluations
 from hpcrl.rundir.layout import Run, step_of, version_of
 from hpcrl.rundir.ledger import require_newest
 from hpcrl.rundir.space import explained
@@ -147,12 +148,14 @@ class Publisher:
         return Probe(token_ids, engine.probe(token_ids), str(engine.dtype).removeprefix("torch."))
 
     def retire(self) -> None:
-        """Remove versions that no engine needs any more; slow, and so called after engines know the newest."""
+        """Remove versions that no engine needs any more, for no open evaluation either; slow, and so called after engines know the newest."""
 
         def discard_old() -> None:
+            evaluated = begun_evaluations(self._run)  # first: what begins later needs the newest
             versions = committed(self._run.weights, version_of)
+            kept = {*versions[-self._kept_versions :], *(version for version in versions if version in evaluated)}
             try:
-                needed = self._needed(versions[-self._kept_versions :])
+                needed = self._needed(kept)
             except CommitError as error:  # such as of a filesystem that shows it later
                 log.warning("no version of the weights is removed now: %s", error)
                 return
@@ -162,7 +165,7 @@ class Publisher:
 
         self._world.rank0_broadcast(discard_old)
 
-    def _needed(self, versions: Sequence[int]) -> set[int]:
+    def _needed(self, versions: Iterable[int]) -> set[int]:
         """Return versions with those that they have the changes of; CommitError where the manifest of one cannot be read."""
         needed = set[int]()
         for version in versions:

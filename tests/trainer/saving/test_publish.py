@@ -25,7 +25,7 @@ from hpcrl.config import (
 from hpcrl.config.sections.generator import ChatTemplateConfig
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.errors import DataError
-from hpcrl.rundir.commit import committed, is_committed, verify
+from hpcrl.rundir.commit import committed, is_committed, verify, write_text
 from hpcrl.rundir.layout import Run, version_of
 from hpcrl.trainer.backends.base import ExportPiece
 from hpcrl.trainer.backends.fsdp.engine import FsdpPolicy
@@ -163,7 +163,11 @@ def test_versions(run: Run, alone: World, engine: FsdpPolicy) -> None:
     for version in range(1, 5):
         publisher.publish(engine, version)
         publisher.retire()
+        write_text(run.eval_begun(2), "{}")
     assert committed(run.weights, version_of) == [2, 3, 4], "max_staleness + 2 stay readable"
+    publisher.publish(engine, 5)
+    publisher.retire()
+    assert committed(run.weights, version_of) == [2, 3, 4, 5], "version 2 is being evaluated"
     inode = run.weights_of(4).stat().st_ino
     publisher.publish(engine, 4)
     assert run.weights_of(4).stat().st_ino == inode, "a committed version is being read"

@@ -1,0 +1,314 @@
+"""Evaluation beside training: who keeps a version for it, what a lost worker or attempt leaves, and when a score is there."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcrl.controller.service import Service
+from hpcrl.data.cache_files import EvalRow, append_rows
+from hpcrl.data.weight_files import PublishedWeights
+from hpcrl.observe.metrics import merged
+from hpcrl.rundir.commit import read_json
+from hpcrl.rundir.evaluations import MOST_OPEN, begun_evaluations
+from hpcrl.rundir.layout import Run
+from hpcrl.types import Work
+from tests.controller.test_api import finish, make_run
+from tests.controller.test_evaluation import publish
+from tests.controller.test_service import do, service
+
+FIRST, SECOND = "rollout-0", "rollout-1"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return make_run(tmp_path / "project" / "run")
+
+
+def begin(run: Run, *workers: str, **changes: Any) -> Service:
+    """Start training with workers that wait."""
+    controller = service(run, **changes)
+    controller.start(0)
+    for name in workers:
+        controller.seen(name, 0, "waiting")
+    return controller
+
+
+def train(run: Run, controller: Service, step: int, worker: str = FIRST) -> None:
+    """Generate and train a step with one worker's groups; rows that it gets stay with it."""
+    while controller.batch(step) is None:
+        work = controller.claim(worker, step - 1, 9)
+        assert work, f"nothing to do for step {step}"
+        do(run, controller, [item for item in work if item.kind == "train"], step - 1)
+
+
+def kinds(work: list[Work]) -> list[str]:
+    return [item.kind for item in work]
+
+
+def scores_of(run: Run) -> list[int]:
+    return [step for step, metrics in sorted(merged(run).items()) if "eval/all/avg_score" in metrics]
+
+
+def test_rows_fill_the_time_of_the_trainer(run: Run) -> None:
+    controller = begin(run, FIRST)
+    train(run, controller, 1)
+    controller.published(1)
+    work = controller.claim(FIRST, 1, 9)
+    assert kinds(work) == ["train"] * 2, "what the trainer waits for comes first"
+    assert controller.claim(FIRST, 1, 9) == []
+    do(run, controller, work, 1)
+    rows = controller.claim(FIRST, 1, 9)
+    assert kinds(rows) == ["eval"] * 3
+    assert controller.batch(2), "it is trained meanwhile"
+    controller.published(2)
+    assert controller.wanted(FIRST, 1) == 2
+    assert controller.keeps(FIRST, 1), "its rows are of version 1"
+    do(run, controller, rows[:2], 1)
+    assert controller.keeps(FIRST, 1)
+    do(run, controller, rows[2:], 1)
+    assert not controller.keeps(FIRST, 1)
+    assert scores_of(run) == [1], "at the step of the version, which is not the newest any more"
+
+
+def test_rows_that_still_wait_come_before_all_else_when_the_next_version_is_there(run: Run) -> None:
+    controller = begin(run, FIRST, staleness=1, batch_size=4)
+    train(run, controller, 1)
+    controller.published(1)
+    assert kinds(controller.claim(FIRST, 1, 4)) == ["train"] * 4
+    assert controller.batch(2)
+    controller.published(2)
+    assert (controller.wanted(FIRST, 1), controller.keeps(FIRST, 1)) == (1, True)
+    rows = controller.claim(FIRST, 1, 1)
+    assert kinds(rows) == ["eval"] * 2, "as many samples as a group has"
+    rows += controller.claim(FIRST, 1, 4)
+    assert kinds(rows) == ["eval"] * 3, "no group of version 1 could begin now and train in time"
+    assert controller.claim(FIRST, 2, 0) == []
+    do(run, controller, rows, 1)
+    assert (controller.wanted(FIRST, 1), controller.keeps(FIRST, 1)) == (2, False)
+
+
+def test_an_engine_that_keeps_a_version_begins_groups_with_it_as_staleness_allows(run: Run) -> None:
+    controller = begin(run, FIRST, SECOND, staleness=2)
+    train(run, controller, 1)
+    controller.published(1)
+    train(run, controller, 2, SECOND)
+    rows = controller.claim(FIRST, 1, 1)
+    assert controller.batch(2)
+    controller.published(2)
+    more = controller.claim(FIRST, 1, 9)
+    assert rows or more
+    assert "eval" in kinds([*rows, *more])
+    assert "train" in kinds([*rows, *more]), "until step 4"
+    indices = [int(item.group_id[1:]) for item in [*rows, *more] if item.kind == "train"]
+    assert max(indices) < 4 * 2
+
+
+def test_the_others_go_on(run: Run) -> None:
+    controller = begin(run, FIRST, SECOND)
+    train(run, controller, 1)
+    controller.published(1)
+    groups = controller.claim(FIRST, 1, 1) + controller.claim(SECOND, 1, 1)
+    do(run, controller, groups, 1)
+    rows = controller.claim(FIRST, 1, 9)
+    others = controller.claim(SECOND, 1, 9)
+    assert sorted(kinds(rows + others)) == ["eval"] * 3
+    assert controller.batch(2)
+    controller.published(2)
+    do(run, controller, others, 1)
+    assert (controller.keeps(FIRST, 1), controller.keeps(SECOND, 1)) == (True, False)
+    assert kinds(controller.claim(SECOND, 2, 9)) == ["train"], "the other one is the first worker's part"
+
+
+def test_nobody_leaves_the_initial_model_before_its_evaluation_is_over(run: Run) -> None:
+    """There may be no weights of it to come back to."""
+    controller = begin(run, FIRST, SECOND, eval_before_train=True)
+    groups = controller.claim(FIRST, 0, 9) + controller.claim(SECOND, 0, 9)
+    do(run, controller, groups, 0)
+    rows = controller.claim(FIRST, 0, 9)
+    others = controller.claim(SECOND, 0, 9)
+    controller.published(1)
+    do(run, controller, others, 0)
+    assert controller.wanted(SECOND, 0) == 0
+    controller.leave(FIRST)
+    again = controller.claim(SECOND, 0, 9)
+    assert {item.group_id for item in again} == {item.group_id for item in rows}
+    do(run, controller, again, 0)
+    assert controller.wanted(SECOND, 0) == 1
+
+
+def lose_rows(run: Run, controller: Service) -> None:
+    """Leave three rows of version 1 behind: the first worker is lost with them, and the second one holds version 2."""
+    train(run, controller, 1)
+    controller.published(1)
+    controller.seen(SECOND, 1, "waiting")
+    do(run, controller, controller.claim(FIRST, 1, 9) + controller.claim(SECOND, 1, 9), 1)
+    controller.leave(SECOND)
+    assert kinds(controller.claim(FIRST, 1, 9)) == ["eval"] * 3
+    controller.published(2)
+    controller.seen(SECOND, 2, "waiting")
+    assert controller.leave(FIRST) == 3
+
+
+def test_what_a_lost_worker_leaves_is_for_an_engine_that_starts(run: Run) -> None:
+    controller = begin(run, FIRST, SECOND)
+    lose_rows(run, controller)
+    assert controller.wanted(SECOND, 2) == 2
+    controller.seen(FIRST, 0, "waiting")
+    assert controller.wanted(FIRST, 0) == 1
+    while controller.wanted(FIRST, 1) == 1:
+        do(run, controller, controller.claim(FIRST, 1, 9), 1)
+    assert scores_of(run) == [1]
+
+
+def test_one_engine_goes_back_where_nothing_else_is_left(run: Run) -> None:
+    controller = begin(run, FIRST, SECOND, eval_interval=1, total_steps=3)
+    lose_rows(run, controller)
+    do(run, controller, controller.claim(SECOND, 2, 9), 2)
+    do(run, controller, controller.claim(SECOND, 2, 9), 2)
+    assert controller.batch(3)
+    controller.published(3)
+    do(run, controller, controller.claim(SECOND, 3, 9), 3)
+    controller.seen("rollout-2", 3, "waiting")
+    assert [controller.wanted(name, 3) for name in (SECOND, "rollout-2")] == [1, 3]
+    assert scores_of(run) == [], "scores come in the order of versions"
+    assert controller.stop is None, "all evaluations are waited for"
+    while controller.wanted(SECOND, 1) == 1:
+        do(run, controller, controller.claim(SECOND, 1, 9), 1)
+    assert scores_of(run) == [1, 2, 3]
+    assert controller.stop == "finished"
+
+
+def test_training_waits_when_too_many_evaluations_are_open(run: Run) -> None:
+    controller = begin(run, FIRST, total_steps=9)
+    for step in range(1, MOST_OPEN + 1):
+        train(run, controller, step)
+        controller.published(step)
+    assert begun_evaluations(run) == [*range(1, MOST_OPEN + 1)]
+    do(run, controller, controller.claim(FIRST, MOST_OPEN, 9), MOST_OPEN)
+    assert controller.batch(MOST_OPEN + 1) is None
+    assert controller.phase == "evaluate"
+    assert controller.wanted(FIRST, MOST_OPEN) == MOST_OPEN, "its own rows come first"
+    do(run, controller, controller.claim(FIRST, MOST_OPEN, 9), MOST_OPEN)
+    assert controller.wanted(FIRST, MOST_OPEN) == 1
+    do(run, controller, controller.claim(FIRST, 1, 9), 1)
+    assert controller.batch(MOST_OPEN + 1)
+
+
+def test_the_next_attempt_goes_on_with_evaluations_of_older_versions(run: Run) -> None:
+    controller = begin(run, FIRST, eval_settings="greedily")
+    digests = {step: publish(run, step, str(step)) for step in (1, 2)}
+    for step in (1, 2):
+        train(run, controller, step)
+        controller.published(step)
+    item, *_ = controller.claim(FIRST, 1, 9)
+    append_rows(run.eval_rows(1, 0), [EvalRow(finish(run, item, 1), item.asked, digests[1])])
+    again = service(run, 2, eval_settings="greedily")
+    again.start(2)
+    again.seen(FIRST, 0, "waiting")
+    assert again.wanted(FIRST, 0) == 1
+    rows = again.claim(FIRST, 1, 9)
+    assert [work.group_id for work in rows] == ["e000001-00000001", "e000001-00000002"]
+    do(run, again, rows, 1)
+    assert again.wanted(FIRST, 1) == 2
+    assert scores_of(run) == [1]
+
+
+def test_an_evaluation_whose_weights_are_gone_holds_nothing_back(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    controller = begin(run, FIRST)
+    for step in (1, 2):
+        train(run, controller, step)
+        controller.published(step)
+    run.eval_losses(1).write_text("{}")
+    again = service(run, 2)
+    again.start(2)
+    assert begun_evaluations(run) == [2]
+    assert "version 1 is not evaluated any more" in capsys.readouterr().out
+    assert run.eval_losses(1).exists()
+
+
+class Attempt:
+    """One attempt of a run that is killed somewhere, played with what chance says next.
+
+    Attributes:
+        held: the version of each worker's engine; groups: what it has begun.
+    """
+
+    def __init__(self, run: Run, number: int, step: int, draw: random.Random, workers: int, staleness: int) -> None:
+        self.run, self.number, self.draw, self.step = run, number, draw, step
+        self.controller = service(
+            run, number, staleness=staleness, total_steps=6, eval_settings="s", eval_before_train=True
+        )
+        if step:
+            publish(run, step, str(step))
+        self.controller.start(step)
+        self.held = {f"rollout-{at}": 0 for at in range(workers)}
+        self.groups: dict[str, list[Work]] = {name: [] for name in self.held}
+        self.asked = list[tuple[str, str]]()
+
+    def turn(self) -> None:
+        """Let a worker, or the trainer, do one thing."""
+        name, controller = self.draw.choice(list(self.held)), self.controller
+        controller.seen(name, self.held[name], "waiting")
+        what = self.draw.random()
+        if what < 0.03:
+            controller.leave(name)
+            self.held[name], self.groups[name] = 0, []
+        elif what < 0.4:
+            self._claim(name)
+        elif what < 0.8:
+            self._complete(name)
+        elif controller.batch(self.step + 1):
+            self.step += 1
+            publish(self.run, self.step, str(self.step))
+            controller.published(self.step)
+
+    def _claim(self, name: str) -> None:
+        held, wanted = self.held[name], self.controller.wanted(name, self.held[name])
+        evaluating = any(item.kind == "eval" for item in self.groups[name])
+        assert wanted is not None
+        if wanted != held and not evaluating and (wanted > held or not self.groups[name]):
+            self.held[name] = wanted
+            return
+        if wanted == held or evaluating:
+            self.groups[name] += self.controller.claim(name, held, 3)
+
+    def _complete(self, name: str) -> None:
+        if not self.groups[name]:
+            return
+        item = self.groups[name].pop(self.draw.randrange(len(self.groups[name])))
+        meta = finish(self.run, item, self.held[name])
+        if item.kind == "eval":
+            version = int(item.group_id[1:7])
+            assert version == self.held[name]
+            digest = PublishedWeights.read(self.run.weights_of(version)).digest if version else ""
+            append_rows(self.run.eval_rows(version, int(name[-1])), [EvalRow(meta, item.asked, digest)])
+        self.controller.complete([meta])
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("staleness", [0, 2])
+@pytest.mark.parametrize("seed", range(5))
+def test_every_version_has_its_score_once_whatever_is_killed(run: Run, seed: int, staleness: int, workers: int) -> None:
+    draw = random.Random(seed)
+    attempt, saved = Attempt(run, 1, 0, draw, workers, staleness), 0
+    for _ in range(20_000):
+        if attempt.controller.stop:
+            break
+        attempt.turn()
+        assert attempt.controller.failure is None
+        if draw.random() < 0.05:
+            saved = attempt.step
+        if draw.random() < 0.04 and attempt.number < 12:
+            attempt = Attempt(run, attempt.number + 1, saved, draw, workers, staleness)
+    assert attempt.controller.stop == "finished"
+    assert scores_of(run) == [*range(7)]
+    for version in range(7):
+        summary = read_json(run.eval_summary(version))
+        assert summary is not None
+        assert summary["eval/all/avg_score"] == 1.0
+    assert begun_evaluations(run) == []
+    assert not list(run.evals.glob("*/*.rows"))
