@@ -66,8 +66,8 @@ class Api:
         worker = self._service.seen(body["worker"], body["version"], body["state"])
         worker.stop_sent = self._service.stop is not None
         unwanted = self._service.unwanted(body.get("holding", []))
-        version = self._service.wanted(body["worker"], body["version"])
-        return {"stop": self._service.stop, "version": version, "unwanted": unwanted}
+        version, newest = self._service.wanted(body["worker"], body["version"]), self._service.version
+        return {"stop": self._service.stop, "version": version, "newest": newest, "unwanted": unwanted}
 
     async def claim(self, body: dict[str, Any]) -> dict[str, Any]:
         service, name, version = self._service, body["worker"], body["version"]
@@ -85,6 +85,7 @@ class Api:
         return {
             "stop": service.stop,
             "version": service.wanted(name, version),
+            "newest": service.version,
             "work": given,
             "unwanted": unwanted,
             "sleep": self._trains(),

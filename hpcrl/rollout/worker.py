@@ -264,9 +264,11 @@ class Worker:
 
     def _note_answer(self, answer: dict[str, Any]) -> None:
         """Take in what an answer reports: whether the run ends, the version to load (none before the trainer starts), unwanted groups."""
-        version = answer["version"]
-        if self._metrics is None and version is not None:
-            self._metrics = MetricsWriter(self._options.run, self._options.name, self._options.attempt, version)
+        version, newest = answer["version"], answer["newest"]
+        if (
+            self._metrics is None and newest is not None
+        ):  # training continues there, though an older version may come first
+            self._metrics = MetricsWriter(self._options.run, self._options.name, self._options.attempt, newest)
             self._news.set()
         for task, item in self._flight.items():
             if item.group_id in answer["unwanted"]:

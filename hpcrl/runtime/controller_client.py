@@ -2,9 +2,9 @@
 
 Controller routes, all POST, all JSON (`worker` is a process status name such as "rollout-0"):
 
-    /report      {worker, version, state, holding?} -> {stop, version, unwanted}
+    /report      {worker, version, state, holding?} -> {stop, version, newest, unwanted}
     /claim      {worker, version, capacity, holding: [group_id]}
-                                                   -> {stop, version, unwanted, sleep, work: [Work]}    waits up to 10 s for work or a newer version
+                                                   -> {stop, version, newest, unwanted, sleep, work: [Work]}    waits up to 10 s for work or another version
     /turn       {worker}                           -> {stop, version, turn}              its engine sleeps: waits up to 10 s until it may wake
     /complete   {worker, groups: [GroupMeta]}      -> {accepted: [group_id], rejected: {group_id: reason}}
     /leave      {worker}                           -> {}                                 it, or a scorer, ends, or was seen to end: its groups go to others
@@ -21,7 +21,8 @@ Controller routes, all POST, all JSON (`worker` is a process status name such as
 What each field may hold, hpcrl/controller/schema.py says; a message that is refused (400) changes nothing.
 `holding` names the groups that the worker generates or has yet to hand over; what else it was given got lost with an answer. Those that
 `unwanted` names need not be finished any more.
-`version` in an answer is what a worker should load before it claims again, null while the trainer has not started.
+`version` in an answer is what a worker should load before it claims again: the newest one, or an older one that is evaluated. `newest` is the
+newest one. Both are null while the trainer has not started.
 `stop` is null, or why the run ends.
 `sleep` is true where trainer and engines share devices and the trainer waits for this engine. The worker finishes its groups, puts the engine
 to sleep, and asks for its /turn. It also does so before it starts its engine. The trainer gets its batch when no engine is awake.

@@ -64,8 +64,8 @@ class FakeController:
         given = [self.work.popleft() for _ in range(min(body["capacity"], len(self.work)))]
         self._evaluated |= {item.group_id for item in given if item.kind == "eval"}
         work = [item.to_json() for item in given]
-        answer = {"stop": self.stop, "version": self.version, "work": work, "unwanted": self.unwanted}
-        return answer | {"sleep": self.trains}
+        answer = {"stop": self.stop, "version": self.version, "newest": self.version, "work": work}
+        return answer | {"unwanted": self.unwanted, "sleep": self.trains}
 
     async def lease(self, body: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG002
         self.leases += 1
@@ -81,7 +81,7 @@ class FakeController:
 
     async def report(self, body: dict[str, Any]) -> dict[str, Any]:
         self.reports.append(body)
-        return {"stop": self.stop, "version": self.version, "unwanted": self.unwanted}
+        return {"stop": self.stop, "version": self.version, "newest": self.version, "unwanted": self.unwanted}
 
     async def leave(self, body: dict[str, Any]) -> dict[str, Any]:
         self.left.append(body["worker"])
