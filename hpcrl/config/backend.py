@@ -30,7 +30,7 @@ Rule = Callable[[ConfigTree], Iterator[Problem]]
 OPTIONAL = (
     *("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "expert_parallel_size", "quantization"),
     *("enable_prefix_caching", "enable_chunked_prefill", "enforce_eager", "use_flashinfer", "fully_sharded_loras"),
-    *("remote_urls", "remote_key_file", "remote_ca_file", "engine_init_kwargs"),
+    *("remote_urls", "remote_key_file", "remote_ca_file", "engine_init_kwargs", "speculative"),
 )
 """Settings of generator.inference_engine that some engines read only."""
 

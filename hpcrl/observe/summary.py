@@ -31,6 +31,8 @@ WITHOUT_SPREAD, TRAINED_WITHOUT_SPREAD = "reward/groups_without_spread", "reward
 ADVANTAGE, GRADIENT, DIVERGENCE = "loss/avg_raw_advantages_abs", "policy/grad_norm", "distillation/divergence"
 NO_ADVANTAGE = 1e-6
 """Mean absolute advantage below which rewards teach nothing: rounding alone may leave as much."""
+TOKENS_PER_PASS = "generate/tokens_per_pass"
+"""Of each replica with speculative decoding: tokens that a pass over a request's drafts generates."""
 PAUSE = "weights/pause_seconds"
 """Of each replica: how long it stood still for a new version."""
 _TOGETHER, _MOST_TOGETHER = 5, 40

@@ -32,7 +32,7 @@ from hpcrl.envs.rewards.response import truth_text
 from hpcrl.errors import CommitError, EngineError
 from hpcrl.observe.metrics import MetricsWriter
 from hpcrl.observe.timeline import ENVIRONMENT, IDLE, Timeline
-from hpcrl.rollout.engines.base import Engine, Launched
+from hpcrl.rollout.engines.base import Drafts, Engine, Launched
 from hpcrl.rollout.engines.watchdog import run_watched
 from hpcrl.rollout.evaluate import evaluated_text
 from hpcrl.rollout.generate import Generator, Maker
@@ -143,6 +143,7 @@ class Worker:
         self._weights = engine.version, ""  # what it is proven to hold, and the digest of that
         self._stop: str | None = None
         self._must_sleep = False
+        self._drafts = Drafts()
         self._news = asyncio.Event()
         engine.changed = self._note_phase
 
@@ -377,6 +378,9 @@ class Worker:
     def _write_metrics(self) -> None:
         if self._metrics and self._rollout_metrics.tokens:  # a version that generated nothing has no metrics
             found = {"generate/groups_at_once": self._limiter.limit, **self._rollout_metrics.values()}
+            if (drafts := self._engine.drafts) is not None:
+                found |= drafts.metrics(self._drafts)
+                self._drafts = drafts
             calls = self._generator.threads.take_metrics() if self._generator.threads else {}
             self._metrics.write(self._engine.version, found | calls)
 

@@ -188,6 +188,20 @@ def test_joined_steps_stay_samples_that_share_their_beginnings(tmp_path: Path) -
     }
 
 
+def test_drafts_become_settings_of_their_own(tmp_path: Path) -> None:
+    given = f"{ENGINE}speculative_config={{method: ngram, num_speculative_tokens: 3, prompt_lookup_max: 5, prompt_lookup_min: 2}}"
+    own = load(command(given), tmp_path).generator.inference_engine.speculative
+    assert own.options == {
+        "method": "ngram",
+        "num_speculative_tokens": 3,
+        "prompt_lookup_min": 2,
+        "prompt_lookup_max": 5,
+    }
+    assert kinds(command(f"{ENGINE}speculative_config=null"), f"{ENGINE}speculative_config") == {"mapped"}
+    other = command(f"{ENGINE}speculative_config={{method: ngram, num_speculative_tokens: 3, max_model_len: 9}}")
+    assert kinds(other, f"{ENGINE}speculative_config.max_model_len") == {"conflict"}
+
+
 def test_prefill_apart_leaves_no_option_behind(tmp_path: Path) -> None:
     config = load(
         command(f"{ENGINE}engine_init_kwargs.kv_transfer_config.kv_connector=Nixl", f"{ENGINE}enable_pd=true"), tmp_path

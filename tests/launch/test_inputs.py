@@ -32,7 +32,7 @@ TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 NO_INPUTS = {
     *("data.local_dir", "data.val_local_dir", "trainer.resume_path", "python_path", "slurm.root", "slurm.checkpoint_root", "slurm.export_root", "slurm.tensorboard_root", "slurm.container.image"),
     *("trainer.alerts.command", "trainer.alerts.webhook_file", "trainer.upload.hf_token_file", "trainer.upload.s3_credentials_file"),
-    *("generator.inference_engine.remote_key_file", "generator.inference_engine.remote_ca_file"),
+    *("generator.inference_engine.remote_key_file", "generator.inference_engine.remote_ca_file", "generator.inference_engine.speculative.model"),
     *("environment.skyrl_gym.agent.service.token_file", "environment.skyrl_gym.agent.container.image"),
 }  # fmt: skip
 """Settings of files and folders that decide nothing of what is trained, or that are compared in another way."""

@@ -58,7 +58,7 @@ def made(tmp_path: Path, *overrides: str, executor: str = "slurm", **processes: 
 
 def waits(found: Waiting | None) -> dict[tuple[str, str], float]:
     assert found
-    return {(wait.role, wait.what): pytest.approx(wait.share, abs=1e-6) for wait in found.waits}
+    return {(wait.role, wait.what): round(wait.share, 6) for wait in found.waits}
 
 
 def proposed(run: Run) -> dict[str, object]:

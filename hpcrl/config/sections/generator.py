@@ -38,6 +38,40 @@ _LOADED_ADAPTERS = when(
 )
 
 
+WITH_MODEL = ("draft_model", "eagle", "eagle3")
+"""Methods of speculative decoding whose drafts are another model's."""
+_DRAFTS = when(".method")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculativeConfig:
+    method: Literal["ngram", "draft_model", "eagle", "eagle3", "mtp"] | None = None
+    """Speculative decoding: where the engine's draft tokens come from, which one pass of the policy verifies together. ngram: what followed the last tokens before, in prompt or response. draft_model: a smaller model with the policy's vocabulary. eagle, eagle3: a head that was trained for the policy. mtp: the policy's own heads for several tokens. The weights of drafts stay as they are; the distribution of samples stays the policy's. Unset: none."""
+
+    num_speculative_tokens: int = setting(4, range=COUNT, used_by=_DRAFTS)
+    """Draft tokens per pass."""
+
+    model: Location | None = setting(None, used_by=when(".method", *WITH_MODEL))
+    """Model of the drafts, as a directory or a name on the hub."""
+
+    prompt_lookup_min: int = setting(
+        2, range=COUNT, used_by=when(".method", "ngram"), why="vLLM's own 5 finds little in short prompts"
+    )
+    """Tokens at the end of the text that must have occurred before, at least."""
+
+    prompt_lookup_max: int = setting(4, range=COUNT, used_by=when(".method", "ngram"))
+    """Tokens at the end of the text that are looked for first; then fewer."""
+
+    @property
+    def options(self) -> dict[str, Any] | None:
+        """vLLM's option speculative_config; None without drafts."""
+        if self.method is None:
+            return None
+        lookup = {"prompt_lookup_min": self.prompt_lookup_min, "prompt_lookup_max": self.prompt_lookup_max}
+        own = lookup if self.method == "ngram" else {"model": self.model} if self.method in WITH_MODEL else {}
+        return {"method": self.method, "num_speculative_tokens": self.num_speculative_tokens, **own}
+
+
 @dataclass(frozen=True, kw_only=True)
 class InferenceEngineConfig:
     backend: str = "vllm"
@@ -100,6 +134,8 @@ class InferenceEngineConfig:
 
     max_num_batched_tokens: int = setting(8192, range=COUNT)
     """Tokens per forward pass of the engine; where prompts are read whole, raised to the longest prompt and response together."""
+
+    speculative: SpeculativeConfig = section(SpeculativeConfig)
 
     enforce_eager: bool | None = setting(
         None, why="unset: CUDA graphs wherever there are GPUs, without which decoding waits for kernel launches"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
+from hpcrl.config.sections.generator import SpeculativeConfig
 from hpcrl.convert.conversion import Conversion
 from hpcrl.convert.skyrl.source import SkyrlSource
 
@@ -105,6 +108,23 @@ def prefill_apart(source: SkyrlSource, conversion: Conversion, path: str) -> Non
         conversion.note("translated", source.names[path], "", message)
     else:
         conversion.note("mapped", source.names[path], "", "false: every engine does both")
+
+
+def drafts(source: SkyrlSource, conversion: Conversion, path: str) -> None:
+    """Give each entry of vLLM's option the setting of its name."""
+    name, given = source.names[path], source.given[path]
+    if not given:
+        conversion.note("mapped", name, "", "no drafts on either side")
+        return
+    known = {one.name for one in fields(SpeculativeConfig)}
+    for entry, value in given.items() if isinstance(given, dict) else [("", given)]:
+        target = f"{_ENGINE}speculative.{entry}"
+        if entry in known:
+            conversion.values[target] = value
+            conversion.note("translated", f"{name}.{entry}", target, "a setting of its own")
+        else:
+            what = "this entry of vLLM's option has no setting here; leave it out, or see generator.inference_engine.speculative"
+            conversion.note("conflict", f"{name}.{entry}".rstrip("."), "", what)
 
 
 def engine_options(source: SkyrlSource, conversion: Conversion) -> None:

@@ -473,4 +473,5 @@ TRANSLATIONS: dict[str, Translation] = {
     "trainer.max_tokens_per_microbatch": additions.tokens_per_pass,
     "generator.merge_stepwise_output": additions.joined_steps,
     _ENGINE + "enable_pd": additions.prefill_apart,
+    _ENGINE + "speculative_config": additions.drafts,
 }

@@ -23,7 +23,7 @@ from hpcrl.engines.vllm.answers import Running, chosen_logprobs, generation_of, 
 from hpcrl.engines.vllm.images import features
 from hpcrl.engines.vllm.middleware import CORES, ENDED, PATH
 from hpcrl.errors import EngineError, RefusedRequestError
-from hpcrl.rollout.engines.base import Engine, Generation, Heard, leaves_out
+from hpcrl.rollout.engines.base import Drafts, Engine, Generation, Heard, leaves_out
 from hpcrl.rollout.engines.weight_check import check_decoding, check_probe, check_ranks, difference, tolerance
 from hpcrl.rollout.limiter import Load
 from hpcrl.rollout.threads import in_thread
@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 _TOKENS = "vllm:generation_tokens_total"
 _USAGE, _QUEUED = "vllm:kv_cache_usage_perc", "vllm:num_requests_waiting"
 _PREEMPTED = "vllm:num_preemptions_total"
+_DRAFTS = tuple(f"vllm:spec_decode_num_{name}_total" for name in ("drafts", "draft_tokens", "accepted_tokens"))
 _PROOF, _ADAPTER_PROOF = "weight_proof", "adapter_proof"  # of vLLM's workers (weight_engine.WeightProof)
 _ADD_ADAPTER, _DROP_ADAPTER = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 _GENERATE = "/inference/v1/generate"
@@ -330,8 +331,10 @@ class EngineClient(Engine):
         return sum(found[_TOKENS]) if _TOKENS in found else None
 
     async def load(self) -> Load | None:
-        found = await self._metrics(_USAGE, _QUEUED, _PREEMPTED)
-        if len(found) < 3:
+        found = await self._metrics(_USAGE, _QUEUED, _PREEMPTED, *_DRAFTS)
+        if _DRAFTS[0] in found:
+            self.drafts = Drafts(*(sum(found[name]) for name in _DRAFTS))
+        if len(found.keys() - set(_DRAFTS)) < 3:
             return None
         fullest = max(found[_USAGE])  # each copy of the weights has a cache of its own
         return Load(fullest, sum(found[_QUEUED]), sum(found[_PREEMPTED]), self._updates, self._dropped)

@@ -51,6 +51,11 @@ def check_vision(config: Config, family: VisionFamily, sees: str) -> Iterator[Pr
             "generator.inference_engine.remote_urls",
             f"{sees}, and a server that others have started may prepare images in another way; leave it out",
         )
+    if engine.speculative.method:
+        yield Problem(
+            "generator.inference_engine.speculative.method",
+            f"{sees}, whose placeholders are never sampled, and vLLM 0.31 has no logit_bias with drafts; leave it out",
+        )
     if config.loads_adapters:
         yield Problem(
             "generator.inference_engine.merge_lora",

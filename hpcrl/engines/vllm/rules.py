@@ -9,7 +9,7 @@ from typing import Any
 
 from hpcrl.config.errors import Problem
 from hpcrl.config.sections.distillation import TeacherEngineConfig
-from hpcrl.config.sections.generator import MOST_KEPT, InferenceEngineConfig
+from hpcrl.config.sections.generator import MOST_KEPT, WITH_MODEL, InferenceEngineConfig
 from hpcrl.config.sections.model import LORA_RANKS
 from hpcrl.config.sections.tree import ConfigTree
 
@@ -18,6 +18,7 @@ _ENGINE_NAMES = {field.name: field.name for field in fields(InferenceEngineConfi
     "dtype": "model_dtype",
     "enable_expert_parallel": "expert_parallel_size",
     "data_parallel_size_local": "data_parallel_size",
+    "speculative_config": "speculative",
 }
 _TEACHER_NAMES = {field.name: field.name for field in fields(TeacherEngineConfig)} | {"dtype": "model_dtype"}
 _SIZES = {"pipeline_parallel_size", "data_parallel_size", "prefill_context_parallel_size", "enable_expert_parallel"}
@@ -153,6 +154,7 @@ def remote_engines(config: ConfigTree) -> Iterator[Problem]:
         ("trainer.profiler.nsys_engine_iterations", config.trainer.profiler.nsys_engine_iterations),
         ("slurm.elastic.replicas", config.slurm.elastic.replicas),
         ("slurm.replicas_per_node", config.slurm.replicas_per_node),
+        (f"{path}.speculative.method", engine.speculative.method),
         (f"{path}.weight_copy_dir", engine.weight_copy_dir),
     ):
         if found:
@@ -192,6 +194,34 @@ def routed_experts(config: ConfigTree) -> Iterator[Problem]:
             yield Problem(path, f"vLLM tells of experts with {where}={str(value).lower()} only; set it to that")
 
 
+def drafts(config: ConfigTree) -> Iterator[Problem]:
+    """Refuse what vLLM 0.31 cannot do with draft tokens."""
+    path, own = "generator.inference_engine.speculative", config.generator.inference_engine.speculative
+    if own.method is None:
+        return
+    if own.method in WITH_MODEL and own.model is None:
+        yield Problem(f"{path}.model", f'required with {path}.method="{own.method}": a directory or a name on the hub')
+    if own.method == "ngram" and own.prompt_lookup_min > own.prompt_lookup_max:
+        yield Problem(
+            f"{path}.prompt_lookup_min",
+            f"expected at most prompt_lookup_max ({own.prompt_lookup_max}), found {own.prompt_lookup_min}",
+        )
+    for section in ("sampling_params", "eval_sampling_params"):
+        params = getattr(config.generator, section)
+        if params.min_p:
+            yield Problem(
+                f"generator.{section}.min_p", f"vLLM 0.31 has no min_p with {path}.method; leave one of them out"
+            )
+        if "logit_bias" in (params.additional_kwargs or {}):
+            name = f"generator.{section}.additional_kwargs.logit_bias"
+            yield Problem(name, f"vLLM 0.31 has no logit_bias with {path}.method; leave one of them out")
+    if config.trainer.policy.experts.router_replay != "none":
+        yield Problem(
+            f"{path}.method",
+            "the experts of tokens (trainer.policy.experts.router_replay) have not been tried with drafts; leave one of them out",
+        )
+
+
 def teacher(config: ConfigTree) -> Iterator[Problem]:
     """vLLM gives log-probabilities of prompts for whole distributions at temperature 1 only."""
     sampling, own, path = config.generator.sampling_params, config.trainer.distillation, f"{_TEACHER}.backend"
@@ -222,5 +252,5 @@ def teacher(config: ConfigTree) -> Iterator[Problem]:
         yield Problem(f"{_TEACHER}.include_prompt", 'expected false with backend="vllm"; choose "fsdp2" or "megatron"')
 
 
-RULES = (adapters, flash_infer, options, processors, quantization, remote_engines, routed_experts, sampling)
+RULES = (adapters, drafts, flash_infer, options, processors, quantization, remote_engines, routed_experts, sampling)
 TEACHER_RULES = (teacher, teacher_options)

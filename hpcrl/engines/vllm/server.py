@@ -275,6 +275,7 @@ def _command(options: ServerOptions, socket: Path) -> list[str]:
         "enable-expert-parallel": True if engine.expert_parallel_size > 1 else None,
         "quantization": engine.quantization,
         "attention-backend": "FLASHINFER" if engine.use_flashinfer else None,
+        "speculative-config": engine.speculative.options,
         "enable-prefix-caching": engine.enable_prefix_caching,
         "enable-chunked-prefill": chunked,
         "max-num-batched-tokens": max(engine.max_num_batched_tokens, 0 if chunked else options.max_model_len),

@@ -1,6 +1,6 @@
 """The weight engine `shared_fs`: loads a published version from the run directory into a running vLLM worker, and reports its digest.
 
-vLLM's workers import it for the class that `--worker-extension-cls` names, before they make their weight engine.
+vLLM's workers import it for the class that `--worker-extension-cls` names, before they make their weight engine and their sampler.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
+from vllm.v1.sample import rejection_sampler
 
 from hpcrl.data.weight_files import PublishedWeights, WeightReader
 
@@ -99,6 +100,22 @@ class SharedFilesystemEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         pass
 
 
+def expand_batch_to_tokens(
+    values: torch.Tensor, ends: torch.Tensor, tokens: int, replace_from: int = 0, replace_to: int = 0
+) -> torch.Tensor:
+    """Return the value of each request, [requests], for each of its draft tokens, [tokens].
+
+    It replaces vLLM 0.31's function of this name for CPUs, which leaves the result uninitialized where values are no int64: temperatures.
+
+    Args:
+        ends: [requests], the number of draft tokens up to and with each request.
+    """
+    counts = ends.diff(prepend=ends.new_zeros(1))
+    return values.masked_fill(values == replace_from, replace_to).repeat_interleave(counts, output_size=tokens)
+
+
+if current_platform.is_cpu():
+    rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
 WeightTransferEngineFactory.register_engine("shared_fs", SharedFilesystemEngine)  # as server.py names it
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -9,14 +10,16 @@ from hpcrl.config import Config
 from hpcrl.config.backend import backend_of, teacher_backend
 from hpcrl.config.errors import Problem
 from hpcrl.config.rules.model_fit import text_entries
+from hpcrl.config.sections.model import Pretrained
 from hpcrl.config.token_limits import longest_sample
 from hpcrl.launch.backend import launch_backend
-from hpcrl.launch.submit.models import entries_of
+from hpcrl.launch.submit.models import entries_of, folder_of
 
 _LENGTHS = (
     *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length"),
     *("max_target_positions", "max_sequence_length", "max_seq_length", "seq_len"),
 )
+_HEADS = "num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules"
 _SCALED_ALREADY = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling", "default")
 
 
@@ -25,6 +28,7 @@ def check_engine(config: Config) -> Iterator[Problem]:
     entries = entries_of(config.trainer.policy.model.pretrained)
     if entries is not None:
         yield from _lengths(config, entries)
+        yield from _drafts(config, {**entries, **text_entries(entries)})
     if config.has_engines:
         if engine := launch_backend(backend_of(config.generator.inference_engine)):
             yield from engine.check_engine(config, entries)
@@ -32,6 +36,39 @@ def check_engine(config: Config) -> Iterator[Problem]:
         teacher = teacher_backend(distillation) if distillation.enable else None
         if teacher and (own := launch_backend(teacher)):
             yield from own.check_teacher(config)
+
+
+def _drafts(config: Config, entries: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yield why the policy, or another model, cannot make drafts for it."""
+    path, own = "generator.inference_engine.speculative", config.generator.inference_engine.speculative
+    policy = f"the policy at {config.trainer.policy.model.path}"
+    if own.method == "mtp" and not any(entries.get(name) for name in _HEADS):
+        yield Problem(
+            f"{path}.method", f"{policy} has no heads for several tokens (its config.json lacks {', '.join(_HEADS)})"
+        )
+    if own.method != "draft_model" or own.model is None:
+        return
+    drafts = Pretrained(own.model)
+    found = entries_of(drafts)
+    if found is None:
+        return  # vLLM compares the sizes of the vocabularies too
+    sizes = [each.get("vocab_size") for each in (text_entries(found), entries)]
+    if sizes[0] != sizes[1]:
+        yield Problem(f"{path}.model", f"expected the {sizes[1]} tokens of {policy}, found {sizes[0]}: {own.model}")
+    elif (named := different_token(drafts, config.trainer.policy.model.pretrained)) is not None:
+        yield Problem(f"{path}.model", f"its tokens are others than those of {policy}, such as {named}: {own.model}")
+
+
+def different_token(one: Pretrained, other: Pretrained) -> str | None:
+    """Return a token that two models' tokenizer.json number differently; None: there is none, or one of the files is not here."""
+    found = [
+        json.loads(path.read_text(encoding="utf-8"))["model"]["vocab"]
+        for folder in map(folder_of, (one, other))
+        if folder is not None and (path := folder / "tokenizer.json").is_file()
+    ]
+    if len(found) < 2 or not all(isinstance(vocabulary, dict) for vocabulary in found):
+        return None
+    return next((f"{token!r}" for token, number in found[1].items() if found[0].get(token) != number), None)
 
 
 def merged_for_engines(config: Config) -> Iterator[str]:

@@ -20,6 +20,7 @@ from hpcrl.observe.summary import (
     GRADIENT,
     NO_ADVANTAGE,
     REWARD,
+    TOKENS_PER_PASS,
     WITHOUT_SPREAD,
 )
 from hpcrl.rundir.ledger import Outcome
@@ -303,3 +304,14 @@ def _staleness(reported: Reported) -> tuple[Status, str]:
 
 
 _STALENESS = "trainer.fully_async.max_staleness_steps"
+
+
+@_rule("drafts", TOKENS_PER_PASS, look="a pass generates less than 1.2 tokens in the last tenth")
+def _drafts(reported: Reported) -> tuple[Status, str]:
+    tokens, path = reported.ends(TOKENS_PER_PASS)[1], "generator.inference_engine.speculative.method"
+    text = f"a pass over drafts generates {tokens:.2f} tokens in the last tenth"
+    return (
+        ("look", f"{text}: they hardly pay; leave out {path}, or lower num_speculative_tokens")
+        if tokens < 1.2
+        else ("good", text)
+    )

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpcrl.config import SamplingParams
 from hpcrl.errors import EngineError
+from hpcrl.observe.summary import TOKENS_PER_PASS
 from hpcrl.rollout.limiter import Load
 
 if TYPE_CHECKING:  # the last two import torch, for which no engine waits to be launched
@@ -100,17 +101,42 @@ def leaves_out(sampling: Mapping[str, Any]) -> bool:
     return sampling.get("top_k", 0) > 0
 
 
+@dataclass(frozen=True)
+class Drafts:
+    """What speculative decoding has done since the engine's start.
+
+    Attributes:
+        passes: of the policy over a request's draft tokens.
+        tokens, accepted: draft tokens, and those that the policy accepted.
+    """
+
+    passes: float = 0.0
+    tokens: float = 0.0
+    accepted: float = 0.0
+
+    def metrics(self, since: Drafts) -> dict[str, float]:
+        """Return the share of accepted tokens and the tokens that such a pass generates, since an earlier count."""
+        passes, tokens, accepted = (
+            getattr(self, name) - getattr(since, name) for name in ("passes", "tokens", "accepted")
+        )
+        if passes <= 0 or tokens <= 0:
+            return {}
+        return {"generate/draft_accepted_share": accepted / tokens, TOKENS_PER_PASS: 1 + accepted / passes}
+
+
 class Engine(ABC):
     """One replica's engine.
 
     Attributes:
         version: policy version of the weights that it holds.
         answered: calls that have ended, well or not.
+        drafts: as of the last `load`; None: there are none.
         changed: called when a call begins or ends; the worker sets it.
     """
 
     version: int
     answered: int
+    drafts: Drafts | None = None
     changed: Callable[[], None] = staticmethod(lambda: None)
 
     @property

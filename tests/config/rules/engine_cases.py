@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.config.rules.skyrl_cases import ALGORITHM, CRITIC, ENGINE, FOUR_GPUS, GYM, LORA, SFT, Case
 
 REMOTE = {f"{ENGINE}.remote_urls": ["http://a:8000"]}
+NGRAM = {f"{ENGINE}.speculative.method": "ngram"}
 VLLM_TEACHER = {
     "trainer.distillation.enable": True,
     "trainer.distillation.model_path": "t",
@@ -12,6 +13,44 @@ VLLM_TEACHER = {
 }
 
 ENGINES = [
+    Case(
+        "the embedded engine has no drafts",
+        {f"{ENGINE}.backend": "transformers", f"{ENGINE}.speculative.method": "ngram"},
+        f"{ENGINE}.speculative", 'has no effect with generator.inference_engine.backend="transformers"; leave it out, or set vllm',
+        {f"{ENGINE}.backend": "transformers"},
+    ),
+    Case(
+        "drafts of a model want one",
+        {f"{ENGINE}.speculative.method": "draft_model"}, f"{ENGINE}.speculative.model", "a directory or a name on the hub",
+        {f"{ENGINE}.speculative.method": "draft_model", f"{ENGINE}.speculative.model": "d"},
+    ),
+    Case(
+        "drafts are looked up by at least as few tokens as at most",
+        {**NGRAM, f"{ENGINE}.speculative.prompt_lookup_min": 5}, f"{ENGINE}.speculative.prompt_lookup_min",
+        "expected at most prompt_lookup_max (4), found 5", {**NGRAM, f"{ENGINE}.speculative.prompt_lookup_min": 4},
+    ),
+    Case(
+        "vLLM has no min_p with drafts",
+        {**NGRAM, "generator.eval_sampling_params.min_p": 0.1}, "generator.eval_sampling_params.min_p", "leave one of them out",
+        NGRAM,
+    ),
+    Case(
+        "nor biases of logits",
+        {**NGRAM, "generator.eval_sampling_params.additional_kwargs": {"logit_bias": {"3": 1.0}}},
+        "generator.eval_sampling_params.additional_kwargs.logit_bias", "leave one of them out",
+        {**NGRAM, "generator.eval_sampling_params.additional_kwargs": {"presence_penalty": 0.1}},
+    ),
+    Case(
+        "experts of tokens have not been tried with drafts",
+        {**NGRAM, "slurm.gpus_per_node": 8, "trainer.policy.experts.router_replay": "R3"},
+        f"{ENGINE}.speculative.method", "have not been tried with drafts",
+        {**NGRAM, "slurm.gpus_per_node": 8},
+    ),
+    Case(
+        "drafts are the business of who starts the engine",
+        {**REMOTE, **NGRAM}, f"{ENGINE}.speculative.method", "whose engines are on no node of the run; leave it out",
+        REMOTE,
+    ),
     Case(
         "options of vLLM want vLLM",
         {f"{ENGINE}.backend": "transformers", f"{ENGINE}.engine_init_kwargs": {"swap_space": 1}},

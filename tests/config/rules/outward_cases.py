@@ -23,6 +23,11 @@ OF_ALERTS = [
         f"{ALERTS}.rules.one two", "expected a name of letters",
         rule(kind="no_progress", minutes=3.0),
     ),
+    Case(
+        "trainer and engines that share GPUs wait for no batch",
+        {**rule(kind="wait_above", value=0.5), "trainer.placement.colocate_all": True}, f"{_RULE}.kind",
+        "the engines have the GPUs while the trainer waits", rule(kind="wait_above", value=0.5),
+    ),
     Case("no progress for how long", rule(kind="no_progress"), f"{_RULE}.minutes", "required", rule(kind="no_progress", minutes=30)),
     Case("a limit is a number of a metric, not of minutes", {**ENTROPY, **rule(minutes=3)}, f"{_RULE}.minutes", "found 3", ENTROPY),
     Case("a limit is there", rule(kind="kl_above"), f"{_RULE}.value", "required", rule(kind="kl_above", value=0.5)),

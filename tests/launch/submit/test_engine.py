@@ -20,6 +20,7 @@ from tests.paths import QUICKSTART
 
 KWARGS = "generator.inference_engine.engine_init_kwargs"
 VLLM = "generator.inference_engine.backend=vllm"
+DRAFTS = "generator.inference_engine.speculative"
 
 
 def test_samples_longer_than_the_model_takes_are_refused() -> None:
@@ -90,6 +91,32 @@ def test_what_engines_get_where_they_cannot_load_adapters_is_said(special: str) 
     assert "each version is the whole policy, merged" in said
     assert check_files(Config.from_toml([QUICKSTART], [*given, "generator.inference_engine.merge_lora=true"])) == []
     assert check_files(Config.from_toml([QUICKSTART], given[:1])) == []
+
+
+def test_drafts_that_the_policy_cannot_have_are_refused(tmp_path: Path) -> None:
+    model = QUICKSTART.parent / "quickstart" / "model"
+    policy, drafts = (shutil.copytree(model, tmp_path / name) for name in ("policy", "drafts"))
+    given = [VLLM, f"trainer.policy.model.path={policy}", f"{DRAFTS}.method=draft_model", f"{DRAFTS}.model={drafts}"]
+    config = Config.from_toml([QUICKSTART], given)
+    assert list(check_engine(config)) == []
+    tokenizer = json.loads((drafts / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    first, second = list(vocabulary)[-2:]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (drafts / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (problem,) = check_engine(config)
+    assert problem.path == f"{DRAFTS}.model"
+    assert f"its tokens are others than those of the policy at {policy}, such as {first!r}" in problem.message
+    entries = json.loads((drafts / "config.json").read_text())
+    (drafts / "config.json").write_text(json.dumps(entries | {"vocab_size": 7}))
+    (problem,) = check_engine(config)
+    assert f"expected the {entries['vocab_size']} tokens of the policy" in problem.message
+
+    config = Config.from_toml([QUICKSTART], [VLLM, f"trainer.policy.model.path={policy}", f"{DRAFTS}.method=mtp"])
+    (problem,) = check_engine(config)
+    assert (problem.path, "has no heads for several tokens" in problem.message) == (f"{DRAFTS}.method", True)
+    (policy / "config.json").write_text(json.dumps(entries | {"num_nextn_predict_layers": 1}))
+    assert list(check_engine(config)) == []
 
 
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")

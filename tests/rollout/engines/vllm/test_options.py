@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from hpcrl.config import Config
+from hpcrl.config.sections.generator import WITH_MODEL, SpeculativeConfig
 from hpcrl.engines.vllm.answers import Running, generation_of
 from hpcrl.engines.vllm.client import EngineClient
 from hpcrl.engines.vllm.middleware import _choice
@@ -127,6 +128,7 @@ def test_vllm_knows_the_options_of_gpus_by_these_names(models: list[Path], token
     """What this machine cannot run, vLLM's own parser reads."""
     from vllm.config import ProfilerConfig
     from vllm.config.attention import AttentionConfig
+    from vllm.config.speculative import SpeculativeConfig as VLLMsDrafts
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -162,6 +164,14 @@ def test_vllm_knows_the_options_of_gpus_by_these_names(models: list[Path], token
         assert on_gpus(quantization=name).quantization == name
     assert (plain.enforce_eager, parsed(enforce_eager=False).enforce_eager) == (True, False)
     assert (on_gpus().enforce_eager, on_gpus(enforce_eager=True).enforce_eager) == (False, True)
+    for method in ("ngram", "draft_model", "eagle", "eagle3", "mtp"):
+        drafts = SpeculativeConfig(method=method, model="d" if method in WITH_MODEL else None)
+        given = parsed(speculative=drafts).speculative_config
+        assert given is not None
+        assert given == drafts.options
+        assert given.keys() <= VLLMsDrafts.__dataclass_fields__.keys()
+        assert f"'{method}'" in str(VLLMsDrafts.__dataclass_fields__["method"].type)
+    assert plain.speculative_config is None
     few: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 16}
     read_in_parts, read_whole, on_cpu = on_gpus(**few), on_gpus(**few, enable_chunked_prefill=False), parsed(**few)
     assert (read_in_parts.enable_chunked_prefill, read_in_parts.max_num_batched_tokens) == (True, 16)
