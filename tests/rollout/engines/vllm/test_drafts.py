@@ -14,12 +14,13 @@ from hpcrl.config.sections.generator import SpeculativeConfig
 from hpcrl.engines.vllm.client import EngineClient
 from hpcrl.engines.vllm.server import Server
 from hpcrl.rollout.engines.base import Drafts, Generation
+from hpcrl.rollout.engines.weight_check import TOLERANCES
 from tests.paths import ON_GPU
 from tests.rollout.conftest import WithEngine, runner
 from tests.rollout.engines.test_contract import LENGTH, updated_while_running
-from tests.rollout.material import CLOSE, LONG_PROMPT, as_version, distribution, options, served
+from tests.rollout.material import LONG_PROMPT, as_version, distribution, options, served
 
-EXACT = CLOSE if ON_GPU else 1e-4
+EXACT = TOLERANCES["bfloat16"] if ON_GPU else 1e-4
 WHOLE: dict[str, Any] = {"temperature": 1.0, "max_tokens": 40, "ignore_eos": True}
 
 
@@ -89,4 +90,4 @@ def test_drafts_meet_new_weights_while_requests_run(with_drafts: WithEngine[Any]
         assert 0 < switch < LENGTH
         for model, part in ((models[0], slice(0, switch)), (models[1], slice(switch, None))):
             expected = distribution(model, LONG_PROMPT, said.token_ids).gather(1, torch.tensor(said.token_ids)[:, None])
-            torch.testing.assert_close(given[part], expected[part, 0], atol=CLOSE, rtol=0)
+            torch.testing.assert_close(given[part], expected[part, 0], atol=EXACT, rtol=0)
