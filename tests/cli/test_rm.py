@@ -205,8 +205,12 @@ def test_what_links_of_a_run_lead_to_stays(
     for link, target in (("checkpoints", "papers"), ("weights", "weights"), ("slurm", ".slurm/thesis")):
         (run.path / link).unlink(missing_ok=True)
         (run.path / link).symlink_to(place / target)
-    assert main(["rm", "single", "--yes", "--keep", "metrics", "--root", str(root)]) == RunError.exit_code
-    assert f"{run.checkpoints} leads to {place}/papers, which is not known to be of this run" in capsys.readouterr().err
+    for kept in ("metrics", "last", "export"):
+        assert main(["rm", "single", "--yes", "--keep", kept, "--root", str(root)]) == RunError.exit_code
+        assert (
+            f"{run.checkpoints} leads to {place}/papers, which is not known to be of this run"
+            in capsys.readouterr().err
+        )
     assert main(["checkpoint", "rm", "single", "3", "--root", str(root)]) == RunError.exit_code
     assert sizes_of(run).keys().isdisjoint({"checkpoints", "papers"})
     run.checkpoints.unlink()
