@@ -15,7 +15,7 @@ from hpcrl.config.sections.tree import ConfigTree
 
 _SBATCH_OWN = {"nodes", "array", "signal", "ntasks", "ntasks_per_node", "job_name", "output", "error", "open_mode"}
 _SBATCH_OWN |= {"requeue", "no_requeue", "no_kill"}
-_SECRET = re.compile(r"\b(\w*(?:KEY|TOKEN|SECRET|PASSWORD)\w*)=['\"]?[\w+/.-]", re.IGNORECASE)
+_SECRET = re.compile(r"\b(\w*(?:KEY|TOKEN|SECRET|PASSWORD))=['\"]?[\w+/.-]", re.IGNORECASE)
 _SBATCH_NAMES = {
     "partition": "partition",
     "account": "account",
