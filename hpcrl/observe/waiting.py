@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import takewhile, zip_longest
 
 from hpcrl.observe.timeline import ABSENT, ENVIRONMENT, FIRST_RANK, IDLE, LOAD, Span, recent_spans
 from hpcrl.rundir.layout import Run
@@ -147,16 +147,10 @@ def _colocated(spans: Mapping[str, list[Span]], start: float, end: float) -> Sha
 
 def _moments(spans: Mapping[str, list[Span]], start: float, end: float) -> Iterator[tuple[float, str, Counter[str]]]:
     """Yield seconds in which no process changes its phase, with the trainer's phase, and how many others are in each."""
-    changes = [
-        (min(max(at, start), end), process, phase)
-        for process, own in spans.items()
-        for span in own
-        for at, phase in ((span.start, span.phase), (span.end, ABSENT))
-    ]
-    # a span that begins where the one before it ends comes after that end
-    changes.sort(key=lambda change: (change[0], change[2] != ABSENT))
+    changes = sorted(_changes(spans), key=lambda change: change[0])
     phases, others, before = dict.fromkeys(spans, ABSENT), Counter[str](), start
     for at, process, phase in changes:
+        at = min(max(at, start), end)
         if at > before:
             yield at - before, phases[FIRST_RANK], others
             before = at
@@ -164,3 +158,14 @@ def _moments(spans: Mapping[str, list[Span]], start: float, end: float) -> Itera
             others[phases[process]] -= 1
             others[phase] += 1
         phases[process] = phase
+
+
+def _changes(spans: Mapping[str, list[Span]]) -> Iterator[tuple[float, str, str]]:
+    """Yield when each process begins which phase, in the order of each process."""
+    for process, unordered in spans.items():
+        own = sorted(unordered, key=lambda span: (span.start, span.end))
+        for span, following in zip_longest(own, own[1:]):
+            yield span.start, process, span.phase
+            # times in files are rounded: a span may end after the next one begins
+            if following is None or span.end < following.start:
+                yield span.end, process, ABSENT

@@ -33,13 +33,13 @@ REPLICA: Phases = [("generate", 6.0), ("idle", 3.5), ("update_weights", 0.5)]
 GROUPS_OF_64 = ["trainer.train_batch_size=64", "trainer.policy_mini_batch_size=32", "generator.n_samples_per_prompt=8"]
 
 
-def write(run: Run, process: str, phases: Phases, steps: int = 10, attempt: int = 1) -> None:
+def write(run: Run, process: str, phases: Phases, steps: int = 10, attempt: int = 1, began: float = 1000.0) -> None:
     """Write the timeline of a process that does the same in each step of ten seconds."""
-    at, lines = 1000.0, list[str]()
+    at, lines = began, list[str]()
     for step in range(1, steps + 1):
         for phase, seconds in phases:
             own = {"step": step} if process.startswith("rank-") else {}
-            lines.append(json.dumps({"start": at, "seconds": seconds, "phase": phase, **own}))
+            lines.append(json.dumps({"start": round(at, 6), "seconds": round(seconds, 6), "phase": phase, **own}))
             at += seconds
     append_text(run.timeline_of(attempt, process), "".join(f"{line}\n" for line in lines))
 
@@ -97,6 +97,30 @@ def test_a_batch_may_wait_for_environments_evaluation_or_the_slowest_replica(tmp
         ("engines", "training"): 0.3,
         ("engines", "weights"): 0.1,
     }
+
+
+def test_rounded_times_leave_no_span_out(tmp_path: Path) -> None:
+    """Each start and each length is rounded by itself, so that a span may end after the next one begins."""
+    run = made(tmp_path)
+    open_attempt(run, "2", ["n1"])
+    for process, phases in (("rank-0", TRAINER), ("rollout-0", [REPLICA[0], ("fetch_weights", 0.0), *REPLICA[1:]])):
+        write(
+            run,
+            process,
+            [(phase, seconds and seconds + 6e-7) for phase, seconds in phases],
+            attempt=2,
+            began=1763666666.1,
+        )
+    assert waits(waiting_of(run, colocated=False)) == pytest.approx(
+        {
+            ("trainer", "samples"): 0.6,
+            ("trainer", "weights"): 0.1,
+            ("engines", "training"): 0.3,
+            ("engines", "weights"): 0.05,
+            ("engines", "weights to load"): 0.05,
+        },
+        abs=1e-5,
+    )
 
 
 def test_gpus_that_are_shared_wait_where_neither_computes(tmp_path: Path) -> None:
