@@ -99,6 +99,20 @@ def test_a_batch_may_wait_for_environments_evaluation_or_the_slowest_replica(tmp
     }
 
 
+def test_scorers_are_no_engines(tmp_path: Path) -> None:
+    """The trainer waits for them; how long they are idle says nothing of the replicas."""
+    scorers: dict[str, Phases] = {f"scorer_{rank}": [("idle", 5.0), ("score", 1.0), ("idle", 4.0)] for rank in range(2)}
+    trainer = {("trainer", "samples"): 0.5, ("trainer", "scores"): 0.1, ("trainer", "weights"): 0.1}
+    run = made(tmp_path / "one", rollout_0=[("generate", 5.0), ("idle", 5.0)], **scorers)
+    found = waits(waiting_of(run, colocated=False))
+    assert found == trainer | {
+        ("engines", "the slowest samples"): 0.1,
+        ("engines", "training"): 0.3,
+        ("engines", "weights"): 0.1,
+    }
+    assert waits(waiting_of(made(tmp_path / "two", **scorers), colocated=False)) == trainer
+
+
 def test_rounded_times_leave_no_span_out(tmp_path: Path) -> None:
     """Each start and each length is rounded by itself, so that a span may end after the next one begins."""
     run = made(tmp_path)
