@@ -118,6 +118,7 @@ def test_groups_that_are_shown() -> None:
     assert list(chosen(rewards, 1)) == [(3, [1, 5, 0]), (1, [0, 4, 7]), (2, [0, 4, 7])]
     assert len(list(chosen([[float(at)] for at in range(50)], 1))) == 9
     assert list(chosen([[1.0, 0.0]], 1)) == [(0, [0, 1])]
+    assert list(chosen([], 1)) == [], "of an evaluation no whole line is written yet"
 
 
 def test_letters_of_several_tokens() -> None:
