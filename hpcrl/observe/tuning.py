@@ -60,10 +60,12 @@ class Proposal:
     Attributes:
         overrides: path to value.
         at_best: how many times as fast a step becomes where everything else stays as it is.
+        fewer_gpus: it saves GPUs, not time.
     """
 
     overrides: dict[str, Any]
     at_best: float
+    fewer_gpus: bool = False
 
 
 Judge = Callable[[Measured], Proposal | None]
@@ -124,8 +126,8 @@ def _fewer_gpus(measured: Measured) -> Proposal | None:
         return None
     wanted = max(1, math.ceil(1.25 * engines * (1 - idle) - _ROUNDING))
     if wanted < engines:
-        return Proposal({"generator.inference_engine.num_engines": wanted}, 1.0)
-    return Proposal({"trainer.placement.colocate_all": True}, 1.0)
+        return Proposal({"generator.inference_engine.num_engines": wanted}, 1.0, fewer_gpus=True)
+    return Proposal({"trainer.placement.colocate_all": True}, 1.0, fewer_gpus=True)
 
 
 def _no_turns(measured: Measured) -> Proposal | None:

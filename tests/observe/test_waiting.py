@@ -248,6 +248,18 @@ def test_the_setting_for_each_wait(
 
 
 @pytest.mark.parametrize(
+    ("seconds", "gain"), [(0.8, ", at best 1.03 times as fast"), (0.6, None), (4.0, ", at best 1.5 times as fast")]
+)
+def test_a_small_gain_is_no_saving_of_gpus(tmp_path: Path, seconds: float, gain: str | None) -> None:
+    run = made(tmp_path, "trainer.ckpt_interval=1", rollout_0=[("generate", 10.0)])
+    open_attempt(run, "2", ["n1"])
+    write(run, "rank-0", [("policy_train", 10 - seconds), ("save_checkpoints", seconds)], attempt=2)
+    advised = advise(run)
+    assert advised
+    assert [str(one).partition(")")[2] for one in advised.advice] == ([gain] if gain else [])
+
+
+@pytest.mark.parametrize(
     ("least", "queue", "computing", "advised"),
     [(0.1, 0.7, 0.01, True), (0.1, 0.7, 0.9, False), (4e-5, 0.01, 0.2, False), (0.1, 0.0, 0.01, False)],
     ids=["they wait for a service", "they compute", "they are quick", "no thread is lacking"],
