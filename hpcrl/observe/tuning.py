@@ -31,8 +31,8 @@ from hpcrl.observe.waiting import (
 
 LEAST_SHARE = 0.1
 """Waits of a smaller share of a role's time are not worth another setting."""
-LEAST_CALL, QUEUE, COMPUTING = "generate/call_seconds_min", "generate/call_queue_seconds", "generate/call_cpu_share"
-CALLS = (LEAST_CALL, QUEUE, COMPUTING)
+CALL, QUEUE, COMPUTING = "generate/call_seconds", "generate/call_queue_seconds", "generate/call_cpu_share"
+CALLS = (CALL, QUEUE, COMPUTING)
 """Metrics of the calls of environments and rewards."""
 _SAVES, _SLOW_CALL_S = 0.05, 0.005
 _MOST_STALE, _MOST_TIMES, _ROUNDING = 4, 4, 1e-6
@@ -196,8 +196,8 @@ def _workers(measured: Measured) -> Proposal | None:
     config, own = measured.config, measured.config.environment.skyrl_gym.max_env_workers
     share = measured.waiting.share(GPUS if config.trainer.placement.colocate_all else ENGINES, ENVIRONMENTS)
     calls = measured.newest
-    quick = calls.get(LEAST_CALL, 0.0) < _SLOW_CALL_S or calls.get(COMPUTING, 1.0) > 0.5
-    if quick or calls.get(QUEUE, 0.0) < calls[LEAST_CALL]:  # threads would compute no faster, or none is lacking
+    quick = calls.get(CALL, 0.0) < _SLOW_CALL_S or calls.get(COMPUTING, 1.0) > 0.5
+    if quick or calls.get(QUEUE, 0.0) < calls[CALL]:  # threads would compute no faster, or none is lacking
         return None
     at_once = math.ceil(config.trainer.train_batch_size * config.samples_per_prompt / max(1, config.max_replicas))
     if share < LEAST_SHARE or own >= at_once:

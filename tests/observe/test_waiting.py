@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,8 +19,9 @@ from hpcrl.observe.live_status import LiveStatusReader
 from hpcrl.observe.metrics import MetricsWriter
 from hpcrl.observe.report.content import content_of
 from hpcrl.observe.timeline import KINDS
-from hpcrl.observe.tuning import COMPUTING, LEAST_CALL, QUEUE, TUNINGS
+from hpcrl.observe.tuning import CALL, COMPUTING, QUEUE, TUNINGS
 from hpcrl.observe.waiting import Waiting, waiting_of
+from hpcrl.rollout.threads import CallThreads
 from hpcrl.rundir.alerts import read_alerts
 from hpcrl.rundir.commit import write_json, write_text
 from hpcrl.rundir.layout import Run
@@ -260,18 +264,34 @@ def test_a_small_gain_is_no_saving_of_gpus(tmp_path: Path, seconds: float, gain:
 
 
 @pytest.mark.parametrize(
-    ("least", "queue", "computing", "advised"),
+    ("call", "queue", "computing", "advised"),
     [(0.1, 0.7, 0.01, True), (0.1, 0.7, 0.9, False), (4e-5, 0.01, 0.2, False), (0.1, 0.0, 0.01, False)],
     ids=["they wait for a service", "they compute", "they are quick", "no thread is lacking"],
 )
 def test_more_threads_only_for_environments_that_wait(
-    tmp_path: Path, least: float, queue: float, computing: float, *, advised: bool
+    tmp_path: Path, call: float, queue: float, computing: float, *, advised: bool
 ) -> None:
     run = made(tmp_path, *GROUPS_OF_64, rollout_0=[("generate", 3.0), ("environment", 3.0), ("idle", 4.0)])
     with MetricsWriter(run, "rollout-0", 1, 0) as writer:
         for step in range(1, 10):
-            writer.write(step, {LEAST_CALL: least, QUEUE: queue, COMPUTING: computing})
+            writer.write(step, {CALL: call, QUEUE: queue, COMPUTING: computing})
     assert proposed(run).get("environment.skyrl_gym.max_env_workers") == (256 if advised else None)
+
+
+def test_environments_open_quickly_and_step_slowly(tmp_path: Path) -> None:
+    """Both are calls of the same threads."""
+
+    async def times() -> dict[str, float]:
+        threads = CallThreads(1, 300.0)
+        calls = [threads.call(partial(time.sleep, seconds)) for seconds in [0.0] * 8 + [0.02] * 8]
+        for call in calls:
+            await call.result()
+        return threads.take_metrics()
+
+    run = made(tmp_path, *GROUPS_OF_64, rollout_0=[("generate", 3.0), ("environment", 3.0), ("idle", 4.0)])
+    with MetricsWriter(run, "rollout-0", 1, 0) as writer:
+        writer.write(9, asyncio.run(times()))
+    assert proposed(run)["environment.skyrl_gym.max_env_workers"] == 256
 
 
 def test_what_another_run_only_may_have_is_marked(tmp_path: Path) -> None:
