@@ -70,7 +70,9 @@ class Advised:
             if wait.share < LEAST_SHARE and not new:
                 continue
             told.update(against)
-            remedy = "; or ".join(new) or ("the same" if against else "no setting that this run lacks shortens it")
+            remedy = "; or ".join(new) or (
+                "the same" if against else "no setting that this run lacks makes its steps shorter"
+            )
             yield f"{wait.role} {_verb(wait.role)} {wait} ({self.based_on}): {remedy}"
 
     def to_json(self) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any
 from hpcrl.config import Config
 from hpcrl.observe.waiting import (
     CHECKPOINTS,
+    DUMPS,
     ENGINES,
     ENVIRONMENTS,
     EVALUATION,
@@ -88,6 +89,23 @@ class Tuning:
     judge: Judge = lambda _: None
 
 
+_COMPILED = 1.9
+_FOR_ENGINES = (SAMPLES, ENVIRONMENTS, LOADING, WEIGHTS)
+_FOR_TRAINER = (TRAINING, CHECKPOINTS, EXPORTS, DUMPS, EVALUATION, WEIGHTS)
+
+
+def _times(measured: Measured, role: str, saved: float) -> float:
+    """Return how many times as fast a step becomes where a role has to do less, by a share of its time.
+
+    Trainer and engines work side by side: a step becomes shorter only by as much as the other one waits for this one.
+    """
+    if role == ENGINES:
+        saved = min(saved, measured.waiting.share(TRAINER, *_FOR_ENGINES))
+    elif role == TRAINER and not measured.config.trainer.offline:
+        saved = min(saved, measured.waiting.share(ENGINES, *_FOR_TRAINER))
+    return 1 / (1 - saved)
+
+
 _STALE = "trainer.fully_async.max_staleness_steps"
 
 
@@ -142,14 +160,15 @@ def _compiled(measured: Measured) -> Proposal | None:
     bound = waiting.share(ENGINES, TRAINING) >= LEAST_SHARE > waiting.share(TRAINER, SAMPLES, ENVIRONMENTS)
     if not (bound and any(off.values()) and config.slurm.gpus > 0):
         return None
-    return Proposal({f"trainer.policy.{name}": True for name in off if off[name]}, 1.9)
+    saved = (1 - waiting.share(TRAINER)) * (1 - 1 / _COMPILED)
+    return Proposal({f"trainer.policy.{name}": True for name in off if off[name]}, _times(measured, TRAINER, saved))
 
 
 def _whole_versions(measured: Measured) -> Proposal | None:
     engine, share = measured.config.generator.inference_engine, measured.waiting.share(ENGINES, WEIGHTS)
     if share < LEAST_SHARE or engine.full_weights_interval > 1 or engine.weight_copy_dir is None:
         return None
-    return Proposal({"generator.inference_engine.full_weights_interval": 10}, 1 / (1 - share))
+    return Proposal({"generator.inference_engine.full_weights_interval": 10}, _times(measured, ENGINES, share))
 
 
 def _updates(measured: Measured) -> Proposal | None:
@@ -157,23 +176,26 @@ def _updates(measured: Measured) -> Proposal | None:
     if share < LEAST_SHARE or own.sync_weight_interval > own.max_staleness_steps:
         return None
     interval = own.sync_weight_interval + 1
-    return Proposal({"trainer.fully_async.sync_weight_interval": interval}, 1 / (1 - share / interval))
+    return Proposal({"trainer.fully_async.sync_weight_interval": interval}, _times(measured, ENGINES, share / interval))
 
 
 def _saving(measured: Measured) -> Proposal | None:
-    trainer, share = measured.config.trainer, measured.waiting.share(_trainer(measured), CHECKPOINTS)
+    trainer, role = measured.config.trainer, _trainer(measured)
+    share = measured.waiting.share(role, CHECKPOINTS)
     if share < _SAVES or trainer.ckpt_interval_epochs is not None:
         return None
     if trainer.ckpt_mode == "sync":
-        return Proposal({"trainer.ckpt_mode": "async"}, 1 / (1 - share))
-    return Proposal({"trainer.ckpt_interval": _spread(trainer.ckpt_interval, share)}, 1 / (1 - share + _SAVES))
+        return Proposal({"trainer.ckpt_mode": "async"}, _times(measured, role, share))
+    interval = _spread(trainer.ckpt_interval, share)
+    return Proposal({"trainer.ckpt_interval": interval}, _times(measured, role, share - _SAVES))
 
 
 def _exports(measured: Measured) -> Proposal | None:
-    interval, share = measured.config.trainer.hf_save_interval, measured.waiting.share(_trainer(measured), EXPORTS)
+    interval, role = measured.config.trainer.hf_save_interval, _trainer(measured)
+    share = measured.waiting.share(role, EXPORTS)
     if share < _SAVES or interval < 1:
         return None
-    return Proposal({"trainer.hf_save_interval": _spread(interval, share)}, 1 / (1 - share + _SAVES))
+    return Proposal({"trainer.hf_save_interval": _spread(interval, share)}, _times(measured, role, share - _SAVES))
 
 
 def _evaluation(measured: Measured) -> Proposal | None:
@@ -194,7 +216,8 @@ def _trainer(measured: Measured) -> str:
 
 def _workers(measured: Measured) -> Proposal | None:
     config, own = measured.config, measured.config.environment.skyrl_gym.max_env_workers
-    share = measured.waiting.share(GPUS if config.trainer.placement.colocate_all else ENGINES, ENVIRONMENTS)
+    role = GPUS if config.trainer.placement.colocate_all else ENGINES
+    share = measured.waiting.share(role, ENVIRONMENTS)
     calls = measured.newest
     quick = calls.get(CALL, 0.0) < _SLOW_CALL_S or calls.get(COMPUTING, 1.0) > 0.5
     if quick or calls.get(QUEUE, 0.0) < calls[CALL]:  # threads would compute no faster, or none is lacking
@@ -203,7 +226,9 @@ def _workers(measured: Measured) -> Proposal | None:
     if share < LEAST_SHARE or own >= at_once:
         return None
     wanted = min(at_once, 8 * own or 32)
-    return Proposal({"environment.skyrl_gym.max_env_workers": wanted}, 1 / (1 - share + share * own / wanted))
+    return Proposal(
+        {"environment.skyrl_gym.max_env_workers": wanted}, _times(measured, role, share - share * own / wanted)
+    )
 
 
 _FIGURES = "../benchmarks/RESULTS.md"

@@ -28,7 +28,7 @@ from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import open_attempt
 from hpcrl.rundir.records import append_text
 from tests.observe.test_report import no_decoder
-from tests.paths import QUICKSTART, ROOT
+from tests.paths import CONFIGS, QUICKSTART, ROOT
 
 BATCH = "wait_for_generation_buffer"
 Phases = list[tuple[str, float]]
@@ -226,8 +226,8 @@ EVALUATES: Phases = [(BATCH, 4.0), ("policy_train", 6.0)]
 @pytest.mark.parametrize(
     ("trainer", "replica", "overrides", "expected"),
     [
-        (SAVES, [("generate", 10.0)], ["trainer.ckpt_mode=sync"], {"trainer.ckpt_mode": "async"}),
-        (SAVES, [("generate", 10.0)], ["trainer.ckpt_interval=1"], {"trainer.ckpt_interval": 13}),
+        (SAVES, [("generate", 4.0), ("idle", 6.0)], ["trainer.ckpt_mode=sync"], {"trainer.ckpt_mode": "async"}),
+        (SAVES, [("generate", 4.0), ("idle", 6.0)], ["trainer.ckpt_interval=1"], {"trainer.ckpt_interval": 13}),
         (EVALUATES, [("evaluate", 4.0), ("generate", 6.0)], ["trainer.eval_interval=1"], {"trainer.eval_interval": 13}),
         ([(BATCH, 0.5), ("policy_train", 9.5)], [("generate", 7.0), ("update_weights", 3.0)],
          ["trainer.fully_async.max_staleness_steps=1"], {"trainer.fully_async.sync_weight_interval": 2}),
@@ -255,12 +255,54 @@ def test_the_setting_for_each_wait(
     ("seconds", "gain"), [(0.8, ", at best 1.03 times as fast"), (0.6, None), (4.0, ", at best 1.5 times as fast")]
 )
 def test_a_small_gain_is_no_saving_of_gpus(tmp_path: Path, seconds: float, gain: str | None) -> None:
-    run = made(tmp_path, "trainer.ckpt_interval=1", rollout_0=[("generate", 10.0)])
+    run = made(tmp_path, "trainer.ckpt_interval=1")
     open_attempt(run, "2", ["n1"])
     write(run, "rank-0", [("policy_train", 10 - seconds), ("save_checkpoints", seconds)], attempt=2)
+    write(run, "rollout-0", [("generate", 5.0), ("idle", 5.0)], attempt=2)
     advised = advise(run)
     assert advised
     assert [str(one).partition(")")[2] for one in advised.advice] == ([gain] if gain else [])
+
+
+@pytest.mark.parametrize(
+    ("trainer", "replica", "overrides", "at_best"),
+    [
+        ([("policy_train", 10.0)], [("generate", 8.0), ("idle", 2.0)],
+         ["slurm.gpus_per_node=1", "trainer.policy.compile_model=false"], 1.25),
+        ([("policy_train", 10.0)], [("generate", 2.0), ("idle", 8.0)],
+         ["slurm.gpus_per_node=1", "trainer.policy.compile_model=false"], 1.9),
+        ([("policy_train", 10.0)], [("generate", 7.0), ("fetch_weights", 3.0)],
+         ["generator.inference_engine.weight_copy_dir=/tmp"], None),
+        ([(BATCH, 0.9), ("policy_train", 9.1)], [("generate", 7.0), ("fetch_weights", 3.0)],
+         ["generator.inference_engine.weight_copy_dir=/tmp"], 1 / 0.91),
+        ([("policy_train", 10.0)], [("generate", 7.0), ("update_weights", 3.0)], ["trainer.fully_async.max_staleness_steps=1"], None),
+        (SAVES, [("generate", 10.0)], ["trainer.ckpt_mode=sync"], None),
+        ([("policy_train", 6.0), ("save_hf_model", 4.0)], [("generate", 10.0)], ["trainer.hf_save_interval=1"], None),
+    ],
+    ids=["training", "training far behind", "fetching, trainer busy", "fetching", "loading, trainer busy", "saving", "exporting"],
+)  # fmt: skip
+def test_a_step_becomes_no_shorter_than_what_the_other_role_has_to_do(
+    tmp_path: Path, trainer: Phases, replica: Phases, overrides: list[str], at_best: float | None
+) -> None:
+    run = made(tmp_path, *overrides)
+    open_attempt(run, "2", ["n1"])
+    write(run, "rank-0", trainer, attempt=2)
+    write(run, "rollout-0", replica, attempt=2)
+    advised = advise(run)
+    assert advised
+    found = [one.at_best for one in advised.advice if not one.fewer_gpus]
+    assert found == ([pytest.approx(at_best)] if at_best else [])
+
+
+def test_a_run_without_engines_saves_time_by_fewer_checkpoints(tmp_path: Path) -> None:
+    """Nobody works beside its trainer."""
+    run = Run(tmp_path / "sft" / "one")
+    write_text(
+        run.config, Config.from_toml([CONFIGS / "sft_tiny.toml"]).with_overrides(["trainer.ckpt_mode=sync"]).to_toml()
+    )
+    open_attempt(run, "1", ["n1"])
+    write(run, "rank-0", SAVES)
+    assert proposed(run) == {"trainer.ckpt_mode": "async"}
 
 
 @pytest.mark.parametrize(
