@@ -105,16 +105,16 @@ def test_a_batch_may_wait_for_environments_evaluation_or_the_slowest_replica(tmp
 
 def test_scorers_are_no_engines(tmp_path: Path) -> None:
     """The trainer waits for them; how long they are idle says nothing of the replicas."""
-    scorers: dict[str, Phases] = {f"scorer_{rank}": [("idle", 5.0), ("score", 1.0), ("idle", 4.0)] for rank in range(2)}
+    scorer: Phases = [("idle", 5.0), ("score", 1.0), ("idle", 4.0)]
     trainer = {("trainer", "samples"): 0.5, ("trainer", "scores"): 0.1, ("trainer", "weights"): 0.1}
-    run = made(tmp_path / "one", rollout_0=[("generate", 5.0), ("idle", 5.0)], **scorers)
+    run = made(tmp_path / "one", rollout_0=[("generate", 5.0), ("idle", 5.0)], scorer_0=scorer, scorer_1=scorer)
     found = waits(waiting_of(run, colocated=False))
     assert found == trainer | {
         ("engines", "the slowest samples"): 0.1,
         ("engines", "training"): 0.3,
         ("engines", "weights"): 0.1,
     }
-    assert waits(waiting_of(made(tmp_path / "two", **scorers), colocated=False)) == trainer
+    assert waits(waiting_of(made(tmp_path / "two", scorer_0=scorer, scorer_1=scorer), colocated=False)) == trainer
 
 
 def test_rounded_times_leave_no_span_out(tmp_path: Path) -> None:
