@@ -11,6 +11,7 @@ import json
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from hpcrl.data.cache_files import EvalRow, read_rows
@@ -68,6 +69,10 @@ def evaluation_work(
         return Work(name, "eval", prompt, n_samples, seed + row, asked=asked)
 
     return [of_row(row) for row in (range(len(prompts)) if rows is None else rows)]
+
+
+def _row_of(name: str) -> int:
+    return int(name.partition("-")[2])
 
 
 @dataclass(frozen=True)
@@ -143,11 +148,9 @@ class EvalQueue:
 
     def claim(self, worker: str, version: int, count: int) -> list[int]:
         """Return up to `count` rows that `worker`, whose engine holds `version`, may begin now."""
-        waiting = self._waiting.get(version, deque())
-        rows = [waiting.popleft() for _ in range(min(count, self.room(version)))]
-        self._running.update({eval_group_id(version, row): _Running(worker, version, row) for row in rows})
-        self._running_at[worker] += len(rows)
-        self._running_of[version] += len(rows)
+        rows = list(islice(self._waiting.get(version, ()), max(0, min(count, self.room(version)))))
+        for row in rows:
+            self._begin(worker, version, row)
         return rows
 
     def complete(self, meta: GroupMeta) -> str | None:
@@ -177,6 +180,28 @@ class EvalQueue:
             found = self._end(name)
             self._waiting[found.version].append(found.row)
         return lost
+
+    def reclaim(self, worker: str, version: int, holding: Iterable[str]) -> None:
+        """Give rows of `version` that were taken back to the worker that evaluates them nevertheless, as far as some may begin now."""
+        for name in holding:
+            if self._waits(name) == version and self.room(version) > 0:
+                self._begin(worker, version, _row_of(name))
+
+    def wants(self, worker: str, name: str) -> bool:
+        """Return whether a row that `worker` holds is its own, or waits."""
+        return self.worker_of(name) == worker or self._waits(name) is not None
+
+    def _waits(self, name: str) -> int | None:
+        """Return the version that a row waits for, or None where it does not wait."""
+        version = next((version for version in self._waiting if name.startswith(eval_prefix(version))), None)
+        waits = name not in self._running and version is not None and _row_of(name) in self._waiting[version]
+        return version if waits else None
+
+    def _begin(self, worker: str, version: int, row: int) -> None:
+        self._waiting[version].remove(row)
+        self._running[eval_group_id(version, row)] = _Running(worker, version, row)
+        self._running_at[worker] += 1
+        self._running_of[version] += 1
 
     def _end(self, name: str) -> _Running:
         found = self._running.pop(name)

@@ -403,11 +403,17 @@ class Service:
         if self._admission.release(name, indices) + self._eval.release(name, holding):
             self._begun.find(name)
         self._admission.reclaim(name, version, indices)
+        self._eval.reclaim(name, version, holding)
 
-    def unwanted(self, holding: list[str]) -> list[str]:
-        """Return the training groups among these that are no longer wanted: finished by another worker, or given up."""
-        indices = {group: group_index(group) for group in holding}
-        return [group for group, index in indices.items() if index is not None and not self._admission.wants(index)]
+    def unwanted(self, name: str, holding: list[str]) -> list[str]:
+        """Return the groups among these that are no longer wanted of a worker: finished by another one, given up, or rows that another
+        one evaluates."""
+
+        def wanted(group: str) -> bool:
+            index = group_index(group)
+            return self._eval.wants(name, group) if index is None else self._admission.wants(index)
+
+        return [group for group in holding if not wanted(group)]
 
     def expire(self) -> list[str]:
         """Take back the groups of silent workers; return the names of those workers."""

@@ -153,6 +153,44 @@ def lose_rows(run: Run, controller: Service) -> None:
     assert controller.leave(FIRST) == 3
 
 
+def test_rows_of_a_silent_worker_that_another_one_has_are_unwanted(run: Run) -> None:
+    """Else it would ask for more of their version all the while, and get none."""
+    controller = begin(run, FIRST)
+    train(run, controller, 1)
+    controller.published(1)
+    do(run, controller, controller.claim(FIRST, 1, 9), 1)
+    held = [item.group_id for item in controller.claim(FIRST, 1, 9)]
+    assert controller.unwanted(FIRST, held) == []
+    assert controller.leave(FIRST) == 3
+    assert controller.unwanted(FIRST, held) == [], "they wait"
+    controller.seen(SECOND, 1, "waiting")
+    rows = controller.claim(SECOND, 1, 9)
+    assert {item.group_id for item in rows} == set(held)
+    controller.published(2)
+    controller.seen(FIRST, 1, "generating")
+    controller.reconcile(FIRST, 1, held)
+    assert not controller.keeps(FIRST, 1)
+    assert controller.unwanted(FIRST, held) == held
+    do(run, controller, rows[:1], 1)
+    assert controller.unwanted(SECOND, held) == [rows[0].group_id]
+
+
+def test_rows_of_a_silent_worker_that_still_wait_are_its_own_again(run: Run) -> None:
+    controller = begin(run, FIRST)
+    train(run, controller, 1)
+    controller.published(1)
+    do(run, controller, controller.claim(FIRST, 1, 9), 1)
+    rows = controller.claim(FIRST, 1, 9)
+    controller.leave(FIRST)
+    controller.published(2)
+    controller.seen(FIRST, 1, "generating")
+    controller.reconcile(FIRST, 1, [item.group_id for item in rows[:2]])
+    assert controller.keeps(FIRST, 1)
+    assert [item.group_id for item in controller.claim(FIRST, 1, 9)] == [rows[2].group_id]
+    do(run, controller, rows, 1)
+    assert scores_of(run) == [1]
+
+
 def test_what_a_lost_worker_leaves_is_for_an_engine_that_starts(run: Run) -> None:
     controller = begin(run, FIRST, SECOND)
     lose_rows(run, controller)
