@@ -159,6 +159,11 @@ class EvalQueue:
         self._finished[self._end(meta.group_id).version][meta.group_id] = meta
         return None
 
+    @property
+    def workers(self) -> list[str]:
+        """Workers that evaluate rows."""
+        return [worker for worker, rows in self._running_at.items() if rows]
+
     def running_at(self, worker: str) -> int:
         return self._running_at[worker]
 
