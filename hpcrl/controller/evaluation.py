@@ -234,9 +234,13 @@ def begin_evaluation(run: Run, version: int) -> None:
     write_json(run.eval_begun(version), {"version": version})
 
 
-def can_evaluate(run: Run, version: int) -> bool:
-    """Return whether engines that start now can have a version: its weights are there, or it is the initial model."""
-    return version == 0 or is_committed(run.weights_of(version))
+def can_evaluate(run: Run, version: int, *, from_model: bool) -> bool:
+    """Return whether engines that start now can have a version: its weights are there, or it is the model that they start with.
+
+    Args:
+        from_model: whether they hold version 0 when they start.
+    """
+    return (version == 0 and from_model) or is_committed(run.weights_of(version))
 
 
 def discard_after(run: Run, step: int) -> None:

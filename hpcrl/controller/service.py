@@ -155,8 +155,10 @@ class Service:
         models = self.scores.models
         history = read_history(self._run, step, self._schedule.batch_size, self._trainable, keep, pruned, models)
         history.finished = {at: self.scores.rewarded(meta, history.rewards) for at, meta in history.finished.items()}
+        from_model = self._schedule.engines_begin_with_model
         for version in sorted({*begun_evaluations(self._run), step}):
-            if version <= step and self._evaluates(version) and (version == step or can_evaluate(self._run, version)):
+            possible = version == step or (version < step and can_evaluate(self._run, version, from_model=from_model))
+            if possible and self._evaluates(version):
                 history.evaluated[version] = finished_rows(self._run, version, self._eval_work(version))
         return history
 
@@ -245,13 +247,14 @@ class Service:
         """Return the version that the engine of worker `name`, which holds `held`, should have; None before the trainer has started.
 
         It is the newest one, as long as no evaluation needs another. Of those who hold newer ones, only one worker goes back to rows that a
-        lost worker left, and only where nothing can be trained without them. Nobody could go back to version 0, which may have no weights
-        but the model's.
+        lost worker left, and only where nothing can be trained without them. Nobody could go back to version 0 where it has no weights but the
+        model's.
         """
         if self._loadable is None:
             return None
         goes_back = self._waits_for_evaluation and self._eval.room() > 0 and name == min(self.workers, default=name)
-        return self._eval.wanted(held, self._loadable, goes_back=goes_back, stays=held == 0)
+        stays = held == 0 and self._schedule.engines_begin_with_model
+        return self._eval.wanted(held, self._loadable, goes_back=goes_back, stays=stays)
 
     def keeps(self, name: str, held: int) -> bool:
         """Return whether the engine of a worker keeps its version: it is the one that it should have, or has rows of its evaluation."""

@@ -140,6 +140,19 @@ def test_nobody_leaves_the_initial_model_before_its_evaluation_is_over(run: Run)
     assert controller.wanted(SECOND, 0) == 1
 
 
+def test_an_initial_policy_whose_weights_are_published_is_left_as_any_other_version(run: Run) -> None:
+    controller = begin(run, FIRST, SECOND, eval_before_train=True, engines_begin_with_model=False)
+    groups = controller.claim(FIRST, 0, 9) + controller.claim(SECOND, 0, 9)
+    do(run, controller, groups, 0)
+    rows, others = controller.claim(FIRST, 0, 9), controller.claim(SECOND, 0, 9)
+    controller.published(1)
+    do(run, controller, others, 0)
+    assert (controller.wanted(SECOND, 0), controller.keeps(SECOND, 0)) == (1, False)
+    assert kinds(controller.claim(SECOND, 1, 9)) == ["train"] * 2
+    do(run, controller, rows, 0)
+    assert scores_of(run) == [0]
+
+
 def lose_rows(run: Run, controller: Service) -> None:
     """Leave three rows of version 1 behind: the first worker is lost with them, and the second one holds version 2."""
     train(run, controller, 1)
@@ -266,6 +279,22 @@ def test_an_evaluation_whose_weights_are_gone_holds_nothing_back(run: Run, capsy
     assert begun_evaluations(run) == [2]
     assert "version 1 is not evaluated any more" in capsys.readouterr().out
     assert run.eval_losses(1).exists()
+
+
+@pytest.mark.parametrize(("from_model", "published"), [(True, False), (False, True), (False, False)])
+def test_the_evaluation_of_version_0_goes_on_where_engines_can_have_it(
+    run: Run, from_model: bool, published: bool
+) -> None:
+    changes = {"eval_before_train": True, "engines_begin_with_model": from_model}
+    controller = begin(run, FIRST, **changes)
+    train(run, controller, 1)
+    controller.published(1)
+    if published:
+        publish(run, 0, "0")
+    again = service(run, 2, **changes)
+    again.start(1)
+    assert (0 in begun_evaluations(run)) == (from_model or published)
+    assert again.wanted(FIRST, 0) == (0 if from_model or published else 1)
 
 
 class Attempt:
