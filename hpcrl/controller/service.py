@@ -459,6 +459,7 @@ class Service:
             "dropped": self._admission.dropped_count,
             "unscored": self.scores.waiting,
             "eval_open": self._eval.open,
+            "waits_for_evaluation": self._waits_for_evaluation,
             "replicas": self.min_replicas.replicas,
             "stop": self.stop,
             "scorers": self.scores.status(),

@@ -237,11 +237,13 @@ def test_training_waits_when_too_many_evaluations_are_open(run: Run) -> None:
     controller = begin(run, FIRST, total_steps=9)
     for step in range(1, MOST_OPEN + 1):
         train(run, controller, step)
+        assert controller.status()["waits_for_evaluation"] is False
         controller.published(step)
     assert begun_evaluations(run) == [*range(1, MOST_OPEN + 1)]
     do(run, controller, controller.claim(FIRST, MOST_OPEN, 9), MOST_OPEN)
     assert controller.batch(MOST_OPEN + 1) is None
     assert controller.phase == "evaluate"
+    assert controller.status()["waits_for_evaluation"] is True
     assert controller.wanted(FIRST, MOST_OPEN) == MOST_OPEN, "its own rows come first"
     do(run, controller, controller.claim(FIRST, MOST_OPEN, 9), MOST_OPEN)
     assert controller.wanted(FIRST, MOST_OPEN) == 1
