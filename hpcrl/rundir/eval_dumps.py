@@ -9,6 +9,7 @@ from typing import Any
 
 from hpcrl.errors import DataError, RunError
 from hpcrl.rundir.commit import parse_json, read_bytes
+from hpcrl.rundir.evaluations import begun_evaluations
 from hpcrl.rundir.layout import Run, version_of
 
 _REQUIRED = {
@@ -22,7 +23,7 @@ _REQUIRED = {
 
 
 def dumped_samples(run: Run, version: int | None) -> tuple[int, dict[tuple[str, int], dict[str, Any]]]:
-    """Return a version, the newest one whose evaluation was written where none is named, and the lines of its samples.
+    """Return a version, the newest one whose evaluation is over where none is named, and the lines of its samples.
 
     Records are sorted by group and place in it; `replica` wrote them.
 
@@ -36,7 +37,7 @@ def dumped_samples(run: Run, version: int | None) -> tuple[int, dict[tuple[str, 
             f"{run.name} has no samples of an evaluation: none is over, or trainer.dump_eval_results is false, or "
             "trainer.eval_interval is 0"
         )
-    chosen = versions[-1] if version is None else version
+    chosen = _newest(run, versions) if version is None else version
     if chosen not in versions:
         raise RunError(
             f"{run.name} has no samples of an evaluation of version {chosen}; there are those of {', '.join(map(str, versions))}"
@@ -47,6 +48,17 @@ def dumped_samples(run: Run, version: int | None) -> tuple[int, dict[tuple[str, 
     for path in sorted(path for path in dumps if version_of(path.parent) == chosen):
         found |= dict(_samples(path))
     return chosen, {place: found[place] for place in sorted(found)}
+
+
+def _newest(run: Run, versions: list[int]) -> int:
+    """Return the newest version whose evaluation is over. Raises RunError where none is."""
+    begun = begun_evaluations(run)
+    over = [version for version in versions if version not in begun]
+    if not over:
+        raise RunError(
+            f"{run.name} has no evaluation that is over; name a version to read what there is: {', '.join(map(str, versions))}"
+        )
+    return over[-1]
 
 
 def _samples(path: Path) -> Iterator[tuple[tuple[str, int], dict[str, Any]]]:
