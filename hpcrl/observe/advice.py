@@ -19,6 +19,8 @@ from hpcrl.observe.waiting import TRAINER, Wait, Waiting, waiting_of
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.records import read_object
 
+_LEAST_GAIN = 1.02
+
 
 @dataclass(frozen=True)
 class Advice:
@@ -27,6 +29,7 @@ class Advice:
     Attributes:
         waits: against which it helps, the longest first.
         now: the present values of the settings.
+        at_best, fewer_gpus: as of a Proposal.
         change: whether a later attempt of the run may have it; refused: only another run.
     """
 
@@ -34,13 +37,15 @@ class Advice:
     overrides: dict[str, Any]
     now: dict[str, Any]
     at_best: float
+    fewer_gpus: bool
     change: Kind
 
     def __str__(self) -> str:
         values = " ".join(
             f"{path}={_shown(value)} (now {_shown(self.now[path])})" for path, value in self.overrides.items()
         )
-        gain = f", at best {self.at_best:.1f} times as fast" if self.at_best >= 1.05 else ", as fast on fewer GPUs"
+        times = f"{self.at_best:.1f}" if self.at_best >= 1.1 else f"{self.at_best:.2f}"
+        gain = ", as fast on fewer GPUs" if self.fewer_gpus else f", at best {times} times as fast"
         return values + gain + (", in another run" if self.change == "refused" else "")
 
 
@@ -65,7 +70,9 @@ class Advised:
             if wait.share < LEAST_SHARE and not new:
                 continue
             told.update(against)
-            remedy = "; or ".join(new) or ("the same" if against else "no setting that this run lacks shortens it")
+            remedy = "; or ".join(new) or (
+                "the same" if against else "no setting that this run lacks makes its steps shorter"
+            )
             yield f"{wait.role} {_verb(wait.role)} {wait} ({self.based_on}): {remedy}"
 
     def to_json(self) -> dict[str, Any]:
@@ -103,12 +110,13 @@ def _advice(measured: Measured) -> Iterator[Advice]:
     for tuning in TUNINGS:
         waits = [wait for wait in measured.waiting.waits if (wait.role, wait.what) in tuning.waits]
         proposal = tuning.judge(measured) if waits else None
-        if proposal is None:
+        if proposal is None or not (proposal.fewer_gpus or proposal.at_best >= _LEAST_GAIN):
             continue
         changed = {path: value for path, value in proposal.overrides.items() if now[path] != value}
         kind = _change(measured.config, changed) if changed else None
         if kind:
-            yield Advice(waits, changed, {path: now[path] for path in changed}, proposal.at_best, kind)
+            present = {path: now[path] for path in changed}
+            yield Advice(waits, changed, present, proposal.at_best, proposal.fewer_gpus, kind)
 
 
 def _change(config: Config, overrides: dict[str, Any]) -> Kind | None:

@@ -14,6 +14,7 @@ from typing import Any
 from hpcrl.config import Config
 from hpcrl.observe.waiting import (
     CHECKPOINTS,
+    DUMPS,
     ENGINES,
     ENVIRONMENTS,
     EVALUATION,
@@ -31,8 +32,8 @@ from hpcrl.observe.waiting import (
 
 LEAST_SHARE = 0.1
 """Waits of a smaller share of a role's time are not worth another setting."""
-LEAST_CALL, QUEUE, COMPUTING = "generate/call_seconds_min", "generate/call_queue_seconds", "generate/call_cpu_share"
-CALLS = (LEAST_CALL, QUEUE, COMPUTING)
+CALL, QUEUE, COMPUTING = "generate/call_seconds", "generate/call_queue_seconds", "generate/call_cpu_share"
+CALLS = (CALL, QUEUE, COMPUTING)
 """Metrics of the calls of environments and rewards."""
 _SAVES, _SLOW_CALL_S = 0.05, 0.005
 _MOST_STALE, _MOST_TIMES, _ROUNDING = 4, 4, 1e-6
@@ -60,10 +61,12 @@ class Proposal:
     Attributes:
         overrides: path to value.
         at_best: how many times as fast a step becomes where everything else stays as it is.
+        fewer_gpus: it saves GPUs, not time.
     """
 
     overrides: dict[str, Any]
     at_best: float
+    fewer_gpus: bool = False
 
 
 Judge = Callable[[Measured], Proposal | None]
@@ -84,6 +87,23 @@ class Tuning:
     gain: str
     waits: tuple[tuple[str, str], ...] = ()
     judge: Judge = lambda _: None
+
+
+_COMPILED = 1.9
+_FOR_ENGINES = (SAMPLES, ENVIRONMENTS, LOADING, WEIGHTS)
+_FOR_TRAINER = (TRAINING, CHECKPOINTS, EXPORTS, DUMPS, EVALUATION, WEIGHTS)
+
+
+def _times(measured: Measured, role: str, saved: float) -> float:
+    """Return how many times as fast a step becomes where a role has to do less, by a share of its time.
+
+    Trainer and engines work side by side: a step becomes shorter only by as much as the other one waits for this one.
+    """
+    if role == ENGINES:
+        saved = min(saved, measured.waiting.share(TRAINER, *_FOR_ENGINES))
+    elif role == TRAINER and not measured.config.trainer.offline:
+        saved = min(saved, measured.waiting.share(ENGINES, *_FOR_TRAINER))
+    return 1 / (1 - saved)
 
 
 _STALE = "trainer.fully_async.max_staleness_steps"
@@ -124,8 +144,8 @@ def _fewer_gpus(measured: Measured) -> Proposal | None:
         return None
     wanted = max(1, math.ceil(1.25 * engines * (1 - idle) - _ROUNDING))
     if wanted < engines:
-        return Proposal({"generator.inference_engine.num_engines": wanted}, 1.0)
-    return Proposal({"trainer.placement.colocate_all": True}, 1.0)
+        return Proposal({"generator.inference_engine.num_engines": wanted}, 1.0, fewer_gpus=True)
+    return Proposal({"trainer.placement.colocate_all": True}, 1.0, fewer_gpus=True)
 
 
 def _no_turns(measured: Measured) -> Proposal | None:
@@ -140,14 +160,15 @@ def _compiled(measured: Measured) -> Proposal | None:
     bound = waiting.share(ENGINES, TRAINING) >= LEAST_SHARE > waiting.share(TRAINER, SAMPLES, ENVIRONMENTS)
     if not (bound and any(off.values()) and config.slurm.gpus > 0):
         return None
-    return Proposal({f"trainer.policy.{name}": True for name in off if off[name]}, 1.9)
+    saved = (1 - waiting.share(TRAINER)) * (1 - 1 / _COMPILED)
+    return Proposal({f"trainer.policy.{name}": True for name in off if off[name]}, _times(measured, TRAINER, saved))
 
 
 def _whole_versions(measured: Measured) -> Proposal | None:
     engine, share = measured.config.generator.inference_engine, measured.waiting.share(ENGINES, WEIGHTS)
     if share < LEAST_SHARE or engine.full_weights_interval > 1 or engine.weight_copy_dir is None:
         return None
-    return Proposal({"generator.inference_engine.full_weights_interval": 10}, 1 / (1 - share))
+    return Proposal({"generator.inference_engine.full_weights_interval": 10}, _times(measured, ENGINES, share))
 
 
 def _updates(measured: Measured) -> Proposal | None:
@@ -155,23 +176,26 @@ def _updates(measured: Measured) -> Proposal | None:
     if share < LEAST_SHARE or own.sync_weight_interval > own.max_staleness_steps:
         return None
     interval = own.sync_weight_interval + 1
-    return Proposal({"trainer.fully_async.sync_weight_interval": interval}, 1 / (1 - share / interval))
+    return Proposal({"trainer.fully_async.sync_weight_interval": interval}, _times(measured, ENGINES, share / interval))
 
 
 def _saving(measured: Measured) -> Proposal | None:
-    trainer, share = measured.config.trainer, measured.waiting.share(_trainer(measured), CHECKPOINTS)
+    trainer, role = measured.config.trainer, _trainer(measured)
+    share = measured.waiting.share(role, CHECKPOINTS)
     if share < _SAVES or trainer.ckpt_interval_epochs is not None:
         return None
     if trainer.ckpt_mode == "sync":
-        return Proposal({"trainer.ckpt_mode": "async"}, 1 / (1 - share))
-    return Proposal({"trainer.ckpt_interval": _spread(trainer.ckpt_interval, share)}, 1 / (1 - share + _SAVES))
+        return Proposal({"trainer.ckpt_mode": "async"}, _times(measured, role, share))
+    interval = _spread(trainer.ckpt_interval, share)
+    return Proposal({"trainer.ckpt_interval": interval}, _times(measured, role, share - _SAVES))
 
 
 def _exports(measured: Measured) -> Proposal | None:
-    interval, share = measured.config.trainer.hf_save_interval, measured.waiting.share(_trainer(measured), EXPORTS)
+    interval, role = measured.config.trainer.hf_save_interval, _trainer(measured)
+    share = measured.waiting.share(role, EXPORTS)
     if share < _SAVES or interval < 1:
         return None
-    return Proposal({"trainer.hf_save_interval": _spread(interval, share)}, 1 / (1 - share + _SAVES))
+    return Proposal({"trainer.hf_save_interval": _spread(interval, share)}, _times(measured, role, share - _SAVES))
 
 
 def _evaluation(measured: Measured) -> Proposal | None:
@@ -192,16 +216,19 @@ def _trainer(measured: Measured) -> str:
 
 def _workers(measured: Measured) -> Proposal | None:
     config, own = measured.config, measured.config.environment.skyrl_gym.max_env_workers
-    share = measured.waiting.share(GPUS if config.trainer.placement.colocate_all else ENGINES, ENVIRONMENTS)
+    role = GPUS if config.trainer.placement.colocate_all else ENGINES
+    share = measured.waiting.share(role, ENVIRONMENTS)
     calls = measured.newest
-    quick = calls.get(LEAST_CALL, 0.0) < _SLOW_CALL_S or calls.get(COMPUTING, 1.0) > 0.5
-    if quick or calls.get(QUEUE, 0.0) < calls[LEAST_CALL]:  # threads would compute no faster, or none is lacking
+    quick = calls.get(CALL, 0.0) < _SLOW_CALL_S or calls.get(COMPUTING, 1.0) > 0.5
+    if quick or calls.get(QUEUE, 0.0) < calls[CALL]:  # threads would compute no faster, or none is lacking
         return None
     at_once = math.ceil(config.trainer.train_batch_size * config.samples_per_prompt / max(1, config.max_replicas))
     if share < LEAST_SHARE or own >= at_once:
         return None
     wanted = min(at_once, 8 * own or 32)
-    return Proposal({"environment.skyrl_gym.max_env_workers": wanted}, 1 / (1 - share + share * own / wanted))
+    return Proposal(
+        {"environment.skyrl_gym.max_env_workers": wanted}, _times(measured, role, share - share * own / wanted)
+    )
 
 
 _FIGURES = "../benchmarks/RESULTS.md"

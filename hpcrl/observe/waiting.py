@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import takewhile, zip_longest
 
 from hpcrl.observe.timeline import ABSENT, ENVIRONMENT, FIRST_RANK, IDLE, LOAD, Span, recent_spans
 from hpcrl.rundir.layout import Run
@@ -111,15 +111,15 @@ Shares = dict[tuple[str, str], float]
 
 
 def _apart(spans: Mapping[str, list[Span]], start: float, end: float) -> Shares:
-    found, replicas = defaultdict[tuple[str, str], float](float), sum(name.startswith("rollout-") for name in spans)
-    for seconds, trainer, others in _moments(spans, start, end):
+    found, number = defaultdict[tuple[str, str], float](float), sum(map(_is_replica, spans))
+    for seconds, trainer, others, replicas in _moments(spans, start, end):
         share = seconds / (end - start)
         if what := _of_trainer(trainer, others):
             found[TRAINER, what] += share
-        for phase, count in others.items():
+        for phase, count in replicas.items():
             what = _OF_REPLICA.get(phase) or (_of_idle(trainer) if phase == IDLE else None)
             if what:
-                found[ENGINES, what] += share * count / replicas
+                found[ENGINES, what] += share * count / number
     return found
 
 
@@ -136,7 +136,7 @@ def _of_idle(trainer: str) -> str:
 
 def _colocated(spans: Mapping[str, list[Span]], start: float, end: float) -> Shares:
     found = defaultdict[tuple[str, str], float](float)
-    for seconds, trainer, others in _moments(spans, start, end):
+    for seconds, trainer, others, _ in _moments(spans, start, end):
         what = _of_trainer(trainer, others)
         if trainer == _BATCH and what == SAMPLES:
             what = None if others.get("generate") else TURNS
@@ -145,22 +145,34 @@ def _colocated(spans: Mapping[str, list[Span]], start: float, end: float) -> Sha
     return found
 
 
-def _moments(spans: Mapping[str, list[Span]], start: float, end: float) -> Iterator[tuple[float, str, Counter[str]]]:
-    """Yield seconds in which no process changes its phase, with the trainer's phase, and how many others are in each."""
-    changes = [
-        (min(max(at, start), end), process, phase)
-        for process, own in spans.items()
-        for span in own
-        for at, phase in ((span.start, span.phase), (span.end, ABSENT))
-    ]
-    # a span that begins where the one before it ends comes after that end
-    changes.sort(key=lambda change: (change[0], change[2] != ABSENT))
-    phases, others, before = dict.fromkeys(spans, ABSENT), Counter[str](), start
+def _moments(
+    spans: Mapping[str, list[Span]], start: float, end: float
+) -> Iterator[tuple[float, str, Counter[str], Counter[str]]]:
+    """Yield seconds in which no process changes its phase, with the trainer's phase, and how many others, and how many replicas, are in each."""
+    changes = sorted(_changes(spans), key=lambda change: change[0])
+    phases, others, replicas, before = dict.fromkeys(spans, ABSENT), Counter[str](), Counter[str](), start
     for at, process, phase in changes:
+        at = min(max(at, start), end)
         if at > before:
-            yield at - before, phases[FIRST_RANK], others
+            yield at - before, phases[FIRST_RANK], others, replicas
             before = at
-        if process != FIRST_RANK:
-            others[phases[process]] -= 1
-            others[phase] += 1
+        of_process = (others, replicas) if _is_replica(process) else (others,) if process != FIRST_RANK else ()
+        for counts in of_process:
+            counts[phases[process]] -= 1
+            counts[phase] += 1
         phases[process] = phase
+
+
+def _is_replica(process: str) -> bool:
+    return process.startswith("rollout-")
+
+
+def _changes(spans: Mapping[str, list[Span]]) -> Iterator[tuple[float, str, str]]:
+    """Yield when each process begins which phase, in the order of each process."""
+    for process, unordered in spans.items():
+        own = sorted(unordered, key=lambda span: (span.start, span.end))
+        for span, following in zip_longest(own, own[1:]):
+            yield span.start, process, span.phase
+            # times in files are rounded: a span may end after the next one begins
+            if following is None or span.end < following.start:
+                yield span.end, process, ABSENT

@@ -4,7 +4,6 @@ and a claim waits long at the controller."""
 from __future__ import annotations
 
 import asyncio
-import math
 import threading
 import time
 from collections import deque
@@ -71,7 +70,7 @@ class CallTimes:
     """Adds up the times of calls."""
 
     def __init__(self) -> None:
-        self._calls, self._queued_s, self._run_s, self._computed_s, self._least_s = 0, 0.0, 0.0, 0.0, math.inf
+        self._calls, self._queued_s, self._run_s, self._computed_s = 0, 0.0, 0.0, 0.0
         self._busy_s, self._busy_since = 0.0, 0.0
 
     def set_busy(self, busy: bool, now: float) -> None:
@@ -87,16 +86,14 @@ class CallTimes:
         self._queued_s += call.began - call.asked
         self._run_s += now - call.began
         self._computed_s += call.computed_s
-        self._least_s = min(self._least_s, now - call.began)
 
     def metrics(self) -> dict[str, float]:
-        """Return generate/call_*: seconds that a call took, on average and at least, that it waited for a thread, and what share of the time
-        with calls they had a processor."""
+        """Return generate/call_*: seconds that a call took, and waited for a thread, on average, and what share of the time with calls they
+        had a processor."""
         if not self._calls:
             return {}
         return {
             "generate/call_seconds": self._run_s / self._calls,
-            "generate/call_seconds_min": self._least_s,
             "generate/call_queue_seconds": self._queued_s / self._calls,
             "generate/call_cpu_share": self._computed_s / max(self._busy_s, 1e-9),
         }

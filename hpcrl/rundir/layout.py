@@ -3,7 +3,7 @@
 <root>/<project>/<run>/            0700
   config.toml                      resolved; the only configuration a job reads
   config.<attempt>.toml            what it was up to this attempt, where `hpcrl resume` changed it after
-  code/                            snapshot of hpcrl/ and jobs/ that this run uses; commit.txt, of the git checkout they come from
+  code/                            snapshot of hpcrl/ and jobs/ that this run uses; commit.txt, of their git checkout, "with changes" where they differ
   slurm -> ../.slurm/<name>        submitit's folder: sbatch script, pickles, output of the batch script and of what no log has
   inputs.json                      datasets, templates and models that attempts read, by their checksums (hpcrl/launch/inputs.py)
   submission.json                  job id, executor, overrides

@@ -31,6 +31,7 @@ from hpcrl.observe.report.spans import timeline_of
 from hpcrl.observe.report.verdict import RULES, findings
 from hpcrl.observe.summary import EVAL_SCORE, REWARD
 from hpcrl.observe.timeline import KINDS
+from hpcrl.rundir.commit import write_text
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import Attempt, Outcome, open_attempt, report_outcome
 from tests.observe.report_material import HOSTILE, made, write_dump, write_evaluation, write_step
@@ -118,6 +119,7 @@ def test_groups_that_are_shown() -> None:
     assert list(chosen(rewards, 1)) == [(3, [1, 5, 0]), (1, [0, 4, 7]), (2, [0, 4, 7])]
     assert len(list(chosen([[float(at)] for at in range(50)], 1))) == 9
     assert list(chosen([[1.0, 0.0]], 1)) == [(0, [0, 1])]
+    assert list(chosen([], 1)) == [], "of an evaluation no whole line is written yet"
 
 
 def test_letters_of_several_tokens() -> None:
@@ -204,6 +206,16 @@ def test_what_is_trained_by_other_methods() -> None:
     found = dict(about(rewards | late, [], "hpcrl 1.0"))
     assert found["rewards"] == "mine:short, gsm8k"
     assert "up to 2 steps stale" in found["method"]
+
+
+@pytest.mark.parametrize(("noted", "shown"), [("a" * 40, ""), ("a" * 40 + " with changes", " with changes")])
+def test_the_code_of_a_run_is_named_by_its_commit(run: Run, noted: str, shown: str) -> None:
+    write_text(run.code / "hpcrl" / "__init__.py", '__version__ = "1.0"\n')
+    write_text(run.code / "commit.txt", f"{noted}\n")
+    (found,) = [
+        value for what, value in content_of(run, no_decoder, with_samples=False)["environment"] if what == "code"
+    ]
+    assert found == f"hpcrl 1.0, commit {'a' * 12}{shown}"
 
 
 def test_charts_are_named_in_words_and_begin_with_the_reward(run: Run) -> None:

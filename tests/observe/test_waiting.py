@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,15 +19,16 @@ from hpcrl.observe.live_status import LiveStatusReader
 from hpcrl.observe.metrics import MetricsWriter
 from hpcrl.observe.report.content import content_of
 from hpcrl.observe.timeline import KINDS
-from hpcrl.observe.tuning import COMPUTING, LEAST_CALL, QUEUE, TUNINGS
+from hpcrl.observe.tuning import CALL, COMPUTING, QUEUE, TUNINGS
 from hpcrl.observe.waiting import Waiting, waiting_of
+from hpcrl.rollout.threads import CallThreads
 from hpcrl.rundir.alerts import read_alerts
 from hpcrl.rundir.commit import write_json, write_text
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import open_attempt
 from hpcrl.rundir.records import append_text
 from tests.observe.test_report import no_decoder
-from tests.paths import QUICKSTART, ROOT
+from tests.paths import CONFIGS, QUICKSTART, ROOT
 
 BATCH = "wait_for_generation_buffer"
 Phases = list[tuple[str, float]]
@@ -33,13 +37,13 @@ REPLICA: Phases = [("generate", 6.0), ("idle", 3.5), ("update_weights", 0.5)]
 GROUPS_OF_64 = ["trainer.train_batch_size=64", "trainer.policy_mini_batch_size=32", "generator.n_samples_per_prompt=8"]
 
 
-def write(run: Run, process: str, phases: Phases, steps: int = 10, attempt: int = 1) -> None:
+def write(run: Run, process: str, phases: Phases, steps: int = 10, attempt: int = 1, began: float = 1000.0) -> None:
     """Write the timeline of a process that does the same in each step of ten seconds."""
-    at, lines = 1000.0, list[str]()
+    at, lines = began, list[str]()
     for step in range(1, steps + 1):
         for phase, seconds in phases:
             own = {"step": step} if process.startswith("rank-") else {}
-            lines.append(json.dumps({"start": at, "seconds": seconds, "phase": phase, **own}))
+            lines.append(json.dumps({"start": round(at, 6), "seconds": round(seconds, 6), "phase": phase, **own}))
             at += seconds
     append_text(run.timeline_of(attempt, process), "".join(f"{line}\n" for line in lines))
 
@@ -97,6 +101,44 @@ def test_a_batch_may_wait_for_environments_evaluation_or_the_slowest_replica(tmp
         ("engines", "training"): 0.3,
         ("engines", "weights"): 0.1,
     }
+
+
+def test_scorers_are_no_engines(tmp_path: Path) -> None:
+    """The trainer waits for them; how long they are idle says nothing of the replicas."""
+    scorers: dict[str, Phases] = {f"scorer_{rank}": [("idle", 5.0), ("score", 1.0), ("idle", 4.0)] for rank in range(2)}
+    trainer = {("trainer", "samples"): 0.5, ("trainer", "scores"): 0.1, ("trainer", "weights"): 0.1}
+    run = made(tmp_path / "one", rollout_0=[("generate", 5.0), ("idle", 5.0)], **scorers)
+    found = waits(waiting_of(run, colocated=False))
+    assert found == trainer | {
+        ("engines", "the slowest samples"): 0.1,
+        ("engines", "training"): 0.3,
+        ("engines", "weights"): 0.1,
+    }
+    assert waits(waiting_of(made(tmp_path / "two", **scorers), colocated=False)) == trainer
+
+
+def test_rounded_times_leave_no_span_out(tmp_path: Path) -> None:
+    """Each start and each length is rounded by itself, so that a span may end after the next one begins."""
+    run = made(tmp_path)
+    open_attempt(run, "2", ["n1"])
+    for process, phases in (("rank-0", TRAINER), ("rollout-0", [REPLICA[0], ("fetch_weights", 0.0), *REPLICA[1:]])):
+        write(
+            run,
+            process,
+            [(phase, seconds and seconds + 6e-7) for phase, seconds in phases],
+            attempt=2,
+            began=1763666666.1,
+        )
+    assert waits(waiting_of(run, colocated=False)) == pytest.approx(
+        {
+            ("trainer", "samples"): 0.6,
+            ("trainer", "weights"): 0.1,
+            ("engines", "training"): 0.3,
+            ("engines", "weights"): 0.05,
+            ("engines", "weights to load"): 0.05,
+        },
+        abs=1e-5,
+    )
 
 
 def test_gpus_that_are_shared_wait_where_neither_computes(tmp_path: Path) -> None:
@@ -184,8 +226,8 @@ EVALUATES: Phases = [(BATCH, 4.0), ("policy_train", 6.0)]
 @pytest.mark.parametrize(
     ("trainer", "replica", "overrides", "expected"),
     [
-        (SAVES, [("generate", 10.0)], ["trainer.ckpt_mode=sync"], {"trainer.ckpt_mode": "async"}),
-        (SAVES, [("generate", 10.0)], ["trainer.ckpt_interval=1"], {"trainer.ckpt_interval": 13}),
+        (SAVES, [("generate", 4.0), ("idle", 6.0)], ["trainer.ckpt_mode=sync"], {"trainer.ckpt_mode": "async"}),
+        (SAVES, [("generate", 4.0), ("idle", 6.0)], ["trainer.ckpt_interval=1"], {"trainer.ckpt_interval": 13}),
         (EVALUATES, [("evaluate", 4.0), ("generate", 6.0)], ["trainer.eval_interval=1"], {"trainer.eval_interval": 13}),
         ([(BATCH, 0.5), ("policy_train", 9.5)], [("generate", 7.0), ("update_weights", 3.0)],
          ["trainer.fully_async.max_staleness_steps=1"], {"trainer.fully_async.sync_weight_interval": 2}),
@@ -210,18 +252,88 @@ def test_the_setting_for_each_wait(
 
 
 @pytest.mark.parametrize(
-    ("least", "queue", "computing", "advised"),
+    ("seconds", "gain"), [(0.8, ", at best 1.03 times as fast"), (0.6, None), (4.0, ", at best 1.5 times as fast")]
+)
+def test_a_small_gain_is_no_saving_of_gpus(tmp_path: Path, seconds: float, gain: str | None) -> None:
+    run = made(tmp_path, "trainer.ckpt_interval=1")
+    open_attempt(run, "2", ["n1"])
+    write(run, "rank-0", [("policy_train", 10 - seconds), ("save_checkpoints", seconds)], attempt=2)
+    write(run, "rollout-0", [("generate", 5.0), ("idle", 5.0)], attempt=2)
+    advised = advise(run)
+    assert advised
+    assert [str(one).partition(")")[2] for one in advised.advice] == ([gain] if gain else [])
+
+
+@pytest.mark.parametrize(
+    ("trainer", "replica", "overrides", "at_best"),
+    [
+        ([("policy_train", 10.0)], [("generate", 8.0), ("idle", 2.0)],
+         ["slurm.gpus_per_node=1", "trainer.policy.compile_model=false"], 1.25),
+        ([("policy_train", 10.0)], [("generate", 2.0), ("idle", 8.0)],
+         ["slurm.gpus_per_node=1", "trainer.policy.compile_model=false"], 1.9),
+        ([("policy_train", 10.0)], [("generate", 7.0), ("fetch_weights", 3.0)],
+         ["generator.inference_engine.weight_copy_dir=/tmp"], None),
+        ([(BATCH, 0.9), ("policy_train", 9.1)], [("generate", 7.0), ("fetch_weights", 3.0)],
+         ["generator.inference_engine.weight_copy_dir=/tmp"], 1 / 0.91),
+        ([("policy_train", 10.0)], [("generate", 7.0), ("update_weights", 3.0)], ["trainer.fully_async.max_staleness_steps=1"], None),
+        (SAVES, [("generate", 10.0)], ["trainer.ckpt_mode=sync"], None),
+        ([("policy_train", 6.0), ("save_hf_model", 4.0)], [("generate", 10.0)], ["trainer.hf_save_interval=1"], None),
+    ],
+    ids=["training", "training far behind", "fetching, trainer busy", "fetching", "loading, trainer busy", "saving", "exporting"],
+)  # fmt: skip
+def test_a_step_becomes_no_shorter_than_what_the_other_role_has_to_do(
+    tmp_path: Path, trainer: Phases, replica: Phases, overrides: list[str], at_best: float | None
+) -> None:
+    run = made(tmp_path, *overrides)
+    open_attempt(run, "2", ["n1"])
+    write(run, "rank-0", trainer, attempt=2)
+    write(run, "rollout-0", replica, attempt=2)
+    advised = advise(run)
+    assert advised
+    found = [one.at_best for one in advised.advice if not one.fewer_gpus]
+    assert found == ([pytest.approx(at_best)] if at_best else [])
+
+
+def test_a_run_without_engines_saves_time_by_fewer_checkpoints(tmp_path: Path) -> None:
+    """Nobody works beside its trainer."""
+    run = Run(tmp_path / "sft" / "one")
+    write_text(
+        run.config, Config.from_toml([CONFIGS / "sft_tiny.toml"]).with_overrides(["trainer.ckpt_mode=sync"]).to_toml()
+    )
+    open_attempt(run, "1", ["n1"])
+    write(run, "rank-0", SAVES)
+    assert proposed(run) == {"trainer.ckpt_mode": "async"}
+
+
+@pytest.mark.parametrize(
+    ("call", "queue", "computing", "advised"),
     [(0.1, 0.7, 0.01, True), (0.1, 0.7, 0.9, False), (4e-5, 0.01, 0.2, False), (0.1, 0.0, 0.01, False)],
     ids=["they wait for a service", "they compute", "they are quick", "no thread is lacking"],
 )
 def test_more_threads_only_for_environments_that_wait(
-    tmp_path: Path, least: float, queue: float, computing: float, *, advised: bool
+    tmp_path: Path, call: float, queue: float, computing: float, *, advised: bool
 ) -> None:
     run = made(tmp_path, *GROUPS_OF_64, rollout_0=[("generate", 3.0), ("environment", 3.0), ("idle", 4.0)])
     with MetricsWriter(run, "rollout-0", 1, 0) as writer:
         for step in range(1, 10):
-            writer.write(step, {LEAST_CALL: least, QUEUE: queue, COMPUTING: computing})
+            writer.write(step, {CALL: call, QUEUE: queue, COMPUTING: computing})
     assert proposed(run).get("environment.skyrl_gym.max_env_workers") == (256 if advised else None)
+
+
+def test_environments_open_quickly_and_step_slowly(tmp_path: Path) -> None:
+    """Both are calls of the same threads."""
+
+    async def times() -> dict[str, float]:
+        threads = CallThreads(1, 300.0)
+        calls = [threads.call(partial(time.sleep, seconds)) for seconds in [0.0] * 8 + [0.02] * 8]
+        for call in calls:
+            await call.result()
+        return threads.take_metrics()
+
+    run = made(tmp_path, *GROUPS_OF_64, rollout_0=[("generate", 3.0), ("environment", 3.0), ("idle", 4.0)])
+    with MetricsWriter(run, "rollout-0", 1, 0) as writer:
+        writer.write(9, asyncio.run(times()))
+    assert proposed(run)["environment.skyrl_gym.max_env_workers"] == 256
 
 
 def test_what_another_run_only_may_have_is_marked(tmp_path: Path) -> None:

@@ -76,8 +76,7 @@ def test_the_times_of_calls() -> None:
         threads = CallThreads(2, 300.0)
         await results([threads.call(lambda: time.sleep(SLOW_S)) for _ in range(4)])
         found = threads.take_metrics()
-        assert found["generate/call_seconds_min"] >= SLOW_S
-        assert found["generate/call_seconds"] >= found["generate/call_seconds_min"]
+        assert found["generate/call_seconds"] >= SLOW_S
         assert found["generate/call_queue_seconds"] > SLOW_S / 4
         assert found["generate/call_cpu_share"] < 0.5
         assert threads.take_metrics() == {}

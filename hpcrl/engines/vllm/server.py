@@ -129,6 +129,14 @@ class ServerOptions:
     records_experts: bool = False
     image_processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def sleep_level(self) -> int:
+        """vLLM's: 1 keeps weights in host memory, where some do not come with each version; 2 drops them.
+
+        Adapters leave out the model's own weights. Published weights leave out those of drafts, which vLLM has in the same memory.
+        """
+        return 1 if self.lora_rank or self.engine.speculative.method not in (None, "ngram") else 2
+
 
 class Server(Launched):
     """A running vLLM server. Call from the main thread: the server dies with the thread that started it.
@@ -208,10 +216,10 @@ class Server(Launched):
             EngineClient,  # torch, which takes seconds to import, while the server starts
         )
 
-        engine, level = self._options.engine, 1 if self._options.lora_rank else 2
+        engine = self._options.engine
         return EngineClient(
             self.socket, self._headers, version, replica=replica, keep_cache=engine.keep_cache_on_update,
-            sleep_level=level, share=self._options.memory_share, graphs=not engine.runs_eagerly(on_cpu=self._options.on_cpu),
+            sleep_level=self._options.sleep_level, share=self._options.memory_share, graphs=not engine.runs_eagerly(on_cpu=self._options.on_cpu),
         )  # fmt: skip
 
     def failure(self, what: str) -> EngineError:

@@ -145,22 +145,24 @@ def _copy_code(folder: Path) -> None:
                 copies.append((path, target))
     with ThreadPoolExecutor(_AT_ONCE) as threads:
         list(threads.map(_copy, copies))
-    if commit := commit_of(Path(hpcrl.__file__).parent):
+    if commit := commit_of(*code_sources().values()):
         write_text(folder / "code" / COMMIT, commit + "\n")
 
 
-def commit_of(package: Path) -> str:
-    """Return the commit of the git checkout that a package is a part of; empty without one, or without git."""
+def commit_of(package: Path, *others: Path) -> str:
+    """Return the commit of the git checkout that a package is a part of; empty without one, or without git.
+
+    " with changes" follows where files of the package, or of other folders of the checkout, differ from the commit or are not in it.
+    """
+
+    def git(*asked: str) -> str:
+        command = ["git", "--no-optional-locks", "-C", str(package), *asked]
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
+
     with suppress(OSError, subprocess.SubprocessError):
-        asked = [
-            "git",
-            "-C",
-            str(package),
-            "rev-parse",
-            "HEAD",
-            "HEAD:./__init__.py",
-        ]  # an error where it is not tracked
-        return subprocess.run(asked, capture_output=True, text=True, timeout=10, check=True).stdout.split()[0]
+        commit = git("rev-parse", "HEAD", "HEAD:./__init__.py").split()[0]  # an error where it is not tracked
+        changes = git("status", "--porcelain", "--untracked-files=normal", "--", str(package), *map(str, others))
+        return commit + (" with changes" if changes else "")
     return ""
 
 

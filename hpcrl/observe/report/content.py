@@ -148,7 +148,8 @@ def _code(run: Run) -> str:
     """Return the version of the code that the run executes."""
     file, commit = run.code / "hpcrl" / "__init__.py", read_bytes(run.code / COMMIT)
     found = _VERSION.search(file.read_text(encoding="utf-8")) if file.is_file() else None
-    made_from = f", commit {commit[:12].decode(errors='replace')}" if commit else ""
+    number, _, changes = (commit or b"").decode(errors="replace").strip().partition(" ")
+    made_from = f", commit {number[:12]} {changes}".rstrip() if number else ""
     return f"hpcrl {found[1]}{made_from}" if found else "not known"
 
 

@@ -111,6 +111,8 @@ def chosen(rewards: Sequence[Sequence[float]], seed: int) -> Iterator[tuple[int,
     Args:
         rewards: of the samples of each group.
     """
+    if not rewards:
+        return
     per_group = min(_PER_GROUP, max(map(len, rewards)))
     places, means = range(len(rewards)), [sum(own) / len(own) for own in rewards]
     ends = (

@@ -209,6 +209,14 @@ def test_the_commit_of_a_checkout_is_recorded(tmp_path: Path) -> None:
         subprocess.run([*git, *arguments], check=True)
     found = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout
     assert commit_of(package) == found.strip()
+    for file in (package / "new.py", package / "__init__.py", tmp_path / "jobs" / "new.py"):
+        file.parent.mkdir(exist_ok=True)
+        before = file.read_text() if file.exists() else None
+        file.write_text("changed = True\n")
+        assert commit_of(package, tmp_path / "jobs") == f"{found.strip()} with changes", file
+        file.unlink() if before is None else file.write_text(before)
+    (tmp_path / "README.md").touch()
+    assert commit_of(package, tmp_path / "jobs") == found.strip(), "of no code"
 
 
 def test_answers_are_quick(tmp_path: Path) -> None:

@@ -53,6 +53,27 @@ def info_of(server: Server) -> str:
         return str(http.get("http://engine/server_info").json())
 
 
+@pytest.mark.parametrize(
+    ("method", "lora_rank", "level"),
+    [
+        (None, 0, 2),
+        (None, 8, 1),
+        ("ngram", 0, 2),
+        ("draft_model", 0, 1),
+        ("eagle", 0, 1),
+        ("eagle3", 0, 1),
+        ("mtp", 0, 1),
+    ],
+)
+def test_weights_that_no_version_brings_stay_while_the_engine_sleeps(
+    models: list[Path], token_file: Path, method: Any, lora_rank: int, level: int
+) -> None:
+    given = options(str(models[0]), token_file)
+    drafts = SpeculativeConfig(method=method, model="d" if method in WITH_MODEL else None)
+    changed = replace(given, lora_rank=lora_rank, engine=replace(given.engine, speculative=drafts))
+    assert changed.sleep_level == level
+
+
 def with_changes(model: Path, folder: Path, rope: Mapping[str, Any], **entries: Any) -> Path:
     """Copy a model, with other rotary positions and entries in its config.json."""
     path = shutil.copytree(model, folder / "changed" / model.name)
