@@ -9,6 +9,7 @@ What stays is verified first. Each directory leaves its name before it is delete
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Collection, Iterator, Mapping
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from hpcrl.config.sections.upload import UploadConfig
 
 Kept = Literal["last", "export"]
+_PATH = re.compile(r'"(/[^"\n]*)"')
 
 
 def end_of_run(run: Run, keep: Kept, retention: Retention, upload: UploadConfig, attempt: int) -> None:
@@ -153,13 +155,20 @@ def uses_of(run: Run) -> list[tuple[Run, Path]]:
 
     A run that is done or cancelled reads nothing more, and one that has a checkpoint of its own no other one.
     """
-    homes = {str(home): run.path for home in (run.path, run.path.resolve(), *own_homes(run))}
-    named = re.compile(rf'"(?:{"|".join(map(re.escape, homes))})(/[^"]*)?"')
+    own = (run.path, *own_homes(run))
+    homes = {*map(str, own), *map(os.path.realpath, own)}
+    names = {os.path.basename(home) for home in homes}
     uses = list[tuple[Run, Path]]()
     for other in map(Run, sorted(path.parent for path in run.root.absolute().glob("*/*/config.toml"))):
         try:
+            named = _PATH.findall((read_bytes(other.config) or b"").decode())
+            # links are followed of those alone that may lead here: each part of a path is a question to the filesystem
+            likely = [path for path in named if any(name in path for name in names)]
             paths = {
-                run.path / found[1][1:] if found[1] else run.path for found in named.finditer((read_bytes(other.config) or b"").decode())
+                run.path / os.path.relpath(path, home)
+                for path in {*likely, *map(os.path.realpath, likely)}
+                for home in homes
+                if path == home or path.startswith(f"{home}/")
             }
             outcome = read_outcome(other) if paths and other != run else None
         except (OSError, ValueError, RunError):  # another user's, or damaged

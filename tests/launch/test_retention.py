@@ -203,6 +203,25 @@ def test_rm_refuses_what_another_run_names(run: Run, tmp_path: Path, capsys: pyt
     assert not run.path.exists()
 
 
+def test_a_path_through_a_link_is_one_of_the_run(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(run.root)
+    through = Run(tmp_path / "link" / run.project / run.name)
+    other = made_run(tmp_path, [f"trainer.policy.model.path={through.export(6)}"], name="other")
+    assert uses_of(run) == [(other, run.export(6))]
+    assert [path for _, path in uses_of(through)] == [through.export(6)]
+
+
+def test_a_pipe_in_the_place_of_a_configuration_blocks_nothing(run: Run) -> None:
+    pipe = run.root / "theirs" / "run" / "config.toml"
+    pipe.parent.mkdir(parents=True)
+    os.mkfifo(pipe)
+    signal.alarm(60)
+    try:
+        assert uses_of(run) == []
+    finally:
+        signal.alarm(0)
+
+
 def test_settings_that_keep_nothing_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"set trainer\.hf_save_interval"):
         made_run(tmp_path, ["trainer.keep_when_done=export", "trainer.hf_save_interval=-1"])
