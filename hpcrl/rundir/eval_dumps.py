@@ -63,7 +63,7 @@ def _newest(run: Run, versions: list[int]) -> int:
 
 def _samples(path: Path) -> Iterator[tuple[tuple[str, int], dict[str, Any]]]:
     count = Counter[str]()
-    for number, text in enumerate((read_bytes(path) or b"").split(b"\n"), 1):
+    for number, text in enumerate((read_bytes(path, most=None) or b"").split(b"\n"), 1):
         try:
             line = parse_json(text)
         except ValueError:  # cut off by a kill, or it is being written
