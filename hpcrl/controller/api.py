@@ -65,7 +65,7 @@ class Api:
         self._service.check_version(body["version"])
         worker = self._service.seen(body["worker"], body["version"], body["state"])
         worker.stop_sent = self._service.stop is not None
-        unwanted = self._service.unwanted(body.get("holding", []))
+        unwanted = self._service.unwanted(body["worker"], body.get("holding", []))
         version, newest = self._service.wanted(body["worker"], body["version"]), self._service.version
         return {"stop": self._service.stop, "version": version, "newest": newest, "unwanted": unwanted}
 
@@ -80,7 +80,7 @@ class Api:
         else:
             self._hand_out()  # what an answer that got lost had assigned to this worker
         worker.stop_sent = service.stop is not None
-        unwanted = service.unwanted(body["holding"])
+        unwanted = service.unwanted(name, body["holding"])
         given = [item.to_json() for item in work]
         return {
             "stop": service.stop,

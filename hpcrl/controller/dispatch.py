@@ -3,7 +3,7 @@
 A worker asks for as many groups as its engine has room for. Rows of an evaluation begin on workers without training groups: they fill the
 time in which engines would wait. A worker that is to load a newer version gets its rows first. Where there is less work than
 room, workers get equal shares (water-filling): none gets more than a common level, its present work included. So a worker that asks later, or still loads weights,
-finds its share. A worker with less room than the level gets what fits in, and the
+finds its share; none of the groups is kept for one that evaluates beside training. A worker with less room than the level gets what fits in, and the
 others share the rest. No worker gets a second group as long as another would find none. A worker that got nothing waits, and the least
 loaded of those that wait is served first.
 
@@ -156,13 +156,21 @@ class Dispatcher:
         available = self._admission.room(version)
         if room <= 0 or available <= 0:
             return []
-        running = self._admission.running_at(worker)
-        idle = len(self._capacity) - self._admission.workers - (not running)  # other workers
+        running, evaluating = self._admission.running_at(worker), self._evaluating_besides(worker)
+        idle = len(self._capacity) - len(evaluating) - self._admission.workers - (not running)  # other workers
         most = min(room, max(available - idle, not running))
         if most <= 0:
             return []
-        share = _level(self._admission.running + available, self._capacities) - running
+        capacities = self._capacities - Counter(self._capacity[name] for name in evaluating)
+        share = _level(self._admission.running + available, capacities) - running
         return self._admission.claim(worker, version, min(most, share))
+
+    def _evaluating_besides(self, worker: str) -> list[str]:
+        """Return the other workers with rows and no groups; none where training waits for rows too."""
+        if self._together:
+            return []
+        names = self._evaluation.workers
+        return [name for name in names if name != worker and not self._admission.running_at(name)]
 
     def _level_of_rows(self, version: int, behind: bool) -> int:
         """Return the level of the rows of a version; workers that have a newer one take no part."""

@@ -11,6 +11,7 @@ import json
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from hpcrl.data.cache_files import EvalRow, read_rows
@@ -68,6 +69,10 @@ def evaluation_work(
         return Work(name, "eval", prompt, n_samples, seed + row, asked=asked)
 
     return [of_row(row) for row in (range(len(prompts)) if rows is None else rows)]
+
+
+def _row_of(name: str) -> int:
+    return int(name.partition("-")[2])
 
 
 @dataclass(frozen=True)
@@ -143,11 +148,9 @@ class EvalQueue:
 
     def claim(self, worker: str, version: int, count: int) -> list[int]:
         """Return up to `count` rows that `worker`, whose engine holds `version`, may begin now."""
-        waiting = self._waiting.get(version, deque())
-        rows = [waiting.popleft() for _ in range(min(count, self.room(version)))]
-        self._running.update({eval_group_id(version, row): _Running(worker, version, row) for row in rows})
-        self._running_at[worker] += len(rows)
-        self._running_of[version] += len(rows)
+        rows = list(islice(self._waiting.get(version, ()), max(0, min(count, self.room(version)))))
+        for row in rows:
+            self._begin(worker, version, row)
         return rows
 
     def complete(self, meta: GroupMeta) -> str | None:
@@ -155,6 +158,11 @@ class EvalQueue:
             return "not asked for"
         self._finished[self._end(meta.group_id).version][meta.group_id] = meta
         return None
+
+    @property
+    def workers(self) -> list[str]:
+        """Workers that evaluate rows."""
+        return [worker for worker, rows in self._running_at.items() if rows]
 
     def running_at(self, worker: str) -> int:
         return self._running_at[worker]
@@ -177,6 +185,28 @@ class EvalQueue:
             found = self._end(name)
             self._waiting[found.version].append(found.row)
         return lost
+
+    def reclaim(self, worker: str, version: int, holding: Iterable[str]) -> None:
+        """Give rows of `version` that were taken back to the worker that evaluates them nevertheless, as far as some may begin now."""
+        for name in holding:
+            if self._waits(name) == version and self.room(version) > 0:
+                self._begin(worker, version, _row_of(name))
+
+    def wants(self, worker: str, name: str) -> bool:
+        """Return whether a row that `worker` holds is its own, or waits."""
+        return self.worker_of(name) == worker or self._waits(name) is not None
+
+    def _waits(self, name: str) -> int | None:
+        """Return the version that a row waits for, or None where it does not wait."""
+        version = next((version for version in self._waiting if name.startswith(eval_prefix(version))), None)
+        waits = name not in self._running and version is not None and _row_of(name) in self._waiting[version]
+        return version if waits else None
+
+    def _begin(self, worker: str, version: int, row: int) -> None:
+        self._waiting[version].remove(row)
+        self._running[eval_group_id(version, row)] = _Running(worker, version, row)
+        self._running_at[worker] += 1
+        self._running_of[version] += 1
 
     def _end(self, name: str) -> _Running:
         found = self._running.pop(name)
@@ -204,9 +234,13 @@ def begin_evaluation(run: Run, version: int) -> None:
     write_json(run.eval_begun(version), {"version": version})
 
 
-def can_evaluate(run: Run, version: int) -> bool:
-    """Return whether engines that start now can have a version: its weights are there, or it is the initial model."""
-    return version == 0 or is_committed(run.weights_of(version))
+def can_evaluate(run: Run, version: int, *, from_model: bool) -> bool:
+    """Return whether engines that start now can have a version: its weights are there, or it is the model that they start with.
+
+    Args:
+        from_model: whether they hold version 0 when they start.
+    """
+    return (version == 0 and from_model) or is_committed(run.weights_of(version))
 
 
 def discard_after(run: Run, step: int) -> None:

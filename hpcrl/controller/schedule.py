@@ -25,6 +25,7 @@ class Schedule:
         sampling: what becomes of groups whose samples are all equally good.
         baselines: whether groups have the reward of a greedy response.
         colocated: whether trainer and engines take turns.
+        engines_begin_with_model: whether engines hold version 0 when they start; else its weights are published as any other's.
         min_replicas: when there are too few replicas to go on.
         max_failed_ratio: share of samples whose environments may fail.
         success_reward: reward from which on a sample has solved its prompt.
@@ -46,6 +47,7 @@ class Schedule:
     sampling: DynamicSampling = field(default_factory=DynamicSampling)
     baselines: bool = False
     colocated: bool = False
+    engines_begin_with_model: bool = True
     min_replicas: MinReplicas = field(default_factory=MinReplicas)
     max_failed_ratio: float = 0.5
     eval_settings: str = ""

@@ -155,8 +155,10 @@ class Service:
         models = self.scores.models
         history = read_history(self._run, step, self._schedule.batch_size, self._trainable, keep, pruned, models)
         history.finished = {at: self.scores.rewarded(meta, history.rewards) for at, meta in history.finished.items()}
+        from_model = self._schedule.engines_begin_with_model
         for version in sorted({*begun_evaluations(self._run), step}):
-            if version <= step and self._evaluates(version) and (version == step or can_evaluate(self._run, version)):
+            possible = version == step or (version < step and can_evaluate(self._run, version, from_model=from_model))
+            if possible and self._evaluates(version):
                 history.evaluated[version] = finished_rows(self._run, version, self._eval_work(version))
         return history
 
@@ -245,13 +247,14 @@ class Service:
         """Return the version that the engine of worker `name`, which holds `held`, should have; None before the trainer has started.
 
         It is the newest one, as long as no evaluation needs another. Of those who hold newer ones, only one worker goes back to rows that a
-        lost worker left, and only where nothing can be trained without them. Nobody could go back to version 0, which may have no weights
-        but the model's.
+        lost worker left, and only where nothing can be trained without them. Nobody could go back to version 0 where it has no weights but the
+        model's.
         """
         if self._loadable is None:
             return None
         goes_back = self._waits_for_evaluation and self._eval.room() > 0 and name == min(self.workers, default=name)
-        return self._eval.wanted(held, self._loadable, goes_back=goes_back, stays=held == 0)
+        stays = held == 0 and self._schedule.engines_begin_with_model
+        return self._eval.wanted(held, self._loadable, goes_back=goes_back, stays=stays)
 
     def keeps(self, name: str, held: int) -> bool:
         """Return whether the engine of a worker keeps its version: it is the one that it should have, or has rows of its evaluation."""
@@ -403,11 +406,17 @@ class Service:
         if self._admission.release(name, indices) + self._eval.release(name, holding):
             self._begun.find(name)
         self._admission.reclaim(name, version, indices)
+        self._eval.reclaim(name, version, holding)
 
-    def unwanted(self, holding: list[str]) -> list[str]:
-        """Return the training groups among these that are no longer wanted: finished by another worker, or given up."""
-        indices = {group: group_index(group) for group in holding}
-        return [group for group, index in indices.items() if index is not None and not self._admission.wants(index)]
+    def unwanted(self, name: str, holding: list[str]) -> list[str]:
+        """Return the groups among these that are no longer wanted of a worker: finished by another one, given up, or rows that another
+        one evaluates."""
+
+        def wanted(group: str) -> bool:
+            index = group_index(group)
+            return self._eval.wants(name, group) if index is None else self._admission.wants(index)
+
+        return [group for group in holding if not wanted(group)]
 
     def expire(self) -> list[str]:
         """Take back the groups of silent workers; return the names of those workers."""
@@ -450,6 +459,7 @@ class Service:
             "dropped": self._admission.dropped_count,
             "unscored": self.scores.waiting,
             "eval_open": self._eval.open,
+            "waits_for_evaluation": self._waits_for_evaluation,
             "replicas": self.min_replicas.replicas,
             "stop": self.stop,
             "scorers": self.scores.status(),

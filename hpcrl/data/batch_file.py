@@ -50,7 +50,7 @@ def write_batch(run: Run, batch: Batch, previous: str) -> str:
 
 def read_batch(path: Path) -> BatchFile | None:
     """Return the content of a batch's file, or None where there is no such file. Raises DamagedError where it is damaged or has the name of another step."""
-    if (content := read_bytes(path)) is None:
+    if (content := read_bytes(path, most=None)) is None:
         return None
     try:
         value, checksum = parse_record(content)

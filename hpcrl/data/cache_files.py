@@ -48,7 +48,7 @@ def read_turns(path: Path) -> tuple[list[dict[str, Any]], int]:
     """
     name = _NAME.fullmatch(path.name)
     oldest = int(name["version"]) if name else 0
-    turns = [turn if turn and min(turn["versions"]) >= oldest else None for turn in read_lines(path)]
+    turns = [turn if turn and min(turn["versions"]) >= oldest else None for turn in read_lines(path, most=None)]
     return [turn for turn in turns if turn is not None], damaged(turns)
 
 
@@ -76,7 +76,7 @@ def read_rows(path: Path) -> tuple[list[EvalRow], int]:
 
     The last line is not counted: a kill may have cut it off.
     """
-    rows = [_row(line) for line in read_lines(path)]
+    rows = [_row(line) for line in read_lines(path, most=None)]
     return [row for row in rows if row is not None], damaged(rows)
 
 

@@ -178,7 +178,7 @@ def segments_of(sample: Row, decode: Decode, *, of_dataset: bool = False) -> lis
 
 
 def evaluated_samples(run: Run, version: int | None) -> tuple[int, list[Rollout]]:
-    """Return a version, the newest one whose evaluation was written where none is named, and its samples by row; errors as of `dumped_samples`."""
+    """Return a version, the newest one whose evaluation is over where none is named, and its samples by row; errors as of `dumped_samples`."""
     chosen, lines = dumped_samples(run, version)
     try:
         return chosen, [

@@ -158,7 +158,7 @@ def _content(run: Run, name: str, group: GroupMeta, digest: str | None = None) -
     digest = group.scores[name] if digest is None else digest
     path = run.scores_of(name) / _file_name(group.group_id, digest)
     with naming(path):
-        content = read_bytes(path)
+        content = read_bytes(path, most=None)
     if content is None:
         raise DamagedError(f"score file {path} is missing: it was removed, or this node does not see the run")
     if digest_of(content) != digest:

@@ -144,7 +144,7 @@ class RunHandle:
         return _table({version: metrics for version, metrics in versions.items() if metrics}, "version")
 
     def evaluation(self, version: int | None = None) -> Evaluation:
-        """Return the prompts and rewards of an evaluation, the newest one where no version is named. Errors are those of `Evaluation.read`."""
+        """Return the prompts and rewards of an evaluation, the newest one that is over where no version is named. Errors are those of `Evaluation.read`."""
         return Evaluation.read(self.files, version)
 
     def samples(

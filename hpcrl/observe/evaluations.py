@@ -65,7 +65,7 @@ def response_tokens(line: Mapping[str, Any]) -> int:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One that is over.
+    """One evaluation.
 
     Attributes:
         version: of the weights.
@@ -78,7 +78,7 @@ class Evaluation:
 
     @classmethod
     def read(cls, run: Run, version: int | None = None) -> Evaluation:
-        """Return an evaluation, the newest one that was written where no version is named.
+        """Return an evaluation, the newest one that is over where no version is named.
 
         Raises:
             RunError: there is none, or its samples were not written.

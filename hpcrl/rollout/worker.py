@@ -176,7 +176,7 @@ class Worker:
             if self._must_sleep and not (self._flight or self._finished or update or delivery):
                 await self._sleep()
                 continue
-            free, behind = self._free(), self._wanted != self._engine.version or self._lacks_first
+            free, behind = self._free(), self._behind()
             evaluating = any(item.kind == "eval" for item in self._flight.values())
             # a claim under way may be answered with work for the version at hand; with news it is answered at once
             if behind and self._metrics and update is None and claim is None and self._may_update():
@@ -207,6 +207,10 @@ class Worker:
         while delivery := delivery or self._deliver():
             await delivery
             delivery = None
+
+    def _behind(self) -> bool:
+        """Return whether the engine holds another version than it should, or is about to: it names the old one while it loads."""
+        return self._updating is not None or self._lacks_first or self._wanted != self._engine.version
 
     def _may_update(self) -> bool:
         """Return whether the engine may load the version that it should have: evaluation is handed over, and no group gets older tokens."""

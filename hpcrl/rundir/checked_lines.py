@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hpcrl.rundir.commit import make_directory, read_bytes
+from hpcrl.rundir.commit import LARGEST_RECORD, make_directory, read_bytes
 from hpcrl.rundir.records import parse_record, with_checksum
 
 
@@ -22,9 +22,9 @@ def append_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
         os.fsync(file.fileno())
 
 
-def read_lines(path: Path) -> list[dict[str, Any] | None]:
-    """Return the records in a file, None for each that is damaged; nothing where there is no such file."""
-    _, *lines = (read_bytes(path) or b"").split(b"\n")
+def read_lines(path: Path, most: int | None = LARGEST_RECORD) -> list[dict[str, Any] | None]:
+    """Return the records in a file, None for each that is damaged; nothing where there is no such file. `most` and errors as of `read_bytes`."""
+    _, *lines = (read_bytes(path, most) or b"").split(b"\n")
     return [_record(line) for line in lines]
 
 

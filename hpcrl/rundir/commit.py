@@ -41,7 +41,7 @@ Number = TypeVar("Number", int, tuple[int, int])
 MANIFEST = "manifest.json"
 COMMIT = "COMMIT"
 _CHUNK = 1 << 20  # stays in the processor's cache between the read and the hash
-_LARGEST = 1 << 30  # a file without content may claim any size
+LARGEST_RECORD = 1 << 30  # a file without content may claim any size
 _AT_ONCE = 16  # files that are synced or hashed at the same time
 
 
@@ -171,17 +171,20 @@ def open_file(path: Path) -> BinaryIO:
     return os.fdopen(descriptor, "rb")
 
 
-def read_bytes(path: Path) -> bytes | None:
+def read_bytes(path: Path, most: int | None = LARGEST_RECORD) -> bytes | None:
     """Return the content of a file that others replace as a whole, or None where there is no such file.
 
+    Args:
+        most: bytes; None for files of data, which grow with batches and texts.
+
     Raises:
-        OSError: it cannot be read, or is larger than 1 GiB; names it.
+        OSError: it cannot be read, or has more than `most` bytes; names it.
     """
     for last in (False, False, True):
         try:
             with naming(path), open_file(path) as file:
-                if os.fstat(file.fileno()).st_size > _LARGEST:
-                    raise OSError(errno.EFBIG, f"it is larger than {_LARGEST >> 30} GiB")
+                if most is not None and os.fstat(file.fileno()).st_size > most:
+                    raise OSError(errno.EFBIG, f"it is larger than {most >> 30} GiB")
                 return file.read()
         except (FileNotFoundError, NotADirectoryError):
             if last or path.name not in children(path.parent):

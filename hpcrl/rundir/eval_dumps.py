@@ -9,6 +9,7 @@ from typing import Any
 
 from hpcrl.errors import DataError, RunError
 from hpcrl.rundir.commit import parse_json, read_bytes
+from hpcrl.rundir.evaluations import begun_evaluations
 from hpcrl.rundir.layout import Run, version_of
 
 _REQUIRED = {
@@ -22,7 +23,7 @@ _REQUIRED = {
 
 
 def dumped_samples(run: Run, version: int | None) -> tuple[int, dict[tuple[str, int], dict[str, Any]]]:
-    """Return a version, the newest one whose evaluation was written where none is named, and the lines of its samples.
+    """Return a version, the newest one whose evaluation is over where none is named, and the lines of its samples.
 
     Records are sorted by group and place in it; `replica` wrote them.
 
@@ -36,7 +37,7 @@ def dumped_samples(run: Run, version: int | None) -> tuple[int, dict[tuple[str, 
             f"{run.name} has no samples of an evaluation: none is over, or trainer.dump_eval_results is false, or "
             "trainer.eval_interval is 0"
         )
-    chosen = versions[-1] if version is None else version
+    chosen = _newest(run, versions) if version is None else version
     if chosen not in versions:
         raise RunError(
             f"{run.name} has no samples of an evaluation of version {chosen}; there are those of {', '.join(map(str, versions))}"
@@ -49,9 +50,20 @@ def dumped_samples(run: Run, version: int | None) -> tuple[int, dict[tuple[str, 
     return chosen, {place: found[place] for place in sorted(found)}
 
 
+def _newest(run: Run, versions: list[int]) -> int:
+    """Return the newest version whose evaluation is over. Raises RunError where none is."""
+    begun = begun_evaluations(run)
+    over = [version for version in versions if version not in begun]
+    if not over:
+        raise RunError(
+            f"{run.name} has no evaluation that is over; name a version to read what there is: {', '.join(map(str, versions))}"
+        )
+    return over[-1]
+
+
 def _samples(path: Path) -> Iterator[tuple[tuple[str, int], dict[str, Any]]]:
     count = Counter[str]()
-    for number, text in enumerate((read_bytes(path) or b"").split(b"\n"), 1):
+    for number, text in enumerate((read_bytes(path, most=None) or b"").split(b"\n"), 1):
         try:
             line = parse_json(text)
         except ValueError:  # cut off by a kill, or it is being written

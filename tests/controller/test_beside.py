@@ -120,7 +120,7 @@ def test_the_others_go_on(run: Run) -> None:
     controller.published(2)
     do(run, controller, others, 1)
     assert (controller.keeps(FIRST, 1), controller.keeps(SECOND, 1)) == (True, False)
-    assert kinds(controller.claim(SECOND, 2, 9)) == ["train"], "the other one is the first worker's part"
+    assert kinds(controller.claim(SECOND, 2, 9)) == ["train"] * 2, "none is kept for the one that evaluates"
 
 
 def test_nobody_leaves_the_initial_model_before_its_evaluation_is_over(run: Run) -> None:
@@ -140,6 +140,19 @@ def test_nobody_leaves_the_initial_model_before_its_evaluation_is_over(run: Run)
     assert controller.wanted(SECOND, 0) == 1
 
 
+def test_an_initial_policy_whose_weights_are_published_is_left_as_any_other_version(run: Run) -> None:
+    controller = begin(run, FIRST, SECOND, eval_before_train=True, engines_begin_with_model=False)
+    groups = controller.claim(FIRST, 0, 9) + controller.claim(SECOND, 0, 9)
+    do(run, controller, groups, 0)
+    rows, others = controller.claim(FIRST, 0, 9), controller.claim(SECOND, 0, 9)
+    controller.published(1)
+    do(run, controller, others, 0)
+    assert (controller.wanted(SECOND, 0), controller.keeps(SECOND, 0)) == (1, False)
+    assert kinds(controller.claim(SECOND, 1, 9)) == ["train"] * 2
+    do(run, controller, rows, 0)
+    assert scores_of(run) == [0]
+
+
 def lose_rows(run: Run, controller: Service) -> None:
     """Leave three rows of version 1 behind: the first worker is lost with them, and the second one holds version 2."""
     train(run, controller, 1)
@@ -151,6 +164,44 @@ def lose_rows(run: Run, controller: Service) -> None:
     controller.published(2)
     controller.seen(SECOND, 2, "waiting")
     assert controller.leave(FIRST) == 3
+
+
+def test_rows_of_a_silent_worker_that_another_one_has_are_unwanted(run: Run) -> None:
+    """Else it would ask for more of their version all the while, and get none."""
+    controller = begin(run, FIRST)
+    train(run, controller, 1)
+    controller.published(1)
+    do(run, controller, controller.claim(FIRST, 1, 9), 1)
+    held = [item.group_id for item in controller.claim(FIRST, 1, 9)]
+    assert controller.unwanted(FIRST, held) == []
+    assert controller.leave(FIRST) == 3
+    assert controller.unwanted(FIRST, held) == [], "they wait"
+    controller.seen(SECOND, 1, "waiting")
+    rows = controller.claim(SECOND, 1, 9)
+    assert {item.group_id for item in rows} == set(held)
+    controller.published(2)
+    controller.seen(FIRST, 1, "generating")
+    controller.reconcile(FIRST, 1, held)
+    assert not controller.keeps(FIRST, 1)
+    assert controller.unwanted(FIRST, held) == held
+    do(run, controller, rows[:1], 1)
+    assert controller.unwanted(SECOND, held) == [rows[0].group_id]
+
+
+def test_rows_of_a_silent_worker_that_still_wait_are_its_own_again(run: Run) -> None:
+    controller = begin(run, FIRST)
+    train(run, controller, 1)
+    controller.published(1)
+    do(run, controller, controller.claim(FIRST, 1, 9), 1)
+    rows = controller.claim(FIRST, 1, 9)
+    controller.leave(FIRST)
+    controller.published(2)
+    controller.seen(FIRST, 1, "generating")
+    controller.reconcile(FIRST, 1, [item.group_id for item in rows[:2]])
+    assert controller.keeps(FIRST, 1)
+    assert [item.group_id for item in controller.claim(FIRST, 1, 9)] == [rows[2].group_id]
+    do(run, controller, rows, 1)
+    assert scores_of(run) == [1]
 
 
 def test_what_a_lost_worker_leaves_is_for_an_engine_that_starts(run: Run) -> None:
@@ -186,11 +237,13 @@ def test_training_waits_when_too_many_evaluations_are_open(run: Run) -> None:
     controller = begin(run, FIRST, total_steps=9)
     for step in range(1, MOST_OPEN + 1):
         train(run, controller, step)
+        assert controller.status()["waits_for_evaluation"] is False
         controller.published(step)
     assert begun_evaluations(run) == [*range(1, MOST_OPEN + 1)]
     do(run, controller, controller.claim(FIRST, MOST_OPEN, 9), MOST_OPEN)
     assert controller.batch(MOST_OPEN + 1) is None
     assert controller.phase == "evaluate"
+    assert controller.status()["waits_for_evaluation"] is True
     assert controller.wanted(FIRST, MOST_OPEN) == MOST_OPEN, "its own rows come first"
     do(run, controller, controller.claim(FIRST, MOST_OPEN, 9), MOST_OPEN)
     assert controller.wanted(FIRST, MOST_OPEN) == 1
@@ -228,6 +281,22 @@ def test_an_evaluation_whose_weights_are_gone_holds_nothing_back(run: Run, capsy
     assert begun_evaluations(run) == [2]
     assert "version 1 is not evaluated any more" in capsys.readouterr().out
     assert run.eval_losses(1).exists()
+
+
+@pytest.mark.parametrize(("from_model", "published"), [(True, False), (False, True), (False, False)])
+def test_the_evaluation_of_version_0_goes_on_where_engines_can_have_it(
+    run: Run, from_model: bool, published: bool
+) -> None:
+    changes = {"eval_before_train": True, "engines_begin_with_model": from_model}
+    controller = begin(run, FIRST, **changes)
+    train(run, controller, 1)
+    controller.published(1)
+    if published:
+        publish(run, 0, "0")
+    again = service(run, 2, **changes)
+    again.start(1)
+    assert (0 in begun_evaluations(run)) == (from_model or published)
+    assert again.wanted(FIRST, 0) == (0 if from_model or published else 1)
 
 
 class Attempt:

@@ -200,10 +200,11 @@ class Controller:
         self._before = self._state()
         if self.service.version is None:
             await self.call("start", step=0)
+        held = 0  # of an engine that starts
         for _ in range(60 * STEPS):
             if self.service.stop == FINISHED:
                 break
-            await self._go_on()
+            held = await self._go_on(held)
         else:
             raise Unsound(f"the run does not come to its end: {self.service.status()}")
         await self.call("next", step=STEPS + 1)
@@ -211,16 +212,18 @@ class Controller:
         again = Service(self.run, 2, self.scene.schedule(), *prompts, scores=scores)
         again.start(STEPS)
 
-    async def _go_on(self) -> None:
+    async def _go_on(self, held: int) -> int:
+        """Have an engine of this version and a trainer do what they can; return the version that the engine loads then."""
         version = self.service.version or 0
-        answer = await self.call("claim", worker="rollout-0", version=version, capacity=9, holding=[])
-        groups = [finished(work, version, self.scene, number) for number, work in enumerate(answer["work"])]
+        answer = await self.call("claim", worker="rollout-0", version=held, capacity=9, holding=[])
+        groups = [finished(work, held, self.scene, number) for number, work in enumerate(answer["work"])]
         await self.call("complete", worker="rollout-0", groups=groups)
         for scorer in self.service.scores.scorers:
             given = await self.call("claim_scores", scorer=scorer, samples=99, holding=[], wait=0.0)
             await self.call("scored", scorer=scorer, digests={group["group_id"]: "0" * 32 for group in given["groups"]})
         if version < STEPS and (await self.call("next", step=version + 1, wait=0))["path"]:
             await self.call("published", version=version + 1)
+        return held if answer["version"] is None else answer["version"]
 
 
 def finished(work: dict[str, Any], version: int, scene: Scene, number: int = 0) -> dict[str, Any]:

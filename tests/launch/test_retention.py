@@ -102,6 +102,35 @@ def test_nothing_is_deleted_beside_a_damaged_file(run: Run, keep: Kept, capsys: 
     assert run.weights.exists()
 
 
+@pytest.mark.parametrize("step", [2, 4, 6])
+def test_each_export_that_replaces_a_checkpoint_is_verified_first(run: Run, step: int) -> None:
+    if step == 2:
+        write_export(run, 2)
+    (run.export(step) / "tokenizer.json").write_bytes(b"y")
+    before = left(run)
+    with pytest.raises(CommitError, match="nothing was deleted"):
+        delete(run, "export", Retention(3, every=4, metric=BEST.metric))
+    assert left(run) == before
+
+
+def test_an_export_of_a_training_that_was_given_up_replaces_no_checkpoint(run: Run) -> None:
+    note(run, {"attempt": 2, "from": "s000004"})
+    write_checkpoint(run, 6, attempt=2)
+    delete(run, "export")
+    assert committed(run.checkpoints, step_of) == [2, 6]
+    write_export(run, 2, attempt=0)
+    delete(run, "export")
+    assert committed(run.checkpoints, step_of) == [6], "`hpcrl checkpoint export` has written step 2"
+
+
+def test_weights_of_steps_after_the_last_checkpoint_stay(run: Run) -> None:
+    with committed_directory(run.weights_of(7), 1) as directory:
+        write_text(directory / "model.safetensors", "x")
+    assert "weights" not in delete(run, "last")
+    write_export(run, 7)
+    assert delete(run, "last") == ["weights"]
+
+
 def test_a_newer_attempt_keeps_its_files(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     open_attempt(run, "local-2", ["here"])
     end_of_run(run, "last", BEST, UPLOAD, 1)
@@ -172,6 +201,25 @@ def test_rm_refuses_what_another_run_names(run: Run, tmp_path: Path, capsys: pyt
         require_checkpoints(run)
     assert main(["rm", str(run.path), "--yes"]) == 0
     assert not run.path.exists()
+
+
+def test_a_path_through_a_link_is_one_of_the_run(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(run.root)
+    through = Run(tmp_path / "link" / run.project / run.name)
+    other = made_run(tmp_path, [f"trainer.policy.model.path={through.export(6)}"], name="other")
+    assert uses_of(run) == [(other, run.export(6))]
+    assert [path for _, path in uses_of(through)] == [through.export(6)]
+
+
+def test_a_pipe_in_the_place_of_a_configuration_blocks_nothing(run: Run) -> None:
+    pipe = run.root / "theirs" / "run" / "config.toml"
+    pipe.parent.mkdir(parents=True)
+    os.mkfifo(pipe)
+    signal.alarm(60)
+    try:
+        assert uses_of(run) == []
+    finally:
+        signal.alarm(0)
 
 
 def test_settings_that_keep_nothing_are_refused(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ import pytest
 
 from hpcrl.cli.main import main
 from hpcrl.config import Config
-from hpcrl.errors import DataError
+from hpcrl.controller.evaluation import begin_evaluation, write_summary
+from hpcrl.errors import DataError, RunError
 from hpcrl.observe.eval_report import report, summary
 from hpcrl.observe.evaluations import Evaluation, compared
 from hpcrl.rundir.commit import read_json, write_text
@@ -88,6 +89,22 @@ def test_two_versions_of_a_run(run: Run, capsys: pytest.CaptureFixture[str]) -> 
     refused = said(capsys, "compare", *root, "words@0", "words@8", code=5)
     assert "no samples of an evaluation of version 8; there are those of 0, 9" in refused
     assert "expected RUN@VERSION" in said(capsys, "compare", *root, "words@last", "words", code=5)
+
+
+def test_an_evaluation_that_goes_on_is_read_only_by_name(run: Run) -> None:
+    append_text(run.eval_dump(12, 0), line(0, 0, "x", "x", 1.0))
+    begin_evaluation(run, 12)
+    assert dumped_samples(run, None)[0] == Evaluation.read(run).version == 9
+    assert len(dumped_samples(run, 12)[1]) == 1
+    write_summary(run, 12, {})
+    assert dumped_samples(run, None)[0] == 12
+    for version in (0, 9, 12):
+        run.eval_summary(version).unlink(missing_ok=True)
+        begin_evaluation(run, version)
+    with pytest.raises(
+        RunError, match=r"has no evaluation that is over; name a version to read what there is: 0, 9, 12"
+    ):
+        dumped_samples(run, None)
 
 
 def test_prompts_that_one_of_them_lacks(run: Run, capsys: pytest.CaptureFixture[str]) -> None:

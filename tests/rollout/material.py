@@ -136,6 +136,12 @@ def started(model: Path, **engine: Any) -> Iterator[Embedded]:
         found.stop()
 
 
+def break_head(engine: Embedded) -> None:
+    """Let the engine's next token fail in the thread that computes."""
+    model, _ = engine._loaded.result()
+    model.lm_head = torch.nn.Linear(1, 1)
+
+
 @functools.cache
 def _policy(model: Path) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)

@@ -135,6 +135,17 @@ def test_a_file_larger_than_what_is_read_at_once(tmp_path: Path) -> None:
     assert commit.checksum(tmp_path / "file") == commit.digest_of(content)
 
 
+def test_records_are_bounded_and_data_is_not(tmp_path: Path) -> None:
+    path = tmp_path / "data"
+    path.write_bytes(bytes(5))
+    with pytest.raises(OSError, match="larger than"):
+        commit.read_bytes(path, most=4)
+    assert commit.read_bytes(path, most=None) == bytes(5)
+    os.truncate(path, commit.LARGEST_RECORD + 1)
+    with pytest.raises(OSError, match="larger than 1 GiB"):
+        commit.read_bytes(path)
+
+
 def test_exception_in_the_middle_leaves_nothing_visible(parent: Path) -> None:
     def write_and_fail() -> None:
         with commit.committed_directory(parent / "s000001", 1) as directory:

@@ -15,7 +15,7 @@ from hpcrl.config.sections.tree import ConfigTree
 
 _SBATCH_OWN = {"nodes", "array", "signal", "ntasks", "ntasks_per_node", "job_name", "output", "error", "open_mode"}
 _SBATCH_OWN |= {"requeue", "no_requeue", "no_kill"}
-_SECRET = re.compile(r"\b(\w*(?:KEY|TOKEN|SECRET|PASSWORD))=['\"]?[\w+/.-]", re.IGNORECASE)
+_SECRET = re.compile(r"\b(\w*(?:_KEY|APIKEY|TOKEN|SECRET|PASSWORD))=['\"]?[\w+.-]", re.IGNORECASE)  # no path
 _SBATCH_NAMES = {
     "partition": "partition",
     "account": "account",
@@ -195,13 +195,20 @@ def sbatch_options(config: ConfigTree) -> Iterator[Problem]:
 
 
 def shared_secrets(config: ConfigTree) -> Iterator[Problem]:
-    """Refuse a secret in a shell line of a run that a group may read: config.toml and the batch script hold the line."""
-    for line in config.slurm.setup if config.slurm.readable_by is not None else ():
+    """Refuse a secret in a line of a run that a group may read: config.toml and the batch script hold the line."""
+    slurm = config.slurm
+    if slurm.readable_by is None:
+        return
+    sections = {"slurm": slurm, "slurm.upload": slurm.upload, **_pools(slurm)}
+    lines = [("slurm.setup", line) for line in slurm.setup]
+    lines += [("slurm.container.arguments", word) for word in slurm.container.arguments]
+    lines += [(f"{path}.extra.{name}", str(value)) for path, one in sections.items() for name, value in one.extra.items()]
+    for setting, line in lines:
         if found := _SECRET.search(line):
             yield Problem(
-                "slurm.setup",
+                setting,
                 f"{found[1]} would be read by the group of slurm.readable_by; write it into a file of mode 600, and "
-                f'"export {found[1]}=$(cat FILE)" here',
+                f'"export {found[1]}=$(cat FILE)" in slurm.setup',
             )
 
 

@@ -54,10 +54,8 @@ class SpeculativeConfig:
     model: Location | None = setting(None, used_by=when(".method", *WITH_MODEL))
     """Model of the drafts, as a directory or a name on the hub."""
 
-    prompt_lookup_min: int = setting(
-        2, range=COUNT, used_by=when(".method", "ngram"), why="vLLM's own 5 finds little in short prompts"
-    )
-    """Tokens at the end of the text that must have occurred before, at least."""
+    prompt_lookup_min: int = setting(2, range=COUNT, used_by=when(".method", "ngram"))
+    """Tokens at the end of the text that must have occurred before, at least. vLLM's own 5 finds little in short prompts."""
 
     prompt_lookup_max: int = setting(4, range=COUNT, used_by=when(".method", "ngram"))
     """Tokens at the end of the text that are looked for first; then fewer."""

@@ -15,6 +15,7 @@ from hpcrl.data.entries import CONFIG, read_entries
 from hpcrl.errors import DataError
 from hpcrl.rundir.checkpoints import NEVER_DELETED
 from hpcrl.rundir.commit import committed, parse_json
+from hpcrl.rundir.evaluations import MOST_OPEN
 from hpcrl.rundir.layout import Run, position_of, version_of
 
 _ADAM = 3  # the weights and two moments, in the same number type
@@ -99,7 +100,8 @@ def disk_needs(run: Run, config: Config, sizes: Sizes | None) -> dict[str, DiskN
     trainer = config.trainer
     checkpoint = sizes.checkpoint if trainer.saves_checkpoints else 0
     kept, there = max(trainer.max_ckpts_to_keep, NEVER_DELETED), len(committed(run.checkpoints, position_of))
-    versions = trainer.fully_async.kept_versions - len(committed(run.weights, version_of))
+    evaluated = MOST_OPEN if trainer.eval_interval > 0 else 0
+    versions = trainer.fully_async.kept_versions + evaluated - len(committed(run.weights, version_of))
     export = sizes.export if trainer.hf_save_interval > 0 else 0
     written = {
         "root": (run.path, DiskNeed(sizes.weights, sizes.weights * max(1, versions), "the weights for the engines")),

@@ -136,7 +136,7 @@ def _within(trainer: Mapping[str, Any], controller: Mapping[str, Any]) -> str:
 
 
 def _awaited(controller: Mapping[str, Any]) -> str:
-    if controller.get("eval_open"):
+    if controller.get("waits_for_evaluation"):
         return f"evaluating, {controller['eval_open']} rows left"
     if controller.get("unscored"):
         return f"scoring, {controller['unscored']} groups left"

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from hpcrl.errors import RunError, SubmitError
 from hpcrl.launch.manage.adopt_jobs import adopt
 from hpcrl.launch.manage.state import RunState, state_of
-from hpcrl.launch.manage.users import owner_of, user_name
+from hpcrl.launch.manage.users import is_folder, owner_of, user_name
 from hpcrl.launch.scheduler import GONE, PATIENCE_S, JobState, accounting, find_job, local_state, queue
 from hpcrl.rundir.commit import read_json
 from hpcrl.rundir.layout import Run
@@ -47,7 +47,7 @@ def unreadable(root: Path) -> list[Path]:
 def _folders(path: Path) -> list[str]:
     try:
         with os.scandir(path) as entries:
-            return sorted(entry.name for entry in entries if entry.is_dir())
+            return sorted(entry.name for entry in entries if is_folder(entry))
     except OSError:
         return []
 

@@ -30,6 +30,14 @@ def user_name(uid: int | None) -> str:
         return str(uid)
 
 
+def is_folder(path: Path | os.DirEntry[str]) -> bool:
+    """Return whether there is a directory; a symbolic link to one that this user may not see counts as none."""
+    try:
+        return path.is_dir()
+    except OSError:
+        return False
+
+
 def roots_of(pattern: Path) -> tuple[list[Path], list[Path]]:
     """Return the directories that match a pattern such as /scratch/*/runs, and those on the way that this user may not enter.
 
@@ -39,10 +47,11 @@ def roots_of(pattern: Path) -> tuple[list[Path], list[Path]]:
     for part in pattern.absolute().parts[1:]:
         below = list[Path]()
         for folder in found:
-            if not os.access(folder, os.R_OK | os.X_OK, effective_ids=True):
+            is_pattern = bool(_PATTERN & set(part))
+            if not os.access(folder, os.R_OK | os.X_OK if is_pattern else os.X_OK, effective_ids=True):
                 closed.append(folder)
-            elif not _PATTERN & set(part):
-                below += [folder / part] if (folder / part).is_dir() else []
+            elif not is_pattern:
+                below += [folder / part] if is_folder(folder / part) else []
             else:
                 below += [folder / name for name in _matching(folder, part)]
         found = below
@@ -54,7 +63,7 @@ def _matching(folder: Path, part: str) -> list[str]:
         return sorted(
             entry.name
             for entry in entries
-            if entry.is_dir() and fnmatchcase(entry.name, part) and (entry.name[0] != "." or part[0] == ".")
+            if is_folder(entry) and fnmatchcase(entry.name, part) and (entry.name[0] != "." or part[0] == ".")
         )
 
 

@@ -357,8 +357,28 @@ OURS = [
     ),
     Case(
         "a line that a group may read has no secret",
-        {"slurm.readable_by": "lab", "slurm.setup": ["export WANDB_API_KEY=3f2a"]}, "slurm.setup", '"export WANDB_API_KEY=$(cat FILE)" here',
+        {"slurm.readable_by": "lab", "slurm.setup": ["export WANDB_API_KEY=3f2a"]}, "slurm.setup", '"export WANDB_API_KEY=$(cat FILE)" in slurm.setup',
         {"slurm.readable_by": "lab", "slurm.setup": ["export WANDB_API_KEY=$(cat ~/.key)", "export TOKENIZERS=x"]},
+    ),
+    Case(
+        "an option of a program may be a secret too",
+        {"slurm.readable_by": "lab", "slurm.setup": ["hf auth login --token=hf_3f2a"]}, "slurm.setup", "token would be read",
+        {"slurm.readable_by": "lab", "slurm.setup": [
+            "export NCCL_IB_PKEY=1", "export UCX_IB_PKEY=0x8001", "sort --key=2 f", "export SSL_KEY=/etc/ssl/my.key",
+        ]},
+    ),
+    Case(
+        "a variable that a container of a run that a group may read gets is no secret",
+        {"slurm.readable_by": "lab", "slurm.container.kind": "apptainer", "slurm.container.image": "/h.sif",
+         "slurm.container.arguments": ["--env=WANDB_API_KEY=3f2a"]},
+        "slurm.container.arguments", "WANDB_API_KEY would be read",
+        {"slurm.readable_by": "lab", "slurm.container.kind": "apptainer", "slurm.container.image": "/h.sif",
+         "slurm.container.arguments": ["--env=NCCL_IB_PKEY=1"]},
+    ),
+    Case(
+        "a variable that sbatch gives to a run that a group may read is no secret",
+        {"slurm.readable_by": "lab", "slurm.extra.export": "ALL,WANDB_API_KEY=3f2a"}, "slurm.extra.export", "WANDB_API_KEY would be read",
+        {"slurm.readable_by": "lab", "slurm.extra.export": "ALL,NCCL_IB_PKEY=1"},
     ),
     Case(
         "the interpreter of a container has a setting of its own",

@@ -22,6 +22,7 @@ from hpcrl.launch.doctor.disk_space import Sizes, disk_needs
 from hpcrl.launch.doctor.node import gpu_processes, gpus_here
 from hpcrl.launch.nodes import Node
 from hpcrl.rundir.commit import begin, committed_directory, write_text
+from hpcrl.rundir.evaluations import MOST_OPEN
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import open_attempt
 from tests.filesystem.small import small_filesystem
@@ -183,6 +184,19 @@ def test_room_is_counted_by_filesystem(tmp_path: Path, machine: pytest.MonkeyPat
             assert "you cannot write there" in refused(run.path.parent, FIRST, kind=RunError, name=run.name)
     assert "which is not there on" in refused(run.path.parent, FIRST, kind=DataError, name=run.name)
     check(run.path.parent, ON_CPUS, name=run.name)  # it writes into none of these folders
+
+
+@pytest.mark.parametrize(("interval", "versions"), [(0, 2 + 3), (5, 2 + 3 + MOST_OPEN)])
+def test_room_for_the_weights_of_open_evaluations_is_counted(tmp_path: Path, interval: int, versions: int) -> None:
+    settings = [
+        f"trainer.eval_interval={interval}",
+        "trainer.fully_async.max_staleness_steps=3",
+        "trainer.ckpt_interval=0",
+    ]
+    config, run = Config.from_toml([QUICKSTART], settings), Run(tmp_path / "run")
+    run.path.mkdir()
+    need = disk_needs(run, config, Sizes(weights=7, checkpoint=0, export=0))["root"]
+    assert (need.least, need.most) == (7, 7 * versions)
 
 
 @pytest.mark.usefixtures("nearly_full")

@@ -57,7 +57,7 @@ def refused(answer: httpx.Response) -> tuple[int, str, str]:
     ("body", "found"),
     [
         ({"messages": [user("cab " * 3_750_000)]}, "15000004 characters"),
-        ({"messages": [user("c")] * 200_000}, "200000 messages"),
+        ({"messages": [user("c")] * 50_000}, "50000 messages"),
         ({"messages": [user("c")], "tools": [{"description": "cab " * 100_000}]}, "400005 characters"),
     ],
     ids=["content", "messages", "tools"],

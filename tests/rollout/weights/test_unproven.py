@@ -49,28 +49,37 @@ def item(name: str) -> Work:
     return Work(name, "train", prompt, 4, seed=1)
 
 
-def test_no_group_that_was_finished_under_unproven_weights_is_handed_over(
-    server: Server, with_engine: WithEngine[Any], models: list[Path], tmp_path: Path
-) -> None:
+@pytest.fixture
+def run(with_engine: WithEngine[Any], tmp_path: Path) -> Run:
     async def nothing(_engine: EngineClient) -> None: ...
 
     with_engine(nothing)  # version 0 again
     run = Run(tmp_path / RUN_NAME)
     write_text(run.token, TOKEN + "\n", mode=0o600)
-    publish(models[1], run.weights_of(1), 1, ATTEMPT, probe=probe_of(models[2]))
-    Stuck.go.clear()
+    return run
+
+
+async def work(run: Run, server: Server, engine: LateProof | GoesBack) -> None:
+    """Run a worker until the controller stops it."""
     tokenizer = load_tokenizer(Pretrained(str(QUICKSTART)), GENERATOR.chat_template)
     options = WorkerOptions(run, ATTEMPT, 5, 4, n_samples=4, dump_evals=True, engine_dtype="float32")
     status = StatusWriter(run, "rollout-5", ATTEMPT)
+    generator = GroupGenerator(engine, tokenizer, GENERATOR, EnvironmentConfig())
+    try:
+        engine.worker = Worker(options, server, engine, generator, status, decoder(tokenizer))
+        await engine.worker.run()
+    finally:
+        await engine.close()
+
+
+def test_no_group_that_was_finished_under_unproven_weights_is_handed_over(
+    run: Run, server: Server, models: list[Path]
+) -> None:
+    publish(models[1], run.weights_of(1), 1, ATTEMPT, probe=probe_of(models[2]))
+    Stuck.go.clear()
 
     async def main() -> None:
-        engine = LateProof(server.socket, bearer(TOKEN, RUN_NAME), replica="rollout-5")
-        generator = GroupGenerator(engine, tokenizer, GENERATOR, EnvironmentConfig())
-        try:
-            engine.worker = Worker(options, server, engine, generator, status, decoder(tokenizer))
-            await engine.worker.run()
-        finally:
-            await engine.close()
+        await work(run, server, LateProof(server.socket, bearer(TOKEN, RUN_NAME), replica="rollout-5"))
 
     with FakeController().served(run, ATTEMPT) as controller:
         controller.work.extend(map(item, NAMES))
@@ -79,3 +88,43 @@ def test_no_group_that_was_finished_under_unproven_weights_is_handed_over(
             asyncio.run(main())
     assert controller.completed == []
     assert not list(run.samples_of(5).glob("*"))
+
+
+class GoesBack(EngineClient):
+    """Loads version 0 after version 1, and meanwhile a report is answered with version 1 again."""
+
+    worker: Worker
+    controller: FakeController
+    claims = 0
+
+    async def update_weights(self, weights: PublishedWeights) -> dict[str, float]:
+        if weights.version == 1:
+            known = await super().update_weights(weights)
+            self.controller.version = 0
+            return known
+        claims, reports = len(self.controller.claims), len(self.controller.reports)
+        self.controller.version = 1
+        self.controller.work.append(item("g1"))
+        while len(self.controller.reports) < reports + 2 and self.worker._stop is None:
+            await asyncio.sleep(0.05)
+        self.claims = len(self.controller.claims) - claims
+        self.controller.stop = "finished"
+        return await super().update_weights(weights)
+
+
+def test_nothing_is_claimed_while_another_version_is_loaded(run: Run, server: Server, models: list[Path]) -> None:
+    """The engine still names the version before, which is not what groups of the claim would be generated with."""
+    for version in (0, 1):
+        publish(models[version], run.weights_of(version), version, ATTEMPT, probe=probe_of(models[version]))
+
+    async def main() -> int:
+        engine = GoesBack(server.socket, bearer(TOKEN, RUN_NAME), replica="rollout-5")
+        engine.controller = controller
+        await work(run, server, engine)
+        return engine.claims
+
+    Stuck.go.set()
+    with FakeController().served(run, ATTEMPT) as controller:
+        controller.version = 1
+        assert asyncio.run(main()) == 0
+    assert controller.completed == []

@@ -202,7 +202,7 @@ def test_pictures_are_kept_and_shown(painted: Painted) -> None:
         assert (image.format, image.size) == ("PNG", (32, 32))
         kept = np.asarray(image)
     (step,) = samples_of(painted.run, None)["trained"]
-    shown = {sample["name"]: sample for sample in step["samples"]}["g1-0.0"]
+    shown = {sample["name"]: sample for group in step["groups"] for sample in group["samples"]}["g1-0.0"]
     ((what, url),) = shown["pictures"]
     assert (what, url[:22]) == ("what was painted", "data:image/png;base64,")
     redness = kept[..., 0].mean() - (kept[..., 1].mean() + kept[..., 2].mean()) / 2
