@@ -131,8 +131,10 @@ def _verified(
         )
     if not line:
         last = exports[max(exports)]
+    elif line[-1] in stay:
+        last = line[-1]
     else:
-        last = line[-1] if line[-1] in stay else exports[step_of(line[-1]) or 0]
+        last = exports[step_of(line[-1]) or 0]
     try:
         for path in sorted({last, *(exports[step_of(path) or 0] for path in replaced)}):
             (verify_checkpoint if path in line else verify)(path)

@@ -101,19 +101,34 @@ def _lost(run: Run, link: Path, place: Path) -> str:
 
 
 def own_homes(run: Run) -> list[Path]:
-    """Return the folders below other roots that belong to a run and are there."""
-    homes = dict.fromkeys(place.parent for place in run.elsewhere.values())
-    return [home for home in homes if _is_own(run, home)]
+    """Return the folders below other roots that belong to a run and are there, by a link that this user has made."""
+    return [home for home in _homes(run) if _is_own(run, home)]
+
+
+def readable_homes(run: Run) -> list[Path]:
+    """Return the folders below other roots that lead back to a run, of another user too, without those that this user may not see."""
+
+    def leads_back(home: Path) -> bool:
+        try:
+            return _leads_back(run, home)
+        except OSError:
+            return False
+
+    return list(filter(leads_back, _homes(run)))
+
+
+def _homes(run: Run) -> list[Path]:
+    return list(dict.fromkeys(place.parent for place in run.elsewhere.values()))
+
+
+def _leads_back(run: Run, home: Path) -> bool:
+    owner = home / _OWNER
+    return owner.is_symlink() and os.path.realpath(owner) == os.path.realpath(run.path)
 
 
 def _is_own(run: Run, home: Path) -> bool:
     """Return whether a folder leads back to a run by a link that this user has made: any link can lead from a run to a folder."""
-    owner = home / _OWNER
-    return (
-        owner.is_symlink()
-        and owner.lstat().st_uid == home.stat().st_uid == os.getuid()
-        and os.path.realpath(owner) == os.path.realpath(run.path)
-    )
+    return _leads_back(run, home) and (home / _OWNER).lstat().st_uid == home.stat().st_uid == os.getuid()
 
 
 def require_own(run: Run, *links: Path) -> None:

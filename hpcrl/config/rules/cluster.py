@@ -202,7 +202,9 @@ def shared_secrets(config: ConfigTree) -> Iterator[Problem]:
     sections = {"slurm": slurm, "slurm.upload": slurm.upload, **_pools(slurm)}
     lines = [("slurm.setup", line) for line in slurm.setup]
     lines += [("slurm.container.arguments", word) for word in slurm.container.arguments]
-    lines += [(f"{path}.extra.{name}", str(value)) for path, one in sections.items() for name, value in one.extra.items()]
+    lines += [
+        (f"{path}.extra.{name}", str(value)) for path, one in sections.items() for name, value in one.extra.items()
+    ]
     for setting, line in lines:
         if found := _SECRET.search(line):
             yield Problem(

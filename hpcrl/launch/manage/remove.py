@@ -15,19 +15,19 @@ from hpcrl.launch.scheduler import cancel_slurm
 from hpcrl.rundir.checkpoints import Retention
 from hpcrl.rundir.commit import children, committed, discard
 from hpcrl.rundir.layout import Run, step_of
-from hpcrl.rundir.other_roots import own_homes, require_own
+from hpcrl.rundir.other_roots import own_homes, readable_homes, require_own
 from hpcrl.rundir.starts import note
 
 
 def sizes_of(run: Run) -> dict[str, int]:
     """Return the bytes of each folder of a run that has files, the largest first; files beside the folders count as ""."""
     sizes = dict[str, int]()
-    own = own_homes(run)
-    for root in (run.path, *(place for place in run.elsewhere.values() if place.parent in own)):
+    homes = readable_homes(run)
+    for root in (run.path, *(place for place in run.elsewhere.values() if place.parent in homes)):
         for folder, _, files in os.walk(root):
             name = os.path.relpath(folder, run.path if root == run.path else root.parent).partition(os.sep)[0]
             for file in files:
-                with suppress(FileNotFoundError):  # the run has removed it meanwhile
+                with suppress(OSError):  # the run has removed it meanwhile, or its owner has closed the folder
                     part = "" if name == "." else name
                     sizes[part] = sizes.get(part, 0) + os.lstat(os.path.join(folder, file)).st_size
     return dict(sorted(sizes.items(), key=lambda item: -item[1]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import sys
 from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib.util import find_spec
@@ -52,15 +53,14 @@ def bomb(model: Pretrained) -> str:
     if code == 0:
         return ""
     return (
-        f"the tokenizer of {model} needs more than {_SECONDS} s of processor time, or {_ROOM >> 30} GiB, to read a few words, or makes "
-        "`tokenizers` panic; take the tokenizer.json that its authors published"
+        f"the tokenizer of {model} needs more than {_SECONDS} s of processor time, or {_ROOM >> 30} GiB, to read a few words, or panics. "
+        "Take the tokenizer.json that its authors published"
     )
 
 
 def _load(model: Pretrained) -> NoReturn:
     # a pool of a thread per core, each with an arena of malloc, takes the memory meant for the tokenizer
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    code = 0
     try:
         from hpcrl.data.render_process import bound_memory  # imports Jinja, which a login node may lack
 
@@ -71,11 +71,9 @@ def _load(model: Pretrained) -> NoReturn:
         bound_memory(_ROOM)
         with without_torch():
             load_tokenizer(model, ChatTemplateConfig())
-    except BaseException as error:  # a panic of Rust is no Exception
-        # other errors come again in the parent, and so do warnings
-        code = int(isinstance(error, MemoryError) or not isinstance(error, Exception))
     finally:
-        os._exit(code)
+        error = sys.exc_info()[1]  # an Exception comes again in the parent, and so do warnings; a panic of Rust is none
+        os._exit(int(isinstance(error, MemoryError) or not isinstance(error, Exception | None)))
 
 
 def check_tokenizer(config: Config) -> tuple[list[Problem], list[str]]:
