@@ -1,11 +1,11 @@
 """Dispatch: divides the groups that may begin, and the rows of an evaluation, among the workers. Pure logic.
 
 A worker asks for as many groups as its engine has room for. Rows of an evaluation begin on workers without training groups: they fill the
-time in which engines would wait. A worker that is to load a newer version gets its rows first. Where there is less work than
-room, workers get equal shares (water-filling): none gets more than a common level, its present work included. So a worker that asks later, or still loads weights,
-finds its share; none of the groups is kept for one that evaluates beside training. A worker with less room than the level gets what fits in, and the
-others share the rest. No worker gets a second group as long as another would find none. A worker that got nothing waits, and the least
-loaded of those that wait is served first.
+time in which engines would wait. A worker that is to load a newer version gets its rows first. Where there is less work than room, workers
+get equal shares (water-filling): none gets more than a common level, its present work included. So a worker that asks later, or still loads
+weights, finds its share; none of the groups is kept for one that evaluates beside training. A worker with less room than the level gets
+what fits in, and the others share the rest. No worker gets a second group as long as another would find none. A worker that got nothing
+waits, and the least loaded of those that wait is served first.
 
 Samples of one group are never divided: they share the prompt's cache.
 """

@@ -2,10 +2,10 @@
 
 Controller routes, all POST, all JSON (`worker` is a process status name such as "rollout-0"):
 
-    /report      {worker, version, state, holding?} -> {stop, version, newest, unwanted}
+    /report     {worker, version, state, holding?} -> {stop, version, newest, unwanted}
     /claim      {worker, version, capacity, holding: [group_id]}
                                                    -> {stop, version, newest, unwanted, sleep, work: [Work]}    waits up to 10 s for work or another version
-    /turn       {worker}                           -> {stop, version, turn}              its engine sleeps: waits up to 10 s until it may wake
+    /lease      {worker}                           -> {stop, version, lease}             its engine sleeps: waits up to 10 s until it may wake
     /complete   {worker, groups: [GroupMeta]}      -> {accepted: [group_id], rejected: {group_id: reason}}
     /leave      {worker}                           -> {}                                 it, or a scorer, ends, or was seen to end: its groups go to others
     /start      {step}                             -> {total_steps, steps_per_epoch}     trainer: training continues after `step`; null, null: ask again
@@ -25,7 +25,7 @@ What each field may hold, hpcrl/controller/schema.py says; a message that is ref
 newest one. Both are null while the trainer has not started.
 `stop` is null, or why the run ends.
 `sleep` is true where trainer and engines share devices and the trainer waits for this engine. The worker finishes its groups, puts the engine
-to sleep, and asks for its /turn. It also does so before it starts its engine. The trainer gets its batch when no engine is awake.
+to sleep, and asks for its /lease. It also does so before it starts its engine. The trainer gets its batch when no engine is awake.
 """
 
 from __future__ import annotations
