@@ -255,7 +255,8 @@ def local_executor(submission: Submission) -> submitit.LocalExecutor:
         gpus_per_node=gpus,
         signal_delay_s=config.slurm.signal_seconds,
         stderr_to_stdout=True,
-        setup=[*_devices(gpus), *_setup_lines(config, submission.folder)],
+        # the shell has the job's process id: it lives on while the agents save, where SIGTERM met all processes
+        setup=["trap : TERM", *_devices(gpus), *_setup_lines(config, submission.folder)],
     )
     return executor
 

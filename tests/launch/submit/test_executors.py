@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -101,6 +103,16 @@ def test_devices_of_a_local_run(
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", users)
     job = local_executor(local_run(tmp_path, gpus)).submit(os.getenv, "CUDA_VISIBLE_DEVICES")
     assert set(job.results()) == {seen}
+
+
+def test_local_job_is_there_until_its_agents_have_ended(tmp_path: Path) -> None:
+    """SIGTERM to every process of it, as `timeout` and an allocation's time limit send, lets the agents save: it is not lost meanwhile."""
+    job = local_executor(local_run(tmp_path, 0)).submit(time.sleep, 1)
+    time.sleep(0.2)
+    os.kill(int(job.job_id), signal.SIGTERM)
+    time.sleep(0.2)
+    assert not job.done()
+    assert job.results() == [None, None]
 
 
 @pytest.mark.parametrize("users", ["", "0", "GPU-1"])
