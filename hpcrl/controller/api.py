@@ -74,8 +74,9 @@ class Api:
         service.check_version(version)
         worker = service.seen(name, version, "waiting")
         service.reconcile(name, version, body["holding"])
-        work = service.claim(name, version, body["capacity"])
-        if not work and not service.stop and service.keeps(name, version) and not self._trains():
+        trains = self._trains()  # what begins now would wait for the engine, with an older version than it need have
+        work = [] if trains else service.claim(name, version, body["capacity"])
+        if not work and not service.stop and service.keeps(name, version):
             work = await self._work(name, version, body["capacity"])
         else:
             self._hand_out()  # what an answer that got lost had assigned to this worker
@@ -88,19 +89,31 @@ class Api:
             "newest": service.version,
             "work": given,
             "unwanted": unwanted,
-            "sleep": self._trains(),
         }
 
     async def lease(self, body: dict[str, Any]) -> dict[str, Any]:
         service, name, deadline = self._service, body["worker"], time.monotonic() + WAIT_S
-        request, granted = self._lease.ask(name), False
-        await self._notify()  # the trainer may have waited for this engine
-        while not service.stop and time.monotonic() < deadline:
-            if service.phase not in (IDLE, LOAD) and (granted := self._lease.grant(name, request)):
-                break
-            await self._wait(deadline)
+        held = await (self._holds if body["awake"] else self._granted)(name, deadline)
         known = service.workers.get(name)
-        return {"stop": service.stop, "version": service.wanted(name, known.version if known else 0), "lease": granted}
+        return {"stop": service.stop, "version": service.wanted(name, known.version if known else 0), "lease": held}
+
+    async def _granted(self, name: str, deadline: float) -> bool:
+        """Wait until a worker without the lease may have it; return whether it may."""
+        request = self._lease.ask(name)
+        await self._notify()  # the trainer may have waited for this engine
+        while not self._service.stop and time.monotonic() < deadline:
+            if self._service.phase not in (IDLE, LOAD) and self._lease.grant(name, request):
+                return True
+            await self._wait(deadline)
+        return False
+
+    async def _holds(self, name: str, deadline: float) -> bool:
+        """Wait until a worker is to give its lease back; return whether it keeps it."""
+        while not self._service.stop and time.monotonic() < deadline:
+            if self._trains() or name not in self._lease.awake:
+                return False
+            await self._wait(deadline)
+        return True
 
     async def complete(self, body: dict[str, Any]) -> dict[str, Any]:
         groups = self._schemas.groups(body["groups"])
@@ -241,6 +254,8 @@ class Api:
         return None if self._lease.awake else self._service.batch(step)
 
     def _hand_out(self) -> None:
+        if self._trains():
+            return
         for name, work in self._service.assignments():
             self._answer(name, work)
 

@@ -71,8 +71,9 @@ class WorkerRegistry:
 class GpuLease:
     """Which engines have the devices that they share with the trainer (trainer.placement.colocate_all); none where they share none.
 
-    A request for the lease means that the worker's engine sleeps, or has not been started. A worker that has ended holds no lease; a silent
-    one may still hold it, and the trainer waits until its agent has ended it.
+    A request for the lease means that the worker's engine sleeps, or has not been started. A lease is recalled by the answer to its holder,
+    which asks all the time. A worker that has ended holds no lease; a silent one may still hold it, and the trainer waits until its agent
+    has ended it.
 
     Attributes:
         awake: workers whose engines are awake, or being started.

@@ -207,11 +207,10 @@ class Schemas:
         self.report = Schema({**calls, "state": NAME}, {"holding": GROUP_IDS})
         self.claim = Schema({**calls, "capacity": whole(_MOST_ENTRIES), "holding": GROUP_IDS})
         self.complete = Schema({**worker, "groups": OBJECTS})
-        self.leave, self.lease = Schema(leaver), Schema(worker)
+        switch = Value("true or false", lambda value: type(value) is bool)
+        self.leave, self.lease = Schema(leaver), Schema({**worker, "awake": switch})
         self.start = Schema({"step": whole(_MOST_ENTRIES)})  # a step beyond the end is an error of the configuration
-        self.published = Schema(
-            {"version": step}, {"weights": Value("true or false", lambda value: type(value) is bool)}
-        )
+        self.published = Schema({"version": step}, {"weights": switch})
         self.committed = Schema({"step": step})
         self.next = Schema({"step": whole(total_steps + 1)}, {"wait": WAIT})
         scorer = {

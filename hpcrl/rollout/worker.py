@@ -9,8 +9,9 @@ Work of a claim begins before another version that the same answer names is load
 Running training groups go on meanwhile, see `Engine.update_weights`. An update waits until evaluation is handed over, since a score
 belongs to one version; the worker asks for more work of the old one meanwhile. An older version, whose evaluation a lost worker has left,
 is loaded when nothing runs.
-Where the trainer waits for the devices, the engine sleeps as soon as all its groups are handed over. It wakes with a newer version, when
-the controller permits.
+Where the engine shares its GPUs (engine_lease.py), it sleeps when the controller recalls the lease. Groups in flight stay as they are, with
+their environments, whose time limits stand still. They go on when the lease is granted again, with the version that is wanted then. Rows
+of an evaluation are finished before, as they belong to one version. Finished groups are handed over meanwhile.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from hpcrl.envs.rewards.response import truth_text
 from hpcrl.errors import CommitError, EngineError
 from hpcrl.observe.metrics import MetricsWriter
 from hpcrl.observe.timeline import ENVIRONMENT, IDLE, Timeline
+from hpcrl.rollout.engine_lease import EngineLease
 from hpcrl.rollout.engines.base import Drafts, Engine, Launched
 from hpcrl.rollout.engines.watchdog import run_watched
 from hpcrl.rollout.evaluate import evaluated_text
@@ -73,6 +75,7 @@ class WorkerOptions:
         teacher_inputs: of training groups; None: none.
         timeline: of this process; None: nobody looks at one.
         waves: groups begin together, when all that began together before have ended.
+        shares_gpus: whether the engine holds a lease of its GPUs, which the controller may recall.
     """
 
     run: Run
@@ -93,6 +96,7 @@ class WorkerOptions:
     teacher_inputs: TeacherInputs | None = None
     timeline: Timeline | None = None
     waves: bool = False
+    shares_gpus: bool = False
 
     @property
     def name(self) -> str:
@@ -143,7 +147,7 @@ class Worker:
         self._updating: str | None = None
         self._weights = engine.version, ""  # what it is proven to hold, and the digest of that
         self._stop: str | None = None
-        self._must_sleep = False
+        self._lease = EngineLease(self._ask_for_lease, self._note_lease)
         self._drafts = Drafts()
         self._news = asyncio.Event()
         engine.changed = self._note_phase
@@ -158,6 +162,8 @@ class Worker:
         options = self._options
         try:
             loops = [self._work(), self._report(), self._adapt_limit(), self._cache.write_periodically()]
+            if options.shares_gpus:
+                loops.append(self._lease.follow())
             await run_watched(self._launched, self._engine, loops, options.stall_s, options.load_s)
         finally:
             await asyncio.gather(*self._flight, return_exceptions=True)  # they are cancelled, or have failed as well
@@ -172,19 +178,19 @@ class Worker:
         claim: asyncio.Task[dict[str, Any]] | None = None
         update: asyncio.Task[None] | None = None
         delivery: asyncio.Task[None] | None = None
+        rest: asyncio.Task[None] | None = None
         while self._stop is None:
-            if self._must_sleep and not (self._flight or self._finished or update or delivery):
-                await self._sleep()
-                continue
-            free, behind = self._free(), self._behind()
+            free, behind, recalled = self._free(), self._behind(), self._lease.recalled
             evaluating = any(item.kind == "eval" for item in self._flight.values())
+            if recalled and rest is None and update is None and not self._evaluates():
+                rest = asyncio.create_task(self._rest())
             # a claim under way may be answered with work for the version at hand; with news it is answered at once
-            if behind and self._metrics and update is None and claim is None and self._may_update():
-                update = asyncio.create_task(self._update(self._wanted))
-            if (not behind or evaluating) and claim is None and free > 0 and not self._must_sleep:
+            if behind and self._metrics and not recalled and not any((rest, update, claim)) and self._may_update():
+                update = asyncio.create_task(self._update(self._next_version()))
+            if (not behind or evaluating) and claim is None and free > 0 and not recalled:
                 claim = asyncio.create_task(self._claim(free))
             news = asyncio.create_task(self._news.wait())
-            waited = [task for task in (news, claim, update, delivery, *self._flight) if task is not None]
+            waited = [task for task in (news, claim, update, rest, delivery, *self._flight) if task is not None]
             self._note_phase()
             await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
             news.cancel()
@@ -198,11 +204,13 @@ class Worker:
             if update is not None and update.done():
                 update.result()
                 update = None
+            if rest is not None and rest.done():
+                rest.result()
+                rest = None
             if claim is not None and claim.done():
                 answer, claim = claim.result(), None
                 self._note_answer(answer)
                 self._wanted = self._wanted if answer["version"] is None else answer["version"]  # perhaps an older one
-                self._must_sleep = answer["sleep"]
                 self._begin([Work.from_json(item) for item in answer["work"]])
         while delivery := delivery or self._deliver():
             await delivery
@@ -213,34 +221,46 @@ class Worker:
         return self._updating is not None or self._lacks_first or self._wanted != self._engine.version
 
     def _may_update(self) -> bool:
-        """Return whether the engine may load the version that it should have: evaluation is handed over, and no group gets older tokens."""
-        if self._wanted < self._engine.version and self._flight:
-            return False
-        return not any(item.kind == "eval" for item in (*self._flight.values(), *self._undelivered()))
+        """Return whether the engine may load weights: evaluation is handed over, and no group gets older tokens."""
+        return not self._evaluates() and (self._next_version() >= self._engine.version or not self._flight)
 
-    async def _sleep(self) -> None:
-        """Let the engine sleep while the trainer has its devices, and return when it may wake, with the next version."""
+    def _next_version(self) -> int:
+        """Return the version to load: the one that the engine should have, or its own where it wakes to finish groups before."""
+        finishes = self._engine.asleep and bool(self._flight)
+        return max(self._wanted, self._engine.version) if finishes else self._wanted
+
+    def _evaluates(self) -> bool:
+        return any(item.kind == "eval" for item in (*self._flight.values(), *self._undelivered()))
+
+    async def _rest(self) -> None:
+        """Put the engine to sleep, give the lease back, and return when it is granted again: `_update` then wakes the engine."""
         began, self._updating = time.monotonic(), _ASLEEP
         self._note_phase()
-        await self._engine.sleep()
+        if not self._engine.asleep:  # recalled before it woke
+            await self._engine.sleep()
+        self._set_busy()
         asleep = time.monotonic()
         self._tell_state()
-        while self._stop is None and self._must_sleep:
-            answer = await self._call("lease")
-            self._stop, self._must_sleep = answer["stop"] or self._stop, not answer["lease"]
-            self._wanted = max(self._wanted, answer["version"] or 0)
+        await self._lease.give_back()
         seconds = {"weights/sleep_seconds": asleep - began, "generate/asleep_seconds": time.monotonic() - asleep}
         self._rollout_metrics.add(seconds)
-        self._updating = None
-        self._tell_state()
+
+    def _set_busy(self) -> None:
+        """Note in metrics and time limits whether groups in flight make progress."""
+        asleep = self._engine.asleep
+        self._rollout_metrics.set_busy(bool(self._flight) and not asleep)
+        if self._generator.threads:
+            clock = self._generator.threads.clock
+            clock.stop() if asleep else clock.go_on()
 
     def _note_phase(self) -> None:
-        """Record the engine's phase in the timeline: loading weights, generating, or waiting for environments, weights or work."""
+        """Record the engine's phase in the timeline: asleep, loading weights, generating, or waiting for environments, weights or work."""
         if self._options.timeline:
             kinds = {item.kind for item in self._flight.values()}
             working = "evaluate" if "eval" in kinds else "generate" if kinds else self._updating or IDLE
             working = working if self._engine.waiting or not kinds else ENVIRONMENT
-            self._options.timeline.enter(_TAKES_IN if self._updating == _TAKES_IN else working)
+            alone = self._updating == _TAKES_IN or self._engine.asleep
+            self._options.timeline.enter(self._updating or working if alone else working)
 
     def _free(self) -> int:
         return self._limiter.room(self._groups())
@@ -262,6 +282,13 @@ class Worker:
 
     def _undelivered(self) -> list[Work]:
         return [group.work for group in (*self._finished, *self._delivering)]
+
+    def _ask_for_lease(self, awake: bool) -> Awaitable[dict[str, Any]]:
+        return self._call("lease", awake=awake)
+
+    def _note_lease(self, answer: dict[str, Any]) -> None:
+        self._stop, self._wanted = answer["stop"] or self._stop, max(self._wanted, answer["version"] or 0)
+        self._news.set()
 
     def _call(self, route: str, **payload: Any) -> Awaitable[dict[str, Any]]:
         return in_thread(self._controller.call, route, worker=self._options.name, **payload)
@@ -285,7 +312,7 @@ class Worker:
     def _begin(self, work: list[Work]) -> None:
         for item in work:
             self._flight[asyncio.create_task(self._generate(item))] = item
-        self._rollout_metrics.set_busy(bool(self._flight))
+        self._set_busy()
 
     async def _generate(self, item: Work) -> Group:
         return await self._generator.generate(item, await self._cache.begin(item))
@@ -300,7 +327,7 @@ class Worker:
             self._rollout_metrics.kept += group.cached_tokens
             self._rollout_metrics.tokens += sum(group.response_lengths) - group.cached_tokens
             self._finished.append(group)
-        self._rollout_metrics.set_busy(bool(self._flight))
+        self._set_busy()
 
     def _deliver(self) -> asyncio.Task[None] | None:
         """Begin to hand over all finished groups together; None where none may leave."""
@@ -381,6 +408,7 @@ class Worker:
         self._note_phase()
         known |= await self._engine.update_weights(weights)
         self._updating = None
+        self._set_busy()
         self._news.set()  # groups may begin while the version is proven
         if options.copies:
             options.copies.release()
@@ -407,14 +435,16 @@ class Worker:
 
     def _tell_state(self) -> str:
         running, version = len(self._flight), self._engine.version
-        idle = _ASLEEP if self._updating == _ASLEEP else f"ready v{version}"
-        state = f"generating {running} groups" if running else idle
+        awake = f"generating {running} groups" if running else f"ready v{version}"
+        state = _ASLEEP if self._engine.asleep else awake
         self._status.write(state, version=version, groups=running, **self._rollout_metrics.values())
         return state
 
     async def _adapt_limit(self) -> None:
         while True:
             await asyncio.sleep(_LOAD_S)
+            if self._engine.asleep:
+                continue
             load = None
             with suppress(EngineError):  # whether it hangs is seen by the watchdog
                 load = await self._engine.load()

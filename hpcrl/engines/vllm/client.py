@@ -83,6 +83,7 @@ class EngineClient(Engine):
         share: float = 1.0,
         graphs: bool = True,
     ) -> None:
+        super().__init__()
         self._who = f"the inference engine of {replica}" if replica else "the inference engine"
         address = Address(socket=address) if isinstance(address, Path) else address
         self._url = address.url
@@ -94,7 +95,7 @@ class EngineClient(Engine):
             read_bufsize=_BUFFER,
         )
         self.version, self._keep_cache = version, keep_cache
-        self._sleep_level, self._share, self._asleep = sleep_level, share, False
+        self._sleep_level, self._share = sleep_level, share
         self._updates, self._dropped, self._shows = 0, 0, False
         self._unchecked = graphs
         self.answered = 0
@@ -120,6 +121,7 @@ class EngineClient(Engine):
         heard: Heard | None = None,
         images: Sequence[SeenImage] = (),
     ) -> list[Generation]:
+        await self._until_awake()
         greedy = sampling.get("temperature", 1.0) < _GREEDY  # the engine refuses to repeat itself
         asked = 1 if greedy else n_samples
         params = {"logprobs": 0, **sampling, "n": asked, "seed": seed, "detokenize": bool(sampling.get("stop"))}
@@ -168,6 +170,7 @@ class EngineClient(Engine):
         return [{**whole, "logprobs": {"content": content}}]
 
     async def top_tokens(self, token_ids: Sequence[int], count: int) -> list[list[int]]:
+        await self._until_awake()
         *before, _ = token_ids  # whose own place is that of the token which is sampled
         params = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": count, "logprobs": count, "detokenize": False}
         request = {"token_ids": before, "sampling_params": params, **self._adapter()}
@@ -204,18 +207,19 @@ class EngineClient(Engine):
         await self._call("POST", "/update_weights", json={"update_info": {"path": str(weights.path)}})
         await self._call("POST", "/finish_weight_update", json={"weight_version": str(version)})
         loaded = time.monotonic() - loading
-        woke += await self._wake("kv_cache")
-        if (held := await self.weight_version()) != str(version):
-            raise EngineError(f"{self._who} was given the weights of version {version} and reports version {held!r}")
-        check_ranks(await self._proofs(_PROOF), weights, self._who)
         counts = await self._call("GET", PATH)
         for name, running in self._running.items():
             had = {int(index): count for index, count in counts.get(name, {}).items()}
             running.changes.append((version, had))
+        woke += await self._wake("kv_cache")  # with which an engine that slept goes on
+        if (held := await self.weight_version()) != str(version):
+            raise EngineError(f"{self._who} was given the weights of version {version} and reports version {held!r}")
+        check_ranks(await self._proofs(_PROOF), weights, self._who)
         self.version = version
         self._updates += 1
-        if not self._keep_cache and not self._asleep:  # sleep has emptied the caches
+        if self.asleep or not self._keep_cache:
             self._dropped = sum(map(len, counts.values()))
+        if not self.asleep and not self._keep_cache:  # sleep has emptied the caches
             await self.reset_cache()
         await self._call("POST", "/resume")
         return {
@@ -225,13 +229,13 @@ class EngineClient(Engine):
         }
 
     async def sleep(self) -> None:
-        # nothing runs; with "abort", vLLM's default, it cannot empty its caches where it returns routed experts
+        self._awake.clear()
+        # "keep" preempts running requests, whose prefixes are computed again; "abort", vLLM's default, would end them
         await self._call("POST", _SLEEP, params={"level": str(self._sleep_level), "mode": "keep"})
-        self._asleep = True
 
     async def _wake(self, part: str) -> float:
         """Bring one of vLLM's two kinds of memory back, where the engine sleeps; return the seconds that it took."""
-        if not self._asleep:
+        if not self.asleep:
             return 0.0
         started = time.monotonic()
         try:
@@ -245,7 +249,8 @@ class EngineClient(Engine):
         return time.monotonic() - started
 
     def _woken(self, seconds: float) -> dict[str, float]:
-        woke, self._asleep = self._asleep, False
+        woke = self.asleep
+        self._awake.set()
         return {"weights/wake_seconds": seconds} if woke else {}
 
     async def _load_adapter(self, weights: PublishedWeights) -> dict[str, float]:

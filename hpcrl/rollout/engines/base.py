@@ -6,6 +6,7 @@ such as hpcrl.engines.vllm; `launch.py` starts the one that the configuration na
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -132,12 +133,26 @@ class Engine(ABC):
         answered: calls that have ended, well or not.
         drafts: as of the last `load`; None: there are none.
         changed: called when a call begins or ends; the worker sets it.
+        _awake: cleared by `sleep`, set by `update_weights`.
     """
 
     version: int
     answered: int
     drafts: Drafts | None = None
     changed: Callable[[], None] = staticmethod(lambda: None)
+
+    def __init__(self) -> None:
+        self._awake = asyncio.Event()
+        self._awake.set()
+
+    @property
+    def asleep(self) -> bool:
+        """Whether it has slept since the last `update_weights`: open calls make no progress."""
+        return not self._awake.is_set()
+
+    async def _until_awake(self) -> None:
+        while self.asleep:
+            await self._awake.wait()
 
     @property
     @abstractmethod
@@ -210,7 +225,10 @@ class Engine(ABC):
 
     @abstractmethod
     async def sleep(self) -> None:
-        """Release the memory of its devices until `update_weights`. No calls are open meanwhile.
+        """Release the memory of its devices until `update_weights`, whichever version that loads.
+
+        Running requests are interrupted between two tokens, or where all tokens of one are made together, before it begins. They keep what
+        they have, and go on with the weights that are loaded then. Calls that begin meanwhile wait.
 
         Raises:
             EngineError: it could not.
