@@ -150,7 +150,8 @@ def _fewer_gpus(measured: Measured) -> Proposal | None:
 
 def _no_turns(measured: Measured) -> Proposal | None:
     share = measured.waiting.share(GPUS, TURNS)
-    apart = {"trainer.placement.colocate_all": False, _STALE: 1}
+    stale = measured.config.trainer.fully_async.max_staleness_steps
+    apart = {"trainer.placement.colocate_all": False, _STALE: max(1, stale)}
     return Proposal(apart, 1 / (1 - share)) if share >= LEAST_SHARE else None
 
 

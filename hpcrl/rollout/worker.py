@@ -32,6 +32,7 @@ from hpcrl.data.rollouts import Decode
 from hpcrl.envs.rewards.remote import Endpoints
 from hpcrl.envs.rewards.response import truth_text
 from hpcrl.errors import CommitError, EngineError
+from hpcrl.faults import fault
 from hpcrl.observe.metrics import MetricsWriter
 from hpcrl.observe.timeline import ENVIRONMENT, IDLE, Timeline
 from hpcrl.rollout.engine_lease import EngineLease
@@ -236,6 +237,7 @@ class Worker:
         """Put the engine to sleep, give the lease back, and return when it is granted again: `_update` then wakes the engine."""
         began, self._updating = time.monotonic(), _ASLEEP
         self._note_phase()
+        fault("lease.recalled")
         if not self._engine.asleep:  # recalled before it woke
             await self._engine.sleep()
         self._set_busy()

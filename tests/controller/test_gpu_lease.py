@@ -135,6 +135,49 @@ def test_the_lease_is_recalled_as_soon_as_the_batch_is_there(run: Run, sides: li
     assert [group.group_id for group in trained.batch.groups] == left
 
 
+@pytest.mark.parametrize("run", [replace(SYNCHRONOUS, staleness=1)], indirect=True, ids=["asynchronous"])
+@pytest.mark.parametrize("state", ["awake", "recalled", "asleep", "asking"])
+def test_begun_groups_of_a_worker_that_is_killed_are_trained_once(run: Run, sides: list[Side], state: str) -> None:
+    """In each state of its lease; another one generates them when it has the lease."""
+    trainer, first, second = sides
+    trainer.call("start", step=0)
+    assert first.lease(FIRST).result(15)["lease"]
+    work, size = work_of(first.claim(FIRST).result(15)), SYNCHRONOUS.batch_size
+    if state != "awake":
+        complete(run, first, FIRST, work[:size])
+    if state == "recalled":
+        assert not first.recall(FIRST).result(15)["lease"]
+    if state in ("asleep", "asking"):
+        assert waits(first.lease(FIRST))
+    trainer.call("leave", worker=FIRST)
+    asked = second.lease(SECOND)
+    if state == "asking":  # the one in its place asks too
+        assert waits(asked)
+        trainer.call("leave", worker=SECOND)
+        sides.append(Side(run))
+        asked = sides[-1].lease(SECOND)
+    if state == "awake":
+        assert asked.result(15)["lease"]
+        again = work_of(second.claim(SECOND).result(15))
+        assert [item.group_id for item in again] == [item.group_id for item in work]
+        complete(run, second, SECOND, again[:size])
+        asked = second.lease(SECOND)
+    assert waits(asked)
+    assert trainer.call("next", step=1)["path"]
+    trainer.call("published", version=1)
+    assert asked.result(15)["lease"]
+    holding = [item.group_id for item in work[size:]] if state == "awake" else []
+    claimed = second.ask("claim", worker=SECOND, version=1, capacity=4, holding=holding)
+    again = work[size:] if holding else work_of(claimed.result(15))
+    assert [item.group_id for item in again] == [item.group_id for item in work[size:]]
+    complete(run, trainer, SECOND, again)
+    second.lease(SECOND)
+    assert trainer.call("next", step=2)["path"]
+    trained = [read_batch(run.batch(step)) for step in (1, 2)]
+    names = [group.group_id for batch in trained if batch for group in batch.batch.groups]
+    assert names == [item.group_id for item in work]
+
+
 def test_a_holder_whose_process_was_ended_has_to_give_back(sides: list[Side]) -> None:
     trainer, first, _ = sides
     trainer.call("start", step=0)
