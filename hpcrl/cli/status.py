@@ -183,6 +183,16 @@ def _waiting(state: RunState) -> dict[str, Any] | None:
     return None
 
 
+def _goodput(state: RunState) -> dict[str, Any] | None:
+    from hpcrl.errors import RunError
+    from hpcrl.observe.goodput import account_of
+
+    with suppress(RunError, OSError):  # the state names it
+        account = account_of(state.run)
+        return account.to_json() if account else None
+    return None
+
+
 def _as_json(state: RunState, with_size: bool) -> dict[str, Any]:
     from dataclasses import asdict
 
@@ -209,6 +219,7 @@ def _as_json(state: RunState, with_size: bool) -> dict[str, Any]:
         "progress": {**asdict(state.progress), "eta": state.progress.eta},
         "summary": {name: value for name, value in asdict(summary).items() if name != "outcome"} if summary else None,
         "waiting": _waiting(state),
+        "goodput": _goodput(state),
         "alerts": [{**asdict(alert.begin), "cleared": alert.cleared} for alert in _alerts(state.run)],
         "uploads": {store: asdict(upload) for store, upload in upload_states(state.run).items()},
         "processes": [asdict(status) for status in state.statuses],
