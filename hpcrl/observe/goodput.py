@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from hpcrl.errors import RunError
 from hpcrl.observe.metrics import last_records
 from hpcrl.observe.node_seconds import (
     CATEGORIES,
@@ -44,6 +45,7 @@ SAMPLE_BATCHES = "generate/sample_batches"
 """Metric of a step: groups that were generated for it, as a multiple of those that it trains."""
 _GOOD = (TRAINED, GENERATED, SCORED)
 _ALL_STEPS = 1 << 60
+_UNWRITTEN_S, _LEAST_S = 3.0, 10.0
 
 
 @dataclass(frozen=True)
@@ -165,6 +167,33 @@ def account_since(run: Run, attempt: int, since: float, until: float) -> Account
     processes = {process for one in history.allocations for node in one.hosts for own in node.devices for process in own}
     spans = {process: _recent(run, attempt, process, since, until) for process in processes}
     return _account(run, history, spans, since)
+
+
+class GoodputMeter:
+    """Measures what the nodes of a living attempt did between commits.
+
+    Each call looks at the time since the one before, up to what processes have written by now.
+    """
+
+    def __init__(self, run: Run, attempt: int) -> None:
+        self._run, self._attempt, self._since = run, attempt, time.time()
+
+    def shares(self) -> dict[str, float]:
+        """Return goodput/* of the recorded node seconds since the last call that returned some; empty where too few are recorded."""
+        until = time.time() - _UNWRITTEN_S
+        if until - self._since < _LEAST_S:
+            return {}
+        try:
+            account = account_since(self._run, self._attempt, self._since, until)
+        except (RunError, OSError) as error:
+            print(f"no account of the nodes: {error}", flush=True)
+            return {}
+        recorded = 1 - account.share(UNRECORDED) if account else 0.0
+        if account is None or recorded <= 0:
+            return {}
+        self._since = until
+        shares = {category: account.share(category) / recorded for category in CATEGORIES if category != UNRECORDED}
+        return {"goodput/total": account.goodput / recorded} | {f"goodput/{name}": share for name, share in shares.items()}
 
 
 def _recent(run: Run, attempt: int, process: str, since: float, until: float) -> list[Span]:
