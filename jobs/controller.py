@@ -18,8 +18,8 @@ from hpcrl.controller.api import Api
 from hpcrl.controller.build import build_service
 from hpcrl.errors import HpcrlError
 from hpcrl.observe.alerts.monitor import monitor_process
-from hpcrl.observe.tensorboard.event_file import Follower
 from hpcrl.observe.goodput import GoodputMeter
+from hpcrl.observe.tensorboard.event_file import Follower
 from hpcrl.observe.timeline import Timeline
 from hpcrl.observe.trackers.base import senders, trackers_of
 from hpcrl.rundir.layout import Run

@@ -49,7 +49,7 @@ _UNWRITTEN_S, _LEAST_S = 3.0, 10.0
 
 
 @dataclass(frozen=True)
-class Row:
+class RoleAccount:
     """Node seconds of one role in one attempt.
 
     Attributes:
@@ -72,7 +72,7 @@ class Account:
         queued: seconds in the queue, of all starts.
     """
 
-    rows: list[Row]
+    rows: list[RoleAccount]
     queued: float = 0.0
 
     def __add__(self, other: Account) -> Account:
@@ -164,7 +164,9 @@ def account_since(run: Run, attempt: int, since: float, until: float) -> Account
     history = _History(run, [one for one in allocations if one.start < until], until)
     if history.jobs.get(attempt) is None:
         return None
-    processes = {process for one in history.allocations for node in one.hosts for own in node.devices for process in own}
+    processes = {
+        process for one in history.allocations for node in one.hosts for own in node.devices for process in own
+    }
     spans = {process: _recent(run, attempt, process, since, until) for process in processes}
     return _account(run, history, spans, since)
 
@@ -193,7 +195,9 @@ class GoodputMeter:
             return {}
         self._since = until
         shares = {category: account.share(category) / recorded for category in CATEGORIES if category != UNRECORDED}
-        return {"goodput/total": account.goodput / recorded} | {f"goodput/{name}": share for name, share in shares.items()}
+        return {"goodput/total": account.goodput / recorded} | {
+            f"goodput/{name}": share for name, share in shares.items()
+        }
 
 
 def _recent(run: Run, attempt: int, process: str, since: float, until: float) -> list[Span]:
@@ -238,7 +242,13 @@ class _History:
         if allocation.job in self._living and outcome is None:
             return UNRECORDED, ""
         ended_well = outcome is not None and outcome.kind in ("done", "interrupted", "cancelled")
-        return (IDLE_NODES, "between attempts") if allocation.pool else (IDLE_NODES, "its end") if ended_well else (LOST, KILLED)
+        return (
+            (IDLE_NODES, "between attempts")
+            if allocation.pool
+            else (IDLE_NODES, "its end")
+            if ended_well
+            else (LOST, KILLED)
+        )
 
 
 def _after(position: tuple[int, int] | None) -> int:
@@ -252,7 +262,9 @@ def _account(run: Run, history: _History, spans: Mapping[str, Sequence[Span]], s
     for one in history.allocations:
         attempt, after, end = history.attempt(one), history.after(one), _end(one, history.attempt(one), spans)
         start = max(one.start, since)
-        held += [Held(attempt, _role(one, node.role), start, max(start, end), node.devices, after) for node in one.hosts]
+        held += [
+            Held(attempt, _role(one, node.role), start, max(start, end), node.devices, after) for node in one.hosts
+        ]
     attempts = {node.attempt for node in held} | {span.attempt for own in spans.values() for span in own}
     shares = _trained_shares(run)
     found = node_seconds(held, spans, {attempt: history.kept(attempt) for attempt in attempts}, shares)
@@ -260,7 +272,9 @@ def _account(run: Run, history: _History, spans: Mapping[str, Sequence[Span]], s
     for node in held:
         nodes[node.attempt, node.role] += 1
     name = f"{run.project}/{run.name}"
-    rows = [Row(name, *key, nodes[key], seconds) for key, seconds in sorted(found.items(), key=lambda row: row[0])]
+    rows = [
+        RoleAccount(name, *key, nodes[key], seconds) for key, seconds in sorted(found.items(), key=lambda row: row[0])
+    ]
     queued = sum(one.start - one.queued for one in history.allocations if 0 < one.queued < one.start and not one.pool)
     return Account(rows, queued)
 

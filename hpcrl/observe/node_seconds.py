@@ -1,8 +1,7 @@
 """Divides the node seconds of allocations by what they were used for, from timelines. Pure: no files.
 
-A node is divided equally among its devices. A second of a device counts as what its process does; where a trainer rank and a replica take
-turns on it, as what the rank does, and as what the replica does while the rank waits for its batch. So the seconds of all uses add up to
-nodes times time, and nothing counts twice.
+A node is divided equally among its devices, and a second of a device counts as what its process does. Where a trainer rank and a replica take
+turns on a device, the rank counts, and the replica while the rank waits for its batch. So the seconds of all uses add up to nodes times time.
 """
 
 from __future__ import annotations

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import time
+from datetime import datetime
 
 import pytest
 
+from hpcrl.observe.goodput import account_of
+from hpcrl.rundir.allocations import read_allocations
+from hpcrl.rundir.commit import read_json
+from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import read_attempts
 from tests.faults.history import assert_nothing_lost
 from tests.faults.scenario import Scenario
@@ -25,6 +30,27 @@ def test_34_three_preemptions_with_accounting(scenario: Scenario) -> None:
     assert_nothing_lost(scenario, run, steps=20)
     assert len(read_attempts(run)) == 4
     assert "run: done" in scenario.told("status", "run")
+    assert_agrees_with_sacct(scenario, run)
+
+
+def assert_agrees_with_sacct(scenario: Scenario, run: Run) -> None:
+    """Compare the account of a run's nodes with Slurm's: node seconds and seconds in the queue, which Slurm rounds."""
+    record, columns = read_json(run.submission), "Submit,Start,End,NNodes"
+    assert record
+    shown = scenario.cluster.ask(["sacct", "-nXPD", "-o", columns, "-j", record["job_id"]]).splitlines()
+    print("\n".join(shown))
+    starts = [line.split("|") for line in shown if "None" not in line]
+    times = [[datetime.fromisoformat(time).timestamp() for time in start[:3]] for start in starts]
+    nodes = int(starts[0][3])
+    held = sum(end - start for _, start, end in times) * nodes
+    queued = sum(start - submit for submit, start, _ in times)
+    account = account_of(run)
+    assert account
+    print(f"sacct: {held:.0f} node seconds, {queued:.0f} s queued; here {account.total:.1f} and {account.queued:.1f}")
+    assert len(starts) == len(read_allocations(run)) == 4
+    assert account.total == pytest.approx(held, rel=0.01, abs=2.0 * nodes * len(starts))
+    assert account.queued == pytest.approx(queued, rel=0.01, abs=2.0 * len(starts))
+    assert f"goodput {account.goodput:.1%}" in scenario.told("goodput", "run")
 
 
 @pytest.mark.faults_slow

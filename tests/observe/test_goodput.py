@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from random import Random
 
 import pytest
 
 from hpcrl.cli.main import main
-from hpcrl.observe.goodput import Account, account_of, account_since
+from hpcrl.observe.goodput import Account, GoodputMeter, account_of, account_since
 from hpcrl.observe.metrics import MetricsWriter
 from hpcrl.observe.node_seconds import CATEGORIES, UNFINISHED, Held, Seconds, node_seconds
 from hpcrl.observe.timeline import KINDS, Span
@@ -51,7 +52,11 @@ def test_any_timelines_add_up_to_the_allocation(seed: int) -> None:
     random = Random(seed)
     processes = ["rank-0", "rank-4", "rollout-0", "rollout-1", "rollout-2", "scorer-0", "reward-0"]
     spans = {process: random_spans(random, process) for process in processes if random.random() < 0.9}
-    layouts = [TRAINER, [["rank-0", "rollout-0"], ["rank-0", "rollout-1"]], [["rollout-0"], ["rollout-1"], ["rollout-2"]]]
+    layouts = [
+        TRAINER,
+        [["rank-0", "rollout-0"], ["rank-0", "rollout-1"]],
+        [["rollout-0"], ["rollout-1"], ["rollout-2"]],
+    ]
     layouts += [[["rank-4"]], [["scorer-0"]], [["reward-0"]], [], [["rollout-7"]]]
     held = list[Held]()
     for number in range(random.randrange(1, 9)):
@@ -74,7 +79,10 @@ def test_each_second_of_two_nodes_counts_as_what_it_was() -> None:
     trainer: Phases = [("load", 5), ("eval", 2), (BATCH, 10), ("policy_train", 4), ("sync_weights", 1), ("other", 1), ("save_checkpoints", 3), ("fwd_logprobs_values_reward", 2)]  # fmt: skip
     replica: Phases = [("load", 8), ("generate", 6), ("environment", 2), ("idle", 6), ("fetch_weights", 1), ("update_weights", 1), ("evaluate", 3)]  # fmt: skip
     spans = {"rank-0": spans_of("rank-0", trainer, 2, step=1), "rollout-0": spans_of("rollout-0", replica, 2)}
-    held = [Held(1, "trainer", 0, 40, TRAINER, ("idle", "its end")), Held(1, "rollout", 0, 40, REPLICA, ("idle", "its end"))]
+    held = [
+        Held(1, "trainer", 0, 40, TRAINER, ("idle", "its end")),
+        Held(1, "rollout", 0, 40, REPLICA, ("idle", "its end")),
+    ]
     found = node_seconds(held, spans, {1: 1}, {})
     assert rounded(found[1, "trainer"]) == {
         ("starting", ""): 7, ("evaluation", ""): 2, ("waiting", "a start"): 1, ("waiting", "samples"): 7, ("waiting", "environments"): 2,
@@ -126,13 +134,18 @@ def made(path: Path, attempts: int = 1) -> Run:
 
 
 def record(run: Run, job: str, start: float, until: float, *, over: bool = True) -> None:
-    nodes = [{"host": "n1", "role": "trainer", "devices": TRAINER}, {"host": "n2", "role": "rollout", "devices": REPLICA}]
+    nodes = [
+        {"host": "n1", "role": "trainer", "devices": TRAINER},
+        {"host": "n2", "role": "rollout", "devices": REPLICA},
+    ]
     own = Allocation(job, start, until, over, max(start - 60, 0), False, nodes)
     write_json(run.allocation(job), vars(own))
 
 
 def write(run: Run, attempt: int, spans: list[Span]) -> None:
-    lines = [{"start": one.start, "seconds": one.end - one.start, "phase": one.phase, "step": one.step} for one in spans]
+    lines = [
+        {"start": one.start, "seconds": one.end - one.start, "phase": one.phase, "step": one.step} for one in spans
+    ]
     append_text(run.timeline_of(attempt, spans[0].process), "".join(json.dumps(line) + "\n" for line in lines))
 
 
@@ -205,7 +218,10 @@ def test_command_adds_runs_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert main(["goodput", "one", *root]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("goodput 30.8%: 2.2 node minutes, and 1:00 in the queue\n  training ")
-    assert "attempt 1, trainer, 1 node: goodput 25% of 1.1 node minutes: training 25%, starting 15%, waiting 37%" in printed
+    assert (
+        "attempt 1, trainer, 1 node: goodput 25% of 1.1 node minutes: training 25%, starting 15%, waiting 37%"
+        in printed
+    )
     assert main(["goodput", "one", "two", *root]) == 0
     assert capsys.readouterr().out.startswith("goodput 30.8% of 2 runs: 4.3 node minutes, and 2:00 in the queue\n")
     assert main(["goodput", "--project", "p", "--json", *root]) == 0
@@ -217,7 +233,9 @@ def test_command_adds_runs_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert main(["goodput", *root]) == 2
 
 
-def test_queue_time_is_counted_from_submission_and_from_the_end_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_queue_time_is_counted_from_submission_and_from_the_end_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = Run(tmp_path / "p" / "r")
     write_json(run.submission, {"submitted": 100.0})
     monkeypatch.setenv("HPCRL_JOB_STARTED", "160")
@@ -236,3 +254,16 @@ def test_queue_time_is_counted_from_submission_and_from_the_end_before(tmp_path:
 def test_accounts_add_up() -> None:
     assert (Account([]) + Account([], 3.0)).queued == 3.0
     assert (Account([]).total, Account([]).goodput) == (0, 0)
+
+
+def test_a_commit_gets_the_shares_since_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = made(tmp_path / "p" / "r")
+    record(run, "7_0.0", 1000.0, 1065.0, over=False)
+    clock = iter([1010.0, 1015.0, 1033.0, 1053.0])
+    monkeypatch.setattr(time, "time", lambda: next(clock))
+    meter = GoodputMeter(run, 1)
+    assert meter.shares() == {}, "too soon"
+    for _ in range(2):
+        found = meter.shares()
+        assert found["goodput/total"] == pytest.approx(0.5)
+        assert sum(share for name, share in found.items() if name != "goodput/total") == pytest.approx(1)
