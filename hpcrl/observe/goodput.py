@@ -149,7 +149,7 @@ def account_of(run: Run, now: float | None = None) -> Account | None:
     if not allocations:
         return None
     history = _History(run, allocations, time.time() if now is None else now)
-    processes = {process for one in allocations for node in one.hosts for own in node.devices for process in own}
+    processes = set().union(*map(_processes, allocations))
     folders = sorted(number for path in run.timelines.glob("*") if (number := attempt_of(path)) is not None)
     spans = {
         process: [span for attempt in folders for span in _spans(run, attempt, process, history.goes_on(attempt))]
@@ -158,15 +158,22 @@ def account_of(run: Run, now: float | None = None) -> Account | None:
     return _account(run, history, spans)
 
 
+def _processes(allocation: Allocation) -> set[str]:
+    return {process for node in allocation.hosts for own in node.devices for process in own}
+
+
 def account_since(run: Run, attempt: int, since: float, until: float) -> Account | None:
     """Return the account of a living attempt between two moments, without reading what lies before them."""
-    allocations = [replace(one, until=until) for one in read_allocations(run) if not one.over]
-    history = _History(run, [one for one in allocations if one.start < until], until)
-    if history.jobs.get(attempt) is None:
+    own = {one.job for one in read_attempts(run) if one.number == attempt}
+    living = [
+        replace(one, until=until)
+        for one in read_allocations(run)
+        if not one.over and one.start < until and (one.job in own or (one.pool and until - one.until <= SILENT_S))
+    ]
+    if not living:
         return None
-    processes = {
-        process for one in history.allocations for node in one.hosts for own in node.devices for process in own
-    }
+    history = _History(run, living, until)
+    processes = set().union(*map(_processes, living))
     spans = {process: _recent(run, attempt, process, since, until) for process in processes}
     return _account(run, history, spans, since)
 
@@ -287,8 +294,8 @@ def _end(allocation: Allocation, attempt: int, spans: Mapping[str, Sequence[Span
     """Return the end of an allocation: of one that was killed, the last time at which it was renewed or one of its processes worked."""
     if allocation.over or allocation.pool:
         return allocation.until
-    worked = (own[-1].end for spans_ in spans.values() if (own := [span for span in spans_ if span.attempt == attempt]))
-    return max(allocation.until, *worked, allocation.start)
+    own = (span.end for process in _processes(allocation) for span in spans[process] if span.attempt == attempt)
+    return max(allocation.until, max(own, default=0.0))
 
 
 def _trained_shares(run: Run) -> dict[int, float]:

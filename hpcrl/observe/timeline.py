@@ -208,8 +208,9 @@ def shorten(path: Path) -> None:
     lines = [line for file in (old, path) for line in _lines_of(file)]
     times = [span.start for line in lines if (span := span_of(line, "", 0))]
     fit = _LARGEST // 2 * len(lines) // max(1, sum(file.stat().st_size for file in (old, path) if file.exists()))
-    resolution_s = 2 * (max(times, default=0.0) - min(times, default=0.0)) / max(1, fit)
-    while len(lines) > fit > 0 and resolution_s > 0:
+    whole = max(times, default=0.0) - min(times, default=0.0)
+    resolution_s = 2 * whole / max(1, fit)
+    while len(lines) > fit and 0 < resolution_s <= 2 * whole:
         lines, resolution_s = list(_coarser(lines, resolution_s)), 2 * resolution_s
     write_text(old, "".join(json.dumps(line) + "\n" for line in lines))
     path.unlink()

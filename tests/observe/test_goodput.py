@@ -20,6 +20,7 @@ from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import open_attempt, report_outcome
 from hpcrl.rundir.records import append_text
 from hpcrl.rundir.starts import note
+from tests.paths import ROOT
 
 BATCH = "wait_for_generation_buffer"
 PHASES = [*(phase for phases in KINDS.values() for phase in phases), UNFINISHED, "a phase of another hpcrl"]
@@ -267,3 +268,18 @@ def test_a_commit_gets_the_shares_since_the_one_before(tmp_path: Path, monkeypat
         found = meter.shares()
         assert found["goodput/total"] == pytest.approx(0.5)
         assert sum(share for name, share in found.items() if name != "goodput/total") == pytest.approx(1)
+
+
+def test_a_killed_attempt_is_in_no_window_of_the_next(tmp_path: Path) -> None:
+    run = made(tmp_path / "p" / "r", attempts=2)
+    for number in (1, 2):
+        record(run, f"7_0.{number - 1}", 1000.0 * number, 1000.0 * number + 65, over=False)
+    found = account_since(run, 2, 2030.0, 2050.0)
+    assert found
+    assert (found.total, found.goodput) == pytest.approx((40, 0.5))
+    assert {row.attempt for row in found.rows} == {2}
+
+
+def test_each_category_has_a_colour_in_reports() -> None:
+    colours = (ROOT / "hpcrl" / "observe" / "report" / "page" / "elements.js").read_text().partition("USE_COLOURS")[2]
+    assert [name for name in CATEGORIES if f'{name}: "#' not in colours and f'"{name}": "#' not in colours] == []
