@@ -11,6 +11,7 @@ from typing import Any
 from hpcrl.controller.recovery import History
 from hpcrl.controller.replicas import TICK_S, GpuLease, ReplicaHealth
 from hpcrl.controller.service import Service
+from hpcrl.observe.goodput import GoodputMeter
 from hpcrl.observe.timeline import IDLE, LOAD, Timeline
 from hpcrl.rundir.commit import discard
 from hpcrl.rundir.layout import Run
@@ -31,10 +32,18 @@ class Api:
     Args:
         save_seconds: how long a trainer may take to save where the run cannot go on; 0: as long as it likes.
         timeline: of this process; None: nobody looks at one.
+        goodput: of the attempt, measured at each commit; None: it is not.
     """
 
-    def __init__(self, service: Service, save_seconds: float, timeline: Timeline | None = None) -> None:
-        self._service, self._save_seconds, self._timeline = service, save_seconds, timeline
+    def __init__(
+        self,
+        service: Service,
+        save_seconds: float,
+        timeline: Timeline | None = None,
+        goodput: GoodputMeter | None = None,
+    ) -> None:
+        self._service, self._save_seconds, self._timeline, self._goodput = service, save_seconds, timeline, goodput
+        self._measuring: asyncio.Task[None] | None = None
         self._schemas = service.schemas()
         self._changed = asyncio.Condition()
         self._waiting: dict[str, asyncio.Future[list[Work]]] = {}
@@ -163,9 +172,14 @@ class Api:
             path = self._batch(step)
         return {"stop": service.stop, "path": None if service.stop else path}
 
-    async def committed(self, body: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG002
+    async def committed(self, body: dict[str, Any]) -> dict[str, Any]:
         self._service.committed()
+        if self._goodput and (self._measuring is None or self._measuring.done()):
+            self._measuring = asyncio.create_task(self._measure(self._goodput, body["step"]))
         return {}
+
+    async def _measure(self, goodput: GoodputMeter, step: int) -> None:
+        self._service.measured(step, await asyncio.to_thread(goodput.shares))
 
     async def claim_scores(self, body: dict[str, Any]) -> dict[str, Any]:
         service, name, deadline = self._service, body["scorer"], time.monotonic() + body.get("wait", WAIT_S)

@@ -13,6 +13,7 @@ from hpcrl.controller.admission import staleness
 from hpcrl.controller.replicas import MinReplicas
 from hpcrl.controller.schedule import Schedule
 from hpcrl.controller.score_queue import ScoreQueue
+from hpcrl.observe.goodput import SAMPLE_BATCHES
 from hpcrl.observe.metrics import Histogram
 from hpcrl.observe.scores import is_solved
 from hpcrl.observe.summary import WITHOUT_SPREAD
@@ -152,7 +153,7 @@ def dropped_metrics(batch: Batch) -> dict[str, float]:
     positive = sum(worth > 0 for worth in worths)
     return {
         "generate/dropped_groups": len(batch.dropped),
-        "generate/sample_batches": len(batch.generated) / len(batch.groups),
+        **_sample_batches(batch),
         "generate/filtered_positive": positive,
         "generate/filtered_negative": len(worths) - positive,
         "generate/filtered_failed": len(batch.dropped) - len(worths),
@@ -161,4 +162,8 @@ def dropped_metrics(batch: Batch) -> dict[str, float]:
 
 def surplus_metrics(batch: Batch) -> dict[str, float]:
     """Return how many surplus groups one batch did not wait for and no later one may train."""
-    return {"generate/given_up_groups": len(batch.given_up)}
+    return {"generate/given_up_groups": len(batch.given_up), **_sample_batches(batch)}
+
+
+def _sample_batches(batch: Batch) -> dict[str, float]:
+    return {SAMPLE_BATCHES: len(batch.generated) / len(batch.groups)}

@@ -394,6 +394,11 @@ class Service:
         remove_samples(self._run, self._files, due)
         self._pruned += len(due)
 
+    def measured(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write further metrics of a step."""
+        if self._metrics is not None and metrics:
+            self._metrics.write(step, metrics)
+
     def seen(self, name: str, version: int, state: str) -> RegisteredWorker:
         """Record a call of a worker; return it."""
         self._dispatcher.join(name)

@@ -363,6 +363,8 @@ class Worker:
         if path is not None:
             await in_thread(write_bytes, path, b"".join(contents))
             self._rollout_metrics.written += size
+            if self._options.timeline:
+                self._options.timeline.finish_group()
         await self._call("complete", groups=[meta.to_json() for meta in metas])
         self._cache.remove(group.work.group_id for group in self._delivering)
         self._delivering = []
