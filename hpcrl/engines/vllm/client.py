@@ -250,20 +250,18 @@ class EngineClient(Engine):
 
     async def _load_adapter(self, weights: PublishedWeights) -> dict[str, float]:
         """Load a version beside the present ones: running requests keep the adapter that they began with."""
-        started = time.monotonic()
+        started, version = time.monotonic(), weights.version
         woke = await self._wake("weights") + await self._wake("kv_cache")
-        await self._call(
-            "POST", _ADD_ADAPTER, json={"lora_name": _name(weights.version), "lora_path": str(weights.path)}
-        )
+        if version not in self._adapters:  # a running request may have kept it
+            await self._call("POST", _ADD_ADAPTER, json={"lora_name": _name(version), "lora_path": str(weights.path)})
+            self._adapters[version] = max((await self._on_each_rank("list_loras"))[0][0])  # vLLM counts them
         loaded = time.monotonic() - started - woke
-        number = max((await self._on_each_rank("list_loras"))[0][0])  # vLLM counts them
-        check_ranks(await self._proofs(_ADAPTER_PROOF, str(weights.path), number), weights, self._who)
-        used = {running.version for running in self._running.values()}
-        for version in [version for version in self._adapters if version not in used]:
-            await self._call("POST", _DROP_ADAPTER, json={"lora_name": _name(version)})
-            await self._on_each_rank("remove_lora", self._adapters.pop(version))
-        self._adapters[weights.version] = number
-        self.version = weights.version
+        check_ranks(await self._proofs(_ADAPTER_PROOF, str(weights.path), self._adapters[version]), weights, self._who)
+        used = {version, *(running.version for running in self._running.values())}
+        for unused in self._adapters.keys() - used:
+            await self._call("POST", _DROP_ADAPTER, json={"lora_name": _name(unused)})
+            await self._on_each_rank("remove_lora", self._adapters.pop(unused))
+        self.version = version
         self._updates += 1
         return {"weights/pause_seconds": 0.0, "weights/load_seconds": loaded, **self._woken(woke)}
 

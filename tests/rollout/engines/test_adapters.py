@@ -26,7 +26,12 @@ from tests.rollout.material import ENGINE, LONG_PROMPT, close, make_model, optio
 
 RANK = 4
 WHOLE: dict[str, Any] = {"temperature": 1.0, "max_tokens": 24}
-TESTS = ["test_versions_are_told_apart", "test_running_requests", "test_a_probe_is_computed_with_the_adapter"]
+TESTS = [
+    "test_versions_are_told_apart",
+    "test_running_requests",
+    "test_a_probe_is_computed_with_the_adapter",
+    "test_a_version_that_a_request_kept_is_loaded_again",
+]
 RUNNING, LENGTH = 8, 120  # samples that an update meets
 
 
@@ -157,6 +162,25 @@ def test_running_requests(launched: Launched, models: list[Path], versions: list
         assert switch > 0
         assert is_of(said, models[0], first.path, slice(switch))
         assert is_of(said, models[0], second.path, slice(switch, None))
+
+
+def test_a_version_that_a_request_kept_is_loaded_again(
+    launched: Launched, models: list[Path], versions: list[PublishedWeights]
+) -> None:
+    """A worker goes back to rows that a lost one left: vLLM may have the adapter still."""
+    first, second, _ = versions
+
+    async def play() -> None:
+        engine = launched.connect()
+        await engine.update_weights(first)
+        await _updated_while_running(engine, second, models[0])
+        await engine.update_weights(first)
+        (said,) = await engine.generate(LONG_PROMPT, 1, 8, WHOLE)
+        assert set(said.versions) == {first.version}
+        assert is_of(said, models[0], first.path)
+        await engine.close()
+
+    asyncio.run(play())
 
 
 async def _updated_while_running(engine: Engine, newer: PublishedWeights, model: Path) -> list[Generation]:
