@@ -5,7 +5,8 @@ time in which engines would wait. A worker that is to load a newer version gets 
 get equal shares (water-filling): none gets more than a common level, its present work included. So a worker that asks later, or still loads
 weights, finds its share; none of the groups is kept for one that evaluates beside training. A worker with less room than the level gets
 what fits in, and the others share the rest. No worker gets a second group as long as another would find none. A worker that got nothing
-waits, and the least loaded of those that wait is served first.
+waits, and the least loaded of those that wait is served first. Rows have a queue of their own, by rows: a worker without groups finds
+some also where those with less to do wait for groups alone.
 
 Samples of one group are never divided: they share the prompt's cache.
 """
@@ -13,7 +14,7 @@ Samples of one group are never divided: they share the prompt's cache.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
@@ -63,8 +64,9 @@ class Dispatcher:
         self._held: dict[str, int] = {}  # the version of a worker's engine when it asked last
         self._waiting: dict[str, tuple[int, int]] = {}  # version and room
         self._waiting_with = Counter[int]()
-        # by version a heap by load; an entry is void if its load is not the worker's any more
-        self._queues: dict[int, list[tuple[int, str]]] = {}
+        # heaps by load, or by rows; an entry is void if it is not what the worker has to do any more
+        self._queues: dict[int, list[tuple[int, str]]] = {}  # by the version of the engine
+        self._row_queues: dict[int, list[tuple[int, str]]] = {}  # by the version that is evaluated
 
     def join(self, worker: str) -> None:
         """Register a worker, which will ask for work."""
@@ -119,31 +121,46 @@ class Dispatcher:
     def assignments(self, version: int) -> Iterator[tuple[str, Assignment]]:
         """Yield the waiting workers' assignments, now that `version` is the newest."""
         for held in list(self._queues):
-            yield from self._assignments(held, behind=held < version)
-
-    def _assignments(self, version: int, behind: bool) -> Iterator[tuple[str, Assignment]]:
-        while (queue := self._queues.get(version)) and max(
-            self._evaluation.room(version), self._admission.room(version)
-        ) > 0:
-            load, worker = entry = heappop(queue)
-            held, room = self._waiting.get(worker, (None, 0))
-            if held != version or load != self._load(worker):
+            yield from self._serve(self._queues[held], held, self._load, self._admission.room, version)
+        for evaluated in list(self._row_queues):
+            if not self._evaluation.open_of(evaluated):
+                del self._row_queues[evaluated]
                 continue
-            assignment = self._claim(worker, version, room, behind)
-            if not assignment:  # all others have at least as much to do
+            queue, rows = self._row_queues[evaluated], self._evaluation.running_at
+            yield from self._serve(queue, evaluated, rows, self._evaluation.room, version)
+
+    def _serve(
+        self,
+        queue: list[tuple[int, str]],
+        version: int,
+        load: Callable[[str], int],
+        room: Callable[[int], int],
+        newest: int,
+    ) -> Iterator[tuple[str, Assignment]]:
+        """Yield assignments until a worker gets none: all others have at least as much to do."""
+        while queue and room(version) > 0:
+            found, worker = entry = heappop(queue)
+            held, free = self._waiting.get(worker, (None, 0))
+            if held != version or found != load(worker):
+                continue
+            assignment = self._claim(worker, version, free, held < newest)
+            if assignment:
+                self.withdraw(worker)
+                yield worker, assignment
+            elif queue is not self._row_queues.get(version) or self._begins_rows(worker, held < newest):
                 heappush(queue, entry)
                 return
-            self.withdraw(worker)
-            yield worker, assignment
 
     def _claim(self, worker: str, version: int, room: int, behind: bool) -> Assignment:
         if behind or self._together:
             rows = self._claim_rows(worker, version, room, behind=behind)
             return Assignment(version, rows, self._claim_groups(worker, version, room - self._groups(len(rows))))
         groups = self._claim_groups(worker, version, room)
-        generates = bool(groups) or self._admission.running_at(worker) > 0
-        rows = [] if generates else self._claim_rows(worker, version, room, behind=False)
-        return Assignment(version, rows, groups)
+        begins = not groups and self._begins_rows(worker, behind)
+        return Assignment(version, self._claim_rows(worker, version, room, behind=False) if begins else [], groups)
+
+    def _begins_rows(self, worker: str, behind: bool) -> bool:
+        return behind or self._together or not self._admission.running_at(worker)
 
     def _claim_rows(self, worker: str, version: int, room: int, *, behind: bool) -> list[int]:
         if room <= 0 or self._evaluation.room(version) <= 0:
@@ -189,6 +206,8 @@ class Dispatcher:
     def _enqueue(self, worker: str) -> None:
         version, _ = self._waiting[worker]
         heappush(self._queues.setdefault(version, []), (self._load(worker), worker))
+        if self._evaluation.open_of(version):
+            heappush(self._row_queues.setdefault(version, []), (self._evaluation.running_at(worker), worker))
 
     def _set_capacity(self, worker: str, capacity: int | None) -> None:
         if worker in self._capacity:
