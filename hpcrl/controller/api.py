@@ -72,7 +72,7 @@ class Api:
 
     async def report(self, body: dict[str, Any]) -> dict[str, Any]:
         self._service.check_version(body["version"])
-        worker = self._service.seen(body["worker"], body["version"], body["state"])
+        worker = self._service.seen(body["worker"], body["version"], body["state"], body.get("any_version"))
         worker.stop_sent = self._service.stop is not None
         unwanted = self._service.unwanted(body["worker"], body.get("holding", []))
         version, newest = self._service.wanted(body["worker"], body["version"]), self._service.version
@@ -81,7 +81,7 @@ class Api:
     async def claim(self, body: dict[str, Any]) -> dict[str, Any]:
         service, name, version = self._service, body["worker"], body["version"]
         service.check_version(version)
-        worker = service.seen(name, version, "waiting")
+        worker = service.seen(name, version, "waiting", body.get("any_version"))
         service.reconcile(name, version, body["holding"])
         trains = self._trains()  # what begins now would wait for the engine, with an older version than it need have
         work = [] if trains else service.claim(name, version, body["capacity"])

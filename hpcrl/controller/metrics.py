@@ -10,7 +10,6 @@ from statistics import fmean
 
 from hpcrl.algorithms.filters import share_without_spread
 from hpcrl.controller.admission import staleness
-from hpcrl.controller.replicas import MinReplicas
 from hpcrl.controller.schedule import Schedule
 from hpcrl.controller.score_queue import ScoreQueue
 from hpcrl.observe.goodput import SAMPLE_BATCHES
@@ -120,11 +119,11 @@ def row_metrics(batch: Batch) -> dict[str, float]:
     }
 
 
-def replica_metrics(ready: int, min_replicas: MinReplicas, restarts: int, taken_back: int) -> dict[str, float]:
+def replica_metrics(ready: int, replicas: int, restarts: int, taken_back: int) -> dict[str, float]:
     """Return replicas/*."""
     return {
         "replicas/ready": ready,
-        "replicas/total": max(min_replicas.replicas, ready),
+        "replicas/total": max(replicas, ready),
         "replicas/restarts": restarts,
         "replicas/groups_taken_back": taken_back,
     }
