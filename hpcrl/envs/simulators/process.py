@@ -21,6 +21,7 @@ from functools import cache
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
+from hpcrl.envs.base import LONGEST_REASON
 from hpcrl.errors import ConfigError, HpcrlError, UserCodeError
 
 if TYPE_CHECKING:
@@ -208,7 +209,9 @@ def _simulate(connection: Connection, made: Any, options: Mapping[str, Any], fai
         except HpcrlError as error:
             connection.send((type(error), str(error)))
         except Exception as error:  # noqa: BLE001  a user's code, whose error goes into the sample's message
-            connection.send((UserCodeError, f"the simulator raised {type(error).__name__}: {error}"))
+            connection.send(
+                (UserCodeError, f"the simulator raised {type(error).__name__}: {str(error)[:LONGEST_REASON]}")
+            )
         else:
             connection.send((None, answer))
         verb, arguments = connection.recv()
