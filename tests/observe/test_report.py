@@ -436,6 +436,32 @@ def test_a_live_report_has_few_connections(served: LiveReport) -> None:
         assert httpx.get(served.url, trust_env=False, timeout=120).status_code == 200
 
 
+def test_a_live_report_ends_who_shows_no_token(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also a stranger whose request comes byte by byte; a reader with the token stays."""
+    monkeypatch.setattr(live_module, "_STRANGER_S", 0.5)
+    live = LiveReport([run], decoder, 0)
+    thread = threading.Thread(target=live.serve)
+    thread.start()
+    try:
+        with httpx.Client(trust_env=False, timeout=60) as http:
+            assert http.get(live.url).status_code == 200
+            with socket.create_connection(("127.0.0.1", live.port), 10) as slow:
+                dripping, began = threading.Event(), time.monotonic()
+                drip = threading.Thread(
+                    target=lambda: [dripping.wait(0.1) or slow.send(b"G") for _ in range(100)], daemon=True
+                )
+                drip.start()
+                assert slow.recv(1) == b""
+                assert time.monotonic() - began < 9
+            (connection,) = http._transport._pool.connections  # type: ignore[attr-defined]
+            assert connection.is_idle()
+            assert http.get(live.url).status_code == 200
+            assert [connection] == http._transport._pool.connections  # type: ignore[attr-defined]
+    finally:
+        live.close()
+        thread.join()
+
+
 def test_a_live_report_waits_where_there_is_no_descriptor(run: Run) -> None:
     live = LiveReport([run], decoder, 0)
     thread = threading.Thread(target=live.serve)
