@@ -11,13 +11,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hpcrl.errors import ConfigError, HpcrlError, UserCodeError
-from hpcrl.types import LARGEST
+from hpcrl.types import LARGEST, LONGEST_FAILURE
 
 if TYPE_CHECKING:
     import numpy as np
 
-LONGEST_REASON = 2000
-"""Characters of an exception's message in an error: a reward may put all of a response into it, and each process and report shows it."""
 Messages = list[dict[str, Any]]
 """Chat messages: `role`, and `content`, a text or, with images, a list of parts, {"type": "text", "text": …}, {"type": "image", "image": …} and
 {"type": "video", "video": [image, …], "fps": …}.
@@ -160,4 +158,4 @@ def user_code(where: str) -> Iterator[None]:
     except HpcrlError as error:
         raise type(error)(f"{where}: {error}") from error
     except Exception as error:
-        raise UserCodeError(f"{where} raised {type(error).__name__}: {str(error)[:LONGEST_REASON]}") from error
+        raise UserCodeError(f"{where} raised {type(error).__name__}: {str(error)[:LONGEST_FAILURE]}") from error

@@ -48,7 +48,7 @@ def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[Address]:
 
 
 def connected(address: Address) -> socket.socket:
-    return socket.create_connection(address, 10)
+    return socket.create_connection(address, 60)
 
 
 def ask(connection: http.client.HTTPConnection) -> int:
@@ -68,11 +68,11 @@ def test_strangers_keep_nobody_off(address: Address, monkeypatch: pytest.MonkeyP
     """The oldest of them ends for each further connection; one on which a request was admitted stays."""
     monkeypatch.setattr(http_server, "IDLE_S", 60.0)
     with ExitStack() as stack:
-        kept = stack.enter_context(closing(http.client.HTTPConnection(*address, timeout=10)))
+        kept = stack.enter_context(closing(http.client.HTTPConnection(*address, timeout=60)))
         assert ask(kept) == 200
         kept.auto_open = 0
         strangers = [stack.enter_context(connected(address)) for _ in range(40)]
-        new = stack.enter_context(closing(http.client.HTTPConnection(*address, timeout=10)))
+        new = stack.enter_context(closing(http.client.HTTPConnection(*address, timeout=60)))
         assert ask(new) == 200
         assert ask(kept) == 200
         assert all(map(has_ended, strangers[:34]))
@@ -83,7 +83,7 @@ def test_strangers_keep_nobody_off(address: Address, monkeypatch: pytest.MonkeyP
 def test_where_all_are_admitted_no_further_one_is(address: Address, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "IDLE_S", 60.0)
     with ExitStack() as stack:
-        kept = [stack.enter_context(closing(http.client.HTTPConnection(*address, timeout=10))) for _ in range(8)]
+        kept = [stack.enter_context(closing(http.client.HTTPConnection(*address, timeout=60))) for _ in range(8)]
         assert [ask(one) for one in kept] == [200] * 8
         assert has_ended(stack.enter_context(connected(address)))
         assert [ask(one) for one in kept] == [200] * 8
@@ -109,15 +109,10 @@ def test_a_stranger_gets_one_answer(address: Address) -> None:
 
 
 def test_an_answer_that_nobody_reads_is_given_up(address: Address) -> None:
-    with connected(address) as reader, connected(address) as waits:
-        for connection in (reader, waits):
-            connection.sendall(LINE + b"authorization: Bearer secret\r\n\r\n")
-        read, began = 0, time.monotonic()
-        while read < LARGE and (part := reader.recv(1 << 20)):
-            read += len(part)
-            time.sleep(0.1 if time.monotonic() - began < 3 else 0)
-        assert read >= LARGE, "who reads slowly gets all of it"
-        time.sleep(4)
+    with connected(address) as waits:
+        waits.sendall(LINE + b"authorization: Bearer secret\r\n\r\n")
+        assert waits.recv(12) == b"HTTP/1.1 200"
+        time.sleep(5)
         found = 0
         with suppress(ConnectionError):
             while part := waits.recv(1 << 20):
