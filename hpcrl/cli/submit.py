@@ -33,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _submit(arguments: argparse.Namespace) -> int:
+    from hpcrl.launch.doctor.disk_space import Sizes
     from hpcrl.launch.submit import submit
     from hpcrl.launch.submit.checked import checked_submission
     from hpcrl.launch.submit.models import folder_of
@@ -49,7 +50,8 @@ def _submit(arguments: argparse.Namespace) -> int:
         return 0
     if not arguments.local:
         submit.require_slurm()
-    print("\n".join(describe_disk(submission.elements[0].config, folder_of)))
+    config = submission.elements[0].config
+    print("\n".join(describe_disk(config, Sizes.of(config, folder_of))))
     runs = submit.submit(submission, arguments.local)
     for run in runs:
         announce(run)
@@ -57,8 +59,9 @@ def _submit(arguments: argparse.Namespace) -> int:
 
 
 def _show_dry_run(submission: Submission, *, scripts: bool) -> None:
+    from hpcrl.launch.doctor.disk_space import Sizes
     from hpcrl.launch.nodes import describe_plan, make_plan
-    from hpcrl.launch.pools import describe_pools
+    from hpcrl.launch.pools import describe_pools, elastic_pools
     from hpcrl.launch.submit.executors import batch_scripts
     from hpcrl.launch.submit.models import folder_of
     from hpcrl.planning.disk import describe_disk
@@ -68,7 +71,8 @@ def _show_dry_run(submission: Submission, *, scripts: bool) -> None:
     print("# plan")
     for run, element in zip(submission.runs, submission.elements, strict=True):
         print(f"{run.path}  {' '.join(element.overrides)}".rstrip())
-    print("\n".join([*describe_plan(make_plan(config)), *describe_pools(config), *describe_disk(config, folder_of)]))
+    disk = describe_disk(config, Sizes.of(config, folder_of))
+    print("\n".join([*describe_plan(make_plan(config)), *describe_pools(elastic_pools(config), config), *disk]))
     for title, script in batch_scripts(submission).items() if scripts else ():
         print(f"# {title}\n{script}")
     print("dry run: nothing was submitted" + ("" if scripts else "; --script shows the batch scripts"))

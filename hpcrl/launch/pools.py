@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hpcrl.config import Config, ElasticConfig
@@ -91,10 +92,10 @@ def with_few_cores(config: Config) -> list[str]:
     return list(dict.fromkeys(few))
 
 
-def describe_pools(config: Config) -> list[str]:
+def describe_pools(pools: Sequence[Pool], config: Config) -> list[str]:
     """Return one line for each elastic pool, for people."""
     lines = []
-    for pool in elastic_pools(config):
+    for pool in pools:
         partition = pool.asked.partition or config.slurm.partition or "of the cluster"
         of_what = f" ({pool.what})" if pool.what else ""
         lines.append(f"elastic: {', '.join(pool.workers)}{of_what}, partition {partition}")

@@ -38,7 +38,7 @@ def describe_ranks(trainer: TrainerConfig) -> list[str]:
 
     where = f"{ranks} trainer rank(s), {on_node} on each of {nodes} node(s)"
     if trainer.strategy != "megatron":
-        groups = _of_fsdp(trainer)
+        groups = rank_groups(trainer)["policy"]
         lines = [f"{where}, {trainer.strategy}", *_lines(groups, node_of), *_slow(groups, on_node)]
         if trainer.policy.fsdp_config.fsdp_size is None and nodes > 1:
             lines.append(
@@ -46,7 +46,7 @@ def describe_ranks(trainer: TrainerConfig) -> list[str]:
             )
         return lines + list(_critic(trainer))
     layout = ParallelLayout.of(trainer.policy.megatron_config, ranks)
-    groups = _of_megatron(layout)
+    groups = rank_groups(trainer)["policy"]
     together = product(tensor=layout.tensor, context=layout.context, data=layout.data, pipeline=layout.pipeline)
     lines = [f"{where}, megatron: {together}"]
     if "EP" in groups:
@@ -60,11 +60,16 @@ def describe_ranks(trainer: TrainerConfig) -> list[str]:
 
 def communicators(trainer: TrainerConfig) -> int:
     """Return how many process groups of several ranks a rank of the policy is in, each of which keeps memory of its GPU."""
+    return sum(len(found[0]) > 1 for found in rank_groups(trainer)["policy"].values())
+
+
+def rank_groups(trainer: TrainerConfig) -> dict[str, dict[str, Groups]]:
+    """Return the groups of the policy's ranks and, where a critic has its own, of the critic's, each by the name of its kind."""
     if trainer.strategy == "megatron":
-        groups = _of_megatron(ParallelLayout.of(trainer.policy.megatron_config, trainer.placement.policy_ranks))
+        of_policy = _of_megatron(ParallelLayout.of(trainer.policy.megatron_config, trainer.placement.policy_ranks))
     else:
-        groups = _of_fsdp(trainer)
-    return sum(len(found[0]) > 1 for found in groups.values())
+        of_policy = _of_fsdp(trainer)
+    return {"policy": of_policy, "critic": _of_critic(trainer)} if trainer.has_own_critic else {"policy": of_policy}
 
 
 def _of_fsdp(trainer: TrainerConfig) -> dict[str, Groups]:
@@ -86,10 +91,15 @@ def _critic(trainer: TrainerConfig) -> Iterator[str]:
     ranks = range(first, first + nodes * on_node)
     yield f"{len(ranks)} rank(s) of the critic, {on_node} on each of {nodes} node(s)"
     before = trainer.placement.policy_num_nodes
+    yield from _lines(_of_critic(trainer), lambda rank: before + (rank - first) // on_node)
+
+
+def _of_critic(trainer: TrainerConfig) -> dict[str, Groups]:
+    first, on_node = trainer.placement.policy_ranks, trainer.placement.critic_nodes[1]
+    ranks = range(first, first + trainer.placement.critic_ranks)
     groups = _copies(trainer.critic.fsdp_config, ranks, on_node)
     groups |= _consecutive(_TOGETHER, ranks, trainer.critic_model_parallel_size)
-    groups |= _consecutive(_EXPERTS, ranks, trainer.critic.fsdp_config.expert_parallel_size)
-    yield from _lines(groups, lambda rank: before + (rank - first) // on_node)
+    return groups | _consecutive(_EXPERTS, ranks, trainer.critic.fsdp_config.expert_parallel_size)
 
 
 def _copies(fsdp: FSDPConfig, ranks: range, on_node: int) -> dict[str, Groups]:
