@@ -59,13 +59,22 @@ def plan_lines(config: Config) -> Iterator[str]:
     """Yield what the command prints."""
     from hpcrl.config.errors import raise_together
     from hpcrl.errors import DataError
+    from hpcrl.launch.layouts import all_layouts, describe_layouts, usable_layouts
     from hpcrl.launch.nodes import describe_plan, make_plan
     from hpcrl.launch.pools import describe_pools
-    from hpcrl.launch.submit.models import check_layouts, folder_of
+    from hpcrl.launch.submit.models import check_layouts, folder_of, rank_problems
     from hpcrl.planning.disk import describe_disk
+    from hpcrl.planning.layouts import memory_problems
     from hpcrl.planning.prefixes import describe_prefixes
     from hpcrl.planning.rank_groups import describe_ranks
 
+    layouts = all_layouts(config, rank_problems, memory_problems)
+    usable = usable_layouts(layouts)
+    if table := describe_layouts(layouts):
+        yield from table
+        yield ""
+        config = config.at((usable or layouts)[-1].sizes)
+        yield f"the largest one{'' if usable else ', which cannot work'}:"
     raise_together(list(check_layouts(config)), lambda _: None, DataError)
     yield from describe_plan(make_plan(config))
     yield from describe_pools(config)

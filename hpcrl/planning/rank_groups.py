@@ -30,7 +30,7 @@ _FAST = {  # wait for each other in every layer
 
 def describe_ranks(trainer: TrainerConfig) -> list[str]:
     """Return lines about the trainer's ranks and their groups, with warnings where a group is slow."""
-    ranks, nodes = trainer.placement.policy_ranks, trainer.placement.policy_num_nodes
+    ranks, nodes = trainer.placement.policy_ranks, trainer.placement.policy_nodes
     on_node = trainer.placement.policy_num_gpus_per_node
 
     def node_of(rank: int) -> int:
@@ -85,7 +85,7 @@ def _critic(trainer: TrainerConfig) -> Iterator[str]:
     first, (nodes, on_node) = trainer.placement.policy_ranks, trainer.placement.critic_nodes
     ranks = range(first, first + nodes * on_node)
     yield f"{len(ranks)} rank(s) of the critic, {on_node} on each of {nodes} node(s)"
-    before = trainer.placement.policy_num_nodes
+    before = trainer.placement.policy_nodes
     groups = _copies(trainer.critic.fsdp_config, ranks, on_node)
     groups |= _consecutive(_TOGETHER, ranks, trainer.critic_model_parallel_size)
     groups |= _consecutive(_EXPERTS, ranks, trainer.critic.fsdp_config.expert_parallel_size)
