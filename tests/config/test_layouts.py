@@ -51,8 +51,6 @@ def test_other_texts_are_no_ranges(text: str) -> None:
         ([f"{NODES}=5-7"], r"shared equally by 7 trainer ranks .*\(of all layouts with .*=5 to 7 none works, and this"),
         ([f"{NODES}=1-999"], "expected at most 256 layouts, found 999"),
         ([f"{ENGINES}=1-2", "slurm.elastic.replicas=1"], "num_engines: expected a number with slurm.elastic.replicas"),
-        (["slurm.time_minutes=20", "slurm.time_min_minutes=30"], r"at most slurm.time_minutes \(20\), found 30"),
-        (["slurm.time_min_minutes=5", "slurm.signal_seconds=200"], r"half of slurm.time_min_minutes \(150 s\)"),
         (["slurm.extra.time-min=10"], "set slurm.time_min_minutes instead"),
     ],
 )

@@ -11,7 +11,7 @@ from hpcrl.launch.agent.start import NodeContext, await_attempt
 from hpcrl.launch.layouts import Layout, all_layouts, describe_layouts, layout_for, usable_layouts
 from hpcrl.launch.submit.executors import Element, Submission, batch_scripts
 from hpcrl.launch.submit.models import rank_problems
-from hpcrl.planning.layouts import memory_problems, memory_problems_apart
+from hpcrl.planning.layouts import memory_problems_apart
 from hpcrl.rundir.attempt_config import attempt_config, newest_config
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import open_attempt
@@ -67,10 +67,9 @@ def test_the_table_names_what_is_left_out_and_why() -> None:
 def test_sizes_whose_ranks_have_too_little_memory_are_left_out() -> None:
     """Of a model as small as this one, what FSDP gathers is more than what sharding saves."""
     config = load(f"{NODES}=1-4", "slurm.gpus_per_node=1", "slurm.gpu_memory_gb=0.0286")
-    for check in (memory_problems, memory_problems_apart):
-        found = {layout.sizes[NODES]: layout.problem for layout in all_layouts(config, check)}
-        assert [nodes for nodes, problem in found.items() if not problem] == [1], found
-        assert found[4] == "a rank needs 29.6 MiB of 29.3 MiB (slurm.gpu_memory_gb)"
+    found = {layout.sizes[NODES]: layout.problem for layout in all_layouts(config, memory_problems_apart)}
+    assert [nodes for nodes, problem in found.items() if not problem] == [1], found
+    assert found[4] == "a rank needs 29.6 MiB of 29.3 MiB (slurm.gpu_memory_gb)"
 
 
 def test_an_attempt_takes_the_largest_layout_that_has_room() -> None:
@@ -85,7 +84,10 @@ def test_sbatch_is_asked_for_the_range(tmp_path: Path) -> None:
 
     lines = script(f"{NODES}=1-4", "slurm.time_minutes=90", "slurm.time_min_minutes=20")
     assert {"#SBATCH --nodes=2-5", "#SBATCH --time=90", "#SBATCH --time-min=20"} <= set(lines)
+    assert not any(line.startswith("#SBATCH --ntasks") for line in lines), "it would limit the nodes to the least"
+    assert any(line.startswith("srun") and " --ntasks-per-node=1 " in line for line in lines)
     fixed = script()
+    assert "#SBATCH --ntasks-per-node=1" in fixed
     assert "#SBATCH --nodes=2" in fixed
     assert not any("time-min" in line for line in fixed)
 

@@ -150,6 +150,10 @@ def slurm_executor(submission: Submission) -> ArrayExecutor:
             **slurm.extra,
         },
     }
+    if len(first.layouts) > 1:
+        # as an option of sbatch it would ask for the tasks of the least nodes, and Slurm would give no node more than it has tasks for
+        parameters["ntasks_per_node"] = None
+        parameters["srun_args"].append("--ntasks-per-node=1")
     if slurm.whole_nodes:
         parameters |= {"exclusive": True, "mem": "0"}
         # where a site binds tasks to cores, the agent, one task of a node, and all its processes would have one core

@@ -260,10 +260,12 @@ def launch(submission: Submission, local: bool) -> None:
     executor = local_executor(submission) if local else slurm_executor(submission)
     paths, jobs = [str(run.path) for run in runs], list[Job[Any]]()
     sizes = [Sizes.of(element.config, folder_of) for element in submission.elements]
-    layouts = [element.layouts for element in submission.elements]
+    arguments = [paths, sizes]
+    if any(layout.sizes for element in submission.elements for layout in element.layouts):
+        arguments.append([element.layouts for element in submission.elements])  # the code of older runs takes none
     try:
         with submitit.helpers.clean_env(), _detached(submission.folder / "local.log") if local else nullcontext():
-            jobs = submit_with_retry(lambda: executor.map_array(agent.main, paths, sizes, layouts), submission.folder)
+            jobs = submit_with_retry(lambda: executor.map_array(agent.main, *arguments), submission.folder)
             gangs = list(jobs)
             arrays = [_start_pools(submission, at, job, jobs, sizes[at]) for at, job in enumerate(gangs)]
             uploads = [_start_upload(submission, at, job, jobs) for at, job in enumerate(gangs)]
