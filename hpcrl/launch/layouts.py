@@ -73,16 +73,17 @@ def layout_for(layouts: Sequence[Layout], nodes: int) -> Layout:
 
 
 def describe_layouts(layouts: Sequence[Layout]) -> list[str]:
-    """Return a table of the layouts for people, those that are left out with the reason; empty where there is only one."""
+    """Return a table of the layouts for people; empty without ranges. Where no layout has a number of nodes, it has those that are left out."""
     if not layouts[0].sizes:
         return []
     used = usable_layouts(layouts)
+    counts = {layout.nodes for layout in used}
     asked = f" (sbatch --nodes={nodes_of(used)})" if used else ""
     lines = [f"layouts: each attempt takes the largest one that its nodes have room for{asked}"]
     names = _short(layouts[0].sizes)
     lines.append("  " + "  ".join(["nodes", *names]))
     for layout in layouts:
-        if layout.problem or layout in used:
+        if layout in used or layout.nodes not in counts:
             sizes = [f"{size:>{len(name)}}" for name, size in zip(names, layout.sizes.values(), strict=True)]
             line = "  ".join([f"{layout.nodes:>5}", *sizes])
             lines.append(f"  {line}" + (f"  left out: {layout.problem}" if layout.problem else ""))

@@ -8,8 +8,11 @@ from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import read_attempts
 
 
-def attempt_config(run: Run, attempt: int) -> Config:
+def attempt_config(run: Run, attempt: int | None = None) -> Config:
     """Return the configuration without ranges of an attempt; before the first one, that of the largest layout.
+
+    Args:
+        attempt: its number; None: the newest.
 
     Raises:
         ConfigError: its configuration is one of another version of hpcrl.
@@ -18,10 +21,5 @@ def attempt_config(run: Run, attempt: int) -> Config:
     config = Config.from_toml([run.config])
     if not ranges_of(config):
         return config
-    sizes = next((one.sizes for one in read_attempts(run) if one.number == attempt), {})
-    return config.at(sizes).largest()
-
-
-def newest_config(run: Run) -> Config:
-    """Return the configuration without ranges of the newest attempt; errors as of `attempt_config`."""
-    return attempt_config(run, max((one.number for one in read_attempts(run)), default=0))
+    sizes = [one.sizes for one in read_attempts(run) if attempt in (None, one.number)]
+    return config.at(sizes[-1] if sizes else {}).largest()

@@ -12,7 +12,7 @@ from hpcrl.launch.layouts import Layout, all_layouts, describe_layouts, layout_f
 from hpcrl.launch.submit.executors import Element, Submission, batch_scripts
 from hpcrl.launch.submit.models import rank_problems
 from hpcrl.planning.layouts import memory_problems_apart
-from hpcrl.rundir.attempt_config import attempt_config, newest_config
+from hpcrl.rundir.attempt_config import attempt_config
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import open_attempt
 from tests.paths import QUICKSTART
@@ -62,6 +62,8 @@ def test_the_table_names_what_is_left_out_and_why() -> None:
     assert [row.split()[:2] for row in rows] == [["3", "2"], ["4", "3"], ["5", "4"]]
     assert ["cannot be shared equally by 3 trainer ranks" in row for row in rows] == [False, True, False]
     assert describe_layouts(all_layouts(load())) == []
+    both = describe_layouts(all_layouts(load(f"{NODES}=2-4", f"{ENGINES}=1-2")))
+    assert [row.split() for row in both[2:]] == [["3", "2", "1"], ["4", "2", "2"], ["5", "4", "1"], ["6", "4", "2"]]
 
 
 def test_sizes_whose_ranks_have_too_little_memory_are_left_out() -> None:
@@ -96,7 +98,7 @@ def test_the_sizes_of_an_attempt_are_written_down_for_its_processes(tmp_path: Pa
     run, config = Run(tmp_path / "run"), load(f"{NODES}=1-4")
     run.path.mkdir()
     run.config.write_text(config.to_toml())
-    assert newest_config(run) == config.at({NODES: 4})
+    assert attempt_config(run) == config.at({NODES: 4})
     hosts = ["n1", "n2", "n3", "n4"]
     attempt = await_attempt(run, NodeContext(0, hosts, "7_0.0", 0, False), usable_layouts(all_layouts(config)))
     assert (attempt.hosts, attempt.idle, attempt.sizes) == (hosts[:3], ["n4"], {NODES: 2})
@@ -104,7 +106,7 @@ def test_the_sizes_of_an_attempt_are_written_down_for_its_processes(tmp_path: Pa
     assert await_attempt(run, NodeContext(3, hosts, "7_0.0", 0, False)) == attempt
     open_attempt(run, "7_0.1", ["n1", "n2"], {NODES: 1})
     assert [attempt_config(run, number) for number in (1, 2)] == [config.at({NODES: 2}), config.at({NODES: 1})]
-    assert newest_config(run).trainer.placement.policy_ranks == 1
+    assert attempt_config(run).trainer.placement.policy_ranks == 1
 
 
 def test_an_attempt_of_a_run_without_ranges_has_all_nodes(tmp_path: Path) -> None:
