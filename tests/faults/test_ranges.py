@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,14 +33,14 @@ BACKENDS = pytest.mark.parametrize("settings", [{}, MEGATRON], ids=["fsdp2", "me
 @pytest.mark.faults_slow
 @BACKENDS
 def test_groups_are_trained_once_with_the_losses_of_a_fixed_run(scenario: Scenario, settings: dict[str, Any]) -> None:
-    """Two rollout workers or one, beside 3, 1 and 2 trainers: the stand-in's samples do not depend on who generates them."""
+    """On 3, 1 and 2 nodes, beside one that generates."""
     sizes = {
         "trainer.train_batch_size": GROUPS,
         "trainer.policy_mini_batch_size": GROUPS // 2,
         "slurm.time_minutes": 60,
     }
     run = scenario.submit({**settings, **sizes, NODES: "1-3"}, pinned=False)
-    give_other_nodes(scenario, run, others=1)
+    give_other_nodes(scenario, run, {3: 3, 1: 1, 2: 2}, others=1)
     whole = scenario.submit({**settings, **sizes, NODES: 2}, name="whole", pinned=False)
     wait_for_end(scenario, whole)
     assert_same(run, whole, CURVES)
@@ -48,10 +48,11 @@ def test_groups_are_trained_once_with_the_losses_of_a_fixed_run(scenario: Scenar
     assert groups == Counter(f"g{index:08d}" for index in range(STEPS * GROUPS)), "each group once"
 
 
-@pytest.mark.nodes(3)
+@pytest.mark.nodes(4)
 @pytest.mark.faults_slow
 @BACKENDS
 def test_rows_are_trained_once_with_the_losses_of_a_fixed_run(scenario: Scenario, settings: dict[str, Any]) -> None:
+    """On 4 nodes, on 2 of 3, which cannot share the batches, and on 1."""
     other = ["trainer.strategy=megatron", "trainer.policy.fsdp_config=default"]
     backend = [*other, "trainer.policy.megatron_config.dtype=fp32"] if settings else []
 
@@ -59,7 +60,7 @@ def test_rows_are_trained_once_with_the_losses_of_a_fixed_run(scenario: Scenario
         given = [f"trainer.run_name={name}", f"{NODES}={nodes}", f"slurm.root={scenario.path / 'runs'}"]
         given += [f"slurm.extra.exclude={','.join(scenario.others)}", "slurm.partition=main", "slurm.exclusive=true"]
         given += ["slurm.time_minutes=60", "slurm.time_min_minutes=30", "slurm.cpus_per_task=1"]
-        given += ["trainer.project_name=faults", "trainer.train_batch_size=768", "trainer.policy_mini_batch_size=384"]
+        given += ["trainer.project_name=faults", "trainer.train_batch_size=1024", "trainer.policy_mini_batch_size=512"]
         given += [
             "trainer.epochs=10",
             f"trainer.max_steps={4 * STEPS}",
@@ -70,34 +71,37 @@ def test_rows_are_trained_once_with_the_losses_of_a_fixed_run(scenario: Scenario
         assert done.returncode == 0, done.stdout + done.stderr
         return scenario.run_of(name)
 
-    run = submit("run", "1-3")
-    give_other_nodes(scenario, run, others=0)
+    run = submit("run", "1-4")
+    give_other_nodes(scenario, run, {4: 4, 3: 2, 1: 1}, others=0)
     whole = submit("whole", "2")
     wait_for_end(scenario, whole)
     assert trained_rows(run) == trained_rows(whole)
     assert_same(run, whole, ["policy/final_loss", "policy/grad_norm", "eval/all/loss"])
 
 
-def give_other_nodes(scenario: Scenario, run: Run, others: int) -> None:
-    """Let a run have three trainer nodes, then one, then two, and wait for its end.
+def give_other_nodes(scenario: Scenario, run: Run, sizes: Mapping[int, int], others: int) -> None:
+    """Let a run have other nodes in each attempt, and wait for its end.
 
     Args:
+        sizes: of each attempt the nodes that it may train on, and how many of them it takes.
         others: nodes of the run that do not train.
     """
     reach(scenario, run, 2)
     attempts = 1
-    for trainers in (1, 2):
-        with drained(scenario, scenario.nodes[trainers + others :]):
+    for offered, taken in list(sizes.items())[1:]:
+        with drained(scenario, scenario.nodes[offered + others :]):
             before = last_trained(run)
             assert scenario.hpcrl("requeue", run.name).returncode == 0
             attempts += 1
             scenario.wait(lambda n=attempts: len(read_attempts(run)) == n, f"attempt {attempts}", PATIENCE_S, run)
             reach(scenario, run, before + 2)
-        assert f"{trainers + others} node(s): policy_num_nodes {trainers}" in scenario.told("status", run.name)
+            shown = f"{taken + others} node(s): policy_num_nodes {taken}"
+            shown += f"; idle: {scenario.nodes[taken + others]}" if offered > taken else ""
+            assert shown in scenario.told("status", run.name)
     wait_for_end(scenario, run)
     assert_reported_once(run)
-    found = [(len(one.hosts) - others, one.sizes) for one in read_attempts(run)]
-    assert found == [(nodes, {NODES: nodes}) for nodes in (3, 1, 2)], scenario.report(run)
+    found = {len([*one.hosts, *one.idle]) - others: one.sizes for one in read_attempts(run)}
+    assert found == {offered: {NODES: taken} for offered, taken in sizes.items()}, scenario.report(run)
 
 
 def reach(scenario: Scenario, run: Run, step: int) -> None:

@@ -366,7 +366,7 @@ def main(path: str, sizes: Sizes | None = None, layouts: Sequence[Layout] = ()) 
         config = Config.from_toml([run.config]).at(attempt.sizes)
         if len(attempt.hosts) < (wanted := len(make_plan(config))):
             raise RunError(
-                f"the job has {len(attempt.hosts)} node(s), and the run needs {wanted}; resume it with fewer"
+                f"the job has {len(attempt.hosts)} node(s), and the run needs {wanted}: Slurm was asked for as many"
             )
         if status:
             require_same_inputs(run, config, lambda: status.write("comparing datasets and models"))
@@ -383,9 +383,8 @@ def main(path: str, sizes: Sizes | None = None, layouts: Sequence[Layout] = ()) 
         if outcome_of(run, attempt.number) is None:
             report_outcome(run, attempt.number, "failed", message, f"agent-{context.index}", host)
     outcome = outcome_of(run, attempt.number)
-    if alone or (
-        agent and agent.alone
-    ):  # the node with the batch script is gone, and with it who would requeue the job
+    # the node with the batch script is gone, and with it who would requeue the job
+    if alone or (agent and agent.alone):
         settle(run, context.job)
     if script:
         script.require_its_end()
