@@ -11,7 +11,7 @@ from hpcrl.launch.nodes import make_plan
 
 
 @dataclass(frozen=True)
-class Layout:
+class AttemptLayout:
     """Sizes that an attempt may take.
 
     Attributes:
@@ -29,18 +29,18 @@ Check = Callable[[Sequence[Config]], list[str]]
 """Returns for each configuration of a layout why it cannot work, or an empty text."""
 
 
-def all_layouts(config: Config, *checks: Check) -> list[Layout]:
+def all_layouts(config: Config, *checks: Check) -> list[AttemptLayout]:
     """Return a layout for each combination of the sizes in range, the fewest nodes first; of one that cannot work its nodes are those of its sizes.
 
     Args:
         checks: what a layout must pass beside the rules of the configuration; called only where there are ranges.
     """
     if not ranges_of(config):
-        return [Layout(len(make_plan(config)))]
+        return [AttemptLayout(len(make_plan(config)))]
     found = []
     for sizes, problems in config.layouts():
         why = f"{problems[0].path}: {problems[0].message}" if problems else ""
-        found.append(Layout(len(make_plan(config.at(sizes))), sizes, why))
+        found.append(AttemptLayout(len(make_plan(config.at(sizes))), sizes, why))
     for check in checks:
         left = [at for at, layout in enumerate(found) if not layout.problem]
         for at, why in zip(left, check([config.at(found[at].sizes) for at in left]), strict=True):
@@ -48,15 +48,15 @@ def all_layouts(config: Config, *checks: Check) -> list[Layout]:
     return sorted(found, key=lambda layout: (layout.nodes, *layout.sizes.values()))
 
 
-def usable_layouts(layouts: Sequence[Layout]) -> list[Layout]:
+def usable_layouts(layouts: Sequence[AttemptLayout]) -> list[AttemptLayout]:
     """Return one layout for each number of nodes, the fewest first. Of several that work, the one whose shares of the largest sizes differ least."""
     most = {path: max(each.sizes[path] for each in layouts) for path in layouts[0].sizes}
 
-    def uneven(layout: Layout) -> tuple[float, list[int]]:
+    def uneven(layout: AttemptLayout) -> tuple[float, list[int]]:
         shares = [size / most[path] for path, size in layout.sizes.items()]
         return max(shares) - min(shares), [-size for size in layout.sizes.values()]
 
-    best = dict[int, Layout]()
+    best = dict[int, AttemptLayout]()
     for layout in layouts:
         if layout.problem:
             continue
@@ -66,13 +66,13 @@ def usable_layouts(layouts: Sequence[Layout]) -> list[Layout]:
     return [best[nodes] for nodes in sorted(best)]
 
 
-def layout_for(layouts: Sequence[Layout], nodes: int) -> Layout:
+def layout_for(layouts: Sequence[AttemptLayout], nodes: int) -> AttemptLayout:
     """Return the largest layout that these nodes have room for; the smallest one where there is none."""
     fitting = [layout for layout in layouts if layout.nodes <= nodes]
     return fitting[-1] if fitting else layouts[0]
 
 
-def describe_layouts(layouts: Sequence[Layout]) -> list[str]:
+def describe_layouts(layouts: Sequence[AttemptLayout]) -> list[str]:
     """Return a table of the layouts for people; empty without ranges. Where no layout has a number of nodes, it has those that are left out."""
     if not layouts[0].sizes:
         return []
@@ -90,7 +90,7 @@ def describe_layouts(layouts: Sequence[Layout]) -> list[str]:
     return lines
 
 
-def nodes_of(layouts: Sequence[Layout]) -> int | str:
+def nodes_of(layouts: Sequence[AttemptLayout]) -> int | str:
     """Return the nodes that `sbatch --nodes` asks for."""
     least, most = layouts[0].nodes, layouts[-1].nodes
     return most if least == most else f"{least}-{most}"

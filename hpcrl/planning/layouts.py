@@ -58,7 +58,7 @@ def _missing(config: Config, models: Mapping[str, Shapes]) -> Iterator[str]:
 
     found, critic = estimate(config, models), estimate_critic(config, models)
     device, source = memory_of_rank(config)
-    needs = [("a rank", found.total, device, source)]
+    needs: list[tuple[str, float, float | None, str]] = [("a rank", found.total, device, source)]
     if device is not None and config.trainer.placement.colocate_all and config.slurm.gpus > 0:
         turns = leased_memory(config, found, device)
         needs = [("a GPU in turns", turn.trainer + turn.engine, device, source) for turn in turns]

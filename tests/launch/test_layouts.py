@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import threading
 from pathlib import Path
 
 import pytest
 
 from hpcrl.config import Config
+from hpcrl.errors import RunError
+from hpcrl.launch.agent.idle import await_end
 from hpcrl.launch.agent.start import NodeContext, await_attempt
-from hpcrl.launch.layouts import Layout, all_layouts, describe_layouts, layout_for, usable_layouts
+from hpcrl.launch.layouts import AttemptLayout, all_layouts, describe_layouts, layout_for, usable_layouts
 from hpcrl.launch.submit.executors import Element, Submission, batch_scripts
 from hpcrl.launch.submit.models import rank_problems
 from hpcrl.planning.layouts import memory_problems_apart
 from hpcrl.rundir.attempt_config import attempt_config
 from hpcrl.rundir.layout import Run
-from hpcrl.rundir.ledger import open_attempt
+from hpcrl.rundir.ledger import open_attempt, read_attempts, report_outcome
 from tests.paths import QUICKSTART
 
 NODES, ENGINES = "trainer.placement.policy_num_nodes", "generator.inference_engine.num_engines"
@@ -75,7 +79,7 @@ def test_sizes_whose_ranks_have_too_little_memory_are_left_out() -> None:
 
 
 def test_an_attempt_takes_the_largest_layout_that_has_room() -> None:
-    layouts = [Layout(2, {NODES: 1}), Layout(3, {NODES: 2}), Layout(5, {NODES: 4})]
+    layouts = [AttemptLayout(2, {NODES: 1}), AttemptLayout(3, {NODES: 2}), AttemptLayout(5, {NODES: 4})]
     assert [layout_for(layouts, nodes).nodes for nodes in (1, 2, 3, 4, 5, 6)] == [2, 2, 3, 3, 5, 5]
 
 
@@ -112,5 +116,29 @@ def test_the_sizes_of_an_attempt_are_written_down_for_its_processes(tmp_path: Pa
 def test_an_attempt_of_a_run_without_ranges_has_all_nodes(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
     run.path.mkdir()
-    attempt = await_attempt(run, NodeContext(0, ["n1", "n2"], "7_0.0", 0, False), [Layout(2)])
+    attempt = await_attempt(run, NodeContext(0, ["n1", "n2"], "7_0.0", 0, False), [AttemptLayout(2)])
     assert (attempt.hosts, attempt.idle, attempt.sizes, attempt.layout) == (["n1", "n2"], [], {}, "")
+
+
+def test_a_node_that_is_left_over_waits_for_the_end_of_the_attempt(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, hosts = Run(tmp_path / "run"), ["n1", "n2"]
+    run.path.mkdir()
+    attempt = open_attempt(run, "7_0.0", hosts[:1], {NODES: 1}, hosts[1:])
+    end = threading.Timer(0.5, lambda: report_outcome(run, 1, "done", "finished", "agent-0"))
+    end.start()
+    assert not await_end(run, NodeContext(1, hosts, "7_0.0", 0, False), attempt)
+    assert not end.is_alive()
+    assert "the layout of attempt 1 has 1 of 2 nodes" in capsys.readouterr().out
+
+
+def test_sizes_that_are_no_numbers_are_a_damaged_line(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run")
+    run.path.mkdir()
+    line = {"number": 1, "job": "7_0.0", "hosts": ["n1"], "started": 0.0}
+    run.attempts.write_text(json.dumps(line) + "\n")
+    assert read_attempts(run)[0].sizes == {}, "as a run of an earlier version has it"
+    run.attempts.write_text(json.dumps({**line, "sizes": {NODES: "2"}}) + "\n")
+    with pytest.raises(RunError, match="'sizes' is"):
+        read_attempts(run)

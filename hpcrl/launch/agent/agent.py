@@ -35,7 +35,7 @@ from hpcrl.launch.agent.start import BatchScript, NodeContext, await_attempt, li
 from hpcrl.launch.agent.watchdog import Neighbours, Stall, Watchdog
 from hpcrl.launch.doctor.disk_space import Sizes
 from hpcrl.launch.inputs import require_same_inputs
-from hpcrl.launch.layouts import Layout
+from hpcrl.launch.layouts import AttemptLayout
 from hpcrl.launch.nodes import Node, make_plan, needed_nodes
 from hpcrl.launch.requeue.epilogue import ended_before, settle
 from hpcrl.launch.retention import end_of_run
@@ -341,7 +341,7 @@ class NodeAgent:
         return bool(self._signals) or stop_asked(self._run, self._attempt) is not None
 
 
-def main(path: str, sizes: Sizes | None = None, layouts: Sequence[Layout] = ()) -> None:
+def main(path: str, sizes: Sizes | None = None, layouts: Sequence[AttemptLayout] = ()) -> None:
     """Run the agent of this node for the run at `path`; ends the process.
 
     Args:

@@ -22,7 +22,7 @@ from hpcrl.config.sections.slurm import UploadJobConfig
 from hpcrl.errors import DataError, SubmitError
 from hpcrl.launch.container import Starter, seen_by
 from hpcrl.launch.doctor.node import listed_gpus
-from hpcrl.launch.layouts import Check, Layout, all_layouts, describe_layouts, nodes_of, usable_layouts
+from hpcrl.launch.layouts import AttemptLayout, Check, all_layouts, describe_layouts, nodes_of, usable_layouts
 from hpcrl.launch.nodes import make_plan, needed_nodes
 from hpcrl.launch.pools import ROLLOUT, Pool, elastic_pools
 from hpcrl.launch.requeue.requeue import BATCH_SHELL
@@ -50,12 +50,12 @@ class Element:
     checks: tuple[Check, ...] = ()
 
     @cached_property
-    def every_layout(self) -> list[Layout]:
+    def every_layout(self) -> list[AttemptLayout]:
         """All layouts of the run, those that cannot work too."""
         return all_layouts(self.config, rank_problems, *self.checks)
 
     @property
-    def layouts(self) -> list[Layout]:
+    def layouts(self) -> list[AttemptLayout]:
         """Layouts that attempts of the run may take, the fewest nodes first. Raises DataError where none works."""
         if usable := usable_layouts(self.every_layout):
             return usable
