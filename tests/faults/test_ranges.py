@@ -64,6 +64,7 @@ def test_rows_are_trained_once_with_the_losses_of_a_fixed_run(scenario: Scenario
         given += [
             "trainer.epochs=10",
             f"trainer.max_steps={4 * STEPS}",
+            "trainer.policy.optimizer_config.lr=1e-4",
             "trainer.eval_interval=4",
             "trainer.max_tokens_per_micro_batch=1024",
         ]
@@ -128,4 +129,5 @@ def assert_same(run: Run, whole: Run, names: Sequence[str]) -> None:
     for name in names:
         found, expected = curve(run, name), curve(whole, name)
         assert len(expected) > 1, name
-        assert found == pytest.approx(expected, rel=1e-6, abs=1e-6), name
+        near = 2e-5 if name == "policy/grad_norm" else 1e-6  # a sum over ranks is rounded in another order
+        assert found == pytest.approx(expected, rel=near, abs=near), name
