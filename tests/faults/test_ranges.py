@@ -67,7 +67,7 @@ def test_rows_are_trained_once_with_the_losses_of_a_fixed_run(scenario: Scenario
         given += [
             "trainer.epochs=10",
             f"trainer.max_steps={4 * STEPS}",
-            "trainer.policy.optimizer_config.lr=1e-4",
+            "trainer.policy.optimizer_config.lr=2e-5",
             "trainer.eval_interval=4",
             "trainer.max_tokens_per_micro_batch=1024",
         ]
