@@ -99,7 +99,7 @@ class ArrayExecutor(submitit.SlurmExecutor):
 
     def _num_tasks(self) -> int:
         """Return the tasks of a job, one on each node; of a range of nodes the most."""
-        return int(str(self.parameters["nodes"]).rpartition("-")[2])
+        return int(str(self.parameters.get("nodes", 1)).rpartition("-")[2])
 
     def _internal_process_submissions(self, delayed_submissions: list[DelayedSubmission]) -> list[Job[Any]]:
         if len(delayed_submissions) > 1:
