@@ -57,18 +57,24 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def checked_plan(config: Config) -> Plan:
-    """Return the plan of a configuration. Raises DataError where the ranks cannot share the model."""
+    """Return the plan of a configuration; with ranges, of its largest layout. Raises DataError where the ranks cannot share the model."""
     from hpcrl.config.errors import raise_together
     from hpcrl.errors import DataError
-    from hpcrl.launch.submit.models import check_layouts
+    from hpcrl.launch.layouts import all_layouts, usable_layouts
+    from hpcrl.launch.submit.models import check_layouts, rank_problems
+    from hpcrl.planning.layouts import memory_problems
     from hpcrl.planning.plan import Plan
 
+    layouts = all_layouts(config, rank_problems, memory_problems)
+    if layouts[0].sizes:
+        config = config.at((usable_layouts(layouts) or layouts)[-1].sizes)
     raise_together(list(check_layouts(config)), lambda _: None, DataError)
-    return Plan.of(config)
+    return Plan.of(config, layouts)
 
 
 def plan_lines(plan: Plan) -> Iterator[str]:
     """Yield what the command prints."""
+    from hpcrl.launch.layouts import describe_layouts, usable_layouts
     from hpcrl.launch.nodes import describe_plan
     from hpcrl.launch.pools import describe_pools
     from hpcrl.planning.disk import describe_disk
@@ -76,6 +82,10 @@ def plan_lines(plan: Plan) -> Iterator[str]:
     from hpcrl.planning.rank_groups import describe_ranks
 
     config = plan.config
+    if table := describe_layouts(plan.layouts):
+        yield from table
+        yield ""
+        yield f"the largest one{'' if usable_layouts(plan.layouts) else ', which cannot work'}:"
     yield from describe_plan(plan.nodes)
     yield from _evaluators(config)
     yield from describe_pools(plan.pools, config)

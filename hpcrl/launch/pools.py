@@ -54,9 +54,9 @@ def elastic_pools(config: Config) -> list[Pool]:
     engine, elastic, on_gpu = config.generator.inference_engine, config.slurm.elastic, config.slurm.gpus > 0
     first, found = len(make_plan(config)), list[Pool]()
     if elastic.replicas:
-        replicas, gpus = range(engine.num_engines, engine.num_engines + elastic.replicas), engine.gpus
+        replicas, gpus = range(engine.engines, engine.engines + elastic.replicas), engine.gpus
         nodes = [Node(first + at, "rollout", 0, (replica,), gpus * on_gpu, 0) for at, replica in enumerate(replicas)]
-        instead, share = "generator.inference_engine.num_engines", config.replicas_per_node
+        instead, share = "generator.inference_engine.engines", config.replicas_per_node
         found.append(Pool(ROLLOUT, "", "slurm.elastic", instead, elastic, tuple(nodes), share))
         first += len(nodes)
     sets = scorer_sets(config)

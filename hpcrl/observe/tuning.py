@@ -133,7 +133,7 @@ def _more_engines(measured: Measured) -> Proposal | None:
     wanted = replicas / (1 - share) if ahead else replicas * share / (1 - share)
     wanted = min(max(replicas + 1, math.ceil(wanted - _ROUNDING)), _MOST_TIMES * replicas)
     path = "slurm.elastic.replicas" if elastic else "generator.inference_engine.num_engines"
-    own = elastic if elastic else engine.num_engines
+    own = elastic if elastic else engine.engines
     return Proposal({path: own + wanted - replicas}, 1 / (1 - share + share * replicas / wanted))
 
 
@@ -150,7 +150,7 @@ def _no_evaluators(measured: Measured) -> Proposal | None:
 
 def _fewer_gpus(measured: Measured) -> Proposal | None:
     config, waiting = measured.config, measured.waiting
-    idle, engines = waiting.share(ENGINES, TRAINING), config.generator.inference_engine.num_engines
+    idle, engines = waiting.share(ENGINES, TRAINING), config.generator.inference_engine.engines
     if idle < 0.5 or waiting.share(TRAINER, SAMPLES, ENVIRONMENTS) >= LEAST_SHARE or config.slurm.gpus == 0:
         return None
     wanted = max(1, math.ceil(1.25 * engines * (1 - idle) - _ROUNDING))

@@ -11,6 +11,7 @@ from hpcrl.config import Config
 from hpcrl.config.rules.megatron_groups import Groups
 from hpcrl.errors import DataError, RunError
 from hpcrl.launch.doctor.disk_space import Sizes
+from hpcrl.launch.layouts import AttemptLayout
 from hpcrl.launch.nodes import Node, make_plan
 from hpcrl.launch.pools import Pool, elastic_pools
 from hpcrl.launch.submit.models import fetch_entries, folder_of
@@ -53,6 +54,7 @@ class Plan:
     """What a run with a configuration would have.
 
     Attributes:
+        layouts: of an attempt, those that cannot work too; without ranges the only one.
         groups: of the trainer's ranks, by "policy" and "critic" and then by the name of the kind.
         disk: bytes of files; None: not known.
         models: parameters, by role; empty: not known, or the policy's family counts them itself.
@@ -63,6 +65,7 @@ class Plan:
     """
 
     config: Config
+    layouts: list[AttemptLayout]
     nodes: list[Node]
     pools: list[Pool]
     groups: dict[str, dict[str, Groups]]
@@ -75,11 +78,11 @@ class Plan:
     unknown: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, config: Config) -> Plan:
-        """Compute the plan of a configuration whose layout `check_layouts` accepts."""
+    def of(cls, config: Config, layouts: list[AttemptLayout]) -> Plan:
+        """Compute the plan of a configuration without ranges, whose layout `check_layouts` accepts."""
         nodes, pools, groups = make_plan(config), elastic_pools(config), rank_groups(config.trainer)
         only = [_served(config, each) for each in served(config)]
-        return cls(config, nodes, pools, groups, Sizes.of(config, folder_of), only, **_models(config))
+        return cls(config, layouts, nodes, pools, groups, Sizes.of(config, folder_of), only, **_models(config))
 
     @property
     def counts(self) -> dict[str, list[int]]:
@@ -111,7 +114,11 @@ class Plan:
                 "device_from": source,
             }
             memory = [{"ranks": list(range(placement.policy_ranks)), **of_family}]
+        ranged = [layout for layout in self.layouts if layout.sizes]
         return {
+            "layouts": [
+                {"nodes": layout.nodes, "sizes": layout.sizes, "left_out": layout.problem or None} for layout in ranged
+            ],
             "nodes": [_node(node) for node in self.nodes],
             "pools": [
                 {

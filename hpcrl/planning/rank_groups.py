@@ -30,7 +30,7 @@ _FAST = {  # wait for each other in every layer
 
 def describe_ranks(trainer: TrainerConfig) -> list[str]:
     """Return lines about the trainer's ranks and their groups, with warnings where a group is slow."""
-    ranks, nodes = trainer.placement.policy_ranks, trainer.placement.policy_num_nodes
+    ranks, nodes = trainer.placement.policy_ranks, trainer.placement.policy_nodes
     on_node = trainer.placement.policy_num_gpus_per_node
 
     def node_of(rank: int) -> int:
@@ -90,7 +90,7 @@ def _critic(trainer: TrainerConfig) -> Iterator[str]:
     first, (nodes, on_node) = trainer.placement.policy_ranks, trainer.placement.critic_nodes
     ranks = range(first, first + nodes * on_node)
     yield f"{len(ranks)} rank(s) of the critic, {on_node} on each of {nodes} node(s)"
-    before = trainer.placement.policy_num_nodes
+    before = trainer.placement.policy_nodes
     yield from _lines(_of_critic(trainer), lambda rank: before + (rank - first) // on_node)
 
 

@@ -22,6 +22,7 @@ _SBATCH_NAMES = {
     "qos": "qos",
     "constraint": "constraint",
     "time": "time_minutes",
+    "time_min": "time_min_minutes",
     "gpus_per_node": "gpus_per_node",
     "cpus_per_task": "cpus_per_task",
     "mem": "mem_gb",
@@ -271,10 +272,17 @@ def counted_gpus(config: ConfigTree) -> Iterator[Problem]:
 
 
 def time_to_save(config: ConfigTree) -> Iterator[Problem]:
-    signal, limit = config.slurm.signal_seconds, 60 * config.slurm.time_minutes
+    slurm = config.slurm
+    signal, least = slurm.signal_seconds, slurm.time_min_minutes
+    name = "time_minutes" if least is None else "time_min_minutes"
+    limit = 60 * (slurm.time_minutes if least is None else least)
     if 300 <= limit < 2 * signal:
         yield Problem(
             "slurm.signal_seconds",
-            f"expected at most half of slurm.time_minutes ({limit // 2} s), found {signal}: a run would be stopped before it has "
+            f"expected at most half of slurm.{name} ({limit // 2} s), found {signal}: a run would be stopped before it has "
             "done anything",
+        )
+    if least is not None and least > slurm.time_minutes:
+        yield Problem(
+            "slurm.time_min_minutes", f"expected at most slurm.time_minutes ({slurm.time_minutes}), found {least}"
         )

@@ -11,6 +11,7 @@ from hpcrl.config.errors import Problem
 from hpcrl.config.family import families
 from hpcrl.config.fields import Setting, values
 from hpcrl.config.import_path import misnamed
+from hpcrl.config.layouts import problems_of_all
 from hpcrl.config.rules.agents import agents, endpoint, robots, rows_of_samples
 from hpcrl.config.rules.alerts import alerts
 from hpcrl.config.rules.cluster import (
@@ -102,7 +103,15 @@ _COUNTED = re.compile(
 
 
 def check(config: ConfigTree) -> list[Problem]:
-    """Return everything that cannot work, and everything that cannot work yet, in a configuration of the right types."""
+    """Return everything that cannot work, and everything that cannot work yet, in a configuration of the right types.
+
+    Of one with ranges, in its largest layout, and only where no layout works.
+    """
+    return problems_of_all(config, check_layout)
+
+
+def check_layout(config: ConfigTree) -> list[Problem]:
+    """Return the problems of a configuration without ranges, as `check`."""
     waiting = list(unimplemented_values(values(config)))
     paths = {problem.path for problem in waiting}  # what else is wrong with them is of no use yet
     return [*(problem for problem in impossible(config) if problem.path not in paths), *waiting]

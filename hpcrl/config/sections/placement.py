@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from hpcrl.config.conditions import CRITIC
 from hpcrl.config.setting import COUNT, NOT_NEGATIVE, setting
+from hpcrl.config.sizes import POLICY_NODES, SIZE, one_size
 
 _BESIDE_POLICY = "unset: beside the policy; SkyRL gives a critic GPUs of its own as soon as engines have theirs"
 _AS_POLICY = "unset: as the policy; SkyRL's 1 is wrong as soon as the policy has more"
@@ -13,8 +14,8 @@ _AS_POLICY = "unset: as the policy; SkyRL's 1 is wrong as soon as the policy has
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementConfig:
-    policy_num_nodes: int = setting(1, range=COUNT)
-    """Nodes of the trainer."""
+    policy_num_nodes: int | str = setting(1, range=COUNT, check=SIZE)
+    """Nodes of the trainer; or a range, "1-4", of which each attempt takes as many as Slurm gives it and can share the batches."""
 
     policy_num_gpus_per_node: int = setting(1, range=COUNT)
     """Trainer ranks per node, on CPU too."""
@@ -40,15 +41,20 @@ class PlacementConfig:
     above 0 a turn of the engines ends when the batch is there, and unfinished samples go on in the next one."""
 
     @property
+    def policy_nodes(self) -> int:
+        """Nodes of the policy in one layout. Raises ConfigError where they are a range."""
+        return one_size(POLICY_NODES, self.policy_num_nodes)
+
+    @property
     def policy_ranks(self) -> int:
         """Ranks of the policy, and of all that is beside it: the first ones of the trainer."""
-        return self.policy_num_nodes * self.policy_num_gpus_per_node
+        return self.policy_nodes * self.policy_num_gpus_per_node
 
     @property
     def critic_nodes(self) -> tuple[int, int]:
         """Nodes of the critic, and its ranks on each; what is not set: the policy's."""
         nodes, ranks = self.critic_num_nodes, self.critic_num_gpus_per_node
-        return nodes or self.policy_num_nodes, ranks or self.policy_num_gpus_per_node
+        return nodes or self.policy_nodes, ranks or self.policy_num_gpus_per_node
 
     @property
     def critic_ranks(self) -> int:
@@ -60,4 +66,4 @@ class PlacementConfig:
     def ref_ranks(self) -> int:
         """Ranks of the reference model; where they are not set: the policy's."""
         nodes, ranks = self.ref_num_nodes, self.ref_num_gpus_per_node
-        return (nodes or self.policy_num_nodes) * (ranks or self.policy_num_gpus_per_node)
+        return (nodes or self.policy_nodes) * (ranks or self.policy_num_gpus_per_node)

@@ -202,6 +202,10 @@ class SlurmConfig:
     time_minutes: int = setting(60, range=Range(5), on_change=CLUSTER)
     """Time limit of one attempt in minutes."""
 
+    time_min_minutes: int | None = setting(None, range=Range(5), on_change=CLUSTER)
+    """The least time limit in minutes with which an attempt may start: Slurm may shorten the limit down to it where the attempt then starts
+    earlier (sbatch --time-min). Unset: time_minutes. Attempts save before the limit that they got."""
+
     gpus_per_node: int | str = setting(
         0,
         range=NOT_NEGATIVE,

@@ -153,7 +153,7 @@ class ConfigTree:
     @property
     def max_replicas(self) -> int:
         """Replicas when all are there, elastic ones included."""
-        return self.generator.inference_engine.num_engines + self.slurm.elastic.replicas if self.has_engines else 0
+        return self.generator.inference_engine.engines + self.slurm.elastic.replicas if self.has_engines else 0
 
     @property
     def loads_adapters(self) -> bool:

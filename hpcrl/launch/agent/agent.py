@@ -20,6 +20,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from hpcrl.config import Config
 from hpcrl.errors import DeviceError, HpcrlError, RunError
 from hpcrl.launch.agent.child import Child, Restarts, concerns_the_run
 from hpcrl.launch.agent.held_nodes import HeldNodes
+from hpcrl.launch.agent.idle import await_end
 from hpcrl.launch.agent.multi_node import ScorerParts
 from hpcrl.launch.agent.preflight import check_node, make_room
 from hpcrl.launch.agent.processes import NodeProcesses
@@ -34,6 +36,7 @@ from hpcrl.launch.agent.start import BatchScript, NodeContext, await_attempt, li
 from hpcrl.launch.agent.watchdog import Neighbours, Stall, Watchdog
 from hpcrl.launch.doctor.disk_space import Sizes
 from hpcrl.launch.inputs import require_same_inputs
+from hpcrl.launch.layouts import AttemptLayout
 from hpcrl.launch.nodes import Node, make_plan, needed_nodes
 from hpcrl.launch.requeue.epilogue import ended_before, settle
 from hpcrl.launch.retention import end_of_run
@@ -348,8 +351,13 @@ class NodeAgent:
         return bool(self._signals) or stop_asked(self._run, self._attempt) is not None
 
 
-def main(path: str, sizes: Sizes | None = None) -> None:
-    """Run the agent of this node for the run at `path`, whose parts have about these sizes; ends the process."""
+def main(path: str, sizes: Sizes | None = None, layouts: Sequence[AttemptLayout] = ()) -> None:
+    """Run the agent of this node for the run at `path`; ends the process.
+
+    Args:
+        sizes: of files of the run, about.
+        layouts: that its attempts may take, the fewest nodes first; none: the only one.
+    """
     signals = listen()
     run, context = Run(Path(path)), NodeContext.here()
     script = BatchScript(signals) if context.index == 0 and not context.local else None
@@ -357,21 +365,28 @@ def main(path: str, sizes: Sizes | None = None) -> None:
     if before and (context.restarts or not read_attempts(run)):
         print(f"attempt {before.attempt} ended as {before.kind}; nothing to do", flush=True)
         sys.exit(0)
-    attempt = await_attempt(run, context)
+    attempt = await_attempt(run, context, layouts)
     log_to(run.log(attempt.number, f"agent-{context.index}"))
-    message, host, agent = "the agent ended without an outcome; its log says why", "", None
+    message, host, agent, alone = "the agent ended without an outcome; its log says why", "", None, False
     held = HeldNodes(run, context) if context.index == 0 else None
     try:
         # the other nodes wait for it no longer than a minute
         status = StatusWriter(run, "agent-0", attempt.number) if context.index == 0 else None
         if status:
             require_unchanged(run, lambda: status.write("comparing configuration and code"))
-        config = Config.from_toml([run.config])
+        config = Config.from_toml([run.config]).at(attempt.sizes)
+        if len(attempt.hosts) < (wanted := len(make_plan(config))):
+            raise RunError(
+                f"the job has {len(attempt.hosts)} node(s), and the run needs {wanted}: Slurm was asked for as many"
+            )
         if status:
             require_same_inputs(run, config, lambda: status.write("comparing datasets and models"))
             make_room(run, config, attempt.number)
-        agent = NodeAgent(run, config, context, attempt, signals, sizes=sizes, held=held)
-        agent.supervise()
+        if context.index < len(attempt.hosts):
+            agent = NodeAgent(run, config, context, attempt, signals, sizes=sizes, held=held)
+            agent.supervise()
+        else:
+            alone = await_end(run, context, attempt)
     except HpcrlError as error:
         message = f"{type(error).__name__}: {error}"
         host = context.hosts[context.index] if isinstance(error, DeviceError) else ""
@@ -379,7 +394,8 @@ def main(path: str, sizes: Sizes | None = None) -> None:
         if outcome_of(run, attempt.number) is None:
             report_outcome(run, attempt.number, "failed", message, f"agent-{context.index}", host)
     outcome = outcome_of(run, attempt.number)
-    if agent and agent.alone:  # the node with the batch script is gone, and with it who would requeue the job
+    # the node with the batch script is gone, and with it who would requeue the job
+    if alone or (agent and agent.alone):
         settle(run, context.job)
     if script:
         script.require_its_end()

@@ -21,6 +21,7 @@ from hpcrl.launch.doctor.disk_space import Sizes
 from hpcrl.launch.pools import pooled_node
 from hpcrl.launch.requeue.elastic import AGAIN, current_attempt, unwanted
 from hpcrl.launch.scheduler import find_job, queue
+from hpcrl.rundir.attempt_config import attempt_config
 from hpcrl.rundir.checksums import require_unchanged
 from hpcrl.rundir.commit import read_json
 from hpcrl.rundir.layout import Run
@@ -105,7 +106,7 @@ def _serve(run: Run, context: NodeContext, worker: str, signals: list[int], size
             print(f"{worker} in attempt {attempt.number}", flush=True)
             log_to(run.log(attempt.number, f"agent-pool-{worker}"))
             require_unchanged(run)
-            agent = PoolAgent(run, Config.from_toml([run.config]), context, attempt, signals, worker, sizes, held)
+            agent = PoolAgent(run, attempt_config(run, attempt.number), context, attempt, signals, worker, sizes, held)
             agent.supervise()
             if agent.left:
                 break

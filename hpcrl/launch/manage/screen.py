@@ -123,7 +123,7 @@ def _origin(view: RunView) -> list[tuple[str, str]]:
         found = ", found in the queue: its submission was cut short" if state.found else ""
         job = f"{submission.get('job_id', '-')} ({submission.get('executor', '-')}, {state.job.name.lower()}{found})"
         rows += [
-            ("attempt", str(state.attempt)),
+            ("attempt", f"{state.attempt} ({state.layout})" if state.layout else str(state.attempt)),
             ("job", job),
             ("overrides", " ".join(submission.get("overrides", []))),
         ]

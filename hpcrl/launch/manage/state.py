@@ -36,6 +36,7 @@ class RunState:
         advice: what to do, or empty.
         found: the job was not recorded, and found in the queue.
         damaged: a file that says more cannot be read; detail names it.
+        layout: nodes and sizes of the attempt where the configuration has ranges, for people.
         statuses, progress: without content for a run in a list whose newest attempt has ended and waits for nothing.
     """
 
@@ -51,6 +52,7 @@ class RunState:
     advice: str = ""
     found: bool = False
     damaged: bool = False
+    layout: str = ""
 
     @property
     def over(self) -> bool:
@@ -104,7 +106,10 @@ def _state_of(run: Run, submission: dict[str, Any], job: JobState, found: bool, 
         statuses = read_process_statuses(run, number)
         progress = progress_of(run, statuses, ended=outcome is not None)
     kind, detail, advice = _View(run, submission, job, attempt, outcome, progress).describe()
-    return RunState(run, submission, job, number, outcome, statuses, progress, kind, detail, advice, found)
+    layout = attempt.layout if attempt else ""
+    return RunState(
+        run, submission, job, number, outcome, statuses, progress, kind, detail, advice, found, layout=layout
+    )
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,14 +19,16 @@ from submitit.core.utils import DelayedSubmission, FailedJobError, FailedSubmiss
 
 from hpcrl.config import Config, ElasticConfig, SlurmConfig
 from hpcrl.config.sections.slurm import UploadJobConfig
-from hpcrl.errors import SubmitError
+from hpcrl.errors import DataError, SubmitError
 from hpcrl.launch.container import Starter, seen_by
 from hpcrl.launch.doctor.node import listed_gpus
+from hpcrl.launch.layouts import AttemptLayout, Check, all_layouts, describe_layouts, nodes_of, usable_layouts
 from hpcrl.launch.nodes import make_plan, needed_nodes
 from hpcrl.launch.pools import ROLLOUT, Pool, elastic_pools
 from hpcrl.launch.requeue.requeue import BATCH_SHELL
 from hpcrl.launch.scheduler import PATIENCE_S, cancel_slurm, is_away, queue
 from hpcrl.launch.sharing import umask_of
+from hpcrl.launch.submit.models import rank_problems
 from hpcrl.rundir.allocations import STARTED
 from hpcrl.rundir.layout import Run
 from hpcrl.upload.send import stores_of
@@ -39,11 +42,30 @@ class Element:
 
     Attributes:
         overrides: settings in which it differs from other runs of its sweep.
+        checks: what a layout must pass beside what ranks can share of the models, where the configuration has ranges.
     """
 
     name: str
     config: Config
     overrides: list[str]
+    checks: tuple[Check, ...] = ()
+
+    @cached_property
+    def every_layout(self) -> list[AttemptLayout]:
+        """All layouts of the run, those that cannot work too."""
+        return all_layouts(self.config, rank_problems, *self.checks)
+
+    @property
+    def layouts(self) -> list[AttemptLayout]:
+        """Layouts that attempts of the run may take, the fewest nodes first. Raises DataError where none works."""
+        if usable := usable_layouts(self.every_layout):
+            return usable
+        raise DataError("\n".join(["no layout of the run works", *describe_layouts(self.every_layout)]))
+
+    @property
+    def planned(self) -> Config:
+        """Configuration of the largest of them."""
+        return self.config.at(self.layouts[-1].sizes)
 
 
 @dataclass(frozen=True)
@@ -76,6 +98,10 @@ class ArrayExecutor(submitit.SlurmExecutor):
         """Return that the executor can be used, also without srun: a dry run prints batch scripts anywhere."""
         return 2
 
+    def _num_tasks(self) -> int:
+        """Return the tasks of a job, one on each node; of a range of nodes the most."""
+        return int(str(self.parameters.get("nodes", 1)).rpartition("-")[2])
+
     def _internal_process_submissions(self, delayed_submissions: list[DelayedSubmission]) -> list[Job[Any]]:
         if len(delayed_submissions) > 1:
             return super()._internal_process_submissions(delayed_submissions)
@@ -105,9 +131,10 @@ def _setup_lines(config: Config, folder: Path) -> list[str]:
 
 def slurm_executor(submission: Submission) -> ArrayExecutor:
     """Return the executor whose job array runs this submission. All elements share one batch script, made from the first."""
-    config = submission.elements[0].config
-    slurm, plan = config.slurm, make_plan(config)
-    survives = len(needed_nodes(plan, slurm.elastic.replicas)) < len(plan)
+    first = submission.elements[0]
+    config, plans = first.planned, [make_plan(first.config.at(layout.sizes)) for layout in first.layouts]
+    slurm = config.slurm
+    survives = any(len(needed_nodes(plan, slurm.elastic.replicas)) < len(plan) for plan in plans)
     starter = _starter(submission)
     last = starter.outside_step(slurm.container)
     finish = f"{last} -m hpcrl.launch.requeue.epilogue {shlex.quote(str(submission.element_list))}"
@@ -115,15 +142,20 @@ def slurm_executor(submission: Submission) -> ArrayExecutor:
         "job_name": f"hpcrl-{submission.folder.name}",
         "comment": f"hpcrl:{submission.folder.name}",
         "time": slurm.time_minutes,
-        "nodes": len(plan),
+        "nodes": nodes_of(first.layouts),
         "teardown": _until_decided(finish),
         "srun_args": ["--kill-on-bad-exit=0", *(["--no-kill"] if survives else [])],
         "additional_parameters": {
             **({"no-kill": True} if survives else {}),
+            **({"time-min": slurm.time_min_minutes} if slurm.time_min_minutes is not None else {}),
             "no-requeue" if config.trainer.resume_mode == "none" else "requeue": True,
             **slurm.extra,
         },
     }
+    if len(first.layouts) > 1:
+        # as an option of sbatch it would ask for the tasks of the least nodes, and Slurm would give no node more than it has tasks for
+        parameters["ntasks_per_node"] = None
+        parameters["srun_args"].append("--ntasks-per-node=1")
     if slurm.whole_nodes:
         parameters |= {"exclusive": True, "mem": "0"}
         # where a site binds tasks to cores, the agent, one task of a node, and all its processes would have one core
@@ -246,7 +278,7 @@ def _executor(
 
 def local_executor(submission: Submission) -> submitit.LocalExecutor:
     """Return the executor that runs the same agents as processes of this machine, one per node of the plan."""
-    config = submission.elements[0].config
+    config = submission.elements[0].planned
     plan = make_plan(config)
     gpus = sum(node.gpus for node in plan)
     python = shlex.quote(config.slurm.python or sys.executable)
@@ -285,7 +317,7 @@ def uploads_by_job(config: Config) -> bool:
 
 def batch_scripts(submission: Submission) -> dict[str, str]:
     """Return the sbatch scripts that submitit would write, by title: of the runs, and of the first one's pools and upload where it has them."""
-    first, run = submission.elements[0].config, submission.runs[0]
+    first, run = submission.elements[0].planned, submission.runs[0]
     executors = {"batch script": (slurm_executor(submission), len(submission.elements))}
     for pool in elastic_pools(first):
         executor = pool_executor(submission, run, first, pool, "JOB_0")

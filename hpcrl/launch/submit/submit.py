@@ -251,7 +251,7 @@ def _submit(submission: Submission, local: bool) -> list[Run]:
 def launch(submission: Submission, local: bool) -> None:
     """Start agents for run directories that exist, and record the jobs in each of them. Raises SubmitError where the executor refuses."""
     logging.getLogger("submitit").setLevel(logging.ERROR)
-    runs, config = submission.runs, submission.elements[0].config
+    runs, config = submission.runs, submission.elements[0].planned
     if local:
         _require_local(submission)
     else:
@@ -260,9 +260,12 @@ def launch(submission: Submission, local: bool) -> None:
     executor = local_executor(submission) if local else slurm_executor(submission)
     paths, jobs = [str(run.path) for run in runs], list[Job[Any]]()
     sizes = [Sizes.of(element.config, folder_of) for element in submission.elements]
+    arguments = [paths, sizes]
+    if any(layout.sizes for element in submission.elements for layout in element.layouts):
+        arguments.append([element.layouts for element in submission.elements])  # the code of older runs takes none
     try:
         with submitit.helpers.clean_env(), _detached(submission.folder / "local.log") if local else nullcontext():
-            jobs = submit_with_retry(lambda: executor.map_array(agent.main, paths, sizes), submission.folder)
+            jobs = submit_with_retry(lambda: executor.map_array(agent.main, *arguments), submission.folder)
             gangs = list(jobs)
             arrays = [_start_pools(submission, at, job, jobs, sizes[at]) for at, job in enumerate(gangs)]
             uploads = [_start_upload(submission, at, job, jobs) for at, job in enumerate(gangs)]
@@ -289,8 +292,8 @@ def launch(submission: Submission, local: bool) -> None:
 
 def _require_local(submission: Submission) -> None:
     """Raise SubmitError where a submission needs jobs of Slurm, or packages that this environment lacks."""
-    config = submission.elements[0].config
-    pools = [each for element in submission.elements for each in elastic_pools(element.config)]
+    config = submission.elements[0].planned
+    pools = [each for element in submission.elements for each in elastic_pools(element.planned)]
     if pools:
         raise SubmitError(
             f"{pools[0].setting}.replicas: this machine has no partitions; with --local, set it to 0 and {pools[0].instead} higher"
@@ -332,7 +335,7 @@ def _start_pools(
     submission: Submission, at: int, gang: Job[Any], jobs: list[Job[Any]], sizes: Sizes | None
 ) -> dict[str, str]:
     """Submit the elastic pools of one run, and return the id of each one's array; their elements are added to `jobs`."""
-    run, config, arrays = submission.runs[at], submission.elements[at].config, dict[str, str]()
+    run, config, arrays = submission.runs[at], submission.elements[at].planned, dict[str, str]()
     for each in elastic_pools(config):
         executor, count = pool_executor(submission, run, config, each, gang.job_id), len(each.nodes)
         of_elements = [str(run.path)] * count, each.workers, [sizes] * count

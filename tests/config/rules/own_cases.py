@@ -433,6 +433,16 @@ OURS = [
         {"slurm.signal_seconds": 200, "slurm.time_minutes": 10},
     ),
     Case(
+        "a shortened time limit leaves as much time",
+        {"slurm.signal_seconds": 200, "slurm.time_min_minutes": 5}, "slurm.signal_seconds", "at most half of slurm.time_min_minutes (150 s), found 200",
+        {"slurm.signal_seconds": 200, "slurm.time_min_minutes": 10},
+    ),
+    Case(
+        "the least time limit is not above the time limit",
+        {"slurm.time_minutes": 20, "slurm.time_min_minutes": 30}, "slurm.time_min_minutes", "expected at most slurm.time_minutes (20), found 30",
+        {"slurm.time_minutes": 20, "slurm.time_min_minutes": 20},
+    ),
+    Case(
         "sbatch options have one place",
         {"slurm.extra": {"cpus-per-task": 4}}, "slurm.extra.cpus-per-task", "set slurm.cpus_per_task instead",
         {"slurm.extra": {"licenses": "x"}},
