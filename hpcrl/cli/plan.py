@@ -61,6 +61,7 @@ def plan_lines(config: Config) -> Iterator[str]:
     from hpcrl.errors import DataError
     from hpcrl.launch.nodes import describe_plan, make_plan
     from hpcrl.launch.pools import describe_pools
+    from hpcrl.launch.requeue.requests import describe_requests
     from hpcrl.launch.submit.models import check_layouts, folder_of
     from hpcrl.planning.disk import describe_disk
     from hpcrl.planning.prefixes import describe_prefixes
@@ -69,6 +70,7 @@ def plan_lines(config: Config) -> Iterator[str]:
     raise_together(list(check_layouts(config)), lambda _: None, DataError)
     yield from describe_plan(make_plan(config))
     yield from describe_pools(config)
+    yield from describe_requests(config.slurm)
     yield ""
     yield from describe_ranks(config.trainer)
     if config.trainer.strategy == "megatron":

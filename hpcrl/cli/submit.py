@@ -59,6 +59,7 @@ def _submit(arguments: argparse.Namespace) -> int:
 def _show_dry_run(submission: Submission, *, scripts: bool) -> None:
     from hpcrl.launch.nodes import describe_plan, make_plan
     from hpcrl.launch.pools import describe_pools
+    from hpcrl.launch.requeue.requests import describe_requests
     from hpcrl.launch.submit.executors import batch_scripts
     from hpcrl.launch.submit.models import folder_of
     from hpcrl.planning.disk import describe_disk
@@ -68,7 +69,8 @@ def _show_dry_run(submission: Submission, *, scripts: bool) -> None:
     print("# plan")
     for run, element in zip(submission.runs, submission.elements, strict=True):
         print(f"{run.path}  {' '.join(element.overrides)}".rstrip())
-    print("\n".join([*describe_plan(make_plan(config)), *describe_pools(config), *describe_disk(config, folder_of)]))
+    jobs = [*describe_pools(config), *describe_requests(config.slurm)]
+    print("\n".join([*describe_plan(make_plan(config)), *jobs, *describe_disk(config, folder_of)]))
     for title, script in batch_scripts(submission).items() if scripts else ():
         print(f"# {title}\n{script}")
     print("dry run: nothing was submitted" + ("" if scripts else "; --script shows the batch scripts"))

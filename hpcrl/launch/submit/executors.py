@@ -7,7 +7,7 @@ import shlex
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,6 +23,7 @@ from hpcrl.launch.container import Starter, seen_by
 from hpcrl.launch.doctor.node import listed_gpus
 from hpcrl.launch.nodes import make_plan, needed_nodes
 from hpcrl.launch.pools import ROLLOUT, Pool, elastic_pools
+from hpcrl.launch.requeue.prologue import NOTHING_TO_DO
 from hpcrl.launch.requeue.requeue import BATCH_SHELL
 from hpcrl.launch.scheduler import PATIENCE_S, cancel_slurm, is_away, queue
 from hpcrl.launch.sharing import umask_of
@@ -101,16 +102,25 @@ def _setup_lines(config: Config, folder: Path) -> list[str]:
     ]
 
 
-def slurm_executor(submission: Submission) -> ArrayExecutor:
-    """Return the executor whose job array runs this submission. All elements share one batch script, made from the first."""
+def slurm_executors(submission: Submission) -> dict[str, ArrayExecutor]:
+    """Return the executor of each request, whose job array runs this submission, by its name; the only one has none."""
+    slurm = submission.elements[0].config.slurm
+    if not slurm.requests:
+        return {"": _slurm_executor(submission, slurm, "")}
+    return {name: _slurm_executor(submission, slurm.asked_by(name), name) for name in slurm.requests}
+
+
+def _slurm_executor(submission: Submission, slurm: SlurmConfig, request: str) -> ArrayExecutor:
+    """Return the executor of one request. All elements share one batch script, made from the first."""
     config = submission.elements[0].config
-    slurm, plan = config.slurm, make_plan(config)
+    plan = make_plan(config)
     survives = len(needed_nodes(plan, slurm.elastic.replicas)) < len(plan)
     starter = _starter(submission)
     last = starter.outside_step(slurm.container)
-    finish = f"{last} -m hpcrl.launch.requeue.epilogue {shlex.quote(str(submission.element_list))}"
+    elements = shlex.quote(str(submission.element_list))
+    finish = f"{last} -m hpcrl.launch.requeue.epilogue {elements}"
     parameters = _common(config, submission.folder) | {
-        "job_name": f"hpcrl-{submission.folder.name}",
+        "job_name": f"hpcrl-{submission.folder.name}" + (f"-{request}" if request else ""),
         "comment": f"hpcrl:{submission.folder.name}",
         "time": slurm.time_minutes,
         "nodes": len(plan),
@@ -126,17 +136,20 @@ def slurm_executor(submission: Submission) -> ArrayExecutor:
         parameters |= {"exclusive": True, "mem": "0"}
         # where a site binds tasks to cores, the agent, one task of a node, and all its processes would have one core
         parameters["srun_args"].append("--cpu-bind=none")
+    if request:
+        begin = f"{last} -m hpcrl.launch.requeue.prologue {elements}"
+        parameters["setup"] += [f"{begin} || {{ status=$?; exit $((status == {NOTHING_TO_DO} ? 0 : status)); }}"]
     parameters |= _gpus(slurm, slurm.gpus_per_node)
     if slurm.array_parallelism is not None:
         parameters["array_parallelism"] = slurm.array_parallelism
     return _executor(submission.folder, parameters, slurm, starter)
 
 
-def pool_executor(submission: Submission, run: Run, config: Config, pool: Pool, gang: str) -> ArrayExecutor:
+def pool_executor(submission: Submission, run: Run, config: Config, pool: Pool, gangs: Sequence[str]) -> ArrayExecutor:
     """Return the executor whose job array is an elastic pool of one run: an element on a node of its own for each of its workers.
 
     Args:
-        gang: the run's own job; no element starts before it does.
+        gangs: the run's own jobs, one for each request; no element starts before one of them does.
     """
     slurm, asked, whose = config.slurm, pool.asked, "" if pool.name == ROLLOUT else f"-{pool.name}"
     # the exit status of the agent, srun's own, decides; see launch/requeue/elastic.py
@@ -151,7 +164,7 @@ def pool_executor(submission: Submission, run: Run, config: Config, pool: Pool, 
         "teardown": _until_decided(finish),
         "srun_args": ["--kill-on-bad-exit=0"],
         "array_parallelism": asked.at_once or asked.replicas,
-        "dependency": f"after:{gang}",
+        "dependency": "?".join(f"after:{gang}" for gang in gangs),
         "additional_parameters": {"requeue": True, **asked.extra},
     }
     kind, colon, _ = str(slurm.gpus_per_node).rpartition(":")
@@ -163,11 +176,11 @@ def pool_executor(submission: Submission, run: Run, config: Config, pool: Pool, 
     return _executor(submission.folder, parameters, asked, starter)
 
 
-def upload_executor(submission: Submission, run: Run, config: Config, gang: str) -> ArrayExecutor:
+def upload_executor(submission: Submission, run: Run, config: Config, gangs: Sequence[str]) -> ArrayExecutor:
     """Return the executor of the job that uploads what a run has left.
 
     Args:
-        gang: the run's own job, which has to end first, however that is.
+        gangs: the run's own jobs, which have to end first, however that is.
     """
     asked = _as_the_run(config.slurm.upload, config.slurm)
     parameters = _common(config, submission.folder) | {
@@ -176,7 +189,7 @@ def upload_executor(submission: Submission, run: Run, config: Config, gang: str)
         "time": asked.time_minutes,
         "nodes": 1,
         "srun_args": [],
-        "dependency": f"afterany:{gang}",
+        "dependency": f"afterany:{':'.join(gangs)}",
         "additional_parameters": {"requeue": True, **config.slurm.upload.extra},
     }
     return _executor(submission.folder, parameters, asked, _starter(submission))
@@ -284,12 +297,16 @@ def uploads_by_job(config: Config) -> bool:
 def batch_scripts(submission: Submission) -> dict[str, str]:
     """Return the sbatch scripts that submitit would write, by title: of the runs, and of the first one's pools and upload where it has them."""
     first, run = submission.elements[0].config, submission.runs[0]
-    executors = {"batch script": (slurm_executor(submission), len(submission.elements))}
+    executors = {
+        f"batch script of request {name}" if name else "batch script": (executor, len(submission.elements))
+        for name, executor in slurm_executors(submission).items()
+    }
+    gangs = [f"JOB-{name}_0" if name else "JOB_0" for name in slurm_executors(submission)]
     for pool in elastic_pools(first):
-        executor = pool_executor(submission, run, first, pool, "JOB_0")
+        executor = pool_executor(submission, run, first, pool, gangs)
         executors[f"batch script of the {pool.title}"] = executor, len(pool.nodes)
     if uploads_by_job(first):
-        executors["batch script of the upload"] = upload_executor(submission, run, first, "JOB_0"), 1
+        executors["batch script of the upload"] = upload_executor(submission, run, first, gangs), 1
     texts = dict[str, str]()
     for title, (executor, count) in executors.items():
         executor.parameters["map_count"] = count
