@@ -262,7 +262,7 @@ class SlurmConfig:
 
     requests: dict[str, RequestConfig] = setting({}, on_change=CLUSTER)
     """Several requests for the same run, by names of your own: [slurm.requests.spot] and [slurm.requests.reserved] are two jobs, of which one
-    at a time is the run (docs/reliability.md). What a request does not set is as in this section; none: this section is the only request."""
+    at a time is the run (docs/operations.md). What a request does not set is as in this section; none: this section is the only request."""
 
     replicas_per_node: int | None = setting(None, range=COUNT, on_change=CLUSTER)
     """Replicas on one rollout node; unset: as many as its GPUs allow, at least 1."""
