@@ -95,7 +95,9 @@ def assert_same_models(run: Run, together: Run, folder: Path, tolerance: float) 
     found, expected = (critic_of(each, folder) for each in (run, together))
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, atol=tolerance, rtol=0)
+        # softmax hardly sees a bias of all keys: its gradient is little more than rounding, which Adam's division makes as large as any
+        atol = tolerance * (10 if ".k_proj.bias" in name else 1)
+        torch.testing.assert_close(found[name], value, atol=atol, rtol=0, msg=lambda text, name=name: f"{name}: {text}")
     assert found["updates"] == 4 * STEPS
 
 

@@ -16,7 +16,7 @@ def trained(world: World, options: dict[str, Any]) -> None:
     """Train each model of options["models"], name -> directory; write metrics and parameters, and what share of these a rank has."""
     for name, path in options["models"].items():
         engine = make_engine(world, path, {})
-        updates = train_steps(engine, Run.open(options["run"]), range(1, 3), world, {"micro": 1, "tokens": 40})
+        updates = train_steps(engine, Run.open(options["run"]), range(1, 3), {"micro": 1, "tokens": 40})
         values = {key: value.contiguous() for key, value in parameters(engine).items()}
         show(f"{options['out']}/{name}-{world.size}.json", updates, world)
         if world.first:

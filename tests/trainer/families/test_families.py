@@ -15,6 +15,7 @@ from transformers import AutoConfig
 
 from hpcrl.config.rules.model_fit import MEGATRON_FAMILIES, STATE_LAYERS
 from hpcrl.data.model_config import with_older_names
+from hpcrl.data.models.routers import routers
 from hpcrl.trainer.backends.fsdp.model import PackedPolicy
 from hpcrl.trainer.backends.fsdp.sharding import units
 from hpcrl.trainer.distributed import World
@@ -133,3 +134,8 @@ def test_the_table_has_all_families() -> None:
     assert rows.keys() >= STATE_LAYERS.keys() | MEGATRON_FAMILIES.keys()
     (column,) = [feature for feature in FEATURES if feature.name == "Megatron"]
     assert {kind for kind, line in rows.items() if promised(line, column)} == MEGATRON_FAMILIES.keys()
+
+
+@pytest.mark.parametrize(("kind", "found"), [("qwen3_moe", 2), ("jamba", 0)])
+def test_a_linear_layer_alone_is_no_router(kind: str, found: int) -> None:
+    assert len(routers(model_of(of(kind), "eager"))) == found
