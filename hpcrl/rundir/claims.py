@@ -22,7 +22,7 @@ _CLAIM = re.compile(r"(\d{6,})\.json", re.ASCII)
 
 
 @dataclass(frozen=True)
-class Claim:
+class RunClaim:
     """The newest claim of a run.
 
     Attributes:
@@ -34,25 +34,25 @@ class Claim:
     start: str | None
 
 
-def read_claim(run: Run) -> Claim:
+def read_claim(run: Run) -> RunClaim:
     """Return the newest claim. Raises RunError where it is damaged."""
     number = max((int(match[1]) for name in children(run.claims) if (match := _CLAIM.fullmatch(name))), default=0)
     if number == 0:
-        return Claim(0, None)
+        return RunClaim(0, None)
     path, remedy = run.claims / f"{number:06d}.json", "remove it: the claim before it then counts"
     start = (read_object(path, remedy) or {}).get("start", 0)
     if not isinstance(start, str | None):
         raise damaged(path, f"found the start {start!r:.80}", remedy)
-    return Claim(number, start)
+    return RunClaim(number, start)
 
 
-def claim(run: Run, start: str | None, after: Claim) -> bool:
-    """Claim a run for a start, or with None give it back, unless there is a later claim than `after`; return whether that was done."""
+def claim(run: Run, start: str | None, after: RunClaim) -> bool:
+    """RunClaim a run for a start, or with None give it back, unless there is a later claim than `after`; return whether that was done."""
     target = run.claims / f"{after.number + 1:06d}.json"
     beside = target.with_name(f".{target.name}.{socket.gethostname()}.{os.getpid()}")
     write_text(beside, with_checksum({"start": start})[0])
     place(beside, target)
-    return read_claim(run) == Claim(after.number + 1, start)
+    return read_claim(run) == RunClaim(after.number + 1, start)
 
 
 def give_back(run: Run, start: str) -> None:

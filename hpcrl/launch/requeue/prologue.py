@@ -2,8 +2,8 @@
 
     python -m hpcrl.launch.requeue.prologue ELEMENT_LIST
 
-It claims the run and makes the other jobs wait for this one, by a dependency that Slurm drops when this job ends and that
-hpcrl/launch/requeue/epilogue.py drops when it is requeued. A job that starts while another one has the run goes back into the queue.
+It claims the run and makes the other jobs wait for this one by a dependency. Slurm drops that when this job ends, and
+hpcrl/launch/requeue/epilogue.py when it is requeued. A job that starts while another one has the run goes back into the queue.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import pytest
 from hpcrl.config import Config
 from hpcrl.errors import RunError
 from hpcrl.launch.requeue.epilogue import concluded, ended_before
-from hpcrl.rundir.claims import Claim, claim, read_claim
+from hpcrl.rundir.claims import RunClaim, claim, read_claim
 from hpcrl.rundir.commit import write_json, write_text
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import Kind, open_attempt, read_attempts, read_outcome, report_outcome
@@ -120,7 +120,7 @@ def two_requests(tmp_path: Path) -> None:
     """Let the run of `start_finish` have a second request, of job 8_0, and note how scancel is called."""
     run = Run(tmp_path / "run")
     write_json(run.submission, {"job_id": "7_0", "requests": {"large": "7_0", "small": "8_0"}})
-    claim(run, "7_0.0", Claim(0, None))
+    claim(run, "7_0.0", RunClaim(0, None))
     program = tmp_path / "bin" / "scancel"
     program.write_text(f'#!/bin/sh\necho "scancel $@" >> {tmp_path}/called\n')
     program.chmod(0o755)
@@ -136,7 +136,7 @@ def test_other_requests_may_start_once_a_run_is_requeued(tmp_path: Path, monkeyp
         called = "requeue 7_0\nupdate JobId=8_0 Dependency=\nupdate JobId=7_0 StartTime=now+2\n"
         assert said == called
         assert len(list((tmp_path / "then").iterdir())) == 2
-        assert read_claim(Run(tmp_path / "run")) == Claim(2, None)
+        assert read_claim(Run(tmp_path / "run")) == RunClaim(2, None)
         process.kill()
 
 

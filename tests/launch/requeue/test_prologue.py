@@ -14,7 +14,7 @@ import pytest
 from hpcrl.launch.requeue import prologue
 from hpcrl.launch.requeue.prologue import NOTHING_TO_DO, over, take
 from hpcrl.launch.requeue.requests import cancel_others, other_jobs, recorded_requests
-from hpcrl.rundir.claims import Claim, claim, give_back, read_claim
+from hpcrl.rundir.claims import RunClaim, claim, give_back, read_claim
 from hpcrl.rundir.commit import write_json, write_text
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import Kind, cancel_outcome, open_attempt, report_outcome
@@ -54,7 +54,7 @@ def test_a_job_that_starts_while_another_has_the_run_has_it_not(
     assert take(run, "7_0.0") is None
     assert take(run, "8_0.0") == "7_0"
     assert take(run, "7_0.0") is None, "it has the run already"
-    assert read_claim(run) == Claim(1, "7_0.0")
+    assert read_claim(run) == RunClaim(1, "7_0.0")
 
 
 @pytest.mark.parametrize("state", ["PENDING", "CANCELLED", "TIMEOUT", None])
@@ -65,7 +65,7 @@ def test_a_job_without_processes_has_the_run_no_longer(
     assert claim(run, "7_0.0", read_claim(run))
     slurm(tmp_path, monkeypatch, _8_0="RUNNING", **({"_7_0": state} if state else {}))
     assert take(run, "8_0.0") is None
-    assert read_claim(run) == Claim(2, "8_0.0")
+    assert read_claim(run) == RunClaim(2, "8_0.0")
 
 
 def test_a_job_that_slurm_started_again_claims_the_run_again(
@@ -74,7 +74,7 @@ def test_a_job_that_slurm_started_again_claims_the_run_again(
     assert claim(run, "7_0.0", read_claim(run))
     slurm(tmp_path, monkeypatch, _7_0="RUNNING")
     assert take(run, "7_0.1") is None
-    assert read_claim(run) == Claim(2, "7_0.1")
+    assert read_claim(run) == RunClaim(2, "7_0.1")
 
 
 def test_nobody_claims_a_run_while_slurm_does_not_answer(
