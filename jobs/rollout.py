@@ -109,7 +109,7 @@ def has_lease(run: Run, attempt: int, name: str, status: StatusWriter) -> bool:
     with closing(ControllerClient(run, attempt)) as controller:
         while True:
             status.write("waiting for the GPU lease")
-            answer = controller.call("lease", worker=name)
+            answer = controller.call("lease", worker=name, awake=False)
             if answer["stop"] or answer["lease"]:
                 return answer["lease"]
 

@@ -69,6 +69,7 @@ def plan_lines(config: Config) -> Iterator[str]:
 
     raise_together(list(check_layouts(config)), lambda _: None, DataError)
     yield from describe_plan(make_plan(config))
+    yield from _evaluators(config)
     yield from describe_pools(config)
     yield from describe_requests(config.slurm)
     yield ""
@@ -81,6 +82,16 @@ def plan_lines(config: Config) -> Iterator[str]:
     yield from _served(config)
     yield ""
     yield from describe_disk(config, folder_of)
+
+
+def _evaluators(config: Config) -> Iterator[str]:
+    if own := config.slurm.eval_replicas:
+        names, gpus = (
+            ", ".join(f"rollout-{number}" for number in config.evaluators),
+            own * config.generator.inference_engine.gpus,
+        )
+        devices = f", {gpus} GPU(s)," if config.slurm.gpus else ""
+        yield f"{names} only evaluate (slurm.eval_replicas):{devices} idle whenever no evaluation is open"
 
 
 def _layers(config: Config) -> Iterator[str]:

@@ -11,6 +11,7 @@ from typing import Any
 from hpcrl.controller.recovery import History
 from hpcrl.controller.replicas import TICK_S, GpuLease, ReplicaHealth
 from hpcrl.controller.service import Service
+from hpcrl.observe.goodput import GoodputMeter
 from hpcrl.observe.timeline import IDLE, LOAD, Timeline
 from hpcrl.rundir.commit import discard
 from hpcrl.rundir.layout import Run
@@ -31,10 +32,18 @@ class Api:
     Args:
         save_seconds: how long a trainer may take to save where the run cannot go on; 0: as long as it likes.
         timeline: of this process; None: nobody looks at one.
+        goodput: of the attempt, measured at each commit; None: it is not.
     """
 
-    def __init__(self, service: Service, save_seconds: float, timeline: Timeline | None = None) -> None:
-        self._service, self._save_seconds, self._timeline = service, save_seconds, timeline
+    def __init__(
+        self,
+        service: Service,
+        save_seconds: float,
+        timeline: Timeline | None = None,
+        goodput: GoodputMeter | None = None,
+    ) -> None:
+        self._service, self._save_seconds, self._timeline, self._goodput = service, save_seconds, timeline, goodput
+        self._measuring: asyncio.Task[None] | None = None
         self._schemas = service.schemas()
         self._changed = asyncio.Condition()
         self._waiting: dict[str, asyncio.Future[list[Work]]] = {}
@@ -63,7 +72,7 @@ class Api:
 
     async def report(self, body: dict[str, Any]) -> dict[str, Any]:
         self._service.check_version(body["version"])
-        worker = self._service.seen(body["worker"], body["version"], body["state"])
+        worker = self._service.seen(body["worker"], body["version"], body["state"], body.get("any_version"))
         worker.stop_sent = self._service.stop is not None
         unwanted = self._service.unwanted(body["worker"], body.get("holding", []))
         version, newest = self._service.wanted(body["worker"], body["version"]), self._service.version
@@ -72,10 +81,11 @@ class Api:
     async def claim(self, body: dict[str, Any]) -> dict[str, Any]:
         service, name, version = self._service, body["worker"], body["version"]
         service.check_version(version)
-        worker = service.seen(name, version, "waiting")
+        worker = service.seen(name, version, "waiting", body.get("any_version"))
         service.reconcile(name, version, body["holding"])
-        work = service.claim(name, version, body["capacity"])
-        if not work and not service.stop and service.keeps(name, version) and not self._trains():
+        trains = self._trains()  # what begins now would wait for the engine, with an older version than it need have
+        work = [] if trains else service.claim(name, version, body["capacity"])
+        if not work and not service.stop and service.keeps(name, version):
             work = await self._work(name, version, body["capacity"])
         else:
             self._hand_out()  # what an answer that got lost had assigned to this worker
@@ -88,19 +98,31 @@ class Api:
             "newest": service.version,
             "work": given,
             "unwanted": unwanted,
-            "sleep": self._trains(),
         }
 
     async def lease(self, body: dict[str, Any]) -> dict[str, Any]:
         service, name, deadline = self._service, body["worker"], time.monotonic() + WAIT_S
-        request, granted = self._lease.ask(name), False
-        await self._notify()  # the trainer may have waited for this engine
-        while not service.stop and time.monotonic() < deadline:
-            if service.phase not in (IDLE, LOAD) and (granted := self._lease.grant(name, request)):
-                break
-            await self._wait(deadline)
+        held = await (self._holds if body["awake"] else self._granted)(name, deadline)
         known = service.workers.get(name)
-        return {"stop": service.stop, "version": service.wanted(name, known.version if known else 0), "lease": granted}
+        return {"stop": service.stop, "version": service.wanted(name, known.version if known else 0), "lease": held}
+
+    async def _granted(self, name: str, deadline: float) -> bool:
+        """Wait until a worker without the lease may have it; return whether it may."""
+        request = self._lease.ask(name)
+        await self._notify()  # the trainer may have waited for this engine
+        while not self._service.stop and time.monotonic() < deadline:
+            if self._service.phase not in (IDLE, LOAD) and self._lease.grant(name, request):
+                return True
+            await self._wait(deadline)
+        return False
+
+    async def _holds(self, name: str, deadline: float) -> bool:
+        """Wait until a worker is to give its lease back; return whether it keeps it."""
+        while not self._service.stop and time.monotonic() < deadline:
+            if self._trains() or name not in self._lease.awake:
+                return False
+            await self._wait(deadline)
+        return True
 
     async def complete(self, body: dict[str, Any]) -> dict[str, Any]:
         groups = self._schemas.groups(body["groups"])
@@ -150,9 +172,14 @@ class Api:
             path = self._batch(step)
         return {"stop": service.stop, "path": None if service.stop else path}
 
-    async def committed(self, body: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG002
+    async def committed(self, body: dict[str, Any]) -> dict[str, Any]:
         self._service.committed()
+        if self._goodput and (self._measuring is None or self._measuring.done()):
+            self._measuring = asyncio.create_task(self._measure(self._goodput, body["step"]))
         return {}
+
+    async def _measure(self, goodput: GoodputMeter, step: int) -> None:
+        self._service.measured(step, await asyncio.to_thread(goodput.shares))
 
     async def claim_scores(self, body: dict[str, Any]) -> dict[str, Any]:
         service, name, deadline = self._service, body["scorer"], time.monotonic() + body.get("wait", WAIT_S)
@@ -241,6 +268,8 @@ class Api:
         return None if self._lease.awake else self._service.batch(step)
 
     def _hand_out(self) -> None:
+        if self._trains():
+            return
         for name, work in self._service.assignments():
             self._answer(name, work)
 

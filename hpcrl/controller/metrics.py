@@ -10,9 +10,9 @@ from statistics import fmean
 
 from hpcrl.algorithms.filters import share_without_spread
 from hpcrl.controller.admission import staleness
-from hpcrl.controller.replicas import MinReplicas
 from hpcrl.controller.schedule import Schedule
 from hpcrl.controller.score_queue import ScoreQueue
+from hpcrl.observe.goodput import SAMPLE_BATCHES
 from hpcrl.observe.metrics import Histogram
 from hpcrl.observe.scores import is_solved
 from hpcrl.observe.summary import WITHOUT_SPREAD
@@ -119,11 +119,11 @@ def row_metrics(batch: Batch) -> dict[str, float]:
     }
 
 
-def replica_metrics(ready: int, min_replicas: MinReplicas, restarts: int, taken_back: int) -> dict[str, float]:
+def replica_metrics(ready: int, replicas: int, restarts: int, taken_back: int) -> dict[str, float]:
     """Return replicas/*."""
     return {
         "replicas/ready": ready,
-        "replicas/total": max(min_replicas.replicas, ready),
+        "replicas/total": max(replicas, ready),
         "replicas/restarts": restarts,
         "replicas/groups_taken_back": taken_back,
     }
@@ -152,7 +152,7 @@ def dropped_metrics(batch: Batch) -> dict[str, float]:
     positive = sum(worth > 0 for worth in worths)
     return {
         "generate/dropped_groups": len(batch.dropped),
-        "generate/sample_batches": len(batch.generated) / len(batch.groups),
+        **_sample_batches(batch),
         "generate/filtered_positive": positive,
         "generate/filtered_negative": len(worths) - positive,
         "generate/filtered_failed": len(batch.dropped) - len(worths),
@@ -161,4 +161,8 @@ def dropped_metrics(batch: Batch) -> dict[str, float]:
 
 def surplus_metrics(batch: Batch) -> dict[str, float]:
     """Return how many surplus groups one batch did not wait for and no later one may train."""
-    return {"generate/given_up_groups": len(batch.given_up)}
+    return {"generate/given_up_groups": len(batch.given_up), **_sample_batches(batch)}
+
+
+def _sample_batches(batch: Batch) -> dict[str, float]:
+    return {SAMPLE_BATCHES: len(batch.generated) / len(batch.groups)}

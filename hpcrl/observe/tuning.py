@@ -128,13 +128,24 @@ def _more_engines(measured: Measured) -> Proposal | None:
     ahead = config.trainer.fully_async.max_staleness_steps > 0
     if ahead and busy < 1 - LEAST_SHARE:  # more of them would wait as well
         return None
-    replicas = config.max_replicas
+    replicas = config.max_replicas - config.slurm.eval_replicas
     # on-policy, as many as generate no longer than the trainer trains; else as many as keep it busy
     wanted = replicas / (1 - share) if ahead else replicas * share / (1 - share)
     wanted = min(max(replicas + 1, math.ceil(wanted - _ROUNDING)), _MOST_TIMES * replicas)
     path = "slurm.elastic.replicas" if elastic else "generator.inference_engine.num_engines"
     own = elastic if elastic else engine.num_engines
     return Proposal({path: own + wanted - replicas}, 1 / (1 - share + share * replicas / wanted))
+
+
+def _no_evaluators(measured: Measured) -> Proposal | None:
+    """Replicas that only evaluate do not pay where they idle while the trainer waits for samples."""
+    config, waiting = measured.config, measured.waiting
+    share, idle, own = waiting.share(TRAINER, SAMPLES), waiting.share(ENGINES, SLOWEST), config.slurm.eval_replicas
+    if not own or min(share, idle) < LEAST_SHARE:
+        return None
+    generating = config.max_replicas - own
+    more = min(own, config.max_replicas * idle / share)  # as many as idle all that time
+    return Proposal({"slurm.eval_replicas": 0}, 1 / (1 - share + share * generating / (generating + more)))
 
 
 def _fewer_gpus(measured: Measured) -> Proposal | None:
@@ -150,7 +161,8 @@ def _fewer_gpus(measured: Measured) -> Proposal | None:
 
 def _no_turns(measured: Measured) -> Proposal | None:
     share = measured.waiting.share(GPUS, TURNS)
-    apart = {"trainer.placement.colocate_all": False, _STALE: 1}
+    stale = measured.config.trainer.fully_async.max_staleness_steps
+    apart = {"trainer.placement.colocate_all": False, _STALE: max(1, stale)}
     return Proposal(apart, 1 / (1 - share)) if share >= LEAST_SHARE else None
 
 
@@ -309,6 +321,13 @@ TUNINGS: Sequence[Tuning] = (
         "evaluation takes 5 % of the time",
         ((TRAINER, EVALUATION), (GPUS, EVALUATION)),
         _evaluation,
+    ),
+    Tuning(
+        "[`slurm.eval_replicas = 0`](evaluation.md)",
+        "some replicas only evaluate, and idle while the trainer waits for samples",
+        "all replicas generate",
+        ((TRAINER, SAMPLES), (ENGINES, SLOWEST)),
+        _no_evaluators,
     ),
     Tuning(
         "more `environment.skyrl_gym.max_env_workers`",

@@ -31,6 +31,7 @@ def worker_options(run: Run, config: Config, attempt: int, replica: int) -> Work
         from_model=config.engines_begin_with_model,
         teacher_inputs=TeacherInputs.of(config.trainer.distillation),
         waves=family_of(config).generates_in_waves(config),
+        shares_gpus=config.trainer.placement.colocate_all,
     )
 
 

@@ -18,17 +18,39 @@ R = TypeVar("R")
 
 _QUICK_S = 0.002
 _IDLE_S = 10.0
+_WATCH_S = 0.02  # between two looks at time limits: a stopped clock gets to none
 
 
 class TooLong(Exception):
     """A call has taken longer than it may."""
 
 
+class StoppableClock:
+    """Monotonic seconds without those for which it was stopped; other threads may read it."""
+
+    def __init__(self) -> None:
+        self._state: tuple[float, float | None] = 0.0, None  # seconds lost, and when it was stopped
+
+    def now(self) -> float:
+        lost, stopped = self._state
+        return (time.monotonic() if stopped is None else stopped) - lost
+
+    def stop(self) -> None:
+        """Stop the clock until `go_on`."""
+        lost, stopped = self._state
+        self._state = lost, time.monotonic() if stopped is None else stopped
+
+    def go_on(self) -> None:
+        """Run again, from where the clock was stopped."""
+        now = self.now()
+        self._state = time.monotonic() - now, None
+
+
 class Call(Generic[R]):
     """A call that `CallThreads` make.
 
     Attributes:
-        asked, began: by the monotonic clock; began is None while it waits for its turn.
+        asked, began: by the clock of the threads; began is None while it waits for its turn.
         computed_s: processor time of its thread.
         ended: nothing of it runs any more, or will.
         given_up: nobody waits for its end.
@@ -36,8 +58,8 @@ class Call(Generic[R]):
         known: done when the loop has heard that it ended or was given up.
     """
 
-    def __init__(self, function: Callable[[], R], limit_s: float) -> None:
-        self._function, self._limit_s, self.asked = function, limit_s, time.monotonic()
+    def __init__(self, function: Callable[[], R], limit_s: float, asked: float) -> None:
+        self._function, self._limit_s, self.asked = function, limit_s, asked
         self.computed_s = 0.0
         self._value: R
         self._error: BaseException | None = None
@@ -129,10 +151,13 @@ class CallThreads:
     Args:
         most: calls that run at the same time at most, those that were given up not counted.
         seconds: of each call, the wait for its turn not counted; 0: any time.
+
+    Attributes:
+        clock: by which calls are timed; stopped while what they may wait for cannot answer.
     """
 
     def __init__(self, most: int, seconds: float) -> None:
-        self._most, self._seconds = most, seconds
+        self._most, self._seconds, self.clock = most, seconds, StoppableClock()
         self._lock = threading.Lock()
         self._waiting, self._running, self._notices = deque[Call[Any]](), set[Call[Any]](), Notices()
         self._times = CallTimes()
@@ -143,7 +168,7 @@ class CallThreads:
 
     def call(self, function: Callable[[], R]) -> Call[R]:
         """Have `function` called as soon as there is a thread for it."""
-        call, loop = Call(function, self._seconds), asyncio.get_running_loop()
+        call, loop = Call(function, self._seconds, self.clock.now()), asyncio.get_running_loop()
         with self._lock:
             self._waiting.append(call)
             if not self._at_work:
@@ -157,7 +182,7 @@ class CallThreads:
     def take_metrics(self) -> dict[str, float]:
         """Return the metrics of the calls that have ended since the last time."""
         with self._lock:
-            now, times, self._times = time.monotonic(), self._times, CallTimes()
+            now, times, self._times = self.clock.now(), self._times, CallTimes()
             if self._running:
                 times.set_busy(False, now)
                 self._times.set_busy(True, now)
@@ -183,7 +208,7 @@ class CallThreads:
         """Give up a call that runs, and its thread. The lock is held."""
         if not call.given_up:
             call.given_up = True
-            self._leave(call, time.monotonic())
+            self._leave(call, self.clock.now())
             self._at_work -= 1
             if self._waiting:
                 self._join(asyncio.get_running_loop())
@@ -204,7 +229,7 @@ class CallThreads:
             self._helping = loop.call_later(_QUICK_S, self._help, loop) if self._waiting else None
 
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
-        oldest = now = time.monotonic()
+        oldest = now = self.clock.now()
         with self._lock:
             for call in list(self._running):
                 assert call.began is not None
@@ -215,7 +240,8 @@ class CallThreads:
                 if not call.known.done():
                     call.known.set_result(None)
             busy = self._running or self._waiting
-        self._watching = loop.call_later(oldest + self._seconds - now, self._watch, loop) if busy else None
+        left = max(oldest + self._seconds - now, _WATCH_S)
+        self._watching = loop.call_later(left, self._watch, loop) if busy else None
 
     def _work(self, loop: asyncio.AbstractEventLoop) -> None:
         while True:
@@ -245,7 +271,7 @@ class CallThreads:
                 self._idle += 1
                 return None
             call = self._waiting.popleft()
-            call.began = time.monotonic()
+            call.began = self.clock.now()
             if not self._running:
                 self._times.set_busy(True, call.began)
             self._running.add(call)
@@ -262,7 +288,7 @@ class CallThreads:
         with self._lock:
             call.ended = True
             if not call.given_up:
-                now = time.monotonic()
+                now = self.clock.now()
                 self._leave(call, now)
                 self._times.add(call, now)
         if call.given_up:

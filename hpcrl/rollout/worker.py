@@ -8,9 +8,11 @@ timeline/
 Work of a claim begins before another version that the same answer names is loaded: it was assigned for the version that the engine holds.
 Running training groups go on meanwhile, see `Engine.update_weights`. An update waits until evaluation is handed over, since a score
 belongs to one version; the worker asks for more work of the old one meanwhile. An older version, whose evaluation a lost worker has left,
-is loaded when nothing runs.
-Where the trainer waits for the devices, the engine sleeps as soon as all its groups are handed over. It wakes with a newer version, when
-the controller permits.
+is loaded when nothing runs. An engine that serves several versions, each an adapter, waits for no evaluation: a row names its version. If
+the engine does not hold it, it is loaded beside the newest.
+Where the engine shares its GPUs (engine_lease.py), it sleeps when the controller recalls the lease. Groups in flight stay as they are, with
+their environments, whose time limits stand still. They go on when the lease is granted again, with the version that is wanted then. Rows
+of an evaluation are finished before, as they belong to one version. Finished groups are handed over meanwhile.
 """
 
 from __future__ import annotations
@@ -28,11 +30,14 @@ from typing import Any
 from hpcrl.data.cache_files import EvalRow, append_rows
 from hpcrl.data.group_file import group_bytes
 from hpcrl.data.rollouts import Decode
+from hpcrl.data.weight_files import PublishedWeights
 from hpcrl.envs.rewards.remote import Endpoints
 from hpcrl.envs.rewards.response import truth_text
 from hpcrl.errors import CommitError, EngineError
+from hpcrl.faults import fault
 from hpcrl.observe.metrics import MetricsWriter
 from hpcrl.observe.timeline import ENVIRONMENT, IDLE, Timeline
+from hpcrl.rollout.engine_lease import EngineLease
 from hpcrl.rollout.engines.base import Drafts, Engine, Launched
 from hpcrl.rollout.engines.watchdog import run_watched
 from hpcrl.rollout.evaluate import evaluated_text
@@ -73,6 +78,7 @@ class WorkerOptions:
         teacher_inputs: of training groups; None: none.
         timeline: of this process; None: nobody looks at one.
         waves: groups begin together, when all that began together before have ended.
+        shares_gpus: whether the engine holds a lease of its GPUs, which the controller may recall.
     """
 
     run: Run
@@ -93,6 +99,7 @@ class WorkerOptions:
     teacher_inputs: TeacherInputs | None = None
     timeline: Timeline | None = None
     waves: bool = False
+    shares_gpus: bool = False
 
     @property
     def name(self) -> str:
@@ -141,12 +148,14 @@ class Worker:
         self._wanted = 0  # the version that the engine should have
         self._unproven, self._lacks_first = False, not options.from_model
         self._updating: str | None = None
-        self._weights = engine.version, ""  # what it is proven to hold, and the digest of that
+        # of the versions that it is proven to hold
+        self._digests = {engine.version: ""} if options.from_model else {}
+        self._adding = asyncio.Lock()
         self._stop: str | None = None
-        self._must_sleep = False
+        self._lease = EngineLease(self._ask_for_lease, self._note_lease)
         self._drafts = Drafts()
         self._news = asyncio.Event()
-        engine.changed = self._note_phase
+        engine.changed, engine.evaluated = self._note_phase, self._evaluated
 
     async def run(self) -> None:
         """Run until the controller stops the worker.
@@ -158,6 +167,8 @@ class Worker:
         options = self._options
         try:
             loops = [self._work(), self._report(), self._adapt_limit(), self._cache.write_periodically()]
+            if options.shares_gpus:
+                loops.append(self._lease.follow())
             await run_watched(self._launched, self._engine, loops, options.stall_s, options.load_s)
         finally:
             await asyncio.gather(*self._flight, return_exceptions=True)  # they are cancelled, or have failed as well
@@ -172,19 +183,19 @@ class Worker:
         claim: asyncio.Task[dict[str, Any]] | None = None
         update: asyncio.Task[None] | None = None
         delivery: asyncio.Task[None] | None = None
+        rest: asyncio.Task[None] | None = None
         while self._stop is None:
-            if self._must_sleep and not (self._flight or self._finished or update or delivery):
-                await self._sleep()
-                continue
-            free, behind = self._free(), self._behind()
-            evaluating = any(item.kind == "eval" for item in self._flight.values())
+            free, behind, recalled = self._free(), self._behind(), self._lease.recalled
+            evaluating = not self._engine.serves_versions and any(item.kind == "eval" for item in self._flight.values())
+            if recalled and rest is None and update is None and not self._evaluates():
+                rest = asyncio.create_task(self._rest())
             # a claim under way may be answered with work for the version at hand; with news it is answered at once
-            if behind and self._metrics and update is None and claim is None and self._may_update():
-                update = asyncio.create_task(self._update(self._wanted))
-            if (not behind or evaluating) and claim is None and free > 0 and not self._must_sleep:
+            if behind and self._metrics and not recalled and not any((rest, update, claim)) and self._may_update():
+                update = asyncio.create_task(self._update(self._next_version()))
+            if (not behind or evaluating) and claim is None and free > 0 and not recalled:
                 claim = asyncio.create_task(self._claim(free))
             news = asyncio.create_task(self._news.wait())
-            waited = [task for task in (news, claim, update, delivery, *self._flight) if task is not None]
+            waited = [task for task in (news, claim, update, rest, delivery, *self._flight) if task is not None]
             self._note_phase()
             await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
             news.cancel()
@@ -198,11 +209,13 @@ class Worker:
             if update is not None and update.done():
                 update.result()
                 update = None
+            if rest is not None and rest.done():
+                rest.result()
+                rest = None
             if claim is not None and claim.done():
                 answer, claim = claim.result(), None
                 self._note_answer(answer)
                 self._wanted = self._wanted if answer["version"] is None else answer["version"]  # perhaps an older one
-                self._must_sleep = answer["sleep"]
                 self._begin([Work.from_json(item) for item in answer["work"]])
         while delivery := delivery or self._deliver():
             await delivery
@@ -213,34 +226,52 @@ class Worker:
         return self._updating is not None or self._lacks_first or self._wanted != self._engine.version
 
     def _may_update(self) -> bool:
-        """Return whether the engine may load the version that it should have: evaluation is handed over, and no group gets older tokens."""
-        if self._wanted < self._engine.version and self._flight:
-            return False
-        return not any(item.kind == "eval" for item in (*self._flight.values(), *self._undelivered()))
+        """Return whether the engine may load weights: evaluation is handed over, and no group gets older tokens."""
+        older = self._next_version() < self._engine.version and self._flight
+        return not older and (self._engine.serves_versions or not self._evaluates())
 
-    async def _sleep(self) -> None:
-        """Let the engine sleep while the trainer has its devices, and return when it may wake, with the next version."""
+    def _evaluated(self) -> set[int]:
+        """Return the versions of the rows in flight."""
+        return {item.version for item in self._flight.values() if item.version is not None}
+
+    def _next_version(self) -> int:
+        """Return the version to load: the one that the engine should have, or its own where it wakes to finish groups before."""
+        finishes = self._engine.asleep and bool(self._flight)
+        return max(self._wanted, self._engine.version) if finishes else self._wanted
+
+    def _evaluates(self) -> bool:
+        return any(item.kind == "eval" for item in (*self._flight.values(), *self._undelivered()))
+
+    async def _rest(self) -> None:
+        """Put the engine to sleep, give the lease back, and return when it is granted again: `_update` then wakes the engine."""
         began, self._updating = time.monotonic(), _ASLEEP
         self._note_phase()
-        await self._engine.sleep()
+        fault("lease.recalled")
+        if not self._engine.asleep:  # recalled before it woke
+            await self._engine.sleep()
+        self._set_busy()
         asleep = time.monotonic()
         self._tell_state()
-        while self._stop is None and self._must_sleep:
-            answer = await self._call("lease")
-            self._stop, self._must_sleep = answer["stop"] or self._stop, not answer["lease"]
-            self._wanted = max(self._wanted, answer["version"] or 0)
+        await self._lease.give_back()
         seconds = {"weights/sleep_seconds": asleep - began, "generate/asleep_seconds": time.monotonic() - asleep}
         self._rollout_metrics.add(seconds)
-        self._updating = None
-        self._tell_state()
+
+    def _set_busy(self) -> None:
+        """Note in metrics and time limits whether groups in flight make progress."""
+        asleep = self._engine.asleep
+        self._rollout_metrics.set_busy(bool(self._flight) and not asleep)
+        if self._generator.threads:
+            clock = self._generator.threads.clock
+            clock.stop() if asleep else clock.go_on()
 
     def _note_phase(self) -> None:
-        """Record the engine's phase in the timeline: loading weights, generating, or waiting for environments, weights or work."""
+        """Record the engine's phase in the timeline: asleep, loading weights, generating, or waiting for environments, weights or work."""
         if self._options.timeline:
             kinds = {item.kind for item in self._flight.values()}
             working = "evaluate" if "eval" in kinds else "generate" if kinds else self._updating or IDLE
             working = working if self._engine.waiting or not kinds else ENVIRONMENT
-            self._options.timeline.enter(_TAKES_IN if self._updating == _TAKES_IN else working)
+            alone = self._updating == _TAKES_IN or self._engine.asleep
+            self._options.timeline.enter(self._updating or working if alone else working)
 
     def _free(self) -> int:
         return self._limiter.room(self._groups())
@@ -252,9 +283,14 @@ class Worker:
 
     async def _claim(self, capacity: int) -> dict[str, Any]:
         holding = self._holding()
-        answer = await self._call("claim", version=self._engine.version, capacity=capacity, holding=holding)
+        answer = await self._call("claim", capacity=capacity, **self._held())
         # taken from this worker while it was silent, and assigned to it again: a second result would replace the first one's file
         return answer | {"work": [item for item in answer["work"] if item["group_id"] not in holding]}
+
+    def _held(self) -> dict[str, Any]:
+        """Return the fields of a message that report what this worker and its engine hold."""
+        engine = self._engine
+        return {"version": engine.version, "any_version": engine.serves_versions, "holding": self._holding()}
 
     def _holding(self) -> list[str]:
         """Return the ids of the groups in flight and of the finished ones that the controller has yet to hear of."""
@@ -262,6 +298,13 @@ class Worker:
 
     def _undelivered(self) -> list[Work]:
         return [group.work for group in (*self._finished, *self._delivering)]
+
+    def _ask_for_lease(self, awake: bool) -> Awaitable[dict[str, Any]]:
+        return self._call("lease", awake=awake)
+
+    def _note_lease(self, answer: dict[str, Any]) -> None:
+        self._stop, self._wanted = answer["stop"] or self._stop, max(self._wanted, answer["version"] or 0)
+        self._news.set()
 
     def _call(self, route: str, **payload: Any) -> Awaitable[dict[str, Any]]:
         return in_thread(self._controller.call, route, worker=self._options.name, **payload)
@@ -285,10 +328,33 @@ class Worker:
     def _begin(self, work: list[Work]) -> None:
         for item in work:
             self._flight[asyncio.create_task(self._generate(item))] = item
-        self._rollout_metrics.set_busy(bool(self._flight))
+        self._set_busy()
 
     async def _generate(self, item: Work) -> Group:
+        if item.version is not None:
+            await self._add_version(item.version)
         return await self._generator.generate(item, await self._cache.begin(item))
+
+    async def _add_version(self, version: int) -> None:
+        """Load a version beside the newest for its rows, unless the engine holds it."""
+        options, engine = self._options, self._engine
+        async with self._adding:
+            if version == engine.version or (version in self._digests and engine.holds(version)):
+                return
+            try:
+                weights = await in_thread(fetch, options.run.weights_of(version))
+            except CommitError:
+                # perhaps another worker has finished the evaluation, and these rows are to be cancelled
+                self._note_answer(await self._call("report", state="fetching weights", **self._held()))
+                await asyncio.sleep(0)
+                raise
+            await engine.add_version(weights)
+            await engine.probe(weights, options.engine_dtype, options.probe_tolerance)
+            self._note_proven(weights)
+
+    def _note_proven(self, weights: PublishedWeights) -> None:
+        held = {version: digest for version, digest in self._digests.items() if self._engine.holds(version)}
+        self._digests = {**held, weights.version: weights.digest}
 
     def _collect(self) -> None:
         for task in [task for task in self._flight if task.done()]:
@@ -300,7 +366,7 @@ class Worker:
             self._rollout_metrics.kept += group.cached_tokens
             self._rollout_metrics.tokens += sum(group.response_lengths) - group.cached_tokens
             self._finished.append(group)
-        self._rollout_metrics.set_busy(bool(self._flight))
+        self._set_busy()
 
     def _deliver(self) -> asyncio.Task[None] | None:
         """Begin to hand over all finished groups together; None where none may leave."""
@@ -334,6 +400,8 @@ class Worker:
         if path is not None:
             await in_thread(write_bytes, path, b"".join(contents))
             self._rollout_metrics.written += size
+            if self._options.timeline:
+                self._options.timeline.finish_group()
         await self._call("complete", groups=[meta.to_json() for meta in metas])
         self._cache.remove(group.work.group_id for group in self._delivering)
         self._delivering = []
@@ -348,9 +416,8 @@ class Worker:
             # here, as a tokenizer is not for several threads
             text = evaluated_text([group for group, _ in groups], self._decode)
             await in_thread(append_text, run.eval_dump(version, replica), text)
-        held, weights = self._weights
         whole = [(group, meta) for group, meta in groups if group.work.asked and not group.failures]
-        if whole and held == version:
+        if whole and (weights := self._digests.get(version)) is not None:
             rows = [EvalRow(meta, group.work.asked, weights) for group, meta in whole]
             await in_thread(append_rows, run.eval_rows(version, replica), rows)
 
@@ -381,12 +448,14 @@ class Worker:
         self._note_phase()
         known |= await self._engine.update_weights(weights)
         self._updating = None
+        self._set_busy()
         self._news.set()  # groups may begin while the version is proven
         if options.copies:
             options.copies.release()
         self._rollout_metrics.start(known)
         differs = await self._engine.probe(weights, options.engine_dtype, options.probe_tolerance)
-        self._unproven, self._cache.proven, self._weights = False, version, (version, weights.digest)
+        self._unproven, self._cache.proven = False, version
+        self._note_proven(weights)
         if differs is not None:
             self._rollout_metrics.add({"weights/probe_difference": differs})
 
@@ -401,20 +470,21 @@ class Worker:
 
     async def _report(self) -> None:
         while True:
-            state, version = self._tell_state(), self._engine.version
-            self._note_answer(await self._call("report", version=version, state=state, holding=self._holding()))
+            self._note_answer(await self._call("report", state=self._tell_state(), **self._held()))
             await asyncio.sleep(RENEW_S)
 
     def _tell_state(self) -> str:
         running, version = len(self._flight), self._engine.version
-        idle = _ASLEEP if self._updating == _ASLEEP else f"ready v{version}"
-        state = f"generating {running} groups" if running else idle
+        awake = f"generating {running} groups" if running else f"ready v{version}"
+        state = _ASLEEP if self._engine.asleep else awake
         self._status.write(state, version=version, groups=running, **self._rollout_metrics.values())
         return state
 
     async def _adapt_limit(self) -> None:
         while True:
             await asyncio.sleep(_LOAD_S)
+            if self._engine.asleep:
+                continue
             load = None
             with suppress(EngineError):  # whether it hangs is seen by the watchdog
                 load = await self._engine.load()

@@ -4,8 +4,8 @@ Controller routes, all POST, all JSON (`worker` is a process status name such as
 
     /report     {worker, version, state, holding?} -> {stop, version, newest, unwanted}
     /claim      {worker, version, capacity, holding: [group_id]}
-                                                   -> {stop, version, newest, unwanted, sleep, work: [Work]}    waits up to 10 s for work or another version
-    /lease      {worker}                           -> {stop, version, lease}             its engine sleeps: waits up to 10 s until it may wake
+                                                   -> {stop, version, newest, unwanted, work: [Work]}    waits up to 10 s for work or another version
+    /lease      {worker, awake}                    -> {stop, version, lease}             waits up to 10 s until the engine may wake, or is to sleep
     /complete   {worker, groups: [GroupMeta]}      -> {accepted: [group_id], rejected: {group_id: reason}}
     /leave      {worker}                           -> {}                                 it, or a scorer, ends, or was seen to end: its groups go to others
     /start      {step}                             -> {total_steps, steps_per_epoch}     trainer: training continues after `step`; null, null: ask again
@@ -24,8 +24,9 @@ What each field may hold, hpcrl/controller/schema.py says; a message that is ref
 `version` in an answer is what a worker should load before it claims again: the newest one, or an older one that is evaluated. `newest` is the
 newest one. Both are null while the trainer has not started.
 `stop` is null, or why the run ends.
-`sleep` is true where trainer and engines share devices and the trainer waits for this engine. The worker finishes its groups, puts the engine
-to sleep, and asks for its /lease. It also does so before it starts its engine. The trainer gets its batch when no engine is awake.
+/lease is asked where trainer and engines share GPUs: with `awake` whether the worker keeps its lease, without it whether it gets the lease. Where
+`lease` is false, the holder puts its engine to sleep, whatever runs, and asks without `awake`. It also asks so before it starts its engine. The
+trainer gets its batch when no engine is awake.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from hpcrl.controller.replicas import GpuLease
+from hpcrl.data.batch_file import read_batch
 from hpcrl.rundir.commit import write_json
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.controller_client import ControllerClient
@@ -36,7 +37,10 @@ class Side:
         return self.ask(route, **payload).result(15)
 
     def lease(self, worker: str) -> Future[dict[str, Any]]:
-        return self.ask("lease", worker=worker)
+        return self.ask("lease", worker=worker, awake=False)
+
+    def recall(self, worker: str) -> Future[dict[str, Any]]:
+        return self.ask("lease", worker=worker, awake=True)
 
     def claim(self, worker: str, version: int = 0) -> Future[dict[str, Any]]:
         return self.ask("claim", worker=worker, version=version, capacity=4, holding=[])
@@ -47,9 +51,9 @@ class Side:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[Run]:
+def run(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Run]:
     run = make_run(tmp_path / "project" / "run")
-    served = serve_attempt(run, 1, SYNCHRONOUS)
+    served = serve_attempt(run, 1, getattr(request, "param", SYNCHRONOUS))
     yield run
     end(run, 1, served)
 
@@ -85,10 +89,10 @@ def test_trainer_and_engines_take_turns(run: Run, sides: list[Side]) -> None:
     assert asked.result(15)["lease"]
     assert second.lease(SECOND).result(15)["lease"]
     work = work_of(first.claim(FIRST).result(15))
-    claimed = second.claim(SECOND)
-    assert waits(claimed)
+    recalled = second.recall(SECOND)
+    assert waits(recalled)
     complete(run, first, FIRST, work)
-    assert claimed.result(15)["sleep"], "it is told at once"
+    assert not recalled.result(15)["lease"], "at once"
     batch = trainer.ask("next", step=1, wait=10.0)
     assert waits(batch), "both are awake"
     sleeps = first.lease(FIRST)
@@ -98,6 +102,88 @@ def test_trainer_and_engines_take_turns(run: Run, sides: list[Side]) -> None:
     assert waits(sleeps)
     trainer.call("published", version=1)
     assert [each.result(15) for each in (sleeps, others)] == [{"stop": None, "version": 1, "lease": True}] * 2
+
+
+@pytest.mark.parametrize("run", [replace(SYNCHRONOUS, staleness=1)], indirect=True, ids=["asynchronous"])
+def test_the_lease_is_recalled_as_soon_as_the_batch_is_there(run: Run, sides: list[Side]) -> None:
+    """Other groups are begun: they stay with their worker, and train in the next step."""
+    trainer, first, second = sides
+    trainer.call("start", step=0)
+    assert first.lease(FIRST).result(15)["lease"]
+    work = work_of(first.claim(FIRST).result(15))
+    size = SYNCHRONOUS.batch_size
+    assert len(work) == 2 * size, "begun for both steps"
+    holds = second.recall(FIRST)
+    complete(run, first, FIRST, work[:size])
+    assert not holds.result(15)["lease"]
+    left = [item.group_id for item in work[size:]]
+    claimed = first.ask("claim", worker=FIRST, version=0, capacity=4, holding=left)
+    assert waits(claimed), "nothing begins before the trainer has published"
+    asleep = second.lease(FIRST)
+    assert trainer.call("next", step=1)["path"]
+    trainer.call("published", version=1)
+    assert claimed.result(15)["version"] == 1
+    assert claimed.result(15)["unwanted"] == []
+    assert asleep.result(15) == {"stop": None, "version": 1, "lease": True}
+    again = second.recall(FIRST)
+    complete(run, first, FIRST, work[size:])
+    assert not again.result(15)["lease"]
+    second.lease(FIRST)
+    assert trainer.call("next", step=2)["path"]
+    trained = read_batch(run.batch(2))
+    assert trained
+    assert [group.group_id for group in trained.batch.groups] == left
+
+
+@pytest.mark.parametrize("run", [replace(SYNCHRONOUS, staleness=1)], indirect=True, ids=["asynchronous"])
+@pytest.mark.parametrize("state", ["awake", "recalled", "asleep", "asking"])
+def test_begun_groups_of_a_worker_that_is_killed_are_trained_once(run: Run, sides: list[Side], state: str) -> None:
+    """In each state of its lease; another one generates them when it has the lease."""
+    trainer, first, second = sides
+    trainer.call("start", step=0)
+    assert first.lease(FIRST).result(15)["lease"]
+    work, size = work_of(first.claim(FIRST).result(15)), SYNCHRONOUS.batch_size
+    if state != "awake":
+        complete(run, first, FIRST, work[:size])
+    if state == "recalled":
+        assert not first.recall(FIRST).result(15)["lease"]
+    if state in ("asleep", "asking"):
+        assert waits(first.lease(FIRST))
+    trainer.call("leave", worker=FIRST)
+    asked = second.lease(SECOND)
+    if state == "asking":  # the one in its place asks too
+        assert waits(asked)
+        trainer.call("leave", worker=SECOND)
+        sides.append(Side(run))
+        asked = sides[-1].lease(SECOND)
+    if state == "awake":
+        assert asked.result(15)["lease"]
+        again = work_of(second.claim(SECOND).result(15))
+        assert [item.group_id for item in again] == [item.group_id for item in work]
+        complete(run, second, SECOND, again[:size])
+        asked = second.lease(SECOND)
+    assert waits(asked)
+    assert trainer.call("next", step=1)["path"]
+    trainer.call("published", version=1)
+    assert asked.result(15)["lease"]
+    holding = [item.group_id for item in work[size:]] if state == "awake" else []
+    claimed = second.ask("claim", worker=SECOND, version=1, capacity=4, holding=holding)
+    again = work[size:] if holding else work_of(claimed.result(15))
+    assert [item.group_id for item in again] == [item.group_id for item in work[size:]]
+    complete(run, trainer, SECOND, again)
+    second.lease(SECOND)
+    assert trainer.call("next", step=2)["path"]
+    trained = [read_batch(run.batch(step)) for step in (1, 2)]
+    names = [group.group_id for batch in trained if batch for group in batch.batch.groups]
+    assert names == [item.group_id for item in work]
+
+
+def test_a_holder_whose_process_was_ended_has_to_give_back(sides: list[Side]) -> None:
+    trainer, first, _ = sides
+    trainer.call("start", step=0)
+    assert first.lease(FIRST).result(15)["lease"]
+    trainer.call("leave", worker=FIRST)
+    assert not first.recall(FIRST).result(15)["lease"]
 
 
 def test_the_trainer_waits_for_an_engine_that_still_starts_and_not_for_one_that_has_ended(

@@ -351,7 +351,9 @@ def test_50_a_copy_of_a_teacher_on_two_nodes_loses_a_rank_and_a_node(scenario: S
 
 COLOCATED = {"trainer.placement.colocate_all": True}
 ONCE = {**COLOCATED, "trainer.ckpt_interval": 100}
+ASYNCHRONOUS = {**COLOCATED, "trainer.fully_async.max_staleness_steps": 1}
 IN_STEP_4 = "update.micro_batch@14"  # four of them make a step
+RECALLED = "lease.recalled"
 
 
 def until_it_trains(scenario: Scenario, run: Run) -> None:
@@ -387,6 +389,30 @@ def test_49_the_worker_is_killed_while_the_trainer_trains(scenario: Scenario) ->
     assert len(read_attempts(run)) == 1
 
 
+def until_recalled(scenario: Scenario, run: Run) -> None:
+    """Return when a fault point holds the worker between the recall of its lease and its engine's sleep."""
+    log = run.log(1, "rollout-0")
+    scenario.wait(lambda: log.exists() and RECALLED in log.read_text(), "a recall", START_S, run)
+
+
+@pytest.mark.nodes(1)
+@pytest.mark.faults_slow
+@pytest.mark.parametrize("lease", ["asking", "awake", "recalled", "asleep"])
+def test_49_the_worker_is_killed_with_begun_samples(scenario: Scenario, lease: str) -> None:
+    """In each state of its lease, in asynchronous turns: the one in its place generates what it had begun, each group once."""
+    held = f"{RECALLED}@3:sleep=8" if lease == "recalled" else f"{IN_STEP_4}:sleep=15"
+    run = scenario.submit(ASYNCHRONOUS, setup=[] if lease == "awake" else [fault(held)])
+    reached = {"awake": until_it_generates, "recalled": until_recalled}.get(lease, until_it_trains)
+    reached(scenario, run)
+    send([scenario.worker(run)], SIGKILL)
+    if lease == "asking":
+        scenario.wait(lambda: state_of(run, "rollout-0") == "waiting for the GPU lease", "a new worker", 30, run)
+        send([scenario.worker(run)], SIGKILL)
+    scenario.knobs()
+    assert_nothing_lost(scenario, run, same_values=False)
+    assert len(read_attempts(run)) == 1
+
+
 @pytest.mark.nodes(1)
 @pytest.mark.faults_slow
 @pytest.mark.parametrize("victim", ["worker", "engine", "rank"])
@@ -404,10 +430,13 @@ def test_49_one_of_them_is_killed_while_the_engine_generates(scenario: Scenario,
 
 @pytest.mark.nodes(1)
 @pytest.mark.faults_slow
+@pytest.mark.parametrize("staleness", [0, 1])
 @pytest.mark.parametrize("turn", ["trainer", "engine"])
-def test_49_preemption_in_the_turn_of(scenario: Scenario, turn: str) -> None:
+def test_49_preemption_in_the_turn_of(scenario: Scenario, turn: str, staleness: int) -> None:
     """All that was trained is saved, from the device or from host memory, and the run comes back."""
-    run = scenario.submit(ONCE, setup=[in_first_attempt(fault(f"{IN_STEP_4}:sleep=5"))] if turn == "trainer" else [])
+    settings = {**ONCE, "trainer.fully_async.max_staleness_steps": staleness}
+    held = [in_first_attempt(fault(f"{IN_STEP_4}:sleep=5"))] if turn == "trainer" else []
+    run = scenario.submit(settings, setup=held)
     (until_it_trains if turn == "trainer" else until_it_generates)(scenario, run)
     scenario.preempt()
     if turn == "trainer":
@@ -415,7 +444,7 @@ def test_49_preemption_in_the_turn_of(scenario: Scenario, turn: str) -> None:
     else:
         saved_when_told(scenario, run)
     scenario.knobs()
-    assert_nothing_lost(scenario, run)
+    assert_nothing_lost(scenario, run, same_values=not staleness)
     assert len(read_attempts(run)) == 2
 
 

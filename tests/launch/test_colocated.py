@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from hpcrl.types import Row
 from tests.jobs.conftest import place as of_jobs
 from tests.jobs.small_run import SMALL, curve, finish, hpcrl, kill, logs_of, pid_of, trained_groups, wait_for
 from tests.jobs.test_distillation import submit
+from tests.paths import ROOT
 
 place = of_jobs
 
@@ -79,6 +81,24 @@ def test_it_is_the_run_with_nodes_apart(place: Path, settings: list[str]) -> Non
         assert curve(together, name) == pytest.approx(curve(apart, name), rel=1e-4, abs=1e-6), name
     assert_in_turns(together)
     assert not (together.status_file("agent-1")).exists(), "one node"
+
+
+@pytest.mark.parametrize("backend", ["transformers", "vllm"])
+def test_unfinished_samples_go_on_in_the_next_turn(place: Path, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their tokens have the versions that chose them, and all are trained within the staleness bound, each group once."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    lengths = importlib.import_module("turns").uneven(place)
+    settings = [f"generator.inference_engine.backend={backend}", "trainer.fully_async.max_staleness_steps=1"]
+    run = submit(place, "asynchronous", *KEPT, COLOCATED, "trainer.max_steps=6", *lengths, *settings)
+    assert finish(run, 1, 600) == "done", logs_of(run)
+    assert_in_turns(run)
+    groups = [group for step in trained_groups(run) for group in step]
+    assert len(groups) == len(set(groups)) == 6 * 8
+    assert max(curve(run, "async/staleness_max").values()) == 1
+    mixed = [sample for sample in samples_of(run) if len({*sample.versions[sample.versions >= 0].tolist()}) > 1]
+    assert mixed, "no sample was interrupted"
+    verified = hpcrl("verify", "asynchronous", cwd=place)
+    assert verified.returncode == 0, verified.stdout
 
 
 def test_a_worker_that_is_killed_while_the_trainer_trains_waits_for_its_turn(place: Path) -> None:

@@ -27,7 +27,7 @@ class Anything(Schema):
 
 class FakeController:
     """Set `work`, `version`, `stop`, `unwanted`, `trains`, `claim_takes` and `complete_takes`, in seconds; look at `completed`, `claims`, `leases`,
-    `process statuses` and `left`.
+    requests of a worker whose engine sleeps, `process statuses` and `left`.
 
     What is in `again` is given to the first worker that says it holds something.
     """
@@ -57,7 +57,7 @@ class FakeController:
             self.work.append(self.again.popleft())
         deadline = time.monotonic() + 1.0
         while not (self.work and body["capacity"]) and not self.stop and self._keeps(body["version"]):
-            if self.trains or time.monotonic() > deadline:
+            if time.monotonic() > deadline:
                 break
             await asyncio.sleep(0.02)
         await asyncio.sleep(self.claim_takes)
@@ -65,10 +65,10 @@ class FakeController:
         self._evaluated |= {item.group_id for item in given if item.kind == "eval"}
         work = [item.to_json() for item in given]
         answer = {"stop": self.stop, "version": self.version, "newest": self.version, "work": work}
-        return answer | {"unwanted": self.unwanted, "sleep": self.trains}
+        return answer | {"unwanted": self.unwanted}
 
-    async def lease(self, body: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG002
-        self.leases += 1
+    async def lease(self, body: dict[str, Any]) -> dict[str, Any]:
+        self.leases += not body["awake"]
         await asyncio.sleep(0.05)
         return {"stop": self.stop, "version": self.version, "lease": not self.trains}
 

@@ -195,3 +195,26 @@ def test_one_wake_up_tells_of_all_that_is_done() -> None:
     notices, future = Notices(), loop.create_future()
     notices.set(loop, future)  # nobody hears it
     assert not future.done()
+
+
+def test_time_limits_stand_still_while_the_clock_is_stopped() -> None:
+    """What an environment waits for may be an engine that sleeps."""
+
+    async def play() -> None:
+        threads, go = CallThreads(2, 0.3), threading.Event()
+        waits = threads.call(lambda: go.wait(20))
+        threads.clock.stop()
+        await asyncio.sleep(1.0)
+        assert not waits.given_up
+        threads.clock.go_on()
+        go.set()
+        assert await waits.result()
+        hangs = threads.call(lambda: time.sleep(3))
+        threads.clock.stop()
+        await asyncio.sleep(0.5)
+        threads.clock.go_on()
+        with pytest.raises(TooLong):
+            await hangs.result()
+        assert threads.take_metrics()["generate/call_seconds"] < 0.3
+
+    asyncio.run(play())

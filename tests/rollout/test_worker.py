@@ -86,7 +86,13 @@ def publish(run: Run, version: int, model: Path) -> Path:
 
 
 def start(
-    run: Run, server: Server, with_engine: WithEngine[Any], capacity: int = 4, *, from_model: bool = True
+    run: Run,
+    server: Server,
+    with_engine: WithEngine[Any],
+    capacity: int = 4,
+    *,
+    from_model: bool = True,
+    shares_gpus: bool = False,
 ) -> tuple[threading.Thread, list[BaseException]]:
     """Run the worker in a thread; the list receives the error that ends it."""
 
@@ -94,8 +100,8 @@ def start(
 
     with_engine(nothing)  # version 0 again
     options = WorkerOptions(
-        run, ATTEMPT, 5, capacity, n_samples=4, dump_evals=True, engine_dtype="float32", from_model=from_model
-    )
+        run, ATTEMPT, 5, capacity, n_samples=4, dump_evals=True, engine_dtype="float32", from_model=from_model, shares_gpus=shares_gpus,
+    )  # fmt: skip
     status, failed = StatusWriter(run, "rollout-5", ATTEMPT), list[BaseException]()
 
     def main() -> None:

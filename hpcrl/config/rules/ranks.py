@@ -160,10 +160,11 @@ def colocated_engines(config: ConfigTree) -> Iterator[Problem]:
             f"with {_COLOCATED} the GPUs of a replica, {engine.gpus}, must divide those that the trainer has on a node, "
             f"{trainer.placement.policy_num_gpus_per_node} (trainer.placement.policy_num_gpus_per_node)",
         )
-    if trainer.fully_async.max_staleness_steps:
+    if trainer.fully_async.sync_weight_interval > 1:
         yield Problem(
-            _COLOCATED,
-            "trainer and engines take turns on their GPUs, so trainer.fully_async.max_staleness_steps must be 0",
+            "trainer.fully_async.sync_weight_interval",
+            f"the trainer leaves its GPUs to the engines when it publishes weights ({_COLOCATED}): expected 1, found "
+            f"{trainer.fully_async.sync_weight_interval}",
         )
     if trainer.strategy == "megatron":
         yield Problem(

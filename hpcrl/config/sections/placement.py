@@ -36,7 +36,8 @@ class PlacementConfig:
     """The reference model shares the policy's GPUs; otherwise it has nodes of its own, one copy on each of ref_num_nodes, shared by its ranks."""
 
     colocate_all: bool = setting(False, why="trainer and engines have nodes of their own")
-    """Trainer and engines share GPUs and take turns; otherwise each has nodes of its own."""
+    """Trainer and engines share GPUs and take turns; otherwise each has nodes of its own. With trainer.fully_async.max_staleness_steps
+    above 0 a turn of the engines ends when the batch is there, and unfinished samples go on in the next one."""
 
     @property
     def policy_ranks(self) -> int:

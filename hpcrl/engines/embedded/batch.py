@@ -183,6 +183,11 @@ class DecodingBatch:
             columns.experts[:, newest] = self._recorder.taken(len(logits_RV))
         self._take(0, logits_RV, version)
 
+    def drop_caches(self) -> None:
+        """Release the caches until `recompute`."""
+        if self._columns is not None:
+            self._columns.cache.release()
+
     @torch.inference_mode()
     def recompute(self) -> None:
         """Recompute the caches with the present weights."""
@@ -190,6 +195,7 @@ class DecodingBatch:
         if columns is None:
             return
         width, cache = columns.width - 1, columns.cache
+        cache.allocate()
         cache.use(0)
         at_once = max(1, self._prefill_tokens // width)
         for at in range(0, len(self._rows), at_once):

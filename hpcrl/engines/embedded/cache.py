@@ -137,6 +137,22 @@ class ColumnCache(Cache):
             layer.dtype, layer.device, layer.is_initialized = own.dtype, own.device, True
         return found
 
+    def release(self) -> None:
+        """Free the memory of keys and values; the columns in use stay counted."""
+        for layer in self.layers:
+            assert layer.keys is not None
+            assert layer.values is not None
+            layer.keys, layer.values = layer.keys.to("meta"), layer.values.to("meta")
+
+    def allocate(self) -> None:
+        """Have memory again where it was released; what it holds is to be computed."""
+        for layer in self.layers:
+            assert layer.keys is not None
+            assert layer.values is not None
+            if layer.keys.is_meta:
+                layer.keys = torch.empty_like(layer.keys, device=layer.device)
+                layer.values = torch.empty_like(layer.values, device=layer.device)
+
     def use(self, length: int) -> None:
         """Set the number of columns in use; later columns are ignored."""
         for layer in self.layers:

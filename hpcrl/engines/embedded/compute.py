@@ -41,6 +41,7 @@ class Compute:
     Attributes:
         limits: what there is room for.
         version: of the weights.
+        resting: whether no tokens are computed; set between tokens only.
         failure: why the thread has ended; None while it has not.
     """
 
@@ -49,7 +50,7 @@ class Compute:
         self._requests = deque[DecodingRequest]()
         self._orders = deque[Callable[[], None]]()
         self._pending = set[Future[list[Generation]]]()
-        self._news, self._ending = threading.Condition(), False
+        self._news, self._ending, self.resting = threading.Condition(), False, False
         self.failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -114,6 +115,10 @@ class Compute:
         """Recompute the caches of all rows; call it between tokens only."""
         self._batch.recompute()
 
+    def drop_caches(self) -> None:
+        """Release the caches of all rows until `recompute`; call it between tokens only."""
+        self._batch.drop_caches()
+
     def end(self) -> None:
         """Stop the thread; return when the current token is computed: an interpreter that ends meanwhile is aborted by torch."""
         with self._news:
@@ -131,27 +136,30 @@ class Compute:
         try:
             while True:
                 with self._news:
-                    self._news.wait_for(
-                        lambda: self._ending or self._orders or self._requests or self._batch.size[0] > 0
-                    )
+                    self._news.wait_for(lambda: self._ending or self._orders or self._has_work())
                 if not self._batch.size[0]:
                     self._gather()
                 with self._news:
                     if self._ending:
                         return
-                    orders, requests = list(self._orders), self._admitted()
+                    orders = list(self._orders)
                     self._orders.clear()
                 for order in orders:
                     order()
+                with self._news:
+                    requests = [] if self.resting else self._admitted()
                 if requests:
                     self._batch.join(requests, self.version)
-                elif self._batch.size[0]:
+                elif self._batch.size[0] and not self.resting:
                     self._batch.step(self.version)
         except BaseException as error:  # noqa: BLE001  it is raised again by the waiting call
             with self._news:
                 self.failure = error
                 for future in list(self._pending):
                     future.set_exception(error)
+
+    def _has_work(self) -> bool:
+        return not self.resting and bool(self._requests or self._batch.size[0])
 
     def _gather(self) -> None:
         """Wait as long as further requests come: concurrent ones share one pass over their prompts."""

@@ -43,7 +43,7 @@ class EmbeddedEngine(InProcessEngine):
         self._model, self._compute, self._keep_cache = model, compute, keep_cache
         self._named: dict[str, tuple[DecodingRequest, set[int]]] = {}
         self._notices = Notices()
-        self._device, self._asleep = model.device, False
+        self._device = model.device
         self._vocabulary = cast(torch.Tensor, model.get_input_embeddings().weight).shape[0]
         self.version = compute.version
 
@@ -69,6 +69,7 @@ class EmbeddedEngine(InProcessEngine):
             )
         first = secrets.randbits(31) if seed is None else seed
         seeds = [first + number for number in range(1 if asked.greedy else n_samples)]
+        await self._until_awake()
         with self._asked("generate"):
             request = self._compute.generate(list(prompt_ids), seeds, asked, heard and _in_loop(heard), images)
             if name is not None:
@@ -91,6 +92,7 @@ class EmbeddedEngine(InProcessEngine):
         return request.responses.result()
 
     async def top_tokens(self, token_ids: Sequence[int], count: int) -> list[list[int]]:
+        await self._until_awake()
         with self._asked("top_tokens"):
             return await asyncio.wrap_future(
                 self._compute.between_tokens(lambda: self._logits(token_ids).topk(count, -1).indices.tolist())
@@ -106,14 +108,15 @@ class EmbeddedEngine(InProcessEngine):
     async def update_weights(self, weights: PublishedWeights) -> dict[str, float]:
         def take() -> dict[str, float]:
             started = time.monotonic()
-            woke = self._wake()
+            woke = self._wake() if self.asleep else {}
             loading = time.monotonic()
             replace = replace_adapter if weights.adapter else replace_weights
             replace(self._model, tensors, weights.path)
             loaded = time.monotonic()
             self._compute.version = weights.version
-            if not self._keep_cache:
+            if woke or not self._keep_cache:
                 self._compute.recompute()
+            self._compute.resting = False
             pause, load = time.monotonic() - started, loaded - loading
             return {"weights/pause_seconds": pause, "weights/load_seconds": load, **woke}
 
@@ -122,24 +125,24 @@ class EmbeddedEngine(InProcessEngine):
             check_ranks([proof], weights, self._who)
             metrics = await asyncio.wrap_future(self._compute.between_tokens(take))
         self.version = weights.version
+        self._awake.set()
         return metrics
 
     async def sleep(self) -> None:
         def rest() -> None:
-            cast(Any, self._model).to("cpu")  # caches have gone with the rows that they were of
+            self._compute.resting = True
+            self._compute.drop_caches()
+            cast(Any, self._model).to("cpu")
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()
 
+        self._awake.clear()
         with self._asked(SLEEP):
             await asyncio.wrap_future(self._compute.between_tokens(rest))
-        self._asleep = True
 
     def _wake(self) -> dict[str, float]:
-        if not self._asleep:
-            return {}
         started = time.monotonic()
         cast(Any, self._model).to(self._device)
-        self._asleep = False
         return {"weights/wake_seconds": time.monotonic() - started}
 
     async def probe(self, weights: PublishedWeights, dtype: str, allowed: float | None) -> float | None:

@@ -74,6 +74,7 @@ class DiffusionEngine(WorkerThreadEngine):
             self._hold(kind)
             return self.version, self._sampler.paint(sampling["prompt"], seeds, kind, self._at_once)
 
+        await self._until_awake()
         with self._asked("generate"):
             version, painted = await self._computed(paint)
         return [

@@ -88,6 +88,7 @@ class ActionEngine(WorkerThreadEngine):
 
     async def _work(self) -> None:
         while self._queue:
+            await self._until_awake()
             kind = self._queue[0][0].kind
             waiting, rest = [], []
             for ask, future in self._queue:

@@ -16,10 +16,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
+from hpcrl.errors import RunError
 from hpcrl.launch.requeue.elastic import cancel_pools
 from hpcrl.launch.requeue.policy import requeue_decision
 from hpcrl.launch.requeue.requests import cancel_others, other_jobs, recorded_requests, submitted_with
 from hpcrl.launch.requeue.requeue import SOON, job_name, outlive_the_job, requeue_this_job, start_name
+from hpcrl.rundir.allocations import end_allocation
 from hpcrl.rundir.claims import give_back
 from hpcrl.rundir.commit import read_json
 from hpcrl.rundir.layout import Run
@@ -95,6 +97,8 @@ def settle(run: Run, job: str, status: int = 0) -> int:
     with suppress(OSError):  # what is printed lies on the filesystem of the run, too
         print(f"attempt {outcome.attempt}: {outcome.kind}: {decision.why}", flush=True)
     others = patiently(lambda: other_jobs(run, _job_id(job)))
+    with suppress(OSError, RunError):  # an account is not worth an attempt
+        end_allocation(run, job)
     if decision.requeue:
         if others:
             patiently(lambda: give_back(run, job))

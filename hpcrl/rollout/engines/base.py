@@ -6,8 +6,9 @@ such as hpcrl.engines.vllm; `launch.py` starts the one that the configuration na
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -132,12 +133,30 @@ class Engine(ABC):
         answered: calls that have ended, well or not.
         drafts: as of the last `load`; None: there are none.
         changed: called when a call begins or ends; the worker sets it.
+        _awake: cleared by `sleep`, set by `update_weights`.
+        serves_versions: whether it serves older versions beside the newest, see `add_version`.
+        evaluated: returns versions that stay loaded beside the newest; the worker sets it.
     """
 
+    serves_versions = False
+    evaluated: Callable[[], Collection[int]] = staticmethod(lambda: ())
     version: int
     answered: int
     drafts: Drafts | None = None
     changed: Callable[[], None] = staticmethod(lambda: None)
+
+    def __init__(self) -> None:
+        self._awake = asyncio.Event()
+        self._awake.set()
+
+    @property
+    def asleep(self) -> bool:
+        """Whether it has slept since the last `update_weights`: open calls make no progress."""
+        return not self._awake.is_set()
+
+    async def _until_awake(self) -> None:
+        while self.asleep:
+            await self._awake.wait()
 
     @property
     @abstractmethod
@@ -172,6 +191,18 @@ class Engine(ABC):
             RefusedRequestError: the engine refuses this request, and would answer others.
             EngineError: the engine failed.
         """
+
+    def of_version(self, version: int) -> Callable[..., Awaitable[list[Generation]]]:  # noqa: ARG002
+        """Return `generate` for requests that are all computed with one version, which the engine holds."""
+        return self.generate
+
+    def holds(self, version: int) -> bool:
+        """Return whether the engine can compute with a version."""
+        return version == self.version
+
+    async def add_version(self, weights: PublishedWeights) -> None:
+        """Load an older version beside the newest, where it `serves_versions`; errors as of `update_weights`."""
+        raise NotImplementedError
 
     @abstractmethod
     async def top_tokens(self, token_ids: Sequence[int], count: int) -> list[list[int]]:
@@ -210,7 +241,10 @@ class Engine(ABC):
 
     @abstractmethod
     async def sleep(self) -> None:
-        """Release the memory of its devices until `update_weights`. No calls are open meanwhile.
+        """Release the memory of its devices until `update_weights`, whichever version that loads.
+
+        Running requests are interrupted between two tokens, or where all tokens of one are made together, before it begins. They keep what
+        they have, and go on with the weights that are loaded then. Calls that begin meanwhile wait.
 
         Raises:
             EngineError: it could not.

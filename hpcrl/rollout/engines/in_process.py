@@ -28,6 +28,7 @@ class InProcessEngine(Engine):
     """
 
     def __init__(self, replica: str = "") -> None:
+        super().__init__()
         self._who = f"the inference engine of {replica}" if replica else "the inference engine"
         self._waiting, self.answered = Counter[str](), 0
 

@@ -62,7 +62,7 @@ async def _watch_process(launched: Launched) -> NoReturn:
 
 
 async def watch_progress(engine: Engine, stall_s: float, load_s: float) -> NoReturn:
-    """Watch an engine until it hangs. It makes progress as long as it answers calls or generates tokens, or has nothing to do.
+    """Watch an engine until it hangs. It makes progress as long as it answers calls or generates tokens, sleeps, or has nothing to do.
 
     Args:
         stall_s: how long calls may wait without either.
@@ -80,7 +80,8 @@ async def watch_progress(engine: Engine, stall_s: float, load_s: float) -> NoRet
             tokens = await engine.tokens()
         now, limit = clock.now(), load_s if engine.loading else stall_s
         uncounted = tokens is None and not engine.loading
-        if not engine.waiting or uncounted or (engine.answered, tokens) != seen:
+        rests = engine.asleep and not engine.loading
+        if not engine.waiting or uncounted or rests or (engine.answered, tokens) != seen:
             since, seen = now, (engine.answered, tokens or 0.0)
         if now - since > limit:
             raise EngineError(

@@ -66,7 +66,9 @@ class WorkerThreadEngine(InProcessEngine):
             return {"weights/pause_seconds": seconds, "weights/load_seconds": seconds}
 
         with self._asked(UPDATE):
-            return await self._computed(load)
+            metrics = await self._computed(load)
+        self._awake.set()
+        return metrics
 
     async def sleep(self) -> None:
         def rest() -> None:
@@ -74,6 +76,7 @@ class WorkerThreadEngine(InProcessEngine):
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()
 
+        self._awake.clear()
         with self._asked(SLEEP):
             await self._computed(rest)
 

@@ -365,10 +365,10 @@ SKYRL = [
         {**MEGATRON_4, f"{MEGATRON}.tensor_model_parallel_size": 2},
     ),
     Case(
-        "asynchronous training is not colocated",
+        "engines have the trainer's GPUs after each step",
+        {**COLOCATED, "trainer.fully_async.max_staleness_steps": 1, "trainer.fully_async.sync_weight_interval": 2},
+        "trainer.fully_async.sync_weight_interval", "the trainer leaves its GPUs to the engines when it publishes weights",
         {**COLOCATED, "trainer.fully_async.max_staleness_steps": 1},
-        f"{PLACEMENT}.colocate_all", "trainer.fully_async.max_staleness_steps must be 0",
-        {"trainer.fully_async.max_staleness_steps": 1},
     ),
     Case(
         "no more groups are generated than staleness allows",

@@ -222,7 +222,7 @@ def test_an_engine_that_has_slept_wakes_with_new_weights(with_each_engine: WithE
     with_each_engine(play)
 
 
-async def updated_while_running(engine: Engine, weights: Path) -> list[Generation]:
+async def updated_while_running(engine: Engine, weights: Path, *, sleeps: bool = False) -> list[Generation]:
     newer = as_version(weights, 1)
     sampling = {"temperature": 1.0, "max_tokens": LENGTH, "ignore_eos": True}
     begun = await engine.tokens() or 0
@@ -230,8 +230,61 @@ async def updated_while_running(engine: Engine, weights: Path) -> list[Generatio
         running = asyncio.create_task(engine.generate(LONG_PROMPT, RUNNING, 9, sampling))
         while (await engine.tokens() or 0) < begun + RUNNING * 10:
             await asyncio.sleep(0.01)
+        if sleeps:
+            await asleep(engine, running)
         await engine.update_weights(newer)
     return await running
+
+
+async def asleep(engine: Engine, running: asyncio.Task[list[Generation]]) -> None:
+    """Let the engine sleep, and check that meanwhile nothing is generated and that further calls wait."""
+    await engine.sleep()
+    assert engine.asleep
+    later = asyncio.create_task(engine.generate(PROMPT, 1, 4, WHOLE))
+    before = await engine.tokens()
+    await asyncio.sleep(0.5)
+    assert await engine.tokens() == before
+    assert not running.done()
+    assert not later.done()
+    later.cancel()
+
+
+def test_requests_that_sleep_interrupts_go_on_under_the_weights_that_come_next(
+    with_each_engine: WithEngine[Any], models: list[Path]
+) -> None:
+    async def play(engine: Engine) -> list[Generation]:
+        limiter = ConcurrencyLimiter(9)
+        before = await engine.load()
+        said = await updated_while_running(engine, models[1], sleeps=True)
+        after = await engine.load()
+        for load in (before, after):
+            assert load is not None
+            limiter.update(load, 9)
+        assert limiter.limit == 9, "the preemptions of a sleep are no pressure"
+        assert not engine.asleep
+        return said
+
+    for said in with_each_engine(play):
+        assert_switched(said, models)
+
+
+def test_an_engine_wakes_with_the_version_that_it_had(with_each_engine: WithEngine[Any], models: list[Path]) -> None:
+    async def play(engine: Engine) -> None:
+        await engine.update_weights(as_version(models[1], 1))
+        sampling = {**WHOLE, "max_tokens": LENGTH, "ignore_eos": True}
+        with slowly(models[1]):
+            begun = await engine.tokens() or 0
+            running = asyncio.create_task(engine.generate(LONG_PROMPT, 4, 9, sampling))
+            while (await engine.tokens() or 0) < begun + 4:
+                await asyncio.sleep(0.01)
+            await engine.sleep()
+            assert not running.done()
+            await engine.update_weights(as_version(models[1], 1))
+        for said in await running:
+            assert set(said.versions) == {1}
+            assert_close(said, models[1], LONG_PROMPT)
+
+    with_each_engine(play)
 
 
 def test_running_requests_go_on_under_new_weights(with_each_engine: WithEngine[Any], models: list[Path]) -> None:
@@ -247,16 +300,20 @@ def test_running_requests_go_on_under_new_weights(with_each_engine: WithEngine[A
         return said
 
     for said in with_each_engine(play):
-        assert len(said.token_ids) == LENGTH
-        given = torch.tensor(said.logprobs)
-        old, new = (logprobs(model, LONG_PROMPT, said.token_ids) for model in models[:2])
-        # every token belongs to exactly one version, the older one first
-        switch = said.versions.count(0)
-        assert said.versions == [0] * switch + [1] * (LENGTH - switch)
-        assert 0 < switch < LENGTH
-        assert close(given[:switch], old[:switch])
-        assert close(given[switch:], new[switch:])
-        assert not close(given[switch:], old[switch:])
+        assert_switched(said, models)
+
+
+def assert_switched(said: Generation, models: list[Path]) -> None:
+    """Every token belongs to exactly one version, the older one first."""
+    assert len(said.token_ids) == LENGTH
+    given = torch.tensor(said.logprobs)
+    old, new = (logprobs(model, LONG_PROMPT, said.token_ids) for model in models[:2])
+    switch = said.versions.count(0)
+    assert said.versions == [0] * switch + [1] * (LENGTH - switch)
+    assert 0 < switch < LENGTH
+    assert close(given[:switch], old[:switch])
+    assert close(given[switch:], new[switch:])
+    assert not close(given[switch:], old[switch:])
 
 
 @pytest.mark.parametrize("options", [{}, {"top_k": 3, "logprobs": 3}, {"stop": ["bc"]}])

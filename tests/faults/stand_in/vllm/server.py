@@ -107,12 +107,10 @@ class Engine:
         return await answer
 
     async def generate(self, request: Request) -> Response:
-        if self.asleep:
-            return JSONResponse({"error": "it sleeps"}, 500)
         asked = await request.json()
         params = asked["sampling_params"]
         if "prompt_logprobs" in params:
-            return self.probed()
+            return JSONResponse({"error": "it sleeps"}, 500) if self.asleep else self.probed()
         self.running += 1
         names = self.output_processor.add(asked["request_id"], params["n"])
         note("asked", params["n"])
@@ -161,6 +159,7 @@ class Engine:
         if request.query_params.get("mode", "abort") != "keep":  # as with --enable-return-routed-experts
             return JSONResponse({"error": "only supports resetting running requests after pause(mode='keep')"}, 500)
         self.asleep = {"weights", "kv_cache"}
+        self.going.clear()  # what runs is kept, and goes on
         return Response()
 
     async def wake_up(self, request: Request) -> Response:
