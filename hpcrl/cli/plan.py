@@ -77,6 +77,7 @@ def plan_lines(plan: Plan) -> Iterator[str]:
     from hpcrl.launch.layouts import describe_layouts, usable_layouts
     from hpcrl.launch.nodes import describe_plan
     from hpcrl.launch.pools import describe_pools
+    from hpcrl.launch.requeue.requests import describe_requests
     from hpcrl.planning.disk import describe_disk
     from hpcrl.planning.prefixes import describe_prefixes
     from hpcrl.planning.rank_groups import describe_ranks
@@ -89,6 +90,7 @@ def plan_lines(plan: Plan) -> Iterator[str]:
     yield from describe_plan(plan.nodes)
     yield from _evaluators(config)
     yield from describe_pools(plan.pools, config)
+    yield from describe_requests(config.slurm)
     yield ""
     yield from describe_ranks(config.trainer)
     if config.trainer.strategy == "megatron":

@@ -213,6 +213,11 @@ def _as_json(state: RunState, with_size: bool, *, with_goodput: bool = False) ->
         "over": state.over,
         "executor": state.submission.get("executor"),
         "job": {"id": state.submission.get("job_id"), "state": job.name, "reason": job.reason, "start": job.start},
+        "requests": {
+            name: {"id": number, "state": one.name, "reason": one.reason, "start": one.start}
+            for name, (number, one) in state.requests.items()
+            if name
+        },
         "overrides": state.submission.get("overrides", []),
         "attempt": state.attempt,
         "layout": state.layout,

@@ -70,6 +70,7 @@ def _show_dry_run(submission: Submission, *, scripts: bool) -> None:
     from hpcrl.launch.layouts import describe_layouts
     from hpcrl.launch.nodes import describe_plan, make_plan
     from hpcrl.launch.pools import describe_pools, elastic_pools
+    from hpcrl.launch.requeue.requests import describe_requests
     from hpcrl.launch.submit.executors import batch_scripts
     from hpcrl.launch.submit.models import folder_of
     from hpcrl.planning.disk import describe_disk
@@ -81,8 +82,8 @@ def _show_dry_run(submission: Submission, *, scripts: bool) -> None:
     for run, element in zip(submission.runs, submission.elements, strict=True):
         print(f"{run.path}  {' '.join(element.overrides)}".rstrip())
     disk = describe_disk(config, Sizes.of(config, folder_of))
-    pools = describe_pools(elastic_pools(config), config)
-    print("\n".join([*describe_layouts(first.every_layout), *describe_plan(make_plan(config)), *pools, *disk]))
+    jobs = [*describe_pools(elastic_pools(config), config), *describe_requests(config.slurm)]
+    print("\n".join([*describe_layouts(first.every_layout), *describe_plan(make_plan(config)), *jobs, *disk]))
     for title, script in batch_scripts(submission).items() if scripts else ():
         print(f"# {title}\n{script}")
     print("dry run: nothing was submitted" + ("" if scripts else "; --script shows the batch scripts"))

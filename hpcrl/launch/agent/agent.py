@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import closing
@@ -39,6 +40,8 @@ from hpcrl.launch.inputs import require_same_inputs
 from hpcrl.launch.layouts import AttemptLayout
 from hpcrl.launch.nodes import Node, make_plan, needed_nodes
 from hpcrl.launch.requeue.epilogue import ended_before, settle
+from hpcrl.launch.requeue.requests import other_jobs
+from hpcrl.launch.requeue.requeue import set_dependency
 from hpcrl.launch.retention import end_of_run
 from hpcrl.rundir.checkpoints import Retention
 from hpcrl.rundir.checksums import require_unchanged
@@ -184,6 +187,7 @@ class NodeAgent:
         if reason and self._stop_reason is None:
             if reason == "interrupted":
                 ask_to_stop(self._run, self._attempt, reason)
+                self._let_other_requests_start()
             self._stop_deadline = time.monotonic() + self._saving_s
         if reason and self._stop_reason != reason:  # a cancellation overrides a requeue in progress
             self._stop_reason = reason
@@ -198,6 +202,12 @@ class NodeAgent:
             self._watchdog.signal(signal.SIGUSR2, "rank-")
         if time.monotonic() > self._stop_deadline:
             self._report_stop("it did not leave in time after the stop request")
+
+    def _let_other_requests_start(self) -> None:
+        """Free the run's other requests where Slurm ends this job: it may kill the batch script, which else does that, before its turn."""
+        if signal.SIGTERM in self._signals and self._node.index == 0 and not self._context.local:
+            others = other_jobs(self._run, self._context.job_id)
+            threading.Thread(target=set_dependency, args=(others, None), daemon=True).start()
 
     def _look_at_children(self) -> None:
         if self._node.role == "trainer" and not (self._stop_reason and not self._processes.rendezvous):

@@ -44,6 +44,10 @@ class NodeContext:
     restarts: int
     local: bool
 
+    @property
+    def job_id(self) -> str:
+        return self.job.rpartition(".")[0]
+
     @classmethod
     def here(cls) -> NodeContext:
         """Return the context of the calling process, which submitit started."""
