@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from hpcrl.config import Config
     from hpcrl.planning.estimate import Estimate
     from hpcrl.planning.memory import Need, Shapes
-    from hpcrl.planning.plan import Plan, ServedMemory
+    from hpcrl.planning.plan import RunPlan, ServedMemory
 
 _ROWS = {
     "weights": "weights",
@@ -56,23 +56,23 @@ def _plan(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def checked_plan(config: Config) -> Plan:
+def checked_plan(config: Config) -> RunPlan:
     """Return the plan of a configuration; with ranges, of its largest layout. Raises DataError where the ranks cannot share the model."""
     from hpcrl.config.errors import raise_together
     from hpcrl.errors import DataError
     from hpcrl.launch.layouts import all_layouts, usable_layouts
     from hpcrl.launch.submit.models import check_layouts, rank_problems
     from hpcrl.planning.layouts import memory_problems
-    from hpcrl.planning.plan import Plan
+    from hpcrl.planning.plan import RunPlan
 
     layouts = all_layouts(config, rank_problems, memory_problems)
     if layouts[0].sizes:
         config = config.at((usable_layouts(layouts) or layouts)[-1].sizes)
     raise_together(list(check_layouts(config)), lambda _: None, DataError)
-    return Plan.of(config, layouts)
+    return RunPlan.of(config, layouts)
 
 
-def plan_lines(plan: Plan) -> Iterator[str]:
+def plan_lines(plan: RunPlan) -> Iterator[str]:
     """Yield what the command prints."""
     from hpcrl.launch.layouts import describe_layouts, usable_layouts
     from hpcrl.launch.nodes import describe_plan
@@ -132,7 +132,7 @@ def _layers(config: Config) -> Iterator[str]:
         yield f"  hint: without TransformerEngine a rank computes its experts one after the other{remedy}"
 
 
-def _models(plan: Plan) -> Iterator[str]:
+def _models(plan: RunPlan) -> Iterator[str]:
     from hpcrl.planning.devices import memory_of_rank
 
     if plan.family:
@@ -151,7 +151,7 @@ def _models(plan: Plan) -> Iterator[str]:
         yield from plan.engines[0]
 
 
-def _parameters(plan: Plan) -> Iterator[str]:
+def _parameters(plan: RunPlan) -> Iterator[str]:
     from hpcrl.planning.plan import ROLES
 
     config, named, counts = plan.config, plan.config.trainer.models, plan.counts

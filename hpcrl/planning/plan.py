@@ -50,7 +50,7 @@ class ServedMemory:
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunPlan:
     """What a run with a configuration would have.
 
     Attributes:
@@ -78,7 +78,7 @@ class Plan:
     unknown: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, config: Config, layouts: list[AttemptLayout]) -> Plan:
+    def of(cls, config: Config, layouts: list[AttemptLayout]) -> RunPlan:
         """Compute the plan of a configuration without ranges, whose layout `check_layouts` accepts."""
         nodes, pools, groups = make_plan(config), elastic_pools(config), rank_groups(config.trainer)
         only = [_served(config, each) for each in served(config)]
@@ -163,7 +163,7 @@ def _served(config: Config, each: Served) -> ServedMemory:
 
 
 def _models(config: Config) -> dict[str, Any]:
-    """Return the fields of a Plan that depend on the trained models."""
+    """Return the fields of a RunPlan that depend on the trained models."""
     try:
         described = plan_family(config).describe_policy(config)
     except (ImportError, DataError, RunError) as error:

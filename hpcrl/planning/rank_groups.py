@@ -65,18 +65,21 @@ def communicators(trainer: TrainerConfig) -> int:
 
 def rank_groups(trainer: TrainerConfig) -> dict[str, dict[str, Groups]]:
     """Return the groups of the policy's ranks and, where a critic has its own, of the critic's, each by the name of its kind."""
+    placement, first = trainer.placement, trainer.placement.policy_ranks
     if trainer.strategy == "megatron":
-        of_policy = _of_megatron(ParallelLayout.of(trainer.policy.megatron_config, trainer.placement.policy_ranks))
+        found = {"policy": _of_megatron(ParallelLayout.of(trainer.policy.megatron_config, first))}
     else:
-        of_policy = _of_fsdp(trainer)
-    return {"policy": of_policy, "critic": _of_critic(trainer)} if trainer.has_own_critic else {"policy": of_policy}
+        on_node, together = placement.policy_num_gpus_per_node, trainer.model_parallel_size
+        found = {"policy": _of_fsdp(trainer.policy.fsdp_config, range(first), on_node, together)}
+    if trainer.has_own_critic:
+        ranks, together = range(first, first + placement.critic_ranks), trainer.critic_model_parallel_size
+        found["critic"] = _of_fsdp(trainer.critic.fsdp_config, ranks, placement.critic_nodes[1], together)
+    return found
 
 
-def _of_fsdp(trainer: TrainerConfig) -> dict[str, Groups]:
-    ranks, sharding = range(trainer.placement.policy_ranks), trainer.policy.fsdp_config
-    groups = _copies(sharding, ranks, trainer.placement.policy_num_gpus_per_node)
-    groups |= _consecutive(_TOGETHER, ranks, trainer.model_parallel_size)
-    return groups | _consecutive(_EXPERTS, ranks, sharding.expert_parallel_size)
+def _of_fsdp(fsdp: FSDPConfig, ranks: range, on_node: int, together: int) -> dict[str, Groups]:
+    groups = _copies(fsdp, ranks, on_node) | _consecutive(_TOGETHER, ranks, together)
+    return groups | _consecutive(_EXPERTS, ranks, fsdp.expert_parallel_size)
 
 
 def _of_megatron(layout: ParallelLayout) -> dict[str, Groups]:
@@ -91,15 +94,7 @@ def _critic(trainer: TrainerConfig) -> Iterator[str]:
     ranks = range(first, first + nodes * on_node)
     yield f"{len(ranks)} rank(s) of the critic, {on_node} on each of {nodes} node(s)"
     before = trainer.placement.policy_nodes
-    yield from _lines(_of_critic(trainer), lambda rank: before + (rank - first) // on_node)
-
-
-def _of_critic(trainer: TrainerConfig) -> dict[str, Groups]:
-    first, on_node = trainer.placement.policy_ranks, trainer.placement.critic_nodes[1]
-    ranks = range(first, first + trainer.placement.critic_ranks)
-    groups = _copies(trainer.critic.fsdp_config, ranks, on_node)
-    groups |= _consecutive(_TOGETHER, ranks, trainer.critic_model_parallel_size)
-    return groups | _consecutive(_EXPERTS, ranks, trainer.critic.fsdp_config.expert_parallel_size)
+    yield from _lines(rank_groups(trainer)["critic"], lambda rank: before + (rank - first) // on_node)
 
 
 def _copies(fsdp: FSDPConfig, ranks: range, on_node: int) -> dict[str, Groups]:

@@ -357,9 +357,9 @@ OURS = [
     ),
     Case(
         "replicas that only evaluate take no turns",
-        {**FOUR_GPUS, "slurm.eval_replicas": 1, f"{ENGINE}.num_engines": 2, "trainer.placement.colocate_all": True},
+        {**FOUR_GPUS, "slurm.eval_replicas": 1, f"{ENGINE}.num_engines": 4, "trainer.placement.colocate_all": True},
         "slurm.eval_replicas", "colocate_all",
-        {**FOUR_GPUS, "slurm.eval_replicas": 1, f"{ENGINE}.num_engines": 2},
+        {**FOUR_GPUS, "slurm.eval_replicas": 1, f"{ENGINE}.num_engines": 4},
     ),
     Case(
         "replicas of the run's own or elastic ones",
