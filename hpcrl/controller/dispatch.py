@@ -13,7 +13,7 @@ Samples of one group are never divided: they share the prompt's cache.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
@@ -45,6 +45,7 @@ class Dispatcher:
     Args:
         n_samples, eval_n_samples: samples of a training group, and of a row of the evaluation.
         together: rows begin beside training groups, since training waits for both.
+        lent: workers that get no rows, since they may have to stop at any moment, and a score belongs to one version.
     """
 
     def __init__(
@@ -55,8 +56,10 @@ class Dispatcher:
         eval_n_samples: int,
         *,
         together: bool = False,
+        lent: Collection[str] = (),
     ) -> None:
         self._admission, self._evaluation, self._together = admission, evaluation, together
+        self._lent = lent
         self._n_samples, self._eval_n_samples = n_samples, eval_n_samples
         self._capacity: dict[str, int | None] = {}  # groups at most; None until the worker has asked once
         self._capacities = Counter[int | None]()
@@ -146,7 +149,7 @@ class Dispatcher:
         return Assignment(version, rows, groups)
 
     def _claim_rows(self, worker: str, version: int, room: int, *, behind: bool) -> list[int]:
-        if room <= 0 or self._evaluation.room(version) <= 0:
+        if room <= 0 or self._evaluation.room(version) <= 0 or worker in self._lent:
             return []
         most = max(self._rows(room), 1)
         share = self._level_of_rows(version, behind) - self._evaluation.running_at(worker)
@@ -174,9 +177,10 @@ class Dispatcher:
 
     def _level_of_rows(self, version: int, behind: bool) -> int:
         """Return the level of the rows of a version; workers that have a newer one take no part."""
-        workers = self._capacities
+        workers = self._capacities - Counter(self._capacity[name] for name in self._lent if name in self._capacity)
         if behind:
-            workers = Counter(self._capacity[name] for name, held in self._held.items() if held <= version)
+            own = ((name, held) for name, held in self._held.items() if name not in self._lent)
+            workers = Counter(self._capacity[name] for name, held in own if held <= version)
         rooms = Counter[int | None]()
         for capacity, count in workers.items():
             rooms[None if capacity is None else max(1, self._rows(capacity))] += count

@@ -10,6 +10,7 @@ from statistics import fmean
 
 from hpcrl.algorithms.filters import share_without_spread
 from hpcrl.controller.admission import staleness
+from hpcrl.controller.lending import Lending
 from hpcrl.controller.replicas import MinReplicas
 from hpcrl.controller.schedule import Schedule
 from hpcrl.controller.score_queue import ScoreQueue
@@ -119,9 +120,12 @@ def row_metrics(batch: Batch) -> dict[str, float]:
     }
 
 
-def replica_metrics(ready: int, min_replicas: MinReplicas, restarts: int, taken_back: int) -> dict[str, float]:
-    """Return replicas/*."""
+def replica_metrics(
+    ready: int, min_replicas: MinReplicas, restarts: int, taken_back: int, lending: Lending
+) -> dict[str, float]:
+    """Return replicas/*; those that the trainer lends its GPUs to count for themselves."""
     return {
+        **({"replicas/leases": lending.times.leases} if lending.lent else {}),
         "replicas/ready": ready,
         "replicas/total": max(min_replicas.replicas, ready),
         "replicas/restarts": restarts,

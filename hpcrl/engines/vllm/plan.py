@@ -86,7 +86,8 @@ def describe_engines(config: Config, shapes: Shapes) -> Iterator[str]:
     if device is None:
         yield f"  memory of the device: unknown ({source})"
         return
-    share, longest = config.engine_memory_share, config.max_model_len
+    share = config.engine_memory_share(shared=config.trainer.placement.colocate_all)
+    longest = config.max_model_len
     found = engine_sizes(engine, shapes, share * device)
     yield (
         f"  of a GPU's {device / 2**30:,.2f} GiB ({source}) {share:.0%} are the engine's "
