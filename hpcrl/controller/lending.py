@@ -1,7 +1,7 @@
 """Decides when engines use the trainer's GPUs while it waits for a batch (trainer.placement.lend). Pure logic: times are given, no HTTP.
 
 A lease costs c1 seconds at its start, the trainer's offload and the engine's wake, and c2 seconds at its end, the engine's sleep and the
-trainer's onload. With E replicas on GPUs of their own and L lent ones of the same speed, a wait of R seconds becomes
+trainer's onload. There are E replicas on GPUs of their own, and L lent ones of the same speed. A wait of R seconds becomes
 (R E + c1 L) / (E + L) + c2 seconds. That is less where
 
     R > c1 + c2 (1 + E / L).

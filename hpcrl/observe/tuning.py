@@ -258,7 +258,7 @@ TUNINGS: Sequence[Tuning] = (
     Tuning(
         "[`trainer.placement.lend = true`](placement.md#gpus-that-the-trainer-lends)",
         "the trainer waits for samples for longer than engines take to wake and to sleep, and engines have no room for all groups",
-        f"2.1 times the samples per second where one lent engine joins one other, and environments are slow ([figures]({_FIGURES}#gpus-that-the-trainer-lends))",
+        f"1.6 times the samples per second where one lent engine joins one other, and environments are slow ([figures]({_FIGURES}#gpus-that-the-trainer-lends))",
         ((TRAINER, SAMPLES),),
         _lend,
     ),
