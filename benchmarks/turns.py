@@ -20,6 +20,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import pyarrow.parquet as pq
+
 from hpcrl.envs.base import Turn
 from hpcrl.envs.tasks.sort_letters import SortLetters
 from hpcrl.observe.metrics import merged
@@ -51,6 +53,23 @@ class Uneven(SortLetters):
         return answer if self._left == 0 else Turn(again, 0.0, done=False)
 
 
+def uneven(directory: Path) -> list[str]:
+    """Write the quickstart's rows without their environment; return the settings by which runs train them in this one."""
+    found = list[str]()
+    for kind, name in {"train_data": "train", "val_data": "validation"}.items():
+        rows = pq.read_table(ROOT / "configs" / "quickstart" / "data" / f"{name}.parquet")
+        pq.write_table(rows.drop_columns(["env_class"]), directory / f"{name}.parquet")
+        found.append(f"data.{kind}=[{str(directory / f'{name}.parquet')!r}]")
+    return [
+        *found,
+        f"python_path=[{str(ROOT / 'benchmarks')!r}]",
+        "environment.env_class=turns:Uneven",
+        f"environment.skyrl_gym.max_env_workers={4 * BATCH * SAMPLES}",
+        f"generator.max_turns={TURNS}",
+        "generator.max_input_length=240",
+    ]
+
+
 def settings(staleness: int) -> list[str]:
     return [
         f"trainer.fully_async.max_staleness_steps={staleness}",
@@ -60,11 +79,6 @@ def settings(staleness: int) -> list[str]:
         f"trainer.eval_interval={STEPS}",
         "trainer.ckpt_interval=0",
         f"generator.n_samples_per_prompt={SAMPLES}",
-        f"generator.max_turns={TURNS}",
-        "generator.max_input_length=240",
-        f"python_path=[{str(ROOT / 'benchmarks')!r}]",
-        "environment.env_class=turns:Uneven",
-        f"environment.skyrl_gym.max_env_workers={4 * BATCH * SAMPLES}",
     ]
 
 
@@ -90,10 +104,11 @@ def main() -> None:
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
+        given = [*uneven(Path(temporary)), *arguments.settings]
         root, found = arguments.root or Path(temporary), dict[int, list[tuple[float, float]]]({0: [], 1: []})
         for number in range(arguments.times):
             for staleness, runs in found.items():
-                runs.append(run(root, f"staleness-{staleness}-{number}", staleness, arguments.settings))
+                runs.append(run(root, f"staleness-{staleness}-{number}", staleness, given))
                 print(f"staleness {staleness}: {runs[-1][0]:7.1f} samples/s, score {runs[-1][1]:.3f}", flush=True)
     (slow, before), (fast, after) = ([median(each) for each in zip(*runs, strict=True)] for runs in found.values())
     print(f"median: {slow:.1f} and {fast:.1f} samples/s, {fast / slow:.2f} times; scores {before:.3f} and {after:.3f}")

@@ -285,7 +285,7 @@ class Lending:
         return name not in self._finishing and name not in self._resting
 
     def note_recall(self, name: str, now: float) -> None:
-        """Record that an engine was told to give its lease back."""
+        """Record that the lease of an engine is recalled."""
         if name in self.lent:
             self.times.ordered(name, now)
 

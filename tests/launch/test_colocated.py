@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 
 import numpy as np
@@ -83,18 +84,12 @@ def test_it_is_the_run_with_nodes_apart(place: Path, settings: list[str]) -> Non
 
 
 @pytest.mark.parametrize("backend", ["transformers", "vllm"])
-def test_unfinished_samples_go_on_in_the_next_turn(place: Path, backend: str) -> None:
+def test_unfinished_samples_go_on_in_the_next_turn(place: Path, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their tokens have the versions that chose them, and all are trained within the staleness bound, each group once."""
-    uneven = [
-        f"python_path=[{str(ROOT / 'benchmarks')!r}]",
-        "environment.env_class=turns:Uneven",
-        "environment.skyrl_gym.max_env_workers=256",
-        "generator.max_turns=10",
-        "generator.max_input_length=240",
-        f"generator.inference_engine.backend={backend}",
-        "trainer.fully_async.max_staleness_steps=1",
-    ]
-    run = submit(place, "asynchronous", *KEPT, COLOCATED, "trainer.max_steps=6", *uneven)
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    lengths = importlib.import_module("turns").uneven(place)
+    settings = [f"generator.inference_engine.backend={backend}", "trainer.fully_async.max_staleness_steps=1"]
+    run = submit(place, "asynchronous", *KEPT, COLOCATED, "trainer.max_steps=6", *lengths, *settings)
     assert finish(run, 1, 600) == "done", logs_of(run)
     assert_in_turns(run)
     groups = [group for step in trained_groups(run) for group in step]
