@@ -306,6 +306,7 @@ class Work:
         seed: base of the sampling seeds; sample i uses seed + i, so a group does not depend on who generates it.
         turns: files, relative to the run directory, with turns of it that earlier workers have left.
         asked: digest of all that decides what a row of an evaluation becomes, but the weights; empty: nobody asks for it once more.
+        version: that a row of an evaluation is generated with; None: the one that the engine holds.
     """
 
     group_id: str
@@ -315,6 +316,7 @@ class Work:
     seed: int
     turns: list[str] = field(default_factory=list)
     asked: str = ""
+    version: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         return vars(self) | {"prompt": vars(self.prompt)}

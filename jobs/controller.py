@@ -18,6 +18,7 @@ from hpcrl.controller.api import Api
 from hpcrl.controller.build import build_service
 from hpcrl.errors import HpcrlError
 from hpcrl.observe.alerts.monitor import monitor_process
+from hpcrl.observe.goodput import GoodputMeter
 from hpcrl.observe.tensorboard.event_file import Follower
 from hpcrl.observe.timeline import Timeline
 from hpcrl.observe.trackers.base import senders, trackers_of
@@ -44,7 +45,7 @@ def main(path: str) -> None:
     gc.freeze()  # the prompts stay, and to look through them for garbage takes long
     with Followers(run, attempt, followers), closing(Timeline(run, "controller", attempt)) as timeline:
         save_s = config.slurm.patience.save_seconds
-        asyncio.run(answer(run, attempt, status, Api(service, save_s, timeline)))
+        asyncio.run(answer(run, attempt, status, Api(service, save_s, timeline, GoodputMeter(run, attempt))))
 
 
 async def answer(run: Run, attempt: int, status: StatusWriter, api: Api) -> None:

@@ -41,6 +41,7 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
         "sync": ("hpcrl.cli.sync", "send the metrics of a run to a tracker"),
         "upload": ("hpcrl.cli.upload", "copy exports and checkpoints of a run to the Hugging Face hub or to S3"),
         "advise": ("hpcrl.cli.advise", "print for what each role of a run waits, and the settings that would help"),
+        "goodput": ("hpcrl.cli.goodput", "print what the nodes of runs did, as shares of all their time"),
         "trace": ("hpcrl.cli.trace", "write the timeline of a run's processes, for Perfetto and chrome://tracing"),
         "stacks": ("hpcrl.cli.stacks", "show the present stacks of every process of a run"),
         "profile": ("hpcrl.cli.profile", "show where a process of a run spends its time, sampled while it runs"),

@@ -68,6 +68,7 @@ def plan_lines(config: Config) -> Iterator[str]:
 
     raise_together(list(check_layouts(config)), lambda _: None, DataError)
     yield from describe_plan(make_plan(config))
+    yield from _evaluators(config)
     yield from describe_pools(config)
     yield from _lending(config)
     yield ""
@@ -95,6 +96,16 @@ def _lending(config: Config) -> Iterator[str]:
         f"hint: with trainer.placement.lend=true {len(lent)} more replica(s) generate on the trainer's GPUs while it waits; hpcrl advise says of "
         "a run whether it waits long enough"
     )
+
+
+def _evaluators(config: Config) -> Iterator[str]:
+    if own := config.slurm.eval_replicas:
+        names, gpus = (
+            ", ".join(f"rollout-{number}" for number in config.evaluators),
+            own * config.generator.inference_engine.gpus,
+        )
+        devices = f", {gpus} GPU(s)," if config.slurm.gpus else ""
+        yield f"{names} only evaluate (slurm.eval_replicas):{devices} idle whenever no evaluation is open"
 
 
 def _layers(config: Config) -> Iterator[str]:

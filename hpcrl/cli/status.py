@@ -63,7 +63,7 @@ def _status(arguments: argparse.Namespace) -> int:
     if arguments.follow and (going_on := [state.run for state in states if not state.over]):
         return follow(going_on)
     if arguments.json:
-        print(dumps([_as_json(state, arguments.size) for state in states], indent=2))
+        print(dumps([_as_json(state, arguments.size, with_goodput=bool(named)) for state in states], indent=2))
     elif len(named) == 1:
         _show(states[0])
         if arguments.size:
@@ -183,7 +183,17 @@ def _waiting(state: RunState) -> dict[str, Any] | None:
     return None
 
 
-def _as_json(state: RunState, with_size: bool) -> dict[str, Any]:
+def _goodput(state: RunState) -> dict[str, Any] | None:
+    from hpcrl.errors import RunError
+    from hpcrl.observe.goodput import account_of
+
+    with suppress(RunError, OSError):  # the state names it
+        account = account_of(state.run)
+        return account.to_json() if account else None
+    return None
+
+
+def _as_json(state: RunState, with_size: bool, *, with_goodput: bool = False) -> dict[str, Any]:
     from dataclasses import asdict
 
     from hpcrl.launch.manage.remove import sizes_of
@@ -209,6 +219,7 @@ def _as_json(state: RunState, with_size: bool) -> dict[str, Any]:
         "progress": {**asdict(state.progress), "eta": state.progress.eta},
         "summary": {name: value for name, value in asdict(summary).items() if name != "outcome"} if summary else None,
         "waiting": _waiting(state),
+        "goodput": _goodput(state) if with_goodput else None,  # it reads all timelines
         "alerts": [{**asdict(alert.begin), "cleared": alert.cleared} for alert in _alerts(state.run)],
         "uploads": {store: asdict(upload) for store, upload in upload_states(state.run).items()},
         "processes": [asdict(status) for status in state.statuses],

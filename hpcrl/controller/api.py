@@ -11,6 +11,7 @@ from typing import Any
 from hpcrl.controller.recovery import History
 from hpcrl.controller.replicas import TICK_S, GpuLease, ReplicaHealth
 from hpcrl.controller.service import WAITS, Service
+from hpcrl.observe.goodput import GoodputMeter
 from hpcrl.observe.timeline import IDLE, LOAD, Timeline
 from hpcrl.rundir.commit import discard
 from hpcrl.rundir.layout import Run
@@ -31,10 +32,18 @@ class Api:
     Args:
         save_seconds: how long a trainer may take to save where the run cannot go on; 0: as long as it likes.
         timeline: of this process; None: nobody looks at one.
+        goodput: of the attempt, measured at each commit; None: it is not.
     """
 
-    def __init__(self, service: Service, save_seconds: float, timeline: Timeline | None = None) -> None:
-        self._service, self._save_seconds, self._timeline = service, save_seconds, timeline
+    def __init__(
+        self,
+        service: Service,
+        save_seconds: float,
+        timeline: Timeline | None = None,
+        goodput: GoodputMeter | None = None,
+    ) -> None:
+        self._service, self._save_seconds, self._timeline, self._goodput = service, save_seconds, timeline, goodput
+        self._measuring: asyncio.Task[None] | None = None
         self._schemas = service.schemas()
         self._changed = asyncio.Condition()
         self._waiting: dict[str, asyncio.Future[list[Work]]] = {}
@@ -63,7 +72,7 @@ class Api:
 
     async def report(self, body: dict[str, Any]) -> dict[str, Any]:
         self._service.check_version(body["version"])
-        worker = self._service.seen(body["worker"], body["version"], body["state"])
+        worker = self._service.seen(body["worker"], body["version"], body["state"], body.get("any_version"))
         worker.stop_sent = self._service.stop is not None
         unwanted = self._service.unwanted(body["worker"], body.get("holding", []))
         version, newest = self._service.wanted(body["worker"], body["version"]), self._service.version
@@ -72,7 +81,7 @@ class Api:
     async def claim(self, body: dict[str, Any]) -> dict[str, Any]:
         service, name, version = self._service, body["worker"], body["version"]
         service.check_version(version)
-        worker = service.seen(name, version, "waiting")
+        worker = service.seen(name, version, "waiting", body.get("any_version"))
         service.reconcile(name, version, body["holding"])
         lent = name in service.lending.lent
         if lent:
@@ -185,9 +194,14 @@ class Api:
             times.trainer_trains(time.monotonic())
         return {"stop": service.stop, "path": None if service.stop else path, "lend": lend}
 
-    async def committed(self, body: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG002
+    async def committed(self, body: dict[str, Any]) -> dict[str, Any]:
         self._service.committed()
+        if self._goodput and (self._measuring is None or self._measuring.done()):
+            self._measuring = asyncio.create_task(self._measure(self._goodput, body["step"]))
         return {}
+
+    async def _measure(self, goodput: GoodputMeter, step: int) -> None:
+        self._service.measured(step, await asyncio.to_thread(goodput.shares))
 
     async def claim_scores(self, body: dict[str, Any]) -> dict[str, Any]:
         service, name, deadline = self._service, body["scorer"], time.monotonic() + body.get("wait", WAIT_S)

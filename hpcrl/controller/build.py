@@ -11,7 +11,7 @@ from hpcrl.config.scorers import judges_of, scorer_number, scorer_numbers, score
 from hpcrl.config.sections.environment import REWARD_MODEL
 from hpcrl.controller.dataset_rows import DatasetRows
 from hpcrl.controller.dynamic_sampling import DynamicSampling
-from hpcrl.controller.replicas import MinReplicas
+from hpcrl.controller.replicas import MinReplicas, worker_name
 from hpcrl.controller.schedule import Schedule
 from hpcrl.controller.score_queue import ScoreQueue
 from hpcrl.controller.service import Service
@@ -71,10 +71,11 @@ def build_schedule(config: Config, steps: int) -> Schedule:
         min_replicas=MinReplicas(
             least=slurm.min_replicas if config.has_engines else 0,
             patience_s=60.0 * slurm.replica_patience_minutes,
-            replicas=config.max_replicas,
+            replicas=config.max_replicas - slurm.eval_replicas,
             elastic=slurm.elastic.replicas > 0,
-            names=frozenset(f"rollout-{replica}" for replica in range(config.max_replicas)),
+            names=frozenset(map(worker_name, set(range(config.max_replicas)).difference(config.evaluators))),
         ),
+        evaluators=frozenset(map(worker_name, config.evaluators)),
         max_failed_ratio=config.environment.max_failed_ratio,
         eval_settings=evaluation_settings(config),
         success_reward=generator.success_reward,

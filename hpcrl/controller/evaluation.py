@@ -2,7 +2,8 @@
 
 An evaluation does not stop training. Its rows begin on workers without training groups, and first of all on those whose engines are to
 load a newer version. A worker keeps its version until the rows that it has taken are finished and none wait. Rows of a lost worker wait
-for an engine that has yet to load their version, such as that of the worker's next start.
+for an engine that has yet to load their version, such as that of the worker's next start. An engine that serves several versions, each an
+adapter, goes on to the newest and evaluates any beside it.
 """
 
 from __future__ import annotations
@@ -186,11 +187,13 @@ class EvalQueue:
             self._waiting[found.version].append(found.row)
         return lost
 
-    def reclaim(self, worker: str, version: int, holding: Iterable[str]) -> None:
-        """Give rows of `version` that were taken back to the worker that evaluates them nevertheless, as far as some may begin now."""
+    def reclaim(self, worker: str, version: int | None, holding: Iterable[str]) -> None:
+        """Give rows of `version`, of any where None, that were taken back to the worker that evaluates them nevertheless, as far as some
+        may begin now."""
         for name in holding:
-            if self._waits(name) == version and self.room(version) > 0:
-                self._begin(worker, version, _row_of(name))
+            waits = self._waits(name)
+            if waits is not None and version in (waits, None) and self.room(waits) > 0:
+                self._begin(worker, waits, _row_of(name))
 
     def wants(self, worker: str, name: str) -> bool:
         """Return whether a row that `worker` holds is its own, or waits."""

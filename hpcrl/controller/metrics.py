@@ -11,9 +11,9 @@ from statistics import fmean
 from hpcrl.algorithms.filters import share_without_spread
 from hpcrl.controller.admission import staleness
 from hpcrl.controller.lending import Lending
-from hpcrl.controller.replicas import MinReplicas
 from hpcrl.controller.schedule import Schedule
 from hpcrl.controller.score_queue import ScoreQueue
+from hpcrl.observe.goodput import SAMPLE_BATCHES
 from hpcrl.observe.metrics import Histogram
 from hpcrl.observe.scores import is_solved
 from hpcrl.observe.summary import WITHOUT_SPREAD
@@ -120,14 +120,12 @@ def row_metrics(batch: Batch) -> dict[str, float]:
     }
 
 
-def replica_metrics(
-    ready: int, min_replicas: MinReplicas, restarts: int, taken_back: int, lending: Lending
-) -> dict[str, float]:
+def replica_metrics(ready: int, replicas: int, restarts: int, taken_back: int, lending: Lending) -> dict[str, float]:
     """Return replicas/*; those that the trainer lends its GPUs to count for themselves."""
     return {
         **({"replicas/leases": lending.times.leases} if lending.lent else {}),
         "replicas/ready": ready,
-        "replicas/total": max(min_replicas.replicas, ready),
+        "replicas/total": max(replicas, ready),
         "replicas/restarts": restarts,
         "replicas/groups_taken_back": taken_back,
     }
@@ -156,7 +154,7 @@ def dropped_metrics(batch: Batch) -> dict[str, float]:
     positive = sum(worth > 0 for worth in worths)
     return {
         "generate/dropped_groups": len(batch.dropped),
-        "generate/sample_batches": len(batch.generated) / len(batch.groups),
+        **_sample_batches(batch),
         "generate/filtered_positive": positive,
         "generate/filtered_negative": len(worths) - positive,
         "generate/filtered_failed": len(batch.dropped) - len(worths),
@@ -165,4 +163,8 @@ def dropped_metrics(batch: Batch) -> dict[str, float]:
 
 def surplus_metrics(batch: Batch) -> dict[str, float]:
     """Return how many surplus groups one batch did not wait for and no later one may train."""
-    return {"generate/given_up_groups": len(batch.given_up)}
+    return {"generate/given_up_groups": len(batch.given_up), **_sample_batches(batch)}
+
+
+def _sample_batches(batch: Batch) -> dict[str, float]:
+    return {SAMPLE_BATCHES: len(batch.generated) / len(batch.groups)}

@@ -17,18 +17,24 @@ TICK_S = 0.5
 _PREFIX = "rollout-"
 
 
+def worker_name(replica: int) -> str:
+    return f"{_PREFIX}{replica}"
+
+
 @dataclass
 class RegisteredWorker:
     """A worker that calls.
 
     Attributes:
         seen: when it called last, by the registry's clock.
+        any_version: whether its engine evaluates any version beside the newest.
     """
 
     version: int
     state: str
     seen: float
     stop_sent: bool = False
+    any_version: bool = False
 
 
 class WorkerRegistry:
@@ -119,7 +125,7 @@ class MinReplicas:
         elastic: whether some of them may come at any time, so that it is worth waiting for them.
         what: each of them is, for people.
         setting: that says what the least is.
-        names: of scorers; None: they are rollout workers.
+        names: of those that count; None: all rollout workers.
     """
 
     least: int = 1

@@ -28,6 +28,7 @@ class Schedule:
         lent: names of the workers whose engines have the trainer's GPUs while it waits, as far as that pays.
         engines_begin_with_model: whether engines hold version 0 when they start; else its weights are published as any other's.
         min_replicas: when there are too few replicas to go on.
+        evaluators: workers that only evaluate.
         max_failed_ratio: share of samples whose environments may fail.
         success_reward: reward from which on a sample has solved its prompt.
     """
@@ -51,6 +52,12 @@ class Schedule:
     lent: tuple[str, ...] = ()
     engines_begin_with_model: bool = True
     min_replicas: MinReplicas = field(default_factory=MinReplicas)
+    evaluators: frozenset[str] = frozenset()
     max_failed_ratio: float = 0.5
     eval_settings: str = ""
     success_reward: float = 1.0
+
+    @property
+    def replicas(self) -> int:
+        """Replicas, those that only evaluate included, when all are well."""
+        return self.min_replicas.replicas + len(self.evaluators)

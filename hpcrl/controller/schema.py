@@ -18,6 +18,7 @@ from typing import Any
 
 from hpcrl.controller.evaluation import EVAL_GROUP
 from hpcrl.controller.prompt_stream import TRAIN_GROUP
+from hpcrl.controller.replicas import worker_name
 from hpcrl.runtime.http_server import BadRequest
 from hpcrl.types import LARGEST, LONGEST_FAILURE, LONGEST_NAME, GroupMeta, is_name, is_plain_text
 
@@ -130,6 +131,7 @@ GROUP_ID = Value(
 GROUP_IDS = listed(GROUP_ID, "ids of groups")
 OBJECTS = Value("a list of objects", lambda value: type(value) is list and _OBJECT.issuperset(map(type, value)))
 REWARD, REWARDS = number(-LARGEST, LARGEST), numbers(-LARGEST, LARGEST)
+_TRUTH = Value("true or false", lambda value: type(value) is bool)
 WAIT = number(0.0, _LONGEST_WAIT_S)
 
 
@@ -204,16 +206,16 @@ class Schemas:
         self._samples = {"train": n_samples, "eval": eval_n_samples}
         step, worker, leaver = whole(total_steps), {"worker": _worker(replicas)}, {"worker": _worker(replicas, scorers)}
         calls = {**worker, "version": step}
-        self.report = Schema({**calls, "state": NAME}, {"holding": GROUP_IDS})
-        self.claim = Schema({**calls, "capacity": whole(_MOST_ENTRIES), "holding": GROUP_IDS})
+        serves = {"any_version": _TRUTH}
+        self.report = Schema({**calls, "state": NAME}, {"holding": GROUP_IDS, **serves})
+        self.claim = Schema({**calls, "capacity": whole(_MOST_ENTRIES), "holding": GROUP_IDS}, serves)
         self.complete = Schema({**worker, "groups": OBJECTS})
-        switch = Value("true or false", lambda value: type(value) is bool)
-        self.leave, self.lease = Schema(leaver), Schema({**worker, "awake": switch})
+        self.leave, self.lease = Schema(leaver), Schema({**worker, "awake": _TRUTH})
         self.start = Schema({"step": whole(_MOST_ENTRIES)})  # a step beyond the end is an error of the configuration
-        self.published = Schema({"version": step}, {"weights": switch})
+        self.published = Schema({"version": step}, {"weights": _TRUTH})
         self.committed = Schema({"step": step})
         self.next = Schema(
-            {"step": whole(total_steps + 1)}, {"wait": WAIT, "away": switch, "onload": number(0.0, LARGEST)}
+            {"step": whole(total_steps + 1)}, {"wait": WAIT, "away": _TRUTH, "onload": number(0.0, LARGEST)}
         )
         scorer = {
             "scorer": Value(
@@ -262,7 +264,7 @@ class Schemas:
 
 
 def _worker(replicas: int, scorers: Collection[str] = ()) -> Value:
-    names = frozenset([*(f"rollout-{number}" for number in range(replicas)), *scorers])
+    names = frozenset([*map(worker_name, range(replicas)), *scorers])
     last = f" to rollout-{replicas - 1}" if replicas > 1 else ""
     also = f", or a scorer: {', '.join(scorers)}" if scorers else ""
     return Value(f"a worker of this run, rollout-0{last}{also}", lambda value: type(value) is str and value in names)

@@ -89,9 +89,9 @@ class Service:
         self._loadable: int | None = None
         self._eval = EvalQueue(schedule.eval_prompts_at_once)
         per_group = schedule.n_samples, schedule.eval_n_samples
-        together, lent = schedule.colocated, schedule.lent
-        self._dispatcher = Dispatcher(self._admission, self._eval, *per_group, together=together, lent=lent)
-        self.lending = Lending(lent, self._admission, self._dispatcher, self._eval, schedule.batch_size)
+        workers = {"evaluators": schedule.evaluators, "lent": schedule.lent}
+        self._dispatcher = Dispatcher(self._admission, self._eval, *per_group, together=schedule.colocated, **workers)
+        self.lending = Lending(schedule.lent, self._admission, self._dispatcher, self._eval, schedule.batch_size)
         self._described = self._pruned = self._started = self._taken_back = 0
         self._registry = WorkerRegistry()
         self._failure_window = FailureWindow(schedule.max_failed_ratio, schedule.batch_size)
@@ -124,9 +124,7 @@ class Service:
     def schemas(self) -> Schemas:
         """Return the schemas of messages to this run's controller."""
         s = self._schedule
-        return Schemas(
-            s.min_replicas.replicas + len(s.lent), s.total_steps, s.n_samples, s.eval_n_samples, self.scores.scorers
-        )
+        return Schemas(s.replicas + len(s.lent), s.total_steps, s.n_samples, s.eval_n_samples, self.scores.scorers)
 
     @property
     def min_replicas(self) -> MinReplicas:
@@ -255,26 +253,31 @@ class Service:
         """
         if not self._may_begin(name, version):
             return []
-        return self._work(self._dispatcher.claim(name, version, capacity, behind=version != self._loadable))
+        behind, serves = version != self._loadable, self._any_version(name)
+        return self._work(self._dispatcher.claim(name, version, capacity, behind=behind, any_version=serves))
 
     def wanted(self, name: str, held: int) -> int | None:
         """Return the version that the engine of worker `name`, which holds `held`, should have; None before the trainer has started.
 
         It is the newest one, as long as no evaluation needs another. Of those who hold newer ones, only one worker goes back to rows that a
         lost worker left, and only where nothing can be trained without them. Nobody could go back to version 0 where it has no weights but the
-        model's.
+        model's. An engine that serves several versions always has the newest.
         """
-        if self._loadable is None:
-            return None
-        if name in self.lending.lent:
+        if self._loadable is None or self._any_version(name) or not self._dispatcher.evaluates(name):
             return self._loadable
-        goes_back = self._waits_for_evaluation and self._eval.room() > 0 and name == min(self._own, default=name)
+        names = [other for other in self.workers if self._dispatcher.evaluates(other)]
+        waits = self._waits_for_evaluation or name in self._schedule.evaluators
+        goes_back = waits and self._eval.room() > 0 and name == min(names, default=name)
         stays = held == 0 and self._schedule.engines_begin_with_model
         return self._eval.wanted(held, self._loadable, goes_back=goes_back, stays=stays)
 
     def keeps(self, name: str, held: int) -> bool:
         """Return whether the engine of a worker keeps its version: it is the one that it should have, or has rows of its evaluation."""
-        return self._eval.running_at(name) > 0 or self.wanted(name, held) in (held, None)
+        evaluates = self._eval.running_at(name) > 0 and not self._any_version(name)
+        return evaluates or self.wanted(name, held) in (held, None)
+
+    def _any_version(self, name: str) -> bool:
+        return name in self.workers and self.workers[name].any_version
 
     def wait(self, name: str, version: int, capacity: int) -> None:
         """Queue a worker without work for `assignments`, until it is served, withdraws or leaves."""
@@ -303,7 +306,8 @@ class Service:
     def _work(self, assignment: Assignment) -> list[Work]:
         version = assignment.version
         evaluation = self._eval_work(version, assignment.rows)
-        evaluation = [replace(item, turns=self._begun.files(item.group_id, version)) for item in evaluation]
+        files = self._begun.files
+        evaluation = [replace(one, turns=files(one.group_id, version), version=version) for one in evaluation]
         return evaluation + [self._train_work(index) for index in assignment.indices]
 
     def _eval_work(self, version: int, rows: Sequence[int] | None = None) -> list[Work]:
@@ -399,8 +403,8 @@ class Service:
             assert self._metrics is not None
             epoch = self._stream.last_epoch(group.group_id for group in batch.groups)
             position = controller_metrics(step, epoch, self.total_steps, self.steps_per_epoch)
-            taken_back = self._registry.restarts, self._taken_back
-            replicas = replica_metrics(len(self._own), self.min_replicas, *taken_back, self.lending)
+            counts = len(self._own), self._schedule.replicas, self._registry.restarts, self._taken_back
+            replicas = replica_metrics(*counts, self.lending)
             found = step_metrics(batch, self._schedule, None if self._rows else replicas | scorer_metrics(self.scores))
             self._metrics.write(step, found | position, None if self._rows else batch_histograms(batch))
             self._described = step
@@ -412,13 +416,24 @@ class Service:
         remove_samples(self._run, self._files, due)
         self._pruned += len(due)
 
-    def seen(self, name: str, version: int, state: str) -> RegisteredWorker:
-        """Record a call of a worker; return it."""
+    def measured(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write further metrics of a step."""
+        if self._metrics is not None and metrics:
+            self._metrics.write(step, metrics)
+
+    def seen(self, name: str, version: int, state: str, any_version: bool | None = None) -> RegisteredWorker:
+        """Record a call of a worker; return it.
+
+        Args:
+            any_version: whether its engine evaluates any version beside the newest; None: as before.
+        """
         if name not in self.lending.lent:
             self.lending.times.replica_started(self._registry.clock.now())
         if not self.lending.rests(name):
             self._dispatcher.join(name)
-        return self._registry.seen(name, version, state)
+        worker = self._registry.seen(name, version, state)
+        worker.any_version = worker.any_version if any_version is None else any_version
+        return worker
 
     def wants_lease(self, name: str) -> bool:
         """Return whether a sleeping engine is to have the trainer's GPUs now, see `Lending`."""
@@ -426,7 +441,8 @@ class Service:
         lent = name in self.lending.lent and bool(self._loadable)
         if not lent or self.stop or self.failure or self.phase != WAITS:
             return False
-        own = {each: worker.version for each, worker in self.workers.items() if each not in self.lending.lent}
+        others = self.lending.lent | self._schedule.evaluators
+        own = {name: worker.version for name, worker in self.workers.items() if name not in others}
         return self.lending.wants(name, self._loadable, own, self.total_steps - self._admission.composed)
 
     def reconcile(self, name: str, version: int, holding: list[str]) -> None:
@@ -436,7 +452,7 @@ class Service:
         if self._admission.release(name, indices) + self._eval.release(name, holding):
             self._begun.find(name)
         self._admission.reclaim(name, version, indices)
-        self._eval.reclaim(name, version, holding)
+        self._eval.reclaim(name, None if self._any_version(name) else version, holding)
 
     def unwanted(self, name: str, holding: list[str]) -> list[str]:
         """Return the groups among these that are no longer wanted of a worker: finished by another one, given up, or rows that another
@@ -492,7 +508,7 @@ class Service:
             "unscored": self.scores.waiting,
             "eval_open": self._eval.open,
             "waits_for_evaluation": self._waits_for_evaluation,
-            "replicas": self.min_replicas.replicas,
+            "replicas": self._schedule.replicas,
             "stop": self.stop,
             "scorers": self.scores.status(),
             "workers": {name: {"version": w.version, "state": w.state} for name, w in self.workers.items()},

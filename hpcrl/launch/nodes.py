@@ -24,6 +24,7 @@ class Node:
         lends: whether the trainer lends them its devices, and has them else.
         elsewhere: whether their engines are on no node of the run, and only their rollout workers are here.
         engine_parts: numbers of the parts of engines on this node, where an engine is on several and this is not the first of them.
+        part_of: numbers of the engines that these are parts of.
         gpus: devices that the node uses; 0 where it computes on the CPU.
         gpu_offset: devices that the nodes before it use, for when all of them share one machine.
         services: numbers of the reward model's services on this node.
@@ -52,6 +53,7 @@ class Node:
     elsewhere: bool = False
     lends: bool = False
     engine_parts: tuple[int, ...] = ()
+    part_of: tuple[int, ...] = ()
     part: int = 0
     parts: int = 1
 
@@ -65,6 +67,16 @@ class Node:
     def part_of_scorer(self, part: int) -> str:
         """Return the name of the process that has the ranks of this node's scorer on another one of its nodes."""
         return f"scorer-{self.scorers[0]}-part-{part}"
+
+    @property
+    def devices(self) -> list[list[str]]:
+        """Names of the timelines of each device's processes; the first rank of a model stands for all of its ranks."""
+        if self.ranks:
+            beside = () if self.elsewhere else self.replicas
+            rank = f"rank-{self.first_rank if self.critic else 0}"
+            return [[rank, f"rollout-{replica}"] for replica in beside] or [[rank]]
+        names = {"rollout": self.replicas or self.part_of, "reward": self.services, "scorer": self.scorers}
+        return [[f"{job}-{number}"] for job, own in names.items() for number in own]
 
     @property
     def follows(self) -> str | None:
@@ -92,6 +104,7 @@ def make_plan(config: Config) -> list[Node]:
         lends = bool(ranks and replicas) and trainer.placement.lend
         own = {"services": tuple(services), "first_rank": first_rank, "critic": critic, "lends": lends}
         of_engines = {"elsewhere": bool(engine.remote_urls and replicas), "engine_parts": tuple(engine_parts)}
+        of_engines["part_of"] = tuple(number // (config.engine_nodes - 1) for number in engine_parts)
         nodes.append(Node(len(nodes), role, ranks, tuple(replicas), gpus, offset, **own, **of_engines))
         offset += gpus
 

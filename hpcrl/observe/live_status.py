@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from hpcrl.errors import ConfigError
 from hpcrl.observe.advice import advise
+from hpcrl.observe.goodput import account_of
 from hpcrl.observe.metrics import MetricsReader
 from hpcrl.observe.summary import REWARD, TOKENS_PER_SECOND
 from hpcrl.rundir.layout import Run
@@ -53,6 +54,7 @@ class LiveStatus:
         is_reward: which of the two.
         tokens_per_second: of the newest step.
         waits: for what its roles wait, with advice; renewed once in a while.
+        goodput: what its nodes did, as of an `Account`; renewed as the waits, empty where no node is recorded.
         peaks: the most memory that a rank of the trainer needed, on its host and on its GPU, as far as they were reported.
     """
 
@@ -62,6 +64,7 @@ class LiveStatus:
     tokens_per_second: float | None = None
     peaks: list[str] = field(default_factory=list)
     waits: list[str] = field(default_factory=list)
+    goodput: str = ""
 
 
 class LiveStatusReader:
@@ -71,7 +74,7 @@ class LiveStatusReader:
         self._run = run
         self._renewed: dict[str, tuple[float, float]] = {}
         self._since: dict[str, tuple[str, float]] = {}
-        self._waits, self._advised = list[str](), -math.inf
+        self._waits, self._goodput, self._advised = list[str](), "", -math.inf
         self._reset()
 
     def _reset(self) -> None:
@@ -90,6 +93,7 @@ class LiveStatusReader:
             for name, curve in self._curves.items():
                 if name in record.metrics:
                     curve[record.step] = record.metrics[name]
+        self._renew_advice()
         rewards, losses = (list(curve.values()) for curve in self._curves.values())
         return LiveStatus(
             rows=self._rows(),
@@ -101,18 +105,19 @@ class LiveStatusReader:
                 for name, where in ((_HOST, "host"), (_DEVICE, "GPU"))
                 if name in self._newest
             ],
-            waits=self._advice(),
+            waits=self._waits,
+            goodput=self._goodput,
         )
 
-    def _advice(self) -> list[str]:
-        """Return advice that is at most a minute old: it reads the timelines of all replicas."""
+    def _renew_advice(self) -> None:
+        """Renew advice and account where they are more than a minute old: they read the timelines of all replicas."""
         now = time.monotonic()
         if now - self._advised > _ADVISED_S:
             with suppress(ConfigError):  # written by another hpcrl
                 advised = advise(self._run)
                 self._waits = list(advised.lines()) if advised else []
+            self._goodput = str(account_of(self._run) or "")
             self._advised = now
-        return self._waits
 
     def _rows(self) -> list[ProcessRow]:
         attempts = read_attempts(self._run)

@@ -5,7 +5,11 @@
 
 A process is in one phase at a time, so spans of a process follow one another and the shares of a step add up to the whole. Steps are the
 trainer's: from the moment at which it begins to wait for a batch to the moment at which it begins to wait for the next one.
-A file of `_LARGEST` bytes becomes <process>.old.jsonl, in the place of an earlier one: the newest spans are kept.
+
+    {"finished": 1763666700.25}                                                   a replica had last finished a group then
+
+A file of `_LARGEST` bytes is added to <process>.old.jsonl, whose spans are made coarser until they take half as much. So the sums of an
+attempt stay exact, however long it is, and the newest spans are the finest.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.observe.metrics import lines_from_end
-from hpcrl.rundir.commit import make_directory, open_file, parse_json
+from hpcrl.rundir.commit import make_directory, open_file, parse_json, write_text
 from hpcrl.rundir.layout import Run, attempt_of
 
 LOAD, IDLE, OTHER, ABSENT = "load", "idle", "other", "absent"
@@ -56,7 +60,7 @@ KINDS = {
 _KIND_OF = {phase: kind for kind, phases in KINDS.items() for phase in phases}
 _LARGEST = 4 << 20
 _PACKAGES = ("torch", "transformers", "megatron.core", "peft", "numpy")
-_WRITE_S = 2.0
+_WRITE_S, _GAP_S = 2.0, 1e-3
 FIRST_RANK = "rank-0"
 """The process of the trainer that stands for all of its ranks."""
 
@@ -102,6 +106,7 @@ class Timeline:
         self._follower: Callable[[str, int | None], None] | None = None
         self._lines: list[str] = []
         self._written, self._refused = self._began, False
+        self._finished: float | None = None
         # one that was killed in the middle of a line shares its file with the one that took its place
         self._lines.append("\n" if self._path.exists() else "")
         self._note({"process": process, "host": socket.gethostname(), "versions": _versions()})
@@ -139,6 +144,11 @@ class Timeline:
                 if self._follower:
                     self._follower(self._phase, step)
 
+    def finish_group(self) -> None:
+        """Record that work is finished now which outlives this process."""
+        with self._lock:
+            self._finished = self._start + time.monotonic() - self._began
+
     def close(self) -> None:
         """Write what there is; the process ends."""
         with self._lock:
@@ -170,6 +180,9 @@ class Timeline:
 
     def _write(self) -> None:
         self._written = time.monotonic()
+        if self._finished is not None:
+            self._note({"finished": round(self._finished, 6)})
+            self._finished = None
         data = "".join(self._lines).encode()
         self._lines.clear()
         if self._refused or not data:
@@ -180,10 +193,60 @@ class Timeline:
                 file.write(data)
                 size = file.tell()
             if size > _LARGEST:
-                self._path.rename(self._path.with_suffix(".old.jsonl"))
+                shorten(self._path)
         except OSError as error:
             self._refused = True
             print(f"{self._path} could not be written: {error.strerror}; the timeline ends here", flush=True)
+
+
+def shorten(path: Path) -> None:
+    """Add the spans of a timeline's file to those before them, in <process>.old.jsonl of at most half of `_LARGEST` bytes; remove the file.
+
+    Where that is interrupted, both have the same spans.
+    """
+    old = path.with_suffix(".old.jsonl")
+    lines = [line for file in (old, path) for line in _lines_of(file)]
+    times = [span.start for line in lines if (span := span_of(line, "", 0))]
+    fit = _LARGEST // 2 * len(lines) // max(1, sum(file.stat().st_size for file in (old, path) if file.exists()))
+    whole = max(times, default=0.0) - min(times, default=0.0)
+    resolution_s = 2 * whole / max(1, fit)
+    while len(lines) > fit and 0 < resolution_s <= 2 * whole:
+        lines, resolution_s = list(_coarser(lines, resolution_s)), 2 * resolution_s
+    write_text(old, "".join(json.dumps(line) + "\n" for line in lines))
+    path.unlink()
+
+
+def _coarser(lines: Iterable[dict[str, Any]], resolution_s: float) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a timeline with the spans of each phase added up over windows of this time; a gap ends a window."""
+    window, finished, begin, end = dict[str, dict[str, Any]](), None, 0.0, 0.0
+
+    def emptied() -> Iterator[dict[str, Any]]:
+        at = begin
+        for span in window.values():
+            yield span | {"start": round(at, 6)}
+            at += span["seconds"]
+        window.clear()
+
+    for line in lines:
+        if "finished" in line:
+            finished = line
+        elif span_of(line, "", 0) is None:
+            yield from emptied()
+            if finished:
+                yield finished
+            finished = None
+            yield line
+        else:
+            start = line["start"]
+            if window and (start - begin >= resolution_s or start - end > _GAP_S):
+                yield from emptied()
+            begin = begin if window else start
+            end = start + line["seconds"]
+            before = window.get(line["phase"], {"seconds": 0.0})
+            window[line["phase"]] = line | {"seconds": round(before["seconds"] + line["seconds"], 6)}
+    yield from emptied()
+    if finished:
+        yield finished
 
 
 def _versions() -> dict[str, str]:
@@ -218,9 +281,14 @@ def read_spans(run: Run, attempt: int | None = None) -> list[Span]:
 
 def _spans_of(path: Path, attempt: int) -> Iterator[Span]:
     process = path.name.removesuffix(".jsonl").removesuffix(".old")
-    for line in _lines_of(path):
-        with suppress(ValueError, KeyError, TypeError):
-            yield _span(line, process, attempt)
+    return filter(None, (span_of(line, process, attempt) for line in _lines_of(path)))
+
+
+def process_lines(run: Run, attempt: int, process: str) -> Iterator[dict[str, Any]]:
+    """Yield the lines that a process wrote in one attempt, in their order."""
+    path = run.timeline_of(attempt, process)
+    for file in (path.with_suffix(".old.jsonl"), path):
+        yield from _lines_of(file)
 
 
 def recent_spans(run: Run, attempt: int, process: str) -> Iterator[Span]:
@@ -229,13 +297,17 @@ def recent_spans(run: Run, attempt: int, process: str) -> Iterator[Span]:
     for file_path in (path, path.with_suffix(".old.jsonl")):
         with suppress(FileNotFoundError), open_file(file_path) as file:
             for line in lines_from_end(file):
-                with suppress(ValueError, KeyError, TypeError):
-                    yield _span(parse_json(line), process, attempt)
+                with suppress(ValueError):
+                    if isinstance(value := parse_json(line), dict) and (span := span_of(value, process, attempt)):
+                        yield span
 
 
-def _span(line: Any, process: str, attempt: int) -> Span:
-    start, seconds = float(line["start"]), float(line["seconds"])
-    return Span(process, attempt, str(line["phase"]), start, start + seconds, line.get("step"))
+def span_of(line: dict[str, Any], process: str, attempt: int) -> Span | None:
+    """Return the span of a line of a timeline; None: it has none."""
+    start, seconds, phase, step = (line.get(name) for name in ("start", "seconds", "phase", "step"))
+    if not (isinstance(start, int | float) and isinstance(seconds, int | float) and isinstance(phase, str)):
+        return None
+    return Span(process, attempt, phase, start, start + seconds, step if isinstance(step, int) else None)
 
 
 def _lines_of(path: Path) -> Iterator[dict[str, Any]]:

@@ -131,7 +131,7 @@ def _more_engines(measured: Measured) -> Proposal | None:
     ahead = config.trainer.fully_async.max_staleness_steps > 0
     if ahead and busy < 1 - LEAST_SHARE:  # more of them would wait as well
         return None
-    replicas = config.max_replicas
+    replicas = config.max_replicas - config.slurm.eval_replicas
     # on-policy, as many as generate no longer than the trainer trains; else as many as keep it busy
     wanted = replicas / (1 - share) if ahead else replicas * share / (1 - share)
     wanted = min(max(replicas + 1, math.ceil(wanted - _ROUNDING)), _MOST_TIMES * replicas)
@@ -148,6 +148,17 @@ def _lend(measured: Measured) -> Proposal | None:
     if share < LEAST_SHARE or measured.on_one_machine or lent == 0 or room is None or room * own >= wanted:
         return None
     return Proposal({"trainer.placement.lend": True}, 1 / (1 - share + share * own / (own + lent)))
+
+
+def _no_evaluators(measured: Measured) -> Proposal | None:
+    """Replicas that only evaluate do not pay where they idle while the trainer waits for samples."""
+    config, waiting = measured.config, measured.waiting
+    share, idle, own = waiting.share(TRAINER, SAMPLES), waiting.share(ENGINES, SLOWEST), config.slurm.eval_replicas
+    if not own or min(share, idle) < LEAST_SHARE:
+        return None
+    generating = config.max_replicas - own
+    more = min(own, config.max_replicas * idle / share)  # as many as idle all that time
+    return Proposal({"slurm.eval_replicas": 0}, 1 / (1 - share + share * generating / (generating + more)))
 
 
 def _fewer_gpus(measured: Measured) -> Proposal | None:
@@ -330,6 +341,13 @@ TUNINGS: Sequence[Tuning] = (
         "evaluation takes 5 % of the time",
         ((TRAINER, EVALUATION), (GPUS, EVALUATION)),
         _evaluation,
+    ),
+    Tuning(
+        "[`slurm.eval_replicas = 0`](evaluation.md)",
+        "some replicas only evaluate, and idle while the trainer waits for samples",
+        "all replicas generate",
+        ((TRAINER, SAMPLES), (ENGINES, SLOWEST)),
+        _no_evaluators,
     ),
     Tuning(
         "more `environment.skyrl_gym.max_env_workers`",

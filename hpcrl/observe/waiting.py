@@ -19,15 +19,17 @@ TRAINER, ENGINES, GPUS = "trainer", "engines", "GPUs"
 SAMPLES, SLOWEST, ENVIRONMENTS, SCORES = "samples", "the slowest samples", "environments", "scores"
 TRAINING, EVALUATION, WEIGHTS, LOADING = "training", "evaluation", "weights", "weights to load"
 CHECKPOINTS, EXPORTS, DUMPS, TURNS, START = "checkpoints", "exports", "dumps", "changes of turns", "a start"
+CRITIC, POLICY = "the critic", "the policy"
 """Roles, and what they wait for."""
 
 _STEPS = 20
 _LEAST_STEPS = 3
 _LEAST_SHARE = 0.005
-_BATCH = "wait_for_generation_buffer"
+BATCH = "wait_for_generation_buffer"
+"""Phase of a trainer rank that waits for its batch."""
 _OF_TRAINER = {
     "sync_weights": WEIGHTS, "save_checkpoints": CHECKPOINTS, "save_hf_model": EXPORTS, "dump_data_batch": DUMPS,
-    "eval": EVALUATION, "offload": TURNS, "onload": TURNS,
+    "eval": EVALUATION, "offload": TURNS, "onload": TURNS, "wait_for_critic": CRITIC, "wait_for_policy": POLICY,
 }  # fmt: skip
 _OF_REPLICA = {"fetch_weights": WEIGHTS, "update_weights": LOADING, ENVIRONMENT: ENVIRONMENTS, LOAD: START}
 # of several replicas the first that one of them does is what the trainer waits for
@@ -119,34 +121,45 @@ def _apart(spans: Mapping[str, list[Span]], start: float, end: float, lent: Coll
     number = len(own)
     for seconds, trainer, others, replicas in _moments(spans, start, end, own):
         share = seconds / (end - start)
-        if what := _of_trainer(trainer, others):
+        if what := wait_of_trainer(trainer, wait_for_batch(others)):
             found[TRAINER, what] += share
         for phase, count in replicas.items():
-            what = _OF_REPLICA.get(phase) or (_of_idle(trainer) if phase == IDLE else None)
-            if what:
+            if what := wait_of_replica(phase, trainer):
                 found[ENGINES, what] += share * count / number
     return found
 
 
-def _of_trainer(phase: str, others: Mapping[str, int]) -> str | None:
-    if phase != _BATCH:
-        return _OF_TRAINER.get(phase)
+def wait_of_trainer(phase: str, for_batch: str) -> str | None:
+    """Return what a rank of the trainer in this phase waits for; None: it trains.
+
+    Args:
+        for_batch: as of `wait_for_batch`.
+    """
+    return for_batch if phase == BATCH else _OF_TRAINER.get(phase)
+
+
+def wait_for_batch(others: Mapping[str, int]) -> str:
+    """Return what a trainer without a batch waits for, by how many replicas and scorers are in each phase."""
     return next((what for own, what in _FOR_BATCH.items() if others.get(own)), SAMPLES)
 
 
-def _of_idle(trainer: str) -> str:
-    """Return what a replica without work waits for, by the trainer's phase."""
-    return SLOWEST if trainer == _BATCH else _OF_TRAINER.get(trainer, TRAINING)
+def wait_of_replica(phase: str, trainer: str) -> str | None:
+    """Return what a replica in this phase waits for, by the trainer's phase; None: it generates."""
+    if phase != IDLE:
+        return _OF_REPLICA.get(phase)
+    if trainer == BATCH:
+        return SLOWEST
+    return START if trainer in (LOAD, ABSENT) else _OF_TRAINER.get(trainer, TRAINING)
 
 
 def _colocated(spans: Mapping[str, list[Span]], start: float, end: float) -> Shares:
     found = defaultdict[tuple[str, str], float](float)
     for seconds, trainer, others, _ in _moments(spans, start, end, ()):
-        what = _of_trainer(trainer, others)
-        if trainer == _BATCH and what == SAMPLES:
+        what = wait_of_trainer(trainer, wait_for_batch(others))
+        if trainer == BATCH and what == SAMPLES:
             what = None if others.get("generate") else TURNS
         if what:
-            found[GPUS, TURNS if what in (WEIGHTS, LOADING) and trainer == _BATCH else what] += seconds / (end - start)
+            found[GPUS, TURNS if what in (WEIGHTS, LOADING) and trainer == BATCH else what] += seconds / (end - start)
     return found
 
 

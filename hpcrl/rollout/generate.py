@@ -183,8 +183,9 @@ class GroupGenerator:
             HpcrlError: an environment or a reward lacks something that no other sample would have; the message names it and the group.
             EngineError: the engine failed.
         """
-        cache = cache or GroupCache(self._engine, work.group_id)
-        started, version = time.monotonic(), self._engine.version
+        version = self._engine.version if work.version is None else work.version
+        cache = cache or GroupCache(self._engine, work.group_id, version=work.version)
+        started = time.monotonic()
         sampling = self._sampling(work.kind)
         n, compared = work.n_samples, self._baselines and work.kind == "train"
         tools = read_tools(work.prompt.extras.get("tools"))

@@ -61,6 +61,7 @@ class GroupCache:
 
     Args:
         earlier: turns that earlier workers finished.
+        version: that all turns have; None: those that the engine holds in turn.
 
     Attributes:
         begun: start by time.monotonic().
@@ -69,10 +70,19 @@ class GroupCache:
         files: written ones, relative to the run directory.
     """
 
-    def __init__(self, engine: Engine, group_id: str, earlier: Mapping[Key, Generation] | None = None) -> None:
-        self._engine, self._group_id, self._earlier = engine, group_id, earlier or {}
+    def __init__(
+        self,
+        engine: Engine,
+        group_id: str,
+        earlier: Mapping[Key, Generation] | None = None,
+        version: int | None = None,
+    ) -> None:
+        self._ask = engine.generate if version is None else engine.of_version(version)
+        self._group_id, self._earlier = group_id, earlier or {}
         self.begun = time.monotonic()
-        self.version = min([engine.version, *(min(turn.versions) for turn in self._earlier.values())])
+        self.version = min(
+            [engine.version if version is None else version, *(min(turn.versions) for turn in self._earlier.values())]
+        )
         self.cached_tokens, self.files = 0, list[str]()
         self._calls: dict[str, _Call] = {}
         self._ended: dict[tuple[_Call, int], Generation] = {}
@@ -107,7 +117,7 @@ class GroupCache:
         name = f"{self._group_id}/{next(_CALLS)}"
         self._calls[name] = call
         try:
-            generated = await self._engine.generate(call.prompt, n, call.seed, call.sampling, name, heard, call.images)
+            generated = await self._ask(call.prompt, n, call.seed, call.sampling, name, heard, call.images)
         finally:
             del self._calls[name]
         self._ended |= {(call, at): one for at, one in enumerate(generated)}
@@ -157,7 +167,7 @@ class GenerationCache:
     async def begin(self, work: Work) -> GroupCache:
         """Return the cache of a group that begins, with the turns of earlier workers."""
         earlier = await in_thread(self._read, work) if work.turns else None
-        cache = GroupCache(self._engine, work.group_id, earlier)
+        cache = GroupCache(self._engine, work.group_id, earlier, work.version)
         self._groups[work.group_id] = work, cache
         return cache
 
@@ -184,7 +194,8 @@ class GenerationCache:
                 self._run.inside(path).unlink(missing_ok=True)
 
     def _read(self, work: Work) -> dict[Key, Generation]:
-        earlier, version = dict[Key, Generation](), self._engine.version
+        earlier = dict[Key, Generation]()
+        version = self._engine.version if work.version is None else work.version
         for path in work.turns:
             turns, damaged = read_turns(self._run.inside(path))
             if damaged:

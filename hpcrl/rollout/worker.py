@@ -8,7 +8,8 @@ timeline/
 Work of a claim begins before another version that the same answer names is loaded: it was assigned for the version that the engine holds.
 Running training groups go on meanwhile, see `Engine.update_weights`. An update waits until evaluation is handed over, since a score
 belongs to one version; the worker asks for more work of the old one meanwhile. An older version, whose evaluation a lost worker has left,
-is loaded when nothing runs.
+is loaded when nothing runs. An engine that serves several versions, each an adapter, waits for no evaluation: a row names its version. If
+the engine does not hold it, it is loaded beside the newest.
 Where the engine shares its GPUs (engine_lease.py), it sleeps when the controller recalls the lease. Groups in flight stay as they are, with
 their environments, whose time limits stand still. They go on when the lease is granted again, with the version that is wanted then. Rows
 of an evaluation are finished before, as they belong to one version. Finished groups are handed over meanwhile.
@@ -29,6 +30,7 @@ from typing import Any
 from hpcrl.data.cache_files import EvalRow, append_rows
 from hpcrl.data.group_file import group_bytes
 from hpcrl.data.rollouts import Decode
+from hpcrl.data.weight_files import PublishedWeights
 from hpcrl.envs.rewards.remote import Endpoints
 from hpcrl.envs.rewards.response import truth_text
 from hpcrl.errors import CommitError, EngineError
@@ -146,12 +148,14 @@ class Worker:
         self._wanted = 0  # the version that the engine should have
         self._unproven, self._lacks_first = False, not options.from_model
         self._updating: str | None = None
-        self._weights = engine.version, ""  # what it is proven to hold, and the digest of that
+        # of the versions that it is proven to hold
+        self._digests = {engine.version: ""} if options.from_model else {}
+        self._adding = asyncio.Lock()
         self._stop: str | None = None
         self._lease = EngineLease(self._ask_for_lease, self._note_lease)
         self._drafts = Drafts()
         self._news = asyncio.Event()
-        engine.changed = self._note_phase
+        engine.changed, engine.evaluated = self._note_phase, self._evaluated
 
     async def run(self) -> None:
         """Run until the controller stops the worker.
@@ -182,7 +186,7 @@ class Worker:
         rest: asyncio.Task[None] | None = None
         while self._stop is None:
             free, behind, recalled = self._free(), self._behind(), self._lease.recalled
-            evaluating = any(item.kind == "eval" for item in self._flight.values())
+            evaluating = not self._engine.serves_versions and any(item.kind == "eval" for item in self._flight.values())
             if recalled and rest is None and update is None and not self._evaluates():
                 rest = asyncio.create_task(self._rest())
             # a claim under way may be answered with work for the version at hand; with news it is answered at once
@@ -223,7 +227,12 @@ class Worker:
 
     def _may_update(self) -> bool:
         """Return whether the engine may load weights: evaluation is handed over, and no group gets older tokens."""
-        return not self._evaluates() and (self._next_version() >= self._engine.version or not self._flight)
+        older = self._next_version() < self._engine.version and self._flight
+        return not older and (self._engine.serves_versions or not self._evaluates())
+
+    def _evaluated(self) -> set[int]:
+        """Return the versions of the rows in flight."""
+        return {item.version for item in self._flight.values() if item.version is not None}
 
     def _next_version(self) -> int:
         """Return the version to load: the one that the engine should have, or its own where it wakes to finish groups before."""
@@ -274,9 +283,14 @@ class Worker:
 
     async def _claim(self, capacity: int) -> dict[str, Any]:
         holding = self._holding()
-        answer = await self._call("claim", version=self._engine.version, capacity=capacity, holding=holding)
+        answer = await self._call("claim", capacity=capacity, **self._held())
         # taken from this worker while it was silent, and assigned to it again: a second result would replace the first one's file
         return answer | {"work": [item for item in answer["work"] if item["group_id"] not in holding]}
+
+    def _held(self) -> dict[str, Any]:
+        """Return the fields of a message that report what this worker and its engine hold."""
+        engine = self._engine
+        return {"version": engine.version, "any_version": engine.serves_versions, "holding": self._holding()}
 
     def _holding(self) -> list[str]:
         """Return the ids of the groups in flight and of the finished ones that the controller has yet to hear of."""
@@ -317,7 +331,30 @@ class Worker:
         self._set_busy()
 
     async def _generate(self, item: Work) -> Group:
+        if item.version is not None:
+            await self._add_version(item.version)
         return await self._generator.generate(item, await self._cache.begin(item))
+
+    async def _add_version(self, version: int) -> None:
+        """Load a version beside the newest for its rows, unless the engine holds it."""
+        options, engine = self._options, self._engine
+        async with self._adding:
+            if version == engine.version or (version in self._digests and engine.holds(version)):
+                return
+            try:
+                weights = await in_thread(fetch, options.run.weights_of(version))
+            except CommitError:
+                # perhaps another worker has finished the evaluation, and these rows are to be cancelled
+                self._note_answer(await self._call("report", state="fetching weights", **self._held()))
+                await asyncio.sleep(0)
+                raise
+            await engine.add_version(weights)
+            await engine.probe(weights, options.engine_dtype, options.probe_tolerance)
+            self._note_proven(weights)
+
+    def _note_proven(self, weights: PublishedWeights) -> None:
+        held = {version: digest for version, digest in self._digests.items() if self._engine.holds(version)}
+        self._digests = {**held, weights.version: weights.digest}
 
     def _collect(self) -> None:
         for task in [task for task in self._flight if task.done()]:
@@ -363,6 +400,8 @@ class Worker:
         if path is not None:
             await in_thread(write_bytes, path, b"".join(contents))
             self._rollout_metrics.written += size
+            if self._options.timeline:
+                self._options.timeline.finish_group()
         await self._call("complete", groups=[meta.to_json() for meta in metas])
         self._cache.remove(group.work.group_id for group in self._delivering)
         self._delivering = []
@@ -377,9 +416,8 @@ class Worker:
             # here, as a tokenizer is not for several threads
             text = evaluated_text([group for group, _ in groups], self._decode)
             await in_thread(append_text, run.eval_dump(version, replica), text)
-        held, weights = self._weights
         whole = [(group, meta) for group, meta in groups if group.work.asked and not group.failures]
-        if whole and held == version:
+        if whole and (weights := self._digests.get(version)) is not None:
             rows = [EvalRow(meta, group.work.asked, weights) for group, meta in whole]
             await in_thread(append_rows, run.eval_rows(version, replica), rows)
 
@@ -416,7 +454,8 @@ class Worker:
             options.copies.release()
         self._rollout_metrics.start(known)
         differs = await self._engine.probe(weights, options.engine_dtype, options.probe_tolerance)
-        self._unproven, self._cache.proven, self._weights = False, version, (version, weights.digest)
+        self._unproven, self._cache.proven = False, version
+        self._note_proven(weights)
         if differs is not None:
             self._rollout_metrics.add({"weights/probe_difference": differs})
 
@@ -431,8 +470,7 @@ class Worker:
 
     async def _report(self) -> None:
         while True:
-            state, version = self._tell_state(), self._engine.version
-            self._note_answer(await self._call("report", version=version, state=state, holding=self._holding()))
+            self._note_answer(await self._call("report", state=self._tell_state(), **self._held()))
             await asyncio.sleep(RENEW_S)
 
     def _tell_state(self) -> str:

@@ -9,6 +9,7 @@
   submission.json                  job id, executor, overrides
   attempts.jsonl                   each start of the run
   outcomes/<attempt>.json          how that attempt ended
+  allocations/<job>.json           the nodes that a start of a job held, and for how long (hpcrl/rundir/allocations.py)
   secrets/token                    0600; every HTTP request carries it
   endpoints/                       one process status file per process, and the rendezvous of the newest attempt
   logs/<attempt>/<process>.log     and stacks/<process>.txt, what each thread did when somebody asked; collectives/<rank>, what NCCL did
@@ -303,6 +304,13 @@ class Run:
 
     def status_file(self, process: str) -> Path:
         return self.endpoints / f"{process}.json"
+
+    @property
+    def allocations(self) -> Path:
+        return self.path / "allocations"
+
+    def allocation(self, job: str) -> Path:
+        return self.allocations / f"{job}.json"
 
     def rendezvous(self, attempt: int, scorer: str = "") -> Path:
         """Rendezvous of ranks on several nodes: the trainer's, or those of a scorer."""

@@ -24,12 +24,12 @@ CONTENTS = ["", "{", "[1]", "7", '"x"', "null", '{"attempt": "x", "number": [], 
 FILES = [
     "submission.json", "outcomes/1.json", "config.toml", "attempts.jsonl", "endpoints/trainer.json", "metrics/trainer.jsonl",
     "checkpoints/starts.jsonl", "checkpoints/s000001/COMMIT", "control/stop.json", "outcomes/notes.txt", "outcomes/notes.json", "metrics/notes.jsonl", "endpoints/notes.json",
-    "batches/s000001.json", "uploads/s3.json",
+    "batches/s000001.json", "uploads/s3.json", "allocations/local-1.json",
 ]  # fmt: skip
 OF_ONE_RUN = {
     "rm": [],
     "status": (), "follow": (), "logs": (), "stacks": (), "cancel": (), "requeue": (), "resume": ("trainer.seed=1",), "samples": (), "tensorboard": ("--rebuild",),
-    "attach": ("--", "true"), "profile": ("--seconds", "1"), "replay": ("--step", "1"), "checkpoint ls": (), "checkpoint verify": (), "verify": (), "trace": (), "advise": (), "report": (), "compare": ("good",), "rescore": (), "sync": ("--to", "console"),
+    "attach": ("--", "true"), "profile": ("--seconds", "1"), "replay": ("--step", "1"), "checkpoint ls": (), "checkpoint verify": (), "verify": (), "trace": (), "advise": (), "goodput": (), "report": (), "compare": ("good",), "rescore": (), "sync": ("--to", "console"),
     "upload": ("--to", "s3", "--bucket", "mine"),
 }  # fmt: skip
 """Commands that name a run, each with the arguments that follow its name; the seed is refused, so that nothing starts."""

@@ -140,6 +140,89 @@ def test_nobody_leaves_the_initial_model_before_its_evaluation_is_over(run: Run)
     assert controller.wanted(SECOND, 0) == 1
 
 
+def of_versions(work: list[Work]) -> list[int | None]:
+    return [item.version for item in work]
+
+
+def test_an_engine_that_serves_several_versions_waits_for_no_evaluation(run: Run) -> None:
+    controller = begin(run, FIRST, SECOND)
+    for name in (FIRST, SECOND):
+        controller.seen(name, 0, "waiting", any_version=True)
+    train(run, controller, 1)
+    controller.published(1)
+    do(run, controller, controller.claim(FIRST, 1, 9) + controller.claim(SECOND, 1, 9), 1)
+    rows = controller.claim(FIRST, 1, 9)
+    assert (kinds(rows), of_versions(rows)) == (["eval"] * 2, [1, 1])
+    assert controller.batch(2)
+    controller.published(2)
+    assert (controller.wanted(FIRST, 1), controller.keeps(FIRST, 1)) == (2, False)
+    more = controller.claim(FIRST, 2, 9) + controller.claim(SECOND, 2, 9)
+    assert sorted(kinds(more)) == ["eval", "train", "train"]
+    assert [item.version for item in more if item.kind == "eval"] == [1], "the oldest evaluation comes first"
+    do(run, controller, [item for item in [*rows, *more] if item.kind == "eval"], 1)
+    assert scores_of(run) == [1]
+    assert begun_evaluations(run) == [2]
+
+
+def test_rows_that_a_lost_worker_left_go_to_an_engine_that_serves_several_versions(run: Run) -> None:
+    controller = begin(run, FIRST, SECOND)
+    controller.seen(SECOND, 0, "waiting", any_version=True)
+    lose_rows(run, controller)
+    controller.seen(SECOND, 2, "waiting", any_version=True)
+    assert controller.wanted(SECOND, 2) == 2
+    work = controller.claim(SECOND, 2, 9)
+    assert of_versions(work) == [1, 1, 1, None, None], "rows of the older version come first, and groups beside them"
+    held = [item.group_id for item in work[:3]]
+    controller.leave(SECOND)
+    controller.seen(SECOND, 2, "waiting", any_version=True)
+    controller.reconcile(SECOND, 2, held)
+    assert controller.unwanted(SECOND, held) == []
+    assert "eval" not in kinds(controller.claim(SECOND, 2, 9)), "they are its own again"
+    do(run, controller, work[:3], 1)
+    assert scores_of(run) == [1]
+
+
+def test_replicas_that_only_evaluate(run: Run) -> None:
+    controller = begin(run, FIRST, SECOND, evaluators=frozenset([SECOND]), total_steps=3)
+    assert controller.claim(SECOND, 0, 9) == []
+    train(run, controller, 1)
+    controller.published(1)
+    assert kinds(controller.claim(FIRST, 1, 9)) == ["train"] * 2, "none is left to the one that evaluates"
+    assert controller.claim(FIRST, 1, 9) == []
+    rows = controller.claim(SECOND, 1, 9)
+    assert kinds(rows) == ["eval"] * 3
+    do(run, controller, rows[:1], 1)
+    assert controller.leave(SECOND) == 2
+    again = controller.claim(FIRST, 1, 9)
+    assert kinds(again) == [], "its groups come first"
+
+
+def test_an_engine_that_generates_goes_on_while_others_evaluate(run: Run) -> None:
+    controller = begin(run, FIRST, SECOND, evaluators=frozenset([SECOND]), total_steps=9)
+    for step in range(1, 4):
+        train(run, controller, step)
+        controller.published(step)
+        assert controller.wanted(FIRST, step - 1) == step
+        assert not controller.keeps(FIRST, step - 1)
+    assert controller.wanted(SECOND, 0) == 1
+    for step in range(1, 4):
+        rows = controller.claim(SECOND, step, 9)
+        assert kinds(rows) == ["eval"] * 3
+        do(run, controller, rows, step)
+    assert scores_of(run) == [1, 2, 3]
+    assert controller.wanted(SECOND, 3) == 3
+
+
+def test_the_others_evaluate_where_none_that_only_evaluates_is_there(run: Run) -> None:
+    controller = begin(run, FIRST, evaluators=frozenset([SECOND]))
+    train(run, controller, 1)
+    controller.published(1)
+    do(run, controller, controller.claim(FIRST, 1, 9), 1)
+    assert kinds(controller.claim(FIRST, 1, 1)) == ["eval"] * 2
+    controller.seen(SECOND, 1, "waiting")
+    assert kinds(controller.claim(SECOND, 1, 9)) == ["eval"]
+
+
 def test_an_initial_policy_whose_weights_are_published_is_left_as_any_other_version(run: Run) -> None:
     controller = begin(run, FIRST, SECOND, eval_before_train=True, engines_begin_with_model=False)
     groups = controller.claim(FIRST, 0, 9) + controller.claim(SECOND, 0, 9)
@@ -302,11 +385,17 @@ def test_the_evaluation_of_version_0_goes_on_where_engines_can_have_it(
 class Attempt:
     """One attempt of a run that is killed somewhere, played with what chance says next.
 
+    Args:
+        serves: whether engines serve several versions.
+
     Attributes:
         held: the version of each worker's engine; groups: what it has begun.
     """
 
-    def __init__(self, run: Run, number: int, step: int, draw: random.Random, workers: int, staleness: int) -> None:
+    def __init__(
+        self, run: Run, number: int, step: int, draw: random.Random, workers: int, staleness: int, serves: bool
+    ) -> None:
+        self._serves = serves
         self.run, self.number, self.draw, self.step = run, number, draw, step
         self.controller = service(
             run, number, staleness=staleness, total_steps=6, eval_settings="s", eval_before_train=True
@@ -321,7 +410,7 @@ class Attempt:
     def turn(self) -> None:
         """Let a worker, or the trainer, do one thing."""
         name, controller = self.draw.choice(list(self.held)), self.controller
-        controller.seen(name, self.held[name], "waiting")
+        controller.seen(name, self.held[name], "waiting", self._serves)
         what = self.draw.random()
         if what < 0.03:
             controller.leave(name)
@@ -337,7 +426,7 @@ class Attempt:
 
     def _claim(self, name: str) -> None:
         held, wanted = self.held[name], self.controller.wanted(name, self.held[name])
-        evaluating = any(item.kind == "eval" for item in self.groups[name])
+        evaluating = not self._serves and any(item.kind == "eval" for item in self.groups[name])
         assert wanted is not None
         if wanted != held and not evaluating and (wanted > held or not self.groups[name]):
             self.held[name] = wanted
@@ -349,10 +438,11 @@ class Attempt:
         if not self.groups[name]:
             return
         item = self.groups[name].pop(self.draw.randrange(len(self.groups[name])))
-        meta = finish(self.run, item, self.held[name])
+        meta = finish(self.run, item, self.held[name] if item.version is None else item.version)
         if item.kind == "eval":
             version = int(item.group_id[1:7])
-            assert version == self.held[name]
+            assert version == item.version
+            assert self._serves or version == self.held[name]
             digest = PublishedWeights.read(self.run.weights_of(version)).digest if version else ""
             append_rows(self.run.eval_rows(version, int(name[-1])), [EvalRow(meta, item.asked, digest)])
         self.controller.complete([meta])
@@ -361,9 +451,12 @@ class Attempt:
 @pytest.mark.parametrize("workers", [1, 3])
 @pytest.mark.parametrize("staleness", [0, 2])
 @pytest.mark.parametrize("seed", range(5))
-def test_every_version_has_its_score_once_whatever_is_killed(run: Run, seed: int, staleness: int, workers: int) -> None:
+@pytest.mark.parametrize("serves", [False, True])
+def test_every_version_has_its_score_once_whatever_is_killed(
+    run: Run, serves: bool, seed: int, staleness: int, workers: int
+) -> None:
     draw = random.Random(seed)
-    attempt, saved = Attempt(run, 1, 0, draw, workers, staleness), 0
+    attempt, saved = Attempt(run, 1, 0, draw, workers, staleness, serves), 0
     for _ in range(20_000):
         if attempt.controller.stop:
             break
@@ -372,7 +465,7 @@ def test_every_version_has_its_score_once_whatever_is_killed(run: Run, seed: int
         if draw.random() < 0.05:
             saved = attempt.step
         if draw.random() < 0.04 and attempt.number < 12:
-            attempt = Attempt(run, attempt.number + 1, saved, draw, workers, staleness)
+            attempt = Attempt(run, attempt.number + 1, saved, draw, workers, staleness, serves)
     assert attempt.controller.stop == "finished"
     assert scores_of(run) == [*range(7)]
     for version in range(7):

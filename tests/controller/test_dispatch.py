@@ -105,6 +105,20 @@ def test_rows_of_an_evaluation_go_to_those_that_have_none() -> None:
     assert [(worker, len(assignment.rows)) for worker, assignment in one.assignments(0)] == [("b", 2)]
 
 
+def test_rows_are_not_kept_from_a_worker_by_one_with_less_to_do_and_a_group() -> None:
+    """The first one has a single group, which is less than the three rows of the second one, whose places are free."""
+    one = dispatcher(1, rows=8)
+    join(one, "a", "b", "lost")
+    assert len(one.claim("a", 0, 9).indices) == 1
+    assert len(one.claim("b", 0, 9).rows) == 3
+    assert len(one.claim("lost", 0, 9).rows) == 3
+    one.wait("a", 0, 8)
+    one.wait("b", 0, 7)
+    one.leave("lost")
+    one._evaluation.release("lost")
+    assert [(worker, len(assignment.rows)) for worker, assignment in one.assignments(0)] == [("b", 1)]
+
+
 @pytest.mark.parametrize("workers", [1, 3, 7])
 @pytest.mark.parametrize("capacity", [1, 4, 100])
 def test_nobody_is_idle_while_there_is_work(workers: int, capacity: int) -> None:

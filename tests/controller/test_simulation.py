@@ -190,3 +190,25 @@ def test_leases_make_steps_shorter_where_groups_wait_for_engines() -> None:
 )
 def test_leases_of_any_kind(scene: Scene, leases: LeaseScene) -> None:
     LentPlay(scene, leases).run()
+
+
+class Watched(Play):
+    """A run in which no replica waits that could begin rows."""
+
+    waited = 0
+
+    def _hand_out(self) -> None:
+        super()._hand_out()
+        for name, (version, room) in self._dispatcher._waiting.items():
+            if not self._by_name[name].asks:  # it has vanished
+                continue
+            self.waited += self._evaluation.room(version) > 0
+            assert not self._dispatcher._claim(name, version, room, version < self.version).rows, name
+
+
+@pytest.mark.parametrize("bound", [0, 2])
+def test_no_free_place_for_rows_is_passed_over(bound: int) -> None:
+    scene = Scene(replicas=12, batch_size=24, steps=6, bound=bound, evaluate=1, rows=60, lifetime_s=500.0, seed=bound)
+    one = Watched(scene)
+    one.run()
+    assert one.waited, "rows wait for those that generate"

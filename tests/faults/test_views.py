@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import time
+from datetime import datetime
 
 import pytest
 
+from hpcrl.observe.goodput import account_of
+from hpcrl.rundir.allocations import read_allocations
+from hpcrl.rundir.commit import read_json
+from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import read_attempts
 from tests.faults.history import assert_nothing_lost
 from tests.faults.scenario import Scenario
@@ -25,6 +30,29 @@ def test_34_three_preemptions_with_accounting(scenario: Scenario) -> None:
     assert_nothing_lost(scenario, run, steps=20)
     assert len(read_attempts(run)) == 4
     assert "run: done" in scenario.told("status", "run")
+    assert_agrees_with_sacct(scenario, run)
+
+
+def assert_agrees_with_sacct(scenario: Scenario, run: Run) -> None:
+    """Compare the account with Slurm's, start by start: both round to seconds. slurmdbd may lack when a requeued job started again."""
+    record, account, held = read_json(run.submission), account_of(run), read_allocations(run)
+    assert record
+    assert account
+    columns = ["sacct", "-nXPD", "-o", "Submit,Start,End,NNodes", "-j", record["job_id"]]
+    shown = [line.split("|") for line in scenario.cluster.ask(columns).splitlines()]
+    assert len(shown) == len(held) == 4
+    known = [(one, start) for one, start in zip(held, shown, strict=True) if start[1] != "None"]
+    assert len(known) >= 2
+    slurms = [[datetime.fromisoformat(time).timestamp() for time in start[:3]] for _, start in known]
+    seconds = sum(end - start for _, start, end in slurms), sum(one.until - one.start for one, _ in known)
+    print(f"{len(known)} starts: {seconds[0]:.0f} s by sacct, {seconds[1]:.1f} s here")
+    assert seconds[1] == pytest.approx(seconds[0], rel=0.01, abs=2.0 * len(known))
+    for (one, start), (submitted, began, ended) in zip(known, slurms, strict=True):
+        assert (one.start, one.until) == pytest.approx((began, ended), abs=2.0)
+        assert one.queued == pytest.approx(submitted, abs=2.0)
+        assert len(one.nodes) == int(start[3])
+    assert account.total == pytest.approx(sum(len(one.nodes) * (one.until - one.start) for one in held))
+    assert f"goodput {account.goodput:.1%}" in scenario.told("goodput", "run")
 
 
 @pytest.mark.faults_slow

@@ -16,7 +16,9 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from hpcrl.launch.manage.registry import states_of
+from hpcrl.observe.goodput import account_of
 from hpcrl.rundir.alerts import read_alerts
+from hpcrl.rundir.allocations import read_allocations
 from hpcrl.rundir.commit import committed, read_json, write_text
 from hpcrl.rundir.layout import Run, step_of
 from hpcrl.rundir.ledger import read_attempts, read_outcome
@@ -123,6 +125,18 @@ def test_killed_run_goes_on_from_its_last_commit(place: Path, monkeypatch: pytes
     assert "trainer.keep_when_done: deleted weights" in run.log(2, "agent-0").read_text()
     assert hpcrl("verify", "killed", cwd=place).returncode == 0
     assert "lr = 0.0002" in run.config_of(1).read_text()
+    account = account_of(run)
+    assert account
+    assert {(row.attempt, row.role) for row in account.rows} == {
+        (at, role) for at in (1, 2) for role in ("trainer", "rollout")
+    }
+    held = [one.until - one.start for one in read_allocations(run)]
+    assert account.total == pytest.approx(2 * sum(held))
+    assert all(
+        account.share(use) > 0 for use in ("training", "generation", "evaluation", "saving", "starting", "waiting")
+    )
+    assert "until its end" in dict(account.parts("lost")), "the killed rank's node was lost until the attempt had ended"
+    assert f"goodput     {account}" in hpcrl("status", "killed", cwd=place).stdout
     assert "to train on, give it a later end: hpcrl resume killed" in hpcrl("resume", "killed", cwd=place).stderr
 
 

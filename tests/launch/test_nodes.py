@@ -38,6 +38,12 @@ def test_services_share_nodes_by_their_gpus() -> None:
         ("reward", 4, 8, ["reward-0", "reward-1", "reward-2", "reward-3"]),
         ("reward", 1, 12, ["reward-4"]),
     ]
+    assert [node.devices for node in nodes] == [
+        [["rank-0"]],
+        [["rollout-0"], ["rollout-1"], ["rollout-2"], ["rollout-3"]],
+        [["reward-0"], ["reward-1"], ["reward-2"], ["reward-3"]],
+        [["reward-4"]],
+    ]
     assert needed_nodes(nodes, 0) == [0, 1, 2, 3], "the only node with replicas"
     assert needed_nodes(nodes, 1) == [0, 2, 3]
     two = plan(*ON_GPUS, "generator.inference_engine.num_engines=8")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from safetensors.numpy import save_file
 
 from hpcrl.config import Config
 from hpcrl.data.batch_file import FIRST, write_batch
+from hpcrl.rundir.allocations import Allocation
 from hpcrl.rundir.commit import begin, finish, staging, write_json, write_text
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import open_attempt, report_outcome
@@ -43,7 +45,19 @@ def made(root: Path, name: str, steps: int, *, metrics: int = 20, ranks: int = 1
     parts = [(1, 0, range(1, middle + 1)), (2, middle, range(middle + 1, steps + 1))]
     write_metrics(run, parts, started[0], metrics, replicas)
     write_timelines(run, parts, started[0], ranks, replicas)
+    write_allocations(run, parts, started[0], replicas)
     return run
+
+
+def write_allocations(run: Run, parts: list[tuple[int, int, range]], started: float, replicas: int) -> None:
+    """Write a trainer node and a rollout node for each attempt, from two seconds before its first step to its last."""
+    devices = {"trainer": [["rank-0"]], "rollout": [[f"rollout-{number}"] for number in range(replicas)]}
+    nodes = [{"host": "n1", "role": role, "devices": own} for role, own in devices.items()]
+    for attempt, resume, steps in parts:
+        start, job = started + 10 + 2 * resume, f"1.{attempt - 1}"
+        until = start + 2 + 2 * len(steps)
+        own = Allocation(job, start, until, over=True, queued=start - 30, nodes=nodes)
+        write_json(run.allocation(job), asdict(own))
 
 
 def write_metrics(run: Run, parts: list[tuple[int, int, range]], started: float, count: int, replicas: int) -> None:

@@ -190,6 +190,13 @@ def test_the_first_screen_says_what_is_trained_and_how_well(run: Run) -> None:
     assert "attempts" in health["note"]
 
 
+def test_what_the_nodes_did_adds_up(run: Run) -> None:
+    found = content_of(run, no_decoder)["goodput"]
+    assert sum(share for _, share, _ in found["uses"]) == pytest.approx(1)
+    assert found["queued"] == 60
+    assert {name for name, *_ in found["uses"]} == {"training", "generation", "starting", "waiting", "lost", "idle"}
+
+
 def test_what_is_trained_by_other_methods() -> None:
     lora = {"trainer.policy.model.path": "/models/Qwen/Qwen3-8B", "trainer.policy.model.lora.rank": 16, "trainer.strategy": "megatron",
             "trainer.policy.megatron_config.dtype": "bf16", "slurm.gpus_per_node": "h100:8"}  # fmt: skip

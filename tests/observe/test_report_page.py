@@ -58,6 +58,11 @@ def test_all_sections_are_there_and_fit(
     window.run("document.getElementById('curves').scrollIntoView()")
     assert window.wait("return document.querySelectorAll('#curves .uplot canvas').length > 1")
     assert window.run(_WIDE), "the page is wider than its window"
+    widths = window.run(
+        "return [...document.querySelectorAll('.uses')].map((bar) => [...bar.children].map((part) => part.offsetWidth))"
+    )
+    assert len(widths) == 1 + (name == "both"), "a bar for each run"
+    assert all(max(parts) > 50 for parts in widths)
     assert window.errors() == []
     window.screenshot(tmp_path / "page.png")
     assert (tmp_path / "page.png").stat().st_size > 10_000

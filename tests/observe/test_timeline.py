@@ -13,7 +13,7 @@ import pytest
 
 from hpcrl.cli.main import main
 from hpcrl.observe import timeline as timeline_module
-from hpcrl.observe.timeline import IDLE, KINDS, LOAD, Span, Timeline, read_spans, shares, steps_of
+from hpcrl.observe.timeline import IDLE, KINDS, LOAD, Span, Timeline, process_lines, read_spans, shares, steps_of
 from hpcrl.rundir.layout import Run
 
 
@@ -114,20 +114,51 @@ def test_a_process_that_was_killed_in_a_line_loses_only_that(run: Run) -> None:
     assert len(read_spans(run, 1)) == len(read_spans(run)) == 2 * whole
 
 
-def test_files_are_bounded_and_keep_the_newest(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_bounded_with_exact_sums_and_the_newest_spans(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timeline_module, "_LARGEST", 10_000)
     monkeypatch.setattr(timeline_module, "_WRITE_S", 0.0)
-    timeline = Timeline(run, "rank-0", 1, resolution_s=0.0)
+    began, finished, timeline = time.time(), 0.0, Timeline(run, "rank-0", 1, resolution_s=0.0)
     for step in range(1, 501):
         timeline.begin_step(step)
         timeline.enter("policy_train" if step % 2 else "sync_weights")
+        if step == 400:
+            timeline.finish_group()
+            finished = time.time()
     timeline.close()
+    ended = time.time()
     sizes = [path.stat().st_size for path in run.timeline(1).iterdir()]
     assert len(sizes) == 2
     assert max(sizes) < 10_300
-    steps = list(steps_of(read_spans(run)))
-    assert steps[-1] == 500
-    assert steps == list(range(steps[0], 501))
+    spans = read_spans(run)
+    assert sum(span.end - span.start for span in spans) == pytest.approx(spans[-1].end - spans[0].start, abs=1e-3)
+    assert spans[0].start == pytest.approx(began, abs=0.5)
+    assert spans[-1].end == pytest.approx(ended, abs=0.5)
+    steps = list(steps_of(spans))
+    assert steps[-20:] == list(range(481, 501))
+    lines = list(process_lines(run, 1, "rank-0"))
+    assert [line["process"] for line in lines if "process" in line] == ["rank-0"]
+    assert [line["finished"] for line in lines if "finished" in line] == [pytest.approx(finished, abs=0.5)]
+
+
+def test_gaps_and_foreign_lines_outlive_what_is_made_coarser(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = run.timeline_of(1, "rollout-0")
+    path.parent.mkdir(parents=True)
+    at, lines = 0.0, ["[7]", '{"start": "x", "seconds": 1, "phase": "load"}']
+    for number in range(1000):
+        at += 50.0 * (number == 500)  # it was started again
+        lines.append(json.dumps({"start": at, "seconds": 1.0, "phase": ("generate", "idle")[number % 2]}))
+        at += 1.0
+    path.write_text("\n".join(lines) + "\n")
+    monkeypatch.setattr(timeline_module, "_LARGEST", 20_000)
+    timeline_module.shorten(path)
+    assert not path.exists()
+    spans = read_spans(run)
+    assert len(spans) < 200
+    seconds = {
+        phase: sum(span.end - span.start for span in spans if span.phase == phase) for phase in ("generate", "idle")
+    }
+    assert seconds == {"generate": 500, "idle": 500}
+    assert [later.start - span.end for span, later in pairwise(spans) if later.start - span.end > 1e-3] == [50]
 
 
 def test_what_cannot_be_written_does_not_end_the_process(run: Run, capsys: pytest.CaptureFixture[str]) -> None:

@@ -272,6 +272,21 @@ def test_the_setting_for_each_wait(
     assert not refused
 
 
+@pytest.mark.parametrize(("evaluates", "pays"), [(0.0, False), (9.0, True)])
+def test_replicas_that_only_evaluate_pay_where_they_do(tmp_path: Path, evaluates: float, pays: bool) -> None:
+    own = ["slurm.eval_replicas=1", "generator.inference_engine.num_engines=2", "trainer.eval_interval=5"]
+    run = made(tmp_path, *own)
+    open_attempt(run, "2", ["n1"])
+    write(run, "rank-0", [(BATCH, 6.0), ("policy_train", 4.0)], attempt=2)
+    write(run, "rollout-0", [("generate", 6.0), ("idle", 4.0)], attempt=2)
+    write(run, "rollout-1", [("evaluate", evaluates), ("idle", 10.0 - evaluates)], attempt=2)
+    assert ("slurm.eval_replicas" in proposed(run)) != pays
+    advised = advise(run)
+    assert advised
+    found = [one.at_best for one in advised.advice if "slurm.eval_replicas" in one.overrides]
+    assert found == ([] if pays else [pytest.approx(1 / 0.7)]), "twice as many generate"
+
+
 @pytest.mark.parametrize(
     ("seconds", "gain"), [(0.8, ", at best 1.03 times as fast"), (0.6, None), (4.0, ", at best 1.5 times as fast")]
 )

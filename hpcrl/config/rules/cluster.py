@@ -170,14 +170,37 @@ def _engines_on_several_nodes(config: ConfigTree, has: str) -> Iterator[Problem]
 def enough_replicas(config: ConfigTree) -> Iterator[Problem]:
     if not config.has_engines:
         return
-    least, most = config.slurm.min_replicas, config.max_replicas
+    least, most = config.slurm.min_replicas, config.max_replicas - config.slurm.eval_replicas
     engines = "generator.inference_engine.num_engines"
     if most < 1:
         yield Problem(engines, "expected at least 1, or replicas of an elastic pool (slurm.elastic.replicas), found 0")
-    elif least > most:
+    elif least > most and not list(eval_replicas(config)):
         yield Problem(
             "slurm.min_replicas",
-            f"expected at most {most}, {engines} and slurm.elastic.replicas together, found {least}",
+            f"expected at most {most}, {engines} and slurm.elastic.replicas together without slurm.eval_replicas, found {least}",
+        )
+
+
+def eval_replicas(config: ConfigTree) -> Iterator[Problem]:
+    path, own, engines = (
+        "slurm.eval_replicas",
+        config.slurm.eval_replicas,
+        config.generator.inference_engine.num_engines,
+    )
+    if not own:
+        return
+    if config.trainer.placement.colocate_all:
+        yield Problem(
+            path, "has no effect with trainer.placement.colocate_all, where all evaluate in turns; leave it out"
+        )
+    elif not config.has_engines or config.trainer.eval_interval <= 0:
+        yield Problem(
+            path, "has no effect where no policy is evaluated while it trains (trainer.eval_interval); leave it out"
+        )
+    elif own >= engines:
+        yield Problem(
+            path,
+            f"expected fewer than generator.inference_engine.num_engines ({engines}), the others of which generate, found {own}",
         )
 
 

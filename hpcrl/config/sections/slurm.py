@@ -235,7 +235,11 @@ class SlurmConfig:
     """Replicas on one rollout node; unset: as many as its GPUs allow, at least 1."""
 
     min_replicas: int = setting(1, range=COUNT, on_change=CLUSTER)
-    """Replicas below which a run does not go on for long: when replica_patience_minutes are over, it saves and fails."""
+    """Replicas, without slurm.eval_replicas, below which a run does not go on for long: when replica_patience_minutes are over, it saves and fails."""
+
+    eval_replicas: int = setting(0, range=NOT_NEGATIVE, on_change=CLUSTER)
+    """Replicas, the last of generator.inference_engine.num_engines, that only evaluate; 0: all generate, and evaluate beside. They idle
+    where no evaluation is open. Where none of them is there, the others evaluate."""
 
     min_scorers: int = setting(1, range=COUNT, on_change=CLUSTER)
     """Copies of each scorer's model below which a run does not go on for long, as min_replicas."""

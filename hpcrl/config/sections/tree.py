@@ -160,6 +160,12 @@ class ConfigTree:
         return max(1, self.slurm.gpus // max(1, self.generator.inference_engine.gpus))
 
     @property
+    def evaluators(self) -> range:
+        """Numbers of the replicas that only evaluate."""
+        engines = self.generator.inference_engine.num_engines
+        return range(engines - self.slurm.eval_replicas, engines)
+
+    @property
     def max_replicas(self) -> int:
         """Replicas on nodes of their own, or colocated ones, when all are there, elastic ones included."""
         return self.generator.inference_engine.num_engines + self.slurm.elastic.replicas if self.has_engines else 0

@@ -9,8 +9,9 @@ import logging
 import time
 import uuid
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,7 @@ class EngineClient(Engine):
         sleep_level: vLLM's: 1 keeps the weights in host memory while the engine sleeps, 2 forgets them, as all of them come with the next version.
         share: of a GPU's memory that it has when it is awake, for errors.
         graphs: whether it decodes by CUDA graphs, or by other code than it prefills with.
+        adapters: whether it loads versions as adapters, and serves several.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class EngineClient(Engine):
         sleep_level: int = 2,
         share: float = 1.0,
         graphs: bool = True,
+        adapters: bool = False,
     ) -> None:
         super().__init__()
         self._who = f"the inference engine of {replica}" if replica else "the inference engine"
@@ -101,7 +104,9 @@ class EngineClient(Engine):
         self.answered = 0
         self._waiting: Counter[str] = Counter()
         self._running: dict[str, Running] = {}
+        self.serves_versions, self._whole = adapters, version
         self._adapters: dict[int, int] = {}  # versions that the engine has as adapters, and vLLM's numbers of them
+        self._loads = asyncio.Lock()
 
     @property
     def waiting(self) -> list[str]:
@@ -120,8 +125,11 @@ class EngineClient(Engine):
         name: str | None = None,
         heard: Heard | None = None,
         images: Sequence[SeenImage] = (),
+        *,
+        version: int | None = None,
     ) -> list[Generation]:
         await self._until_awake()
+        version = self.version if version is None else version
         greedy = sampling.get("temperature", 1.0) < _GREEDY  # the engine refuses to repeat itself
         asked = 1 if greedy else n_samples
         params = {"logprobs": 0, **sampling, "n": asked, "seed": seed, "detokenize": bool(sampling.get("stop"))}
@@ -130,15 +138,15 @@ class EngineClient(Engine):
             params["logprobs"] = told + 1
         request_id = uuid.uuid4().hex
         request = {"request_id": request_id, "token_ids": list(prompt_ids), "sampling_params": params}
-        request |= self._adapter()
-        salt = _name(self.version) if self._keep_cache else ""
+        request |= self._adapter(version)
+        salt = _name(version) if self._keep_cache else ""
         if images:
             self._shows = True
             request["features"] = await in_thread(features, prompt_ids, images, salt)
         if salt:  # caches of older weights are there too, which no request that begins now may find
             request["cache_salt"] = salt
         running = self._running[_NAMED + request_id] = Running(
-            name, told > 0 and masked, 0 if masked else told, self.version, len(prompt_ids)
+            name, told > 0 and masked, 0 if masked else told, version, len(prompt_ids)
         )
         try:
             choices = await (self._listen(request, running, heard) if heard else self._choices(request))
@@ -148,6 +156,12 @@ class EngineClient(Engine):
         assert len(choices) == asked, f"asked for {asked} samples, got {len(choices)}"
         said = [generation_of(choice, running) for choice in choices]
         return said * n_samples if greedy else said
+
+    def of_version(self, version: int) -> Callable[..., Awaitable[list[Generation]]]:
+        return partial(self.generate, version=version)
+
+    def holds(self, version: int) -> bool:
+        return version in (self._whole, *self._adapters)
 
     async def _choices(self, request: dict[str, Any]) -> list[dict[str, Any]]:
         # a photograph makes it megabytes of text, whose writing would keep the event loop for tens of milliseconds
@@ -173,7 +187,7 @@ class EngineClient(Engine):
         await self._until_awake()
         *before, _ = token_ids  # whose own place is that of the token which is sampled
         params = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": count, "logprobs": count, "detokenize": False}
-        request = {"token_ids": before, "sampling_params": params, **self._adapter()}
+        request = {"token_ids": before, "sampling_params": params, **self._adapter(self.version)}
         answer = await self._call("POST", _GENERATE, json=request)
         found = list[list[int]]()
         for place in answer["prompt_logprobs"][1:]:
@@ -190,13 +204,15 @@ class EngineClient(Engine):
                 found[running.name] = {choice["index"]: generation_of(choice, running) for choice in choices}
         return found
 
-    def _adapter(self) -> dict[str, str]:
-        """Return what lets a request compute with the adapter of the version at hand, if it is one."""
-        return {"model": _name(self.version)} if self.version in self._adapters else {}
+    def _adapter(self, version: int) -> dict[str, str]:
+        """Return the field of a request that names the adapter of a version, if it is one."""
+        return {"model": _name(version)} if version in self._adapters else {}
 
     async def update_weights(self, weights: PublishedWeights) -> dict[str, float]:
         if weights.adapter:
-            return await self._load_adapter(weights)
+            metrics = await self._load_adapter(weights)
+            self.version = weights.version
+            return metrics
         version = weights.version
         started = time.monotonic()
         woke = await self._wake("weights")
@@ -215,7 +231,7 @@ class EngineClient(Engine):
         if (held := await self.weight_version()) != str(version):
             raise EngineError(f"{self._who} was given the weights of version {version} and reports version {held!r}")
         check_ranks(await self._proofs(_PROOF), weights, self._who)
-        self.version = version
+        self.version = self._whole = version
         self._updates += 1
         if self.asleep or not self._keep_cache:
             self._dropped = sum(map(len, counts.values()))
@@ -253,24 +269,31 @@ class EngineClient(Engine):
         self._awake.set()
         return {"weights/wake_seconds": seconds} if woke else {}
 
+    async def add_version(self, weights: PublishedWeights) -> None:
+        await self._until_awake()
+        await self._load_adapter(weights)
+
     async def _load_adapter(self, weights: PublishedWeights) -> dict[str, float]:
         """Load a version beside the present ones: running requests keep the adapter that they began with."""
-        started = time.monotonic()
-        woke = await self._wake("weights") + await self._wake("kv_cache")
-        await self._call(
-            "POST", _ADD_ADAPTER, json={"lora_name": _name(weights.version), "lora_path": str(weights.path)}
-        )
-        loaded = time.monotonic() - started - woke
-        number = max((await self._on_each_rank("list_loras"))[0][0])  # vLLM counts them
-        check_ranks(await self._proofs(_ADAPTER_PROOF, str(weights.path), number), weights, self._who)
-        used = {running.version for running in self._running.values()}
-        for version in [version for version in self._adapters if version not in used]:
+        async with self._loads:  # vLLM's number of an adapter is the highest
+            started, version = time.monotonic(), weights.version
+            woke = await self._wake("weights") + await self._wake("kv_cache")
+            if version not in self._adapters:  # a running request may have kept it
+                added = {"lora_name": _name(version), "lora_path": str(weights.path)}
+                await self._call("POST", _ADD_ADAPTER, json=added)
+                self._adapters[version] = max((await self._on_each_rank("list_loras"))[0][0])
+            loaded, number = time.monotonic() - started - woke, self._adapters[version]
+            check_ranks(await self._proofs(_ADAPTER_PROOF, str(weights.path), number), weights, self._who)
+            await self._drop_adapters({version, max(version, self.version), *self.evaluated()})
+            self._updates += 1
+        return {"weights/pause_seconds": 0.0, "weights/load_seconds": loaded, **self._woken(woke)}
+
+    async def _drop_adapters(self, kept: set[int]) -> None:
+        """Unload the adapters of other versions that no running request uses."""
+        used = kept.union(running.version for running in self._running.values())
+        for version in self._adapters.keys() - used:
             await self._call("POST", _DROP_ADAPTER, json={"lora_name": _name(version)})
             await self._on_each_rank("remove_lora", self._adapters.pop(version))
-        self._adapters[weights.version] = number
-        self.version = weights.version
-        self._updates += 1
-        return {"weights/pause_seconds": 0.0, "weights/load_seconds": loaded, **self._woken(woke)}
 
     async def _proofs(self, method: str, *args: Any) -> list[dict[str, Any]]:
         """Return the weight proof of each rank; the ranks of all copies of the weights are numbered consecutively."""
@@ -291,28 +314,31 @@ class EngineClient(Engine):
         if weights.probe is None:
             return None
         limit = tolerance(weights.probe, dtype, allowed)
-        found = difference(weights.probe.logprobs, (await self._computed(weights.probe.token_ids))[0])
+        computed, _ = await self._computed(weights.probe.token_ids, weights.version)
+        found = difference(weights.probe.logprobs, computed)
         check_probe(found, limit, weights.version, self._who)
         if self._unchecked:
-            await self._check_decoding(weights.probe.token_ids[:_DECODED], limit)
+            await self._check_decoding(weights.probe.token_ids[:_DECODED], weights.version, limit)
         return found
 
-    async def _check_decoding(self, prompt: list[int], limit: float) -> None:
+    async def _check_decoding(self, prompt: list[int], version: int, limit: float) -> None:
         """Compare tokens that the engine decodes with a prefill of the same: CUDA graphs of decoding might hold tensors of earlier weights."""
-        _, (choice,) = await self._computed(prompt, _DECODED)
+        _, (choice,) = await self._computed(prompt, version, _DECODED)
         tokens = choice["token_ids"]
         decoded = chosen_logprobs(choice["logprobs"]["content"], masked=False)[0]
-        prefilled, _ = await self._computed([*prompt, *tokens])
+        prefilled, _ = await self._computed([*prompt, *tokens], version)
         found = difference(decoded, prefilled[-len(tokens) :])
-        check_decoding(found, limit, self.version, self._who)
+        check_decoding(found, limit, version, self._who)
         log.info("log-probabilities of %d decoded tokens differ by %.2g from those of a prefill", len(tokens), found)
         self._unchecked = False
 
-    async def _computed(self, token_ids: list[int], decoded: int = 1) -> tuple[list[float], list[dict[str, Any]]]:
+    async def _computed(
+        self, token_ids: list[int], version: int, decoded: int = 1
+    ) -> tuple[list[float], list[dict[str, Any]]]:
         """Return the log-probabilities of all tokens but the first, and the answer's choices, of so many decoded tokens."""
         sampling = {"max_tokens": decoded, "temperature": 1.0, "seed": 0, "ignore_eos": True, "logprobs": 0}
         params = {**sampling, "prompt_logprobs": 0, "detokenize": False}
-        request = {"token_ids": token_ids, "sampling_params": params, **self._adapter()}
+        request = {"token_ids": token_ids, "sampling_params": params, **self._adapter(version)}
         try:
             answer = await self._call("POST", _GENERATE, json=request)
         except RefusedRequestError as error:  # of this client itself

@@ -30,7 +30,15 @@ _ENGINE_OWN |= {
     "max_logprobs",
     "worker_extension_cls",
 }
-_ENGINE_OWN |= {"enable_lora", "max_lora_rank", "max_loras", "revision", "tokenizer_revision", "tokenizer"}
+_ENGINE_OWN |= {
+    "enable_lora",
+    "max_lora_rank",
+    "max_loras",
+    "max_cpu_loras",
+    "revision",
+    "tokenizer_revision",
+    "tokenizer",
+}
 _ENGINE_OWN |= {"enable_sleep_mode", "profiler_config", "uvicorn_log_level", "disable_uvicorn_access_log", "root_path"}
 _ENGINE_OWN |= {"ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs", "api_server_count", "headless"}
 _ENGINE_OWN |= {"nnodes", "node_rank", "master_addr", "master_port", "skip_tokenizer_init", "tokens_only"}

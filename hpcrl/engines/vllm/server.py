@@ -33,6 +33,7 @@ from hpcrl.engines.vllm.processes import computes, group_of, shared_memory
 from hpcrl.errors import ConfigError, EngineError
 from hpcrl.rollout.engines.base import Engine, Launched
 from hpcrl.rundir.commit import make_directory
+from hpcrl.rundir.evaluations import MOST_OPEN
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.heartbeat import SuspendAwareClock
 from hpcrl.runtime.numa import nodes_of_gpus
@@ -100,7 +101,7 @@ class ServerOptions:
         model_config_kwargs: entries of the model's config.json that are replaced.
         rope_scaling, rope_theta: replace the model's rotary positions; empty and None: the model's own.
         lora_rank: largest rank of the adapters that it loads; 0: it gets whole policies.
-        lora_slots: adapters that requests may use at the same time.
+        lora_slots, lora_count: adapters that requests may use at the same time, and that are loaded.
         recorded_iterations: that it has Nsight Systems record, under which this process runs; 0: none.
         sleeps: whether it leaves its GPUs to the trainer in between.
         listen: where it serves others than this process, one at a time; None: this one alone, at a socket.
@@ -122,6 +123,7 @@ class ServerOptions:
     rope_theta: float | None = None
     lora_rank: int = 0
     lora_slots: int = 1
+    lora_count: int = 1
     recorded_iterations: int = 0
     sleeps: bool = False
     listen: Listen | None = None
@@ -220,6 +222,7 @@ class Server(Launched):
         return EngineClient(
             self.socket, self._headers, version, replica=replica, keep_cache=engine.keep_cache_on_update,
             sleep_level=self._options.sleep_level, share=self._options.memory_share, graphs=not engine.runs_eagerly(on_cpu=self._options.on_cpu),
+            adapters=self._options.lora_rank > 0,
         )  # fmt: skip
 
     def failure(self, what: str) -> EngineError:
@@ -330,6 +333,7 @@ def _of_adapters(options: ServerOptions) -> dict[str, Any]:
         "enable-lora": True,
         "max-lora-rank": min(rank for rank in LORA_RANKS if rank >= options.lora_rank),
         "max-loras": options.lora_slots,
+        "max-cpu-loras": max(options.lora_count, options.lora_slots),
         "fully-sharded-loras": options.engine.fully_sharded_loras,
     }
 
@@ -429,6 +433,7 @@ def served_options(config: Config, key_file: Path, listen: Listen) -> ServerOpti
 
 def _options(config: Config, run_name: str, token_file: Path, *, shared: bool) -> ServerOptions:
     generator, (rope_scaling, rope_theta) = config.generator, config.engine_rope
+    versions, evaluates = config.trainer.fully_async.kept_versions, config.trainer.eval_interval > 0
     return ServerOptions(
         model=config.trainer.policy.model.pretrained,
         engine=generator.inference_engine,
@@ -442,7 +447,8 @@ def _options(config: Config, run_name: str, token_file: Path, *, shared: bool) -
         rope_scaling=rope_scaling,
         rope_theta=rope_theta,
         lora_rank=config.trainer.policy.model.lora.largest_rank if config.loads_adapters else 0,
-        lora_slots=config.trainer.fully_async.kept_versions,
+        lora_slots=versions + evaluates,
+        lora_count=versions + evaluates * MOST_OPEN,
         recorded_iterations=config.trainer.profiler.nsys_engine_iterations,
         sleeps=shared,
         records_experts=config.trainer.policy.experts.router_replay != "none",

@@ -26,6 +26,7 @@ from pathlib import Path
 from hpcrl.config import Config
 from hpcrl.errors import DeviceError, HpcrlError, RunError
 from hpcrl.launch.agent.child import Child, Restarts, concerns_the_run
+from hpcrl.launch.agent.held_nodes import HeldNodes
 from hpcrl.launch.agent.multi_node import ScorerParts
 from hpcrl.launch.agent.preflight import check_node, make_room
 from hpcrl.launch.agent.processes import NodeProcesses
@@ -67,7 +68,11 @@ _CONSEQUENCES = ("closed by peer", "reset by peer", "Broken pipe", "TCPStore", "
 
 
 class NodeAgent:
-    """Processes of one node in one attempt."""
+    """Processes of one node in one attempt.
+
+    Args:
+        held: nodes of which this agent keeps the record; None: another agent does.
+    """
 
     def __init__(
         self,
@@ -78,11 +83,14 @@ class NodeAgent:
         signals: list[int],
         node: Node | None = None,
         sizes: Sizes | None = None,
+        held: HeldNodes | None = None,
     ) -> None:
         self._run, self._config, self._context, self._attempt = run, config, context, attempt.number
-        self._sizes = sizes
+        self._sizes, self._held = sizes, held
         plan = make_plan(config)
         self._node = node or plan[context.index]
+        if held:
+            held.assign([node] if node else plan)
         self._grace_s = config.slurm.signal_seconds - _MARGIN_S
         self._processes = NodeProcesses(run, config, context, attempt.number, self._node, self._grace_s)
         self._parts = ScorerParts(run, attempt.number, self._node, self._processes)
@@ -141,6 +149,8 @@ class NodeAgent:
             if self._node.parts > 1:
                 self._parts.look()
             self._show_stacks()
+            if self._held:
+                self._held.renew()
             self._looked = time.monotonic()
 
     def _ends(self) -> bool:
@@ -350,6 +360,7 @@ def main(path: str, sizes: Sizes | None = None) -> None:
     attempt = await_attempt(run, context)
     log_to(run.log(attempt.number, f"agent-{context.index}"))
     message, host, agent = "the agent ended without an outcome; its log says why", "", None
+    held = HeldNodes(run, context) if context.index == 0 else None
     try:
         # the other nodes wait for it no longer than a minute
         status = StatusWriter(run, "agent-0", attempt.number) if context.index == 0 else None
@@ -359,7 +370,7 @@ def main(path: str, sizes: Sizes | None = None) -> None:
         if status:
             require_same_inputs(run, config, lambda: status.write("comparing datasets and models"))
             make_room(run, config, attempt.number)
-        agent = NodeAgent(run, config, context, attempt, signals, sizes=sizes)
+        agent = NodeAgent(run, config, context, attempt, signals, sizes=sizes, held=held)
         agent.supervise()
     except HpcrlError as error:
         message = f"{type(error).__name__}: {error}"
@@ -372,4 +383,6 @@ def main(path: str, sizes: Sizes | None = None) -> None:
         settle(run, context.job)
     if script:
         script.require_its_end()
+    if held and context.local:
+        held.end()
     sys.exit(0 if outcome and outcome.kind in ("done", "cancelled", "interrupted") else 1)

@@ -15,6 +15,7 @@ from hpcrl.config import Config
 from hpcrl.errors import HpcrlError, SubmitError, UserCodeError
 from hpcrl.launch.agent.agent import NodeAgent
 from hpcrl.launch.agent.child import Child
+from hpcrl.launch.agent.held_nodes import HeldNodes
 from hpcrl.launch.agent.start import BatchScript, NodeContext, listen, log_to
 from hpcrl.launch.doctor.disk_space import Sizes
 from hpcrl.launch.pools import pooled_node
@@ -42,8 +43,9 @@ class PoolAgent(NodeAgent):
         signals: list[int],
         worker: str,
         sizes: Sizes | None = None,
+        held: HeldNodes | None = None,
     ) -> None:
-        super().__init__(run, config, context, attempt, signals, pooled_node(config, worker), sizes)
+        super().__init__(run, config, context, attempt, signals, pooled_node(config, worker), sizes, held)
         self.left = False
 
     @property
@@ -91,7 +93,10 @@ def main(path: str, worker: str, sizes: Sizes | None = None) -> None:
 def _serve(run: Run, context: NodeContext, worker: str, signals: list[int], sizes: Sizes | None) -> int:
     pool = os.environ["SLURM_ARRAY_JOB_ID"]
     idle, asked, lost = time.monotonic(), time.monotonic(), 0
+    held = HeldNodes(run, context, pool=True) if run.config.is_file() else None
     while not signals:
+        if held:
+            held.renew()
         if why := unwanted(run, pool):
             print(f"nothing to do: {why}", flush=True)
             return 0
@@ -100,7 +105,7 @@ def _serve(run: Run, context: NodeContext, worker: str, signals: list[int], size
             print(f"{worker} in attempt {attempt.number}", flush=True)
             log_to(run.log(attempt.number, f"agent-pool-{worker}"))
             require_unchanged(run)
-            agent = PoolAgent(run, Config.from_toml([run.config]), context, attempt, signals, worker, sizes)
+            agent = PoolAgent(run, Config.from_toml([run.config]), context, attempt, signals, worker, sizes, held)
             agent.supervise()
             if agent.left:
                 break

@@ -106,6 +106,7 @@ def details(view: RunView) -> list[tuple[str, str]]:
         rows.append(("tokens/s", f"{live.tokens_per_second:,.0f} in the newest step"))
     if live and live.peaks:
         rows.append(("memory", f"{', '.join(live.peaks)} (the trainer rank that needed most)"))
+    rows.append(("goodput", live.goodput if live else ""))
     rows += [("waiting", line) for line in live.waits[:_MOST_WAITS]] if live else []
     rows += [("alert", str(alert)) for alert in view.alerts[-_MOST_ALERTS:]]
     if len(view.alerts) > _MOST_ALERTS:

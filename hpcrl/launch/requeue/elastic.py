@@ -14,10 +14,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hpcrl.errors import SubmitError
+from hpcrl.errors import RunError, SubmitError
 from hpcrl.launch.requeue.policy import requeue_decision
-from hpcrl.launch.requeue.requeue import SOON, outlive_the_job, requeue_this_job
+from hpcrl.launch.requeue.requeue import SOON, job_name, outlive_the_job, requeue_this_job
 from hpcrl.launch.scheduler import cancel_slurm
+from hpcrl.rundir.allocations import end_allocation
 from hpcrl.rundir.commit import read_json
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import Attempt, outcome_of, read_attempts, read_outcome
@@ -67,6 +68,9 @@ def unwanted(run: Run, pool: str) -> str | None:
 
 def main(run: Run, status: int) -> int:
     outlive_the_job()
+    if run.config.is_file():
+        with suppress(OSError, RunError):  # an account is not worth an element
+            end_allocation(run, f"{job_name()}.{os.environ.get('SLURM_RESTART_COUNT') or '0'}", pool=True)
     killed = status >= _SIGNALLED
     if status != AGAIN and not killed:
         return status

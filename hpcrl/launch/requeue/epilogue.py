@@ -16,9 +16,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
+from hpcrl.errors import RunError
 from hpcrl.launch.requeue.elastic import cancel_pools
 from hpcrl.launch.requeue.policy import requeue_decision
 from hpcrl.launch.requeue.requeue import SOON, job_name, outlive_the_job, requeue_this_job
+from hpcrl.rundir.allocations import end_allocation
 from hpcrl.rundir.commit import read_json
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import (
@@ -91,6 +93,8 @@ def settle(run: Run, job: str, status: int = 0) -> int:
     outcome, decision = _patiently(lambda: (concluded(run, job, status), requeue_decision(run)))
     with suppress(OSError):  # what is printed lies on the filesystem of the run, too
         print(f"attempt {outcome.attempt}: {outcome.kind}: {decision.why}", flush=True)
+    with suppress(OSError, RunError):  # an account is not worth an attempt
+        end_allocation(run, job)
     if decision.requeue:
         requeue_this_job(start=SOON if outcome.kind == "interrupted" else None, exclude=decision.exclude)
     else:

@@ -26,6 +26,7 @@ from hpcrl.launch.pools import ROLLOUT, Pool, elastic_pools
 from hpcrl.launch.requeue.requeue import BATCH_SHELL
 from hpcrl.launch.scheduler import PATIENCE_S, cancel_slurm, is_away, queue
 from hpcrl.launch.sharing import umask_of
+from hpcrl.rundir.allocations import STARTED
 from hpcrl.rundir.layout import Run
 from hpcrl.upload.send import stores_of
 
@@ -95,6 +96,7 @@ def _setup_lines(config: Config, folder: Path) -> list[str]:
     return [
         f"umask {umask_of(config.slurm.readable_by):03o}",
         f"export {BATCH_SHELL}=$$",
+        f"export {STARTED}=${{SLURM_JOB_START_TIME:-$(date +%s)}}",
         *(["export PYTHONNOUSERSITE=1"] if config.slurm.container.kind != "none" else []),  # the home is seen inside
         *config.slurm.setup,
         f'export PYTHONPATH={code}"${{PYTHONPATH:+:$PYTHONPATH}}" PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1',

@@ -18,6 +18,8 @@ from hpcrl.errors import ConfigError, HpcrlError, RunError
 from hpcrl.observe.advice import advise
 from hpcrl.observe.charts import charts_of
 from hpcrl.observe.evaluations import success_reward_of
+from hpcrl.observe.goodput import account_of, node_time
+from hpcrl.observe.node_seconds import CATEGORIES
 from hpcrl.observe.report.about import about, cards
 from hpcrl.observe.report.curves import curves_of
 from hpcrl.observe.report.groups import groups_of
@@ -61,6 +63,7 @@ def content_of(run: Run, decoder: Decoder, *, with_samples: bool = True) -> dict
         "cards": [asdict(card) for card in cards(summary, curves["metrics"], found)],
         "summary": summary_rows(summary),
         "findings": [asdict(one) for one in sorted(found, key=lambda one: _ORDER.index(one.status))],
+        "goodput": _goodput(run),
         "attempts": _attempts(run, attempts, outcomes, started),
         "curves": curves,
         "charts": [
@@ -91,6 +94,14 @@ def _waits(run: Run) -> list[Verdict]:
         advised = advise(run)
         return [Verdict("waiting", "look", line) for line in advised.lines()] if advised else []
     return []
+
+
+def _goodput(run: Run) -> dict[str, Any] | None:
+    account = account_of(run)
+    if account is None:
+        return None
+    uses = [(name, account.share(name), account.parts(name)) for name in CATEGORIES if account.share(name)]
+    return {"total": account.goodput, "node_time": node_time(account.total), "queued": account.queued, "uses": uses}
 
 
 def _attempts(run: Run, attempts: list[Attempt], outcomes: dict[int, Outcome], started: float) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -134,8 +134,12 @@ class Engine(ABC):
         drafts: as of the last `load`; None: there are none.
         changed: called when a call begins or ends; the worker sets it.
         _awake: cleared by `sleep`, set by `update_weights`.
+        serves_versions: whether it serves older versions beside the newest, see `add_version`.
+        evaluated: returns versions that stay loaded beside the newest; the worker sets it.
     """
 
+    serves_versions = False
+    evaluated: Callable[[], Collection[int]] = staticmethod(lambda: ())
     version: int
     answered: int
     drafts: Drafts | None = None
@@ -187,6 +191,18 @@ class Engine(ABC):
             RefusedRequestError: the engine refuses this request, and would answer others.
             EngineError: the engine failed.
         """
+
+    def of_version(self, version: int) -> Callable[..., Awaitable[list[Generation]]]:  # noqa: ARG002
+        """Return `generate` for requests that are all computed with one version, which the engine holds."""
+        return self.generate
+
+    def holds(self, version: int) -> bool:
+        """Return whether the engine can compute with a version."""
+        return version == self.version
+
+    async def add_version(self, weights: PublishedWeights) -> None:
+        """Load an older version beside the newest, where it `serves_versions`; errors as of `update_weights`."""
+        raise NotImplementedError
 
     @abstractmethod
     async def top_tokens(self, token_ids: Sequence[int], count: int) -> list[list[int]]:

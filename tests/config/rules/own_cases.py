@@ -341,6 +341,27 @@ OURS = [
         {"slurm.min_replicas": 2, f"{ENGINE}.num_engines": 2},
     ),
     Case(
+        "replicas that only evaluate leave others",
+        {"slurm.eval_replicas": 2, f"{ENGINE}.num_engines": 2}, "slurm.eval_replicas", "expected fewer than",
+        {"slurm.eval_replicas": 1, f"{ENGINE}.num_engines": 2},
+    ),
+    Case(
+        "the least are of those that generate",
+        {"slurm.eval_replicas": 1, f"{ENGINE}.num_engines": 2, "slurm.min_replicas": 2}, "slurm.min_replicas", "expected at most 1, ",
+        {"slurm.eval_replicas": 1, f"{ENGINE}.num_engines": 3, "slurm.min_replicas": 2},
+    ),
+    Case(
+        "replicas that only evaluate need evaluations",
+        {"slurm.eval_replicas": 1, f"{ENGINE}.num_engines": 2, "trainer.eval_interval": -1}, "slurm.eval_replicas", "eval_interval",
+        {"slurm.eval_replicas": 1, f"{ENGINE}.num_engines": 2, "trainer.eval_interval": 5},
+    ),
+    Case(
+        "replicas that only evaluate take no turns",
+        {**FOUR_GPUS, "slurm.eval_replicas": 1, f"{ENGINE}.num_engines": 2, "trainer.placement.colocate_all": True},
+        "slurm.eval_replicas", "colocate_all",
+        {**FOUR_GPUS, "slurm.eval_replicas": 1, f"{ENGINE}.num_engines": 2},
+    ),
+    Case(
         "replicas of the run's own or elastic ones",
         {f"{ENGINE}.num_engines": 0}, f"{ENGINE}.num_engines", "or replicas of an elastic pool",
         {f"{ENGINE}.num_engines": 0, "slurm.elastic.replicas": 2, "slurm.min_replicas": 2},

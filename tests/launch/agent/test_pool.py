@@ -17,6 +17,7 @@ import pytest
 
 from hpcrl.config import Config
 from hpcrl.launch.requeue.elastic import AGAIN, current_attempt, unwanted
+from hpcrl.rundir.allocations import read_allocations
 from hpcrl.rundir.commit import write_json, write_text
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import cancel_outcome, open_attempt, outcome_of, read_outcomes, report_outcome
@@ -123,7 +124,8 @@ def test_an_element_that_slurm_takes_away_asks_to_be_queued_again(tmp_path: Path
 def test_an_element_that_waits_for_the_run_leaves_at_once_too(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     with element(run) as process:
-        time.sleep(3)
+        wait_for(lambda: read_allocations(run), "it has no record of its node")
+        assert read_allocations(run)[0].pool
         process.send_signal(signal.SIGUSR2)
         assert process.wait(10) == AGAIN
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -14,19 +15,52 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from hpcrl.config import EnvironmentConfig, GeneratorConfig, SamplingParams
+from hpcrl.config.sections.generator import ChatTemplateConfig
+from hpcrl.config.sections.model import Pretrained
+from hpcrl.data.cache_files import read_rows
+from hpcrl.data.tokenizer import decoder, load_tokenizer
 from hpcrl.data.weight_files import Probe, PublishedWeights, weight_facts
 from hpcrl.engines.vllm.client import EngineClient
 from hpcrl.errors import EngineError
 from hpcrl.rollout.engines.base import Engine, Generation, Launched
 from hpcrl.rollout.engines.tensors import read_tensors, replace_adapter
-from hpcrl.rundir.commit import begin, finish, is_committed
+from hpcrl.rollout.generate import conversations
+from hpcrl.rollout.worker import WorkerOptions, run_worker
+from hpcrl.rundir.commit import begin, finish, is_committed, write_text
+from hpcrl.rundir.layout import Run
+from hpcrl.runtime.process_status import StatusWriter
 from hpcrl.trainer.models.adapter import Adapted, Adapter
+from hpcrl.types import Kind, Prompt, Work
 from tests.paths import ON_GPU
-from tests.rollout.material import ENGINE, LONG_PROMPT, close, make_model, options, served, slowly, started
+from tests.rollout.controller import FakeController
+from tests.rollout.material import (
+    ENGINE,
+    LONG_PROMPT,
+    QUICKSTART,
+    RUN_NAME,
+    TOKEN,
+    close,
+    make_model,
+    options,
+    served,
+    slowly,
+    started,
+    wait_for,
+)
 
 RANK = 4
 WHOLE: dict[str, Any] = {"temperature": 1.0, "max_tokens": 24}
-TESTS = ["test_versions_are_told_apart", "test_running_requests", "test_a_probe_is_computed_with_the_adapter"]
+TESTS = [
+    "test_versions_are_told_apart",
+    "test_running_requests",
+    "test_a_probe_is_computed_with_the_adapter",
+    "test_a_version_that_a_request_kept_is_loaded_again",
+    "test_old_and_new_versions_answer_side_by_side",
+    "test_a_worker_evaluates_a_version_beside_the_newest",
+]
+TOKENIZER = load_tokenizer(Pretrained(str(QUICKSTART)), ChatTemplateConfig())
+GENERATOR = GeneratorConfig(sampling_params=SamplingParams(max_generate_length=16))
 RUNNING, LENGTH = 8, 120  # samples that an update meets
 
 
@@ -159,6 +193,106 @@ def test_running_requests(launched: Launched, models: list[Path], versions: list
         assert is_of(said, models[0], second.path, slice(switch, None))
 
 
+def test_a_version_that_a_request_kept_is_loaded_again(
+    launched: Launched, models: list[Path], versions: list[PublishedWeights]
+) -> None:
+    """A worker goes back to rows that a lost one left: vLLM may have the adapter still."""
+    first, second, _ = versions
+
+    async def play() -> None:
+        engine = launched.connect()
+        await engine.update_weights(first)
+        await _updated_while_running(engine, second, models[0])
+        await engine.update_weights(first)
+        (said,) = await engine.generate(LONG_PROMPT, 1, 8, WHOLE)
+        assert set(said.versions) == {first.version}
+        assert is_of(said, models[0], first.path)
+        await engine.close()
+
+    asyncio.run(play())
+
+
+def test_old_and_new_versions_answer_side_by_side(
+    launched: Launched, models: list[Path], versions: list[PublishedWeights]
+) -> None:
+    first, second, third = versions
+
+    async def play() -> None:
+        engine = launched.connect()
+        await engine.update_weights(second)
+        if not isinstance(engine, EngineClient):
+            assert (engine.serves_versions, engine.holds(first.version)) == (False, False)
+            return await engine.close()
+        engine.evaluated = lambda: [first.version]
+        await engine.add_version(first)
+        assert engine.version == second.version
+        for newest in (second, third):
+            if newest is third:
+                await engine.update_weights(third)
+            old, new = await asyncio.gather(
+                engine.of_version(first.version)(LONG_PROMPT, 2, 8, WHOLE), engine.generate(LONG_PROMPT, 2, 8, WHOLE)
+            )
+            for said, weights in [*((one, first) for one in old), *((one, newest) for one in new)]:
+                assert set(said.versions) == {weights.version}
+                assert is_of(said, models[0], weights.path)
+        assert engine.holds(0), "the model that it was started with"
+        (said,) = await engine.of_version(0)(LONG_PROMPT, 1, 8, WHOLE)
+        assert set(said.versions) == {0}
+        assert not is_of(said, models[0], third.path)
+        engine.evaluated = list
+        await engine.update_weights(third)
+        assert not engine.holds(first.version)
+        return await engine.close()
+
+    asyncio.run(play())
+
+
+def test_a_worker_evaluates_a_version_beside_the_newest(
+    launched: Launched, models: list[Path], versions: list[PublishedWeights], tmp_path: Path
+) -> None:
+    """Also one that its engine has never had; the update in between waits for no row."""
+    old, first, newest = (weights.version for weights in versions)
+    if type(launched).__name__ != "Server":
+        pytest.skip("the embedded engine holds one version")
+    run = Run(tmp_path / RUN_NAME)
+    write_text(run.token, TOKEN + "\n", mode=0o600)
+    for version in (old, first, newest):
+        publish_adapter(models[0], run.weights_of(version), version)
+    options = WorkerOptions(run, 1, 5, 8, n_samples=4, dump_evals=False, engine_dtype="float32")
+    maker = conversations(TOKENIZER, GENERATOR, EnvironmentConfig(), replica=5)
+    status = StatusWriter(run, "rollout-5", 1)
+    work = [("g1", "train", None), ("e1", "eval", old), ("e2", "eval", first)]
+
+    def worker() -> None:
+        asyncio.run(run_worker(options, launched, maker, decoder(TOKENIZER), status))
+
+    with FakeController().served(run, 1) as controller, ThreadPoolExecutor() as threads:
+        running = threads.submit(worker)
+        try:
+            for version in (first, newest):
+                controller.version = version
+                wait_for(lambda v=version: controller.claims and controller.claims[-1]["version"] == v, 120, "no claim")
+                controller.work.extend(_item(f"{name}-{version}", kind, of) for name, kind, of in work)
+                wait_for(lambda v=version: len(controller.completed) == (3 if v == first else 6), 120, "no groups")
+        finally:
+            controller.stop = "finished"
+            running.result(60)
+    assert all(claim["any_version"] for claim in controller.claims)
+    found = {meta.group_id: (meta.oldest_version, meta.newest_version) for meta in controller.completed}
+    assert {name: one for name, (one, other) in found.items() if one == other} == {
+        f"{name}-{version}": of or version for version in (first, newest) for name, _, of in work
+    }
+    proven = {row.group.group_id: row.weights for of in (old, first) for row in read_rows(run.eval_rows(of, 5))[0]}
+    digests = {of: PublishedWeights.read(run.weights_of(of)).digest for of in (old, first)}
+    assert proven == {f"e{at}-{v}": digests[of] for v in (first, newest) for at, of in ((1, old), (2, first))}
+
+
+def _item(name: str, kind: Kind, version: int | None) -> Work:
+    extras = {"reward_spec": {"ground_truth": "abc"}}
+    prompt = Prompt(name, [{"role": "user", "content": "sort: bca"}], "sort_letters", extras, "letters")
+    return Work(name, kind, prompt, 4, seed=3, asked=kind, version=version)
+
+
 async def _updated_while_running(engine: Engine, newer: PublishedWeights, model: Path) -> list[Generation]:
     sampling = {"temperature": 1.0, "max_tokens": LENGTH, "ignore_eos": True}
     begun = await engine.tokens() or 0
@@ -201,7 +335,7 @@ def _after_first(model: Path, adapter: Path, tokens: list[int]) -> list[float]:
 
 
 def test_an_adapter_that_the_engine_cannot_take(launched: Launched, models: list[Path], tmp_path: Path) -> None:
-    too_large = publish_adapter(models[0], tmp_path / "v000010", 10, (2 * RANK, 40))
+    too_large = publish_adapter(models[0], tmp_path / "v001000", 1000, (2 * RANK, 40))
 
     async def play() -> None:
         engine = launched.connect()

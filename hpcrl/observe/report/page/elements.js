@@ -7,6 +7,10 @@ const KIND_COLOURS = {
   generate: "#3b8fd8", wait: "#e0b13c", train: "#2e9e68", publish: "#9a5fd0", colocation: "#5f7f8f", pause: "#d94f4f", checkpoint: "#8a6a4a",
   evaluate: "#1fa8a0", score: "#c46fb0", environment: "#d98a4a", idle: "#c9ced6", load: "#7f8da3", other: "#a9b4a2", absent: "#00000000",
 };
+const USE_COLOURS = {
+  training: "#2e9e68", generation: "#3b8fd8", scoring: "#c46fb0", evaluation: "#1fa8a0", saving: "#8a6a4a", starting: "#7f8da3", waiting: "#e0b13c",
+  lost: "#c0262d", idle: "#c9ced6", "not recorded yet": "#a9b4a2",
+};
 const OUTCOME_COLOURS = { done: "#1a7f45", interrupted: "#c98a16", cancelled: "#7f8da3", running: "#3b6fd8" };
 
 /** Make an element: attributes, `on*` handlers, and children, of which texts stay texts. */

@@ -7,8 +7,19 @@ function overviewSection() {
   const verdicts = DATA.runs.map((run, at) => el("div", { class: "panel" }, el("h3", {}, dot(at), verdictTitle(run)),
     el("ul", { class: "findings" }, run.findings.map((one) => el("li", {}, el("span", { class: one.status, role: "img", "aria-label": one.status }, MARKS[one.status]), el("b", {}, one.name), el("span", {}, one.text))))));
   const attempts = DATA.runs.map((run, at) => el("div", { class: "panel" }, el("h3", {}, dot(at), many ? `Attempts of ${run.name}` : "Attempts"), attemptsTable(run)));
+  const nodes = DATA.runs.map((run, at) => goodputBox(run, at, many)).filter(Boolean);
   const top = many ? [sideBySide((run) => [...run.about, ...run.summary])] : [factsList(DATA.runs[0]), el("div", { class: "cards" }, DATA.runs[0].cards.map((card) => cardBox(DATA.runs[0], card)))];
-  return [...top, el("div", { class: "runs" }, verdicts), el("div", { class: "runs" }, attempts)];
+  return [...top, el("div", { class: "runs" }, verdicts), el("div", { class: "runs" }, nodes), el("div", { class: "runs" }, attempts)];
+}
+
+/** Show what the nodes of a run did: a bar, and its parts in words. */
+function goodputBox(run, at, many) {
+  if (!run.goodput) return null;
+  const share = (part) => `${(100 * part).toFixed(1)} %`, { total, node_time, queued, uses } = run.goodput;
+  const words = uses.map(([name, part, parts]) => el("li", {}, el("i", { class: "dot", style: `background:${USE_COLOURS[name]}` }), el("b", {}, name), el("span", {}, ` ${share(part)}`, parts.length ? `: ${parts.map(([what, own]) => `${what} ${share(own)}`).join(", ")}` : "")));
+  return el("div", { class: "panel" }, el("h3", {}, dot(at), `${many ? `Nodes of ${run.name}` : "What the nodes did"}: goodput ${share(total)}`),
+    el("div", { class: "uses", "aria-hidden": "true" }, uses.map(([name, part]) => el("i", { style: `flex-grow:${part};background:${USE_COLOURS[name]}` }))),
+    el("ul", { class: "findings" }, words), el("p", { class: "faint" }, `${node_time} in all${queued >= 1 ? `, and ${duration(queued)} in the queue` : ""}`));
 }
 
 function factsList(run) {

@@ -1,0 +1,48 @@
+"""Keeps the record of the nodes that a start of a job holds, for the account of the run (hpcrl/rundir/allocations.py)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
+
+from hpcrl.launch.agent.start import NodeContext
+from hpcrl.launch.nodes import Node
+from hpcrl.rundir.allocations import RENEW_S, AllocatedNode, new_allocation, write_allocation
+from hpcrl.rundir.layout import Run
+
+
+class HeldNodes:
+    """Nodes of one start of a job; its record begins before the roles of the nodes are known. One agent of the job has it.
+
+    Args:
+        pool: the job is an element of an elastic pool.
+    """
+
+    def __init__(self, run: Run, context: NodeContext, *, pool: bool = False) -> None:
+        self._run, self._hosts = run, context.hosts
+        nodes = [AllocatedNode(host, "node", []) for host in context.hosts]
+        self._record = new_allocation(run, context.job, nodes, pool=pool)
+        self._write()
+
+    def assign(self, nodes: Sequence[Node]) -> None:
+        """Record what the nodes do, in their order."""
+        known = [AllocatedNode(host, n.role, n.devices) for host, n in zip(self._hosts, nodes, strict=False)]
+        self._record = replace(self._record, nodes=[asdict(node) for node in known])
+        self._write()
+
+    def renew(self) -> None:
+        """Record that they are still held, if that is due."""
+        if time.monotonic() - self._renewed >= RENEW_S:
+            self._write()
+
+    def _write(self) -> None:
+        self._renewed = time.monotonic()
+        with suppress(OSError):  # an account is not worth an attempt
+            write_allocation(self._run, self._record)
+
+    def end(self) -> None:
+        """Record that they are given back; of Slurm's jobs the end of the batch script does that."""
+        with suppress(OSError):
+            write_allocation(self._run, self._record, over=True)

@@ -1,0 +1,285 @@
+"""The account of node seconds: it adds up to the allocation whatever the timelines say, and each second counts as what it was."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from hpcrl.cli.main import main
+from hpcrl.observe.goodput import Account, GoodputMeter, account_of, account_since
+from hpcrl.observe.metrics import MetricsWriter
+from hpcrl.observe.node_seconds import CATEGORIES, UNFINISHED, Held, Seconds, node_seconds
+from hpcrl.observe.timeline import KINDS, Span
+from hpcrl.rundir.allocations import AllocatedNode, Allocation, end_allocation, new_allocation, read_allocations
+from hpcrl.rundir.commit import write_json, write_text
+from hpcrl.rundir.layout import Run
+from hpcrl.rundir.ledger import open_attempt, report_outcome
+from hpcrl.rundir.records import append_text
+from hpcrl.rundir.starts import note
+from tests.paths import ROOT
+
+BATCH = "wait_for_generation_buffer"
+PHASES = [*(phase for phases in KINDS.values() for phase in phases), UNFINISHED, "a phase of another hpcrl"]
+AFTER = ("lost", "until its end")
+TRAINER, REPLICA = [["rank-0"]], [["rollout-0"]]
+Phases = list[tuple[str, float]]
+
+
+def spans_of(process: str, phases: Phases, start: float = 0.0, attempt: int = 1, step: int | None = None) -> list[Span]:
+    found = list[Span]()
+    for phase, seconds in phases:
+        found.append(Span(process, attempt, phase, start, start + seconds, step))
+        start += seconds
+    return found
+
+
+def random_spans(random: Random, process: str) -> list[Span]:
+    """Return spans with gaps, overlaps, several attempts and clocks that differ."""
+    found, at = list[Span](), random.uniform(-20, 50)
+    for _ in range(random.randrange(40)):
+        seconds = random.choice([0.0, 1e-6, random.uniform(0, 9)])
+        attempt = 1 + int(at > 60)
+        found.append(Span(process, attempt, random.choice(PHASES), at, at + seconds, random.choice([None, 1, 2, 3])))
+        at += seconds + random.choice([0.0, 0.0, 3.0, -1.0])
+    return sorted(found, key=lambda span: span.start)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_any_timelines_add_up_to_the_allocation(seed: int) -> None:
+    random = Random(seed)
+    processes = ["rank-0", "rank-4", "rollout-0", "rollout-1", "rollout-2", "scorer-0", "reward-0"]
+    spans = {process: random_spans(random, process) for process in processes if random.random() < 0.9}
+    layouts = [
+        TRAINER,
+        [["rank-0", "rollout-0"], ["rank-0", "rollout-1"]],
+        [["rollout-0"], ["rollout-1"], ["rollout-2"]],
+    ]
+    layouts += [[["rank-4"]], [["scorer-0"]], [["reward-0"]], [], [["rollout-7"]]]
+    held = list[Held]()
+    for number in range(random.randrange(1, 9)):
+        start = random.uniform(0, 100)
+        held.append(Held(number % 3, "some", start, start + random.uniform(0, 60), random.choice(layouts), AFTER))
+    found = node_seconds(held, spans, {1: 2}, {1: 0.75})
+    for attempt in {node.attempt for node in held}:
+        wanted = sum(node.end - node.start for node in held if node.attempt == attempt)
+        assert sum(found[attempt, "some"].values()) == pytest.approx(wanted, abs=1e-6)
+    uses = [use for row in found.values() for use in row.items()]
+    assert all(seconds >= 0 for _, seconds in uses)
+    assert {use[0] for use, _ in uses} <= set(CATEGORIES)
+
+
+def rounded(seconds: Seconds) -> dict[tuple[str, str], float]:
+    return {use: round(value, 6) for use, value in seconds.items()}
+
+
+def test_each_second_of_two_nodes_counts_as_what_it_was() -> None:
+    trainer: Phases = [("load", 5), ("eval", 2), (BATCH, 10), ("policy_train", 4), ("sync_weights", 1), ("other", 1), ("save_checkpoints", 3), ("fwd_logprobs_values_reward", 2)]  # fmt: skip
+    replica: Phases = [("load", 8), ("generate", 6), ("environment", 2), ("idle", 6), ("fetch_weights", 1), ("update_weights", 1), ("evaluate", 3)]  # fmt: skip
+    spans = {"rank-0": spans_of("rank-0", trainer, 2, step=1), "rollout-0": spans_of("rollout-0", replica, 2)}
+    held = [
+        Held(1, "trainer", 0, 40, TRAINER, ("idle", "its end")),
+        Held(1, "rollout", 0, 40, REPLICA, ("idle", "its end")),
+    ]
+    found = node_seconds(held, spans, {1: 1}, {})
+    assert rounded(found[1, "trainer"]) == {
+        ("starting", ""): 7, ("evaluation", ""): 2, ("waiting", "a start"): 1, ("waiting", "samples"): 7, ("waiting", "environments"): 2,
+        ("waiting", "weights"): 1, ("training", ""): 6, ("idle", "between phases"): 1, ("saving", "checkpoints"): 3, ("idle", "its end"): 10,
+    }  # fmt: skip
+    assert rounded(found[1, "rollout"]) == {
+        ("starting", ""): 10, ("generation", ""): 6, ("waiting", "environments"): 2, ("waiting", "the slowest samples"): 1,
+        ("waiting", "training"): 4, ("waiting", "weights"): 2, ("waiting", "weights to load"): 1, ("evaluation", ""): 3, ("idle", "its end"): 11,
+    }  # fmt: skip
+
+
+def test_a_node_with_turns_counts_the_replica_while_the_rank_waits_for_its_batch() -> None:
+    rank: Phases = [("load", 4), ("offload", 1), (BATCH, 8), ("onload", 1), ("policy_train", 6)]
+    replica: Phases = [("load", 3), ("asleep", 3), ("generate", 5), ("idle", 1), ("asleep", 8)]
+    spans = {"rank-0": spans_of("rank-0", rank, step=1), "rollout-0": spans_of("rollout-0", replica)}
+    found = node_seconds([Held(1, "trainer", 0, 20, [["rank-0", "rollout-0"]], AFTER)], spans, {}, {})
+    assert rounded(found[1, "trainer"]) == {
+        ("starting", ""): 4, ("waiting", "changes of turns"): 4, ("generation", ""): 5, ("waiting", "the slowest samples"): 1, ("training", ""): 6,
+    }  # fmt: skip
+
+
+def test_devices_of_a_node_share_it_equally() -> None:
+    spans = {f"rollout-{at}": spans_of(f"rollout-{at}", [("generate", 8 - 2 * at)]) for at in range(4)}
+    node = Held(1, "rollout", 0, 8, [[f"rollout-{at}"] for at in range(4)], ("idle", "its end"))
+    assert rounded(node_seconds([node], spans, {}, {})[1, "rollout"]) == {("generation", ""): 5, ("idle", "its end"): 3}
+
+
+def test_a_restarted_replica_starts_and_groups_that_are_not_trained_are_lost() -> None:
+    again = [*spans_of("rollout-0", [("generate", 4)]), *spans_of("rollout-0", [("generate", 4)], 6)]
+    found = node_seconds([Held(1, "rollout", 0, 10, REPLICA, AFTER)], {"rollout-0": again}, {}, {1: 0.75})
+    assert rounded(found[1, "rollout"]) == {("generation", ""): 6, ("lost", "not trained"): 2, ("starting", ""): 2}
+
+
+def made(path: Path, attempts: int = 1) -> Run:
+    """Return a run with a trainer node and a rollout node, whose first attempt was killed after step 4 and was continued from step 2."""
+    run = Run(path)
+    write_text(run.config, "")
+    write_json(run.submission, {"executor": "slurm", "job_id": "7_0", "submitted": 940.0})
+    for number in range(1, attempts + 1):
+        start = 1000.0 * number
+        open_attempt(run, f"7_0.{number - 1}", ["n1", "n2"])
+        note(run, {"attempt": number, "from": "s000002" if number > 1 else None})
+        record(run, f"7_0.{number - 1}", start, start + 65)
+        for step in range(1 if number == 1 else 3, 5):
+            at = start + 10 * step
+            write(run, number, spans_of("rank-0", [(BATCH, 6), ("policy_train", 4)], at, number, step))
+            write(run, number, spans_of("rollout-0", [("generate", 6), ("idle", 4)], at, number))
+    return run
+
+
+def record(run: Run, job: str, start: float, until: float, *, over: bool = True) -> None:
+    nodes = [
+        {"host": "n1", "role": "trainer", "devices": TRAINER},
+        {"host": "n2", "role": "rollout", "devices": REPLICA},
+    ]
+    own = Allocation(job, start, until, over, max(start - 60, 0), False, nodes)
+    write_json(run.allocation(job), vars(own))
+
+
+def write(run: Run, attempt: int, spans: list[Span]) -> None:
+    lines = [
+        {"start": one.start, "seconds": one.end - one.start, "phase": one.phase, "step": one.step} for one in spans
+    ]
+    append_text(run.timeline_of(attempt, spans[0].process), "".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_steps_that_a_later_attempt_trained_again_are_lost(tmp_path: Path) -> None:
+    run = made(tmp_path / "p" / "r", attempts=2)
+    report_outcome(run, 2, "done", "finished", "agent-0")
+    found = account_of(run)
+    assert found
+    assert found.total == pytest.approx(4 * 65)
+    assert found.queued == 120
+    rows = {(row.attempt, row.role): rounded(row.seconds) for row in found.rows}
+    assert rows[1, "trainer"][("lost", "trained again")] == 8  # steps 3 and 4
+    assert rows[1, "trainer"][("training", "")] == 8
+    assert rows[1, "trainer"][("lost", "until its end")] == 15
+    assert ("lost", "trained again") not in rows[2, "trainer"]
+    assert rows[2, "trainer"][("idle", "its end")] == 15
+    assert rows[1, "rollout"][("lost", "generated again")] == 24  # no group of it was finished
+    assert rows[2, "rollout"][("generation", "")] == 12
+
+
+def test_what_a_killed_replica_had_finished_is_no_loss(tmp_path: Path) -> None:
+    run = made(tmp_path / "p" / "r")
+    append_text(run.timeline_of(1, "rollout-0"), '{"finished": 1032.0}\n')
+    report_outcome(run, 1, "lost", "killed", "agent-0")
+    found = account_of(run)
+    assert found
+    (row,) = [row for row in found.rows if row.role == "rollout"]
+    assert rounded(row.seconds)[("lost", "generated again")] == 4 + 6
+    assert rounded(row.seconds)[("generation", "")] == 6 + 6 + 2
+
+
+def test_a_living_run_keeps_what_it_has_not_committed_yet(tmp_path: Path) -> None:
+    run = made(tmp_path / "p" / "r")
+    record(run, "7_0.0", 1000.0, 1065.0, over=False)
+    living, killed = account_of(run, now=1070.0), account_of(run, now=2000.0)
+    assert living
+    assert killed
+    assert living.total == killed.total == pytest.approx(130)
+    assert living.share("training") == pytest.approx(16 / 130)
+    assert (living.share("lost"), living.share("not recorded yet")) == pytest.approx((0, 30 / 130))
+    assert (killed.share("training"), killed.share("not recorded yet")) == (0, 0)
+
+
+def test_windows_of_a_living_attempt_add_up(tmp_path: Path) -> None:
+    run = made(tmp_path / "p" / "r")
+    record(run, "7_0.0", 1000.0, 1065.0, over=False)
+    windows = [account_since(run, 1, since, since + 10) for since in (1010.0, 1020.0, 1030.0)]
+    for found in windows:
+        assert found
+        assert found.total == pytest.approx(20)
+        assert found.goodput == pytest.approx(0.5)
+
+
+def test_share_of_groups_that_sampling_dropped_is_lost(tmp_path: Path) -> None:
+    run = made(tmp_path / "p" / "r")
+    report_outcome(run, 1, "done", "finished", "agent-0")
+    with MetricsWriter(run, "controller", 1, 0) as writer:
+        writer.write(1, {"generate/sample_batches": 1.5})
+        writer.write(2, {"generate/sample_batches": 2.5})
+    found = account_of(run)
+    assert found
+    assert found.share("generation") == found.share("lost") == pytest.approx(12 / 130)
+
+
+def test_command_adds_runs_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("one", "two"):
+        report_outcome(made(tmp_path / "p" / name), 1, "done", "finished", "agent-0")
+    write_text(Run(tmp_path / "p" / "new").config, "")
+    root = ["--root", str(tmp_path)]
+    assert main(["goodput", "one", *root]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("goodput 30.8%: 2.2 node minutes, and 1:00 in the queue\n  training ")
+    assert (
+        "attempt 1, trainer, 1 node: goodput 25% of 1.1 node minutes: training 25%, starting 15%, waiting 37%"
+        in printed
+    )
+    assert main(["goodput", "one", "two", *root]) == 0
+    assert capsys.readouterr().out.startswith("goodput 30.8% of 2 runs: 4.3 node minutes, and 2:00 in the queue\n")
+    assert main(["goodput", "--project", "p", "--json", *root]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["runs"], found["node_seconds"]) == (["p/one", "p/two"], 260)
+    assert sum(found["shares"].values()) == pytest.approx(1)
+    assert main(["goodput", "new", *root]) == 5
+    assert "has a record of its nodes" in capsys.readouterr().err
+    assert main(["goodput", *root]) == 2
+
+
+def test_queue_time_is_counted_from_submission_and_from_the_end_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path / "p" / "r")
+    write_json(run.submission, {"submitted": 100.0})
+    monkeypatch.setenv("HPCRL_JOB_STARTED", "160")
+    first = new_allocation(run, "7_0.0", [AllocatedNode("n1", "trainer", TRAINER)])
+    assert (first.queued, first.start) == (100, 160)
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "3")
+    end_allocation(run, "7_0.0")  # its agents did not begin
+    (ended,) = read_allocations(run)
+    assert (len(ended.nodes), ended.over) == (3, True)
+    monkeypatch.delenv("HPCRL_JOB_STARTED")
+    again = new_allocation(run, "7_0.1", [])
+    assert (again.queued, again.start >= ended.until) == (ended.until, True)
+    assert new_allocation(run, "8_0.0", []).queued == 100  # another job waited from its own submission
+
+
+def test_accounts_add_up() -> None:
+    assert (Account([]) + Account([], 3.0)).queued == 3.0
+    assert (Account([]).total, Account([]).goodput) == (0, 0)
+
+
+def test_a_commit_gets_the_shares_since_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = made(tmp_path / "p" / "r")
+    record(run, "7_0.0", 1000.0, 1065.0, over=False)
+    clock = iter([1010.0, 1015.0, 1033.0, 1053.0])
+    monkeypatch.setattr(time, "time", lambda: next(clock))
+    meter = GoodputMeter(run, 1)
+    assert meter.shares() == {}, "too soon"
+    for _ in range(2):
+        found = meter.shares()
+        assert found["goodput/total"] == pytest.approx(0.5)
+        assert sum(share for name, share in found.items() if name != "goodput/total") == pytest.approx(1)
+
+
+def test_a_killed_attempt_is_in_no_window_of_the_next(tmp_path: Path) -> None:
+    run = made(tmp_path / "p" / "r", attempts=2)
+    for number in (1, 2):
+        record(run, f"7_0.{number - 1}", 1000.0 * number, 1000.0 * number + 65, over=False)
+    found = account_since(run, 2, 2030.0, 2050.0)
+    assert found
+    assert (found.total, found.goodput) == pytest.approx((40, 0.5))
+    assert {row.attempt for row in found.rows} == {2}
+
+
+def test_each_category_has_a_colour_in_reports() -> None:
+    colours = (ROOT / "hpcrl" / "observe" / "report" / "page" / "elements.js").read_text().partition("USE_COLOURS")[2]
+    assert [name for name in CATEGORIES if f'{name}: "#' not in colours and f'"{name}": "#' not in colours] == []
