@@ -437,13 +437,13 @@ class Service:
 
     def wants_lease(self, name: str) -> bool:
         """Return whether a sleeping engine is to have the trainer's GPUs now, see `Lending`."""
+        newest, waits = self._loadable, self.phase == WAITS and not self.stop and not self.failure
         # version 0 may have no weights but the model's, with which an engine starts and cannot wake
-        lent = name in self.lending.lent and bool(self._loadable)
-        if not lent or self.stop or self.failure or self.phase != WAITS:
+        if not newest or not waits or name not in self.lending.lent:
             return False
         others = self.lending.lent | self._schedule.evaluators
-        own = {name: worker.version for name, worker in self.workers.items() if name not in others}
-        return self.lending.wants(name, self._loadable, own, self.total_steps - self._admission.composed)
+        own = {each: worker.version for each, worker in self.workers.items() if each not in others}
+        return self.lending.wants(name, newest, own, self.total_steps - self._admission.composed)
 
     def reconcile(self, name: str, version: int, holding: list[str]) -> None:
         """Reconcile a worker's groups with the controller's: lost assignments are taken back, and groups taken while it was silent are
